@@ -1,0 +1,555 @@
+//! The crew: what all actors share, how each waits, and how all of them end.
+//!
+//! Three things wait: `recv`, `acquire`, and awaiting a fence or a fact. All go through
+//! [`Desk::wait`], which times the wait and writes down what it is for; so the watchdog can say
+//! who waits for what. The kill switch is raced against the whole actor, so every wait ends when
+//! it trips and no wait needs to know about it.
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::{SetOnce, watch};
+
+use crate::facts::Facts;
+use crate::fence::{Done, Fence};
+use crate::mailbox::Inbox;
+use crate::meter::{Meter, Spent, State};
+use crate::pool::{Content, Gauge, Held, Occupancy, Pool};
+use crate::ports::{Lane, Lanes, Operation, Order, Trouble};
+use crate::schedule::LayerId;
+
+/// The five actors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ActorName {
+    /// Uploads.
+    Prefetcher,
+    /// Computes.
+    Executor,
+    /// Downloads boundaries.
+    Stasher,
+    /// Downloads and joins gradients.
+    Reducer,
+    /// Updates.
+    Optimizer,
+}
+
+impl ActorName {
+    /// All actors, in flow order.
+    pub const ALL: [ActorName; 5] = [
+        ActorName::Prefetcher,
+        ActorName::Executor,
+        ActorName::Stasher,
+        ActorName::Reducer,
+        ActorName::Optimizer,
+    ];
+}
+
+impl fmt::Display for ActorName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ActorName::Prefetcher => "prefetcher",
+            ActorName::Executor => "executor",
+            ActorName::Stasher => "stasher",
+            ActorName::Reducer => "reducer",
+            ActorName::Optimizer => "optimizer",
+        })
+    }
+}
+
+/// Why something ended that should not have.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// It returned an error.
+    #[error("{0}")]
+    Error(#[from] Trouble),
+    /// It panicked.
+    #[error("panicked: {0}")]
+    Panic(String),
+    /// Nothing moved for this long; the ring as it stood then.
+    #[error("nothing moved for {seconds} s\n{snapshot}", seconds = .0.as_secs_f64(), snapshot = .1)]
+    Hang(Duration, Box<Snapshot>),
+    /// The relay was dropped.
+    #[error("the relay was dropped")]
+    Dropped,
+}
+
+impl Problem {
+    /// What a caught panic said.
+    pub fn of_panic(payload: &(dyn Any + Send)) -> Problem {
+        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
+        Problem::Panic(text.unwrap_or_else(|| "without a message".into()))
+    }
+}
+
+/// The first failure: who, where, doing what, why.
+#[derive(Debug, thiserror::Error)]
+#[error("{actor}{}, {operation}: {problem}", .layer.map(|l| format!(" at {l}")).unwrap_or_default())]
+pub struct Cause {
+    /// The actor that failed, or whose operation did.
+    pub actor: ActorName,
+    /// The layer it was at, if one.
+    pub layer: Option<LayerId>,
+    /// The operation, or what the actor was doing.
+    pub operation: String,
+    /// What went wrong.
+    pub problem: Problem,
+}
+
+/// Trips once; the first cause stays.
+#[derive(Debug, Default)]
+pub(crate) struct Switch(SetOnce<Arc<Cause>>);
+
+impl Switch {
+    pub(crate) fn trip(&self, cause: Cause) {
+        _ = self.0.set(Arc::new(cause)); // a later cause follows from the first
+    }
+
+    pub(crate) fn tripped(&self) -> bool {
+        self.0.initialized()
+    }
+
+    pub(crate) fn cause(&self) -> Option<Arc<Cause>> {
+        self.0.get().cloned()
+    }
+
+    /// Runs a future until it ends or the switch trips, which goes first.
+    pub(crate) async fn until_tripped<F: Future>(&self, future: F) -> Option<F::Output> {
+        let mut tripped = pin!(self.0.wait());
+        let mut future = pin!(future);
+        poll_fn(|cx| match tripped.as_mut().poll(cx) {
+            Poll::Ready(_) => Poll::Ready(None),
+            Poll::Pending => future.as_mut().poll(cx).map(Some),
+        })
+        .await
+    }
+}
+
+/// What an actor is doing, for the watchdog.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Doing {
+    /// Busy, starved or blocked.
+    pub state: State,
+    /// What it waits for; what it did last, while busy.
+    pub what: String,
+    /// The layer, if one.
+    pub layer: Option<LayerId>,
+    /// Since when, by the lanes' clock.
+    pub since: Duration,
+}
+
+/// What an actor waits for. Written down unformatted, for waits are many and reports few.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum For {
+    Start,
+    Message(&'static str),
+    Slots(u32, &'static str, Content),
+    Fact(Content),
+    Operation(Lane),
+}
+
+impl fmt::Display for For {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            For::Start => write!(f, "start"),
+            For::Message(mailbox) => write!(f, "receiving from {mailbox}"),
+            For::Slots(count, pool, content) => write!(f, "{count} of {pool} for {content}"),
+            For::Fact(content) => write!(f, "{content} to be there"),
+            For::Operation(lane) => write!(f, "an operation on {}", lane.name()),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Post {
+    doing: Mutex<(State, For, Option<LayerId>, Duration)>,
+    meter: Meter,
+}
+
+/// An operation that is queued and not finished.
+#[derive(Clone, Debug)]
+pub struct InFlight {
+    /// Who queued it.
+    pub actor: ActorName,
+    /// Its lane.
+    pub lane: Lane,
+    /// Its layer, if one.
+    pub layer: Option<LayerId>,
+    /// What it does.
+    pub operation: String,
+    /// True once its lane has begun it.
+    pub begun: bool,
+}
+
+/// What all actors and operations of one relay share.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    pub(crate) switch: Switch,
+    pub(crate) facts: Facts,
+    pub(crate) gauges: Vec<Gauge>,
+    posts: [Post; 5],
+    in_flight: Mutex<BTreeMap<u64, InFlight>>,
+    enqueued: AtomicU64,
+    progress: AtomicU64,
+    alive: watch::Sender<usize>,
+    /// True while a step's loss and norm are not known.
+    pub(crate) unresolved: AtomicBool,
+}
+
+impl Ring {
+    pub(crate) fn new(blocks: usize, gauges: Vec<Gauge>, now: Duration) -> Ring {
+        Ring {
+            switch: Switch::default(),
+            facts: Facts::new(blocks),
+            gauges,
+            posts: std::array::from_fn(|_| Post {
+                doing: Mutex::new((State::Busy, For::Start, None, now)),
+                meter: Meter::new(now),
+            }),
+            in_flight: Mutex::default(),
+            enqueued: AtomicU64::new(0),
+            progress: AtomicU64::new(0),
+            alive: watch::Sender::new(0),
+            unresolved: AtomicBool::new(false),
+        }
+    }
+
+    /// Grows whenever anything moves.
+    pub(crate) fn progress(&self) -> u64 {
+        self.progress.load(Ordering::Relaxed)
+    }
+
+    /// False when there is nothing to do: a standstill then is no hang.
+    pub(crate) fn is_working(&self) -> bool {
+        self.unresolved.load(Ordering::Relaxed) || !self.operations().is_empty()
+    }
+
+    pub(crate) fn enqueued(&self, actor: ActorName, order: &Order) -> u64 {
+        let number = self.enqueued.fetch_add(1, Ordering::Relaxed);
+        let Order { layer, work, .. } = order;
+        let (lane, operation) = (work.lane(), work.to_string());
+        let entry = InFlight { actor, lane, layer: *layer, operation, begun: false };
+        self.operations().insert(number, entry);
+        number
+    }
+
+    pub(crate) fn begun(&self, number: u64) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
+        if let Some(operation) = self.operations().get_mut(&number) {
+            operation.begun = true;
+        }
+    }
+
+    pub(crate) fn finished(&self, number: u64) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
+        self.operations().remove(&number);
+    }
+
+    fn operations(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, InFlight>> {
+        self.in_flight.lock().expect("nothing panics inside")
+    }
+
+    /// Waits until every actor has ended.
+    pub(crate) async fn ended(&self) {
+        let mut alive = self.alive.subscribe();
+        _ = *alive.wait_for(|&alive| alive == 0).await.expect("the ring holds the sender");
+    }
+
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        let actors = ActorName::ALL.map(|name| {
+            let post = &self.posts[name as usize];
+            let (state, what, layer, since) = *post.doing.lock().expect("nothing panics inside");
+            (name, Doing { state, what: what.to_string(), layer, since }, post.meter.spent())
+        });
+        Snapshot {
+            actors,
+            pools: self.gauges.iter().map(Gauge::read).collect(),
+            operations: self.operations().values().cloned().collect(),
+            versions: self.facts.versions(),
+        }
+    }
+}
+
+/// The ring at one moment: who waits for what, who holds which slot, what is queued.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Each actor, what it is doing, and its closed times.
+    pub actors: [(ActorName, Doing, Spent); 5],
+    /// Each pool.
+    pub pools: Vec<Occupancy>,
+    /// Operations not finished, oldest first.
+    pub operations: Vec<InFlight>,
+    /// Each block's version.
+    pub versions: Vec<u64>,
+}
+
+impl Snapshot {
+    /// Whom a standstill is to be blamed on: a begun operation, else the oldest queued one whose
+    /// lane does nothing, else an actor that is not waiting, else the one that waits longest.
+    pub(crate) fn suspect(&self, problem: Problem) -> Cause {
+        let begun = self.operations.iter().find(|operation| operation.begun);
+        let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == State::Busy);
+        let longest = || self.actors.iter().min_by_key(|(_, doing, _)| doing.since);
+        let of_actor = |(actor, doing, _): &(ActorName, Doing, Spent)| {
+            (*actor, doing.layer, format!("{:?}: {}", doing.state, doing.what))
+        };
+        let of_operation = |o: &InFlight| (o.actor, o.layer, o.operation.clone());
+        let (actor, layer, operation) = None
+            .or_else(|| begun.map(of_operation))
+            .or_else(|| busy().map(of_actor))
+            .or_else(|| self.operations.first().map(of_operation))
+            .or_else(|| longest().map(of_actor))
+            .expect("there are five actors");
+        Cause { actor, layer, operation, problem }
+    }
+}
+
+impl fmt::Display for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, doing, _) in &self.actors {
+            let layer = doing.layer.map(|layer| format!(" at {layer}")).unwrap_or_default();
+            writeln!(f, "{name}{layer}: {:?}, {}", doing.state, doing.what)?;
+        }
+        for pool in &self.pools {
+            let held: Vec<String> =
+                pool.holders.iter().flatten().map(|content| content.to_string()).collect();
+            writeln!(
+                f,
+                "pool {}: {} of {} [{}]",
+                pool.name,
+                held.len(),
+                pool.holders.len(),
+                held.join(", ")
+            )?;
+        }
+        for operation in &self.operations {
+            let state = if operation.begun { "runs" } else { "queued" };
+            writeln!(
+                f,
+                "lane {}: {} ({state}, by {})",
+                operation.lane.name(),
+                operation.operation,
+                operation.actor
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// A failure to rehearse: what an actor does instead of its `wait`-th wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drill {
+    /// Who.
+    pub actor: ActorName,
+    /// Which of its waits, from 0.
+    pub wait: u64,
+    /// What happens.
+    pub fault: Fault,
+}
+
+/// A rehearsed failure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fault {
+    /// Returns an error.
+    Error,
+    /// Panics.
+    Panic,
+    /// Never goes on.
+    Hang,
+}
+
+/// One actor's place in the ring: how it waits and how it orders work.
+pub(crate) struct Desk {
+    name: ActorName,
+    pub(crate) ring: Arc<Ring>,
+    lanes: Arc<dyn Lanes>,
+    drill: Option<Drill>,
+    waits: u64,
+}
+
+impl Desk {
+    pub(crate) fn new(
+        name: ActorName,
+        ring: &Arc<Ring>,
+        lanes: &Arc<dyn Lanes>,
+        drill: Option<Drill>,
+    ) -> Desk {
+        let drill = drill.filter(|drill| drill.actor == name);
+        Desk { name, ring: ring.clone(), lanes: lanes.clone(), drill, waits: 0 }
+    }
+
+    /// The one waiting rule.
+    async fn wait<F: Future>(
+        &mut self,
+        state: State,
+        what: For,
+        layer: Option<LayerId>,
+        future: F,
+    ) -> Result<F::Output, Trouble> {
+        if self.drill.is_some_and(|drill| drill.wait == self.waits) {
+            self.fail_on_purpose(what, layer).await?;
+        }
+        self.waits += 1;
+        self.enter(state, what, layer);
+        let output = future.await;
+        self.enter(State::Busy, what, layer);
+        self.ring.progress.fetch_add(1, Ordering::Relaxed);
+        Ok(output)
+    }
+
+    fn enter(&self, state: State, what: For, layer: Option<LayerId>) {
+        let now = self.lanes.now();
+        let post = &self.ring.posts[self.name as usize];
+        post.meter.enter(state, now);
+        *post.doing.lock().expect("nothing panics inside") = (state, what, layer, now);
+    }
+
+    async fn fail_on_purpose(&self, what: For, layer: Option<LayerId>) -> Result<(), Trouble> {
+        self.enter(State::Busy, what, layer);
+        match self.drill.map(|drill| drill.fault) {
+            Some(Fault::Error) => Err("a rehearsed error".into()),
+            Some(Fault::Panic) => panic!("a rehearsed panic"),
+            Some(Fault::Hang) => std::future::pending().await,
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) async fn recv<T>(
+        &mut self,
+        inbox: &mut Inbox<T>,
+        layer: Option<LayerId>,
+    ) -> Result<T, Trouble> {
+        self.wait(State::Starved, For::Message(inbox.name()), layer, inbox.recv()).await
+    }
+
+    pub(crate) async fn acquire(
+        &mut self,
+        pool: &mut Pool,
+        count: u32,
+        content: Content,
+        layer: Option<LayerId>,
+    ) -> Result<Vec<Held>, Trouble> {
+        let what = For::Slots(count, pool.name(), content);
+        self.wait(State::Blocked, what, layer, pool.acquire(count, content)).await
+    }
+
+    pub(crate) async fn acquire_slot(
+        &mut self,
+        pool: &mut Pool,
+        slot: u32,
+        content: Content,
+        layer: Option<LayerId>,
+    ) -> Result<Held, Trouble> {
+        let what = For::Slots(1, pool.name(), content);
+        self.wait(State::Blocked, what, layer, pool.acquire_slot(slot, content)).await
+    }
+
+    pub(crate) async fn fence(
+        &mut self,
+        lane: Lane,
+        fence: &Fence,
+        layer: Option<LayerId>,
+    ) -> Result<Done, Trouble> {
+        self.wait(State::Blocked, For::Operation(lane), layer, fence.wait()).await
+    }
+
+    /// Waits for a fact; `content` says which, for reports.
+    pub(crate) async fn fact(
+        &mut self,
+        content: Content,
+        layer: Option<LayerId>,
+        fact: impl AsyncFnOnce(&Facts),
+    ) -> Result<(), Trouble> {
+        let ring = self.ring.clone();
+        self.wait(State::Starved, For::Fact(content), layer, fact(&ring.facts)).await
+    }
+
+    /// Queues an order on its lane.
+    pub(crate) fn queue(&self, order: Order) -> Fence {
+        let (operation, fence) = Operation::new(self.name, order, self.ring.clone());
+        self.lanes.queue(operation);
+        fence
+    }
+}
+
+/// One of the five.
+#[async_trait]
+pub(crate) trait Actor: Send {
+    /// Works until the stop message has passed through.
+    async fn run(&mut self) -> Result<(), Trouble>;
+}
+
+/// An actor as a future that ends by itself and says why.
+pub struct Task {
+    /// Whose.
+    pub name: ActorName,
+    /// Runs the actor; spawn it on any executor.
+    pub future: Pin<Box<dyn Future<Output = ()> + Send>>,
+}
+
+/// Counts an actor in, and out when its future ends or is dropped; the last one closes the lanes.
+struct Membership {
+    ring: Arc<Ring>,
+    lanes: Arc<dyn Lanes>,
+}
+
+impl Membership {
+    fn new(ring: &Arc<Ring>, lanes: &Arc<dyn Lanes>) -> Membership {
+        ring.alive.send_modify(|alive| *alive += 1);
+        Membership { ring: ring.clone(), lanes: lanes.clone() }
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        let mut last = false;
+        self.ring.alive.send_modify(|alive| {
+            *alive -= 1;
+            last = *alive == 0;
+        });
+        if last {
+            self.lanes.close();
+        }
+    }
+}
+
+/// Makes a task of an actor: raced against the kill switch, its failure made the first cause.
+pub(crate) fn task(
+    name: ActorName,
+    ring: &Arc<Ring>,
+    lanes: &Arc<dyn Lanes>,
+    actor: impl Actor + 'static,
+) -> Task {
+    let membership = Membership::new(ring, lanes);
+    let ring = ring.clone();
+    let future = Box::pin(async move {
+        let _membership = membership; // let go of last: after the actor and all it holds
+        let mut actor = actor;
+        let mut run = actor.run();
+        let caught = poll_fn(|cx| {
+            let polled = catch_unwind(AssertUnwindSafe(|| run.as_mut().poll(cx)));
+            match polled {
+                Ok(Poll::Pending) => Poll::Pending,
+                Ok(Poll::Ready(result)) => Poll::Ready(result.map_err(Problem::Error)),
+                Err(payload) => Poll::Ready(Err(Problem::of_panic(&*payload))),
+            }
+        });
+        if let Some(Err(problem)) = ring.switch.until_tripped(caught).await {
+            let (_, what, layer, _) =
+                *ring.posts[name as usize].doing.lock().expect("nothing panics inside");
+            let operation = what.to_string();
+            ring.switch.trip(Cause { actor: name, layer, operation, problem });
+        }
+    });
+    Task { name, future }
+}

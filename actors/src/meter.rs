@@ -1,0 +1,59 @@
+//! Where an actor's time goes: busy, starved, blocked.
+//!
+//! Each state is timed by its own begin and end; none is what is left over of the others.
+
+use std::sync::Mutex;
+use std::time::Duration;
+
+/// What an actor is doing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// Running.
+    Busy,
+    /// Waiting for a message or a fact: for whoever is before it.
+    Starved,
+    /// Waiting for a slot or for its lane: for whoever is after it.
+    Blocked,
+}
+
+/// Time spent in each state so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Spent {
+    /// See [`State::Busy`].
+    pub busy: Duration,
+    /// See [`State::Starved`].
+    pub starved: Duration,
+    /// See [`State::Blocked`].
+    pub blocked: Duration,
+}
+
+/// Times one actor.
+#[derive(Debug)]
+pub struct Meter {
+    inner: Mutex<(State, Duration, Spent)>, // state, its begin, closed states
+}
+
+impl Meter {
+    /// Busy from now.
+    pub fn new(now: Duration) -> Meter {
+        Meter { inner: Mutex::new((State::Busy, now, Spent::default())) }
+    }
+
+    /// Ends the current state and begins another.
+    pub fn enter(&self, state: State, now: Duration) {
+        let mut inner = self.inner.lock().expect("nothing panics inside");
+        let (ending, begin, spent) = &mut *inner;
+        let seconds = match ending {
+            State::Busy => &mut spent.busy,
+            State::Starved => &mut spent.starved,
+            State::Blocked => &mut spent.blocked,
+        };
+        *seconds += now.saturating_sub(*begin);
+        *inner = (state, now, *spent);
+    }
+
+    /// What was spent in states that ended.
+    pub fn spent(&self) -> Spent {
+        self.inner.lock().expect("nothing panics inside").2
+    }
+}

@@ -1,0 +1,186 @@
+//! Slots: fixed pieces of memory, made at start, taken by one actor.
+//!
+//! A pool hands out numbers; what they number is the device's. Occupancy is memory in use, and
+//! waiting for a slot is the ring's backpressure. [`Pool`] is not `Clone` and acquires through
+//! `&mut self`: a second taker, which can deadlock, does not compile. A [`Held`] slot is labelled
+//! with what it was filled with, asked for by that label, and free when its last holder lets go.
+
+use std::fmt;
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::Notify;
+
+use crate::schedule::{BlockId, BoundaryId, MicroBatch, Version};
+
+/// What a slot was acquired for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Content {
+    /// One device visit between announcement and end: a credit, no memory.
+    Visit(usize),
+    /// A published block.
+    Block(BlockId, Version),
+    /// A gradient of the step that reads this version.
+    Gradient(BlockId, Version),
+    /// One micro-batch of a boundary, or part of it.
+    Boundary(BoundaryId, MicroBatch),
+}
+
+impl fmt::Display for Content {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Content::Visit(visit) => write!(f, "device visit {visit}"),
+            Content::Block(block, version) => write!(f, "{block} v{version}"),
+            Content::Gradient(block, version) => write!(f, "gradient of {block} v{version}"),
+            Content::Boundary(boundary, m) => write!(f, "{boundary} of micro-batch {m}"),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    name: &'static str,
+    slots: Mutex<Slots>,
+    freed: Notify, // woken: the taker; by: any release
+}
+
+#[derive(Debug)]
+struct Slots {
+    holders: Vec<Option<Content>>,
+    in_use: u32,
+    peak: u32,
+}
+
+impl Shared {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Slots> {
+        self.slots.lock().expect("no holder panics inside")
+    }
+}
+
+/// The right to take slots: one per pool.
+#[derive(Debug)]
+pub struct Pool {
+    shared: Arc<Shared>,
+}
+
+impl Pool {
+    /// A pool of free slots.
+    pub fn new(name: &'static str, slots: u32) -> Pool {
+        let slots = Slots { holders: vec![None; slots as usize], in_use: 0, peak: 0 };
+        Pool { shared: Arc::new(Shared { name, slots: Mutex::new(slots), freed: Notify::new() }) }
+    }
+
+    /// The pool's name, as in configuration and metrics.
+    pub fn name(&self) -> &'static str {
+        self.shared.name
+    }
+
+    /// A view for reports.
+    pub fn gauge(&self) -> Gauge {
+        Gauge { shared: self.shared.clone() }
+    }
+
+    /// Takes `count` slots at once, the lowest free ones.
+    pub async fn acquire(&mut self, count: u32, content: Content) -> Vec<Held> {
+        self.take(content, |slots| {
+            let free =
+                (0..slots.holders.len() as u32).filter(|&s| slots.holders[s as usize].is_none());
+            let taken: Vec<u32> = free.take(count as usize).collect();
+            (taken.len() == count as usize).then_some(taken)
+        })
+        .await
+    }
+
+    /// Takes this very slot.
+    pub async fn acquire_slot(&mut self, slot: u32, content: Content) -> Held {
+        let held =
+            self.take(content, |slots| slots.holders[slot as usize].is_none().then(|| vec![slot]));
+        held.await.pop().expect("one slot was asked for")
+    }
+
+    async fn take(
+        &mut self,
+        content: Content,
+        pick: impl Fn(&Slots) -> Option<Vec<u32>>,
+    ) -> Vec<Held> {
+        loop {
+            if let Some(taken) = self.try_take(content, &pick) {
+                return taken;
+            }
+            self.shared.freed.notified().await;
+        }
+    }
+
+    fn try_take(
+        &self,
+        content: Content,
+        pick: impl Fn(&Slots) -> Option<Vec<u32>>,
+    ) -> Option<Vec<Held>> {
+        let mut slots = self.shared.lock();
+        let taken = pick(&slots)?;
+        slots.in_use += taken.len() as u32;
+        slots.peak = slots.peak.max(slots.in_use);
+        let held = taken.into_iter().map(|slot| {
+            slots.holders[slot as usize] = Some(content);
+            Held(Arc::new(Lease { shared: self.shared.clone(), slot, content }))
+        });
+        Some(held.collect())
+    }
+}
+
+/// A taken slot. Clones hold the same slot; it is free when the last is dropped.
+#[derive(Clone, Debug)]
+pub struct Held(Arc<Lease>);
+
+#[derive(Debug)]
+struct Lease {
+    shared: Arc<Shared>,
+    slot: u32,
+    content: Content,
+}
+
+impl Held {
+    /// The slot's number, for whoever holds what it was asked for.
+    ///
+    /// # Panics
+    /// The slot holds something else: "block 7 v3 asked, slot 0 of weights holds block 5 v3".
+    pub fn slot(&self, asked: Content) -> u32 {
+        let Lease { shared, slot, content } = &*self.0;
+        assert!(*content == asked, "{asked} asked, slot {slot} of {} holds {content}", shared.name);
+        *slot
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        let mut slots = self.shared.lock();
+        slots.holders[self.slot as usize] = None;
+        slots.in_use -= 1;
+        drop(slots);
+        self.shared.freed.notify_one();
+    }
+}
+
+/// Reads a pool without taking from it.
+#[derive(Clone, Debug)]
+pub struct Gauge {
+    shared: Arc<Shared>,
+}
+
+/// A pool at one moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Occupancy {
+    /// The pool's name.
+    pub name: &'static str,
+    /// What each slot holds, if it is taken.
+    pub holders: Vec<Option<Content>>,
+    /// The most slots that were taken at once.
+    pub peak: u32,
+}
+
+impl Gauge {
+    /// The pool now.
+    pub fn read(&self) -> Occupancy {
+        let slots = self.shared.lock();
+        Occupancy { name: self.shared.name, holders: slots.holders.clone(), peak: slots.peak }
+    }
+}

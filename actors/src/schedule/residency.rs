@@ -1,0 +1,93 @@
+//! Which weight slot each block takes, decided once: the farthest next use is evicted.
+//!
+//! The future of a step is known, so Belady's rule applies as written (1966, "A study of
+//! replacement algorithms for a virtual-storage computer"): it fetches the least. A step's versions
+//! are its own, so residency begins cold with each step. Ties (never used again) go to the slot
+//! that fell idle first, so that its upload can start earliest.
+
+use std::collections::HashMap;
+
+use super::BlockId;
+
+/// One block of one device visit: where it lies and whether it must be fetched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Residence {
+    /// The block.
+    pub block: BlockId,
+    /// Its weight slot.
+    pub slot: u32,
+    /// True when it is uploaded for this visit; false when the slot holds it already.
+    pub fetch: bool,
+    /// The device visit that last used the slot for another block: the fetch stands behind it.
+    pub after: Option<usize>,
+    /// True when the slot holds something else, or nothing, after this visit.
+    pub last_use: bool,
+}
+
+/// A slot's tenant while the visits are walked.
+#[derive(Clone, Copy)]
+struct Tenant {
+    block: BlockId,
+    last_visit: usize,
+}
+
+/// Places the blocks of each visit in turn. Needs as many slots as the largest visit has blocks.
+pub(super) fn residency(visits: &[&[BlockId]], slots: u32) -> Vec<Vec<Residence>> {
+    let mut uses: HashMap<BlockId, Vec<usize>> = HashMap::new();
+    for (index, blocks) in visits.iter().enumerate() {
+        for &block in *blocks {
+            uses.entry(block).or_default().push(index);
+        }
+    }
+    let next_use = |block: BlockId, now: usize| {
+        let at = uses[&block].partition_point(|&visit| visit <= now);
+        uses[&block].get(at).copied().unwrap_or(usize::MAX)
+    };
+
+    let mut tenants: Vec<Option<Tenant>> = vec![None; slots as usize];
+    let mut placed = HashMap::new(); // block -> slot
+    let mut used_at: HashMap<u32, (usize, usize)> = HashMap::new(); // slot -> its last residence
+    let mut all: Vec<Vec<Residence>> = Vec::with_capacity(visits.len());
+    for (now, blocks) in visits.iter().enumerate() {
+        let mut residences = Vec::with_capacity(blocks.len());
+        // Blocks that are here already are pinned before others look for a place.
+        for &block in *blocks {
+            if let Some(&slot) = placed.get(&block) {
+                tenants[slot as usize] = Some(Tenant { block, last_visit: now });
+            }
+        }
+        for (position, &block) in blocks.iter().enumerate() {
+            let (slot, fetch, after) = match placed.get(&block) {
+                Some(&slot) => (slot, false, None),
+                None => {
+                    let free = (0..slots).filter(|&s| match tenants[s as usize] {
+                        Some(tenant) => tenant.last_visit != now,
+                        None => true,
+                    });
+                    let farthest = free.max_by_key(|&s| match tenants[s as usize] {
+                        None => (usize::MAX, usize::MAX, slots - s),
+                        Some(t) => {
+                            (next_use(t.block, now), usize::MAX - 1 - t.last_visit, slots - s)
+                        }
+                    });
+                    let slot = farthest.expect("no visit has more blocks than there are slots");
+                    let evicted = tenants[slot as usize].replace(Tenant { block, last_visit: now });
+                    if let Some(tenant) = evicted {
+                        placed.remove(&tenant.block);
+                    }
+                    placed.insert(block, slot);
+                    (slot, true, evicted.map(|tenant| tenant.last_visit))
+                }
+            };
+            if let Some((visit, at)) = used_at.insert(slot, (now, position)).filter(|_| fetch) {
+                all[visit][at].last_use = true;
+            }
+            residences.push(Residence { block, slot, fetch, after, last_use: false });
+        }
+        all.push(residences);
+    }
+    for (visit, at) in used_at.into_values() {
+        all[visit][at].last_use = true;
+    }
+    all
+}

@@ -1,0 +1,143 @@
+//! The static rules of a schedule, one function each; every refusal names the visit.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::*;
+
+/// Checks everything that does not depend on pools.
+pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
+    if schedule.micro_batches.is_empty() || schedule.micro_batches.contains(&0) {
+        return Err(Refusal::of("a step needs micro-batches, each of at least one sequence"));
+    }
+    if !schedule.visits.iter().any(Visit::on_device) {
+        return Err(Refusal::of("no visit of a device"));
+    }
+    if schedule.boundaries.iter().any(|boundary| boundary.slots == 0) {
+        return Err(Refusal::of("a boundary must fill at least one slot"));
+    }
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        names(schedule, visit).map_err(|reason| Refusal::at(schedule, index, reason))?;
+    }
+    boundaries(schedule)?;
+    micro_batch_order(schedule)?;
+    gradients(schedule)
+}
+
+/// Everything a visit names exists, once, and its kind is one of the known.
+fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
+    let count = schedule.micro_batches.len() as MicroBatch;
+    if visit.micro_batches.is_empty() || visit.micro_batches.end > count {
+        return Err(format!("micro-batches {:?} of {count}", visit.micro_batches));
+    }
+    let blocks: BTreeSet<_> = visit.blocks().iter().collect();
+    if blocks.len() < visit.blocks().len() {
+        return Err("names a block twice".into());
+    }
+    if let Some(id) = blocks.iter().find(|id| id.0 as usize >= schedule.blocks.len()) {
+        return Err(format!("{id} is unknown: the schedule has {}", schedule.blocks.len()));
+    }
+    let all = visit.reads.iter().chain(&visit.writes);
+    let met: BTreeSet<_> = all.clone().collect();
+    if met.len() < all.count() {
+        return Err("names a boundary twice".into());
+    }
+    if let Some(id) = met.iter().find(|id| id.0 as usize >= schedule.boundaries.len()) {
+        return Err(format!("{id} is unknown: the schedule has {}", schedule.boundaries.len()));
+    }
+    match (visit.place, visit.phase, visit.reads.is_empty(), visit.writes.is_empty()) {
+        (Place::Device(0), ..) => Ok(()),
+        (Place::Device(n), ..) => Err(format!("device {n}: this ring has device 0 only")),
+        (Place::Host, Phase::Forward, true, false) => Ok(()), // gather
+        (Place::Host, Phase::Forward, false, true) if visit.blocks().is_empty() => Ok(()), // loss
+        (Place::Host, Phase::Backward, false, true) => Ok(()), // scatter
+        (Place::Host, ..) => {
+            Err("a host visit gathers (writes only), scatters or takes the loss (read only)".into())
+        }
+    }
+}
+
+/// A boundary is written once, before it is read, and somebody reads it.
+fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
+    let mut written = BTreeMap::new(); // -> (writer, read yet)
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        for m in visit.micro_batches.clone() {
+            for &id in &visit.reads {
+                match written.get_mut(&(id, m)) {
+                    Some((_, read)) => *read = true,
+                    None => {
+                        let reason = format!("reads {id} of micro-batch {m} before it is written");
+                        return Err(Refusal::at(schedule, index, reason));
+                    }
+                }
+            }
+            for &id in &visit.writes {
+                if written.insert((id, m), (index, false)).is_some() {
+                    let reason = format!("writes {id} of micro-batch {m} again");
+                    return Err(Refusal::at(schedule, index, reason));
+                }
+            }
+        }
+    }
+    match written.iter().find(|(_, (_, read))| !read) {
+        None => Ok(()),
+        Some(((id, m), (index, _))) => {
+            let reason = format!("writes {id} of micro-batch {m}, which nobody reads");
+            Err(Refusal::at(schedule, *index, reason))
+        }
+    }
+}
+
+/// A layer meets its micro-batches in order and once a phase: the order gradients are summed in.
+fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
+    let mut next = BTreeMap::new();
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        let is_loss = !visit.on_device() && visit.blocks().is_empty();
+        let key = (visit.layer, visit.phase == Phase::Backward, is_loss);
+        let expected = next.entry(key).or_insert(0);
+        if visit.micro_batches.start != *expected {
+            let reason = format!("starts at {}, expected {expected}", visit.micro_batches.start);
+            return Err(Refusal::at(schedule, index, format!("micro-batch order: {reason}")));
+        }
+        *expected = visit.micro_batches.end;
+    }
+    Ok(())
+}
+
+/// A gradient ends once: on the device, or in the host's scatter after it; and no visit of a
+/// device meets a block again after that, for by then it may be the next version.
+fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
+    let mut scattered = BTreeSet::new();
+    let mut last_backward = BTreeMap::new();
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        for &id in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
+            if scattered.contains(&id) {
+                let reason = format!("meets {id} after its gradient was scattered");
+                return Err(Refusal::at(schedule, index, reason));
+            }
+            match (visit.on_device(), visit.phase) {
+                (false, Phase::Backward)
+                    if visit.micro_batches.len() < schedule.micro_batches.len() =>
+                {
+                    let reason = "a scatter takes all micro-batches of the step at once";
+                    return Err(Refusal::at(schedule, index, reason));
+                }
+                (false, Phase::Backward) => _ = scattered.insert(id),
+                (_, Phase::Backward) => _ = last_backward.insert(id, index),
+                (_, Phase::Forward) => {}
+            }
+        }
+    }
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        for id in visit.blocks() {
+            let ended = last_backward.get(id).is_some_and(|&last| index > last);
+            if ended && visit.phase == Phase::Forward {
+                return Err(Refusal::at(
+                    schedule,
+                    index,
+                    format!("meets {id} after its gradient ended"),
+                ));
+            }
+        }
+    }
+    Ok(())
+}

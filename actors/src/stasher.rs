@@ -1,0 +1,50 @@
+//! The downloading side of the activation loop: each boundary into the stash, each a fact.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::crew::{Actor, Desk};
+use crate::facts::Fact;
+use crate::mailbox::Inbox;
+use crate::messages::{Flow, Outputs};
+use crate::pool::Content;
+use crate::ports::{Order, Placed, Step, Trouble, Work};
+
+pub(crate) struct Stasher {
+    pub(crate) desk: Desk,
+    pub(crate) outputs: Inbox<Flow<Outputs>>,
+    pub(crate) step: Option<Arc<Step>>,
+}
+
+#[async_trait]
+impl Actor for Stasher {
+    async fn run(&mut self) -> Result<(), Trouble> {
+        loop {
+            match self.desk.recv(&mut self.outputs, None).await? {
+                Flow::Begin(step) => self.step = Some(step),
+                Flow::Datum(outputs) => self.stash(outputs),
+                Flow::Stop => return Ok(()),
+                Flow::End(_) => unreachable!("nothing is behind the stasher"),
+            }
+        }
+    }
+}
+
+impl Stasher {
+    fn stash(&self, outputs: Outputs) {
+        let step = self.step.as_ref().expect("a step begins before its outputs");
+        let visit = step.plan.visit(outputs.device_visit);
+        let micro_batch = outputs.micro_batch;
+        for (&boundary, held) in visit.writes.iter().zip(outputs.boundaries) {
+            let content = Content::Boundary(boundary, micro_batch);
+            let slots = held.iter().map(|held| held.slot(content)).collect();
+            let work = Work::DownloadBoundary { micro_batch, outputs: Placed { boundary, slots } };
+            let mut order = Order::new(step, Some(visit.layer), work);
+            order.waits = vec![outputs.computed.clone()];
+            order.holds = held;
+            order.raises = vec![Fact::Stashed(boundary, micro_batch)];
+            self.desk.queue(order);
+        }
+    }
+}

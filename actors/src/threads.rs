@@ -1,0 +1,161 @@
+//! Lanes made of threads: one per lane, doing work that blocks.
+//!
+//! A device implements [`Hands`], one function that does what an operation says, and gets lanes
+//! with order, fences, panics and cancellation seen to. A thread that waits for a fence of
+//! another lane is parked, not spinning, and wakes for the kill switch too.
+
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::crew::Problem;
+use crate::fence::Done;
+use crate::ports::{Lane, Lanes, Operation, Ports, Step, Trouble};
+
+/// What does the work. Called by five threads at once, each with its lane's operations.
+pub trait Hands: Send + Sync + 'static {
+    /// See [`Ports::Batch`].
+    type Batch: Send + 'static;
+
+    /// See [`Ports::begin`].
+    fn begin(&self, step: &Arc<Step>, batch: Self::Batch);
+
+    /// Does the work and returns its value. Long work looks at
+    /// [`is_cancelled`](Operation::is_cancelled) now and then.
+    ///
+    /// # Errors
+    /// Whatever went wrong; it ends the ring.
+    fn perform(&self, operation: &Operation) -> Result<f64, Trouble>;
+}
+
+/// See the [module](self).
+pub struct ThreadLanes<H> {
+    hands: Arc<H>,
+    origin: Instant,
+    /// One queue a lane; bounded by the slots and credits that operations hold. None: closed.
+    queues: Mutex<Option<Vec<flume::Sender<Operation>>>>,
+    alive: watch::Sender<usize>,
+}
+
+impl<H: Hands> ThreadLanes<H> {
+    /// Starts the threads.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub fn start(hands: H) -> std::io::Result<ThreadLanes<H>> {
+        let (hands, origin) = (Arc::new(hands), Instant::now());
+        let alive = watch::Sender::new(0);
+        let mut queues = Vec::new();
+        for lane in Lane::ALL {
+            let (queue, operations) = flume::unbounded::<Operation>();
+            let (hands, here) = (hands.clone(), Alive::new(&alive));
+            let named = thread::Builder::new().name(format!("l2l-{}", lane.name()));
+            named.spawn(move || {
+                let _here = here;
+                for operation in operations.iter() {
+                    run(&*hands, operation, origin);
+                }
+            })?;
+            queues.push(queue);
+        }
+        Ok(ThreadLanes { hands, origin, queues: Mutex::new(Some(queues)), alive })
+    }
+
+    /// What does the work.
+    pub fn hands(&self) -> &H {
+        &self.hands
+    }
+}
+
+/// Runs one operation, or drops it when the ring is ending.
+fn run<H: Hands>(hands: &H, operation: Operation, origin: Instant) {
+    if !block_on(operation.ready()) {
+        return;
+    }
+    operation.begun();
+    let begin = origin.elapsed();
+    let performed = catch_unwind(AssertUnwindSafe(|| hands.perform(&operation)));
+    operation.finish(match performed {
+        Ok(Ok(value)) => Ok(Done { begin, end: origin.elapsed(), value }),
+        Ok(Err(trouble)) => Err(Problem::Error(trouble)),
+        Err(payload) => Err(Problem::of_panic(&*payload)),
+    });
+}
+
+#[async_trait]
+impl<H: Hands> Lanes for ThreadLanes<H> {
+    fn queue(&self, operation: Operation) {
+        let lane = operation.work().lane();
+        let queues = self.queues.lock().expect("nothing panics inside");
+        if let Some(queues) = &*queues {
+            // A lane that is gone drops the operation, which fails the ring.
+            _ = queues[lane as usize].send(operation);
+        }
+    }
+
+    fn now(&self) -> Duration {
+        self.origin.elapsed()
+    }
+
+    fn close(&self) {
+        self.queues.lock().expect("nothing panics inside").take();
+    }
+
+    async fn closed(&self) {
+        let mut alive = self.alive.subscribe();
+        _ = alive.wait_for(|&alive| alive == 0).await.map(|alive| *alive);
+    }
+}
+
+impl<H: Hands> Ports for ThreadLanes<H> {
+    type Batch = H::Batch;
+
+    fn begin(&self, step: &Arc<Step>, batch: H::Batch) {
+        self.hands.begin(step, batch);
+    }
+}
+
+/// Counts a thread in and out.
+struct Alive(watch::Sender<usize>);
+
+impl Alive {
+    fn new(alive: &watch::Sender<usize>) -> Alive {
+        alive.send_modify(|alive| *alive += 1);
+        Alive(alive.clone())
+    }
+}
+
+impl Drop for Alive {
+    fn drop(&mut self) {
+        self.0.send_modify(|alive| *alive -= 1);
+    }
+}
+
+/// Wakes a parked thread.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Parks this thread until the future ends.
+fn block_on<F: Future>(future: F) -> F::Output {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return output;
+        }
+        thread::park();
+    }
+}

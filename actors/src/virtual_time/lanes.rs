@@ -1,0 +1,181 @@
+//! Lanes that count time instead of spending it.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use super::memory::Memory;
+use crate::crew::ActorName;
+use crate::fence::Done;
+use crate::ports::{Lane, Lanes, Operation, Ports, Step, Work};
+use crate::schedule::{LayerId, Version};
+
+/// One operation on the timeline.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Record {
+    /// The operation's number.
+    pub number: u64,
+    /// Its lane.
+    pub lane: Lane,
+    /// Who queued it.
+    pub actor: ActorName,
+    /// Its step.
+    pub step: Version,
+    /// Its layer, if one.
+    pub layer: Option<LayerId>,
+    /// What it did.
+    pub work: Work,
+    /// Bytes it moved between host and device.
+    pub bytes: u64,
+    /// When it began.
+    pub begin: Duration,
+    /// When it ended.
+    pub end: Duration,
+    /// If its lane stood idle before it: the operation it waited for last, when that is why.
+    pub waited_for: Option<u64>,
+}
+
+struct Queue {
+    pending: VecDeque<Operation>,
+    running: Option<Running>,
+    idle_since: Duration,
+}
+
+struct Running {
+    operation: Operation,
+    begin: Duration,
+    end: Duration,
+    waited_for: Option<u64>,
+}
+
+struct Inner {
+    now: Duration,
+    queues: [Queue; 5],
+    memory: Memory,
+    records: Vec<Record>,
+    durations: Box<dyn FnMut(&Operation) -> Duration + Send>,
+}
+
+/// See the [module](self).
+pub struct VirtualLanes {
+    inner: Mutex<Inner>,
+}
+
+impl VirtualLanes {
+    /// Lanes on which each operation takes the time it is told.
+    pub fn new(durations: impl FnMut(&Operation) -> Duration + Send + 'static) -> VirtualLanes {
+        let queue =
+            || Queue { pending: VecDeque::new(), running: None, idle_since: Duration::ZERO };
+        let inner = Inner {
+            now: Duration::ZERO,
+            queues: std::array::from_fn(|_| queue()),
+            memory: Memory::default(),
+            records: Vec::new(),
+            durations: Box::new(durations),
+        };
+        VirtualLanes { inner: Mutex::new(inner) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("a misuse of memory panicked before")
+    }
+
+    /// The timeline so far, in order of ends; it begins anew.
+    pub fn take_records(&self) -> Vec<Record> {
+        std::mem::take(&mut self.lock().records)
+    }
+
+    /// True when the lane's next operation may begin.
+    pub(super) fn can_begin(&self, lane: Lane) -> bool {
+        let inner = self.lock();
+        let queue = &inner.queues[lane as usize];
+        let ready = |operation: &Operation| {
+            operation.is_cancelled()
+                || operation.waits().iter().all(|fence| fence.reached().is_some())
+        };
+        queue.running.is_none() && queue.pending.front().is_some_and(ready)
+    }
+
+    /// Begins it, or drops it when it is cancelled.
+    pub(super) fn begin(&self, lane: Lane) {
+        let mut guard = self.lock();
+        let inner = &mut *guard;
+        let queue = &mut inner.queues[lane as usize];
+        let operation = queue.pending.pop_front().expect("can_begin was asked");
+        if operation.is_cancelled() {
+            drop(guard);
+            drop(operation);
+            return;
+        }
+        inner.memory.begin(&operation);
+        operation.begun();
+        let begin = inner.now;
+        let end = begin + (inner.durations)(&operation);
+        let ends = operation.waits().iter().filter_map(|f| Some((f.reached()?.end, f.operation())));
+        let last = ends.max().filter(|(reached, _)| *reached > queue.idle_since);
+        let waited_for = last.map(|(_, number)| number);
+        queue.running = Some(Running { operation, begin, end, waited_for });
+    }
+
+    /// When the lane's running operation ends.
+    pub(super) fn end_of(&self, lane: Lane) -> Option<Duration> {
+        self.lock().queues[lane as usize].running.as_ref().map(|running| running.end)
+    }
+
+    /// Ends it. The clock goes to its end, if it is not there yet.
+    pub(super) fn finish(&self, lane: Lane) {
+        let mut guard = self.lock();
+        let inner = &mut *guard;
+        let queue = &mut inner.queues[lane as usize];
+        let Running { operation, begin, end, waited_for } =
+            queue.running.take().expect("end_of was asked");
+        inner.now = inner.now.max(end);
+        queue.idle_since = end;
+        inner.memory.end(&operation);
+        inner.records.push(Record {
+            number: operation.number(),
+            lane,
+            actor: operation.actor(),
+            step: operation.step().number,
+            layer: operation.layer(),
+            work: operation.work().clone(),
+            bytes: operation.work().bytes(&operation.step().plan),
+            begin,
+            end,
+            waited_for,
+        });
+        drop(guard); // finishing wakes tasks and lets go of slots
+        let value = match operation.work() {
+            Work::Loss { .. }
+            | Work::Reduce { .. }
+            | Work::Scatter { .. }
+            | Work::Update { .. } => 1.0,
+            _ => 0.0,
+        };
+        operation.finish(Ok(Done { begin, end, value }));
+    }
+}
+
+#[async_trait]
+impl Lanes for VirtualLanes {
+    fn queue(&self, operation: Operation) {
+        let lane = operation.work().lane();
+        self.lock().queues[lane as usize].pending.push_back(operation);
+    }
+
+    fn now(&self) -> Duration {
+        self.lock().now
+    }
+
+    fn close(&self) {}
+
+    async fn closed(&self) {}
+}
+
+impl Ports for VirtualLanes {
+    type Batch = ();
+
+    fn begin(&self, _step: &Arc<Step>, _batch: ()) {}
+}

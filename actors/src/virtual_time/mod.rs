@@ -1,0 +1,50 @@
+//! A device, an EPS and a clock without tensors.
+//!
+//! The same actors run on lanes that only count: each operation takes the time it is told, the
+//! clock jumps from one end of an operation to the next when no actor can move, and every slot is
+//! checked for holding what the operation asks for ([`Memory`]). Deterministic, and fast enough to
+//! answer questions about machines nobody here owns. [`World`] is the executor under it: it polls
+//! actors and completes operations one move at a time, in time order or in any order it is told,
+//! which is how interleavings are explored.
+
+mod lanes;
+mod memory;
+mod world;
+
+use std::future::Future;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+pub use lanes::{Record, VirtualLanes};
+pub use memory::Memory;
+pub use world::{Move, World};
+
+use crate::ports::Operation;
+use crate::relay::{Config, Relay};
+
+/// Runs a relay in virtual time: `main` drives it, each operation takes what `durations` says.
+/// Returns what `main` returned and the timeline.
+///
+/// # Errors
+/// Nothing could move and the clock had nowhere to go: who had not ended.
+pub fn run<T: 'static, F: Future<Output = T> + 'static>(
+    config: Config,
+    durations: impl FnMut(&Operation) -> Duration + Send + 'static,
+    main: impl FnOnce(Relay<VirtualLanes>) -> F,
+) -> Result<(T, Vec<Record>), Vec<String>> {
+    let lanes = Arc::new(VirtualLanes::new(durations));
+    let (relay, tasks) = Relay::wire(config, lanes.clone());
+    let mut world = World::new(lanes.clone());
+    for task in tasks {
+        world.spawn(task.name.to_string(), task.future);
+    }
+    let result = Arc::new(Mutex::new(None));
+    let (main, out) = (main(relay), result.clone());
+    world.spawn("main".into(), async move {
+        let returned = main.await;
+        *out.lock().expect("one task writes") = Some(returned);
+    });
+    world.run()?;
+    let returned = result.lock().expect("the task has ended").take();
+    Ok((returned.expect("main has ended"), lanes.take_records()))
+}

@@ -1,0 +1,44 @@
+//! Fails a ring in which nothing moves.
+//!
+//! A thread, not a task: a task that blocks its executor would block a watchdog task with it. It
+//! ends when its leash is let go of, or when the switch trips. A ring with nothing to do is idle,
+//! not hung.
+
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use flume::{RecvTimeoutError, Sender};
+
+use crate::crew::{Problem, Ring};
+
+/// Keeps the watchdog alive.
+#[derive(Debug)]
+pub(crate) struct Leash {
+    _leash: Sender<()>,
+}
+
+/// Watches a ring until the leash is dropped.
+pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
+    let (leash, held) = flume::bounded(1);
+    let ring = ring.clone();
+    let watchdog = thread::Builder::new().name("l2l-watchdog".into());
+    let watching = watchdog.spawn(move || {
+        let mut seen = (ring.progress(), Instant::now());
+        while held.recv_timeout(patience / 4) == Err(RecvTimeoutError::Timeout) {
+            if ring.switch.tripped() {
+                return;
+            }
+            let progress = ring.progress();
+            if progress != seen.0 || !ring.is_working() {
+                seen = (progress, Instant::now());
+            } else if seen.1.elapsed() >= patience {
+                let snapshot = ring.snapshot();
+                let problem = Problem::Hang(patience, Box::new(snapshot.clone()));
+                ring.switch.trip(snapshot.suspect(problem));
+            }
+        }
+    });
+    watching.expect("a process that trains can start a thread");
+    Leash { _leash: leash }
+}
