@@ -146,6 +146,8 @@ pub struct Doing {
     pub layer: Option<LayerId>,
     /// Since when, by the lanes' clock.
     pub since: Duration,
+    /// Waits it has had: how far it has come.
+    pub waits: u64,
 }
 
 /// What an actor waits for. Written down unformatted, for waits are many and reports few.
@@ -172,7 +174,7 @@ impl fmt::Display for For {
 
 #[derive(Debug)]
 struct Post {
-    doing: Mutex<(State, For, Option<LayerId>, Duration)>,
+    doing: Mutex<(State, For, Option<LayerId>, Duration, u64)>,
     meter: Meter,
 }
 
@@ -213,7 +215,7 @@ impl Ring {
             facts: Facts::new(blocks),
             gauges,
             posts: std::array::from_fn(|_| Post {
-                doing: Mutex::new((State::Busy, For::Start, None, now)),
+                doing: Mutex::new((State::Busy, For::Start, None, now, 0)),
                 meter: Meter::new(now),
             }),
             in_flight: Mutex::default(),
@@ -268,8 +270,9 @@ impl Ring {
     pub(crate) fn snapshot(&self) -> Snapshot {
         let actors = ActorName::ALL.map(|name| {
             let post = &self.posts[name as usize];
-            let (state, what, layer, since) = *post.doing.lock().expect("nothing panics inside");
-            (name, Doing { state, what: what.to_string(), layer, since }, post.meter.spent())
+            let (state, what, layer, since, waits) =
+                *post.doing.lock().expect("nothing panics inside");
+            (name, Doing { state, what: what.to_string(), layer, since, waits }, post.meter.spent())
         });
         Snapshot {
             actors,
@@ -346,6 +349,17 @@ impl fmt::Display for Snapshot {
     }
 }
 
+/// Looks at a ring from outside, also when another task drives it or it has ended.
+#[derive(Clone, Debug)]
+pub struct Observer(pub(crate) Arc<Ring>);
+
+impl Observer {
+    /// The ring now.
+    pub fn snapshot(&self) -> Snapshot {
+        self.0.snapshot()
+    }
+}
+
 /// A failure to rehearse: what an actor does instead of its `wait`-th wait.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drill {
@@ -411,7 +425,7 @@ impl Desk {
         let now = self.lanes.now();
         let post = &self.ring.posts[self.name as usize];
         post.meter.enter(state, now);
-        *post.doing.lock().expect("nothing panics inside") = (state, what, layer, now);
+        *post.doing.lock().expect("nothing panics inside") = (state, what, layer, now, self.waits);
     }
 
     async fn fail_on_purpose(&self, what: For, layer: Option<LayerId>) -> Result<(), Trouble> {
@@ -545,7 +559,7 @@ pub(crate) fn task(
             }
         });
         if let Some(Err(problem)) = ring.switch.until_tripped(caught).await {
-            let (_, what, layer, _) =
+            let (_, what, layer, ..) =
                 *ring.posts[name as usize].doing.lock().expect("nothing panics inside");
             let operation = what.to_string();
             ring.switch.trip(Cause { actor: name, layer, operation, problem });

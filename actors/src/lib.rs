@@ -57,7 +57,9 @@ pub mod threads;
 pub mod virtual_time;
 mod watchdog;
 
-pub use crew::{ActorName, Cause, Doing, Drill, Fault, InFlight, Problem, Snapshot, Task};
+pub use crew::{
+    ActorName, Cause, Doing, Drill, Fault, InFlight, Observer, Problem, Snapshot, Task,
+};
 pub use messages::Resolved;
 pub use relay::{Config, Error, Integrity, Relay};
 pub use schedule::{Plan, Refusal};

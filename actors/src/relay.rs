@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::crew::{ActorName, Cause, Desk, Drill, Problem, Ring, Snapshot, Task, task};
+use crate::crew::{ActorName, Cause, Desk, Drill, Observer, Problem, Ring, Snapshot, Task, task};
 use crate::executor::Executor;
 use crate::mailbox::{Inbox, Outbox, mailbox};
 use crate::messages::{Flow, Resolved};
@@ -312,6 +312,11 @@ impl<P: Ports> Relay<P> {
     /// The ring now: who waits for what, who holds which slot, what is queued.
     pub fn snapshot(&self) -> Snapshot {
         self.ring.snapshot()
+    }
+
+    /// For whoever wants to look while another task drives the relay.
+    pub fn observer(&self) -> Observer {
+        Observer(self.ring.clone())
     }
 }
 

@@ -1,0 +1,78 @@
+//! Models, rings and steps that the tests share.
+#![allow(dead_code, unreachable_pub, reason = "each test takes what it needs")]
+
+use std::time::Duration;
+
+use l2l_actors::Config;
+use l2l_actors::schedule::{
+    Block, BlockId, Boundary, Capacities, Layer, LayerId, Model, Pools, Role, Schedule, Selection,
+};
+
+/// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles
+/// are the embedding's rows when tied.
+pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
+    let boundary = |slots| Boundary { slots, bytes_per_sequence: 100 * u64::from(slots) };
+    let block = |index: u32| {
+        let bytes = 1000 + u64::from(index);
+        Block { bytes, gradient_bytes: 2 * bytes, frozen: false }
+    };
+    let vocabulary = tiles.max(1);
+    let rows: Vec<BlockId> = (0..vocabulary).map(BlockId).collect();
+    let head = if tied { 0 } else { vocabulary + layers };
+    let mut all = vec![Layer { role: Role::Embedding, blocks: rows }];
+    all.extend(
+        (0..layers)
+            .map(|layer| Layer { role: Role::Stack, blocks: vec![BlockId(vocabulary + layer)] }),
+    );
+    all.extend(
+        (0..tiles).map(|tile| Layer { role: Role::Tile, blocks: vec![BlockId(head + tile)] }),
+    );
+    let blocks = vocabulary + layers + if tied { 0 } else { tiles };
+    Model {
+        blocks: (0..blocks).map(block).collect(),
+        layers: all,
+        hidden: boundary(1),
+        intermediates: boundary(3),
+        statistics: boundary(1),
+        head_gradient: boundary(2),
+    }
+}
+
+/// All of a model, in micro-batches of 2 sequences, the last of 1.
+pub fn everything(model: &Model, micro_batches: u32) -> Selection {
+    let mut sizes = vec![2; micro_batches as usize];
+    sizes[micro_batches as usize - 1] = 1;
+    Selection::all(model, sizes)
+}
+
+/// Stack layers `ids` of the model, with its embedding and all tiles.
+pub fn some(model: &Model, micro_batches: u32, ids: &[u32]) -> Selection {
+    let mut selection = everything(model, micro_batches);
+    let is = |id: &LayerId, role| model.layers[id.0 as usize].role == role;
+    let ends: Vec<LayerId> = selection.layers.clone();
+    selection.layers = vec![LayerId(0)];
+    selection.layers.extend(ids.iter().map(|&id| LayerId(id + 1)));
+    selection.layers.extend(ends.into_iter().filter(|id| is(id, Role::Tile)));
+    selection
+}
+
+pub fn depths(weights: u32, gradients: u32, reduced: u32, stash: u32) -> Capacities {
+    Capacities { weights, gradients, reduced, stash }
+}
+
+/// A ring made for exactly this schedule.
+pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> Config {
+    Config {
+        pools: Pools::of(schedule, depths),
+        blocks: schedule.blocks.len() as u32,
+        max_layers: 1000,
+        max_micro_batches: 64,
+        deferred,
+        watchdog: None,
+        drill: None,
+    }
+}
+
+pub fn ticks(count: u64) -> Duration {
+    Duration::from_nanos(count)
+}

@@ -1,0 +1,194 @@
+//! No deadlock, for any depth of any pool: random models, depths, times and orders of moves.
+
+mod common;
+
+use std::sync::{Arc, Mutex};
+
+use common::*;
+use l2l_actors::schedule::{BlockId, Capacities, Plan, Pools, relay, resident};
+use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
+use l2l_actors::{Config, Relay};
+use proptest::prelude::*;
+
+/// A ring and what it runs.
+#[derive(Clone, Debug)]
+struct Case {
+    layers: u32,
+    tiles: u32,
+    tied: bool,
+    micro_batches: u32,
+    depths: Capacities,
+    deferred: bool,
+    recompute: bool,
+    resident: bool,
+    frozen: Vec<u32>,
+    seed: u64,
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let shape = (1..=6_u32, 0..=8_u32, any::<bool>(), 1..=5_u32);
+    let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    let frozen = prop::collection::vec(0..6_u32, 0..3);
+    (shape, depths, flags, frozen, any::<u64>()).prop_map(|(shape, depths, flags, frozen, seed)| {
+        let (layers, tiles, tied, micro_batches) = shape;
+        let (weights, gradients, reduced, stash) = depths;
+        let (deferred, recompute, resident) = flags;
+        let depths = Capacities { weights, gradients, reduced, stash };
+        Case {
+            layers,
+            tiles,
+            tied,
+            micro_batches,
+            depths,
+            deferred,
+            recompute,
+            resident,
+            frozen,
+            seed,
+        }
+    })
+}
+
+impl Case {
+    fn schedule(&self) -> l2l_actors::schedule::Schedule {
+        let model = model(self.layers, self.tiles, self.tied && self.tiles > 0);
+        let mut selection = everything(&model, self.micro_batches);
+        selection.recompute = self.recompute;
+        let blocks = model.blocks.len() as u32;
+        selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
+        let generate = if self.resident { resident } else { relay };
+        generate(&model, &selection).expect("a model of ours has a schedule")
+    }
+}
+
+/// A small generator: what proptest's seed chooses must be the same on every run.
+struct Chance(u64);
+
+impl Chance {
+    fn below(&mut self, bound: usize) -> usize {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        ((self.0 >> 33) as usize) % bound
+    }
+}
+
+/// Runs `steps` steps in a random or adversarial order of moves. The order an adversary takes:
+/// one task or lane is left for last as long as anything else can move.
+fn run_in_any_order(config: Config, case: &Case, steps: u64) -> Result<Vec<u64>, Vec<String>> {
+    let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
+    let (mut relay, tasks) = Relay::wire(config, lanes.clone());
+    let mut world = World::new(lanes);
+    for task in tasks {
+        world.spawn(task.name.to_string(), task.future);
+    }
+    let schedule = case.schedule();
+    let versions = Arc::new(Mutex::new(Vec::new()));
+    let out = versions.clone();
+    world.spawn("main".into(), async move {
+        for _ in 0..steps {
+            relay.step(&schedule, ()).await.expect("nothing fails here");
+        }
+        relay.settle().await.expect("nothing fails here");
+        *out.lock().expect("one writer") = relay.snapshot().versions;
+        relay.stop().await.expect("nothing fails here");
+    });
+    let mut chance = Chance(case.seed);
+    let mut hated = chance.below(11);
+    let is_hated = |chosen: &Move, hated: usize| match *chosen {
+        Move::Poll(index) => index == hated,
+        Move::Begin(lane) | Move::End(lane) => lane as usize + 6 == hated,
+    };
+    loop {
+        let moves = world.moves();
+        if moves.is_empty() {
+            break;
+        }
+        let liked: Vec<Move> =
+            moves.iter().copied().filter(|chosen| !is_hated(chosen, hated)).collect();
+        let from = if case.seed % 2 == 0 || liked.is_empty() { &moves } else { &liked };
+        world.make(from[chance.below(from.len())]);
+        if chance.below(50) == 0 {
+            hated = chance.below(11);
+        }
+    }
+    match world.unfinished() {
+        left if left.is_empty() => Ok(versions.lock().expect("one writer").clone()),
+        left => Err(left),
+    }
+}
+
+/// No file of failing cases: a case prints itself, and belongs into a test of its own.
+fn config_of_cases() -> ProptestConfig {
+    let cases = ProptestConfig::with_cases(2000);
+    ProptestConfig { failure_persistence: None, max_global_rejects: 100_000, ..cases }
+}
+
+proptest! {
+    #![proptest_config(config_of_cases())]
+
+    #[test]
+    fn every_ring_ends_in_any_order(case in cases()) {
+        let schedule = case.schedule();
+        let config = config(&schedule, &case.depths, case.deferred);
+        let versions = run_in_any_order(config, &case, 2);
+        prop_assert_eq!(versions, Ok(vec![2; schedule.blocks.len()]));
+    }
+
+    /// The replay and the ring agree, on pools too small as well: what the replay passes ends.
+    #[test]
+    fn what_the_replay_passes_ends(
+        case in cases(),
+        less in (0..=1_u32, 0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32),
+    ) {
+        let schedule = case.schedule();
+        let full = Pools::of(&schedule, &case.depths);
+        let pools = Pools {
+            weights: full.weights.saturating_sub(less.0),
+            visits: full.visits.saturating_sub(less.1),
+            inputs: full.inputs.saturating_sub(less.2),
+            outputs: full.outputs.saturating_sub(less.3),
+            gradients: full.gradients.saturating_sub(less.4),
+            ..full
+        };
+        let passed = Plan::new(schedule.clone(), pools).is_ok();
+        prop_assume!(passed);
+        let config = Config { pools, ..config(&schedule, &case.depths, case.deferred) };
+        prop_assert!(run_in_any_order(config, &case, 1).is_ok());
+    }
+
+    /// Loss, norm, versions and traffic do not depend on depths; bytes are the schedule's.
+    #[test]
+    fn bytes_are_a_function_of_the_schedule(case in cases()) {
+        let schedule = case.schedule();
+        let config = config(&schedule, &case.depths, case.deferred);
+        let plan = Plan::new(schedule.clone(), config.pools).expect("pools were made for it");
+        let (resolved, records) = virtual_time::run(config, |_| ticks(3), async |mut relay| {
+            let resolved = relay.step(&schedule, ()).await.expect("nothing fails here");
+            relay.stop().await.expect("nothing fails here");
+            (resolved, schedule)
+        }).expect("it ends");
+        let (resolved, _) = resolved;
+        prop_assert_eq!(resolved.loss, f64::from(case.micro_batches));
+        prop_assert_eq!(resolved.norm, (plan.updates.len() as f64).sqrt());
+        let moved: u64 = records.iter().map(|record| record.bytes).sum();
+        let t = plan.traffic;
+        prop_assert_eq!(moved, t.weights + t.inputs + t.outputs + t.gradients);
+    }
+}
+
+#[test]
+fn a_96_layer_step_takes_well_under_a_second() {
+    let model = model(96, 4, true);
+    let schedule = relay(&model, &everything(&model, 16)).expect("a model of ours");
+    let config = config(&schedule, &Capacities::default(), false);
+    let (_, records) = virtual_time::run(
+        config,
+        |_| ticks(3),
+        async move |mut relay| {
+            relay.step(&schedule, ()).await.expect("nothing fails here");
+            relay.stop().await.expect("nothing fails here");
+        },
+    )
+    .expect("it ends");
+    assert!(records.len() > 96 * 16 * 2 * 3);
+}

@@ -1,0 +1,123 @@
+//! The three known hangs, each as a small model of the ring with one rule broken.
+//!
+//! The real types do not let these be written (a pool has one taker, a landing block travels with
+//! work that needs no norm, facts are kept and not queued), so each is a few tasks on the same
+//! mechanics and the same executor. Each stands beside its sound variant.
+
+use std::sync::Arc;
+
+use l2l_actors::mailbox::{Inbox, Outbox, mailbox};
+use l2l_actors::pool::{Content, Held, Pool};
+use l2l_actors::schedule::{BlockId, BoundaryId};
+use l2l_actors::virtual_time::{VirtualLanes, World};
+use tokio::sync::{Mutex, Semaphore};
+
+fn world() -> World {
+    World::new(Arc::new(VirtualLanes::new(|_| std::time::Duration::ZERO)))
+}
+
+fn boundary(m: u32) -> Content {
+    Content::Boundary(BoundaryId(0), m)
+}
+
+/// One micro-batch after the other: the prefetcher takes an input slot ahead, the executor takes
+/// an output slot to compute and frees the input after. With `shared`, both take from one pool.
+fn activations(shared: bool) -> Result<(), Vec<String>> {
+    const MICRO_BATCHES: u32 = 4;
+    let mut world = world();
+    let inputs = Arc::new(Mutex::new(Pool::new("activations", 2)));
+    let outputs = match shared {
+        true => inputs.clone(),
+        false => Arc::new(Mutex::new(Pool::new("outputs", 1))),
+    };
+    let (to_executor, mut brought): (Outbox<Held>, Inbox<Held>) = mailbox("inputs", 2);
+    world.spawn("prefetcher".into(), async move {
+        for m in 0..MICRO_BATCHES {
+            let held = inputs.lock().await.acquire(1, boundary(m)).await;
+            held.into_iter().for_each(|held| to_executor.send(held));
+        }
+    });
+    world.spawn("executor".into(), async move {
+        for m in 0..MICRO_BATCHES {
+            let _input = brought.recv().await;
+            let _output = outputs.lock().await.acquire(1, boundary(m)).await;
+        }
+    });
+    world.run()
+}
+
+#[test]
+fn one_activation_pool_with_two_takers_hangs() {
+    assert_eq!(activations(false), Ok(()));
+    let left = activations(true).expect_err("both hold what the other waits for");
+    assert_eq!(left, ["prefetcher", "executor"]);
+}
+
+/// The norm needs all gradients. With `held`, a gradient waits for it in its landing block;
+/// without, it is joined into its region and the landing block goes back.
+fn landing(held: bool, blocks: u32, landing_blocks: u32) -> Result<(), Vec<String>> {
+    let mut world = world();
+    let (to_optimizer, mut reduced) = mailbox("reduced", blocks as usize);
+    world.spawn("reducer".into(), async move {
+        let mut pool = Pool::new("reduced", landing_blocks);
+        for block in 0..blocks {
+            let slot = pool.acquire(1, Content::Gradient(BlockId(block), 0)).await;
+            to_optimizer.send(held.then_some(slot));
+        }
+    });
+    world.spawn("optimizer".into(), async move {
+        let mut waiting = Vec::new();
+        for _ in 0..blocks {
+            waiting.push(reduced.recv().await);
+        }
+    });
+    world.run()
+}
+
+#[test]
+fn gradients_that_wait_for_the_norm_in_landing_blocks_hang() {
+    for blocks in 2..=6 {
+        for landing_blocks in 1..blocks {
+            assert_eq!(landing(false, blocks, landing_blocks), Ok(()));
+            let left = landing(true, blocks, landing_blocks).expect_err("no block is ever free");
+            assert_eq!(left, ["reducer", "optimizer"]);
+        }
+        assert_eq!(landing(true, blocks, blocks), Ok(()), "with one for each it ends");
+    }
+}
+
+/// The loop prefetcher → optimizer → prefetcher. With `room` for that many facts on the way back
+/// the optimizer waits to tell; without, facts are kept and telling never waits.
+fn back_edge(room: Option<usize>, blocks: usize) -> Result<(), Vec<String>> {
+    let mut world = world();
+    let forward = Arc::new(Semaphore::new(1)); // room of the forward edge
+    let (to_optimizer, mut gradients) = mailbox("gradients", blocks);
+    let (back, facts) = flume::bounded(room.unwrap_or(2 * blocks));
+    let room_ahead = forward.clone();
+    world.spawn("prefetcher".into(), async move {
+        for _step in 0..2 {
+            for block in 0..blocks {
+                room_ahead.acquire().await.expect("never closed").forget();
+                to_optimizer.send(block);
+            }
+            for _ in 0..blocks {
+                facts.recv_async().await.expect("the optimizer tells all");
+            }
+        }
+    });
+    world.spawn("optimizer".into(), async move {
+        for _ in 0..2 * blocks {
+            let block = gradients.recv().await;
+            back.send_async(block).await.expect("the prefetcher listens");
+            forward.add_permits(1);
+        }
+    });
+    world.run()
+}
+
+#[test]
+fn a_back_edge_with_room_for_one_hangs() {
+    assert_eq!(back_edge(None, 4), Ok(()));
+    let left = back_edge(Some(1), 4).expect_err("the prefetcher waits forward, the optimizer back");
+    assert_eq!(left, ["prefetcher", "optimizer"]);
+}

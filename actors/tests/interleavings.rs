@@ -1,0 +1,103 @@
+//! Every interleaving of small rings, explored exhaustively, with the real actors.
+//!
+//! A state is what can be seen of it: how many waits each actor has had and what it waits for,
+//! every slot and what it holds, every operation queued or begun, every version, and what can move
+//! next. From every state every possible move is made. What is abstracted: a task runs to its next
+//! wait in one move (tokio and flume are trusted for what happens inside), an operation has two
+//! moments, begin and end, and two states that look the same are taken to be the same.
+//! The oracle is [`Memory`](l2l_actors::virtual_time::Memory): a use before fill, a use after
+//! free, a race between lanes or a skipped version panics, and a lost slot ends in a state that
+//! cannot move.
+
+mod common;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use common::*;
+use l2l_actors::Relay;
+use l2l_actors::schedule::{Schedule, relay, resident};
+use l2l_actors::virtual_time::{Move, VirtualLanes, World};
+
+/// Replays a path from the start.
+fn replay(
+    schedule: &Arc<Schedule>,
+    deferred: bool,
+    steps: u64,
+    path: &[Move],
+) -> (Vec<Move>, String, bool) {
+    let lanes = Arc::new(VirtualLanes::new(|_| ticks(0)));
+    let config = config(schedule, &depths(1, 1, 1, 1), deferred);
+    let (mut relay, tasks) = Relay::wire(config, lanes.clone());
+    let mut world = World::new(lanes);
+    for task in tasks {
+        world.spawn(task.name.to_string(), task.future);
+    }
+    let (schedule, observer) = (schedule.clone(), relay.observer());
+    let phase = Arc::new(AtomicU64::new(0));
+    let reached = phase.clone();
+    world.spawn("main".into(), async move {
+        for _ in 0..steps {
+            relay.step(&schedule, ()).await.expect("nothing fails here");
+            reached.fetch_add(1, Relaxed);
+        }
+        relay.settle().await.expect("nothing fails here");
+        reached.fetch_add(1, Relaxed);
+        assert!(relay.snapshot().versions.iter().all(|&version| version == steps));
+        relay.stop().await.expect("nothing fails here");
+    });
+    for &chosen in path {
+        world.make(chosen);
+    }
+    let (moves, snapshot) = (world.moves(), observer.snapshot());
+    let waits: Vec<u64> = snapshot.actors.iter().map(|(_, doing, _)| doing.waits).collect();
+    let versions = &snapshot.versions;
+    let seen = format!("{snapshot}{waits:?}{versions:?}{moves:?}{}", phase.load(Relaxed));
+    (moves, seen, world.unfinished().is_empty())
+}
+
+/// Explores all states; their number and the number of moves between them.
+fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
+    let schedule = Arc::new(schedule);
+    let mut known = HashSet::new();
+    let mut open: Vec<Vec<Move>> = vec![Vec::new()];
+    let (mut transitions, mut ends) = (0, 0);
+    while let Some(path) = open.pop() {
+        let (moves, seen, finished) = replay(&schedule, deferred, steps, &path);
+        transitions += 1;
+        if !known.insert(seen) {
+            continue;
+        }
+        if moves.is_empty() {
+            assert!(finished, "nothing can move after {path:?}");
+            ends += 1;
+        }
+        for chosen in moves {
+            let mut next = path.clone();
+            next.push(chosen);
+            open.push(next);
+        }
+    }
+    assert!(ends >= 1);
+    (known.len(), transitions)
+}
+
+#[test]
+fn all_interleavings_of_small_rings_are_sound() {
+    let mut total = (0, 0);
+    for (layers, tiles, micro_batches, deferred, by_layer) in
+        [(1, 0, 1, false, true), (1, 0, 1, true, true)]
+    {
+        let model = model(layers, tiles, tiles > 0);
+        let selection = everything(&model, micro_batches);
+        let generate = if by_layer { relay } else { resident };
+        let schedule = generate(&model, &selection).expect("a model of ours");
+        let (states, transitions) = explore(schedule, deferred, 1);
+        println!(
+            "{layers} layers, {tiles} tiles, deferred {deferred}: {states} states, {transitions} moves"
+        );
+        total = (total.0 + states, total.1 + transitions);
+    }
+    println!("{} states, {} moves", total.0, total.1);
+}

@@ -1,0 +1,94 @@
+//! Style rules that matter, kept by a test.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Files with `unsafe` in them. Add one with its reason, or better, do without.
+const MAY_BE_UNSAFE: [&str; 0] = [];
+
+/// Every Rust file of the workspace, relative to its root.
+fn rust_files() -> Vec<(PathBuf, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut folders: Vec<PathBuf> =
+        ["src", "tests", "examples", "benches", "actors"].map(|folder| root.join(folder)).into();
+    let mut files = Vec::new();
+    while let Some(folder) = folders.pop() {
+        let Ok(entries) = fs::read_dir(&folder) else { continue };
+        for entry in entries {
+            let path = entry.expect("a folder of ours is readable").path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).expect("a file of ours is UTF-8");
+                files.push((path.strip_prefix(root).expect("it is below").to_path_buf(), text));
+            }
+        }
+    }
+    assert!(files.len() > 20, "the walk found the workspace");
+    files
+}
+
+fn refuse(rule: &str, breaks: impl Fn(&Path, &str) -> bool) {
+    let offenders: Vec<_> =
+        rust_files().into_iter().filter(|(path, text)| breaks(path, text)).map(|f| f.0).collect();
+    assert!(offenders.is_empty(), "{rule}: {offenders:?}");
+}
+
+#[test]
+fn every_file_opens_with_its_job() {
+    refuse("opens with //!", |_, text| !text.starts_with("//!"));
+}
+
+#[test]
+fn files_stay_below_500_lines() {
+    refuse("at most 500 lines", |_, text| text.lines().count() > 500);
+}
+
+#[test]
+fn unsafe_stays_in_few_files() {
+    let word = concat!("uns", "afe ");
+    let keyword = |line: &str| {
+        let code = line.split("//").next().unwrap_or_default();
+        code.contains(word) && !code.contains('"')
+    };
+    refuse("no unsafe code", |path, text| {
+        text.lines().any(keyword) && !MAY_BE_UNSAFE.iter().any(|allowed| path.ends_with(allowed))
+    });
+}
+
+#[test]
+fn cuda_stays_below_devices() {
+    let feature = concat!("feature = ", "\"cuda\"");
+    refuse("cfg(cuda) only in src/devices", |path, text| {
+        text.contains(feature) && !path.starts_with("src/devices")
+    });
+}
+
+#[test]
+fn models_and_optimizers_know_no_tokio() {
+    refuse("no tokio in models and optimizers", |path, text| {
+        let mathematics = path.starts_with("src/models") || path.starts_with("src/optimizers");
+        mathematics && text.contains("tokio")
+    });
+}
+
+#[test]
+fn actors_depend_on_no_mathematics() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let manifest = fs::read_to_string(root.join("actors/Cargo.toml")).expect("it is there");
+    let dependencies = manifest.split("[dependencies]").nth(1).expect("it has some");
+    let names: Vec<&str> = dependencies
+        .lines()
+        .skip(1)
+        .take_while(|line| !line.starts_with('['))
+        .filter_map(|line| line.split(['.', ' ', '=']).next().filter(|name| !name.is_empty()))
+        .collect();
+    assert_eq!(names, ["async-trait", "flume", "thiserror", "tokio"]);
+}
+
+#[test]
+fn nothing_is_left_open() {
+    let marks =
+        [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X"), concat!("#[ign", "ore")];
+    refuse("no open ends", |_, text| marks.iter().any(|mark| text.contains(mark)));
+}
