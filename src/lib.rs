@@ -1,2 +1,3 @@
-//! The relay of l2l.
+//! The relay of `l2l`.
+
 pub use l2l_actors as actors;

@@ -1,1 +1,3 @@
+//! Cost of the ring.
+
 fn main() {}

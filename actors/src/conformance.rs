@@ -1,1 +1,1 @@
-//! placeholder
+//! Any implementation of the ports can be run through this suite.

@@ -160,8 +160,8 @@ impl<P: Ports> Relay<P> {
         };
         let tasks = vec![
             task(ActorName::Optimizer, &ring, &lanes, optimizer),
-            task(ActorName::Reducer, &ring, &lanes, reducer),
             task(ActorName::Stasher, &ring, &lanes, stasher),
+            task(ActorName::Reducer, &ring, &lanes, reducer),
             task(ActorName::Executor, &ring, &lanes, executor),
             task(ActorName::Prefetcher, &ring, &lanes, prefetcher),
         ];

@@ -86,16 +86,27 @@ fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
 #[test]
 fn all_interleavings_of_small_rings_are_sound() {
     let mut total = (0, 0);
-    for (layers, tiles, micro_batches, deferred, by_layer) in
-        [(1, 0, 1, false, true), (1, 0, 1, true, true)]
-    {
+    for (layers, tiles, micro_batches, deferred, by_layer, steps) in [
+        (1, 0, 1, false, true, 1),
+        (1, 0, 1, true, true, 1),
+        (1, 0, 1, false, true, 2),
+        (1, 0, 1, true, true, 2),
+        (2, 0, 1, false, true, 1),
+        (1, 1, 1, false, true, 1),
+        (1, 1, 1, true, true, 1),
+        (1, 0, 2, false, true, 1),
+        (1, 0, 2, true, false, 1),
+    ] {
         let model = model(layers, tiles, tiles > 0);
         let selection = everything(&model, micro_batches);
         let generate = if by_layer { relay } else { resident };
         let schedule = generate(&model, &selection).expect("a model of ours");
-        let (states, transitions) = explore(schedule, deferred, 1);
+        let (states, transitions) = explore(schedule, deferred, steps);
+        let order = if by_layer { "relay" } else { "resident" };
+        let mode = if deferred { "deferred" } else { "eager" };
         println!(
-            "{layers} layers, {tiles} tiles, deferred {deferred}: {states} states, {transitions} moves"
+            "{order} {mode}, {layers} layers, {tiles} tiles, {micro_batches} micro-batches, \
+             {steps} steps: {states} states, {transitions} moves"
         );
         total = (total.0 + states, total.1 + transitions);
     }
