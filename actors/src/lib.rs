@@ -53,13 +53,13 @@ pub mod meter;
 pub mod pool;
 pub mod ports;
 mod relay;
+mod report;
 pub mod threads;
 pub mod virtual_time;
 mod watchdog;
 
-pub use crew::{
-    ActorName, Cause, Doing, Drill, Fault, InFlight, Observer, Problem, Snapshot, Task,
-};
+pub use crew::{ActorName, Cause, Drill, Fault, Problem, Task};
 pub use messages::Resolved;
 pub use relay::{Config, Error, Integrity, Relay};
+pub use report::{Doing, InFlight, Observer, Snapshot};
 pub use schedule::{Plan, Refusal};

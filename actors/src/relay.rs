@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::crew::{ActorName, Cause, Desk, Drill, Observer, Problem, Ring, Snapshot, Task, task};
+use crate::crew::{ActorName, Cause, Desk, Drill, Problem, Ring, Task, task};
 use crate::executor::Executor;
 use crate::mailbox::{Inbox, Outbox, mailbox};
 use crate::messages::{Flow, Resolved};
@@ -19,6 +19,7 @@ use crate::pool::Pool;
 use crate::ports::{Lanes, Ports, Step};
 use crate::prefetcher::Prefetcher;
 use crate::reducer::Reducer;
+use crate::report::{Observer, Snapshot};
 use crate::schedule::{Plan, Pools, Refusal, Schedule, Version};
 use crate::stasher::Stasher;
 use crate::watchdog;

@@ -105,7 +105,7 @@ fn run_in_any_order(config: Config, case: &Case, steps: u64) -> Result<Vec<u64>,
         }
         let liked: Vec<Move> =
             moves.iter().copied().filter(|chosen| !is_hated(chosen, hated)).collect();
-        let from = if case.seed % 2 == 0 || liked.is_empty() { &moves } else { &liked };
+        let from = if case.seed.is_multiple_of(2) || liked.is_empty() { &moves } else { &liked };
         world.make(from[chance.below(from.len())]);
         if chance.below(50) == 0 {
             hated = chance.below(11);

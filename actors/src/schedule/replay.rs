@@ -124,10 +124,8 @@ impl Replay<'_> {
         if self.announced <= self.visit {
             return Err(self.waits(resolved.visit, "an operation", "its weights"));
         }
-        if !visit.reads.is_empty() {
-            if self.inputs_sent <= self.inputs_used {
-                return Err(self.waits(resolved.visit, "an operation", "its inputs"));
-            }
+        if !visit.reads.is_empty() && self.inputs_sent <= self.inputs_used {
+            return Err(self.waits(resolved.visit, "an operation", "its inputs"));
         }
         if self.operation == 0 {
             let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count() as u32;

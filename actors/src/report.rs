@@ -1,0 +1,118 @@
+//! The ring at one moment, for the watchdog and for whoever looks from outside.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::crew::{ActorName, Cause, Problem, Ring};
+use crate::meter::{Spent, State};
+use crate::pool::Occupancy;
+use crate::ports::Lane;
+use crate::schedule::LayerId;
+
+/// What an actor is doing, for the watchdog.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Doing {
+    /// Busy, starved or blocked.
+    pub state: State,
+    /// What it waits for; what it did last, while busy.
+    pub what: String,
+    /// The layer, if one.
+    pub layer: Option<LayerId>,
+    /// Since when, by the lanes' clock.
+    pub since: Duration,
+    /// Waits it has had: how far it has come.
+    pub waits: u64,
+}
+
+/// An operation that is queued and not finished.
+#[derive(Clone, Debug)]
+pub struct InFlight {
+    /// Who queued it.
+    pub actor: ActorName,
+    /// Its lane.
+    pub lane: Lane,
+    /// Its layer, if one.
+    pub layer: Option<LayerId>,
+    /// What it does.
+    pub operation: String,
+    /// True once its lane has begun it.
+    pub begun: bool,
+}
+
+/// The ring at one moment: who waits for what, who holds which slot, what is queued.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Each actor, what it is doing, and its closed times.
+    pub actors: [(ActorName, Doing, Spent); 5],
+    /// Each pool.
+    pub pools: Vec<Occupancy>,
+    /// Operations not finished, oldest first.
+    pub operations: Vec<InFlight>,
+    /// Each block's version.
+    pub versions: Vec<u64>,
+}
+
+impl Snapshot {
+    /// Whom a standstill is to be blamed on: a begun operation, else the oldest queued one whose
+    /// lane does nothing, else an actor that is not waiting, else the one that waits longest.
+    pub(crate) fn suspect(&self, problem: Problem) -> Cause {
+        let begun = self.operations.iter().find(|operation| operation.begun);
+        let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == State::Busy);
+        let longest = || self.actors.iter().min_by_key(|(_, doing, _)| doing.since);
+        let of_actor = |(actor, doing, _): &(ActorName, Doing, Spent)| {
+            (*actor, doing.layer, format!("{:?}: {}", doing.state, doing.what))
+        };
+        let of_operation = |o: &InFlight| (o.actor, o.layer, o.operation.clone());
+        let (actor, layer, operation) = None
+            .or_else(|| begun.map(of_operation))
+            .or_else(|| busy().map(of_actor))
+            .or_else(|| self.operations.first().map(of_operation))
+            .or_else(|| longest().map(of_actor))
+            .expect("there are five actors");
+        Cause { actor, layer, operation, problem }
+    }
+}
+
+impl fmt::Display for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (name, doing, _) in &self.actors {
+            let layer = doing.layer.map(|layer| format!(" at {layer}")).unwrap_or_default();
+            writeln!(f, "{name}{layer}: {:?}, {}", doing.state, doing.what)?;
+        }
+        for pool in &self.pools {
+            let held: Vec<String> =
+                pool.holders.iter().flatten().map(|content| content.to_string()).collect();
+            writeln!(
+                f,
+                "pool {}: {} of {} [{}]",
+                pool.name,
+                held.len(),
+                pool.holders.len(),
+                held.join(", ")
+            )?;
+        }
+        for operation in &self.operations {
+            let state = if operation.begun { "runs" } else { "queued" };
+            writeln!(
+                f,
+                "lane {}: {} ({state}, by {})",
+                operation.lane.name(),
+                operation.operation,
+                operation.actor
+            )?;
+        }
+        Ok(())
+    }
+}
+
+/// Looks at a ring from outside, also when another task drives it or it has ended.
+#[derive(Clone, Debug)]
+pub struct Observer(pub(crate) Arc<Ring>);
+
+impl Observer {
+    /// The ring now.
+    pub fn snapshot(&self) -> Snapshot {
+        self.0.snapshot()
+    }
+}
