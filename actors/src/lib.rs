@@ -13,21 +13,23 @@
 //!
 //! # One block's round trip
 //!
-//! 1. [`Begin`](messages): the [`Relay`] starts a step; the Prefetcher walks its list.
+//! 1. The [`Relay`] sends [`Begin`](messages::Flow::Begin); the Prefetcher walks the plan's list.
 //! 2. The Prefetcher awaits the fact [`Updated`](facts::Fact::Updated)` { block, version }`, takes
 //!    the [slot](pool::Held) that the plan names and a visit credit, queues
-//!    [`UploadBlock`](ports::Work::UploadBlock) and sends
-//!    **Weights** ([`messages`]) with slot and [fence](fence::Fence).
-//! 3. The Executor takes **Inputs** with it, one message per micro-batch, acquires outputs and a
-//!    gradient slot, queues [`Compute`](ports::Work::Compute) for every micro-batch, and sends
-//!    **Outputs** to the Stasher, which queues downloads and whose fact
-//!    [`Stashed`](facts::Fact::Stashed) brings them back as inputs.
-//! 4. After the last micro-batch of its last backward visit, the gradient rides in **Gradients**
-//!    to the Reducer, which takes a landing block and queues
-//!    [`DownloadGradient`](ports::Work::DownloadGradient), and
-//!    [`Reduce`](ports::Work::Reduce) where it must wait or join.
-//! 5. **Reduced** takes it to the Optimizer, which queues [`Update`](ports::Work::Update); when
-//!    that ends, [`Updated`](facts::Fact::Updated)` { block, version + 1 }` is a fact.
+//!    [`UploadBlock`](ports::Work::UploadBlock), and sends [`Weights`](messages::Weights) with the
+//!    slot and the upload's [fence](fence::Fence).
+//! 3. The Executor takes [`Inputs`](messages::Inputs) with it, one per micro-batch, acquires
+//!    outputs and a gradient slot, queues [`Compute`](ports::Work::Compute) for every micro-batch,
+//!    and sends [`Outputs`](messages::Outputs) to the Stasher, which queues downloads; each
+//!    becomes the fact [`Stashed`](facts::Fact::Stashed), which brings it back as an input.
+//! 4. When the last operation that adds to it is queued, the block's gradient rides in
+//!    [`Gradients`](messages::Gradients) to the Reducer, which takes a landing block and queues
+//!    [`DownloadGradient`](ports::Work::DownloadGradient), and [`Reduce`](ports::Work::Reduce)
+//!    where it must wait or be joined.
+//! 5. [`Reduced`](messages::Reduced) takes it to the Optimizer, which queues
+//!    [`Update`](ports::Work::Update); when that ends,
+//!    [`Updated`](facts::Fact::Updated)` { block, version + 1 }` is a fact. Once loss and norm are
+//!    known, [`Resolved`] goes to the relay.
 //!
 //! The protocol, edge by edge and pool by pool, is in the crate's `README.md`.
 

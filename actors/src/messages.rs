@@ -1,7 +1,8 @@
 //! Everything that travels on an edge, in flow order. The datum changes its name at each hop:
 //! [`Weights`] and [`Inputs`] → [`Outputs`] and [`Gradients`] → [`Reduced`] → the fact
 //! [`Updated`](crate::facts::Fact::Updated). Each message owns the slots it speaks of, and says
-//! with fences when what they hold is there.
+//! with fences when what they hold is there. No caller ever holds one but [`Resolved`]; they are
+//! public to be read about.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use crate::schedule::{BlockId, MicroBatch, Version};
 
 /// What every edge of the main flow carries: a step begins, its data, its end, and the stop.
 #[derive(Debug)]
-pub(crate) enum Flow<T> {
+pub enum Flow<T> {
     /// The data that follows is this step's.
     Begin(Arc<Step>),
     /// One datum.
@@ -25,48 +26,66 @@ pub(crate) enum Flow<T> {
 
 /// Prefetcher → Executor: the blocks of the next device visit are here or on their way.
 #[derive(Debug)]
-pub(crate) struct Weights {
-    pub(crate) device_visit: usize,
+pub struct Weights {
+    /// Which visit, among the device's.
+    pub device_visit: usize,
     /// The visit's credit, free when the visit ends.
-    pub(crate) credit: Held,
+    pub credit: Held,
     /// One slot per block, shared with the Prefetcher until their last use.
-    pub(crate) blocks: Vec<Held>,
-    pub(crate) arrived: Vec<Fence>,
+    pub blocks: Vec<Held>,
+    /// The uploads that this visit is the first to need.
+    pub arrived: Vec<Fence>,
 }
 
 /// Prefetcher → Executor: what one micro-batch brings to a device visit.
 #[derive(Debug)]
-pub(crate) struct Inputs {
-    pub(crate) device_visit: usize,
-    pub(crate) micro_batch: MicroBatch,
+pub struct Inputs {
+    /// Which visit, among the device's.
+    pub device_visit: usize,
+    /// Which micro-batch.
+    pub micro_batch: MicroBatch,
     /// Slots of each boundary the visit reads, in its order.
-    pub(crate) boundaries: Vec<Vec<Held>>,
-    pub(crate) arrived: Vec<Fence>,
+    pub boundaries: Vec<Vec<Held>>,
+    /// Their uploads.
+    pub arrived: Vec<Fence>,
 }
 
 /// Executor → Stasher: what one micro-batch leaves behind.
 #[derive(Debug)]
-pub(crate) struct Outputs {
-    pub(crate) device_visit: usize,
-    pub(crate) micro_batch: MicroBatch,
+pub struct Outputs {
+    /// Which visit, among the device's.
+    pub device_visit: usize,
+    /// Which micro-batch.
+    pub micro_batch: MicroBatch,
     /// Slots of each boundary the visit writes, in its order.
-    pub(crate) boundaries: Vec<Vec<Held>>,
-    pub(crate) computed: Fence,
+    pub boundaries: Vec<Vec<Held>>,
+    /// The operation that writes them.
+    pub computed: Fence,
 }
 
 /// Executor → Reducer: a block's gradient is complete on the device.
 #[derive(Debug)]
-pub(crate) struct Gradients {
-    pub(crate) block: BlockId,
-    pub(crate) gradient: Held,
-    pub(crate) computed: Fence,
+pub struct Gradients {
+    /// Whose.
+    pub block: BlockId,
+    /// Where.
+    pub gradient: Held,
+    /// The last operation that adds to it.
+    pub computed: Fence,
 }
 
 /// Reducer → Optimizer.
 #[derive(Debug)]
-pub(crate) enum Reduced {
-    /// A block's gradient is complete on the host: in a landing block, or (`None`) in its region.
-    Gradient { block: BlockId, landing: Option<Held>, reduced: Fence },
+pub enum Reduced {
+    /// A block's gradient is complete on the host.
+    Gradient {
+        /// Whose.
+        block: BlockId,
+        /// The landing block it lies in; `None`: its gradient region.
+        landing: Option<Held>,
+        /// The operation that put it there.
+        reduced: Fence,
+    },
     /// The loss of one micro-batch.
     Loss(Fence),
 }

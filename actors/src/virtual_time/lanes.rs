@@ -58,7 +58,7 @@ struct Inner {
     durations: Box<dyn FnMut(&Operation) -> Duration + Send>,
 }
 
-/// See the [module](self).
+/// See [`virtual_time`](super).
 pub struct VirtualLanes {
     inner: Mutex<Inner>,
 }

@@ -46,7 +46,7 @@ struct Touch {
     writes: Vec<(Cell, Option<Label>, Label)>, // must hold before, if anything; after
 }
 
-/// See the [module](self).
+/// See [`virtual_time`](super).
 #[derive(Debug, Default)]
 pub struct Memory {
     cells: HashMap<Cell, State>,
