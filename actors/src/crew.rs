@@ -144,6 +144,7 @@ pub(crate) enum For {
     Slots(u32, &'static str, Content),
     Fact(Content),
     Operation(Lane),
+    Nothing,
 }
 
 impl fmt::Display for For {
@@ -154,14 +155,42 @@ impl fmt::Display for For {
             For::Slots(count, pool, content) => write!(f, "{count} of {pool} for {content}"),
             For::Fact(content) => write!(f, "{content} to be there"),
             For::Operation(lane) => write!(f, "an operation on {}", lane.name()),
+            For::Nothing => write!(f, "nothing: it has ended"),
         }
     }
 }
 
+/// What an actor is doing: [`Doing`], unformatted.
+#[derive(Clone, Copy, Debug)]
+struct Standing {
+    state: State,
+    what: For,
+    layer: Option<LayerId>,
+    since: Duration,
+    waits: u64,
+}
+
 #[derive(Debug)]
 struct Post {
-    doing: Mutex<(State, For, Option<LayerId>, Duration, u64)>,
+    standing: Mutex<Standing>,
     meter: Meter,
+}
+
+impl Post {
+    fn new(since: Duration) -> Post {
+        let (state, what) = (State::Busy, For::Start);
+        let standing = Mutex::new(Standing { state, what, layer: None, since, waits: 0 });
+        Post { standing, meter: Meter::new(since) }
+    }
+
+    fn standing(&self) -> Standing {
+        *self.standing.lock().expect("nothing panics inside")
+    }
+
+    fn enter(&self, standing: Standing) {
+        self.meter.enter(standing.state, standing.since);
+        *self.standing.lock().expect("nothing panics inside") = standing;
+    }
 }
 
 /// What all actors and operations of one relay share.
@@ -175,8 +204,8 @@ pub(crate) struct Ring {
     enqueued: AtomicU64,
     progress: AtomicU64,
     alive: watch::Sender<usize>,
-    /// True while a step's loss and norm are not known.
-    pub(crate) unresolved: AtomicBool,
+    /// True while the relay waits for what the actors do: a step's result, or their end.
+    pub(crate) awaited: AtomicBool,
 }
 
 impl Ring {
@@ -185,15 +214,12 @@ impl Ring {
             switch: Switch::default(),
             facts: Facts::new(blocks),
             gauges,
-            posts: std::array::from_fn(|_| Post {
-                doing: Mutex::new((State::Busy, For::Start, None, now, 0)),
-                meter: Meter::new(now),
-            }),
+            posts: std::array::from_fn(|_| Post::new(now)),
             in_flight: Mutex::default(),
             enqueued: AtomicU64::new(0),
             progress: AtomicU64::new(0),
             alive: watch::Sender::new(0),
-            unresolved: AtomicBool::new(false),
+            awaited: AtomicBool::new(false),
         }
     }
 
@@ -204,7 +230,7 @@ impl Ring {
 
     /// False when there is nothing to do: a standstill then is no hang.
     pub(crate) fn is_working(&self) -> bool {
-        self.unresolved.load(Ordering::Relaxed) || !self.operations().is_empty()
+        self.awaited.load(Ordering::Relaxed) || !self.operations().is_empty()
     }
 
     pub(crate) fn enqueued(&self, actor: ActorName, order: &Order) -> u64 {
@@ -241,8 +267,7 @@ impl Ring {
     pub(crate) fn snapshot(&self) -> Snapshot {
         let actors = ActorName::ALL.map(|name| {
             let post = &self.posts[name as usize];
-            let (state, what, layer, since, waits) =
-                *post.doing.lock().expect("nothing panics inside");
+            let Standing { state, what, layer, since, waits } = post.standing();
             (name, Doing { state, what: what.to_string(), layer, since, waits }, post.meter.spent())
         });
         Snapshot {
@@ -316,10 +341,9 @@ impl Desk {
     }
 
     fn enter(&self, state: State, what: For, layer: Option<LayerId>) {
-        let now = self.lanes.now();
+        let (since, waits) = (self.lanes.now(), self.waits);
         let post = &self.ring.posts[self.name as usize];
-        post.meter.enter(state, now);
-        *post.doing.lock().expect("nothing panics inside") = (state, what, layer, now, self.waits);
+        post.enter(Standing { state, what, layer, since, waits });
     }
 
     async fn fail_on_purpose(&self, what: For, layer: Option<LayerId>) -> Result<(), Trouble> {
@@ -439,7 +463,7 @@ pub(crate) fn task(
     actor: impl Actor + 'static,
 ) -> Task {
     let membership = Membership::new(ring, lanes);
-    let ring = ring.clone();
+    let (ring, lanes) = (ring.clone(), lanes.clone());
     let future = Box::pin(async move {
         let _membership = membership; // let go of last: after the actor and all it holds
         let mut actor = actor;
@@ -452,12 +476,16 @@ pub(crate) fn task(
                 Err(payload) => Poll::Ready(Err(Problem::of_panic(&*payload))),
             }
         });
-        if let Some(Err(problem)) = ring.switch.until_tripped(caught).await {
-            let (_, what, layer, ..) =
-                *ring.posts[name as usize].doing.lock().expect("nothing panics inside");
+        let ended = ring.switch.until_tripped(caught).await;
+        let post = &ring.posts[name as usize];
+        let standing = post.standing();
+        if let Some(Err(problem)) = ended {
+            let Standing { what, layer, .. } = standing;
             let operation = what.to_string();
             ring.switch.trip(Cause { actor: name, layer, operation, problem });
         }
+        let (what, since) = (For::Nothing, lanes.now());
+        post.enter(Standing { state: State::Starved, what, layer: None, since, ..standing });
     });
     Task { name, future }
 }

@@ -217,6 +217,11 @@ impl Operation {
         self.fence.operation()
     }
 
+    /// What is reached when it is finished.
+    pub fn fence(&self) -> &Fence {
+        &self.fence
+    }
+
     /// Who queued it.
     pub fn actor(&self) -> ActorName {
         self.actor

@@ -84,6 +84,7 @@ pub struct Relay<P: Ports> {
     prefetcher: Outbox<Flow<()>>,
     resolved: Inbox<Resolved>,
     next: Version,
+    unresolved: bool,
     ended: bool,
     last_plan: Option<Arc<Plan>>,
     _watchdog: Option<watchdog::Leash>,
@@ -173,6 +174,7 @@ impl<P: Ports> Relay<P> {
             prefetcher: to_prefetcher,
             resolved,
             next: 0,
+            unresolved: false,
             ended: false,
             last_plan: None,
             _watchdog: None,
@@ -233,7 +235,8 @@ impl<P: Ports> Relay<P> {
         let step = Arc::new(Step { number: self.next, plan });
         self.ports.begin(&step, batch);
         self.next += 1;
-        self.ring.unresolved.store(true, Relaxed);
+        self.unresolved = true;
+        self.ring.awaited.store(true, Relaxed);
         self.prefetcher.send(Flow::Begin(step));
         let resolved = self.resolve().await?;
         Ok(resolved.expect("a step was unresolved"))
@@ -241,12 +244,13 @@ impl<P: Ports> Relay<P> {
 
     /// The result of the unresolved step, if there is one.
     async fn resolve(&mut self) -> Result<Option<Resolved>, Error> {
-        if !self.ring.unresolved.load(Relaxed) {
+        if !self.unresolved {
             return Ok(None);
         }
         match self.ring.switch.until_tripped(self.resolved.recv()).await {
             Some(resolved) => {
-                self.ring.unresolved.store(false, Relaxed);
+                self.unresolved = false;
+                self.ring.awaited.store(false, Relaxed);
                 Ok(Some(resolved))
             }
             None => Err(self.end().await),
@@ -271,6 +275,7 @@ impl<P: Ports> Relay<P> {
     /// The failure that ended the relay before.
     pub async fn stop(mut self) -> Result<(), Error> {
         self.settle().await?;
+        self.ring.awaited.store(true, Relaxed);
         self.prefetcher.send(Flow::Stop);
         match self.ring.switch.until_tripped(self.ring.ended()).await {
             Some(()) => {

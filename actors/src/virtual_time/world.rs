@@ -54,6 +54,11 @@ impl World {
         self.tasks.push(Task { name, future: Some(Box::pin(future)), woken });
     }
 
+    /// Drops a task, as cancelling it does.
+    pub fn cancel(&mut self, index: usize) {
+        self.tasks[index].future = None;
+    }
+
     /// Everything that can happen next.
     pub fn moves(&self) -> Vec<Move> {
         let awake = |task: &&Task| task.future.is_some() && task.woken.0.load(Ordering::Relaxed);

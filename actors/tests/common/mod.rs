@@ -1,6 +1,8 @@
 //! Models, rings and steps that the tests share.
 #![allow(dead_code, unreachable_pub, reason = "each test takes what it needs")]
 
+pub mod rehearsal;
+
 use std::time::Duration;
 
 use l2l_actors::Config;

@@ -1,0 +1,108 @@
+//! Hands without tensors for real threads: the memory oracle, and one operation that may fail.
+
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::thread;
+use std::time::Duration;
+
+use l2l_actors::Fault;
+use l2l_actors::ports::{Operation, Step, Trouble, Work};
+use l2l_actors::schedule::Version;
+use l2l_actors::threads::Hands;
+use l2l_actors::virtual_time::Memory;
+use tokio::sync::Notify;
+
+/// Names an operation the same in every run: slots may differ, these do not.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Name {
+    pub step: Version,
+    pub visit: Option<usize>,
+    pub what: String,
+}
+
+impl Name {
+    pub fn of(step: Version, work: &Work) -> Name {
+        let visit = match *work {
+            Work::Compute { device_visit, .. } => Some(device_visit),
+            _ => None,
+        };
+        // A boundary is uploaded for each visit that reads it: the first of them fails.
+        Name { step, visit, what: work.to_string() }
+    }
+}
+
+/// What happens at one operation.
+#[derive(Clone, Debug)]
+pub enum Event {
+    Fails(Fault),
+    /// Somebody waits for this, and then drops the relay.
+    Tells(Arc<Notify>),
+}
+
+#[derive(Default)]
+pub struct Rehearsal {
+    memory: Mutex<Memory>,
+    event: Option<(Name, Event)>,
+    /// Ends a hang that nothing else may end.
+    released: AtomicBool,
+    /// Versions of the blocks as the operations that were done left them.
+    versions: Mutex<Vec<Version>>,
+}
+
+impl Rehearsal {
+    pub fn new(blocks: usize, event: Option<(Name, Event)>) -> Rehearsal {
+        let versions = Mutex::new(vec![0; blocks]);
+        Rehearsal { event, versions, ..Rehearsal::default() }
+    }
+
+    pub fn versions(&self) -> Vec<Version> {
+        self.versions.lock().expect("nothing panics inside").clone()
+    }
+
+    pub fn release(&self) {
+        self.released.store(true, Relaxed);
+    }
+
+    fn hang(&self, operation: &Operation) {
+        while !operation.is_cancelled() && !self.released.load(Relaxed) {
+            thread::park_timeout(Duration::from_millis(1));
+        }
+    }
+}
+
+impl Hands for Rehearsal {
+    type Batch = ();
+
+    fn begin(&self, _step: &Arc<Step>, _batch: ()) {}
+
+    fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+        let work = operation.work();
+        match &self.event {
+            Some((name, event)) if *name == Name::of(operation.step().number, work) => {
+                match event {
+                    Event::Fails(Fault::Error) => return Err("a rehearsed error".into()),
+                    Event::Fails(Fault::Panic) => panic!("a rehearsed panic"),
+                    Event::Fails(Fault::Hang) => {
+                        self.hang(operation);
+                        return Err("a hang that ended".into());
+                    }
+                    Event::Tells(somebody) => somebody.notify_one(),
+                }
+            }
+            _ => {}
+        }
+        self.memory.lock().expect("an oracle that found nothing").begin(operation);
+        self.memory.lock().expect("an oracle that found nothing").end(operation);
+        let mut versions = self.versions.lock().expect("nothing panics inside");
+        match work {
+            Work::Update { block, .. } => versions[block.0 as usize] += 1,
+            Work::Carry { .. } => {
+                let carried = operation.step().plan.carried.iter();
+                carried.for_each(|block| versions[block.0 as usize] += 1);
+            }
+            _ => {}
+        }
+        Ok(1.0)
+    }
+}

@@ -1,0 +1,398 @@
+//! Every failure of a small ring on real threads and on tokio: one first cause that names who and
+//! where, everything ended in time, nothing left over, and the truth about what is torn.
+
+mod common;
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use common::rehearsal::{Event, Name, Rehearsal};
+use common::*;
+use l2l_actors::ports::Work;
+use l2l_actors::schedule::{Capacities, LayerId, Schedule, relay};
+use l2l_actors::threads::ThreadLanes;
+use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
+use l2l_actors::{ActorName, Config, Drill, Error, Fault, Integrity, Problem, Relay};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::Notify;
+
+const STEPS: u64 = 2;
+const PATIENCE: Duration = Duration::from_secs(2);
+const LIMIT: Duration = Duration::from_secs(2);
+
+/// Threads are counted by the process: one test at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn ring(deferred: bool) -> (Schedule, Config) {
+    let model = model(2, 1, true);
+    let mut selection = everything(&model, 2);
+    selection.frozen = vec![l2l_actors::schedule::BlockId(1)];
+    let schedule = relay(&model, &selection).expect("a model of ours");
+    let config = config(&schedule, &Capacities::default(), deferred);
+    (schedule, config)
+}
+
+/// What happens in one case.
+#[derive(Clone, Debug)]
+enum Injection {
+    Operation(Record, Fault),
+    Actor(Drill),
+}
+
+/// Who is to be named.
+#[derive(Clone, Debug, PartialEq)]
+struct Blame {
+    actor: ActorName,
+    layer: Option<LayerId>,
+    what: String,
+}
+
+/// All operations and all waits of the ring, and what is blamed for each failing.
+fn injections(fault: Fault, deferred: bool) -> Vec<(Injection, Blame)> {
+    let (schedule, config) = ring(deferred);
+    let drive = |drill| {
+        let (config, schedule) = (Config { drill, ..config.clone() }, schedule.clone());
+        virtual_time::run(
+            config,
+            |_| ticks(1),
+            async move |mut relay| {
+                let observer = relay.observer();
+                let mut failure = None;
+                for _ in 0..STEPS {
+                    failure = failure.or(relay.step(&schedule, ()).await.err());
+                }
+                let failure = match failure {
+                    None => relay.stop().await.err(),
+                    failure => failure,
+                };
+                (failure, observer.snapshot())
+            },
+        )
+    };
+    let ((failure, snapshot), records) = drive(None).expect("it ends");
+    assert!(failure.is_none());
+    let mut all: Vec<(Injection, Blame)> = Vec::new();
+    let mut names = Vec::new();
+    for record in records {
+        let name = Name::of(record.step, &record.work);
+        if names.contains(&name) {
+            continue; // a boundary uploaded for a second visit
+        }
+        names.push(name);
+        let (actor, layer, what) = (record.actor, record.layer, record.work.to_string());
+        all.push((Injection::Operation(record, fault), Blame { actor, layer, what }));
+    }
+    for (actor, doing, _) in snapshot.actors {
+        for wait in 0..doing.waits {
+            // Where the actor is at this wait, virtual time knows: an error there ends the ring.
+            let drill = Drill { actor, wait, fault: Fault::Error };
+            let ((failure, _), _) = drive(Some(drill)).expect("it ends");
+            let Some(Error::Failed { cause, .. }) = failure else {
+                panic!("no failure for {drill:?}, but {failure:?}");
+            };
+            assert_eq!(cause.actor, actor);
+            let (layer, what) = (cause.layer, cause.operation.clone());
+            let drill = Drill { fault, ..drill };
+            all.push((Injection::Actor(drill), Blame { actor, layer, what }));
+        }
+    }
+    all
+}
+
+fn runtime(threads: usize) -> Runtime {
+    let mut builder = match threads {
+        0 => Builder::new_current_thread(),
+        _ => Builder::new_multi_thread(),
+    };
+    builder.worker_threads(threads.max(1)).thread_name("tokio").build().expect("a runtime")
+}
+
+/// Threads of relays, in this process.
+fn threads_of_ours() -> usize {
+    let tasks = fs::read_dir("/proc/self/task").expect("this is Linux");
+    let names =
+        tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+    names.filter(|name| name.starts_with("l2l-")).count()
+}
+
+/// Looks again until it holds; fails after the limit.
+fn soon(what: &str, mut holds: impl FnMut() -> bool) {
+    let begin = Instant::now();
+    while !holds() {
+        assert!(begin.elapsed() < LIMIT, "{what}: not within {LIMIT:?}");
+        thread::yield_now();
+    }
+}
+
+/// Waits on a runtime until its tasks are gone.
+async fn tasks_gone() {
+    let begin = Instant::now();
+    while tokio::runtime::Handle::current().metrics().num_alive_tasks() > 0 {
+        assert!(begin.elapsed() < LIMIT, "tasks left");
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Drives the ring to its end: what went wrong.
+async fn drive(mut relay: Relay<ThreadLanes<Rehearsal>>, schedule: &Schedule) -> Option<Error> {
+    for _ in 0..STEPS {
+        if let Err(error) = relay.step(schedule, ()).await {
+            let again = relay.step(schedule, ()).await;
+            assert!(matches!(again, Err(Error::Ended)), "reported once: {again:?}");
+            return Some(error);
+        }
+    }
+    relay.stop().await.err()
+}
+
+/// Makes it happen, and looks at everything that must hold after.
+fn check(case: &Injection, blame: &Blame, deferred: bool, threads: usize) {
+    let (schedule, config) = ring(deferred);
+    let (drill, event, fault) = match case {
+        Injection::Actor(drill) => (Some(*drill), None, drill.fault),
+        Injection::Operation(record, fault) => {
+            let name = Name::of(record.step, &record.work);
+            (None, Some((name, Event::Fails(*fault))), *fault)
+        }
+    };
+    let watchdog = (fault == Fault::Hang).then_some(PATIENCE);
+    let config = Config { drill, watchdog, ..config };
+    let hands = Rehearsal::new(schedule.blocks.len(), event);
+    let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+    let begin = Instant::now();
+    let error = runtime(threads).block_on(async {
+        let relay = Relay::start(config, lanes.clone());
+        let error = drive(relay, &schedule).await;
+        tasks_gone().await;
+        error
+    });
+    let patience = watchdog.map_or(Duration::ZERO, |patience| patience * 5 / 4);
+    assert!(begin.elapsed() < LIMIT + patience, "{case:?} ended after {:?}", begin.elapsed());
+
+    let Some(Error::Failed { cause, integrity }) = error else { panic!("{case:?}: {error:?}") };
+    assert_eq!((cause.actor, cause.layer), (blame.actor, blame.layer), "{case:?}: {cause}");
+    assert!(cause.operation.contains(&blame.what), "{case:?}: {cause}");
+    let told = match (&cause.problem, fault) {
+        (Problem::Error(trouble), Fault::Error) => trouble.to_string() == "a rehearsed error",
+        (Problem::Panic(text), Fault::Panic) => text == "a rehearsed panic",
+        (Problem::Hang(..), Fault::Hang) => true,
+        _ => false,
+    };
+    assert!(told, "{case:?}: {cause}");
+
+    let versions = lanes.hands().versions();
+    let whole = versions.iter().all(|&version| version == versions[0]);
+    let truth = if whole { Integrity::Whole(versions[0]) } else { Integrity::Torn(versions) };
+    assert_eq!(integrity, truth, "{case:?}");
+    let in_update = matches!(case, Injection::Operation(record, _)
+        if matches!(record.work, Work::Update { .. } | Work::Carry { .. }));
+    assert!(!deferred || whole || in_update, "{case:?}: a deferred step was torn: {integrity:?}");
+    lanes.hands().release();
+}
+
+/// A rehearsed panic is no news.
+fn quietly<T>(run: impl FnOnce() -> T) -> T {
+    std::panic::set_hook(Box::new(|info| {
+        let text = info.payload().downcast_ref::<&str>().copied().unwrap_or_default();
+        if text != "a rehearsed panic" {
+            eprintln!("{info}");
+        }
+    }));
+    let result = run();
+    _ = std::panic::take_hook();
+    result
+}
+
+#[test]
+fn every_error_and_panic_names_its_place_and_leaves_nothing() {
+    let _alone = alone();
+    let mut count = 0;
+    for (fault, deferred) in [(Fault::Error, false), (Fault::Error, true)]
+        .into_iter()
+        .chain([(Fault::Panic, false), (Fault::Panic, true)])
+    {
+        for (case, blame) in injections(fault, deferred) {
+            for threads in [0, 2] {
+                quietly(|| check(&case, &blame, deferred, threads));
+                soon("threads gone", || threads_of_ours() == 0);
+                count += 1;
+            }
+        }
+    }
+    println!("{count} errors and panics");
+}
+
+#[test]
+fn every_hang_is_found_by_the_watchdog() {
+    let _alone = alone();
+    let mut cases = Vec::new();
+    for deferred in [false, true] {
+        let all = injections(Fault::Hang, deferred);
+        cases.extend(all.into_iter().map(|(case, blame)| (case, blame, deferred)));
+    }
+    // They do nothing but wait, so they may all wait at once.
+    for (batch, cases) in cases.chunks(64).enumerate() {
+        thread::scope(|scope| {
+            for (case, blame, deferred) in cases {
+                scope.spawn(move || check(case, blame, *deferred, batch % 2));
+            }
+        });
+        soon("threads gone", || threads_of_ours() == 0);
+    }
+    println!("{} hangs", cases.len());
+}
+
+#[test]
+fn a_dropped_relay_ends_by_itself_wherever_it_is() {
+    let _alone = alone();
+    let mut count = 0;
+    for deferred in [false, true] {
+        for (case, _) in injections(Fault::Error, deferred) {
+            let Injection::Operation(record, _) = case else { continue };
+            for threads in [0, 2] {
+                drop_at(Name::of(record.step, &record.work), deferred, threads);
+                count += 1;
+            }
+        }
+    }
+    println!("{count} drops");
+}
+
+/// The same without threads, between any two moves: nothing left, no slot taken, nothing torn.
+#[test]
+fn a_relay_dropped_between_any_two_moves_leaves_nothing() {
+    let mut count = 0;
+    for deferred in [false, true] {
+        let mut moves = 0;
+        while drop_after(moves, deferred) {
+            moves += 1;
+        }
+        count += moves;
+    }
+    println!("{count} drops in virtual time");
+}
+
+/// False: the ring had ended before.
+fn drop_after(moves: usize, deferred: bool) -> bool {
+    const MAIN: usize = 5;
+    let (schedule, config) = ring(deferred);
+    let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
+    let (mut relay, tasks) = Relay::wire(config, lanes.clone());
+    let observer = relay.observer();
+    let mut world = World::new(lanes);
+    for task in tasks {
+        world.spawn(task.name.to_string(), task.future);
+    }
+    world.spawn("main".into(), async move {
+        for _ in 0..STEPS {
+            relay.step(&schedule, ()).await.expect("nothing fails here");
+        }
+        relay.stop().await.expect("nothing fails here");
+    });
+    for made in 0.. {
+        let Some(&next) = world.moves().get(made % 2).or(world.moves().first()) else {
+            assert!(world.unfinished().is_empty());
+            let held = observer.snapshot().pools.into_iter().flat_map(|pool| pool.holders);
+            assert_eq!(held.flatten().count(), 0);
+            let versions: BTreeSet<u64> = observer.snapshot().versions.into_iter().collect();
+            assert!(!deferred || versions.len() == 1, "dropped after {moves} moves: torn");
+            return made > moves;
+        };
+        if made == moves {
+            world.cancel(MAIN);
+        }
+        if world.moves().contains(&next) {
+            world.make(next);
+        }
+    }
+    unreachable!("the moves end")
+}
+
+/// Drops the relay, and the step's future with it, while an operation runs.
+fn drop_at(name: Name, deferred: bool, threads: usize) {
+    let (schedule, config) = ring(deferred);
+    let begun = Arc::new(Notify::new());
+    let hands =
+        Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Tells(begun.clone()))));
+    let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+    runtime(threads).block_on(async {
+        let relay = Relay::start(config, lanes.clone());
+        first(begun.notified(), drive(relay, &schedule)).await;
+        tasks_gone().await;
+    });
+    soon("threads gone", || threads_of_ours() == 0);
+    let versions: BTreeSet<u64> = lanes.hands().versions().into_iter().collect();
+    assert!(!deferred || versions.len() == 1, "{name:?}: a deferred step was torn");
+}
+
+/// Runs both until one ends, and drops the other.
+async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B>) {
+    let (mut one, mut other) = (Box::pin(one), Box::pin(other));
+    std::future::poll_fn(|cx| {
+        if one.as_mut().poll(cx).is_ready() || other.as_mut().poll(cx).is_ready() {
+            return std::task::Poll::Ready(());
+        }
+        std::task::Poll::Pending
+    })
+    .await;
+}
+
+#[test]
+fn two_relays_in_one_process_do_not_know_each_other() {
+    let _alone = alone();
+    for threads in [0, 2] {
+        let (schedule, config) = ring(true);
+        let start = |drill| {
+            let hands = Rehearsal::new(schedule.blocks.len(), None);
+            let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+            Relay::start(Config { drill, ..config.clone() }, lanes)
+        };
+        runtime(threads).block_on(async {
+            let drill = Drill { actor: ActorName::Reducer, wait: 7, fault: Fault::Error };
+            let (failing, mut sound) = (start(Some(drill)), start(None));
+            let other = schedule.clone();
+            let failing = tokio::spawn(async move { drive(failing, &other).await });
+            for step in 0..20 {
+                let resolved = sound.step(&schedule, ()).await.expect("it knows of no failure");
+                assert_eq!(resolved.step, step);
+            }
+            let error = failing.await.expect("no panic");
+            assert!(matches!(error, Some(Error::Failed { .. })), "{error:?}");
+            soon("the other's threads are gone", || threads_of_ours() == 5);
+            sound.stop().await.expect("it knows of no failure");
+            tasks_gone().await;
+        });
+        soon("threads gone", || threads_of_ours() == 0);
+    }
+}
+
+#[test]
+fn steps_start_no_thread_and_no_task() {
+    let _alone = alone();
+    for threads in [0, 2] {
+        let (schedule, config) = ring(false);
+        let hands = Rehearsal::new(schedule.blocks.len(), None);
+        let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+        runtime(threads).block_on(async {
+            let mut relay = Relay::start(config, lanes);
+            let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+            soon("threads have their names", || threads_of_ours() == 5);
+            let before = (tasks(), 5);
+            for _ in 0..50 {
+                relay.step(&schedule, ()).await.expect("nothing fails here");
+                assert_eq!((tasks(), threads_of_ours()), before);
+            }
+            relay.stop().await.expect("nothing fails here");
+            tasks_gone().await;
+        });
+        soon("threads gone", || threads_of_ours() == 0);
+    }
+}
