@@ -1,5 +1,4 @@
-//! The makespan of the ring in virtual time against a list scheduler written here, and against
-//! closed forms.
+//! The makespan of the ring in virtual time against a list scheduler written here.
 //!
 //! The list scheduler knows the rules of the design, not the code: lanes are in order, an
 //! operation begins when its lane is free and what it needs is there, and a pool is taken in the
@@ -9,41 +8,12 @@
 mod common;
 
 use std::collections::HashMap;
-use std::time::Duration;
 
+use common::times::*;
 use common::*;
-use l2l_actors::ports::{Lane, Operation, Work};
-use l2l_actors::schedule::{Capacities, Piece, Plan, Reduction, Schedule, relay};
-use l2l_actors::virtual_time::{self, Record};
+use l2l_actors::ports::Lane;
+use l2l_actors::schedule::{Piece, Plan, Reduction, relay};
 use proptest::prelude::*;
-
-/// What each kind of operation takes.
-#[derive(Clone, Copy, Debug)]
-struct Times {
-    upload: u64,
-    compute: u64,
-    download: u64,
-    update: u64,
-    stash: u64,
-    host: u64,
-}
-
-impl Times {
-    fn of(self, work: &Work) -> Duration {
-        ticks(match work {
-            Work::UploadBlock { .. } => self.upload,
-            Work::Compute { .. } => self.compute,
-            Work::DownloadGradient { .. } => self.download,
-            Work::Update { .. } => self.update,
-            Work::UploadBoundary { .. } | Work::DownloadBoundary { .. } => self.stash,
-            Work::Gather { .. }
-            | Work::Loss { .. }
-            | Work::Reduce { .. }
-            | Work::Scatter { .. } => self.host,
-            Work::Carry { .. } => 0,
-        })
-    }
-}
 
 /// A pool as times: when each slot was or will be given back.
 struct Slots(Vec<u64>);
@@ -328,29 +298,6 @@ fn reference(plan: &Plan, times: Times, deferred: bool) -> u64 {
         closed: HashMap::new(),
     };
     reference.makespan()
-}
-
-/// One step in virtual time.
-fn timeline(
-    schedule: &Schedule,
-    capacities: &Capacities,
-    times: Times,
-    deferred: bool,
-    steps: usize,
-) -> Vec<Record> {
-    let (config, schedule) = (config(schedule, capacities, deferred), schedule.clone());
-    let durations = move |operation: &Operation| times.of(operation.work());
-    let run = virtual_time::run(config, durations, async move |mut relay| {
-        for _ in 0..steps {
-            relay.step(&schedule, ()).await.expect("nothing fails here");
-        }
-        relay.stop().await.expect("nothing fails here");
-    });
-    run.expect("it ends").1
-}
-
-fn end_of(records: &[Record]) -> u64 {
-    records.iter().map(|record| record.end.as_nanos() as u64).max().expect("a record")
 }
 
 proptest! {

@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub, reason = "each test takes what it needs")]
 
 pub mod rehearsal;
+pub mod times;
 
 use std::time::Duration;
 

@@ -1,0 +1,128 @@
+//! What overlap must give, as formulas: each for 300 random rings in virtual time.
+
+mod common;
+
+use std::time::Duration;
+
+use common::times::*;
+use common::*;
+use l2l_actors::ports::{Lane, Work};
+use l2l_actors::schedule::{BlockId, LayerId, Phase, Plan, Schedule, relay};
+use l2l_actors::virtual_time::Record;
+use proptest::prelude::*;
+
+/// A stack without tiles and its schedule. Stack layer `l` is block and layer `l + 1`.
+fn stack(layers: u32, micro_batches: u32) -> Schedule {
+    let model = model(layers, 0, false);
+    relay(&model, &everything(&model, micro_batches)).expect("a model of ours")
+}
+
+fn config_of_cases() -> ProptestConfig {
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) }
+}
+
+/// Begin of the first and end of the last operation of a layer's backward visit.
+fn backward(records: &[Record], plan: &Plan, layer: u32) -> (Duration, Duration) {
+    let of_visit = |record: &&Record| match record.work {
+        Work::Compute { device_visit, .. } => {
+            let visit = plan.visit(device_visit);
+            visit.layer == LayerId(layer + 1) && visit.phase == Phase::Backward
+        }
+        _ => false,
+    };
+    let met: Vec<&Record> = records.iter().filter(of_visit).collect();
+    (met[0].begin, met[met.len() - 1].end)
+}
+
+proptest! {
+    #![proptest_config(config_of_cases())]
+
+    /// One slot: nothing hides, upload and compute add up. At the turn the last layer's block is
+    /// there already.
+    #[test]
+    fn with_one_slot_upload_and_compute_add_up(
+        layers in 1..=40_u32, micro_batches in 1..=16_u32, upload in 0..100_u64, compute in 0..20_u64,
+    ) {
+        let schedule = stack(layers, micro_batches);
+        let times = Times { upload, compute, ..Times::default() };
+        let records = timeline(&schedule, &depths(1, 1, 1, micro_batches), times, false, 1);
+        let (l, m) = (u64::from(layers), u64::from(micro_batches));
+        prop_assert_eq!(end_of(&records), (2 * l - 1) * upload + 2 * l * m * compute);
+    }
+
+    /// Two slots: every upload but the first hides behind the visit before, if it is not longer
+    /// and if the inputs of a visit fit in the device's stash slots: a block is uploaded in one
+    /// piece, behind the inputs that are fetched ahead and in front of the others.
+    #[test]
+    fn with_two_slots_only_the_first_upload_shows(
+        layers in 1..=40_u32, micro_batches in 1..=16_u32, compute in 1..20_u64, part in 0..=100_u64,
+    ) {
+        let schedule = stack(layers, micro_batches);
+        let (l, m) = (u64::from(layers), u64::from(micro_batches));
+        let upload = m * compute * part / 100;
+        let times = Times { upload, compute, ..Times::default() };
+        let stash = 3 * micro_batches; // a backward visit brings up to three boundaries
+        let records = timeline(&schedule, &depths(2, 2, 2, stash), times, false, 1);
+        prop_assert_eq!(end_of(&records), upload + 2 * l * m * compute);
+    }
+
+    /// Eager: a layer's download and update hide behind the backward of the layer below.
+    #[test]
+    fn eager_updates_start_before_the_second_backward_below_ends(
+        layers in 3..=40_u32, micro_batches in 1..=16_u32, compute in 1..20_u64,
+        parts in (0..=100_u64, 0..=100_u64),
+    ) {
+        let schedule = stack(layers, micro_batches);
+        let visit = u64::from(micro_batches) * compute;
+        let both = visit * parts.0 / 100;
+        let (download, update) = (both * parts.1 / 100, both - both * parts.1 / 100);
+        let times = Times { compute, download, update, ..Times::default() };
+        let capacities = depths(2, 2, 2, 3 * micro_batches);
+        let records = timeline(&schedule, &capacities, times, false, 1);
+        let plan = Plan::new(schedule.clone(), config(&schedule, &capacities, false).pools);
+        let plan = plan.expect("pools were made for it");
+        for layer in 2..layers {
+            let of_layer = |record: &&Record| {
+                matches!(record.work, Work::Update { block, .. } if block == BlockId(layer + 1))
+            };
+            let update = records.iter().find(of_layer).expect("every block is updated");
+            let (_, end) = backward(&records, &plan, layer - 2);
+            prop_assert!(update.begin < end, "layer {}: {:?} {:?}", layer, update.begin, end);
+        }
+    }
+
+    /// Deferred: updates in forward order, each before its block's next upload, which does not
+    /// wait for the updates behind it.
+    #[test]
+    fn deferred_updates_run_just_ahead_of_the_next_steps_uploads(
+        layers in 2..=40_u32, micro_batches in 1..=16_u32,
+        (upload, compute, update) in (1..50_u64, 1..20_u64, 1..50_u64),
+    ) {
+        let schedule = stack(layers, micro_batches);
+        let times = Times { upload, compute, update, ..Times::default() };
+        let capacities = depths(2, 2, 2, 4);
+        let records = timeline(&schedule, &capacities, times, true, 2);
+        let plan = Plan::new(schedule.clone(), config(&schedule, &capacities, true).pools);
+        let of = |lane, step| {
+            records.iter().filter(move |record| record.lane == lane && record.step == step)
+        };
+        let updated: Vec<(BlockId, Duration)> = of(Lane::Update, 0)
+            .filter_map(|record| match record.work {
+                Work::Update { block, .. } => Some((block, record.end)),
+                _ => None,
+            })
+            .collect();
+        let order: Vec<BlockId> = updated.iter().map(|(block, _)| *block).collect();
+        prop_assert_eq!(&order, &plan.expect("pools were made for it").updates);
+        let mut first_upload = None;
+        for record in of(Lane::Upload, 1) {
+            if let Work::UploadBlock { block, .. } = record.work {
+                let (_, end) = updated.iter().find(|(id, _)| *id == block).expect("updated");
+                prop_assert!(*end <= record.begin);
+                first_upload = first_upload.or(Some(record.begin));
+            }
+        }
+        let (_, last_update) = updated[updated.len() - 1];
+        prop_assert!(first_upload.is_some_and(|begin| begin < last_update));
+    }
+}
