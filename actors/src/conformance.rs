@@ -1,1 +1,295 @@
-//! Any implementation of the ports can be run through this suite.
+//! What every implementation of [`Ports`] must do, as a suite to run it through.
+//!
+//! An implementation says how to make itself ([`Subject`]) and calls [`check`] in a test. The
+//! suite stands between the actors and the lanes: it sees every operation when it is queued, and
+//! what its fence reports. Checked:
+//!
+//! 1. Each lane runs its operations once, in the order they were queued, one at a time, and each
+//!    after all it waits for, on whatever lane.
+//! 2. Loss, norm and versions are the same, bit for bit, at every depth, eager and deferred.
+//! 3. A failing actor ends the ring at any of its waits: operations that need not run are dropped,
+//!    committed updates run, lanes end. The same when the relay is dropped.
+//! 4. After a stop nothing is queued, held or running.
+//!
+//! What only the implementation can bring about (its own errors and panics) it tests itself.
+
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::sync::watch;
+
+use crate::crew::{ActorName, Drill, Fault, Task};
+use crate::fence::Fence;
+use crate::messages::Resolved;
+use crate::ports::{Lane, Lanes, Operation, Ports, Step};
+use crate::relay::{Config, Error, Integrity, Relay};
+use crate::schedule::{Capacities, Pools, Schedule, Version};
+
+/// An implementation under test.
+pub trait Subject {
+    /// What is tested.
+    type Ports: Ports;
+
+    /// What its steps run: small, with everything that the implementation supports.
+    fn schedule(&self) -> Schedule;
+
+    /// A new one, in the same state each time, with memory for these pools.
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports>;
+
+    /// The data of a step, the same each time.
+    fn batch(&self, step: Version) -> <Self::Ports as Ports>::Batch;
+
+    /// Runs tasks and `main` until `main` has ended and every task has. As it is: on a tokio
+    /// runtime of this thread.
+    fn run(&self, ports: &Arc<Self::Ports>, tasks: Vec<Task>, main: Main) {
+        let _ = ports;
+        let runtime = tokio::runtime::Builder::new_current_thread().build();
+        runtime.expect("a thread can have a runtime").block_on(async {
+            let tasks: Vec<_> = tasks.into_iter().map(|task| tokio::spawn(task.future)).collect();
+            main.await;
+            for task in tasks {
+                task.await.expect("a task catches its panics");
+            }
+        });
+    }
+}
+
+/// What drives a relay.
+pub type Main = Pin<Box<dyn Future<Output = ()>>>;
+
+/// What the suite did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Operations whose order was checked.
+    pub operations: usize,
+    /// Rings run to their end.
+    pub rings: usize,
+    /// Rings ended by a failing actor.
+    pub failures: usize,
+    /// Rings ended by dropping the relay.
+    pub drops: usize,
+}
+
+const STEPS: Version = 2;
+
+/// Runs the suite.
+///
+/// # Panics
+/// The subject breaks a rule: which, and where.
+pub fn check<S: Subject>(subject: &S) -> Report {
+    let mut report = Report::default();
+    for deferred in [false, true] {
+        let mut first: Option<Vec<Resolved>> = None;
+        for depth in [1, 2, 5] {
+            let run = Run::of(subject, depth, deferred, None, End::Stops);
+            assert!(run.error.is_none(), "depth {depth}: {:?}", run.error);
+            let expected = first.get_or_insert_with(|| run.resolved.clone());
+            assert_eq!(&run.resolved, expected, "results depend on depth {depth}");
+            assert!(run.versions.iter().all(|&version| version == STEPS), "{:?}", run.versions);
+            assert_eq!(run.held, 0, "slots are held after the stop");
+            report.operations += in_order(&run.queued);
+            report.rings += 1;
+        }
+        for actor in ActorName::ALL {
+            for wait in 0.. {
+                let drill = Drill { actor, wait, fault: Fault::Error };
+                let run = Run::of(subject, 2, deferred, Some(drill), End::Stops);
+                in_order(&run.queued);
+                match run.error {
+                    None => break, // it has no more waits
+                    Some(Error::Failed { cause, integrity }) => {
+                        assert_eq!(cause.actor, actor, "{cause}");
+                        let torn = matches!(integrity, Integrity::Torn(_));
+                        assert!(!(deferred && torn), "{drill:?}: a deferred step was torn");
+                        assert_eq!(run.held, 0, "{drill:?}: slots are held after the end");
+                        report.failures += 1;
+                    }
+                    Some(error) => panic!("{drill:?}: {error}"),
+                }
+            }
+        }
+        for end in (0..).map(End::Drops) {
+            let run = Run::of(subject, 2, deferred, None, end);
+            in_order(&run.queued);
+            assert_eq!(run.held, 0, "{end:?}: slots are held after the drop");
+            if run.resolved.len() as Version == STEPS {
+                break;
+            }
+            report.drops += 1;
+        }
+    }
+    report
+}
+
+/// How a run ends, if nothing fails.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    /// After its steps.
+    Stops,
+    /// The relay is dropped when so many operations have been queued.
+    Drops(usize),
+}
+
+/// One relay from start to end.
+struct Run {
+    resolved: Vec<Resolved>,
+    error: Option<Error>,
+    versions: Vec<Version>,
+    held: usize,
+    queued: Vec<Queued>,
+}
+
+impl Run {
+    fn of<S: Subject>(
+        subject: &S,
+        depth: u32,
+        deferred: bool,
+        drill: Option<Drill>,
+        end: End,
+    ) -> Run {
+        let schedule = subject.schedule();
+        let depths = Capacities { weights: depth, gradients: depth, reduced: depth, stash: depth };
+        let pools = Pools::of(&schedule, &depths);
+        let config = Config {
+            pools,
+            blocks: schedule.blocks.len() as u32,
+            max_layers: schedule.visits.len() as u32,
+            max_micro_batches: schedule.micro_batches.len() as u32,
+            deferred,
+            watchdog: None,
+            drill,
+        };
+        let inner = subject.ports(&pools);
+        let ports = Arc::new(Watched { inner: inner.clone(), queued: watch::Sender::default() });
+        let (mut relay, tasks) = Relay::wire(config, ports.clone());
+        let observer = relay.observer();
+        let outcome = Arc::new(Mutex::new((Vec::new(), None)));
+        let (out, watched) = (outcome.clone(), ports.clone());
+        let batches: Vec<_> = (0..STEPS).map(|step| subject.batch(step)).collect();
+        subject.run(
+            &inner,
+            tasks,
+            Box::pin(async move {
+                let drive = async {
+                    for batch in batches {
+                        let resolved = relay.step(&schedule, batch).await;
+                        let mut out = out.lock().expect("one task writes");
+                        match resolved {
+                            Ok(resolved) => out.0.push(resolved),
+                            Err(error) => return out.1 = Some(error),
+                        }
+                    }
+                    out.lock().expect("one task writes").1 = relay.stop().await.err();
+                };
+                match end {
+                    End::Stops => drive.await,
+                    End::Drops(count) => either(drive, watched.queues_more_than(count)).await,
+                }
+                watched.closed().await;
+            }),
+        );
+        let (resolved, error) = std::mem::take(&mut *outcome.lock().expect("one task writes"));
+        let snapshot = observer.snapshot();
+        let held = snapshot.pools.iter().flat_map(|pool| &pool.holders).flatten().count();
+        let queued = ports.queued.send_replace(Vec::new());
+        Run { resolved, error, versions: snapshot.versions, held, queued }
+    }
+}
+
+/// Runs both until one ends, and drops the other.
+async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) {
+    let (mut one, mut other) = (Box::pin(one), Box::pin(other));
+    poll_fn(|cx| match one.as_mut().poll(cx) {
+        Poll::Ready(()) => Poll::Ready(()),
+        Poll::Pending => other.as_mut().poll(cx),
+    })
+    .await;
+}
+
+/// Checks rule 1 for the operations that were done; how many.
+fn in_order(queued: &[Queued]) -> usize {
+    let mut count = 0;
+    for lane in Lane::ALL {
+        let mut before = Duration::ZERO;
+        let mut dropped = None;
+        for operation in queued.iter().filter(|operation| operation.lane == lane) {
+            let Queued { what, fence, waits, commits, .. } = operation;
+            let Some(done) = fence.reached() else {
+                dropped = dropped.or(Some(what));
+                continue;
+            };
+            let passed = dropped.filter(|_| !commits);
+            assert!(passed.is_none(), "{what} ran, {passed:?} queued before it did not");
+            assert!(before <= done.begin, "{what} began before its lane was free");
+            assert!(done.begin <= done.end, "{what} ended before it began");
+            for wait in waits {
+                let end = wait.reached().map(|done| done.end);
+                assert!(end.is_some_and(|end| end <= done.begin), "{what} did not wait: {wait:?}");
+            }
+            before = done.end;
+            count += 1;
+        }
+    }
+    count
+}
+
+/// An operation the subject got.
+struct Queued {
+    lane: Lane,
+    what: String,
+    fence: Fence,
+    waits: Vec<Fence>,
+    commits: bool,
+}
+
+/// The subject, with somebody looking on.
+struct Watched<P> {
+    inner: Arc<P>,
+    queued: watch::Sender<Vec<Queued>>,
+}
+
+impl<P> Watched<P> {
+    async fn queues_more_than(&self, count: usize) {
+        let mut queued = self.queued.subscribe();
+        _ = queued.wait_for(|queued| queued.len() > count).await.map(|_| ());
+    }
+}
+
+#[async_trait]
+impl<P: Ports> Lanes for Watched<P> {
+    fn queue(&self, operation: Operation) {
+        let queued = Queued {
+            lane: operation.work().lane(),
+            what: operation.work().to_string(),
+            fence: operation.fence().clone(),
+            waits: operation.waits().to_vec(),
+            commits: operation.commits(),
+        };
+        self.queued.send_modify(|all| all.push(queued));
+        self.inner.queue(operation);
+    }
+
+    fn now(&self) -> Duration {
+        self.inner.now()
+    }
+
+    fn close(&self) {
+        self.inner.close();
+    }
+
+    async fn closed(&self) {
+        self.inner.closed().await;
+    }
+}
+
+impl<P: Ports> Ports for Watched<P> {
+    type Batch = P::Batch;
+
+    fn begin(&self, step: &Arc<Step>, batch: P::Batch) {
+        self.inner.begin(step, batch);
+    }
+}

@@ -247,8 +247,13 @@ impl Operation {
         &self.order.waits
     }
 
+    /// True for an update of a step whose norm is known: it runs even when the ring is ending.
+    pub fn commits(&self) -> bool {
+        self.order.commits
+    }
+
     /// True when the ring is ending and the work must not be started (or go on, if it is long).
-    /// Updates of a step whose norm is known are never cancelled: half of them would be torn.
+    /// What [commits](Operation::commits) is never cancelled: half of a step would be torn.
     pub fn is_cancelled(&self) -> bool {
         !self.order.commits && self.ring.switch.tripped()
     }

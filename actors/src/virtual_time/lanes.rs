@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use tokio::sync::watch;
 
 use super::memory::Memory;
 use crate::crew::ActorName;
@@ -61,6 +62,8 @@ struct Inner {
 /// See [`virtual_time`](super).
 pub struct VirtualLanes {
     inner: Mutex<Inner>,
+    /// Operations queued and neither finished nor dropped.
+    left: watch::Sender<usize>,
 }
 
 impl VirtualLanes {
@@ -75,7 +78,7 @@ impl VirtualLanes {
             records: Vec::new(),
             durations: Box::new(durations),
         };
-        VirtualLanes { inner: Mutex::new(inner) }
+        VirtualLanes { inner: Mutex::new(inner), left: watch::Sender::new(0) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -107,6 +110,7 @@ impl VirtualLanes {
         if operation.is_cancelled() {
             drop(guard);
             drop(operation);
+            self.left.send_modify(|left| *left -= 1);
             return;
         }
         inner.memory.begin(&operation);
@@ -155,6 +159,7 @@ impl VirtualLanes {
             _ => 0.0,
         };
         operation.finish(Ok(Done { begin, end, value }));
+        self.left.send_modify(|left| *left -= 1);
     }
 }
 
@@ -162,6 +167,7 @@ impl VirtualLanes {
 impl Lanes for VirtualLanes {
     fn queue(&self, operation: Operation) {
         let lane = operation.work().lane();
+        self.left.send_modify(|left| *left += 1);
         self.lock().queues[lane as usize].pending.push_back(operation);
     }
 
@@ -171,7 +177,10 @@ impl Lanes for VirtualLanes {
 
     fn close(&self) {}
 
-    async fn closed(&self) {}
+    async fn closed(&self) {
+        let mut left = self.left.subscribe();
+        _ = left.wait_for(|&left| left == 0).await.map(|left| *left);
+    }
 }
 
 impl Ports for VirtualLanes {

@@ -1,0 +1,78 @@
+//! The suite for implementations of the ports, run on the two kinds of lanes this crate has.
+
+mod common;
+
+use std::sync::Arc;
+
+use common::rehearsal::Rehearsal;
+use common::*;
+use l2l_actors::conformance::{Main, Report, Subject, check};
+use l2l_actors::schedule::{Pools, Schedule, Version, relay};
+use l2l_actors::threads::ThreadLanes;
+use l2l_actors::virtual_time::{VirtualLanes, World};
+use l2l_actors::{Task, schedule::BlockId};
+
+fn small() -> Schedule {
+    let model = model(2, 2, true);
+    let mut selection = everything(&model, 2);
+    selection.frozen = vec![BlockId(2)];
+    relay(&model, &selection).expect("a model of ours")
+}
+
+struct Threads;
+
+impl Subject for Threads {
+    type Ports = ThreadLanes<Rehearsal>;
+
+    fn schedule(&self) -> Schedule {
+        small()
+    }
+
+    fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
+        let hands = Rehearsal::new(small().blocks.len(), None);
+        Arc::new(ThreadLanes::start(hands).expect("threads"))
+    }
+
+    fn batch(&self, _step: Version) {}
+}
+
+struct Virtual;
+
+impl Subject for Virtual {
+    type Ports = VirtualLanes;
+
+    fn schedule(&self) -> Schedule {
+        small()
+    }
+
+    fn ports(&self, _pools: &Pools) -> Arc<VirtualLanes> {
+        Arc::new(VirtualLanes::new(|operation| ticks(1 + operation.number() % 3)))
+    }
+
+    fn batch(&self, _step: Version) {}
+
+    fn run(&self, ports: &Arc<VirtualLanes>, tasks: Vec<Task>, main: Main) {
+        let mut world = World::new(ports.clone());
+        for task in tasks {
+            world.spawn(task.name.to_string(), task.future);
+        }
+        world.spawn("main".into(), main);
+        world.run().expect("every ring ends");
+    }
+}
+
+fn full(report: Report) {
+    println!("{report:?}");
+    let Report { operations, rings, failures, drops } = report;
+    assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
+}
+
+#[test]
+fn lanes_of_threads_conform() {
+    full(check(&Threads));
+}
+
+#[test]
+fn lanes_of_virtual_time_conform() {
+    full(check(&Virtual));
+}
