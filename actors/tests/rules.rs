@@ -1,0 +1,213 @@
+//! Every rule a schedule can break is refused, with the visit that breaks it; and what a plan
+//! decides: residency, gradients' spans, traffic.
+
+mod common;
+
+use common::*;
+use l2l_actors::schedule::{
+    Block, BlockId, BoundaryId, Capacities, Layer, LayerId, Needs, Phase, Place, Plan, Pools,
+    Refusal, Role, Schedule, Visit, relay, resident,
+};
+
+/// Embedding, two layers, two tied tiles. Visits: 0 gather, 1 and 2 stack, 3 and 4 tiles, 5 loss,
+/// 6 and 7 tiles back, 8 and 9 stack back, 10 scatter.
+fn sound() -> Schedule {
+    let model = model(2, 2, true);
+    relay(&model, &everything(&model, 3)).expect("a model of ours")
+}
+
+fn refusal(change: impl Fn(&mut Schedule)) -> Refusal {
+    let pools = Pools::of(&sound(), &Capacities::default());
+    assert!(Plan::new(sound(), pools).is_ok());
+    let mut schedule = sound();
+    change(&mut schedule);
+    Plan::new(schedule, pools).expect_err("a rule is broken")
+}
+
+#[track_caller]
+fn refused(at: Option<usize>, reason: &str, change: impl Fn(&mut Schedule)) {
+    let refusal = refusal(change);
+    assert_eq!(refusal.visit, at, "{refusal}");
+    let text = refusal.to_string();
+    assert!(text.contains(reason), "{text}");
+    assert!(at.is_none_or(|at| text.contains(&format!("visit {at}, layer"))), "{text}");
+}
+
+#[test]
+fn a_step_needs_something_to_do() {
+    refused(None, "micro-batches", |s| s.micro_batches.clear());
+    refused(None, "at least one sequence", |s| s.micro_batches[1] = 0);
+    refused(None, "no visit of a device", |s| s.visits.clear());
+    refused(None, "at least one slot", |s| s.boundaries[0].slots = 0);
+}
+
+#[test]
+fn names_must_be_known_and_met_once() {
+    refused(Some(2), "micro-batches 0..4 of 3", |s| s.visits[2].micro_batches = 0..4);
+    refused(Some(2), "micro-batches 1..1 of 3", |s| s.visits[2].micro_batches = 1..1);
+    let twice = vec![BlockId(2), BlockId(2)];
+    refused(Some(1), "names a block twice", move |s| {
+        s.visits[1].needs = Needs::Known(twice.clone());
+    });
+    refused(Some(1), "block 99 is unknown: the schedule has 4", |s| {
+        s.visits[1].needs = Needs::Known(vec![BlockId(99)]);
+    });
+    refused(Some(1), "names a boundary twice", |s| {
+        let again = s.visits[1].reads[0];
+        s.visits[1].reads.push(again);
+    });
+    refused(Some(1), "boundary 99 is unknown", |s| s.visits[1].writes.push(BoundaryId(99)));
+}
+
+#[test]
+fn places_are_this_rings() {
+    refused(Some(1), "this ring has device 0 only", |s| s.visits[1].place = Place::Device(1));
+    refused(Some(1), "a host visit gathers", |s| s.visits[1].place = Place::Host);
+}
+
+#[test]
+fn a_boundary_is_written_once_before_it_is_read() {
+    refused(Some(1), "before it is written", |s| s.visits.swap(1, 2));
+    refused(Some(6), "of micro-batch 0 again", |s| {
+        let first = s.visits[1].writes[0];
+        s.visits[6].writes.push(first);
+    });
+    refused(Some(10), "before it is written", |s| s.visits.swap(9, 10));
+    refused(Some(9), "which nobody reads", |s| _ = s.visits.pop());
+}
+
+#[test]
+fn micro_batches_come_in_order() {
+    let model = model(2, 2, true);
+    let schedule = resident(&model, &everything(&model, 3)).expect("a model of ours");
+    let pools = Pools::of(&schedule, &Capacities::default());
+    let mut swapped = schedule.clone();
+    let turn = (schedule.visits.len() - 2) / 3;
+    for at in 1..=turn {
+        swapped.visits.swap(at, turn + at);
+    }
+    let refusal = Plan::new(swapped, pools).expect_err("micro-batch 1 comes first");
+    assert_eq!(refusal.visit, Some(1));
+    assert!(refusal.reason.contains("micro-batch order: starts at 1, expected 0"), "{refusal}");
+}
+
+#[test]
+fn a_gradient_ends_once() {
+    refused(Some(10), "after its gradient ended", |s| {
+        // Layer 1 forward once more, behind its backward.
+        let again = Visit { phase: Phase::Forward, layer: LayerId(77), ..s.visits[1].clone() };
+        let again = Visit { writes: Vec::new(), ..again };
+        s.visits.insert(10, again);
+    });
+    refused(Some(11), "after its gradient was scattered", |s| {
+        let again = Visit { layer: LayerId(77), ..s.visits[7].clone() };
+        s.visits.push(Visit { writes: Vec::new(), ..again });
+    });
+    refused(Some(10), "all micro-batches of the step at once", |s| {
+        s.visits[10].micro_batches = 0..2;
+    });
+}
+
+#[test]
+fn pools_hold_what_one_operation_takes() {
+    let pools = Pools::of(&sound(), &Capacities::default());
+    let with = |change: fn(&mut Pools)| {
+        let mut less = pools;
+        change(&mut less);
+        Plan::new(sound(), less).expect_err("too small").to_string()
+    };
+    assert!(with(|p| p.weights = 0).contains("takes 1 slots of pool weights, which has 0"));
+    assert!(with(|p| p.inputs = 1).contains("of pool inputs, which has 1"));
+    assert!(with(|p| p.outputs = 0).contains("of pool outputs, which has 0"));
+    assert!(with(|p| p.gradients = 0).contains("pool gradients has 0"));
+    assert!(with(|p| p.reduced = 0).contains("need at least one slot"));
+    assert!(with(|p| p.visits = 0).contains("need at least one slot"));
+}
+
+#[test]
+fn generators_refuse_what_is_no_model() {
+    let model = model(2, 2, true);
+    let mut selection = everything(&model, 1);
+    selection.layers.push(LayerId(9));
+    assert!(relay(&model, &selection).expect_err("unknown").reason.contains("layer 9 is not"));
+    let mut selection = everything(&model, 1);
+    selection.frozen = vec![BlockId(9)];
+    assert!(relay(&model, &selection).expect_err("unknown").reason.contains("block 9 is not"));
+    let mut selection = everything(&model, 1);
+    selection.layers.reverse();
+    let order = "layers must be an embedding";
+    assert!(relay(&model, &selection).expect_err("wrong order").reason.contains(order));
+}
+
+/// Blocks uploaded in a step, in order.
+fn uploads(plan: &Plan) -> Vec<u32> {
+    let all = plan.device_visits.iter().flat_map(|visit| &visit.residences);
+    all.filter(|residence| residence.fetch).map(|residence| residence.block.0).collect()
+}
+
+#[test]
+fn the_turn_fetches_nothing_twice() {
+    let model = model(6, 0, false); // blocks 1 to 6 are the stack's
+    let schedule = relay(&model, &everything(&model, 2)).expect("a model of ours");
+    let of = |weights| {
+        let pools = Pools::of(&schedule, &depths(weights, 1, 1, 1));
+        uploads(&Plan::new(schedule.clone(), pools).expect("pools were made for it"))
+    };
+    assert_eq!(of(1), [1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1]);
+    assert_eq!(of(2), [1, 2, 3, 4, 5, 6, 4, 3, 2, 1]);
+    assert_eq!(of(6), [1, 2, 3, 4, 5, 6]);
+}
+
+/// The least number of fetches, by trying everything.
+fn fewest(visits: &[BlockId], held: &[BlockId], slots: usize) -> usize {
+    let Some((block, later)) = visits.split_first() else { return 0 };
+    if held.contains(block) {
+        return fewest(later, held, slots);
+    }
+    if held.len() < slots {
+        let held: Vec<_> = held.iter().chain([block]).copied().collect();
+        return 1 + fewest(later, &held, slots);
+    }
+    let without = (0..held.len()).map(|evicted| {
+        let mut held = held.to_vec();
+        held[evicted] = *block;
+        1 + fewest(later, &held, slots)
+    });
+    without.min().expect("there is a slot")
+}
+
+#[test]
+fn residency_fetches_the_least() {
+    for (layers, tiles) in [(4, 0), (3, 2), (2, 3)] {
+        for slots in 1..=4 {
+            let model = model(layers, tiles, tiles > 0);
+            let schedule = relay(&model, &everything(&model, 1)).expect("a model of ours");
+            let pools = Pools::of(&schedule, &depths(slots, 1, 1, 1));
+            let plan = Plan::new(schedule.clone(), pools).expect("pools were made for it");
+            let met: Vec<BlockId> = schedule
+                .visits
+                .iter()
+                .filter(|v| v.on_device())
+                .map(|visit| visit.blocks()[0])
+                .collect();
+            assert_eq!(uploads(&plan).len(), fewest(&met, &[], slots as usize));
+        }
+    }
+}
+
+/// A layer of two blocks, one of them shared with the next layer and frozen.
+#[test]
+fn shared_and_frozen_blocks_are_fetched_once_and_not_updated() {
+    let mut model = model(2, 0, false); // blocks: 0 embedding, 1 and 2 stack
+    model.blocks.push(Block { bytes: 10, gradient_bytes: 20, frozen: true });
+    for layer in model.layers.iter_mut().filter(|layer| layer.role == Role::Stack) {
+        let Layer { blocks, .. } = layer;
+        blocks.push(BlockId(3));
+    }
+    let schedule = relay(&model, &everything(&model, 2)).expect("a model of ours");
+    let pools = Pools::of(&schedule, &depths(3, 1, 1, 1));
+    let plan = Plan::new(schedule, pools).expect("pools were made for it");
+    assert_eq!(uploads(&plan), [1, 3, 2]);
+    assert_eq!(plan.updates, [BlockId(0), BlockId(1), BlockId(2)]);
+    assert_eq!(plan.carried, [BlockId(3)]);
+}
