@@ -7,12 +7,13 @@
 
 mod common;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 use common::times::*;
 use common::*;
-use l2l_actors::ports::Lane;
-use l2l_actors::schedule::{Piece, Plan, Reduction, relay};
+use l2l_actors::ports::{Lane, Work};
+use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Piece, Plan, Reduction, relay};
+use l2l_actors::virtual_time::Record;
 use proptest::prelude::*;
 
 /// A pool as times: when each slot was or will be given back.
@@ -31,19 +32,32 @@ impl Slots {
     }
 }
 
-/// A download: when it was ordered, and when what it copies is there. Of two ordered at the same
-/// time a boundary goes first.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// A download: when it was ordered, and when what it copies is there.
+#[derive(Clone, Copy)]
 struct Download {
     ordered: u64,
-    of: Of,
     ready: u64,
+    joins: bool,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Of {
-    Boundary { at: (usize, u32, usize), id: u32 },
-    Gradient { at: usize, joins: bool },
+    Boundary(BoundaryId, MicroBatch),
+    Gradient(BlockId),
+}
+
+/// The download lane's list. Two actors order from that lane, and which comes first of two that
+/// are ordered at the same time is nobody's rule: so the list is the ring's own, and the scheduler
+/// checks that it is in the order of times.
+fn list_of(records: &[Record]) -> VecDeque<Of> {
+    let of = |record: &Record| match &record.work {
+        Work::DownloadBoundary { micro_batch, outputs } => {
+            Some(Of::Boundary(outputs.boundary, *micro_batch))
+        }
+        Work::DownloadGradient { block, .. } => Some(Of::Gradient(*block)),
+        _ => None,
+    };
+    records.iter().filter_map(of).collect()
 }
 
 /// What the reference still has to do: positions in the three walks.
@@ -57,8 +71,10 @@ struct Reference<'p> {
     weights: HashMap<usize, (u64, u64)>, // device visit -> told, arrived
     inputs: HashMap<(usize, u32), (u64, u64)>,
     visit_ends: Vec<u64>,
-    /// Downloads that were ordered and not run: the lane takes them as they were ordered.
-    downloads: Vec<Download>,
+    /// Downloads that were ordered and not run.
+    downloads: Vec<(Of, Download)>,
+    list: VecDeque<Of>,
+    last_ordered: u64,
     measured: u64,
     closed: HashMap<u32, (u64, u64)>, // block -> told, computed
 }
@@ -70,22 +86,24 @@ impl Reference<'_> {
         begin + takes
     }
 
-    /// Runs the download that was ordered first, if there is one.
+    /// Runs the next download of the list, if it is ordered already.
     fn download(&mut self) -> bool {
-        let Some((index, _)) = self.downloads.iter().enumerate().min_by_key(|(_, d)| **d) else {
-            return false;
-        };
-        let Download { of, ordered, ready } = self.downloads.remove(index);
+        let Some(next) = self.list.front() else { return false };
+        let is_next = |(of, _): &(Of, Download)| of == next;
+        let Some(index) = self.downloads.iter().position(is_next) else { return false };
+        let (of, Download { ordered, ready, joins }) = self.downloads.remove(index);
+        self.list.pop_front();
+        assert!(self.last_ordered <= ordered, "{of:?} was ordered before the one in front of it");
+        self.last_ordered = ordered;
         let Times { download, update, stash, host, .. } = self.times;
         match of {
-            Of::Boundary { at: (visit, m, _), id } => {
+            Of::Boundary(id, m) => {
                 let landed = self.run(Lane::Download, ordered.max(ready), stash);
-                self.landed.insert((id, m), landed);
-                let written = self.plan.visit(visit).writes.iter().find(|w| w.0 == id);
-                let slots = self.plan.schedule.boundary(*written.expect("it was")).slots;
+                self.landed.insert((id.0, m), landed);
+                let slots = self.plan.schedule.boundary(id).slots;
                 self.pools.get_mut("outputs").expect("a pool").give(slots as usize, landed);
             }
-            Of::Gradient { joins, .. } => {
+            Of::Gradient(_) => {
                 let landed = self.run(Lane::Download, ordered.max(ready), download);
                 self.pools.get_mut("gradients").expect("a pool").give(1, landed);
                 let freed = if joins || self.deferred {
@@ -198,9 +216,9 @@ impl Reference<'_> {
                 let end = self.run(Lane::Compute, ready, compute);
                 let reads = schedule.slots(&own.reads) as usize;
                 self.pools.get_mut("inputs").expect("a pool").give(reads, end);
-                for (index, id) in own.writes.iter().enumerate() {
-                    let of = Of::Boundary { at: (visit, m, index), id: id.0 };
-                    self.downloads.push(Download { ordered: executor, of, ready: end });
+                for &id in &own.writes {
+                    let download = Download { ordered: executor, ready: end, joins: false };
+                    self.downloads.push((Of::Boundary(id, m), download));
                 }
                 operation += 1;
                 if operation as usize == own.micro_batches.len() {
@@ -216,7 +234,7 @@ impl Reference<'_> {
             while let Some(next) = plan.reductions.get(reduction) {
                 match *next {
                     Reduction::Loss { visit } | Reduction::Scatter { visit } => {
-                        let is_gradient = |d: &Download| matches!(d.of, Of::Gradient { .. });
+                        let is_gradient = |(of, _): &(Of, Download)| matches!(of, Of::Gradient(_));
                         if self.downloads.iter().any(is_gradient) {
                             break; // what was ordered first is told first
                         }
@@ -252,8 +270,8 @@ impl Reference<'_> {
                         }
                         reducer = reducer.max(told);
                         reducer = self.pools.get_mut("reduced").expect("a pool").take(1, reducer);
-                        let of = Of::Gradient { at: reduction, joins };
-                        self.downloads.push(Download { ordered: reducer, of, ready: computed });
+                        let download = Download { ordered: reducer, ready: computed, joins };
+                        self.downloads.push((Of::Gradient(block), download));
                     }
                 }
                 reduction += 1;
@@ -262,7 +280,7 @@ impl Reference<'_> {
                 break;
             }
         }
-        assert_eq!(piece, plan.pieces.len(), "the reference walked all");
+        assert!(self.list.is_empty() && piece == plan.pieces.len(), "the reference walked all");
         let resolved = self.measured.max(*self.visit_ends.last().expect("a visit"));
         if self.deferred {
             for _ in &plan.updates {
@@ -273,7 +291,7 @@ impl Reference<'_> {
     }
 }
 
-fn reference(plan: &Plan, times: Times, deferred: bool) -> u64 {
+fn reference(plan: &Plan, times: Times, deferred: bool, list: VecDeque<Of>) -> u64 {
     let p = &plan.pools;
     let pool = |name, count: u32| (name, Slots(vec![0; count as usize]));
     let pools = HashMap::from([
@@ -294,6 +312,8 @@ fn reference(plan: &Plan, times: Times, deferred: bool) -> u64 {
         inputs: HashMap::new(),
         visit_ends: Vec::new(),
         downloads: Vec::new(),
+        list,
+        last_ordered: 0,
         measured: 0,
         closed: HashMap::new(),
     };
@@ -320,6 +340,7 @@ proptest! {
         let plan = Plan::new(schedule.clone(), config(&schedule, &capacities, deferred).pools)
             .expect("pools were made for it");
         let records = timeline(&schedule, &capacities, times, deferred, 1);
-        prop_assert_eq!(end_of(&records), reference(&plan, times, deferred));
+        let reference = reference(&plan, times, deferred, list_of(&records));
+        prop_assert_eq!(end_of(&records), reference);
     }
 }

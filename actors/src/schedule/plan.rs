@@ -22,7 +22,7 @@ pub struct Capacities {
     pub gradients: u32,
     /// Landing blocks on the host.
     pub reduced: u32,
-    /// Boundary inputs fetched ahead.
+    /// Boundary inputs fetched ahead, and outputs that may be leaving.
     pub stash: u32,
 }
 
@@ -43,7 +43,8 @@ pub struct Pools {
     pub inputs: u32,
     /// Of the inputs, those fetched ahead of the operation that runs.
     pub ahead: u32,
-    /// Boundary outputs on the device: two of the largest set, one leaving while one is written.
+    /// Boundary outputs on the device: the largest set while it is written, and as many leaving
+    /// as `ahead` come, at least one set. Few would stall compute behind a gradient's download.
     pub outputs: u32,
     /// Gradient accumulators on the device.
     pub gradients: u32,
@@ -66,7 +67,7 @@ impl Pools {
             visits: weights.clamp(2, 4),
             inputs: reads + depths.stash,
             ahead: depths.stash,
-            outputs: 2 * writes,
+            outputs: writes + writes.max(depths.stash),
             gradients: depths.gradients.max(open_gradients(schedule)),
             reduced: depths.reduced,
         }

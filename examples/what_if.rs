@@ -1,0 +1,100 @@
+//! Asks the ring about a machine that need not exist: a GPT-3 shape on one device behind PCIe.
+//!
+//! `cargo run --release --example what_if`. No tensors: each operation takes the time that its
+//! bytes or FLOPs would take, and the ring decides what overlaps.
+
+use std::time::Duration;
+
+use l2l::actors::ports::{Lane, Operation, Work};
+use l2l::actors::schedule::{
+    Block, BlockId, Boundary, Capacities, Layer, Model, Phase, Pools, Role, Selection, relay,
+};
+use l2l::actors::{Config, Relay, virtual_time};
+
+const LAYERS: u32 = 96;
+const HIDDEN: u64 = 12288;
+const SEQUENCE: u64 = 2048;
+const MICRO_BATCHES: u32 = 16;
+
+const LINK: f64 = 25e9; // bytes a second, each way
+const DEVICE: f64 = 400e12; // FLOPs a second
+const HOST_MEMORY: f64 = 200e9; // bytes a second: updates are bound by it
+
+fn seconds(amount: f64, rate: f64) -> Duration {
+    Duration::from_secs_f64(amount / rate)
+}
+
+fn model() -> Model {
+    let parameters = 12 * HIDDEN * HIDDEN;
+    let stack = Block { bytes: 2 * parameters, gradient_bytes: 4 * parameters, frozen: false };
+    let rows = Block { bytes: 2 * 50257 * HIDDEN, gradient_bytes: 0, frozen: true };
+    let boundary = |slots| Boundary { slots, bytes_per_sequence: 2 * SEQUENCE * HIDDEN };
+    let layer = |index| Layer { role: Role::Stack, blocks: vec![BlockId(index)] };
+    let embedding = Layer { role: Role::Embedding, blocks: vec![BlockId(0)] };
+    Model {
+        blocks: [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect(),
+        layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),
+        hidden: boundary(1),
+        intermediates: boundary(16),
+        statistics: Boundary { slots: 1, bytes_per_sequence: 16 * SEQUENCE },
+        head_gradient: boundary(2),
+    }
+}
+
+fn time(operation: &Operation) -> Duration {
+    let plan = &operation.step().plan;
+    match operation.work() {
+        Work::Compute { device_visit, .. } => {
+            let passes = match plan.visit(*device_visit).phase {
+                Phase::Forward => 2,
+                Phase::Backward => 6, // recompute and two products
+            };
+            let parameters = 12 * HIDDEN * HIDDEN;
+            seconds((passes * parameters * SEQUENCE) as f64, DEVICE)
+        }
+        Work::Update { block, .. } => {
+            let bytes = plan.schedule.block(*block).gradient_bytes; // of one of the 7 it touches
+            seconds((7 * bytes) as f64, HOST_MEMORY)
+        }
+        other => seconds(other.bytes(plan) as f64, LINK),
+    }
+}
+
+fn main() {
+    let model = model();
+    let schedule = relay(&model, &Selection::all(&model, vec![1; MICRO_BATCHES as usize]));
+    let schedule = schedule.expect("an embedding and a stack are a model");
+    println!("{LAYERS} layers of width {HIDDEN}, {MICRO_BATCHES} sequences of {SEQUENCE} tokens");
+    for (weights, stash) in [(1, 4), (2, 4), (2, 16), (2, 64), (3, 64)] {
+        let depths = Capacities { weights, stash, ..Capacities::default() };
+        let config = Config {
+            pools: Pools::of(&schedule, &depths),
+            blocks: model.blocks.len() as u32,
+            max_layers: LAYERS,
+            max_micro_batches: MICRO_BATCHES,
+            deferred: false,
+            watchdog: None,
+            drill: None,
+        };
+        let schedule = &schedule;
+        let (_, records) = virtual_time::run(config, time, {
+            let schedule = schedule.clone();
+            async move |mut relay: Relay<_>| {
+                relay.step(&schedule, ()).await.expect("nothing fails in virtual time");
+                relay.stop().await.expect("nothing fails in virtual time");
+            }
+        })
+        .expect("a checked plan ends");
+        let end = records.iter().map(|record| record.end).max().unwrap_or_default();
+        let busy = |lane| {
+            let of_lane = records.iter().filter(|record| record.lane == lane);
+            let time: Duration = of_lane.map(|record| record.end - record.begin).sum();
+            100.0 * time.as_secs_f64() / end.as_secs_f64()
+        };
+        println!(
+            "weights {weights}, stash {stash:2}: {:6.2} s; busy: {}",
+            end.as_secs_f64(),
+            Lane::ALL.map(|lane| format!("{} {:3.0} %", lane.name(), busy(lane))).join(", ")
+        );
+    }
+}
