@@ -126,14 +126,19 @@ impl Switch {
 
     /// Runs a future until it ends or the switch trips, which goes first.
     pub(crate) async fn until_tripped<F: Future>(&self, future: F) -> Option<F::Output> {
-        let mut tripped = pin!(self.0.wait());
-        let mut future = pin!(future);
-        poll_fn(|cx| match tripped.as_mut().poll(cx) {
-            Poll::Ready(_) => Poll::Ready(None),
-            Poll::Pending => future.as_mut().poll(cx).map(Some),
-        })
-        .await
+        until(&self.0, future).await
     }
+}
+
+/// Runs a future until it ends or something is set, which goes first.
+pub(crate) async fn until<T, F: Future>(set: &SetOnce<T>, future: F) -> Option<F::Output> {
+    let mut set = pin!(set.wait());
+    let mut future = pin!(future);
+    poll_fn(|cx| match set.as_mut().poll(cx) {
+        Poll::Ready(_) => Poll::Ready(None),
+        Poll::Pending => future.as_mut().poll(cx).map(Some),
+    })
+    .await
 }
 
 /// What an actor waits for. Written down unformatted, for waits are many and reports few.
@@ -204,6 +209,8 @@ pub(crate) struct Ring {
     enqueued: AtomicU64,
     progress: AtomicU64,
     alive: watch::Sender<usize>,
+    /// Set by the watchdog when even the end does not come.
+    pub(crate) given_up: SetOnce<()>,
     /// True while the relay waits for what the actors do: a step's result, or their end.
     pub(crate) awaited: AtomicBool,
 }
@@ -219,6 +226,7 @@ impl Ring {
             enqueued: AtomicU64::new(0),
             progress: AtomicU64::new(0),
             alive: watch::Sender::new(0),
+            given_up: SetOnce::new(),
             awaited: AtomicBool::new(false),
         }
     }
@@ -235,9 +243,9 @@ impl Ring {
 
     pub(crate) fn enqueued(&self, actor: ActorName, order: &Order) -> u64 {
         let number = self.enqueued.fetch_add(1, Ordering::Relaxed);
-        let Order { layer, work, .. } = order;
-        let (lane, operation) = (work.lane(), work.to_string());
-        let entry = InFlight { actor, lane, layer: *layer, operation, begun: false };
+        let Order { layer, ref work, commits, .. } = *order;
+        let (lane, operation, begun) = (work.lane(), work.to_string(), false);
+        let entry = InFlight { actor, lane, layer, operation, begun, commits };
         self.operations().insert(number, entry);
         number
     }
@@ -254,8 +262,29 @@ impl Ring {
         self.operations().remove(&number);
     }
 
+    /// An operation failed. An update that was begun may have left anything behind, so it stays
+    /// on the list of what is not done.
+    pub(crate) fn failed(&self, number: u64) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
+        let mut operations = self.operations();
+        if operations.get(&number).is_some_and(|operation| !operation.may_tear()) {
+            operations.remove(&number);
+        }
+    }
+
+    /// Whether some update was begun, or will be, and is not done.
+    pub(crate) fn is_torn_inside(&self) -> bool {
+        self.operations().values().any(InFlight::may_tear)
+    }
+
     fn operations(&self) -> std::sync::MutexGuard<'_, BTreeMap<u64, InFlight>> {
         self.in_flight.lock().expect("nothing panics inside")
+    }
+
+    /// An actor failed, where it stands.
+    fn trip(&self, actor: ActorName, problem: Problem) {
+        let Standing { what, layer, .. } = self.posts[actor as usize].standing();
+        self.switch.trip(Cause { actor, layer, operation: what.to_string(), problem });
     }
 
     /// Waits until every actor has ended.
@@ -431,19 +460,26 @@ pub struct Task {
 
 /// Counts an actor in, and out when its future ends or is dropped; the last one closes the lanes.
 struct Membership {
+    name: ActorName,
     ring: Arc<Ring>,
     lanes: Arc<dyn Lanes>,
+    ended: bool,
 }
 
 impl Membership {
-    fn new(ring: &Arc<Ring>, lanes: &Arc<dyn Lanes>) -> Membership {
+    fn new(name: ActorName, ring: &Arc<Ring>, lanes: &Arc<dyn Lanes>) -> Membership {
         ring.alive.send_modify(|alive| *alive += 1);
-        Membership { ring: ring.clone(), lanes: lanes.clone() }
+        Membership { name, ring: ring.clone(), lanes: lanes.clone(), ended: false }
     }
 }
 
 impl Drop for Membership {
     fn drop(&mut self) {
+        if !self.ended {
+            let problem =
+                Problem::Error("its task was dropped: does its runtime still run?".into());
+            self.ring.trip(self.name, problem);
+        }
         let mut last = false;
         self.ring.alive.send_modify(|alive| {
             *alive -= 1;
@@ -462,10 +498,10 @@ pub(crate) fn task(
     lanes: &Arc<dyn Lanes>,
     actor: impl Actor + 'static,
 ) -> Task {
-    let membership = Membership::new(ring, lanes);
+    let mut membership = Membership::new(name, ring, lanes);
     let (ring, lanes) = (ring.clone(), lanes.clone());
     let future = Box::pin(async move {
-        let _membership = membership; // let go of last: after the actor and all it holds
+        let membership = &mut membership; // declared first, let go of last: after all it holds
         let mut actor = actor;
         let mut run = actor.run();
         let caught = poll_fn(|cx| {
@@ -476,16 +512,13 @@ pub(crate) fn task(
                 Err(payload) => Poll::Ready(Err(Problem::of_panic(&*payload))),
             }
         });
-        let ended = ring.switch.until_tripped(caught).await;
-        let post = &ring.posts[name as usize];
-        let standing = post.standing();
-        if let Some(Err(problem)) = ended {
-            let Standing { what, layer, .. } = standing;
-            let operation = what.to_string();
-            ring.switch.trip(Cause { actor: name, layer, operation, problem });
+        if let Some(Err(problem)) = ring.switch.until_tripped(caught).await {
+            ring.trip(name, problem);
         }
+        let post = &ring.posts[name as usize];
         let (what, since) = (For::Nothing, lanes.now());
-        post.enter(Standing { state: State::Starved, what, layer: None, since, ..standing });
+        post.enter(Standing { state: State::Starved, what, layer: None, since, ..post.standing() });
+        membership.ended = true;
     });
     Task { name, future }
 }

@@ -48,7 +48,11 @@ impl Actor for Executor {
 
 impl Executor {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), Trouble> {
-        self.outputs.send(Flow::Begin(step.clone()));
+        // Without an output nothing waits for the Stasher, and its signals would pile up.
+        let writes = |index: usize| !step.plan.visit(index).writes.is_empty();
+        if (0..step.plan.device_visits.len()).any(writes) {
+            self.outputs.send(Flow::Begin(step.clone()));
+        }
         self.gradients.send(Flow::Begin(step.clone()));
         let mut ends: Vec<Fence> = Vec::new();
         for (index, resolved) in step.plan.device_visits.iter().enumerate() {

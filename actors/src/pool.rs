@@ -6,7 +6,7 @@
 //! with what it was filled with, asked for by that label, and free when its last holder lets go.
 
 use std::fmt;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
@@ -51,8 +51,9 @@ struct Slots {
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, Slots> {
-        self.slots.lock().expect("no holder panics inside")
+    fn lock(&self) -> MutexGuard<'_, Slots> {
+        // A panic inside is reported where it happens; slots must come back all the same.
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

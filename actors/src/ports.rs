@@ -294,7 +294,7 @@ impl Operation {
     }
 
     fn fail(&self, problem: Problem) {
-        self.ring.finished(self.number());
+        self.ring.failed(self.number());
         let Order { layer, work, .. } = &self.order;
         let operation = work.to_string();
         self.ring.switch.trip(Cause { actor: self.actor, layer: *layer, operation, problem });

@@ -107,6 +107,10 @@ impl Reducer {
         for &block in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
             let joined =
                 |r: &Reduction| matches!(r, Reduction::Gradient { block: b, .. } if *b == block);
+            // Its region may still feed the update of the step before.
+            let version = step.number;
+            let updated = async |facts: &crate::facts::Facts| facts.updated(block, version).await;
+            self.desk.fact(Content::Block(block, version), Some(visit.layer), updated).await?;
             let first = !step.plan.reductions.iter().any(joined);
             let work = Work::Scatter { visit: index, block, first };
             let reduced = self.desk.queue(Order::new(step, Some(visit.layer), work));

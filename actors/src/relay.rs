@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::crew::{ActorName, Cause, Desk, Drill, Problem, Ring, Task, task};
+use crate::crew::{ActorName, Cause, Desk, Drill, Problem, Ring, Task, task, until};
 use crate::executor::Executor;
 use crate::mailbox::{Inbox, Outbox, mailbox};
 use crate::messages::{Flow, Resolved};
@@ -49,7 +49,8 @@ pub struct Config {
 pub enum Integrity {
     /// All are of this version: the state after so many steps.
     Whole(Version),
-    /// Some were updated and some were not: recover from the last checkpoint.
+    /// Some were updated and some were not, or an update did not end well (then the versions, of
+    /// what was published last, may all be the same): recover from the last checkpoint.
     Torn(Vec<Version>),
 }
 
@@ -121,7 +122,7 @@ impl<P: Ports> Relay<P> {
         // Room: the credits a message carries, and Begin, End, Stop of the one unresolved step.
         // A Reduced carries a landing slot, or is one of a block's or a micro-batch's per step.
         const SIGNALS: usize = 3;
-        let outcomes = (blocks + config.max_micro_batches) as usize;
+        let outcomes = blocks as usize + config.max_micro_batches as usize;
         let (to_relay, resolved) = mailbox("resolved", 1);
         let (to_optimizer, reduced) = mailbox("reduced", outcomes + SIGNALS);
         let (to_reducer, gradients) = mailbox("gradients", pools.gradients as usize + SIGNALS);
@@ -187,8 +188,16 @@ impl<P: Ports> Relay<P> {
     /// # Errors
     /// The rule it breaks and the visit that breaks it.
     pub fn plan(&self, schedule: Schedule) -> Result<Arc<Plan>, Refusal> {
+        self.check_bounds(&schedule)?;
+        Plan::new(schedule, self.config.pools).map(Arc::new)
+    }
+
+    /// What this ring has room for.
+    fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
         let layers: BTreeSet<_> =
             schedule.visits.iter().filter(|v| v.on_device()).map(|visit| visit.layer).collect();
+        let losses = schedule.visits.iter().filter(|visit| visit.is_loss());
+        let losses = losses.map(|visit| visit.micro_batches.len()).sum();
         let bounds = [
             (
                 "blocks in the schedule (as the model has)",
@@ -197,6 +206,7 @@ impl<P: Ports> Relay<P> {
             ),
             ("layers at most", layers.len(), self.config.max_layers),
             ("micro-batches at most", schedule.micro_batches.len(), self.config.max_micro_batches),
+            ("losses at most, one a micro-batch", losses, self.config.max_micro_batches),
         ];
         for (index, (what, has, allowed)) in bounds.into_iter().enumerate() {
             let allowed = allowed as usize;
@@ -205,7 +215,7 @@ impl<P: Ports> Relay<P> {
                 return Err(Refusal::of(reason));
             }
         }
-        Plan::new(schedule, self.config.pools).map(Arc::new)
+        Ok(())
     }
 
     /// Runs one step and resolves when its loss and norm are known; updates may be in flight.
@@ -228,6 +238,12 @@ impl<P: Ports> Relay<P> {
     /// # Errors
     /// As [`step`](Relay::step).
     pub async fn step_plan(&mut self, plan: Arc<Plan>, batch: P::Batch) -> Result<Resolved, Error> {
+        self.check_bounds(&plan.schedule)?;
+        if plan.pools != self.config.pools {
+            return Err(
+                Refusal::of("the plan was made for other pools: plan with this relay").into()
+            );
+        }
         self.resolve().await?;
         if self.ended || self.ring.switch.tripped() {
             return Err(self.end().await);
@@ -250,7 +266,6 @@ impl<P: Ports> Relay<P> {
         match self.ring.switch.until_tripped(self.resolved.recv()).await {
             Some(resolved) => {
                 self.unresolved = false;
-                self.ring.awaited.store(false, Relaxed);
                 Ok(Some(resolved))
             }
             None => Err(self.end().await),
@@ -289,14 +304,15 @@ impl<P: Ports> Relay<P> {
 
     /// After the switch tripped: waits until all has ended, and tells why, once.
     async fn end(&mut self) -> Error {
-        self.ring.ended().await;
-        let hung = matches!(
-            self.ring.switch.cause().as_deref(),
-            Some(Cause { problem: Problem::Hang(..), .. })
-        );
-        if !hung {
-            self.ports.closed().await; // what hangs may never
-        }
+        let cause = self.ring.switch.cause();
+        let hung = cause.is_some_and(|cause| matches!(cause.problem, Problem::Hang(..)));
+        let ended = async {
+            self.ring.ended().await;
+            if !hung {
+                self.ports.closed().await; // what hangs may never
+            }
+        };
+        until(&self.ring.given_up, ended).await;
         match self.ring.switch.cause() {
             Some(cause) if !std::mem::replace(&mut self.ended, true) => {
                 Error::Failed { cause, integrity: self.integrity() }
@@ -308,7 +324,8 @@ impl<P: Ports> Relay<P> {
     fn integrity(&self) -> Integrity {
         let versions = self.ring.facts.versions();
         let first = versions.first().copied().unwrap_or(0);
-        if versions.iter().all(|&version| version == first) {
+        let whole = versions.iter().all(|&version| version == first);
+        if whole && !self.ring.is_torn_inside() {
             Integrity::Whole(first)
         } else {
             Integrity::Torn(versions)

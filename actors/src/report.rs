@@ -38,6 +38,16 @@ pub struct InFlight {
     pub operation: String,
     /// True once its lane has begun it.
     pub begun: bool,
+    /// True when it runs even if the ring is ending.
+    pub commits: bool,
+}
+
+impl InFlight {
+    /// True when the model is not to be trusted unless this ends well: an update that was begun,
+    /// or that will be.
+    pub(crate) fn may_tear(&self) -> bool {
+        self.lane == Lane::Update && (self.begun || self.commits)
+    }
 }
 
 /// The ring at one moment: who waits for what, who holds which slot, what is queued.
@@ -54,8 +64,8 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    /// Whom a standstill is to be blamed on: a begun operation, else the oldest queued one whose
-    /// lane does nothing, else an actor that is not waiting, else the one that waits longest.
+    /// Whom a standstill is to be blamed on: a begun operation, else an actor that is not waiting,
+    /// else the oldest queued operation, else the actor that waits longest.
     pub(crate) fn suspect(&self, problem: Problem) -> Cause {
         let begun = self.operations.iter().find(|operation| operation.begun);
         let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == State::Busy);

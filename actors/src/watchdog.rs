@@ -1,8 +1,8 @@
 //! Fails a ring in which nothing moves.
 //!
 //! A thread, not a task: a task that blocks its executor would block a watchdog task with it. It
-//! ends when its leash is let go of, or when the switch trips. A ring with nothing to do is idle,
-//! not hung.
+//! ends when its leash is let go of, or when the ring has had as long again to end after a failure.
+//! A ring with nothing to do is idle, not hung.
 
 use std::sync::Arc;
 use std::thread;
@@ -27,6 +27,10 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
         let mut seen = (ring.progress(), Instant::now());
         while held.recv_timeout(patience / 4) == Err(RecvTimeoutError::Timeout) {
             if ring.switch.tripped() {
+                // Whoever waits for the end is told the cause even if the end does not come.
+                if held.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+                    _ = ring.given_up.set(());
+                }
                 return;
             }
             let progress = ring.progress();

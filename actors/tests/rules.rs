@@ -111,6 +111,45 @@ fn a_gradient_ends_once() {
 }
 
 #[test]
+fn a_trained_block_belongs_to_one_layer() {
+    refused(Some(9), "trains block 2, as layer 1 does", |s| {
+        for visit in [1, 2, 8, 9] {
+            s.visits[visit].needs = Needs::Known(vec![BlockId(2)]);
+        }
+        for (visit, layer) in [(1, 1), (2, 2), (8, 1), (9, 2)] {
+            s.visits[visit].layer = LayerId(layer);
+        }
+    });
+}
+
+#[test]
+fn a_gather_is_used_before_its_block_may_be_updated() {
+    refused(Some(9), "ends the gradient of block 3 before boundary", |s| {
+        // The second layer's block is gathered from too, and first read behind its backward.
+        s.boundaries.push(s.boundaries[0]);
+        let late = BoundaryId(s.boundaries.len() as u32 - 1);
+        let gather = Visit { layer: LayerId(77), writes: vec![late], ..s.visits[0].clone() };
+        s.visits.insert(1, Visit { needs: Needs::Known(vec![BlockId(3)]), ..gather });
+        s.visits[10].reads.push(late);
+    });
+}
+
+#[test]
+fn absurd_numbers_are_refused_or_cut() {
+    let all =
+        Capacities { weights: u32::MAX, gradients: u32::MAX, reduced: u32::MAX, stash: u32::MAX };
+    let pools = Pools::of(&sound(), &all);
+    assert!(pools.weights <= 4 && pools.gradients <= 4 && pools.reduced <= 4);
+    assert!(Plan::new(sound(), pools).is_ok());
+    refused(Some(1), "slots of pool", |s| s.boundaries.iter_mut().for_each(|b| b.slots = u32::MAX));
+    let mut heavy = sound();
+    heavy.blocks.iter_mut().for_each(|block| block.bytes = u64::MAX);
+    let plan = Plan::new(heavy, pools).expect("bytes are only counted");
+    assert_eq!(plan.traffic.weights, u64::MAX);
+    refused(None, "is written by no visit", |s| s.boundaries.push(s.boundaries[0]));
+}
+
+#[test]
 fn pools_hold_what_one_operation_takes() {
     let pools = Pools::of(&sound(), &Capacities::default());
     let with = |change: fn(&mut Pools)| {

@@ -138,6 +138,10 @@ fn legs(model: &Model, selection: &Selection) -> Result<(Schedule, Legs), Refusa
     use Phase::{Backward, Forward};
     const DEVICE: Place = Place::Device(0);
 
+    let named = model.layers.iter().flat_map(|layer| &layer.blocks);
+    if let Some(id) = named.clone().find(|id| id.0 as usize >= model.blocks.len()) {
+        return Err(Refusal::of(format!("{id} of a layer is not in the model")));
+    }
     let (embedding, chain, first_tile) = chain_of(model, selection)?;
     let mut blocks = model.blocks.clone();
     for id in &selection.frozen {

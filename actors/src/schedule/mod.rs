@@ -116,6 +116,11 @@ impl Visit {
         blocks
     }
 
+    /// True for the host visit that takes the loss: forward, of no block, reading only.
+    pub fn is_loss(&self) -> bool {
+        !self.on_device() && self.phase == Phase::Forward && self.writes.is_empty()
+    }
+
     /// True for a visit of a device, false for one of the host lane.
     pub fn on_device(&self) -> bool {
         matches!(self.place, Place::Device(_))
@@ -153,12 +158,18 @@ impl Schedule {
     /// Bytes of one micro-batch of a boundary.
     pub fn boundary_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
         let sequences = u64::from(self.micro_batches[micro_batch as usize]);
-        self.boundary(id).bytes_per_sequence * sequences
+        self.boundary(id).bytes_per_sequence.saturating_mul(sequences)
     }
 
-    /// Slots that one micro-batch of all these boundaries fills.
+    /// Slots that one micro-batch of all these boundaries fills; of unknown ones, none.
     pub fn slots(&self, boundaries: &[BoundaryId]) -> u32 {
-        boundaries.iter().map(|&id| self.boundary(id).slots).sum()
+        let slots = |id: &BoundaryId| self.boundaries.get(id.0 as usize).map_or(0, |b| b.slots);
+        boundaries.iter().map(slots).fold(0, u32::saturating_add)
+    }
+
+    /// True for a known block that computes a gradient.
+    fn trains(&self, id: BlockId) -> bool {
+        self.blocks.get(id.0 as usize).is_some_and(|block| !block.frozen)
     }
 }
 

@@ -59,17 +59,22 @@ impl Pools {
         let blocks = visits().map(|visit| visit.blocks().len() as u32).max().unwrap_or(0);
         let reads = visits().map(|visit| schedule.slots(&visit.reads)).max().unwrap_or(0);
         let writes = visits().map(|visit| schedule.slots(&visit.writes)).max().unwrap_or(0);
-        let weights = depths.weights.max(blocks);
+        let all = schedule.blocks.len() as u32; // more slots than blocks are never used
+        let weights = depths.weights.clamp(blocks, all.max(blocks));
+        let carried = visits().map(|visit| {
+            schedule.slots(&visit.reads).saturating_mul(visit.micro_batches.len() as u32)
+        });
+        let ahead = depths.stash.min(carried.fold(0, u32::saturating_add)).max(1);
         Pools {
             weights,
             // One visit runs, the others' blocks come; more than three ahead only queue up in
             // front of the inputs of the visit that runs.
             visits: weights.clamp(2, 4),
-            inputs: reads + depths.stash,
-            ahead: depths.stash,
-            outputs: writes + writes.max(depths.stash),
-            gradients: depths.gradients.max(open_gradients(schedule)),
-            reduced: depths.reduced,
+            inputs: reads.saturating_add(ahead),
+            ahead,
+            outputs: writes.saturating_add(writes.max(ahead)),
+            gradients: depths.gradients.min(all).max(open_gradients(schedule)).max(1),
+            reduced: depths.reduced.min(all).max(1),
         }
     }
 
@@ -238,7 +243,7 @@ fn contributions(schedule: &Schedule) -> BTreeMap<BlockId, (usize, usize)> {
     let mut spans = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().filter(|visit| visit.on_device()).enumerate() {
         if visit.phase == Phase::Backward {
-            for &id in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
+            for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
                 spans.entry(id).or_insert((index, index)).1 = index;
             }
         }
@@ -339,15 +344,14 @@ fn traffic(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Traffic {
     for resolved in device_visits {
         let visit = &schedule.visits[resolved.visit];
         let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
-        traffic.weights += fetched.map(|r| schedule.block(r.block).bytes).sum::<u64>();
+        let sum = |edge: &mut u64, bytes: u64| *edge = edge.saturating_add(bytes);
+        fetched.for_each(|r| sum(&mut traffic.weights, schedule.block(r.block).bytes));
         let closed = resolved.closes.iter();
-        traffic.gradients += closed.map(|&id| schedule.block(id).gradient_bytes).sum::<u64>();
+        closed.for_each(|&id| sum(&mut traffic.gradients, schedule.block(id).gradient_bytes));
         for m in visit.micro_batches.clone() {
-            let bytes = |ids: &[BoundaryId]| {
-                ids.iter().map(|&id| schedule.boundary_bytes(id, m)).sum::<u64>()
-            };
-            traffic.inputs += bytes(&visit.reads);
-            traffic.outputs += bytes(&visit.writes);
+            let bytes = |id: &BoundaryId| schedule.boundary_bytes(*id, m);
+            visit.reads.iter().for_each(|id| sum(&mut traffic.inputs, bytes(id)));
+            visit.writes.iter().for_each(|id| sum(&mut traffic.outputs, bytes(id)));
         }
     }
     traffic

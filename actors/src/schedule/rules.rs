@@ -20,7 +20,8 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     }
     boundaries(schedule)?;
     micro_batch_order(schedule)?;
-    gradients(schedule)
+    gradients(schedule)?;
+    gathers(schedule)
 }
 
 /// Everything a visit names exists, once, and its kind is one of the known.
@@ -78,6 +79,10 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
             }
         }
     }
+    let met: BTreeSet<_> = written.keys().map(|(id, _)| id.0 as usize).collect();
+    if let Some(id) = (0..schedule.boundaries.len()).find(|id| !met.contains(id)) {
+        return Err(Refusal::of(format!("boundary {id} is written by no visit")));
+    }
     match written.iter().find(|(_, (_, read))| !read) {
         None => Ok(()),
         Some(((id, m), (index, _))) => {
@@ -91,8 +96,7 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        let is_loss = !visit.on_device() && visit.blocks().is_empty();
-        let key = (visit.layer, visit.phase == Phase::Backward, is_loss);
+        let key = (visit.layer, visit.phase == Phase::Backward, visit.is_loss());
         let expected = next.entry(key).or_insert(0);
         if visit.micro_batches.start != *expected {
             let reason = format!("starts at {}, expected {expected}", visit.micro_batches.start);
@@ -108,6 +112,7 @@ fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
 fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut scattered = BTreeSet::new();
     let mut last_backward = BTreeMap::new();
+    let mut layer_of = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
         for &id in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
             if scattered.contains(&id) {
@@ -122,7 +127,16 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     return Err(Refusal::at(schedule, index, reason));
                 }
                 (false, Phase::Backward) => _ = scattered.insert(id),
-                (_, Phase::Backward) => _ = last_backward.insert(id, index),
+                (_, Phase::Backward) => {
+                    let layer = *layer_of.entry(id).or_insert(visit.layer);
+                    if layer != visit.layer {
+                        let reason =
+                            format!("trains {id}, as {layer} does: the order of their sum");
+                        let reason = format!("{reason} would depend on the schedule");
+                        return Err(Refusal::at(schedule, index, reason));
+                    }
+                    last_backward.insert(id, index);
+                }
                 (_, Phase::Forward) => {}
             }
         }
@@ -136,6 +150,40 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     index,
                     format!("meets {id} after its gradient ended"),
                 ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What a gather reads from a block it trains has been used before the block's gradient ends: for
+/// then the block may be updated.
+fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
+    let mut first_read = BTreeMap::new();
+    let mut ends = BTreeMap::new(); // block -> last visit that adds to its gradient
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        for m in visit.micro_batches.clone() {
+            for &id in &visit.reads {
+                first_read.entry((id, m)).or_insert(index);
+            }
+        }
+        if visit.phase == Phase::Backward {
+            ends.extend(visit.blocks().iter().map(|&id| (id, index)));
+        }
+    }
+    let is_gather = |visit: &&Visit| !visit.on_device() && !visit.writes.is_empty();
+    for gather in schedule.visits.iter().filter(is_gather) {
+        for &block in gather.blocks().iter().filter(|&&id| schedule.trains(id)) {
+            let Some(&end) = ends.get(&block) else { continue };
+            for m in gather.micro_batches.clone() {
+                for &id in &gather.writes {
+                    if first_read[&(id, m)] > end {
+                        let reason = format!(
+                            "ends the gradient of {block} before {id}, gathered from it, was read"
+                        );
+                        return Err(Refusal::at(schedule, end, reason));
+                    }
+                }
             }
         }
     }

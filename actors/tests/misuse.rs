@@ -1,0 +1,95 @@
+//! What a caller may do to a relay that is not in the book: nothing hangs, nothing is lost.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::rehearsal::Rehearsal;
+use common::*;
+use l2l_actors::schedule::{Capacities, Plan, Pools, Schedule, Visit, relay};
+use l2l_actors::threads::ThreadLanes;
+use l2l_actors::virtual_time::VirtualLanes;
+use l2l_actors::{Config, Error, Relay};
+
+fn small() -> Schedule {
+    let model = model(2, 1, true);
+    relay(&model, &everything(&model, 2)).expect("a model of ours")
+}
+
+fn lanes(schedule: &Schedule) -> Arc<ThreadLanes<Rehearsal>> {
+    Arc::new(ThreadLanes::start(Rehearsal::new(schedule.blocks.len(), None)).expect("threads"))
+}
+
+/// A step whose future was dropped goes on; the ring is then idle, and no watchdog minds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cancelled_step_goes_on_and_leaves_an_idle_ring() {
+    let schedule = small();
+    let patience = Duration::from_millis(500);
+    let config = config(&schedule, &Capacities::default(), true);
+    let config = Config { watchdog: Some(patience), ..config };
+    let mut relay = Relay::start(config, lanes(&schedule));
+    let observer = relay.observer();
+    {
+        let mut step = Box::pin(relay.step(&schedule, ()));
+        let started = std::future::poll_fn(|cx| {
+            _ = step.as_mut().poll(cx);
+            std::task::Poll::Ready(())
+        });
+        started.await;
+    }
+    let begin = Instant::now();
+    while begin.elapsed() < 3 * patience {
+        tokio::task::yield_now().await;
+    }
+    assert!(observer.snapshot().versions.iter().all(|&version| version == 1), "it went on");
+    let resolved = relay.step(&schedule, ()).await.expect("an idle ring is not hung");
+    assert_eq!(resolved.step, 1, "the cancelled step was step 0");
+    relay.stop().await.expect("nothing fails here");
+}
+
+/// Tasks that vanish with their runtime fail the relay that another runtime drives.
+#[test]
+fn tasks_that_are_dropped_fail_the_ring() {
+    let schedule = small();
+    let config = config(&schedule, &Capacities::default(), false);
+    let (mut relay, tasks) = Relay::wire(config, lanes(&schedule));
+    let theirs = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    for task in tasks {
+        theirs.spawn(task.future);
+    }
+    drop(theirs);
+    let ours = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let error = ours.block_on(relay.step(&schedule, ())).expect_err("nobody is there");
+    assert!(error.to_string().contains("its task was dropped"), "{error}");
+}
+
+#[tokio::test]
+async fn a_plan_of_another_ring_is_refused() {
+    let schedule = small();
+    let of = |weights| config(&schedule, &depths(weights, 1, 1, 1), false);
+    let (one, two) = (of(1), of(2));
+    let plan = Arc::new(Plan::new(schedule.clone(), two.pools).expect("pools were made for it"));
+    let mut relay = Relay::start(one, lanes(&schedule));
+    let refused = relay.step_plan(plan, ()).await;
+    assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
+    relay.step(&schedule, ()).await.expect("a refusal leaves the relay as it was");
+    relay.stop().await.expect("nothing fails here");
+}
+
+/// One message a loss: there is room for one a micro-batch.
+#[test]
+fn more_losses_than_the_ring_has_room_for_are_refused() {
+    let schedule = small();
+    let mut twice = schedule.clone();
+    let at = twice.visits.iter().position(Visit::is_loss).expect("it has a loss");
+    let layer = l2l_actors::schedule::LayerId(77);
+    twice.visits.insert(at, Visit { layer, ..twice.visits[at].clone() });
+    let pools = Pools::of(&twice, &Capacities::default());
+    let config =
+        Config { pools, max_micro_batches: 2, ..config(&twice, &Capacities::default(), false) };
+    let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
+    let (relay, _tasks) = Relay::wire(config, lanes);
+    let refusal = relay.plan(twice).expect_err("four losses");
+    assert!(refusal.reason.contains("2 losses at most, one a micro-batch, not 4"), "{refusal}");
+}
