@@ -22,7 +22,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::crew::{ActorName, Drill, Fault, Task};
+use crate::cause::ActorName;
+use crate::crew::{Drill, Fault, Task};
 use crate::fence::Fence;
 use crate::messages::Resolved;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step};

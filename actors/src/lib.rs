@@ -45,6 +45,7 @@ mod reducer;
 
 mod optimizer;
 
+mod cause;
 pub mod conformance;
 mod crew;
 pub mod facts;
@@ -60,7 +61,8 @@ pub mod threads;
 pub mod virtual_time;
 mod watchdog;
 
-pub use crew::{ActorName, Cause, Drill, Fault, Problem, Task};
+pub use cause::{ActorName, Cause, Problem};
+pub use crew::{Drill, Fault, Task};
 pub use messages::Resolved;
 pub use relay::{Config, Error, Integrity, Relay};
 pub use report::{Doing, InFlight, Observer, Snapshot};

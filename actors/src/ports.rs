@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-use crate::crew::{ActorName, Cause, Problem, Ring};
+use crate::cause::{ActorName, Cause, Problem};
+use crate::crew::Ring;
 use crate::facts::Fact;
 use crate::fence::{Done, Fence};
 use crate::pool::Held;

@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::crew::{ActorName, Cause, Desk, Drill, Problem, Ring, Task, task, until};
+use crate::cause::{ActorName, Cause, Problem, until};
+use crate::crew::{Desk, Drill, Ring, Task, task};
 use crate::executor::Executor;
 use crate::mailbox::{Inbox, Outbox, mailbox};
 use crate::messages::{Flow, Resolved};

@@ -4,7 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::crew::{ActorName, Cause, Problem, Ring};
+use crate::cause::{ActorName, Cause, Problem};
+use crate::crew::Ring;
 use crate::meter::{Spent, State};
 use crate::pool::Occupancy;
 use crate::ports::Lane;

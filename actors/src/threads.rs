@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::crew::Problem;
+use crate::cause::Problem;
 use crate::fence::Done;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step, Trouble};
 

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use flume::{RecvTimeoutError, Sender};
 
-use crate::crew::{Problem, Ring};
+use crate::cause::Problem;
+use crate::crew::Ring;
 
 /// Keeps the watchdog alive.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use tokio::sync::watch;
 
 use super::memory::Memory;
-use crate::crew::ActorName;
+use crate::cause::ActorName;
 use crate::fence::Done;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step, Work};
 use crate::schedule::{LayerId, Version};

@@ -1,0 +1,128 @@
+//! How a ring fails: who, where, why, and the switch that the first cause trips.
+
+use std::any::Any;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::sync::SetOnce;
+
+use crate::ports::Trouble;
+use crate::report::Snapshot;
+use crate::schedule::LayerId;
+
+/// The five actors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ActorName {
+    /// Uploads.
+    Prefetcher,
+    /// Computes.
+    Executor,
+    /// Downloads boundaries.
+    Stasher,
+    /// Downloads and joins gradients.
+    Reducer,
+    /// Updates.
+    Optimizer,
+}
+
+impl ActorName {
+    /// All actors, in flow order.
+    pub const ALL: [ActorName; 5] = [
+        ActorName::Prefetcher,
+        ActorName::Executor,
+        ActorName::Stasher,
+        ActorName::Reducer,
+        ActorName::Optimizer,
+    ];
+}
+
+impl fmt::Display for ActorName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ActorName::Prefetcher => "prefetcher",
+            ActorName::Executor => "executor",
+            ActorName::Stasher => "stasher",
+            ActorName::Reducer => "reducer",
+            ActorName::Optimizer => "optimizer",
+        })
+    }
+}
+
+/// Why something ended that should not have.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Problem {
+    /// It returned an error.
+    #[error("{0}")]
+    Error(#[from] Trouble),
+    /// It panicked.
+    #[error("panicked: {0}")]
+    Panic(String),
+    /// Nothing moved for this long; the ring as it stood then.
+    #[error("nothing moved for {seconds} s\n{snapshot}", seconds = .0.as_secs_f64(), snapshot = .1)]
+    Hang(Duration, Box<Snapshot>),
+    /// The relay was dropped.
+    #[error("the relay was dropped")]
+    Dropped,
+}
+
+impl Problem {
+    /// What a caught panic said.
+    pub fn of_panic(payload: &(dyn Any + Send)) -> Problem {
+        let text = payload.downcast_ref::<&str>().map(|text| (*text).to_string());
+        let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
+        Problem::Panic(text.unwrap_or_else(|| "without a message".into()))
+    }
+}
+
+/// The first failure: who, where, doing what, why.
+#[derive(Debug, thiserror::Error)]
+#[error("{actor}{}, {operation}: {problem}", .layer.map(|l| format!(" at {l}")).unwrap_or_default())]
+pub struct Cause {
+    /// The actor that failed, or whose operation did.
+    pub actor: ActorName,
+    /// The layer it was at, if one.
+    pub layer: Option<LayerId>,
+    /// The operation, or what the actor was doing.
+    pub operation: String,
+    /// What went wrong.
+    pub problem: Problem,
+}
+
+/// Trips once; the first cause stays.
+#[derive(Debug, Default)]
+pub(crate) struct Switch(SetOnce<Arc<Cause>>);
+
+impl Switch {
+    pub(crate) fn trip(&self, cause: Cause) {
+        _ = self.0.set(Arc::new(cause)); // a later cause follows from the first
+    }
+
+    pub(crate) fn tripped(&self) -> bool {
+        self.0.initialized()
+    }
+
+    pub(crate) fn cause(&self) -> Option<Arc<Cause>> {
+        self.0.get().cloned()
+    }
+
+    /// Runs a future until it ends or the switch trips, which goes first.
+    pub(crate) async fn until_tripped<F: Future>(&self, future: F) -> Option<F::Output> {
+        until(&self.0, future).await
+    }
+}
+
+/// Runs a future until it ends or something is set, which goes first.
+pub(crate) async fn until<T, F: Future>(set: &SetOnce<T>, future: F) -> Option<F::Output> {
+    let mut set = pin!(set.wait());
+    let mut future = pin!(future);
+    poll_fn(|cx| match set.as_mut().poll(cx) {
+        Poll::Ready(_) => Poll::Ready(None),
+        Poll::Pending => future.as_mut().poll(cx).map(Some),
+    })
+    .await
+}
