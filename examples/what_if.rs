@@ -29,8 +29,8 @@ fn model() -> Model {
     let stack = Block { bytes: 2 * parameters, gradient_bytes: 4 * parameters, frozen: false };
     let rows = Block { bytes: 2 * 50257 * HIDDEN, gradient_bytes: 0, frozen: true };
     let boundary = |slots| Boundary { slots, bytes_per_sequence: 2 * SEQUENCE * HIDDEN };
-    let layer = |index| Layer { role: Role::Stack, blocks: vec![BlockId(index)] };
-    let embedding = Layer { role: Role::Embedding, blocks: vec![BlockId(0)] };
+    let layer = |index| Layer { role: Role::Stack, blocks: vec![BlockId(index)], keeps: true };
+    let embedding = Layer { role: Role::Embedding, blocks: vec![BlockId(0)], keeps: false };
     Model {
         blocks: [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect(),
         layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),

@@ -1,3 +1,24 @@
-//! The relay of `l2l`.
+//! Trains transformers too large for the device, one layer at a time.
+//!
+//! The ring of actors is [`actors`] (crate `l2l-actors`); this crate is what its ports are made
+//! of. A [`Trainer`] is a whole run: a model ([`models`]), its update rule ([`optimizers`]), the
+//! host's eager param-server, a device, and batches ([`data`]), made from a [`Config`].
 
 pub use l2l_actors as actors;
+
+mod arena;
+pub mod config;
+pub mod data;
+mod devices;
+mod eps;
+mod error;
+mod hf;
+pub mod models;
+pub mod optimizers;
+mod simd;
+mod stash;
+mod trainer;
+
+pub use config::{Config, Plan};
+pub use error::Error;
+pub use trainer::{StepReport, Summary, Trainer, shape_of};

@@ -24,10 +24,10 @@ const STEPS: usize = 5;
 
 fn schedule() -> Schedule {
     let boundary = Boundary { slots: 1, bytes_per_sequence: 1 };
-    let stack = |layer| Layer { role: Role::Stack, blocks: vec![BlockId(layer)] };
+    let stack = |layer| Layer { role: Role::Stack, blocks: vec![BlockId(layer)], keeps: false };
     let model = Model {
         blocks: vec![Block { bytes: 1, gradient_bytes: 1, frozen: false }; LAYERS as usize + 1],
-        layers: [Layer { role: Role::Embedding, blocks: vec![BlockId(0)] }]
+        layers: [Layer { role: Role::Embedding, blocks: vec![BlockId(0)], keeps: false }]
             .into_iter()
             .chain((1..=LAYERS).map(stack))
             .collect(),

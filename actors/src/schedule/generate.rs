@@ -28,6 +28,8 @@ pub struct Layer {
     pub role: Role,
     /// Blocks it needs; a tied tile and the embedding name the same one.
     pub blocks: Vec<BlockId>,
+    /// True for a stack layer that has intermediates to keep, when nothing is recomputed.
+    pub keeps: bool,
 }
 
 /// A model without tensors: layers, blocks and the sizes of what passes between layers.
@@ -39,7 +41,7 @@ pub struct Model {
     pub layers: Vec<Layer>,
     /// Between stack layers: the residual stream and its gradient.
     pub hidden: Boundary,
-    /// What a stack layer keeps for its backward when it does not recompute.
+    /// What a stack layer that keeps something keeps when it does not recompute.
     pub intermediates: Boundary,
     /// Running maximum, sum, target logit and labels of the head.
     pub statistics: Boundary,
@@ -178,7 +180,7 @@ fn legs(model: &Model, selection: &Selection) -> Result<(Schedule, Legs), Refusa
         let is_tile = at >= first_tile;
         let ends_in_loss = is_tile || at == last;
         let back = lowest.is_some_and(|lowest| at >= lowest);
-        let keeps = back && !selection.recompute && !is_tile;
+        let keeps = back && !selection.recompute && layer.1.keeps;
         let kept = keeps.then(|| layout.boundary(model.intermediates));
         met.push((x, kept));
         if ends_in_loss {
@@ -191,7 +193,7 @@ fn legs(model: &Model, selection: &Selection) -> Result<(Schedule, Legs), Refusa
             x = out;
         }
     }
-    let loss = Layer { role: Role::Tile, blocks: Vec::new() };
+    let loss = Layer { role: Role::Tile, blocks: Vec::new(), keeps: false };
     forward.push(layout.visit((chain[last].0, &loss), Forward, Place::Host, &[statistics], &[]));
 
     // Backward: the gradient that comes down into each layer, and the one it hands on.

@@ -22,14 +22,17 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
     let vocabulary = tiles.max(1);
     let rows: Vec<BlockId> = (0..vocabulary).map(BlockId).collect();
     let head = if tied { 0 } else { vocabulary + layers };
-    let mut all = vec![Layer { role: Role::Embedding, blocks: rows }];
-    all.extend(
-        (0..layers)
-            .map(|layer| Layer { role: Role::Stack, blocks: vec![BlockId(vocabulary + layer)] }),
-    );
-    all.extend(
-        (0..tiles).map(|tile| Layer { role: Role::Tile, blocks: vec![BlockId(head + tile)] }),
-    );
+    let mut all = vec![Layer { role: Role::Embedding, blocks: rows, keeps: false }];
+    all.extend((0..layers).map(|layer| Layer {
+        role: Role::Stack,
+        blocks: vec![BlockId(vocabulary + layer)],
+        keeps: true,
+    }));
+    all.extend((0..tiles).map(|tile| Layer {
+        role: Role::Tile,
+        blocks: vec![BlockId(head + tile)],
+        keeps: false,
+    }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
     Model {
         blocks: (0..blocks).map(block).collect(),

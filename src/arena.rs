@@ -1,0 +1,68 @@
+//! All tensor memory of a device: one allocation, made at start, read and written by range.
+//!
+//! The ring gives ranges away: while an operation runs, the slots it writes are its own and those
+//! it reads are written by nobody (crate `l2l-actors`, kept by credits and fences and tested
+//! there). What is left to this file is that ranges lie inside.
+
+use std::cell::UnsafeCell;
+use std::io;
+
+use memmap2::{MmapMut, MmapOptions};
+
+use crate::models::View;
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(crate) struct Arena {
+    /// Keeps the pages; touched through `base` only.
+    _memory: UnsafeCell<MmapMut>,
+    base: *mut f32,
+    length: usize,
+}
+
+// SAFETY: nothing is shared but the memory `base` points to; whoever calls `read` and `write`
+// answers for it.
+unsafe impl Send for Arena {}
+// SAFETY: as above.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Zeroed memory for so many floats, in huge pages where the system has them to give.
+    ///
+    /// # Errors
+    /// The system has not that much.
+    pub(crate) fn new(length: usize) -> io::Result<Arena> {
+        let mut memory = MmapOptions::new().len((length * size_of::<f32>()).max(1)).map_anon()?;
+        #[cfg(target_os = "linux")]
+        let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
+        let base = memory.as_mut_ptr().cast();
+        Ok(Arena { _memory: UnsafeCell::new(memory), base, length })
+    }
+
+    fn check(&self, view: View) {
+        let end = view.at.checked_add(view.len);
+        assert!(end.is_some_and(|end| end <= self.length), "{view:?} of {} floats", self.length);
+    }
+
+    /// The floats of a view.
+    ///
+    /// # Safety
+    /// Nobody writes them while the slice lives.
+    pub(crate) unsafe fn read(&self, view: View) -> &[f32] {
+        self.check(view);
+        // SAFETY: inside, by the check; aligned, for a page is; initialised, for pages are zeroed;
+        // not written meanwhile, by the caller.
+        unsafe { std::slice::from_raw_parts(self.base.add(view.at), view.len) }
+    }
+
+    /// The floats of a view, to write.
+    ///
+    /// # Safety
+    /// Nobody else reads or writes them while the slice lives.
+    #[allow(clippy::mut_from_ref, reason = "the ring gives each range to one operation at a time")]
+    pub(crate) unsafe fn write(&self, view: View) -> &mut [f32] {
+        self.check(view);
+        // SAFETY: as in `read`, and nobody else has it, by the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(view.at), view.len) }
+    }
+}

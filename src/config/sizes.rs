@@ -1,0 +1,86 @@
+//! Sizes of memory as people write them.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::Deserialize;
+
+/// A number of bytes, or `auto`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "Written")]
+pub struct ByteSize(Option<u64>);
+
+/// A number or a text.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Written {
+    Bytes(u64),
+    Text(String),
+}
+
+impl TryFrom<Written> for ByteSize {
+    type Error = String;
+
+    fn try_from(written: Written) -> Result<ByteSize, String> {
+        match written {
+            Written::Bytes(bytes) => Ok(ByteSize(Some(bytes))),
+            Written::Text(text) => text.parse(),
+        }
+    }
+}
+
+impl ByteSize {
+    /// The bytes; `None`: auto.
+    pub fn bytes(self) -> Option<u64> {
+        self.0
+    }
+}
+
+impl FromStr for ByteSize {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<ByteSize, String> {
+        if text == "auto" {
+            return Ok(ByteSize(None));
+        }
+        let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+        let (number, unit) = text.split_at(digits);
+        let factor = match unit.trim() {
+            "" | "B" => 1.0,
+            "kB" | "KB" => 1e3,
+            "MB" => 1e6,
+            "GB" => 1e9,
+            "TB" => 1e12,
+            "KiB" => 1024.0,
+            "MiB" => f64::from(1 << 20),
+            "GiB" => f64::from(1 << 30),
+            "TiB" => f64::from(1 << 30) * 1024.0,
+            _ => f64::NAN,
+        };
+        let bytes = number.parse::<f64>().map_or(f64::NAN, |number| number * factor);
+        if bytes.is_finite() && bytes < 1e18 {
+            Ok(ByteSize(Some(bytes as u64)))
+        } else {
+            Err(format!(
+                "{text:?} is no size: write \"auto\", bytes, or a number with a unit (\"12GiB\")"
+            ))
+        }
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            None => write!(f, "auto"),
+            Some(bytes) if bytes < 10_000 => write!(f, "{bytes} B"),
+            Some(bytes) if bytes < 10_000_000 => write!(f, "{:.1} KiB", bytes as f64 / 1024.0),
+            Some(bytes) => write!(f, "{:.1} MiB", bytes as f64 / f64::from(1 << 20)),
+        }
+    }
+}
+
+impl From<u64> for ByteSize {
+    fn from(bytes: u64) -> ByteSize {
+        ByteSize(Some(bytes))
+    }
+}

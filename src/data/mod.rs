@@ -1,0 +1,68 @@
+//! What a step trains on: batches of token sequences with labels.
+
+mod jsonl;
+mod source;
+
+pub use source::Source;
+
+/// The sequences of one step, padded to the longest.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// (S, T).
+    pub(crate) tokens: Vec<u32>,
+    /// What each position is to predict; negative: nothing. (S, T).
+    pub(crate) targets: Vec<i32>,
+    /// Tokens of each sequence.
+    pub(crate) lengths: Vec<usize>,
+    /// T.
+    pub(crate) positions: usize,
+    /// Positions with a target, in all sequences.
+    pub(crate) labelled: usize,
+}
+
+/// One sequence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sequence {
+    /// Token ids.
+    pub tokens: Vec<u32>,
+    /// Labels as in transformers: unshifted, −100 for what is not scored.
+    pub labels: Vec<i32>,
+}
+
+impl Sequence {
+    /// Positions that have something to predict.
+    pub fn labelled(&self) -> usize {
+        self.labels.iter().skip(1).filter(|&&label| label >= 0).count()
+    }
+}
+
+impl Batch {
+    /// A batch of sequences, each of at least one token.
+    pub fn new(sequences: &[&Sequence]) -> Batch {
+        let lengths: Vec<usize> = sequences.iter().map(|one| one.tokens.len()).collect();
+        let positions = lengths.iter().copied().max().unwrap_or(0);
+        let mut tokens = vec![0; sequences.len() * positions];
+        let mut targets = vec![-100; sequences.len() * positions];
+        for (row, sequence) in sequences.iter().enumerate() {
+            let at = row * positions;
+            tokens[at..at + sequence.tokens.len()].copy_from_slice(&sequence.tokens);
+            let next = &sequence.labels[1..];
+            targets[at..at + next.len()].copy_from_slice(next);
+        }
+        let labelled = targets.iter().filter(|&&target| target >= 0).count();
+        Batch { tokens, targets, lengths, positions, labelled }
+    }
+
+    /// Input tokens, without padding.
+    pub fn token_count(&self) -> usize {
+        self.lengths.iter().sum()
+    }
+
+    /// Each position's token; `None` for padding.
+    pub(crate) fn known(&self) -> impl Iterator<Item = Option<u32>> {
+        self.tokens.iter().enumerate().map(|(index, &token)| {
+            let is_known = index % self.positions < self.lengths[index / self.positions];
+            is_known.then_some(token)
+        })
+    }
+}

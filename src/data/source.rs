@@ -1,0 +1,121 @@
+//! Where batches come from, step after step.
+
+use std::path::Path;
+
+use super::{Batch, Sequence, jsonl};
+use crate::config::Config;
+use crate::error::Error;
+
+/// An endless source of batches, each a function of its step.
+pub struct Source {
+    sequences: Option<Vec<Sequence>>,
+    name: String,
+    batch: usize,
+    positions: usize,
+    vocabulary: usize,
+    seed: u64,
+    shuffle: bool,
+    /// The order of one epoch.
+    order: (u64, Vec<usize>),
+}
+
+/// SplitMix64 (Steele et al. 2014).
+fn mix(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+impl Source {
+    /// Opens what `data.train` names.
+    ///
+    /// # Errors
+    /// The file and line, and what is wrong there.
+    pub fn open(config: &Config, vocabulary: usize, positions: usize) -> Result<Source, Error> {
+        let name = config.data.train.clone();
+        let sequences = if name == "random" {
+            None
+        } else if Path::new(&name).extension().is_some_and(|extension| extension == "jsonl") {
+            let too_long = config.data.too_long;
+            Some(jsonl::read(Path::new(&name), vocabulary, positions, too_long)?)
+        } else {
+            return Err(Error::refused(format_args!(
+                "data.train is {name:?}: it must be \"random\" or a .jsonl file"
+            )));
+        };
+        let (seed, shuffle) = (config.step.seed, config.data.shuffle);
+        let batch = config.step.batch;
+        let order = (u64::MAX, Vec::new());
+        let source = Source { sequences, name, batch, positions, vocabulary, seed, shuffle, order };
+        if positions < 2 && source.sequences.is_none() {
+            return Err(Error::refused("random sequences need data.sequence_length of at least 2"));
+        }
+        Ok(source)
+    }
+
+    /// The batch of a step.
+    ///
+    /// # Errors
+    /// None of its positions has a label.
+    pub fn batch(&mut self, step: u64) -> Result<Batch, Error> {
+        let batch = match &self.sequences {
+            None => self.random(step),
+            Some(sequences) => {
+                let count = sequences.len();
+                let from = step * self.batch as u64;
+                let places: Vec<usize> = (from..from + self.batch as u64)
+                    .map(|index| (index / count as u64, (index % count as u64) as usize))
+                    .map(|(epoch, at)| {
+                        place(&mut self.order, self.shuffle, self.seed, count, epoch, at)
+                    })
+                    .collect();
+                let chosen: Vec<&Sequence> = places.iter().map(|&at| &sequences[at]).collect();
+                Batch::new(&chosen)
+            }
+        };
+        if batch.labelled == 0 {
+            return Err(Error::refused(format_args!(
+                "data {}: no position of the batch of step {} has a label",
+                self.name,
+                step + 1
+            )));
+        }
+        Ok(batch)
+    }
+
+    fn random(&self, step: u64) -> Batch {
+        let mut state = self.seed ^ mix(&mut step.wrapping_mul(0x2545_f491_4f6c_dd1d));
+        let mut sequence = || {
+            let token = |_| (mix(&mut state) % self.vocabulary as u64) as u32;
+            let tokens: Vec<u32> = (0..self.positions).map(token).collect();
+            let labels = tokens.iter().map(|&token| token as i32).collect();
+            Sequence { tokens, labels }
+        };
+        let sequences: Vec<Sequence> = (0..self.batch).map(|_| sequence()).collect();
+        Batch::new(&sequences.iter().collect::<Vec<_>>())
+    }
+}
+
+/// The sequence at a place of an epoch.
+fn place(
+    order: &mut (u64, Vec<usize>),
+    shuffle: bool,
+    seed: u64,
+    count: usize,
+    epoch: u64,
+    at: usize,
+) -> usize {
+    if !shuffle {
+        return at;
+    }
+    if order.0 != epoch {
+        let mut state = seed ^ mix(&mut epoch.wrapping_add(1));
+        let mut places: Vec<usize> = (0..count).collect();
+        for last in (1..count).rev() {
+            places.swap(last, (mix(&mut state) % (last as u64 + 1)) as usize);
+        }
+        *order = (epoch, places);
+    }
+    order.1[at]
+}

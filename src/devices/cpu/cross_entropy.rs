@@ -1,0 +1,221 @@
+//! Softmax cross entropy over tiles of the vocabulary, with a running log-sum-exp.
+//!
+//! A tile adds itself to each labelled position's statistics (maximum, sum, target's logit,
+//! label); positions without a label are skipped. Logits exist for 128 positions × one tile.
+
+use rayon::prelude::*;
+
+use super::linear::{Matrix, matmul, transpose};
+use super::math::{exp, largest, sum};
+use crate::models::{STATISTICS, Scores};
+use crate::simd::Level;
+
+/// Labelled positions that are scored at once.
+const CHUNK: usize = 128;
+
+/// The label of a position's statistics; negative: none.
+pub(super) fn label_of(statistics: &[f32]) -> i32 {
+    statistics[3].to_bits() as i32
+}
+
+/// Statistics before the first tile.
+pub(super) fn begin(statistics: &mut [f32], label: i32) {
+    statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
+}
+
+/// A labelled position's loss, from complete statistics.
+pub(super) fn loss_of(statistics: &[f32]) -> Option<f32> {
+    let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
+    (label_of(statistics) >= 0).then(|| most + sum.ln() - target)
+}
+
+/// The next labelled rows from `from` on, at most a chunk of them; how many.
+fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
+    let mut count = 0;
+    while *from * STATISTICS < statistics.len() && count < CHUNK {
+        if label_of(&statistics[*from * STATISTICS..]) >= 0 {
+            rows[count] = *from;
+            count += 1;
+        }
+        *from += 1;
+    }
+    count
+}
+
+/// Copies rows of h to where they stand side by side.
+fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
+    for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
+        to.copy_from_slice(&h[row * channels..][..channels]);
+    }
+}
+
+/// Floats of scratch that [`forward`] needs.
+pub(super) fn forward_scratch(size: &Scores) -> usize {
+    CHUNK * (size.channels + size.tile)
+}
+
+/// Takes the tile into the statistics in `out`.
+pub(super) fn forward(
+    level: Level,
+    out: &mut [f32],
+    h: &[f32],
+    w: &[f32],
+    size: &Scores,
+    scratch: &mut [f32],
+) {
+    let (c, v) = (size.channels, size.tile);
+    let (gathered, logits) = scratch.split_at_mut(CHUNK * c);
+    let (mut from, mut rows) = (0, [0; CHUNK]);
+    loop {
+        let count = labelled(out, &mut from, &mut rows);
+        if count == 0 {
+            return;
+        }
+        gather(gathered, h, &rows[..count], c);
+        let logits = &mut logits[..count * v];
+        let (a, b) = (Matrix::rows(&gathered[..count * c], c), Matrix::rows(w, c).transposed());
+        matmul(logits, a, b, (count, c, v), false);
+        let mut scored = [[0.0; 3]; CHUNK];
+        let (seen, first) = (&*out, size.first);
+        let tasks = logits.par_chunks_mut(v).zip(&mut scored[..count]).zip(&rows[..count]);
+        tasks.for_each(|((logits, scored), &row)| {
+            let before = &seen[row * STATISTICS..][..STATISTICS];
+            let target = (label_of(before) as usize).checked_sub(first).filter(|&at| at < v);
+            let target = target.map_or(before[2], |at| logits[at]);
+            level.run(|| {
+                let most = before[0].max(largest(logits));
+                logits.iter_mut().for_each(|logit| *logit = exp(*logit - most));
+                *scored = [most, before[1] * exp(before[0] - most) + sum(logits), target];
+            });
+        });
+        for (scored, row) in scored.iter().zip(&rows[..count]) {
+            out[row * STATISTICS..][..3].copy_from_slice(scored);
+        }
+    }
+}
+
+/// Floats of scratch that [`backward`] needs.
+pub(super) fn backward_scratch(size: &Scores) -> usize {
+    CHUNK * 2 * (size.channels + size.tile)
+}
+
+/// What the backward reads.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    pub(super) statistics: &'a [f32],
+    pub(super) h: &'a [f32],
+    pub(super) w: &'a [f32],
+    pub(super) scale: f32,
+}
+
+/// dh += scale (p − onehot) w, dw (+)= scale (p − onehot)ᵀ h.
+pub(super) fn backward(
+    level: Level,
+    dh: &mut [f32],
+    dw: &mut [f32],
+    Inputs { statistics, h, w, scale }: Inputs<'_>,
+    size: &Scores,
+    accumulate: bool,
+    scratch: &mut [f32],
+) {
+    let (c, v) = (size.channels, size.tile);
+    let (gathered, scratch) = scratch.split_at_mut(CHUNK * c);
+    let (moved, scratch) = scratch.split_at_mut(CHUNK * c);
+    let (logits, turned) = scratch.split_at_mut(CHUNK * v);
+    let (mut from, mut rows, mut accumulate) = (0, [0; CHUNK], accumulate);
+    loop {
+        let count = labelled(statistics, &mut from, &mut rows);
+        if count == 0 {
+            break;
+        }
+        gather(gathered, h, &rows[..count], c);
+        let logits = &mut logits[..count * v];
+        let h = Matrix::rows(&gathered[..count * c], c);
+        matmul(logits, h, Matrix::rows(w, c).transposed(), (count, c, v), false);
+        logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
+            let of_row = &statistics[row * STATISTICS..][..STATISTICS];
+            let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
+            level.run(|| {
+                logits.iter_mut().for_each(|logit| *logit = scale * exp(*logit - lse));
+            });
+            if let Some(at) = label.checked_sub(size.first).filter(|&at| at < v) {
+                logits[at] -= scale;
+            }
+        });
+        let moved = &mut moved[..count * c];
+        matmul(moved, Matrix::rows(logits, v), Matrix::rows(w, c), (count, v, c), false);
+        for (moved, &row) in moved.chunks_exact(c).zip(&rows[..count]) {
+            dh[row * c..][..c].iter_mut().zip(moved).for_each(|(dh, moved)| *dh += moved);
+        }
+        let turned = &mut turned[..count * v];
+        transpose(turned, logits, count, v);
+        matmul(dw, Matrix::rows(turned, count), h, (v, count, c), accumulate);
+        accumulate = true;
+    }
+    if !accumulate {
+        dw.fill(0.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{close, differences, noise};
+    use super::*;
+
+    /// Sum of the losses of labelled rows, from all of the vocabulary at once.
+    fn plain(h: &[f64], w: &[f64], labels: &[i32], c: usize) -> f64 {
+        let of_row = |(h, &label): (&[f64], &i32)| {
+            let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>();
+            let logits: Vec<f64> = w.chunks(c).map(dot).collect();
+            let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
+            if label < 0 { 0.0 } else { total.ln() - logits[label as usize] }
+        };
+        h.chunks(c).zip(labels).map(of_row).sum()
+    }
+
+    #[test]
+    fn tiles_are_one_softmax_forward_and_backward() {
+        for (rows, c, vocabulary, tile) in [(3, 5, 7, 7), (6, 4, 11, 3), (300, 3, 20, 8)] {
+            let (h, w) = (noise(rows * c, 1), noise(vocabulary * c, 2));
+            let label =
+                |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
+            let labels: Vec<i32> = (0..rows).map(label).collect();
+            let tiles: Vec<(usize, usize)> = (0..vocabulary)
+                .step_by(tile)
+                .map(|first| (first, tile.min(vocabulary - first)))
+                .collect();
+            for level in Level::all() {
+                let mut statistics = vec![0.0; rows * STATISTICS];
+                let positions = statistics.chunks_exact_mut(STATISTICS).zip(&labels);
+                positions.for_each(|(statistics, &label)| begin(statistics, label));
+                let size = |first, tile| Scores { rows, channels: c, tile, first };
+                for &(first, tile) in &tiles {
+                    let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
+                    let mut memory = vec![f32::NAN; forward_scratch(&size)];
+                    forward(level, &mut statistics, &h.narrow, w, &size, &mut memory);
+                }
+                let losses = statistics.chunks_exact(STATISTICS).filter_map(loss_of);
+                let loss: f64 = losses.map(f64::from).sum();
+                let expected = plain(&h.wide, &w.wide, &labels, c);
+                assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
+
+                let (mut dh, mut dw) = (vec![0.0; rows * c], vec![f32::NAN; vocabulary * c]);
+                for &(first, tile) in tiles.iter().rev() {
+                    let (size, part) = (size(first, tile), first * c..(first + tile) * c);
+                    let mut memory = vec![f32::NAN; backward_scratch(&size)];
+                    let w = &w.narrow[part.clone()];
+                    let statistics = &statistics;
+                    let inputs = Inputs { statistics, h: &h.narrow, w, scale: 0.5 };
+                    backward(level, &mut dh, &mut dw[part], inputs, &size, false, &mut memory);
+                }
+                let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();
+                let by_w = |w: &[f64]| plain(&h.wide, w, &labels, c);
+                close(&dw, &half(differences(&w.wide, by_w)), 1e-4);
+                if rows < 10 {
+                    let by_h = |h: &[f64]| plain(h, &w.wide, &labels, c);
+                    close(&dh, &half(differences(&h.wide, by_h)), 1e-4);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! Rows of tables: tokens on the host, positions on the device.
+
+use rayon::prelude::*;
+
+use crate::simd::Level;
+
+/// y = x + w by position. x, y: (B, T, C); w: at least (T, C).
+pub(super) fn add_positions(level: Level, y: &mut [f32], x: &[f32], w: &[f32], width: usize) {
+    y.par_chunks_mut(width).zip(x.par_chunks(width)).for_each(|(y, x)| {
+        level.run(|| {
+            for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+                *y = x + w;
+            }
+        });
+    });
+}
+
+/// dw (+)= Σ over sequences of dy, in order. `width` is T · C.
+pub(super) fn add_positions_backward(
+    level: Level,
+    dw: &mut [f32],
+    dy: &[f32],
+    width: usize,
+    accumulate: bool,
+) {
+    level.run(|| {
+        if !accumulate {
+            dw.fill(0.0);
+        }
+        for dy in dy.chunks_exact(width) {
+            dw.iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
+        }
+    });
+}
+
+/// Copies the rows of those tokens that lie in a tile: rows `first..` of the vocabulary.
+pub(super) fn gather(y: &mut [f32], tokens: &[u32], tile: &[f32], first: usize, channels: usize) {
+    let rows = tile.len() / channels;
+    y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
+        if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
+            y.copy_from_slice(&tile[row * channels..][..channels]);
+        }
+    });
+}
+
+/// Adds gradients to the rows of those tokens that lie in a tile, in order.
+pub(super) fn scatter(
+    level: Level,
+    dtile: &mut [f32],
+    tokens: impl Iterator<Item = Option<u32>>,
+    dy: &[f32],
+    first: usize,
+    channels: usize,
+) {
+    let rows = dtile.len() / channels;
+    level.run(|| {
+        for (token, dy) in tokens.zip(dy.chunks_exact(channels)) {
+            let row = token.and_then(|token| (token as usize).checked_sub(first));
+            if let Some(row) = row.filter(|&row| row < rows) {
+                let to = &mut dtile[row * channels..][..channels];
+                to.iter_mut().zip(dy).for_each(|(to, dy)| *to += dy);
+            }
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{close, differences, noise};
+    use super::*;
+
+    #[test]
+    fn positions_are_added_and_summed() {
+        let (b, t, c) = (3, 2, 5);
+        let (x, w, dy) = (noise(b * t * c, 1), noise(4 * c, 2), noise(b * t * c, 3));
+        let plain = |w: &[f64]| -> Vec<f64> {
+            x.wide.iter().enumerate().map(|(i, x)| x + w[i % (t * c)]).collect()
+        };
+        let loss = |w: &[f64]| plain(w).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>();
+        for level in Level::all() {
+            let mut y = vec![f32::NAN; b * t * c];
+            add_positions(level, &mut y, &x.narrow, &w.narrow, t * c);
+            close(&y, &plain(&w.wide), 1e-6);
+            let mut dw = vec![f32::NAN; 4 * c];
+            add_positions_backward(level, &mut dw, &dy.narrow, t * c, false);
+            close(&dw, &differences(&w.wide, loss), 1e-5);
+        }
+    }
+
+    #[test]
+    fn tokens_are_gathered_and_scattered_tile_by_tile() {
+        let (c, tokens) = (2, [4_u32, 0, 4, 2]);
+        let table = noise(5 * c, 1);
+        let dy = noise(tokens.len() * c, 2);
+        let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
+        for (first, to) in [(0, 3), (3, 5)] {
+            gather(&mut y, &tokens, &table.narrow[first * c..to * c], first, c);
+            let known = tokens.iter().enumerate().map(|(at, &token)| (at != 1).then_some(token));
+            scatter(Level::best(), &mut dtable[first * c..to * c], known, &dy.narrow, first, c);
+        }
+        for (at, &token) in tokens.iter().enumerate() {
+            assert_eq!(y[at * c..][..c], table.narrow[token as usize * c..][..c]);
+        }
+        assert_eq!(dtable[..2 * c], [0.0; 4], "token 0 is padding here, token 1 is not met");
+        assert_eq!(dtable[4 * c], dy.narrow[0] + dy.narrow[2 * c]);
+    }
+}

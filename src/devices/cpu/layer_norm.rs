@@ -1,0 +1,164 @@
+//! Layer normalisation (Ba et al. 2016) over the channels of each row.
+
+use rayon::prelude::*;
+
+use super::linear::add_parts;
+use super::math::{dot, sum};
+use crate::simd::Level;
+
+/// Rows that one partial sum of dγ and dβ takes: by shape, never by threads.
+const SUM_ROWS: usize = 64;
+
+/// y = γ (x − mean) rstd + β; `statistics` gets mean and rstd of each row.
+pub(super) fn forward(
+    level: Level,
+    y: &mut [f32],
+    statistics: &mut [f32],
+    x: &[f32],
+    (gamma, beta): (&[f32], &[f32]),
+    epsilon: f32,
+) {
+    let c = gamma.len();
+    let chunks = y.par_chunks_mut(c * SUM_ROWS).zip(statistics.par_chunks_mut(2 * SUM_ROWS));
+    chunks.zip(x.par_chunks(c * SUM_ROWS)).for_each(|((y, statistics), x)| {
+        level.run(|| {
+            let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
+            for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
+                let mean = sum(x) / c as f32;
+                y.iter_mut().zip(x).for_each(|(y, x)| *y = x - mean);
+                let rstd = 1.0 / (dot(y, y) / c as f32 + epsilon).sqrt();
+                let affine = gamma.iter().zip(beta);
+                y.iter_mut().zip(affine).for_each(|(y, (g, b))| *y = *y * rstd * g + b);
+                statistics.copy_from_slice(&[mean, rstd]);
+            }
+        });
+    });
+}
+
+/// Floats of scratch that [`backward`] needs.
+pub(super) fn scratch(rows: usize, channels: usize) -> usize {
+    rows.div_ceil(SUM_ROWS) * 2 * channels
+}
+
+/// What the backward reads.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    pub(super) residual: Option<&'a [f32]>,
+    pub(super) dy: &'a [f32],
+    pub(super) x: &'a [f32],
+    pub(super) statistics: &'a [f32],
+    pub(super) gamma: &'a [f32],
+}
+
+/// dx = residual + …; dγ and dβ (+)= …, summed over 64 rows at a time, then in order.
+pub(super) fn backward(
+    level: Level,
+    dx: &mut [f32],
+    (dgamma, dbeta): (&mut [f32], &mut [f32]),
+    inputs: Inputs<'_>,
+    accumulate: bool,
+    scratch: &mut [f32],
+) {
+    let c = inputs.gamma.len();
+    let (gamma_parts, beta_parts) = scratch.split_at_mut(scratch.len() / 2);
+    let parts = gamma_parts.par_chunks_mut(c).zip(beta_parts.par_chunks_mut(c));
+    let chunks = dx.par_chunks_mut(c * SUM_ROWS).zip(parts).enumerate();
+    chunks.for_each(|(chunk, (dx, (dgamma, dbeta)))| {
+        level.run(|| {
+            dgamma.fill(0.0);
+            dbeta.fill(0.0);
+            for (index, dx) in dx.chunks_exact_mut(c).enumerate() {
+                let row = chunk * SUM_ROWS + index;
+                backward_row(dx, dgamma, dbeta, &inputs, row);
+            }
+        });
+    });
+    add_parts(level, dgamma, gamma_parts, accumulate);
+    add_parts(level, dbeta, beta_parts, accumulate);
+}
+
+#[inline(always)]
+fn backward_row(
+    dx: &mut [f32],
+    dgamma: &mut [f32],
+    dbeta: &mut [f32],
+    inputs: &Inputs<'_>,
+    row: usize,
+) {
+    let c = dx.len();
+    let (dy, x) = (&inputs.dy[row * c..][..c], &inputs.x[row * c..][..c]);
+    let (gamma, mean) = (&inputs.gamma[..c], inputs.statistics[2 * row]);
+    let rstd = inputs.statistics[2 * row + 1];
+    // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy γ; g first goes to dx.
+    for i in 0..c {
+        dx[i] = dy[i] * gamma[i];
+        dgamma[i] += dy[i] * ((x[i] - mean) * rstd);
+        dbeta[i] += dy[i];
+    }
+    let g_mean = sum(dx) / c as f32;
+    // Σ g x̂ = rstd (Σ g x − mean Σ g), but that cancels: x̂ is made anew.
+    let g_xhat = super::math::dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
+    for i in 0..c {
+        dx[i] = rstd * (dx[i] - g_mean - (x[i] - mean) * rstd * g_xhat);
+    }
+    if let Some(residual) = inputs.residual {
+        dx.iter_mut().zip(&residual[row * c..][..c]).for_each(|(dx, r)| *dx += r);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{close, differences, noise};
+    use super::*;
+
+    const EPSILON: f32 = 1e-5;
+
+    fn plain(x: &[f64], gamma: &[f64], beta: &[f64]) -> Vec<f64> {
+        let c = gamma.len();
+        let mut y = Vec::new();
+        for row in x.chunks(c) {
+            let mean = row.iter().sum::<f64>() / c as f64;
+            let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / c as f64;
+            let rstd = 1.0 / (variance + f64::from(EPSILON)).sqrt();
+            y.extend((0..c).map(|i| (row[i] - mean) * rstd * gamma[i] + beta[i]));
+        }
+        y
+    }
+
+    #[test]
+    fn forward_and_backward_are_the_plain_ones() {
+        for (rows, c) in [(1, 2), (3, 7), (5, 48), (150, 5)] {
+            let (x, gamma, beta) = (noise(rows * c, 1), noise(c, 2), noise(c, 3));
+            let (dy, residual) = (noise(rows * c, 4), noise(rows * c, 5));
+            for level in Level::all() {
+                let (mut y, mut statistics) = (vec![f32::NAN; rows * c], vec![f32::NAN; 2 * rows]);
+                let affine = (&gamma.narrow[..], &beta.narrow[..]);
+                forward(level, &mut y, &mut statistics, &x.narrow, affine, EPSILON);
+                close(&y, &plain(&x.wide, &gamma.wide, &beta.wide), 1e-5);
+
+                let mut dx = vec![f32::NAN; rows * c];
+                let (mut dgamma, mut dbeta) = (vec![f32::NAN; c], vec![f32::NAN; c]);
+                let inputs = Inputs {
+                    residual: Some(&residual.narrow),
+                    dy: &dy.narrow,
+                    x: &x.narrow,
+                    statistics: &statistics,
+                    gamma: &gamma.narrow,
+                };
+                let mut memory = vec![f32::NAN; scratch(rows, c)];
+                let gradients = (&mut dgamma[..], &mut dbeta[..]);
+                backward(level, &mut dx, gradients, inputs, false, &mut memory);
+                let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| {
+                    let y = plain(x, gamma, beta);
+                    y.iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
+                };
+                let slope = differences(&x.wide, |x| loss(x, &gamma.wide, &beta.wide));
+                let expected: Vec<f64> =
+                    slope.iter().zip(&residual.wide).map(|(slope, r)| slope + r).collect();
+                close(&dx, &expected, 1e-3); // rows of two nearly equal channels are steep
+                close(&dgamma, &differences(&gamma.wide, |g| loss(&x.wide, g, &beta.wide)), 1e-4);
+                close(&dbeta, &differences(&beta.wide, |b| loss(&x.wide, &gamma.wide, b)), 1e-4);
+            }
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! The CPU as a device: lanes are threads over one rayon pool, memory is one arena.
+//!
+//! A copy that another device would make over a link is a copy here too, between the host's
+//! memory and the arena, so that everything the ring does is done and can be measured.
+
+mod attention;
+mod cross_entropy;
+mod dropout;
+mod embedding;
+mod gelu;
+mod kernels;
+mod layer_norm;
+mod linear;
+mod math;
+#[cfg(test)]
+mod oracle;
+mod scattered;
+mod visit;
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use l2l_actors::ports::{Operation, Placed, Source, Step, Trouble, Work};
+use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
+use l2l_actors::threads::Hands;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+pub(crate) use visit::workspace;
+
+use crate::arena::Arena;
+use crate::config::{Config, Plan};
+use crate::data::Batch;
+use crate::eps::Eps;
+use crate::error::Error;
+use crate::models::{Draw, Micro, Model, Rows, STATISTICS, View};
+use crate::optimizers::{LearningRate, Update, UpdateRule};
+use crate::simd::Level;
+use crate::stash::{self, StashLayout};
+
+/// What one step brings.
+struct StepData {
+    number: Version,
+    batch: Batch,
+    stash: StashLayout,
+    /// 1 ÷ labelled positions.
+    scale: f32,
+    learning_rate: f64,
+}
+
+/// The largest head that the kernels have room for.
+pub(crate) const HEAD_LIMIT: usize = attention::HEAD_LIMIT;
+
+/// What was counted.
+#[derive(Debug, Default)]
+pub(crate) struct Counts {
+    /// Bytes moved over the link, or what stands for it.
+    pub(crate) uploaded: AtomicU64,
+    pub(crate) downloaded: AtomicU64,
+    /// Floats of workspace that were in use at once, at most.
+    pub(crate) workspace: AtomicU64,
+    /// Since when the compute lane is idle within a step, and for how long it was before.
+    idle: Mutex<(Option<Instant>, Duration)>,
+}
+
+impl Counts {
+    /// The compute lane falls idle, or a step begins.
+    fn rests(&self) {
+        self.idle.lock().expect("nothing panics inside").0 = Some(Instant::now());
+    }
+
+    /// The compute lane begins an operation.
+    fn works(&self) {
+        let mut idle = self.idle.lock().expect("nothing panics inside");
+        let waited = idle.0.take().map_or(Duration::ZERO, |since| since.elapsed());
+        idle.1 += waited;
+    }
+
+    /// How long the compute lane was idle within steps.
+    pub(crate) fn waited(&self) -> Duration {
+        self.idle.lock().expect("nothing panics inside").1
+    }
+}
+
+/// See the [module](self).
+pub(crate) struct Cpu {
+    model: Arc<Model>,
+    plan: Arc<Plan>,
+    eps: Eps,
+    rule: Box<dyn UpdateRule>,
+    learning_rate: LearningRate,
+    clip_norm: Option<f64>,
+    seed: u64,
+    device: Arena,
+    /// Landing blocks, and the stash unless it is on the device.
+    host: Arena,
+    threads: ThreadPool,
+    level: Level,
+    link: Option<f64>,
+    /// The step that computes, and the one before, whose updates may still run.
+    steps: Mutex<[Option<Arc<StepData>>; 2]>,
+    pub(crate) counts: Counts,
+}
+
+impl Cpu {
+    /// Makes all memory and all threads but the lanes'.
+    pub(crate) fn new(config: &Config, model: Arc<Model>, plan: Arc<Plan>) -> Result<Cpu, Error> {
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+        let threads = ThreadPoolBuilder::new()
+            .num_threads(config.device.threads.unwrap_or(cores))
+            .thread_name(|index| format!("l2l-cpu-{index}"))
+            .build()
+            .map_err(Error::failed)?;
+        let rule = config.update_rule();
+        let tiles = model.tiles.len() as u32;
+        let region = |id: BlockId| plan.deferred || id.0 < tiles;
+        let eps = Eps::new(&model, rule.states(), region);
+        let landing = plan.pools.reduced as usize * plan.layout.block;
+        let stash = if plan.stash_on_device { 0 } else { plan.stash_floats };
+        let out_of_memory = |error| Error::failed(format_args!("no memory: {error}"));
+        Ok(Cpu {
+            eps,
+            rule: Box::new(rule),
+            learning_rate: config.learning_rate(),
+            clip_norm: config.optimizer.clip_norm,
+            seed: config.step.seed,
+            device: Arena::new(plan.layout.end).map_err(out_of_memory)?,
+            host: Arena::new(landing + stash).map_err(out_of_memory)?,
+            threads,
+            level: Level::best(),
+            link: config.link_bytes_per_second()?,
+            steps: Mutex::default(),
+            counts: Counts::default(),
+            model,
+            plan,
+        })
+    }
+
+    /// The parameters.
+    pub(crate) fn eps(&self) -> &Eps {
+        &self.eps
+    }
+
+    fn step(&self, number: Version) -> Arc<StepData> {
+        let steps = self.steps.lock().expect("nothing panics inside");
+        let found = steps.iter().flatten().find(|step| step.number == number);
+        found.expect("an operation's step has begun").clone()
+    }
+
+    fn weights(&self, block: BlockId, slot: u32) -> View {
+        let at = self.plan.layout.weights + slot as usize * self.plan.layout.block;
+        View { at, len: self.block_len(block) }
+    }
+
+    fn gradient(&self, block: BlockId, slot: u32) -> View {
+        let at = self.plan.layout.gradients + slot as usize * self.plan.layout.block;
+        View { at, len: self.block_len(block) }
+    }
+
+    fn landing(&self, block: BlockId, slot: u32) -> View {
+        View { at: slot as usize * self.plan.layout.block, len: self.block_len(block) }
+    }
+
+    fn block_len(&self, block: BlockId) -> usize {
+        crate::models::block_len(self.eps.tensors(block))
+    }
+
+    /// The slot of a boundary; every boundary fills one.
+    fn boundary(&self, from: usize, placed: &Placed, len: usize) -> View {
+        let [slot] = placed.slots[..] else { unreachable!("a boundary fills one slot") };
+        View { at: from + slot as usize * self.plan.layout.boundary, len }
+    }
+
+    /// The arena that has the stash, and a place in it.
+    fn stash(&self, (at, len): (usize, usize)) -> (&Arena, View) {
+        if self.plan.stash_on_device {
+            (&self.device, View { at: self.plan.layout.stash + at, len })
+        } else {
+            let landing = self.plan.pools.reduced as usize * self.plan.layout.block;
+            (&self.host, View { at: landing + at, len })
+        }
+    }
+
+    /// Copies, and takes as long as the link would.
+    fn copy(&self, to: &mut [f32], from: &[f32], count: &AtomicU64, over_link: bool) {
+        let begin = Instant::now();
+        to.copy_from_slice(from);
+        let bytes = size_of_val(from) as u64;
+        count.fetch_add(bytes, Relaxed);
+        if let Some(rate) = self.link.filter(|_| over_link) {
+            let takes = Duration::from_secs_f64(bytes as f64 / rate);
+            std::thread::sleep(takes.saturating_sub(begin.elapsed()));
+        }
+    }
+
+    fn compute(&self, operation: &Operation) {
+        let Work::Compute { device_visit, micro_batch, weights, inputs, outputs, gradients } =
+            operation.work()
+        else {
+            unreachable!("a compute operation computes")
+        };
+        let (step, data) = (operation.step(), self.step(operation.step().number));
+        let visit = step.plan.visit(*device_visit);
+        let sized = |from: usize, placed: &Placed| {
+            let bytes = step.plan.schedule.boundary_bytes(placed.boundary, *micro_batch);
+            self.boundary(from, placed, bytes as usize / size_of::<f32>())
+        };
+        let block = visit.blocks()[0];
+        let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
+        let draw = Draw { seed: self.seed, step: step.number, first_sequence };
+        let accumulate = gradients.first().map(|one| !one.first);
+        let stay = visit::Stay {
+            micro: Micro { rows, lengths, draw },
+            weights: self.weights(block, weights[0]),
+            gradient: gradients.first().map(|one| self.gradient(block, one.slot)),
+            accumulate: accumulate.unwrap_or(false),
+            reads: inputs.iter().map(|p| sized(self.plan.layout.inputs, p)).collect(),
+            writes: outputs.iter().map(|p| sized(self.plan.layout.outputs, p)).collect(),
+            scale: data.scale,
+            workspace: self.plan.layout.workspace,
+        };
+        let kernels = kernels::CpuKernels { memory: Some(&self.device), level: self.level };
+        let used = self.threads.install(|| visit::run(&self.model, visit, &kernels, &stay));
+        self.counts.workspace.fetch_max(used as u64, Relaxed);
+    }
+
+    /// Embeddings and fresh statistics of a micro-batch.
+    fn gather(&self, step: &Step, visit: &Visit, m: MicroBatch) {
+        let data = self.step(step.number);
+        let (_, first, rows) = data.micro(m, &step.plan.schedule);
+        let range = first as usize * rows.positions..first as usize * rows.positions + rows.count();
+        let tokens = &data.batch.tokens[range.clone()];
+        let (arena, x) = self.stash(data.stash.place(visit.writes[0], m));
+        // SAFETY: the ring has nobody read this place before this gather has ended.
+        let x = unsafe { arena.write(x) };
+        let channels = self.model.shape.hidden;
+        self.threads.install(|| {
+            for (tile, &block) in self.model.tiles.iter().zip(visit.blocks()) {
+                let lease = self.eps.read(block, step.number);
+                let table = &lease.parameters[..tile.rows * channels];
+                embedding::gather(x, tokens, table, tile.first, channels);
+            }
+        });
+        let (arena, statistics) = self.stash(data.stash.place(visit.writes[1], m));
+        // SAFETY: as above.
+        let statistics = unsafe { arena.write(statistics) };
+        let positions = statistics.chunks_exact_mut(STATISTICS).zip(&data.batch.targets[range]);
+        positions.for_each(|(statistics, &target)| cross_entropy::begin(statistics, target));
+    }
+
+    /// A micro-batch's share of the loss.
+    fn loss(&self, step: &Step, visit: &Visit, m: MicroBatch) -> f64 {
+        let data = self.step(step.number);
+        let (arena, statistics) = self.stash(data.stash.place(visit.reads[0], m));
+        // SAFETY: the ring has it written before this loss is taken, and not after.
+        let statistics = unsafe { arena.read(statistics) };
+        let losses = statistics.chunks_exact(STATISTICS).filter_map(cross_entropy::loss_of);
+        losses.map(f64::from).sum::<f64>() / data.batch.labelled as f64
+    }
+
+    /// Adds the embedding's gradient to a tile's region.
+    fn scatter(&self, step: &Step, visit: &Visit, block: BlockId, first: bool) -> f64 {
+        let data = self.step(step.number);
+        let (arena, dx) = self.stash(data.stash.whole(visit.reads[0]));
+        // SAFETY: the ring has it written before this scatter, and not after.
+        let dx = unsafe { arena.read(dx) };
+        let mut region = self.eps.region_mut(block);
+        if first {
+            region.fill(0.0);
+        }
+        let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
+        let table = &mut region[..tile.rows * channels];
+        embedding::scatter(self.level, table, data.batch.known(), dx, tile.first, channels);
+        let tensors = self.eps.tensors(block);
+        self.threads.install(|| self.rule.measure(tensors, &region))
+    }
+
+    fn reduce(&self, block: BlockId, slot: u32) -> f64 {
+        // SAFETY: the ring holds the landing block for this operation.
+        let landed = unsafe { self.host.read(self.landing(block, slot)) };
+        let mut region = self.eps.region_mut(block);
+        region.copy_from_slice(landed);
+        self.threads.install(|| self.rule.measure(self.eps.tensors(block), &region))
+    }
+
+    fn update(
+        &self,
+        block: BlockId,
+        version: Version,
+        gradient: Source,
+        norm: Option<f64>,
+    ) -> Result<f64, Trouble> {
+        let region;
+        let gradient = match gradient {
+            // SAFETY: the ring holds the landing block for this operation.
+            Source::Landing(slot) => unsafe { self.host.read(self.landing(block, slot)) },
+            Source::Region => {
+                region = self.eps.region(block);
+                &region[..]
+            }
+        };
+        let tensors = self.eps.tensors(block);
+        let scale = match (norm, self.clip_norm) {
+            (Some(norm), _) if !norm.is_finite() => {
+                return Err(format!(
+                    "the gradient norm is {norm}: the learning rate may be too high"
+                )
+                .into());
+            }
+            (Some(norm), Some(clip)) => (clip / (norm + 1e-6)).min(1.0) as f32,
+            _ => 1.0,
+        };
+        let mut lease = self.eps.write(block, version);
+        let lease = &mut *lease;
+        let learning_rate = self.step(version).learning_rate;
+        let update = Update { step: lease.updates, learning_rate, scale, level: self.level };
+        let (parameters, states) = (&mut lease.parameters, &mut lease.states);
+        let squares = self.threads.install(|| {
+            self.rule.apply(tensors, parameters, states, gradient, update);
+            self.rule.measure(tensors, gradient)
+        });
+        lease.version = version + 1;
+        lease.updates += 1;
+        Ok(squares)
+    }
+}
+
+impl StepData {
+    /// Lengths of a micro-batch's sequences, the index of the first, and its rows.
+    fn micro(
+        &self,
+        m: MicroBatch,
+        schedule: &l2l_actors::schedule::Schedule,
+    ) -> (&[usize], u32, Rows) {
+        let before: u32 = schedule.micro_batches[..m as usize].iter().sum();
+        let sequences = schedule.micro_batches[m as usize] as usize;
+        let lengths = &self.batch.lengths[before as usize..][..sequences];
+        (lengths, before, Rows { sequences, positions: self.batch.positions })
+    }
+}
+
+impl Hands for Cpu {
+    type Batch = Batch;
+
+    fn begin(&self, step: &Arc<Step>, batch: Batch) {
+        let data = StepData {
+            number: step.number,
+            stash: stash::layout(&step.plan.schedule),
+            scale: (1.0 / batch.labelled as f64) as f32,
+            learning_rate: self.learning_rate.at(step.number),
+            batch,
+        };
+        let mut steps = self.steps.lock().expect("nothing panics inside");
+        steps.swap(0, 1);
+        steps[0] = Some(Arc::new(data));
+        self.counts.rests();
+    }
+
+    fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+        let step = operation.step();
+        let over_link = !self.plan.stash_on_device;
+        let Counts { uploaded, downloaded, .. } = &self.counts;
+        let visit_of = |index: usize| &step.plan.schedule.visits[index];
+        match *operation.work() {
+            Work::UploadBlock { block, version, weights } => {
+                let lease = self.eps.read(block, version);
+                // SAFETY: the ring gives the slot to this upload alone.
+                let slot = unsafe { self.device.write(self.weights(block, weights)) };
+                self.copy(slot, &lease.parameters, uploaded, true);
+            }
+            Work::UploadBoundary { micro_batch, ref inputs } => {
+                let stash = &self.step(step.number).stash;
+                let (arena, place) = self.stash(stash.place(inputs.boundary, micro_batch));
+                let slot = self.boundary(self.plan.layout.inputs, inputs, place.len);
+                // SAFETY: the ring gives the slot to this upload alone, and the stash's place has
+                // been written and is not written before this ends.
+                let (slot, place) = unsafe { (self.device.write(slot), arena.read(place)) };
+                self.copy(slot, place, uploaded, over_link);
+            }
+            Work::DownloadBoundary { micro_batch, ref outputs } => {
+                let stash = &self.step(step.number).stash;
+                let (arena, place) = self.stash(stash.place(outputs.boundary, micro_batch));
+                let slot = self.boundary(self.plan.layout.outputs, outputs, place.len);
+                // SAFETY: as for uploads, the other way.
+                let (slot, place) = unsafe { (self.device.read(slot), arena.write(place)) };
+                self.copy(place, slot, downloaded, over_link);
+            }
+            Work::DownloadGradient { block, gradients, reduced } => {
+                let (slot, landing) =
+                    (self.gradient(block, gradients), self.landing(block, reduced));
+                // SAFETY: the ring holds both slots for this download.
+                let (slot, landing) = unsafe { (self.device.read(slot), self.host.write(landing)) };
+                self.copy(landing, slot, downloaded, true);
+            }
+            Work::Compute { .. } => {
+                self.counts.works();
+                self.compute(operation);
+                self.counts.rests();
+            }
+            Work::Gather { visit, micro_batch } => self.gather(step, visit_of(visit), micro_batch),
+            Work::Loss { visit, micro_batch } => {
+                return Ok(self.loss(step, visit_of(visit), micro_batch));
+            }
+            Work::Reduce { block, reduced } => return Ok(self.reduce(block, reduced)),
+            Work::Scatter { visit, block, first } => {
+                return Ok(self.scatter(step, visit_of(visit), block, first));
+            }
+            Work::Update { block, version, gradient, norm } => {
+                return self.update(block, version, gradient, norm);
+            }
+            Work::Carry { version } => {
+                for &block in &step.plan.carried {
+                    self.eps.write(block, version).version = version + 1;
+                }
+            }
+        }
+        Ok(0.0)
+    }
+}
+
+/// Which way a visit goes, for what is common to both.
+fn is_backward(visit: &Visit) -> bool {
+    visit.phase == Phase::Backward
+}

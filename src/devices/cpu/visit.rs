@@ -1,0 +1,124 @@
+//! One micro-batch at one visit: which views are what to the layer that is visited.
+
+use l2l_actors::schedule::Visit;
+
+use super::is_backward;
+use super::kernels::CpuKernels;
+use crate::models::{
+    Backward, Draw, Forward, Kernels, Micro, Model, Part, Rows, STATISTICS, Scratch, Tile, View,
+    block_len,
+};
+use crate::simd::Level;
+
+/// What a micro-batch brings to a visit, and where it leaves what.
+pub(super) struct Stay<'a> {
+    pub(super) micro: Micro<'a>,
+    pub(super) weights: View,
+    pub(super) gradient: Option<View>,
+    pub(super) accumulate: bool,
+    pub(super) reads: Vec<View>,
+    pub(super) writes: Vec<View>,
+    pub(super) scale: f32,
+    pub(super) workspace: View,
+}
+
+/// Runs it; floats of workspace that were in use at once, at most.
+pub(super) fn run(
+    model: &Model,
+    visit: &Visit,
+    kernels: &CpuKernels<'_>,
+    stay: &Stay<'_>,
+) -> usize {
+    go(model, visit.layer.0 as usize, is_backward(visit), kernels, stay)
+}
+
+fn go(
+    model: &Model,
+    layer: usize,
+    backward: bool,
+    kernels: &CpuKernels<'_>,
+    stay: &Stay<'_>,
+) -> usize {
+    let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, scale, workspace } =
+        *stay;
+    let scratch = &Scratch::new(workspace);
+    match (&model.parts[layer], backward) {
+        (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
+        (Part::Stack(layer), false) => {
+            let (x, y, kept) = (reads[0], writes[0], writes.get(1).copied());
+            layer.forward(kernels, &Forward { micro, weights, x, y, kept, scratch });
+        }
+        (Part::Stack(layer), true) => {
+            let (x, dy) = (reads[0], reads[reads.len() - 1]);
+            let kept = (reads.len() == 3).then(|| reads[1]);
+            let dx = writes.first().copied();
+            let pass = Backward { micro, weights, gradient, accumulate, x, kept, dy, dx, scratch };
+            layer.backward(kernels, &pass);
+        }
+        (&Part::Head(tile), false) => {
+            let w = weights.part(0..tile.rows * model.shape.hidden);
+            let size = model.scores(tile, micro.rows.count());
+            kernels.score(writes[0], reads[1], reads[0], w, size, scratch);
+        }
+        (&Part::Head(tile), true) => {
+            let elements = tile.rows * model.shape.hidden;
+            let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
+            let (w, dw) = (weights.part(0..elements), gradient.part(0..elements));
+            let (h, statistics, before) = (reads[0], reads[1], reads.get(2).copied());
+            let size = model.scores(tile, micro.rows.count());
+            kernels.score_backward(
+                writes[0], dw, before, statistics, h, w, scale, size, accumulate, scratch,
+            );
+        }
+    }
+    scratch.peak()
+}
+
+/// Floats of workspace that one micro-batch needs, found by walking every layer both ways on a
+/// device without memory.
+pub(crate) fn workspace(
+    model: &Model,
+    sequences: usize,
+    positions: usize,
+    recompute: bool,
+) -> usize {
+    let rows = Rows { sequences, positions };
+    let lengths = vec![positions; sequences];
+    let micro =
+        Micro { rows, lengths: &lengths, draw: Draw { seed: 0, step: 0, first_sequence: 0 } };
+    let kernels = CpuKernels { memory: None, level: Level::Portable };
+    let hidden = rows.count() * model.shape.hidden;
+    let mut most = 0;
+    for (layer, (part, blocks)) in model.parts.iter().zip(&model.part_blocks).enumerate() {
+        let (kept, is_tile) = match part {
+            Part::Embedding => continue,
+            Part::Stack(layer) => (layer.kept_len(positions) * sequences, false),
+            Part::Head(Tile { .. }) => (0, true),
+        };
+        let block = block_len(&model.blocks[blocks[0].0 as usize]);
+        for backward in [false, true] {
+            // Views that overlap nothing.
+            let mut at = 0;
+            let mut place = |len: usize| {
+                at += len;
+                View { at: at - len, len }
+            };
+            let (weights, gradient) = (place(block), place(block));
+            let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
+            let kept = (!recompute && kept > 0).then(|| place(kept));
+            let statistics = [place(rows.count() * STATISTICS), place(rows.count() * STATISTICS)];
+            let (reads, writes) = match (is_tile, backward) {
+                (false, false) => (vec![x], [y].into_iter().chain(kept).collect()),
+                (false, true) => ([x].into_iter().chain(kept).chain([dy]).collect(), vec![y]),
+                (true, false) => (vec![x, statistics[0]], vec![statistics[1]]),
+                (true, true) => (vec![x, statistics[0], dy], vec![y]),
+            };
+            let workspace = place(usize::MAX / 4);
+            let (gradient, accumulate) = (backward.then_some(gradient), false);
+            let stay =
+                Stay { micro, weights, gradient, accumulate, reads, writes, scale: 1.0, workspace };
+            most = most.max(go(model, layer, backward, &kernels, &stay));
+        }
+    }
+    most
+}

@@ -1,0 +1,3 @@
+//! Devices: what the ring's lanes are made of.
+
+pub(crate) mod cpu;

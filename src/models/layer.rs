@@ -1,0 +1,213 @@
+//! What a layer is: tensors, and what it does to one micro-batch forward and backward.
+//!
+//! A layer says which kernels run on which views; it holds no memory. Between forward and backward
+//! it keeps nothing but its input and what it writes to `kept` when nothing is recomputed, so
+//! recomputing or not is one choice in one place and gives the same bits.
+
+use std::cell::Cell;
+use std::ops::Range;
+
+use super::kernels::{Dropout, Kernels, Rows, View};
+
+/// How a tensor begins in a model of random weights.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// 0.
+    Zeros,
+    /// 1.
+    Ones,
+    /// Normal, of this standard deviation.
+    Normal(f32),
+}
+
+/// What a tensor is to weight decay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Of a product, or an embedding.
+    Weight,
+    /// Added.
+    Bias,
+    /// Scale or shift of a norm.
+    Norm,
+}
+
+/// One tensor of a block.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Tensor {
+    /// Its name in a checkpoint of the family.
+    pub name: String,
+    /// Its sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// What it is.
+    pub kind: Kind,
+    /// How it begins.
+    pub init: Init,
+}
+
+impl Tensor {
+    /// Its elements.
+    pub fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// True when it has no element.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// A stack of views in a device's workspace, let go of all at once. Its height is its only state,
+/// so the same walk on a device that does nothing tells how much a layer needs.
+#[derive(Debug)]
+pub struct Scratch<'a> {
+    at: usize,
+    capacity: usize,
+    used: Cell<usize>,
+    peak: Cell<usize>,
+    outer: Option<&'a Scratch<'a>>,
+}
+
+impl Scratch<'_> {
+    /// All of a workspace.
+    pub fn new(workspace: View) -> Scratch<'static> {
+        let (used, peak) = (Cell::new(0), Cell::new(0));
+        Scratch { at: workspace.at, capacity: workspace.len, used, peak, outer: None }
+    }
+
+    /// What is left of it, for somebody who gives it back before anybody takes more.
+    pub fn nested(&self) -> Scratch<'_> {
+        let (at, capacity) = (self.at + self.used.get(), self.capacity - self.used.get());
+        Scratch { at, capacity, used: Cell::new(0), peak: Cell::new(0), outer: Some(self) }
+    }
+
+    /// The next `len` elements, aligned.
+    ///
+    /// # Panics
+    /// The plan was made for less.
+    pub fn take(&self, len: usize) -> View {
+        let from = self.used.get();
+        let to = from + len.next_multiple_of(16);
+        assert!(to <= self.capacity, "workspace of {} asked for {to}", self.capacity);
+        self.used.set(to);
+        self.rise(to);
+        View { at: self.at + from, len }
+    }
+
+    fn rise(&self, height: usize) {
+        self.peak.set(self.peak.get().max(height));
+        if let Some(outer) = self.outer {
+            outer.rise(outer.used.get() + height);
+        }
+    }
+
+    /// The most elements that were taken at once.
+    pub fn peak(&self) -> usize {
+        self.peak.get()
+    }
+}
+
+/// What a micro-batch is to a layer.
+#[derive(Clone, Copy, Debug)]
+pub struct Micro<'a> {
+    /// Its sizes.
+    pub rows: Rows,
+    /// Tokens of each sequence.
+    pub lengths: &'a [usize],
+    /// The run's seed, the step, and the index in it of the first sequence.
+    pub draw: Draw,
+}
+
+/// What dropout masks are drawn from, but for the site.
+#[derive(Clone, Copy, Debug)]
+pub struct Draw {
+    /// The run's seed.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// The index in the step of the micro-batch's first sequence.
+    pub first_sequence: u32,
+}
+
+impl Micro<'_> {
+    /// The dropout of one site of a layer, if it drops anything.
+    pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout> {
+        let Draw { seed, step, first_sequence } = self.draw;
+        let site = layer * 8 + site;
+        (probability > 0.0).then_some(Dropout { probability, seed, step, site, first_sequence })
+    }
+}
+
+/// One micro-batch forward.
+#[derive(Debug)]
+pub struct Forward<'a> {
+    /// The micro-batch.
+    pub micro: Micro<'a>,
+    /// The layer's block.
+    pub weights: View,
+    /// What comes in. (R, C).
+    pub x: View,
+    /// What goes out. (R, C).
+    pub y: View,
+    /// Where to keep intermediates, unless they are recomputed.
+    pub kept: Option<View>,
+    /// Workspace.
+    pub scratch: &'a Scratch<'a>,
+}
+
+/// One micro-batch backward.
+#[derive(Debug)]
+pub struct Backward<'a> {
+    /// The micro-batch.
+    pub micro: Micro<'a>,
+    /// The layer's block.
+    pub weights: View,
+    /// Its gradient; `None` when it is frozen.
+    pub gradient: Option<View>,
+    /// True when the gradient holds contributions of this step already.
+    pub accumulate: bool,
+    /// What came in. (R, C).
+    pub x: View,
+    /// What was kept, unless it is recomputed.
+    pub kept: Option<View>,
+    /// The gradient of what went out. (R, C).
+    pub dy: View,
+    /// Where the gradient of `x` goes, if anybody needs it.
+    pub dx: Option<View>,
+    /// Workspace.
+    pub scratch: &'a Scratch<'a>,
+}
+
+/// A layer of the stack: from hidden states to hidden states.
+pub trait Layer: Send + Sync {
+    /// The tensors of its block.
+    fn tensors(&self) -> Vec<Tensor>;
+
+    /// Elements of what it keeps for one sequence of `positions`.
+    fn kept_len(&self, positions: usize) -> usize;
+
+    /// Runs it.
+    fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
+
+    /// Runs it back.
+    fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>);
+}
+
+/// Where a block's tensors lie in it, in their order, each aligned.
+pub fn tensor_ranges(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
+    let mut at = 0;
+    tensors.iter().map(move |tensor| {
+        let range = at..at + tensor.len();
+        at += tensor.len().next_multiple_of(16);
+        range
+    })
+}
+
+/// Views of a block's tensors, in their order.
+pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
+    tensor_ranges(tensors).map(|range| block.part(range)).collect()
+}
+
+/// Elements of a block with these tensors.
+pub fn block_len(tensors: &[Tensor]) -> usize {
+    tensors.iter().map(|tensor| tensor.len().next_multiple_of(16)).sum()
+}

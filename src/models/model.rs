@@ -1,0 +1,144 @@
+//! A model: its parts in forward order, its blocks, and what the ring sees of it.
+
+use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingLayer, Role};
+
+use super::gpt2::{Block, Final, Stem};
+use super::kernels::{STATISTICS, Scores};
+use super::layer::{Init, Kind, Layer, Tensor, block_len};
+use super::shape::Shape;
+
+/// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tile {
+    /// Its first row.
+    pub first: usize,
+    /// Its rows.
+    pub rows: usize,
+}
+
+/// A layer of the model, as the ring visits it.
+pub enum Part {
+    /// The embedding, on the host.
+    Embedding,
+    /// A layer of the stack.
+    Stack(Box<dyn Layer>),
+    /// A tile of the head.
+    Head(Tile),
+}
+
+/// A model of GPT-2's kind. Blocks: the embedding's tiles, the stack's in order, then the head's
+/// tiles where they are not the embedding's.
+pub struct Model {
+    /// Sizes.
+    pub shape: Shape,
+    /// Parts, as layers of the ring.
+    pub parts: Vec<Part>,
+    /// The blocks of each part.
+    pub part_blocks: Vec<Vec<BlockId>>,
+    /// The tensors of each block.
+    pub blocks: Vec<Vec<Tensor>>,
+    /// Tiles of the vocabulary.
+    pub tiles: Vec<Tile>,
+}
+
+/// The least bytes of a vocabulary tile.
+const TILE_BYTES: usize = 4 << 20;
+
+/// Cuts the vocabulary by shape: a tile is as large as a block, or 4 MiB if that is more.
+fn tiles(shape: &Shape, block_elements: usize) -> Vec<Tile> {
+    let elements = block_elements.max(TILE_BYTES / size_of::<f32>());
+    let rows = (elements / shape.hidden).clamp(1, shape.vocabulary);
+    let tile = |first| Tile { first, rows: rows.min(shape.vocabulary - first) };
+    (0..shape.vocabulary).step_by(rows).map(tile).collect()
+}
+
+impl Model {
+    /// GPT-2 of this shape.
+    pub fn gpt2(shape: Shape) -> Model {
+        let block = Block { index: 0, number: 0, shape };
+        let tiles = tiles(&shape, block_len(&block.tensors()));
+        let table = |name: &str, tile: &Tile| {
+            vec![Tensor {
+                name: name.into(),
+                shape: vec![tile.rows, shape.hidden],
+                kind: Kind::Weight,
+                init: Init::Normal(shape.initializer_range),
+            }]
+        };
+        let mut blocks: Vec<Vec<Tensor>> =
+            tiles.iter().map(|tile| table("transformer.wte.weight", tile)).collect();
+        let mut parts = vec![Part::Embedding];
+        let mut part_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
+        let mut push = |part: Part, tensors: Vec<Tensor>| {
+            parts.push(part);
+            part_blocks.push(vec![BlockId(blocks.len() as u32)]);
+            blocks.push(tensors);
+        };
+        let mut stack = |layer: Box<dyn Layer>| {
+            let tensors = layer.tensors();
+            push(Part::Stack(layer), tensors);
+        };
+        stack(Box::new(Stem { index: 1, shape }));
+        for number in 0..shape.layers {
+            stack(Box::new(Block { index: 2 + number as u32, number, shape }));
+        }
+        stack(Box::new(Final { shape }));
+        for (index, tile) in tiles.iter().enumerate() {
+            if shape.tied {
+                parts.push(Part::Head(*tile));
+                part_blocks.push(vec![BlockId(index as u32)]);
+            } else {
+                parts.push(Part::Head(*tile));
+                part_blocks.push(vec![BlockId(blocks.len() as u32)]);
+                blocks.push(table("lm_head.weight", tile));
+            }
+        }
+        Model { shape, parts, part_blocks, blocks, tiles }
+    }
+
+    /// What the ring sees, for sequences of so many positions.
+    pub fn for_ring(&self, positions: usize) -> l2l_actors::schedule::Model {
+        let boundary = |slots: u32, floats: usize| Boundary {
+            slots,
+            bytes_per_sequence: (floats * size_of::<f32>()) as u64,
+        };
+        let hidden = positions * self.shape.hidden;
+        let kept = self.parts.iter().filter_map(|part| match part {
+            Part::Stack(layer) => Some(layer.kept_len(positions)),
+            _ => None,
+        });
+        let kept = kept.max().unwrap_or(0);
+        let block = |tensors: &Vec<Tensor>| {
+            let bytes = (block_len(tensors) * size_of::<f32>()) as u64;
+            BlockSize { bytes, gradient_bytes: bytes, frozen: false }
+        };
+        let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| RingLayer {
+            role: match part {
+                Part::Embedding => Role::Embedding,
+                Part::Stack(_) => Role::Stack,
+                Part::Head(_) => Role::Tile,
+            },
+            blocks: blocks.clone(),
+            keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions) > 0),
+        });
+        l2l_actors::schedule::Model {
+            blocks: self.blocks.iter().map(block).collect(),
+            layers: layers.collect(),
+            hidden: boundary(1, hidden),
+            intermediates: boundary(1, kept),
+            statistics: boundary(1, positions * STATISTICS),
+            head_gradient: boundary(1, hidden),
+        }
+    }
+
+    /// Sizes of a head tile for so many rows.
+    pub fn scores(&self, tile: Tile, rows: usize) -> Scores {
+        let Tile { first, rows: height } = tile;
+        Scores { rows, channels: self.shape.hidden, tile: height, first }
+    }
+
+    /// Its parameters, each counted once.
+    pub fn parameters(&self) -> usize {
+        self.blocks.iter().flatten().map(Tensor::len).sum()
+    }
+}

@@ -1,0 +1,161 @@
+//! AdamW (Loshchilov and Hutter 2019): Adam with decoupled weight decay, in PyTorch's order of
+//! operations.
+
+use rayon::prelude::*;
+
+use super::{CHUNK, Update, UpdateRule};
+use crate::models::{Kind, Tensor, tensor_ranges};
+
+/// Decoupled weight decay; two moments a parameter.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdamW {
+    /// Decay of the two moments.
+    pub betas: (f64, f64),
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+    /// Decay of parameters, times the learning rate.
+    pub weight_decay: f64,
+    /// Tensors that do not decay: kinds (`bias`, `norm`), or patterns of names with `*`.
+    pub no_decay: Vec<String>,
+}
+
+impl AdamW {
+    fn decays(&self, tensor: &Tensor) -> bool {
+        !self.no_decay.iter().any(|pattern| match pattern.as_str() {
+            "bias" => tensor.kind == Kind::Bias,
+            "norm" => tensor.kind == Kind::Norm,
+            "weight" => tensor.kind == Kind::Weight,
+            pattern => matches(pattern, &tensor.name),
+        })
+    }
+}
+
+/// True when the name is the pattern, whose `*` stand for anything.
+fn matches(pattern: &str, name: &str) -> bool {
+    let Some((before, after)) = pattern.split_once('*') else { return pattern == name };
+    name.strip_prefix(before).is_some_and(|rest| {
+        (0..=rest.len())
+            .filter(|&at| rest.is_char_boundary(at))
+            .any(|at| matches(after, &rest[at..]))
+    })
+}
+
+/// Factors of one update, as f32.
+#[derive(Clone, Copy)]
+struct Factors {
+    /// 1 − β₁, β₂ and 1 − β₂.
+    new1: f32,
+    beta2: f32,
+    new2: f32,
+    rate: f32,
+    root_of_bias2: f32,
+    epsilon: f32,
+    keep: f32,
+    scale: f32,
+}
+
+#[inline(always)]
+fn apply(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], factors: Factors) {
+    let Factors { new1, beta2, new2, rate, root_of_bias2, epsilon, keep, scale } = factors;
+    for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
+        let g = g * scale;
+        *m += (g - *m) * new1;
+        *v = *v * beta2 + g * g * new2;
+        *p = *p * keep - rate * (*m / (v.sqrt() / root_of_bias2 + epsilon));
+    }
+}
+
+impl UpdateRule for AdamW {
+    fn states(&self) -> usize {
+        2
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [Vec<f32>],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let [m, v] = states else { unreachable!("two moments") };
+        let (beta1, beta2) = self.betas;
+        let count = (update.step + 1) as f64;
+        let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
+        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+            let decay = if self.decays(tensor) { self.weight_decay } else { 0.0 };
+            let factors = Factors {
+                new1: (1.0 - beta1) as f32,
+                beta2: beta2 as f32,
+                new2: (1.0 - beta2) as f32,
+                rate: (update.learning_rate / bias1) as f32,
+                root_of_bias2: bias2.sqrt() as f32,
+                epsilon: self.epsilon as f32,
+                keep: (1.0 - update.learning_rate * decay) as f32,
+                scale: update.scale,
+            };
+            let p = parameters[range.clone()].par_chunks_mut(CHUNK);
+            let m = m[range.clone()].par_chunks_mut(CHUNK);
+            let v = v[range.clone()].par_chunks_mut(CHUNK);
+            let g = gradient[range].par_chunks(CHUNK);
+            p.zip(m).zip(v).zip(g).for_each(|(((p, m), v), g)| {
+                update.level.run(|| apply(p, m, v, g, factors));
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::Init;
+    use crate::simd::Level;
+
+    fn tensor(name: &str, kind: Kind, len: usize) -> Tensor {
+        Tensor { name: name.into(), shape: vec![len], kind, init: Init::Zeros }
+    }
+
+    /// The paper's algorithm 2 in f64.
+    #[test]
+    fn it_is_the_plain_one_on_every_level() {
+        let tensors = [tensor("w", Kind::Weight, 20), tensor("b", Kind::Bias, 3)];
+        let no_decay = vec!["bias".to_string()];
+        let rule = AdamW { betas: (0.9, 0.99), epsilon: 1e-8, weight_decay: 0.1, no_decay };
+        let value = |i: usize| (i as f32 * 0.7).sin();
+        for level in Level::all() {
+            let mut p: Vec<f32> = (0..48).map(value).collect();
+            let mut states = vec![vec![0.0; 48]; 2];
+            let mut plain: Vec<(f64, f64, f64)> =
+                p.iter().map(|&p| (f64::from(p), 0.0, 0.0)).collect();
+            for step in 0..5_u64 {
+                let gradient: Vec<f32> = (0..48).map(|i| value(i * 3 + step as usize)).collect();
+                let update = Update { step, learning_rate: 0.01, scale: 0.5, level };
+                rule.apply(&tensors, &mut p, &mut states, &gradient, update);
+                for (i, (p, m, v)) in plain.iter_mut().enumerate() {
+                    let g = 0.5 * f64::from(gradient[i]);
+                    (*m, *v) = (0.9 * *m + 0.1 * g, 0.99 * *v + 0.01 * g * g);
+                    let t = step as i32 + 1;
+                    let (m_hat, v_hat) =
+                        (*m / (1.0 - 0.9_f64.powi(t)), *v / (1.0 - 0.99_f64.powi(t)));
+                    let decay = if i < 20 { 0.1 } else { 0.0 };
+                    *p -= 0.01 * decay * *p + 0.01 * m_hat / (v_hat.sqrt() + 1e-8);
+                }
+            }
+            for i in (0..20).chain(32..35) {
+                assert!(
+                    (f64::from(p[i]) - plain[i].0).abs() < 1e-6,
+                    "{i}: {} {:?}",
+                    p[i],
+                    plain[i]
+                );
+            }
+            assert_eq!(p[20..32], (20..32).map(value).collect::<Vec<_>>(), "padding stays");
+        }
+    }
+
+    #[test]
+    fn patterns_name_tensors() {
+        assert!(matches("*.bias", "a.bias") && matches("a*c*", "abcd") && matches("x", "x"));
+        assert!(!matches("*.bias", "a.bias.b") && !matches("x", "xy"));
+    }
+}

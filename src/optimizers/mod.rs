@@ -1,0 +1,55 @@
+//! Update rules: what a gradient does to a block. No lanes, no tasks: mathematics on slices.
+
+mod adamw;
+mod rate;
+
+use rayon::prelude::*;
+
+pub use adamw::AdamW;
+pub use rate::{Decay, LearningRate};
+
+use crate::models::{Tensor, tensor_ranges};
+use crate::simd::Level;
+
+/// Elements one task takes, and one partial sum: by shape, never by threads.
+const CHUNK: usize = 16384;
+
+/// What an update is told.
+#[derive(Clone, Copy, Debug)]
+pub struct Update {
+    /// Updates of the block before this one.
+    pub step: u64,
+    /// The step's learning rate.
+    pub learning_rate: f64,
+    /// What the gradient is multiplied by: less than 1 when it was clipped.
+    pub scale: f32,
+    /// Vector instructions.
+    pub(crate) level: Level,
+}
+
+/// A rule in two phases: measure the gradient, apply it.
+pub trait UpdateRule: Send + Sync {
+    /// States it keeps beside each parameter.
+    fn states(&self) -> usize;
+
+    /// Sum of squares of a block's gradient, in f64 over fixed chunks.
+    fn measure(&self, tensors: &[Tensor], gradient: &[f32]) -> f64 {
+        let squares = |chunk: &[f32]| chunk.iter().map(|&g| f64::from(g) * f64::from(g)).sum();
+        let mut sum = 0.0;
+        for range in tensor_ranges(tensors) {
+            let parts: Vec<f64> = gradient[range].par_chunks(CHUNK).map(squares).collect();
+            sum += parts.iter().sum::<f64>();
+        }
+        sum
+    }
+
+    /// Moves a block's parameters and states.
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [Vec<f32>],
+        gradient: &[f32],
+        update: Update,
+    );
+}

@@ -1,0 +1,168 @@
+//! Training is the same, bit for bit, in every configuration of the ring: relay and resident, any
+//! depth, stash place, recomputation, thread count and link.
+
+use std::sync::LazyLock;
+
+use l2l::config::{ChannelsConfig, ScheduleKind, StashPlace};
+use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
+use proptest::prelude::*;
+
+/// What is trained, and what must not matter.
+#[derive(Clone, Debug)]
+struct Case {
+    layers: usize,
+    batch: usize,
+    micro_batch: usize,
+    dropout: f32,
+    clip: bool,
+    tied_tiles: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Ways {
+    kind: ScheduleKind,
+    channels: ChannelsConfig,
+    place: StashPlace,
+    recompute: bool,
+    threads: usize,
+    link: bool,
+}
+
+fn config(case: &Case, ways: &Ways) -> Config {
+    let mut config = Config::default();
+    config.model.layers = Some(case.layers);
+    config.model.hidden = Some(24);
+    config.model.heads = Some(3);
+    config.model.vocabulary = Some(if case.tied_tiles { 100_000 } else { 51 });
+    config.model.positions = Some(10);
+    config.model.dropout = Some(case.dropout);
+    config.data.sequence_length = Some(7);
+    config.step.batch = case.batch;
+    config.step.micro_batch = case.micro_batch;
+    config.step.seed = 5;
+    config.optimizer.clip_norm = case.clip.then_some(0.5);
+    config.optimizer.learning_rate = 1e-2;
+    config.schedule.kind = ways.kind;
+    config.schedule.recompute = ways.recompute;
+    config.channels = ways.channels;
+    config.stash.place = ways.place;
+    config.device.threads = Some(ways.threads);
+    config.device.link = ways.link.then(|| "2GB/s".to_string());
+    config
+}
+
+/// Bits of every step's loss and norm, and the run's end.
+fn run(config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    runtime.block_on(async {
+        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut bits = Vec::new();
+        for _ in 0..steps {
+            let report = trainer.step().await.expect("nothing fails here");
+            assert!(report.loss.is_finite() && report.grad_norm > 0.0);
+            bits.push((report.loss.to_bits(), report.grad_norm.to_bits()));
+        }
+        (bits, trainer.finish().await.expect("nothing fails here"))
+    })
+}
+
+/// The baseline: resident, everything on the device, one thread.
+fn baseline() -> Ways {
+    Ways {
+        kind: ScheduleKind::Resident,
+        channels: ChannelsConfig { weights: 1000, gradients: 2, reduced: 2, stash: 4 },
+        place: StashPlace::Device,
+        recompute: false,
+        threads: 1,
+        link: false,
+    }
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
+    let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1));
+    (shape, flags).prop_map(|((layers, batch, micro_batch), (drops, clip, tied_tiles))| Case {
+        layers,
+        batch,
+        micro_batch,
+        dropout: if drops { 0.1 } else { 0.0 },
+        clip,
+        tied_tiles,
+    })
+}
+
+fn ways() -> impl Strategy<Value = Ways> {
+    let channels = (prop::sample::select(vec![1_u32, 2, 3, 1000]), 1..=2_u32, 1..=3_u32);
+    let stash = prop::sample::select(vec![1_u32, 4]);
+    let kinds = prop::sample::select(vec![ScheduleKind::Relay, ScheduleKind::Resident]);
+    let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
+    let flags = (prop::bool::ANY, 1..=2_usize, prop::bool::weighted(0.2));
+    (kinds, channels, stash, places, flags).prop_map(
+        |(kind, (weights, gradients, reduced), stash, place, (recompute, threads, link))| Ways {
+            kind,
+            channels: ChannelsConfig { weights, gradients, reduced, stash },
+            place,
+            recompute,
+            threads,
+            link,
+        },
+    )
+}
+
+/// Bytes that a run must have moved, by its schedule.
+fn planned(config: &Config) -> (u64, u64) {
+    let model = Model::gpt2(shape_of(config).expect("a shape of ours"));
+    let plan = Plan::new(config, &model).expect("a plan of ours");
+    (plan.upload_bytes, plan.download_bytes)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
+
+    #[test]
+    fn every_way_gives_the_same_bits(case in cases(), ways in ways()) {
+        const STEPS: usize = 3;
+        let (expected, reference) = run(config(&case, &baseline()), STEPS);
+        let config = config(&case, &ways);
+        // Random sequences are all of the longest length, so the plan's bytes are a step's.
+        let (uploaded, downloaded) = planned(&config);
+        let (bits, summary) = run(config, STEPS);
+        prop_assert_eq!(bits, expected);
+        prop_assert_eq!(summary.weights_digest, reference.weights_digest);
+        prop_assert_eq!(summary.bytes_uploaded, STEPS as u64 * uploaded);
+        prop_assert_eq!(summary.bytes_downloaded, STEPS as u64 * downloaded);
+    }
+}
+
+static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
+    layers: 4,
+    batch: 5,
+    micro_batch: 2,
+    dropout: 0.1,
+    clip: false,
+    tied_tiles: false,
+});
+
+#[test]
+fn relay_and_resident_walk_and_move_differently_and_end_the_same() {
+    let relay = Ways {
+        kind: ScheduleKind::Relay,
+        channels: ChannelsConfig { weights: 2, ..baseline().channels },
+        ..baseline()
+    };
+    let (relay_bits, relay) = run(config(&SMALL, &relay), 3);
+    let (resident_bits, resident) = run(config(&SMALL, &baseline()), 3);
+    assert_eq!((relay_bits, &relay.weights_digest), (resident_bits, &resident.weights_digest));
+    assert_ne!(relay.visits, resident.visits);
+    assert_ne!(relay.bytes_uploaded, resident.bytes_uploaded);
+}
+
+#[test]
+fn a_run_is_the_same_again_and_another_seed_is_not() {
+    let again = || run(config(&SMALL, &baseline()), 3);
+    let (first, second) = (again(), again());
+    assert_eq!((&first.0, &first.1.weights_digest), (&second.0, &second.1.weights_digest));
+    let mut other = config(&SMALL, &baseline());
+    other.step.seed = 6;
+    assert_ne!(run(other, 3).1.weights_digest, first.1.weights_digest);
+}

@@ -1,0 +1,67 @@
+//! Ten steps of transformers' GPT-2 on small odd shapes: losses and gradient norms are PyTorch's.
+//! `goldens/gpt2.py` makes what is compared with.
+
+use std::fs;
+use std::path::Path;
+
+use l2l::config::{ScheduleKind, StashPlace};
+use l2l::{Config, Trainer};
+use serde_json::Value;
+
+fn numbers(golden: &Value, key: &str) -> Vec<f64> {
+    let list = golden["float64"][key].as_array().expect("a list");
+    list.iter().map(|number| number.as_f64().expect("a number")).collect()
+}
+
+/// A case's config, and its golden.
+fn case(name: &str) -> (Config, Value) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
+    let text = fs::read_to_string(folder.join("golden.json")).expect("it is committed");
+    let golden: Value = serde_json::from_str(&text).expect("it is JSON");
+    let mut config = Config::default();
+    config.data.train = folder.join("data.jsonl").display().to_string();
+    config.data.shuffle = false;
+    config.model.path = Some(folder);
+    config.step.batch = golden["batch"].as_u64().expect("a number") as usize;
+    config.step.micro_batch = 2;
+    config.step.steps = golden["steps"].as_u64().expect("a number");
+    config.optimizer.learning_rate = golden["learning_rate"].as_f64().expect("a number");
+    config.optimizer.weight_decay = golden["weight_decay"].as_f64().expect("a number");
+    config.optimizer.clip_norm = golden["clip_norm"].as_f64();
+    (config, golden)
+}
+
+async fn check(config: Config, golden: &Value) {
+    let steps = config.step.steps;
+    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let (losses, norms) = (numbers(golden, "losses"), numbers(golden, "norms"));
+    for step in 0..steps as usize {
+        let report = trainer.step().await.expect("nothing fails here");
+        let (loss, norm) = (losses[step], norms[step]);
+        assert!((report.loss - loss).abs() < 2e-5, "step {step}: {} {loss}", report.loss);
+        let error = (report.grad_norm / norm - 1.0).abs();
+        assert!(error < 1e-4, "step {step}: norm {} {norm}", report.grad_norm);
+    }
+    trainer.finish().await.expect("nothing fails here");
+}
+
+#[tokio::test]
+async fn a_tied_gpt2_with_padding_is_pytorchs() {
+    let (config, golden) = case("tied");
+    check(config, &golden).await;
+}
+
+#[tokio::test]
+async fn a_clipped_gpt2_is_pytorchs() {
+    let (config, golden) = case("clipped");
+    check(config, &golden).await;
+}
+
+#[tokio::test]
+async fn an_untied_gpt2_of_one_block_is_pytorchs() {
+    let (mut config, golden) = case("untied");
+    config.schedule.kind = ScheduleKind::Resident;
+    config.schedule.recompute = false;
+    config.stash.place = StashPlace::Device;
+    check(config, &golden).await;
+}
