@@ -1,6 +1,7 @@
 //! Which vector instructions loops are compiled for, chosen at run time.
 //!
-//! A loop is written once, plainly; [`Level::run`] has it compiled three times. None of the three
+//! A loop is written once, plainly; [`Level::run`] has it compiled three times (its closure must be
+//! `#[inline(always)]`, or it is compiled once, for what every processor has). None of the three
 //! contracts or reorders float operations, so they give the same bits.
 
 use pulp::NullaryFnOnce;

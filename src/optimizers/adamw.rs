@@ -99,7 +99,10 @@ impl UpdateRule for AdamW {
             let v = v[range.clone()].par_chunks_mut(CHUNK);
             let g = gradient[range].par_chunks(CHUNK);
             p.zip(m).zip(v).zip(g).for_each(|(((p, m), v), g)| {
-                update.level.run(|| apply(p, m, v, g, factors));
+                update.level.run(
+                    #[inline(always)]
+                    || apply(p, m, v, g, factors),
+                );
             });
         }
     }

@@ -139,17 +139,20 @@ pub(super) fn forward(
         for tile in 0..end.div_ceil(TILE) {
             let keys = Span::tile(tile, end);
             head.scores(&mut p, qkv, queries, keys);
-            level.run(|| {
-                for (index, p) in p.chunks_exact_mut(TILE).take(queries.len()).enumerate() {
-                    let p = &mut p[..keys.len()];
-                    let new = most[index].max(largest(p));
-                    let shrink = exp(most[index] - new);
-                    p.iter_mut().for_each(|p| *p = exp(*p - new));
-                    total[index] = total[index] * shrink + sum(p);
-                    most[index] = new;
-                    mixed[index * d..][..d].iter_mut().for_each(|y| *y *= shrink);
-                }
-            });
+            level.run(
+                #[inline(always)]
+                || {
+                    for (index, p) in p.chunks_exact_mut(TILE).take(queries.len()).enumerate() {
+                        let p = &mut p[..keys.len()];
+                        let new = most[index].max(largest(p));
+                        let shrink = exp(most[index] - new);
+                        p.iter_mut().for_each(|p| *p = exp(*p - new));
+                        total[index] = total[index] * shrink + sum(p);
+                        most[index] = new;
+                        mixed[index * d..][..d].iter_mut().for_each(|y| *y *= shrink);
+                    }
+                },
+            );
             head.drop_out(&mut p, queries, keys);
             let v = head.part(qkv, 2, keys);
             small(&mut mixed, d, Matrix::rows(&p, TILE), v, (queries.len(), keys.len(), d), true);
@@ -185,12 +188,15 @@ pub(super) fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size
     let (positions, d) = (size.rows.positions, size.head_size);
     delta.par_chunks_mut(positions).enumerate().for_each(|(index, delta)| {
         let head = Head { size, sequence: index / size.heads, head: index % size.heads };
-        level.run(|| {
-            for (position, delta) in delta.iter_mut().enumerate() {
-                let at = head.at(position, head.channels());
-                *delta = dot(&y[at..at + d], &dy[at..at + d]);
-            }
-        });
+        level.run(
+            #[inline(always)]
+            || {
+                for (position, delta) in delta.iter_mut().enumerate() {
+                    let at = head.at(position, head.channels());
+                    *delta = dot(&y[at..at + d], &dy[at..at + d]);
+                }
+            },
+        );
     });
 }
 
@@ -209,17 +215,20 @@ impl Pair {
         small(&mut self.ds, TILE, dy, v.transposed(), (q.len(), d, k.len()), false);
         head.drop_out(&mut self.ds, q, k);
         let scale = head.scale();
-        level.run(|| {
-            let rows = self.p.chunks_exact_mut(TILE).zip(self.ds.chunks_exact_mut(TILE));
-            for (index, (p, ds)) in rows.take(q.len()).enumerate() {
-                let at = head.statistic(q.from + index);
-                let (lse, delta) = (inputs.lse[at], inputs.delta[at]);
-                for (p, ds) in p[..k.len()].iter_mut().zip(ds) {
-                    *p = exp(*p - lse);
-                    *ds = scale * *p * (*ds - delta);
+        level.run(
+            #[inline(always)]
+            || {
+                let rows = self.p.chunks_exact_mut(TILE).zip(self.ds.chunks_exact_mut(TILE));
+                for (index, (p, ds)) in rows.take(q.len()).enumerate() {
+                    let at = head.statistic(q.from + index);
+                    let (lse, delta) = (inputs.lse[at], inputs.delta[at]);
+                    for (p, ds) in p[..k.len()].iter_mut().zip(ds) {
+                        *p = exp(*p - lse);
+                        *ds = scale * *p * (*ds - delta);
+                    }
                 }
-            }
-        });
+            },
+        );
         head.drop_out(&mut self.p, q, k);
     }
 }

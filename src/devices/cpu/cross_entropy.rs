@@ -82,11 +82,14 @@ pub(super) fn forward(
             let before = &seen[row * STATISTICS..][..STATISTICS];
             let target = (label_of(before) as usize).checked_sub(first).filter(|&at| at < v);
             let target = target.map_or(before[2], |at| logits[at]);
-            level.run(|| {
-                let most = before[0].max(largest(logits));
-                logits.iter_mut().for_each(|logit| *logit = exp(*logit - most));
-                *scored = [most, before[1] * exp(before[0] - most) + sum(logits), target];
-            });
+            level.run(
+                #[inline(always)]
+                || {
+                    let most = before[0].max(largest(logits));
+                    logits.iter_mut().for_each(|logit| *logit = exp(*logit - most));
+                    *scored = [most, before[1] * exp(before[0] - most) + sum(logits), target];
+                },
+            );
         });
         for (scored, row) in scored.iter().zip(&rows[..count]) {
             out[row * STATISTICS..][..3].copy_from_slice(scored);
@@ -135,9 +138,12 @@ pub(super) fn backward(
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
             let of_row = &statistics[row * STATISTICS..][..STATISTICS];
             let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
-            level.run(|| {
-                logits.iter_mut().for_each(|logit| *logit = scale * exp(*logit - lse));
-            });
+            level.run(
+                #[inline(always)]
+                || {
+                    logits.iter_mut().for_each(|logit| *logit = scale * exp(*logit - lse));
+                },
+            );
             if let Some(at) = label.checked_sub(size.first).filter(|&at| at < v) {
                 logits[at] -= scale;
             }

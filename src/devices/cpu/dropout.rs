@@ -77,7 +77,10 @@ fn each_row(y: &mut [f32], rows: Rows, of: impl Fn(&mut [f32], usize, usize) + S
 /// y *= mask, row by row.
 pub(super) fn apply(level: Level, y: &mut [f32], rows: Rows, dropout: &Dropout) {
     each_row(y, rows, |y, sequence, position| {
-        level.run(|| Row::new(dropout, sequence, position as u32).apply(y));
+        level.run(
+            #[inline(always)]
+            || Row::new(dropout, sequence, position as u32).apply(y),
+        );
     });
 }
 
@@ -85,7 +88,10 @@ pub(super) fn apply(level: Level, y: &mut [f32], rows: Rows, dropout: &Dropout) 
 pub(super) fn add(level: Level, y: &mut [f32], x: &[f32]) {
     const PIECE: usize = 16384;
     y.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(y, x)| {
-        level.run(|| y.iter_mut().zip(x).for_each(|(y, x)| *y += x));
+        level.run(
+            #[inline(always)]
+            || y.iter_mut().zip(x).for_each(|(y, x)| *y += x),
+        );
     });
 }
 

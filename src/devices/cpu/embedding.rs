@@ -7,11 +7,14 @@ use crate::simd::Level;
 /// y = x + w by position. x, y: (B, T, C); w: at least (T, C).
 pub(super) fn add_positions(level: Level, y: &mut [f32], x: &[f32], w: &[f32], width: usize) {
     y.par_chunks_mut(width).zip(x.par_chunks(width)).for_each(|(y, x)| {
-        level.run(|| {
-            for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
-                *y = x + w;
-            }
-        });
+        level.run(
+            #[inline(always)]
+            || {
+                for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
+                    *y = x + w;
+                }
+            },
+        );
     });
 }
 
@@ -23,14 +26,17 @@ pub(super) fn add_positions_backward(
     width: usize,
     accumulate: bool,
 ) {
-    level.run(|| {
-        if !accumulate {
-            dw.fill(0.0);
-        }
-        for dy in dy.chunks_exact(width) {
-            dw.iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
-        }
-    });
+    level.run(
+        #[inline(always)]
+        || {
+            if !accumulate {
+                dw.fill(0.0);
+            }
+            for dy in dy.chunks_exact(width) {
+                dw.iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
+            }
+        },
+    );
 }
 
 /// Copies the rows of those tokens that lie in a tile: rows `first..` of the vocabulary.
@@ -53,15 +59,18 @@ pub(super) fn scatter(
     channels: usize,
 ) {
     let rows = dtile.len() / channels;
-    level.run(|| {
-        for (token, dy) in tokens.zip(dy.chunks_exact(channels)) {
-            let row = token.and_then(|token| (token as usize).checked_sub(first));
-            if let Some(row) = row.filter(|&row| row < rows) {
-                let to = &mut dtile[row * channels..][..channels];
-                to.iter_mut().zip(dy).for_each(|(to, dy)| *to += dy);
+    level.run(
+        #[inline(always)]
+        || {
+            for (token, dy) in tokens.zip(dy.chunks_exact(channels)) {
+                let row = token.and_then(|token| (token as usize).checked_sub(first));
+                if let Some(row) = row.filter(|&row| row < rows) {
+                    let to = &mut dtile[row * channels..][..channels];
+                    to.iter_mut().zip(dy).for_each(|(to, dy)| *to += dy);
+                }
             }
-        }
-    });
+        },
+    );
 }
 
 #[cfg(test)]

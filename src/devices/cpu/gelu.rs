@@ -39,20 +39,26 @@ fn slope_by_tanh(x: f32) -> f32 {
 /// y = gelu(x).
 pub(super) fn forward(level: Level, y: &mut [f32], x: &[f32], form: Gelu) {
     y.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(y, x)| {
-        level.run(|| match form {
-            Gelu::Erf => y.iter_mut().zip(x).for_each(|(y, x)| *y = by_erf(*x)),
-            Gelu::Tanh => y.iter_mut().zip(x).for_each(|(y, x)| *y = by_tanh(*x)),
-        });
+        level.run(
+            #[inline(always)]
+            || match form {
+                Gelu::Erf => y.iter_mut().zip(x).for_each(|(y, x)| *y = by_erf(*x)),
+                Gelu::Tanh => y.iter_mut().zip(x).for_each(|(y, x)| *y = by_tanh(*x)),
+            },
+        );
     });
 }
 
 /// dx = dx gelu′(x): `dx` holds dy before.
 pub(super) fn backward(level: Level, dx: &mut [f32], x: &[f32], form: Gelu) {
     dx.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(dx, x)| {
-        level.run(|| match form {
-            Gelu::Erf => dx.iter_mut().zip(x).for_each(|(dx, x)| *dx *= slope_by_erf(*x)),
-            Gelu::Tanh => dx.iter_mut().zip(x).for_each(|(dx, x)| *dx *= slope_by_tanh(*x)),
-        });
+        level.run(
+            #[inline(always)]
+            || match form {
+                Gelu::Erf => dx.iter_mut().zip(x).for_each(|(dx, x)| *dx *= slope_by_erf(*x)),
+                Gelu::Tanh => dx.iter_mut().zip(x).for_each(|(dx, x)| *dx *= slope_by_tanh(*x)),
+            },
+        );
     });
 }
 

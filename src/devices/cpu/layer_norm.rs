@@ -21,17 +21,20 @@ pub(super) fn forward(
     let c = gamma.len();
     let chunks = y.par_chunks_mut(c * SUM_ROWS).zip(statistics.par_chunks_mut(2 * SUM_ROWS));
     chunks.zip(x.par_chunks(c * SUM_ROWS)).for_each(|((y, statistics), x)| {
-        level.run(|| {
-            let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
-            for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
-                let mean = sum(x) / c as f32;
-                y.iter_mut().zip(x).for_each(|(y, x)| *y = x - mean);
-                let rstd = 1.0 / (dot(y, y) / c as f32 + epsilon).sqrt();
-                let affine = gamma.iter().zip(beta);
-                y.iter_mut().zip(affine).for_each(|(y, (g, b))| *y = *y * rstd * g + b);
-                statistics.copy_from_slice(&[mean, rstd]);
-            }
-        });
+        level.run(
+            #[inline(always)]
+            || {
+                let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
+                for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
+                    let mean = sum(x) / c as f32;
+                    y.iter_mut().zip(x).for_each(|(y, x)| *y = x - mean);
+                    let rstd = 1.0 / (dot(y, y) / c as f32 + epsilon).sqrt();
+                    let affine = gamma.iter().zip(beta);
+                    y.iter_mut().zip(affine).for_each(|(y, (g, b))| *y = *y * rstd * g + b);
+                    statistics.copy_from_slice(&[mean, rstd]);
+                }
+            },
+        );
     });
 }
 
@@ -64,14 +67,17 @@ pub(super) fn backward(
     let parts = gamma_parts.par_chunks_mut(c).zip(beta_parts.par_chunks_mut(c));
     let chunks = dx.par_chunks_mut(c * SUM_ROWS).zip(parts).enumerate();
     chunks.for_each(|(chunk, (dx, (dgamma, dbeta)))| {
-        level.run(|| {
-            dgamma.fill(0.0);
-            dbeta.fill(0.0);
-            for (index, dx) in dx.chunks_exact_mut(c).enumerate() {
-                let row = chunk * SUM_ROWS + index;
-                backward_row(dx, dgamma, dbeta, &inputs, row);
-            }
-        });
+        level.run(
+            #[inline(always)]
+            || {
+                dgamma.fill(0.0);
+                dbeta.fill(0.0);
+                for (index, dx) in dx.chunks_exact_mut(c).enumerate() {
+                    let row = chunk * SUM_ROWS + index;
+                    backward_row(dx, dgamma, dbeta, &inputs, row);
+                }
+            },
+        );
     });
     add_parts(level, dgamma, gamma_parts, accumulate);
     add_parts(level, dbeta, beta_parts, accumulate);

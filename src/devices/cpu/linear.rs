@@ -178,12 +178,15 @@ pub(super) fn sum_rows(
     debug_assert!(x.len() == rows * columns && scratch.len() == sum_scratch(rows, columns));
     let parts = scratch.par_chunks_mut(columns).zip(x.par_chunks(SUM_ROWS * columns));
     parts.for_each(|(part, rows)| {
-        level.run(|| {
-            part.fill(0.0);
-            for row in rows.chunks_exact(columns) {
-                part.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
-            }
-        });
+        level.run(
+            #[inline(always)]
+            || {
+                part.fill(0.0);
+                for row in rows.chunks_exact(columns) {
+                    part.iter_mut().zip(row).for_each(|(sum, value)| *sum += value);
+                }
+            },
+        );
     });
     add_parts(level, sum, scratch, accumulate);
 }
@@ -191,15 +194,18 @@ pub(super) fn sum_rows(
 /// sum (+)= the partial sums, in order.
 pub(super) fn add_parts(level: Level, sum: &mut [f32], parts: &[f32], accumulate: bool) {
     let columns = sum.len();
-    level.run(|| {
-        for (index, part) in parts.chunks_exact(columns).enumerate() {
-            if index == 0 && !accumulate {
-                sum.copy_from_slice(part);
-            } else {
-                sum.iter_mut().zip(part).for_each(|(sum, value)| *sum += value);
+    level.run(
+        #[inline(always)]
+        || {
+            for (index, part) in parts.chunks_exact(columns).enumerate() {
+                if index == 0 && !accumulate {
+                    sum.copy_from_slice(part);
+                } else {
+                    sum.iter_mut().zip(part).for_each(|(sum, value)| *sum += value);
+                }
             }
-        }
-    });
+        },
+    );
 }
 
 #[cfg(test)]
