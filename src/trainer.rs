@@ -255,8 +255,12 @@ impl Trainer {
         let pools = self.relay.snapshot().pools;
         let slots: usize = pools.iter().map(|pool| pool.peak as usize * floats(pool.name)).sum();
         let stash = if self.plan.stash_on_device { self.plan.stash_floats } else { 0 };
-        let workspace = self.cpu().counts.workspace.load(Relaxed);
-        (slots + stash) as u64 * size_of::<f32>() as u64 + workspace * size_of::<f32>() as u64
+        (slots + stash) as u64 * size_of::<f32>() as u64 + self.workspace_peak_bytes()
+    }
+
+    /// The most bytes of the device's workspace that were in use.
+    pub fn workspace_peak_bytes(&self) -> u64 {
+        self.cpu().counts.workspace.load(Relaxed) * size_of::<f32>() as u64
     }
 
     /// Waits for all updates and writes the weights to a directory's `model.safetensors`, under

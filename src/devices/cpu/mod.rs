@@ -15,6 +15,8 @@ mod math;
 #[cfg(test)]
 mod oracle;
 mod scattered;
+#[cfg(test)]
+mod tests;
 mod visit;
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

@@ -1,0 +1,108 @@
+"""Training speed and memory against transformers on the same CPU, in one run, alternating.
+
+    cargo build --release && pip install torch transformers && python benches/transformers_peer.py
+
+GPT-2 of 12 x 512, vocabulary 8192, batch 32 x 128, micro-batches of 8, two threads each. transformers:
+eager attention, fp32, fused AdamW, gradient accumulation. Each round starts both processes anew; the
+ratio is of medians of step times behind the first step; losses of both are printed side by side.
+"""
+
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROUNDS, STEPS, BATCH, MICRO, LENGTH, THREADS = 3, 4, 32, 8, 128, 2
+RATE, DECAY = 3e-4, 0.01
+
+
+def prepare(folder):
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=8192, n_positions=LENGTH, n_embd=512, n_layer=12, n_head=8,
+                        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    ids = torch.randint(0, 8192, (BATCH * STEPS, LENGTH)).tolist()
+    (folder / "data.jsonl").write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in ids))
+
+
+def peer(folder):
+    import torch
+    from transformers import GPT2LMHeadModel
+    torch.set_num_threads(THREADS)
+    model = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager")
+    model.train()
+    named = list(model.named_parameters())
+    is_plain = lambda name: name.endswith(".bias") or ".ln_" in name
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for n, p in named if not is_plain(n)], "weight_decay": DECAY},
+         {"params": [p for n, p in named if is_plain(n)], "weight_decay": 0.0}], lr=RATE, fused=True)
+    lines = [json.loads(line)["input_ids"] for line in (folder / "data.jsonl").open()]
+    for step in range(STEPS):
+        begin = time.perf_counter()
+        ids = torch.tensor(lines[step * BATCH:(step + 1) * BATCH])
+        total = 0.0
+        for micro in ids.split(MICRO):
+            loss = model(input_ids=micro, labels=micro).loss * (len(micro) / BATCH)
+            loss.backward()
+            total += float(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        print(json.dumps({"event": "step", "loss": total, "seconds": time.perf_counter() - begin}), flush=True)
+
+
+def ours(folder, recompute, schedule):
+    config = folder / f"{schedule}-{recompute}.toml"
+    config.write_text(f"""
+model.path = "{folder}"
+data = {{ train = "{folder}/data.jsonl", shuffle = false }}
+step = {{ batch = {BATCH}, micro_batch = {MICRO}, steps = {STEPS} }}
+optimizer = {{ learning_rate = {RATE}, weight_decay = {DECAY} }}
+device.threads = {THREADS}
+schedule = {{ kind = "{schedule}", recompute = {str(recompute).lower()} }}
+""")
+    binary = pathlib.Path(__file__).parent.parent / "target/release/l2l"
+    return [binary, "train", config, "--format", "json"]
+
+
+def run(command):
+    """Losses, median step seconds behind the first, peak resident bytes of one process."""
+    process = subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, text=True)
+    steps = [json.loads(line) for line in process.stdout]
+    steps = [event for event in steps if event["event"] == "step"]
+    _, status, usage = __import__("os").wait4(process.pid, 0)
+    assert status == 0, command
+    seconds = [event["seconds"] for event in steps[1:]]
+    return [event["loss"] for event in steps], statistics.median(seconds), usage.ru_maxrss * 1024
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        prepare(folder)
+        ways = {
+            "transformers": [sys.executable, __file__, str(folder)],
+            "relay": ours(folder, False, "relay"),
+            "relay, recomputing": ours(folder, True, "relay"),
+            "resident": ours(folder, False, "resident"),
+            "resident, recomputing": ours(folder, True, "resident"),
+        }
+        results = {name: [] for name in ways}
+        for _ in range(ROUNDS):
+            for name, command in ways.items():
+                results[name].append(run(command))
+        peer_seconds = statistics.median(seconds for _, seconds, _ in results["transformers"])
+        for name, rounds in results.items():
+            seconds = statistics.median(seconds for _, seconds, _ in rounds)
+            memory = statistics.median(memory for _, _, memory in rounds)
+            losses = " ".join(f"{loss:.5f}" for loss in rounds[0][0])
+            print(f"{name:24} {BATCH * LENGTH / seconds:7.0f} tokens/s, {peer_seconds / seconds:.2f} x "
+                  f"transformers, peak {memory / 2**20:.0f} MiB, losses {losses}")
+
+
+if __name__ == "__main__":
+    peer(pathlib.Path(sys.argv[1])) if len(sys.argv) > 1 else main()

@@ -1,0 +1,77 @@
+//! The device as a whole: the suite every implementation of the ports is run through.
+
+use std::sync::Arc;
+
+use l2l_actors::conformance::{Report, Subject, check};
+use l2l_actors::schedule::{Pools, Schedule, Version};
+use l2l_actors::threads::ThreadLanes;
+
+use super::Cpu;
+use crate::config::{ChannelsConfig, Config, Plan, StashPlace, schedule_of};
+use crate::data::{Batch, Source};
+use crate::models::Model;
+use crate::trainer::shape_of;
+
+/// A model small enough to be run a thousand times.
+struct Small {
+    config: Config,
+}
+
+impl Small {
+    fn new(recompute: bool, place: StashPlace) -> Small {
+        let mut config = Config::default();
+        config.model.layers = Some(1);
+        config.model.hidden = Some(8);
+        config.model.heads = Some(2);
+        config.model.vocabulary = Some(11);
+        config.model.positions = Some(4);
+        config.step.batch = 3;
+        config.step.micro_batch = 2;
+        config.device.threads = Some(1);
+        config.schedule.recompute = recompute;
+        config.stash.place = place;
+        config.optimizer.clip_norm = Some(1e9); // never cuts; gives every block a region
+        Small { config }
+    }
+
+    fn model(&self) -> Model {
+        Model::gpt2(shape_of(&self.config).expect("a shape of ours"))
+    }
+}
+
+impl Subject for Small {
+    type Ports = ThreadLanes<Cpu>;
+
+    fn schedule(&self) -> Schedule {
+        schedule_of(&self.config, &self.model(), 4).expect("a model of ours")
+    }
+
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        let channels = ChannelsConfig {
+            weights: pools.weights,
+            gradients: pools.gradients,
+            reduced: pools.reduced,
+            stash: pools.ahead,
+        };
+        let config = Config { channels, ..self.config.clone() };
+        let model = Arc::new(self.model());
+        let plan = Plan::new(&config, &model).expect("a plan of ours");
+        assert_eq!(plan.pools, *pools);
+        let cpu = Cpu::new(&config, model, Arc::new(plan)).expect("memory and threads");
+        cpu.eps().randomise(1);
+        Arc::new(ThreadLanes::start(cpu).expect("threads"))
+    }
+
+    fn batch(&self, step: Version) -> Batch {
+        let mut source = Source::open(&self.config, 11, 4).expect("random data");
+        source.batch(step).expect("random data has labels")
+    }
+}
+
+#[test]
+fn the_cpu_device_conforms() {
+    for (recompute, place) in [(true, StashPlace::Host), (false, StashPlace::Device)] {
+        let Report { operations, rings, failures, drops } = check(&Small::new(recompute, place));
+        assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
+    }
+}

@@ -1,0 +1,120 @@
+//! Memory is what the plan says: on the device the same for any depth and batch, and nothing as
+//! large as a tensor is allocated once the run is on its way.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use l2l::config::ScheduleKind;
+use l2l::{Config, Plan, Trainer, models::Model, shape_of};
+
+/// The least that counts as a tensor.
+const TENSOR_BYTES: usize = 256 << 10;
+
+/// Counts large allocations.
+struct Counting;
+
+static LARGE: AtomicUsize = AtomicUsize::new(0);
+
+impl Counting {
+    fn count(bytes: usize) {
+        if bytes >= TENSOR_BYTES {
+            LARGE.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+// SAFETY: it counts, and leaves the rest to the system's.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        Counting::count(layout.size());
+        // SAFETY: as this one was called.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        Counting::count(layout.size());
+        // SAFETY: as this one was called.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn realloc(&self, memory: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        Counting::count(bytes);
+        // SAFETY: as this one was called.
+        unsafe { System.realloc(memory, layout, bytes) }
+    }
+
+    unsafe fn dealloc(&self, memory: *mut u8, layout: Layout) {
+        // SAFETY: as this one was called.
+        unsafe { System.dealloc(memory, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+fn config(layers: usize, micro_batches: usize) -> Config {
+    let mut config = Config::default();
+    config.model.layers = Some(layers);
+    config.model.hidden = Some(64);
+    config.model.heads = Some(4);
+    config.model.vocabulary = Some(700);
+    config.model.positions = Some(32);
+    config.step.micro_batch = 4;
+    config.step.batch = 4 * micro_batches;
+    config
+}
+
+fn plan(config: &Config) -> Plan {
+    let model = Model::gpt2(shape_of(config).expect("a shape of ours"));
+    Plan::new(config, &model).expect("a plan of ours")
+}
+
+#[test]
+fn device_bytes_depend_neither_on_depth_nor_on_batch() {
+    let shallow = plan(&config(4, 2));
+    assert!(shallow.device_bytes() > 0);
+    for (layers, micro_batches) in [(64, 2), (4, 32), (64, 32)] {
+        assert_eq!(plan(&config(layers, micro_batches)).device, shallow.device);
+    }
+}
+
+fn planned_workspace(trainer: &Trainer) -> u64 {
+    let terms = &trainer.plan().device;
+    terms.iter().find(|term| term.name == "workspace").expect("a term of its own").bytes
+}
+
+/// Also: not one large allocation from the third step on, in any schedule.
+#[test]
+fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
+    for (kind, recompute, clip) in [
+        (ScheduleKind::Relay, true, None),
+        (ScheduleKind::Relay, false, Some(0.5)),
+        (ScheduleKind::Resident, true, None),
+    ] {
+        let mut config = config(6, 5);
+        config.model.hidden = Some(256); // blocks, slots and workspace far above 256 KiB
+        config.model.vocabulary = Some(5000);
+        config.step.steps = 5;
+        config.schedule.kind = kind;
+        config.schedule.recompute = recompute;
+        config.optimizer.clip_norm = clip;
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut trainer = Trainer::start(config).expect("a case of ours");
+            for step in 0..5 {
+                let before = LARGE.load(Relaxed);
+                let report = trainer.step().await.expect("nothing fails here");
+                let large = LARGE.load(Relaxed) - before;
+                assert!(step < 2 || large == 0, "{kind:?}: {large} allocations in step {step}");
+                if step == 4 {
+                    // All of the workspace, and as many slots as this machine's timing filled; that
+                    // each pool can be filled is shown in virtual time (`l2l-actors`, `bounds`).
+                    let (used, planned) = (report.device_peak_bytes, trainer.plan().device_bytes());
+                    assert!(used <= planned && used > planned / 10 * 8, "{used} of {planned}");
+                    assert_eq!(trainer.workspace_peak_bytes(), planned_workspace(&trainer));
+                }
+            }
+            trainer.finish().await.expect("nothing fails here");
+        });
+    }
+}
