@@ -65,3 +65,29 @@ async fn an_untied_gpt2_of_one_block_is_pytorchs() {
     config.stash.place = StashPlace::Device;
     check(config, &golden).await;
 }
+
+/// What is written is what was read, under transformers' names.
+#[tokio::test]
+async fn weights_survive_a_round_trip() {
+    for name in ["tied", "untied"] {
+        let (config, _) = case(name);
+        let folder = tempfile::tempdir().expect("a place for files");
+        let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+        trainer.save(folder.path()).await.expect("a directory of ours");
+        let from = config.model.path.expect("a case has one").join("model.safetensors");
+        let (from, to) = (fs::read(from), fs::read(folder.path().join("model.safetensors")));
+        let (from, to) = (from.expect("it is committed"), to.expect("it was written"));
+        let read = |bytes| safetensors::SafeTensors::deserialize(bytes).expect("it is whole");
+        let (from, to) = (read(&from), read(&to));
+        assert_eq!(from.len(), to.len());
+        for (name, tensor) in from.tensors() {
+            let written = to.tensor(&name).expect("every tensor is written");
+            assert_eq!(
+                (tensor.shape(), tensor.data()),
+                (written.shape(), written.data()),
+                "{name}"
+            );
+        }
+        trainer.finish().await.expect("nothing fails here");
+    }
+}

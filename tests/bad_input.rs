@@ -1,0 +1,169 @@
+//! Bad input: one clear message that names what and where, exit status 2, nothing started.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+fn l2l(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_l2l")).args(arguments).output().expect("it was built")
+}
+
+fn goldens() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/tied")
+}
+
+/// Trains with a config in a directory of its own, and expects a refusal that says all of this.
+#[track_caller]
+fn refused(folder: &TempDir, config: &str, says: &[&str]) {
+    let path = folder.path().join("config.toml");
+    fs::write(&path, config).expect("a directory of ours");
+    let output = l2l(&["train", path.to_str().expect("UTF-8"), "--format", "json"]);
+    let (out, error) =
+        (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(2), "{out}{error}");
+    assert!(out.is_empty(), "nothing was started: {out}");
+    assert!(error.starts_with("error: ") && !error.contains("panicked"), "{error}");
+    for text in says {
+        assert!(error.contains(text), "{text:?} expected in: {error}");
+    }
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a place for files")
+}
+
+/// A config that trains on a file with these lines.
+fn with_lines(folder: &TempDir, lines: &str) -> String {
+    let path = folder.path().join("data.jsonl");
+    fs::write(&path, lines).expect("a directory of ours");
+    format!(
+        "model = {{ layers = 1, hidden = 8, heads = 2, vocabulary = 10, positions = 4 }}\n\
+         data.train = \"{}\"\nstep = {{ batch = 1, steps = 1 }}\n",
+        path.display()
+    )
+}
+
+#[test]
+fn lines_of_data() {
+    let folder = folder();
+    for (lines, says) in [
+        ("", vec!["data.jsonl", "no sequence"]),
+        (
+            "{\"input_ids\": [1, 2]}\n{\"input_ids\": [1, 10]}",
+            vec!["line 2", "token 10", "vocabulary of 10"],
+        ),
+        ("{\"input_ids\": [1, -2]}", vec!["line 1", "token -2 at 1"]),
+        ("{\"input_ids\": [1, 2], \"labels\": [1, 77]}", vec!["line 1", "label 77"]),
+        ("{\"input_ids\": [1, 2], \"labels\": [1]}", vec!["line 1", "1 labels for 2 input_ids"]),
+        ("{\"input_ids\": [1, 2, 3, 4, 5]}", vec!["line 1", "5 tokens", "too_long"]),
+        ("{\"input_ids\": []}", vec!["line 1", "empty"]),
+        ("{\"input_ids\": [1, 2]", vec!["line 1", "EOF"]),
+        ("{\"ids\": [1, 2]}", vec!["line 1", "unknown field `ids`"]),
+        ("{\"input_ids\": \"text\"}", vec!["line 1", "expected a sequence"]),
+        ("{\"input_ids\": [1]}", vec!["data.jsonl", "step 1", "label"]),
+        ("{\"input_ids\": [1, 2], \"labels\": [-100, -100]}", vec!["no position", "label"]),
+    ] {
+        let config = with_lines(&folder, lines);
+        refused(&folder, &config, &says);
+    }
+}
+
+#[test]
+fn files_that_are_not_there_or_not_files() {
+    let folder = folder();
+    let here = folder.path().display().to_string();
+    refused(&folder, "data.train = \"/none.jsonl\"", &["/none.jsonl", "No such file"]);
+    refused(&folder, "data.train = \"/none.csv\"", &["/none.csv", "\"random\" or a .jsonl file"]);
+    let binary = folder.path().join("binary.jsonl");
+    fs::write(&binary, [0xff, 0xfe, 0x00]).expect("a directory of ours");
+    let config = format!("data.train = \"{}\"", binary.display());
+    refused(&folder, &config, &["binary.jsonl, line 1", "UTF-8"]);
+    refused(&folder, &format!("model.path = \"{here}\""), &["config.json", "No such file"]);
+    let output = l2l(&["train", "/none.toml"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("config /none.toml"));
+    assert_eq!(l2l(&["fly"]).status.code(), Some(2));
+}
+
+#[test]
+fn shapes_and_budgets() {
+    let folder = folder();
+    refused(&folder, "model.hidden = 10\nmodel.heads = 3", &["multiple of heads"]);
+    refused(&folder, "model.layers = 0", &["model.layers is 0"]);
+    refused(&folder, "model.vocabulary = 0", &["model.vocabulary is 0"]);
+    refused(
+        &folder,
+        "data.sequence_length = 1000",
+        &["data.sequence_length is 1000", "256 positions"],
+    );
+    refused(&folder, "model.preset = \"gpt-7\"", &["gpt-7", "gpt-small"]);
+    let budget = "device.memory = \"1MiB\"";
+    refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
+    refused(&folder, "model.layers = 99999\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);
+    refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "unknown field `bach`"]);
+}
+
+/// The smallest budget that the message names is enough.
+#[test]
+fn the_budget_that_would_do_does() {
+    let folder = folder();
+    let path = folder.path().join("config.toml");
+    let base = "model = { layers = 1, hidden = 8, heads = 2, positions = 4 }\nstep.steps = 1\n";
+    let plan = |text: String| -> Value {
+        fs::write(&path, text).expect("a directory of ours");
+        let output = l2l(&["plan", path.to_str().expect("UTF-8"), "--format", "json"]);
+        assert_eq!(output.status.code(), Some(0), "also when it does not fit");
+        serde_json::from_slice(&output.stdout).expect("one object")
+    };
+    let needed = plan(base.to_string())["device_bytes"]["total"].as_u64().expect("bytes");
+    let with = |bytes: u64| plan(format!("{base}device.memory = {bytes}\n"))["fits"].clone();
+    assert_eq!((with(needed), with(needed - 1)), (json!(true), json!(false)));
+}
+
+/// A checkpoint with one thing changed.
+fn checkpoint(folder: &TempDir, config: impl Fn(&mut Value), weights: Option<Vec<u8>>) -> String {
+    let at = folder.path().join("model");
+    fs::create_dir_all(&at).expect("a directory of ours");
+    let text = fs::read_to_string(goldens().join("config.json")).expect("it is committed");
+    let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
+    config(&mut value);
+    fs::write(at.join("config.json"), value.to_string()).expect("a directory of ours");
+    let whole = || fs::read(goldens().join("model.safetensors")).expect("it is committed");
+    let weights = weights.unwrap_or_else(whole);
+    fs::write(at.join("model.safetensors"), weights).expect("a directory of ours");
+    format!("model.path = \"{}\"\nstep.steps = 1\n", at.display())
+}
+
+#[test]
+fn checkpoints_of_other_models() {
+    let folder = folder();
+    let deeper = checkpoint(&folder, |c| c["n_layer"] = json!(4), None);
+    refused(&folder, &deeper, &["model.safetensors", "transformer.h.3.ln_1.weight is missing"]);
+    let shallower = checkpoint(&folder, |c| c["n_layer"] = json!(2), None);
+    refused(&folder, &shallower, &["h.2.", "in the file and not in the model"]);
+    let wider = checkpoint(&folder, |c| c["vocab_size"] = json!(38), None);
+    refused(&folder, &wider, &["transformer.wte.weight: [38, 20] expected, [37, 20] found"]);
+    let other = checkpoint(&folder, |c| c["model_type"] = json!("llama"), None);
+    refused(&folder, &other, &["config.json", "\"llama\"", "\"gpt2\""]);
+    let strange = checkpoint(&folder, |c| c["activation_function"] = json!("swish"), None);
+    refused(&folder, &strange, &["activation_function \"swish\""]);
+    let sized = checkpoint(&folder, |_| (), None) + "model.hidden = 3\n";
+    refused(&folder, &sized, &["model.path has its own sizes"]);
+}
+
+#[test]
+fn weights_that_were_cut_or_are_none() {
+    let folder = folder();
+    let whole = fs::read(goldens().join("model.safetensors")).expect("it is committed");
+    for cut in [0, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
+        let config = checkpoint(&folder, |_| (), Some(whole[..cut].to_vec()));
+        refused(&folder, &config, &["model.safetensors"]);
+    }
+    let mut huge = whole.clone();
+    huge[..8].copy_from_slice(&u64::MAX.to_le_bytes());
+    let config = checkpoint(&folder, |_| (), Some(huge));
+    refused(&folder, &config, &["model.safetensors"]);
+}
