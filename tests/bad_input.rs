@@ -60,6 +60,7 @@ fn lines_of_data() {
         ("{\"input_ids\": [1, 2], \"labels\": [1]}", vec!["line 1", "1 labels for 2 input_ids"]),
         ("{\"input_ids\": [1, 2, 3, 4, 5]}", vec!["line 1", "5 tokens", "too_long"]),
         ("{\"input_ids\": []}", vec!["line 1", "empty"]),
+        ("{\"input_ids\": [1, 2], \"attention_mask\": [1, 0]}", vec!["line 1", "attention_mask"]),
         ("{\"input_ids\": [1, 2]", vec!["line 1", "EOF"]),
         ("{\"ids\": [1, 2]}", vec!["line 1", "unknown field `ids`"]),
         ("{\"input_ids\": \"text\"}", vec!["line 1", "expected a sequence"]),

@@ -15,8 +15,8 @@ use crate::error::Error;
 struct Line {
     input_ids: Vec<i64>,
     labels: Option<Vec<i64>>,
-    #[serde(rename = "attention_mask")]
-    _attention_mask: Option<Vec<i64>>,
+    /// Tokenizers write it; a line has no padding, so it must be all ones.
+    attention_mask: Option<Vec<i64>>,
 }
 
 /// Reads and checks all sequences.
@@ -51,7 +51,10 @@ fn sequence(
     positions: usize,
     too_long: TooLong,
 ) -> Result<Sequence, String> {
-    let Line { mut input_ids, labels, .. } = line;
+    let Line { mut input_ids, labels, attention_mask } = line;
+    if attention_mask.is_some_and(|mask| mask != vec![1; input_ids.len()]) {
+        return Err("attention_mask is not all ones: leave padding out of input_ids".into());
+    }
     let mut labels = labels.unwrap_or_else(|| input_ids.clone());
     if input_ids.is_empty() {
         return Err("input_ids is empty".into());

@@ -3,7 +3,7 @@
 //! The product itself is faer's. Cutting it here, by shape alone, keeps the bits the same for any
 //! number of threads, and faer's packing memory stays with each thread, so that nothing is
 //! allocated per call. Tiles of 256 × 512 were the fastest of five that use two cores well; faer
-//! packs xᵀ slowly, so x is transposed into scratch first (see `benches/matmul.rs`).
+//! packs xᵀ slowly, so x is transposed into scratch first (see `benches/matmul`).
 
 use faer::linalg::matmul::matmul as product;
 use faer::{Accum, MatMut, MatRef, Par};
