@@ -1,19 +1,21 @@
 """Whether transfers hide: steps over an emulated link against steps without one, in one run.
 
-    cargo build --release && python3 benches/overlap.py
+    cargo build --release && python3 benches/overlap.py [device|host]
 
 GPT-2 of 12 x 512 on two threads, micro-batches of 8 x 128, the link set so that a block's upload takes
 0.8 of a layer's forward (a share of the unlinked step, as its FLOPs are). With one weight slot the
-upload shows; with two it hides.
+upload shows; with two it hides. The stash is on the device, so that blocks and gradients alone cross
+the link; with `host`, boundaries cross it too and take more of it than the blocks leave.
 """
 
 import json
 import pathlib
 import statistics
 import subprocess
+import sys
 import tempfile
 
-ROUNDS, STEPS, LAYERS, HIDDEN = 3, 3, 12, 512
+ROUNDS, STEPS, LAYERS, HIDDEN = 2, 3, 12, 512
 BINARY = pathlib.Path(__file__).parent.parent / "target/release/l2l"
 
 
@@ -23,7 +25,8 @@ def run(folder, weights, link):
 model = {{ layers = {LAYERS}, hidden = {HIDDEN}, heads = 8, vocabulary = 256, positions = 128 }}
 step = {{ batch = 32, micro_batch = 8, steps = {STEPS} }}
 device = {{ threads = 2 {f', link = "{link}"' if link else ''} }}
-channels = {{ weights = {weights}, stash = 16 }}
+channels = {{ weights = {weights} }}
+stash.place = "{sys.argv[1] if len(sys.argv) > 1 else "device"}"
 """)
     out = subprocess.run([BINARY, "train", config, "--format", "json"], check=True, capture_output=True, text=True)
     steps = [json.loads(line) for line in out.stdout.splitlines()]
