@@ -165,7 +165,8 @@ impl Trainer {
         if let Some(misfit) = plan.misfits().into_iter().next() {
             return Err(Error::refused(misfit));
         }
-        let source = Source::open(&config, model.shape.vocabulary, plan.positions)?;
+        let mut source = Source::open(&config, model.shape.vocabulary, plan.positions)?;
+        source.check(config.step.steps)?;
         let cpu = Cpu::new(&config, model.clone(), plan.clone())?;
         match &config.model.path {
             Some(path) => hf::load(path, &model, cpu.eps())?,

@@ -107,6 +107,16 @@ fn shapes_and_budgets() {
     refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "unknown field `bach`"]);
 }
 
+/// Also when it is not the first: nothing is started.
+#[test]
+fn a_batch_without_a_label() {
+    let folder = folder();
+    let lines = "{\"input_ids\": [1, 2]}\n{\"input_ids\": [3]}\n";
+    let config = with_lines(&folder, lines).replace("steps = 1", "steps = 2");
+    let config = config.replace("data.train", "data.shuffle = false\ndata.train");
+    refused(&folder, &config, &["data.jsonl", "step 2", "label"]);
+}
+
 /// The smallest budget that the message names is enough.
 #[test]
 fn the_budget_that_would_do_does() {

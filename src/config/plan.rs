@@ -226,8 +226,17 @@ impl fmt::Display for Term {
     }
 }
 
-/// Bytes the system can give, if it says.
+/// Bytes this process can have, if the system says: of the machine, and of its control group.
 fn available_memory() -> Option<u64> {
+    let group = |file: &str| -> Option<u64> {
+        std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{file}")).ok()?.trim().parse().ok()
+    };
+    let of_group = group("max").zip(group("current")).map(|(max, used)| max.saturating_sub(used));
+    free_memory().into_iter().chain(of_group).min()
+}
+
+/// Bytes of the machine that are free, if it says.
+fn free_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
     let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;

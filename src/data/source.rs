@@ -54,34 +54,53 @@ impl Source {
         Ok(source)
     }
 
+    /// Looks through all batches of a run for one without a label, before anything starts.
+    ///
+    /// # Errors
+    /// Its step.
+    pub fn check(&mut self, steps: u64) -> Result<(), Error> {
+        let Some(sequences) = &self.sequences else { return Ok(()) };
+        let labelled: Vec<bool> = sequences.iter().map(|one| one.labelled() > 0).collect();
+        if labelled.iter().all(|&has| has) {
+            return Ok(());
+        }
+        match (0..steps).find(|&step| !self.places(labelled.len(), step).any(|at| labelled[at])) {
+            None => Ok(()),
+            Some(step) => Err(self.unlabelled(step)),
+        }
+    }
+
+    /// Which of `count` sequences a step trains on.
+    fn places(&mut self, count: usize, step: u64) -> impl Iterator<Item = usize> {
+        let (order, shuffle, seed) = (&mut self.order, self.shuffle, self.seed);
+        let from = step * self.batch as u64;
+        (from..from + self.batch as u64).map(move |index| {
+            let (epoch, at) = (index / count as u64, (index % count as u64) as usize);
+            place(order, shuffle, seed, count, epoch, at)
+        })
+    }
+
+    fn unlabelled(&self, step: u64) -> Error {
+        let (name, step) = (&self.name, step + 1);
+        Error::refused(format_args!(
+            "data {name}: no position of the batch of step {step} has a label"
+        ))
+    }
+
     /// The batch of a step.
     ///
     /// # Errors
     /// None of its positions has a label.
     pub fn batch(&mut self, step: u64) -> Result<Batch, Error> {
-        let batch = match &self.sequences {
+        let batch = match self.sequences.as_ref().map(Vec::len) {
             None => self.random(step),
-            Some(sequences) => {
-                let count = sequences.len();
-                let from = step * self.batch as u64;
-                let places: Vec<usize> = (from..from + self.batch as u64)
-                    .map(|index| (index / count as u64, (index % count as u64) as usize))
-                    .map(|(epoch, at)| {
-                        place(&mut self.order, self.shuffle, self.seed, count, epoch, at)
-                    })
-                    .collect();
-                let chosen: Vec<&Sequence> = places.iter().map(|&at| &sequences[at]).collect();
-                Batch::new(&chosen)
+            Some(count) => {
+                let places: Vec<usize> = self.places(count, step).collect();
+                let sequences = self.sequences.as_ref().expect("they were just counted");
+                Batch::new(&places.iter().map(|&at| &sequences[at]).collect::<Vec<_>>())
             }
         };
-        if batch.labelled == 0 {
-            return Err(Error::refused(format_args!(
-                "data {}: no position of the batch of step {} has a label",
-                self.name,
-                step + 1
-            )));
-        }
-        Ok(batch)
+        if batch.labelled == 0 { Err(self.unlabelled(step)) } else { Ok(batch) }
     }
 
     fn random(&self, step: u64) -> Batch {
