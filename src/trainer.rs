@@ -9,7 +9,7 @@ use l2l_actors::schedule::Schedule;
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Config as RingConfig, Relay};
 
-use crate::config::{Config, Plan, schedule_of};
+use crate::config::{Config, Plan, Term, schedule_of};
 use crate::data::{Batch, Source};
 use crate::devices::cpu::{Cpu, HEAD_LIMIT};
 use crate::error::Error;
@@ -237,7 +237,7 @@ impl Trainer {
             tokens,
             seconds,
             exposed_wait_seconds: (self.cpu().counts.waited() - waited).as_secs_f64(),
-            device_peak_bytes: self.device_peak_bytes(),
+            device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
         })
     }
 
@@ -245,23 +245,20 @@ impl Trainer {
         self.lanes.hands()
     }
 
-    /// Slots handed out at most, each pool by itself, and the workspace's height at most.
-    fn device_peak_bytes(&self) -> u64 {
-        let layout = &self.plan.layout;
-        let floats = |pool: &str| match pool {
-            "weights" | "gradients" => layout.block,
-            "inputs" | "outputs" => layout.boundary,
-            _ => 0, // of the host, or no memory
-        };
+    /// The high-water mark of each term of the plan's device: slots handed out at once at most,
+    /// and the workspace's greatest height.
+    pub fn device_peak(&self) -> Vec<Term> {
         let pools = self.relay.snapshot().pools;
-        let slots: usize = pools.iter().map(|pool| pool.peak as usize * floats(pool.name)).sum();
-        let stash = if self.plan.stash_on_device { self.plan.stash_floats } else { 0 };
-        (slots + stash) as u64 * size_of::<f32>() as u64 + self.workspace_peak_bytes()
-    }
-
-    /// The most bytes of the device's workspace that were in use.
-    pub fn workspace_peak_bytes(&self) -> u64 {
-        self.cpu().counts.workspace.load(Relaxed) * size_of::<f32>() as u64
+        let peak = |name: &str| pools.iter().find(|pool| pool.name == name).map(|pool| pool.peak);
+        let floats = |name: &str| match name {
+            "workspace" => self.cpu().counts.workspace.load(Relaxed) as usize,
+            "weights" | "gradients" => peak(name).unwrap_or(0) as usize * self.plan.layout.block,
+            "inputs" | "outputs" => peak(name).unwrap_or(0) as usize * self.plan.layout.boundary,
+            _ if self.plan.stash_on_device => self.plan.stash_floats,
+            _ => 0,
+        };
+        let term = |name| Term { name, bytes: (floats(name) * size_of::<f32>()) as u64 };
+        self.plan.device.iter().map(|planned| term(planned.name)).collect()
     }
 
     /// Waits for all updates and writes the weights to a directory's `model.safetensors`, under
