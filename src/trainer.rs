@@ -85,7 +85,10 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
         (&mut shape.layers, model.layers),
         (&mut shape.hidden, model.hidden),
         (&mut shape.heads, model.heads),
-        (&mut shape.intermediate, model.intermediate.or(model.hidden.map(|hidden| 4 * hidden))),
+        (
+            &mut shape.intermediate,
+            model.intermediate.or(model.hidden.map(|hidden| hidden.saturating_mul(4))),
+        ),
         (&mut shape.vocabulary, model.vocabulary),
         (&mut shape.positions, model.positions),
     ];
@@ -130,6 +133,9 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
             "model.hidden is {hidden}, model.heads {heads}: hidden must be a multiple of heads, \
              and at most {HEAD_LIMIT} times as much"
         )));
+    }
+    if !(shape.layer_norm_epsilon.is_finite() && shape.layer_norm_epsilon > 0.0) {
+        return Err(Error::refused("the model's layer_norm_epsilon must be above 0"));
     }
     let Dropouts { embedding, attention, residual } = shape.dropout;
     if [embedding, attention, residual].iter().any(|p| !(0.0..1.0).contains(p)) {
@@ -218,6 +224,7 @@ impl Trainer {
     /// # Errors
     /// The ring failed.
     pub async fn step_on(&mut self, batch: Batch) -> Result<StepReport, Error> {
+        self.check_batch(&batch)?;
         let (tokens, positions) = (batch.token_count(), batch.positions);
         if self.schedule.as_ref().is_none_or(|(known, _)| *known != positions) {
             self.schedule = Some((positions, schedule_of(&self.config, &self.model, positions)?));
@@ -239,6 +246,40 @@ impl Trainer {
             exposed_wait_seconds: (self.cpu().counts.waited() - waited).as_secs_f64(),
             device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
         })
+    }
+
+    /// What the plan was made for, whoever made the batch.
+    fn check_batch(&self, batch: &Batch) -> Result<(), Error> {
+        let (sequences, vocabulary) = (self.config.step.batch, self.model.shape.vocabulary);
+        let longest = self.plan.positions;
+        if batch.lengths.len() != sequences || batch.lengths.contains(&0) {
+            return Err(Error::refused(format_args!(
+                "a batch of {} sequences, some of them perhaps empty: step.batch is {sequences}",
+                batch.lengths.len()
+            )));
+        }
+        if batch.positions > longest {
+            return Err(Error::refused(format_args!(
+                "a sequence of {} tokens: the plan was made for {longest} at most",
+                batch.positions
+            )));
+        }
+        let known = |token: u32| (token as usize) < vocabulary;
+        let is_bad = |target: &&i32| **target >= 0 && !known(**target as u32);
+        if let Some(token) = batch.tokens.iter().find(|token| !known(**token)) {
+            return Err(Error::refused(format_args!(
+                "token {token} is outside the vocabulary of {vocabulary}"
+            )));
+        }
+        if let Some(label) = batch.targets.iter().find(is_bad) {
+            return Err(Error::refused(format_args!(
+                "label {label} is outside the vocabulary of {vocabulary}"
+            )));
+        }
+        if batch.labelled == 0 {
+            return Err(Error::refused("no position of the batch has a label"));
+        }
+        Ok(())
     }
 
     fn cpu(&self) -> &Cpu {

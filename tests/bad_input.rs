@@ -103,7 +103,12 @@ fn shapes_and_budgets() {
     refused(&folder, "model.preset = \"gpt-7\"", &["gpt-7", "gpt-small"]);
     let budget = "device.memory = \"1MiB\"";
     refused(&folder, budget, &["device.memory is", "the plan needs", "most of it for", "give it"]);
-    refused(&folder, "model.layers = 99999\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);
+    refused(&folder, "model.layers = 1000\nmodel.hidden = 16384\nmodel.heads = 64", &["free"]);
+    refused(&folder, "model.layers = 99999\nmodel.hidden = 16384\nmodel.heads = 64", &["smaller"]);
+    let turns = "model.layers = 99999\nstep = { batch = 1048576, micro_batch = 1 }";
+    refused(&folder, turns, &["step.micro_batch larger"]);
+    refused(&folder, "watchdog.seconds = 1e20", &["watchdog.seconds must be at most"]);
+    refused(&folder, "optimizer.epsilon = 1e-50", &["optimizer.epsilon must be"]);
     refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "unknown field `bach`"]);
 }
 
@@ -115,6 +120,20 @@ fn a_batch_without_a_label() {
     let config = with_lines(&folder, lines).replace("steps = 1", "steps = 2");
     let config = config.replace("data.train", "data.shuffle = false\ndata.train");
     refused(&folder, &config, &["data.jsonl", "step 2", "label"]);
+}
+
+/// A run that diverges fails, and says why.
+#[test]
+fn a_run_that_diverges() {
+    let folder = folder();
+    let path = folder.path().join("config.toml");
+    let config = "model = { layers = 1, hidden = 8, heads = 2 }\nstep.batch = 2\n\
+                  optimizer.learning_rate = 1e30\ndata.sequence_length = 8\n";
+    fs::write(&path, config).expect("a directory of ours");
+    let output = l2l(&["train", path.to_str().expect("UTF-8")]);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("the learning rate may be too high"), "{error}");
 }
 
 /// The smallest budget that the message names is enough.

@@ -333,7 +333,7 @@ impl Config {
         let not_negative = |value: f64| value.is_finite() && value >= 0.0;
         let dropout = self.model.dropout.unwrap_or(0.0);
         let ChannelsConfig { weights, gradients, reduced, stash } = self.channels;
-        let rules: [(bool, &str, &str); 17] = [
+        let rules: [(bool, &str, &str); 19] = [
             (self.step.batch >= 1, "step.batch", "at least 1"),
             (self.step.micro_batch >= 1, "step.micro_batch", "at least 1"),
             (self.step.batch <= 1 << 20, "step.batch", "at most 1048576"),
@@ -342,6 +342,7 @@ impl Config {
             (not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0"),
             (share(betas.0) && share(betas.1), "optimizer.betas", "two numbers in [0, 1)"),
             (positive(epsilon), "optimizer.epsilon", "above 0"),
+            (epsilon as f32 > 0.0, "optimizer.epsilon", "at least 1e-45, for it is used in f32"),
             (not_negative(decay), "optimizer.weight_decay", "a finite number, at least 0"),
             (clip.is_none_or(positive), "optimizer.clip_norm", "above 0"),
             ((0.0..1.0).contains(&dropout), "model.dropout", "in [0, 1)"),
@@ -350,6 +351,7 @@ impl Config {
             (reduced >= 1, "channels.reduced", "at least 1"),
             (stash >= 1, "channels.stash", "at least 1"),
             (positive(self.watchdog.seconds), "watchdog.seconds", "above 0"),
+            (self.watchdog.seconds <= 1e9, "watchdog.seconds", "at most 1e9"),
             (self.device.threads != Some(0), "device.threads", "at least 1"),
         ];
         for (holds, key, must) in rules {

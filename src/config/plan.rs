@@ -98,6 +98,7 @@ impl Plan {
                 shape.positions
             )));
         }
+        check_sizes(config, model, positions)?;
         let schedule = schedule_of(config, model, positions)?;
         let channels = config.channels;
         let depths = Capacities {
@@ -214,6 +215,34 @@ impl Plan {
         }
         misfits
     }
+}
+
+/// Refuses what no machine could hold before anything is sized by it.
+fn check_sizes(config: &Config, model: &Model, positions: usize) -> Result<(), Error> {
+    const VISITS: u128 = 1 << 22;
+    const FLOATS: u128 = 1 << 44;
+    let shape = &model.shape;
+    let turns = config.step.batch.div_ceil(config.step.micro_batch) as u128;
+    let visits = turns.saturating_mul(model.parts.len() as u128);
+    if visits > VISITS {
+        return Err(Error::refused(format_args!(
+            "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
+             make step.micro_batch larger or step.batch smaller",
+            model.parts.len()
+        )));
+    }
+    let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
+    let rows = config.step.batch as u128 * positions as u128;
+    let floats = rows.saturating_mul(width).saturating_mul(model.parts.len() as u128);
+    if floats > FLOATS {
+        return Err(Error::refused(format_args!(
+            "a step of {rows} positions through {} layers of width {} needs more memory than there \
+             is: make step.batch, data.sequence_length or the model smaller",
+            model.parts.len(),
+            shape.hidden
+        )));
+    }
+    Ok(())
 }
 
 fn largest(terms: &[Term]) -> &Term {

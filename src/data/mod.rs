@@ -37,13 +37,21 @@ impl Sequence {
 }
 
 impl Batch {
-    /// A batch of sequences, each of at least one token.
+    /// A batch of sequences, each of at least one token and a label for each.
+    ///
+    /// # Panics
+    /// A sequence has none, or not as many labels as tokens.
     pub fn new(sequences: &[&Sequence]) -> Batch {
         let lengths: Vec<usize> = sequences.iter().map(|one| one.tokens.len()).collect();
         let positions = lengths.iter().copied().max().unwrap_or(0);
         let mut tokens = vec![0; sequences.len() * positions];
         let mut targets = vec![-100; sequences.len() * positions];
         for (row, sequence) in sequences.iter().enumerate() {
+            let (tokens_of, labels_of) = (sequence.tokens.len(), sequence.labels.len());
+            assert!(
+                tokens_of > 0 && tokens_of == labels_of,
+                "{tokens_of} tokens, {labels_of} labels"
+            );
             let at = row * positions;
             tokens[at..at + sequence.tokens.len()].copy_from_slice(&sequence.tokens);
             let next = &sequence.labels[1..];

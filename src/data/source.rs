@@ -64,7 +64,11 @@ impl Source {
         if labelled.iter().all(|&has| has) {
             return Ok(());
         }
-        match (0..steps).find(|&step| !self.places(labelled.len(), step).any(|at| labelled[at])) {
+        // A few epochs: what comes behind them is refused when it is met.
+        let epochs = 4 * (labelled.len() as u64).div_ceil(self.batch as u64);
+        match (0..steps.min(epochs))
+            .find(|&step| !self.places(labelled.len(), step).any(|at| labelled[at]))
+        {
             None => Ok(()),
             Some(step) => Err(self.unlabelled(step)),
         }

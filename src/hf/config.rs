@@ -90,7 +90,7 @@ pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
         layers: config.n_layer,
         hidden: config.n_embd,
         heads: config.n_head,
-        intermediate: config.n_inner.unwrap_or(4 * config.n_embd),
+        intermediate: config.n_inner.unwrap_or(config.n_embd.saturating_mul(4)),
         vocabulary: config.vocab_size,
         positions: config.n_positions,
         gelu,

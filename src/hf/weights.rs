@@ -178,6 +178,9 @@ pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps, version: u64) -> 
         all.insert(name, Out { shape: whole.shape, bytes });
     }
     let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    serialize_to_file(&all, Some(metadata), &path)
-        .map_err(|error| Error::failed(format_args!("{}: {error}", path.display())))
+    // Whole or not at all: a file that was there stays until the new one is.
+    let partial = path.with_extension("safetensors.partial");
+    let failed = |error: String| Error::failed(format_args!("{}: {error}", path.display()));
+    serialize_to_file(&all, Some(metadata), &partial).map_err(|error| failed(error.to_string()))?;
+    std::fs::rename(&partial, &path).map_err(|error| failed(error.to_string()))
 }

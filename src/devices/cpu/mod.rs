@@ -170,6 +170,7 @@ impl Cpu {
     /// The slot of a boundary; every boundary fills one.
     fn boundary(&self, from: usize, placed: &Placed, len: usize) -> View {
         let [slot] = placed.slots[..] else { unreachable!("a boundary fills one slot") };
+        assert!(len <= self.plan.layout.boundary, "{len} floats in a slot for a boundary");
         View { at: from + slot as usize * self.plan.layout.boundary, len }
     }
 
@@ -302,13 +303,11 @@ impl Cpu {
             }
         };
         let tensors = self.eps.tensors(block);
+        let squares = self.threads.install(|| self.rule.measure(tensors, gradient));
+        if !squares.is_finite() || norm.is_some_and(|norm| !norm.is_finite()) {
+            return Err("the gradient is not finite: the learning rate may be too high".into());
+        }
         let scale = match (norm, self.clip_norm) {
-            (Some(norm), _) if !norm.is_finite() => {
-                return Err(format!(
-                    "the gradient norm is {norm}: the learning rate may be too high"
-                )
-                .into());
-            }
             (Some(norm), Some(clip)) => (clip / (norm + 1e-6)).min(1.0) as f32,
             _ => 1.0,
         };
@@ -317,9 +316,8 @@ impl Cpu {
         let learning_rate = self.step(version).learning_rate;
         let update = Update { step: lease.updates, learning_rate, scale, level: self.level };
         let (parameters, states) = (&mut lease.parameters, &mut lease.states);
-        let squares = self.threads.install(|| {
+        self.threads.install(|| {
             self.rule.apply(tensors, parameters, states, gradient, update);
-            self.rule.measure(tensors, gradient)
         });
         lease.version = version + 1;
         lease.updates += 1;
@@ -401,7 +399,13 @@ impl Hands for Cpu {
             }
             Work::Gather { visit, micro_batch } => self.gather(step, visit_of(visit), micro_batch),
             Work::Loss { visit, micro_batch } => {
-                return Ok(self.loss(step, visit_of(visit), micro_batch));
+                let loss = self.loss(step, visit_of(visit), micro_batch);
+                if !loss.is_finite() {
+                    return Err(
+                        format!("the loss is {loss}: the learning rate may be too high").into()
+                    );
+                }
+                return Ok(loss);
             }
             Work::Reduce { block, reduced } => return Ok(self.reduce(block, reduced)),
             Work::Scatter { visit, block, first } => {
