@@ -15,6 +15,7 @@ mod error;
 mod hf;
 pub mod models;
 pub mod optimizers;
+mod random;
 mod simd;
 mod stash;
 mod trainer;

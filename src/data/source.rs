@@ -5,6 +5,7 @@ use std::path::Path;
 use super::{Batch, Sequence, jsonl};
 use crate::config::Config;
 use crate::error::Error;
+use crate::random;
 
 /// An endless source of batches, each a function of its step.
 pub struct Source {
@@ -17,14 +18,6 @@ pub struct Source {
     shuffle: bool,
     /// The order of one epoch.
     order: (u64, Vec<usize>),
-}
-
-/// SplitMix64 (Steele et al. 2014).
-fn mix(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 impl Source {
@@ -108,9 +101,9 @@ impl Source {
     }
 
     fn random(&self, step: u64) -> Batch {
-        let mut state = self.seed ^ mix(&mut step.wrapping_mul(0x2545_f491_4f6c_dd1d));
+        let mut state = self.seed ^ random::next(&mut step.wrapping_mul(0x2545_f491_4f6c_dd1d));
         let mut sequence = || {
-            let token = |_| (mix(&mut state) % self.vocabulary as u64) as u32;
+            let token = |_| (random::next(&mut state) % self.vocabulary as u64) as u32;
             let tokens: Vec<u32> = (0..self.positions).map(token).collect();
             let labels = tokens.iter().map(|&token| token as i32).collect();
             Sequence { tokens, labels }
@@ -133,10 +126,10 @@ fn place(
         return at;
     }
     if order.0 != epoch {
-        let mut state = seed ^ mix(&mut epoch.wrapping_add(1));
+        let mut state = seed ^ random::next(&mut epoch.wrapping_add(1));
         let mut places: Vec<usize> = (0..count).collect();
         for last in (1..count).rev() {
-            places.swap(last, (mix(&mut state) % (last as u64 + 1)) as usize);
+            places.swap(last, (random::next(&mut state) % (last as u64 + 1)) as usize);
         }
         *order = (epoch, places);
     }

@@ -2,17 +2,14 @@
 
 use super::Eps;
 use crate::models::{Init, tensor_ranges};
+use crate::random;
 
 /// A small counter-based generator: weights depend on seed, block, tensor and place alone.
 struct Draws(u64);
 
 impl Draws {
     fn next(&mut self) -> u64 {
-        // SplitMix64 (Steele et al. 2014).
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        random::next(&mut self.0)
     }
 
     /// In (0, 1].
