@@ -6,9 +6,20 @@ use std::fmt;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// Bad arguments, config or input, or a plan that was refused: nothing was started.
+    /// A key of the config that cannot be: nothing was started.
+    #[error("{key} {problem}")]
+    Config {
+        /// The key, with its section.
+        key: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Bad arguments or input, or a plan that was refused: nothing was started.
     #[error("{0}")]
     Refused(String),
+    /// The ring failed: by which actor, at which layer, in which operation.
+    #[error(transparent)]
+    Ring(l2l_actors::Error),
     /// Something failed while running.
     #[error("{0}")]
     Failed(String),
@@ -20,6 +31,11 @@ impl Error {
         Error::Refused(what.to_string())
     }
 
+    /// A key that cannot be.
+    pub(crate) fn config(key: &str, problem: impl fmt::Display) -> Error {
+        Error::Config { key: key.into(), problem: problem.to_string() }
+    }
+
     /// A failure.
     pub(crate) fn failed(what: impl fmt::Display) -> Error {
         Error::Failed(what.to_string())
@@ -28,8 +44,8 @@ impl Error {
     /// The exit status of a command that ends with it.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Refused(_) => 2,
-            Error::Failed(_) => 1,
+            Error::Config { .. } | Error::Refused(_) => 2,
+            Error::Ring(_) | Error::Failed(_) => 1,
         }
     }
 }
@@ -44,7 +60,7 @@ impl From<l2l_actors::Error> for Error {
     fn from(error: l2l_actors::Error) -> Error {
         match error {
             l2l_actors::Error::Refused(refusal) => Error::refused(refusal),
-            error => Error::failed(error),
+            error => Error::Ring(error),
         }
     }
 }

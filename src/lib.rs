@@ -7,12 +7,14 @@
 pub use l2l_actors as actors;
 
 mod arena;
+pub mod checkpoint;
 pub mod config;
 pub mod data;
 mod devices;
 mod eps;
 mod error;
 mod hf;
+pub mod machine;
 pub mod models;
 pub mod optimizers;
 mod random;
@@ -20,6 +22,6 @@ mod simd;
 mod stash;
 mod trainer;
 
-pub use config::{Config, Plan};
+pub use config::{Config, Plan, shape_of};
 pub use error::Error;
-pub use trainer::{StepReport, Summary, Trainer, shape_of};
+pub use trainer::{Builder, StepReport, Summary, Trainer};

@@ -6,7 +6,8 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     match cli::run() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(cli::Ended::Well) => ExitCode::SUCCESS,
+        Ok(cli::Ended::Interrupted) => ExitCode::from(130),
         Err(error) => {
             eprintln!("error: {error}");
             ExitCode::from(error.exit_code())

@@ -36,6 +36,17 @@ impl Level {
         Level::all().pop().expect("every processor has the portable level")
     }
 
+    /// Its name.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Level::Portable => "portable",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2(_) => "AVX2",
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx512(_) => "AVX-512",
+        }
+    }
+
     /// Runs a loop compiled for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, body: impl FnOnce() -> R) -> R {

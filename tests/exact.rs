@@ -4,6 +4,7 @@
 use std::sync::LazyLock;
 
 use l2l::config::{ChannelsConfig, ScheduleKind, StashPlace};
+use l2l::data::Batches;
 use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
 use proptest::prelude::*;
 
@@ -36,6 +37,7 @@ fn config(case: &Case, ways: &Ways) -> Config {
     config.model.vocabulary = Some(if case.tied_tiles { 100_000 } else { 51 });
     config.model.positions = Some(10);
     config.model.dropout = Some(case.dropout);
+    config.data.train = "random".into();
     config.data.sequence_length = Some(7);
     config.step.batch = case.batch;
     config.step.micro_batch = case.micro_batch;
@@ -55,14 +57,16 @@ fn config(case: &Case, ways: &Ways) -> Config {
 fn run(config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
+        let mut batches = Batches::open(&config).expect("random data");
         let mut trainer = Trainer::start(config).expect("a case of ours");
         let mut bits = Vec::new();
         for _ in 0..steps {
-            let report = trainer.step().await.expect("nothing fails here");
+            let batch = batches.next().await.expect("random data");
+            let report = trainer.step(batch).await.expect("nothing fails here");
             assert!(report.loss.is_finite() && report.grad_norm > 0.0);
             bits.push((report.loss.to_bits(), report.grad_norm.to_bits()));
         }
-        (bits, trainer.finish().await.expect("nothing fails here"))
+        (bits, trainer.stop().await.expect("nothing fails here"))
     })
 }
 
@@ -112,7 +116,7 @@ fn ways() -> impl Strategy<Value = Ways> {
 /// Bytes that a run must have moved, by its schedule.
 fn planned(config: &Config) -> (u64, u64) {
     let model = Model::gpt2(shape_of(config).expect("a shape of ours"));
-    let plan = Plan::new(config, &model).expect("a plan of ours");
+    let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");
     (plan.upload_bytes, plan.download_bytes)
 }
 

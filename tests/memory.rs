@@ -5,6 +5,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use l2l::config::ScheduleKind;
+use l2l::data::Batches;
 use l2l::{Config, Plan, Trainer, models::Model, shape_of};
 
 /// The least that counts as a tensor.
@@ -54,6 +55,7 @@ static ALLOCATOR: Counting = Counting;
 
 fn config(layers: usize, micro_batches: usize) -> Config {
     let mut config = Config::default();
+    config.data.train = "random".into();
     config.model.layers = Some(layers);
     config.model.hidden = Some(64);
     config.model.heads = Some(4);
@@ -66,7 +68,7 @@ fn config(layers: usize, micro_batches: usize) -> Config {
 
 fn plan(config: &Config) -> Plan {
     let model = Model::gpt2(shape_of(config).expect("a shape of ours"));
-    Plan::new(config, &model).expect("a plan of ours")
+    Plan::new(config, &model, &config.update_rule()).expect("a plan of ours")
 }
 
 #[test]
@@ -89,16 +91,17 @@ fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
         let mut config = config(6, 5);
         config.model.hidden = Some(256); // blocks, slots and workspace far above 256 KiB
         config.model.vocabulary = Some(5000);
-        config.step.steps = 5;
         config.schedule.kind = kind;
         config.schedule.recompute = recompute;
         config.optimizer.clip_norm = clip;
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         runtime.block_on(async {
+            let mut batches = Batches::open(&config).expect("random data");
             let mut trainer = Trainer::start(config).expect("a case of ours");
             for step in 0..5 {
                 let before = LARGE.load(Relaxed);
-                let report = trainer.step().await.expect("nothing fails here");
+                let batch = batches.next().await.expect("random data");
+                let report = trainer.step(batch).await.expect("nothing fails here");
                 let large = LARGE.load(Relaxed) - before;
                 assert!(step < 2 || large == 0, "{kind:?}: {large} allocations in step {step}");
                 if step == 4 {
@@ -115,7 +118,7 @@ fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
                     assert_eq!(report.device_peak_bytes, sum);
                 }
             }
-            trainer.finish().await.expect("nothing fails here");
+            trainer.stop().await.expect("nothing fails here");
         });
     }
 }

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use l2l::config::{ScheduleKind, StashPlace};
+use l2l::data::Batches;
 use l2l::{Config, Trainer};
 use serde_json::Value;
 
@@ -24,7 +25,7 @@ fn case(name: &str) -> (Config, Value) {
     config.model.path = Some(folder);
     config.step.batch = golden["batch"].as_u64().expect("a number") as usize;
     config.step.micro_batch = 2;
-    config.step.steps = golden["steps"].as_u64().expect("a number");
+    config.step.steps = golden["steps"].as_u64();
     config.optimizer.learning_rate = golden["learning_rate"].as_f64().expect("a number");
     config.optimizer.weight_decay = golden["weight_decay"].as_f64().expect("a number");
     config.optimizer.clip_norm = golden["clip_norm"].as_f64();
@@ -32,17 +33,21 @@ fn case(name: &str) -> (Config, Value) {
 }
 
 async fn check(config: Config, golden: &Value) {
-    let steps = config.step.steps;
+    let steps = config.step.steps.expect("a case has them");
+    let mut batches = Batches::open(&config).expect("it is committed");
     let mut trainer = Trainer::start(config).expect("a case of ours");
     let (losses, norms) = (numbers(golden, "losses"), numbers(golden, "norms"));
     for step in 0..steps as usize {
-        let report = trainer.step().await.expect("nothing fails here");
+        let report = trainer
+            .step(batches.next().await.expect("good data"))
+            .await
+            .expect("nothing fails here");
         let (loss, norm) = (losses[step], norms[step]);
         assert!((report.loss - loss).abs() < 2e-5, "step {step}: {} {loss}", report.loss);
         let error = (report.grad_norm / norm - 1.0).abs();
         assert!(error < 1e-4, "step {step}: norm {} {norm}", report.grad_norm);
     }
-    trainer.finish().await.expect("nothing fails here");
+    trainer.stop().await.expect("nothing fails here");
 }
 
 #[tokio::test]
@@ -88,6 +93,6 @@ async fn weights_survive_a_round_trip() {
                 "{name}"
             );
         }
-        trainer.finish().await.expect("nothing fails here");
+        trainer.stop().await.expect("nothing fails here");
     }
 }

@@ -26,7 +26,9 @@ fn rust_files() -> Vec<(PathBuf, String)> {
         let Ok(entries) = fs::read_dir(&folder) else { continue };
         for entry in entries {
             let path = entry.expect("a folder of ours is readable").path();
-            if path.is_dir() {
+            if path.ends_with("target") {
+                continue;
+            } else if path.is_dir() {
                 folders.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs") {
                 let text = fs::read_to_string(&path).expect("a file of ours is UTF-8");

@@ -259,6 +259,11 @@ impl<P: Ports> Relay<P> {
         Ok(resolved.expect("a step was unresolved"))
     }
 
+    /// Steps that have begun: the number of the next.
+    pub fn begun(&self) -> Version {
+        self.next
+    }
+
     /// The result of the unresolved step, if there is one.
     async fn resolve(&mut self) -> Result<Option<Resolved>, Error> {
         if !self.unresolved {

@@ -3,11 +3,12 @@
 
 use std::fmt;
 
-use l2l_actors::schedule::{self, Capacities, Pools, Schedule, Selection};
+use l2l_actors::schedule::{self, BlockId, Capacities, Pools, Schedule, Selection};
 
 use super::{ByteSize, Config, ScheduleKind, StashPlace};
 use crate::devices::cpu;
 use crate::error::Error;
+use crate::machine;
 use crate::models::{Model, View, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
@@ -68,16 +69,24 @@ fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
     (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
 }
 
-/// The schedule of a step of sequences of `positions`.
-pub(crate) fn schedule_of(
-    config: &Config,
-    model: &Model,
-    positions: usize,
-) -> Result<Schedule, Error> {
-    let ring = model.for_ring(positions);
-    let sizes = micro_batches(config.step.batch, config.step.micro_batch);
+/// What a step walks over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Walk {
+    pub(crate) sequences: usize,
+    pub(crate) positions: usize,
+    /// False: forward alone.
+    pub(crate) trains: bool,
+}
+
+/// The schedule of a step.
+pub(crate) fn schedule_of(config: &Config, model: &Model, walk: Walk) -> Result<Schedule, Error> {
+    let ring = model.for_ring(walk.positions);
+    let sizes = micro_batches(walk.sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
     selection.recompute = config.schedule.recompute;
+    if !walk.trains {
+        selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
+    }
     Ok(match config.schedule.kind {
         ScheduleKind::Relay => schedule::relay(&ring, &selection)?,
         ScheduleKind::Resident => schedule::resident(&ring, &selection)?,
@@ -89,17 +98,11 @@ impl Plan {
     ///
     /// # Errors
     /// The shapes cannot be: a sequence longer than the model's positions, absurd sizes.
-    pub fn new(config: &Config, model: &Model) -> Result<Plan, Error> {
-        let shape = &model.shape;
-        let positions = config.data.sequence_length.unwrap_or(shape.positions.min(1024));
-        if positions == 0 || positions > shape.positions {
-            return Err(Error::refused(format_args!(
-                "data.sequence_length is {positions}: it must be 1 to the model's {} positions",
-                shape.positions
-            )));
-        }
+    pub fn new(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Result<Plan, Error> {
+        let positions = config.sequence_length(&model.shape)?;
         check_sizes(config, model, positions)?;
-        let schedule = schedule_of(config, model, positions)?;
+        let walk = Walk { sequences: config.step.batch, positions, trains: true };
+        let schedule = schedule_of(config, model, walk)?;
         let channels = config.channels;
         let depths = Capacities {
             weights: channels.weights,
@@ -148,7 +151,7 @@ impl Plan {
             .filter(|(index, _)| deferred || *index < model.tiles.len())
             .map(|(_, tensors)| block_len(tensors))
             .sum();
-        let states = config.update_rule().states();
+        let states = rule.states();
         let (device_stash, host_stash) =
             if stash_on_device { (stash_floats, 0) } else { (0, stash_floats) };
         Ok(Plan {
@@ -204,7 +207,7 @@ impl Plan {
         }
         // The CPU device's memory is the host's.
         let all = needed.saturating_add(self.host_bytes());
-        if let Some(available) = available_memory().filter(|&available| available < all) {
+        if let Some(available) = machine::available_memory().filter(|&available| available < all) {
             misfits.push(format!(
                 "this machine has {} free, the plan needs {}, most of it for {} and {}",
                 ByteSize::from(available),
@@ -253,21 +256,4 @@ impl fmt::Display for Term {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({})", self.name, ByteSize::from(self.bytes))
     }
-}
-
-/// Bytes this process can have, if the system says: of the machine, and of its control group.
-fn available_memory() -> Option<u64> {
-    let group = |file: &str| -> Option<u64> {
-        std::fs::read_to_string(format!("/sys/fs/cgroup/memory.{file}")).ok()?.trim().parse().ok()
-    };
-    let of_group = group("max").zip(group("current")).map(|(max, used)| max.saturating_sub(used));
-    free_memory().into_iter().chain(of_group).min()
-}
-
-/// Bytes of the machine that are free, if it says.
-fn free_memory() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("MemAvailable:"))?;
-    let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-    Some(kibibytes * 1024)
 }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use serde::Deserialize;
+use serde::{Deserialize, Serialize, Serializer};
 
 /// A number of bytes, or `auto`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
@@ -26,6 +26,29 @@ impl TryFrom<Written> for ByteSize {
             Written::Bytes(bytes) => Ok(ByteSize(Some(bytes))),
             Written::Text(text) => text.parse(),
         }
+    }
+}
+
+impl Serialize for ByteSize {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0 {
+            None => serializer.serialize_str("auto"),
+            Some(bytes) => serializer.serialize_u64(bytes),
+        }
+    }
+}
+
+#[cfg(feature = "cli")]
+impl schemars::JsonSchema for ByteSize {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "ByteSize".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "type": ["integer", "string"],
+            "description": "Bytes, a number with a unit (`12GiB`), or `auto`."
+        })
     }
 }
 

@@ -1,7 +1,10 @@
 //! Sequences from a `.jsonl` file: `{"input_ids": [...]}`, with `"labels"` where they differ.
+//!
+//! Every line is read and checked once before anything starts. What stays in memory is where each
+//! begins, so that a file may be larger than memory.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Seek, SeekFrom};
 use std::path::Path;
 
 use serde::Deserialize;
@@ -19,38 +22,96 @@ struct Line {
     attention_mask: Option<Vec<i64>>,
 }
 
-/// Reads and checks all sequences.
-pub(super) fn read(
-    path: &Path,
-    vocabulary: usize,
-    positions: usize,
-    too_long: TooLong,
-) -> Result<Vec<Sequence>, Error> {
-    let file = File::open(path)
-        .map_err(|error| Error::refused(format_args!("data {}: {error}", path.display())))?;
-    let mut sequences = Vec::new();
-    for (index, line) in BufReader::new(file).lines().enumerate() {
-        let at = format!("data {}, line {}", path.display(), index + 1);
-        let refuse = |what: String| Error::refused(format_args!("{at}: {what}"));
-        let line = line.map_err(|error| refuse(error.to_string()))?;
-        if line.trim().is_empty() {
-            continue;
-        }
-        let line: Line = serde_json::from_str(&line).map_err(|error| refuse(error.to_string()))?;
-        sequences.push(sequence(line, vocabulary, positions, too_long).map_err(refuse)?);
-    }
-    if sequences.is_empty() {
-        return Err(Error::refused(format_args!("data {}: no sequence in it", path.display())));
-    }
-    Ok(sequences)
+/// What a line must be.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) vocabulary: usize,
+    pub(super) positions: usize,
+    pub(super) too_long: TooLong,
 }
 
-fn sequence(
-    line: Line,
-    vocabulary: usize,
-    positions: usize,
-    too_long: TooLong,
-) -> Result<Sequence, String> {
+/// The longest line: more is no line of tokens.
+const LINE_BYTES: u64 = 1 << 28;
+
+/// See the [module](self).
+pub(super) struct Lines {
+    file: BufReader<File>,
+    name: String,
+    limits: Limits,
+    /// First byte and number of each line that has a sequence.
+    places: Vec<(u64, u64)>,
+    /// Lines without a label, by place in `places`.
+    pub(super) unlabelled: Vec<u64>,
+    line: Vec<u8>,
+}
+
+impl Lines {
+    /// Reads and checks all of a file.
+    pub(super) fn open(path: &Path, limits: Limits) -> Result<Lines, Error> {
+        let name = path.display().to_string();
+        let file = File::open(path)
+            .map_err(|error| Error::refused(format_args!("data {name}: {error}")))?;
+        let (file, line) = (BufReader::new(file), Vec::new());
+        let (places, unlabelled) = (Vec::new(), Vec::new());
+        let mut lines = Lines { file, name, limits, places, unlabelled, line };
+        let (mut at, mut number) = (0, 1);
+        loop {
+            let bytes = lines.fill(number)?;
+            if bytes == 0 {
+                break;
+            }
+            if !lines.line.trim_ascii().is_empty() {
+                if lines.parse(number)?.labelled() == 0 {
+                    lines.unlabelled.push(lines.places.len() as u64);
+                }
+                lines.places.push((at, number));
+            }
+            (at, number) = (at + bytes, number + 1);
+        }
+        if lines.places.is_empty() {
+            return Err(Error::refused(format_args!("data {}: no sequence in it", lines.name)));
+        }
+        Ok(lines)
+    }
+
+    pub(super) fn len(&self) -> u64 {
+        self.places.len() as u64
+    }
+
+    pub(super) fn read(&mut self, index: u64) -> Result<Sequence, Error> {
+        let (at, number) = self.places[index as usize];
+        self.file.seek(SeekFrom::Start(at)).map_err(|error| self.refuse(number, error))?;
+        self.fill(number)?;
+        self.parse(number)
+    }
+
+    fn refuse(&self, number: u64, what: impl std::fmt::Display) -> Error {
+        Error::refused(format_args!("data {}, line {number}: {what}", self.name))
+    }
+
+    /// Reads the next line; its bytes, 0 at the end.
+    fn fill(&mut self, number: u64) -> Result<u64, Error> {
+        self.line.clear();
+        let mut rest = std::io::Read::take(&mut self.file, LINE_BYTES);
+        match rest.read_until(b'\n', &mut self.line) {
+            Ok(bytes) if bytes as u64 == LINE_BYTES => {
+                Err(self.refuse(number, format_args!("longer than {LINE_BYTES} bytes")))
+            }
+            Ok(bytes) => Ok(bytes as u64),
+            Err(error) => Err(self.refuse(number, error)),
+        }
+    }
+
+    fn parse(&self, number: u64) -> Result<Sequence, Error> {
+        let text = std::str::from_utf8(&self.line);
+        let text = text.map_err(|error| self.refuse(number, format_args!("not UTF-8: {error}")))?;
+        let line = serde_json::from_str(text.trim()).map_err(|e| self.refuse(number, e))?;
+        sequence(line, self.limits).map_err(|what| self.refuse(number, what))
+    }
+}
+
+fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
+    let Limits { vocabulary, positions, too_long } = limits;
     let Line { mut input_ids, labels, attention_mask } = line;
     if attention_mask.is_some_and(|mask| mask != vec![1; input_ids.len()]) {
         return Err("attention_mask is not all ones: leave padding out of input_ids".into());

@@ -1,9 +1,17 @@
 //! What a step trains on: batches of token sequences with labels.
 
+mod baseline;
+mod batches;
+mod dataset;
 mod jsonl;
-mod source;
+mod text;
 
-pub use source::Source;
+pub use baseline::{Baseline, baselines};
+pub use batches::Batches;
+pub use dataset::Dataset;
+pub use text::CORPUS;
+
+use std::borrow::Borrow;
 
 /// The sequences of one step, padded to the longest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,6 +38,12 @@ pub struct Sequence {
 }
 
 impl Sequence {
+    /// Tokens that each predict the next.
+    pub fn plain(tokens: Vec<u32>) -> Sequence {
+        let labels = tokens.iter().map(|&token| token as i32).collect();
+        Sequence { tokens, labels }
+    }
+
     /// Positions that have something to predict.
     pub fn labelled(&self) -> usize {
         self.labels.iter().skip(1).filter(|&&label| label >= 0).count()
@@ -41,12 +55,12 @@ impl Batch {
     ///
     /// # Panics
     /// A sequence has none, or not as many labels as tokens.
-    pub fn new(sequences: &[&Sequence]) -> Batch {
-        let lengths: Vec<usize> = sequences.iter().map(|one| one.tokens.len()).collect();
+    pub fn new<S: Borrow<Sequence>>(sequences: &[S]) -> Batch {
+        let lengths: Vec<usize> = sequences.iter().map(|one| one.borrow().tokens.len()).collect();
         let positions = lengths.iter().copied().max().unwrap_or(0);
         let mut tokens = vec![0; sequences.len() * positions];
         let mut targets = vec![-100; sequences.len() * positions];
-        for (row, sequence) in sequences.iter().enumerate() {
+        for (row, sequence) in sequences.iter().map(Borrow::borrow).enumerate() {
             let (tokens_of, labels_of) = (sequence.tokens.len(), sequence.labels.len());
             assert!(
                 tokens_of > 0 && tokens_of == labels_of,
@@ -59,6 +73,16 @@ impl Batch {
         }
         let labelled = targets.iter().filter(|&&target| target >= 0).count();
         Batch { tokens, targets, lengths, positions, labelled }
+    }
+
+    /// Sequences.
+    pub fn sequences(&self) -> usize {
+        self.lengths.len()
+    }
+
+    /// Positions with something to predict.
+    pub fn labelled(&self) -> usize {
+        self.labelled
     }
 
     /// Input tokens, without padding.

@@ -51,6 +51,25 @@ impl Eps {
         }
     }
 
+    /// Optimizer states of each parameter.
+    pub(crate) fn states(&self) -> usize {
+        let block = self.blocks.first().map(|block| block.read().expect("nobody panicked inside"));
+        block.map_or(0, |block| block.states.len())
+    }
+
+    /// Updates that each block has had.
+    pub(crate) fn updates(&self) -> Vec<u64> {
+        let updates = |block: &RwLock<Block>| block.read().expect("nobody panicked inside").updates;
+        self.blocks.iter().map(updates).collect()
+    }
+
+    /// Says how many updates each block has had.
+    pub(crate) fn set_updates(&self, updates: &[u64]) {
+        for (block, updates) in self.blocks.iter().zip(updates) {
+            block.write().expect("nobody panicked inside").updates = *updates;
+        }
+    }
+
     /// The tensors of a block.
     pub(crate) fn tensors(&self, id: BlockId) -> &[Tensor] {
         &self.tensors[id.0 as usize]
@@ -94,12 +113,21 @@ impl Eps {
 
     /// SHA-256 of all masters, block by block, tensor by tensor, as little-endian f32.
     pub(crate) fn digest(&self) -> String {
+        self.digest_of(|block| vec![&block.parameters])
+    }
+
+    /// The same of masters and optimizer states.
+    pub(crate) fn full_digest(&self) -> String {
+        self.digest_of(|block| [&block.parameters].into_iter().chain(&block.states).collect())
+    }
+
+    fn digest_of(&self, what: impl Fn(&Block) -> Vec<&Vec<f32>>) -> String {
         let mut hasher = Sha256::new();
         for (block, tensors) in self.blocks.iter().zip(&self.tensors) {
             let block = block.read().expect("nobody panicked inside");
-            for range in tensor_ranges(tensors) {
-                for value in &block.parameters[range] {
-                    hasher.update(value.to_le_bytes());
+            for values in what(&block) {
+                for range in tensor_ranges(tensors) {
+                    values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
                 }
             }
         }

@@ -104,3 +104,36 @@ pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
         initializer_range: config.initializer_range,
     })
 }
+
+/// Writes a directory's `config.json`, as transformers reads it.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn write_shape(directory: &Path, shape: &Shape) -> Result<(), Error> {
+    let path = directory.join("config.json");
+    let text = serde_json::json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": shape.layers,
+        "n_embd": shape.hidden,
+        "n_head": shape.heads,
+        "n_inner": shape.intermediate,
+        "n_positions": shape.positions,
+        "vocab_size": shape.vocabulary,
+        "activation_function": match shape.gelu {
+            Gelu::Tanh => "gelu_new",
+            Gelu::Erf => "gelu",
+        },
+        "layer_norm_epsilon": shape.layer_norm_epsilon,
+        "embd_pdrop": shape.dropout.embedding,
+        "attn_pdrop": shape.dropout.attention,
+        "resid_pdrop": shape.dropout.residual,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.initializer_range,
+        "bos_token_id": null,
+        "eos_token_id": null,
+    });
+    let text = serde_json::to_string_pretty(&text).expect("it is plain JSON");
+    fs::write(&path, text)
+        .map_err(|error| Error::failed(format_args!("{}: {error}", path.display())))
+}

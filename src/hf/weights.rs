@@ -6,40 +6,79 @@
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::ops::Range;
 use std::path::Path;
 
 use half::{bf16, f16};
+use l2l_actors::schedule::{BlockId, Version};
 use memmap2::Mmap;
 use safetensors::tensor::{SafeTensors, TensorView, View};
 use safetensors::{Dtype, serialize_to_file};
 
-use crate::eps::Eps;
+use crate::eps::{Block, Eps};
 use crate::error::Error;
-use crate::models::{Model, Tensor, tensor_ranges};
+use crate::models::{Model, tensor_ranges};
 
 const PREFIX: &str = "transformer.";
 
-/// A whole tensor of a checkpoint, and where its rows lie.
-struct Whole<'m> {
-    shape: Vec<usize>,
-    /// Block, index of the tensor in it.
-    parts: Vec<(usize, usize, &'m Tensor)>,
+/// Which of the numbers that belong to each parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Which {
+    /// The parameter.
+    Parameter,
+    /// One of the optimizer's states of it.
+    State(usize),
 }
 
-/// The tensors of a checkpoint of this model, by name.
-fn wholes(model: &Model) -> BTreeMap<&str, Whole<'_>> {
-    let mut all: BTreeMap<&str, Whole<'_>> = BTreeMap::new();
+impl Which {
+    fn of(self, block: &Block) -> &[f32] {
+        match self {
+            Which::Parameter => &block.parameters,
+            Which::State(index) => &block.states[index],
+        }
+    }
+
+    fn of_mut(self, block: &mut Block) -> &mut [f32] {
+        match self {
+            Which::Parameter => &mut block.parameters,
+            Which::State(index) => &mut block.states[index],
+        }
+    }
+}
+
+/// A whole tensor of a file, and where its rows lie.
+struct Whole {
+    which: Which,
+    shape: Vec<usize>,
+    /// Block, and range of its numbers.
+    parts: Vec<(BlockId, Range<usize>)>,
+}
+
+/// The tensors of a file, by name.
+type Wholes = BTreeMap<String, Whole>;
+
+fn wholes(model: &Model, which: Which) -> Wholes {
+    let mut all = Wholes::new();
     for (block, tensors) in model.blocks.iter().enumerate() {
-        for (index, tensor) in tensors.iter().enumerate() {
-            let empty = Whole { shape: tensor.shape.clone(), parts: Vec::new() };
-            let whole = all.entry(&tensor.name).or_insert(empty);
+        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+            let name = match which {
+                Which::Parameter => tensor.name.clone(),
+                Which::State(index) => format!("{}.state{index}", tensor.name),
+            };
+            let empty = Whole { which, shape: tensor.shape.clone(), parts: Vec::new() };
+            let whole = all.entry(name).or_insert(empty);
             if !whole.parts.is_empty() {
                 whole.shape[0] += tensor.shape[0];
             }
-            whole.parts.push((block, index, tensor));
+            whole.parts.push((BlockId(block as u32), range));
         }
     }
     all
+}
+
+/// The tensors of the optimizer's file.
+fn states(model: &Model, count: usize) -> Wholes {
+    (0..count).flat_map(|index| wholes(model, Which::State(index))).collect()
 }
 
 /// Reads a directory's weights into the EPS.
@@ -47,26 +86,36 @@ fn wholes(model: &Model) -> BTreeMap<&str, Whole<'_>> {
 /// # Errors
 /// The file, and the tensors that are missing, too many or of another shape.
 pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    let path = directory.join("model.safetensors");
+    let file = directory.join("model.safetensors");
+    read(&file, &wholes(model, Which::Parameter), model.shape.tied, eps)
+}
+
+/// Reads the optimizer's states into the EPS.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    read(file, &states(model, eps.states()), false, eps)
+}
+
+fn read(path: &Path, wholes: &Wholes, tied: bool, eps: &Eps) -> Result<(), Error> {
     let refuse = |what: String| Error::refused(format_args!("{}: {what}", path.display()));
-    let file = File::open(&path).map_err(|error| refuse(error.to_string()))?;
+    let file = File::open(path).map_err(|error| refuse(error.to_string()))?;
     // SAFETY: a file that somebody cuts short while it is read is not ours to defend against.
     let bytes = unsafe { Mmap::map(&file) }.map_err(|error| refuse(error.to_string()))?;
     let tensors = SafeTensors::deserialize(&bytes).map_err(|error| refuse(error.to_string()))?;
-    let wholes = wholes(model);
     let found = |name: &str| {
         let short = name.strip_prefix(PREFIX).unwrap_or(name);
         tensors.tensor(name).or_else(|_| tensors.tensor(short)).ok()
     };
-    check(&tensors, &wholes, model.shape.tied, found).map_err(refuse)?;
-    for (name, whole) in &wholes {
+    check(&tensors, wholes, tied, found).map_err(refuse)?;
+    for (name, whole) in wholes {
         let view = found(name).expect("it was checked");
         let mut from = 0;
-        for &(block, index, tensor) in &whole.parts {
-            let range = tensor_ranges(&model.blocks[block]).nth(index).expect("it has it");
-            let mut lease = eps.write(l2l_actors::schedule::BlockId(block as u32), 0);
-            decode(&mut lease.parameters[range], &view, from);
-            from += tensor.len();
+        for (block, range) in &whole.parts {
+            let mut lease = eps.write(*block, 0);
+            decode(&mut whole.which.of_mut(&mut lease)[range.clone()], &view, from);
+            from += range.len();
         }
     }
     Ok(())
@@ -79,7 +128,7 @@ fn is_buffer(name: &str) -> bool {
 
 fn check<'t>(
     tensors: &SafeTensors<'_>,
-    wholes: &BTreeMap<&str, Whole<'_>>,
+    wholes: &Wholes,
     tied: bool,
     found: impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
@@ -101,8 +150,10 @@ fn check<'t>(
             Some(_) => {}
         }
     }
-    let known: BTreeSet<&str> =
-        wholes.keys().flat_map(|name| [*name, name.strip_prefix(PREFIX).unwrap_or(name)]).collect();
+    let known: BTreeSet<&str> = wholes
+        .keys()
+        .flat_map(|name| [&**name, name.strip_prefix(PREFIX).unwrap_or(name)])
+        .collect();
     for name in tensors.names() {
         let is_tied_head = tied && name == "lm_head.weight";
         if !known.contains(name) && !is_buffer(name) && !is_tied_head {
@@ -137,27 +188,40 @@ fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     }
 }
 
-/// A tensor on its way out.
-struct Out {
-    shape: Vec<usize>,
-    bytes: Vec<u8>,
+/// A tensor on its way out: its numbers are gathered when they are asked for, so that one tensor at
+/// a time is in memory twice.
+struct Out<'e> {
+    whole: Whole,
+    eps: &'e Eps,
+    version: Version,
 }
 
-impl View for &Out {
+impl Out<'_> {
+    /// Takes its numbers, part by part.
+    fn each(&self, mut take: impl FnMut(&[f32])) {
+        for (block, range) in &self.whole.parts {
+            take(&self.whole.which.of(&self.eps.read(*block, self.version))[range.clone()]);
+        }
+    }
+}
+
+impl View for Out<'_> {
     fn dtype(&self) -> Dtype {
         Dtype::F32
     }
 
     fn shape(&self) -> &[usize] {
-        &self.shape
+        &self.whole.shape
     }
 
     fn data(&self) -> Cow<'_, [u8]> {
-        Cow::Borrowed(&self.bytes)
+        let mut bytes = Vec::with_capacity(self.data_len());
+        self.each(|part| bytes.extend(part.iter().flat_map(|value| value.to_le_bytes())));
+        Cow::Owned(bytes)
     }
 
     fn data_len(&self) -> usize {
-        self.bytes.len()
+        self.whole.parts.iter().map(|(_, range)| range.len() * size_of::<f32>()).sum()
     }
 }
 
@@ -165,22 +229,52 @@ impl View for &Out {
 ///
 /// # Errors
 /// The file cannot be written.
-pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps, version: u64) -> Result<(), Error> {
-    let path = directory.join("model.safetensors");
-    let mut all = BTreeMap::new();
-    for (name, whole) in wholes(model) {
-        let mut bytes = Vec::new();
-        for &(block, index, _) in &whole.parts {
-            let range = tensor_ranges(&model.blocks[block]).nth(index).expect("it has it");
-            let lease = eps.read(l2l_actors::schedule::BlockId(block as u32), version);
-            bytes.extend(lease.parameters[range].iter().flat_map(|value| value.to_le_bytes()));
-        }
-        all.insert(name, Out { shape: whole.shape, bytes });
-    }
+pub(crate) fn save(
+    directory: &Path,
+    model: &Model,
+    eps: &Eps,
+    version: Version,
+) -> Result<(), Error> {
+    let file = directory.join("model.safetensors");
+    write(&file, wholes(model, Which::Parameter), eps, version)
+}
+
+/// Writes the optimizer's states, as of a version.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn save_states(
+    file: &Path,
+    model: &Model,
+    eps: &Eps,
+    version: Version,
+) -> Result<(), Error> {
+    write(file, states(model, eps.states()), eps, version)
+}
+
+/// Whole or not at all, and on the disk when it returns: a file that was there stays until then.
+fn write(path: &Path, wholes: Wholes, eps: &Eps, version: Version) -> Result<(), Error> {
+    let out = |(name, whole)| (name, Out { whole, eps, version });
+    let all: Vec<(String, Out<'_>)> = wholes.into_iter().map(out).collect();
     let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    // Whole or not at all: a file that was there stays until the new one is.
     let partial = path.with_extension("safetensors.partial");
     let failed = |error: String| Error::failed(format_args!("{}: {error}", path.display()));
-    serialize_to_file(&all, Some(metadata), &partial).map_err(|error| failed(error.to_string()))?;
-    std::fs::rename(&partial, &path).map_err(|error| failed(error.to_string()))
+    serialize_to_file(all, Some(metadata), &partial).map_err(|error| failed(error.to_string()))?;
+    File::open(&partial)
+        .and_then(|file| file.sync_all())
+        .and_then(|()| std::fs::rename(&partial, path))
+        .map_err(|error| failed(error.to_string()))
+}
+
+/// Sizes and values of a parameter, as of a version.
+pub(crate) fn tensor(
+    name: &str,
+    model: &Model,
+    eps: &Eps,
+    version: Version,
+) -> Option<(Vec<usize>, Vec<f32>)> {
+    let whole = wholes(model, Which::Parameter).remove(name)?;
+    let (out, mut values) = (Out { whole, eps, version }, Vec::new());
+    out.each(|part| values.extend_from_slice(part));
+    Some((out.whole.shape, values))
 }

@@ -25,6 +25,10 @@ impl Layer for Stem {
         }]
     }
 
+    fn products(&self) -> usize {
+        0
+    }
+
     fn kept_len(&self, _positions: usize) -> usize {
         0
     }
@@ -175,6 +179,10 @@ impl Layer for Block {
             linear("mlp.c_proj", i, c, onto),
         ]
         .concat()
+    }
+
+    fn attention_channels(&self) -> usize {
+        self.shape.hidden
     }
 
     fn kept_len(&self, positions: usize) -> usize {

@@ -7,6 +7,7 @@
 use std::ops::Range;
 
 use super::layer::Scratch;
+use super::loss::Loss;
 
 /// A range of a device's memory, in f32 elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -120,7 +121,18 @@ pub enum Gelu {
     Tanh,
 }
 
-/// Floats of a position's head statistics: running maximum, sum, target's logit, label.
+/// How a token is drawn: the largest of logit ÷ temperature + Gumbel noise is a draw from their
+/// softmax (Gumbel 1954; Maddison et al. 2014), found tile by tile without the logits of all.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sampling {
+    /// 0: the likeliest.
+    pub temperature: f32,
+    /// What the noise is drawn from, with position and token.
+    pub seed: u64,
+}
+
+/// Floats of a position's head statistics: running maximum, sum, target's logit, label. When
+/// tokens are drawn: the best value so far, 0, its token, label.
 pub const STATISTICS: usize = 4;
 
 /// What a device can do.
@@ -211,8 +223,21 @@ pub trait Kernels {
         scratch: &Scratch<'_>,
     );
 
-    /// dh = dh of the tiles before (`None`: 0) + scale · (p − onehot) w, dw (+)= scale ·
-    /// (p − onehot)ᵀ h, from complete statistics.
+    /// Takes a tile of the vocabulary into each labelled position's draw of a token.
+    #[allow(clippy::too_many_arguments, reason = "as `score`, and how")]
+    fn sample(
+        &self,
+        out: View,
+        statistics: View,
+        h: View,
+        w: View,
+        how: Sampling,
+        size: Scores,
+        scratch: &Scratch<'_>,
+    );
+
+    /// dh = dh of the tiles before (`None`: 0) + scale · d w, dw (+)= scale · dᵀ h, with d the
+    /// loss's gradient of the logits, from complete statistics.
     #[allow(clippy::too_many_arguments, reason = "two gradients of two tensors")]
     fn score_backward(
         &self,
@@ -222,6 +247,7 @@ pub trait Kernels {
         statistics: View,
         h: View,
         w: View,
+        loss: &dyn Loss,
         scale: f32,
         size: Scores,
         accumulate: bool,

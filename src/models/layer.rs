@@ -113,8 +113,8 @@ pub struct Micro<'a> {
     pub rows: Rows,
     /// Tokens of each sequence.
     pub lengths: &'a [usize],
-    /// The run's seed, the step, and the index in it of the first sequence.
-    pub draw: Draw,
+    /// What dropout masks are drawn from; `None`: nothing is dropped.
+    pub draw: Option<Draw>,
 }
 
 /// What dropout masks are drawn from, but for the site.
@@ -131,9 +131,9 @@ pub struct Draw {
 impl Micro<'_> {
     /// The dropout of one site of a layer, if it drops anything.
     pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout> {
-        let Draw { seed, step, first_sequence } = self.draw;
+        let Draw { seed, step, first_sequence } = self.draw.filter(|_| probability > 0.0)?;
         let site = layer * 8 + site;
-        (probability > 0.0).then_some(Dropout { probability, seed, step, site, first_sequence })
+        Some(Dropout { probability, seed, step, site, first_sequence })
     }
 }
 
@@ -181,6 +181,17 @@ pub struct Backward<'a> {
 pub trait Layer: Send + Sync {
     /// The tensors of its block.
     fn tensors(&self) -> Vec<Tensor>;
+
+    /// Elements of weights that every token is multiplied by, for counting FLOPs.
+    fn products(&self) -> usize {
+        let weights = |tensor: &Tensor| if tensor.kind == Kind::Weight { tensor.len() } else { 0 };
+        self.tensors().iter().map(weights).sum()
+    }
+
+    /// Channels of its causal attention, for counting FLOPs.
+    fn attention_channels(&self) -> usize {
+        0
+    }
 
     /// Elements of what it keeps for one sequence of `positions`.
     fn kept_len(&self, positions: usize) -> usize;

@@ -5,6 +5,7 @@ use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingL
 use super::gpt2::{Block, Final, Stem};
 use super::kernels::{STATISTICS, Scores};
 use super::layer::{Init, Kind, Layer, Tensor, block_len};
+use super::loss::{CrossEntropy, Loss};
 use super::shape::Shape;
 
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
@@ -39,6 +40,8 @@ pub struct Model {
     pub blocks: Vec<Vec<Tensor>>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
+    /// What a labelled position costs.
+    pub loss: Box<dyn Loss>,
 }
 
 /// The least bytes of a vocabulary tile.
@@ -55,8 +58,18 @@ fn tiles(shape: &Shape, block_elements: usize) -> Vec<Tile> {
 impl Model {
     /// GPT-2 of this shape.
     pub fn gpt2(shape: Shape) -> Model {
-        let block = Block { index: 0, number: 0, shape };
-        let tiles = tiles(&shape, block_len(&block.tensors()));
+        let block = |number| Block { index: 2 + number as u32, number, shape };
+        let mut stack: Vec<Box<dyn Layer>> = vec![Box::new(Stem { index: 1, shape })];
+        stack.extend((0..shape.layers).map(|number| Box::new(block(number)) as Box<dyn Layer>));
+        stack.push(Box::new(Final { shape }));
+        Model::of(shape, stack)
+    }
+
+    /// A model of these layers, between an embedding and a head of this shape's vocabulary and
+    /// width. Layers that drop must have an index of their own, for their masks.
+    pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
+        let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
+        let tiles = tiles(&shape, largest);
         let table = |name: &str, tile: &Tile| {
             vec![Tensor {
                 name: name.into(),
@@ -74,15 +87,10 @@ impl Model {
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(tensors);
         };
-        let mut stack = |layer: Box<dyn Layer>| {
+        for layer in stack {
             let tensors = layer.tensors();
             push(Part::Stack(layer), tensors);
-        };
-        stack(Box::new(Stem { index: 1, shape }));
-        for number in 0..shape.layers {
-            stack(Box::new(Block { index: 2 + number as u32, number, shape }));
         }
-        stack(Box::new(Final { shape }));
         for (index, tile) in tiles.iter().enumerate() {
             if shape.tied {
                 parts.push(Part::Head(*tile));
@@ -93,7 +101,8 @@ impl Model {
                 blocks.push(table("lm_head.weight", tile));
             }
         }
-        Model { shape, parts, part_blocks, blocks, tiles }
+        let loss = Box::new(CrossEntropy);
+        Model { shape, parts, part_blocks, blocks, tiles, loss }
     }
 
     /// What the ring sees, for sequences of so many positions.
@@ -135,6 +144,23 @@ impl Model {
     pub fn scores(&self, tile: Tile, rows: usize) -> Scores {
         let Tile { first, rows: height } = tile;
         Scores { rows, channels: self.shape.hidden, tile: height, first }
+    }
+
+    /// Model FLOPs of training on sequences of these lengths, `labelled` of whose positions are
+    /// scored: 6 for each weight that a token meets (of the head: that a scored token meets), and
+    /// attention, causal at half. Recomputation and padding are not counted.
+    pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
+        let (mut products, mut channels) = (0, 0);
+        for part in &self.parts {
+            if let Part::Stack(layer) = part {
+                products += layer.products();
+                channels += layer.attention_channels();
+            }
+        }
+        let tokens: usize = lengths.iter().sum();
+        let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
+        let head = (self.shape.vocabulary * self.shape.hidden) as f64;
+        6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
     }
 
     /// Its parameters, each counted once.

@@ -7,11 +7,11 @@ use rayon::prelude::*;
 
 use super::linear::{Matrix, matmul, transpose};
 use super::math::{exp, largest, sum};
-use crate::models::{STATISTICS, Scores};
+use crate::models::{Loss, STATISTICS, Scores};
 use crate::simd::Level;
 
 /// Labelled positions that are scored at once.
-const CHUNK: usize = 128;
+pub(super) const CHUNK: usize = 128;
 
 /// The label of a position's statistics; negative: none.
 pub(super) fn label_of(statistics: &[f32]) -> i32 {
@@ -24,13 +24,13 @@ pub(super) fn begin(statistics: &mut [f32], label: i32) {
 }
 
 /// A labelled position's loss, from complete statistics.
-pub(super) fn loss_of(statistics: &[f32]) -> Option<f32> {
+pub(super) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
     let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
-    (label_of(statistics) >= 0).then(|| most + sum.ln() - target)
+    (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
 }
 
 /// The next labelled rows from `from` on, at most a chunk of them; how many.
-fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
+pub(super) fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
     let mut count = 0;
     while *from * STATISTICS < statistics.len() && count < CHUNK {
         if label_of(&statistics[*from * STATISTICS..]) >= 0 {
@@ -43,7 +43,7 @@ fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> 
 }
 
 /// Copies rows of h to where they stand side by side.
-fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
+pub(super) fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
     for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
         to.copy_from_slice(&h[row * channels..][..channels]);
     }
@@ -108,15 +108,16 @@ pub(super) struct Inputs<'a> {
     pub(super) statistics: &'a [f32],
     pub(super) h: &'a [f32],
     pub(super) w: &'a [f32],
+    pub(super) loss: &'a dyn Loss,
     pub(super) scale: f32,
 }
 
-/// dh += scale (p − onehot) w, dw (+)= scale (p − onehot)ᵀ h.
+/// dh += scale d w, dw (+)= scale dᵀ h, with d the loss's gradient of the logits.
 pub(super) fn backward(
     level: Level,
     dh: &mut [f32],
     dw: &mut [f32],
-    Inputs { statistics, h, w, scale }: Inputs<'_>,
+    Inputs { statistics, h, w, loss, scale }: Inputs<'_>,
     size: &Scores,
     accumulate: bool,
     scratch: &mut [f32],
@@ -138,14 +139,15 @@ pub(super) fn backward(
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
             let of_row = &statistics[row * STATISTICS..][..STATISTICS];
             let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
+            let [of_lse, of_target] = loss.slopes(lse, of_row[2]).map(|slope| scale * slope);
             level.run(
                 #[inline(always)]
                 || {
-                    logits.iter_mut().for_each(|logit| *logit = scale * exp(*logit - lse));
+                    logits.iter_mut().for_each(|logit| *logit = of_lse * exp(*logit - lse));
                 },
             );
             if let Some(at) = label.checked_sub(size.first).filter(|&at| at < v) {
-                logits[at] -= scale;
+                logits[at] += of_target;
             }
         });
         let moved = &mut moved[..count * c];
@@ -167,6 +169,7 @@ pub(super) fn backward(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
+    use crate::models::CrossEntropy;
 
     /// Sum of the losses of labelled rows, from all of the vocabulary at once.
     fn plain(h: &[f64], w: &[f64], labels: &[i32], c: usize) -> f64 {
@@ -200,7 +203,9 @@ mod tests {
                     let mut memory = vec![f32::NAN; forward_scratch(&size)];
                     forward(level, &mut statistics, &h.narrow, w, &size, &mut memory);
                 }
-                let losses = statistics.chunks_exact(STATISTICS).filter_map(loss_of);
+                let losses = statistics
+                    .chunks_exact(STATISTICS)
+                    .filter_map(|of_row| loss_of(of_row, &CrossEntropy));
                 let loss: f64 = losses.map(f64::from).sum();
                 let expected = plain(&h.wide, &w.wide, &labels, c);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
@@ -211,7 +216,8 @@ mod tests {
                     let mut memory = vec![f32::NAN; backward_scratch(&size)];
                     let w = &w.narrow[part.clone()];
                     let statistics = &statistics;
-                    let inputs = Inputs { statistics, h: &h.narrow, w, scale: 0.5 };
+                    let (h, loss) = (&h.narrow, &CrossEntropy);
+                    let inputs = Inputs { statistics, h, w, loss, scale: 0.5 };
                     backward(level, &mut dh, &mut dw[part], inputs, &size, false, &mut memory);
                 }
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();

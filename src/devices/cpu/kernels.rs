@@ -1,9 +1,10 @@
 //! The kernels on views of the arena: resolves views, hands out scratch, and says who may write.
 
-use super::{attention, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
+use super::{attention, cross_entropy, dropout, embedding, gelu, layer_norm, linear, sampling};
 use crate::arena::Arena;
 use crate::models::{
-    Attention, Dropout, Gelu, Kernels, Linear, Norm, Rows, STATISTICS, Scores, Scratch, View,
+    Attention, Dropout, Gelu, Kernels, Linear, Loss, Norm, Rows, STATISTICS, Sampling, Scores,
+    Scratch, View,
 };
 use crate::simd::Level;
 
@@ -202,6 +203,24 @@ impl Kernels for CpuKernels<'_> {
         cross_entropy::forward(self.level, out, call.read(h), call.read(w), &size, memory);
     }
 
+    fn sample(
+        &self,
+        out: View,
+        statistics: View,
+        h: View,
+        w: View,
+        how: Sampling,
+        size: Scores,
+        scratch: &Scratch<'_>,
+    ) {
+        let scratch = scratch.nested();
+        let memory = scratch.take(cross_entropy::forward_scratch(&size));
+        let Some(call) = self.call([out, memory], &[statistics, h, w]) else { return };
+        let [out, memory] = call.write();
+        out.copy_from_slice(call.read(statistics));
+        sampling::forward(out, call.read(h), call.read(w), how, &size, memory);
+    }
+
     fn score_backward(
         &self,
         dh: View,
@@ -210,6 +229,7 @@ impl Kernels for CpuKernels<'_> {
         statistics: View,
         h: View,
         w: View,
+        loss: &dyn Loss,
         scale: f32,
         size: Scores,
         accumulate: bool,
@@ -229,6 +249,7 @@ impl Kernels for CpuKernels<'_> {
             statistics: call.read(statistics),
             h: call.read(h),
             w: call.read(w),
+            loss,
             scale,
         };
         cross_entropy::backward(self.level, dh, dw, inputs, &size, accumulate, memory);

@@ -14,6 +14,7 @@ mod linear;
 mod math;
 #[cfg(test)]
 mod oracle;
+mod sampling;
 mod scattered;
 #[cfg(test)]
 mod tests;
@@ -23,7 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use l2l_actors::ports::{Operation, Placed, Source, Step, Trouble, Work};
+use l2l_actors::ports::{Lane, Operation, Placed, Source, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::Hands;
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -35,19 +36,47 @@ use crate::config::{Config, Plan};
 use crate::data::Batch;
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Micro, Model, Rows, STATISTICS, View};
+use crate::models::{Draw, Micro, Model, Rows, STATISTICS, Sampling, View};
 use crate::optimizers::{LearningRate, Update, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
 
-/// What one step brings.
+/// What a step of the ring is for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Goal {
+    /// To learn.
+    Train,
+    /// The loss alone; nothing is dropped.
+    Evaluate,
+    /// A token for each labelled position.
+    Sample(Sampling),
+}
+
+/// What a step of the ring is given.
+#[derive(Clone, Debug)]
+pub(crate) struct Turn {
+    pub(crate) batch: Batch,
+    pub(crate) goal: Goal,
+    /// Training steps before it: the ring's own number counts other turns, and begins anew.
+    pub(crate) trained: u64,
+}
+
+/// A turn in the ring.
 struct StepData {
     number: Version,
     batch: Batch,
+    goal: Goal,
+    trained: u64,
     stash: StashLayout,
     /// 1 ÷ labelled positions.
     scale: f32,
     learning_rate: f64,
+}
+
+/// c = a b, square, of this size: to measure how fast products are.
+pub(crate) fn product(c: &mut [f32], a: &[f32], b: &[f32], size: usize) {
+    let (a, b) = (linear::Matrix::rows(a, size), linear::Matrix::rows(b, size));
+    linear::matmul(c, a, b, (size, size, size), false);
 }
 
 /// The largest head that the kernels have room for.
@@ -61,6 +90,8 @@ pub(crate) struct Counts {
     pub(crate) downloaded: AtomicU64,
     /// Floats of workspace that were in use at once, at most.
     pub(crate) workspace: AtomicU64,
+    /// Nanoseconds that each lane worked.
+    lanes: [AtomicU64; Lane::ALL.len()],
     /// Since when the compute lane is idle within a step, and for how long it was before.
     idle: Mutex<(Option<Instant>, Duration)>,
 }
@@ -76,6 +107,15 @@ impl Counts {
         let mut idle = self.idle.lock().expect("nothing panics inside");
         let waited = idle.0.take().map_or(Duration::ZERO, |since| since.elapsed());
         idle.1 += waited;
+    }
+
+    fn lane(&self, lane: Lane) -> &AtomicU64 {
+        &self.lanes[Lane::ALL.iter().position(|one| *one == lane).expect("all are listed")]
+    }
+
+    /// Nanoseconds that each lane worked.
+    pub(crate) fn lanes(&self) -> [u64; Lane::ALL.len()] {
+        std::array::from_fn(|index| self.lanes[index].load(Relaxed))
     }
 
     /// How long the compute lane was idle within steps.
@@ -101,19 +141,26 @@ pub(crate) struct Cpu {
     link: Option<f64>,
     /// The step that computes, and the one before, whose updates may still run.
     steps: Mutex<[Option<Arc<StepData>>; 2]>,
+    /// What was drawn, in order of positions.
+    pub(crate) drawn: Mutex<Vec<u32>>,
     pub(crate) counts: Counts,
 }
 
 impl Cpu {
     /// Makes all memory and all threads but the lanes'.
-    pub(crate) fn new(config: &Config, model: Arc<Model>, plan: Arc<Plan>) -> Result<Cpu, Error> {
+    pub(crate) fn new(
+        config: &Config,
+        model: Arc<Model>,
+        plan: Arc<Plan>,
+        rule: Box<dyn UpdateRule>,
+        learning_rate: LearningRate,
+    ) -> Result<Cpu, Error> {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let threads = ThreadPoolBuilder::new()
             .num_threads(config.device.threads.unwrap_or(cores))
             .thread_name(|index| format!("l2l-cpu-{index}"))
             .build()
             .map_err(Error::failed)?;
-        let rule = config.update_rule();
         let tiles = model.tiles.len() as u32;
         let region = |id: BlockId| plan.deferred || id.0 < tiles;
         let eps = Eps::new(&model, rule.states(), region);
@@ -122,8 +169,8 @@ impl Cpu {
         let out_of_memory = |error| Error::failed(format_args!("no memory: {error}"));
         Ok(Cpu {
             eps,
-            rule: Box::new(rule),
-            learning_rate: config.learning_rate(),
+            rule,
+            learning_rate,
             clip_norm: config.optimizer.clip_norm,
             seed: config.step.seed,
             device: Arena::new(plan.layout.end).map_err(out_of_memory)?,
@@ -132,6 +179,7 @@ impl Cpu {
             level: Level::best(),
             link: config.link_bytes_per_second()?,
             steps: Mutex::default(),
+            drawn: Mutex::default(),
             counts: Counts::default(),
             model,
             plan,
@@ -210,16 +258,20 @@ impl Cpu {
         };
         let block = visit.blocks()[0];
         let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
-        let draw = Draw { seed: self.seed, step: step.number, first_sequence };
+        let draw = Draw { seed: self.seed, step: data.trained, first_sequence };
         let accumulate = gradients.first().map(|one| !one.first);
         let stay = visit::Stay {
-            micro: Micro { rows, lengths, draw },
+            micro: Micro { rows, lengths, draw: (data.goal == Goal::Train).then_some(draw) },
             weights: self.weights(block, weights[0]),
             gradient: gradients.first().map(|one| self.gradient(block, one.slot)),
             accumulate: accumulate.unwrap_or(false),
             reads: inputs.iter().map(|p| sized(self.plan.layout.inputs, p)).collect(),
             writes: outputs.iter().map(|p| sized(self.plan.layout.outputs, p)).collect(),
             scale: data.scale,
+            sampling: match data.goal {
+                Goal::Sample(how) => Some(how),
+                Goal::Train | Goal::Evaluate => None,
+            },
             workspace: self.plan.layout.workspace,
         };
         let kernels = kernels::CpuKernels { memory: Some(&self.device), level: self.level };
@@ -257,7 +309,13 @@ impl Cpu {
         let (arena, statistics) = self.stash(data.stash.place(visit.reads[0], m));
         // SAFETY: the ring has it written before this loss is taken, and not after.
         let statistics = unsafe { arena.read(statistics) };
-        let losses = statistics.chunks_exact(STATISTICS).filter_map(cross_entropy::loss_of);
+        let statistics = statistics.chunks_exact(STATISTICS);
+        if let Goal::Sample(_) = data.goal {
+            let labelled = statistics.filter(|of_row| cross_entropy::label_of(of_row) >= 0);
+            self.drawn.lock().expect("nothing panics inside").extend(labelled.map(sampling::drawn));
+            return 0.0;
+        }
+        let losses = statistics.filter_map(|s| cross_entropy::loss_of(s, &*self.model.loss));
         losses.map(f64::from).sum::<f64>() / data.batch.labelled as f64
     }
 
@@ -340,15 +398,17 @@ impl StepData {
 }
 
 impl Hands for Cpu {
-    type Batch = Batch;
+    type Batch = Turn;
 
-    fn begin(&self, step: &Arc<Step>, batch: Batch) {
+    fn begin(&self, step: &Arc<Step>, Turn { batch, goal, trained }: Turn) {
         let data = StepData {
             number: step.number,
             stash: stash::layout(&step.plan.schedule),
             scale: (1.0 / batch.labelled as f64) as f32,
-            learning_rate: self.learning_rate.at(step.number),
+            learning_rate: self.learning_rate.at(trained),
             batch,
+            goal,
+            trained,
         };
         let mut steps = self.steps.lock().expect("nothing panics inside");
         steps.swap(0, 1);
@@ -357,6 +417,17 @@ impl Hands for Cpu {
     }
 
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+        let begin = Instant::now();
+        let result = self.work(operation);
+        self.counts
+            .lane(operation.work().lane())
+            .fetch_add(begin.elapsed().as_nanos() as u64, Relaxed);
+        result
+    }
+}
+
+impl Cpu {
+    fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
         let step = operation.step();
         let over_link = !self.plan.stash_on_device;
         let Counts { uploaded, downloaded, .. } = &self.counts;

@@ -6,11 +6,10 @@ use l2l_actors::conformance::{Report, Subject, check};
 use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
-use super::Cpu;
-use crate::config::{ChannelsConfig, Config, Plan, StashPlace, schedule_of};
-use crate::data::{Batch, Source};
+use super::{Cpu, Goal, Turn};
+use crate::config::{ChannelsConfig, Config, Plan, StashPlace, Walk, schedule_of, shape_of};
+use crate::data::{Batch, Dataset};
 use crate::models::Model;
-use crate::trainer::shape_of;
 
 /// A model small enough to be run a thousand times.
 struct Small {
@@ -20,6 +19,7 @@ struct Small {
 impl Small {
     fn new(recompute: bool, place: StashPlace) -> Small {
         let mut config = Config::default();
+        config.data.train = "random".into();
         config.model.layers = Some(1);
         config.model.hidden = Some(8);
         config.model.heads = Some(2);
@@ -43,7 +43,8 @@ impl Subject for Small {
     type Ports = ThreadLanes<Cpu>;
 
     fn schedule(&self) -> Schedule {
-        schedule_of(&self.config, &self.model(), 4).expect("a model of ours")
+        let walk = Walk { sequences: 3, positions: 4, trains: true };
+        schedule_of(&self.config, &self.model(), walk).expect("a model of ours")
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -55,16 +56,21 @@ impl Subject for Small {
         };
         let config = Config { channels, ..self.config.clone() };
         let model = Arc::new(self.model());
-        let plan = Plan::new(&config, &model).expect("a plan of ours");
+        let rule = Box::new(config.update_rule());
+        let plan = Plan::new(&config, &model, &*rule).expect("a plan of ours");
         assert_eq!(plan.pools, *pools);
-        let cpu = Cpu::new(&config, model, Arc::new(plan)).expect("memory and threads");
+        let cpu = Cpu::new(&config, model, Arc::new(plan), rule, config.learning_rate(100))
+            .expect("memory and threads");
         cpu.eps().randomise(1);
         Arc::new(ThreadLanes::start(cpu).expect("threads"))
     }
 
-    fn batch(&self, step: Version) -> Batch {
-        let mut source = Source::open(&self.config, 11, 4).expect("random data");
-        source.batch(step).expect("random data has labels")
+    fn batch(&self, step: Version) -> Turn {
+        let shape = shape_of(&self.config).expect("a shape of ours");
+        let (mut data, _) = Dataset::open(&self.config, &shape).expect("random data");
+        let sequence = |index| data.sequence(index).expect("random data");
+        let sequences: Vec<_> = (3 * step..3 * step + 3).map(sequence).collect();
+        Turn { batch: Batch::new(&sequences), goal: Goal::Train, trained: step }
     }
 }
 

@@ -5,8 +5,8 @@ use l2l_actors::schedule::Visit;
 use super::is_backward;
 use super::kernels::CpuKernels;
 use crate::models::{
-    Backward, Draw, Forward, Kernels, Micro, Model, Part, Rows, STATISTICS, Scratch, Tile, View,
-    block_len,
+    Backward, Draw, Forward, Kernels, Micro, Model, Part, Rows, STATISTICS, Sampling, Scratch,
+    Tile, View, block_len,
 };
 use crate::simd::Level;
 
@@ -19,6 +19,7 @@ pub(super) struct Stay<'a> {
     pub(super) reads: Vec<View>,
     pub(super) writes: Vec<View>,
     pub(super) scale: f32,
+    pub(super) sampling: Option<Sampling>,
     pub(super) workspace: View,
 }
 
@@ -39,8 +40,8 @@ fn go(
     kernels: &CpuKernels<'_>,
     stay: &Stay<'_>,
 ) -> usize {
-    let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, scale, workspace } =
-        *stay;
+    let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
+    let Stay { scale, sampling, workspace, .. } = *stay;
     let scratch = &Scratch::new(workspace);
     match (&model.parts[layer], backward) {
         (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
@@ -58,7 +59,11 @@ fn go(
         (&Part::Head(tile), false) => {
             let w = weights.part(0..tile.rows * model.shape.hidden);
             let size = model.scores(tile, micro.rows.count());
-            kernels.score(writes[0], reads[1], reads[0], w, size, scratch);
+            let (out, statistics, h) = (writes[0], reads[1], reads[0]);
+            match sampling {
+                Some(how) => kernels.sample(out, statistics, h, w, how, size, scratch),
+                None => kernels.score(out, statistics, h, w, size, scratch),
+            }
         }
         (&Part::Head(tile), true) => {
             let elements = tile.rows * model.shape.hidden;
@@ -67,7 +72,17 @@ fn go(
             let (h, statistics, before) = (reads[0], reads[1], reads.get(2).copied());
             let size = model.scores(tile, micro.rows.count());
             kernels.score_backward(
-                writes[0], dw, before, statistics, h, w, scale, size, accumulate, scratch,
+                writes[0],
+                dw,
+                before,
+                statistics,
+                h,
+                w,
+                &*model.loss,
+                scale,
+                size,
+                accumulate,
+                scratch,
             );
         }
     }
@@ -84,8 +99,8 @@ pub(crate) fn workspace(
 ) -> usize {
     let rows = Rows { sequences, positions };
     let lengths = vec![positions; sequences];
-    let micro =
-        Micro { rows, lengths: &lengths, draw: Draw { seed: 0, step: 0, first_sequence: 0 } };
+    let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0 });
+    let micro = Micro { rows, lengths: &lengths, draw };
     let kernels = CpuKernels { memory: None, level: Level::Portable };
     let hidden = rows.count() * model.shape.hidden;
     let mut most = 0;
@@ -114,9 +129,17 @@ pub(crate) fn workspace(
                 (true, true) => (vec![x, statistics[0], dy], vec![y]),
             };
             let workspace = place(usize::MAX / 4);
-            let (gradient, accumulate) = (backward.then_some(gradient), false);
-            let stay =
-                Stay { micro, weights, gradient, accumulate, reads, writes, scale: 1.0, workspace };
+            let stay = Stay {
+                micro,
+                weights,
+                gradient: backward.then_some(gradient),
+                accumulate: false,
+                reads,
+                writes,
+                scale: 1.0,
+                sampling: None,
+                workspace,
+            };
             most = most.max(go(model, layer, backward, &kernels, &stay));
         }
     }

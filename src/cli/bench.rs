@@ -1,0 +1,45 @@
+//! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
+
+use l2l::{Error, StepReport, machine};
+
+use super::progress::Screen;
+use super::train::{Prepared, only_steps, runtime};
+use super::{Common, Ended};
+
+/// Steps when the config names none; the first is not counted.
+const STEPS: u64 = 6;
+
+pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
+    let (mut config, layers) = common.read(&[])?;
+    if config.step.steps.is_none() && config.step.epochs.is_none() {
+        config.step.steps = Some(STEPS);
+    }
+    (config.checkpoint, config.validation) = Default::default();
+    let run = || {
+        let prepared = Prepared::new(config.clone())?;
+        let screen = Screen::new(config.log.format, 0, prepared.steps, 0);
+        let (mut first, mut rest) = (None, Vec::new());
+        let summary = runtime()?.block_on(only_steps(&config, prepared, |report| {
+            screen.step(report);
+            if first.is_none() {
+                first = Some(*report);
+            } else {
+                rest.push(*report);
+            }
+        }))?;
+        // A first step makes schedules and touches memory for the first time.
+        let counted = if rest.is_empty() { first.into_iter().collect() } else { rest };
+        let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
+        let seconds = sum(|report| report.seconds);
+        let threads = config.device.threads.unwrap_or_else(machine::cores);
+        let more = [
+            ("tokens_per_second", sum(|report| report.tokens as f64) / seconds),
+            ("model_flops_per_second", sum(|report| report.model_flops) / seconds),
+            ("matmul_flops_per_second", machine::product_flops_per_second(threads)?),
+            ("exposed_wait_fraction", sum(|report| report.exposed_wait_seconds) / seconds),
+        ];
+        screen.summary(&summary, config.device.link.as_deref(), &more);
+        Ok(Ended::Well)
+    };
+    run().map_err(|error| layers.locate(error))
+}

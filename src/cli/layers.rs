@@ -1,0 +1,296 @@
+//! The config from where it is written: file < environment < flags, each value with its origin, so
+//! that an error can say where a bad value came from and which key an unknown one was to be.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use l2l::{Config, Error};
+use toml::de::{DeTable, DeValue};
+use toml::{Spanned, Table, Value};
+
+/// Where a value was written.
+#[derive(Clone, Debug, PartialEq)]
+enum Origin {
+    File { path: PathBuf, line: usize },
+    Variable(String),
+    Flag(String),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::File { path, line } => write!(f, "{}, line {line}", path.display()),
+            Origin::Variable(name) => write!(f, "environment {name}"),
+            Origin::Flag(text) => write!(f, "{text}"),
+        }
+    }
+}
+
+/// What environment variables of ours begin with: `L2L__STEP__BATCH` is `step.batch`.
+const PREFIX: &str = "L2L__";
+
+/// Values by key, each from the last layer that has it.
+pub(super) struct Layers {
+    values: BTreeMap<String, (Value, Origin)>,
+    known: Vec<String>,
+}
+
+impl Layers {
+    pub(super) fn new() -> Layers {
+        Layers { values: BTreeMap::new(), known: known_keys() }
+    }
+
+    /// A file's.
+    pub(super) fn file(&mut self, path: &Path) -> Result<(), Error> {
+        let refuse =
+            |what: &dyn fmt::Display| refused(format_args!("config {}: {what}", path.display()));
+        let text = fs::read_to_string(path).map_err(|error| refuse(&error))?;
+        self.text(path, &text)
+    }
+
+    /// A file's, already read.
+    pub(super) fn text(&mut self, path: &Path, text: &str) -> Result<(), Error> {
+        let bad = |error: toml::de::Error| {
+            let line = error.span().map_or(1, |span| line_of(text, span.start));
+            refused(format_args!("config {}, line {line}: {}", path.display(), error.message()))
+        };
+        let values: Table = toml::from_str(text).map_err(bad)?;
+        let spans = DeTable::parse(text).map_err(bad)?;
+        let mut flat = Vec::new();
+        flatten("", &values, spans.get_ref(), &mut flat);
+        for (key, value, at) in flat {
+            let origin = Origin::File { path: path.into(), line: line_of(text, at) };
+            self.set(&key, value, origin)?;
+        }
+        Ok(())
+    }
+
+    /// The environment's.
+    pub(super) fn environment(
+        &mut self,
+        variables: impl Iterator<Item = (String, String)>,
+    ) -> Result<(), Error> {
+        for (name, text) in variables {
+            if let Some(key) = name.strip_prefix(PREFIX) {
+                let key = key.to_lowercase().replace("__", ".");
+                self.set(&key, parse(&text), Origin::Variable(name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A flag's: `key=value`.
+    pub(super) fn flag(&mut self, text: &str) -> Result<(), Error> {
+        let Some((key, value)) = text.split_once('=') else {
+            return Err(refused(format_args!("--set {text}: write key=value, say step.batch=8")));
+        };
+        self.set(key.trim(), parse(value.trim()), Origin::Flag(format!("--set {text}")))
+    }
+
+    /// A flag's of its own.
+    pub(super) fn own_flag(&mut self, flag: &str, key: &str, value: String) {
+        self.values.insert(key.into(), (Value::String(value), Origin::Flag(flag.into())));
+    }
+
+    fn set(&mut self, key: &str, value: Value, origin: Origin) -> Result<(), Error> {
+        if self.known.iter().any(|known| known == key) {
+            self.values.insert(key.into(), (value, origin));
+            return Ok(());
+        }
+        let section = format!("{key}.");
+        let keys: Vec<&str> =
+            self.known.iter().filter_map(|known| known.strip_prefix(&section)).collect();
+        let what = if !keys.is_empty() {
+            format!("{key} is a section: its keys are {}", keys.join(", "))
+        } else if let Some(near) = nearest(key, &self.known) {
+            format!("unknown key {key}: did you mean {near}?")
+        } else {
+            format!("unknown key {key}: `l2l config reference` lists them")
+        };
+        Err(refused(format_args!("{origin}: {what}")))
+    }
+
+    /// All of them over the defaults.
+    pub(super) fn config(&self) -> Result<Config, Error> {
+        let mut all = Table::new();
+        for (key, (value, _)) in &self.values {
+            let (section, key) = key.split_once('.').expect("known keys have a section");
+            let section = all.entry(section).or_insert_with(|| Table::new().into());
+            let section = section.as_table_mut().expect("sections are tables");
+            section.insert(key.into(), value.clone());
+        }
+        let config: Config =
+            serde_path_to_error::deserialize(Value::Table(all)).map_err(|error| {
+                let key = error.path().to_string();
+                let text = error.inner().to_string();
+                let what = text.lines().next().unwrap_or_default();
+                // What an array holds is written where the array is.
+                let whole = key.split('[').next().unwrap_or(&key);
+                let at = self.origin(whole);
+                refused(format_args!("{at}{whole}: {what}"))
+            })?;
+        config.check().map_err(|error| self.locate(error))?;
+        Ok(config)
+    }
+
+    fn origin(&self, key: &str) -> String {
+        self.values.get(key).map(|(_, origin)| format!("{origin}: ")).unwrap_or_default()
+    }
+
+    /// Says where the key that an error is about was written.
+    pub(super) fn locate(&self, error: Error) -> Error {
+        match error {
+            Error::Config { key, problem } => {
+                refused(format_args!("{}{key} {problem}", self.origin(&key)))
+            }
+            error => error,
+        }
+    }
+}
+
+fn refused(what: impl fmt::Display) -> Error {
+    Error::Refused(what.to_string())
+}
+
+fn line_of(text: &str, at: usize) -> usize {
+    text.bytes().take(at).filter(|&byte| byte == b'\n').count() + 1
+}
+
+/// Leaves of a table and where they are written.
+fn flatten(
+    prefix: &str,
+    values: &Table,
+    spans: &DeTable<'_>,
+    flat: &mut Vec<(String, Value, usize)>,
+) {
+    for (key, spanned) in spans.iter() {
+        let (name, at) = (format!("{prefix}{}", key.get_ref()), Spanned::span(key).start);
+        match (&values[key.get_ref().as_ref()], spanned.get_ref()) {
+            (Value::Table(values), DeValue::Table(spans)) => {
+                flatten(&format!("{name}."), values, spans, flat);
+            }
+            (value, _) => flat.push((name, value.clone(), at)),
+        }
+    }
+}
+
+/// A value as TOML has it; what is none is a text.
+fn parse(text: &str) -> Value {
+    let line = toml::from_str::<Table>(&format!("value = {text}")).ok();
+    let value = line.filter(|table| table.len() == 1).and_then(|mut table| table.remove("value"));
+    value.unwrap_or_else(|| Value::String(text.into()))
+}
+
+/// Every key, with its section.
+fn known_keys() -> Vec<String> {
+    let all = serde_json::to_value(Config::default()).expect("a config is plain data");
+    let sections = all.as_object().into_iter().flatten();
+    let keys = sections.filter_map(|(section, keys)| Some((section, keys.as_object()?)));
+    keys.flat_map(|(section, keys)| keys.keys().map(move |key| format!("{section}.{key}")))
+        .collect()
+}
+
+/// The known key that a wrong one is most like: as a whole, or but for its section.
+fn nearest<'k>(key: &str, known: &'k [String]) -> Option<&'k String> {
+    let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
+    let likeness = |known: &&String| {
+        let whole = strsim::jaro_winkler(key, known);
+        let end = strsim::jaro_winkler(&last(key), &last(known));
+        // The same section counts when the ends are alike.
+        let section = f64::from(key.split('.').next() == known.split('.').next());
+        whole.max(0.9 * end + 0.1 * section)
+    };
+    let best = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
+    (likeness(&best) > 0.75).then_some(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn error(file: &str, variables: &[(&str, &str)], flags: &[&str]) -> String {
+        let mut layers = Layers::new();
+        let variables = variables.iter().map(|(name, value)| (name.to_string(), value.to_string()));
+        let config = layers
+            .text(Path::new("run.toml"), file)
+            .and_then(|()| layers.environment(variables))
+            .and_then(|()| flags.iter().try_for_each(|flag| layers.flag(flag)))
+            .and_then(|()| layers.config());
+        config.expect_err("a bad one").to_string()
+    }
+
+    #[test]
+    fn later_layers_win() {
+        let mut layers = Layers::new();
+        layers
+            .text(Path::new("run.toml"), "[step]\nbatch = 1\nmicro_batch = 1\nseed = 1")
+            .expect("good");
+        let variables = [("L2L__STEP__MICRO_BATCH", "2"), ("L2L__STEP__SEED", "2"), ("HOME", "x")];
+        let variables = variables.map(|(name, value)| (name.to_string(), value.to_string()));
+        layers.environment(variables.into_iter()).expect("good");
+        layers.flag("step.seed=3").expect("good");
+        layers.flag("data.train = some file.txt").expect("good");
+        let config = layers.config().expect("good");
+        assert_eq!((config.step.batch, config.step.micro_batch, config.step.seed), (1, 2, 3));
+        assert_eq!(config.data.train, "some file.txt");
+    }
+
+    #[test]
+    fn errors_say_where_and_what_was_meant() {
+        let cases: [(&str, &[(&str, &str)], &[&str], &str); 12] = [
+            (
+                "[step]\nbach = 3",
+                &[],
+                &[],
+                "run.toml, line 2: unknown key step.bach: did you mean step.batch?",
+            ),
+            ("\n\nstep.batch = 0", &[], &[], "run.toml, line 3: step.batch must be at least 1"),
+            (
+                "[step]\nbatch = \"x\"",
+                &[],
+                &[],
+                "run.toml, line 2: step.batch: invalid type: string \"x\"",
+            ),
+            ("[optimizer]\nbetas = [0.9, \"b\"]", &[], &[], "run.toml, line 2: optimizer.betas: "),
+            (
+                "learning_rate = 1",
+                &[],
+                &[],
+                "line 1: unknown key learning_rate: did you mean optimizer.learning_rate?",
+            ),
+            (
+                "[stp]\nbatch = 1",
+                &[],
+                &[],
+                "line 2: unknown key stp.batch: did you mean step.batch?",
+            ),
+            ("step = 3", &[], &[], "step is a section: its keys are batch"),
+            ("[step\n", &[], &[], "run.toml, line 1: "),
+            (
+                "",
+                &[("L2L__STEP__BATCH", "0")],
+                &[],
+                "environment L2L__STEP__BATCH: step.batch must be",
+            ),
+            (
+                "",
+                &[("L2L__STEPS", "1")],
+                &[],
+                "environment L2L__STEPS: unknown key steps: did you mean step.steps?",
+            ),
+            (
+                "",
+                &[],
+                &["optimizer.kind=sgd"],
+                "--set optimizer.kind=sgd: optimizer.kind: unknown variant `sgd`",
+            ),
+            ("", &[], &["step.batch"], "--set step.batch: write key=value"),
+        ];
+        for (file, variables, flags, says) in cases {
+            let error = error(file, variables, flags);
+            assert!(error.contains(says), "{says:?} expected in: {error}");
+        }
+    }
+}

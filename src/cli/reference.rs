@@ -1,0 +1,68 @@
+//! The config's JSON schema, and the page of its keys made from it.
+
+use std::fmt::Write;
+
+use l2l::Config;
+use serde_json::Value;
+
+/// A JSON schema of config files.
+pub(super) fn schema() -> String {
+    let schema = schemars::schema_for!(Config);
+    serde_json::to_string_pretty(&schema).expect("a schema is JSON")
+}
+
+/// A page with every key, its default and what it means.
+pub(super) fn page() -> String {
+    let schema = schemars::schema_for!(Config).to_value();
+    let defaults = serde_json::to_value(Config::default()).expect("a config is plain data");
+    let mut page = String::from(
+        "# Configuration\n\n\
+         Every key of a config file, made from `src/config/keys.rs` by `l2l config reference`. A\n\
+         value is taken from `--set section.key=value`, else from the environment\n\
+         (`L2L__SECTION__KEY`), else from the file, else it is the default. `l2l config show` prints\n\
+         what a run would use, `l2l config schema` a JSON schema for editors.\n",
+    );
+    let sections = schema["properties"].as_object().into_iter().flatten();
+    for (section, of_section) in sections {
+        let resolved = resolve(&schema, of_section);
+        let about = of_section["description"].as_str().unwrap_or_default();
+        let _ = write!(page, "\n## `[{section}]`\n\n{}\n\n", one_line(about));
+        page.push_str("| key | default | meaning |\n|---|---|---|\n");
+        for (key, of_key) in resolved["properties"].as_object().into_iter().flatten() {
+            let default = match &defaults[section][key] {
+                Value::Null => String::new(),
+                value => format!("`{value}`"),
+            };
+            let mut meaning = one_line(of_key["description"].as_str().unwrap_or_default());
+            let choices = choices(&schema, of_key);
+            if !choices.is_empty() {
+                let _ = write!(meaning, " One of {}.", choices.join(", "));
+            }
+            let _ = writeln!(page, "| `{key}` | {default} | {} |", meaning.replace('|', "\\|"));
+        }
+    }
+    page
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}
+
+/// What a `$ref`, or a single `allOf` of one, refers to.
+fn resolve<'s>(schema: &'s Value, of: &'s Value) -> &'s Value {
+    let reference = of["$ref"].as_str().or_else(|| of["allOf"][0]["$ref"].as_str());
+    match reference.and_then(|reference| reference.strip_prefix('#')) {
+        Some(pointer) => schema.pointer(pointer).unwrap_or(of),
+        None => of,
+    }
+}
+
+/// The values an enumeration has.
+fn choices(schema: &Value, of: &Value) -> Vec<String> {
+    let resolved = resolve(schema, of);
+    let listed = resolved["enum"].as_array().into_iter().flatten();
+    let alternatives = resolved["oneOf"].as_array().into_iter().flatten();
+    let constant = |one: &Value| one["const"].as_str().map(|text| format!("`\"{text}\"`"));
+    let text = |one: &Value| one.as_str().map(|text| format!("`\"{text}\"`"));
+    listed.filter_map(text).chain(alternatives.filter_map(constant)).collect()
+}

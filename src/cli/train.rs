@@ -1,0 +1,244 @@
+//! `l2l train`: steps, looks at what was kept aside, checkpoints, and a clean end.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use l2l::checkpoint::Keeper;
+use l2l::config::DataConfig;
+use l2l::data::{Baseline, Batch, Batches, Dataset, baselines};
+use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
+use serde_json::json;
+
+use super::progress::Screen;
+use super::{BUILT_IN, Common, Ended};
+
+/// What a run needs beside its trainer, checked before any of it starts.
+pub(super) struct Prepared {
+    pub(super) config: Config,
+    pub(super) train: Dataset,
+    pub(super) steps: u64,
+    aside: Aside,
+}
+
+/// What is not trained on, and what is kept.
+struct Aside {
+    /// What was kept aside to look at.
+    held: Vec<Batch>,
+    baseline: Option<Baseline>,
+    keeper: Option<Keeper>,
+}
+
+impl Prepared {
+    /// Opens data and directories.
+    pub(super) fn new(config: Config) -> Result<Prepared, Error> {
+        let shape = shape_of(&config)?;
+        let (mut train, mut aside) = Dataset::open(&config, &shape)?;
+        let steps = config.steps(train.len())?;
+        Batches::check(&config, &train, steps)?;
+        let (batch, batches) = (config.step.batch, config.validation.batches);
+        let (mut held, mut baseline) = (Vec::new(), None);
+        if let Some(aside) = &mut aside {
+            held = aside.in_order(batch, batches)?;
+            held.retain(|batch| batch.labelled() > 0);
+            if config.data.train == DataConfig::BUILT_IN && aside.is_bytes() {
+                let most = batches.saturating_mul(batch as u64);
+                baseline = Some(baselines(&mut train, aside, most)?);
+            }
+        }
+        if held.is_empty() && config.validation.every_steps.is_some() {
+            return Err(Error::Config {
+                key: "validation.every_steps".into(),
+                problem: "has nothing to look at: set data.validation or data.validation_split"
+                    .into(),
+            });
+        }
+        let keep = config.checkpoint.keep;
+        let directory = config.checkpoint.directory.as_deref();
+        let keeper = directory.map(|directory| Keeper::open(directory, keep)).transpose()?;
+        Ok(Prepared { config, train, steps, aside: Aside { held, baseline, keeper } })
+    }
+}
+
+/// A tokio runtime: a worker for the ring and for signals, beside the main thread.
+pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    runtime.map_err(|error| Error::Failed(format!("no runtime: {error}")))
+}
+
+pub(super) fn train(common: &Common, resume: bool) -> Result<Ended, Error> {
+    let (config, layers) = common.read(&[BUILT_IN])?;
+    let run = || -> Result<Ended, Error> {
+        let Prepared { config, train, steps, aside } = Prepared::new(config)?;
+        let from = match (&aside.keeper, resume) {
+            (_, false) => None,
+            (Some(keeper), true) => Some(keeper.newest()?),
+            (None, true) => {
+                return Err(Error::Refused(
+                    "--resume: from where? Set checkpoint.directory".into(),
+                ));
+            }
+        };
+        runtime()?.block_on(async {
+            let stop = on_signal();
+            let mut builder = Trainer::builder(config.clone()).steps(steps);
+            if let Some(from) = from {
+                builder = builder.resume(from);
+            }
+            let trainer = builder.start()?;
+            let batches = Batches::start(&config, train, trainer.progress().step)?;
+            let ceiling = config.device.memory.bytes().unwrap_or(trainer.plan().device_bytes());
+            let screen = Screen::new(config.log.format, trainer.progress().step, steps, ceiling);
+            if common.config.is_none() {
+                screen
+                    .say("no config given: trains on this project's text (examples/built_in.toml)");
+            }
+            Run { trainer, config, steps, aside, screen }.go(batches, &stop).await
+        })
+    };
+    run().map_err(|error| layers.locate(error))
+}
+
+/// Set by the first signal, an interrupt or a request to end; a second ends the process at once.
+fn on_signal() -> Arc<AtomicBool> {
+    let stop = Arc::new(AtomicBool::new(false));
+    #[cfg(unix)]
+    {
+        use tokio::signal::unix::{SignalKind, signal};
+        for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
+            let stop = stop.clone();
+            tokio::spawn(async move {
+                let Ok(mut signals) = signal(kind) else { return };
+                while signals.recv().await.is_some() {
+                    heard(&stop);
+                }
+            });
+        }
+    }
+    #[cfg(not(unix))]
+    {
+        let stop = stop.clone();
+        tokio::spawn(async move {
+            while tokio::signal::ctrl_c().await.is_ok() {
+                heard(&stop);
+            }
+        });
+    }
+    stop
+}
+
+fn heard(stop: &AtomicBool) {
+    if stop.swap(true, Relaxed) {
+        std::process::exit(130);
+    }
+    eprintln!("finishing this step; once more to stop at once");
+}
+
+/// A run on its way.
+struct Run {
+    trainer: Trainer,
+    config: Config,
+    steps: u64,
+    aside: Aside,
+    screen: Screen,
+}
+
+impl Run {
+    async fn go(mut self, mut batches: Batches, stop: &AtomicBool) -> Result<Ended, Error> {
+        let (look, save) = (self.config.validation.every_steps, self.config.checkpoint.every_steps);
+        let patience = self.config.validation.patience;
+        let is_due = |every: Option<u64>, step: u64| every.is_some_and(|every| step % every == 0);
+        let first = self.trainer.progress().step;
+        if first > 0 {
+            self.screen.say(format_args!("goes on from step {first}"));
+        }
+        let (mut looked, mut saved) = (None, first);
+        while self.trainer.progress().step < self.steps && !stop.load(Relaxed) {
+            let report = self.trainer.step(batches.next().await?).await?;
+            self.screen.step(&report);
+            let step = report.step;
+            if is_due(look, step) {
+                let loss = self.look().await?;
+                looked = Some((step, loss));
+                if self.trainer.progress_mut().note(loss) {
+                    self.save(true).await?;
+                }
+            }
+            if is_due(save, step) {
+                self.save(false).await?;
+                saved = step;
+            }
+            if patience.is_some_and(|patience| self.trainer.progress().looks_since >= patience) {
+                self.screen.say(format_args!("stops early at step {step}: no look was better"));
+                break;
+            }
+        }
+        drop(batches);
+        let (step, stopped) = (self.trainer.progress().step, stop.load(Relaxed));
+        if saved < step {
+            self.save(false).await?;
+        }
+        if !stopped && !self.aside.held.is_empty() {
+            let loss = match looked {
+                Some((at, loss)) if at == step => loss,
+                _ => self.look().await?,
+            };
+            self.compare(loss).await?;
+        }
+        let summary = self.trainer.stop().await?;
+        self.screen.summary(&summary, self.config.device.link.as_deref(), &[]);
+        Ok(if stopped { Ended::Interrupted } else { Ended::Well })
+    }
+
+    /// Looks at what was kept aside.
+    async fn look(&mut self) -> Result<f64, Error> {
+        let loss = self.trainer.evaluate(&self.aside.held).await?;
+        self.screen.validation(self.trainer.progress().step, loss);
+        Ok(loss)
+    }
+
+    async fn save(&mut self, as_best: bool) -> Result<(), Error> {
+        let Some(keeper) = &self.aside.keeper else { return Ok(()) };
+        let step = self.trainer.progress().step;
+        let place = if as_best { keeper.best_place(step) } else { keeper.place(step) };
+        self.trainer.checkpoint(&place).await?;
+        keeper.tidy()
+    }
+
+    /// What the model learnt of the built-in text, beside what counting would have.
+    async fn compare(&mut self, loss: f64) -> Result<(), Error> {
+        let Some(Baseline { unigram, bigram }) = self.aside.baseline else { return Ok(()) };
+        self.screen.event(
+            json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }),
+            format_args!(
+                "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting \
+                 pairs {bigram:.4}"
+            ),
+        );
+        const PROMPT: &str = "//! The ";
+        let prompt: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
+        let seed = self.config.step.seed;
+        let drawn = self.trainer.sample(&prompt, 240, 0.7, seed).await?;
+        let text: Vec<u8> = drawn.into_iter().map(|token| token as u8).collect();
+        let text = String::from_utf8_lossy(&text);
+        self.screen.event(
+            json!({ "event": "sample", "prompt": PROMPT, "text": text }),
+            format_args!("a sample, from {PROMPT:?} on:\n{PROMPT}{text}"),
+        );
+        Ok(())
+    }
+}
+
+/// Steps of `bench`: no looks, no checkpoints.
+pub(super) async fn only_steps(
+    config: &Config,
+    prepared: Prepared,
+    mut each: impl FnMut(&StepReport),
+) -> Result<Summary, Error> {
+    let mut trainer = Trainer::builder(config.clone()).steps(prepared.steps).start()?;
+    let mut batches = Batches::start(config, prepared.train, 0)?;
+    for _ in 0..prepared.steps {
+        each(&trainer.step(batches.next().await?).await?);
+    }
+    trainer.stop().await
+}

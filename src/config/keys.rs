@@ -1,0 +1,412 @@
+//! Every key of the config, with its default and what it means: the schema and the reference page
+//! are made from this file.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::ByteSize;
+
+/// All of it.
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// What is trained.
+    pub model: ModelConfig,
+    /// On what.
+    pub data: DataConfig,
+    /// One step, and how many.
+    pub step: StepConfig,
+    /// The update rule.
+    pub optimizer: OptimizerConfig,
+    /// The device.
+    pub device: DeviceConfig,
+    /// The order of visits.
+    pub schedule: ScheduleConfig,
+    /// Where boundaries wait.
+    pub stash: StashConfig,
+    /// Depths of the ring's pools.
+    pub channels: ChannelsConfig,
+    /// Looking at what was kept aside.
+    pub validation: ValidationConfig,
+    /// What survives the run.
+    pub checkpoint: CheckpointConfig,
+    /// Where others look in.
+    pub metrics: MetricsConfig,
+    /// When a standstill is a failure.
+    pub watchdog: WatchdogConfig,
+    /// What is printed.
+    pub log: LogConfig,
+}
+
+/// `[model]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ModelConfig {
+    /// A directory with `config.json` and `model.safetensors`, as transformers writes it.
+    pub path: Option<PathBuf>,
+    /// Random weights of a known shape: `gpt-small` (the default without a path).
+    pub preset: Option<String>,
+    /// Overrides of a preset's shape.
+    pub layers: Option<usize>,
+    /// Channels.
+    pub hidden: Option<usize>,
+    /// Attention heads.
+    pub heads: Option<usize>,
+    /// Channels of the feed-forward; 4 × `hidden` when that is given and this is not.
+    pub intermediate: Option<usize>,
+    /// Tokens.
+    pub vocabulary: Option<usize>,
+    /// The longest sequence.
+    pub positions: Option<usize>,
+    /// Every dropout; the model's own when absent.
+    pub dropout: Option<f32>,
+    /// `causal-lm`.
+    pub task: Task,
+}
+
+/// What the model is trained to do.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Task {
+    /// To predict the next token.
+    #[default]
+    CausalLm,
+}
+
+/// `[data]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct DataConfig {
+    /// `built-in`: the project's own source and documentation. Or a `.txt` file, read by bytes; a
+    /// `.jsonl` file of `input_ids` and, if they differ, `labels` (as in transformers: not
+    /// shifted, -100 is not scored); or `random`.
+    pub train: String,
+    /// What is kept aside: another file, of the same kinds.
+    pub validation: Option<String>,
+    /// Or the share of `train` that is kept aside, spread evenly over it; 0.1 of text and 0 of
+    /// other data when absent.
+    pub validation_split: Option<f64>,
+    /// Tokens of a sequence at most; the model's positions, up to 1024, when absent.
+    pub sequence_length: Option<usize>,
+    /// Whether sequences are drawn in an order of their own each epoch.
+    pub shuffle: bool,
+    /// What happens to a sequence that is too long.
+    pub too_long: TooLong,
+}
+
+impl Default for DataConfig {
+    fn default() -> DataConfig {
+        DataConfig {
+            train: DataConfig::BUILT_IN.to_string(),
+            validation: None,
+            validation_split: None,
+            sequence_length: None,
+            shuffle: true,
+            too_long: TooLong::Error,
+        }
+    }
+}
+
+impl DataConfig {
+    /// Names the built-in corpus.
+    pub const BUILT_IN: &str = "built-in";
+}
+
+/// See [`DataConfig::too_long`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum TooLong {
+    /// It is refused.
+    #[default]
+    Error,
+    /// Its end is cut off.
+    Cut,
+}
+
+/// `[step]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct StepConfig {
+    /// Sequences a step.
+    pub batch: usize,
+    /// Sequences of a micro-batch; the last of a step may have fewer.
+    pub micro_batch: usize,
+    /// Steps of the run; 100 when neither these nor `epochs` are given.
+    pub steps: Option<u64>,
+    /// Or how often it sees all of its data.
+    pub epochs: Option<f64>,
+    /// What all chance is drawn from.
+    pub seed: u64,
+}
+
+impl Default for StepConfig {
+    fn default() -> StepConfig {
+        StepConfig { batch: 32, micro_batch: 4, steps: None, epochs: None, seed: 0 }
+    }
+}
+
+/// `[optimizer]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// `adamw`.
+    pub kind: OptimizerKind,
+    /// At its highest.
+    pub learning_rate: f64,
+    /// What it does behind the warm-up.
+    pub schedule: RateSchedule,
+    /// Steps in which it rises.
+    pub warmup_steps: u64,
+    /// Where it ends.
+    pub min_learning_rate: f64,
+    /// Decay of the moments.
+    pub betas: (f64, f64),
+    /// Added to the root of the second moment.
+    pub epsilon: f64,
+    /// Decay of parameters.
+    pub weight_decay: f64,
+    /// Kinds (`bias`, `norm`) or name patterns that do not decay.
+    pub no_decay: Vec<String>,
+    /// The most the global gradient norm may be.
+    pub clip_norm: Option<f64>,
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> OptimizerConfig {
+        OptimizerConfig {
+            kind: OptimizerKind::Adamw,
+            learning_rate: 3e-4,
+            schedule: RateSchedule::Constant,
+            warmup_steps: 0,
+            min_learning_rate: 0.0,
+            betas: (0.9, 0.999),
+            epsilon: 1e-8,
+            weight_decay: 0.01,
+            no_decay: vec!["bias".into(), "norm".into()],
+            clip_norm: None,
+        }
+    }
+}
+
+/// The update rules there are.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum OptimizerKind {
+    /// [`AdamW`].
+    Adamw,
+}
+
+/// See [`Decay`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+#[allow(missing_docs, reason = "named after the shapes of Decay")]
+pub enum RateSchedule {
+    Constant,
+    Linear,
+    Cosine,
+    Wsd,
+}
+
+/// `[device]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct DeviceConfig {
+    /// `cpu`.
+    pub kind: DeviceKind,
+    /// The most its memory may hold; `auto`: what the plan needs.
+    pub memory: ByteSize,
+    /// `f32`.
+    pub dtype: Dtype,
+    /// Threads; all cores when absent.
+    pub threads: Option<usize>,
+    /// A transfer takes at least as long as over a link this fast, say `12GB/s`.
+    pub link: Option<String>,
+}
+
+/// The devices there are.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum DeviceKind {
+    /// The host's processor.
+    #[default]
+    Cpu,
+}
+
+/// What tensors on the device are made of.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Dtype {
+    /// 32-bit floats.
+    #[default]
+    F32,
+}
+
+/// `[schedule]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ScheduleConfig {
+    /// Layer by layer, or micro-batch by micro-batch.
+    pub kind: ScheduleKind,
+    /// False: what a layer's backward needs waits in the stash.
+    pub recompute: bool,
+}
+
+impl Default for ScheduleConfig {
+    fn default() -> ScheduleConfig {
+        ScheduleConfig { kind: ScheduleKind::Relay, recompute: true }
+    }
+}
+
+/// The schedules there are.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum ScheduleKind {
+    /// All micro-batches through a layer, then the next.
+    Relay,
+    /// One micro-batch through all layers, then the next.
+    Resident,
+}
+
+/// `[stash]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct StashConfig {
+    /// Where boundaries wait between visits.
+    pub place: StashPlace,
+}
+
+/// See [`StashConfig::place`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum StashPlace {
+    /// The host.
+    #[default]
+    Auto,
+    /// In the device's memory, which then grows with depth.
+    Device,
+    /// In the host's.
+    Host,
+}
+
+/// `[channels]`
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ChannelsConfig {
+    /// Blocks on the device.
+    pub weights: u32,
+    /// Gradient accumulators on the device.
+    pub gradients: u32,
+    /// Landing blocks on the host.
+    pub reduced: u32,
+    /// Boundaries on their way.
+    pub stash: u32,
+}
+
+impl Default for ChannelsConfig {
+    fn default() -> ChannelsConfig {
+        ChannelsConfig { weights: 2, gradients: 2, reduced: 2, stash: 4 }
+    }
+}
+
+/// `[watchdog]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct WatchdogConfig {
+    /// Nothing moved for this long.
+    pub seconds: f64,
+}
+
+impl Default for WatchdogConfig {
+    fn default() -> WatchdogConfig {
+        WatchdogConfig { seconds: 60.0 }
+    }
+}
+
+/// `[validation]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ValidationConfig {
+    /// Steps between two looks; at the end only when absent.
+    pub every_steps: Option<u64>,
+    /// Batches of `step.batch` sequences at a look, or all there are if that is less.
+    pub batches: u64,
+    /// Training stops early when so many looks in a row brought nothing better.
+    pub patience: Option<u64>,
+}
+
+impl Default for ValidationConfig {
+    fn default() -> ValidationConfig {
+        ValidationConfig { every_steps: None, batches: 8, patience: None }
+    }
+}
+
+/// `[checkpoint]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct CheckpointConfig {
+    /// Where checkpoints go; none are written when absent.
+    pub directory: Option<PathBuf>,
+    /// Steps between two; at the end only when absent.
+    pub every_steps: Option<u64>,
+    /// How many of the newest are kept, beside the best.
+    pub keep: usize,
+}
+
+impl Default for CheckpointConfig {
+    fn default() -> CheckpointConfig {
+        CheckpointConfig { directory: None, every_steps: None, keep: 2 }
+    }
+}
+
+/// `[metrics]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct MetricsConfig {
+    /// Address to serve them at, say `127.0.0.1:9090`; of this machine only.
+    pub listen: Option<String>,
+    /// The run's name; made up when absent.
+    pub run: Option<String>,
+}
+
+/// `[log]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct LogConfig {
+    /// Lines to read, or one JSON object a line.
+    pub format: Format,
+}
+
+/// See [`LogConfig::format`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema, clap::ValueEnum))]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// Lines to read.
+    #[default]
+    Pretty,
+    /// One JSON object a line.
+    Json,
+}

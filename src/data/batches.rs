@@ -1,0 +1,96 @@
+//! Training's batches, step after step, each a function of its step; the next is prepared while
+//! the ring works on the last.
+
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::thread;
+
+use futures_core::Stream;
+use tokio::sync::mpsc::{self, Receiver};
+
+use super::Batch;
+use super::dataset::{Dataset, Order};
+use crate::config::{Config, shape_of};
+use crate::error::Error;
+
+/// An endless stream of batches. Dropping it ends its thread.
+pub struct Batches {
+    ready: Receiver<Result<Batch, Error>>,
+}
+
+fn order(config: &Config) -> Order {
+    Order { seed: config.step.seed, shuffle: config.data.shuffle, batch: config.step.batch }
+}
+
+fn unlabelled(name: &str, step: u64) -> Error {
+    let step = step + 1;
+    Error::refused(format_args!("data {name}: no position of the batch of step {step} has a label"))
+}
+
+impl Batches {
+    /// What a config trains on, from its first step on.
+    ///
+    /// # Errors
+    /// As [`Dataset::open`] and [`Batches::check`].
+    pub fn open(config: &Config) -> Result<Batches, Error> {
+        let (data, _) = Dataset::open(config, &shape_of(config)?)?;
+        Batches::check(config, &data, config.steps(data.len())?)?;
+        Batches::start(config, data, 0)
+    }
+
+    /// Looks through all batches of a run for one without a label.
+    ///
+    /// # Errors
+    /// There is one: its step.
+    pub fn check(config: &Config, data: &Dataset, steps: u64) -> Result<(), Error> {
+        match order(config).unlabelled(data, steps) {
+            None => Ok(()),
+            Some(step) => Err(unlabelled(data.name(), step)),
+        }
+    }
+
+    /// Batches of `data` from a step on.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub fn start(config: &Config, data: Dataset, first: u64) -> Result<Batches, Error> {
+        let order = order(config);
+        // One batch waits while the next is made.
+        let (sender, ready) = mpsc::channel(1);
+        let mut data = data;
+        let make = move || {
+            for step in first.. {
+                let indices: Vec<u64> = order.of_step(&data, step).collect();
+                let sequences: Result<Vec<_>, Error> =
+                    indices.into_iter().map(|index| data.sequence(index)).collect();
+                let batch = match sequences.map(|sequences| Batch::new(&sequences)) {
+                    Ok(batch) if batch.labelled == 0 => Err(unlabelled(data.name(), step)),
+                    batch => batch,
+                };
+                let is_last = batch.is_err();
+                if sender.blocking_send(batch).is_err() || is_last {
+                    return;
+                }
+            }
+        };
+        thread::Builder::new().name("l2l-data".into()).spawn(make).map_err(Error::failed)?;
+        Ok(Batches { ready })
+    }
+
+    /// The next batch.
+    ///
+    /// # Errors
+    /// The data cannot be read any more, or has no label.
+    pub async fn next(&mut self) -> Result<Batch, Error> {
+        let none = || Err(Error::failed("the data ended with an error that was reported before"));
+        self.ready.recv().await.unwrap_or_else(none)
+    }
+}
+
+impl Stream for Batches {
+    type Item = Result<Batch, Error>;
+
+    fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        self.ready.poll_recv(context)
+    }
+}

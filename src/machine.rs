@@ -1,0 +1,88 @@
+//! What this machine has: memory as the system tells it, and rates as they are measured.
+
+use std::fs;
+use std::time::Instant;
+
+use crate::devices::cpu;
+
+/// Bytes that a line of one of the system's tables says.
+fn kibibytes(file: &str, label: &str) -> Option<u64> {
+    let text = fs::read_to_string(file).ok()?;
+    let line = text.lines().find(|line| line.starts_with(label))?;
+    let kibibytes: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
+    Some(kibibytes * 1024)
+}
+
+/// Bytes that are in this process's memory, where the system tells.
+pub fn resident_memory() -> Option<u64> {
+    kibibytes("/proc/self/status", "VmRSS:")
+}
+
+/// Bytes of memory the machine has.
+pub fn total_memory() -> Option<u64> {
+    kibibytes("/proc/meminfo", "MemTotal:")
+}
+
+/// Bytes this process can have: what the machine has free, and its control group allows.
+pub fn available_memory() -> Option<u64> {
+    let group = |file: &str| -> Option<u64> {
+        fs::read_to_string(format!("/sys/fs/cgroup/memory.{file}")).ok()?.trim().parse().ok()
+    };
+    let of_group = group("max").zip(group("current")).map(|(max, used)| max.saturating_sub(used));
+    kibibytes("/proc/meminfo", "MemAvailable:").into_iter().chain(of_group).min()
+}
+
+/// Cores this process may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |cores| cores.get())
+}
+
+/// The vector instructions that loops run with here.
+pub fn vector_instructions() -> &'static str {
+    crate::simd::Level::best().name()
+}
+
+/// FLOP/s of a large f32 product on so many threads: the best of a few.
+///
+/// # Errors
+/// The system gives no threads.
+pub fn product_flops_per_second(threads: usize) -> Result<f64, crate::Error> {
+    const SIZE: usize = 1024;
+    const ROUNDS: usize = 8;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(crate::Error::failed)?;
+    let (a, b) = (vec![0.5_f32; SIZE * SIZE], vec![0.25_f32; SIZE * SIZE]);
+    let mut c = vec![0.0_f32; SIZE * SIZE];
+    let mut best = f64::INFINITY;
+    for _ in 0..ROUNDS {
+        let begin = Instant::now();
+        pool.install(|| cpu::product(&mut c, &a, &b, SIZE));
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    Ok(2.0 * (SIZE as f64).powi(3) / best)
+}
+
+/// Bytes a second that an update of parameters moves on so many threads (a += b over arrays far
+/// larger than caches): the best of a few.
+///
+/// # Errors
+/// The system gives no threads.
+pub fn stream_bytes_per_second(threads: usize) -> Result<f64, crate::Error> {
+    use rayon::prelude::*;
+    const FLOATS: usize = 16 << 20;
+    const CHUNK: usize = 1 << 14;
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(crate::Error::failed)?;
+    let (mut a, b) = (vec![0.5_f32; FLOATS], vec![0.25_f32; FLOATS]);
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        let begin = Instant::now();
+        pool.install(|| {
+            a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).for_each(|(a, b)| {
+                a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+            });
+        });
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
+}

@@ -1,0 +1,28 @@
+//! Losses of a position.
+//!
+//! The head scores tile after tile, so a loss may know what a tile can hand on: the log-sum-exp of
+//! all logits and the target's logit. With p = softmax of the logits, its gradient of logit j is
+//! (dloss/dlse) p_j + (dloss/dtarget) [j is the target].
+
+/// A loss as a function of log-sum-exp and the target's logit.
+pub trait Loss: Send + Sync {
+    /// Its value.
+    fn value(&self, lse: f32, target: f32) -> f32;
+
+    /// Its derivatives by `lse` and by `target`.
+    fn slopes(&self, lse: f32, target: f32) -> [f32; 2];
+}
+
+/// −log p of the target.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CrossEntropy;
+
+impl Loss for CrossEntropy {
+    fn value(&self, lse: f32, target: f32) -> f32 {
+        lse - target
+    }
+
+    fn slopes(&self, _lse: f32, _target: f32) -> [f32; 2] {
+        [1.0, -1.0]
+    }
+}

@@ -1,0 +1,448 @@
+//! A training run: a model, its update rule, a device and a ring, driven a batch at a time.
+
+mod sample;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::{Duration, Instant};
+
+use futures_core::Stream;
+use l2l_actors::ports::Lane;
+use l2l_actors::schedule::{Schedule, Version};
+use l2l_actors::threads::ThreadLanes;
+use l2l_actors::{Config as RingConfig, Relay, Resolved};
+
+use crate::checkpoint::{self, Progress};
+use crate::config::{Config, Plan, Term, Walk, schedule_of, shape_of};
+use crate::data::Batch;
+use crate::devices::cpu::{Cpu, Goal, Turn};
+use crate::error::Error;
+use crate::hf;
+use crate::models::{Model, Sampling};
+use crate::optimizers::{LearningRate, UpdateRule};
+
+/// What a step did.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepReport {
+    /// Its number, from 1.
+    pub step: u64,
+    /// Mean loss over the labelled positions of the batch.
+    pub loss: f64,
+    /// The global gradient norm, before clipping.
+    pub grad_norm: f64,
+    /// The step's learning rate.
+    pub learning_rate: f64,
+    /// Input tokens, without padding.
+    pub tokens: usize,
+    /// See [`Model::training_flops`].
+    pub model_flops: f64,
+    /// From the end of the step before, or the start, to its end.
+    pub seconds: f64,
+    /// Time in which the compute lane stood still.
+    pub exposed_wait_seconds: f64,
+    /// The lane that worked longest.
+    pub bottleneck: Lane,
+    /// The most bytes of the device that were in use.
+    pub device_peak_bytes: u64,
+}
+
+/// The lane that worked longest between two counts.
+fn busiest<const N: usize>(before: [u64; N], now: [u64; N]) -> Lane {
+    let worked = |index: &usize| now[*index] - before[*index];
+    Lane::ALL[(0..N).max_by_key(worked).expect("there are lanes")]
+}
+
+/// What a run did.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Summary {
+    /// Steps, with those before a checkpoint that was resumed from.
+    pub steps: u64,
+    /// Seconds, with the last updates.
+    pub seconds: f64,
+    /// SHA-256 of the masters in block order.
+    pub weights_digest: String,
+    /// Visits of the device and the host.
+    pub visits: u64,
+    /// Bytes to the device.
+    pub bytes_uploaded: u64,
+    /// Bytes from the device.
+    pub bytes_downloaded: u64,
+}
+
+/// What a trainer is made of. What is not given comes from the config.
+pub struct Builder {
+    config: Config,
+    model: Option<Model>,
+    rule: Option<Box<dyn UpdateRule>>,
+    steps: Option<u64>,
+    resume: Option<PathBuf>,
+}
+
+impl Builder {
+    /// A model of one's own.
+    pub fn model(mut self, model: Model) -> Builder {
+        self.model = Some(model);
+        self
+    }
+
+    /// An update rule of one's own.
+    pub fn update_rule(mut self, rule: impl UpdateRule + 'static) -> Builder {
+        self.rule = Some(Box::new(rule));
+        self
+    }
+
+    /// Steps of the run, for the learning rate's shape.
+    pub fn steps(mut self, steps: u64) -> Builder {
+        self.steps = Some(steps);
+        self
+    }
+
+    /// Goes on from a checkpoint, bit for bit as if the run had not ended.
+    pub fn resume(mut self, checkpoint: impl Into<PathBuf>) -> Builder {
+        self.resume = Some(checkpoint.into());
+        self
+    }
+
+    /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
+    ///
+    /// # Errors
+    /// What is wrong with the config or what it names; nothing was started then.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub fn start(self) -> Result<Trainer, Error> {
+        let Builder { config, model, rule, steps, resume } = self;
+        config.check()?;
+        let model = match model {
+            Some(model) => model,
+            None => Model::gpt2(shape_of(&config)?),
+        };
+        let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
+        let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
+        let model = Arc::new(model);
+        if let Some(misfit) = plan.misfits().into_iter().next() {
+            return Err(Error::refused(misfit));
+        }
+        let learning_rate = match steps {
+            Some(steps) => config.learning_rate(steps),
+            None => config.learning_rate(config.steps(None)?),
+        };
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate)?;
+        let mut progress = Progress::default();
+        match (&resume, &config.model.path) {
+            (Some(from), _) => progress = checkpoint::read(from, &config, &model, cpu.eps())?,
+            (None, Some(path)) => hf::load(path, &model, cpu.eps())?,
+            (None, None) => cpu.eps().randomise(config.step.seed),
+        }
+        let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
+        let ring = RingConfig {
+            pools: plan.pools,
+            blocks: model.blocks.len() as u32,
+            max_layers: model.parts.len() as u32,
+            max_micro_batches: plan.micro_batches.len() as u32,
+            deferred: plan.deferred,
+            watchdog: Some(Duration::from_secs_f64(config.watchdog.seconds)),
+            drill: None,
+        };
+        let relay = Relay::start(ring, lanes.clone());
+        let now = Instant::now();
+        Ok(Trainer {
+            config,
+            model,
+            plan,
+            learning_rate,
+            relay,
+            lanes,
+            schedules: [None, None],
+            progress,
+            begun: 0,
+            pending: None,
+            visits: 0,
+            begin: now,
+            last_end: now,
+        })
+    }
+}
+
+/// A run.
+///
+/// A [`step`](Trainer::step) resolves when loss and norm are known. The updates it caused may
+/// still run on the host, under the next step; [`checkpoint`](Trainer::checkpoint),
+/// [`weights`](Trainer::weights), [`save`](Trainer::save) and [`stop`](Trainer::stop) wait for
+/// them.
+///
+/// *Cancelled* (its future dropped), a step that has begun goes on, counts, and its report is
+/// lost; one that has not begun never will, and its batch is gone. *After an error* of kind
+/// [`Ring`](Error::Ring) the run is over: every call fails, and the first error said whether the
+/// model is whole; any other error leaves the trainer as it was. *Dropped*, it ends its tasks and
+/// threads without waiting for them, and what was not saved is lost.
+pub struct Trainer {
+    config: Config,
+    model: Arc<Model>,
+    plan: Arc<Plan>,
+    learning_rate: LearningRate,
+    relay: Relay<ThreadLanes<Cpu>>,
+    lanes: Arc<ThreadLanes<Cpu>>,
+    /// The last schedule that trained, and the last that did not.
+    schedules: [Option<(Walk, Schedule)>; 2],
+    progress: Progress,
+    /// Steps of the ring that are accounted for.
+    begun: Version,
+    /// Whether the turn that was handed to the ring last trains.
+    pending: Option<bool>,
+    visits: u64,
+    begin: Instant,
+    last_end: Instant,
+}
+
+impl Trainer {
+    /// Makes a trainer of what a config names.
+    ///
+    /// # Errors
+    /// As [`Builder::start`].
+    pub fn start(config: Config) -> Result<Trainer, Error> {
+        Trainer::builder(config).start()
+    }
+
+    /// Begins a trainer whose parts are not all from a config.
+    pub fn builder(config: Config) -> Builder {
+        Builder { config, model: None, rule: None, steps: None, resume: None }
+    }
+
+    /// The plan it runs by.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// The config it was made from.
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What it remembers beside the parameters.
+    pub fn progress(&self) -> &Progress {
+        &self.progress
+    }
+
+    /// What it remembers, to note a validation in.
+    pub fn progress_mut(&mut self) -> &mut Progress {
+        &mut self.progress
+    }
+
+    /// The next step, on a batch of `step.batch` sequences. See [`Trainer`] for what holds when it
+    /// returns, is cancelled, or fails.
+    ///
+    /// # Errors
+    /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
+    pub async fn step(&mut self, batch: Batch) -> Result<StepReport, Error> {
+        let sequences = self.config.step.batch;
+        if batch.lengths.len() != sequences {
+            let has = batch.lengths.len();
+            let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
+            return Err(Error::refused(what));
+        }
+        let tokens = batch.token_count();
+        let model_flops = self.model.training_flops(&batch.lengths, batch.labelled);
+        let (waited, worked) = (self.cpu().counts.waited(), self.cpu().counts.lanes());
+        let resolved = self.turn(batch, Goal::Train).await?;
+        let now = Instant::now();
+        let seconds = (now - std::mem::replace(&mut self.last_end, now)).as_secs_f64();
+        let step = self.progress.step;
+        Ok(StepReport {
+            step,
+            loss: resolved.loss,
+            grad_norm: resolved.norm,
+            learning_rate: self.learning_rate.at(step - 1),
+            tokens,
+            model_flops,
+            seconds,
+            exposed_wait_seconds: (self.cpu().counts.waited() - waited).as_secs_f64(),
+            bottleneck: busiest(worked, self.cpu().counts.lanes()),
+            device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
+        })
+    }
+
+    /// Steps on every batch of a stream, until it ends or `goes_on` says no.
+    ///
+    /// # Errors
+    /// The stream's first, or as [`step`](Trainer::step).
+    pub async fn train<S>(
+        &mut self,
+        batches: S,
+        mut goes_on: impl FnMut(&StepReport) -> bool,
+    ) -> Result<(), Error>
+    where
+        S: Stream<Item = Result<Batch, Error>>,
+    {
+        let mut batches = std::pin::pin!(batches);
+        let mut next = std::future::poll_fn(|context| batches.as_mut().poll_next(context));
+        while let Some(batch) = (&mut next).await {
+            let report = self.step(batch?).await?;
+            if !goes_on(&report) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// The mean loss over the labelled positions of these batches, each of at most `step.batch`
+    /// sequences. Training's state is not touched: no parameter, no random number, no step.
+    ///
+    /// # Errors
+    /// As [`step`](Trainer::step).
+    pub async fn evaluate(&mut self, batches: &[Batch]) -> Result<f64, Error> {
+        let (mut sum, mut labelled) = (0.0, 0);
+        for batch in batches {
+            let resolved = self.turn(batch.clone(), Goal::Evaluate).await?;
+            sum += resolved.loss * batch.labelled as f64;
+            labelled += batch.labelled;
+        }
+        Ok(sum / labelled as f64)
+    }
+
+    /// One walk of the ring.
+    async fn turn(&mut self, batch: Batch, goal: Goal) -> Result<Resolved, Error> {
+        self.account();
+        self.check_batch(&batch)?;
+        let trains = goal == Goal::Train;
+        let (sequences, positions) = (batch.lengths.len(), batch.positions);
+        let walk = Walk { sequences, positions, trains };
+        let cached = &mut self.schedules[usize::from(trains)];
+        if cached.as_ref().is_none_or(|(known, _)| *known != walk) {
+            *cached = Some((walk, schedule_of(&self.config, &self.model, walk)?));
+        }
+        let (_, schedule) = cached.as_ref().expect("it was just made");
+        self.visits += schedule.visits.len() as u64;
+        self.pending = Some(trains);
+        let turn = Turn { batch, goal, trained: self.progress.step };
+        let resolved = self.relay.step(schedule, turn).await;
+        self.account();
+        Ok(resolved?)
+    }
+
+    /// Counts the turn that was handed over last, if it has begun: also when nobody waited for it.
+    fn account(&mut self) {
+        if self.relay.begun() > self.begun {
+            self.begun = self.relay.begun();
+            self.progress.step += u64::from(self.pending == Some(true));
+        }
+        self.pending = None;
+    }
+
+    /// What the plan was made for, whoever made the batch.
+    fn check_batch(&self, batch: &Batch) -> Result<(), Error> {
+        let (sequences, vocabulary) = (self.config.step.batch, self.model.shape.vocabulary);
+        let longest = self.plan.positions;
+        let has = batch.lengths.len();
+        if has == 0 || has > sequences || batch.lengths.contains(&0) {
+            return Err(Error::refused(format_args!(
+                "a batch of {has} sequences, some of them perhaps empty: step.batch is {sequences}"
+            )));
+        }
+        if batch.positions > longest {
+            return Err(Error::refused(format_args!(
+                "a sequence of {} tokens: the plan was made for {longest} at most",
+                batch.positions
+            )));
+        }
+        let known = |token: u32| (token as usize) < vocabulary;
+        let is_bad = |target: &&i32| **target >= 0 && !known(**target as u32);
+        if let Some(token) = batch.tokens.iter().find(|token| !known(**token)) {
+            return Err(Error::refused(format_args!(
+                "token {token} is outside the vocabulary of {vocabulary}"
+            )));
+        }
+        if let Some(label) = batch.targets.iter().find(is_bad) {
+            return Err(Error::refused(format_args!(
+                "label {label} is outside the vocabulary of {vocabulary}"
+            )));
+        }
+        if batch.labelled == 0 {
+            return Err(Error::refused("no position of the batch has a label"));
+        }
+        Ok(())
+    }
+
+    fn cpu(&self) -> &Cpu {
+        self.lanes.hands()
+    }
+
+    /// The high-water mark of each term of the plan's device: slots handed out at once at most,
+    /// and the workspace's greatest height.
+    pub fn device_peak(&self) -> Vec<Term> {
+        let pools = self.relay.snapshot().pools;
+        let peak = |name: &str| pools.iter().find(|pool| pool.name == name).map(|pool| pool.peak);
+        let floats = |name: &str| match name {
+            "workspace" => self.cpu().counts.workspace.load(Relaxed) as usize,
+            "weights" | "gradients" => peak(name).unwrap_or(0) as usize * self.plan.layout.block,
+            "inputs" | "outputs" => peak(name).unwrap_or(0) as usize * self.plan.layout.boundary,
+            _ if self.plan.stash_on_device => self.plan.stash_floats,
+            _ => 0,
+        };
+        let term = |name| Term { name, bytes: (floats(name) * size_of::<f32>()) as u64 };
+        self.plan.device.iter().map(|planned| term(planned.name)).collect()
+    }
+
+    /// Waits for every update.
+    async fn settle(&mut self) -> Result<(), Error> {
+        let settled = self.relay.settle().await;
+        self.account();
+        Ok(settled?)
+    }
+
+    /// A parameter by its name in a checkpoint of the family: its sizes and values, as of now.
+    ///
+    /// # Errors
+    /// There is none of this name, or the ring failed.
+    pub async fn weights(&mut self, name: &str) -> Result<(Vec<usize>, Vec<f32>), Error> {
+        self.settle().await?;
+        let tensor = hf::tensor(name, &self.model, self.cpu().eps(), self.begun);
+        tensor.ok_or_else(|| Error::refused(format_args!("the model has no tensor {name:?}")))
+    }
+
+    /// Waits for all updates and writes the weights to a directory's `model.safetensors`, under
+    /// transformers' names.
+    ///
+    /// # Errors
+    /// The ring failed, or the file cannot be written.
+    pub async fn save(&mut self, directory: &Path) -> Result<(), Error> {
+        self.settle().await?;
+        hf::save(directory, &self.model, self.cpu().eps(), self.begun)
+    }
+
+    /// Waits for all updates and writes everything that a run goes on from to a new directory,
+    /// which is there whole or not at all.
+    ///
+    /// # Errors
+    /// The ring failed, or a file cannot be written.
+    pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
+        self.settle().await?;
+        let (eps, progress) = (self.cpu().eps(), &self.progress);
+        checkpoint::write(directory, &self.config, &self.model, eps, self.begun, progress)
+    }
+
+    /// Waits for the last updates, ends all threads and tasks, and sums up.
+    ///
+    /// # Errors
+    /// The ring failed.
+    pub async fn stop(mut self) -> Result<Summary, Error> {
+        self.account();
+        let Trainer { relay, lanes, progress, begin, visits, .. } = self;
+        relay.stop().await?;
+        let cpu = lanes.hands();
+        Ok(Summary {
+            steps: progress.step,
+            seconds: begin.elapsed().as_secs_f64(),
+            weights_digest: cpu.eps().digest(),
+            visits,
+            bytes_uploaded: cpu.counts.uploaded.load(Relaxed),
+            bytes_downloaded: cpu.counts.downloaded.load(Relaxed),
+        })
+    }
+}

@@ -1,0 +1,206 @@
+//! A run that ends and goes on is the run that did not end: losses and weights are the same bits,
+//! also under other depths and another place for the stash.
+
+use std::fs;
+use std::path::Path;
+
+use l2l::checkpoint::Keeper;
+use l2l::config::{ScheduleKind, StashPlace};
+use l2l::data::{Batches, Dataset};
+use l2l::{Config, Trainer, shape_of};
+
+const STEPS: u64 = 6;
+
+fn config(clip: bool) -> Config {
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    config.data.sequence_length = Some(7);
+    config.model.layers = Some(3);
+    config.model.hidden = Some(24);
+    config.model.heads = Some(3);
+    config.model.vocabulary = Some(51);
+    config.model.positions = Some(10);
+    config.model.dropout = Some(0.1);
+    config.step.batch = 5;
+    config.step.micro_batch = 2;
+    config.step.steps = Some(STEPS);
+    config.optimizer.learning_rate = 1e-2;
+    config.optimizer.schedule = l2l::config::RateSchedule::Cosine;
+    config.optimizer.clip_norm = clip.then_some(0.5);
+    config
+}
+
+/// Steps `from..to`; bits of each loss and norm.
+async fn run(trainer: &mut Trainer, from: u64, to: u64) -> Vec<(u64, u64)> {
+    let config = trainer.config().clone();
+    let (data, _) = Dataset::open(&config, &shape_of(&config).expect("ours")).expect("random");
+    let mut batches = Batches::start(&config, data, from).expect("a thread");
+    let mut bits = Vec::new();
+    for step in from..to {
+        let batch = batches.next().await.expect("random data");
+        let report = trainer.step(batch).await.expect("nothing fails here");
+        assert_eq!(report.step, step + 1);
+        bits.push((report.loss.to_bits(), report.grad_norm.to_bits()));
+    }
+    bits
+}
+
+async fn whole(config: &Config) -> (Vec<(u64, u64)>, String) {
+    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let bits = run(&mut trainer, 0, STEPS).await;
+    (bits, trainer.stop().await.expect("nothing fails here").weights_digest)
+}
+
+#[tokio::test]
+async fn a_run_that_goes_on_is_the_run_that_did_not_end() {
+    for clip in [false, true] {
+        let config = config(clip);
+        let (expected, digest) = whole(&config).await;
+        for at in [1, 4, STEPS] {
+            let folder = tempfile::tempdir().expect("a place for files");
+            let place = folder.path().join("here");
+            let mut first = Trainer::start(config.clone()).expect("a case of ours");
+            let mut bits = run(&mut first, 0, at).await;
+            first.checkpoint(&place).await.expect("a directory of ours");
+            first.checkpoint(&place).await.expect("again, over the first");
+            drop(first);
+            let mut other = config.clone();
+            other.channels.weights = 3;
+            other.channels.stash = 1;
+            other.stash.place = StashPlace::Device;
+            other.schedule.kind = ScheduleKind::Resident;
+            other.device.threads = Some(1);
+            let resumed = Trainer::builder(other).resume(&place).start();
+            let mut second = resumed.expect("a checkpoint of ours");
+            assert_eq!(second.progress().step, at);
+            bits.extend(run(&mut second, at, STEPS).await);
+            assert_eq!(bits, expected);
+            let summary = second.stop().await.expect("nothing fails here");
+            assert_eq!((summary.steps, &summary.weights_digest), (STEPS, &digest));
+            let left: Vec<_> = fs::read_dir(folder.path()).expect("ours").collect();
+            assert_eq!(left.len(), 1, "nothing is left beside it: {left:?}");
+        }
+    }
+}
+
+/// Evaluating, drawing tokens and looking at weights in between change nothing; nor does a step
+/// whose future was dropped lose its count.
+#[tokio::test]
+async fn looking_does_not_disturb() {
+    for clip in [false, true] {
+        let config = config(clip);
+        let (expected, digest) = whole(&config).await;
+        let shape = shape_of(&config).expect("a shape of ours");
+        let mut other = config.clone();
+        other.step.seed = 99;
+        let (mut held, _) = Dataset::open(&other, &shape).expect("random data");
+        let held = held.in_order(4, 3).expect("random data");
+        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut bits = Vec::new();
+        for step in 0..STEPS {
+            let losses = [trainer.evaluate(&held).await, trainer.evaluate(&held).await];
+            let [first, again] = losses.map(|loss| loss.expect("nothing fails here").to_bits());
+            assert_eq!(first, again);
+            let drawn = trainer.sample(&[1, 2, 3], 9, 0.8, step).await.expect("good tokens");
+            assert!(drawn.len() == 9 && drawn.iter().all(|&token| token < 51));
+            let (shape, values) = trainer.weights("transformer.wte.weight").await.expect("it is");
+            assert_eq!((shape, values.len()), (vec![51, 24], 51 * 24));
+            bits.extend(run(&mut trainer, step, step + 1).await);
+        }
+        assert_eq!(bits, expected);
+        assert!(trainer.weights("wte").await.is_err());
+        let summary = trainer.stop().await.expect("nothing fails here");
+        assert_eq!(summary.weights_digest, digest);
+    }
+}
+
+/// A step that nobody waited for counts, and the run goes on behind it.
+#[tokio::test]
+async fn a_cancelled_step_goes_on_and_counts() {
+    let config = config(false);
+    let (expected, digest) = whole(&config).await;
+    let mut batches = Batches::open(&config).expect("random data");
+    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let batch = batches.next().await.expect("random data");
+    {
+        let mut step = std::pin::pin!(trainer.step(batch));
+        let once = std::future::poll_fn(|context| {
+            assert!(step.as_mut().poll(context).is_pending());
+            std::task::Poll::Ready(())
+        });
+        once.await;
+    }
+    for (step, bits) in (2..).zip(&expected[1..]) {
+        let batch = batches.next().await.expect("random data");
+        let report = trainer.step(batch).await.expect("nothing fails here");
+        assert_eq!((report.step, report.loss.to_bits()), (step, bits.0));
+    }
+    let summary = trainer.stop().await.expect("nothing fails here");
+    assert_eq!((summary.steps, summary.weights_digest), (STEPS, digest));
+}
+
+async fn checkpoint(config: &Config, place: &Path) {
+    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    run(&mut trainer, 0, 2).await;
+    trainer.checkpoint(place).await.expect("a directory of ours");
+}
+
+fn refusal(config: Config, place: &Path) -> String {
+    let refused = Trainer::builder(config).resume(place).start();
+    let error = refused.err().expect("a bad checkpoint");
+    assert_eq!(error.exit_code(), 2);
+    error.to_string()
+}
+
+#[tokio::test]
+async fn checkpoints_that_are_not_ours_or_not_whole() {
+    let config = config(false);
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = folder.path().join("good");
+    checkpoint(&config, &place).await;
+    let mut other = config.clone();
+    (other.step.batch, other.optimizer.learning_rate) = (4, 0.5);
+    let error = refusal(other, &place);
+    for says in ["step.batch was 5, is 4", "optimizer.learning_rate was 0.01, is 0.5"] {
+        assert!(error.contains(says), "{error}");
+    }
+    let mut deeper = config.clone();
+    deeper.model.layers = Some(4);
+    assert!(refusal(deeper, &place).contains("model.layers was 3, is 4"));
+    assert!(refusal(config.clone(), folder.path()).contains("l2l.json"));
+
+    for file in ["l2l.json", "config.json", "model.safetensors", "optimizer.safetensors"] {
+        let whole = fs::read(place.join(file)).expect("it was written");
+        for cut in [0, 7, whole.len() / 2, whole.len() - 1] {
+            fs::write(place.join(file), &whole[..cut]).expect("a directory of ours");
+            refusal(config.clone(), &place);
+        }
+        fs::remove_file(place.join(file)).expect("it is there");
+        assert!(refusal(config.clone(), &place).contains(file));
+        fs::write(place.join(file), &whole).expect("a directory of ours");
+    }
+    // One bit of one weight.
+    let file = place.join("model.safetensors");
+    let mut bytes = fs::read(&file).expect("it was written");
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, bytes).expect("a directory of ours");
+    assert!(refusal(config, &place).contains("not those that were written"));
+}
+
+#[test]
+fn a_keeper_keeps_the_newest_and_the_best() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("a directory of ours");
+    assert!(keeper.newest().is_err());
+    let places = [1, 20, 300].map(|step| keeper.place(step));
+    let best = [20, 300].map(|step| keeper.best_place(step));
+    let torn = keeper.place(400).with_extension("partial");
+    for place in places.iter().chain(&best).chain([&torn]) {
+        fs::create_dir(place).expect("a directory of ours");
+    }
+    keeper.tidy().expect("a directory of ours");
+    assert_eq!(keeper.newest().expect("there is one"), places[2]);
+    assert_eq!(places.map(|place| place.exists()), [false, true, true]);
+    assert_eq!(best.map(|place| place.exists()), [false, true]);
+}
