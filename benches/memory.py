@@ -16,6 +16,7 @@ def run(folder, layers):
     """Peak resident bytes and the plan of one process."""
     config = folder / "config.toml"
     config.write_text(f"""
+data.train = "random"
 model = {{ layers = {layers}, hidden = 384, heads = 6, vocabulary = 256, positions = 64 }}
 step = {{ batch = 8, micro_batch = 4, steps = 3 }}
 device.threads = 2

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 
-ROUNDS, STEPS, LAYERS, HIDDEN = 2, 3, 12, 512
+ROUNDS, STEPS, LAYERS, HIDDEN = 3, 3, 12, 512
 BINARY = pathlib.Path(__file__).parent.parent / "target/release/l2l"
 
 
 def run(folder, weights, link):
     config = folder / "config.toml"
     config.write_text(f"""
+data.train = "random"
 model = {{ layers = {LAYERS}, hidden = {HIDDEN}, heads = 8, vocabulary = 256, positions = 128 }}
 step = {{ batch = 32, micro_batch = 8, steps = {STEPS} }}
 device = {{ threads = 2 {f', link = "{link}"' if link else ''} }}

@@ -44,6 +44,18 @@ impl Arena {
         assert!(end.is_some_and(|end| end <= self.length), "{view:?} of {} floats", self.length);
     }
 
+    /// Copies floats to a view, for whoever has the arena to itself.
+    pub(crate) fn fill(&mut self, view: View, values: &[f32]) {
+        // SAFETY: `&mut self` says that nobody else has it.
+        unsafe { self.write(view) }.copy_from_slice(values);
+    }
+
+    /// The floats of a view, for whoever has the arena to itself.
+    pub(crate) fn values(&mut self, view: View) -> &[f32] {
+        // SAFETY: as in `fill`.
+        unsafe { self.read(view) }
+    }
+
     /// The floats of a view.
     ///
     /// # Safety

@@ -20,6 +20,7 @@ pub mod optimizers;
 mod random;
 mod simd;
 mod stash;
+pub mod testing;
 mod trainer;
 
 pub use config::{Config, Plan, shape_of};

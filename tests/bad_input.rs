@@ -77,7 +77,7 @@ fn files_that_are_not_there_or_not_files() {
     let folder = folder();
     let here = folder.path().display().to_string();
     refused(&folder, "data.train = \"/none.jsonl\"", &["/none.jsonl", "No such file"]);
-    refused(&folder, "data.train = \"/none.csv\"", &["/none.csv", "\"random\" or a .jsonl file"]);
+    refused(&folder, "data.train = \"/none.csv\"", &["/none.csv", ".txt or a .jsonl file, \"random\""]);
     let binary = folder.path().join("binary.jsonl");
     fs::write(&binary, [0xff, 0xfe, 0x00]).expect("a directory of ours");
     let config = format!("data.train = \"{}\"", binary.display());
@@ -109,7 +109,74 @@ fn shapes_and_budgets() {
     refused(&folder, turns, &["step.micro_batch larger"]);
     refused(&folder, "watchdog.seconds = 1e20", &["watchdog.seconds must be at most"]);
     refused(&folder, "optimizer.epsilon = 1e-50", &["optimizer.epsilon must be"]);
-    refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "unknown field `bach`"]);
+    refused(&folder, "[step]\nbach = 1", &["config.toml", "line 2", "did you mean step.batch?"]);
+}
+
+#[test]
+fn texts() {
+    let folder = folder();
+    let at = folder.path().join("text.txt");
+    let config = format!("data.train = \"{}\"\ndata.sequence_length = 16\n", at.display());
+    refused(&folder, &config, &["text.txt", "No such file"]);
+    for text in ["", "x", "fifteen letters"] {
+        fs::write(&at, text).expect("a directory of ours");
+        refused(&folder, &config, &["text.txt", "too short for one sequence of 16"]);
+    }
+    fs::write(&at, "some text that is long enough to be cut into sequences").expect("ours");
+    let small = format!("{config}model.vocabulary = 255\n");
+    refused(&folder, &small, &["text.txt", "model.vocabulary must be at least 256"]);
+    let all = format!("{config}data.validation_split = 0.99\n");
+    refused(&folder, &all, &["config.toml, line 3", "data.validation_split", "none to train on"]);
+    fs::remove_file(&at).expect("it is there");
+    fs::create_dir(&at).expect("a directory of ours");
+    refused(&folder, &config, &["text.txt", "it is not a file"]);
+}
+
+#[test]
+fn what_contradicts_itself() {
+    let folder = folder();
+    for (config, says) in [
+        ("step = { steps = 3, epochs = 1 }", "step.epochs is given beside step.steps"),
+        ("data.train = \"random\"\nstep.epochs = 1", "line 2: step.epochs of random data"),
+        ("validation.patience = 2", "validation.patience counts looks that do not happen"),
+        ("checkpoint.every_steps = 2", "checkpoint.every_steps has no place to write to"),
+        (
+            "data.train = \"random\"\n[validation]\nevery_steps = 2",
+            "line 3: validation.every_steps has nothing to look at",
+        ),
+        ("data = { validation = \"random\", validation_split = 0.1 }", "data.validation_split is"),
+        ("data.validation_split = 1.5", "data.validation_split must be in [0, 1)"),
+        ("step.batch = 99999999999999999999", "line 1"),
+        ("step.seed = 1.5", "line 1: step.seed: invalid type: floating point `1.5`"),
+        ("device.kind = \"cuda\"", "device.kind: unknown variant `cuda`, expected `cpu`"),
+    ] {
+        refused(&folder, config, &[says]);
+    }
+}
+
+#[test]
+fn flags_and_environment() {
+    for (arguments, says) in [
+        (vec!["train", "--set", "step.bach=1"], "--set step.bach=1: unknown key step.bach: did you"),
+        (vec!["train", "--set", "step.batch=0"], "--set step.batch=0: step.batch must be at least"),
+        (vec!["plan", "--set", "model.heads=7"], "model.hidden is 256, model.heads 7"),
+        (vec!["train", "--resume"], "--resume: from where? Set checkpoint.directory"),
+        (vec!["train", "--set", "checkpoint.directory=/dev/null/x"], "cannot be written to"),
+        (vec!["train", "--format", "xml"], "invalid value 'xml'"),
+    ] {
+        let output = l2l(&arguments);
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(output.stdout.is_empty() && error.contains(says), "{says:?} expected in: {error}");
+    }
+    let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
+        .arg("plan")
+        .env("L2L__STEP__MICRO_BATCH", "0")
+        .output()
+        .expect("the program runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(error.contains("environment L2L__STEP__MICRO_BATCH: step.micro_batch must"), "{error}");
 }
 
 /// Also when it is not the first: nothing is started.
@@ -164,7 +231,7 @@ fn checkpoint(folder: &TempDir, config: impl Fn(&mut Value), weights: Option<Vec
     let whole = || fs::read(goldens().join("model.safetensors")).expect("it is committed");
     let weights = weights.unwrap_or_else(whole);
     fs::write(at.join("model.safetensors"), weights).expect("a directory of ours");
-    format!("model.path = \"{}\"\nstep.steps = 1\n", at.display())
+    format!("model.path = \"{}\"\nstep.steps = 1\ndata.train = \"random\"\n", at.display())
 }
 
 #[test]

@@ -29,6 +29,7 @@ use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::Hands;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+pub(crate) use kernels::CpuKernels;
 pub(crate) use visit::workspace;
 
 use crate::arena::Arena;

@@ -1,0 +1,329 @@
+//! For layers of one's own: whether their backward is their forward's gradient.
+
+use crate::arena::Arena;
+use crate::devices::cpu::CpuKernels;
+use crate::models::{
+    Backward, Draw, Forward, Init, Layer, Loss, Micro, Rows, Scratch, View, block_len,
+    tensor_ranges,
+};
+use crate::random;
+use crate::simd::Level;
+
+/// What a check found wrong.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[error("{what}: backward gives {backward}, differences of forward give {forward}")]
+pub struct Mismatch {
+    /// Of what the gradient is.
+    pub what: String,
+    /// The directional derivative by the backward pass.
+    pub backward: f64,
+    /// The same by central differences.
+    pub forward: f64,
+}
+
+/// Uniform in [−1, 1).
+fn noise(seed: u64, len: usize) -> Vec<f32> {
+    let mut state = seed;
+    let next = |_| (random::next(&mut state) >> 40) as f32 / (1_u64 << 23) as f32 - 1.0;
+    (0..len).map(next).collect()
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
+}
+
+/// Where a check keeps what: views of one arena, side by side.
+struct Bench<'l> {
+    layer: &'l dyn Layer,
+    rows: Rows,
+    lengths: Vec<usize>,
+    memory: Arena,
+    weights: View,
+    gradient: View,
+    x: View,
+    y: View,
+    dy: View,
+    dx: View,
+    kept: View,
+    workspace: View,
+}
+
+impl<'l> Bench<'l> {
+    fn new(layer: &'l dyn Layer, channels: usize, rows: Rows) -> Bench<'l> {
+        let mut end = 0;
+        let mut place = |len: usize| {
+            let view = View { at: end, len };
+            end += len.next_multiple_of(16);
+            view
+        };
+        let (block, hidden) = (block_len(&layer.tensors()), rows.count() * channels);
+        let (weights, gradient) = (place(block), place(block));
+        let [x, y, dy, dx] = [hidden; 4].map(&mut place);
+        let kept = place(layer.kept_len(rows.positions) * rows.sequences);
+        let at = end;
+        // The last sequence is shorter: its end is padding.
+        let mut lengths = vec![rows.positions; rows.sequences];
+        lengths[rows.sequences - 1] = rows.positions.div_ceil(2);
+        let empty = Arena::new(0).expect("nothing is little");
+        let workspace = View { at, len: usize::MAX / 4 };
+        let mut bench = Bench {
+            layer,
+            rows,
+            lengths,
+            memory: empty,
+            weights,
+            gradient,
+            x,
+            y,
+            dy,
+            dx,
+            kept,
+            workspace,
+        };
+        // The same walk without memory tells how much it needs.
+        let needs = bench.forward(None, false).max(bench.backward(None, false, false));
+        bench.workspace.len = needs;
+        bench.memory = Arena::new(at + needs).expect("memory for a check");
+        bench
+    }
+
+    fn micro(&self) -> Micro<'_> {
+        let draw = Some(Draw { seed: 7, step: 3, first_sequence: 2 });
+        Micro { rows: self.rows, lengths: &self.lengths, draw }
+    }
+
+    fn kept(&self, keeps: bool) -> Option<View> {
+        Some(self.kept).filter(|kept| keeps && kept.len > 0)
+    }
+
+    fn forward(&self, memory: Option<&Arena>, keeps: bool) -> usize {
+        let kernels = CpuKernels { memory, level: Level::best() };
+        let scratch = &Scratch::new(self.workspace);
+        let (micro, kept) = (self.micro(), self.kept(keeps));
+        let (weights, x, y) = (self.weights, self.x, self.y);
+        self.layer.forward(&kernels, &Forward { micro, weights, x, y, kept, scratch });
+        scratch.peak()
+    }
+
+    fn backward(&self, memory: Option<&Arena>, keeps: bool, accumulate: bool) -> usize {
+        let kernels = CpuKernels { memory, level: Level::best() };
+        let scratch = &Scratch::new(self.workspace);
+        let pass = Backward {
+            micro: self.micro(),
+            weights: self.weights,
+            gradient: Some(self.gradient),
+            accumulate,
+            x: self.x,
+            kept: self.kept(keeps),
+            dy: self.dy,
+            dx: Some(self.dx),
+            scratch,
+        };
+        self.layer.backward(&kernels, &pass);
+        scratch.peak()
+    }
+
+    /// dy · y for these weights and inputs.
+    fn value(&mut self, weights: &[f32], x: &[f32]) -> f64 {
+        self.memory.fill(self.weights, weights);
+        self.memory.fill(self.x, x);
+        self.forward(Some(&self.memory), false);
+        let dy = self.memory.values(self.dy).to_vec();
+        dot(self.memory.values(self.y), &dy)
+    }
+}
+
+/// Whether a layer's backward is the gradient of its forward: for its input and for each of its
+/// tensors, along random directions, within 1 % (kernels compute in f32). `rows` are the sizes of
+/// the micro-batch; its last sequence is padded. Masks of dropout are drawn, and stay.
+///
+/// Also, that the backward replaces a gradient or adds to it as it is told, and gives the same
+/// bits whether intermediates were kept or are recomputed.
+///
+/// # Errors
+/// The first that is not so.
+///
+/// # Panics
+/// The layer asks for views that do not fit.
+pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result<(), Mismatch> {
+    let mut bench = Bench::new(layer, channels, rows);
+    let tensors = layer.tensors();
+    let mut weights = vec![0.0; bench.weights.len];
+    for (index, (tensor, range)) in tensors.iter().zip(tensor_ranges(&tensors)).enumerate() {
+        let center = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
+        let noise = noise(100 + index as u64, range.len());
+        for (weight, noise) in weights[range].iter_mut().zip(noise) {
+            *weight = center + 0.3 * noise;
+        }
+    }
+    let x = noise(1, bench.x.len);
+    let dy = noise(2, bench.dy.len);
+    bench.memory.fill(bench.weights, &weights);
+    bench.memory.fill(bench.x, &x);
+    bench.memory.fill(bench.dy, &dy);
+    bench.memory.fill(bench.gradient, &vec![f32::NAN; bench.gradient.len]);
+    bench.backward(Some(&bench.memory), false, false);
+    let (dx, gradient) =
+        (bench.memory.values(bench.dx).to_vec(), bench.memory.values(bench.gradient).to_vec());
+
+    let mut compare = |what: &str, at: Option<std::ops::Range<usize>>, backward: &[f32]| {
+        const STEP: f32 = 1e-2;
+        let direction = noise(what.len() as u64 + 3, backward.len());
+        let mut moved = |sign: f32| {
+            let (mut weights, mut x) = (weights.clone(), x.clone());
+            let values = match &at {
+                Some(range) => &mut weights[range.clone()],
+                None => &mut x[..],
+            };
+            let steps = values.iter_mut().zip(&direction);
+            steps.for_each(|(value, direction)| *value += sign * STEP * direction);
+            bench.value(&weights, &x)
+        };
+        let forward = (moved(1.0) - moved(-1.0)) / f64::from(2.0 * STEP);
+        let backward_along = dot(backward, &direction);
+        // Along a direction terms cancel: what counts is the size of all of them.
+        let size = dot(backward, backward).sqrt().max(1e-3);
+        if (forward - backward_along).abs() <= 1e-2 * size.max(forward.abs()) {
+            Ok(())
+        } else {
+            Err(Mismatch { what: what.into(), backward: backward_along, forward })
+        }
+    };
+    compare("the input", None, &dx)?;
+    for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
+        compare(&tensor.name, Some(range.clone()), &gradient[range])?;
+    }
+
+    bench.memory.fill(bench.weights, &weights);
+    bench.memory.fill(bench.x, &x);
+    bench.forward(Some(&bench.memory), true);
+    bench.backward(Some(&bench.memory), true, false);
+    let same = |name: &str, one: &[f32], other: &[f32]| {
+        let differs = one.iter().zip(other).find(|(one, other)| one.to_bits() != other.to_bits());
+        differs.map_or(Ok(()), |(one, other)| {
+            let what = format!("{name}, recomputed and kept");
+            Err(Mismatch { what, backward: f64::from(*one), forward: f64::from(*other) })
+        })
+    };
+    same("the input", &dx, bench.memory.values(bench.dx))?;
+    let kept = bench.memory.values(bench.gradient).to_vec();
+    for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
+        same(&tensor.name, &gradient[range.clone()], &kept[range])?;
+    }
+    bench.backward(Some(&bench.memory), true, true);
+    let twice = bench.memory.values(bench.gradient).to_vec();
+    for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
+        for (once, twice) in gradient[range.clone()].iter().zip(&twice[range]) {
+            let (once, twice) = (f64::from(2.0 * once), f64::from(*twice));
+            if (once - twice).abs() > 1e-4 * once.abs().max(1e-2) {
+                let what = format!("{}, added to itself", tensor.name);
+                return Err(Mismatch { what, backward: twice, forward: once });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a loss's slopes are its derivatives, at a few places.
+///
+/// # Errors
+/// The first place where they are not.
+pub fn check_loss(loss: &dyn Loss) -> Result<(), Mismatch> {
+    const STEP: f32 = 1e-2;
+    for (lse, target) in [(0.5_f32, -1.0_f32), (3.0, 2.5), (5.0, 0.0), (1.0, 0.99)] {
+        let slopes = loss.slopes(lse, target);
+        let by = |a: f32, b: f32| f64::from(loss.value(lse + a, target + b));
+        let along = [(STEP, 0.0), (0.0, STEP)];
+        for ((slope, (a, b)), what) in slopes.iter().zip(along).zip(["lse", "the target"]) {
+            let forward = (by(a, b) - by(-a, -b)) / f64::from(2.0 * STEP);
+            let backward = f64::from(*slope);
+            if (forward - backward).abs() > 1e-2 * forward.abs().max(1.0) {
+                let what = format!("by {what} at ({lse}, {target})");
+                return Err(Mismatch { what, backward, forward });
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::{Block, CrossEntropy, Dropouts, Final, Gelu, Kernels, Shape, Stem, Tensor};
+
+    const SHAPE: Shape = Shape {
+        layers: 1,
+        hidden: 24,
+        heads: 3,
+        intermediate: 40,
+        vocabulary: 10,
+        positions: 9,
+        gelu: Gelu::Tanh,
+        layer_norm_epsilon: 1e-5,
+        dropout: Dropouts { embedding: 0.1, attention: 0.1, residual: 0.1 },
+        tied: true,
+        initializer_range: 0.02,
+    };
+    const ROWS: Rows = Rows { sequences: 3, positions: 7 };
+
+    #[test]
+    fn the_layers_there_are_pass() {
+        let layers: [&dyn Layer; 3] = [
+            &Stem { index: 1, shape: SHAPE },
+            &Block { index: 2, number: 0, shape: SHAPE },
+            &Final { shape: SHAPE },
+        ];
+        for layer in layers {
+            check_gradients(layer, SHAPE.hidden, ROWS).expect("a layer of ours");
+        }
+        check_loss(&CrossEntropy).expect("a loss of ours");
+    }
+
+    /// A block whose backward forgets something.
+    struct Wrong(Block, bool);
+
+    impl Layer for Wrong {
+        fn tensors(&self) -> Vec<Tensor> {
+            self.0.tensors()
+        }
+
+        fn kept_len(&self, positions: usize) -> usize {
+            self.0.kept_len(positions)
+        }
+
+        fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>) {
+            self.0.forward(kernels, pass);
+        }
+
+        fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>) {
+            let mut pass = Backward { ..*pass };
+            if self.1 {
+                pass.accumulate = false;
+            } else {
+                pass.micro.draw = None;
+            }
+            self.0.backward(kernels, &pass);
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_found() {
+        let block = || Block { index: 2, number: 0, shape: SHAPE };
+        let forgets = |what| check_gradients(&Wrong(block(), what), SHAPE.hidden, ROWS);
+        assert!(forgets(false).is_err(), "masks");
+        let error = forgets(true).expect_err("accumulation").to_string();
+        assert!(error.contains("added to itself"), "{error}");
+
+        struct Half;
+        impl Loss for Half {
+            fn value(&self, lse: f32, target: f32) -> f32 {
+                lse - target
+            }
+
+            fn slopes(&self, _: f32, _: f32) -> [f32; 2] {
+                [1.0, -0.5]
+            }
+        }
+        assert!(check_loss(&Half).expect_err("a wrong slope").what.contains("the target"));
+    }
+}
