@@ -77,7 +77,11 @@ fn files_that_are_not_there_or_not_files() {
     let folder = folder();
     let here = folder.path().display().to_string();
     refused(&folder, "data.train = \"/none.jsonl\"", &["/none.jsonl", "No such file"]);
-    refused(&folder, "data.train = \"/none.csv\"", &["/none.csv", ".txt or a .jsonl file, \"random\""]);
+    refused(
+        &folder,
+        "data.train = \"/none.csv\"",
+        &["/none.csv", ".txt or a .jsonl file, \"random\""],
+    );
     let binary = folder.path().join("binary.jsonl");
     fs::write(&binary, [0xff, 0xfe, 0x00]).expect("a directory of ours");
     let config = format!("data.train = \"{}\"", binary.display());
@@ -157,7 +161,10 @@ fn what_contradicts_itself() {
 #[test]
 fn flags_and_environment() {
     for (arguments, says) in [
-        (vec!["train", "--set", "step.bach=1"], "--set step.bach=1: unknown key step.bach: did you"),
+        (
+            vec!["train", "--set", "step.bach=1"],
+            "--set step.bach=1: unknown key step.bach: did you",
+        ),
         (vec!["train", "--set", "step.batch=0"], "--set step.batch=0: step.batch must be at least"),
         (vec!["plan", "--set", "model.heads=7"], "model.hidden is 256, model.heads 7"),
         (vec!["train", "--resume"], "--resume: from where? Set checkpoint.directory"),

@@ -1,0 +1,63 @@
+//! An update rule of one's own: Lion (Chen et al. 2023), one moment a parameter.
+//!
+//! `cargo run --release --example 03_own_update_rule`
+
+use l2l::data::Batches;
+use l2l::models::{Tensor, tensor_ranges};
+use l2l::optimizers::{Update, UpdateRule};
+use l2l::{Config, Error, Trainer};
+
+struct Lion {
+    betas: (f32, f32),
+    weight_decay: f32,
+}
+
+impl UpdateRule for Lion {
+    fn states(&self) -> usize {
+        1
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [Vec<f32>],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let (rate, (beta1, beta2)) = (update.learning_rate as f32, self.betas);
+        for range in tensor_ranges(tensors) {
+            let moments = &mut states[0][range.clone()];
+            let all = parameters[range.clone()].iter_mut().zip(moments).zip(&gradient[range]);
+            for ((p, m), g) in all {
+                let g = update.scale * g; // below 1 when the norm was clipped
+                let direction = beta1 * *m + (1.0 - beta1) * g;
+                let sign = if direction == 0.0 { 0.0 } else { direction.signum() };
+                *p -= rate * (sign + self.weight_decay * *p);
+                *m = beta2 * *m + (1.0 - beta2) * g;
+            }
+        }
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Error> {
+    let mut config = Config::default();
+    config.model.layers = Some(2);
+    config.model.hidden = Some(64);
+    config.data.sequence_length = Some(64);
+    config.step.batch = 8;
+    config.optimizer.learning_rate = 1e-3;
+    let rule = Lion { betas: (0.9, 0.99), weight_decay: 0.1 };
+
+    let mut batches = Batches::open(&config)?;
+    let mut trainer = Trainer::builder(config).update_rule(rule).start()?;
+    let moments = trainer.plan().host.iter().find(|term| term.name == "moments");
+    println!("{}", moments.expect("the plan has them"));
+    for _ in 0..10 {
+        let report = trainer.step(batches.next().await?).await?;
+        println!("step {}: loss {:.4}", report.step, report.loss);
+    }
+    trainer.stop().await?;
+    Ok(())
+}

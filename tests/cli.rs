@@ -1,0 +1,255 @@
+//! The program as its user meets it: what it prints, how it ends, and that it goes on where it
+//! was stopped.
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn l2l(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
+    command.args(arguments).stdin(Stdio::null());
+    command
+}
+
+fn output(arguments: &[&str]) -> Output {
+    l2l(arguments).output().expect("the program runs")
+}
+
+#[track_caller]
+fn good(arguments: &[&str]) -> String {
+    let output = output(arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn events(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
+}
+
+fn of_kind<'e>(events: &'e [Value], kind: &str) -> Vec<&'e Value> {
+    events.iter().filter(|event| event["event"] == kind).collect()
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a place for files")
+}
+
+/// A small run on the built-in corpus, with checkpoints.
+fn config(folder: &Path, more: &str) -> String {
+    let path = folder.join("config.toml");
+    let text = format!(
+        "model = {{ layers = 2, hidden = 32, heads = 4 }}\n\
+         data = {{ sequence_length = 32 }}\n\
+         step = {{ batch = 4, micro_batch = 3, steps = 12 }}\n\
+         optimizer = {{ clip_norm = 1.0, schedule = \"linear\" }}\n\
+         validation = {{ every_steps = 4, batches = 2 }}\n\
+         checkpoint = {{ directory = \"{}\", every_steps = 3 }}\n{more}",
+        folder.join("checkpoints").display()
+    );
+    fs::write(&path, text).expect("a directory of ours");
+    path.to_str().expect("UTF-8").into()
+}
+
+fn losses(events: &[Value]) -> Vec<(u64, String)> {
+    let loss =
+        |event: &&Value| (event["step"].as_u64().expect("a step"), event["loss"].to_string());
+    of_kind(events, "step").iter().map(loss).collect()
+}
+
+fn digest(events: &[Value]) -> String {
+    events.last().expect("a summary")["weights_digest"].as_str().expect("a digest").into()
+}
+
+/// Without a config: the built-in corpus, a look at what was kept aside, and a sample.
+#[test]
+fn the_main_job() {
+    let small = ["model.layers=1", "model.hidden=32", "model.heads=4", "step.steps=3"];
+    let mut arguments = vec!["train", "--format", "json", "--set", "validation.batches=2"];
+    small.iter().for_each(|set| arguments.extend(["--set", set]));
+    let events = events(&good(&arguments));
+    assert_eq!(of_kind(&events, "step").len(), 3);
+    assert_eq!(of_kind(&events, "validation").len(), 1);
+    let baseline = of_kind(&events, "baseline")[0];
+    let (unigram, bigram) = (baseline["unigram"].as_f64(), baseline["bigram"].as_f64());
+    assert!(bigram < unigram && bigram > Some(1.0), "{baseline}");
+    let sample = of_kind(&events, "sample")[0];
+    assert!(sample["text"].as_str().expect("text").len() > 100);
+    let step = of_kind(&events, "step")[2];
+    for key in ["step", "loss", "learning_rate", "grad_norm", "tokens", "seconds"] {
+        assert!(step[key].is_number(), "{key}: {step}");
+    }
+    for key in ["exposed_wait_seconds", "device_peak_bytes", "host_rss_bytes"] {
+        assert!(step[key].is_number(), "{key}: {step}");
+    }
+    assert_eq!(events.last().expect("a summary")["event"], "summary");
+}
+
+/// Killed at any moment, the run goes on from its last checkpoint and ends the same.
+#[test]
+fn killed_and_resumed() {
+    let (whole, torn) = (folder(), folder());
+    let expected = events(&good(&["train", &config(whole.path(), ""), "--format", "json"]));
+    let config = config(torn.path(), "channels = { weights = 1, stash = 2 }\n");
+    let mut met = Vec::new();
+    let mut runs = 0;
+    let ended = loop {
+        let has_checkpoint =
+            fs::read_dir(torn.path().join("checkpoints")).is_ok_and(|mut entries| {
+                entries.any(|entry| {
+                    entry.expect("ours").file_name().to_str().is_some_and(|name| {
+                        name.strip_prefix("step-").is_some_and(|step| step.parse::<u64>().is_ok())
+                    })
+                })
+            });
+        let mut command = l2l(&["train", &config, "--format", "json"]);
+        if has_checkpoint {
+            command.arg("--resume");
+        }
+        let mut child: Child =
+            command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("the program runs");
+        let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
+        // Each run is left to do a few steps more than the one before.
+        let mut events = Vec::new();
+        for line in lines {
+            let Ok(line) = line else { break };
+            let Ok(event) = serde_json::from_str::<Value>(&line) else { break };
+            let is_step = event["event"] == "step";
+            events.push(event);
+            if is_step && of_kind(&events, "step").len() == 2 + runs {
+                child.kill().expect("it is ours");
+            }
+        }
+        let status = child.wait().expect("it is ours");
+        met.extend(losses(&events));
+        if status.success() {
+            break events;
+        }
+        runs += 1;
+        assert!(runs < 20, "it gets further every time");
+    };
+    assert!(runs > 1);
+    let expected_losses = losses(&expected);
+    for loss in &met {
+        assert!(expected_losses.contains(loss), "{loss:?} of {expected_losses:?}");
+    }
+    assert_eq!(digest(&ended), digest(&expected));
+}
+
+/// An interrupt ends the run after its step, with a checkpoint and a summary.
+#[cfg(unix)]
+#[test]
+fn interrupted_and_resumed() {
+    let (whole, stopped) = (folder(), folder());
+    let expected = events(&good(&["train", &config(whole.path(), ""), "--format", "json"]));
+    // A link makes steps long enough to be interrupted.
+    let config = config(stopped.path(), "device = { link = \"2MB/s\" }\n");
+    let mut child = l2l(&["train", &config, "--format", "json"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program runs");
+    let mut text = String::new();
+    let mut lines = BufReader::new(child.stdout.take().expect("it is piped"));
+    lines.read_line(&mut text).expect("a first step");
+    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(killed.expect("there is kill").success());
+    std::io::Read::read_to_string(&mut lines, &mut text).expect("UTF-8");
+    assert_eq!(child.wait().expect("it is ours").code(), Some(130));
+    let first = events(&text);
+    let summary = first.last().expect("a summary");
+    let steps = summary["steps"].as_u64().expect("a number");
+    assert!(summary["event"] == "summary" && (1..12).contains(&steps), "{summary}");
+    let rest = events(&good(&["train", &config, "--resume", "--format", "json"]));
+    let mut both = losses(&first);
+    both.extend(losses(&rest));
+    assert_eq!((both, digest(&rest)), (losses(&expected), digest(&expected)));
+}
+
+#[test]
+fn nothing_better_stops_early_and_the_best_is_kept() {
+    let folder = folder();
+    let config = config(folder.path(), "");
+    let sets = ["--set", "validation.every_steps=1", "--set", "validation.patience=2"];
+    let rate = ["--set", "optimizer.learning_rate=0", "--format", "json"];
+    let text = good(&[&["train", &*config], &sets[..], &rate[..]].concat());
+    let events = events(&text);
+    // Nothing is learnt: the first look is the best, and two more are allowed.
+    assert_eq!(of_kind(&events, "step").len(), 3);
+    let kept: Vec<_> = fs::read_dir(folder.path().join("checkpoints"))
+        .expect("it was made")
+        .map(|entry| entry.expect("ours").file_name().into_string().expect("UTF-8"))
+        .collect();
+    assert!(kept.contains(&"best-00000001".into()) && kept.contains(&"step-00000003".into()));
+    assert_eq!(kept.len(), 2, "{kept:?}");
+}
+
+#[test]
+fn a_checkpoint_of_another_config_is_refused_and_stays() {
+    let folder = folder();
+    let config = config(folder.path(), "");
+    good(&["train", &config, "--set", "step.steps=3"]);
+    let refused = output(&["train", &config, "--resume", "--set", "optimizer.learning_rate=0.5"]);
+    let error = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(error.contains("optimizer.learning_rate was 0.0003, is 0.5"), "{error}");
+    assert!(folder.path().join("checkpoints/step-00000003/l2l.json").exists());
+    // Where and how it runs may change.
+    let sets = ["stash.place=device", "schedule.kind=resident", "device.threads=1"];
+    let mut arguments = vec!["train", &*config, "--resume"];
+    sets.iter().for_each(|set| arguments.extend(["--set", set]));
+    good(&arguments);
+}
+
+#[test]
+fn texts_and_epochs() {
+    let folder = folder();
+    let text = folder.path().join("some.txt");
+    fs::write(&text, "to be or not to be, that is the question. ".repeat(20)).expect("ours");
+    let train = format!("data.train={}", text.display());
+    let sets = [&train, "data.sequence_length=16", "step.epochs=2", "step.batch=5"];
+    let mut arguments = vec!["train", "--format", "json", "--set", "model.layers=1"];
+    // The config of the main job has steps of its own.
+    let empty = folder.path().join("empty.toml");
+    fs::write(&empty, "").expect("a directory of ours");
+    arguments.insert(1, empty.to_str().expect("UTF-8"));
+    sets.iter().for_each(|set| arguments.extend(["--set", set]));
+    let events = events(&good(&arguments));
+    // 52 windows of 16 bytes; 5 are kept aside; 47 twice in batches of 5.
+    assert_eq!(of_kind(&events, "step").len(), 19);
+    assert_eq!(of_kind(&events, "validation").len(), 1);
+}
+
+#[test]
+fn plan_bench_doctor_and_the_rest() {
+    let folder = folder();
+    let config = config(folder.path(), "");
+    assert!(good(&["plan", &config]).contains("fits"));
+    let bench = events(&good(&["bench", &config, "--set", "step.steps=2", "--format", "json"]));
+    let summary = bench.last().expect("a summary");
+    for key in ["tokens_per_second", "model_flops_per_second", "matmul_flops_per_second"] {
+        assert!(summary[key].as_f64() > Some(0.0), "{key}: {summary}");
+    }
+    assert!(summary["exposed_wait_fraction"].as_f64().is_some_and(|share| share < 1.0));
+    assert!(!folder.path().join("checkpoints").exists(), "a bench leaves nothing");
+    assert!(good(&["doctor"]).contains("libcuda.so"));
+    let doctor = events(&good(&["doctor", "--format", "json"]));
+    assert!(doctor[0]["matmul_flops_per_second"].as_f64() > Some(0.0));
+    assert!(good(&["completions", "bash"]).contains("l2l"));
+    let shown: Value = serde_json::from_str(&good(&["config", "show", &config])).expect("JSON");
+    assert_eq!((&shown["step"]["batch"], &shown["step"]["seed"]), (&4.into(), &0.into()));
+    let schema: Value = serde_json::from_str(&good(&["config", "schema"])).expect("JSON");
+    assert!(schema["properties"]["channels"].is_object());
+}
+
+/// The page in the repository is what the program says. `l2l config reference > CONFIG.md`.
+#[test]
+fn the_reference_is_up_to_date() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("CONFIG.md");
+    let page = fs::read_to_string(page).expect("it is committed");
+    assert_eq!(page.replace("\r\n", "\n"), good(&["config", "reference"]));
+}
