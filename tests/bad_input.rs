@@ -160,6 +160,8 @@ fn what_contradicts_itself() {
 
 #[test]
 fn flags_and_environment() {
+    let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let taken = port.local_addr().expect("it is bound").to_string();
     for (arguments, says) in [
         (
             vec!["train", "--set", "step.bach=1"],
@@ -170,6 +172,9 @@ fn flags_and_environment() {
         (vec!["train", "--resume"], "--resume: from where? Set checkpoint.directory"),
         (vec!["train", "--set", "checkpoint.directory=/dev/null/x"], "cannot be written to"),
         (vec!["train", "--format", "xml"], "invalid value 'xml'"),
+        (vec!["train", "--metrics", "here"], "--metrics: metrics.listen is \"here\""),
+        (vec!["train", "--metrics", "0.0.0.0:0"], "which others can reach"),
+        (vec!["train", "--metrics", &taken], "cannot listen there"),
     ] {
         let output = l2l(&arguments);
         let error = String::from_utf8_lossy(&output.stderr);

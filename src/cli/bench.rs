@@ -10,7 +10,7 @@ use super::{Common, Ended};
 const STEPS: u64 = 6;
 
 pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
-    let (mut config, layers) = common.read(&[])?;
+    let (mut config, layers) = common.read(None, None)?;
     if config.step.steps.is_none() && config.step.epochs.is_none() {
         config.step.steps = Some(STEPS);
     }

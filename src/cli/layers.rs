@@ -90,8 +90,10 @@ impl Layers {
     }
 
     /// A flag's of its own.
-    pub(super) fn own_flag(&mut self, flag: &str, key: &str, value: String) {
-        self.values.insert(key.into(), (Value::String(value), Origin::Flag(flag.into())));
+    pub(super) fn own_flag(&mut self, flag: &str, key: &str, value: Option<String>) {
+        if let Some(value) = value {
+            self.values.insert(key.into(), (Value::String(value), Origin::Flag(flag.into())));
+        }
     }
 
     fn set(&mut self, key: &str, value: Value, origin: Origin) -> Result<(), Error> {
@@ -239,7 +241,8 @@ mod tests {
 
     #[test]
     fn errors_say_where_and_what_was_meant() {
-        let cases: [(&str, &[(&str, &str)], &[&str], &str); 12] = [
+        type Case<'c> = (&'c str, &'c [(&'c str, &'c str)], &'c [&'c str], &'c str);
+        let cases: [Case<'_>; 12] = [
             (
                 "[step]\nbach = 3",
                 &[],

@@ -3,6 +3,7 @@
 mod bench;
 mod doctor;
 mod layers;
+mod metrics;
 mod plan;
 mod progress;
 mod reference;
@@ -11,7 +12,7 @@ mod train;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use l2l::config::Format;
 use l2l::{Config, Error};
@@ -64,6 +65,9 @@ struct TrainArguments {
     /// Goes on from the newest checkpoint in `checkpoint.directory`.
     #[arg(long)]
     resume: bool,
+    /// Serves metrics there: the key `metrics.listen`.
+    #[arg(long, value_name = "ADDRESS")]
+    metrics: Option<String>,
 }
 
 #[derive(Args)]
@@ -100,13 +104,13 @@ pub(crate) enum Ended {
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Ended, Error> {
     match Arguments::parse().command {
-        Command::Train(arguments) => return train::train(&arguments.common, arguments.resume),
+        Command::Train(arguments) => return train::train(arguments),
         Command::Plan(common) => plan::plan(&common)?,
         Command::Bench(common) => return bench::bench(&common),
         Command::Doctor(doctor) => doctor::doctor(doctor.format)?,
         Command::Config(ConfigArguments { what }) => match what {
             What::Show(common) => {
-                let (config, _) = common.read(&[])?;
+                let (config, _) = common.read(None, None)?;
                 let text = serde_json::to_string_pretty(&config);
                 print(text.expect("a config is plain data"));
             }
@@ -127,16 +131,17 @@ pub(crate) const BUILT_IN: &str = include_str!("../../examples/built_in.toml");
 
 impl Common {
     /// The config of file, environment and flags, and where each value is from. Without a file,
-    /// these texts stand for one.
-    fn read(&self, built_in: &[&str]) -> Result<(Config, Layers), Error> {
+    /// `built_in` stands for one.
+    fn read(
+        &self,
+        built_in: Option<&str>,
+        metrics: Option<String>,
+    ) -> Result<(Config, Layers), Error> {
         let mut layers = Layers::new();
-        match &self.config {
-            Some(path) => layers.file(path)?,
-            None => {
-                for text in built_in {
-                    layers.text(Path::new("built-in config"), text)?;
-                }
-            }
+        match (&self.config, built_in) {
+            (Some(path), _) => layers.file(path)?,
+            (None, Some(text)) => layers.text(Path::new("built-in config"), text)?,
+            (None, None) => {}
         }
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
@@ -145,10 +150,10 @@ impl Common {
         for flag in &self.set {
             layers.flag(flag)?;
         }
-        if let Some(format) = self.format {
-            let format = if format == Format::Json { "json" } else { "pretty" };
-            layers.own_flag("--format", "log.format", format.into());
-        }
+        let format =
+            self.format.and_then(|format| Some(format.to_possible_value()?.get_name().into()));
+        layers.own_flag("--format", "log.format", format);
+        layers.own_flag("--metrics", "metrics.listen", metrics);
         Ok((layers.config()?, layers))
     }
 }

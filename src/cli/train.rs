@@ -9,8 +9,9 @@ use l2l::data::{Baseline, Batch, Batches, Dataset, baselines};
 use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
 use serde_json::json;
 
+use super::metrics::Metrics;
 use super::progress::Screen;
-use super::{BUILT_IN, Common, Ended};
+use super::{BUILT_IN, Ended, TrainArguments};
 
 /// What a run needs beside its trainer, checked before any of it starts.
 pub(super) struct Prepared {
@@ -66,8 +67,9 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     runtime.map_err(|error| Error::Failed(format!("no runtime: {error}")))
 }
 
-pub(super) fn train(common: &Common, resume: bool) -> Result<Ended, Error> {
-    let (config, layers) = common.read(&[BUILT_IN])?;
+pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
+    let TrainArguments { common, resume, metrics } = arguments;
+    let (config, layers) = common.read(Some(BUILT_IN), metrics)?;
     let run = || -> Result<Ended, Error> {
         let Prepared { config, train, steps, aside } = Prepared::new(config)?;
         let from = match (&aside.keeper, resume) {
@@ -81,6 +83,8 @@ pub(super) fn train(common: &Common, resume: bool) -> Result<Ended, Error> {
         };
         runtime()?.block_on(async {
             let stop = on_signal();
+            let metrics = Metrics::start(&config.metrics)?;
+            metrics.begin(steps);
             let mut builder = Trainer::builder(config.clone()).steps(steps);
             if let Some(from) = from {
                 builder = builder.resume(from);
@@ -93,7 +97,7 @@ pub(super) fn train(common: &Common, resume: bool) -> Result<Ended, Error> {
                 screen
                     .say("no config given: trains on this project's text (examples/built_in.toml)");
             }
-            Run { trainer, config, steps, aside, screen }.go(batches, &stop).await
+            Run { trainer, config, steps, aside, screen, metrics }.go(batches, &stop).await
         })
     };
     run().map_err(|error| layers.locate(error))
@@ -141,13 +145,14 @@ struct Run {
     steps: u64,
     aside: Aside,
     screen: Screen,
+    metrics: Metrics,
 }
 
 impl Run {
     async fn go(mut self, mut batches: Batches, stop: &AtomicBool) -> Result<Ended, Error> {
         let (look, save) = (self.config.validation.every_steps, self.config.checkpoint.every_steps);
         let patience = self.config.validation.patience;
-        let is_due = |every: Option<u64>, step: u64| every.is_some_and(|every| step % every == 0);
+        let is_due = |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
         let first = self.trainer.progress().step;
         if first > 0 {
             self.screen.say(format_args!("goes on from step {first}"));
@@ -156,6 +161,7 @@ impl Run {
         while self.trainer.progress().step < self.steps && !stop.load(Relaxed) {
             let report = self.trainer.step(batches.next().await?).await?;
             self.screen.step(&report);
+            self.metrics.step(&report);
             let step = report.step;
             if is_due(look, step) {
                 let loss = self.look().await?;
@@ -194,6 +200,7 @@ impl Run {
     async fn look(&mut self) -> Result<f64, Error> {
         let loss = self.trainer.evaluate(&self.aside.held).await?;
         self.screen.validation(self.trainer.progress().step, loss);
+        self.metrics.validation(loss);
         Ok(loss)
     }
 

@@ -1,0 +1,37 @@
+//! Without default features, the library brings along no more than this.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+
+/// Everything below the library, on any platform. Add one with its reason, or better, do without.
+const ALLOWED: &str = "
+allocator-api2 async-trait bitflags block-buffer bytemuck cfg-if cpufeatures crossbeam-deque
+crossbeam-epoch crossbeam-utils crypto-common digest dyn-stack dyn-stack-macros either equator
+equator-macro equivalent faer faer-traits flume foldhash futures-core futures-sink gemm gemm-c32
+gemm-c64 gemm-common gemm-f32 gemm-f64 generativity generic-array half hashbrown itoa l2l
+l2l-actors libc libm lock_api memchr memmap2 nano-gemm nano-gemm-c32 nano-gemm-c64 nano-gemm-core
+nano-gemm-f32 nano-gemm-f64 num-complex num-traits num_cpus once_cell paste pin-project-lite
+private-gemm-x86 proc-macro2 pulp pulp-wasm-simd-flag qd quote raw-cpuid rayon rayon-core reborrow
+safetensors scopeguard seq-macro serde serde_core serde_derive serde_json serde_spanned sha2 spin
+syn thiserror thiserror-impl tokio toml toml_datetime toml_parser typenum unicode-ident winnow
+zerocopy zerocopy-derive zmij
+";
+
+#[test]
+fn a_slim_library_is_slim() {
+    let tree = Command::new(env!("CARGO"))
+        .args(["tree", "--package", "l2l", "--no-default-features", "--edges", "normal"])
+        .args(["--prefix", "none", "--format", "{p}", "--offline"])
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .output()
+        .expect("cargo runs");
+    assert!(tree.status.success(), "{}", String::from_utf8_lossy(&tree.stderr));
+    let text = String::from_utf8(tree.stdout).expect("UTF-8");
+    let found: BTreeSet<&str> = text.lines().filter_map(|line| line.split(' ').next()).collect();
+    let allowed: BTreeSet<&str> = ALLOWED.split_whitespace().collect();
+    let new: Vec<_> = found.difference(&allowed).collect();
+    assert!(new.is_empty(), "new below the slim library: {new:?}");
+    for heavy in ["clap", "indicatif", "schemars", "metrics", "hyper", "toml_edit"] {
+        assert!(!found.contains(heavy), "{heavy} in the slim library");
+    }
+}
