@@ -71,6 +71,9 @@ struct Rest {
 
 const FORMAT: u32 = 1;
 
+/// No run is longer.
+const MOST_STEPS: u64 = 1 << 40;
+
 /// Keys that a run may go on with other values of: they change when and where, not what.
 const FREE: [&str; 13] = [
     "checkpoint",
@@ -207,12 +210,19 @@ pub(crate) fn read(
             model.blocks.len()
         )));
     }
+    let steps = rest.progress.step;
+    if steps > MOST_STEPS || rest.updates.iter().any(|&updates| updates > steps) {
+        return Err(refuse(format!(
+            "{steps} steps, and some block with more updates, or too many"
+        )));
+    }
     hf::load(directory, model, eps)?;
     hf::load_states(&directory.join("optimizer.safetensors"), model, eps)?;
     eps.set_updates(&rest.updates);
     if eps.full_digest() != rest.digest {
         return Err(refuse(
-            "its weights are not those that were written: use another checkpoint".into(),
+            "its weights are not those that were written: remove it to go on from the one before"
+                .into(),
         ));
     }
     Ok(rest.progress)
@@ -267,15 +277,9 @@ impl Keeper {
         all
     }
 
-    /// The newest.
-    ///
-    /// # Errors
-    /// There is none.
-    pub fn newest(&self) -> Result<PathBuf, Error> {
-        self.all("step-").pop().map(|(_, path)| path).ok_or_else(|| {
-            let place = self.directory.display();
-            Error::refused(format_args!("no checkpoint in {place}: start without --resume"))
-        })
+    /// The newest, if there is one.
+    pub fn newest(&self) -> Option<PathBuf> {
+        self.all("step-").pop().map(|(_, path)| path)
     }
 
     /// Lets go of what need not be kept.

@@ -1,8 +1,15 @@
 //! Trains transformers too large for the device, one layer at a time.
 //!
-//! The ring of actors is [`actors`] (crate `l2l-actors`); this crate is what its ports are made
-//! of. A [`Trainer`] is a whole run: a model ([`models`]), its update rule ([`optimizers`]), the
-//! host's eager param-server, a device, and batches ([`data`]), made from a [`Config`].
+//! ```text
+//!  Batches ──▶ Trainer ──▶ the ring of actors ──▶ lanes: upload, compute, download, host, update
+//!  (data)         │                                  │              │
+//!                 ▼                              the device     the host: masters, optimizer
+//!             checkpoint                       (one layer)      state, gradients, stash
+//! ```
+//!
+//! The ring is [`actors`] (crate `l2l-actors`); this crate is what its ports are made of. A
+//! [`Trainer`] is a run: a model ([`models`]), its update rule ([`optimizers`]), the host's eager
+//! param-server and a device, made from a [`Config`], driven by batches ([`data`]).
 
 pub use l2l_actors as actors;
 
@@ -26,3 +33,8 @@ mod trainer;
 pub use config::{Config, Plan, shape_of};
 pub use error::Error;
 pub use trainer::{Builder, StepReport, Summary, Trainer};
+
+/// The page's program compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+pub struct Readme;

@@ -98,18 +98,8 @@ fn killed_and_resumed() {
     let mut met = Vec::new();
     let mut runs = 0;
     let ended = loop {
-        let has_checkpoint =
-            fs::read_dir(torn.path().join("checkpoints")).is_ok_and(|mut entries| {
-                entries.any(|entry| {
-                    entry.expect("ours").file_name().to_str().is_some_and(|name| {
-                        name.strip_prefix("step-").is_some_and(|step| step.parse::<u64>().is_ok())
-                    })
-                })
-            });
-        let mut command = l2l(&["train", &config, "--format", "json"]);
-        if has_checkpoint {
-            command.arg("--resume");
-        }
+        // Also before there is a checkpoint: then the run begins.
+        let mut command = l2l(&["train", &config, "--format", "json", "--resume"]);
         let mut child: Child =
             command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("the program runs");
         let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
@@ -193,6 +183,10 @@ fn a_checkpoint_of_another_config_is_refused_and_stays() {
     let folder = folder();
     let config = config(folder.path(), "");
     good(&["train", &config, "--set", "step.steps=3"]);
+    let again = output(&["train", &config]);
+    let error = String::from_utf8_lossy(&again.stderr);
+    assert_eq!(again.status.code(), Some(2));
+    assert!(error.contains("go on with --resume") && error.contains("step-00000003"), "{error}");
     let refused = output(&["train", &config, "--resume", "--set", "optimizer.learning_rate=0.5"]);
     let error = String::from_utf8_lossy(&refused.stderr);
     assert_eq!(refused.status.code(), Some(2));

@@ -94,11 +94,12 @@ async fn looking_does_not_disturb() {
         let mut other = config.clone();
         other.step.seed = 99;
         let (mut held, _) = Dataset::open(&other, &shape).expect("random data");
-        let held = held.in_order(4, 3).expect("random data");
+        let held: Vec<_> = held.in_order(4, 3).map(|batch| batch.expect("random data")).collect();
+        let held = || held.iter().cloned().map(Ok);
         let mut trainer = Trainer::start(config).expect("a case of ours");
         let mut bits = Vec::new();
         for step in 0..STEPS {
-            let losses = [trainer.evaluate(&held).await, trainer.evaluate(&held).await];
+            let losses = [trainer.evaluate(held()).await, trainer.evaluate(held()).await];
             let [first, again] = losses.map(|loss| loss.expect("nothing fails here").to_bits());
             assert_eq!(first, again);
             let drawn = trainer.sample(&[1, 2, 3], 9, 0.8, step).await.expect("good tokens");
@@ -192,7 +193,7 @@ async fn checkpoints_that_are_not_ours_or_not_whole() {
 fn a_keeper_keeps_the_newest_and_the_best() {
     let folder = tempfile::tempdir().expect("a place for files");
     let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("a directory of ours");
-    assert!(keeper.newest().is_err());
+    assert_eq!(keeper.newest(), None);
     let places = [1, 20, 300].map(|step| keeper.place(step));
     let best = [20, 300].map(|step| keeper.best_place(step));
     let torn = keeper.place(400).with_extension("partial");
@@ -200,7 +201,7 @@ fn a_keeper_keeps_the_newest_and_the_best() {
         fs::create_dir(place).expect("a directory of ours");
     }
     keeper.tidy().expect("a directory of ours");
-    assert_eq!(keeper.newest().expect("there is one"), places[2]);
+    assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
     assert_eq!(best.map(|place| place.exists()), [false, true]);
 }

@@ -43,7 +43,10 @@ impl Screen {
             }
             (None, Format::Pretty) => {
                 let every = self.steps.div_ceil(LINES);
-                if report.step.is_multiple_of(every) || report.step == 1 || report.step == self.steps {
+                if report.step.is_multiple_of(every)
+                    || report.step == 1
+                    || report.step == self.steps
+                {
                     print(format_args!(
                         "step {}/{}  {}",
                         report.step,

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use l2l::checkpoint::Keeper;
+use l2l::checkpoint::{Keeper, Progress};
 use l2l::config::DataConfig;
-use l2l::data::{Baseline, Batch, Batches, Dataset, baselines};
+use l2l::data::{Baseline, Batches, Dataset, baselines};
 use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
 use serde_json::json;
 
@@ -24,7 +24,7 @@ pub(super) struct Prepared {
 /// What is not trained on, and what is kept.
 struct Aside {
     /// What was kept aside to look at.
-    held: Vec<Batch>,
+    held: Option<Dataset>,
     baseline: Option<Baseline>,
     keeper: Option<Keeper>,
 }
@@ -33,20 +33,18 @@ impl Prepared {
     /// Opens data and directories.
     pub(super) fn new(config: Config) -> Result<Prepared, Error> {
         let shape = shape_of(&config)?;
-        let (mut train, mut aside) = Dataset::open(&config, &shape)?;
+        let (mut train, mut held) = Dataset::open(&config, &shape)?;
         let steps = config.steps(train.len())?;
         Batches::check(&config, &train, steps)?;
         let (batch, batches) = (config.step.batch, config.validation.batches);
-        let (mut held, mut baseline) = (Vec::new(), None);
-        if let Some(aside) = &mut aside {
-            held = aside.in_order(batch, batches)?;
-            held.retain(|batch| batch.labelled() > 0);
-            if config.data.train == DataConfig::BUILT_IN && aside.is_bytes() {
+        let baseline = match &mut held {
+            Some(held) if config.data.train == DataConfig::BUILT_IN && held.is_bytes() => {
                 let most = batches.saturating_mul(batch as u64);
-                baseline = Some(baselines(&mut train, aside, most)?);
+                Some(baselines(&mut train, held, most)?)
             }
-        }
-        if held.is_empty() && config.validation.every_steps.is_some() {
+            _ => None,
+        };
+        if held.is_none() && config.validation.every_steps.is_some() {
             return Err(Error::Config {
                 key: "validation.every_steps".into(),
                 problem: "has nothing to look at: set data.validation or data.validation_split"
@@ -72,19 +70,31 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     let (config, layers) = common.read(Some(BUILT_IN), metrics)?;
     let run = || -> Result<Ended, Error> {
         let Prepared { config, train, steps, aside } = Prepared::new(config)?;
-        let from = match (&aside.keeper, resume) {
-            (_, false) => None,
-            (Some(keeper), true) => Some(keeper.newest()?),
-            (None, true) => {
-                return Err(Error::Refused(
-                    "--resume: from where? Set checkpoint.directory".into(),
-                ));
+        let newest = aside.keeper.as_ref().and_then(Keeper::newest);
+        let from = match (&aside.keeper, newest, resume) {
+            (None, _, true) => {
+                let what = "--resume: from where? Set checkpoint.directory";
+                return Err(Error::Refused(what.into()));
             }
+            (Some(_), Some(newest), false) => {
+                return Err(Error::Config {
+                    key: "checkpoint.directory".into(),
+                    problem: format!(
+                        "has the checkpoints of a run, {} the newest: go on with --resume, or give \
+                         this run another directory",
+                        newest.display()
+                    ),
+                });
+            }
+            (_, newest, _) => newest,
         };
         runtime()?.block_on(async {
             let stop = on_signal();
             let metrics = Metrics::start(&config.metrics)?;
             metrics.begin(steps);
+            if resume && from.is_none() {
+                eprintln!("--resume: there is no checkpoint yet, so this run begins");
+            }
             let mut builder = Trainer::builder(config.clone()).steps(steps);
             if let Some(from) = from {
                 builder = builder.resume(from);
@@ -152,13 +162,19 @@ impl Run {
     async fn go(mut self, mut batches: Batches, stop: &AtomicBool) -> Result<Ended, Error> {
         let (look, save) = (self.config.validation.every_steps, self.config.checkpoint.every_steps);
         let patience = self.config.validation.patience;
-        let is_due = |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
+        let is_due =
+            |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
         let first = self.trainer.progress().step;
         if first > 0 {
             self.screen.say(format_args!("goes on from step {first}"));
         }
         let (mut looked, mut saved) = (None, first);
-        while self.trainer.progress().step < self.steps && !stop.load(Relaxed) {
+        let is_tired =
+            |progress: &Progress| patience.is_some_and(|most| progress.looks_since >= most);
+        while self.trainer.progress().step < self.steps
+            && !is_tired(self.trainer.progress())
+            && !stop.load(Relaxed)
+        {
             let report = self.trainer.step(batches.next().await?).await?;
             self.screen.step(&report);
             self.metrics.step(&report);
@@ -174,17 +190,16 @@ impl Run {
                 self.save(false).await?;
                 saved = step;
             }
-            if patience.is_some_and(|patience| self.trainer.progress().looks_since >= patience) {
-                self.screen.say(format_args!("stops early at step {step}: no look was better"));
-                break;
-            }
         }
         drop(batches);
         let (step, stopped) = (self.trainer.progress().step, stop.load(Relaxed));
+        if is_tired(self.trainer.progress()) {
+            self.screen.say(format_args!("stops early at step {step}: no look was better"));
+        }
         if saved < step {
             self.save(false).await?;
         }
-        if !stopped && !self.aside.held.is_empty() {
+        if !stopped && self.aside.held.is_some() {
             let loss = match looked {
                 Some((at, loss)) if at == step => loss,
                 _ => self.look().await?,
@@ -198,7 +213,9 @@ impl Run {
 
     /// Looks at what was kept aside.
     async fn look(&mut self) -> Result<f64, Error> {
-        let loss = self.trainer.evaluate(&self.aside.held).await?;
+        let (batch, batches) = (self.config.step.batch, self.config.validation.batches);
+        let held = self.aside.held.as_mut().expect("a run looks where there is something");
+        let loss = self.trainer.evaluate(held.in_order(batch, batches)).await?;
         self.screen.validation(self.trainer.progress().step, loss);
         self.metrics.validation(loss);
         Ok(loss)

@@ -58,7 +58,7 @@ impl Config {
         let dropout = self.model.dropout.unwrap_or(0.0);
         let ChannelsConfig { weights, gradients, reduced, stash } = self.channels;
         let split = self.data.validation_split.unwrap_or(0.0);
-        let rules: [(bool, &str, &str); 27] = [
+        let rules: [(bool, &str, &str); 29] = [
             (self.step.batch >= 1, "step.batch", "at least 1"),
             (self.step.micro_batch >= 1, "step.micro_batch", "at least 1"),
             (self.step.batch <= 1 << 20, "step.batch", "at most 1048576"),
@@ -70,6 +70,8 @@ impl Config {
             (self.validation.patience != Some(0), "validation.patience", "at least 1"),
             (self.checkpoint.every_steps != Some(0), "checkpoint.every_steps", "at least 1"),
             (self.checkpoint.keep >= 1, "checkpoint.keep", "at least 1"),
+            (self.step.steps.is_none_or(|s| s <= 1 << 40), "step.steps", "at most 1099511627776"),
+            (self.step.epochs.is_none_or(|e| e <= 1e9), "step.epochs", "at most 1e9"),
             (self.data.sequence_length != Some(0), "data.sequence_length", "at least 1"),
             (not_negative(learning_rate), "optimizer.learning_rate", "a finite number, at least 0"),
             (not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0"),

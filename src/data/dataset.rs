@@ -65,6 +65,17 @@ impl Dataset {
     /// # Errors
     /// The file and line, and what is wrong there.
     pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
+        let (train, aside) = Dataset::parts(config, shape)?;
+        match aside {
+            Some(aside) if !aside.has_labels() => Err(Error::refused(format_args!(
+                "data {}: no sequence that is kept aside has a label",
+                aside.name
+            ))),
+            aside => Ok((train, aside)),
+        }
+    }
+
+    fn parts(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
         let data = &config.data;
         let mut train = Dataset::named(config, shape, &data.train, config.step.seed)?;
         if let Some(file) = &data.validation {
@@ -193,20 +204,32 @@ impl Dataset {
         }
     }
 
-    /// Sequences in their order, at most so many a batch, `batches` times or until they end.
+    /// Sequences in their order, at most so many a batch, `batches` times or until they end; what
+    /// has no label is left out.
     ///
-    /// # Errors
-    /// As [`sequence`](Dataset::sequence).
-    pub fn in_order(&mut self, batch: usize, batches: u64) -> Result<Vec<Batch>, Error> {
+    /// # Panics
+    /// `batch` is 0.
+    pub fn in_order(
+        &mut self,
+        batch: usize,
+        batches: u64,
+    ) -> impl Iterator<Item = Result<Batch, Error>> {
         let end = self.len().unwrap_or(u64::MAX).min(batches.saturating_mul(batch as u64));
-        let mut all = Vec::new();
-        for first in (0..end).step_by(batch) {
-            let indices = first..end.min(first + batch as u64);
-            let sequences =
-                indices.map(|index| self.sequence(index)).collect::<Result<Vec<_>, _>>()?;
-            all.push(Batch::new(&sequences));
+        let batches = (0..end).step_by(batch).map(move |first| {
+            let indices = first..end.min(first.saturating_add(batch as u64));
+            let sequences: Result<Vec<_>, Error> =
+                indices.map(|index| self.sequence(index)).collect();
+            Ok(Batch::new(&sequences?))
+        });
+        batches.filter(|batch| batch.as_ref().map_or(true, |batch| batch.labelled > 0))
+    }
+
+    /// True when a sequence has a label.
+    fn has_labels(&self) -> bool {
+        match (&self.kind, self.len()) {
+            (Kind::Lines(_), Some(count)) => (0..count).any(|index| self.is_labelled(index)),
+            _ => true,
         }
-        Ok(all)
     }
 }
 

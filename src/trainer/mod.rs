@@ -292,16 +292,21 @@ impl Trainer {
     }
 
     /// The mean loss over the labelled positions of these batches, each of at most `step.batch`
-    /// sequences. Training's state is not touched: no parameter, no random number, no step.
+    /// sequences; of none, NaN. Training's state is not touched: no parameter, no random number,
+    /// no step.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).
-    pub async fn evaluate(&mut self, batches: &[Batch]) -> Result<f64, Error> {
+    pub async fn evaluate(
+        &mut self,
+        batches: impl IntoIterator<Item = Result<Batch, Error>>,
+    ) -> Result<f64, Error> {
         let (mut sum, mut labelled) = (0.0, 0);
         for batch in batches {
-            let resolved = self.turn(batch.clone(), Goal::Evaluate).await?;
-            sum += resolved.loss * batch.labelled as f64;
-            labelled += batch.labelled;
+            let batch = batch?;
+            let scored = batch.labelled;
+            sum += self.turn(batch, Goal::Evaluate).await?.loss * scored as f64;
+            labelled += scored;
         }
         Ok(sum / labelled as f64)
     }
