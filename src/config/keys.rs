@@ -49,21 +49,21 @@ pub struct ModelConfig {
     pub path: Option<PathBuf>,
     /// Random weights of a known shape: `gpt-small` (the default without a path).
     pub preset: Option<String>,
-    /// Overrides of a preset's shape.
+    /// Transformer blocks. This and the sizes below override a preset's.
     pub layers: Option<usize>,
-    /// Channels.
+    /// Channels of the residual stream: a multiple of `heads`.
     pub hidden: Option<usize>,
     /// Attention heads.
     pub heads: Option<usize>,
     /// Channels of the feed-forward; 4 × `hidden` when that is given and this is not.
     pub intermediate: Option<usize>,
-    /// Tokens.
+    /// Tokens there are.
     pub vocabulary: Option<usize>,
     /// The longest sequence.
     pub positions: Option<usize>,
-    /// Every dropout; the model's own when absent.
+    /// Probability of every dropout, in [0, 1); the model's own when absent.
     pub dropout: Option<f32>,
-    /// `causal-lm`.
+    /// What the model is trained to do.
     pub task: Task,
 }
 
@@ -95,7 +95,7 @@ pub struct DataConfig {
     pub sequence_length: Option<usize>,
     /// Whether sequences are drawn in an order of their own each epoch.
     pub shuffle: bool,
-    /// What happens to a sequence that is too long.
+    /// What happens to a sequence that is longer than `sequence_length`.
     pub too_long: TooLong,
 }
 
@@ -142,7 +142,7 @@ pub struct StepConfig {
     pub steps: Option<u64>,
     /// Or how often it sees all of its data.
     pub epochs: Option<f64>,
-    /// What all chance is drawn from.
+    /// What all chance is drawn from: weights, order of data, dropout.
     pub seed: u64,
 }
 
@@ -157,25 +157,26 @@ impl Default for StepConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// `adamw`.
+    /// The update rule.
     pub kind: OptimizerKind,
-    /// At its highest.
+    /// The learning rate at its highest.
     pub learning_rate: f64,
-    /// What it does behind the warm-up.
+    /// What the learning rate does behind the warm-up.
     pub schedule: RateSchedule,
-    /// Steps in which it rises.
+    /// Steps in which the learning rate rises from 0.
     pub warmup_steps: u64,
-    /// Where it ends.
+    /// The learning rate at the end of the run, unless it is constant.
     pub min_learning_rate: f64,
-    /// Decay of the moments.
+    /// Decay of the first and the second moment.
     pub betas: (f64, f64),
     /// Added to the root of the second moment.
     pub epsilon: f64,
-    /// Decay of parameters.
+    /// Decay of parameters a step, times the learning rate.
     pub weight_decay: f64,
-    /// Kinds (`bias`, `norm`) or name patterns that do not decay.
+    /// Tensors that do not decay: kinds (`bias`, `norm`, `weight`), or patterns of names with `*`.
     pub no_decay: Vec<String>,
-    /// The most the global gradient norm may be.
+    /// The most the global gradient norm may be; a larger one is scaled down, exactly. Not clipped
+    /// when absent: then each block is updated as soon as its gradient is complete.
     pub clip_norm: Option<f64>,
 }
 
@@ -201,15 +202,15 @@ impl Default for OptimizerConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum OptimizerKind {
-    /// [`AdamW`].
+    /// Adam with decoupled weight decay (Loshchilov and Hutter 2019).
     Adamw,
 }
 
-/// See [`Decay`].
+/// What the learning rate does behind the warm-up.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
-#[allow(missing_docs, reason = "named after the shapes of Decay")]
+#[allow(missing_docs, reason = "named after the shapes of optimizers::Decay")]
 pub enum RateSchedule {
     Constant,
     Linear,
@@ -222,15 +223,16 @@ pub enum RateSchedule {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DeviceConfig {
-    /// `cpu`.
+    /// Where layers are computed.
     pub kind: DeviceKind,
-    /// The most its memory may hold; `auto`: what the plan needs.
+    /// A ceiling of the device's memory, in bytes or with a unit (`12GiB`); a plan above it is
+    /// refused. `auto`: what the plan needs.
     pub memory: ByteSize,
-    /// `f32`.
+    /// What tensors on the device are made of.
     pub dtype: Dtype,
     /// Threads; all cores when absent.
     pub threads: Option<usize>,
-    /// A transfer takes at least as long as over a link this fast, say `12GB/s`.
+    /// Emulated: a transfer takes at least as long as over a link this fast, say `12GB/s`.
     pub link: Option<String>,
 }
 
@@ -259,9 +261,10 @@ pub enum Dtype {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ScheduleConfig {
-    /// Layer by layer, or micro-batch by micro-batch.
+    /// `relay`: all micro-batches through a layer, then the next. `resident`: one micro-batch
+    /// through all layers, then the next, as ordinary training does.
     pub kind: ScheduleKind,
-    /// False: what a layer's backward needs waits in the stash.
+    /// True: backward computes a layer's intermediates again. False: they wait in the stash.
     pub recompute: bool,
 }
 
@@ -287,7 +290,8 @@ pub enum ScheduleKind {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StashConfig {
-    /// Where boundaries wait between visits.
+    /// Where activations wait between two visits: on the host (`auto` too), so that the device's
+    /// memory does not grow with depth or batch; or on the device.
     pub place: StashPlace,
 }
 
@@ -310,13 +314,13 @@ pub enum StashPlace {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ChannelsConfig {
-    /// Blocks on the device.
+    /// Blocks on the device at once: 1 runs, 2 let a block arrive under the layer before it.
     pub weights: u32,
-    /// Gradient accumulators on the device.
+    /// Gradient accumulators on the device: 2 let one leave under the next layer.
     pub gradients: u32,
-    /// Landing blocks on the host.
+    /// Gradients on the host that wait to be added or applied.
     pub reduced: u32,
-    /// Boundaries on their way.
+    /// Activations fetched ahead, beyond those in use.
     pub stash: u32,
 }
 
@@ -331,7 +335,7 @@ impl Default for ChannelsConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct WatchdogConfig {
-    /// Nothing moved for this long.
+    /// The run fails, naming who waits for what, when nothing moved for this long.
     pub seconds: f64,
 }
 
