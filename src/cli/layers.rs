@@ -202,7 +202,7 @@ fn nearest<'k>(key: &str, known: &'k [String]) -> Option<&'k String> {
         let end = strsim::jaro_winkler(&last(key), &last(known));
         // The same section counts when the ends are alike.
         let section = f64::from(key.split('.').next() == known.split('.').next());
-        whole.max(0.9 * end + 0.1 * section)
+        whole.max(0.97 * end + 0.03 * section)
     };
     let best = known.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)))?;
     (likeness(&best) > 0.75).then_some(best)
