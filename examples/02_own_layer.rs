@@ -4,8 +4,8 @@
 
 use l2l::data::Batches;
 use l2l::models::{
-    Backward, Block, Final, Forward, Gelu, Init, Kernels, Kind, Layer, Linear, Model, Rows, Stem,
-    Tensor, View, tensor_views,
+    Activation, Backward, Block, Final, Forward, Init, Kernels, Kind, Layer, Linear, Model, Rows,
+    Stem, Tensor, View, tensor_views,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -19,11 +19,11 @@ struct Adapter {
 
 impl Adapter {
     fn down(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.channels, outputs: self.bottleneck }
+        Linear { rows, inputs: self.channels, outputs: self.bottleneck, turned: false }
     }
 
     fn up(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.bottleneck, outputs: self.channels }
+        Linear { rows, inputs: self.bottleneck, outputs: self.channels, turned: false }
     }
 
     fn parts(&self, block: View) -> [View; 4] {
@@ -38,6 +38,7 @@ impl Layer for Adapter {
             shape: shape.to_vec(),
             kind,
             init,
+            joined: false,
         };
         let (c, n) = (self.channels, self.bottleneck);
         vec![
@@ -59,9 +60,9 @@ impl Layer for Adapter {
         let narrow = scratch.take(rows * self.bottleneck);
         let bent = scratch.take(rows * self.bottleneck);
         let added = scratch.take(y.len);
-        k.linear(narrow, x, a, b, self.down(rows));
-        k.gelu(bent, narrow, Gelu::Tanh);
-        k.linear(added, bent, c, d, self.up(rows));
+        k.linear(narrow, x, a, Some(b), self.down(rows));
+        k.activate(bent, narrow, Activation::GeluTanh);
+        k.linear(added, bent, c, Some(d), self.up(rows));
         k.residual(y, x, added, micro.rows, None);
     }
 
@@ -75,11 +76,21 @@ impl Layer for Adapter {
         let bent = scratch.take(rows * self.bottleneck);
         let dnarrow = scratch.take(rows * self.bottleneck);
         let through = scratch.take(dy.len);
-        k.linear(narrow, x, a, b, self.down(rows));
-        k.gelu(bent, narrow, Gelu::Tanh);
-        k.linear_backward(dnarrow, dc, dd, dy, bent, c, self.up(rows), accumulate, scratch);
-        k.gelu_backward(dnarrow, narrow, Gelu::Tanh);
-        k.linear_backward(through, da, db, dnarrow, x, a, self.down(rows), accumulate, scratch);
+        k.linear(narrow, x, a, Some(b), self.down(rows));
+        k.activate(bent, narrow, Activation::GeluTanh);
+        k.linear_backward(dnarrow, dc, Some(dd), dy, bent, c, self.up(rows), accumulate, scratch);
+        k.activate_backward(dnarrow, narrow, Activation::GeluTanh);
+        k.linear_backward(
+            through,
+            da,
+            Some(db),
+            dnarrow,
+            x,
+            a,
+            self.down(rows),
+            accumulate,
+            scratch,
+        );
         k.residual(dx, dy, through, micro.rows, None);
     }
 }

@@ -33,7 +33,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.model.hidden = Some(64);
     config.data.sequence_length = Some(64);
     config.step.batch = 8;
-    let mut model = Model::gpt2(shape_of(&config)?);
+    let mut model = Model::new(shape_of(&config)?);
     model.loss = Box::new(loss);
 
     let batches = Batches::open(&config)?;

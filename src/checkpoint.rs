@@ -107,11 +107,13 @@ fn as_value(config: &Config) -> Value {
     serde_json::to_value(config).expect("a config is plain data")
 }
 
-/// Writes a checkpoint; see [`Trainer::checkpoint`](crate::Trainer::checkpoint).
+/// Writes a checkpoint; see [`Trainer::checkpoint`](crate::Trainer::checkpoint). `over`: the
+/// `config.json` the model came with.
 pub(crate) fn write(
     directory: &Path,
     config: &Config,
     model: &Model,
+    over: &Value,
     eps: &Eps,
     version: u64,
     progress: &Progress,
@@ -121,7 +123,7 @@ pub(crate) fn write(
     let old = with_suffix(directory, ".old");
     remove(&partial).map_err(failed)?;
     fs::create_dir_all(&partial).map_err(failed)?;
-    hf::write_shape(&partial, &model.shape)?;
+    hf::write_config(&partial, &model.shape, over)?;
     hf::save(&partial, model, eps, version)?;
     hf::save_states(&partial.join("optimizer.safetensors"), model, eps, version)?;
     let rest = Rest {

@@ -115,7 +115,7 @@ fn ways() -> impl Strategy<Value = Ways> {
 
 /// Bytes that a run must have moved, by its schedule.
 fn planned(config: &Config) -> (u64, u64) {
-    let model = Model::gpt2(shape_of(config).expect("a shape of ours"));
+    let model = Model::new(shape_of(config).expect("a shape of ours"));
     let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");
     (plan.upload_bytes, plan.download_bytes)
 }

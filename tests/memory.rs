@@ -67,7 +67,7 @@ fn config(layers: usize, micro_batches: usize) -> Config {
 }
 
 fn plan(config: &Config) -> Plan {
-    let model = Model::gpt2(shape_of(config).expect("a shape of ours"));
+    let model = Model::new(shape_of(config).expect("a shape of ours"));
     Plan::new(config, &model, &config.update_rule()).expect("a plan of ours")
 }
 

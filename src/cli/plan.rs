@@ -9,7 +9,7 @@ use super::{Common, print};
 
 pub(super) fn plan(common: &Common) -> Result<(), Error> {
     let (config, layers) = common.read(None, None)?;
-    let model = Model::gpt2(shape_of(&config).map_err(|error| layers.locate(error))?);
+    let model = Model::new(shape_of(&config).map_err(|error| layers.locate(error))?);
     let plan = Plan::new(&config, &model, &config.update_rule());
     let plan = plan.map_err(|error| layers.locate(error))?;
     let misfits = plan.misfits();

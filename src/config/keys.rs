@@ -47,7 +47,9 @@ pub struct Config {
 pub struct ModelConfig {
     /// A directory with `config.json` and `model.safetensors`, as transformers writes it.
     pub path: Option<PathBuf>,
-    /// Random weights of a known shape: `gpt-small` (the default without a path).
+    /// Random weights of a known shape, `gpt-small` without a path: `gpt2` to `gpt2-xl`,
+    /// `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
+    /// `turing-nlg-17b`, `gpt3-175b`.
     pub preset: Option<String>,
     /// Transformer blocks. This and the sizes below override a preset's.
     pub layers: Option<usize>,
@@ -55,6 +57,8 @@ pub struct ModelConfig {
     pub hidden: Option<usize>,
     /// Attention heads.
     pub heads: Option<usize>,
+    /// Heads of keys and values, where a family shares them; as many as `heads` when absent.
+    pub kv_heads: Option<usize>,
     /// Channels of the feed-forward; 4 × `hidden` when that is given and this is not.
     pub intermediate: Option<usize>,
     /// Tokens there are.
@@ -63,18 +67,29 @@ pub struct ModelConfig {
     pub positions: Option<usize>,
     /// Probability of every dropout, in [0, 1); the model's own when absent.
     pub dropout: Option<f32>,
-    /// What the model is trained to do.
-    pub task: Task,
+    /// What the model is trained to do; what its family does when absent.
+    pub task: Option<Task>,
 }
 
 /// What the model is trained to do.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Task {
     /// To predict the next token.
-    #[default]
     CausalLm,
+    /// To predict tokens that are labelled.
+    MaskedLm,
+}
+
+impl Task {
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Task::CausalLm => "causal-lm",
+            Task::MaskedLm => "masked-lm",
+        }
+    }
 }
 
 /// `[data]`

@@ -1,10 +1,10 @@
 //! The shape of the model that a config names.
 
-use super::Config;
+use super::{Config, Task};
 use crate::devices::cpu::HEAD_LIMIT;
 use crate::error::Error;
 use crate::hf;
-use crate::models::{Dropouts, Gelu, Shape};
+use crate::models::{Dropouts, Shape, families};
 
 /// The shape of the model a config names.
 ///
@@ -12,26 +12,21 @@ use crate::models::{Dropouts, Gelu, Shape};
 /// The preset or path is unknown, or sizes contradict each other.
 pub fn shape_of(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
-    let mut shape = match (&model.path, model.preset.as_deref().unwrap_or("gpt-small")) {
-        (Some(path), _) => hf::read_shape(path)?,
-        (None, "gpt-small") => Shape {
-            layers: 6,
-            hidden: 256,
-            heads: 8,
-            intermediate: 1024,
-            vocabulary: 256,
-            positions: 256,
-            gelu: Gelu::Tanh,
-            layer_norm_epsilon: 1e-5,
-            dropout: Dropouts::default(),
-            tied: true,
-            initializer_range: 0.02,
-        },
-        (None, other) => {
-            let problem = format_args!("is {other:?}: \"gpt-small\" is what there is");
-            return Err(Error::config("model.preset", problem));
-        }
+    let preset = model.preset.as_deref().unwrap_or("gpt-small");
+    let mut shape = match &model.path {
+        Some(path) => hf::read_shape(path)?,
+        None => families::preset(preset).ok_or_else(|| {
+            let known = families::PRESETS.join(", ");
+            Error::config("model.preset", format_args!("is {preset:?}: known are {known}"))
+        })?,
     };
+    let heads_before = shape.heads;
+    if model.path.is_some() && model.kv_heads.is_some() {
+        return Err(Error::config(
+            "model.kv_heads",
+            "is given beside model.path, which has its own",
+        ));
+    }
     let overrides = [
         (&mut shape.layers, model.layers),
         (&mut shape.hidden, model.hidden),
@@ -47,15 +42,27 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
         match given {
             Some(_) if model.path.is_some() => {
                 return Err(Error::refused(
-                    "model.path has its own sizes: leave out layers, hidden, heads, intermediate, vocabulary and positions",
+                    "model.path has its own sizes: leave out layers, hidden, heads, kv_heads, intermediate, vocabulary and positions",
                 ));
             }
             Some(given) => *size = given,
             None => {}
         }
     }
+    // What follows from other sizes follows from those that were given.
+    if model.hidden.is_some() || model.heads.is_some() {
+        shape.head_size = shape.hidden / shape.heads.max(1);
+    }
+    let shared = model.kv_heads.or(model.heads.filter(|_| shape.kv_heads == heads_before));
+    shape.kv_heads = shared.unwrap_or(shape.kv_heads);
     if let Some(p) = model.dropout {
-        shape.dropout = Dropouts { embedding: p, attention: p, residual: p };
+        shape.dropout = Dropouts { embedding: p, attention: p, projection: p, feed_forward: p };
+    }
+    let own = if shape.masked_head { Task::MaskedLm } else { Task::CausalLm };
+    if let Some(task) = model.task.filter(|task| *task != own) {
+        let (task, own) = (task.name(), own.name());
+        let problem = format_args!("is {task:?}: a {} model does {own:?}", shape.names.family);
+        return Err(Error::config("model.task", problem));
     }
     check_shape(&shape)?;
     Ok(shape)
@@ -78,18 +85,35 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
             return Err(Error::config(&format!("model.{name}"), problem));
         }
     }
-    if hidden % heads != 0 || hidden / heads > HEAD_LIMIT {
+    let Shape { head_size, kv_heads, names, .. } = *shape;
+    // Families whose config.json names no head size cut the channels evenly.
+    let is_even = head_size * heads == hidden || names.has_head_size();
+    if !is_even || head_size > HEAD_LIMIT || head_size == 0 {
         let problem = format_args!(
             "is {hidden}, model.heads {heads}: hidden must be a multiple of heads, and at most \
              {HEAD_LIMIT} times as much"
         );
         return Err(Error::config("model.hidden", problem));
     }
-    if !(shape.layer_norm_epsilon.is_finite() && shape.layer_norm_epsilon > 0.0) {
-        return Err(Error::refused("the model's layer_norm_epsilon must be above 0"));
+    if kv_heads == 0 || heads % kv_heads != 0 || (kv_heads != heads && names.qkv.len() == 1) {
+        let problem = format_args!(
+            "is {kv_heads}, model.heads {heads}: heads must be a multiple of it, and as many in a \
+             family that does not share them"
+        );
+        return Err(Error::config("model.kv_heads", problem));
     }
-    let Dropouts { embedding, attention, residual } = shape.dropout;
-    if [embedding, attention, residual].iter().any(|p| !(0.0..1.0).contains(p)) {
+    if shape.rotary.is_some() && head_size % 2 != 0 {
+        let problem = format_args!("of {head_size} channels cannot be turned in pairs");
+        return Err(Error::config("model.heads", problem));
+    }
+    if shape.window.is_some_and(|(window, _)| window == 0) {
+        return Err(Error::refused("the model's sliding_window must be at least 1"));
+    }
+    if !(shape.norm_epsilon.is_finite() && shape.norm_epsilon > 0.0) {
+        return Err(Error::refused("the model's norm epsilon must be above 0"));
+    }
+    let Dropouts { embedding, attention, projection, feed_forward } = shape.dropout;
+    if [embedding, attention, projection, feed_forward].iter().any(|p| !(0.0..1.0).contains(p)) {
         return Err(Error::refused("the model's dropout must be in [0, 1)"));
     }
     Ok(())

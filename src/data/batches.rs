@@ -61,9 +61,7 @@ impl Batches {
         let make = move || {
             for step in first.. {
                 let indices: Vec<u64> = order.of_step(&data, step).collect();
-                let sequences: Result<Vec<_>, Error> =
-                    indices.into_iter().map(|index| data.sequence(index)).collect();
-                let batch = match sequences.map(|sequences| Batch::new(&sequences)) {
+                let batch = match data.batch(indices) {
                     Ok(batch) if batch.labelled == 0 => Err(unlabelled(data.name(), step)),
                     batch => batch,
                 };

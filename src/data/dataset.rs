@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::jsonl::{Limits, Lines};
 use super::text::Text;
-use super::{Batch, Sequence};
+use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, DataConfig};
 use crate::error::Error;
 use crate::models::Shape;
@@ -37,6 +37,8 @@ pub struct Dataset {
     kind: Kind,
     name: String,
     part: Part,
+    /// Which label a position is scored by.
+    predicts: Predicts,
 }
 
 /// Index of the `nth` of `held` places spread evenly over `count`.
@@ -111,6 +113,7 @@ impl Dataset {
 
     fn named(config: &Config, shape: &Shape, name: &str, seed: u64) -> Result<Dataset, Error> {
         let (vocabulary, positions) = (shape.vocabulary, config.sequence_length(shape)?);
+        let predicts = if shape.masked_head { Predicts::Own } else { Predicts::Next };
         let path = Path::new(name);
         let kind = match path.extension().and_then(|extension| extension.to_str()) {
             _ if name == DataConfig::BUILT_IN => Kind::Text(Text::built_in(vocabulary, positions)?),
@@ -123,7 +126,8 @@ impl Dataset {
             _ if name == "random" => Kind::Random { seed, vocabulary, positions },
             Some("txt") => Kind::Text(Text::open(path, vocabulary, positions)?),
             Some("jsonl") => {
-                let limits = Limits { vocabulary, positions, too_long: config.data.too_long };
+                let (too_long, kinds) = (config.data.too_long, shape.token_types);
+                let limits = Limits { vocabulary, positions, too_long, kinds, predicts };
                 Kind::Lines(Lines::open(path, limits)?)
             }
             _ => {
@@ -134,7 +138,17 @@ impl Dataset {
                 )));
             }
         };
-        Ok(Dataset { kind, name: name.into(), part: Part::All })
+        Ok(Dataset { kind, name: name.into(), part: Part::All, predicts })
+    }
+
+    /// A batch of these sequences.
+    ///
+    /// # Errors
+    /// As [`sequence`](Dataset::sequence).
+    pub fn batch(&mut self, indices: impl IntoIterator<Item = u64>) -> Result<Batch, Error> {
+        let sequences: Result<Vec<_>, Error> =
+            indices.into_iter().map(|index| self.sequence(index)).collect();
+        Ok(Batch::of(&sequences?, self.predicts))
     }
 
     /// What it was opened as.
@@ -215,12 +229,9 @@ impl Dataset {
         batches: u64,
     ) -> impl Iterator<Item = Result<Batch, Error>> {
         let end = self.len().unwrap_or(u64::MAX).min(batches.saturating_mul(batch as u64));
-        let batches = (0..end).step_by(batch).map(move |first| {
-            let indices = first..end.min(first.saturating_add(batch as u64));
-            let sequences: Result<Vec<_>, Error> =
-                indices.map(|index| self.sequence(index)).collect();
-            Ok(Batch::new(&sequences?))
-        });
+        let batches = (0..end)
+            .step_by(batch)
+            .map(move |first| self.batch(first..end.min(first.saturating_add(batch as u64))));
         batches.filter(|batch| batch.as_ref().map_or(true, |batch| batch.labelled > 0))
     }
 

@@ -9,7 +9,7 @@ use std::path::Path;
 
 use serde::Deserialize;
 
-use super::Sequence;
+use super::{Predicts, Sequence};
 use crate::config::TooLong;
 use crate::error::Error;
 
@@ -18,6 +18,7 @@ use crate::error::Error;
 struct Line {
     input_ids: Vec<i64>,
     labels: Option<Vec<i64>>,
+    token_type_ids: Option<Vec<i64>>,
     /// Tokenizers write it; a line has no padding, so it must be all ones.
     attention_mask: Option<Vec<i64>>,
 }
@@ -28,6 +29,9 @@ pub(super) struct Limits {
     pub(super) vocabulary: usize,
     pub(super) positions: usize,
     pub(super) too_long: TooLong,
+    /// Kinds of tokens that the model knows.
+    pub(super) kinds: usize,
+    pub(super) predicts: Predicts,
 }
 
 /// The longest line: more is no line of tokens.
@@ -61,7 +65,7 @@ impl Lines {
                 break;
             }
             if !lines.line.trim_ascii().is_empty() {
-                if lines.parse(number)?.labelled() == 0 {
+                if lines.parse(number)?.labelled(limits.predicts) == 0 {
                     lines.unlabelled.push(lines.places.len() as u64);
                 }
                 lines.places.push((at, number));
@@ -111,8 +115,8 @@ impl Lines {
 }
 
 fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
-    let Limits { vocabulary, positions, too_long } = limits;
-    let Line { mut input_ids, labels, attention_mask } = line;
+    let Limits { vocabulary, positions, too_long, kinds, .. } = limits;
+    let Line { mut input_ids, labels, token_type_ids, attention_mask } = line;
     if attention_mask.is_some_and(|mask| mask != vec![1; input_ids.len()]) {
         return Err("attention_mask is not all ones: leave padding out of input_ids".into());
     }
@@ -123,6 +127,14 @@ fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
     if labels.len() != input_ids.len() {
         return Err(format!("{} labels for {} input_ids", labels.len(), input_ids.len()));
     }
+    let mut types = token_type_ids.unwrap_or_default();
+    if !types.is_empty() && types.len() != input_ids.len() {
+        return Err(format!("{} token_type_ids for {} input_ids", types.len(), input_ids.len()));
+    }
+    let is_kind = |kind: &i64| (0..kinds.clamp(1, 256) as i64).contains(kind);
+    if let Some((at, kind)) = types.iter().enumerate().find(|(_, kind)| !is_kind(kind)) {
+        return Err(format!("token type {kind} at {at}: the model has {kinds}"));
+    }
     if input_ids.len() > positions {
         if too_long == TooLong::Error {
             return Err(format!(
@@ -132,6 +144,7 @@ fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
         }
         input_ids.truncate(positions);
         labels.truncate(positions);
+        types.truncate(positions);
     }
     let is_token = |id: &i64| (0..vocabulary as i64).contains(id);
     if let Some((at, id)) = input_ids.iter().enumerate().find(|(_, id)| !is_token(id)) {
@@ -142,5 +155,6 @@ fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
         return Err(format!("label {id} at {at} is outside the vocabulary of {vocabulary}"));
     }
     let tokens = input_ids.into_iter().map(|id| id as u32).collect();
-    Ok(Sequence { tokens, labels: labels.into_iter().map(|label| label as i32).collect() })
+    let labels = labels.into_iter().map(|label| label as i32).collect();
+    Ok(Sequence { tokens, labels, kinds: types.into_iter().map(|kind| kind as u8).collect() })
 }

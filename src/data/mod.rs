@@ -18,6 +18,8 @@ use std::borrow::Borrow;
 pub struct Batch {
     /// (S, T).
     pub(crate) tokens: Vec<u32>,
+    /// Kinds of tokens. (S, T).
+    pub(crate) kinds: Vec<u8>,
     /// What each position is to predict; negative: nothing. (S, T).
     pub(crate) targets: Vec<i32>,
     /// Tokens of each sequence.
@@ -35,31 +37,61 @@ pub struct Sequence {
     pub tokens: Vec<u32>,
     /// Labels as in transformers: unshifted, −100 for what is not scored.
     pub labels: Vec<i32>,
+    /// Kinds of the tokens (`token_type_ids`); none: all of kind 0.
+    pub kinds: Vec<u8>,
+}
+
+/// Which label a position is scored by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Predicts {
+    /// The next position's, as causal models are trained.
+    Next,
+    /// Its own, as masked tokens are.
+    Own,
+}
+
+impl Predicts {
+    fn ahead(self) -> usize {
+        match self {
+            Predicts::Next => 1,
+            Predicts::Own => 0,
+        }
+    }
 }
 
 impl Sequence {
     /// Tokens that each predict the next.
     pub fn plain(tokens: Vec<u32>) -> Sequence {
         let labels = tokens.iter().map(|&token| token as i32).collect();
-        Sequence { tokens, labels }
+        Sequence { tokens, labels, kinds: Vec::new() }
     }
 
-    /// Positions that have something to predict.
-    pub fn labelled(&self) -> usize {
-        self.labels.iter().skip(1).filter(|&&label| label >= 0).count()
+    /// Positions that have something to predict: the next token's label, or their own.
+    pub fn labelled(&self, predicts: Predicts) -> usize {
+        let labels = &self.labels[predicts.ahead().min(self.labels.len())..];
+        labels.iter().filter(|&&label| label >= 0).count()
     }
 }
 
 impl Batch {
+    /// A batch of sequences for a causal model, each of at least one token and a label for each.
+    ///
+    /// # Panics
+    /// A sequence has none, or not as many labels (or kinds, if it has any) as tokens.
+    pub fn new<S: Borrow<Sequence>>(sequences: &[S]) -> Batch {
+        Batch::of(sequences, Predicts::Next)
+    }
+
     /// A batch of sequences, each of at least one token and a label for each.
     ///
     /// # Panics
-    /// A sequence has none, or not as many labels as tokens.
-    pub fn new<S: Borrow<Sequence>>(sequences: &[S]) -> Batch {
+    /// As [`new`](Batch::new).
+    pub fn of<S: Borrow<Sequence>>(sequences: &[S], predicts: Predicts) -> Batch {
         let lengths: Vec<usize> = sequences.iter().map(|one| one.borrow().tokens.len()).collect();
         let positions = lengths.iter().copied().max().unwrap_or(0);
         let mut tokens = vec![0; sequences.len() * positions];
         let mut targets = vec![-100; sequences.len() * positions];
+        let mut kinds = vec![0; sequences.len() * positions];
         for (row, sequence) in sequences.iter().map(Borrow::borrow).enumerate() {
             let (tokens_of, labels_of) = (sequence.tokens.len(), sequence.labels.len());
             assert!(
@@ -68,11 +100,13 @@ impl Batch {
             );
             let at = row * positions;
             tokens[at..at + sequence.tokens.len()].copy_from_slice(&sequence.tokens);
-            let next = &sequence.labels[1..];
+            assert!(sequence.kinds.is_empty() || sequence.kinds.len() == tokens_of, "kinds");
+            kinds[at..at + sequence.kinds.len()].copy_from_slice(&sequence.kinds);
+            let next = &sequence.labels[predicts.ahead()..];
             targets[at..at + next.len()].copy_from_slice(next);
         }
         let labelled = targets.iter().filter(|&&target| target >= 0).count();
-        Batch { tokens, targets, lengths, positions, labelled }
+        Batch { tokens, kinds, targets, lengths, positions, labelled }
     }
 
     /// Sequences.

@@ -1,13 +1,13 @@
 //! `model.safetensors` into blocks, and blocks into `model.safetensors`.
 //!
 //! The vocabulary's tables are cut into tiles on the way in and joined on the way out; every other
-//! tensor is one of a block's. Checkpoints with and without the `transformer.` prefix are read.
+//! tensor is one of a block's. Checkpoints with and without the family's prefix are read.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Component, Path, PathBuf};
 
 use half::{bf16, f16};
 use l2l_actors::schedule::{BlockId, Version};
@@ -18,8 +18,6 @@ use safetensors::{Dtype, serialize_to_file};
 use crate::eps::{Block, Eps};
 use crate::error::Error;
 use crate::models::{Model, tensor_ranges};
-
-const PREFIX: &str = "transformer.";
 
 /// Which of the numbers that belong to each parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,6 +52,12 @@ struct Whole {
     parts: Vec<(BlockId, Range<usize>)>,
 }
 
+impl Whole {
+    fn bytes(&self) -> usize {
+        self.parts.iter().map(|(_, range)| range.len() * size_of::<f32>()).sum()
+    }
+}
+
 /// The tensors of a file, by name.
 type Wholes = BTreeMap<String, Whole>;
 
@@ -86,8 +90,11 @@ fn states(model: &Model, count: usize) -> Wholes {
 /// # Errors
 /// The file, and the tensors that are missing, too many or of another shape.
 pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    let file = directory.join("model.safetensors");
-    read(&file, &wholes(model, Which::Parameter), model.shape.tied, eps)
+    let (index, single) =
+        (directory.join("model.safetensors.index.json"), directory.join("model.safetensors"));
+    let files =
+        if index.exists() && !single.exists() { shards(directory, &index)? } else { vec![single] };
+    read(&files, &wholes(model, Which::Parameter), Some(model), eps)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -95,20 +102,51 @@ pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Err
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(file, &states(model, eps.states()), false, eps)
+    read(&[file.to_path_buf()], &states(model, eps.states()), None, eps)
 }
 
-fn read(path: &Path, wholes: &Wholes, tied: bool, eps: &Eps) -> Result<(), Error> {
-    let refuse = |what: String| Error::refused(format_args!("{}: {what}", path.display()));
-    let file = File::open(path).map_err(|error| refuse(error.to_string()))?;
-    // SAFETY: a file that somebody cuts short while it is read is not ours to defend against.
-    let bytes = unsafe { Mmap::map(&file) }.map_err(|error| refuse(error.to_string()))?;
-    let tensors = SafeTensors::deserialize(&bytes).map_err(|error| refuse(error.to_string()))?;
-    let found = |name: &str| {
-        let short = name.strip_prefix(PREFIX).unwrap_or(name);
-        tensors.tensor(name).or_else(|_| tensors.tensor(short)).ok()
+/// The files that an index names, each once.
+fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
+    #[derive(serde::Deserialize)]
+    struct Index {
+        weight_map: BTreeMap<String, String>,
+    }
+    let refuse = |what: String| Error::refused(format_args!("{}: {what}", index.display()));
+    let text = std::fs::read_to_string(index).map_err(|error| refuse(error.to_string()))?;
+    let index: Index = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
+    let names: BTreeSet<String> = index.weight_map.into_values().collect();
+    let is_plain = |name: &String| {
+        let mut parts = Path::new(name).components();
+        matches!(parts.next(), Some(Component::Normal(_))) && parts.next().is_none()
     };
-    check(&tensors, wholes, tied, found).map_err(refuse)?;
+    match names.iter().find(|name| !is_plain(name)) {
+        Some(name) => Err(refuse(format!("{name:?} is no file beside it"))),
+        None => Ok(names.iter().map(|name| directory.join(name)).collect()),
+    }
+}
+
+/// Reads tensors from files, each mapped and not copied. `of`: the model whose names they have.
+fn read(files: &[PathBuf], wholes: &Wholes, of: Option<&Model>, eps: &Eps) -> Result<(), Error> {
+    let refuse = |path: &Path, what: &dyn std::fmt::Display| {
+        Error::refused(format_args!("{}: {what}", path.display()))
+    };
+    let mut maps = Vec::new();
+    for path in files {
+        let file = File::open(path).map_err(|error| refuse(path, &error))?;
+        // SAFETY: a file that somebody cuts short while it is read is not ours to defend against.
+        maps.push(unsafe { Mmap::map(&file) }.map_err(|error| refuse(path, &error))?);
+    }
+    let mut all = Vec::new();
+    for (path, map) in files.iter().zip(&maps) {
+        all.push(SafeTensors::deserialize(map).map_err(|error| refuse(path, &error))?);
+    }
+    let prefix = of.map_or("", |model| model.shape.names.prefix);
+    let found = |name: &str| {
+        let short = name.strip_prefix(prefix).unwrap_or(name);
+        let named = |name: &str| all.iter().find_map(|tensors| tensors.tensor(name).ok());
+        named(name).or_else(|| named(short))
+    };
+    check(&all, wholes, of, &found).map_err(|what| refuse(&files[0], &what))?;
     for (name, whole) in wholes {
         let view = found(name).expect("it was checked");
         let mut from = 0;
@@ -121,16 +159,28 @@ fn read(path: &Path, wholes: &Wholes, tied: bool, eps: &Eps) -> Result<(), Error
     Ok(())
 }
 
-/// What a checkpoint holds beside a model's parameters.
-fn is_buffer(name: &str) -> bool {
-    name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias")
+/// What a checkpoint may hold beside a model's parameters: buffers, heads of other tasks, and what
+/// is tied.
+fn is_spare(name: &str, model: &Model) -> bool {
+    const ENDS: [&str; 5] = [
+        ".attn.bias",
+        ".attn.masked_bias",
+        "embeddings.position_ids",
+        "rotary_emb.inv_freq",
+        ".decoder.bias",
+    ];
+    const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
+    let names = model.shape.names;
+    ENDS.iter().any(|end| name.ends_with(end))
+        || PARTS.iter().any(|part| name.contains(part))
+        || (model.shape.tied && name == names.head)
 }
 
 fn check<'t>(
-    tensors: &SafeTensors<'_>,
+    files: &[SafeTensors<'_>],
     wholes: &Wholes,
-    tied: bool,
-    found: impl Fn(&str) -> Option<TensorView<'t>>,
+    of: Option<&Model>,
+    found: &impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
     let mut problems = Vec::new();
     for (name, whole) in wholes {
@@ -150,13 +200,13 @@ fn check<'t>(
             Some(_) => {}
         }
     }
+    let prefix = of.map_or("", |model| model.shape.names.prefix);
     let known: BTreeSet<&str> = wholes
         .keys()
-        .flat_map(|name| [&**name, name.strip_prefix(PREFIX).unwrap_or(name)])
+        .flat_map(|name| [&**name, name.strip_prefix(prefix).unwrap_or(name)])
         .collect();
-    for name in tensors.names() {
-        let is_tied_head = tied && name == "lm_head.weight";
-        if !known.contains(name) && !is_buffer(name) && !is_tied_head {
+    for name in files.iter().flat_map(|tensors| tensors.names()) {
+        if !known.contains(name) && !of.is_some_and(|model| is_spare(name, model)) {
             problems.push(format!("{name} is in the file and not in the model"));
         }
     }
@@ -221,22 +271,58 @@ impl View for Out<'_> {
     }
 
     fn data_len(&self) -> usize {
-        self.whole.parts.iter().map(|(_, range)| range.len() * size_of::<f32>()).sum()
+        self.whole.bytes()
     }
 }
 
-/// Writes the EPS's weights, as of a version, to a directory's `model.safetensors`.
+/// Bytes of a file of weights at most, as transformers cuts them.
+const SHARD_BYTES: usize = 5_000_000_000;
+
+/// Writes the EPS's weights, as of a version, to a directory's `model.safetensors`, or to several
+/// and an index.
 ///
 /// # Errors
-/// The file cannot be written.
+/// A file cannot be written.
 pub(crate) fn save(
     directory: &Path,
     model: &Model,
     eps: &Eps,
     version: Version,
 ) -> Result<(), Error> {
-    let file = directory.join("model.safetensors");
-    write(&file, wholes(model, Which::Parameter), eps, version)
+    save_in_shards(directory, model, eps, version, SHARD_BYTES)
+}
+
+fn save_in_shards(
+    directory: &Path,
+    model: &Model,
+    eps: &Eps,
+    version: Version,
+    most: usize,
+) -> Result<(), Error> {
+    let (mut shards, mut bytes, mut all) = (vec![Wholes::new()], 0, 0);
+    for (name, whole) in wholes(model, Which::Parameter) {
+        let len = whole.bytes();
+        if bytes > 0 && bytes + len > most {
+            (bytes, _) = (0, shards.push(Wholes::new()));
+        }
+        (bytes, all) = (bytes + len, all + len);
+        shards.last_mut().expect("there is one").insert(name, whole);
+    }
+    let count = shards.len();
+    if count == 1 {
+        return write(&directory.join("model.safetensors"), shards.remove(0), eps, version);
+    }
+    let mut map = serde_json::Map::new();
+    for (index, shard) in shards.into_iter().enumerate() {
+        let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
+        map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
+        write(&directory.join(file), shard, eps, version)?;
+    }
+    let index = serde_json::json!({ "metadata": { "total_size": all }, "weight_map": map });
+    let path = directory.join("model.safetensors.index.json");
+    let text = serde_json::to_string_pretty(&index).expect("it is plain JSON");
+    let written = std::fs::write(&path, text).and_then(|()| File::open(&path)?.sync_all());
+    written.map_err(|error| Error::failed(format_args!("{}: {error}", path.display())))
 }
 
 /// Writes the optimizer's states, as of a version.

@@ -1,7 +1,7 @@
 //! What layers ask of a device: one method an operation, on views of its memory.
 //!
-//! Legend: B sequences, T positions, C channels, H heads, D = C ÷ H, N outputs, V vocabulary
-//! rows of a tile, R = B · T rows. All tensors are row-major. Outputs come first, then inputs,
+//! Legend: B sequences, T positions, C channels, H heads of queries, K of keys and values, D
+//! channels of a head, N outputs, V vocabulary rows of a tile, R = B · T rows. All tensors are row-major. Outputs come first, then inputs,
 //! then sizes. Where a gradient of weights is `accumulate`d, the first call of a step replaces it.
 
 use std::ops::Range;
@@ -69,17 +69,77 @@ pub struct Linear {
     pub inputs: usize,
     /// N.
     pub outputs: usize,
+    /// True when w is (N, C) and not (C, N).
+    pub turned: bool,
 }
 
-/// Sizes of a layer norm.
+/// Sizes of a norm.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
     /// R.
     pub rows: usize,
     /// C.
     pub channels: usize,
-    /// Added to the variance.
+    /// Added to the variance, or the mean square.
     pub epsilon: f32,
+    /// True: by root mean square, without a mean.
+    pub rms: bool,
+}
+
+/// Positions by rotation of pairs of channels (Su et al. 2021).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotary {
+    /// The slowest pair's period, about.
+    pub theta: f32,
+    /// What was changed for longer sequences.
+    pub scaling: RotaryScaling,
+}
+
+/// How [`Rotary`] is stretched.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RotaryScaling {
+    /// Not.
+    None,
+    /// All frequencies are divided.
+    Linear(f32),
+    /// Low ones are divided, high ones are not, and those between are in between (Llama 3.1).
+    Llama3 {
+        /// By how much.
+        factor: f32,
+        /// Periods above `positions ÷ low` are low.
+        low: f32,
+        /// Periods below `positions ÷ high` are high.
+        high: f32,
+        /// Positions that the model was first trained with.
+        positions: usize,
+    },
+}
+
+impl Rotary {
+    /// The frequency of each pair of a head of this size, as transformers computes it.
+    pub fn frequencies(&self, head_size: usize) -> impl Iterator<Item = f32> {
+        let rotary = *self;
+        (0..head_size / 2).map(move |pair| {
+            let power = (2 * pair) as f32 / head_size as f32;
+            let frequency = (1.0 / f64::from(rotary.theta).powf(f64::from(power))) as f32;
+            match rotary.scaling {
+                RotaryScaling::None => frequency,
+                RotaryScaling::Linear(factor) => frequency / factor,
+                RotaryScaling::Llama3 { factor, low, high, positions } => {
+                    let period = 2.0 * std::f32::consts::PI / frequency;
+                    let positions = positions as f32;
+                    if period < positions / high {
+                        frequency
+                    } else if period > positions / low {
+                        frequency / factor
+                    } else {
+                        let smooth = (positions / period - low) / (high - low);
+                        (1.0 - smooth) * frequency / factor + smooth * frequency
+                    }
+                }
+            }
+        })
+    }
 }
 
 /// Sizes of an attention.
@@ -89,10 +149,14 @@ pub struct Attention<'a> {
     pub rows: Rows,
     /// H.
     pub heads: usize,
+    /// K: heads of keys and values; each serves H ÷ K heads of queries.
+    pub kv_heads: usize,
     /// D.
     pub head_size: usize,
     /// True when a position sees none behind it.
     pub causal: bool,
+    /// How many positions one sees at most, itself included.
+    pub window: Option<usize>,
     /// Tokens of each sequence; the rest is padding that nobody sees.
     pub lengths: &'a [usize],
     /// Dropout of the probabilities.
@@ -112,13 +176,47 @@ pub struct Scores {
     pub first: usize,
 }
 
-/// The two forms of GELU (Hendrycks and Gimpel 2016).
+impl Attention<'_> {
+    /// (H + 2 K) D: channels of queries, keys and values side by side.
+    pub fn packed(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+}
+
+/// The curves of feed-forwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gelu {
-    /// x Φ(x).
-    Erf,
-    /// Φ by tanh.
-    Tanh,
+pub enum Activation {
+    /// x Φ(x) (Hendrycks and Gimpel 2016).
+    GeluErf,
+    /// The same, with Φ by tanh.
+    GeluTanh,
+    /// x σ(x) (Elfwing et al. 2018).
+    Silu,
+    /// max(x, 0).
+    Relu,
+}
+
+impl Activation {
+    /// All names that transformers has for them.
+    pub const ALL: [(&str, Activation); 6] = [
+        ("gelu", Activation::GeluErf),
+        ("gelu_new", Activation::GeluTanh),
+        ("gelu_pytorch_tanh", Activation::GeluTanh),
+        ("silu", Activation::Silu),
+        ("swish", Activation::Silu),
+        ("relu", Activation::Relu),
+    ];
+
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Activation> {
+        Activation::ALL.iter().find(|(known, _)| *known == name).map(|(_, activation)| *activation)
+    }
+
+    /// Its first name.
+    pub fn name(self) -> &'static str {
+        let named = Activation::ALL.iter().find(|(_, activation)| *activation == self);
+        named.expect("each has a name").0
+    }
 }
 
 /// How a token is drawn: the largest of logit ÷ temperature + Gumbel noise is a draw from their
@@ -137,8 +235,8 @@ pub const STATISTICS: usize = 4;
 
 /// What a device can do.
 pub trait Kernels {
-    /// y = x w + b. y: (R, N); x: (R, C); w: (C, N); b: (N).
-    fn linear(&self, y: View, x: View, w: View, b: View, size: Linear);
+    /// y = x w + b. y: (R, N); x: (R, C); w: (C, N), or (N, C) turned; b: (N).
+    fn linear(&self, y: View, x: View, w: View, b: Option<View>, size: Linear);
 
     /// dx = dy wᵀ, dw (+)= xᵀ dy, db (+)= Σ dy.
     #[allow(clippy::too_many_arguments, reason = "three gradients of three tensors")]
@@ -146,7 +244,7 @@ pub trait Kernels {
         &self,
         dx: View,
         dw: View,
-        db: View,
+        db: Option<View>,
         dy: View,
         x: View,
         w: View,
@@ -155,16 +253,16 @@ pub trait Kernels {
         scratch: &Scratch<'_>,
     );
 
-    /// y = γ (x − mean) rstd + β. `statistics`: (R, 2), mean and rstd.
-    fn layer_norm(&self, y: View, statistics: View, x: View, gamma: View, beta: View, size: Norm);
+    /// y = γ (x − mean) rstd + β. `statistics`: (R, 2), mean (0 by root mean square) and rstd.
+    fn norm(&self, y: View, statistics: View, x: View, gamma: View, beta: Option<View>, size: Norm);
 
     /// dx = `residual` + …, dγ (+)= …, dβ (+)= ….
     #[allow(clippy::too_many_arguments, reason = "three gradients of three tensors")]
-    fn layer_norm_backward(
+    fn norm_backward(
         &self,
         dx: View,
         dgamma: View,
-        dbeta: View,
+        dbeta: Option<View>,
         residual: Option<View>,
         dy: View,
         x: View,
@@ -175,14 +273,49 @@ pub trait Kernels {
         scratch: &Scratch<'_>,
     );
 
-    /// y = gelu(x).
-    fn gelu(&self, y: View, x: View, form: Gelu);
+    /// y = f(x).
+    fn activate(&self, y: View, x: View, form: Activation);
 
-    /// dx = dx gelu′(x): before, `dx` holds dy.
-    fn gelu_backward(&self, dx: View, x: View, form: Gelu);
+    /// dx = dx f′(x): before, `dx` holds dy.
+    fn activate_backward(&self, dx: View, x: View, form: Activation);
 
-    /// Scaled dot-product attention. y: (R, C); lse: (B, H, T), log-sum-exp of the scores;
-    /// qkv: (R, 3C).
+    /// y = f(gate) up. y: (R, I); x: (R, 2 I), gate and up side by side.
+    fn gate(&self, y: View, x: View, channels: usize, form: Activation);
+
+    /// dx from dy. dx: (R, 2 I).
+    fn gate_backward(&self, dx: View, dy: View, x: View, channels: usize, form: Activation);
+
+    /// Turns queries and keys by their positions, in place; back with `back`. qkv: (R, (H + 2K) D).
+    fn rotate(&self, qkv: View, rotary: &Rotary, size: Attention<'_>, back: bool);
+
+    /// Norms each head of queries and keys by root mean square. y, x: (R, (H + 2K) D);
+    /// `statistics`: (R, H + K), rstd; gamma: (D) of queries and of keys.
+    fn head_norm(
+        &self,
+        y: View,
+        statistics: View,
+        x: View,
+        gamma: [View; 2],
+        epsilon: f32,
+        size: Attention<'_>,
+    );
+
+    /// Its backward, in place: before, `dx` holds dy; values' gradients stay.
+    #[allow(clippy::too_many_arguments, reason = "two gradients of two tensors")]
+    fn head_norm_backward(
+        &self,
+        dx: View,
+        dgamma: [View; 2],
+        x: View,
+        statistics: View,
+        gamma: [View; 2],
+        size: Attention<'_>,
+        accumulate: bool,
+        scratch: &Scratch<'_>,
+    );
+
+    /// Scaled dot-product attention. y: (R, H D); lse: (B, H, T), log-sum-exp of the scores;
+    /// qkv: (R, (H + 2K) D).
     fn attention(&self, y: View, lse: View, qkv: View, size: Attention<'_>);
 
     /// dqkv from dy.
@@ -204,6 +337,15 @@ pub trait Kernels {
     /// y = dropout(x), the mask as in [`residual`](Kernels::residual); y may be x.
     fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>);
 
+    /// y = 0.
+    fn clear(&self, y: View);
+
+    /// y += w by kind of token. w: (kinds, C); kinds: (B, T).
+    fn add_types(&self, y: View, w: View, kinds: &[u8]);
+
+    /// dw (+)= Σ over rows of each kind of dy, in order.
+    fn add_types_backward(&self, dw: View, dy: View, kinds: &[u8], accumulate: bool);
+
     /// y = x + w by position. w: (positions of the model, C).
     fn add_positions(&self, y: View, x: View, w: View, rows: Rows);
 
@@ -211,7 +353,7 @@ pub trait Kernels {
     fn add_positions_backward(&self, dw: View, dy: View, rows: Rows, accumulate: bool);
 
     /// Takes a tile of the vocabulary into each labelled position's statistics. h: (R, C);
-    /// w: (V, C).
+    /// w: (V, C); bias: (V).
     #[allow(clippy::too_many_arguments, reason = "two outputs' worth of inputs")]
     fn score(
         &self,
@@ -219,6 +361,7 @@ pub trait Kernels {
         statistics: View,
         h: View,
         w: View,
+        bias: Option<View>,
         size: Scores,
         scratch: &Scratch<'_>,
     );
@@ -231,6 +374,7 @@ pub trait Kernels {
         statistics: View,
         h: View,
         w: View,
+        bias: Option<View>,
         how: Sampling,
         size: Scores,
         scratch: &Scratch<'_>,
@@ -243,10 +387,12 @@ pub trait Kernels {
         &self,
         dh: View,
         dw: View,
+        dbias: Option<View>,
         before: Option<View>,
         statistics: View,
         h: View,
         w: View,
+        bias: Option<View>,
         loss: &dyn Loss,
         scale: f32,
         size: Scores,

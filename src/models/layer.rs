@@ -42,6 +42,8 @@ pub struct Tensor {
     pub kind: Kind,
     /// How it begins.
     pub init: Init,
+    /// True when it lies right behind the one before, so that both are one matrix of a product.
+    pub joined: bool,
 }
 
 impl Tensor {
@@ -113,6 +115,8 @@ pub struct Micro<'a> {
     pub rows: Rows,
     /// Tokens of each sequence.
     pub lengths: &'a [usize],
+    /// Kinds of its tokens. (B, T).
+    pub kinds: &'a [u8],
     /// What dropout masks are drawn from; `None`: nothing is dropped.
     pub draw: Option<Draw>,
 }
@@ -203,22 +207,29 @@ pub trait Layer: Send + Sync {
     fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>);
 }
 
-/// Where a block's tensors lie in it, in their order, each aligned.
+/// Where a block's tensors lie in it, in their order: each aligned, or joined to the one before.
 pub fn tensor_ranges(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
-    let mut at = 0;
+    let mut end = 0_usize;
     tensors.iter().map(move |tensor| {
-        let range = at..at + tensor.len();
-        at += tensor.len().next_multiple_of(16);
-        range
+        let from = if tensor.joined { end } else { end.next_multiple_of(16) };
+        end = from + tensor.len();
+        from..end
     })
 }
 
-/// Views of a block's tensors, in their order.
+/// Views of a block's tensors, in their order; joined ones are one.
 pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
-    tensor_ranges(tensors).map(|range| block.part(range)).collect()
+    let mut views: Vec<View> = Vec::new();
+    for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+        match views.last_mut().filter(|_| tensor.joined) {
+            Some(last) => last.len += range.len(),
+            None => views.push(block.part(range)),
+        }
+    }
+    views
 }
 
 /// Elements of a block with these tensors.
 pub fn block_len(tensors: &[Tensor]) -> usize {
-    tensors.iter().map(|tensor| tensor.len().next_multiple_of(16)).sum()
+    tensor_ranges(tensors).last().map_or(0, |range| range.end.next_multiple_of(16))
 }

@@ -1,15 +1,19 @@
 //! Models: what layers there are and what each does, without saying where.
 
-mod gpt2;
+mod block;
+mod ends;
+pub mod families;
 mod kernels;
 mod layer;
 mod loss;
 mod model;
 mod shape;
 
-pub use gpt2::{Block, Final, Stem};
+pub use block::Block;
+pub use ends::{Final, Stem};
 pub use kernels::{
-    Attention, Dropout, Gelu, Kernels, Linear, Norm, Rows, STATISTICS, Sampling, Scores, View,
+    Activation, Attention, Dropout, Kernels, Linear, Norm, Rotary, RotaryScaling, Rows, STATISTICS,
+    Sampling, Scores, View,
 };
 pub use layer::{
     Backward, Draw, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, block_len, tensor_ranges,

@@ -2,7 +2,8 @@
 
 use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingLayer, Role};
 
-use super::gpt2::{Block, Final, Stem};
+use super::block::Block;
+use super::ends::{Final, Stem};
 use super::kernels::{STATISTICS, Scores};
 use super::layer::{Init, Kind, Layer, Tensor, block_len};
 use super::loss::{CrossEntropy, Loss};
@@ -27,7 +28,7 @@ pub enum Part {
     Head(Tile),
 }
 
-/// A model of GPT-2's kind. Blocks: the embedding's tiles, the stack's in order, then the head's
+/// A model. Blocks: the embedding's tiles, the stack's in order, then the head's
 /// tiles where they are not the embedding's.
 pub struct Model {
     /// Sizes.
@@ -56,12 +57,18 @@ fn tiles(shape: &Shape, block_elements: usize) -> Vec<Tile> {
 }
 
 impl Model {
-    /// GPT-2 of this shape.
-    pub fn gpt2(shape: Shape) -> Model {
-        let block = |number| Block { index: 2 + number as u32, number, shape };
-        let mut stack: Vec<Box<dyn Layer>> = vec![Box::new(Stem { index: 1, shape })];
-        stack.extend((0..shape.layers).map(|number| Box::new(block(number)) as Box<dyn Layer>));
-        stack.push(Box::new(Final { shape }));
+    /// A model of this shape.
+    pub fn new(shape: Shape) -> Model {
+        let mut stack: Vec<Box<dyn Layer>> = Vec::new();
+        if Stem::is_in(&shape) {
+            stack.push(Box::new(Stem { index: 1, shape }));
+        }
+        for number in 0..shape.layers {
+            stack.push(Box::new(Block { index: 2 + number as u32, number, shape }));
+        }
+        if Final::is_in(&shape) {
+            stack.push(Box::new(Final { shape }));
+        }
         Model::of(shape, stack)
     }
 
@@ -70,16 +77,24 @@ impl Model {
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
         let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
         let tiles = tiles(&shape, largest);
-        let table = |name: &str, tile: &Tile| {
-            vec![Tensor {
+        let names = shape.names;
+        let table = |name: &str, tile: &Tile, is_head: bool| {
+            let init = Init::Normal(shape.initializer_range);
+            let tensor = |name: &str, shape: Vec<usize>, kind, init| Tensor {
                 name: name.into(),
-                shape: vec![tile.rows, shape.hidden],
-                kind: Kind::Weight,
-                init: Init::Normal(shape.initializer_range),
-            }]
+                shape,
+                kind,
+                init,
+                joined: false,
+            };
+            let mut all = vec![tensor(name, vec![tile.rows, shape.hidden], Kind::Weight, init)];
+            if is_head && shape.masked_head {
+                all.push(tensor(names.head_bias, vec![tile.rows], Kind::Bias, Init::Zeros));
+            }
+            all
         };
-        let mut blocks: Vec<Vec<Tensor>> =
-            tiles.iter().map(|tile| table("transformer.wte.weight", tile)).collect();
+        let embedding = |tile: &Tile| table(names.embedding, tile, shape.tied);
+        let mut blocks: Vec<Vec<Tensor>> = tiles.iter().map(embedding).collect();
         let mut parts = vec![Part::Embedding];
         let mut part_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
         let mut push = |part: Part, tensors: Vec<Tensor>| {
@@ -92,13 +107,12 @@ impl Model {
             push(Part::Stack(layer), tensors);
         }
         for (index, tile) in tiles.iter().enumerate() {
+            parts.push(Part::Head(*tile));
             if shape.tied {
-                parts.push(Part::Head(*tile));
                 part_blocks.push(vec![BlockId(index as u32)]);
             } else {
-                parts.push(Part::Head(*tile));
                 part_blocks.push(vec![BlockId(blocks.len() as u32)]);
-                blocks.push(table("lm_head.weight", tile));
+                blocks.push(table(names.head, tile, true));
             }
         }
         let loss = Box::new(CrossEntropy);

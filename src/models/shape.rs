@@ -1,6 +1,7 @@
-//! The sizes of a model.
+//! What a model is, as plain data: sizes, and which of the shared parts it is made of.
 
-use super::kernels::Gelu;
+use super::families::Names;
+use super::kernels::{Activation, Rotary};
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -9,33 +10,82 @@ pub struct Dropouts {
     pub embedding: f32,
     /// Of attention's probabilities.
     pub attention: f32,
-    /// Onto the residual stream.
-    pub residual: f32,
+    /// Of attention's output.
+    pub projection: f32,
+    /// Of the feed-forward's output.
+    pub feed_forward: f32,
 }
 
-/// A decoder of GPT-2's kind.
+/// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
+    /// What its tensors are called.
+    pub names: &'static Names,
     /// Blocks.
     pub layers: usize,
     /// C.
     pub hidden: usize,
     /// H.
     pub heads: usize,
+    /// Heads of keys and values, each shared by as many queries' heads.
+    pub kv_heads: usize,
+    /// D.
+    pub head_size: usize,
     /// Channels of the feed-forward.
     pub intermediate: usize,
     /// Tokens there are.
     pub vocabulary: usize,
     /// The longest sequence.
     pub positions: usize,
-    /// Form of GELU.
-    pub gelu: Gelu,
+    /// Rows of the table of positions that stand before the first; no table: `None`.
+    pub learned_positions: Option<usize>,
+    /// Kinds of tokens; 0: they have none.
+    pub token_types: usize,
+    /// Positions by rotation.
+    pub rotary: Option<Rotary>,
+    /// True when a position sees none behind it.
+    pub causal: bool,
+    /// How many positions it sees at most, itself included, in blocks from `.1` on.
+    pub window: Option<(usize, usize)>,
+    /// True for a norm by root mean square alone (Zhang and Sennrich 2019).
+    pub rms_norm: bool,
+    /// True when norms stand behind the sum and not before the branch.
+    pub post_norm: bool,
     /// Added to variances.
-    pub layer_norm_epsilon: f32,
+    pub norm_epsilon: f32,
+    /// True when queries and keys are normed by head.
+    pub qk_norm: bool,
+    /// Biases of queries, keys and values; of attention's output; of the feed-forward.
+    pub biases: [bool; 3],
+    /// The feed-forward's curve.
+    pub activation: Activation,
+    /// True when the feed-forward multiplies a gate with what it gates (Shazeer 2020).
+    pub gated: bool,
+    /// True when weights of products are (outputs, inputs), as PyTorch's linear layers are.
+    pub turned: bool,
     /// Dropout.
     pub dropout: Dropouts,
     /// True when head and embedding are one.
     pub tied: bool,
+    /// True when a transform and a bias by token stand at the head, as for masked tokens.
+    pub masked_head: bool,
     /// Standard deviation of random weights.
     pub initializer_range: f32,
+}
+
+impl Shape {
+    /// Channels of queries, keys and values side by side.
+    pub fn qkv(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_size
+    }
+
+    /// Channels of attention's output before its projection.
+    pub fn mixed(&self) -> usize {
+        self.heads * self.head_size
+    }
+
+    /// Channels that the feed-forward widens to: a gate's too.
+    pub fn up(&self) -> usize {
+        self.intermediate * if self.gated { 2 } else { 1 }
+    }
 }

@@ -115,7 +115,7 @@ mod tests {
     use crate::simd::Level;
 
     fn tensor(name: &str, kind: Kind, len: usize) -> Tensor {
-        Tensor { name: name.into(), shape: vec![len], kind, init: Init::Zeros }
+        Tensor { name: name.into(), shape: vec![len], kind, init: Init::Zeros, joined: false }
     }
 
     /// The paper's algorithm 2 in f64.

@@ -116,7 +116,7 @@ impl Builder {
         config.check()?;
         let model = match model {
             Some(model) => model,
-            None => Model::gpt2(shape_of(&config)?),
+            None => Model::new(shape_of(&config)?),
         };
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
         let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
@@ -135,6 +135,10 @@ impl Builder {
             (None, Some(path)) => hf::load(path, &model, cpu.eps())?,
             (None, None) => cpu.eps().randomise(config.step.seed),
         }
+        let came_with = match &config.model.path {
+            Some(path) => hf::read_config(path)?,
+            None => serde_json::Value::Null,
+        };
         let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
         let ring = RingConfig {
             pools: plan.pools,
@@ -152,6 +156,7 @@ impl Builder {
             model,
             plan,
             learning_rate,
+            came_with,
             relay,
             lanes,
             schedules: [None, None],
@@ -182,6 +187,8 @@ pub struct Trainer {
     model: Arc<Model>,
     plan: Arc<Plan>,
     learning_rate: LearningRate,
+    /// The `config.json` that the model was read with, or null.
+    came_with: serde_json::Value,
     relay: Relay<ThreadLanes<Cpu>>,
     lanes: Arc<ThreadLanes<Cpu>>,
     /// The last schedule that trained, and the last that did not.
@@ -428,8 +435,8 @@ impl Trainer {
     /// The ring failed, or a file cannot be written.
     pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        let (eps, progress) = (self.cpu().eps(), &self.progress);
-        checkpoint::write(directory, &self.config, &self.model, eps, self.begun, progress)
+        let (eps, progress, over) = (self.cpu().eps(), &self.progress, &self.came_with);
+        checkpoint::write(directory, &self.config, &self.model, over, eps, self.begun, progress)
     }
 
     /// Waits for the last updates, ends all threads and tasks, and sums up.

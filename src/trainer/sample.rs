@@ -30,7 +30,7 @@ impl Trainer {
             seen.push(0);
             let mut labels = vec![-100; view];
             labels.push(0);
-            let batch = Batch::new(&[Sequence { tokens: seen, labels }]);
+            let batch = Batch::new(&[Sequence { tokens: seen, labels, kinds: Vec::new() }]);
             let sampling = Sampling { temperature, seed: crate::random::keyed(seed, drawn) };
             self.turn(batch, Goal::Sample(sampling)).await?;
             let drawn = std::mem::take(&mut *self.cpu().drawn.lock().expect("nothing panics"));

@@ -3,6 +3,8 @@
 //! A task owns a tile of 64 queries of one head (forward, dq) or of 64 keys (dk, dv) and walks the
 //! other side in order, so every sum has one owner and one order. dq has a pass of its own.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::dropout::Row;
@@ -47,21 +49,29 @@ impl Head<'_> {
         self.size.heads * self.size.head_size
     }
 
-    /// Where this head's columns of a position begin in a tensor with rows of `width`.
-    fn at(&self, position: usize, width: usize) -> usize {
+    /// Where this head's columns of a position begin in a (R, H D) tensor.
+    fn at(&self, position: usize) -> usize {
         let row = self.sequence * self.size.rows.positions + position;
-        row * width + self.head * self.size.head_size
+        row * self.channels() + self.head * self.size.head_size
+    }
+
+    /// Where this head's queries (0), keys (1) or values (2) of a position begin.
+    fn at_part(&self, position: usize, which: usize) -> usize {
+        let Attention { heads, kv_heads, head_size, .. } = *self.size;
+        let row = self.sequence * self.size.rows.positions + position;
+        let shared = self.head * kv_heads / heads;
+        let head = [self.head, heads + shared, heads + kv_heads + shared][which];
+        row * self.size.packed() + head * head_size
     }
 
     /// Queries (0), keys (1) or values (2) of some positions.
     fn part<'q>(&self, qkv: &'q [f32], which: usize, span: Span) -> Matrix<'q> {
-        let (c, width) = (self.channels(), 3 * self.channels());
-        Matrix::rows(&qkv[self.at(span.from, width) + which * c..], width)
+        Matrix::rows(&qkv[self.at_part(span.from, which)..], self.size.packed())
     }
 
     /// This head's columns of a (R, C) tensor.
     fn columns<'q>(&self, x: &'q [f32], span: Span) -> Matrix<'q> {
-        Matrix::rows(&x[self.at(span.from, self.channels())..], self.channels())
+        Matrix::rows(&x[self.at(span.from)..], self.channels())
     }
 
     /// Index in a (B, H, T) tensor.
@@ -79,6 +89,27 @@ impl Head<'_> {
         if self.size.causal { self.length().min(queries.to) } else { self.length() }
     }
 
+    /// The first key that the query sees.
+    fn first_key(&self, query: usize) -> usize {
+        self.size.window.map_or(0, |window| (query + 1).saturating_sub(window))
+    }
+
+    /// Tiles of keys that some query of a span sees, up to `end`.
+    fn key_tiles(&self, queries: Span, end: usize) -> Range<usize> {
+        self.first_key(queries.from) / TILE..end.div_ceil(TILE)
+    }
+
+    /// Tiles of queries that may see some key of a span.
+    fn query_tiles(&self, keys: Span) -> Range<usize> {
+        let first = if self.size.causal { keys.from / TILE } else { 0 };
+        let positions = self.size.rows.positions;
+        let end = self
+            .size
+            .window
+            .map_or(positions, |window| positions.min((keys.to - 1).saturating_add(window)));
+        first..end.div_ceil(TILE)
+    }
+
     fn scale(&self) -> f32 {
         1.0 / (self.size.head_size as f32).sqrt()
     }
@@ -93,6 +124,8 @@ impl Head<'_> {
             let seen = last.min(keys.to).saturating_sub(keys.from);
             row[..seen].iter_mut().for_each(|s| *s *= scale);
             row[seen..].fill(f32::NEG_INFINITY);
+            let unseen = self.first_key(queries.from + index).saturating_sub(keys.from);
+            row[..unseen.min(keys.len())].fill(f32::NEG_INFINITY);
         }
     }
 
@@ -110,14 +143,15 @@ impl Head<'_> {
     }
 }
 
-/// Runs `of` for every head and every tile of `end` positions.
-fn each_tile(size: &Attention<'_>, of: impl Fn(Head<'_>, Span) + Sync) {
+/// Runs `of` for every `heads`-th of every sequence and every tile of positions.
+fn each_tile(size: &Attention<'_>, heads: usize, of: impl Fn(Head<'_>, Span) + Sync) {
     let positions = size.rows.positions;
     let tiles = positions.div_ceil(TILE);
-    let tasks = size.rows.sequences * size.heads * tiles;
+    let of_sequence = size.heads / heads;
+    let tasks = size.rows.sequences * of_sequence * tiles;
     (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
         let (head, tile) = (task / tiles, task % tiles);
-        let (sequence, head) = (head / size.heads, head % size.heads);
+        let (sequence, head) = (head / of_sequence, head % of_sequence * heads);
         of(Head { size, sequence, head }, Span::tile(tile, positions));
     });
 }
@@ -131,12 +165,12 @@ pub(super) fn forward(
     size: &Attention<'_>,
 ) {
     let (y, lse, d) = (Scattered::new(y), Scattered::new(lse), size.head_size);
-    each_tile(size, |head, queries| {
+    each_tile(size, 1, |head, queries| {
         let mut p = [0.0_f32; TILE * TILE];
         let mut mixed = [0.0_f32; TILE * HEAD_LIMIT];
         let (mut most, mut total) = ([f32::NEG_INFINITY; TILE], [0.0_f32; TILE]);
         let end = head.keys_end(queries);
-        for tile in 0..end.div_ceil(TILE) {
+        for tile in head.key_tiles(queries, end) {
             let keys = Span::tile(tile, end);
             head.scores(&mut p, qkv, queries, keys);
             level.run(
@@ -144,7 +178,8 @@ pub(super) fn forward(
                 || {
                     for (index, p) in p.chunks_exact_mut(TILE).take(queries.len()).enumerate() {
                         let p = &mut p[..keys.len()];
-                        let new = most[index].max(largest(p));
+                        // A query may see nothing of the first tiles of its window's.
+                        let new = most[index].max(largest(p)).max(f32::MIN);
                         let shrink = exp(most[index] - new);
                         p.iter_mut().for_each(|p| *p = exp(*p - new));
                         total[index] = total[index] * shrink + sum(p);
@@ -160,12 +195,14 @@ pub(super) fn forward(
         for index in 0..queries.len() {
             let position = queries.from + index;
             // SAFETY: this task alone has these queries of this head.
-            let (y, lse) = unsafe {
-                (
-                    y.piece(head.at(position, head.channels()), d),
-                    lse.piece(head.statistic(position), 1),
-                )
-            };
+            let (y, lse) =
+                unsafe { (y.piece(head.at(position), d), lse.piece(head.statistic(position), 1)) };
+            if total[index] == 0.0 {
+                // Padding whose window has no token.
+                y.fill(0.0);
+                lse[0] = f32::INFINITY;
+                continue;
+            }
             let mixed = &mixed[index * d..][..d];
             y.iter_mut().zip(mixed).for_each(|(y, mixed)| *y = mixed / total[index]);
             lse[0] = most[index] + total[index].ln();
@@ -192,7 +229,7 @@ pub(super) fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size
             #[inline(always)]
             || {
                 for (position, delta) in delta.iter_mut().enumerate() {
-                    let at = head.at(position, head.channels());
+                    let at = head.at(position);
                     *delta = dot(&y[at..at + d], &dy[at..at + d]);
                 }
             },
@@ -238,18 +275,21 @@ pub(super) fn backward(level: Level, dqkv: &mut [f32], inputs: &Inputs<'_>, size
     let (dqkv, d, positions) = (Scattered::new(dqkv), size.head_size, size.rows.positions);
     let write = |head: &Head<'_>, which: usize, span: Span, values: &[f32]| {
         for (position, values) in (span.from..span.to).zip(values.chunks_exact(d)) {
-            let at = head.at(position, 3 * head.channels()) + which * head.channels();
+            let at = head.at_part(position, which);
             // SAFETY: one task alone has this part of these positions of this head.
             unsafe { dqkv.piece(at, d) }.copy_from_slice(values);
         }
     };
-    each_tile(size, |head, keys| {
+    // Keys and values gather from all heads of queries that they serve, in order.
+    let group = size.heads / size.kv_heads;
+    each_tile(size, group, |first, keys| {
+        let head = first;
         let seen = Span { to: keys.to.min(head.length()), ..keys };
         let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
         let (mut dk, mut dv) = ([0.0; TILE * HEAD_LIMIT], [0.0; TILE * HEAD_LIMIT]);
-        let first = if size.causal { keys.from / TILE } else { 0 };
-        if seen.from < seen.to {
-            for tile in first..positions.div_ceil(TILE) {
+        let heads = (first.head..first.head + group).map(|head| Head { head, ..first });
+        for head in heads.filter(|_| seen.from < seen.to) {
+            for tile in head.query_tiles(seen) {
                 let queries = Span::tile(tile, positions);
                 pair.fill(level, &head, inputs, queries, seen);
                 let turned = |x| Matrix::rows(x, TILE).transposed();
@@ -262,11 +302,11 @@ pub(super) fn backward(level: Level, dqkv: &mut [f32], inputs: &Inputs<'_>, size
         write(&head, 1, keys, &dk);
         write(&head, 2, keys, &dv);
     });
-    each_tile(size, |head, queries| {
+    each_tile(size, 1, |head, queries| {
         let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
         let mut dq = [0.0; TILE * HEAD_LIMIT];
         let end = head.keys_end(queries);
-        for tile in 0..end.div_ceil(TILE) {
+        for tile in head.key_tiles(queries, end) {
             let keys = Span::tile(tile, end);
             pair.fill(level, &head, inputs, queries, keys);
             let k = head.part(inputs.qkv, 1, keys);
@@ -286,11 +326,12 @@ mod tests {
     /// The masks are the kernel's own; what is done with them is not.
     fn plain(qkv: &[f64], size: &Attention<'_>) -> Vec<f64> {
         let (t, h, d) = (size.rows.positions, size.heads, size.head_size);
-        let c = h * d;
+        let (c, k) = (h * d, size.kv_heads);
         let mut y = vec![0.0; size.rows.count() * c];
         for (sequence, head) in (0..size.rows.sequences * h).map(|i| (i / h, i % h)) {
             let at = |position: usize, which: usize| {
-                let from = (sequence * t + position) * 3 * c + which * c + head * d;
+                let column = [head, h + head / (h / k), h + k + head / (h / k)][which];
+                let from = (sequence * t + position) * (h + 2 * k) * d + column * d;
                 &qkv[from..from + d]
             };
             for query in 0..t {
@@ -299,9 +340,10 @@ mod tests {
                     let products = at(query, 0).iter().zip(at(key, 1)).map(|(q, k)| q * k);
                     products.sum::<f64>() / (d as f64).sqrt()
                 };
-                let scores: Vec<f64> = (0..end).map(score).collect();
-                let total: f64 = scores.iter().map(|score| score.exp()).sum();
-                for (key, score) in scores.iter().enumerate() {
+                let first = size.window.map_or(0, |window| (query + 1).saturating_sub(window));
+                let scores: Vec<(usize, f64)> = (first..end).map(|key| (key, score(key))).collect();
+                let total: f64 = scores.iter().map(|(_, score)| score.exp()).sum();
+                for (key, score) in scores {
                     let factor = size.dropout.map_or(1.0, |dropout| {
                         let row = (head as u32) << 20 | query as u32;
                         let factors = Row::new(&dropout, sequence, row).factors(key / 4 * 4);
@@ -318,25 +360,38 @@ mod tests {
     }
 
     fn check(sequences: usize, t: usize, h: usize, d: usize, causal: bool, p: f32) {
+        check_more(sequences, t, [h, h, d], causal, None, p);
+    }
+
+    fn check_more(
+        sequences: usize,
+        t: usize,
+        [h, kv_heads, d]: [usize; 3],
+        causal: bool,
+        window: Option<usize>,
+        p: f32,
+    ) {
         let lengths: Vec<usize> = (0..sequences).map(|b| t - (b * 3) % t).collect();
         let dropout = Dropout { probability: p, seed: 1, step: 2, site: 3, first_sequence: 4 };
         let size = Attention {
             rows: Rows { sequences, positions: t },
             heads: h,
+            kv_heads,
             head_size: d,
             causal,
+            window,
             lengths: &lengths,
             dropout: (p > 0.0).then_some(dropout),
         };
         let (r, c) = (sequences * t, h * d);
-        let (qkv, dy) = (noise(r * 3 * c, 1), noise(r * c, 2));
+        let (qkv, dy) = (noise(r * size.packed(), 1), noise(r * c, 2));
         for level in Level::all() {
             let (mut y, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
             forward(level, &mut y, &mut lse, &qkv.narrow, &size);
             close(&y, &plain(&qkv.wide, &size), 1e-5);
             let mut sums = vec![f32::NAN; r * h];
             delta(level, &mut sums, &y, &dy.narrow, &size);
-            let mut dqkv = vec![f32::NAN; r * 3 * c];
+            let mut dqkv = vec![f32::NAN; r * size.packed()];
             let inputs = Inputs { dy: &dy.narrow, lse: &lse, qkv: &qkv.narrow, delta: &sums };
             backward(level, &mut dqkv, &inputs, &size);
             if r * c < 400 {
@@ -359,6 +414,18 @@ mod tests {
                 check(2, 130, 2, 13, causal, p);
             }
         }
+    }
+
+    #[test]
+    fn shared_keys_and_windows_are_the_plain_ones() {
+        for (t, heads) in [(5, [4, 2, 3]), (5, [3, 1, 2]), (70, [2, 1, 2])] {
+            check_more(2, t, heads, true, None, 0.2);
+            for window in [1, 2, 3, 65, 100] {
+                check_more(2, t, heads, true, Some(window), 0.0);
+            }
+        }
+        check_more(1, 200, [2, 1, 5], true, Some(40), 0.0);
+        check_more(2, 5, [4, 2, 3], false, None, 0.0);
     }
 
     #[test]

@@ -49,6 +49,25 @@ pub(super) fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize)
     }
 }
 
+/// A tile of the head.
+#[derive(Clone, Copy)]
+pub(super) struct Head<'a> {
+    /// (V, C).
+    pub(super) w: &'a [f32],
+    /// (V).
+    pub(super) bias: Option<&'a [f32]>,
+}
+
+/// Logits of some rows of h, side by side. logits: (rows, V).
+pub(super) fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &Scores) {
+    let (c, v) = (size.channels, size.tile);
+    if let Some(bias) = head.bias {
+        logits.chunks_exact_mut(v).for_each(|row| row.copy_from_slice(bias));
+    }
+    let (h, w) = (Matrix::rows(h, c), Matrix::rows(head.w, c).transposed());
+    matmul(logits, h, w, (rows, c, v), head.bias.is_some());
+}
+
 /// Floats of scratch that [`forward`] needs.
 pub(super) fn forward_scratch(size: &Scores) -> usize {
     CHUNK * (size.channels + size.tile)
@@ -59,7 +78,7 @@ pub(super) fn forward(
     level: Level,
     out: &mut [f32],
     h: &[f32],
-    w: &[f32],
+    head: Head<'_>,
     size: &Scores,
     scratch: &mut [f32],
 ) {
@@ -73,8 +92,7 @@ pub(super) fn forward(
         }
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
-        let (a, b) = (Matrix::rows(&gathered[..count * c], c), Matrix::rows(w, c).transposed());
-        matmul(logits, a, b, (count, c, v), false);
+        logits_of(logits, &gathered[..count * c], head, count, size);
         let mut scored = [[0.0; 3]; CHUNK];
         let (seen, first) = (&*out, size.first);
         let tasks = logits.par_chunks_mut(v).zip(&mut scored[..count]).zip(&rows[..count]);
@@ -107,17 +125,23 @@ pub(super) fn backward_scratch(size: &Scores) -> usize {
 pub(super) struct Inputs<'a> {
     pub(super) statistics: &'a [f32],
     pub(super) h: &'a [f32],
-    pub(super) w: &'a [f32],
+    pub(super) head: Head<'a>,
     pub(super) loss: &'a dyn Loss,
     pub(super) scale: f32,
+}
+
+/// What the backward writes.
+pub(super) struct Gradients<'a> {
+    pub(super) dh: &'a mut [f32],
+    pub(super) dw: &'a mut [f32],
+    pub(super) dbias: Option<&'a mut [f32]>,
 }
 
 /// dh += scale d w, dw (+)= scale dᵀ h, with d the loss's gradient of the logits.
 pub(super) fn backward(
     level: Level,
-    dh: &mut [f32],
-    dw: &mut [f32],
-    Inputs { statistics, h, w, loss, scale }: Inputs<'_>,
+    Gradients { dh, dw, mut dbias }: Gradients<'_>,
+    Inputs { statistics, h, head, loss, scale }: Inputs<'_>,
     size: &Scores,
     accumulate: bool,
     scratch: &mut [f32],
@@ -135,7 +159,7 @@ pub(super) fn backward(
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
         let h = Matrix::rows(&gathered[..count * c], c);
-        matmul(logits, h, Matrix::rows(w, c).transposed(), (count, c, v), false);
+        logits_of(logits, h.data, head, count, size);
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
             let of_row = &statistics[row * STATISTICS..][..STATISTICS];
             let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
@@ -151,17 +175,26 @@ pub(super) fn backward(
             }
         });
         let moved = &mut moved[..count * c];
-        matmul(moved, Matrix::rows(logits, v), Matrix::rows(w, c), (count, v, c), false);
+        matmul(moved, Matrix::rows(logits, v), Matrix::rows(head.w, c), (count, v, c), false);
         for (moved, &row) in moved.chunks_exact(c).zip(&rows[..count]) {
             dh[row * c..][..c].iter_mut().zip(moved).for_each(|(dh, moved)| *dh += moved);
         }
         let turned = &mut turned[..count * v];
         transpose(turned, logits, count, v);
         matmul(dw, Matrix::rows(turned, count), h, (v, count, c), accumulate);
+        if let Some(dbias) = &mut dbias {
+            if !accumulate {
+                dbias.fill(0.0);
+            }
+            for row in logits.chunks_exact(v) {
+                dbias.iter_mut().zip(row).for_each(|(sum, d)| *sum += d);
+            }
+        }
         accumulate = true;
     }
     if !accumulate {
         dw.fill(0.0);
+        dbias.into_iter().for_each(|dbias| dbias.fill(0.0));
     }
 }
 
@@ -172,10 +205,10 @@ mod tests {
     use crate::models::CrossEntropy;
 
     /// Sum of the losses of labelled rows, from all of the vocabulary at once.
-    fn plain(h: &[f64], w: &[f64], labels: &[i32], c: usize) -> f64 {
+    fn plain(h: &[f64], w: &[f64], bias: &[f64], labels: &[i32], c: usize) -> f64 {
         let of_row = |(h, &label): (&[f64], &i32)| {
             let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>();
-            let logits: Vec<f64> = w.chunks(c).map(dot).collect();
+            let logits: Vec<f64> = w.chunks(c).zip(bias).map(|(w, b)| dot(w) + b).collect();
             let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
             if label < 0 { 0.0 } else { total.ln() - logits[label as usize] }
         };
@@ -186,6 +219,7 @@ mod tests {
     fn tiles_are_one_softmax_forward_and_backward() {
         for (rows, c, vocabulary, tile) in [(3, 5, 7, 7), (6, 4, 11, 3), (300, 3, 20, 8)] {
             let (h, w) = (noise(rows * c, 1), noise(vocabulary * c, 2));
+            let bias = noise(vocabulary, 3);
             let label =
                 |row: usize| if row % 3 == 1 { -100 } else { (row * 5 % vocabulary) as i32 };
             let labels: Vec<i32> = (0..rows).map(label).collect();
@@ -200,31 +234,38 @@ mod tests {
                 let size = |first, tile| Scores { rows, channels: c, tile, first };
                 for &(first, tile) in &tiles {
                     let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
+                    let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
                     let mut memory = vec![f32::NAN; forward_scratch(&size)];
-                    forward(level, &mut statistics, &h.narrow, w, &size, &mut memory);
+                    forward(level, &mut statistics, &h.narrow, head, &size, &mut memory);
                 }
                 let losses = statistics
                     .chunks_exact(STATISTICS)
                     .filter_map(|of_row| loss_of(of_row, &CrossEntropy));
                 let loss: f64 = losses.map(f64::from).sum();
-                let expected = plain(&h.wide, &w.wide, &labels, c);
+                let expected = plain(&h.wide, &w.wide, &bias.wide, &labels, c);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
 
                 let (mut dh, mut dw) = (vec![0.0; rows * c], vec![f32::NAN; vocabulary * c]);
+                let mut dbias = vec![f32::NAN; vocabulary];
                 for &(first, tile) in tiles.iter().rev() {
                     let (size, part) = (size(first, tile), first * c..(first + tile) * c);
                     let mut memory = vec![f32::NAN; backward_scratch(&size)];
                     let w = &w.narrow[part.clone()];
                     let statistics = &statistics;
                     let (h, loss) = (&h.narrow, &CrossEntropy);
-                    let inputs = Inputs { statistics, h, w, loss, scale: 0.5 };
-                    backward(level, &mut dh, &mut dw[part], inputs, &size, false, &mut memory);
+                    let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
+                    let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
+                    let (dw, dbias) = (&mut dw[part], Some(&mut dbias[first..][..tile]));
+                    let gradients = Gradients { dh: &mut dh, dw, dbias };
+                    backward(level, gradients, inputs, &size, false, &mut memory);
                 }
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();
-                let by_w = |w: &[f64]| plain(&h.wide, w, &labels, c);
+                let by_w = |w: &[f64]| plain(&h.wide, w, &bias.wide, &labels, c);
+                let by_bias = |bias: &[f64]| plain(&h.wide, &w.wide, bias, &labels, c);
+                close(&dbias, &half(differences(&bias.wide, by_bias)), 1e-4);
                 close(&dw, &half(differences(&w.wide, by_w)), 1e-4);
                 if rows < 10 {
-                    let by_h = |h: &[f64]| plain(h, &w.wide, &labels, c);
+                    let by_h = |h: &[f64]| plain(h, &w.wide, &bias.wide, &labels, c);
                     close(&dh, &half(differences(&h.wide, by_h)), 1e-4);
                 }
             }

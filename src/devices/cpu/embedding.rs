@@ -39,6 +39,42 @@ pub(super) fn add_positions_backward(
     );
 }
 
+/// y += w by kind of token. y: (R, C); w: (kinds, C).
+pub(super) fn add_types(level: Level, y: &mut [f32], w: &[f32], kinds: &[u8], channels: usize) {
+    level.run(
+        #[inline(always)]
+        || {
+            for (y, &kind) in y.chunks_exact_mut(channels).zip(kinds) {
+                let w = &w[usize::from(kind) * channels..][..channels];
+                y.iter_mut().zip(w).for_each(|(y, w)| *y += w);
+            }
+        },
+    );
+}
+
+/// dw (+)= Σ of dy over rows of each kind, in order.
+pub(super) fn add_types_backward(
+    level: Level,
+    dw: &mut [f32],
+    dy: &[f32],
+    kinds: &[u8],
+    channels: usize,
+    accumulate: bool,
+) {
+    level.run(
+        #[inline(always)]
+        || {
+            if !accumulate {
+                dw.fill(0.0);
+            }
+            for (dy, &kind) in dy.chunks_exact(channels).zip(kinds) {
+                let dw = &mut dw[usize::from(kind) * channels..][..channels];
+                dw.iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
+            }
+        },
+    );
+}
+
 /// Copies the rows of those tokens that lie in a tile: rows `first..` of the vocabulary.
 pub(super) fn gather(y: &mut [f32], tokens: &[u32], tile: &[f32], first: usize, channels: usize) {
     let rows = tile.len() / channels;

@@ -1,10 +1,13 @@
 //! The kernels on views of the arena: resolves views, hands out scratch, and says who may write.
 
-use super::{attention, cross_entropy, dropout, embedding, gelu, layer_norm, linear, sampling};
+use super::{
+    activation, attention, cross_entropy, dropout, embedding, head_norm, linear, norm, rotary,
+    sampling,
+};
 use crate::arena::Arena;
 use crate::models::{
-    Attention, Dropout, Gelu, Kernels, Linear, Loss, Norm, Rows, STATISTICS, Sampling, Scores,
-    Scratch, View,
+    Activation, Attention, Dropout, Kernels, Linear, Loss, Norm, Rotary, Rows, STATISTICS,
+    Sampling, Scores, Scratch, View,
 };
 use crate::simd::Level;
 
@@ -48,19 +51,23 @@ impl<'a, const N: usize> Call<'a, N> {
     }
 }
 
+/// A view that may not be there: one of nothing.
+fn or_nothing(view: Option<View>) -> View {
+    view.unwrap_or(View { at: 0, len: 0 })
+}
+
 impl Kernels for CpuKernels<'_> {
-    fn linear(&self, y: View, x: View, w: View, b: View, size: Linear) {
-        let Some(call) = self.call([y], &[x, w, b]) else { return };
+    fn linear(&self, y: View, x: View, w: View, b: Option<View>, size: Linear) {
+        let Some(call) = self.call([y], &[x, w, or_nothing(b)]) else { return };
         let [y] = call.write();
-        let size = (size.rows, size.inputs, size.outputs);
-        linear::forward(y, call.read(x), call.read(w), call.read(b), size);
+        linear::forward(y, call.read(x), call.read(w), b.map(|b| call.read(b)), &size);
     }
 
     fn linear_backward(
         &self,
         dx: View,
         dw: View,
-        db: View,
+        db: Option<View>,
         dy: View,
         x: View,
         w: View,
@@ -69,27 +76,35 @@ impl Kernels for CpuKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
-        let memory = scratch.take(linear::scratch(size.rows, size.inputs, size.outputs));
-        let Some(call) = self.call([dx, dw, db, memory], &[dy, x, w]) else { return };
-        let [dx, dw, db, memory] = call.write();
-        let gradients = linear::Gradients { dx, dw, db };
+        let memory = scratch.take(linear::scratch(&size));
+        let writes = [dx, dw, or_nothing(db), memory];
+        let Some(call) = self.call(writes, &[dy, x, w]) else { return };
+        let [dx, dw, db_or_nothing, memory] = call.write();
+        let gradients = linear::Gradients { dx, dw, db: db.map(|_| db_or_nothing) };
         let inputs = linear::Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
-        let size = (size.rows, size.inputs, size.outputs);
-        linear::backward(self.level, gradients, inputs, size, accumulate, memory);
+        linear::backward(self.level, gradients, inputs, &size, accumulate, memory);
     }
 
-    fn layer_norm(&self, y: View, statistics: View, x: View, gamma: View, beta: View, size: Norm) {
-        let Some(call) = self.call([y, statistics], &[x, gamma, beta]) else { return };
+    fn norm(
+        &self,
+        y: View,
+        statistics: View,
+        x: View,
+        gamma: View,
+        beta: Option<View>,
+        size: Norm,
+    ) {
+        let Some(call) = self.call([y, statistics], &[x, gamma, or_nothing(beta)]) else { return };
         let [y, statistics] = call.write();
-        let affine = (call.read(gamma), call.read(beta));
-        layer_norm::forward(self.level, y, statistics, call.read(x), affine, size.epsilon);
+        let affine = (call.read(gamma), beta.map(|beta| call.read(beta)));
+        norm::forward(self.level, y, statistics, call.read(x), affine, size);
     }
 
-    fn layer_norm_backward(
+    fn norm_backward(
         &self,
         dx: View,
         dgamma: View,
-        dbeta: View,
+        dbeta: Option<View>,
         residual: Option<View>,
         dy: View,
         x: View,
@@ -100,30 +115,91 @@ impl Kernels for CpuKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
-        let memory = scratch.take(layer_norm::scratch(size.rows, size.channels));
+        let memory = scratch.take(norm::scratch(size.rows, size.channels));
         let reads = [dy, x, statistics, gamma, residual.unwrap_or(dy)];
-        let Some(call) = self.call([dx, dgamma, dbeta, memory], &reads) else { return };
-        let [dx, dgamma, dbeta, memory] = call.write();
-        let inputs = layer_norm::Inputs {
+        let writes = [dx, dgamma, or_nothing(dbeta), memory];
+        let Some(call) = self.call(writes, &reads) else { return };
+        let [dx, dgamma, dbeta_or_nothing, memory] = call.write();
+        let inputs = norm::Inputs {
             residual: residual.map(|view| call.read(view)),
             dy: call.read(dy),
             x: call.read(x),
             statistics: call.read(statistics),
             gamma: call.read(gamma),
+            rms: size.rms,
         };
-        layer_norm::backward(self.level, dx, (dgamma, dbeta), inputs, accumulate, memory);
+        let gradients = (dgamma, dbeta.map(|_| dbeta_or_nothing));
+        norm::backward(self.level, dx, gradients, inputs, accumulate, memory);
     }
 
-    fn gelu(&self, y: View, x: View, form: Gelu) {
+    fn activate(&self, y: View, x: View, form: Activation) {
         let Some(call) = self.call([y], &[x]) else { return };
         let [y] = call.write();
-        gelu::forward(self.level, y, call.read(x), form);
+        activation::forward(self.level, y, call.read(x), form);
     }
 
-    fn gelu_backward(&self, dx: View, x: View, form: Gelu) {
+    fn activate_backward(&self, dx: View, x: View, form: Activation) {
         let Some(call) = self.call([dx], &[x]) else { return };
         let [dx] = call.write();
-        gelu::backward(self.level, dx, call.read(x), form);
+        activation::backward(self.level, dx, call.read(x), form);
+    }
+
+    fn gate(&self, y: View, x: View, channels: usize, form: Activation) {
+        let Some(call) = self.call([y], &[x]) else { return };
+        let [y] = call.write();
+        activation::gate(self.level, y, call.read(x), channels, form);
+    }
+
+    fn gate_backward(&self, dx: View, dy: View, x: View, channels: usize, form: Activation) {
+        let Some(call) = self.call([dx], &[dy, x]) else { return };
+        let [dx] = call.write();
+        activation::gate_backward(self.level, dx, call.read(dy), call.read(x), channels, form);
+    }
+
+    fn rotate(&self, qkv: View, rotary: &Rotary, size: Attention<'_>, back: bool) {
+        let Some(call) = self.call([qkv], &[]) else { return };
+        let [qkv] = call.write();
+        rotary::rotate(self.level, qkv, rotary, &size, back);
+    }
+
+    fn head_norm(
+        &self,
+        y: View,
+        statistics: View,
+        x: View,
+        gamma: [View; 2],
+        epsilon: f32,
+        size: Attention<'_>,
+    ) {
+        let Some(call) = self.call([y, statistics], &[x, gamma[0], gamma[1]]) else { return };
+        let [y, statistics] = call.write();
+        let gamma = gamma.map(|gamma| call.read(gamma));
+        head_norm::forward(self.level, y, statistics, call.read(x), gamma, epsilon, &size);
+    }
+
+    fn head_norm_backward(
+        &self,
+        dx: View,
+        dgamma: [View; 2],
+        x: View,
+        statistics: View,
+        gamma: [View; 2],
+        size: Attention<'_>,
+        accumulate: bool,
+        scratch: &Scratch<'_>,
+    ) {
+        let scratch = scratch.nested();
+        let memory = scratch.take(head_norm::scratch(&size));
+        let (writes, reads) =
+            ([dx, dgamma[0], dgamma[1], memory], [x, statistics, gamma[0], gamma[1]]);
+        let Some(call) = self.call(writes, &reads) else { return };
+        let [dx, dq, dk, memory] = call.write();
+        let inputs = head_norm::Inputs {
+            x: call.read(x),
+            statistics: call.read(statistics),
+            gamma: gamma.map(|gamma| call.read(gamma)),
+        };
+        head_norm::backward(self.level, dx, [dq, dk], inputs, &size, accumulate, memory);
     }
 
     fn attention(&self, y: View, lse: View, qkv: View, size: Attention<'_>) {
@@ -172,6 +248,26 @@ impl Kernels for CpuKernels<'_> {
         }
     }
 
+    fn clear(&self, y: View) {
+        let Some(call) = self.call([y], &[]) else { return };
+        let [y] = call.write();
+        y.fill(0.0);
+    }
+
+    fn add_types(&self, y: View, w: View, kinds: &[u8]) {
+        let Some(call) = self.call([y], &[w]) else { return };
+        let [y] = call.write();
+        let channels = y.len() / kinds.len();
+        embedding::add_types(self.level, y, call.read(w), kinds, channels);
+    }
+
+    fn add_types_backward(&self, dw: View, dy: View, kinds: &[u8], accumulate: bool) {
+        let Some(call) = self.call([dw], &[dy]) else { return };
+        let [dw] = call.write();
+        let channels = dy.len / kinds.len();
+        embedding::add_types_backward(self.level, dw, call.read(dy), kinds, channels, accumulate);
+    }
+
     fn add_positions(&self, y: View, x: View, w: View, rows: Rows) {
         let Some(call) = self.call([y], &[x, w]) else { return };
         let [y] = call.write();
@@ -192,15 +288,18 @@ impl Kernels for CpuKernels<'_> {
         statistics: View,
         h: View,
         w: View,
+        bias: Option<View>,
         size: Scores,
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
         let memory = scratch.take(cross_entropy::forward_scratch(&size));
-        let Some(call) = self.call([out, memory], &[statistics, h, w]) else { return };
+        let reads = [statistics, h, w, or_nothing(bias)];
+        let Some(call) = self.call([out, memory], &reads) else { return };
         let [out, memory] = call.write();
         out.copy_from_slice(call.read(statistics));
-        cross_entropy::forward(self.level, out, call.read(h), call.read(w), &size, memory);
+        let head = cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) };
+        cross_entropy::forward(self.level, out, call.read(h), head, &size, memory);
     }
 
     fn sample(
@@ -209,26 +308,31 @@ impl Kernels for CpuKernels<'_> {
         statistics: View,
         h: View,
         w: View,
+        bias: Option<View>,
         how: Sampling,
         size: Scores,
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
         let memory = scratch.take(cross_entropy::forward_scratch(&size));
-        let Some(call) = self.call([out, memory], &[statistics, h, w]) else { return };
+        let reads = [statistics, h, w, or_nothing(bias)];
+        let Some(call) = self.call([out, memory], &reads) else { return };
         let [out, memory] = call.write();
         out.copy_from_slice(call.read(statistics));
-        sampling::forward(out, call.read(h), call.read(w), how, &size, memory);
+        let head = cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) };
+        sampling::forward(out, call.read(h), head, how, &size, memory);
     }
 
     fn score_backward(
         &self,
         dh: View,
         dw: View,
+        dbias: Option<View>,
         before: Option<View>,
         statistics: View,
         h: View,
         w: View,
+        bias: Option<View>,
         loss: &dyn Loss,
         scale: f32,
         size: Scores,
@@ -238,9 +342,10 @@ impl Kernels for CpuKernels<'_> {
         debug_assert_eq!(statistics.len, size.rows * STATISTICS);
         let scratch = scratch.nested();
         let memory = scratch.take(cross_entropy::backward_scratch(&size));
-        let reads = [statistics, h, w, before.unwrap_or(h)];
-        let Some(call) = self.call([dh, dw, memory], &reads) else { return };
-        let [dh, dw, memory] = call.write();
+        let reads = [statistics, h, w, before.unwrap_or(h), or_nothing(bias)];
+        let writes = [dh, dw, or_nothing(dbias), memory];
+        let Some(call) = self.call(writes, &reads) else { return };
+        let [dh, dw, dbias_or_nothing, memory] = call.write();
         match before {
             Some(before) => dh.copy_from_slice(call.read(before)),
             None => dh.fill(0.0),
@@ -248,10 +353,11 @@ impl Kernels for CpuKernels<'_> {
         let inputs = cross_entropy::Inputs {
             statistics: call.read(statistics),
             h: call.read(h),
-            w: call.read(w),
+            head: cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) },
             loss,
             scale,
         };
-        cross_entropy::backward(self.level, dh, dw, inputs, &size, accumulate, memory);
+        let gradients = cross_entropy::Gradients { dh, dw, dbias: dbias.map(|_| dbias_or_nothing) };
+        cross_entropy::backward(self.level, gradients, inputs, &size, accumulate, memory);
     }
 }

@@ -10,6 +10,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::scattered::Scattered;
+use crate::models::Linear;
 use crate::simd::Level;
 
 const TILE_ROWS: usize = 256;
@@ -108,31 +109,38 @@ pub(super) fn transpose(t: &mut [f32], x: &[f32], rows: usize, columns: usize) {
     });
 }
 
-/// y = x w + b.
-pub(super) fn forward(
-    y: &mut [f32],
-    x: &[f32],
-    w: &[f32],
-    b: &[f32],
-    (rows, inputs, outputs): (usize, usize, usize),
-) {
-    y.par_chunks_mut(outputs * SUM_ROWS).for_each(|rows| {
-        rows.chunks_exact_mut(outputs).for_each(|row| row.copy_from_slice(b));
-    });
-    let (x, w) = (Matrix::rows(x, inputs), Matrix::rows(w, outputs));
-    matmul(y, x, w, (rows, inputs, outputs), true);
+/// w as (inputs, outputs), however it lies.
+fn upright<'w>(w: &'w [f32], size: &Linear) -> Matrix<'w> {
+    if size.turned {
+        Matrix::rows(w, size.inputs).transposed()
+    } else {
+        Matrix::rows(w, size.outputs)
+    }
 }
 
-/// Floats of scratch that [`backward`] needs: x transposed, partial sums of db.
-pub(super) fn scratch(rows: usize, inputs: usize, outputs: usize) -> usize {
-    (rows * inputs).max(sum_scratch(rows, outputs))
+/// y = x w + b.
+pub(super) fn forward(y: &mut [f32], x: &[f32], w: &[f32], b: Option<&[f32]>, size: &Linear) {
+    let Linear { rows, inputs, outputs, .. } = *size;
+    if let Some(b) = b {
+        y.par_chunks_mut(outputs * SUM_ROWS).for_each(|rows| {
+            rows.chunks_exact_mut(outputs).for_each(|row| row.copy_from_slice(b));
+        });
+    }
+    let (x, w) = (Matrix::rows(x, inputs), upright(w, size));
+    matmul(y, x, w, (rows, inputs, outputs), b.is_some());
+}
+
+/// Floats of scratch that [`backward`] needs: x (or dy) transposed, partial sums of db.
+pub(super) fn scratch(size: &Linear) -> usize {
+    let turns = if size.turned { size.outputs } else { size.inputs };
+    (size.rows * turns).max(sum_scratch(size.rows, size.outputs))
 }
 
 /// What the backward writes.
 pub(super) struct Gradients<'a> {
     pub(super) dx: &'a mut [f32],
     pub(super) dw: &'a mut [f32],
-    pub(super) db: &'a mut [f32],
+    pub(super) db: Option<&'a mut [f32]>,
 }
 
 /// What the backward reads.
@@ -143,21 +151,27 @@ pub(super) struct Inputs<'a> {
     pub(super) w: &'a [f32],
 }
 
-/// dx = dy wᵀ, dw (+)= xᵀ dy, db (+)= Σ dy.
+/// dx = dy wᵀ, dw (+)= xᵀ dy (turned: dyᵀ x), db (+)= Σ dy.
 pub(super) fn backward(
     level: Level,
     Gradients { dx, dw, db }: Gradients<'_>,
     Inputs { dy, x, w }: Inputs<'_>,
-    (rows, inputs, outputs): (usize, usize, usize),
+    size: &Linear,
     accumulate: bool,
     scratch: &mut [f32],
 ) {
-    sum_rows(level, db, dy, rows, accumulate, &mut scratch[..sum_scratch(rows, outputs)]);
-    let turned = &mut scratch[..rows * inputs];
-    transpose(turned, x, rows, inputs);
-    let (turned, dy) = (Matrix::rows(turned, rows), Matrix::rows(dy, outputs));
-    matmul(dw, turned, dy, (inputs, rows, outputs), accumulate);
-    matmul(dx, dy, Matrix::rows(w, outputs).transposed(), (rows, outputs, inputs), false);
+    let Linear { rows, inputs, outputs, turned } = *size;
+    if let Some(db) = db {
+        sum_rows(level, db, dy, rows, accumulate, &mut scratch[..sum_scratch(rows, outputs)]);
+    }
+    let (left, left_by, right, right_by) =
+        if turned { (dy, outputs, x, inputs) } else { (x, inputs, dy, outputs) };
+    let side = &mut scratch[..rows * left_by];
+    transpose(side, left, rows, left_by);
+    let (side, right) = (Matrix::rows(side, rows), Matrix::rows(right, right_by));
+    matmul(dw, side, right, (left_by, rows, right_by), accumulate);
+    let dy = Matrix::rows(dy, outputs);
+    matmul(dx, dy, upright(w, size).transposed(), (rows, outputs, inputs), false);
 }
 
 /// Floats of scratch for [`sum_rows`].
@@ -213,30 +227,37 @@ mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
 
-    fn plain(x: &[f64], w: &[f64], b: &[f64], (r, c, n): (usize, usize, usize)) -> Vec<f64> {
+    fn plain(x: &[f64], w: &[f64], b: &[f64], size: Linear) -> Vec<f64> {
+        let Linear { rows: r, inputs: c, outputs: n, turned } = size;
+        let weight = |i: usize, out: usize| if turned { w[out * c + i] } else { w[i * n + out] };
         let at = |row: usize, out: usize| {
-            b[out] + (0..c).map(|i| x[row * c + i] * w[i * n + out]).sum::<f64>()
+            b[out] + (0..c).map(|i| x[row * c + i] * weight(i, out)).sum::<f64>()
         };
         (0..r * n).map(|index| at(index / n, index % n)).collect()
     }
 
     #[test]
     fn forward_and_backward_are_the_plain_ones() {
-        for (r, c, n) in [(1, 1, 1), (5, 7, 3), (130, 33, 17), (300, 20, 530)] {
+        let sizes = [(1, 1, 1), (5, 7, 3), (130, 33, 17), (300, 20, 530)];
+        for ((r, c, n), turned) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
+            let size = Linear { rows: r, inputs: c, outputs: n, turned };
             let (x, w, b) = (noise(r * c, 1), noise(c * n, 2), noise(n, 3));
             for level in Level::all() {
                 let mut y = vec![f32::NAN; r * n];
-                forward(&mut y, &x.narrow, &w.narrow, &b.narrow, (r, c, n));
-                close(&y, &plain(&x.wide, &w.wide, &b.wide, (r, c, n)), 1e-5);
+                forward(&mut y, &x.narrow, &w.narrow, Some(&b.narrow), &size);
+                close(&y, &plain(&x.wide, &w.wide, &b.wide, size), 1e-5);
+                let none = vec![0.0; n];
+                forward(&mut y, &x.narrow, &w.narrow, None, &size);
+                close(&y, &plain(&x.wide, &w.wide, &none, size), 1e-5);
 
                 let dy = noise(r * n, 4);
                 let gradients = |accumulate: bool, start: f32| {
                     let mut dx = vec![f32::NAN; r * c];
                     let (mut dw, mut db) = (vec![start; c * n], vec![start; n]);
-                    let mut memory = vec![f32::NAN; scratch(r, c, n)];
-                    let gradients = Gradients { dx: &mut dx, dw: &mut dw, db: &mut db };
+                    let mut memory = vec![f32::NAN; scratch(&size)];
+                    let gradients = Gradients { dx: &mut dx, dw: &mut dw, db: Some(&mut db) };
                     let inputs = Inputs { dy: &dy.narrow, x: &x.narrow, w: &w.narrow };
-                    backward(level, gradients, inputs, (r, c, n), accumulate, &mut memory);
+                    backward(level, gradients, inputs, &size, accumulate, &mut memory);
                     (dx, dw, db)
                 };
                 let (dx, dw, db) = gradients(false, f32::NAN);
@@ -246,7 +267,7 @@ mod tests {
                 close(&db_more, &more(&db), 1e-5);
                 if r * c * n < 1000 {
                     let loss = |x: &[f64], w: &[f64], b: &[f64]| {
-                        let y = plain(x, w, b, (r, c, n));
+                        let y = plain(x, w, b, size);
                         y.iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
                     };
                     close(&dx, &differences(&x.wide, |x| loss(x, &w.wide, &b.wide)), 1e-4);

@@ -3,17 +3,19 @@
 //! A copy that another device would make over a link is a copy here too, between the host's
 //! memory and the arena, so that everything the ring does is done and can be measured.
 
+mod activation;
 mod attention;
 mod cross_entropy;
 mod dropout;
 mod embedding;
-mod gelu;
+mod head_norm;
 mod kernels;
-mod layer_norm;
 mod linear;
 mod math;
+mod norm;
 #[cfg(test)]
 mod oracle;
+mod rotary;
 mod sampling;
 mod scattered;
 #[cfg(test)]
@@ -259,10 +261,12 @@ impl Cpu {
         };
         let block = visit.blocks()[0];
         let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
+        let first_row = first_sequence as usize * rows.positions;
+        let kinds = &data.batch.kinds[first_row..first_row + rows.count()];
         let draw = Draw { seed: self.seed, step: data.trained, first_sequence };
         let accumulate = gradients.first().map(|one| !one.first);
         let stay = visit::Stay {
-            micro: Micro { rows, lengths, draw: (data.goal == Goal::Train).then_some(draw) },
+            micro: Micro { rows, lengths, kinds, draw: (data.goal == Goal::Train).then_some(draw) },
             weights: self.weights(block, weights[0]),
             gradient: gradients.first().map(|one| self.gradient(block, one.slot)),
             accumulate: accumulate.unwrap_or(false),

@@ -1,8 +1,7 @@
 //! Draws tokens over tiles of the vocabulary: a running best of logit ÷ temperature + Gumbel
 //! noise. The noise is a function of seed, position and token, so tiles do not matter.
 
-use super::cross_entropy::{CHUNK, gather, labelled};
-use super::linear::{Matrix, matmul};
+use super::cross_entropy::{CHUNK, Head, gather, labelled, logits_of};
 use crate::models::{STATISTICS, Sampling, Scores};
 use crate::random;
 
@@ -22,7 +21,7 @@ pub(super) fn drawn(statistics: &[f32]) -> u32 {
 pub(super) fn forward(
     out: &mut [f32],
     h: &[f32],
-    w: &[f32],
+    head: Head<'_>,
     how: Sampling,
     size: &Scores,
     scratch: &mut [f32],
@@ -37,8 +36,7 @@ pub(super) fn forward(
         }
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
-        let (a, b) = (Matrix::rows(&gathered[..count * c], c), Matrix::rows(w, c).transposed());
-        matmul(logits, a, b, (count, c, v), false);
+        logits_of(logits, &gathered[..count * c], head, count, size);
         for (logits, &row) in logits.chunks_exact(v).zip(&rows[..count]) {
             let [best, _, token, _] = &mut out[row * STATISTICS..][..STATISTICS] else {
                 unreachable!("four floats a position")
@@ -69,7 +67,7 @@ mod tests {
         for (index, w) in w.chunks(tile).enumerate() {
             let size = Scores { rows: 1, channels: 1, tile: w.len(), first: index * tile };
             let mut scratch = vec![0.0; forward_scratch(&size)];
-            forward(&mut statistics, &[1.0], w, how, &size, &mut scratch);
+            forward(&mut statistics, &[1.0], Head { w, bias: None }, how, &size, &mut scratch);
         }
         drawn(&statistics)
     }

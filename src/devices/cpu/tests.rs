@@ -35,7 +35,7 @@ impl Small {
     }
 
     fn model(&self) -> Model {
-        Model::gpt2(shape_of(&self.config).expect("a shape of ours"))
+        Model::new(shape_of(&self.config).expect("a shape of ours"))
     }
 }
 

@@ -57,27 +57,29 @@ fn go(
             layer.backward(kernels, &pass);
         }
         (&Part::Head(tile), false) => {
-            let w = weights.part(0..tile.rows * model.shape.hidden);
+            let (w, bias) = head_views(model, tile, weights);
             let size = model.scores(tile, micro.rows.count());
             let (out, statistics, h) = (writes[0], reads[1], reads[0]);
             match sampling {
-                Some(how) => kernels.sample(out, statistics, h, w, how, size, scratch),
-                None => kernels.score(out, statistics, h, w, size, scratch),
+                Some(how) => kernels.sample(out, statistics, h, w, bias, how, size, scratch),
+                None => kernels.score(out, statistics, h, w, bias, size, scratch),
             }
         }
         (&Part::Head(tile), true) => {
-            let elements = tile.rows * model.shape.hidden;
             let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
-            let (w, dw) = (weights.part(0..elements), gradient.part(0..elements));
+            let (w, bias) = head_views(model, tile, weights);
+            let (dw, dbias) = head_views(model, tile, gradient);
             let (h, statistics, before) = (reads[0], reads[1], reads.get(2).copied());
             let size = model.scores(tile, micro.rows.count());
             kernels.score_backward(
                 writes[0],
                 dw,
+                dbias,
                 before,
                 statistics,
                 h,
                 w,
+                bias,
                 &*model.loss,
                 scale,
                 size,
@@ -87,6 +89,13 @@ fn go(
         }
     }
     scratch.peak()
+}
+
+/// The table of a head's tile, and its bias by token.
+fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
+    let table = tile.rows * model.shape.hidden;
+    let bias = table.next_multiple_of(16);
+    (block.part(0..table), model.shape.masked_head.then(|| block.part(bias..bias + tile.rows)))
 }
 
 /// Floats of workspace that one micro-batch needs, found by walking every layer both ways on a
@@ -100,7 +109,8 @@ pub(crate) fn workspace(
     let rows = Rows { sequences, positions };
     let lengths = vec![positions; sequences];
     let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0 });
-    let micro = Micro { rows, lengths: &lengths, draw };
+    let kinds = vec![0; rows.count()];
+    let micro = Micro { rows, lengths: &lengths, kinds: &kinds, draw };
     let kernels = CpuKernels { memory: None, level: Level::Portable };
     let hidden = rows.count() * model.shape.hidden;
     let mut most = 0;

@@ -1,9 +1,11 @@
-//! Layer normalisation (Ba et al. 2016) over the channels of each row.
+//! Norms over the channels of each row: by mean and deviation (Ba et al. 2016), or by root mean
+//! square alone (Zhang and Sennrich 2019), which is the same with a mean of 0.
 
 use rayon::prelude::*;
 
 use super::linear::add_parts;
 use super::math::{dot, sum};
+use crate::models::Norm;
 use crate::simd::Level;
 
 /// Rows that one partial sum of dγ and dβ takes: by shape, never by threads.
@@ -15,8 +17,8 @@ pub(super) fn forward(
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
-    (gamma, beta): (&[f32], &[f32]),
-    epsilon: f32,
+    (gamma, beta): (&[f32], Option<&[f32]>),
+    Norm { epsilon, rms, .. }: Norm,
 ) {
     let c = gamma.len();
     let chunks = y.par_chunks_mut(c * SUM_ROWS).zip(statistics.par_chunks_mut(2 * SUM_ROWS));
@@ -26,11 +28,13 @@ pub(super) fn forward(
             || {
                 let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
                 for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
-                    let mean = sum(x) / c as f32;
+                    let mean = if rms { 0.0 } else { sum(x) / c as f32 };
                     y.iter_mut().zip(x).for_each(|(y, x)| *y = x - mean);
                     let rstd = 1.0 / (dot(y, y) / c as f32 + epsilon).sqrt();
-                    let affine = gamma.iter().zip(beta);
-                    y.iter_mut().zip(affine).for_each(|(y, (g, b))| *y = *y * rstd * g + b);
+                    y.iter_mut().zip(gamma).for_each(|(y, g)| *y = *y * rstd * g);
+                    if let Some(beta) = beta {
+                        y.iter_mut().zip(beta).for_each(|(y, b)| *y += b);
+                    }
                     statistics.copy_from_slice(&[mean, rstd]);
                 }
             },
@@ -51,13 +55,14 @@ pub(super) struct Inputs<'a> {
     pub(super) x: &'a [f32],
     pub(super) statistics: &'a [f32],
     pub(super) gamma: &'a [f32],
+    pub(super) rms: bool,
 }
 
 /// dx = residual + …; dγ and dβ (+)= …, summed over 64 rows at a time, then in order.
 pub(super) fn backward(
     level: Level,
     dx: &mut [f32],
-    (dgamma, dbeta): (&mut [f32], &mut [f32]),
+    (dgamma, dbeta): (&mut [f32], Option<&mut [f32]>),
     inputs: Inputs<'_>,
     accumulate: bool,
     scratch: &mut [f32],
@@ -80,7 +85,9 @@ pub(super) fn backward(
         );
     });
     add_parts(level, dgamma, gamma_parts, accumulate);
-    add_parts(level, dbeta, beta_parts, accumulate);
+    if let Some(dbeta) = dbeta {
+        add_parts(level, dbeta, beta_parts, accumulate);
+    }
 }
 
 #[inline(always)]
@@ -101,7 +108,7 @@ fn backward_row(
         dgamma[i] += dy[i] * ((x[i] - mean) * rstd);
         dbeta[i] += dy[i];
     }
-    let g_mean = sum(dx) / c as f32;
+    let g_mean = if inputs.rms { 0.0 } else { sum(dx) / c as f32 };
     // Σ g x̂ = rstd (Σ g x − mean Σ g), but that cancels: x̂ is made anew.
     let g_xhat = super::math::dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
     for i in 0..c {
@@ -119,11 +126,11 @@ mod tests {
 
     const EPSILON: f32 = 1e-5;
 
-    fn plain(x: &[f64], gamma: &[f64], beta: &[f64]) -> Vec<f64> {
+    fn plain(x: &[f64], gamma: &[f64], beta: &[f64], rms: bool) -> Vec<f64> {
         let c = gamma.len();
         let mut y = Vec::new();
         for row in x.chunks(c) {
-            let mean = row.iter().sum::<f64>() / c as f64;
+            let mean = if rms { 0.0 } else { row.iter().sum::<f64>() / c as f64 };
             let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / c as f64;
             let rstd = 1.0 / (variance + f64::from(EPSILON)).sqrt();
             y.extend((0..c).map(|i| (row[i] - mean) * rstd * gamma[i] + beta[i]));
@@ -133,14 +140,16 @@ mod tests {
 
     #[test]
     fn forward_and_backward_are_the_plain_ones() {
-        for (rows, c) in [(1, 2), (3, 7), (5, 48), (150, 5)] {
+        let sizes = [(1, 2), (3, 7), (5, 48), (150, 5)];
+        for ((rows, c), rms) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
+            let size = Norm { rows, channels: c, epsilon: EPSILON, rms };
             let (x, gamma, beta) = (noise(rows * c, 1), noise(c, 2), noise(c, 3));
             let (dy, residual) = (noise(rows * c, 4), noise(rows * c, 5));
             for level in Level::all() {
                 let (mut y, mut statistics) = (vec![f32::NAN; rows * c], vec![f32::NAN; 2 * rows]);
-                let affine = (&gamma.narrow[..], &beta.narrow[..]);
-                forward(level, &mut y, &mut statistics, &x.narrow, affine, EPSILON);
-                close(&y, &plain(&x.wide, &gamma.wide, &beta.wide), 1e-5);
+                let affine = (&gamma.narrow[..], Some(&beta.narrow[..]));
+                forward(level, &mut y, &mut statistics, &x.narrow, affine, size);
+                close(&y, &plain(&x.wide, &gamma.wide, &beta.wide, rms), 1e-5);
 
                 let mut dx = vec![f32::NAN; rows * c];
                 let (mut dgamma, mut dbeta) = (vec![f32::NAN; c], vec![f32::NAN; c]);
@@ -150,12 +159,13 @@ mod tests {
                     x: &x.narrow,
                     statistics: &statistics,
                     gamma: &gamma.narrow,
+                    rms,
                 };
                 let mut memory = vec![f32::NAN; scratch(rows, c)];
-                let gradients = (&mut dgamma[..], &mut dbeta[..]);
+                let gradients = (&mut dgamma[..], Some(&mut dbeta[..]));
                 backward(level, &mut dx, gradients, inputs, false, &mut memory);
                 let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| {
-                    let y = plain(x, gamma, beta);
+                    let y = plain(x, gamma, beta, rms);
                     y.iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
                 };
                 let slope = differences(&x.wide, |x| loss(x, &gamma.wide, &beta.wide));

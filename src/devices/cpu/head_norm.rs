@@ -1,0 +1,169 @@
+//! Norms of each head of queries and keys by root mean square (Henry et al. 2020, as in Qwen3).
+
+use rayon::prelude::*;
+
+use super::linear::add_parts;
+use super::math::{dot, dot_with};
+use crate::models::Attention;
+use crate::simd::Level;
+
+/// Rows that one partial sum of dγ takes: by shape, never by threads.
+const SUM_ROWS: usize = 64;
+
+/// y = γ x rstd by head; values are copied. `statistics`: (R, H + K), rstd.
+pub(super) fn forward(
+    level: Level,
+    y: &mut [f32],
+    statistics: &mut [f32],
+    x: &[f32],
+    gamma: [&[f32]; 2],
+    epsilon: f32,
+    size: &Attention<'_>,
+) {
+    let (width, d, normed) = (size.packed(), size.head_size, size.heads + size.kv_heads);
+    let rows = y.par_chunks_mut(width).zip(statistics.par_chunks_mut(normed));
+    rows.zip(x.par_chunks(width)).for_each(|((y, statistics), x)| {
+        level.run(
+            #[inline(always)]
+            || {
+                for (head, statistic) in statistics.iter_mut().enumerate() {
+                    let gamma = gamma[usize::from(head >= size.heads)];
+                    let (y, x) = (&mut y[head * d..][..d], &x[head * d..][..d]);
+                    *statistic = 1.0 / (dot(x, x) / d as f32 + epsilon).sqrt();
+                    let all = y.iter_mut().zip(x).zip(gamma);
+                    all.for_each(|((y, x), g)| *y = *x * *statistic * g);
+                }
+                y[normed * d..].copy_from_slice(&x[normed * d..]);
+            },
+        );
+    });
+}
+
+/// Floats of scratch that [`backward`] needs.
+pub(super) fn scratch(size: &Attention<'_>) -> usize {
+    size.rows.count().div_ceil(SUM_ROWS) * 2 * size.head_size
+}
+
+/// What the backward reads.
+#[derive(Clone, Copy)]
+pub(super) struct Inputs<'a> {
+    pub(super) x: &'a [f32],
+    pub(super) statistics: &'a [f32],
+    pub(super) gamma: [&'a [f32]; 2],
+}
+
+/// dx from dy, which it holds before; dγ (+)= ….
+pub(super) fn backward(
+    level: Level,
+    dx: &mut [f32],
+    dgamma: [&mut [f32]; 2],
+    inputs: Inputs<'_>,
+    size: &Attention<'_>,
+    accumulate: bool,
+    scratch: &mut [f32],
+) {
+    let (width, d, normed) = (size.packed(), size.head_size, size.heads + size.kv_heads);
+    let (q_parts, k_parts) = scratch.split_at_mut(scratch.len() / 2);
+    let parts = q_parts.par_chunks_mut(d).zip(k_parts.par_chunks_mut(d));
+    let chunks = dx.par_chunks_mut(width * SUM_ROWS).zip(parts).enumerate();
+    chunks.for_each(|(chunk, (dx, (q_part, k_part)))| {
+        level.run(
+            #[inline(always)]
+            || {
+                q_part.fill(0.0);
+                k_part.fill(0.0);
+                for (index, dx) in dx.chunks_exact_mut(width).enumerate() {
+                    let row = chunk * SUM_ROWS + index;
+                    let x = &inputs.x[row * width..][..width];
+                    for head in 0..normed {
+                        let is_key = head >= size.heads;
+                        let part = if is_key { &mut *k_part } else { &mut *q_part };
+                        let gamma = inputs.gamma[usize::from(is_key)];
+                        let rstd = inputs.statistics[row * normed + head];
+                        backward_head(
+                            &mut dx[head * d..][..d],
+                            part,
+                            &x[head * d..][..d],
+                            gamma,
+                            rstd,
+                        );
+                    }
+                }
+            },
+        );
+    });
+    let [q, k] = dgamma;
+    add_parts(level, q, q_parts, accumulate);
+    add_parts(level, k, k_parts, accumulate);
+}
+
+/// dx = rstd (g − x̂ mean(g x̂)), g = dy γ.
+#[inline(always)]
+fn backward_head(dx: &mut [f32], dgamma: &mut [f32], x: &[f32], gamma: &[f32], rstd: f32) {
+    for (((dx, dgamma), x), gamma) in dx.iter_mut().zip(dgamma).zip(x).zip(gamma) {
+        *dgamma += *dx * (x * rstd);
+        *dx *= gamma;
+    }
+    let mean = dot_with(dx, x, |x| x * rstd) / x.len() as f32;
+    dx.iter_mut().zip(x).for_each(|(dx, x)| *dx = rstd * (*dx - x * rstd * mean));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{close, differences, noise};
+    use super::*;
+    use crate::models::Rows;
+
+    const EPSILON: f32 = 1e-5;
+
+    fn plain(x: &[f64], gamma: [&[f64]; 2], size: &Attention<'_>) -> Vec<f64> {
+        let d = size.head_size;
+        let head = |(index, x): (usize, &[f64])| -> Vec<f64> {
+            let head = index % (size.heads + 2 * size.kv_heads);
+            if head >= size.heads + size.kv_heads {
+                return x.to_vec();
+            }
+            let square = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
+            let rstd = 1.0 / (square + f64::from(EPSILON)).sqrt();
+            let gamma = gamma[usize::from(head >= size.heads)];
+            x.iter().zip(gamma).map(|(x, g)| x * rstd * g).collect()
+        };
+        x.chunks(d).enumerate().flat_map(head).collect()
+    }
+
+    #[test]
+    fn forward_and_backward_are_the_plain_ones() {
+        let size = Attention {
+            rows: Rows { sequences: 2, positions: 35 },
+            heads: 2,
+            kv_heads: 1,
+            head_size: 3,
+            causal: true,
+            window: None,
+            lengths: &[],
+            dropout: None,
+        };
+        let len = size.rows.count() * size.packed();
+        let (x, dy) = (noise(len, 1), noise(len, 2));
+        let (q, k) = (noise(3, 3), noise(3, 4));
+        for level in Level::all() {
+            let mut y = vec![f32::NAN; len];
+            let mut statistics = vec![f32::NAN; size.rows.count() * 3];
+            let gamma = [&q.narrow[..], &k.narrow];
+            forward(level, &mut y, &mut statistics, &x.narrow, gamma, EPSILON, &size);
+            close(&y, &plain(&x.wide, [&q.wide, &k.wide], &size), 1e-5);
+            let mut dx = dy.narrow.clone();
+            let (mut dq, mut dk) = (vec![f32::NAN; 3], vec![f32::NAN; 3]);
+            let inputs = Inputs { x: &x.narrow, statistics: &statistics, gamma };
+            let mut memory = vec![f32::NAN; scratch(&size)];
+            let dgamma = [&mut dq[..], &mut dk];
+            backward(level, &mut dx, dgamma, inputs, &size, false, &mut memory);
+            let loss = |x: &[f64], q: &[f64], k: &[f64]| {
+                plain(x, [q, k], &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
+            };
+            close(&dx, &differences(&x.wide, |x| loss(x, &q.wide, &k.wide)), 1e-4);
+            close(&dq, &differences(&q.wide, |q| loss(&x.wide, q, &k.wide)), 1e-4);
+            close(&dk, &differences(&k.wide, |k| loss(&x.wide, &q.wide, k)), 1e-4);
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Positions by rotation (Su et al. 2021), of the first and second half of each head's channels
+//! against each other, as transformers pairs them.
+
+use rayon::prelude::*;
+
+use crate::models::{Attention, Rotary};
+use crate::simd::Level;
+
+/// Channels of the largest head, halved.
+const PAIRS: usize = super::attention::HEAD_LIMIT / 2;
+
+/// Turns queries and keys in place, forward or back. qkv: (R, (H + 2K) D).
+pub(super) fn rotate(
+    level: Level,
+    qkv: &mut [f32],
+    rotary: &Rotary,
+    size: &Attention<'_>,
+    back: bool,
+) {
+    let (d, positions) = (size.head_size, size.rows.positions);
+    let pairs = d / 2;
+    let mut frequencies = [0.0; PAIRS];
+    for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
+        *to = frequency;
+    }
+    let turned = (size.heads + size.kv_heads) * d;
+    qkv.par_chunks_mut(size.packed()).enumerate().for_each(|(row, qkv)| {
+        let position = (row % positions) as f32;
+        let (mut cos, mut sin) = ([0.0; PAIRS], [0.0; PAIRS]);
+        for pair in 0..pairs {
+            // The angle in f32, as transformers has it; its sine and cosine exactly.
+            let (s, c) = f64::from(position * frequencies[pair]).sin_cos();
+            (cos[pair], sin[pair]) = (c as f32, if back { -s as f32 } else { s as f32 });
+        }
+        level.run(
+            #[inline(always)]
+            || {
+                for head in qkv[..turned].chunks_exact_mut(d) {
+                    let (first, second) = head.split_at_mut(pairs);
+                    let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
+                    for ((a, b), (cos, sin)) in pairs {
+                        (*a, *b) = (*a * cos - *b * sin, *b * cos + *a * sin);
+                    }
+                }
+            },
+        );
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::oracle::{close, noise};
+    use super::*;
+    use crate::models::{RotaryScaling, Rows};
+
+    fn size(
+        heads: usize,
+        kv_heads: usize,
+        head_size: usize,
+        positions: usize,
+    ) -> Attention<'static> {
+        Attention {
+            rows: Rows { sequences: 2, positions },
+            heads,
+            kv_heads,
+            head_size,
+            causal: true,
+            window: None,
+            lengths: &[],
+            dropout: None,
+        }
+    }
+
+    #[test]
+    fn it_turns_queries_and_keys_and_back() {
+        let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::None };
+        let size = size(3, 1, 4, 5);
+        let x = noise(size.rows.count() * size.packed(), 1);
+        for level in Level::all() {
+            let mut y = x.narrow.clone();
+            rotate(level, &mut y, &rotary, &size, false);
+            let expected: Vec<f64> = (0..x.wide.len())
+                .map(|at| {
+                    let (row, column) = (at / size.packed(), at % size.packed());
+                    let (head, i) = (column / 4, column % 4);
+                    if head >= 4 {
+                        return x.wide[at];
+                    }
+                    let angle = (row % 5) as f64 / 100_f64.powf((i % 2) as f64 / 2.0);
+                    let other = if i < 2 { -x.wide[at + 2] } else { x.wide[at - 2] };
+                    x.wide[at] * angle.cos() + other * angle.sin()
+                })
+                .collect();
+            close(&y, &expected, 1e-6);
+            rotate(level, &mut y, &rotary, &size, true);
+            close(&y, &x.wide, 1e-6);
+        }
+    }
+
+    /// Of transformers' llama3 scaling: theta 500000, factor 8, low 1, high 4, 8192 positions.
+    #[test]
+    fn stretched_frequencies_are_transformers() {
+        let scaling = RotaryScaling::Llama3 { factor: 8.0, low: 1.0, high: 4.0, positions: 8192 };
+        let rotary = Rotary { theta: 500_000.0, scaling };
+        let found: Vec<f32> = rotary.frequencies(128).collect();
+        for (pair, expected) in
+            [(0, 1.0), (28, 3.211_446e-3), (29, 2.166_570_6e-3), (63, 3.068_926e-7)]
+        {
+            assert!((found[pair] / expected - 1.0).abs() < 1e-6, "{pair}: {}", found[pair]);
+        }
+        let halved = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
+        assert_eq!(halved.frequencies(4).collect::<Vec<_>>(), [0.5, 0.05]);
+    }
+}

@@ -1,0 +1,103 @@
+//! BERT (Devlin et al. 2019): learned positions and token types, norms behind each sum, sight both
+//! ways; a transform and a bias by token at the head.
+
+use serde_json::{Value, json};
+
+use super::read::{Keys, activation, flag, number, only, size};
+use super::{NONE, Names};
+use crate::models::{Dropouts, Shape};
+
+pub(super) static NAMES: Names = Names {
+    family: "bert",
+    prefix: "bert.",
+    embedding: "bert.embeddings.word_embeddings.weight",
+    positions: "bert.embeddings.position_embeddings.weight",
+    token_types: "bert.embeddings.token_type_embeddings.weight",
+    stem_norm: "bert.embeddings.LayerNorm",
+    qkv: &[
+        "bert.encoder.layer.{}.attention.self.query",
+        "bert.encoder.layer.{}.attention.self.key",
+        "bert.encoder.layer.{}.attention.self.value",
+    ],
+    projection: "bert.encoder.layer.{}.attention.output.dense",
+    norm1: "bert.encoder.layer.{}.attention.output.LayerNorm",
+    up: &["bert.encoder.layer.{}.intermediate.dense"],
+    down: "bert.encoder.layer.{}.output.dense",
+    norm2: "bert.encoder.layer.{}.output.LayerNorm",
+    transform: "cls.predictions.transform.dense",
+    transform_norm: "cls.predictions.transform.LayerNorm",
+    head_bias: "cls.predictions.bias",
+    head: "cls.predictions.decoder.weight",
+    read,
+    write,
+    ..NONE
+};
+
+/// What RoBERTa reads too: everything but where positions begin.
+pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
+    only(keys, "position_embedding_type", "absolute")?;
+    only(keys, "is_decoder", false)?;
+    let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
+    let residual = number(keys, "hidden_dropout_prob", 0.1)?;
+    Ok(Shape {
+        names,
+        layers: size(keys, "num_hidden_layers")?,
+        hidden,
+        heads,
+        kv_heads: heads,
+        head_size: hidden / heads.max(1),
+        intermediate: size(keys, "intermediate_size")?,
+        vocabulary: size(keys, "vocab_size")?,
+        positions: size(keys, "max_position_embeddings")?,
+        learned_positions: Some(0),
+        token_types: size(keys, "type_vocab_size")?,
+        rotary: None,
+        causal: false,
+        window: None,
+        rms_norm: false,
+        post_norm: true,
+        norm_epsilon: number(keys, "layer_norm_eps", 1e-12)?,
+        qk_norm: false,
+        biases: [true; 3],
+        activation: activation(keys, "hidden_act", "gelu")?,
+        gated: false,
+        turned: true,
+        dropout: Dropouts {
+            embedding: residual,
+            attention: number(keys, "attention_probs_dropout_prob", 0.1)?,
+            projection: residual,
+            feed_forward: residual,
+        },
+        tied: flag(keys, "tie_word_embeddings", true)?,
+        masked_head: true,
+        initializer_range: number(keys, "initializer_range", 0.02)?,
+    })
+}
+
+/// What [`read_shared`] reads.
+pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
+    json!({
+        "architectures": [architecture],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions + shape.learned_positions.unwrap_or(0),
+        "type_vocab_size": shape.token_types,
+        "layer_norm_eps": shape.norm_epsilon,
+        "hidden_act": shape.activation.name(),
+        "hidden_dropout_prob": shape.dropout.feed_forward,
+        "attention_probs_dropout_prob": shape.dropout.attention,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.initializer_range,
+    })
+}
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    read_shared(keys, &NAMES)
+}
+
+fn write(shape: &Shape) -> Value {
+    write_shared(shape, "BertForMaskedLM")
+}

@@ -1,0 +1,105 @@
+//! GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, a final norm, a tied head.
+//! Weights of products are (inputs, outputs).
+
+use serde_json::{Value, json};
+
+use super::read::{Keys, activation, flag, number, only, size, size_or_none};
+use super::{NONE, Names};
+use crate::models::{Activation, Dropouts, Shape};
+
+pub(super) static NAMES: Names = Names {
+    family: "gpt2",
+    prefix: "transformer.",
+    embedding: "transformer.wte.weight",
+    positions: "transformer.wpe.weight",
+    norm1: "transformer.h.{}.ln_1",
+    qkv: &["transformer.h.{}.attn.c_attn"],
+    projection: "transformer.h.{}.attn.c_proj",
+    norm2: "transformer.h.{}.ln_2",
+    up: &["transformer.h.{}.mlp.c_fc"],
+    down: "transformer.h.{}.mlp.c_proj",
+    final_norm: "transformer.ln_f",
+    read,
+    write,
+    ..NONE
+};
+
+/// GPT-2 of these sizes: blocks, channels, heads, feed-forward, tokens, positions.
+pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize; 6]) -> Shape {
+    Shape {
+        names: &NAMES,
+        layers,
+        hidden,
+        heads,
+        kv_heads: heads,
+        head_size: hidden / heads.max(1),
+        intermediate,
+        vocabulary,
+        positions,
+        learned_positions: Some(0),
+        token_types: 0,
+        rotary: None,
+        causal: true,
+        window: None,
+        rms_norm: false,
+        post_norm: false,
+        norm_epsilon: 1e-5,
+        qk_norm: false,
+        biases: [true; 3],
+        activation: Activation::GeluTanh,
+        gated: false,
+        turned: false,
+        dropout: Dropouts::default(),
+        tied: true,
+        masked_head: false,
+        initializer_range: 0.02,
+    }
+}
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    only(keys, "scale_attn_weights", true)?;
+    only(keys, "scale_attn_by_inverse_layer_idx", false)?;
+    only(keys, "add_cross_attention", false)?;
+    let hidden = size(keys, "n_embd")?;
+    let intermediate = size_or_none(keys, "n_inner")?.unwrap_or(hidden.saturating_mul(4));
+    let sizes = [
+        size(keys, "n_layer")?,
+        hidden,
+        size(keys, "n_head")?,
+        intermediate,
+        size(keys, "vocab_size")?,
+        size(keys, "n_positions")?,
+    ];
+    Ok(Shape {
+        activation: activation(keys, "activation_function", "gelu_new")?,
+        norm_epsilon: number(keys, "layer_norm_epsilon", 1e-5)?,
+        dropout: Dropouts {
+            embedding: number(keys, "embd_pdrop", 0.1)?,
+            attention: number(keys, "attn_pdrop", 0.1)?,
+            projection: number(keys, "resid_pdrop", 0.1)?,
+            feed_forward: number(keys, "resid_pdrop", 0.1)?,
+        },
+        tied: flag(keys, "tie_word_embeddings", true)?,
+        initializer_range: number(keys, "initializer_range", 0.02)?,
+        ..gpt2(sizes)
+    })
+}
+
+fn write(shape: &Shape) -> Value {
+    json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": shape.layers,
+        "n_embd": shape.hidden,
+        "n_head": shape.heads,
+        "n_inner": shape.intermediate,
+        "n_positions": shape.positions,
+        "vocab_size": shape.vocabulary,
+        "activation_function": shape.activation.name(),
+        "layer_norm_epsilon": shape.norm_epsilon,
+        "embd_pdrop": shape.dropout.embedding,
+        "attn_pdrop": shape.dropout.attention,
+        "resid_pdrop": shape.dropout.feed_forward,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.initializer_range,
+    })
+}

@@ -1,0 +1,102 @@
+//! Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, RMS norms before
+//! each branch, shared heads of keys and values, a gated feed-forward.
+
+use serde_json::{Value, json};
+
+use super::read::{Keys, activation, flag, number, only, rotary, size, size_or_none, write_rotary};
+use super::{NONE, Names};
+use crate::models::{Dropouts, Shape};
+
+pub(super) static NAMES: Names = Names { family: "llama", read, write, ..SHARED };
+
+/// Names that Mistral and Qwen have too.
+pub(super) const SHARED: Names = Names {
+    prefix: "model.",
+    embedding: "model.embed_tokens.weight",
+    norm1: "model.layers.{}.input_layernorm",
+    qkv: &[
+        "model.layers.{}.self_attn.q_proj",
+        "model.layers.{}.self_attn.k_proj",
+        "model.layers.{}.self_attn.v_proj",
+    ],
+    projection: "model.layers.{}.self_attn.o_proj",
+    norm2: "model.layers.{}.post_attention_layernorm",
+    up: &["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
+    down: "model.layers.{}.mlp.down_proj",
+    final_norm: "model.norm",
+    ..NONE
+};
+
+/// What Mistral and Qwen read too: everything but biases, norms of heads and windows.
+pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Result<Shape, String> {
+    let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
+    Ok(Shape {
+        names,
+        layers: size(keys, "num_hidden_layers")?,
+        hidden,
+        heads,
+        kv_heads: size_or_none(keys, "num_key_value_heads")?.unwrap_or(heads),
+        head_size: size_or_none(keys, "head_dim")?.unwrap_or(hidden / heads.max(1)),
+        intermediate: size(keys, "intermediate_size")?,
+        vocabulary: size(keys, "vocab_size")?,
+        positions: size(keys, "max_position_embeddings")?,
+        learned_positions: None,
+        token_types: 0,
+        rotary: Some(rotary(keys, theta)?),
+        causal: true,
+        window: None,
+        rms_norm: true,
+        post_norm: false,
+        norm_epsilon: number(keys, "rms_norm_eps", 1e-6)?,
+        qk_norm: false,
+        biases: [false; 3],
+        activation: activation(keys, "hidden_act", "silu")?,
+        gated: true,
+        turned: true,
+        dropout: Dropouts {
+            attention: number(keys, "attention_dropout", 0.0)?,
+            ..Dropouts::default()
+        },
+        tied: flag(keys, "tie_word_embeddings", false)?,
+        masked_head: false,
+        initializer_range: number(keys, "initializer_range", 0.02)?,
+    })
+}
+
+/// What [`read_shared`] reads.
+pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
+    let mut config = json!({
+        "architectures": [architecture],
+        "num_hidden_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "intermediate_size": shape.intermediate,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.positions,
+        "rms_norm_eps": shape.norm_epsilon,
+        "hidden_act": shape.activation.name(),
+        "attention_dropout": shape.dropout.attention,
+        "tie_word_embeddings": shape.tied,
+        "initializer_range": shape.initializer_range,
+    });
+    if let Some(rotary) = &shape.rotary {
+        write_rotary(rotary, &mut config);
+    }
+    config
+}
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    only(keys, "pretraining_tp", 1)?;
+    let bias = flag(keys, "attention_bias", false)?;
+    let biases = [bias, bias, flag(keys, "mlp_bias", false)?];
+    Ok(Shape { biases, ..read_shared(keys, &NAMES, 10_000.0)? })
+}
+
+fn write(shape: &Shape) -> Value {
+    let mut config = write_shared(shape, "LlamaForCausalLM");
+    config["attention_bias"] = shape.biases[0].into();
+    config["mlp_bias"] = shape.biases[2].into();
+    config
+}

@@ -1,0 +1,25 @@
+//! Mistral (Jiang et al. 2023): Llama with a sliding window.
+
+use serde_json::Value;
+
+use super::Names;
+use super::llama::{SHARED, read_shared, write_shared};
+use super::read::{Keys, size_or_none};
+use crate::models::Shape;
+
+pub(super) static NAMES: Names = Names { family: "mistral", read, write, ..SHARED };
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    let window = match keys.contains_key("sliding_window") {
+        true => size_or_none(keys, "sliding_window")?,
+        false => Some(4096), // transformers' default
+    };
+    let window = window.map(|window| (window, 0));
+    Ok(Shape { window, ..read_shared(keys, &NAMES, 10_000.0)? })
+}
+
+fn write(shape: &Shape) -> Value {
+    let mut config = write_shared(shape, "MistralForCausalLM");
+    config["sliding_window"] = shape.window.map(|(window, _)| window).into();
+    config
+}

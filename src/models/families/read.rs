@@ -1,0 +1,116 @@
+//! Reading keys of a `config.json`, with errors that name them.
+
+use serde_json::{Map, Value};
+
+use crate::models::{Activation, Rotary, RotaryScaling};
+
+/// A `config.json`'s keys.
+pub(super) type Keys = Map<String, Value>;
+
+fn wrong(key: &str, value: &Value, must: &str) -> String {
+    format!("{key} is {value}: it must be {must}")
+}
+
+/// A key's value, unless it is absent or null.
+fn given<'k>(keys: &'k Keys, key: &str) -> Option<&'k Value> {
+    keys.get(key).filter(|value| !value.is_null())
+}
+
+/// A size; `None` when it is absent or null.
+pub(super) fn size_or_none(keys: &Keys, key: &str) -> Result<Option<usize>, String> {
+    let size = |value: &Value| {
+        let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
+        size.ok_or_else(|| wrong(key, value, "a whole number, at least 0"))
+    };
+    given(keys, key).map(size).transpose()
+}
+
+/// A size that must be there.
+pub(super) fn size(keys: &Keys, key: &str) -> Result<usize, String> {
+    size_or_none(keys, key)?.ok_or_else(|| format!("{key} is missing"))
+}
+
+/// A number.
+pub(super) fn number(keys: &Keys, key: &str, default: f32) -> Result<f32, String> {
+    let number = |value: &Value| {
+        let number = value.as_f64().map(|number| number as f32).filter(|number| number.is_finite());
+        number.ok_or_else(|| wrong(key, value, "a number"))
+    };
+    given(keys, key).map_or(Ok(default), number)
+}
+
+/// A truth value.
+pub(super) fn flag(keys: &Keys, key: &str, default: bool) -> Result<bool, String> {
+    let flag = |value: &Value| value.as_bool().ok_or_else(|| wrong(key, value, "true or false"));
+    given(keys, key).map_or(Ok(default), flag)
+}
+
+/// Refuses what is not built: a key that is not what it must be.
+pub(super) fn only(keys: &Keys, key: &str, value: impl Into<Value>) -> Result<(), String> {
+    let value = value.into();
+    match given(keys, key) {
+        Some(given) if *given != value => Err(format!("{key} is {given}: only {value} is built")),
+        _ => Ok(()),
+    }
+}
+
+/// The curve of a feed-forward.
+pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activation, String> {
+    let name = given(keys, key)
+        .map_or(Ok(default), |value| value.as_str().ok_or_else(|| wrong(key, value, "a name")))?;
+    Activation::named(name).ok_or_else(|| {
+        let known = Activation::ALL.map(|(name, _)| name).join(", ");
+        format!("{key} is {name:?}: known are {known}")
+    })
+}
+
+/// Positions by rotation: `rope_theta` with `rope_scaling`, or both in `rope_parameters`.
+pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> {
+    let none = Keys::new();
+    let inner = |key: &str| given(keys, key).and_then(Value::as_object);
+    let scaling = inner("rope_parameters").or_else(|| inner("rope_scaling")).unwrap_or(&none);
+    let theta = number(scaling, "rope_theta", number(keys, "rope_theta", default_theta)?)?;
+    only(keys, "partial_rotary_factor", 1.0)?;
+    let kind = given(scaling, "rope_type").or_else(|| given(scaling, "type"));
+    let factor = || number(scaling, "factor", 1.0);
+    let scaling = match kind.and_then(Value::as_str).unwrap_or("default") {
+        "default" => RotaryScaling::None,
+        "linear" => RotaryScaling::Linear(factor()?),
+        "llama3" => RotaryScaling::Llama3 {
+            factor: factor()?,
+            low: number(scaling, "low_freq_factor", 1.0)?,
+            high: number(scaling, "high_freq_factor", 4.0)?,
+            positions: size(scaling, "original_max_position_embeddings")?,
+        },
+        other => {
+            return Err(format!("rope_type is {other:?}: known are default, linear, llama3"));
+        }
+    };
+    if theta <= 0.0 {
+        return Err(format!("rope_theta is {theta}: it must be above 0"));
+    }
+    Ok(Rotary { theta, scaling })
+}
+
+/// What [`rotary`] reads, as older and newer transformers both do.
+pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
+    let mut parameters = serde_json::json!({ "rope_theta": rotary.theta, "rope_type": "default" });
+    match rotary.scaling {
+        RotaryScaling::None => {}
+        RotaryScaling::Linear(factor) => {
+            parameters["rope_type"] = "linear".into();
+            parameters["factor"] = factor.into();
+        }
+        RotaryScaling::Llama3 { factor, low, high, positions } => {
+            parameters["rope_type"] = "llama3".into();
+            parameters["factor"] = factor.into();
+            parameters["low_freq_factor"] = low.into();
+            parameters["high_freq_factor"] = high.into();
+            parameters["original_max_position_embeddings"] = positions.into();
+        }
+    }
+    config["rope_theta"] = rotary.theta.into();
+    let is_scaled = rotary.scaling != RotaryScaling::None;
+    config["rope_scaling"] = if is_scaled { parameters.clone() } else { Value::Null };
+    config["rope_parameters"] = parameters;
+}
