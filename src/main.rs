@@ -9,7 +9,7 @@ fn main() -> ExitCode {
         Ok(cli::Ended::Well) => ExitCode::SUCCESS,
         Ok(cli::Ended::Interrupted) => ExitCode::from(130),
         Err(error) => {
-            eprintln!("error: {error}");
+            cli::say(format_args!("error: {error}"));
             ExitCode::from(error.exit_code())
         }
     }

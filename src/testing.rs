@@ -187,7 +187,8 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
         // Along a direction terms cancel: what counts is the size of all of them. What is below the
         // rounding of the differences says nothing.
         let size = dot(backward, backward).sqrt();
-        let rounding = f64::from(f32::EPSILON) * dy.iter().map(|dy| f64::from(dy.abs())).sum::<f64>();
+        let rounding =
+            f64::from(f32::EPSILON) * dy.iter().map(|dy| f64::from(dy.abs())).sum::<f64>();
         let allowed = (1e-2 * size.max(forward.abs())).max(rounding / f64::from(STEP));
         if (forward - backward_along).abs() <= allowed {
             Ok(())

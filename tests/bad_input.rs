@@ -255,8 +255,14 @@ fn checkpoints_of_other_models() {
     refused(&folder, &shallower, &["h.2.", "in the file and not in the model"]);
     let wider = checkpoint(&folder, |c| c["vocab_size"] = json!(38), None);
     refused(&folder, &wider, &["transformer.wte.weight: [38, 20] expected, [37, 20] found"]);
-    let other = checkpoint(&folder, |c| c["model_type"] = json!("llama"), None);
-    refused(&folder, &other, &["config.json", "\"llama\"", "\"gpt2\""]);
+    let other = checkpoint(&folder, |c| c["model_type"] = json!("mamba"), None);
+    refused(&folder, &other, &["config.json", "\"mamba\"", "known are bert", "gpt2", "qwen3"]);
+    let llama = checkpoint(&folder, |c| c["model_type"] = json!("llama"), None);
+    refused(&folder, &llama, &["config.json", "hidden_size is missing"]);
+    let none = checkpoint(&folder, |c| c["n_embd"] = json!(0), None);
+    refused(&folder, &none, &["config.json", "model.hidden is 0"]);
+    let drops = checkpoint(&folder, |c| c["embd_pdrop"] = json!(1.0), None);
+    refused(&folder, &drops, &["config.json", "dropout must be in [0, 1)"]);
     let strange = checkpoint(&folder, |c| c["activation_function"] = json!("swish"), None);
     refused(&folder, &strange, &["activation_function \"swish\""]);
     let sized = checkpoint(&folder, |_| (), None) + "model.hidden = 3\n";

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use l2l::config::{ScheduleKind, StashPlace};
-use l2l::data::Batches;
+use l2l::data::{Batches, Dataset};
 use l2l::{Config, Trainer};
 use serde_json::Value;
 
@@ -32,7 +32,10 @@ fn case(name: &str) -> (Config, Value) {
     (config, golden)
 }
 
-async fn check(config: Config, golden: &Value) {
+/// Runs a case against its golden; the digest it ends with.
+async fn check(config: Config, golden: &Value) -> String {
+    let name = config.model.path.clone().expect("a case has one");
+    let name = name.display().to_string();
     let steps = config.step.steps.expect("a case has them");
     let mut batches = Batches::open(&config).expect("it is committed");
     let mut trainer = Trainer::start(config).expect("a case of ours");
@@ -43,11 +46,11 @@ async fn check(config: Config, golden: &Value) {
             .await
             .expect("nothing fails here");
         let (loss, norm) = (losses[step], norms[step]);
-        assert!((report.loss - loss).abs() < 2e-5, "step {step}: {} {loss}", report.loss);
+        assert!((report.loss - loss).abs() < 2e-5, "{name} {step}: {} {loss}", report.loss);
         let error = (report.grad_norm / norm - 1.0).abs();
-        assert!(error < 1e-4, "step {step}: norm {} {norm}", report.grad_norm);
+        assert!(error < 1e-4, "{name} {step}: norm {} {norm}", report.grad_norm);
     }
-    trainer.stop().await.expect("nothing fails here");
+    trainer.stop().await.expect("nothing fails here").weights_digest
 }
 
 #[tokio::test]
@@ -71,10 +74,44 @@ async fn an_untied_gpt2_of_one_block_is_pytorchs() {
     check(config, &golden).await;
 }
 
+const FAMILIES: [&str; 7] = ["bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "roberta"];
+
+/// Each family, ten steps; also resident, which is the same bits.
+#[tokio::test]
+async fn every_family_is_pytorchs() {
+    for name in FAMILIES {
+        let (config, golden) = case(name);
+        let relay = check(config.clone(), &golden).await;
+        let mut resident = config;
+        resident.schedule.kind = ScheduleKind::Resident;
+        resident.schedule.recompute = false;
+        resident.stash.place = StashPlace::Device;
+        resident.device.threads = Some(1);
+        assert_eq!(check(resident, &golden).await, relay, "{name}");
+    }
+}
+
+/// Sequences one by one, without padding: a mean of log-probabilities that is off by little means
+/// logits that are.
+#[tokio::test]
+async fn sequences_alone_score_as_pytorchs() {
+    for name in FAMILIES {
+        let (config, golden) = case(name);
+        let shape = l2l::shape_of(&config).expect("a case of ours");
+        let (mut data, _) = Dataset::open(&config, &shape).expect("it is committed");
+        let mut trainer = Trainer::start(config).expect("a case of ours");
+        for (index, expected) in (0..).zip(numbers(&golden, "singles")) {
+            let loss = trainer.evaluate([data.batch([index])]).await.expect("nothing fails here");
+            assert!((loss - expected).abs() < 1e-4, "{name} {index}: {loss} {expected}");
+        }
+        trainer.stop().await.expect("nothing fails here");
+    }
+}
+
 /// What is written is what was read, under transformers' names.
 #[tokio::test]
 async fn weights_survive_a_round_trip() {
-    for name in ["tied", "untied"] {
+    for name in ["tied", "untied"].into_iter().chain(FAMILIES) {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
         let mut trainer = Trainer::start(config.clone()).expect("a case of ours");

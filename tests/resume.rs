@@ -186,7 +186,7 @@ async fn checkpoints_that_are_not_ours_or_not_whole() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).expect("a directory of ours");
-    assert!(refusal(config, &place).contains("not those that were written"));
+    assert!(refusal(config, &place).contains("not what was written"));
 }
 
 #[test]
@@ -199,9 +199,19 @@ fn a_keeper_keeps_the_newest_and_the_best() {
     let torn = keeper.place(400).with_extension("partial");
     for place in places.iter().chain(&best).chain([&torn]) {
         fs::create_dir(place).expect("a directory of ours");
+        fs::write(place.join("l2l.json"), "").expect("a directory of ours");
     }
-    keeper.tidy().expect("a directory of ours");
+    keeper.tidy(Some(20)).expect("a directory of ours");
     assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
-    assert_eq!(best.map(|place| place.exists()), [false, true]);
+    assert_eq!(best.map(|place| place.exists()), [true, false]);
+    let error = Keeper::open(&folder.path().join("new/deep"), 2).expect_err("it is taken");
+    assert!(error.to_string().contains("another run has it"), "{error}");
+    // What a kill left: one that made way comes back, one that was being written goes.
+    drop(keeper);
+    let made_way = folder.path().join("new/deep/step-00000300");
+    fs::rename(&made_way, made_way.with_extension("old")).expect("a directory of ours");
+    let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("it is free");
+    assert!(made_way.exists() && !made_way.with_extension("old").exists() && !torn.exists());
+    assert_eq!(keeper.newest(), Some(made_way));
 }

@@ -14,15 +14,34 @@ use toml::{Spanned, Table, Value};
 #[derive(Clone, Debug, PartialEq)]
 enum Origin {
     File { path: PathBuf, line: usize },
-    Variable(String),
+    Variable { name: String, text: String },
     Flag(String),
+}
+
+impl Origin {
+    /// True when both are of one file, or both of the environment, or both flags.
+    fn is_of_the_layer_of(&self, other: &Origin) -> bool {
+        match (self, other) {
+            (Origin::File { path: one, .. }, Origin::File { path: other, .. }) => one == other,
+            _ => std::mem::discriminant(self) == std::mem::discriminant(other),
+        }
+    }
+
+    /// The text of a value that was not written in a file.
+    fn text(&self) -> Option<&str> {
+        match self {
+            Origin::File { .. } => None,
+            Origin::Variable { text, .. } => Some(text),
+            Origin::Flag(flag) => flag.split_once('=').map(|(_, value)| value.trim()),
+        }
+    }
 }
 
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Origin::File { path, line } => write!(f, "{}, line {line}", path.display()),
-            Origin::Variable(name) => write!(f, "environment {name}"),
+            Origin::Variable { name, .. } => write!(f, "environment {name}"),
             Origin::Flag(text) => write!(f, "{text}"),
         }
     }
@@ -75,7 +94,7 @@ impl Layers {
         for (name, text) in variables {
             if let Some(key) = name.strip_prefix(PREFIX) {
                 let key = key.to_lowercase().replace("__", ".");
-                self.set(&key, parse(&text), Origin::Variable(name))?;
+                self.set(&key, parse(&text), Origin::Variable { name, text })?;
             }
         }
         Ok(())
@@ -98,6 +117,16 @@ impl Layers {
 
     fn set(&mut self, key: &str, value: Value, origin: Origin) -> Result<(), Error> {
         if self.known.iter().any(|known| known == key) {
+            // How long a run is can be said in two ways: a later layer's way wins.
+            let other = match key {
+                "step.epochs" => "step.steps",
+                "step.steps" => "step.epochs",
+                _ => "",
+            };
+            let is_earlier = |found: &Origin| !found.is_of_the_layer_of(&origin);
+            if self.values.get(other).is_some_and(|(_, found)| is_earlier(found)) {
+                self.values.remove(other);
+            }
             self.values.insert(key.into(), (value, origin));
             return Ok(());
         }
@@ -123,16 +152,31 @@ impl Layers {
             let section = section.as_table_mut().expect("sections are tables");
             section.insert(key.into(), value.clone());
         }
-        let config: Config =
-            serde_path_to_error::deserialize(Value::Table(all)).map_err(|error| {
-                let key = error.path().to_string();
-                let text = error.inner().to_string();
-                let what = text.lines().next().unwrap_or_default();
-                // What an array holds is written where the array is.
-                let whole = key.split('[').next().unwrap_or(&key);
-                let at = self.origin(whole);
-                refused(format_args!("{at}{whole}: {what}"))
-            })?;
+        let mut read = serde_path_to_error::deserialize(Value::Table(all.clone()));
+        // What looked like a number may have been meant as a text.
+        while let Err(error) = &read {
+            let key = error.path().to_string();
+            let text = self.values.get(&key).and_then(|(_, origin)| origin.text());
+            let (Some(text), Some((section, name))) = (text, key.split_once('.')) else { break };
+            let value = &mut all[section][name];
+            if value.is_str() {
+                break;
+            }
+            *value = Value::String(text.into());
+            match serde_path_to_error::deserialize(Value::Table(all.clone())) {
+                Err(again) if again.path().to_string() == key => break,
+                next => read = next,
+            }
+        }
+        let config: Config = read.map_err(|error| {
+            let key = error.path().to_string();
+            let text = error.inner().to_string();
+            let what = text.lines().next().unwrap_or_default();
+            // What an array holds is written where the array is.
+            let whole = key.split('[').next().unwrap_or(&key);
+            let at = self.origin(whole);
+            refused(format_args!("{at}{whole}: {what}"))
+        })?;
         config.check().map_err(|error| self.locate(error))?;
         Ok(config)
     }
@@ -170,12 +214,21 @@ fn flatten(
     for (key, spanned) in spans.iter() {
         let (name, at) = (format!("{prefix}{}", key.get_ref()), Spanned::span(key).start);
         match (&values[key.get_ref().as_ref()], spanned.get_ref()) {
-            (Value::Table(values), DeValue::Table(spans)) => {
+            // An empty table is somebody's mistake, unless it is a section.
+            (Value::Table(values), DeValue::Table(spans))
+                if is_section(&name) || !values.is_empty() =>
+            {
                 flatten(&format!("{name}."), values, spans, flat);
             }
             (value, _) => flat.push((name, value.clone(), at)),
         }
     }
+}
+
+/// True for the name of a section of the config.
+fn is_section(name: &str) -> bool {
+    let all = serde_json::to_value(Config::default()).expect("a config is plain data");
+    all.get(name).is_some_and(serde_json::Value::is_object)
 }
 
 /// A value as TOML has it; what is none is a text.
@@ -227,22 +280,26 @@ mod tests {
     fn later_layers_win() {
         let mut layers = Layers::new();
         layers
-            .text(Path::new("run.toml"), "[step]\nbatch = 1\nmicro_batch = 1\nseed = 1")
+            .text(Path::new("run.toml"), "[step]\nbatch = 1\nmicro_batch = 1\nseed = 1\nsteps = 9")
             .expect("good");
         let variables = [("L2L__STEP__MICRO_BATCH", "2"), ("L2L__STEP__SEED", "2"), ("HOME", "x")];
         let variables = variables.map(|(name, value)| (name.to_string(), value.to_string()));
         layers.environment(variables.into_iter()).expect("good");
         layers.flag("step.seed=3").expect("good");
         layers.flag("data.train = some file.txt").expect("good");
+        layers.flag("metrics.run = 2024").expect("good");
+        layers.flag("step.epochs = 2").expect("good");
         let config = layers.config().expect("good");
         assert_eq!((config.step.batch, config.step.micro_batch, config.step.seed), (1, 2, 3));
         assert_eq!(config.data.train, "some file.txt");
+        assert_eq!(config.metrics.run.as_deref(), Some("2024"));
+        assert_eq!((config.step.steps, config.step.epochs), (None, Some(2.0)));
     }
 
     #[test]
     fn errors_say_where_and_what_was_meant() {
         type Case<'c> = (&'c str, &'c [(&'c str, &'c str)], &'c [&'c str], &'c str);
-        let cases: [Case<'_>; 12] = [
+        let cases: [Case<'_>; 17] = [
             (
                 "[step]\nbach = 3",
                 &[],
@@ -290,6 +347,16 @@ mod tests {
                 "--set optimizer.kind=sgd: optimizer.kind: unknown variant `sgd`",
             ),
             ("", &[], &["step.batch"], "--set step.batch: write key=value"),
+            ("[bogus]", &[], &[], "run.toml, line 1: unknown key bogus"),
+            ("[validation.more]", &[], &[], "line 1: unknown key validation.more"),
+            ("step.batch = {}", &[], &[], "line 1: step.batch: invalid type: map"),
+            ("step = { steps = 1, epochs = 1 }", &[], &[], "line 1: step.epochs is given beside"),
+            (
+                "device.memory = -1",
+                &[],
+                &[],
+                "device.memory: invalid value: integer `-1`, expected \"auto\"",
+            ),
         ];
         for (file, variables, flags, says) in cases {
             let error = error(file, variables, flags);

@@ -158,6 +158,11 @@ impl Common {
     }
 }
 
+/// Says a line to whoever watches; that nobody can hear it is no failure.
+pub(crate) fn say(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
+}
+
 /// Prints a line at once; a reader that has gone away is no failure of the run.
 fn print(line: impl std::fmt::Display) {
     let mut out = std::io::stdout().lock();

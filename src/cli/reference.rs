@@ -20,7 +20,7 @@ pub(super) fn page() -> String {
          Every key of a config file, made from `src/config/keys.rs` by `l2l config reference`. A\n\
          value is taken from `--set section.key=value`, else from the environment\n\
          (`L2L__SECTION__KEY`), else from the file, else it is the default. `l2l config show` prints\n\
-         what a run would use, `l2l config schema` a JSON schema for editors.\n",
+         a config as it is resolved, `l2l config schema` a JSON schema for editors.\n",
     );
     let sections = schema["properties"].as_object().into_iter().flatten();
     for (section, of_section) in sections {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use l2l::checkpoint::{Keeper, Progress};
+use l2l::checkpoint::Keeper;
 use l2l::config::DataConfig;
 use l2l::data::{Baseline, Batches, Dataset, baselines};
 use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
@@ -11,7 +11,7 @@ use serde_json::json;
 
 use super::metrics::Metrics;
 use super::progress::Screen;
-use super::{BUILT_IN, Ended, TrainArguments};
+use super::{BUILT_IN, Ended, TrainArguments, say};
 
 /// What a run needs beside its trainer, checked before any of it starts.
 pub(super) struct Prepared {
@@ -69,20 +69,20 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     let TrainArguments { common, resume, metrics } = arguments;
     let (config, layers) = common.read(Some(BUILT_IN), metrics)?;
     let run = || -> Result<Ended, Error> {
-        let Prepared { config, train, steps, aside } = Prepared::new(config)?;
-        let newest = aside.keeper.as_ref().and_then(Keeper::newest);
-        let from = match (&aside.keeper, newest, resume) {
+        let Prepared { config, mut train, steps, aside } = Prepared::new(config)?;
+        let find = if resume { Keeper::newest } else { Keeper::any };
+        let from = match (&aside.keeper, aside.keeper.as_ref().and_then(find), resume) {
             (None, _, true) => {
                 let what = "--resume: from where? Set checkpoint.directory";
                 return Err(Error::Refused(what.into()));
             }
-            (Some(_), Some(newest), false) => {
+            (Some(_), Some(found), false) => {
                 return Err(Error::Config {
                     key: "checkpoint.directory".into(),
                     problem: format!(
                         "has the checkpoints of a run, {} the newest: go on with --resume, or give \
                          this run another directory",
-                        newest.display()
+                        found.display()
                     ),
                 });
             }
@@ -93,9 +93,12 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             let metrics = Metrics::start(&config.metrics)?;
             metrics.begin(steps);
             if resume && from.is_none() {
-                eprintln!("--resume: there is no checkpoint yet, so this run begins");
+                say("--resume: there is no checkpoint yet, so this run begins");
             }
             let mut builder = Trainer::builder(config.clone()).steps(steps);
+            if aside.keeper.is_some() {
+                builder = builder.data(train.fingerprint()?);
+            }
             if let Some(from) = from {
                 builder = builder.resume(from);
             }
@@ -107,7 +110,9 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
                 screen
                     .say("no config given: trains on this project's text (examples/built_in.toml)");
             }
-            Run { trainer, config, steps, aside, screen, metrics }.go(batches, &stop).await
+            Run { trainer, config, steps, aside, screen, metrics, saved: None }
+                .go(batches, &stop)
+                .await
         })
     };
     run().map_err(|error| layers.locate(error))
@@ -145,7 +150,7 @@ fn heard(stop: &AtomicBool) {
     if stop.swap(true, Relaxed) {
         std::process::exit(130);
     }
-    eprintln!("finishing this step; once more to stop at once");
+    say("finishing this step; once more to stop at once");
 }
 
 /// A run on its way.
@@ -156,81 +161,115 @@ struct Run {
     aside: Aside,
     screen: Screen,
     metrics: Metrics,
+    /// The step of the last checkpoint.
+    saved: Option<u64>,
 }
 
 impl Run {
     async fn go(mut self, mut batches: Batches, stop: &AtomicBool) -> Result<Ended, Error> {
-        let (look, save) = (self.config.validation.every_steps, self.config.checkpoint.every_steps);
-        let patience = self.config.validation.patience;
-        let is_due =
-            |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
         let first = self.trainer.progress().step;
         if first > 0 {
             self.screen.say(format_args!("goes on from step {first}"));
         }
-        let (mut looked, mut saved) = (None, first);
-        let is_tired =
-            |progress: &Progress| patience.is_some_and(|most| progress.looks_since >= most);
-        while self.trainer.progress().step < self.steps
-            && !is_tired(self.trainer.progress())
-            && !stop.load(Relaxed)
-        {
+        let looked = self.steps(&mut batches, stop).await;
+        drop(batches);
+        let step = self.trainer.progress().step;
+        let looked = match looked {
+            Ok(looked) => looked,
+            Err(error) => {
+                // What the data's fault is need not cost the steps before it.
+                if !matches!(error, Error::Ring(_)) && step > first {
+                    self.save(false).await?;
+                }
+                return Err(error);
+            }
+        };
+        if self.is_tired() {
+            self.screen.say(format_args!("stops early at step {step}: no look was better"));
+        }
+        if step > first {
+            self.save(false).await?;
+        }
+        if self.aside.held.is_some() && !stop.load(Relaxed) {
+            let loss = match looked {
+                Some((at, loss)) if at == step => Some(loss),
+                _ => self.look(stop).await?,
+            };
+            if let Some(loss) = loss {
+                self.compare(loss, stop).await?;
+            }
+        }
+        let summary = self.trainer.stop().await?;
+        self.screen.summary(&summary, self.config.device.link.as_deref(), &[]);
+        Ok(if stop.load(Relaxed) { Ended::Interrupted } else { Ended::Well })
+    }
+
+    /// True when too many looks in a row brought nothing better.
+    fn is_tired(&self) -> bool {
+        let patience = self.config.validation.patience;
+        patience.is_some_and(|most| self.trainer.progress().looks_since >= most)
+    }
+
+    /// All steps, with looks and checkpoints between them; the last look, and at which step.
+    async fn steps(
+        &mut self,
+        batches: &mut Batches,
+        stop: &AtomicBool,
+    ) -> Result<Option<(u64, f64)>, Error> {
+        let (look, save) = (self.config.validation.every_steps, self.config.checkpoint.every_steps);
+        let is_due =
+            |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
+        let mut looked = None;
+        while self.trainer.progress().step < self.steps && !self.is_tired() && !stop.load(Relaxed) {
             let report = self.trainer.step(batches.next().await?).await?;
             self.screen.step(&report);
             self.metrics.step(&report);
             let step = report.step;
             if is_due(look, step) {
-                let loss = self.look().await?;
+                let Some(loss) = self.look(stop).await? else { break };
                 looked = Some((step, loss));
-                if self.trainer.progress_mut().note(loss) {
+                if self.trainer.note(loss) {
                     self.save(true).await?;
                 }
             }
             if is_due(save, step) {
                 self.save(false).await?;
-                saved = step;
             }
         }
-        drop(batches);
-        let (step, stopped) = (self.trainer.progress().step, stop.load(Relaxed));
-        if is_tired(self.trainer.progress()) {
-            self.screen.say(format_args!("stops early at step {step}: no look was better"));
-        }
-        if saved < step {
-            self.save(false).await?;
-        }
-        if !stopped && self.aside.held.is_some() {
-            let loss = match looked {
-                Some((at, loss)) if at == step => loss,
-                _ => self.look().await?,
-            };
-            self.compare(loss).await?;
-        }
-        let summary = self.trainer.stop().await?;
-        self.screen.summary(&summary, self.config.device.link.as_deref(), &[]);
-        Ok(if stopped { Ended::Interrupted } else { Ended::Well })
+        Ok(looked)
     }
 
-    /// Looks at what was kept aside.
-    async fn look(&mut self) -> Result<f64, Error> {
+    /// Looks at what was kept aside; nothing when it is told to stop meanwhile.
+    async fn look(&mut self, stop: &AtomicBool) -> Result<Option<f64>, Error> {
         let (batch, batches) = (self.config.step.batch, self.config.validation.batches);
         let held = self.aside.held.as_mut().expect("a run looks where there is something");
-        let loss = self.trainer.evaluate(held.in_order(batch, batches)).await?;
+        let goes_on = |_: &_| !stop.load(Relaxed);
+        let loss = self.trainer.evaluate(held.in_order(batch, batches).take_while(goes_on)).await?;
+        if stop.load(Relaxed) {
+            return Ok(None);
+        }
         self.screen.validation(self.trainer.progress().step, loss);
         self.metrics.validation(loss);
-        Ok(loss)
+        Ok(Some(loss))
     }
 
+    /// Writes a checkpoint of this step, unless it is there.
     async fn save(&mut self, as_best: bool) -> Result<(), Error> {
         let Some(keeper) = &self.aside.keeper else { return Ok(()) };
-        let step = self.trainer.progress().step;
+        let progress = self.trainer.progress();
+        let (step, best) = (progress.step, progress.best.map(|best| best.step));
         let place = if as_best { keeper.best_place(step) } else { keeper.place(step) };
-        self.trainer.checkpoint(&place).await?;
-        keeper.tidy()
+        if as_best || self.saved != Some(step) {
+            self.trainer.checkpoint(&place).await?;
+        }
+        if !as_best {
+            self.saved = Some(step);
+        }
+        keeper.tidy(best)
     }
 
     /// What the model learnt of the built-in text, beside what counting would have.
-    async fn compare(&mut self, loss: f64) -> Result<(), Error> {
+    async fn compare(&mut self, loss: f64, stop: &AtomicBool) -> Result<(), Error> {
         let Some(Baseline { unigram, bigram }) = self.aside.baseline else { return Ok(()) };
         self.screen.event(
             json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }),
@@ -240,10 +279,17 @@ impl Run {
             ),
         );
         const PROMPT: &str = "//! The ";
-        let prompt: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
-        let seed = self.config.step.seed;
-        let drawn = self.trainer.sample(&prompt, 240, 0.7, seed).await?;
-        let text: Vec<u8> = drawn.into_iter().map(|token| token as u8).collect();
+        const LENGTH: u64 = 240;
+        let mut tokens: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
+        for drawn in 0..LENGTH {
+            if stop.load(Relaxed) {
+                return Ok(());
+            }
+            let seed = self.config.step.seed.wrapping_add(drawn);
+            tokens.extend(self.trainer.sample(&tokens, 1, 0.7, seed).await?);
+        }
+        let drawn = tokens[PROMPT.len()..].iter();
+        let text: Vec<u8> = drawn.map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
         let text = String::from_utf8_lossy(&text);
         self.screen.event(
             json!({ "event": "sample", "prompt": PROMPT, "text": text }),

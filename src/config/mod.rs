@@ -57,8 +57,9 @@ impl Config {
         let not_negative = |value: f64| value.is_finite() && value >= 0.0;
         let dropout = self.model.dropout.unwrap_or(0.0);
         let ChannelsConfig { weights, gradients, reduced, stash } = self.channels;
+        let threads = self.device.threads.unwrap_or(1);
         let split = self.data.validation_split.unwrap_or(0.0);
-        let rules: [(bool, &str, &str); 29] = [
+        let rules: [(bool, &str, &str); 33] = [
             (self.step.batch >= 1, "step.batch", "at least 1"),
             (self.step.micro_batch >= 1, "step.micro_batch", "at least 1"),
             (self.step.batch <= 1 << 20, "step.batch", "at most 1048576"),
@@ -77,9 +78,13 @@ impl Config {
             (not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0"),
             (share(betas.0) && share(betas.1), "optimizer.betas", "two numbers in [0, 1)"),
             (positive(epsilon), "optimizer.epsilon", "above 0"),
+            (epsilon <= 1.0, "optimizer.epsilon", "at most 1"),
+            (threads <= 1024, "device.threads", "at most 1024"),
+            (self.validation.batches <= 1 << 30, "validation.batches", "at most 1073741824"),
             (epsilon as f32 > 0.0, "optimizer.epsilon", "at least 1e-45, for it is used in f32"),
             (not_negative(decay), "optimizer.weight_decay", "a finite number, at least 0"),
             (clip.is_none_or(positive), "optimizer.clip_norm", "above 0"),
+            (clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30"),
             ((0.0..1.0).contains(&dropout), "model.dropout", "in [0, 1)"),
             (weights >= 1, "channels.weights", "at least 1"),
             (gradients >= 1, "channels.gradients", "at least 1"),

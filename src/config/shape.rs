@@ -11,6 +11,23 @@ use crate::models::{Dropouts, Shape, families};
 /// # Errors
 /// The preset or path is unknown, or sizes contradict each other.
 pub fn shape_of(config: &Config) -> Result<Shape, Error> {
+    resolve(config).map_err(|error| match (error, &config.model.path) {
+        // A key that was not set is the model's own.
+        (Error::Config { key, problem }, Some(path)) if !is_set(config, &key) => {
+            let file = path.join("config.json");
+            Error::refused(format_args!("{}: {key} {problem}", file.display()))
+        }
+        (error, _) => error,
+    })
+}
+
+/// True when a config sets this key of its model.
+fn is_set(config: &Config, key: &str) -> bool {
+    let all = serde_json::to_value(&config.model).expect("a config is plain data");
+    key.strip_prefix("model.").is_some_and(|key| !all[key].is_null())
+}
+
+fn resolve(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
     let mut shape = match &model.path {
@@ -107,14 +124,14 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         return Err(Error::config("model.heads", problem));
     }
     if shape.window.is_some_and(|(window, _)| window == 0) {
-        return Err(Error::refused("the model's sliding_window must be at least 1"));
+        return Err(Error::config("model.sliding_window", "must be at least 1"));
     }
     if !(shape.norm_epsilon.is_finite() && shape.norm_epsilon > 0.0) {
-        return Err(Error::refused("the model's norm epsilon must be above 0"));
+        return Err(Error::config("model.norm_epsilon", "must be above 0"));
     }
     let Dropouts { embedding, attention, projection, feed_forward } = shape.dropout;
     if [embedding, attention, projection, feed_forward].iter().any(|p| !(0.0..1.0).contains(p)) {
-        return Err(Error::refused("the model's dropout must be in [0, 1)"));
+        return Err(Error::config("model.dropout", "must be in [0, 1)"));
     }
     Ok(())
 }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use sha2::{Digest, Sha256};
+
 use super::jsonl::{Limits, Lines};
 use super::text::Text;
 use super::{Batch, Predicts, Sequence};
@@ -68,9 +70,10 @@ impl Dataset {
     /// The file and line, and what is wrong there.
     pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
         let (train, aside) = Dataset::parts(config, shape)?;
+        let looked_at = config.validation.batches.saturating_mul(config.step.batch as u64);
         match aside {
-            Some(aside) if !aside.has_labels() => Err(Error::refused(format_args!(
-                "data {}: no sequence that is kept aside has a label",
+            Some(aside) if !aside.has_labels(looked_at) => Err(Error::refused(format_args!(
+                "data {}: no sequence that is looked at has a label",
                 aside.name
             ))),
             aside => Ok((train, aside)),
@@ -235,12 +238,37 @@ impl Dataset {
         batches.filter(|batch| batch.as_ref().map_or(true, |batch| batch.labelled > 0))
     }
 
-    /// True when a sequence has a label.
-    fn has_labels(&self) -> bool {
+    /// True when one of the first `most` sequences has a label.
+    fn has_labels(&self, most: u64) -> bool {
         match (&self.kind, self.len()) {
-            (Kind::Lines(_), Some(count)) => (0..count).any(|index| self.is_labelled(index)),
+            (Kind::Lines(_), Some(count)) => {
+                (0..count.min(most)).any(|index| self.is_labelled(index))
+            }
             _ => true,
         }
+    }
+
+    /// What the data is: how many sequences, which of them, and a SHA-256 of all its bytes.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn fingerprint(&mut self) -> Result<String, Error> {
+        let mut hasher = Sha256::new();
+        let read = match &mut self.kind {
+            Kind::Text(text) => text.each_bytes(|bytes| hasher.update(bytes)),
+            Kind::Lines(lines) => lines.each_bytes(|bytes| hasher.update(bytes)),
+            Kind::Random { seed, .. } => {
+                hasher.update(seed.to_le_bytes());
+                Ok(())
+            }
+        };
+        read.map_err(|error| Error::failed(format_args!("data {}: {error}", self.name)))?;
+        let digest: String =
+            hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        Ok(match (self.whole(), self.len()) {
+            (Some(all), Some(count)) => format!("{count} of {all} sequences of {digest}"),
+            _ => format!("random {digest}"),
+        })
     }
 }
 

@@ -85,8 +85,15 @@ impl Lines {
     pub(super) fn read(&mut self, index: u64) -> Result<Sequence, Error> {
         let (at, number) = self.places[index as usize];
         self.file.seek(SeekFrom::Start(at)).map_err(|error| self.refuse(number, error))?;
-        self.fill(number)?;
-        self.parse(number)
+        let read = self.fill(number).and_then(|_| self.parse(number));
+        // It was good when the run began: somebody writes to it.
+        read.map_err(|error| Error::failed(format_args!("{error} (it was changed meanwhile)")))
+    }
+
+    /// Takes all bytes of the file.
+    pub(super) fn each_bytes(&mut self, take: impl FnMut(&[u8])) -> std::io::Result<()> {
+        self.file.seek(SeekFrom::Start(0))?;
+        super::each_bytes(&mut self.file, take)
     }
 
     fn refuse(&self, number: u64, what: impl std::fmt::Display) -> Error {

@@ -12,6 +12,18 @@ pub use dataset::Dataset;
 pub use text::CORPUS;
 
 use std::borrow::Borrow;
+use std::io::{self, Read};
+
+/// Takes what a reader has, piece by piece.
+fn each_bytes(from: &mut (impl Read + ?Sized), mut take: impl FnMut(&[u8])) -> io::Result<()> {
+    let mut piece = vec![0; 1 << 16];
+    loop {
+        match from.read(&mut piece)? {
+            0 => return Ok(()),
+            bytes => take(&piece[..bytes]),
+        }
+    }
+}
 
 /// The sequences of one step, padded to the longest.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -71,6 +71,12 @@ impl Text {
         self.windows
     }
 
+    /// Takes all bytes of the text.
+    pub(super) fn each_bytes(&mut self, take: impl FnMut(&[u8])) -> io::Result<()> {
+        self.source.seek(SeekFrom::Start(0))?;
+        super::each_bytes(&mut self.source, take)
+    }
+
     pub(super) fn read(&mut self, window: u64) -> Result<Sequence, Error> {
         let mut bytes = vec![0; self.positions];
         let read = self

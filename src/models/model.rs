@@ -1,5 +1,7 @@
 //! A model: its parts in forward order, its blocks, and what the ring sees of it.
 
+use std::collections::BTreeSet;
+
 use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingLayer, Role};
 
 use super::block::Block;
@@ -8,6 +10,7 @@ use super::kernels::{STATISTICS, Scores};
 use super::layer::{Init, Kind, Layer, Tensor, block_len};
 use super::loss::{CrossEntropy, Loss};
 use super::shape::Shape;
+use crate::error::Error;
 
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -175,6 +178,25 @@ impl Model {
         let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
         let head = (self.shape.vocabulary * self.shape.hidden) as f64;
         6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
+    }
+
+    /// Refuses tensors that a checkpoint could not tell apart.
+    ///
+    /// # Errors
+    /// Two have one name, or one has no sizes.
+    pub(crate) fn check_names(&self) -> Result<(), Error> {
+        let mut met = BTreeSet::new();
+        let tables =
+            [self.shape.names.embedding, self.shape.names.head, self.shape.names.head_bias];
+        for tensor in self.blocks.iter().flatten() {
+            let is_new = met.insert(&tensor.name) || tables.contains(&tensor.name.as_str());
+            if !is_new || tensor.shape.is_empty() {
+                let Tensor { name, shape, .. } = tensor;
+                let what = "its name must be its own, and it must have sizes";
+                return Err(Error::refused(format_args!("tensor {name} of {shape:?}: {what}")));
+            }
+        }
+        Ok(())
     }
 
     /// Its parameters, each counted once.

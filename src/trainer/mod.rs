@@ -13,7 +13,7 @@ use l2l_actors::schedule::{Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Config as RingConfig, Relay, Resolved};
 
-use crate::checkpoint::{self, Progress};
+use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Config, Plan, Term, Walk, schedule_of, shape_of};
 use crate::data::Batch;
 use crate::devices::cpu::{Cpu, Goal, Turn};
@@ -76,6 +76,7 @@ pub struct Builder {
     model: Option<Model>,
     rule: Option<Box<dyn UpdateRule>>,
     steps: Option<u64>,
+    data: String,
     resume: Option<PathBuf>,
 }
 
@@ -98,6 +99,13 @@ impl Builder {
         self
     }
 
+    /// What it is trained on, by a name that checkpoints remember and that must be the same when one
+    /// is gone on from. See [`Dataset::fingerprint`](crate::data::Dataset::fingerprint).
+    pub fn data(mut self, data: impl Into<String>) -> Builder {
+        self.data = data.into();
+        self
+    }
+
     /// Goes on from a checkpoint, bit for bit as if the run had not ended.
     pub fn resume(mut self, checkpoint: impl Into<PathBuf>) -> Builder {
         self.resume = Some(checkpoint.into());
@@ -112,7 +120,7 @@ impl Builder {
     /// # Panics
     /// There is no tokio runtime.
     pub fn start(self) -> Result<Trainer, Error> {
-        let Builder { config, model, rule, steps, resume } = self;
+        let Builder { config, model, rule, steps, data, resume } = self;
         config.check()?;
         let model = match model {
             Some(model) => model,
@@ -124,21 +132,29 @@ impl Builder {
         if let Some(misfit) = plan.misfits().into_iter().next() {
             return Err(Error::refused(misfit));
         }
-        let learning_rate = match steps {
-            Some(steps) => config.learning_rate(steps),
-            None => config.learning_rate(config.steps(None)?),
-        };
-        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate)?;
-        let mut progress = Progress::default();
-        match (&resume, &config.model.path) {
-            (Some(from), _) => progress = checkpoint::read(from, &config, &model, cpu.eps())?,
-            (None, Some(path)) => hf::load(path, &model, cpu.eps())?,
-            (None, None) => cpu.eps().randomise(config.step.seed),
+        if steps.is_none() && config.step.epochs.is_some() {
+            let problem = "counts data that a trainer does not see: set step.steps, or tell the \
+                           builder the steps that config.steps(data.len()) gives";
+            return Err(Error::config("step.epochs", problem));
         }
+        let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
+        model.check_names()?;
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate)?;
         let came_with = match &config.model.path {
             Some(path) => hf::read_config(path)?,
             None => serde_json::Value::Null,
         };
+        let mut progress = Progress::default();
+        match (&resume, &config.model.path) {
+            (Some(from), _) => {
+                let (config, model, came_with) = (&config, &*model, &came_with);
+                let steps = learning_rate.steps;
+                let run = Identity { config, model, came_with, steps, data: &data };
+                progress = checkpoint::read(from, run, cpu.eps())?;
+            }
+            (None, Some(path)) => hf::load(path, &model, cpu.eps())?,
+            (None, None) => cpu.eps().randomise(config.step.seed),
+        }
         let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
         let ring = RingConfig {
             pools: plan.pools,
@@ -157,12 +173,14 @@ impl Builder {
             plan,
             learning_rate,
             came_with,
+            data,
             relay,
             lanes,
             schedules: [None, None],
             progress,
             begun: 0,
             pending: None,
+            last_trained: false,
             visits: 0,
             begin: now,
             last_end: now,
@@ -189,6 +207,7 @@ pub struct Trainer {
     learning_rate: LearningRate,
     /// The `config.json` that the model was read with, or null.
     came_with: serde_json::Value,
+    data: String,
     relay: Relay<ThreadLanes<Cpu>>,
     lanes: Arc<ThreadLanes<Cpu>>,
     /// The last schedule that trained, and the last that did not.
@@ -198,6 +217,8 @@ pub struct Trainer {
     begun: Version,
     /// Whether the turn that was handed to the ring last trains.
     pending: Option<bool>,
+    /// Whether the turn that began last trains.
+    last_trained: bool,
     visits: u64,
     begin: Instant,
     last_end: Instant,
@@ -214,7 +235,8 @@ impl Trainer {
 
     /// Begins a trainer whose parts are not all from a config.
     pub fn builder(config: Config) -> Builder {
-        Builder { config, model: None, rule: None, steps: None, resume: None }
+        let data = String::new();
+        Builder { config, model: None, rule: None, steps: None, data, resume: None }
     }
 
     /// The plan it runs by.
@@ -232,14 +254,16 @@ impl Trainer {
         &self.config
     }
 
-    /// What it remembers beside the parameters.
+    /// What it remembers beside the parameters. After a step that was cancelled, what it comes to
+    /// is known once another call has been made.
     pub fn progress(&self) -> &Progress {
         &self.progress
     }
 
-    /// What it remembers, to note a validation in.
-    pub fn progress_mut(&mut self) -> &mut Progress {
-        &mut self.progress
+    /// Notes the loss of a validation; true when it is the best so far.
+    pub fn note(&mut self, loss: f64) -> bool {
+        self.account();
+        self.progress.note(loss)
     }
 
     /// The next step, on a batch of `step.batch` sequences. See [`Trainer`] for what holds when it
@@ -335,14 +359,29 @@ impl Trainer {
         let turn = Turn { batch, goal, trained: self.progress.step };
         let resolved = self.relay.step(schedule, turn).await;
         self.account();
-        Ok(resolved?)
+        resolved.map_err(|error| self.in_steps(error))
+    }
+
+    /// An error of the ring, which counts turns, told in training steps.
+    fn in_steps(&self, error: l2l_actors::Error) -> Error {
+        use l2l_actors::{Error::Failed, Integrity::Whole};
+        match error {
+            Failed { cause, integrity: Whole(version) } => {
+                // Whole it is as of the last turn, or of the one before it.
+                let undone = u64::from(version < self.begun && self.last_trained);
+                let integrity = Whole(self.progress.step - undone);
+                Error::Ring(Failed { cause, integrity })
+            }
+            error => error.into(),
+        }
     }
 
     /// Counts the turn that was handed over last, if it has begun: also when nobody waited for it.
     fn account(&mut self) {
         if self.relay.begun() > self.begun {
             self.begun = self.relay.begun();
-            self.progress.step += u64::from(self.pending == Some(true));
+            self.last_trained = self.pending == Some(true);
+            self.progress.step += u64::from(self.last_trained);
         }
         self.pending = None;
     }
@@ -405,7 +444,7 @@ impl Trainer {
     async fn settle(&mut self) -> Result<(), Error> {
         let settled = self.relay.settle().await;
         self.account();
-        Ok(settled?)
+        settled.map_err(|error| self.in_steps(error))
     }
 
     /// A parameter by its name in a checkpoint of the family: its sizes and values, as of now.
@@ -435,8 +474,14 @@ impl Trainer {
     /// The ring failed, or a file cannot be written.
     pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        let (eps, progress, over) = (self.cpu().eps(), &self.progress, &self.came_with);
-        checkpoint::write(directory, &self.config, &self.model, over, eps, self.begun, progress)
+        let run = Identity {
+            config: &self.config,
+            model: &self.model,
+            came_with: &self.came_with,
+            steps: self.learning_rate.steps,
+            data: &self.data,
+        };
+        checkpoint::write(directory, run, self.cpu().eps(), self.begun, &self.progress)
     }
 
     /// Waits for the last updates, ends all threads and tasks, and sums up.

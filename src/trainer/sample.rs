@@ -4,7 +4,7 @@ use super::{Error, Goal, Sampling, Trainer};
 use crate::data::{Batch, Sequence};
 
 impl Trainer {
-    /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length`
+    /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length` − 1
     /// tokens in view. Training's state is not touched.
     ///
     /// # Errors
@@ -18,6 +18,11 @@ impl Trainer {
     ) -> Result<Vec<u32>, Error> {
         if prompt.is_empty() {
             return Err(Error::refused("a prompt has at least one token"));
+        }
+        if !(temperature.is_finite() && temperature >= 0.0) {
+            return Err(Error::refused(format_args!(
+                "a temperature of {temperature}: it must be 0 or more"
+            )));
         }
         if self.plan.positions < 2 {
             return Err(Error::config("data.sequence_length", "must be at least 2 to draw tokens"));

@@ -415,6 +415,8 @@ impl Hands for Cpu {
             goal,
             trained,
         };
+        // What a turn drew that nobody waited for is nobody's.
+        self.drawn.lock().expect("nothing panics inside").clear();
         let mut steps = self.steps.lock().expect("nothing panics inside");
         steps.swap(0, 1);
         steps[0] = Some(Arc::new(data));

@@ -5,18 +5,23 @@
 //! `optimizer.safetensors` has the optimizer's states under the same names, `l2l.json` the rest. A
 //! directory is written beside its place, flushed to the disk, and renamed.
 
+mod keeper;
+
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
-use crate::config::Config;
+use crate::config::{Config, RateSchedule};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf;
 use crate::models::Model;
+
+pub use keeper::Keeper;
 
 /// What a run remembers beside its parameters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -63,10 +68,44 @@ struct Rest {
     progress: Progress,
     /// Updates of each block.
     updates: Vec<u64>,
-    /// SHA-256 of parameters and optimizer states.
-    digest: String,
+    /// Steps of the run: a learning rate that falls follows from them.
+    steps: u64,
+    /// What it is trained on.
+    data: String,
     /// As it was resolved.
     config: Value,
+    /// SHA-256 of parameters and optimizer states, and of all above.
+    seal: String,
+}
+
+impl Rest {
+    /// What its seal must be, for an EPS that holds its parameters.
+    fn sealed(&self, eps: &Eps) -> String {
+        let open = serde_json::json!({
+            "format": self.format,
+            "progress": self.progress,
+            "updates": self.updates,
+            "steps": self.steps,
+            "data": self.data,
+            "config": self.config,
+            "weights": eps.full_digest(),
+        });
+        let digest = Sha256::digest(open.to_string().as_bytes());
+        digest.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+}
+
+/// What a run is, for its checkpoints.
+#[derive(Clone, Copy)]
+pub(crate) struct Identity<'r> {
+    pub(crate) config: &'r Config,
+    pub(crate) model: &'r Model,
+    /// The `config.json` that the model came with, or null.
+    pub(crate) came_with: &'r Value,
+    /// Steps of the run.
+    pub(crate) steps: u64,
+    /// What it is trained on, if that is known.
+    pub(crate) data: &'r str,
 }
 
 const FORMAT: u32 = 1;
@@ -74,7 +113,8 @@ const FORMAT: u32 = 1;
 /// No run is longer.
 const MOST_STEPS: u64 = 1 << 40;
 
-/// Keys that a run may go on with other values of: they change when and where, not what.
+/// Keys that a run may go on with other values of: they change when and where, not what; or what
+/// they change is looked at by itself.
 const FREE: [&str; 13] = [
     "checkpoint",
     "channels",
@@ -107,40 +147,38 @@ fn as_value(config: &Config) -> Value {
     serde_json::to_value(config).expect("a config is plain data")
 }
 
-/// Writes a checkpoint; see [`Trainer::checkpoint`](crate::Trainer::checkpoint). `over`: the
-/// `config.json` the model came with.
+/// Writes a checkpoint; see [`Trainer::checkpoint`](crate::Trainer::checkpoint).
 pub(crate) fn write(
     directory: &Path,
-    config: &Config,
-    model: &Model,
-    over: &Value,
+    run: Identity<'_>,
     eps: &Eps,
     version: u64,
     progress: &Progress,
 ) -> Result<(), Error> {
     let failed = |error: io::Error| Error::failed(format_args!("{}: {error}", directory.display()));
-    let partial = with_suffix(directory, ".partial");
-    let old = with_suffix(directory, ".old");
-    remove(&partial).map_err(failed)?;
+    recover(directory).map_err(failed)?;
+    let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
     fs::create_dir_all(&partial).map_err(failed)?;
-    hf::write_config(&partial, &model.shape, over)?;
-    hf::save(&partial, model, eps, version)?;
-    hf::save_states(&partial.join("optimizer.safetensors"), model, eps, version)?;
-    let rest = Rest {
+    hf::write_config(&partial, &run.model.shape, run.came_with)?;
+    hf::save(&partial, run.model, eps, version)?;
+    hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps, version)?;
+    let mut rest = Rest {
         format: FORMAT,
         progress: progress.clone(),
         updates: eps.updates(),
-        digest: eps.full_digest(),
-        config: as_value(config),
+        steps: run.steps,
+        data: run.data.into(),
+        config: as_value(run.config),
+        seal: String::new(),
     };
+    rest.seal = rest.sealed(eps);
     let text = serde_json::to_string_pretty(&rest).expect("it is plain data");
-    fs::write(partial.join("l2l.json"), text).map_err(failed)?;
-    for file in ["config.json", "l2l.json"] {
+    fs::write(partial.join(REST), text).map_err(failed)?;
+    for file in ["config.json", REST] {
         sync(&partial.join(file)).map_err(failed)?;
     }
     sync(&partial).map_err(failed)?;
     // One that has this name already makes way, and is gone once the new one is there.
-    remove(&old).map_err(failed)?;
     if directory.exists() {
         fs::rename(directory, &old).map_err(failed)?;
     }
@@ -148,6 +186,23 @@ pub(crate) fn write(
     sync(directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
         .map_err(failed)?;
     remove(&old).map_err(failed)
+}
+
+/// What a checkpoint is called while it is written, and while it makes way.
+const PARTIAL: &str = ".partial";
+const OLD: &str = ".old";
+
+/// What only a checkpoint has.
+const REST: &str = "l2l.json";
+
+/// Ends what a kill left half done: one that made way comes back, what was being written goes.
+fn recover(directory: &Path) -> io::Result<()> {
+    let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
+    if old.exists() && !directory.exists() {
+        fs::rename(&old, directory)?;
+    }
+    remove(&old)?;
+    remove(&partial)
 }
 
 fn with_suffix(directory: &Path, suffix: &str) -> PathBuf {
@@ -171,131 +226,64 @@ fn remove(directory: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// What is not there, or not whole, or was made with another config (which keys).
-pub(crate) fn read(
-    directory: &Path,
-    config: &Config,
-    model: &Model,
-    eps: &Eps,
-) -> Result<Progress, Error> {
-    let path = directory.join("l2l.json");
+pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Progress, Error> {
+    let path = directory.join(REST);
     let refuse =
         |what: String| Error::refused(format_args!("checkpoint {}: {what}", path.display()));
+    recover(directory).map_err(|error| refuse(error.to_string()))?;
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let rest: Rest = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
     if rest.format != FORMAT {
         return Err(refuse(format!("format {}, this program reads {FORMAT}", rest.format)));
     }
-    let now = as_value(config);
-    let (then, now) = (fixed(&rest.config), fixed(&now));
-    let differ: Vec<String> = now
-        .iter()
-        .map(|(key, now)| {
-            let then = then.iter().find(|(of_then, _)| of_then == key);
-            (key, then.map_or(&Value::Null, |(_, then)| then), now)
-        })
-        .filter(|(_, then, now)| then != *now)
-        .map(|(key, then, now)| format!("{key} was {then}, is {now}"))
-        .collect();
+    let differ = differences(&rest, &run);
     if !differ.is_empty() {
         let differ = differ.join("; ");
         return Err(refuse(format!(
-            "made with another config: {differ}: set it back, or do without --resume"
+            "made by another run: {differ}: set it back, or do without --resume"
         )));
     }
-    if hf::read_shape(directory)? != model.shape {
+    if hf::read_shape(directory)? != run.model.shape {
         return Err(refuse("of a model of another shape".into()));
     }
-    if rest.updates.len() != model.blocks.len() {
-        return Err(refuse(format!(
-            "{} blocks, the model has {}",
-            rest.updates.len(),
-            model.blocks.len()
-        )));
+    let (found, blocks) = (rest.updates.len(), run.model.blocks.len());
+    if found != blocks {
+        return Err(refuse(format!("{found} blocks, the model has {blocks}")));
     }
-    let steps = rest.progress.step;
-    if steps > MOST_STEPS || rest.updates.iter().any(|&updates| updates > steps) {
-        return Err(refuse(format!(
-            "{steps} steps, and some block with more updates, or too many"
-        )));
+    if rest.progress.step > MOST_STEPS {
+        return Err(refuse(format!("{} steps, of at most {MOST_STEPS}", rest.progress.step)));
     }
-    hf::load(directory, model, eps)?;
-    hf::load_states(&directory.join("optimizer.safetensors"), model, eps)?;
+    hf::load(directory, run.model, eps)?;
+    hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&rest.updates);
-    if eps.full_digest() != rest.digest {
+    if rest.sealed(eps) != rest.seal {
         return Err(refuse(
-            "its weights are not those that were written: remove it to go on from the one before"
-                .into(),
+            "it is not what was written: remove it to go on from the one before".into(),
         ));
     }
     Ok(rest.progress)
 }
 
-/// The checkpoints of a run, in the config's `checkpoint.directory`: `step-00000100` and so on,
-/// the newest few, and `best-00000100`, one.
-#[derive(Clone, Debug)]
-pub struct Keeper {
-    directory: PathBuf,
-    keep: usize,
-}
-
-impl Keeper {
-    /// Of a directory, which is made, and found to be writable.
-    ///
-    /// # Errors
-    /// It is not.
-    pub fn open(directory: &Path, keep: usize) -> Result<Keeper, Error> {
-        let trial = directory.join(".l2l-trial");
-        let tried = fs::create_dir_all(directory)
-            .and_then(|()| fs::write(&trial, "l2l"))
-            .and_then(|()| fs::remove_file(&trial));
-        tried.map_err(|error| {
-            let what =
-                format_args!("{:?} cannot be written to: {error}", directory.display().to_string());
-            Error::config("checkpoint.directory", what)
-        })?;
-        Ok(Keeper { directory: directory.to_path_buf(), keep })
+/// What a run that goes on may not change, and did.
+fn differences(rest: &Rest, run: &Identity<'_>) -> Vec<String> {
+    let now = as_value(run.config);
+    let (then, now) = (fixed(&rest.config), fixed(&now));
+    let value = |key: &String| then.iter().find(|(then, _)| then == key).map(|(_, value)| *value);
+    let pairs = now.iter().map(|(key, now)| (key, value(key).unwrap_or(&Value::Null), *now));
+    let mut differ: Vec<String> = pairs
+        .filter(|(_, then, now)| then != now)
+        .map(|(key, then, now)| format!("{key} was {then}, is {now}"))
+        .collect();
+    let falls = run.config.optimizer.schedule != RateSchedule::Constant;
+    if falls && rest.steps != run.steps {
+        differ.push(format!(
+            "step.steps was {}, is {}, and the learning rate follows from it",
+            rest.steps, run.steps
+        ));
     }
-
-    /// Where the checkpoint of a step goes.
-    pub fn place(&self, step: u64) -> PathBuf {
-        self.directory.join(format!("step-{step:08}"))
+    let is_known = !rest.data.is_empty() && !run.data.is_empty();
+    if is_known && rest.data != run.data {
+        differ.push(format!("the data was {}, is {}", rest.data, run.data));
     }
-
-    /// Where the best goes.
-    pub fn best_place(&self, step: u64) -> PathBuf {
-        self.directory.join(format!("best-{step:08}"))
-    }
-
-    /// Whole checkpoints of a kind, oldest first.
-    fn all(&self, kind: &str) -> Vec<(u64, PathBuf)> {
-        let entries = fs::read_dir(&self.directory).into_iter().flatten().flatten();
-        let mut all: Vec<(u64, PathBuf)> = entries
-            .filter_map(|entry| {
-                let step = entry.file_name().to_str()?.strip_prefix(kind)?.parse().ok()?;
-                Some((step, entry.path()))
-            })
-            .collect();
-        all.sort();
-        all
-    }
-
-    /// The newest, if there is one.
-    pub fn newest(&self) -> Option<PathBuf> {
-        self.all("step-").pop().map(|(_, path)| path)
-    }
-
-    /// Lets go of what need not be kept.
-    ///
-    /// # Errors
-    /// It cannot be removed.
-    pub fn tidy(&self) -> Result<(), Error> {
-        let (mut steps, mut best) = (self.all("step-"), self.all("best-"));
-        steps.truncate(steps.len().saturating_sub(self.keep));
-        best.pop();
-        for (_, old) in steps.into_iter().chain(best) {
-            remove(&old)
-                .map_err(|error| Error::failed(format_args!("{}: {error}", old.display())))?;
-        }
-        Ok(())
-    }
+    differ
 }

@@ -1,0 +1,126 @@
+"""Ten AdamW steps of each family of transformers, in f64 and f32, on small odd shapes.
+
+Makes, beside itself, a directory a family: config.json, model.safetensors, data.jsonl (as transformers
+and the user write them) and golden.json (losses and gradient norms of each step, and the losses of the
+first batch's sequences one by one before them).
+
+    pip install torch transformers && python families.py
+"""
+
+import json
+import pathlib
+
+import torch
+import transformers
+from transformers import (
+    AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, DistilBertConfig, LlamaConfig, MistralConfig,
+    Qwen2Config, Qwen3Config, RobertaConfig,
+)
+
+STEPS, RATE, DECAY, BATCH, VOCABULARY = 10, 3e-3, 0.1, 5, 61
+DECODER = dict(vocab_size=VOCABULARY, hidden_size=48, intermediate_size=56, initializer_range=0.2,
+               max_position_embeddings=40, attention_dropout=0.0, bos_token_id=None, eos_token_id=None,
+               pad_token_id=None)
+ENCODER = dict(vocab_size=VOCABULARY, initializer_range=0.2)
+DROPS = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+FAMILIES = {
+    "llama": LlamaConfig(**DECODER, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=10, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
+                         rope_parameters=dict(rope_type="llama3", rope_theta=100.0, factor=4.0,
+                                              low_freq_factor=1.0, high_freq_factor=4.0,
+                                              original_max_position_embeddings=8)),
+    "mistral": MistralConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                             head_dim=12, sliding_window=4),
+    "qwen2": Qwen2Config(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=3,
+                         tie_word_embeddings=True, use_sliding_window=True, sliding_window=3,
+                         max_window_layers=1),
+    "qwen3": Qwen3Config(**DECODER, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1,
+                         head_dim=12, tie_word_embeddings=True),
+    "bert": BertConfig(**ENCODER, **DROPS, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
+                       intermediate_size=56, max_position_embeddings=30, type_vocab_size=2),
+    "roberta": RobertaConfig(**ENCODER, **DROPS, hidden_size=48, num_hidden_layers=2, num_attention_heads=3,
+                             intermediate_size=56, max_position_embeddings=32, type_vocab_size=1),
+    "distilbert": DistilBertConfig(**ENCODER, dim=48, n_layers=1, n_heads=3, hidden_dim=56, dropout=0.0,
+                                   attention_dropout=0.0, max_position_embeddings=30),
+}
+WINDOWED = {"mistral", "qwen2"}
+CAUSAL = {"llama", "mistral", "qwen2", "qwen3"}
+
+
+def sequences(family, generator):
+    lines = []
+    for index in range(BATCH * STEPS):
+        # A padded query whose window has no token is NaN in transformers, and with it the gradient: no
+        # padding where there is a window.
+        if family not in WINDOWED or index % BATCH == 0:
+            length = int(torch.randint(2, 25, (1,), generator=generator))
+        # Token 1 is what RoBERTa takes for padding.
+        ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+        labels = [-100 if (index + at) % 5 == 0 else token for at, token in enumerate(ids)]
+        line = {"input_ids": ids, "labels": labels}
+        if family == "bert":
+            line["token_type_ids"] = [int(at > length // 2) for at in range(length)]
+        lines.append(line)
+    return lines
+
+
+def loss_of(family, model, batch):
+    width = max(len(line["input_ids"]) for line in batch)
+    pad = lambda line, key, fill: line[key] + [fill] * (width - len(line[key]))
+    inputs = {"input_ids": torch.tensor([pad(line, "input_ids", 1) for line in batch]),
+              "attention_mask": torch.tensor([[int(at < len(line["input_ids"])) for at in range(width)]
+                                              for line in batch])}
+    if family == "bert":
+        inputs["token_type_ids"] = torch.tensor([pad(line, "token_type_ids", 0) for line in batch])
+    labels = torch.tensor([pad(line, "labels", -100) for line in batch])
+    logits = model(**inputs).logits
+    if family in CAUSAL:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=-100)
+
+
+def train(family, model, lines):
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": DECAY},
+         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}], lr=RATE)
+    with torch.no_grad():
+        singles = [float(loss_of(family, model, [line])) for line in lines[:BATCH]]
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = loss_of(family, model, lines[step * BATCH:(step + 1) * BATCH])
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, float("inf"))))
+        optimizer.step()
+        losses.append(float(loss))
+    return {"losses": losses, "norms": norms, "singles": singles}
+
+
+def main():
+    here = pathlib.Path(__file__).parent
+    for number, (family, config) in enumerate(FAMILIES.items()):
+        torch.manual_seed(number)
+        kind = AutoModelForCausalLM if family in CAUSAL else AutoModelForMaskedLM
+        model = kind.from_config(config, attn_implementation="eager")
+        with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
+            for parameter in model.parameters():
+                if parameter.ndim == 1:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        folder = here / family
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+        lines = sequences(family, torch.Generator().manual_seed(number))
+        (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        golden = {"batch": BATCH, "clip_norm": None, "steps": STEPS, "learning_rate": RATE,
+                  "weight_decay": DECAY, "transformers": transformers.__version__}
+        for dtype in (torch.float64, torch.float32):
+            again = kind.from_pretrained(folder, attn_implementation="eager").to(dtype)
+            again.train()
+            golden[str(dtype).removeprefix("torch.")] = train(family, again, lines)
+        (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
