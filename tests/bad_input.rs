@@ -263,8 +263,8 @@ fn checkpoints_of_other_models() {
     refused(&folder, &none, &["config.json", "model.hidden is 0"]);
     let drops = checkpoint(&folder, |c| c["embd_pdrop"] = json!(1.0), None);
     refused(&folder, &drops, &["config.json", "dropout must be in [0, 1)"]);
-    let strange = checkpoint(&folder, |c| c["activation_function"] = json!("swish"), None);
-    refused(&folder, &strange, &["activation_function \"swish\""]);
+    let strange = checkpoint(&folder, |c| c["activation_function"] = json!("mish"), None);
+    refused(&folder, &strange, &["activation_function is \"mish\": known are gelu"]);
     let sized = checkpoint(&folder, |_| (), None) + "model.hidden = 3\n";
     refused(&folder, &sized, &["model.path has its own sizes"]);
 }

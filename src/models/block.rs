@@ -5,7 +5,7 @@ use super::kernels::{Attention, Dropout, Kernels, Linear, Norm, Rows, View};
 use super::layer::{Backward, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, tensor_views};
 use super::shape::Shape;
 
-/// See the [module](self).
+/// A block of a shape, by its number.
 #[derive(Clone, Debug)]
 pub struct Block {
     /// The layer's index, for dropout.

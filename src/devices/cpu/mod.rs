@@ -5,6 +5,7 @@
 
 mod activation;
 mod attention;
+mod counts;
 mod cross_entropy;
 mod dropout;
 mod embedding;
@@ -26,11 +27,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use l2l_actors::ports::{Lane, Operation, Placed, Source, Step, Trouble, Work};
+use l2l_actors::ports::{Operation, Placed, Source, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::Hands;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
+use counts::Counts;
 pub(crate) use kernels::CpuKernels;
 pub(crate) use visit::workspace;
 
@@ -84,48 +86,6 @@ pub(crate) fn product(c: &mut [f32], a: &[f32], b: &[f32], size: usize) {
 
 /// The largest head that the kernels have room for.
 pub(crate) const HEAD_LIMIT: usize = attention::HEAD_LIMIT;
-
-/// What was counted.
-#[derive(Debug, Default)]
-pub(crate) struct Counts {
-    /// Bytes moved over the link, or what stands for it.
-    pub(crate) uploaded: AtomicU64,
-    pub(crate) downloaded: AtomicU64,
-    /// Floats of workspace that were in use at once, at most.
-    pub(crate) workspace: AtomicU64,
-    /// Nanoseconds that each lane worked.
-    lanes: [AtomicU64; Lane::ALL.len()],
-    /// Since when the compute lane is idle within a step, and for how long it was before.
-    idle: Mutex<(Option<Instant>, Duration)>,
-}
-
-impl Counts {
-    /// The compute lane falls idle, or a step begins.
-    fn rests(&self) {
-        self.idle.lock().expect("nothing panics inside").0 = Some(Instant::now());
-    }
-
-    /// The compute lane begins an operation.
-    fn works(&self) {
-        let mut idle = self.idle.lock().expect("nothing panics inside");
-        let waited = idle.0.take().map_or(Duration::ZERO, |since| since.elapsed());
-        idle.1 += waited;
-    }
-
-    fn lane(&self, lane: Lane) -> &AtomicU64 {
-        &self.lanes[Lane::ALL.iter().position(|one| *one == lane).expect("all are listed")]
-    }
-
-    /// Nanoseconds that each lane worked.
-    pub(crate) fn lanes(&self) -> [u64; Lane::ALL.len()] {
-        std::array::from_fn(|index| self.lanes[index].load(Relaxed))
-    }
-
-    /// How long the compute lane was idle within steps.
-    pub(crate) fn waited(&self) -> Duration {
-        self.idle.lock().expect("nothing panics inside").1
-    }
-}
 
 /// See the [module](self).
 pub(crate) struct Cpu {

@@ -1,0 +1,140 @@
+//! Makes a trainer: everything is looked at first, then made.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use l2l_actors::threads::ThreadLanes;
+use l2l_actors::{Config as RingConfig, Relay};
+
+use super::Trainer;
+use crate::checkpoint::{self, Identity, Progress};
+use crate::config::{Config, Plan, shape_of};
+use crate::devices::cpu::Cpu;
+use crate::error::Error;
+use crate::hf;
+use crate::models::Model;
+use crate::optimizers::UpdateRule;
+
+/// What a trainer is made of. What is not given comes from the config.
+pub struct Builder {
+    config: Config,
+    model: Option<Model>,
+    rule: Option<Box<dyn UpdateRule>>,
+    steps: Option<u64>,
+    data: String,
+    resume: Option<PathBuf>,
+}
+
+impl Builder {
+    pub(super) fn new(config: Config) -> Builder {
+        let data = String::new();
+        Builder { config, model: None, rule: None, steps: None, data, resume: None }
+    }
+
+    /// A model of one's own.
+    pub fn model(mut self, model: Model) -> Builder {
+        self.model = Some(model);
+        self
+    }
+
+    /// An update rule of one's own.
+    pub fn update_rule(mut self, rule: impl UpdateRule + 'static) -> Builder {
+        self.rule = Some(Box::new(rule));
+        self
+    }
+
+    /// Steps of the run, for the learning rate's shape.
+    pub fn steps(mut self, steps: u64) -> Builder {
+        self.steps = Some(steps);
+        self
+    }
+
+    /// What it is trained on, by a name that checkpoints remember and that must be the same when one
+    /// is gone on from. See [`Dataset::fingerprint`](crate::data::Dataset::fingerprint).
+    pub fn data(mut self, data: impl Into<String>) -> Builder {
+        self.data = data.into();
+        self
+    }
+
+    /// Goes on from a checkpoint, bit for bit as if the run had not ended.
+    pub fn resume(mut self, checkpoint: impl Into<PathBuf>) -> Builder {
+        self.resume = Some(checkpoint.into());
+        self
+    }
+
+    /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
+    ///
+    /// # Errors
+    /// What is wrong with the config or what it names; nothing was started then.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub fn start(self) -> Result<Trainer, Error> {
+        let Builder { config, model, rule, steps, data, resume } = self;
+        config.check()?;
+        let model = match model {
+            Some(model) => model,
+            None => Model::new(shape_of(&config)?),
+        };
+        let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
+        let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
+        let model = Arc::new(model);
+        if let Some(misfit) = plan.misfits().into_iter().next() {
+            return Err(Error::refused(misfit));
+        }
+        if steps.is_none() && config.step.epochs.is_some() {
+            let problem = "counts data that a trainer does not see: set step.steps, or tell the \
+                           builder the steps that config.steps(data.len()) gives";
+            return Err(Error::config("step.epochs", problem));
+        }
+        let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
+        model.check_names()?;
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate)?;
+        let came_with = match &config.model.path {
+            Some(path) => hf::read_config(path)?,
+            None => serde_json::Value::Null,
+        };
+        let mut progress = Progress::default();
+        match (&resume, &config.model.path) {
+            (Some(from), _) => {
+                let (config, model, came_with) = (&config, &*model, &came_with);
+                let steps = learning_rate.steps;
+                let run = Identity { config, model, came_with, steps, data: &data };
+                progress = checkpoint::read(from, run, cpu.eps())?;
+            }
+            (None, Some(path)) => hf::load(path, &model, cpu.eps())?,
+            (None, None) => cpu.eps().randomise(config.step.seed),
+        }
+        let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
+        let ring = RingConfig {
+            pools: plan.pools,
+            blocks: model.blocks.len() as u32,
+            max_layers: model.parts.len() as u32,
+            max_micro_batches: plan.micro_batches.len() as u32,
+            deferred: plan.deferred,
+            watchdog: Some(Duration::from_secs_f64(config.watchdog.seconds)),
+            drill: None,
+        };
+        let relay = Relay::start(ring, lanes.clone());
+        let now = Instant::now();
+        Ok(Trainer {
+            config,
+            model,
+            plan,
+            learning_rate,
+            came_with,
+            data,
+            relay,
+            lanes,
+            schedules: [None, None],
+            progress,
+            begun: 0,
+            pending: None,
+            last_trained: false,
+            visits: 0,
+            begin: now,
+            last_end: now,
+        })
+    }
+}
