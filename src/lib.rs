@@ -20,7 +20,7 @@ pub mod data;
 mod devices;
 mod eps;
 mod error;
-mod hf;
+pub mod hf;
 pub mod machine;
 pub mod models;
 pub mod optimizers;

@@ -262,8 +262,9 @@ mod tests {
     const ROWS: Rows = Rows { sequences: 3, positions: 7 };
 
     fn small() -> Shape {
+        let p = 0.1;
         let dropout =
-            Dropouts { embedding: 0.1, attention: 0.1, projection: 0.1, feed_forward: 0.1 };
+            Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };
         Shape { dropout, ..gpt2([1, 24, 3, 40, 10, 9]) }
     }
 

@@ -203,6 +203,47 @@ fn a_checkpoint_of_another_config_is_refused_and_stays() {
     good(&arguments);
 }
 
+/// A run's model, and one that was loaded, for other tools: whole, with the tokenizer's files.
+#[test]
+fn exports() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name).display().to_string();
+    let config = config(folder.path(), "");
+    let nothing = output(&["export", &config, "--to", &at("out")]);
+    assert_eq!(nothing.status.code(), Some(2));
+    good(&["train", &config]);
+    good(&["export", &config, "--to", &at("out")]);
+    good(&["export", &config, "--best", "--to", &at("best")]);
+    for file in ["config.json", "model.safetensors"] {
+        assert!(folder.path().join("out").join(file).is_file(), "{file}");
+        assert!(folder.path().join("best").join(file).is_file(), "{file}");
+    }
+    assert!(!folder.path().join("out/optimizer.safetensors").exists());
+    let again = output(&["export", &config, "--to", &at("out")]);
+    let error = String::from_utf8_lossy(&again.stderr);
+    assert!(again.status.code() == Some(2) && error.contains("give a new directory"), "{error}");
+    // What was written is trained on again, its other files and unknown keys with it.
+    let model = folder.path().join("best");
+    fs::write(model.join("tokenizer.json"), "{}").expect("a directory of ours");
+    let path = model.join("config.json");
+    let text = fs::read_to_string(&path).expect("it was written");
+    let mut value: Value = serde_json::from_str(&text).expect("JSON");
+    value["of_another_tool"] = "kept".into();
+    fs::write(&path, value.to_string()).expect("a directory of ours");
+    let path = format!("model.path={}", at("best"));
+    let directory = format!("checkpoint.directory={}", at("next"));
+    let sets = [&path, &directory, "step.steps=1", "data.sequence_length=8"];
+    let mut arguments = vec!["train"];
+    sets.iter().for_each(|set| arguments.extend(["--set", set]));
+    good(&arguments);
+    let arguments: Vec<&str> = arguments[1..].to_vec();
+    good(&[&["export", "--to", &at("last")], &arguments[..]].concat());
+    let last = folder.path().join("last");
+    assert_eq!(fs::read_to_string(last.join("tokenizer.json")).expect("carried"), "{}");
+    let text = fs::read_to_string(last.join("config.json")).expect("it was written");
+    assert!(text.contains("of_another_tool"));
+}
+
 #[test]
 fn texts_and_epochs() {
     let folder = folder();

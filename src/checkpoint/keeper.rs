@@ -75,9 +75,14 @@ impl Keeper {
         self.all("step").pop().map(|(_, path)| path)
     }
 
+    /// The best, if there is one.
+    pub fn best(&self) -> Option<PathBuf> {
+        self.all("best").pop().map(|(_, path)| path)
+    }
+
     /// Any that is there: the newest, or a best that was left alone.
     pub fn any(&self) -> Option<PathBuf> {
-        self.newest().or_else(|| self.all("best").pop().map(|(_, path)| path))
+        self.newest().or_else(|| self.best())
     }
 
     /// Lets go of what need not be kept: all but the newest, and the best, which is of this step.

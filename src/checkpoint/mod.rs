@@ -19,7 +19,7 @@ use crate::config::{Config, RateSchedule};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf;
-use crate::models::Model;
+use crate::models::{Model, families};
 
 pub use keeper::Keeper;
 
@@ -160,6 +160,9 @@ pub(crate) fn write(
     let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
     fs::create_dir_all(&partial).map_err(failed)?;
     hf::write_config(&partial, &run.model.shape, run.came_with)?;
+    if let Some(path) = &run.config.model.path {
+        hf::carry(path, &partial).map_err(failed)?;
+    }
     hf::save(&partial, run.model, eps, version)?;
     hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps, version)?;
     let mut rest = Rest {
@@ -243,7 +246,9 @@ pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Pro
             "made by another run: {differ}: set it back, or do without --resume"
         )));
     }
-    if hf::read_shape(directory)? != run.model.shape {
+    // As far as a config.json tells them apart.
+    let written = |shape| families::write(shape, &Value::Null);
+    if written(&hf::read_shape(directory)?) != written(&run.model.shape) {
         return Err(refuse("of a model of another shape".into()));
     }
     let (found, blocks) = (rest.updates.len(), run.model.blocks.len());

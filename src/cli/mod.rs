@@ -2,6 +2,7 @@
 
 mod bench;
 mod doctor;
+mod export;
 mod layers;
 mod metrics;
 mod plan;
@@ -35,6 +36,8 @@ enum Command {
     Plan(Common),
     /// Trains for a few steps and says how fast, beside what the machine can do.
     Bench(Common),
+    /// Writes a run's model, or the one a config loads, to a directory for other tools.
+    Export(Export),
     /// Says what this machine has.
     Doctor(Doctor),
     /// Shows the config as it is resolved, its schema, or the reference of its keys.
@@ -68,6 +71,18 @@ struct TrainArguments {
     /// Serves metrics there: the key `metrics.listen`.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<String>,
+}
+
+#[derive(Args)]
+struct Export {
+    #[command(flatten)]
+    common: Common,
+    /// The new directory.
+    #[arg(long, value_name = "DIRECTORY")]
+    to: PathBuf,
+    /// Of the run's checkpoints the best, and not the newest.
+    #[arg(long)]
+    best: bool,
 }
 
 #[derive(Args)]
@@ -107,6 +122,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Train(arguments) => return train::train(arguments),
         Command::Plan(common) => plan::plan(&common)?,
         Command::Bench(common) => return bench::bench(&common),
+        Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
         Command::Doctor(doctor) => doctor::doctor(doctor.format)?,
         Command::Config(ConfigArguments { what }) => match what {
             What::Show(common) => {

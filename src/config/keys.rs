@@ -69,6 +69,8 @@ pub struct ModelConfig {
     pub dropout: Option<f32>,
     /// What the model is trained to do; what its family does when absent.
     pub task: Option<Task>,
+    /// Classes of `sequence-classification`, 1 for a value; what the model says when absent.
+    pub labels: Option<usize>,
 }
 
 /// What the model is trained to do.
@@ -80,6 +82,8 @@ pub enum Task {
     CausalLm,
     /// To predict tokens that are labelled.
     MaskedLm,
+    /// To predict a class, or a value, of each sequence.
+    SequenceClassification,
 }
 
 impl Task {
@@ -88,6 +92,7 @@ impl Task {
         match self {
             Task::CausalLm => "causal-lm",
             Task::MaskedLm => "masked-lm",
+            Task::SequenceClassification => "sequence-classification",
         }
     }
 }

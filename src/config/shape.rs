@@ -4,7 +4,7 @@ use super::{Config, Task};
 use crate::devices::cpu::HEAD_LIMIT;
 use crate::error::Error;
 use crate::hf;
-use crate::models::{Dropouts, Shape, families};
+use crate::models::{Dropouts, Head, Shape, families};
 
 /// The shape of the model a config names.
 ///
@@ -73,16 +73,47 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     let shared = model.kv_heads.or(model.heads.filter(|_| shape.kv_heads == heads_before));
     shape.kv_heads = shared.unwrap_or(shape.kv_heads);
     if let Some(p) = model.dropout {
-        shape.dropout = Dropouts { embedding: p, attention: p, projection: p, feed_forward: p };
+        shape.dropout =
+            Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };
     }
-    let own = if shape.masked_head { Task::MaskedLm } else { Task::CausalLm };
-    if let Some(task) = model.task.filter(|task| *task != own) {
-        let (task, own) = (task.name(), own.name());
-        let problem = format_args!("is {task:?}: a {} model does {own:?}", shape.names.family);
-        return Err(Error::config("model.task", problem));
-    }
+    shape.head = head(config, &shape)?;
     check_shape(&shape)?;
     Ok(shape)
+}
+
+/// What the config asks the model to predict, if its family can.
+fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
+    let model = &config.model;
+    let of = |head: Head| match head {
+        Head::Tokens => Task::CausalLm,
+        Head::Masked => Task::MaskedLm,
+        Head::Classes { .. } => Task::SequenceClassification,
+    };
+    let tokens = if shape.causal { Head::Tokens } else { Head::Masked };
+    let (own, labels) = match shape.head {
+        Head::Classes { labels, .. } => (Task::SequenceClassification, labels),
+        _ => (of(tokens), 2),
+    };
+    let classes = !shape.names.class_out.is_empty();
+    let labels = model.labels.unwrap_or(labels);
+    match model.task.unwrap_or(own) {
+        Task::SequenceClassification if classes && (1..=1 << 20).contains(&labels) => {
+            Ok(Head::Classes { labels, is_value: labels == 1 })
+        }
+        Task::SequenceClassification if classes => {
+            Err(Error::config("model.labels", format_args!("is {labels}: it must be 1 to 1048576")))
+        }
+        task if task == of(tokens) => Ok(tokens),
+        task => {
+            let mut can = vec![of(tokens).name()];
+            can.extend(classes.then_some(Task::SequenceClassification.name()));
+            let (task, can, family) = (task.name(), can.join(" or "), shape.names.family);
+            Err(Error::config(
+                "model.task",
+                format_args!("is {task:?}: a {family} model does {can}"),
+            ))
+        }
+    }
 }
 
 fn check_shape(shape: &Shape) -> Result<(), Error> {
@@ -129,8 +160,11 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
     if !(shape.norm_epsilon.is_finite() && shape.norm_epsilon > 0.0) {
         return Err(Error::config("model.norm_epsilon", "must be above 0"));
     }
-    let Dropouts { embedding, attention, projection, feed_forward } = shape.dropout;
-    if [embedding, attention, projection, feed_forward].iter().any(|p| !(0.0..1.0).contains(p)) {
+    let Dropouts { embedding, attention, projection, feed_forward, classifier } = shape.dropout;
+    if [embedding, attention, projection, feed_forward, classifier]
+        .iter()
+        .any(|p| !(0.0..1.0).contains(p))
+    {
         return Err(Error::config("model.dropout", "must be in [0, 1)"));
     }
     Ok(())

@@ -9,7 +9,7 @@ use super::text::Text;
 use super::{Batch, Predicts, Sequence};
 use crate::config::{Config, DataConfig};
 use crate::error::Error;
-use crate::models::Shape;
+use crate::models::{Head, Shape};
 use crate::random;
 
 /// Where sequences come from.
@@ -116,9 +116,16 @@ impl Dataset {
 
     fn named(config: &Config, shape: &Shape, name: &str, seed: u64) -> Result<Dataset, Error> {
         let (vocabulary, positions) = (shape.vocabulary, config.sequence_length(shape)?);
-        let predicts = if shape.masked_head { Predicts::Own } else { Predicts::Next };
+        let (predicts, classes) = match shape.head {
+            Head::Tokens => (Predicts::Next, 0),
+            Head::Masked => (Predicts::Own, 0),
+            Head::Classes { labels, is_value: false } => (Predicts::Class, labels),
+            Head::Classes { labels, is_value: true } => (Predicts::Value, labels),
+        };
         let path = Path::new(name);
         let kind = match path.extension().and_then(|extension| extension.to_str()) {
+            Some("txt") if classes > 0 => return Err(no_labels(name)),
+            _ if name == DataConfig::BUILT_IN && classes > 0 => return Err(no_labels(name)),
             _ if name == DataConfig::BUILT_IN => Kind::Text(Text::built_in(vocabulary, positions)?),
             _ if name == "random" && positions < 2 => {
                 return Err(Error::config(
@@ -130,7 +137,7 @@ impl Dataset {
             Some("txt") => Kind::Text(Text::open(path, vocabulary, positions)?),
             Some("jsonl") => {
                 let (too_long, kinds) = (config.data.too_long, shape.token_types);
-                let limits = Limits { vocabulary, positions, too_long, kinds, predicts };
+                let limits = Limits { vocabulary, positions, too_long, kinds, predicts, classes };
                 Kind::Lines(Lines::open(path, limits)?)
             }
             _ => {
@@ -208,7 +215,11 @@ impl Dataset {
             Kind::Random { seed, vocabulary, positions } => {
                 let mut state = random::keyed(*seed, place);
                 let token = |_| (random::next(&mut state) % *vocabulary as u64) as u32;
-                Ok(Sequence::plain((0..*positions).map(token).collect()))
+                let tokens = (0..*positions).map(token).collect();
+                Ok(match self.predicts {
+                    Predicts::Next | Predicts::Own => Sequence::plain(tokens),
+                    Predicts::Class | Predicts::Value => Sequence::whole(tokens, 0, Vec::new()),
+                })
             }
         }
     }
@@ -270,6 +281,12 @@ impl Dataset {
             _ => format!("random {digest}"),
         })
     }
+}
+
+fn no_labels(name: &str) -> Error {
+    Error::refused(format_args!(
+        "data {name}: text has no label of its sequences: give a .jsonl of input_ids and label"
+    ))
 }
 
 /// The order of training: which sequences each step sees, epoch after epoch.

@@ -18,6 +18,8 @@ use crate::error::Error;
 struct Line {
     input_ids: Vec<i64>,
     labels: Option<Vec<i64>>,
+    /// Of the whole sequence: a class, or a value.
+    label: Option<f64>,
     token_type_ids: Option<Vec<i64>>,
     /// Tokenizers write it; a line has no padding, so it must be all ones.
     attention_mask: Option<Vec<i64>>,
@@ -32,6 +34,8 @@ pub(super) struct Limits {
     /// Kinds of tokens that the model knows.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,
+    /// Classes that the model knows.
+    pub(super) classes: usize,
 }
 
 /// The longest line: more is no line of tokens.
@@ -123,7 +127,16 @@ impl Lines {
 
 fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
     let Limits { vocabulary, positions, too_long, kinds, .. } = limits;
-    let Line { mut input_ids, labels, token_type_ids, attention_mask } = line;
+    let Line { mut input_ids, labels, label, token_type_ids, attention_mask } = line;
+    let of_sequence = matches!(limits.predicts, Predicts::Class | Predicts::Value);
+    match (&labels, label, of_sequence) {
+        (_, None, true) => return Err("label is missing: the model scores whole sequences".into()),
+        (Some(_), _, true) => {
+            return Err("labels: the model scores whole sequences by label".into());
+        }
+        (_, Some(_), false) => return Err("label: the model scores tokens, by labels".into()),
+        _ => {}
+    }
     if attention_mask.is_some_and(|mask| mask != vec![1; input_ids.len()]) {
         return Err("attention_mask is not all ones: leave padding out of input_ids".into());
     }
@@ -161,7 +174,24 @@ fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
     {
         return Err(format!("label {id} at {at} is outside the vocabulary of {vocabulary}"));
     }
-    let tokens = input_ids.into_iter().map(|id| id as u32).collect();
+    let tokens: Vec<u32> = input_ids.into_iter().map(|id| id as u32).collect();
+    if let Some(label) = label {
+        let class = (0..limits.classes).find(|&class| class as f64 == label);
+        let label = match (limits.predicts, class) {
+            (Predicts::Value, _) if (label as f32).is_finite() => (label as f32).to_bits() as i32,
+            (Predicts::Class, Some(class)) => class as i32,
+            (Predicts::Class, None) => {
+                let classes = limits.classes;
+                return Err(format!("label {label} is none of the {classes} classes, from 0 on"));
+            }
+            _ => return Err(format!("label {label} is no value")),
+        };
+        return Ok(Sequence::whole(
+            tokens,
+            label,
+            types.into_iter().map(|kind| kind as u8).collect(),
+        ));
+    }
     let labels = labels.into_iter().map(|label| label as i32).collect();
     Ok(Sequence { tokens, labels, kinds: types.into_iter().map(|kind| kind as u8).collect() })
 }

@@ -60,13 +60,17 @@ pub enum Predicts {
     Next,
     /// Its own, as masked tokens are.
     Own,
+    /// The first position's, a class of the sequence.
+    Class,
+    /// The first position's, the bits of a value of the sequence (f32).
+    Value,
 }
 
 impl Predicts {
     fn ahead(self) -> usize {
         match self {
             Predicts::Next => 1,
-            Predicts::Own => 0,
+            Predicts::Own | Predicts::Class | Predicts::Value => 0,
         }
     }
 }
@@ -78,14 +82,35 @@ impl Sequence {
         Sequence { tokens, labels, kinds: Vec::new() }
     }
 
+    /// One label for all of it.
+    fn whole(tokens: Vec<u32>, label: i32, kinds: Vec<u8>) -> Sequence {
+        let mut labels = vec![-100; tokens.len()];
+        labels[0] = label;
+        Sequence { tokens, labels, kinds }
+    }
+
     /// Positions that have something to predict: the next token's label, or their own.
     pub fn labelled(&self, predicts: Predicts) -> usize {
+        if predicts == Predicts::Value {
+            return 1;
+        }
         let labels = &self.labels[predicts.ahead().min(self.labels.len())..];
         labels.iter().filter(|&&label| label >= 0).count()
     }
 }
 
 impl Batch {
+    /// A batch of sequences of which each has one class.
+    ///
+    /// # Panics
+    /// A sequence is empty.
+    pub fn of_classes(sequences: &[(Vec<u32>, u32)]) -> Batch {
+        let whole = |(tokens, class): &(Vec<u32>, u32)| {
+            Sequence::whole(tokens.clone(), *class as i32, Vec::new())
+        };
+        Batch::of(&sequences.iter().map(whole).collect::<Vec<_>>(), Predicts::Class)
+    }
+
     /// A batch of sequences for a causal model, each of at least one token and a label for each.
     ///
     /// # Panics
@@ -117,7 +142,10 @@ impl Batch {
             let next = &sequence.labels[predicts.ahead()..];
             targets[at..at + next.len()].copy_from_slice(next);
         }
-        let labelled = targets.iter().filter(|&&target| target >= 0).count();
+        let labelled = match predicts {
+            Predicts::Value => sequences.len(),
+            _ => targets.iter().filter(|&&target| target >= 0).count(),
+        };
         Batch { tokens, kinds, targets, lengths, positions, labelled }
     }
 

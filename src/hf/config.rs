@@ -5,6 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use super::carry::check_tokenizer;
 use crate::error::Error;
 use crate::models::{Shape, families};
 
@@ -26,7 +27,10 @@ pub(crate) fn read_config(directory: &Path) -> Result<Value, Error> {
 pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
     let config = read_config(directory)?;
     let at = directory.join("config.json");
-    families::read(&config).map_err(|what| Error::refused(format_args!("{}: {what}", at.display())))
+    let shape = families::read(&config);
+    let shape = shape.map_err(|what| Error::refused(format_args!("{}: {what}", at.display())))?;
+    check_tokenizer(directory, shape.vocabulary)?;
+    Ok(shape)
 }
 
 /// Writes a directory's `config.json`, as transformers reads it: over the keys of another, which

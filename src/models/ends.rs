@@ -166,7 +166,7 @@ pub struct Final {
 impl Final {
     /// True when a family has such a layer.
     pub fn is_in(shape: &Shape) -> bool {
-        shape.masked_head || !shape.names.final_norm.is_empty()
+        shape.masked_head() || !shape.names.final_norm.is_empty()
     }
 
     fn linear(&self, rows: Rows) -> Linear {
@@ -183,7 +183,7 @@ impl Final {
         rows: Rows,
         scratch: &Scratch<'_>,
     ) -> (View, Option<View>) {
-        if !self.shape.masked_head {
+        if !self.shape.masked_head() {
             return (x, None);
         }
         let (sum, bent) = (scratch.take(x.len), scratch.take(x.len));
@@ -194,14 +194,14 @@ impl Final {
 
     /// Where the norm's tensors begin among the views.
     fn norm_at(&self) -> usize {
-        if self.shape.masked_head { 2 } else { 0 }
+        if self.shape.masked_head() { 2 } else { 0 }
     }
 }
 
 impl Layer for Final {
     fn tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, initializer_range, masked_head, .. } = self.shape;
-        if !masked_head {
+        let Shape { names, hidden: c, initializer_range, .. } = self.shape;
+        if !self.shape.masked_head() {
             return norm_tensors(names.final_norm, &self.shape);
         }
         let part = |name: &str, shape: Vec<usize>, kind, init| Tensor {

@@ -183,6 +183,17 @@ impl Attention<'_> {
     }
 }
 
+/// Sizes of a loss of whole sequences.
+#[derive(Clone, Copy, Debug)]
+pub struct ClassLoss {
+    /// B and T.
+    pub rows: Rows,
+    /// L.
+    pub labels: usize,
+    /// True: the square of what one score is off a value. False: the cross entropy of classes.
+    pub is_value: bool,
+}
+
 /// The curves of feed-forwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
@@ -194,17 +205,20 @@ pub enum Activation {
     Silu,
     /// max(x, 0).
     Relu,
+    /// The hyperbolic tangent.
+    Tanh,
 }
 
 impl Activation {
     /// All names that transformers has for them.
-    pub const ALL: [(&str, Activation); 6] = [
+    pub const ALL: [(&str, Activation); 7] = [
         ("gelu", Activation::GeluErf),
         ("gelu_new", Activation::GeluTanh),
         ("gelu_pytorch_tanh", Activation::GeluTanh),
         ("silu", Activation::Silu),
         ("swish", Activation::Silu),
         ("relu", Activation::Relu),
+        ("tanh", Activation::Tanh),
     ];
 
     /// The one of this name.
@@ -336,6 +350,26 @@ pub trait Kernels {
 
     /// y = dropout(x), the mask as in [`residual`](Kernels::residual); y may be x.
     fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>);
+
+    /// y: (B, C), the first rows of x: (B, T, C).
+    fn first_rows(&self, y: View, x: View, rows: Rows);
+
+    /// dx: dy in the first rows, 0 in all others.
+    fn first_rows_backward(&self, dx: View, dy: View, rows: Rows);
+
+    /// Each sequence's loss, by the label in the statistics of its first position, where it goes.
+    /// scores: (B, L).
+    fn class_loss(&self, out: View, statistics: View, scores: View, size: ClassLoss);
+
+    /// dscores = scale · d.
+    fn class_loss_backward(
+        &self,
+        dscores: View,
+        scores: View,
+        statistics: View,
+        scale: f32,
+        size: ClassLoss,
+    );
 
     /// y = 0.
     fn clear(&self, y: View);

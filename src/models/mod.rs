@@ -1,6 +1,7 @@
 //! Models: what layers there are and what each does, without saying where.
 
 mod block;
+mod classes;
 mod ends;
 pub mod families;
 mod kernels;
@@ -10,10 +11,11 @@ mod model;
 mod shape;
 
 pub use block::Block;
+pub use classes::Classes;
 pub use ends::{Final, Stem};
 pub use kernels::{
-    Activation, Attention, Dropout, Kernels, Linear, Norm, Rotary, RotaryScaling, Rows, STATISTICS,
-    Sampling, Scores, View,
+    Activation, Attention, ClassLoss, Dropout, Kernels, Linear, Norm, Rotary, RotaryScaling, Rows,
+    STATISTICS, Sampling, Scores, View,
 };
 pub use layer::{
     Backward, Draw, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, block_len, tensor_ranges,
@@ -21,4 +23,4 @@ pub use layer::{
 };
 pub use loss::{CrossEntropy, Loss};
 pub use model::{Model, Part, Tile};
-pub use shape::{Dropouts, Shape};
+pub use shape::{Dropouts, Head, Shape};

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingLayer, Role};
 
 use super::block::Block;
+use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::kernels::{STATISTICS, Scores};
 use super::layer::{Init, Kind, Layer, Tensor, block_len};
@@ -29,6 +30,15 @@ pub enum Part {
     Stack(Box<dyn Layer>),
     /// A tile of the head.
     Head(Tile),
+    /// A head of whole sequences.
+    Classes(Classes),
+}
+
+impl Part {
+    /// True for what scores.
+    pub fn is_head(&self) -> bool {
+        matches!(self, Part::Head(_) | Part::Classes(_))
+    }
 }
 
 /// A model. Blocks: the embedding's tiles, the stack's in order, then the head's
@@ -91,12 +101,13 @@ impl Model {
                 joined: false,
             };
             let mut all = vec![tensor(name, vec![tile.rows, shape.hidden], Kind::Weight, init)];
-            if is_head && shape.masked_head {
+            if is_head && shape.masked_head() {
                 all.push(tensor(names.head_bias, vec![tile.rows], Kind::Bias, Init::Zeros));
             }
             all
         };
-        let embedding = |tile: &Tile| table(names.embedding, tile, shape.tied);
+        let ties = shape.tied && shape.scores_tokens();
+        let embedding = |tile: &Tile| table(names.embedding, tile, ties);
         let mut blocks: Vec<Vec<Tensor>> = tiles.iter().map(embedding).collect();
         let mut parts = vec![Part::Embedding];
         let mut part_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
@@ -109,7 +120,13 @@ impl Model {
             let tensors = layer.tensors();
             push(Part::Stack(layer), tensors);
         }
-        for (index, tile) in tiles.iter().enumerate() {
+        if !shape.scores_tokens() {
+            let classes = Classes { index: parts.len() as u32, shape };
+            part_blocks.push(vec![BlockId(blocks.len() as u32)]);
+            blocks.push(classes.tensors());
+            parts.push(Part::Classes(classes));
+        }
+        for (index, tile) in tiles.iter().enumerate().filter(|_| shape.scores_tokens()) {
             parts.push(Part::Head(*tile));
             if shape.tied {
                 part_blocks.push(vec![BlockId(index as u32)]);
@@ -142,7 +159,7 @@ impl Model {
             role: match part {
                 Part::Embedding => Role::Embedding,
                 Part::Stack(_) => Role::Stack,
-                Part::Head(_) => Role::Tile,
+                Part::Head(_) | Part::Classes(_) => Role::Tile,
             },
             blocks: blocks.clone(),
             keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions) > 0),
@@ -176,7 +193,11 @@ impl Model {
         }
         let tokens: usize = lengths.iter().sum();
         let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
-        let head = (self.shape.vocabulary * self.shape.hidden) as f64;
+        let heads = self.parts.iter().zip(&self.part_blocks);
+        let heads = heads.filter(|(part, _)| part.is_head());
+        let weights = heads.flat_map(|(_, blocks)| &self.blocks[blocks[0].0 as usize]);
+        let weights = weights.filter(|tensor| tensor.kind == Kind::Weight);
+        let head = weights.map(Tensor::len).sum::<usize>() as f64;
         6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
     }
 

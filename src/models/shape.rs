@@ -14,6 +14,24 @@ pub struct Dropouts {
     pub projection: f32,
     /// Of the feed-forward's output.
     pub feed_forward: f32,
+    /// In the head of whole sequences.
+    pub classifier: f32,
+}
+
+/// What a model predicts, and by what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Head {
+    /// The next token, by a table.
+    Tokens,
+    /// Masked tokens, by a transform, a table and a bias by token.
+    Masked,
+    /// Of a whole sequence: one of some classes, or a value.
+    Classes {
+        /// How many scores there are.
+        labels: usize,
+        /// True when the one score is a value.
+        is_value: bool,
+    },
 }
 
 /// A transformer of one of the families.
@@ -67,13 +85,23 @@ pub struct Shape {
     pub dropout: Dropouts,
     /// True when head and embedding are one.
     pub tied: bool,
-    /// True when a transform and a bias by token stand at the head, as for masked tokens.
-    pub masked_head: bool,
+    /// What it predicts.
+    pub head: Head,
     /// Standard deviation of random weights.
     pub initializer_range: f32,
 }
 
 impl Shape {
+    /// True when a transform and a bias by token stand at the head.
+    pub fn masked_head(&self) -> bool {
+        self.head == Head::Masked
+    }
+
+    /// True when the head scores tokens.
+    pub fn scores_tokens(&self) -> bool {
+        matches!(self.head, Head::Tokens | Head::Masked)
+    }
+
     /// Channels of queries, keys and values side by side.
     pub fn qkv(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size

@@ -103,7 +103,10 @@ impl Builder {
                 let run = Identity { config, model, came_with, steps, data: &data };
                 progress = checkpoint::read(from, run, cpu.eps())?;
             }
-            (None, Some(path)) => hf::load(path, &model, cpu.eps())?,
+            (None, Some(path)) => {
+                cpu.eps().randomise(config.step.seed); // what the file has not
+                hf::load(path, &model, cpu.eps())?;
+            }
             (None, None) => cpu.eps().randomise(config.step.seed),
         }
         let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);

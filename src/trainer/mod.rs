@@ -23,7 +23,7 @@ use crate::data::Batch;
 use crate::devices::cpu::{Cpu, Goal, Turn};
 use crate::error::Error;
 use crate::hf;
-use crate::models::{Model, Sampling};
+use crate::models::{Head, Model, Sampling};
 use crate::optimizers::LearningRate;
 use report::busiest;
 
@@ -241,7 +241,11 @@ impl Trainer {
             )));
         }
         let known = |token: u32| (token as usize) < vocabulary;
-        let is_bad = |target: &&i32| **target >= 0 && !known(**target as u32);
+        let is_known = |label: u32| match self.model.shape.head {
+            Head::Tokens | Head::Masked => known(label),
+            Head::Classes { labels, is_value } => is_value || (label as usize) < labels,
+        };
+        let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
         if let Some(token) = batch.tokens.iter().find(|token| !known(**token)) {
             return Err(Error::refused(format_args!(
                 "token {token} is outside the vocabulary of {vocabulary}"
@@ -249,7 +253,7 @@ impl Trainer {
         }
         if let Some(label) = batch.targets.iter().find(is_bad) {
             return Err(Error::refused(format_args!(
-                "label {label} is outside the vocabulary of {vocabulary}"
+                "label {label} is none that the model knows (vocabulary of {vocabulary})"
             )));
         }
         if batch.labelled == 0 {

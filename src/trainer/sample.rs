@@ -4,6 +4,16 @@ use super::{Error, Goal, Sampling, Trainer};
 use crate::data::{Batch, Sequence};
 
 impl Trainer {
+    /// What the head reads of a batch: (sequences, positions, channels), with padding. Training's
+    /// state is not touched.
+    ///
+    /// # Errors
+    /// As [`step`](Trainer::step).
+    pub async fn encode(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
+        self.turn(batch, Goal::Encode).await?;
+        Ok(std::mem::take(&mut *self.cpu().encoded.lock().expect("nothing panics inside")))
+    }
+
     /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length` − 1
     /// tokens in view. Training's state is not touched.
     ///

@@ -13,7 +13,7 @@ import pathlib
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, DistilBertConfig, LlamaConfig, MistralConfig,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, DistilBertConfig, LlamaConfig, MistralConfig,
     Qwen2Config, Qwen3Config, RobertaConfig,
 )
 
@@ -43,6 +43,15 @@ FAMILIES = {
     "distilbert": DistilBertConfig(**ENCODER, dim=48, n_layers=1, n_heads=3, hidden_dim=56, dropout=0.0,
                                    attention_dropout=0.0, max_position_embeddings=30),
 }
+ENCODERS = {family: FAMILIES[family] for family in ("bert", "roberta", "distilbert")}
+CLASSES = {
+    **{f"{family}-classes": type(config)(**{**config.to_dict(), "num_labels": 3})
+       for family, config in ENCODERS.items()},
+    "bert-value": type(FAMILIES["bert"])(**{**FAMILIES["bert"].to_dict(), "num_labels": 1}),
+}
+for config in CLASSES.values():
+    config.classifier_dropout = config.seq_classif_dropout = 0.0
+FAMILIES |= CLASSES
 WINDOWED = {"mistral", "qwen2"}
 CAUSAL = {"llama", "mistral", "qwen2", "qwen3"}
 
@@ -58,7 +67,9 @@ def sequences(family, generator):
         ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
         labels = [-100 if (index + at) % 5 == 0 else token for at, token in enumerate(ids)]
         line = {"input_ids": ids, "labels": labels}
-        if family == "bert":
+        if family in CLASSES:
+            line = {"input_ids": ids, "label": round(0.37 * length - 3, 2) if "value" in family else index % 3}
+        if family.startswith("bert"):
             line["token_type_ids"] = [int(at > length // 2) for at in range(length)]
         lines.append(line)
     return lines
@@ -70,10 +81,15 @@ def loss_of(family, model, batch):
     inputs = {"input_ids": torch.tensor([pad(line, "input_ids", 1) for line in batch]),
               "attention_mask": torch.tensor([[int(at < len(line["input_ids"])) for at in range(width)]
                                               for line in batch])}
-    if family == "bert":
+    if family.startswith("bert"):
         inputs["token_type_ids"] = torch.tensor([pad(line, "token_type_ids", 0) for line in batch])
-    labels = torch.tensor([pad(line, "labels", -100) for line in batch])
     logits = model(**inputs).logits
+    if family in CLASSES:
+        labels = torch.tensor([line["label"] for line in batch])
+        if "value" in family:
+            return torch.nn.functional.mse_loss(logits[:, 0], labels.to(logits.dtype))
+        return torch.nn.functional.cross_entropy(logits, labels)
+    labels = torch.tensor([pad(line, "labels", -100) for line in batch])
     if family in CAUSAL:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return torch.nn.functional.cross_entropy(
@@ -103,6 +119,8 @@ def main():
     for number, (family, config) in enumerate(FAMILIES.items()):
         torch.manual_seed(number)
         kind = AutoModelForCausalLM if family in CAUSAL else AutoModelForMaskedLM
+        if family in CLASSES:
+            kind = AutoModelForSequenceClassification
         model = kind.from_config(config, attn_implementation="eager")
         with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
             for parameter in model.parameters():

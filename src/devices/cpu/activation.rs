@@ -62,6 +62,12 @@ fn slope_of_relu(x: f32) -> f32 {
     if x > 0.0 { 1.0 } else { 0.0 }
 }
 
+#[inline(always)]
+fn slope_of_tanh(x: f32) -> f32 {
+    let t = tanh(x);
+    1.0 - t * t
+}
+
 /// Runs a loop with the curve, or its slope, that a form names: one loop compiled for each.
 macro_rules! with {
     ($form:expr, $slope:expr, |$f:ident| $body:expr) => {
@@ -96,6 +102,14 @@ macro_rules! with {
             }
             (Activation::Relu, true) => {
                 let $f = slope_of_relu;
+                $body
+            }
+            (Activation::Tanh, false) => {
+                let $f = tanh;
+                $body
+            }
+            (Activation::Tanh, true) => {
+                let $f = slope_of_tanh;
                 $body
             }
         }
@@ -178,11 +192,17 @@ mod tests {
             }
             Activation::Silu => x / (1.0 + (-x).exp()),
             Activation::Relu => x.max(0.0),
+            Activation::Tanh => x.tanh(),
         }
     }
 
-    const FORMS: [Activation; 4] =
-        [Activation::GeluErf, Activation::GeluTanh, Activation::Silu, Activation::Relu];
+    const FORMS: [Activation; 5] = [
+        Activation::GeluErf,
+        Activation::GeluTanh,
+        Activation::Silu,
+        Activation::Relu,
+        Activation::Tanh,
+    ];
 
     #[test]
     fn gates_are_the_plain_ones() {

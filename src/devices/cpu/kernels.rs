@@ -1,13 +1,13 @@
 //! The kernels on views of the arena: resolves views, hands out scratch, and says who may write.
 
 use super::{
-    activation, attention, cross_entropy, dropout, embedding, head_norm, linear, norm, rotary,
-    sampling,
+    activation, attention, classes, cross_entropy, dropout, embedding, head_norm, linear, norm,
+    rotary, sampling,
 };
 use crate::arena::Arena;
 use crate::models::{
-    Activation, Attention, Dropout, Kernels, Linear, Loss, Norm, Rotary, Rows, STATISTICS,
-    Sampling, Scores, Scratch, View,
+    Activation, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Rotary, Rows,
+    STATISTICS, Sampling, Scores, Scratch, View,
 };
 use crate::simd::Level;
 
@@ -246,6 +246,38 @@ impl Kernels for CpuKernels<'_> {
             let [y] = call.write();
             dropout::apply(self.level, y, rows, &dropout);
         }
+    }
+
+    fn first_rows(&self, y: View, x: View, rows: Rows) {
+        let Some(call) = self.call([y], &[x]) else { return };
+        let [y] = call.write();
+        classes::first_rows(y, call.read(x), rows);
+    }
+
+    fn first_rows_backward(&self, dx: View, dy: View, rows: Rows) {
+        let Some(call) = self.call([dx], &[dy]) else { return };
+        let [dx] = call.write();
+        classes::first_rows_backward(dx, call.read(dy), rows);
+    }
+
+    fn class_loss(&self, out: View, statistics: View, scores: View, size: ClassLoss) {
+        let Some(call) = self.call([out], &[statistics, scores]) else { return };
+        let [out] = call.write();
+        out.copy_from_slice(call.read(statistics));
+        classes::forward(out, call.read(scores), &size);
+    }
+
+    fn class_loss_backward(
+        &self,
+        dscores: View,
+        scores: View,
+        statistics: View,
+        scale: f32,
+        size: ClassLoss,
+    ) {
+        let Some(call) = self.call([dscores], &[scores, statistics]) else { return };
+        let [dscores] = call.write();
+        classes::backward(dscores, call.read(scores), call.read(statistics), scale, &size);
     }
 
     fn clear(&self, y: View) {

@@ -5,6 +5,7 @@
 
 mod activation;
 mod attention;
+mod classes;
 mod counts;
 mod cross_entropy;
 mod dropout;
@@ -41,7 +42,7 @@ use crate::config::{Config, Plan};
 use crate::data::Batch;
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Micro, Model, Rows, STATISTICS, Sampling, View};
+use crate::models::{Draw, Micro, Model, Part, Rows, STATISTICS, Sampling, View};
 use crate::optimizers::{LearningRate, Update, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
@@ -55,6 +56,8 @@ pub(crate) enum Goal {
     Evaluate,
     /// A token for each labelled position.
     Sample(Sampling),
+    /// What the head reads.
+    Encode,
 }
 
 /// What a step of the ring is given.
@@ -106,6 +109,8 @@ pub(crate) struct Cpu {
     steps: Mutex<[Option<Arc<StepData>>; 2]>,
     /// What was drawn, in order of positions.
     pub(crate) drawn: Mutex<Vec<u32>>,
+    /// What the head read.
+    pub(crate) encoded: Mutex<Vec<f32>>,
     pub(crate) counts: Counts,
 }
 
@@ -143,6 +148,7 @@ impl Cpu {
             link: config.link_bytes_per_second()?,
             steps: Mutex::default(),
             drawn: Mutex::default(),
+            encoded: Mutex::default(),
             counts: Counts::default(),
             model,
             plan,
@@ -235,10 +241,16 @@ impl Cpu {
             scale: data.scale,
             sampling: match data.goal {
                 Goal::Sample(how) => Some(how),
-                Goal::Train | Goal::Evaluate => None,
+                Goal::Train | Goal::Evaluate | Goal::Encode => None,
             },
             workspace: self.plan.layout.workspace,
         };
+        let first_head = self.model.parts.iter().position(Part::is_head);
+        if data.goal == Goal::Encode && first_head == Some(visit.layer.0 as usize) {
+            // SAFETY: the ring gives the slot to this operation, which writes others.
+            let read = unsafe { self.device.read(stay.reads[0]) };
+            self.encoded.lock().expect("nothing panics inside").extend(read);
+        }
         let kernels = kernels::CpuKernels { memory: Some(&self.device), level: self.level };
         let used = self.threads.install(|| visit::run(&self.model, visit, &kernels, &stay));
         self.counts.workspace.fetch_max(used as u64, Relaxed);
@@ -280,7 +292,14 @@ impl Cpu {
             self.drawn.lock().expect("nothing panics inside").extend(labelled.map(sampling::drawn));
             return 0.0;
         }
-        let losses = statistics.filter_map(|s| cross_entropy::loss_of(s, &*self.model.loss));
+        let of_position = |statistics: &[f32]| {
+            if self.model.shape.scores_tokens() {
+                cross_entropy::loss_of(statistics, &*self.model.loss)
+            } else {
+                classes::loss_of(statistics)
+            }
+        };
+        let losses = statistics.filter_map(of_position);
         losses.map(f64::from).sum::<f64>() / data.batch.labelled as f64
     }
 
@@ -377,6 +396,7 @@ impl Hands for Cpu {
         };
         // What a turn drew that nobody waited for is nobody's.
         self.drawn.lock().expect("nothing panics inside").clear();
+        self.encoded.lock().expect("nothing panics inside").clear();
         let mut steps = self.steps.lock().expect("nothing panics inside");
         steps.swap(0, 1);
         steps[0] = Some(Arc::new(data));

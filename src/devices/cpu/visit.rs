@@ -56,6 +56,15 @@ fn go(
             let pass = Backward { micro, weights, gradient, accumulate, x, kept, dy, dx, scratch };
             layer.backward(kernels, &pass);
         }
+        (Part::Classes(classes), false) => {
+            let views = [writes[0], reads[1], reads[0]];
+            classes.forward(kernels, &micro, weights, views, scratch);
+        }
+        (Part::Classes(classes), true) => {
+            let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
+            let views = [writes[0], reads[1], reads[0]];
+            classes.backward(kernels, &micro, weights, gradient, views, scale, accumulate, scratch);
+        }
         (&Part::Head(tile), false) => {
             let (w, bias) = head_views(model, tile, weights);
             let size = model.scores(tile, micro.rows.count());
@@ -95,7 +104,7 @@ fn go(
 fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
     let table = tile.rows * model.shape.hidden;
     let bias = table.next_multiple_of(16);
-    (block.part(0..table), model.shape.masked_head.then(|| block.part(bias..bias + tile.rows)))
+    (block.part(0..table), model.shape.masked_head().then(|| block.part(bias..bias + tile.rows)))
 }
 
 /// Floats of workspace that one micro-batch needs, found by walking every layer both ways on a
@@ -118,7 +127,7 @@ pub(crate) fn workspace(
         let (kept, is_tile) = match part {
             Part::Embedding => continue,
             Part::Stack(layer) => (layer.kept_len(positions) * sequences, false),
-            Part::Head(Tile { .. }) => (0, true),
+            Part::Head(_) | Part::Classes(_) => (0, true),
         };
         let block = block_len(&model.blocks[blocks[0].0 as usize]);
         for backward in [false, true] {

@@ -3,9 +3,11 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, activation, flag, number, only, size};
+use super::read::{
+    Keys, activation, architecture, flag, number, only, read_head, size, write_labels,
+};
 use super::{NONE, Names};
-use crate::models::{Dropouts, Shape};
+use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "bert",
@@ -28,6 +30,8 @@ pub(super) static NAMES: Names = Names {
     transform_norm: "cls.predictions.transform.LayerNorm",
     head_bias: "cls.predictions.bias",
     head: "cls.predictions.decoder.weight",
+    class_dense: "bert.pooler.dense",
+    class_out: "classifier",
     read,
     write,
     ..NONE
@@ -67,17 +71,19 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
             attention: number(keys, "attention_probs_dropout_prob", 0.1)?,
             projection: residual,
             feed_forward: residual,
+            classifier: number(keys, "classifier_dropout", residual)?,
         },
         tied: flag(keys, "tie_word_embeddings", true)?,
-        masked_head: true,
+        head: read_head(keys, Head::Masked)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })
 }
 
 /// What [`read_shared`] reads.
-pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
-    json!({
-        "architectures": [architecture],
+pub(super) fn write_shared(shape: &Shape, family: &str) -> Value {
+    let mut config = json!({
+        "architectures": [architecture(shape, family)],
+        "classifier_dropout": shape.dropout.classifier,
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -91,7 +97,9 @@ pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
         "attention_probs_dropout_prob": shape.dropout.attention,
         "tie_word_embeddings": shape.tied,
         "initializer_range": shape.initializer_range,
-    })
+    });
+    write_labels(shape, &mut config);
+    config
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {
@@ -99,5 +107,5 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    write_shared(shape, "BertForMaskedLM")
+    write_shared(shape, "Bert")
 }

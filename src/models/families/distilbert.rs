@@ -2,9 +2,11 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, activation, flag, number, only, size};
+use super::read::{
+    Keys, activation, architecture, flag, number, only, read_head, size, write_labels,
+};
 use super::{NONE, Names};
-use crate::models::{Dropouts, Shape};
+use crate::models::{Activation, Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "distilbert",
@@ -26,6 +28,9 @@ pub(super) static NAMES: Names = Names {
     transform_norm: "vocab_layer_norm",
     head_bias: "vocab_projector.bias",
     head: "vocab_projector.weight",
+    class_dense: "pre_classifier",
+    class_out: "classifier",
+    class_activation: Activation::Relu,
     read,
     write,
     ..NONE
@@ -63,16 +68,18 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             attention: number(keys, "attention_dropout", 0.1)?,
             projection: 0.0,
             feed_forward: residual,
+            classifier: number(keys, "seq_classif_dropout", 0.2)?,
         },
         tied: flag(keys, "tie_word_embeddings", true)?,
-        masked_head: true,
+        head: read_head(keys, Head::Masked)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })
 }
 
 fn write(shape: &Shape) -> Value {
-    json!({
-        "architectures": ["DistilBertForMaskedLM"],
+    let mut config = json!({
+        "architectures": [architecture(shape, "DistilBert")],
+        "seq_classif_dropout": shape.dropout.classifier,
         "n_layers": shape.layers,
         "dim": shape.hidden,
         "n_heads": shape.heads,
@@ -84,5 +91,7 @@ fn write(shape: &Shape) -> Value {
         "attention_dropout": shape.dropout.attention,
         "tie_word_embeddings": shape.tied,
         "initializer_range": shape.initializer_range,
-    })
+    });
+    write_labels(shape, &mut config);
+    config
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::read::{Keys, activation, flag, number, only, size, size_or_none};
 use super::{NONE, Names};
-use crate::models::{Activation, Dropouts, Shape};
+use crate::models::{Activation, Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "gpt2",
@@ -51,7 +51,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         turned: false,
         dropout: Dropouts::default(),
         tied: true,
-        masked_head: false,
+        head: Head::Tokens,
         initializer_range: 0.02,
     }
 }
@@ -78,6 +78,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             attention: number(keys, "attn_pdrop", 0.1)?,
             projection: number(keys, "resid_pdrop", 0.1)?,
             feed_forward: number(keys, "resid_pdrop", 0.1)?,
+            classifier: 0.0,
         },
         tied: flag(keys, "tie_word_embeddings", true)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,

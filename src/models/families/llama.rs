@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 
 use super::read::{Keys, activation, flag, number, only, rotary, size, size_or_none, write_rotary};
 use super::{NONE, Names};
-use crate::models::{Dropouts, Shape};
+use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names { family: "llama", read, write, ..SHARED };
 
@@ -58,7 +58,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
             ..Dropouts::default()
         },
         tied: flag(keys, "tie_word_embeddings", false)?,
-        masked_head: false,
+        head: Head::Tokens,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })
 }

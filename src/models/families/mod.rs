@@ -13,6 +13,7 @@ mod roberta;
 
 use serde_json::{Map, Value, json};
 
+use super::kernels::Activation;
 use super::shape::Shape;
 
 /// What the tensors of a family are called; `{}` is a block's number.
@@ -54,6 +55,14 @@ pub struct Names {
     pub head_bias: &'static str,
     /// The head's table.
     pub head: &'static str,
+    /// The two products of a head of whole sequences, and what of it differs.
+    pub class_dense: &'static str,
+    /// See `class_dense`.
+    pub class_out: &'static str,
+    /// The curve between them.
+    pub class_activation: Activation,
+    /// True when dropout stands before them, too.
+    pub class_drops_first: bool,
     /// Reads a `config.json`.
     read: fn(&Map<String, Value>) -> Result<Shape, String>,
     /// Writes what `read` reads.
@@ -93,6 +102,10 @@ const NONE: Names = Names {
     transform_norm: "",
     head_bias: "",
     head: "lm_head.weight",
+    class_dense: "",
+    class_out: "",
+    class_activation: Activation::Tanh,
+    class_drops_first: false,
     read: |_| Err(String::new()),
     write: |_| Value::Null,
 };
@@ -201,5 +214,12 @@ pub fn write(shape: &Shape, over: &Value) -> Value {
     let own = (shape.names.write)(shape);
     config.extend(own.as_object().cloned().unwrap_or_default());
     config.insert("model_type".into(), shape.names.family.into());
+    // Names of classes that it had are better than numbers.
+    let count = |labels: &Value| labels.as_object().map(Map::len);
+    if count(&over["id2label"]) == count(&own["id2label"]) {
+        for key in ["id2label", "label2id"].into_iter().filter(|key| over.get(key).is_some()) {
+            config.insert(key.into(), over[key].clone());
+        }
+    }
     Value::Object(config)
 }

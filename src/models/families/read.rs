@@ -2,7 +2,7 @@
 
 use serde_json::{Map, Value};
 
-use crate::models::{Activation, Rotary, RotaryScaling};
+use crate::models::{Activation, Head, Rotary, RotaryScaling, Shape};
 
 /// A `config.json`'s keys.
 pub(super) type Keys = Map<String, Value>;
@@ -113,4 +113,42 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     let is_scaled = rotary.scaling != RotaryScaling::None;
     config["rope_scaling"] = if is_scaled { parameters.clone() } else { Value::Null };
     config["rope_parameters"] = parameters;
+}
+
+/// What an encoder's `architectures` say it predicts.
+pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
+    let named = given(keys, "architectures").and_then(|names| names[0].as_str()).unwrap_or("");
+    if !named.ends_with("ForSequenceClassification") {
+        return Ok(tokens);
+    }
+    let listed = given(keys, "id2label").and_then(Value::as_object).map(|labels| labels.len());
+    let labels = match listed {
+        Some(labels) => labels,
+        None => size_or_none(keys, "num_labels")?.unwrap_or(2),
+    };
+    if given(keys, "problem_type").and_then(Value::as_str) == Some("multi_label_classification") {
+        return Err("problem_type is multi_label_classification, which is not built".into());
+    }
+    Ok(Head::Classes { labels, is_value: labels == 1 })
+}
+
+/// The name transformers has for a family's model with this head.
+pub(super) fn architecture(shape: &Shape, family: &str) -> String {
+    match shape.head {
+        Head::Tokens => format!("{family}ForCausalLM"),
+        Head::Masked => format!("{family}ForMaskedLM"),
+        Head::Classes { .. } => format!("{family}ForSequenceClassification"),
+    }
+}
+
+/// The classes' names, as transformers counts them.
+pub(super) fn write_labels(shape: &Shape, config: &mut Value) {
+    let Head::Classes { labels, is_value } = shape.head else { return };
+    let name = |label: usize| format!("LABEL_{label}");
+    let by_id = (0..labels).map(|label| (label.to_string(), Value::from(name(label))));
+    let by_name = (0..labels).map(|label| (name(label), Value::from(label)));
+    config["id2label"] = Value::Object(by_id.collect());
+    config["label2id"] = Value::Object(by_name.collect());
+    let kind = if is_value { "regression" } else { "single_label_classification" };
+    config["problem_type"] = kind.into();
 }

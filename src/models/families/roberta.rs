@@ -28,6 +28,9 @@ pub(super) static NAMES: Names = Names {
     transform_norm: "lm_head.layer_norm",
     head_bias: "lm_head.bias",
     head: "lm_head.decoder.weight",
+    class_dense: "classifier.dense",
+    class_out: "classifier.out_proj",
+    class_drops_first: true,
     read,
     write,
     ..NONE
@@ -43,7 +46,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = write_shared(shape, "RobertaForMaskedLM");
+    let mut config = write_shared(shape, "Roberta");
     config["pad_token_id"] = (shape.learned_positions.unwrap_or(2) - 1).into();
     config
 }

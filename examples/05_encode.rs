@@ -1,0 +1,41 @@
+//! What an encoder makes of sequences: hidden states, through the same ring that trains.
+//!
+//! `cargo run --release --example 05_encode -- MODEL_DIRECTORY TOKENS.jsonl` prints a line of
+//! (tokens × channels) for each line of `[101, 2023, ...]`; without arguments, it encodes a few
+//! tokens with a small random BERT.
+
+use std::fs;
+
+use l2l::config::Task;
+use l2l::data::Batch;
+use l2l::{Config, Trainer};
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let mut config = Config::default();
+    config.model.task = Some(Task::SequenceClassification); // its head is not looked at
+    config.data.sequence_length = Some(64);
+    config.step.batch = 1;
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let lines = match &arguments[..] {
+        [model, lines] => {
+            config.model.path = Some(model.into());
+            fs::read_to_string(lines)?
+        }
+        _ => {
+            config.model.preset = Some("bert-base".into());
+            config.model.layers = Some(1);
+            config.model.hidden = Some(24);
+            config.model.heads = Some(3);
+            "[101, 2023, 102]\n".into()
+        }
+    };
+    let mut trainer = Trainer::start(config)?;
+    for line in lines.lines() {
+        let tokens: Vec<u32> = serde_json::from_str(line)?;
+        let hidden = trainer.encode(Batch::of_classes(&[(tokens, 0)])).await?;
+        println!("{}", serde_json::to_string(&hidden)?);
+    }
+    trainer.stop().await?;
+    Ok(())
+}

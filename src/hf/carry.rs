@@ -1,0 +1,62 @@
+//! Files of a transformers' directory that are no weights: carried along, so that what is written is
+//! used as what was read.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::error::Error;
+
+/// What transformers looks for beside `config.json` and the weights.
+const FILES: [&str; 12] = [
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "sentencepiece.bpe.model",
+    "special_tokens_map.json",
+    "spiece.model",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+];
+
+/// Copies those that are there.
+pub(crate) fn carry(from: &Path, to: &Path) -> io::Result<()> {
+    for file in FILES.iter().filter(|file| from.join(file).is_file()) {
+        fs::copy(from.join(file), to.join(file))?;
+        fs::File::open(to.join(file))?.sync_all()?;
+    }
+    Ok(())
+}
+
+/// Refuses a directory whose `tokenizer.json` has tokens that the model does not know.
+///
+/// # Errors
+/// It has; or it is no JSON.
+pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(), Error> {
+    let path = directory.join("tokenizer.json");
+    if !path.is_file() {
+        return Ok(());
+    }
+    let refuse = |what: String| Error::refused(format_args!("{}: {what}", path.display()));
+    let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
+    let all: Value = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
+    let named = all["model"]["vocab"].as_object().into_iter().flatten();
+    let named = named.filter_map(|(_, id)| id.as_u64());
+    // Unigram models list their tokens; a token's id is its place.
+    let listed = all["model"]["vocab"].as_array().map(|list| list.len() as u64);
+    let listed = listed.and_then(|count| count.checked_sub(1));
+    let added = all["added_tokens"].as_array().into_iter().flatten();
+    let added = added.filter_map(|token| token["id"].as_u64());
+    match named.chain(listed).chain(added).max().filter(|&id| id >= vocabulary as u64) {
+        None => Ok(()),
+        Some(id) => Err(refuse(format!(
+            "it has token {id}, the model knows {vocabulary}: they are not of one model"
+        ))),
+    }
+}

@@ -1,0 +1,129 @@
+//! Weight files that lie: an error that names the file, exit status 2, no panic, nothing large
+//! allocated, nothing overwritten.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+fn goldens(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name)
+}
+
+/// A directory with a golden's config.json, and what `fill` puts beside it.
+fn directory(name: &str, fill: impl Fn(&Path)) -> TempDir {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let config = fs::read(goldens(name).join("config.json")).expect("it is committed");
+    fs::write(folder.path().join("config.json"), config).expect("a directory of ours");
+    fill(folder.path());
+    folder
+}
+
+/// Trains on a directory, and expects a refusal that says all of this.
+#[track_caller]
+fn refused(folder: &TempDir, says: &[&str]) {
+    let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
+        .args(["train", "--set", "data.train=random", "--set", "step.steps=1", "--format", "json"])
+        .args(["--set", "data.sequence_length=4", "--set", "validation.every_steps=9"])
+        .args(["--set", "data.validation_split=0.1"])
+        .arg("--set")
+        .arg(format!("model.path={}", folder.path().display()))
+        .output()
+        .expect("the program runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.starts_with("error: ") && !error.contains("panicked"), "{error}");
+    for text in says {
+        assert!(error.contains(text), "{text:?} expected in: {error}");
+    }
+}
+
+fn file(header: &str, data: usize) -> Vec<u8> {
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(header.as_bytes());
+    bytes.resize(bytes.len() + data, 0);
+    bytes
+}
+
+fn tensor(dtype: &str, shape: Value, offsets: [u64; 2]) -> Value {
+    json!({ "transformer.wte.weight": { "dtype": dtype, "shape": shape, "data_offsets": offsets } })
+}
+
+#[test]
+fn headers() {
+    let two = |second: [u64; 2]| {
+        let mut header = tensor("F32", json!([2]), [0, 8]);
+        header["b"] = json!({ "dtype": "F32", "shape": [2], "data_offsets": second });
+        header.to_string()
+    };
+    let whole = [
+        file("", 0),
+        file("{", 0),
+        file("[]", 0),
+        file("{\"a\": 1}", 0),
+        file(&tensor("F32", json!([37, 20]), [0, 1 << 60]).to_string(), 8),
+        file(&tensor("F32", json!([1_u64 << 40, 1_u64 << 40]), [0, 8]).to_string(), 8),
+        file(&tensor("F32", json!([u64::MAX]), [0, 8]).to_string(), 8),
+        file(&tensor("F32", json!([2]), [8, 0]).to_string(), 8),
+        file(&tensor("F99", json!([2]), [0, 8]).to_string(), 8),
+        file(&tensor("F32", json!([2]), [0, 4]).to_string(), 4),
+        file(&two([4, 12]), 12),
+        file(&two([100, 108]), 108),
+        u64::MAX.to_le_bytes().to_vec(),
+        (200_u64 << 20).to_le_bytes().to_vec(),
+        [1_u64.to_le_bytes().as_slice(), &[0xff]].concat(),
+    ];
+    for bytes in whole {
+        let folder = directory("tied", |at| {
+            fs::write(at.join("model.safetensors"), &bytes).expect("a directory of ours");
+        });
+        refused(&folder, &["model.safetensors"]);
+        let kept = fs::read(folder.path().join("model.safetensors")).expect("it is there");
+        assert_eq!(kept, bytes);
+    }
+}
+
+#[test]
+fn other_types_and_other_tensors() {
+    let folder = directory("tied", |at| {
+        let header = tensor("I64", json!([37, 20]), [0, 5920]).to_string();
+        fs::write(at.join("model.safetensors"), file(&header, 5920)).expect("a directory of ours");
+    });
+    refused(&folder, &["transformer.wte.weight: f32, f16 or bf16 expected, I64 found", "missing"]);
+    let folder = directory("llama", |at| {
+        fs::copy(goldens("bert").join("model.safetensors"), at.join("model.safetensors"))
+            .expect("it is committed");
+    });
+    refused(&folder, &["is missing", "more"]);
+}
+
+#[test]
+fn indices() {
+    let with_map = |map: Value| {
+        directory("tied", |at| {
+            let index = json!({ "metadata": {}, "weight_map": map }).to_string();
+            fs::write(at.join("model.safetensors.index.json"), index).expect("a directory of ours");
+        })
+    };
+    for outside in ["../other.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""] {
+        let folder = with_map(json!({ "transformer.wte.weight": outside }));
+        refused(&folder, &["index.json", "is no file beside it"]);
+    }
+    refused(&with_map(json!({ "a": "none.safetensors" })), &["none.safetensors", "No such file"]);
+    refused(&with_map(json!([1])), &["index.json", "expected a map"]);
+    let empty = with_map(json!({}));
+    refused(&empty, &["index.json", "names no file"]);
+}
+
+#[test]
+fn a_tokenizer_of_another_model() {
+    let folder = directory("tied", |at| {
+        fs::copy(goldens("tied").join("model.safetensors"), at.join("model.safetensors"))
+            .expect("it is committed");
+        let tokenizer = json!({ "model": { "vocab": { "a": 0, "b": 37 } }, "added_tokens": [] });
+        fs::write(at.join("tokenizer.json"), tokenizer.to_string()).expect("a directory of ours");
+    });
+    refused(&folder, &["tokenizer.json", "token 37", "the model knows 37"]);
+}
