@@ -118,6 +118,21 @@ fn indices() {
 }
 
 #[test]
+fn half_written_shards() {
+    let weights = fs::read(goldens("tied").join("model.safetensors")).expect("it is committed");
+    for cut in [0, 8, weights.len() / 2, weights.len() - 1] {
+        let folder = directory("tied", |at| {
+            let map = json!({ "a": "model-1.safetensors", "b": "model-2.safetensors" });
+            let index = json!({ "metadata": {}, "weight_map": map }).to_string();
+            fs::write(at.join("model.safetensors.index.json"), index).expect("ours");
+            fs::write(at.join("model-1.safetensors"), &weights).expect("ours");
+            fs::write(at.join("model-2.safetensors"), &weights[..cut]).expect("ours");
+        });
+        refused(&folder, &["model-2.safetensors"]);
+    }
+}
+
+#[test]
 fn a_tokenizer_of_another_model() {
     let folder = directory("tied", |at| {
         fs::copy(goldens("tied").join("model.safetensors"), at.join("model.safetensors"))

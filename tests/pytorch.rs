@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use l2l::config::{ScheduleKind, StashPlace};
-use l2l::data::{Batches, Dataset};
+use l2l::data::{Batch, Batches, Dataset, Predicts, Sequence};
 use l2l::{Config, Trainer};
 use serde_json::Value;
 
@@ -77,7 +77,19 @@ async fn an_untied_gpt2_of_one_block_is_pytorchs() {
     check(config, &golden).await;
 }
 
-const FAMILIES: [&str; 7] = ["bert", "distilbert", "llama", "mistral", "qwen2", "qwen3", "roberta"];
+const FAMILIES: [&str; 11] = [
+    "bert",
+    "bert-classes",
+    "bert-value",
+    "distilbert",
+    "distilbert-classes",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "roberta",
+    "roberta-classes",
+];
 
 /// Each family, ten steps; also resident, which is the same bits.
 #[tokio::test]
@@ -107,6 +119,42 @@ async fn sequences_alone_score_as_pytorchs() {
             let loss = trainer.evaluate([data.batch([index])]).await.expect("nothing fails here");
             assert!((loss - expected).abs() < 1e-4, "{name} {index}: {loss} {expected}");
         }
+        trainer.stop().await.expect("nothing fails here");
+    }
+}
+
+/// The first sequence's logits: what the head reads, times its table.
+#[tokio::test]
+async fn logits_are_pytorchs() {
+    for name in FAMILIES {
+        let (mut config, golden) = case(name);
+        config.step.batch = 1;
+        let shape = l2l::shape_of(&config).expect("a case of ours");
+        if !shape.scores_tokens() {
+            continue;
+        }
+        let text = fs::read_to_string(&config.data.train).expect("it is committed");
+        let line: Value = serde_json::from_str(text.lines().next().expect("a line")).expect("JSON");
+        let tokens = line["input_ids"].as_array().expect("a list").iter();
+        let tokens = tokens.map(|id| id.as_u64().expect("a token") as u32).collect();
+        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let batch = Batch::of(&[Sequence::plain(tokens)], Predicts::Own);
+        let hidden = trainer.encode(batch).await.expect("nothing fails here");
+        let table = if shape.tied { shape.names.embedding } else { shape.names.head };
+        let (_, table) = trainer.weights(table).await.expect("it has one");
+        let mut bias = vec![0.0; shape.vocabulary];
+        if shape.masked_head() {
+            bias = trainer.weights(shape.names.head_bias).await.expect("it has one").1;
+        }
+        let rows = hidden.chunks(shape.hidden).flat_map(|h| {
+            let dot = move |w: &[f32]| w.iter().zip(h).map(|(w, h)| f64::from(w * h)).sum::<f64>();
+            table.chunks(shape.hidden).zip(&bias).map(move |(w, b)| dot(w) + f64::from(*b))
+        });
+        let (found, expected) = (rows.collect::<Vec<_>>(), numbers(&golden, "logits"));
+        assert_eq!(found.len(), expected.len());
+        let off = found.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        println!("{name}: logits within {off:.1e}");
+        assert!(off < 1e-4, "{name}: {off}");
         trainer.stop().await.expect("nothing fails here");
     }
 }

@@ -103,8 +103,9 @@ impl Task {
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
     /// `built-in`: the project's own source and documentation. Or a `.txt` file, read by bytes; a
-    /// `.jsonl` file of `input_ids` and, if they differ, `labels` (as in transformers: not
-    /// shifted, -100 is not scored); or `random`.
+    /// `.jsonl` file of `input_ids` with, if they differ, `labels` (as in transformers: not
+    /// shifted, -100 is not scored), or `label` where whole sequences are scored, and
+    /// `token_type_ids`; or `random`.
     pub train: String,
     /// What is kept aside: another file, of the same kinds.
     pub validation: Option<String>,

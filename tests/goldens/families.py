@@ -2,7 +2,7 @@
 
 Makes, beside itself, a directory a family: config.json, model.safetensors, data.jsonl (as transformers
 and the user write them) and golden.json (losses and gradient norms of each step, and the losses of the
-first batch's sequences one by one before them).
+first batch's sequences one by one, and the logits of the first sequence, before them).
 
     pip install torch transformers && python families.py
 """
@@ -103,6 +103,8 @@ def train(family, model, lines):
          {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0}], lr=RATE)
     with torch.no_grad():
         singles = [float(loss_of(family, model, [line])) for line in lines[:BATCH]]
+        ids = torch.tensor([lines[0]["input_ids"]])
+        logits = [round(logit, 7) for logit in model(input_ids=ids).logits.flatten().tolist()]
     losses, norms = [], []
     for step in range(STEPS):
         loss = loss_of(family, model, lines[step * BATCH:(step + 1) * BATCH])
@@ -111,7 +113,7 @@ def train(family, model, lines):
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, float("inf"))))
         optimizer.step()
         losses.append(float(loss))
-    return {"losses": losses, "norms": norms, "singles": singles}
+    return {"losses": losses, "norms": norms, "singles": singles, "logits": logits}
 
 
 def main():
@@ -137,6 +139,8 @@ def main():
             again = kind.from_pretrained(folder, attn_implementation="eager").to(dtype)
             again.train()
             golden[str(dtype).removeprefix("torch.")] = train(family, again, lines)
+            if dtype == torch.float32:
+                del golden["float32"]["logits"]
         (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
