@@ -269,6 +269,55 @@ fn checkpoints_of_other_models() {
     refused(&folder, &sized, &["model.path has its own sizes"]);
 }
 
+/// What real configs may hold, and is not built, or cannot be.
+#[test]
+fn configs_of_other_families() {
+    let folder = folder();
+    let of = |family: &str, change: &dyn Fn(&mut Value)| {
+        let goldens = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(family);
+        let text = fs::read_to_string(goldens.join("config.json")).expect("it is committed");
+        let mut value: Value = serde_json::from_str(&text).expect("it is JSON");
+        change(&mut value);
+        let at = folder.path().join("model");
+        fs::create_dir_all(&at).expect("a directory of ours");
+        fs::write(at.join("config.json"), value.to_string()).expect("a directory of ours");
+        format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
+    };
+    type Change = fn(&mut Value);
+    let cases: [(&str, Change, &str); 13] = [
+        (
+            "llama",
+            |c| c["rope_parameters"]["rope_type"] = json!("yarn"),
+            "known are default, linear",
+        ),
+        ("llama", |c| c["rope_parameters"]["rope_type"] = json!(7), "rope_type is 7"),
+        (
+            "llama",
+            |c| c["rope_parameters"]["factor"] = json!(0),
+            "factor must be given, at least 1",
+        ),
+        ("llama", |c| c["rope_scaling"] = json!("x"), "rope_scaling is \"x\""),
+        ("llama", |c| c["hidden_act"] = json!("mish"), "known are gelu"),
+        ("llama", |c| c["num_key_value_heads"] = json!(3), "model.kv_heads"),
+        ("llama", |c| c["head_dim"] = json!(7), "turned in pairs"),
+        (
+            "qwen2",
+            |c| c["layer_types"] = json!(["sliding_attention", "full_attention"]),
+            "alternates",
+        ),
+        ("qwen2", |c| c["layer_types"] = json!(["full_attention"]), "a list of 2 kinds"),
+        ("bert", |c| c["type_vocab_size"] = json!(u64::MAX), "model.token_types is"),
+        ("bert", |c| c["tie_word_embeddings"] = json!(false), "only true is built"),
+        ("roberta", |c| c["pad_token_id"] = json!(u64::MAX), "max_position_embeddings must be"),
+        ("bert-classes", |c| c["problem_type"] = json!("regression"), "of 3 labels"),
+    ];
+    for (family, change, says) in cases {
+        refused(&folder, &of(family, &change), &["config.json", says]);
+    }
+    let text = of("bert", &|_| ()).replace("random", "built-in");
+    refused(&folder, &text, &["does not predict the next token"]);
+}
+
 #[test]
 fn weights_that_were_cut_or_are_none() {
     let folder = folder();

@@ -212,7 +212,7 @@ fn exports() {
     let nothing = output(&["export", &config, "--to", &at("out")]);
     assert_eq!(nothing.status.code(), Some(2));
     good(&["train", &config]);
-    good(&["export", &config, "--to", &at("out")]);
+    good(&["export", &config, "--to", &(at("out") + "/")]);
     good(&["export", &config, "--best", "--to", &at("best")]);
     for file in ["config.json", "model.safetensors"] {
         assert!(folder.path().join("out").join(file).is_file(), "{file}");

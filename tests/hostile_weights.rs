@@ -142,3 +142,40 @@ fn a_tokenizer_of_another_model() {
     });
     refused(&folder, &["tokenizer.json", "token 37", "the model knows 37"]);
 }
+
+/// Norms of the first BERT's checkpoints have other names.
+#[test]
+fn old_names_of_norms_are_read() {
+    let weights = fs::read(goldens("bert-classes").join("model.safetensors")).expect("committed");
+    let renamed = String::from_utf8_lossy(&weights[8..8 + header_len(&weights)])
+        .replace("LayerNorm.weight", "LayerNorm.gamma")
+        .replace("LayerNorm.bias", "LayerNorm.beta");
+    let mut bytes = (renamed.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(renamed.as_bytes());
+    bytes.extend(&weights[8 + header_len(&weights)..]);
+    let run = |weights: &[u8]| {
+        let folder = directory("bert-classes", |at| {
+            fs::write(at.join("model.safetensors"), weights).expect("a directory of ours");
+        });
+        let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
+            .args(["train", "--set", "step.steps=1", "--format", "json"])
+            .args(["--set", "data.sequence_length=30", "--set", "validation.every_steps=9"])
+            .args(["--set", "data.validation_split=0.1"])
+            .arg("--set")
+            .arg(format!("data.train={}/data.jsonl", goldens("bert-classes").display()))
+            .arg("--set")
+            .arg(format!("model.path={}", folder.path().display()))
+            .output()
+            .expect("the program runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let text = String::from_utf8(output.stdout).expect("UTF-8");
+        let summary: Value =
+            serde_json::from_str(text.lines().last().expect("a summary")).expect("JSON");
+        summary["weights_digest"].clone()
+    };
+    assert_eq!(run(&weights), run(&bytes));
+}
+
+fn header_len(weights: &[u8]) -> usize {
+    u64::from_le_bytes(weights[..8].try_into().expect("eight bytes")) as usize
+}

@@ -196,12 +196,12 @@ fn a_keeper_keeps_the_newest_and_the_best() {
     assert_eq!(keeper.newest(), None);
     let places = [1, 20, 300].map(|step| keeper.place(step));
     let best = [20, 300].map(|step| keeper.best_place(step));
-    let torn = keeper.place(400).with_extension("partial");
+    let torn = keeper.place(400).with_extension("l2l-partial");
     for place in places.iter().chain(&best).chain([&torn]) {
         fs::create_dir(place).expect("a directory of ours");
         fs::write(place.join("l2l.json"), "").expect("a directory of ours");
     }
-    keeper.tidy(Some(20)).expect("a directory of ours");
+    keeper.tidy().and_then(|()| keeper.tidy_best(20)).expect("a directory of ours");
     assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
     assert_eq!(best.map(|place| place.exists()), [true, false]);
@@ -210,8 +210,8 @@ fn a_keeper_keeps_the_newest_and_the_best() {
     // What a kill left: one that made way comes back, one that was being written goes.
     drop(keeper);
     let made_way = folder.path().join("new/deep/step-00000300");
-    fs::rename(&made_way, made_way.with_extension("old")).expect("a directory of ours");
+    fs::rename(&made_way, made_way.with_extension("l2l-old")).expect("a directory of ours");
     let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("it is free");
-    assert!(made_way.exists() && !made_way.with_extension("old").exists() && !torn.exists());
+    assert!(made_way.exists() && !made_way.with_extension("l2l-old").exists() && !torn.exists());
     assert_eq!(keeper.newest(), Some(made_way));
 }

@@ -12,7 +12,8 @@ use crate::error::Error;
 pub struct Keeper {
     directory: PathBuf,
     keep: usize,
-    _lock: File,
+    /// None: only looked at.
+    _lock: Option<File>,
 }
 
 impl Keeper {
@@ -33,7 +34,7 @@ impl Keeper {
             Err(TryLockError::WouldBlock) => return Err(bad(&"another run has it")),
             Err(TryLockError::Error(error)) => return Err(bad(&error)),
         }
-        let keeper = Keeper { directory: directory.to_path_buf(), keep, _lock: lock };
+        let keeper = Keeper { directory: directory.to_path_buf(), keep, _lock: Some(lock) };
         for name in keeper.names() {
             let base = name.strip_suffix(PARTIAL).or_else(|| name.strip_suffix(OLD));
             if let Some(base) = base.filter(|base| step_of(base).is_some()) {
@@ -41,6 +42,11 @@ impl Keeper {
             }
         }
         Ok(keeper)
+    }
+
+    /// Of a directory that may be another run's, to look at.
+    pub fn peek(directory: &Path) -> Keeper {
+        Keeper { directory: directory.to_path_buf(), keep: usize::MAX, _lock: None }
     }
 
     /// Where the checkpoint of a step goes.
@@ -70,9 +76,10 @@ impl Keeper {
         all
     }
 
-    /// The newest, if there is one.
+    /// The newest, if there is one: a best may be it, for it is a whole checkpoint, too.
     pub fn newest(&self) -> Option<PathBuf> {
-        self.all("step").pop().map(|(_, path)| path)
+        let all = [self.all("best"), self.all("step")].concat();
+        all.into_iter().max_by_key(|(step, _)| *step).map(|(_, path)| path)
     }
 
     /// The best, if there is one.
@@ -80,25 +87,31 @@ impl Keeper {
         self.all("best").pop().map(|(_, path)| path)
     }
 
-    /// Any that is there: the newest, or a best that was left alone.
-    pub fn any(&self) -> Option<PathBuf> {
-        self.newest().or_else(|| self.best())
-    }
-
-    /// Lets go of what need not be kept: all but the newest, and the best, which is of this step.
+    /// Lets go of all but the newest few.
     ///
     /// # Errors
-    /// It cannot be removed.
-    pub fn tidy(&self, best: Option<u64>) -> Result<(), Error> {
-        let (mut steps, mut bests) = (self.all("step"), self.all("best"));
+    /// They cannot be removed.
+    pub fn tidy(&self) -> Result<(), Error> {
+        let mut steps = self.all("step");
         steps.truncate(steps.len().saturating_sub(self.keep));
-        bests.retain(|(step, _)| Some(*step) != best);
-        for (_, old) in steps.into_iter().chain(bests) {
-            remove(&old)
-                .map_err(|error| Error::failed(format_args!("{}: {error}", old.display())))?;
-        }
-        Ok(())
+        let_go(steps)
     }
+
+    /// Lets go of all bests but that of this step, which has just been written.
+    ///
+    /// # Errors
+    /// They cannot be removed.
+    pub fn tidy_best(&self, step: u64) -> Result<(), Error> {
+        let mut bests = self.all("best");
+        bests.retain(|(of, _)| *of != step);
+        let_go(bests)
+    }
+}
+
+fn let_go(checkpoints: Vec<(u64, PathBuf)>) -> Result<(), Error> {
+    checkpoints.into_iter().try_for_each(|(_, old)| {
+        remove(&old).map_err(|error| Error::failed(format_args!("{}: {error}", old.display())))
+    })
 }
 
 /// The kind and step of a checkpoint's name.

@@ -33,6 +33,8 @@ pub struct Progress {
     pub best: Option<Best>,
     /// Validations since then.
     pub looks_since: u64,
+    /// The step of the last validation.
+    pub looked_at: Option<u64>,
 }
 
 /// A validation that none before was better than.
@@ -48,6 +50,7 @@ pub struct Best {
 impl Progress {
     /// Notes a validation; true when it is the best so far.
     pub fn note(&mut self, loss: f64) -> bool {
+        self.looked_at = Some(self.step);
         let is_best = loss.is_finite() && self.best.is_none_or(|best| loss < best.loss);
         if is_best {
             self.best = Some(Best { step: self.step, loss });
@@ -192,8 +195,8 @@ pub(crate) fn write(
 }
 
 /// What a checkpoint is called while it is written, and while it makes way.
-const PARTIAL: &str = ".partial";
-const OLD: &str = ".old";
+const PARTIAL: &str = ".l2l-partial";
+const OLD: &str = ".l2l-old";
 
 /// What only a checkpoint has.
 const REST: &str = "l2l.json";
@@ -209,7 +212,8 @@ fn recover(directory: &Path) -> io::Result<()> {
 }
 
 fn with_suffix(directory: &Path, suffix: &str) -> PathBuf {
-    let mut name = directory.as_os_str().to_owned();
+    // Its components: a slash at its end is none.
+    let mut name = directory.components().collect::<PathBuf>().into_os_string();
     name.push(suffix);
     PathBuf::from(name)
 }

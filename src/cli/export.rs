@@ -10,10 +10,9 @@ use super::{Common, print};
 pub(super) fn export(common: &Common, best: bool, to: &Path) -> Result<(), Error> {
     let (config, layers) = common.read(None, None)?;
     let run = || {
-        let keep = config.checkpoint.keep;
         let from = match (&config.checkpoint.directory, &config.model.path) {
             (Some(directory), _) if directory.is_dir() => {
-                let keeper = Keeper::open(directory, keep)?;
+                let keeper = Keeper::peek(directory);
                 let found = if best { keeper.best() } else { keeper.newest() };
                 found.ok_or_else(|| {
                     let kind = if best { "best checkpoint" } else { "checkpoint" };

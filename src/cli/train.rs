@@ -70,8 +70,8 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     let (config, layers) = common.read(Some(BUILT_IN), metrics)?;
     let run = || -> Result<Ended, Error> {
         let Prepared { config, mut train, steps, aside } = Prepared::new(config)?;
-        let find = if resume { Keeper::newest } else { Keeper::any };
-        let from = match (&aside.keeper, aside.keeper.as_ref().and_then(find), resume) {
+        let newest = aside.keeper.as_ref().and_then(Keeper::newest);
+        let from = match (&aside.keeper, newest, resume) {
             (None, _, true) => {
                 let what = "--resume: from where? Set checkpoint.directory";
                 return Err(Error::Refused(what.into()));
@@ -220,23 +220,39 @@ impl Run {
         let is_due =
             |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
         let mut looked = None;
+        // A look that a stop cut short comes first.
+        let (first, last) = (self.trainer.progress().step, self.trainer.progress().looked_at);
+        if first > 0 && is_due(look, first) && last != Some(first) {
+            match self.look_and_note(stop).await? {
+                Some(loss) => looked = Some((first, loss)),
+                None => return Ok(None),
+            }
+        }
         while self.trainer.progress().step < self.steps && !self.is_tired() && !stop.load(Relaxed) {
             let report = self.trainer.step(batches.next().await?).await?;
             self.screen.step(&report);
             self.metrics.step(&report);
             let step = report.step;
             if is_due(look, step) {
-                let Some(loss) = self.look(stop).await? else { break };
+                let Some(loss) = self.look_and_note(stop).await? else { break };
                 looked = Some((step, loss));
-                if self.trainer.note(loss) {
-                    self.save(true).await?;
-                }
             }
             if is_due(save, step) {
                 self.save(false).await?;
             }
         }
         Ok(looked)
+    }
+
+    /// A look that counts: for patience, and for the best.
+    async fn look_and_note(&mut self, stop: &AtomicBool) -> Result<Option<f64>, Error> {
+        let loss = self.look(stop).await?;
+        if let Some(loss) = loss
+            && self.trainer.note(loss)
+        {
+            self.save(true).await?;
+        }
+        Ok(loss)
     }
 
     /// Looks at what was kept aside; nothing when it is told to stop meanwhile.
@@ -256,16 +272,16 @@ impl Run {
     /// Writes a checkpoint of this step, unless it is there.
     async fn save(&mut self, as_best: bool) -> Result<(), Error> {
         let Some(keeper) = &self.aside.keeper else { return Ok(()) };
-        let progress = self.trainer.progress();
-        let (step, best) = (progress.step, progress.best.map(|best| best.step));
-        let place = if as_best { keeper.best_place(step) } else { keeper.place(step) };
-        if as_best || self.saved != Some(step) {
-            self.trainer.checkpoint(&place).await?;
+        let step = self.trainer.progress().step;
+        if as_best {
+            self.trainer.checkpoint(&keeper.best_place(step)).await?;
+            return keeper.tidy_best(step);
         }
-        if !as_best {
+        if self.saved != Some(step) {
+            self.trainer.checkpoint(&keeper.place(step)).await?;
             self.saved = Some(step);
         }
-        keeper.tidy(best)
+        keeper.tidy()
     }
 
     /// What the model learnt of the built-in text, beside what counting would have.

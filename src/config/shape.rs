@@ -125,7 +125,9 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         ("heads", heads, 1 << 11),
         ("intermediate", intermediate, 1 << 22),
         ("vocabulary", vocabulary, 1 << 24),
+        ("positions", shape.learned_positions.unwrap_or(0).saturating_add(positions), 1 << 20),
         ("positions", positions, 1 << 20),
+        ("token_types", shape.token_types.max(1), 256),
     ];
     for (name, size, most) in sizes {
         if !limit(size, most) {

@@ -124,8 +124,10 @@ impl Dataset {
         };
         let path = Path::new(name);
         let kind = match path.extension().and_then(|extension| extension.to_str()) {
-            Some("txt") if classes > 0 => return Err(no_labels(name)),
-            _ if name == DataConfig::BUILT_IN && classes > 0 => return Err(no_labels(name)),
+            Some("txt") if predicts != Predicts::Next => return Err(no_labels(name)),
+            _ if name == DataConfig::BUILT_IN && predicts != Predicts::Next => {
+                return Err(no_labels(name));
+            }
             _ if name == DataConfig::BUILT_IN => Kind::Text(Text::built_in(vocabulary, positions)?),
             _ if name == "random" && positions < 2 => {
                 return Err(Error::config(
@@ -285,7 +287,8 @@ impl Dataset {
 
 fn no_labels(name: &str) -> Error {
     Error::refused(format_args!(
-        "data {name}: text has no label of its sequences: give a .jsonl of input_ids and label"
+        "data {name}: text has no labels, and this model does not predict the next token: give a \
+         .jsonl of input_ids and labels (of masked tokens), or label (of whole sequences)"
     ))
 }
 

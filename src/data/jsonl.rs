@@ -134,6 +134,9 @@ fn sequence(line: Line, limits: Limits) -> Result<Sequence, String> {
         (Some(_), _, true) => {
             return Err("labels: the model scores whole sequences by label".into());
         }
+        (None, _, false) if limits.predicts == Predicts::Own => {
+            return Err("labels is missing: which tokens are masked, and what they were".into());
+        }
         (_, Some(_), false) => return Err("label: the model scores tokens, by labels".into()),
         _ => {}
     }

@@ -1,17 +1,11 @@
 //! A directory for others, from a checkpoint or from where a model was loaded.
 
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::carry::carry;
+use super::weights::weight_files;
 use crate::error::Error;
-
-/// What of a directory is the model.
-fn is_of_the_model(name: &str) -> bool {
-    name == "config.json"
-        || name == "model.safetensors.index.json"
-        || (name.starts_with("model") && name.ends_with(".safetensors"))
-}
 
 /// Copies a model to a new directory, which is there whole or not at all; with the tokenizer's
 /// files of `tokenizer` where `from` has none.
@@ -24,25 +18,25 @@ pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Er
         let what = "it is there already: give a new directory";
         return Err(Error::refused(format_args!("{}: {what}", to.display())));
     }
-    let refuse = |error: std::io::Error| {
-        Error::refused(format_args!("{}: no model to export: {error}", from.display()))
-    };
-    let entries = fs::read_dir(from).map_err(refuse)?.flatten();
-    let names: Vec<String> = entries
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| is_of_the_model(name))
-        .collect();
-    if !names.iter().any(|name| name.ends_with(".safetensors")) {
-        let what = "no model to export: no .safetensors in it";
+    if !from.join("config.json").is_file() {
+        let what = "no model to export: no config.json in it";
         return Err(Error::refused(format_args!("{}: {what}", from.display())));
     }
-    let mut partial = to.as_os_str().to_owned();
-    partial.push(".partial");
+    let mut names = vec!["config.json".to_string()];
+    for weights in weight_files(from)? {
+        let name = weights.file_name().and_then(|name| name.to_str()).map(str::to_string);
+        names.push(name.ok_or_else(|| Error::refused("a file's name is not UTF-8"))?);
+    }
+    let index = "model.safetensors.index.json";
+    names.extend(
+        (names.len() > 2 || !from.join("model.safetensors").exists()).then(|| index.into()),
+    );
+    // Beside its place, under a name that is nobody else's.
+    let to = &to.components().collect::<PathBuf>();
+    let mut partial = to.clone().into_os_string();
+    partial.push(format!(".l2l-{}", std::process::id()));
     let partial = Path::new(&partial);
     let copied = (|| {
-        if partial.exists() {
-            fs::remove_dir_all(partial)?;
-        }
         fs::create_dir_all(partial)?;
         for name in &names {
             fs::copy(from.join(name), partial.join(name))?;
@@ -53,7 +47,12 @@ pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Er
         if to.exists() {
             fs::remove_dir(to)?; // empty, as was seen
         }
-        fs::rename(partial, to)
+        fs::rename(partial, to)?;
+        let parent = to.parent().filter(|parent| !parent.as_os_str().is_empty());
+        fs::File::open(parent.unwrap_or(Path::new(".")))?.sync_all()
     })();
-    copied.map_err(|error| Error::failed(format_args!("{}: {error}", to.display())))
+    copied.map_err(|error: std::io::Error| {
+        let _ = fs::remove_dir_all(partial); // it may never have been made
+        Error::failed(format_args!("{}: {error}", to.display()))
+    })
 }

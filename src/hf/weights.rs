@@ -90,10 +90,7 @@ fn states(model: &Model, count: usize) -> Wholes {
 /// # Errors
 /// The file, and the tensors that are missing, too many or of another shape.
 pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    let (index, single) =
-        (directory.join("model.safetensors.index.json"), directory.join("model.safetensors"));
-    let files =
-        if index.exists() && !single.exists() { shards(directory, &index)? } else { vec![single] };
+    let files = weight_files(directory)?;
     read(&files, &wholes(model, Which::Parameter), Some(model), eps)
 }
 
@@ -103,6 +100,16 @@ pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Err
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     read(&[file.to_path_buf()], &states(model, eps.states()), None, eps)
+}
+
+/// A directory's files of weights: one, or those that an index names.
+pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
+    let (index, single) =
+        (directory.join("model.safetensors.index.json"), directory.join("model.safetensors"));
+    if index.exists() && !single.exists() {
+        return shards(directory, &index);
+    }
+    Ok(vec![single])
 }
 
 /// The files that an index names, each once.
@@ -147,7 +154,9 @@ fn read(files: &[PathBuf], wholes: &Wholes, of: Option<&Model>, eps: &Eps) -> Re
     let found = |name: &str| {
         let short = name.strip_prefix(prefix).unwrap_or(name);
         let named = |name: &str| all.iter().find_map(|tensors| tensors.tensor(name).ok());
-        named(name).or_else(|| named(short))
+        let old = old_name(name);
+        let of_old = || named(&old).or_else(|| named(old.strip_prefix(prefix).unwrap_or(&old)));
+        named(name).or_else(|| named(short)).or_else(of_old)
     };
     // A head of sequences that the file has not begins at random, as it was made.
     let is_fresh = |name: &str| {
@@ -167,6 +176,15 @@ fn read(files: &[PathBuf], wholes: &Wholes, of: Option<&Model>, eps: &Eps) -> Re
         }
     }
     Ok(())
+}
+
+/// What a norm's tensor was called in checkpoints of the first BERT.
+fn old_name(name: &str) -> String {
+    match name.rsplit_once("LayerNorm.") {
+        Some((before, "weight")) => format!("{before}LayerNorm.gamma"),
+        Some((before, "bias")) => format!("{before}LayerNorm.beta"),
+        _ => name.into(),
+    }
 }
 
 /// What a checkpoint may hold beside a model's parameters: buffers, heads of other tasks, and what
@@ -215,9 +233,9 @@ fn check<'t>(
     }
     problems.append(&mut missing);
     let prefix = of.map_or("", |model| model.shape.names.prefix);
-    let known: BTreeSet<&str> = wholes
-        .keys()
-        .flat_map(|name| [&**name, name.strip_prefix(prefix).unwrap_or(name)])
+    let names = wholes.keys().flat_map(|name| [name.to_string(), old_name(name)]);
+    let known: BTreeSet<String> = names
+        .flat_map(|name| [name.strip_prefix(prefix).unwrap_or(&name).to_string(), name.clone()])
         .collect();
     for name in files.iter().flat_map(|tensors| tensors.names()) {
         if !known.contains(name) && !of.is_some_and(|model| is_spare(name, model)) {

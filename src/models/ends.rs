@@ -1,6 +1,6 @@
 //! What stands before the first block and behind the last.
 
-use super::kernels::{Kernels, Linear, Norm, Rows, View};
+use super::kernels::{Activation, Kernels, Linear, Norm, Rows, View};
 use super::layer::{Backward, Forward, Init, Kind, Layer, Scratch, Tensor, tensor_views};
 use super::shape::Shape;
 
@@ -174,6 +174,11 @@ impl Final {
         Linear { rows: rows.count(), inputs: hidden, outputs: hidden, turned }
     }
 
+    /// The transform's curve.
+    fn curve(&self) -> Activation {
+        self.shape.names.transform_activation.unwrap_or(self.shape.activation)
+    }
+
     /// What the norm reads: x, or its transform, with the transform's sum before the curve.
     fn before_norm(
         &self,
@@ -188,7 +193,7 @@ impl Final {
         }
         let (sum, bent) = (scratch.take(x.len), scratch.take(x.len));
         k.linear(sum, x, views[0], Some(views[1]), self.linear(rows));
-        k.activate(bent, sum, self.shape.activation);
+        k.activate(bent, sum, self.curve());
         (bent, Some(sum))
     }
 
@@ -249,7 +254,7 @@ impl Layer for Final {
             dread, dgamma, dbeta, None, dy, read, statistics, gamma, norm, accumulate, scratch,
         );
         if let Some(sum) = sum {
-            k.activate_backward(dread, sum, self.shape.activation);
+            k.activate_backward(dread, sum, self.curve());
             let size = self.linear(micro.rows);
             k.linear_backward(dx, d[0], Some(d[1]), dread, x, views[0], size, accumulate, scratch);
         }

@@ -1,6 +1,6 @@
 //! Text from a model in training, a token a walk of the ring.
 
-use super::{Error, Goal, Sampling, Trainer};
+use super::{Error, Goal, Head, Sampling, Trainer};
 use crate::data::{Batch, Sequence};
 
 impl Trainer {
@@ -33,6 +33,9 @@ impl Trainer {
             return Err(Error::refused(format_args!(
                 "a temperature of {temperature}: it must be 0 or more"
             )));
+        }
+        if self.model.shape.head != Head::Tokens {
+            return Err(Error::refused("tokens are drawn from models that predict the next one"));
         }
         if self.plan.positions < 2 {
             return Err(Error::config("data.sequence_length", "must be at least 2 to draw tokens"));

@@ -3,9 +3,7 @@
 
 use serde_json::{Value, json};
 
-use super::read::{
-    Keys, activation, architecture, flag, number, only, read_head, size, write_labels,
-};
+use super::read::{Keys, activation, architecture, number, only, read_head, size, write_labels};
 use super::{NONE, Names};
 use crate::models::{Dropouts, Head, Shape};
 
@@ -41,6 +39,7 @@ pub(super) static NAMES: Names = Names {
 pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
     only(keys, "position_embedding_type", "absolute")?;
     only(keys, "is_decoder", false)?;
+    only(keys, "tie_word_embeddings", true)?;
     let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
     let residual = number(keys, "hidden_dropout_prob", 0.1)?;
     Ok(Shape {
@@ -73,7 +72,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
             feed_forward: residual,
             classifier: number(keys, "classifier_dropout", residual)?,
         },
-        tied: flag(keys, "tie_word_embeddings", true)?,
+        tied: true,
         head: read_head(keys, Head::Masked)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })

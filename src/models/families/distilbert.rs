@@ -2,9 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::read::{
-    Keys, activation, architecture, flag, number, only, read_head, size, write_labels,
-};
+use super::read::{Keys, activation, architecture, number, only, read_head, size, write_labels};
 use super::{NONE, Names};
 use crate::models::{Activation, Dropouts, Head, Shape};
 
@@ -38,6 +36,7 @@ pub(super) static NAMES: Names = Names {
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "sinusoidal_pos_embds", false)?;
+    only(keys, "tie_word_embeddings", true)?;
     let (hidden, heads) = (size(keys, "dim")?, size(keys, "n_heads")?);
     let residual = number(keys, "dropout", 0.1)?;
     Ok(Shape {
@@ -70,7 +69,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             feed_forward: residual,
             classifier: number(keys, "seq_classif_dropout", 0.2)?,
         },
-        tied: flag(keys, "tie_word_embeddings", true)?,
+        tied: true,
         head: read_head(keys, Head::Masked)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })

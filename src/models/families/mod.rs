@@ -55,6 +55,8 @@ pub struct Names {
     pub head_bias: &'static str,
     /// The head's table.
     pub head: &'static str,
+    /// The transform's curve, where it is not the feed-forward's.
+    pub transform_activation: Option<Activation>,
     /// The two products of a head of whole sequences, and what of it differs.
     pub class_dense: &'static str,
     /// See `class_dense`.
@@ -102,6 +104,7 @@ const NONE: Names = Names {
     transform_norm: "",
     head_bias: "",
     head: "lm_head.weight",
+    transform_activation: None,
     class_dense: "",
     class_out: "",
     class_activation: Activation::Tanh,
@@ -214,6 +217,9 @@ pub fn write(shape: &Shape, over: &Value) -> Value {
     let own = (shape.names.write)(shape);
     config.extend(own.as_object().cloned().unwrap_or_default());
     config.insert("model_type".into(), shape.names.family.into());
+    // What is written is f32, whatever was read.
+    config.remove("torch_dtype");
+    config.insert("dtype".into(), "float32".into());
     // Names of classes that it had are better than numbers.
     let count = |labels: &Value| labels.as_object().map(Map::len);
     if count(&over["id2label"]) == count(&own["id2label"]) {

@@ -4,18 +4,41 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, size_or_none};
+use super::read::{Keys, flag, size, size_or_none};
 use crate::models::Shape;
 
 pub(super) static NAMES: Names = Names { family: "qwen2", read, write, ..SHARED };
 
-/// The window, if it is used at all, of blocks from the one on that `max_window_layers` says.
+/// The window, if it is used at all, of blocks from the one on that `layer_types` begins with, or
+/// that `max_window_layers` says.
 pub(super) fn window(keys: &Keys) -> Result<Option<(usize, usize)>, String> {
     if !flag(keys, "use_sliding_window", false)? {
         return Ok(None);
     }
-    let window = size_or_none(keys, "sliding_window")?.unwrap_or(4096);
-    Ok(Some((window, size_or_none(keys, "max_window_layers")?.unwrap_or(28))))
+    let window = match keys.contains_key("sliding_window") {
+        true => size_or_none(keys, "sliding_window")?,
+        false => Some(4096), // transformers' default
+    };
+    let Some(window) = window else { return Ok(None) };
+    let Some(types) = keys.get("layer_types").filter(|types| !types.is_null()) else {
+        return Ok(Some((window, size_or_none(keys, "max_window_layers")?.unwrap_or(28))));
+    };
+    let layers = size(keys, "num_hidden_layers")?;
+    let types = types.as_array().filter(|types| types.len() == layers);
+    let types = types.ok_or_else(|| format!("layer_types must be a list of {layers} kinds"))?;
+    let slides = |kind: &Value| match kind.as_str() {
+        Some("full_attention") => Ok(false),
+        Some("sliding_attention") => Ok(true),
+        _ => Err(format!("layer_types has {kind}: known are full_attention, sliding_attention")),
+    };
+    let slides = types.iter().map(slides).collect::<Result<Vec<_>, _>>()?;
+    let from = slides.iter().position(|slides| *slides).unwrap_or(slides.len());
+    if slides[from..].contains(&false) {
+        return Err(
+            "layer_types alternates: only full_attention, then sliding_attention, is built".into(),
+        );
+    }
+    Ok(Some((window, from)))
 }
 
 /// What [`window`] reads.

@@ -67,21 +67,47 @@ pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activa
 /// Positions by rotation: `rope_theta` with `rope_scaling`, or both in `rope_parameters`.
 pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> {
     let none = Keys::new();
-    let inner = |key: &str| given(keys, key).and_then(Value::as_object);
-    let scaling = inner("rope_parameters").or_else(|| inner("rope_scaling")).unwrap_or(&none);
+    let mut scaling = &none;
+    // What was added by hand counts, as it does in transformers.
+    for key in ["rope_parameters", "rope_scaling"] {
+        if let Some(value) = given(keys, key) {
+            scaling = value.as_object().ok_or_else(|| wrong(key, value, "an object"))?;
+        }
+    }
     let theta = number(scaling, "rope_theta", number(keys, "rope_theta", default_theta)?)?;
-    only(keys, "partial_rotary_factor", 1.0)?;
+    if number(keys, "partial_rotary_factor", 1.0)? != 1.0 {
+        return Err("partial_rotary_factor: only 1 is built".into());
+    }
     let kind = given(scaling, "rope_type").or_else(|| given(scaling, "type"));
-    let factor = || number(scaling, "factor", 1.0);
-    let scaling = match kind.and_then(Value::as_str).unwrap_or("default") {
+    let kind = kind.map_or(Ok("default"), |kind| {
+        kind.as_str().ok_or_else(|| wrong("rope_type", kind, "a name"))
+    })?;
+    let above = |key: &str, least: f32| {
+        let value = number(scaling, key, f32::NAN)?;
+        if value >= least {
+            Ok(value)
+        } else {
+            Err(format!("{key} must be given, at least {least}"))
+        }
+    };
+    let scaling = match kind {
         "default" => RotaryScaling::None,
-        "linear" => RotaryScaling::Linear(factor()?),
-        "llama3" => RotaryScaling::Llama3 {
-            factor: factor()?,
-            low: number(scaling, "low_freq_factor", 1.0)?,
-            high: number(scaling, "high_freq_factor", 4.0)?,
-            positions: size(scaling, "original_max_position_embeddings")?,
-        },
+        "linear" => RotaryScaling::Linear(above("factor", 1.0)?),
+        "llama3" => {
+            let low = above("low_freq_factor", 1e-6)?;
+            let high = above("high_freq_factor", 1e-6)?;
+            if high <= low {
+                return Err(format!(
+                    "high_freq_factor is {high}: it must be above low_freq_factor"
+                ));
+            }
+            let trained = size_or_none(scaling, "original_max_position_embeddings")?;
+            let positions = match trained {
+                Some(positions) => positions,
+                None => size(keys, "max_position_embeddings")?,
+            };
+            RotaryScaling::Llama3 { factor: above("factor", 1.0)?, low, high, positions }
+        }
         other => {
             return Err(format!("rope_type is {other:?}: known are default, linear, llama3"));
         }
@@ -126,8 +152,11 @@ pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
         Some(labels) => labels,
         None => size_or_none(keys, "num_labels")?.unwrap_or(2),
     };
-    if given(keys, "problem_type").and_then(Value::as_str) == Some("multi_label_classification") {
-        return Err("problem_type is multi_label_classification, which is not built".into());
+    let own = if labels == 1 { "regression" } else { "single_label_classification" };
+    if let Some(kind) = given(keys, "problem_type").filter(|kind| kind.as_str() != Some(own)) {
+        return Err(format!(
+            "problem_type is {kind} of {labels} labels: only {own} of so many is built"
+        ));
     }
     Ok(Head::Classes { labels, is_value: labels == 1 })
 }

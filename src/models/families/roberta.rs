@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::bert::{read_shared, write_shared};
 use super::read::{Keys, size_or_none};
 use super::{NONE, Names};
-use crate::models::Shape;
+use crate::models::{Activation, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "roberta",
@@ -28,6 +28,7 @@ pub(super) static NAMES: Names = Names {
     transform_norm: "lm_head.layer_norm",
     head_bias: "lm_head.bias",
     head: "lm_head.decoder.weight",
+    transform_activation: Some(Activation::GeluErf),
     class_dense: "classifier.dense",
     class_out: "classifier.out_proj",
     class_drops_first: true,
@@ -38,7 +39,7 @@ pub(super) static NAMES: Names = Names {
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     let shape = read_shared(keys, &NAMES)?;
-    let before = size_or_none(keys, "pad_token_id")?.unwrap_or(1) + 1;
+    let before = size_or_none(keys, "pad_token_id")?.unwrap_or(1).saturating_add(1);
     let Some(positions) = shape.positions.checked_sub(before) else {
         return Err(format!("max_position_embeddings must be above {before}"));
     };
