@@ -212,7 +212,10 @@ fn exports() {
     let nothing = output(&["export", &config, "--to", &at("out")]);
     assert_eq!(nothing.status.code(), Some(2));
     good(&["train", &config]);
+    let beside = folder.path().join("out.partial");
+    fs::create_dir(&beside).expect("a directory of ours");
     good(&["export", &config, "--to", &(at("out") + "/")]);
+    assert!(beside.exists(), "what is somebody else's stays");
     good(&["export", &config, "--best", "--to", &at("best")]);
     for file in ["config.json", "model.safetensors"] {
         assert!(folder.path().join("out").join(file).is_file(), "{file}");

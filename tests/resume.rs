@@ -189,6 +189,22 @@ async fn checkpoints_that_are_not_ours_or_not_whole() {
     assert!(refusal(config, &place).contains("not what was written"));
 }
 
+/// A best is a whole checkpoint: a run whose only one it is goes on from it, and letting old ones go
+/// does not touch it.
+#[test]
+fn a_best_is_gone_on_from() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let keeper = Keeper::open(folder.path(), 1).expect("a directory of ours");
+    let places = [keeper.place(1), keeper.place(2), keeper.best_place(7)];
+    for place in &places {
+        fs::create_dir(place).expect("a directory of ours");
+        fs::write(place.join("l2l.json"), "").expect("a directory of ours");
+    }
+    keeper.tidy().expect("a directory of ours");
+    assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
+    assert_eq!(places.map(|place| place.exists()), [false, true, true]);
+}
+
 #[test]
 fn a_keeper_keeps_the_newest_and_the_best() {
     let folder = tempfile::tempdir().expect("a place for files");
