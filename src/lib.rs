@@ -21,6 +21,7 @@ mod devices;
 mod eps;
 mod error;
 pub mod hf;
+pub mod inference;
 pub mod machine;
 pub mod models;
 pub mod optimizers;

@@ -35,8 +35,11 @@ impl StashLayout {
     }
 }
 
-/// Places every boundary of a schedule.
-pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
+/// Places every boundary of a schedule but those that have a place elsewhere.
+pub(crate) fn layout(
+    schedule: &Schedule,
+    is_elsewhere: impl Fn(BoundaryId) -> bool,
+) -> StashLayout {
     let mut before = vec![0];
     for &sequences in &schedule.micro_batches {
         before.push(before[before.len() - 1] + sequences as usize);
@@ -57,7 +60,7 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
         for &id in &visit.writes {
             let per_sequence = schedule.boundary(id).bytes_per_sequence as usize / size_of::<f32>();
             let place = &mut places[id.0 as usize];
-            if place.is_some() {
+            if place.is_some() || is_elsewhere(id) {
                 continue; // another micro-batch of it was written before
             }
             let at = free.entry(per_sequence).or_default().pop().unwrap_or_else(|| {
@@ -73,6 +76,6 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
             }
         }
     }
-    let places = places.into_iter().map(|place| place.expect("every boundary is written"));
-    StashLayout { places: places.collect(), before, floats }
+    let places = places.into_iter().map(Option::unwrap_or_default).collect();
+    StashLayout { places, before, floats }
 }

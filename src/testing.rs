@@ -92,7 +92,14 @@ impl<'l> Bench<'l> {
 
     fn micro(&self) -> Micro<'_> {
         let draw = Some(Draw { seed: 7, step: 3, first_sequence: 2 });
-        Micro { rows: self.rows, lengths: &self.lengths, kinds: &self.kinds, draw }
+        Micro {
+            rows: self.rows,
+            lengths: &self.lengths,
+            kinds: &self.kinds,
+            documents: &[],
+            past: &[],
+            draw,
+        }
     }
 
     fn kept(&self, keeps: bool) -> Option<View> {
@@ -104,7 +111,8 @@ impl<'l> Bench<'l> {
         let scratch = &Scratch::new(self.workspace);
         let (micro, kept) = (self.micro(), self.kept(keeps));
         let (weights, x, y) = (self.weights, self.x, self.y);
-        self.layer.forward(&kernels, &Forward { micro, weights, x, y, kept, scratch });
+        self.layer
+            .forward(&kernels, &Forward { micro, weights, x, y, kept, memory: None, scratch });
         scratch.peak()
     }
 

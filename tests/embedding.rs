@@ -84,7 +84,8 @@ async fn a_refused_batch_changes_nothing() {
     let mut batches = Batches::open(&config(1)).expect("random data");
     let mut trainer = Trainer::start(config(1)).expect("a case of ours");
     let plain = |tokens: &[u32]| Sequence::plain(tokens.to_vec());
-    let unlabelled = Sequence { tokens: vec![1, 2], labels: vec![-100, -100], kinds: vec![] };
+    let unlabelled =
+        Sequence { tokens: vec![1, 2], labels: vec![-100, -100], ..Sequence::default() };
     let bad = [
         (vec![plain(&[1, 2]); 2], "a batch of 2 sequences"),
         (vec![plain(&[1, 30]); 3], "token 30"),

@@ -93,7 +93,7 @@ async fn looking_does_not_disturb() {
         let shape = shape_of(&config).expect("a shape of ours");
         let mut other = config.clone();
         other.step.seed = 99;
-        let (mut held, _) = Dataset::open(&other, &shape).expect("random data");
+        let (held, _) = Dataset::open(&other, &shape).expect("random data");
         let held: Vec<_> = held.in_order(4, 3).map(|batch| batch.expect("random data")).collect();
         let held = || held.iter().cloned().map(Ok);
         let mut trainer = Trainer::start(config).expect("a case of ours");

@@ -2,6 +2,7 @@
 
 use l2l::{Error, StepReport, machine};
 
+use super::journal::Journal;
 use super::progress::Screen;
 use super::train::{Prepared, only_steps, runtime};
 use super::{Common, Ended};
@@ -17,7 +18,8 @@ pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
     (config.checkpoint, config.validation) = Default::default();
     let run = || {
         let prepared = Prepared::new(config.clone())?;
-        let screen = Screen::new(config.log.format, 0, prepared.steps, 0);
+        let mut screen =
+            Screen::new(Journal::open(&config.log)?, config.log.format, 0, prepared.steps, 0);
         let (mut first, mut rest) = (None, Vec::new());
         let summary = runtime()?.block_on(only_steps(&config, prepared, |report| {
             screen.step(report);

@@ -1,8 +1,12 @@
-//! The command line: `train`, `plan`, `bench`, `doctor`, and what helps with them.
+//! The command line: `train`, `data`, `eval`, `generate`, `plan`, `bench`, and what helps with them.
 
 mod bench;
+mod data;
 mod doctor;
+mod eval;
 mod export;
+mod generate;
+mod journal;
 mod layers;
 mod metrics;
 mod plan;
@@ -15,8 +19,9 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
+use l2l::checkpoint::Keeper;
 use l2l::config::Format;
-use l2l::{Config, Error};
+use l2l::{Config, Error, inference};
 
 use layers::Layers;
 
@@ -32,6 +37,12 @@ struct Arguments {
 enum Command {
     /// Trains; without a config, a small model on this project's own text.
     Train(TrainArguments),
+    /// Shows what the model will see: sequences as text, how long they are, how much is padding.
+    Data(DataArguments),
+    /// Says how good a run's model, or the one a config loads, is on what was kept aside.
+    Eval(EvalArguments),
+    /// Continues text by a run's model, or the one a config loads.
+    Generate(GenerateArguments),
     /// Says what a run would hold and move, and starts nothing.
     Plan(Common),
     /// Trains for a few steps and says how fast, beside what the machine can do.
@@ -71,6 +82,69 @@ struct TrainArguments {
     /// Serves metrics there: the key `metrics.listen`.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<String>,
+}
+
+#[derive(Args)]
+struct DataArguments {
+    #[command(flatten)]
+    common: Common,
+    /// So many sequences are shown.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rows: u64,
+    /// Instead, the first batches of training, token by token, as JSON.
+    #[arg(long, value_name = "N")]
+    batches: Option<u64>,
+}
+
+#[derive(Args)]
+struct EvalArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Of the run's checkpoints the best, and not the newest.
+    #[arg(long)]
+    best: bool,
+    /// Only so many batches of `step.batch` sequences; all there are when absent.
+    #[arg(long, value_name = "N")]
+    batches: Option<u64>,
+}
+
+#[derive(Args)]
+struct GenerateArguments {
+    #[command(flatten)]
+    common: Common,
+    /// The text to go on from; several are continued together. From stdin when there is none.
+    #[arg(long, value_name = "TEXT")]
+    prompt: Vec<String>,
+    /// A .jsonl of more: `{"prompt"}`, `{"messages"}` or `{"input_ids"}`.
+    #[arg(long, value_name = "FILE")]
+    prompts: Option<PathBuf>,
+    /// Each prompt is what a user says to the assistant, by the model's chat template.
+    #[arg(long)]
+    chat: bool,
+    /// Tokens that are generated at most.
+    #[arg(long, value_name = "N", default_value_t = 128)]
+    tokens: usize,
+    /// How bold the draws are; 0: always the likeliest token.
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+    /// Draws from so many of the likeliest tokens; 0: from all.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Draws from the likeliest tokens that are so likely together.
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f32,
+    /// What chance is drawn from; `step.seed` when absent.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Goes on where the model says that a text ends.
+    #[arg(long)]
+    ignore_end: bool,
+    /// Of the run's checkpoints the best, and not the newest.
+    #[arg(long)]
+    best: bool,
+    /// Says what it would hold and move, and generates nothing.
+    #[arg(long)]
+    plan: bool,
 }
 
 #[derive(Args)]
@@ -120,6 +194,9 @@ pub(crate) enum Ended {
 pub(crate) fn run() -> Result<Ended, Error> {
     match Arguments::parse().command {
         Command::Train(arguments) => return train::train(arguments),
+        Command::Data(arguments) => data::data(&arguments)?,
+        Command::Eval(arguments) => return eval::eval(&arguments),
+        Command::Generate(arguments) => return generate::generate(&arguments),
         Command::Plan(common) => plan::plan(&common)?,
         Command::Bench(common) => return bench::bench(&common),
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
@@ -172,6 +249,36 @@ impl Common {
         layers.own_flag("--metrics", "metrics.listen", metrics);
         Ok((layers.config()?, layers))
     }
+}
+
+/// Where the model of a config's run is: a checkpoint, the newest or the best, or what it loads.
+fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
+    match (&config.checkpoint.directory, &config.model.path) {
+        (Some(directory), _) if directory.is_dir() => {
+            let keeper = Keeper::peek(directory);
+            let found = if best { keeper.best() } else { keeper.newest() };
+            found.ok_or_else(|| {
+                let kind = if best { "best checkpoint" } else { "checkpoint" };
+                Error::Refused(format!("{}: no {kind} in it", directory.display()))
+            })
+        }
+        (Some(directory), _) => {
+            let at = directory.display();
+            Err(Error::Refused(format!("{at}: no such directory of checkpoints")))
+        }
+        (None, Some(path)) => Ok(path.clone()),
+        (None, None) => {
+            let what = "which model? Set checkpoint.directory, or model.path";
+            Err(Error::Refused(what.into()))
+        }
+    }
+}
+
+/// Lets a config load the model of its run; where that is.
+fn load(config: &mut Config, best: bool) -> Result<PathBuf, Error> {
+    let from = model_of(config, best)?;
+    inference::load_from(config, &from);
+    Ok(from)
 }
 
 /// Says a line to whoever watches; that nobody can hear it is no failure.

@@ -12,8 +12,14 @@ pub(super) fn plan(common: &Common) -> Result<(), Error> {
     let model = Model::new(shape_of(&config).map_err(|error| layers.locate(error))?);
     let plan = Plan::new(&config, &model, &config.update_rule());
     let plan = plan.map_err(|error| layers.locate(error))?;
+    show(&plan, &model, config.log.format);
+    Ok(())
+}
+
+/// Shows what a plan holds and moves.
+pub(super) fn show(plan: &Plan, model: &Model, format: Format) {
     let misfits = plan.misfits();
-    if config.log.format == Format::Json {
+    if format == Format::Json {
         let terms = |terms: &[Term], total: u64| {
             let terms = terms.iter().map(|term| (term.name.to_string(), json!(term.bytes)));
             json!({ "total": total, "terms": terms.collect::<Map<String, Value>>() })
@@ -28,7 +34,7 @@ pub(super) fn plan(common: &Common) -> Result<(), Error> {
             "upload_bytes": plan.upload_bytes,
             "download_bytes": plan.download_bytes,
         }));
-        return Ok(());
+        return;
     }
     print(format_args!("{:<20}{:>16}", "parameters", model.parameters()));
     for (place, terms, total) in
@@ -43,5 +49,4 @@ pub(super) fn plan(common: &Common) -> Result<(), Error> {
         [] => print("fits"),
         misfits => misfits.iter().for_each(|misfit| print(format_args!("does not fit: {misfit}"))),
     }
-    Ok(())
 }

@@ -7,6 +7,7 @@ use l2l::config::{ByteSize, Format};
 use l2l::{StepReport, Summary, machine};
 use serde_json::{Value, json};
 
+use super::journal::Journal;
 use super::print;
 
 /// Plain lines that a run prints about its steps, about.
@@ -14,6 +15,7 @@ const LINES: u64 = 20;
 
 /// See the [module](self).
 pub(super) struct Screen {
+    journal: Journal,
     format: Format,
     bar: Option<ProgressBar>,
     steps: u64,
@@ -23,7 +25,13 @@ pub(super) struct Screen {
 }
 
 impl Screen {
-    pub(super) fn new(format: Format, first: u64, steps: u64, ceiling: u64) -> Screen {
+    pub(super) fn new(
+        journal: Journal,
+        format: Format,
+        first: u64,
+        steps: u64,
+        ceiling: u64,
+    ) -> Screen {
         let shows = format == Format::Pretty && std::io::stderr().is_terminal();
         let bar = shows.then(|| {
             let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {msg}  {eta} left");
@@ -31,12 +39,14 @@ impl Screen {
                 .with_position(first)
                 .with_style(style.expect("a template of ours"))
         });
-        Screen { format, bar, steps, validation: None, ceiling }
+        Screen { journal, format, bar, steps, validation: None, ceiling }
     }
 
-    pub(super) fn step(&self, report: &StepReport) {
+    pub(super) fn step(&mut self, report: &StepReport) {
+        let event = step_event(report);
+        self.journal.note(&event);
         match (&self.bar, self.format) {
-            (_, Format::Json) => print(step_event(report)),
+            (_, Format::Json) => print(event),
             (Some(bar), Format::Pretty) => {
                 bar.set_message(self.line(report));
                 bar.set_position(report.step);
@@ -74,14 +84,17 @@ impl Screen {
 
     pub(super) fn validation(&mut self, step: u64, loss: f64) {
         self.validation = Some(loss);
+        let event = json!({ "event": "validation", "step": step, "loss": loss });
+        self.journal.note(&event);
         match self.format {
-            Format::Json => print(json!({ "event": "validation", "step": step, "loss": loss })),
+            Format::Json => print(event),
             Format::Pretty => self.say(format_args!("step {step}: held-out loss {loss:.4}")),
         }
     }
 
     /// An event for tools, and what it says to people.
-    pub(super) fn event(&self, event: Value, says: impl std::fmt::Display) {
+    pub(super) fn event(&mut self, event: Value, says: impl std::fmt::Display) {
+        self.journal.note(&event);
         match self.format {
             Format::Json => print(event),
             Format::Pretty => self.say(says),
@@ -98,13 +111,14 @@ impl Screen {
     }
 
     /// The end; `more` are fields that a command adds.
-    pub(super) fn summary(&self, summary: &Summary, link: Option<&str>, more: &[(&str, f64)]) {
+    pub(super) fn summary(&mut self, summary: &Summary, link: Option<&str>, more: &[(&str, f64)]) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+        let mut event = summary_event(summary, link);
+        more.iter().for_each(|(name, value)| event[name] = json!(value));
+        self.journal.note(&event);
         if self.format == Format::Json {
-            let mut event = summary_event(summary, link);
-            more.iter().for_each(|(name, value)| event[name] = json!(value));
             return print(event);
         }
         let Summary { steps, seconds, visits, bytes_uploaded, bytes_downloaded, .. } = *summary;

@@ -9,6 +9,7 @@ use l2l::data::{Baseline, Batches, Dataset, baselines};
 use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
 use serde_json::json;
 
+use super::journal::Journal;
 use super::metrics::Metrics;
 use super::progress::Screen;
 use super::{BUILT_IN, Ended, TrainArguments, say};
@@ -33,14 +34,14 @@ impl Prepared {
     /// Opens data and directories.
     pub(super) fn new(config: Config) -> Result<Prepared, Error> {
         let shape = shape_of(&config)?;
-        let (mut train, mut held) = Dataset::open(&config, &shape)?;
+        let (train, held) = Dataset::open(&config, &shape)?;
         let steps = config.steps(train.len())?;
         Batches::check(&config, &train, steps)?;
         let (batch, batches) = (config.step.batch, config.validation.batches);
-        let baseline = match &mut held {
-            Some(held) if config.data.train == DataConfig::BUILT_IN && held.is_bytes() => {
+        let baseline = match &held {
+            Some(held) if config.data.train.is(DataConfig::BUILT_IN) && held.is_bytes() => {
                 let most = batches.saturating_mul(batch as u64);
-                Some(baselines(&mut train, held, most)?)
+                Some(baselines(&train, held, most)?)
             }
             _ => None,
         };
@@ -69,7 +70,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     let TrainArguments { common, resume, metrics } = arguments;
     let (config, layers) = common.read(Some(BUILT_IN), metrics)?;
     let run = || -> Result<Ended, Error> {
-        let Prepared { config, mut train, steps, aside } = Prepared::new(config)?;
+        let Prepared { config, train, steps, aside } = Prepared::new(config)?;
         let newest = aside.keeper.as_ref().and_then(Keeper::newest);
         let from = match (&aside.keeper, newest, resume) {
             (None, _, true) => {
@@ -91,13 +92,14 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         runtime()?.block_on(async {
             let stop = on_signal();
             let metrics = Metrics::start(&config.metrics)?;
+            let journal = Journal::open(&config.log)?;
             metrics.begin(steps);
             if resume && from.is_none() {
                 say("--resume: there is no checkpoint yet, so this run begins");
             }
             let mut builder = Trainer::builder(config.clone()).steps(steps);
             if aside.keeper.is_some() {
-                builder = builder.data(train.fingerprint()?);
+                builder = builder.data(train.fingerprint());
             }
             if let Some(from) = from {
                 builder = builder.resume(from);
@@ -105,7 +107,8 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             let trainer = builder.start()?;
             let batches = Batches::start(&config, train, trainer.progress().step)?;
             let ceiling = config.device.memory.bytes().unwrap_or(trainer.plan().device_bytes());
-            let screen = Screen::new(config.log.format, trainer.progress().step, steps, ceiling);
+            let first = trainer.progress().step;
+            let screen = Screen::new(journal, config.log.format, first, steps, ceiling);
             if common.config.is_none() {
                 screen
                     .say("no config given: trains on this project's text (examples/built_in.toml)");
@@ -119,7 +122,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
 }
 
 /// Set by the first signal, an interrupt or a request to end; a second ends the process at once.
-fn on_signal() -> Arc<AtomicBool> {
+pub(super) fn on_signal() -> Arc<AtomicBool> {
     let stop = Arc::new(AtomicBool::new(false));
     #[cfg(unix)]
     {
@@ -258,7 +261,7 @@ impl Run {
     /// Looks at what was kept aside; nothing when it is told to stop meanwhile.
     async fn look(&mut self, stop: &AtomicBool) -> Result<Option<f64>, Error> {
         let (batch, batches) = (self.config.step.batch, self.config.validation.batches);
-        let held = self.aside.held.as_mut().expect("a run looks where there is something");
+        let held = self.aside.held.as_ref().expect("a run looks where there is something");
         let goes_on = |_: &_| !stop.load(Relaxed);
         let loss = self.trainer.evaluate(held.in_order(batch, batches).take_while(goes_on)).await?;
         if stop.load(Relaxed) {

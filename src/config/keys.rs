@@ -69,8 +69,30 @@ pub struct ModelConfig {
     pub dropout: Option<f32>,
     /// What the model is trained to do; what its family does when absent.
     pub task: Option<Task>,
-    /// Classes of `sequence-classification`, 1 for a value; what the model says when absent.
-    pub labels: Option<usize>,
+    /// Classes of `sequence-classification`: how many, 1 for a value, or a list of their names;
+    /// what the model says when absent.
+    pub labels: Option<Labels>,
+}
+
+/// The classes of whole sequences.
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "expected how many there are, or a list of their names")]
+pub enum Labels {
+    /// How many; 1: a value.
+    Count(usize),
+    /// What each is called.
+    Names(Vec<String>),
+}
+
+impl Labels {
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        match self {
+            Labels::Count(count) => *count,
+            Labels::Names(names) => names.len(),
+        }
+    }
 }
 
 /// What the model is trained to do.
@@ -102,13 +124,16 @@ impl Task {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// `built-in`: the project's own source and documentation. Or a `.txt` file, read by bytes; a
-    /// `.jsonl` file of `input_ids` with, if they differ, `labels` (as in transformers: not
-    /// shifted, -100 is not scored), or `label` where whole sequences are scored, and
-    /// `token_type_ids`; or `random`.
-    pub train: String,
-    /// What is kept aside: another file, of the same kinds.
-    pub validation: Option<String>,
+    /// `built-in`: the project's own source and documentation. Or a file, or a folder of them:
+    /// `.txt` and `.md`, text, through the model's `tokenizer.json`, or by bytes when it has none;
+    /// `.jsonl`, a sequence a line (`text`, with `text_pair` and `label` where whole sequences are
+    /// scored; `messages`; `prompt` and `completion`; or `input_ids`, with `labels`, not shifted,
+    /// -100 is not scored, or `label`, and `token_type_ids`); `.bin`, tokens of two bytes. Or
+    /// `random`. Or a list of these, each a name or `{ path = "...", weight = 2.0 }`: an epoch
+    /// sees each of its sequences so often.
+    pub train: Files,
+    /// What is kept aside: others, of the same kinds.
+    pub validation: Option<Files>,
     /// Or the share of `train` that is kept aside, spread evenly over it; 0.1 of text and 0 of
     /// other data when absent.
     pub validation_split: Option<f64>,
@@ -116,19 +141,35 @@ pub struct DataConfig {
     pub sequence_length: Option<usize>,
     /// Whether sequences are drawn in an order of their own each epoch.
     pub shuffle: bool,
-    /// What happens to a sequence that is longer than `sequence_length`.
+    /// What happens to a sequence that is longer than `sequence_length`; a file of text always
+    /// goes on in the next.
     pub too_long: TooLong,
+    /// Whether several short texts share a sequence, each blind to the others and with positions
+    /// of its own.
+    pub packing: bool,
+    /// Whether texts that share a sequence see those before them, as one text.
+    pub attend_across: bool,
+    /// Whether a text to learn to write ends with the tokenizer's end-of-text token; a
+    /// `completion` always does.
+    pub end_of_text: bool,
+    /// The share of a text's tokens that a masked language model has to find: of these, 8 in 10
+    /// are masked and 1 is another token.
+    pub mask_probability: f64,
 }
 
 impl Default for DataConfig {
     fn default() -> DataConfig {
         DataConfig {
-            train: DataConfig::BUILT_IN.to_string(),
+            train: DataConfig::BUILT_IN.into(),
             validation: None,
             validation_split: None,
             sequence_length: None,
             shuffle: true,
             too_long: TooLong::Error,
+            packing: false,
+            attend_across: false,
+            end_of_text: false,
+            mask_probability: 0.15,
         }
     }
 }
@@ -136,6 +177,73 @@ impl Default for DataConfig {
 impl DataConfig {
     /// Names the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
+}
+
+/// What data is named by: one file, or several.
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "expected a name, or a list of names and { path, weight }")]
+pub enum Files {
+    /// One.
+    One(String),
+    /// Several.
+    Several(Vec<DataFile>),
+}
+
+/// One of several files.
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "expected a name, or { path, weight }")]
+pub enum DataFile {
+    /// By its name.
+    Named(String),
+    /// With a weight.
+    Weighted {
+        /// Its name.
+        path: String,
+        /// How often an epoch sees each of its sequences.
+        weight: f64,
+    },
+}
+
+impl From<&str> for Files {
+    fn from(name: &str) -> Files {
+        Files::One(name.into())
+    }
+}
+
+impl From<String> for Files {
+    fn from(name: String) -> Files {
+        Files::One(name)
+    }
+}
+
+impl Files {
+    /// Each name, and its weight.
+    pub fn each(&self) -> Vec<(&str, f64)> {
+        match self {
+            Files::One(name) => vec![(name, 1.0)],
+            Files::Several(files) => files
+                .iter()
+                .map(|file| match file {
+                    DataFile::Named(path) => (path.as_str(), 1.0),
+                    DataFile::Weighted { path, weight } => (path.as_str(), *weight),
+                })
+                .collect(),
+        }
+    }
+
+    /// True for this one name.
+    pub fn is(&self, name: &str) -> bool {
+        matches!(self, Files::One(one) if one == name)
+    }
+}
+
+impl std::fmt::Display for Files {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let names: Vec<&str> = self.each().into_iter().map(|(name, _)| name).collect();
+        f.write_str(&names.join(", "))
+    }
 }
 
 /// See [`DataConfig::too_long`].
@@ -146,8 +254,10 @@ pub enum TooLong {
     /// It is refused.
     #[default]
     Error,
-    /// Its end is cut off.
+    /// Its end is cut off; of a pair that of the longer text.
     Cut,
+    /// It goes on in sequences of its own: `text` alone.
+    Split,
 }
 
 /// `[step]`
@@ -422,6 +532,10 @@ pub struct MetricsConfig {
 pub struct LogConfig {
     /// Lines to read, or one JSON object a line.
     pub format: Format,
+    /// A file that the JSON lines go to, whatever is printed; a run that goes on adds to it.
+    pub file: Option<PathBuf>,
+    /// A folder that an event file for TensorBoard goes to.
+    pub tensorboard: Option<PathBuf>,
 }
 
 /// See [`LogConfig::format`].

@@ -4,19 +4,20 @@ mod keys;
 mod plan;
 mod shape;
 mod sizes;
+mod walk;
 
 use std::path::Path;
 
 pub use keys::{
-    ChannelsConfig, CheckpointConfig, Config, DataConfig, DeviceConfig, DeviceKind, Dtype, Format,
-    LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
-    ScheduleConfig, ScheduleKind, StashConfig, StashPlace, StepConfig, Task, TooLong,
-    ValidationConfig, WatchdogConfig,
+    ChannelsConfig, CheckpointConfig, Config, DataConfig, DataFile, DeviceConfig, DeviceKind,
+    Dtype, Files, Format, Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig,
+    OptimizerKind, RateSchedule, ScheduleConfig, ScheduleKind, StashConfig, StashPlace, StepConfig,
+    Task, TooLong, ValidationConfig, WatchdogConfig,
 };
 pub use plan::{Plan, Term};
-pub(crate) use plan::{Walk, schedule_of};
 pub use shape::shape_of;
 pub use sizes::ByteSize;
+pub(crate) use walk::{Carries, Purpose, Recall, Walk, schedule_of};
 
 use crate::error::Error;
 use crate::models::Shape;
@@ -59,7 +60,11 @@ impl Config {
         let ChannelsConfig { weights, gradients, reduced, stash } = self.channels;
         let threads = self.device.threads.unwrap_or(1);
         let split = self.data.validation_split.unwrap_or(0.0);
-        let rules: [(bool, &str, &str); 33] = [
+        let mask = self.data.mask_probability;
+        let is_weight = |(_, weight): (&str, f64)| (1e-6..=1e6).contains(&weight);
+        let named = [Some(&self.data.train), self.data.validation.as_ref()].into_iter().flatten();
+        let files: Vec<(&str, f64)> = named.flat_map(|files| files.each()).collect();
+        let rules: [(bool, &str, &str); 36] = [
             (self.step.batch >= 1, "step.batch", "at least 1"),
             (self.step.micro_batch >= 1, "step.micro_batch", "at least 1"),
             (self.step.batch <= 1 << 20, "step.batch", "at most 1048576"),
@@ -93,6 +98,9 @@ impl Config {
             (positive(self.watchdog.seconds), "watchdog.seconds", "above 0"),
             (self.watchdog.seconds <= 1e9, "watchdog.seconds", "at most 1e9"),
             (self.device.threads != Some(0), "device.threads", "at least 1"),
+            (mask > 0.0 && mask <= 1.0, "data.mask_probability", "above 0 and at most 1"),
+            (files.into_iter().all(is_weight), "data.train", "of weights from 1e-6 to 1e6"),
+            (!self.data.train.each().is_empty(), "data.train", "at least one file"),
         ];
         for (holds, key, must) in rules {
             if !holds {
@@ -120,6 +128,11 @@ impl Config {
                 self.checkpoint.every_steps.is_some() && self.checkpoint.directory.is_none(),
                 "checkpoint.every_steps",
                 "has no place to write to: set checkpoint.directory",
+            ),
+            (
+                self.data.attend_across && !self.data.packing,
+                "data.attend_across",
+                "is about texts that share a sequence: set data.packing",
             ),
         ];
         if let Some((_, key, problem)) = contradictions.iter().find(|(is, ..)| *is) {

@@ -3,13 +3,14 @@
 
 use std::fmt;
 
-use l2l_actors::schedule::{self, BlockId, Capacities, Pools, Schedule, Selection};
+use l2l_actors::schedule::{self, Capacities, Pools};
 
-use super::{ByteSize, Config, ScheduleKind, StashPlace};
+use super::walk::{Purpose, Walk, schedule_of};
+use super::{ByteSize, ChannelsConfig, Config, StashPlace};
 use crate::devices::cpu;
 use crate::error::Error;
 use crate::machine;
-use crate::models::{Model, View, block_len};
+use crate::models::{Model, Part, View, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
 
@@ -57,72 +58,129 @@ pub struct Plan {
     pub(crate) pools: Pools,
     pub(crate) layout: Layout,
     pub(crate) stash_floats: usize,
+    pub(crate) memory: Option<Memory>,
+    /// False: it holds no gradients and no optimizer state.
+    pub(crate) trains: bool,
     pub(crate) stash_on_device: bool,
     pub(crate) deferred: bool,
     budget: ByteSize,
 }
 
+/// Keys and values that attention remembers: by layer, sequence and position.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Memory {
+    layers: usize,
+    sequences: usize,
+    capacity: usize,
+    width: usize,
+}
+
+impl Memory {
+    fn floats(&self) -> usize {
+        self.layers * self.sequences * self.capacity * self.width
+    }
+}
+
 const FLOAT: u64 = size_of::<f32>() as u64;
 
-/// Sequences of each micro-batch.
-fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
-    (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
-}
-
-/// What a step walks over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Walk {
-    pub(crate) sequences: usize,
-    pub(crate) positions: usize,
-    /// False: forward alone.
-    pub(crate) trains: bool,
-}
-
-/// The schedule of a step.
-pub(crate) fn schedule_of(config: &Config, model: &Model, walk: Walk) -> Result<Schedule, Error> {
-    let ring = model.for_ring(walk.positions);
-    let sizes = micro_batches(walk.sequences, config.step.micro_batch);
-    let mut selection = Selection::all(&ring, sizes);
-    selection.recompute = config.schedule.recompute;
-    if !walk.trains {
-        selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
-    }
-    Ok(match config.schedule.kind {
-        ScheduleKind::Relay => schedule::relay(&ring, &selection)?,
-        ScheduleKind::Resident => schedule::resident(&ring, &selection)?,
-    })
-}
-
 impl Plan {
-    /// Sums everything.
+    /// Sums everything that training holds.
     ///
     /// # Errors
     /// The shapes cannot be: a sequence longer than the model's positions, absurd sizes.
     pub fn new(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
-        check_sizes(config, model, positions)?;
-        let walk = Walk { sequences: config.step.batch, positions, trains: true };
-        let schedule = schedule_of(config, model, walk)?;
-        let channels = config.channels;
-        let depths = Capacities {
-            weights: channels.weights,
-            gradients: channels.gradients,
-            reduced: channels.reduced,
-            stash: channels.stash,
-        };
-        let pools = Pools::of(&schedule, &depths);
-        let traffic = schedule::Plan::new(schedule.clone(), pools)?.traffic;
-        let deferred = config.optimizer.clip_norm.is_some();
-        let stash_on_device = config.stash.place == StashPlace::Device;
-        let stash_floats = stash::layout(&schedule).floats;
+        let (sequences, purpose) = (config.step.batch, Purpose::Train);
+        let train = Walk { sequences, positions, purpose };
+        // A look at logits between steps fits, too.
+        let sequences = if model.shape.scores_tokens() { 1 } else { config.step.batch };
+        let tell = Walk { sequences, purpose: Purpose::Tell, ..train };
+        Plan::of(config, model, Some(rule.states()), &[train, tell], None)
+    }
 
+    /// Sums everything that evaluation holds.
+    ///
+    /// # Errors
+    /// As [`new`](Plan::new).
+    pub fn of_evaluation(config: &Config, model: &Model) -> Result<Plan, Error> {
+        let positions = config.sequence_length(&model.shape)?;
+        let is_classes = !model.shape.scores_tokens();
+        let purpose = if is_classes { Purpose::Tell } else { Purpose::Evaluate };
+        let walk = Walk { sequences: config.step.batch, positions, purpose };
+        Plan::of(config, model, None, &[walk], None)
+    }
+
+    /// Sums everything that generating from so many prompts at once holds, the longest of
+    /// `prompt` tokens, each with room for `capacity`.
+    ///
+    /// # Errors
+    /// As [`new`](Plan::new).
+    pub fn of_generation(
+        config: &Config,
+        model: &Model,
+        sequences: usize,
+        prompt: usize,
+        capacity: usize,
+    ) -> Result<Plan, Error> {
+        let read = Walk { sequences, positions: prompt, purpose: Purpose::Remember { past: 0 } };
+        let past = capacity.saturating_sub(1);
+        let write = Walk { sequences, positions: 1, purpose: Purpose::Remember { past } };
+        let remembered = model.parts.iter().filter_map(|part| match part {
+            Part::Stack(layer) => Some(layer.remembered()),
+            _ => None,
+        });
+        let layers = remembered.clone().filter(|&floats| floats > 0).count();
+        let width = remembered.max().unwrap_or(0);
+        let memory = Memory { layers, sequences, capacity, width };
+        Plan::of(config, model, None, &[read, write], Some(memory))
+    }
+
+    /// Sums what walks of the ring hold, the first the longest. `states`: of the update rule, when
+    /// it trains.
+    fn of(
+        config: &Config,
+        model: &Model,
+        states: Option<usize>,
+        walks: &[Walk],
+        memory: Option<Memory>,
+    ) -> Result<Plan, Error> {
+        let trains = states.is_some();
+        let Walk { sequences, positions, .. } = walks[0];
+        check_sizes(config, model, sequences, positions)?;
+        let ChannelsConfig { weights, gradients, reduced, stash } = config.channels;
+        let depths = Capacities { weights, gradients, reduced, stash };
+        let (mut boundary, mut stash_floats) = (0, 0);
+        let mut schedules = Vec::new();
+        for walk in walks {
+            let (schedule, carries) = schedule_of(config, model, *walk)?;
+            let is_elsewhere = |id| carries.recalls.contains_key(&id);
+            stash_floats = stash_floats.max(stash::layout(&schedule, is_elsewhere).floats);
+            let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
+            let slot = |boundary: &schedule::Boundary| boundary.bytes_per_sequence / FLOAT;
+            let floats = schedule.boundaries.iter().map(slot).max().unwrap_or(0) as usize;
+            boundary = boundary.max((floats * largest).next_multiple_of(16));
+            schedules.push(schedule);
+        }
+        let of_first = Pools::of(&schedules[0], &depths);
+        let pools = match memory {
+            None => of_first,
+            Some(_) => {
+                schedules.iter().map(|one| Pools::of(one, &depths)).fold(of_first, Pools::max)
+            }
+        };
+        // Of a run its step; of generation what it ends with, a step with all its memory.
+        let schedule = schedules.swap_remove(if trains { 0 } else { walks.len() - 1 });
         let micro_batches = schedule.micro_batches.clone();
+        let traffic = schedule::Plan::new(schedule, pools)?.traffic;
+        let deferred = trains && config.optimizer.clip_norm.is_some();
+        let stash_on_device = config.stash.place == StashPlace::Device;
+
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);
-        let slot = |boundary: &schedule::Boundary| boundary.bytes_per_sequence / FLOAT;
-        let boundary = schedule.boundaries.iter().map(slot).max().unwrap_or(0) as usize * largest;
-        let boundary = boundary.next_multiple_of(16);
-        let workspace = cpu::workspace(model, largest, positions, config.schedule.recompute);
+        let recompute = config.schedule.recompute;
+        let workspace = cpu::workspace(model, largest, positions, recompute, trains);
+        let memory_floats = memory.map_or(0, |memory| memory.floats());
+        let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let mut end = 0;
         let mut place = |floats: usize| {
             let at = end;
@@ -133,11 +191,11 @@ impl Plan {
             block,
             boundary,
             weights: place(pools.weights as usize * block),
-            gradients: place(pools.gradients as usize * block),
+            gradients: place(gradients as usize * block),
             inputs: place(pools.inputs as usize * boundary),
             outputs: place(pools.outputs as usize * boundary),
             workspace: View { at: place(workspace), len: workspace },
-            stash: place(if stash_on_device { stash_floats } else { 0 }),
+            stash: place(if stash_on_device { stash_floats + memory_floats } else { 0 }),
             end: 0,
         };
         let layout = Layout { end, ..layout };
@@ -148,39 +206,63 @@ impl Plan {
             .blocks
             .iter()
             .enumerate()
-            .filter(|(index, _)| deferred || *index < model.tiles.len())
+            .filter(|(index, _)| trains && (deferred || *index < model.tiles.len()))
             .map(|(_, tensors)| block_len(tensors))
             .sum();
-        let states = rule.states();
-        let (device_stash, host_stash) =
-            if stash_on_device { (stash_floats, 0) } else { (0, stash_floats) };
+        let on = |device: bool, floats: usize| if device == stash_on_device { floats } else { 0 };
+        let mut device = vec![
+            term("weights", pools.weights as usize * block),
+            term("gradients", gradients as usize * block),
+            term("inputs", pools.inputs as usize * boundary),
+            term("outputs", pools.outputs as usize * boundary),
+            term("workspace", workspace),
+            term("stash", on(true, stash_floats)),
+        ];
+        let mut host = vec![
+            term("masters", blocks),
+            term("moments", states.unwrap_or(0) * blocks),
+            term("gradient_regions", regions),
+            term("landing", reduced as usize * block),
+            term("stash", on(false, stash_floats)),
+        ];
+        if memory.is_some() {
+            device.push(term("memory", on(true, memory_floats)));
+            host.push(term("memory", on(false, memory_floats)));
+        }
         Ok(Plan {
-            device: vec![
-                term("weights", pools.weights as usize * block),
-                term("gradients", pools.gradients as usize * block),
-                term("inputs", pools.inputs as usize * boundary),
-                term("outputs", pools.outputs as usize * boundary),
-                term("workspace", workspace),
-                term("stash", device_stash),
-            ],
-            host: vec![
-                term("masters", blocks),
-                term("moments", states * blocks),
-                term("gradient_regions", regions),
-                term("landing", pools.reduced as usize * block),
-                term("stash", host_stash),
-            ],
+            device,
+            host,
             upload_bytes: traffic.weights.saturating_add(traffic.inputs),
             download_bytes: traffic.gradients.saturating_add(traffic.outputs),
             positions,
             micro_batches,
+            trains,
             pools,
             layout,
             stash_floats,
+            memory,
             stash_on_device,
             deferred,
             budget: config.device.memory,
         })
+    }
+
+    /// Floats of the blocks that land on the host.
+    pub(crate) fn landing(&self) -> usize {
+        if self.trains { self.pools.reduced as usize * self.layout.block } else { 0 }
+    }
+
+    /// Floats of stash and memory, one behind the other.
+    pub(crate) fn stash_and_memory(&self) -> usize {
+        self.stash_floats + self.memory.map_or(0, |memory| memory.floats())
+    }
+
+    /// Where a layer's memory of a position begins, in floats behind the stash's first.
+    pub(crate) fn memory_at(&self, layer: usize, sequence: usize, position: usize) -> usize {
+        let memory = self.memory.expect("who remembers has planned for it");
+        let Memory { layers, sequences, capacity, width } = memory;
+        assert!(layer < layers && sequence < sequences && position < capacity, "{memory:?}");
+        self.stash_floats + ((layer * sequences + sequence) * capacity + position) * width
     }
 
     /// Bytes of the device.
@@ -221,11 +303,16 @@ impl Plan {
 }
 
 /// Refuses what no machine could hold before anything is sized by it.
-fn check_sizes(config: &Config, model: &Model, positions: usize) -> Result<(), Error> {
+fn check_sizes(
+    config: &Config,
+    model: &Model,
+    sequences: usize,
+    positions: usize,
+) -> Result<(), Error> {
     const VISITS: u128 = 1 << 22;
     const FLOATS: u128 = 1 << 44;
     let shape = &model.shape;
-    let turns = config.step.batch.div_ceil(config.step.micro_batch) as u128;
+    let turns = sequences.div_ceil(config.step.micro_batch) as u128;
     let visits = turns.saturating_mul(model.parts.len() as u128);
     if visits > VISITS {
         return Err(Error::refused(format_args!(
@@ -235,7 +322,7 @@ fn check_sizes(config: &Config, model: &Model, positions: usize) -> Result<(), E
         )));
     }
     let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
-    let rows = config.step.batch as u128 * positions as u128;
+    let rows = sequences as u128 * positions as u128;
     let floats = rows.saturating_mul(width).saturating_mul(model.parts.len() as u128);
     if floats > FLOATS {
         return Err(Error::refused(format_args!(

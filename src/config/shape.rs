@@ -1,6 +1,6 @@
 //! The shape of the model that a config names.
 
-use super::{Config, Task};
+use super::{Config, Labels, Task};
 use crate::devices::cpu::HEAD_LIMIT;
 use crate::error::Error;
 use crate::hf;
@@ -95,7 +95,7 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         _ => (of(tokens), 2),
     };
     let classes = !shape.names.class_out.is_empty();
-    let labels = model.labels.unwrap_or(labels);
+    let labels = model.labels.as_ref().map_or(labels, Labels::count);
     match model.task.unwrap_or(own) {
         Task::SequenceClassification if classes && (1..=1 << 20).contains(&labels) => {
             Ok(Head::Classes { labels, is_value: labels == 1 })

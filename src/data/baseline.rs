@@ -24,7 +24,7 @@ const COUNTED: u64 = 1 << 16;
 ///
 /// # Panics
 /// The data is not bytes.
-pub fn baselines(train: &mut Dataset, held: &mut Dataset, most: u64) -> Result<Baseline, Error> {
+pub fn baselines(train: &Dataset, held: &Dataset, most: u64) -> Result<Baseline, Error> {
     assert!(train.is_bytes() && held.is_bytes(), "baselines of bytes");
     let (mut single, mut pairs) = (vec![0.5_f64; 256], vec![0.0_f64; 256 * 256]);
     for index in 0..train.len().unwrap_or(0).min(COUNTED) {

@@ -8,8 +8,8 @@ use std::thread;
 use futures_core::Stream;
 use tokio::sync::mpsc::{self, Receiver};
 
-use super::Batch;
 use super::dataset::{Dataset, Order};
+use super::{Batch, Sequence};
 use crate::config::{Config, shape_of};
 use crate::error::Error;
 
@@ -18,7 +18,7 @@ pub struct Batches {
     ready: Receiver<Result<Batch, Error>>,
 }
 
-fn order(config: &Config) -> Order {
+pub(super) fn order(config: &Config) -> Order {
     Order { seed: config.step.seed, shuffle: config.data.shuffle, batch: config.step.batch }
 }
 
@@ -49,6 +49,14 @@ impl Batches {
         }
     }
 
+    /// The sequences that a step trains on, the first step being 0.
+    ///
+    /// # Errors
+    /// The data cannot be read any more.
+    pub fn of_step(config: &Config, data: &Dataset, step: u64) -> Result<Vec<Sequence>, Error> {
+        order(config).sequences(data, step)
+    }
+
     /// Batches of `data` from a step on.
     ///
     /// # Errors
@@ -57,11 +65,9 @@ impl Batches {
         let order = order(config);
         // One batch waits while the next is made.
         let (sender, ready) = mpsc::channel(1);
-        let mut data = data;
         let make = move || {
             for step in first.. {
-                let indices: Vec<u64> = order.of_step(&data, step).collect();
-                let batch = match data.batch(indices) {
+                let batch = match order.batch(&data, step) {
                     Ok(batch) if batch.labelled == 0 => Err(unlabelled(data.name(), step)),
                     batch => batch,
                 };

@@ -1,30 +1,23 @@
 //! A dataset: sequences by index, and the part of them that a run trains on or keeps aside.
 
-use std::path::Path;
+use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
-use super::jsonl::{Limits, Lines};
-use super::text::Text;
+use super::files::{self, Opened};
+use super::mask::Mask;
+use super::pack::{join, pack};
+use super::reader::Reader;
+use super::spool::Spool;
+use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
-use crate::config::{Config, DataConfig};
+use crate::config::{Config, Files, Labels, TooLong};
 use crate::error::Error;
+use crate::hf;
 use crate::models::{Head, Shape};
 use crate::random;
 
-/// Where sequences come from.
-enum Kind {
-    Text(Text),
-    Lines(Lines),
-    /// Endless, each drawn from this seed.
-    Random {
-        seed: u64,
-        vocabulary: usize,
-        positions: usize,
-    },
-}
-
-/// Which sequences of a file are meant.
+/// Which sequences of a source are meant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Part {
     All,
@@ -34,13 +27,38 @@ enum Part {
     Held(u64),
 }
 
+/// Sequences of one name.
+struct Source {
+    spool: Arc<Spool>,
+    digest: String,
+    is_text: bool,
+    part: Part,
+    /// How often an epoch sees each.
+    weight: f64,
+    /// Which of the part's sequences share one, if they are packed.
+    packed: Option<Vec<Vec<u32>>>,
+}
+
+/// Where sequences come from.
+enum Kind {
+    Sources(Vec<Source>),
+    /// Endless, each drawn from this seed.
+    Random {
+        seed: u64,
+        vocabulary: usize,
+        positions: usize,
+    },
+}
+
 /// Sequences by index.
 pub struct Dataset {
     kind: Kind,
     name: String,
-    part: Part,
     /// Which label a position is scored by.
     predicts: Predicts,
+    mask: Option<Mask>,
+    attend_across: bool,
+    vocabulary: Vocabulary,
 }
 
 /// Index of the `nth` of `held` places spread evenly over `count`.
@@ -63,13 +81,69 @@ fn kept_place(nth: u64, held: u64, count: u64) -> u64 {
     nth + low
 }
 
+impl Source {
+    fn new(Opened { spool, digest, is_text }: Opened, weight: f64) -> Source {
+        let spool = Arc::new(spool);
+        Source { spool, digest, is_text, part: Part::All, weight, packed: None }
+    }
+
+    fn whole(&self) -> u64 {
+        self.spool.len() as u64
+    }
+
+    /// Sequences of its part.
+    fn rows(&self) -> u64 {
+        match self.part {
+            Part::All => self.whole(),
+            Part::AllBut(held) => self.whole() - held,
+            Part::Held(held) => held,
+        }
+    }
+
+    /// Sequences that are handed out: several may share one.
+    fn len(&self) -> u64 {
+        self.packed.as_ref().map_or(self.rows(), |packed| packed.len() as u64)
+    }
+
+    /// Sequences of an epoch.
+    fn quota(&self) -> u64 {
+        ((self.len() as f64 * self.weight).round() as u64).max(u64::from(self.len() > 0))
+    }
+
+    /// The place in the spool of one of its part's.
+    fn place(&self, row: u64) -> usize {
+        (match self.part {
+            Part::All => row,
+            Part::AllBut(held) => kept_place(row, held, self.whole()),
+            Part::Held(held) => held_place(row, held, self.whole()),
+        }) as usize
+    }
+
+    fn pack(&mut self, positions: usize) {
+        let lengths = (0..self.rows()).map(|row| self.spool.tokens(self.place(row)));
+        self.packed = Some(pack(lengths, positions));
+    }
+
+    /// Its part's that one which is handed out is made of.
+    fn rows_of(&self, index: u64) -> Vec<u64> {
+        match &self.packed {
+            Some(packed) => packed[index as usize].iter().map(|&row| u64::from(row)).collect(),
+            None => vec![index],
+        }
+    }
+}
+
 impl Dataset {
     /// What a config trains on, and what it keeps aside.
     ///
     /// # Errors
     /// The file and line, and what is wrong there.
     pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
-        let (train, aside) = Dataset::parts(config, shape)?;
+        let (mut train, mut aside) = Dataset::parts(config, shape)?;
+        train.pack(config, shape)?;
+        if let Some(aside) = &mut aside {
+            aside.pack(config, shape)?;
+        }
         let looked_at = config.validation.batches.saturating_mul(config.step.batch as u64);
         match aside {
             Some(aside) if !aside.has_labels(looked_at) => Err(Error::refused(format_args!(
@@ -80,84 +154,166 @@ impl Dataset {
         }
     }
 
+    /// What a config keeps aside, or else all that it names, to look at.
+    ///
+    /// # Errors
+    /// As [`open`](Dataset::open).
+    pub fn open_aside(config: &Config, shape: &Shape) -> Result<Dataset, Error> {
+        match &config.data.validation {
+            Some(files) => {
+                let mut only = Dataset::named(config, shape, files, !config.step.seed)?;
+                only.pack(config, shape)?;
+                Ok(only)
+            }
+            None => Dataset::open(config, shape)?.1.ok_or_else(|| {
+                let problem = "is needed: what is to be looked at? Or set data.validation_split";
+                Error::config("data.validation", problem)
+            }),
+        }
+    }
+
     fn parts(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
         let data = &config.data;
         let mut train = Dataset::named(config, shape, &data.train, config.step.seed)?;
-        if let Some(file) = &data.validation {
+        if let Some(files) = &data.validation {
             if data.validation_split.is_some() {
                 return Err(Error::config(
                     "data.validation_split",
                     "is given beside data.validation: give one of them",
                 ));
             }
-            let validation = Dataset::named(config, shape, file, !config.step.seed)?;
+            let validation = Dataset::named(config, shape, files, !config.step.seed)?;
             return Ok((train, Some(validation)));
         }
-        let is_text = matches!(train.kind, Kind::Text(_));
-        let split = data.validation_split.unwrap_or(if is_text { 0.1 } else { 0.0 });
-        let Some(count) = train.len() else {
+        let Kind::Sources(sources) = &mut train.kind else {
+            let split = data.validation_split.unwrap_or(0.0);
             let aside = || Dataset::named(config, shape, &data.train, !config.step.seed);
             return Ok((train, (split > 0.0).then(aside).transpose()?));
         };
-        let held = (count as f64 * split).round() as u64;
-        if held == 0 {
+        let is_text = sources.iter().all(|source| source.is_text);
+        let split = data.validation_split.unwrap_or(if is_text { 0.1 } else { 0.0 });
+        let held = |source: &Source| (source.whole() as f64 * split).round() as u64;
+        let all: u64 = sources.iter().map(Source::whole).sum();
+        let aside: u64 = sources.iter().map(held).sum();
+        if aside == 0 {
             return Ok((train, None));
         }
-        if held >= count {
+        if aside >= all {
             return Err(Error::config(
                 "data.validation_split",
-                format_args!("is {split}: of {count} sequences it leaves none to train on"),
+                format_args!("is {split}: of {all} sequences it leaves none to train on"),
             ));
         }
-        let mut validation = Dataset::named(config, shape, &data.train, config.step.seed)?;
-        (train.part, validation.part) = (Part::AllBut(held), Part::Held(held));
+        let mut of_aside = Vec::new();
+        for source in sources.iter_mut() {
+            let held = held(source);
+            source.part = Part::AllBut(held);
+            let (spool, digest) = (source.spool.clone(), source.digest.clone());
+            let Source { is_text, .. } = *source;
+            let part = Part::Held(held);
+            of_aside.push(Source { spool, digest, is_text, part, weight: 1.0, packed: None });
+        }
+        let validation = train.like(config, Kind::Sources(of_aside), !config.step.seed)?;
         Ok((train, Some(validation)))
     }
 
-    fn named(config: &Config, shape: &Shape, name: &str, seed: u64) -> Result<Dataset, Error> {
-        let (vocabulary, positions) = (shape.vocabulary, config.sequence_length(shape)?);
+    /// Other sequences of the same kind.
+    fn like(&self, config: &Config, kind: Kind, seed: u64) -> Result<Dataset, Error> {
+        let vocabulary = self.vocabulary.clone();
+        Dataset::of(config, kind, self.name.clone(), self.predicts, vocabulary, seed)
+    }
+
+    fn of(
+        config: &Config,
+        kind: Kind,
+        name: String,
+        predicts: Predicts,
+        vocabulary: Vocabulary,
+        seed: u64,
+    ) -> Result<Dataset, Error> {
+        let masks = match (&kind, predicts) {
+            (Kind::Sources(sources), Predicts::Own) => {
+                sources.iter().any(|source| source.spool.has_unmasked())
+            }
+            _ => false,
+        };
+        let probability = config.data.mask_probability;
+        let mask = masks.then(|| Mask::new(vocabulary.clone(), probability, seed)).transpose()?;
+        let attend_across = config.data.attend_across;
+        Ok(Dataset { kind, name, predicts, mask, attend_across, vocabulary })
+    }
+
+    fn named(config: &Config, shape: &Shape, files: &Files, seed: u64) -> Result<Dataset, Error> {
+        let positions = config.sequence_length(shape)?;
         let (predicts, classes) = match shape.head {
             Head::Tokens => (Predicts::Next, 0),
             Head::Masked => (Predicts::Own, 0),
             Head::Classes { labels, is_value: false } => (Predicts::Class, labels),
             Head::Classes { labels, is_value: true } => (Predicts::Value, labels),
         };
-        let path = Path::new(name);
-        let kind = match path.extension().and_then(|extension| extension.to_str()) {
-            Some("txt") if predicts != Predicts::Next => return Err(no_labels(name)),
-            _ if name == DataConfig::BUILT_IN && predicts != Predicts::Next => {
-                return Err(no_labels(name));
-            }
-            _ if name == DataConfig::BUILT_IN => Kind::Text(Text::built_in(vocabulary, positions)?),
-            _ if name == "random" && positions < 2 => {
+        let vocabulary = Vocabulary::of(config, shape)?;
+        if files.is("random") {
+            if positions < 2 {
                 return Err(Error::config(
                     "data.sequence_length",
                     "must be at least 2 for random sequences",
                 ));
             }
-            _ if name == "random" => Kind::Random { seed, vocabulary, positions },
-            Some("txt") => Kind::Text(Text::open(path, vocabulary, positions)?),
-            Some("jsonl") => {
-                let (too_long, kinds) = (config.data.too_long, shape.token_types);
-                let limits = Limits { vocabulary, positions, too_long, kinds, predicts, classes };
-                Kind::Lines(Lines::open(path, limits)?)
+            let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions };
+            return Dataset::of(config, kind, files.to_string(), predicts, vocabulary, seed);
+        }
+        let cutting = match (&vocabulary, config.data.too_long) {
+            (Vocabulary::Words(tokenizer), TooLong::Cut) => {
+                let cutting = tokenizer.cutting(positions);
+                let cutting =
+                    cutting.map_err(|what| Error::config("data.sequence_length", what))?;
+                Some(Vocabulary::Words(Box::new(cutting)))
             }
-            _ => {
-                return Err(Error::refused(format_args!(
-                    "data {name}: what kind of data is this? It must be a .txt or a .jsonl file, \
-                     \"random\" or \"{}\"",
-                    DataConfig::BUILT_IN
-                )));
-            }
+            _ => None,
         };
-        Ok(Dataset { kind, name: name.into(), part: Part::All, predicts })
+        let reader = Reader {
+            vocabulary,
+            cutting,
+            tokens: shape.vocabulary,
+            positions,
+            too_long: config.data.too_long,
+            end_of_text: config.data.end_of_text,
+            kinds: shape.token_types,
+            predicts,
+            classes,
+            names: label_names(config)?,
+        };
+        let mut sources = Vec::new();
+        for (name, weight) in files.each() {
+            if name == "random" {
+                return Err(Error::refused("data random: it stands alone, or not at all"));
+            }
+            sources.push(Source::new(files::open(name, &reader)?, weight));
+        }
+        let (kind, name) = (Kind::Sources(sources), files.to_string());
+        Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)
+    }
+
+    /// Packs sequences, if a config says so.
+    fn pack(&mut self, config: &Config, shape: &Shape) -> Result<(), Error> {
+        let Kind::Sources(sources) = &mut self.kind else { return Ok(()) };
+        if !config.data.packing {
+            return Ok(());
+        }
+        if !shape.scores_tokens() {
+            let problem = "puts several texts into a sequence, and this model scores whole ones";
+            return Err(Error::config("data.packing", problem));
+        }
+        let positions = config.sequence_length(shape)?;
+        sources.iter_mut().for_each(|source| source.pack(positions));
+        Ok(())
     }
 
     /// A batch of these sequences.
     ///
     /// # Errors
     /// As [`sequence`](Dataset::sequence).
-    pub fn batch(&mut self, indices: impl IntoIterator<Item = u64>) -> Result<Batch, Error> {
+    pub fn batch(&self, indices: impl IntoIterator<Item = u64>) -> Result<Batch, Error> {
         let sequences: Result<Vec<_>, Error> =
             indices.into_iter().map(|index| self.sequence(index)).collect();
         Ok(Batch::of(&sequences?, self.predicts))
@@ -168,27 +324,31 @@ impl Dataset {
         &self.name
     }
 
+    /// What its tokens are.
+    pub fn vocabulary(&self) -> &Vocabulary {
+        &self.vocabulary
+    }
+
+    /// Which label a position is scored by.
+    pub fn predicts(&self) -> Predicts {
+        self.predicts
+    }
+
     /// True for text whose tokens are its bytes.
     pub fn is_bytes(&self) -> bool {
-        matches!(self.kind, Kind::Text(_))
+        let is_text = match &self.kind {
+            Kind::Sources(sources) => sources.iter().all(|source| source.is_text),
+            Kind::Random { .. } => false,
+        };
+        is_text && matches!(self.vocabulary, Vocabulary::Bytes)
     }
 
-    /// Sequences of the whole file; `None`: endless.
-    fn whole(&self) -> Option<u64> {
+    /// Sequences of an epoch; `None`: endless.
+    pub fn len(&self) -> Option<u64> {
         match &self.kind {
-            Kind::Text(text) => Some(text.len()),
-            Kind::Lines(lines) => Some(lines.len()),
+            Kind::Sources(sources) => Some(sources.iter().map(Source::quota).sum()),
             Kind::Random { .. } => None,
         }
-    }
-
-    /// Sequences; `None`: endless.
-    pub fn len(&self) -> Option<u64> {
-        self.whole().map(|count| match self.part {
-            Part::All => count,
-            Part::AllBut(held) => count - held,
-            Part::Held(held) => held,
-        })
     }
 
     /// Never: an empty one is refused.
@@ -196,42 +356,67 @@ impl Dataset {
         false
     }
 
-    /// One of the file's.
-    fn place(&self, index: u64) -> u64 {
-        match (self.part, self.whole()) {
-            (Part::AllBut(held), Some(count)) => kept_place(index, held, count),
-            (Part::Held(held), Some(count)) => held_place(index, held, count),
-            _ => index,
+    /// The source of a sequence, and which of that source's it is. Sequences are counted on from
+    /// epoch to epoch: what one leaves out of a source, the next begins with.
+    fn find<'s>(&self, sources: &'s [Source], index: u64) -> (&'s Source, u64) {
+        let epoch_len: u64 = sources.iter().map(Source::quota).sum();
+        let (epoch, mut at) = (index / epoch_len, index % epoch_len);
+        for source in sources {
+            let quota = source.quota();
+            if at < quota {
+                return (source, (epoch * quota + at) % source.len());
+            }
+            at -= quota;
         }
+        unreachable!("an epoch is the sum of its quotas")
     }
 
-    /// A sequence.
+    /// A sequence: of the first epoch, or of those behind it.
     ///
     /// # Errors
-    /// The file cannot be read any more.
-    pub fn sequence(&mut self, index: u64) -> Result<Sequence, Error> {
-        let place = self.place(index);
-        match &mut self.kind {
-            Kind::Text(text) => text.read(place),
-            Kind::Lines(lines) => lines.read(place),
+    /// The spooled data cannot be read any more.
+    pub fn sequence(&self, index: u64) -> Result<Sequence, Error> {
+        self.drawn(index, index)
+    }
+
+    /// A sequence, with the masks of the `nth` that is drawn.
+    pub(super) fn drawn(&self, index: u64, nth: u64) -> Result<Sequence, Error> {
+        let sources = match &self.kind {
+            Kind::Sources(sources) => sources,
             Kind::Random { seed, vocabulary, positions } => {
-                let mut state = random::keyed(*seed, place);
+                let mut state = random::keyed(*seed, index);
                 let token = |_| (random::next(&mut state) % *vocabulary as u64) as u32;
                 let tokens = (0..*positions).map(token).collect();
-                Ok(match self.predicts {
+                return Ok(match self.predicts {
                     Predicts::Next | Predicts::Own => Sequence::plain(tokens),
                     Predicts::Class | Predicts::Value => Sequence::whole(tokens, 0, Vec::new()),
-                })
+                });
+            }
+        };
+        let (source, at) = self.find(sources, index);
+        let read = |row: u64| source.spool.read(source.place(row));
+        let rows: Result<Vec<Sequence>, _> = source.rows_of(at).into_iter().map(read).collect();
+        let failed = |error| Error::failed(format_args!("data {}: {error}", self.name));
+        let mut rows = rows.map_err(failed)?;
+        if let Some(mask) = &self.mask {
+            for (row, one) in rows.iter_mut().enumerate().filter(|(_, one)| one.labels.is_empty()) {
+                mask.draw(one, random::keyed(nth, row as u64));
             }
         }
+        Ok(match (&source.packed, rows.pop()) {
+            (None, Some(one)) => one,
+            (_, last) => {
+                rows.extend(last);
+                join(rows, self.attend_across)
+            }
+        })
     }
 
     /// True when this sequence has a label, as far as is known without reading it.
     fn is_labelled(&self, index: u64) -> bool {
-        match &self.kind {
-            Kind::Lines(lines) => lines.unlabelled.binary_search(&self.place(index)).is_err(),
-            _ => true,
-        }
+        let Kind::Sources(sources) = &self.kind else { return true };
+        let (source, at) = self.find(sources, index);
+        source.rows_of(at).into_iter().any(|row| source.spool.is_labelled(source.place(row)))
     }
 
     /// Sequences in their order, at most so many a batch, `batches` times or until they end; what
@@ -240,7 +425,7 @@ impl Dataset {
     /// # Panics
     /// `batch` is 0.
     pub fn in_order(
-        &mut self,
+        &self,
         batch: usize,
         batches: u64,
     ) -> impl Iterator<Item = Result<Batch, Error>> {
@@ -253,43 +438,36 @@ impl Dataset {
 
     /// True when one of the first `most` sequences has a label.
     fn has_labels(&self, most: u64) -> bool {
-        match (&self.kind, self.len()) {
-            (Kind::Lines(_), Some(count)) => {
-                (0..count.min(most)).any(|index| self.is_labelled(index))
-            }
-            _ => true,
-        }
+        let count = self.len().unwrap_or(1);
+        (0..count.min(most)).any(|index| self.is_labelled(index))
     }
 
     /// What the data is: how many sequences, which of them, and a SHA-256 of all its bytes.
-    ///
-    /// # Errors
-    /// The file cannot be read.
-    pub fn fingerprint(&mut self) -> Result<String, Error> {
-        let mut hasher = Sha256::new();
-        let read = match &mut self.kind {
-            Kind::Text(text) => text.each_bytes(|bytes| hasher.update(bytes)),
-            Kind::Lines(lines) => lines.each_bytes(|bytes| hasher.update(bytes)),
+    pub fn fingerprint(&self) -> String {
+        match &self.kind {
             Kind::Random { seed, .. } => {
-                hasher.update(seed.to_le_bytes());
-                Ok(())
+                let digest = Sha256::digest(seed.to_le_bytes());
+                let digest: String = digest.iter().take(8).map(|b| format!("{b:02x}")).collect();
+                format!("random {digest}")
             }
-        };
-        read.map_err(|error| Error::failed(format_args!("data {}: {error}", self.name)))?;
-        let digest: String =
-            hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
-        Ok(match (self.whole(), self.len()) {
-            (Some(all), Some(count)) => format!("{count} of {all} sequences of {digest}"),
-            _ => format!("random {digest}"),
-        })
+            Kind::Sources(sources) => {
+                let each = sources.iter().map(|source| {
+                    let (rows, whole, digest) = (source.rows(), source.whole(), &source.digest);
+                    format!("{rows} of {whole} sequences of {digest}")
+                });
+                each.collect::<Vec<_>>().join(", ")
+            }
+        }
     }
 }
 
-fn no_labels(name: &str) -> Error {
-    Error::refused(format_args!(
-        "data {name}: text has no labels, and this model does not predict the next token: give a \
-         .jsonl of input_ids and labels (of masked tokens), or label (of whole sequences)"
-    ))
+/// What the classes of a config's model are called.
+fn label_names(config: &Config) -> Result<Vec<String>, Error> {
+    match (&config.model.labels, &config.model.path) {
+        (Some(Labels::Names(names)), _) => Ok(names.clone()),
+        (_, Some(path)) => Ok(hf::label_names(&hf::read_config(path)?)),
+        (_, None) => Ok(Vec::new()),
+    }
 }
 
 /// The order of training: which sequences each step sees, epoch after epoch.
@@ -301,30 +479,45 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// Indices of a step's sequences. A step may begin in one epoch and end in the next.
-    pub(super) fn of_step(self, data: &Dataset, step: u64) -> impl Iterator<Item = u64> {
+    /// Indices of a step's sequences, each with how many were drawn before it. A step may begin
+    /// in one epoch and end in the next.
+    pub(super) fn of_step(self, data: &Dataset, step: u64) -> impl Iterator<Item = (u64, u64)> {
         let from = step * self.batch as u64;
         let count = data.len();
-        (from..from + self.batch as u64).map(move |index| match count {
-            None => index,
-            Some(count) if !self.shuffle => index % count,
-            Some(count) => {
-                random::shuffled(random::keyed(self.seed, index / count), count, index % count)
-            }
+        (from..from + self.batch as u64).map(move |nth| {
+            let index = match count.filter(|_| self.shuffle) {
+                None => nth,
+                Some(count) => {
+                    let epoch = nth / count;
+                    let seed = random::keyed(self.seed, epoch);
+                    epoch * count + random::shuffled(seed, count, nth % count)
+                }
+            };
+            (index, nth)
         })
+    }
+
+    /// A step's batch.
+    pub(super) fn batch(self, data: &Dataset, step: u64) -> Result<Batch, Error> {
+        Ok(Batch::of(&self.sequences(data, step)?, data.predicts))
+    }
+
+    /// A step's sequences.
+    pub(super) fn sequences(self, data: &Dataset, step: u64) -> Result<Vec<Sequence>, Error> {
+        self.of_step(data, step).map(|(index, nth)| data.drawn(index, nth)).collect()
     }
 
     /// The first of these steps without a label.
     pub(super) fn unlabelled(self, data: &Dataset, steps: u64) -> Option<u64> {
-        let Kind::Lines(lines) = &data.kind else { return None };
-        if lines.unlabelled.is_empty() {
+        let Kind::Sources(sources) = &data.kind else { return None };
+        if sources.iter().all(|source| source.spool.all_labelled()) {
             return None;
         }
         // A few epochs: what comes behind them is refused when it is met.
-        let count = data.len().expect("lines end");
+        let count = data.len().expect("files end");
         let looked_at = 4 * count.div_ceil(self.batch as u64);
         (0..steps.min(looked_at))
-            .find(|&step| !self.of_step(data, step).any(|index| data.is_labelled(index)))
+            .find(|&step| !self.of_step(data, step).any(|(index, _)| data.is_labelled(index)))
     }
 }
 

@@ -1,29 +1,30 @@
-//! What a step trains on: batches of token sequences with labels.
+//! What a step trains on: batches of token sequences with labels, from text, tokens or nothing.
 
 mod baseline;
 mod batches;
 mod dataset;
-mod jsonl;
-mod text;
+mod files;
+mod mask;
+mod overview;
+mod pack;
+mod reader;
+mod spool;
+mod vocabulary;
 
 pub use baseline::{Baseline, baselines};
 pub use batches::Batches;
 pub use dataset::Dataset;
-pub use text::CORPUS;
+pub use overview::Overview;
+pub use vocabulary::Vocabulary;
 
 use std::borrow::Borrow;
-use std::io::{self, Read};
 
-/// Takes what a reader has, piece by piece.
-fn each_bytes(from: &mut (impl Read + ?Sized), mut take: impl FnMut(&[u8])) -> io::Result<()> {
-    let mut piece = vec![0; 1 << 16];
-    loop {
-        match from.read(&mut piece)? {
-            0 => return Ok(()),
-            bytes => take(&piece[..bytes]),
-        }
-    }
-}
+use crate::config::Plan;
+use crate::error::Error;
+use crate::models::{Document, Head, Model};
+
+/// The project's own source and documentation, one file behind the other.
+pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
 /// The sequences of one step, padded to the longest.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,6 +37,8 @@ pub struct Batch {
     pub(crate) targets: Vec<i32>,
     /// Tokens of each sequence.
     pub(crate) lengths: Vec<usize>,
+    /// The document of each position; empty: a sequence is one. (S, T).
+    pub(crate) documents: Vec<Document>,
     /// T.
     pub(crate) positions: usize,
     /// Positions with a target, in all sequences.
@@ -43,7 +46,7 @@ pub struct Batch {
 }
 
 /// One sequence.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sequence {
     /// Token ids.
     pub tokens: Vec<u32>,
@@ -51,6 +54,9 @@ pub struct Sequence {
     pub labels: Vec<i32>,
     /// Kinds of the tokens (`token_type_ids`); none: all of kind 0.
     pub kinds: Vec<u8>,
+    /// Tokens of each of its documents, which do not see each other and each begin at position 0;
+    /// none: it is one.
+    pub documents: Vec<usize>,
 }
 
 /// Which label a position is scored by.
@@ -79,14 +85,19 @@ impl Sequence {
     /// Tokens that each predict the next.
     pub fn plain(tokens: Vec<u32>) -> Sequence {
         let labels = tokens.iter().map(|&token| token as i32).collect();
-        Sequence { tokens, labels, kinds: Vec::new() }
+        Sequence { tokens, labels, ..Sequence::default() }
+    }
+
+    /// Tokens that are masked later.
+    fn unmasked(tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
+        Sequence { tokens, kinds, ..Sequence::default() }
     }
 
     /// One label for all of it.
     fn whole(tokens: Vec<u32>, label: i32, kinds: Vec<u8>) -> Sequence {
         let mut labels = vec![-100; tokens.len()];
         labels[0] = label;
-        Sequence { tokens, labels, kinds }
+        Sequence { tokens, labels, kinds, documents: Vec::new() }
     }
 
     /// Positions that have something to predict: the next token's label, or their own.
@@ -94,8 +105,27 @@ impl Sequence {
         if predicts == Predicts::Value {
             return 1;
         }
-        let labels = &self.labels[predicts.ahead().min(self.labels.len())..];
-        labels.iter().filter(|&&label| label >= 0).count()
+        self.learnt(predicts).into_iter().filter(|&is| is).count()
+    }
+
+    /// Whether each position's label is scored: what a document begins with nobody predicts.
+    pub fn learnt(&self, predicts: Predicts) -> Vec<bool> {
+        let mut learnt: Vec<bool> = self.labels.iter().map(|&label| label >= 0).collect();
+        if predicts.ahead() == 1 {
+            let begins = self.cuts().map(|cut| cut.from as usize).chain([0]);
+            begins.for_each(|at| learnt.get_mut(at).into_iter().for_each(|is| *is = false));
+        }
+        learnt
+    }
+
+    /// Its documents, by where they begin and end.
+    fn cuts(&self) -> impl Iterator<Item = Document> {
+        let mut at = 0;
+        self.documents.iter().map(move |&tokens| {
+            let from = at as u32;
+            at += tokens;
+            Document { from, to: at as u32 }
+        })
     }
 }
 
@@ -129,6 +159,11 @@ impl Batch {
         let mut tokens = vec![0; sequences.len() * positions];
         let mut targets = vec![-100; sequences.len() * positions];
         let mut kinds = vec![0; sequences.len() * positions];
+        let mut documents = Vec::new();
+        if sequences.iter().any(|one| !one.borrow().documents.is_empty()) {
+            documents.reserve_exact(sequences.len() * positions);
+        }
+        let has_documents = documents.capacity() > 0;
         for (row, sequence) in sequences.iter().map(Borrow::borrow).enumerate() {
             let (tokens_of, labels_of) = (sequence.tokens.len(), sequence.labels.len());
             assert!(
@@ -141,12 +176,91 @@ impl Batch {
             kinds[at..at + sequence.kinds.len()].copy_from_slice(&sequence.kinds);
             let next = &sequence.labels[predicts.ahead()..];
             targets[at..at + next.len()].copy_from_slice(next);
+            if !has_documents {
+                continue;
+            }
+            let all = Document { from: 0, to: tokens_of as u32 };
+            let mut cuts: Vec<Document> = sequence.cuts().collect();
+            assert!(cuts.last().is_none_or(|last| last.to == all.to), "documents of all tokens");
+            if cuts.is_empty() {
+                cuts.push(all);
+            }
+            for cut in &cuts {
+                // Padding is a part of the last.
+                let end = if cut.to == all.to { positions } else { cut.to as usize };
+                documents.extend(std::iter::repeat_n(*cut, end - cut.from as usize));
+                if predicts.ahead() == 1 && cut.to < all.to {
+                    targets[at + cut.to as usize - 1] = -100;
+                }
+            }
         }
         let labelled = match predicts {
             Predicts::Value => sequences.len(),
             _ => targets.iter().filter(|&&target| target >= 0).count(),
         };
-        Batch { tokens, kinds, targets, lengths, positions, labelled }
+        Batch { tokens, kinds, targets, lengths, documents, positions, labelled }
+    }
+
+    /// A batch of sequences whose last positions each are to say what comes next.
+    pub(crate) fn to_continue<S: AsRef<[u32]>>(sequences: &[S]) -> Batch {
+        let plain = |tokens: &S| Sequence::plain(tokens.as_ref().to_vec());
+        let mut batch = Batch::of(&sequences.iter().map(plain).collect::<Vec<_>>(), Predicts::Own);
+        batch.targets.fill(-100);
+        for (row, length) in batch.lengths.iter().enumerate() {
+            batch.targets[row * batch.positions + length - 1] = 0;
+        }
+        batch.labelled = sequences.len();
+        batch
+    }
+
+    /// Tokens of each document.
+    pub(crate) fn document_lengths(&self) -> Vec<usize> {
+        if self.documents.is_empty() {
+            return self.lengths.clone();
+        }
+        let begins = self
+            .documents
+            .iter()
+            .enumerate()
+            .filter(|(row, document)| row % self.positions == document.from as usize);
+        begins.map(|(_, document)| (document.to - document.from) as usize).collect()
+    }
+
+    /// Refuses what a plan of so many sequences was not made for, whoever made the batch.
+    pub(crate) fn check(&self, model: &Model, plan: &Plan, sequences: usize) -> Result<(), Error> {
+        let (vocabulary, longest) = (model.shape.vocabulary, plan.positions);
+        let has = self.lengths.len();
+        if has == 0 || has > sequences || self.lengths.contains(&0) {
+            return Err(Error::refused(format_args!(
+                "a batch of {has} sequences, some of them perhaps empty: step.batch is {sequences}"
+            )));
+        }
+        if self.positions > longest {
+            return Err(Error::refused(format_args!(
+                "a sequence of {} tokens: the plan was made for {longest} at most",
+                self.positions
+            )));
+        }
+        let known = |token: u32| (token as usize) < vocabulary;
+        let is_known = |label: u32| match model.shape.head {
+            Head::Tokens | Head::Masked => known(label),
+            Head::Classes { labels, is_value } => is_value || (label as usize) < labels,
+        };
+        let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
+        if let Some(token) = self.tokens.iter().find(|token| !known(**token)) {
+            return Err(Error::refused(format_args!(
+                "token {token} is outside the vocabulary of {vocabulary}"
+            )));
+        }
+        if let Some(label) = self.targets.iter().find(is_bad) {
+            return Err(Error::refused(format_args!(
+                "label {label} is none that the model knows (vocabulary of {vocabulary})"
+            )));
+        }
+        if self.labelled == 0 {
+            return Err(Error::refused("no position of the batch has a label"));
+        }
+        Ok(())
     }
 
     /// Sequences.

@@ -33,6 +33,43 @@ pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
     Ok(shape)
 }
 
+/// What a `config.json` calls its classes, by number; none when it does not say.
+pub(crate) fn label_names(config: &Value) -> Vec<String> {
+    let names = config["id2label"].as_object();
+    let of = |class: usize| names?.get(&class.to_string())?.as_str().map(str::to_string);
+    let names: Vec<String> = (0..names.map_or(0, serde_json::Map::len)).map_while(of).collect();
+    // What transformers calls classes that nobody named.
+    let is_generic =
+        names.iter().enumerate().all(|(class, name)| *name == format!("LABEL_{class}"));
+    if is_generic { Vec::new() } else { names }
+}
+
+/// What the classes of a directory's model are called; none when it does not say.
+pub fn labels(directory: &Path) -> Vec<String> {
+    read_config(directory).map_or_else(|_| Vec::new(), |config| label_names(&config))
+}
+
+/// Tokens that end what a directory's model writes, beside its tokenizer's.
+pub fn ends(directory: &Path) -> Vec<u32> {
+    let mut ends = Vec::new();
+    for file in ["config.json", "generation_config.json"] {
+        let text = fs::read_to_string(directory.join(file)).unwrap_or_default();
+        let config: Value = serde_json::from_str(&text).unwrap_or_default();
+        let of = &config["eos_token_id"];
+        let several = of.as_array().map_or(std::slice::from_ref(of), Vec::as_slice);
+        ends.extend(several.iter().filter_map(Value::as_u64).map(|id| id as u32));
+    }
+    ends
+}
+
+/// Lets a `config.json` call its classes so.
+pub(crate) fn name_labels(config: &mut Value, names: &[String]) {
+    let by_id = names.iter().enumerate().map(|(id, name)| (id.to_string(), Value::from(&**name)));
+    let by_name = names.iter().enumerate().map(|(id, name)| (name.clone(), Value::from(id)));
+    config["id2label"] = Value::Object(by_id.collect());
+    config["label2id"] = Value::Object(by_name.collect());
+}
+
 /// Writes a directory's `config.json`, as transformers reads it: over the keys of another, which
 /// may be null.
 ///

@@ -1,11 +1,26 @@
 //! Models as transformers writes them: `config.json` and `model.safetensors`.
 
 mod carry;
+#[cfg(feature = "tokenizers")]
+mod chat;
 mod config;
 mod export;
+#[cfg(not(feature = "tokenizers"))]
+mod no_tokenizer;
+mod text;
+#[cfg(feature = "tokenizers")]
+mod tokenizer;
 mod weights;
 
 pub(crate) use carry::carry;
-pub(crate) use config::{read_config, read_shape, write_config};
+#[cfg(feature = "tokenizers")]
+pub use chat::Template;
+pub use config::{ends, labels};
+pub(crate) use config::{label_names, name_labels, read_config, read_shape, write_config};
 pub use export::export;
+#[cfg(not(feature = "tokenizers"))]
+pub use no_tokenizer::{Template, Tokenizer};
+pub use text::{Encoded, Message, Written};
+#[cfg(feature = "tokenizers")]
+pub use tokenizer::Tokenizer;
 pub(crate) use weights::{load, load_states, save, save_states, tensor};

@@ -2,7 +2,9 @@
 //! the branches or behind the sums, as the family has them.
 
 use super::kernels::{Attention, Dropout, Kernels, Linear, Norm, Rows, View};
-use super::layer::{Backward, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, tensor_views};
+use super::layer::{
+    Backward, Forward, Init, Kind, Layer, Memory, Micro, Scratch, Tensor, tensor_views,
+};
 use super::shape::Shape;
 
 /// A block of a shape, by its number.
@@ -85,6 +87,8 @@ impl Block {
             causal,
             window: window.filter(|(_, from)| self.number >= *from).map(|(window, _)| window),
             lengths: micro.lengths,
+            documents: micro.documents,
+            past: micro.past,
             dropout: micro.dropout(dropout.attention, self.index, 0),
         }
     }
@@ -134,6 +138,7 @@ impl Block {
         kept: &Kept,
         n: View,
         place: View,
+        memory: Option<Memory>,
     ) {
         let Shape { hidden: c, post_norm, .. } = self.shape;
         let (rows, norm) = (micro.rows, self.norm(micro.rows));
@@ -147,7 +152,14 @@ impl Block {
             k.rotate(kept.qkv, rotary, self.attention(micro), false);
         }
         let qkv = self.seen(k, micro, w, kept, place);
-        k.attention(kept.mixed, kept.lse, qkv, self.attention(micro));
+        let attention = self.attention(micro);
+        if let Some(memory) = memory {
+            k.remember(memory.fresh, qkv, attention);
+        }
+        match memory.and_then(|memory| memory.past) {
+            Some(past) => k.attention_to_past(kept.mixed, qkv, past, attention),
+            None => k.attention(kept.mixed, kept.lse, qkv, attention),
+        }
         let size = self.linear(rows, self.shape.mixed(), c);
         k.linear(n, kept.mixed, w.projection.0, w.projection.1, size);
         k.residual(kept.middle, x, n, rows, self.drops(micro)[0]);
@@ -230,6 +242,10 @@ impl Layer for Block {
         all
     }
 
+    fn remembered(&self) -> usize {
+        2 * self.shape.kv_heads * self.shape.head_size
+    }
+
     fn attention_channels(&self) -> usize {
         self.shape.mixed()
     }
@@ -244,7 +260,7 @@ impl Layer for Block {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref micro, weights, x, y, kept, scratch } = *pass;
+        let Forward { ref micro, weights, x, y, kept, memory, scratch } = *pass;
         let Shape { hidden: c, intermediate: i, .. } = self.shape;
         let (w, rows) = (self.parts(weights), micro.rows);
         let kept = match kept {
@@ -252,7 +268,7 @@ impl Layer for Block {
             None => self.kept(rows, scratch),
         };
         let (n, place) = (scratch.take(rows.count() * c), self.place_of_seen(rows, scratch));
-        self.walk(k, micro, &w, x, &kept, n, place);
+        self.walk(k, micro, &w, x, &kept, n, place, memory);
         let wide = scratch.take(rows.count() * i);
         self.curve(k, wide, kept.up);
         let size = self.linear(rows, i, c);
@@ -286,7 +302,7 @@ impl Layer for Block {
         if is_kept {
             self.middle_norm(k, rows, &w, &kept, n);
         } else {
-            self.walk(k, micro, &w, x, &kept, n, place);
+            self.walk(k, micro, &w, x, &kept, n, place, None);
         }
         self.curve(k, wide, kept.up);
         let drops = self.drops(micro);

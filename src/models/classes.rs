@@ -95,17 +95,23 @@ impl Classes {
         [micro.dropout(before, self.index, 0), micro.dropout(p, self.index, 1)]
     }
 
-    /// Puts each sequence's loss into the statistics of its first position.
+    /// Puts each sequence's loss into the statistics of its first position, and its scores to
+    /// `told`, (B, L), if somebody asks for them.
     pub fn forward(
         &self,
         k: &dyn Kernels,
         micro: &Micro<'_>,
         weights: View,
         [out, statistics, h]: [View; 3],
+        told: Option<View>,
         scratch: &Scratch<'_>,
     ) {
         let w = tensor_views(&self.tensors(), weights);
         let walked = self.walk(k, micro, &w, h, scratch);
+        if let Some(told) = told {
+            let one = Rows { sequences: micro.rows.sequences, positions: 1 };
+            k.dropped(told, walked.scores, one, None);
+        }
         k.class_loss(out, statistics, walked.scores, self.loss(micro.rows));
     }
 

@@ -1,7 +1,7 @@
 //! What stands before the first block and behind the last.
 
 use super::kernels::{Activation, Kernels, Linear, Norm, Rows, View};
-use super::layer::{Backward, Forward, Init, Kind, Layer, Scratch, Tensor, tensor_views};
+use super::layer::{Backward, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, tensor_views};
 use super::shape::Shape;
 
 fn norm_of(shape: &Shape, rows: Rows) -> Norm {
@@ -96,7 +96,7 @@ impl Layer for Stem {
         let Forward { micro, weights, x, y, scratch, .. } = *pass;
         let w = self.parts(weights);
         let sum = if w.norm.is_some() { scratch.take(y.len) } else { y };
-        self.sum(k, &w, sum, x, micro.rows, micro.kinds);
+        self.sum(k, &w, sum, x, &micro);
         if let Some((gamma, beta)) = w.norm {
             let statistics = scratch.take(2 * micro.rows.count());
             k.norm(y, statistics, sum, gamma, beta, norm_of(&self.shape, micro.rows));
@@ -119,7 +119,7 @@ impl Layer for Stem {
                     (scratch.take(x.len), scratch.take(x.len), scratch.take(x.len));
                 let statistics = scratch.take(2 * micro.rows.count());
                 let size = norm_of(&self.shape, micro.rows);
-                self.sum(k, &w, sum, x, micro.rows, micro.kinds);
+                self.sum(k, &w, sum, x, &micro);
                 k.norm(y, statistics, sum, gamma, beta, size);
                 k.dropped(dsum, dy, micro.rows, dropout);
                 k.norm_backward(
@@ -135,7 +135,7 @@ impl Layer for Stem {
             if before > 0 && !accumulate {
                 k.clear(rows.part(0..before * self.shape.hidden));
             }
-            k.add_positions_backward(whole, dx, micro.rows, accumulate);
+            k.add_positions_backward(whole, dx, micro.places(), accumulate);
         }
         if let Some(kinds) = d.kinds {
             k.add_types_backward(kinds, dx, micro.kinds, accumulate);
@@ -145,13 +145,13 @@ impl Layer for Stem {
 
 impl Stem {
     /// The sum of the three.
-    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, rows: Rows, kinds: &[u8]) {
+    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, micro: &Micro<'_>) {
         match w.positions {
-            Some(table) => k.add_positions(y, x, table, rows),
-            None => k.dropped(y, x, rows, None),
+            Some(table) => k.add_positions(y, x, table, micro.places()),
+            None => k.dropped(y, x, micro.rows, None),
         }
         if let Some(table) = w.kinds {
-            k.add_types(y, table, kinds);
+            k.add_types(y, table, micro.kinds);
         }
     }
 }

@@ -60,6 +60,40 @@ impl Rows {
     }
 }
 
+/// Where a document begins and ends in its sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Document {
+    /// Its first position.
+    pub from: u32,
+    /// The position behind its last.
+    pub to: u32,
+}
+
+/// Which position of its document each row of a micro-batch is.
+#[derive(Clone, Copy, Debug)]
+pub struct Places<'a> {
+    /// B and T.
+    pub rows: Rows,
+    /// The document of each row; empty: a sequence is one. (B, T).
+    pub documents: &'a [Document],
+    /// Positions of each sequence that were seen before and are in a cache; empty: none. (B).
+    pub past: &'a [usize],
+}
+
+impl Places<'_> {
+    /// The position of a row.
+    pub fn of(&self, row: usize) -> usize {
+        let (sequence, at) = (row / self.rows.positions, row % self.rows.positions);
+        let from = self.documents.get(row).map_or(0, |document| document.from as usize);
+        at - from + self.past.get(sequence).copied().unwrap_or(0)
+    }
+
+    /// True when a row's position is its place in its sequence.
+    pub fn is_plain(&self) -> bool {
+        self.documents.is_empty() && self.past.is_empty()
+    }
+}
+
 /// Sizes of a product.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear {
@@ -159,6 +193,10 @@ pub struct Attention<'a> {
     pub window: Option<usize>,
     /// Tokens of each sequence; the rest is padding that nobody sees.
     pub lengths: &'a [usize],
+    /// As [`Places::documents`]: a position sees its own document alone.
+    pub documents: &'a [Document],
+    /// As [`Places::past`].
+    pub past: &'a [usize],
     /// Dropout of the probabilities.
     pub dropout: Option<Dropout>,
 }
@@ -176,7 +214,17 @@ pub struct Scores {
     pub first: usize,
 }
 
-impl Attention<'_> {
+impl<'a> Attention<'a> {
+    /// Which position each row is.
+    pub fn places(&self) -> Places<'a> {
+        Places { rows: self.rows, documents: self.documents, past: self.past }
+    }
+
+    /// 2 K D: channels of keys and values side by side.
+    pub fn remembered(&self) -> usize {
+        2 * self.kv_heads * self.head_size
+    }
+
     /// (H + 2 K) D: channels of queries, keys and values side by side.
     pub fn packed(&self) -> usize {
         (self.heads + 2 * self.kv_heads) * self.head_size
@@ -233,18 +281,7 @@ impl Activation {
     }
 }
 
-/// How a token is drawn: the largest of logit ÷ temperature + Gumbel noise is a draw from their
-/// softmax (Gumbel 1954; Maddison et al. 2014), found tile by tile without the logits of all.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Sampling {
-    /// 0: the likeliest.
-    pub temperature: f32,
-    /// What the noise is drawn from, with position and token.
-    pub seed: u64,
-}
-
-/// Floats of a position's head statistics: running maximum, sum, target's logit, label. When
-/// tokens are drawn: the best value so far, 0, its token, label.
+/// Floats of a position's head statistics: running maximum, sum, target's logit, label.
 pub const STATISTICS: usize = 4;
 
 /// What a device can do.
@@ -332,6 +369,13 @@ pub trait Kernels {
     /// qkv: (R, (H + 2K) D).
     fn attention(&self, y: View, lse: View, qkv: View, size: Attention<'_>);
 
+    /// Keys and values of each position, side by side. y: (R, 2 K D); qkv: (R, (H + 2K) D).
+    fn remember(&self, y: View, qkv: View, size: Attention<'_>);
+
+    /// Attention to what came before, too: each sequence sees `size.past` rows of its own in
+    /// `past`. y: (R, H D); qkv: (R, (H + 2K) D); past: (B, P, 2 K D). Causal.
+    fn attention_to_past(&self, y: View, qkv: View, past: View, size: Attention<'_>);
+
     /// dqkv from dy.
     #[allow(clippy::too_many_arguments, reason = "all that the forward had, and gradients")]
     fn attention_backward(
@@ -381,10 +425,10 @@ pub trait Kernels {
     fn add_types_backward(&self, dw: View, dy: View, kinds: &[u8], accumulate: bool);
 
     /// y = x + w by position. w: (positions of the model, C).
-    fn add_positions(&self, y: View, x: View, w: View, rows: Rows);
+    fn add_positions(&self, y: View, x: View, w: View, places: Places<'_>);
 
-    /// dw (+)= Σ over sequences of dy; positions beyond T get 0 where it replaces.
-    fn add_positions_backward(&self, dw: View, dy: View, rows: Rows, accumulate: bool);
+    /// dw (+)= Σ over rows of each position of dy; positions that none has get 0 where it replaces.
+    fn add_positions_backward(&self, dw: View, dy: View, places: Places<'_>, accumulate: bool);
 
     /// Takes a tile of the vocabulary into each labelled position's statistics. h: (R, C);
     /// w: (V, C); bias: (V).
@@ -400,16 +444,16 @@ pub trait Kernels {
         scratch: &Scratch<'_>,
     );
 
-    /// Takes a tile of the vocabulary into each labelled position's draw of a token.
-    #[allow(clippy::too_many_arguments, reason = "as `score`, and how")]
-    fn sample(
+    /// Logits of the labelled positions, in order. y: (labelled positions, V); h: (R, C);
+    /// w: (V, C); bias: (V).
+    #[allow(clippy::too_many_arguments, reason = "as `score`")]
+    fn logits(
         &self,
-        out: View,
+        y: View,
         statistics: View,
         h: View,
         w: View,
         bias: Option<View>,
-        how: Sampling,
         size: Scores,
         scratch: &Scratch<'_>,
     );

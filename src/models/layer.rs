@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::kernels::{Dropout, Kernels, Rows, View};
+use super::kernels::{Document, Dropout, Kernels, Places, Rows, View};
 
 /// How a tensor begins in a model of random weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -117,6 +117,10 @@ pub struct Micro<'a> {
     pub lengths: &'a [usize],
     /// Kinds of its tokens. (B, T).
     pub kinds: &'a [u8],
+    /// As [`Places::documents`].
+    pub documents: &'a [Document],
+    /// As [`Places::past`].
+    pub past: &'a [usize],
     /// What dropout masks are drawn from; `None`: nothing is dropped.
     pub draw: Option<Draw>,
 }
@@ -132,7 +136,12 @@ pub struct Draw {
     pub first_sequence: u32,
 }
 
-impl Micro<'_> {
+impl<'a> Micro<'a> {
+    /// Which position each row is.
+    pub fn places(&self) -> Places<'a> {
+        Places { rows: self.rows, documents: self.documents, past: self.past }
+    }
+
     /// The dropout of one site of a layer, if it drops anything.
     pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout> {
         let Draw { seed, step, first_sequence } = self.draw.filter(|_| probability > 0.0)?;
@@ -154,8 +163,20 @@ pub struct Forward<'a> {
     pub y: View,
     /// Where to keep intermediates, unless they are recomputed.
     pub kept: Option<View>,
+    /// What attention is to remember of this micro-batch, and what it remembers of those before
+    /// it, when tokens come a few at a time. See [`Kernels::attention_to_past`].
+    pub memory: Option<Memory>,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
+}
+
+/// A layer's memory of a micro-batch's sequences.
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    /// Where its keys and values go. (R, 2 K D).
+    pub fresh: View,
+    /// Those from before, if there are any. (B, P, 2 K D).
+    pub past: Option<View>,
 }
 
 /// One micro-batch backward.
@@ -190,6 +211,11 @@ pub trait Layer: Send + Sync {
     fn products(&self) -> usize {
         let weights = |tensor: &Tensor| if tensor.kind == Kind::Weight { tensor.len() } else { 0 };
         self.tensors().iter().map(weights).sum()
+    }
+
+    /// Floats that its attention remembers of a position; 0: it remembers nothing.
+    fn remembered(&self) -> usize {
+        0
     }
 
     /// Channels of its causal attention, for counting FLOPs.

@@ -14,12 +14,12 @@ pub use block::Block;
 pub use classes::Classes;
 pub use ends::{Final, Stem};
 pub use kernels::{
-    Activation, Attention, ClassLoss, Dropout, Kernels, Linear, Norm, Rotary, RotaryScaling, Rows,
-    STATISTICS, Sampling, Scores, View,
+    Activation, Attention, ClassLoss, Document, Dropout, Kernels, Linear, Norm, Places, Rotary,
+    RotaryScaling, Rows, STATISTICS, Scores, View,
 };
 pub use layer::{
-    Backward, Draw, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, block_len, tensor_ranges,
-    tensor_views,
+    Backward, Draw, Forward, Init, Kind, Layer, Memory, Micro, Scratch, Tensor, block_len,
+    tensor_ranges, tensor_views,
 };
 pub use loss::{CrossEntropy, Loss};
 pub use model::{Model, Part, Tile};

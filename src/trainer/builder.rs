@@ -9,7 +9,7 @@ use l2l_actors::{Config as RingConfig, Relay};
 
 use super::Trainer;
 use crate::checkpoint::{self, Identity, Progress};
-use crate::config::{Config, Plan, shape_of};
+use crate::config::{Config, Labels, Plan, shape_of};
 use crate::devices::cpu::Cpu;
 use crate::error::Error;
 use crate::hf;
@@ -91,10 +91,13 @@ impl Builder {
         let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
         model.check_names()?;
         let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate)?;
-        let came_with = match &config.model.path {
+        let mut came_with = match &config.model.path {
             Some(path) => hf::read_config(path)?,
             None => serde_json::Value::Null,
         };
+        if let Some(Labels::Names(names)) = &config.model.labels {
+            hf::name_labels(&mut came_with, names);
+        }
         let mut progress = Progress::default();
         match (&resume, &config.model.path) {
             (Some(from), _) => {
@@ -109,17 +112,7 @@ impl Builder {
             }
             (None, None) => cpu.eps().randomise(config.step.seed),
         }
-        let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
-        let ring = RingConfig {
-            pools: plan.pools,
-            blocks: model.blocks.len() as u32,
-            max_layers: model.parts.len() as u32,
-            max_micro_batches: plan.micro_batches.len() as u32,
-            deferred: plan.deferred,
-            watchdog: Some(Duration::from_secs_f64(config.watchdog.seconds)),
-            drill: None,
-        };
-        let relay = Relay::start(ring, lanes.clone());
+        let (relay, lanes) = start_ring(&config, &model, &plan, cpu)?;
         let now = Instant::now();
         Ok(Trainer {
             config,
@@ -140,4 +133,24 @@ impl Builder {
             last_end: now,
         })
     }
+}
+
+/// Starts lanes and actors of a plan, on the caller's tokio.
+pub(crate) fn start_ring(
+    config: &Config,
+    model: &Model,
+    plan: &Plan,
+    cpu: Cpu,
+) -> Result<(Relay<ThreadLanes<Cpu>>, Arc<ThreadLanes<Cpu>>), Error> {
+    let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
+    let ring = RingConfig {
+        pools: plan.pools,
+        blocks: model.blocks.len() as u32,
+        max_layers: model.parts.len() as u32,
+        max_micro_batches: plan.micro_batches.len() as u32,
+        deferred: plan.deferred,
+        watchdog: Some(Duration::from_secs_f64(config.watchdog.seconds)),
+        drill: None,
+    };
+    Ok((Relay::start(ring, lanes.clone()), lanes))
 }

@@ -15,15 +15,16 @@ use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Relay, Resolved};
 
 pub use builder::Builder;
+pub(crate) use builder::start_ring;
 pub use report::{StepReport, Summary};
 
 use crate::checkpoint::{self, Identity, Progress};
-use crate::config::{Config, Plan, Term, Walk, schedule_of};
+use crate::config::{Carries, Config, Plan, Purpose, Term, Walk, schedule_of};
 use crate::data::Batch;
 use crate::devices::cpu::{Cpu, Goal, Turn};
 use crate::error::Error;
 use crate::hf;
-use crate::models::{Head, Model, Sampling};
+use crate::models::Model;
 use crate::optimizers::LearningRate;
 use report::busiest;
 
@@ -50,7 +51,7 @@ pub struct Trainer {
     relay: Relay<ThreadLanes<Cpu>>,
     lanes: Arc<ThreadLanes<Cpu>>,
     /// The last schedule that trained, and the last that did not.
-    schedules: [Option<(Walk, Schedule)>; 2],
+    schedules: [Option<Walked>; 2],
     progress: Progress,
     /// Steps of the ring that are accounted for.
     begun: Version,
@@ -61,6 +62,29 @@ pub struct Trainer {
     visits: u64,
     begin: Instant,
     last_end: Instant,
+}
+
+/// A schedule and what it was made for.
+pub(crate) struct Walked {
+    walk: Walk,
+    pub(crate) schedule: Schedule,
+    pub(crate) carries: Arc<Carries>,
+}
+
+impl Walked {
+    /// The one that is kept, made anew when it is for another walk.
+    pub(crate) fn of<'w>(
+        kept: &'w mut Option<Walked>,
+        walk: Walk,
+        config: &Config,
+        model: &Model,
+    ) -> Result<&'w Walked, Error> {
+        if kept.as_ref().is_none_or(|kept| kept.walk != walk) {
+            let (schedule, carries) = schedule_of(config, model, walk)?;
+            *kept = Some(Walked { walk, schedule, carries: Arc::new(carries) });
+        }
+        Ok(kept.as_ref().expect("it was just made"))
+    }
 }
 
 impl Trainer {
@@ -117,7 +141,7 @@ impl Trainer {
             return Err(Error::refused(what));
         }
         let tokens = batch.token_count();
-        let model_flops = self.model.training_flops(&batch.lengths, batch.labelled);
+        let model_flops = self.model.training_flops(&batch.document_lengths(), batch.labelled);
         let (waited, worked) = (self.cpu().counts.waited(), self.cpu().counts.lanes());
         let resolved = self.turn(batch, Goal::Train).await?;
         let now = Instant::now();
@@ -183,19 +207,21 @@ impl Trainer {
     /// One walk of the ring.
     async fn turn(&mut self, batch: Batch, goal: Goal) -> Result<Resolved, Error> {
         self.account();
-        self.check_batch(&batch)?;
+        batch.check(&self.model, &self.plan, self.config.step.batch)?;
         let trains = goal == Goal::Train;
-        let (sequences, positions) = (batch.lengths.len(), batch.positions);
-        let walk = Walk { sequences, positions, trains };
+        let purpose = match goal {
+            Goal::Train => Purpose::Train,
+            Goal::Evaluate | Goal::Encode => Purpose::Evaluate,
+            Goal::Tell => Purpose::Tell,
+        };
+        let walk = Walk { sequences: batch.lengths.len(), positions: batch.positions, purpose };
         let cached = &mut self.schedules[usize::from(trains)];
-        if cached.as_ref().is_none_or(|(known, _)| *known != walk) {
-            *cached = Some((walk, schedule_of(&self.config, &self.model, walk)?));
-        }
-        let (_, schedule) = cached.as_ref().expect("it was just made");
-        self.visits += schedule.visits.len() as u64;
+        let walked = Walked::of(cached, walk, &self.config, &self.model)?;
+        self.visits += walked.schedule.visits.len() as u64;
         self.pending = Some(trains);
-        let turn = Turn { batch, goal, trained: self.progress.step };
-        let resolved = self.relay.step(schedule, turn).await;
+        let carries = walked.carries.clone();
+        let turn = Turn { batch, goal, trained: self.progress.step, carries, memory: Vec::new() };
+        let resolved = self.relay.step(&walked.schedule, turn).await;
         self.account();
         resolved.map_err(|error| self.in_steps(error))
     }
@@ -222,44 +248,6 @@ impl Trainer {
             self.progress.step += u64::from(self.last_trained);
         }
         self.pending = None;
-    }
-
-    /// What the plan was made for, whoever made the batch.
-    fn check_batch(&self, batch: &Batch) -> Result<(), Error> {
-        let (sequences, vocabulary) = (self.config.step.batch, self.model.shape.vocabulary);
-        let longest = self.plan.positions;
-        let has = batch.lengths.len();
-        if has == 0 || has > sequences || batch.lengths.contains(&0) {
-            return Err(Error::refused(format_args!(
-                "a batch of {has} sequences, some of them perhaps empty: step.batch is {sequences}"
-            )));
-        }
-        if batch.positions > longest {
-            return Err(Error::refused(format_args!(
-                "a sequence of {} tokens: the plan was made for {longest} at most",
-                batch.positions
-            )));
-        }
-        let known = |token: u32| (token as usize) < vocabulary;
-        let is_known = |label: u32| match self.model.shape.head {
-            Head::Tokens | Head::Masked => known(label),
-            Head::Classes { labels, is_value } => is_value || (label as usize) < labels,
-        };
-        let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
-        if let Some(token) = batch.tokens.iter().find(|token| !known(**token)) {
-            return Err(Error::refused(format_args!(
-                "token {token} is outside the vocabulary of {vocabulary}"
-            )));
-        }
-        if let Some(label) = batch.targets.iter().find(is_bad) {
-            return Err(Error::refused(format_args!(
-                "label {label} is none that the model knows (vocabulary of {vocabulary})"
-            )));
-        }
-        if batch.labelled == 0 {
-            return Err(Error::refused("no position of the batch has a label"));
-        }
-        Ok(())
     }
 
     fn cpu(&self) -> &Cpu {

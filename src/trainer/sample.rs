@@ -1,7 +1,9 @@
 //! Text from a model in training, a token a walk of the ring.
 
-use super::{Error, Goal, Head, Sampling, Trainer};
-use crate::data::{Batch, Sequence};
+use super::{Error, Goal, Trainer};
+use crate::data::Batch;
+use crate::inference::{Dice, Sampling};
+use crate::models::Head;
 
 impl Trainer {
     /// What the head reads of a batch: (sequences, positions, channels), with padding. Training's
@@ -14,7 +16,7 @@ impl Trainer {
         Ok(std::mem::take(&mut *self.cpu().encoded.lock().expect("nothing panics inside")))
     }
 
-    /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length` − 1
+    /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length`
     /// tokens in view. Training's state is not touched.
     ///
     /// # Errors
@@ -29,30 +31,18 @@ impl Trainer {
         if prompt.is_empty() {
             return Err(Error::refused("a prompt has at least one token"));
         }
-        if !(temperature.is_finite() && temperature >= 0.0) {
-            return Err(Error::refused(format_args!(
-                "a temperature of {temperature}: it must be 0 or more"
-            )));
-        }
+        let sampling = Sampling { temperature, seed, ..Sampling::default() };
+        sampling.check()?;
         if self.model.shape.head != Head::Tokens {
             return Err(Error::refused("tokens are drawn from models that predict the next one"));
         }
-        if self.plan.positions < 2 {
-            return Err(Error::config("data.sequence_length", "must be at least 2 to draw tokens"));
-        }
-        let mut tokens = prompt.to_vec();
-        for drawn in 0..count as u64 {
-            // One position is looked at, so that one more must fit behind it as its label.
-            let view = tokens.len().min(self.plan.positions - 1);
-            let mut seen = tokens[tokens.len() - view..].to_vec();
-            seen.push(0);
-            let mut labels = vec![-100; view];
-            labels.push(0);
-            let batch = Batch::new(&[Sequence { tokens: seen, labels, kinds: Vec::new() }]);
-            let sampling = Sampling { temperature, seed: crate::random::keyed(seed, drawn) };
-            self.turn(batch, Goal::Sample(sampling)).await?;
-            let drawn = std::mem::take(&mut *self.cpu().drawn.lock().expect("nothing panics"));
-            tokens.extend(drawn);
+        let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(sampling, 0));
+        for _ in 0..count {
+            let view = tokens.len().min(self.plan.positions);
+            let batch = Batch::to_continue(&[&tokens[tokens.len() - view..]]);
+            self.turn(batch, Goal::Tell).await?;
+            let logits = std::mem::take(&mut *self.cpu().told.lock().expect("nothing panics"));
+            tokens.push(dice.draw(&logits));
         }
         Ok(tokens.split_off(prompt.len()))
     }

@@ -84,14 +84,23 @@ impl Head<'_> {
         self.size.lengths[self.sequence].clamp(1, self.size.rows.positions)
     }
 
+    /// The document of a position: the first of its positions, and the one behind its last.
+    fn document(&self, position: usize) -> (usize, usize) {
+        let row = self.sequence * self.size.rows.positions + position;
+        let document = self.size.documents.get(row);
+        document.map_or((0, self.length()), |one| (one.from as usize, one.to as usize))
+    }
+
     /// Keys that the last query of a span may see.
     fn keys_end(&self, queries: Span) -> usize {
-        if self.size.causal { self.length().min(queries.to) } else { self.length() }
+        let (_, end) = self.document(queries.to - 1);
+        if self.size.causal { end.min(queries.to) } else { end }
     }
 
     /// The first key that the query sees.
     fn first_key(&self, query: usize) -> usize {
-        self.size.window.map_or(0, |window| (query + 1).saturating_sub(window))
+        let (first, _) = self.document(query);
+        self.size.window.map_or(first, |window| first.max((query + 1).saturating_sub(window)))
     }
 
     /// Tiles of keys that some query of a span sees, up to `end`.
@@ -101,13 +110,15 @@ impl Head<'_> {
 
     /// Tiles of queries that may see some key of a span.
     fn query_tiles(&self, keys: Span) -> Range<usize> {
-        let first = if self.size.causal { keys.from / TILE } else { 0 };
+        let (begin, _) = self.document(keys.from);
+        let (_, end) = self.document(keys.to - 1);
+        let first = if self.size.causal { keys.from } else { begin };
+        // Padding stands behind the last document, as a part of it.
         let positions = self.size.rows.positions;
-        let end = self
-            .size
-            .window
-            .map_or(positions, |window| positions.min((keys.to - 1).saturating_add(window)));
-        first..end.div_ceil(TILE)
+        let end = if end >= self.length() { positions } else { end };
+        let end =
+            self.size.window.map_or(end, |window| end.min((keys.to - 1).saturating_add(window)));
+        first / TILE..end.div_ceil(TILE)
     }
 
     fn scale(&self) -> f32 {
@@ -120,7 +131,8 @@ impl Head<'_> {
         small(s, TILE, q, k.transposed(), (queries.len(), self.size.head_size, keys.len()), false);
         let scale = self.scale();
         for (index, row) in s.chunks_mut(TILE).take(queries.len()).enumerate() {
-            let last = if self.size.causal { queries.from + index + 1 } else { keys.to };
+            let (_, end) = self.document(queries.from + index);
+            let last = if self.size.causal { end.min(queries.from + index + 1) } else { end };
             let seen = last.min(keys.to).saturating_sub(keys.from);
             row[..seen].iter_mut().for_each(|s| *s *= scale);
             row[seen..].fill(f32::NEG_INFINITY);
@@ -321,7 +333,7 @@ pub(super) fn backward(level: Level, dqkv: &mut [f32], inputs: &Inputs<'_>, size
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::models::{Dropout, Rows};
+    use crate::models::{Document, Dropout, Rows};
 
     /// The masks are the kernel's own; what is done with them is not.
     fn plain(qkv: &[f64], size: &Attention<'_>) -> Vec<f64> {
@@ -335,12 +347,17 @@ mod tests {
                 &qkv[from..from + d]
             };
             for query in 0..t {
-                let end = size.lengths[sequence].min(if size.causal { query + 1 } else { t });
+                let (from, end) = match size.documents.get(sequence * t + query) {
+                    Some(document) => (document.from as usize, document.to as usize),
+                    None => (0, size.lengths[sequence]),
+                };
+                let end = end.min(if size.causal { query + 1 } else { t });
                 let score = |key| {
                     let products = at(query, 0).iter().zip(at(key, 1)).map(|(q, k)| q * k);
                     products.sum::<f64>() / (d as f64).sqrt()
                 };
                 let first = size.window.map_or(0, |window| (query + 1).saturating_sub(window));
+                let first = first.max(from);
                 let scores: Vec<(usize, f64)> = (first..end).map(|key| (key, score(key))).collect();
                 let total: f64 = scores.iter().map(|(_, score)| score.exp()).sum();
                 for (key, score) in scores {
@@ -363,6 +380,22 @@ mod tests {
         check_more(sequences, t, [h, h, d], causal, None, p);
     }
 
+    /// Sequences cut into documents of these lengths, again and again.
+    fn cut(lengths: &[usize], t: usize, every: &[usize]) -> Vec<Document> {
+        let mut all = Vec::new();
+        for &length in lengths {
+            let (mut at, mut turn) = (0, every.iter().cycle());
+            while at < length {
+                let to = length.min(at + turn.next().expect("it goes round"));
+                // Padding is a part of the last.
+                let rows = if to == length { t - at } else { to - at };
+                all.extend(vec![Document { from: at as u32, to: to as u32 }; rows]);
+                at = to;
+            }
+        }
+        all
+    }
+
     fn check_more(
         sequences: usize,
         t: usize,
@@ -371,7 +404,20 @@ mod tests {
         window: Option<usize>,
         p: f32,
     ) {
+        check_documents(sequences, t, [h, kv_heads, d], causal, window, p, &[]);
+    }
+
+    fn check_documents(
+        sequences: usize,
+        t: usize,
+        [h, kv_heads, d]: [usize; 3],
+        causal: bool,
+        window: Option<usize>,
+        p: f32,
+        every: &[usize],
+    ) {
         let lengths: Vec<usize> = (0..sequences).map(|b| t - (b * 3) % t).collect();
+        let documents = if every.is_empty() { Vec::new() } else { cut(&lengths, t, every) };
         let dropout = Dropout { probability: p, seed: 1, step: 2, site: 3, first_sequence: 4 };
         let size = Attention {
             rows: Rows { sequences, positions: t },
@@ -381,6 +427,8 @@ mod tests {
             causal,
             window,
             lengths: &lengths,
+            documents: &documents,
+            past: &[],
             dropout: (p > 0.0).then_some(dropout),
         };
         let (r, c) = (sequences * t, h * d);
@@ -426,6 +474,17 @@ mod tests {
         }
         check_more(1, 200, [2, 1, 5], true, Some(40), 0.0);
         check_more(2, 5, [4, 2, 3], false, None, 0.0);
+    }
+
+    #[test]
+    fn documents_see_themselves_alone() {
+        for causal in [true, false] {
+            check_documents(2, 6, [2, 1, 3], causal, None, 0.0, &[2, 1]);
+            check_documents(2, 7, [1, 1, 4], causal, None, 0.2, &[3]);
+            check_documents(2, 200, [1, 1, 3], causal, None, 0.0, &[70, 3, 64, 1]);
+        }
+        check_documents(2, 8, [2, 2, 2], true, Some(2), 0.0, &[3, 5]);
+        check_documents(1, 150, [1, 1, 3], true, Some(20), 0.0, &[70, 30]);
     }
 
     #[test]

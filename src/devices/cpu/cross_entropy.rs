@@ -11,7 +11,7 @@ use crate::models::{Loss, STATISTICS, Scores};
 use crate::simd::Level;
 
 /// Labelled positions that are scored at once.
-pub(super) const CHUNK: usize = 128;
+const CHUNK: usize = 128;
 
 /// The label of a position's statistics; negative: none.
 pub(super) fn label_of(statistics: &[f32]) -> i32 {
@@ -30,7 +30,7 @@ pub(super) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
 }
 
 /// The next labelled rows from `from` on, at most a chunk of them; how many.
-pub(super) fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
+fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
     let mut count = 0;
     while *from * STATISTICS < statistics.len() && count < CHUNK {
         if label_of(&statistics[*from * STATISTICS..]) >= 0 {
@@ -43,7 +43,7 @@ pub(super) fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; 
 }
 
 /// Copies rows of h to where they stand side by side.
-pub(super) fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
+fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
     for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
         to.copy_from_slice(&h[row * channels..][..channels]);
     }
@@ -59,7 +59,7 @@ pub(super) struct Head<'a> {
 }
 
 /// Logits of some rows of h, side by side. logits: (rows, V).
-pub(super) fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &Scores) {
+fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &Scores) {
     let (c, v) = (size.channels, size.tile);
     if let Some(bias) = head.bias {
         logits.chunks_exact_mut(v).for_each(|row| row.copy_from_slice(bias));
@@ -112,6 +112,29 @@ pub(super) fn forward(
         for (scored, row) in scored.iter().zip(&rows[..count]) {
             out[row * STATISTICS..][..3].copy_from_slice(scored);
         }
+    }
+}
+
+/// Floats of scratch that [`logits`] needs.
+pub(super) fn logits_scratch(size: &Scores) -> usize {
+    CHUNK * size.channels
+}
+
+/// Logits of the labelled rows, in order. y: (labelled rows, V).
+pub(super) fn logits(
+    y: &mut [f32],
+    statistics: &[f32],
+    h: &[f32],
+    head: Head<'_>,
+    size: &Scores,
+    gathered: &mut [f32],
+) {
+    let (mut from, mut rows) = (0, [0; CHUNK]);
+    for y in y.chunks_mut(CHUNK * size.tile) {
+        let count = labelled(statistics, &mut from, &mut rows);
+        assert_eq!(count * size.tile, y.len(), "a row of logits for each labelled position");
+        gather(gathered, h, &rows[..count], size.channels);
+        logits_of(y, &gathered[..count * size.channels], head, count, size);
     }
 }
 

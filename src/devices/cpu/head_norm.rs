@@ -141,6 +141,8 @@ mod tests {
             causal: true,
             window: None,
             lengths: &[],
+            documents: &[],
+            past: &[],
             dropout: None,
         };
         let len = size.rows.count() * size.packed();

@@ -2,12 +2,12 @@
 
 use super::{
     activation, attention, classes, cross_entropy, dropout, embedding, head_norm, linear, norm,
-    rotary, sampling,
+    past, rotary,
 };
 use crate::arena::Arena;
 use crate::models::{
-    Activation, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Rotary, Rows,
-    STATISTICS, Sampling, Scores, Scratch, View,
+    Activation, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Places, Rotary, Rows,
+    STATISTICS, Scores, Scratch, View,
 };
 use crate::simd::Level;
 
@@ -208,6 +208,18 @@ impl Kernels for CpuKernels<'_> {
         attention::forward(self.level, y, lse, call.read(qkv), &size);
     }
 
+    fn remember(&self, y: View, qkv: View, size: Attention<'_>) {
+        let Some(call) = self.call([y], &[qkv]) else { return };
+        let [y] = call.write();
+        past::remember(y, call.read(qkv), &size);
+    }
+
+    fn attention_to_past(&self, y: View, qkv: View, past: View, size: Attention<'_>) {
+        let Some(call) = self.call([y], &[qkv, past]) else { return };
+        let [y] = call.write();
+        past::attention(self.level, y, call.read(qkv), call.read(past), &size);
+    }
+
     fn attention_backward(
         &self,
         dqkv: View,
@@ -300,18 +312,16 @@ impl Kernels for CpuKernels<'_> {
         embedding::add_types_backward(self.level, dw, call.read(dy), kinds, channels, accumulate);
     }
 
-    fn add_positions(&self, y: View, x: View, w: View, rows: Rows) {
+    fn add_positions(&self, y: View, x: View, w: View, places: Places<'_>) {
         let Some(call) = self.call([y], &[x, w]) else { return };
         let [y] = call.write();
-        let width = y.len() / rows.sequences;
-        embedding::add_positions(self.level, y, call.read(x), call.read(w), width);
+        embedding::add_positions(self.level, y, call.read(x), call.read(w), &places);
     }
 
-    fn add_positions_backward(&self, dw: View, dy: View, rows: Rows, accumulate: bool) {
+    fn add_positions_backward(&self, dw: View, dy: View, places: Places<'_>, accumulate: bool) {
         let Some(call) = self.call([dw], &[dy]) else { return };
         let [dw] = call.write();
-        let width = dy.len / rows.sequences;
-        embedding::add_positions_backward(self.level, dw, call.read(dy), width, accumulate);
+        embedding::add_positions_backward(self.level, dw, call.read(dy), &places, accumulate);
     }
 
     fn score(
@@ -334,25 +344,24 @@ impl Kernels for CpuKernels<'_> {
         cross_entropy::forward(self.level, out, call.read(h), head, &size, memory);
     }
 
-    fn sample(
+    fn logits(
         &self,
-        out: View,
+        y: View,
         statistics: View,
         h: View,
         w: View,
         bias: Option<View>,
-        how: Sampling,
         size: Scores,
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
-        let memory = scratch.take(cross_entropy::forward_scratch(&size));
+        let memory = scratch.take(cross_entropy::logits_scratch(&size));
         let reads = [statistics, h, w, or_nothing(bias)];
-        let Some(call) = self.call([out, memory], &reads) else { return };
-        let [out, memory] = call.write();
-        out.copy_from_slice(call.read(statistics));
+        let Some(call) = self.call([y, memory], &reads) else { return };
+        let [y, memory] = call.write();
         let head = cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) };
-        sampling::forward(out, call.read(h), head, how, &size, memory);
+        let (statistics, h) = (call.read(statistics), call.read(h));
+        cross_entropy::logits(y, statistics, h, head, &size, memory);
     }
 
     fn score_backward(

@@ -17,13 +17,14 @@ mod math;
 mod norm;
 #[cfg(test)]
 mod oracle;
+mod past;
 mod rotary;
-mod sampling;
 mod scattered;
 #[cfg(test)]
 mod tests;
 mod visit;
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -38,11 +39,11 @@ pub(crate) use kernels::CpuKernels;
 pub(crate) use visit::workspace;
 
 use crate::arena::Arena;
-use crate::config::{Config, Plan};
+use crate::config::{Carries, Config, Plan, Recall};
 use crate::data::Batch;
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Micro, Model, Part, Rows, STATISTICS, Sampling, View};
+use crate::models::{Draw, Micro, Model, Part, Rows, STATISTICS, View};
 use crate::optimizers::{LearningRate, Update, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
@@ -54,8 +55,8 @@ pub(crate) enum Goal {
     Train,
     /// The loss alone; nothing is dropped.
     Evaluate,
-    /// A token for each labelled position.
-    Sample(Sampling),
+    /// Logits of each labelled position, or scores of each sequence, beside the loss of the latter.
+    Tell,
     /// What the head reads.
     Encode,
 }
@@ -67,6 +68,17 @@ pub(crate) struct Turn {
     pub(crate) goal: Goal,
     /// Training steps before it: the ring's own number counts other turns, and begins anew.
     pub(crate) trained: u64,
+    /// What its schedule carries beside activations.
+    pub(crate) carries: Arc<Carries>,
+    /// Where the memory of each sequence is, and how many positions it has.
+    pub(crate) memory: Vec<Remembered>,
+}
+
+/// A sequence's place in the memory of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Remembered {
+    pub(crate) slot: usize,
+    pub(crate) past: usize,
 }
 
 /// A turn in the ring.
@@ -76,6 +88,9 @@ struct StepData {
     goal: Goal,
     trained: u64,
     stash: StashLayout,
+    carries: Arc<Carries>,
+    memory: Vec<Remembered>,
+    past: Vec<usize>,
     /// 1 ÷ labelled positions.
     scale: f32,
     learning_rate: f64,
@@ -107,8 +122,8 @@ pub(crate) struct Cpu {
     link: Option<f64>,
     /// The step that computes, and the one before, whose updates may still run.
     steps: Mutex<[Option<Arc<StepData>>; 2]>,
-    /// What was drawn, in order of positions.
-    pub(crate) drawn: Mutex<Vec<u32>>,
+    /// Logits that were told: of each labelled position, or sequence, in order.
+    pub(crate) told: Mutex<Vec<f32>>,
     /// What the head read.
     pub(crate) encoded: Mutex<Vec<f32>>,
     pub(crate) counts: Counts,
@@ -130,10 +145,10 @@ impl Cpu {
             .build()
             .map_err(Error::failed)?;
         let tiles = model.tiles.len() as u32;
-        let region = |id: BlockId| plan.deferred || id.0 < tiles;
-        let eps = Eps::new(&model, rule.states(), region);
-        let landing = plan.pools.reduced as usize * plan.layout.block;
-        let stash = if plan.stash_on_device { 0 } else { plan.stash_floats };
+        let region = |id: BlockId| plan.trains && (plan.deferred || id.0 < tiles);
+        let eps = Eps::new(&model, if plan.trains { rule.states() } else { 0 }, region);
+        let landing = plan.landing();
+        let stash = if plan.stash_on_device { 0 } else { plan.stash_and_memory() };
         let out_of_memory = |error| Error::failed(format_args!("no memory: {error}"));
         Ok(Cpu {
             eps,
@@ -147,7 +162,7 @@ impl Cpu {
             level: Level::best(),
             link: config.link_bytes_per_second()?,
             steps: Mutex::default(),
-            drawn: Mutex::default(),
+            told: Mutex::default(),
             encoded: Mutex::default(),
             counts: Counts::default(),
             model,
@@ -196,7 +211,7 @@ impl Cpu {
         if self.plan.stash_on_device {
             (&self.device, View { at: self.plan.layout.stash + at, len })
         } else {
-            let landing = self.plan.pools.reduced as usize * self.plan.layout.block;
+            let landing = self.plan.landing();
             (&self.host, View { at: landing + at, len })
         }
     }
@@ -229,20 +244,30 @@ impl Cpu {
         let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
         let first_row = first_sequence as usize * rows.positions;
         let kinds = &data.batch.kinds[first_row..first_row + rows.count()];
+        let of_micro =
+            |all: usize| if all == 0 { 0..0 } else { first_row..first_row + rows.count() };
+        let documents = &data.batch.documents[of_micro(data.batch.documents.len())];
+        let sequences = first_sequence as usize..first_sequence as usize + rows.sequences;
+        let past = data.past.get(sequences).unwrap_or_default();
         let draw = Draw { seed: self.seed, step: data.trained, first_sequence };
         let accumulate = gradients.first().map(|one| !one.first);
         let stay = visit::Stay {
-            micro: Micro { rows, lengths, kinds, draw: (data.goal == Goal::Train).then_some(draw) },
+            micro: Micro {
+                rows,
+                lengths,
+                kinds,
+                documents,
+                past,
+                draw: (data.goal == Goal::Train).then_some(draw),
+            },
             weights: self.weights(block, weights[0]),
             gradient: gradients.first().map(|one| self.gradient(block, one.slot)),
             accumulate: accumulate.unwrap_or(false),
             reads: inputs.iter().map(|p| sized(self.plan.layout.inputs, p)).collect(),
             writes: outputs.iter().map(|p| sized(self.plan.layout.outputs, p)).collect(),
             scale: data.scale,
-            sampling: match data.goal {
-                Goal::Sample(how) => Some(how),
-                Goal::Train | Goal::Evaluate | Goal::Encode => None,
-            },
+            tells: data.goal == Goal::Tell,
+            remembers: !data.memory.is_empty(),
             workspace: self.plan.layout.workspace,
         };
         let first_head = self.model.parts.iter().position(Part::is_head);
@@ -287,10 +312,11 @@ impl Cpu {
         // SAFETY: the ring has it written before this loss is taken, and not after.
         let statistics = unsafe { arena.read(statistics) };
         let statistics = statistics.chunks_exact(STATISTICS);
-        if let Goal::Sample(_) = data.goal {
-            let labelled = statistics.filter(|of_row| cross_entropy::label_of(of_row) >= 0);
-            self.drawn.lock().expect("nothing panics inside").extend(labelled.map(sampling::drawn));
-            return 0.0;
+        if data.goal == Goal::Tell {
+            self.take_told(&data, m);
+            if self.model.shape.scores_tokens() {
+                return 0.0; // tiles told their logits and summed nothing
+            }
         }
         let of_position = |statistics: &[f32]| {
             if self.model.shape.scores_tokens() {
@@ -301,6 +327,54 @@ impl Cpu {
         };
         let losses = statistics.filter_map(of_position);
         losses.map(f64::from).sum::<f64>() / data.batch.labelled as f64
+    }
+
+    /// Takes the logits of a micro-batch, sequence by sequence, tile behind tile.
+    fn take_told(&self, data: &StepData, m: MicroBatch) {
+        let mut told = self.told.lock().expect("nothing panics inside");
+        let tiles: Vec<(&[f32], usize)> = data
+            .carries
+            .told
+            .iter()
+            .map(|&(id, floats)| {
+                let (arena, view) = self.stash(data.stash.place(id, m));
+                // SAFETY: the ring has it written before this loss is taken, and not after.
+                (unsafe { arena.read(view) }, floats)
+            })
+            .collect();
+        let sequences = tiles.first().map_or(0, |(tile, floats)| tile.len() / floats);
+        for sequence in 0..sequences {
+            for (tile, floats) in &tiles {
+                told.extend(&tile[sequence * floats..][..*floats]);
+            }
+        }
+    }
+
+    /// Copies a micro-batch's memory of a layer to the device, or what is new of it from there.
+    fn recall(&self, data: &StepData, memory: Recall, slot: View, sequences: Range<usize>) {
+        let width = slot.len / sequences.len();
+        for (index, sequence) in sequences.enumerate() {
+            let Remembered { slot: place, past } = data.memory[sequence];
+            let on_device = slot.part(index * width..(index + 1) * width);
+            let Counts { uploaded, downloaded, .. } = &self.counts;
+            let over_link = !self.plan.stash_on_device;
+            match memory {
+                Recall::Past(layer) => {
+                    let (arena, from) = self.stash((self.plan.memory_at(layer, place, 0), width));
+                    // SAFETY: the ring gives the slot to this upload alone, and a step remembers
+                    // nothing more before the one before has ended.
+                    let (to, from) = unsafe { (self.device.write(on_device), arena.read(from)) };
+                    self.copy(to, from, uploaded, over_link);
+                }
+                Recall::Fresh(layer) => {
+                    let (arena, to) = self.stash((self.plan.memory_at(layer, place, past), width));
+                    // SAFETY: the ring holds the slot for this download, which alone writes what
+                    // this sequence remembers of this step.
+                    let (from, to) = unsafe { (self.device.read(on_device), arena.write(to)) };
+                    self.copy(to, from, downloaded, over_link);
+                }
+            }
+        }
     }
 
     /// Adds the embedding's gradient to a tile's region.
@@ -384,18 +458,22 @@ impl StepData {
 impl Hands for Cpu {
     type Batch = Turn;
 
-    fn begin(&self, step: &Arc<Step>, Turn { batch, goal, trained }: Turn) {
+    fn begin(&self, step: &Arc<Step>, turn: Turn) {
+        let Turn { batch, goal, trained, carries, memory } = turn;
         let data = StepData {
             number: step.number,
-            stash: stash::layout(&step.plan.schedule),
+            stash: stash::layout(&step.plan.schedule, |id| carries.recalls.contains_key(&id)),
+            past: memory.iter().map(|one| one.past).collect(),
+            carries,
+            memory,
             scale: (1.0 / batch.labelled as f64) as f32,
             learning_rate: self.learning_rate.at(trained),
             batch,
             goal,
             trained,
         };
-        // What a turn drew that nobody waited for is nobody's.
-        self.drawn.lock().expect("nothing panics inside").clear();
+        // What a turn told that nobody waited for is nobody's.
+        self.told.lock().expect("nothing panics inside").clear();
         self.encoded.lock().expect("nothing panics inside").clear();
         let mut steps = self.steps.lock().expect("nothing panics inside");
         steps.swap(0, 1);
@@ -414,6 +492,20 @@ impl Hands for Cpu {
 }
 
 impl Cpu {
+    /// The slot of a boundary that is remembered, and the sequences of its micro-batch.
+    fn recalled(&self, operation: &Operation, from: usize) -> (View, Range<usize>) {
+        let (Work::UploadBoundary { micro_batch, inputs: placed }
+        | Work::DownloadBoundary { micro_batch, outputs: placed }) = operation.work()
+        else {
+            unreachable!("boundaries alone are remembered")
+        };
+        let schedule = &operation.step().plan.schedule;
+        let first: u32 = schedule.micro_batches[..*micro_batch as usize].iter().sum();
+        let last = first + schedule.micro_batches[*micro_batch as usize];
+        let bytes = schedule.boundary_bytes(placed.boundary, *micro_batch) as usize;
+        (self.boundary(from, placed, bytes / size_of::<f32>()), first as usize..last as usize)
+    }
+
     fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
         let step = operation.step();
         let over_link = !self.plan.stash_on_device;
@@ -427,8 +519,13 @@ impl Cpu {
                 self.copy(slot, &lease.parameters, uploaded, true);
             }
             Work::UploadBoundary { micro_batch, ref inputs } => {
-                let stash = &self.step(step.number).stash;
-                let (arena, place) = self.stash(stash.place(inputs.boundary, micro_batch));
+                let data = self.step(step.number);
+                if let Some(&recall) = data.carries.recalls.get(&inputs.boundary) {
+                    let (slot, sequences) = self.recalled(operation, self.plan.layout.inputs);
+                    self.recall(&data, recall, slot, sequences);
+                    return Ok(0.0);
+                }
+                let (arena, place) = self.stash(data.stash.place(inputs.boundary, micro_batch));
                 let slot = self.boundary(self.plan.layout.inputs, inputs, place.len);
                 // SAFETY: the ring gives the slot to this upload alone, and the stash's place has
                 // been written and is not written before this ends.
@@ -436,8 +533,13 @@ impl Cpu {
                 self.copy(slot, place, uploaded, over_link);
             }
             Work::DownloadBoundary { micro_batch, ref outputs } => {
-                let stash = &self.step(step.number).stash;
-                let (arena, place) = self.stash(stash.place(outputs.boundary, micro_batch));
+                let data = self.step(step.number);
+                if let Some(&recall) = data.carries.recalls.get(&outputs.boundary) {
+                    let (slot, sequences) = self.recalled(operation, self.plan.layout.outputs);
+                    self.recall(&data, recall, slot, sequences);
+                    return Ok(0.0);
+                }
+                let (arena, place) = self.stash(data.stash.place(outputs.boundary, micro_batch));
                 let slot = self.boundary(self.plan.layout.outputs, outputs, place.len);
                 // SAFETY: as for uploads, the other way.
                 let (slot, place) = unsafe { (self.device.read(slot), arena.write(place)) };

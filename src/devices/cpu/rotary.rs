@@ -17,7 +17,7 @@ pub(super) fn rotate(
     size: &Attention<'_>,
     back: bool,
 ) {
-    let (d, positions) = (size.head_size, size.rows.positions);
+    let (d, places) = (size.head_size, size.places());
     let pairs = d / 2;
     let mut frequencies = [0.0; PAIRS];
     for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
@@ -25,7 +25,7 @@ pub(super) fn rotate(
     }
     let turned = (size.heads + size.kv_heads) * d;
     qkv.par_chunks_mut(size.packed()).enumerate().for_each(|(row, qkv)| {
-        let position = (row % positions) as f32;
+        let position = places.of(row) as f32;
         let (mut cos, mut sin) = ([0.0; PAIRS], [0.0; PAIRS]);
         for pair in 0..pairs {
             // The angle in f32, as transformers has it; its sine and cosine exactly.
@@ -67,6 +67,8 @@ mod tests {
             causal: true,
             window: None,
             lengths: &[],
+            documents: &[],
+            past: &[],
             dropout: None,
         }
     }

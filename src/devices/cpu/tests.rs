@@ -7,7 +7,9 @@ use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
 use super::{Cpu, Goal, Turn};
-use crate::config::{ChannelsConfig, Config, Plan, StashPlace, Walk, schedule_of, shape_of};
+use crate::config::{
+    ChannelsConfig, Config, Plan, Purpose, StashPlace, Walk, schedule_of, shape_of,
+};
 use crate::data::{Batch, Dataset};
 use crate::models::Model;
 
@@ -43,8 +45,8 @@ impl Subject for Small {
     type Ports = ThreadLanes<Cpu>;
 
     fn schedule(&self) -> Schedule {
-        let walk = Walk { sequences: 3, positions: 4, trains: true };
-        schedule_of(&self.config, &self.model(), walk).expect("a model of ours")
+        let walk = Walk { sequences: 3, positions: 4, purpose: Purpose::Train };
+        schedule_of(&self.config, &self.model(), walk).expect("a model of ours").0
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -67,10 +69,16 @@ impl Subject for Small {
 
     fn batch(&self, step: Version) -> Turn {
         let shape = shape_of(&self.config).expect("a shape of ours");
-        let (mut data, _) = Dataset::open(&self.config, &shape).expect("random data");
+        let (data, _) = Dataset::open(&self.config, &shape).expect("random data");
         let sequence = |index| data.sequence(index).expect("random data");
         let sequences: Vec<_> = (3 * step..3 * step + 3).map(sequence).collect();
-        Turn { batch: Batch::new(&sequences), goal: Goal::Train, trained: step }
+        Turn {
+            batch: Batch::new(&sequences),
+            goal: Goal::Train,
+            trained: step,
+            carries: Arc::default(),
+            memory: Vec::new(),
+        }
     }
 }
 

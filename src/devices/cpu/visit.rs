@@ -5,8 +5,8 @@ use l2l_actors::schedule::Visit;
 use super::is_backward;
 use super::kernels::CpuKernels;
 use crate::models::{
-    Backward, Draw, Forward, Kernels, Micro, Model, Part, Rows, STATISTICS, Sampling, Scratch,
-    Tile, View, block_len,
+    Backward, Draw, Forward, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, Scratch, Tile,
+    View, block_len,
 };
 use crate::simd::Level;
 
@@ -19,7 +19,10 @@ pub(super) struct Stay<'a> {
     pub(super) reads: Vec<View>,
     pub(super) writes: Vec<View>,
     pub(super) scale: f32,
-    pub(super) sampling: Option<Sampling>,
+    /// True when heads tell logits, or scores, in front of their statistics.
+    pub(super) tells: bool,
+    /// True when layers tell what they remember behind their output.
+    pub(super) remembers: bool,
     pub(super) workspace: View,
 }
 
@@ -41,13 +44,18 @@ fn go(
     stay: &Stay<'_>,
 ) -> usize {
     let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
-    let Stay { scale, sampling, workspace, .. } = *stay;
+    let Stay { scale, tells, remembers, workspace, .. } = *stay;
     let scratch = &Scratch::new(workspace);
     match (&model.parts[layer], backward) {
         (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
         (Part::Stack(layer), false) => {
-            let (x, y, kept) = (reads[0], writes[0], writes.get(1).copied());
-            layer.forward(kernels, &Forward { micro, weights, x, y, kept, scratch });
+            let (x, y, more) = (reads[0], writes[0], writes.get(1).copied());
+            let past = reads.get(1).copied();
+            let (kept, memory) = match more {
+                Some(fresh) if remembers => (None, Some(Memory { fresh, past })),
+                kept => (kept, None),
+            };
+            layer.forward(kernels, &Forward { micro, weights, x, y, kept, memory, scratch });
         }
         (Part::Stack(layer), true) => {
             let (x, dy) = (reads[0], reads[reads.len() - 1]);
@@ -57,8 +65,9 @@ fn go(
             layer.backward(kernels, &pass);
         }
         (Part::Classes(classes), false) => {
-            let views = [writes[0], reads[1], reads[0]];
-            classes.forward(kernels, &micro, weights, views, scratch);
+            let told = tells.then_some(writes[0]);
+            let views = [writes[writes.len() - 1], reads[1], reads[0]];
+            classes.forward(kernels, &micro, weights, views, told, scratch);
         }
         (Part::Classes(classes), true) => {
             let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
@@ -68,10 +77,12 @@ fn go(
         (&Part::Head(tile), false) => {
             let (w, bias) = head_views(model, tile, weights);
             let size = model.scores(tile, micro.rows.count());
-            let (out, statistics, h) = (writes[0], reads[1], reads[0]);
-            match sampling {
-                Some(how) => kernels.sample(out, statistics, h, w, bias, how, size, scratch),
-                None => kernels.score(out, statistics, h, w, bias, size, scratch),
+            let (out, statistics, h) = (writes[writes.len() - 1], reads[1], reads[0]);
+            if tells {
+                kernels.logits(writes[0], statistics, h, w, bias, size, scratch);
+                kernels.dropped(out, statistics, micro.rows, None);
+            } else {
+                kernels.score(out, statistics, h, w, bias, size, scratch);
             }
         }
         (&Part::Head(tile), true) => {
@@ -114,12 +125,14 @@ pub(crate) fn workspace(
     sequences: usize,
     positions: usize,
     recompute: bool,
+    trains: bool,
 ) -> usize {
     let rows = Rows { sequences, positions };
     let lengths = vec![positions; sequences];
     let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0 });
     let kinds = vec![0; rows.count()];
-    let micro = Micro { rows, lengths: &lengths, kinds: &kinds, draw };
+    let (documents, past) = (&[], &[]);
+    let micro = Micro { rows, lengths: &lengths, kinds: &kinds, documents, past, draw };
     let kernels = CpuKernels { memory: None, level: Level::Portable };
     let hidden = rows.count() * model.shape.hidden;
     let mut most = 0;
@@ -130,7 +143,7 @@ pub(crate) fn workspace(
             Part::Head(_) | Part::Classes(_) => (0, true),
         };
         let block = block_len(&model.blocks[blocks[0].0 as usize]);
-        for backward in [false, true] {
+        for backward in [false, true].into_iter().take(if trains { 2 } else { 1 }) {
             // Views that overlap nothing.
             let mut at = 0;
             let mut place = |len: usize| {
@@ -156,7 +169,8 @@ pub(crate) fn workspace(
                 reads,
                 writes,
                 scale: 1.0,
-                sampling: None,
+                tells: false,
+                remembers: false,
                 workspace,
             };
             most = most.max(go(model, layer, backward, &kernels, &stay));

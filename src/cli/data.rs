@@ -1,0 +1,147 @@
+//! `l2l data`: what the model will see, before anything is trained.
+
+use l2l::data::{Batches, Dataset, Overview, Predicts, Sequence};
+use l2l::{Error, config::Format, shape_of};
+use serde_json::json;
+
+use super::{DataArguments, print};
+
+pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
+    let (config, layers) = arguments.common.read(None, None)?;
+    let run = || {
+        let shape = shape_of(&config)?;
+        let (train, aside) = Dataset::open(&config, &shape)?;
+        if let Some(batches) = arguments.batches {
+            for step in 0..batches {
+                let sequences = Batches::of_step(&config, &train, step)?;
+                print(batch_event(step + 1, &sequences, train.predicts()));
+            }
+            return Ok(());
+        }
+        let is_json = config.log.format == Format::Json;
+        for (part, data) in [("train", Some(&train)), ("validation", aside.as_ref())] {
+            let Some(data) = data else { continue };
+            let overview = Overview::of(&config, data)?;
+            match is_json {
+                true => print(overview_event(part, data, &overview)),
+                false => show(part, data, &overview),
+            }
+            let rows = arguments.rows.min(data.len().unwrap_or(u64::MAX));
+            for row in 0..rows {
+                let sequence = data.sequence(row)?;
+                match is_json {
+                    true => print(row_event(part, row, data, &sequence)),
+                    false => print(format_args!("  {row}: {}", shown(data, &sequence))),
+                }
+            }
+        }
+        if !is_json {
+            print("⟦ ⟧ is learnt");
+        }
+        Ok(())
+    };
+    run().map_err(|error| layers.locate(error))
+}
+
+/// Labels as tools expect them: of whole sequences one each.
+fn labels(sequence: &Sequence, predicts: Predicts) -> serde_json::Value {
+    match predicts {
+        Predicts::Class => json!(sequence.labels[0]),
+        Predicts::Value => json!(f32::from_bits(sequence.labels[0] as u32)),
+        Predicts::Next | Predicts::Own => json!(sequence.labels),
+    }
+}
+
+fn batch_event(step: u64, sequences: &[Sequence], predicts: Predicts) -> serde_json::Value {
+    let each = |of: &dyn Fn(&Sequence) -> serde_json::Value| -> Vec<serde_json::Value> {
+        sequences.iter().map(of).collect()
+    };
+    json!({
+        "event": "batch",
+        "step": step,
+        "input_ids": each(&|one| json!(one.tokens)),
+        "token_type_ids": each(&|one| json!(kinds(one))),
+        "labels": each(&|one| labels(one, predicts)),
+        "documents": each(&|one| json!(one.documents)),
+    })
+}
+
+fn kinds(sequence: &Sequence) -> Vec<u8> {
+    let mut kinds = sequence.kinds.clone();
+    kinds.resize(sequence.tokens.len(), 0);
+    kinds
+}
+
+fn row_event(part: &str, row: u64, data: &Dataset, sequence: &Sequence) -> serde_json::Value {
+    json!({
+        "event": "row",
+        "part": part,
+        "index": row,
+        "input_ids": sequence.tokens,
+        "token_type_ids": kinds(sequence),
+        "labels": labels(sequence, data.predicts()),
+        "documents": sequence.documents,
+        "text": data.vocabulary().decode(&sequence.tokens, true),
+    })
+}
+
+fn overview_event(part: &str, data: &Dataset, overview: &Overview) -> serde_json::Value {
+    let lengths = overview.lengths.iter().map(|&(to, count)| json!({ "to": to, "count": count }));
+    json!({
+        "event": "data",
+        "part": part,
+        "name": data.name(),
+        "sequences": overview.sequences,
+        "endless": data.len().is_none(),
+        "tokens": overview.tokens,
+        "learnt": overview.labelled,
+        "longest": overview.longest,
+        "lengths": lengths.collect::<Vec<_>>(),
+        "padding_share": overview.padding_share,
+    })
+}
+
+fn show(part: &str, data: &Dataset, overview: &Overview) {
+    let Overview { sequences, tokens, labelled, longest, lengths, padding_share } = overview;
+    print(format_args!("{part}: {}", data.name()));
+    let of = if data.len().is_none() { " looked at, of endless" } else { "" };
+    print(format_args!("  {sequences} sequences{of}, {tokens} tokens, the longest {longest}"));
+    print(format_args!(
+        "  {labelled} are learnt, {:.1} % of a batch is padding",
+        100.0 * padding_share
+    ));
+    let most = lengths.iter().map(|(_, count)| *count).max().unwrap_or(1).max(1);
+    for (to, count) in lengths {
+        let bar = "█".repeat((40 * count).div_ceil(most) as usize);
+        print(format_args!("  up to {to:>6} tokens {count:>9} {bar}"));
+    }
+}
+
+/// A sequence as text, what is learnt in brackets.
+fn shown(data: &Dataset, sequence: &Sequence) -> String {
+    let decode = |tokens: &[u32]| data.vocabulary().decode(tokens, true);
+    let predicts = data.predicts();
+    match predicts {
+        Predicts::Class | Predicts::Value => {
+            return format!("{} ⟦{}⟧", decode(&sequence.tokens), labels(sequence, predicts));
+        }
+        Predicts::Next | Predicts::Own => {}
+    }
+    let mut text = String::new();
+    let is_learnt = sequence.learnt(predicts);
+    let mut at = 0;
+    for run in is_learnt.chunk_by(|a, b| a == b) {
+        let span = at..at + run.len();
+        at = span.end;
+        if !run[0] {
+            text += &decode(&sequence.tokens[span]);
+            continue;
+        }
+        // What stands there, where something else is to be found.
+        let hidden = predicts == Predicts::Own;
+        let labels: Vec<u32> = sequence.labels[span.clone()].iter().map(|&l| l as u32).collect();
+        let there = if hidden { decode(&sequence.tokens[span]) } else { String::new() };
+        text += &format!("{there}⟦{}⟧", decode(&labels));
+    }
+    text
+}

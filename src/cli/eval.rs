@@ -1,0 +1,80 @@
+//! `l2l eval`: how good a model is on what was kept aside.
+
+use std::sync::atomic::Ordering::Relaxed;
+
+use l2l::config::Format;
+use l2l::data::Dataset;
+use l2l::inference::{Evaluation, Evaluator, Quality};
+use l2l::{Config, Error, shape_of};
+use serde_json::json;
+
+use super::{Ended, EvalArguments, load, print, train};
+
+pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
+    let (mut config, layers) = arguments.common.read(None, None)?;
+    let mut run = || {
+        let from = load(&mut config, arguments.best)?;
+        let data = Dataset::open_aside(&config, &shape_of(&config)?)?;
+        let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
+        let batches = arguments.batches.unwrap_or(most);
+        let found = train::runtime()?.block_on(async {
+            let stop = train::on_signal();
+            let mut evaluator = Evaluator::start(config.clone())?;
+            let in_order = data.in_order(config.step.batch, batches);
+            let found = evaluator.evaluate(in_order.take_while(|_| !stop.load(Relaxed))).await;
+            evaluator.stop().await?;
+            if stop.load(Relaxed) { Ok(None) } else { found.map(Some) }
+        })?;
+        let Some(found) = found else { return Ok(Ended::Interrupted) };
+        show(&config, &from, data.name(), &found);
+        Ok(Ended::Well)
+    };
+    run().map_err(|error| layers.locate(error))
+}
+
+fn show(config: &Config, from: &std::path::Path, data: &str, found: &Evaluation) {
+    let Evaluation { loss, sequences, tokens, labelled, quality } = found;
+    let mut values: Vec<(&str, f64)> = vec![("loss", *loss)];
+    match quality {
+        None => values.push(("perplexity", found.perplexity())),
+        Some(Quality::Classes(confusion)) => values.extend([
+            ("accuracy", confusion.accuracy()),
+            ("f1", confusion.f1()),
+            ("matthews", confusion.matthews()),
+        ]),
+        Some(Quality::Values(agreement)) => {
+            values.extend([("pearson", agreement.pearson()), ("spearman", agreement.spearman())]);
+        }
+    }
+    let names = l2l::hf::labels(from);
+    let name = |class: usize| names.get(class).cloned().unwrap_or_else(|| class.to_string());
+    if config.log.format == Format::Json {
+        let mut event = json!({
+            "event": "evaluation",
+            "model": from,
+            "data": data,
+            "sequences": sequences,
+            "tokens": tokens,
+            "labelled": labelled,
+        });
+        values.iter().for_each(|(name, value)| event[*name] = json!(value));
+        if let Some(Quality::Classes(confusion)) = quality {
+            event["confusion"] = confusion.rows().collect::<Vec<_>>().into();
+            event["labels"] = (0..confusion.classes()).map(name).collect::<Vec<String>>().into();
+        }
+        return print(event);
+    }
+    print(format_args!("{} on {data}: {sequences} sequences, {tokens} tokens", from.display()));
+    values.iter().for_each(|(name, value)| print(format_args!("  {name:<12} {value:>12.6}")));
+    if let Some(Quality::Classes(confusion)) = quality {
+        let width = (0..confusion.classes()).map(|class| name(class).chars().count()).max();
+        let width = width.unwrap_or(0).max(8);
+        let heads: String =
+            (0..confusion.classes()).map(|c| format!("{:>width$} ", name(c))).collect();
+        print(format_args!("  {:<12} {heads}", "taken for"));
+        for (class, row) in confusion.rows().enumerate() {
+            let row: String = row.iter().map(|count| format!("{count:>width$} ")).collect();
+            print(format_args!("  {:<12} {row}", name(class)));
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! `l2l generate`: text from a model, as it comes.
+
+use std::io::{IsTerminal, Read, Write};
+use std::sync::atomic::Ordering::Relaxed;
+
+use l2l::config::Format;
+use l2l::data::Vocabulary;
+use l2l::hf::{self, Message};
+use l2l::inference::{self, Generator, Room, Sampling};
+use l2l::models::Model;
+use l2l::{Config, Error, shape_of};
+use serde::Deserialize;
+use serde_json::json;
+
+use super::{Ended, GenerateArguments, load, plan, print, train};
+
+pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
+    let (mut config, layers) = arguments.common.read(None, None)?;
+    let mut run = || {
+        let from = load(&mut config, arguments.best)?;
+        let shape = shape_of(&config)?;
+        let vocabulary = Vocabulary::of(&config, &shape)?;
+        let prompts = prompts(arguments, &vocabulary)?;
+        let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+        let tokens = longest + arguments.tokens;
+        let room = Room { prompts: prompts.len(), prompt: longest, tokens };
+        if arguments.plan {
+            let plan = Generator::plan(&config, room)?;
+            plan::show(&plan, &Model::new(shape), config.log.format);
+            return Ok(Ended::Well);
+        }
+        let mut ends = hf::ends(&from);
+        ends.extend(vocabulary.tokenizer().and_then(hf::Tokenizer::end));
+        if arguments.ignore_end {
+            ends.clear();
+        }
+        let &GenerateArguments { temperature, top_k, top_p, .. } = arguments;
+        let seed = arguments.seed.unwrap_or(config.step.seed);
+        let how = Sampling { temperature, top_k, top_p, seed };
+        how.check()?;
+        train::runtime()?.block_on(async {
+            let stop = train::on_signal();
+            let mut page = Page::new(&config, &vocabulary, &prompts);
+            let mut generator = Generator::start(config.clone(), room)?;
+            let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
+                page.take(prompt, token, ended, ends.contains(&token));
+                !stop.load(Relaxed)
+            };
+            let done = generator.generate(&prompts, arguments.tokens, how, &ends, each).await;
+            page.end();
+            generator.stop().await?;
+            done?;
+            Ok(if stop.load(Relaxed) { Ended::Interrupted } else { Ended::Well })
+        })
+    };
+    run().map_err(|error| layers.locate(error))
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    prompt: Option<String>,
+    messages: Option<Vec<Message>>,
+    input_ids: Option<Vec<u32>>,
+}
+
+/// The tokens of every prompt.
+fn prompts(arguments: &GenerateArguments, vocabulary: &Vocabulary) -> Result<Vec<Vec<u32>>, Error> {
+    let refused = |what: String| Error::Refused(what);
+    let encode = |text: &str, is_chat: bool| {
+        let encoded = if is_chat {
+            let content = text.to_string();
+            let ask = vocabulary.ask(&[Message { role: "user".into(), content }]);
+            ask.and_then(|text| vocabulary.encode(&text, None, false))
+        } else {
+            vocabulary.encode(text, None, true).map(|mut encoded| {
+                // What ends a text does not stand in front of what is to come.
+                let added = |span: &(usize, usize)| *span == (0, 0);
+                while encoded.tokens.len() > 1 && encoded.spans.last().is_some_and(added) {
+                    encoded.tokens.pop();
+                    encoded.spans.pop();
+                }
+                encoded
+            })
+        };
+        encoded.map(|encoded| encoded.tokens)
+    };
+    let mut all = Vec::new();
+    for (index, text) in arguments.prompt.iter().enumerate() {
+        let tokens = encode(text, arguments.chat);
+        all.push(tokens.map_err(|what| refused(format!("prompt {index}: {what}")))?);
+    }
+    if let Some(path) = &arguments.prompts {
+        let at = path.display();
+        let text = std::fs::read_to_string(path).map_err(|e| refused(format!("{at}: {e}")))?;
+        for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+            let bad = |what: String| refused(format!("{at}, line {}: {what}", number + 1));
+            let line: Line = serde_json::from_str(line).map_err(|error| bad(error.to_string()))?;
+            let tokens = match line {
+                Line { prompt: Some(text), messages: None, input_ids: None } => {
+                    encode(&text, arguments.chat)
+                }
+                Line { prompt: None, messages: Some(messages), input_ids: None } => vocabulary
+                    .ask(&messages)
+                    .and_then(|text| Ok(vocabulary.encode(&text, None, false)?.tokens)),
+                Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
+                _ => Err("it needs one of prompt, messages and input_ids".into()),
+            };
+            all.push(tokens.map_err(bad)?);
+        }
+    }
+    if all.is_empty() {
+        if std::io::stdin().is_terminal() {
+            return Err(refused("no prompt: give --prompt, --prompts, or text on stdin".into()));
+        }
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text).map_err(|e| refused(format!("stdin: {e}")))?;
+        all.push(encode(&text, arguments.chat).map_err(refused)?);
+    }
+    match all.iter().position(Vec::is_empty) {
+        Some(index) => Err(refused(format!("prompt {index} is empty"))),
+        None => Ok(all),
+    }
+}
+
+/// What was generated of a prompt.
+struct Writing {
+    /// With the prompt's.
+    tokens: Vec<u32>,
+    prompt: usize,
+    /// Tokens before it are behind what can still change; before `read` they are shown.
+    stable: usize,
+    read: usize,
+    text: String,
+    ended: Option<inference::Ended>,
+}
+
+/// Shows tokens as text, as they come when there is one prompt, else when a sequence has ended.
+struct Page<'v> {
+    vocabulary: &'v Vocabulary,
+    format: Format,
+    all: Vec<Writing>,
+}
+
+impl<'v> Page<'v> {
+    fn new(config: &Config, vocabulary: &'v Vocabulary, prompts: &[Vec<u32>]) -> Page<'v> {
+        let writing = |tokens: &Vec<u32>| Writing {
+            tokens: tokens.clone(),
+            prompt: tokens.len(),
+            stable: tokens.len().saturating_sub(4),
+            read: tokens.len(),
+            text: String::new(),
+            ended: None,
+        };
+        Page { vocabulary, format: config.log.format, all: prompts.iter().map(writing).collect() }
+    }
+
+    fn take(&mut self, prompt: usize, token: u32, ended: Option<inference::Ended>, is_end: bool) {
+        let is_alone = self.all.len() == 1;
+        let one = &mut self.all[prompt];
+        one.tokens.push(token);
+        one.ended = ended;
+        let decode = |tokens: &[u32]| self.vocabulary.decode(tokens, false);
+        let before = decode(&one.tokens[one.stable..one.read]);
+        let with = decode(&one.tokens[one.stable..]);
+        // A character may be made of several tokens.
+        let is_whole = !with.ends_with('\u{fffd}') || ended.is_some();
+        let new = with.get(before.len()..).filter(|_| is_whole && !is_end).unwrap_or_default();
+        if !new.is_empty() {
+            (one.stable, one.read) = (one.read, one.tokens.len());
+            one.text += new;
+        }
+        match self.format {
+            Format::Json => {
+                print(json!({ "event": "token", "prompt": prompt, "token": token, "text": new }));
+            }
+            Format::Pretty if is_alone => {
+                let mut out = std::io::stdout().lock();
+                let _ = write!(out, "{new}").and_then(|()| out.flush());
+            }
+            Format::Pretty => {}
+        }
+    }
+
+    fn end(&self) {
+        for (index, one) in self.all.iter().enumerate() {
+            match self.format {
+                Format::Json => print(json!({
+                    "event": "generated",
+                    "prompt": index,
+                    "tokens": one.tokens[one.prompt..],
+                    "text": one.text,
+                    "ended": match one.ended {
+                        Some(inference::Ended::EndOfText) => "end-of-text",
+                        Some(inference::Ended::Length) => "length",
+                        None => "interrupted",
+                    },
+                })),
+                Format::Pretty if self.all.len() == 1 => print(""),
+                Format::Pretty => print(format_args!("{index}: {}", one.text)),
+            }
+        }
+    }
+}

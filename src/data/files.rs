@@ -1,0 +1,349 @@
+//! Files of data as sequences: each is read once, made tokens by all cores, and spooled.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use rayon::prelude::*;
+use rayon::{ThreadPool, ThreadPoolBuilder};
+use sha2::{Digest, Sha256};
+
+use super::reader::Reader;
+use super::spool::{Spool, Spooling};
+use super::vocabulary::Vocabulary;
+use super::{CORPUS, Predicts, Sequence};
+use crate::config::DataConfig;
+use crate::error::Error;
+
+/// The longest line of a `.jsonl`: more is no line of tokens.
+const LINE_BYTES: u64 = 1 << 28;
+
+/// Lines, or pieces of text, that are made tokens together.
+const TOGETHER: usize = 256;
+
+/// Text is made tokens in pieces of about so many bytes, which end where a line does.
+const PIECE_BYTES: usize = 1 << 20;
+
+/// Extensions that are read.
+const KNOWN: [&str; 4] = ["txt", "md", "jsonl", "bin"];
+
+/// All sequences of a name, and a digest of the bytes they are from.
+pub(super) struct Opened {
+    pub(super) spool: Spool,
+    pub(super) digest: String,
+    /// True when all of it is plain text.
+    pub(super) is_text: bool,
+}
+
+/// Reads everything of a name: a file, a folder, or the built-in corpus.
+pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
+    let refuse = |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
+    let spooling = Spooling::new().map_err(|error| refuse(&error))?;
+    let pool = ThreadPoolBuilder::new().build().map_err(Error::failed)?;
+    let mut opening = Opening { reader, pool, spooling, hasher: Sha256::new() };
+    let mut is_text = true;
+    if name == DataConfig::BUILT_IN {
+        opening.text(name, &mut &*CORPUS)?;
+    } else {
+        for path in files(Path::new(name)).map_err(|error| refuse(&error))? {
+            let at = path.display().to_string();
+            let refuse = |error| Error::refused(format_args!("data {at}: {error}"));
+            let mut file = BufReader::with_capacity(1 << 16, File::open(&path).map_err(refuse)?);
+            match extension(&path) {
+                Some("jsonl") => {
+                    is_text = false;
+                    opening.lines(&at, &mut file)?;
+                }
+                Some("bin") => opening.pairs(&at, &mut file)?,
+                _ => opening.text(&at, &mut file)?,
+            }
+        }
+    }
+    let Opening { spooling, hasher, .. } = opening;
+    let spool = spooling.finish().map_err(|error| refuse(&error))?;
+    if spool.len() == 0 {
+        return Err(refuse(&if is_text {
+            "it is too short: no two tokens in it"
+        } else {
+            "no sequence in it"
+        }));
+    }
+    let digest: String =
+        hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    Ok(Opened { spool, digest, is_text })
+}
+
+fn extension(path: &Path) -> Option<&str> {
+    path.extension().and_then(|extension| extension.to_str())
+}
+
+/// A file, or those of a folder and its folders, in order of their names.
+fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
+    let about = fs::metadata(path).map_err(|error| error.to_string())?;
+    if about.is_file() {
+        return match extension(path) {
+            Some(known) if KNOWN.contains(&known) => Ok(vec![path.into()]),
+            _ => Err(format!(
+                "what kind of data is this? It must be a .{} file, a folder of them, \"random\" or \
+                 \"{}\"",
+                KNOWN.join(", ."),
+                DataConfig::BUILT_IN
+            )),
+        };
+    }
+    if !about.is_dir() {
+        return Err("it is neither a file nor a folder".into());
+    }
+    let mut found = Vec::new();
+    let entries = fs::read_dir(path).map_err(|error| error.to_string())?;
+    let mut entries: Vec<PathBuf> = entries
+        .map(|entry| entry.map(|entry| entry.path()))
+        .collect::<Result<_, _>>()
+        .map_err(|error| error.to_string())?;
+    entries.sort();
+    for entry in entries {
+        let is_hidden =
+            entry.file_name().is_none_or(|name| name.to_string_lossy().starts_with('.'));
+        let about = fs::symlink_metadata(&entry).map_err(|error| error.to_string())?;
+        if is_hidden {
+            continue;
+        }
+        if about.is_dir() {
+            found.extend(files(&entry).or_else(|error| match error.as_str() {
+                NOTHING => Ok(Vec::new()),
+                _ => Err(error),
+            })?);
+        } else if entry.is_file() && extension(&entry).is_some_and(|known| KNOWN.contains(&known)) {
+            found.push(entry);
+        }
+    }
+    if found.is_empty() { Err(NOTHING.into()) } else { Ok(found) }
+}
+
+const NOTHING: &str = "no .txt, .md, .jsonl or .bin file in this folder";
+
+/// A name while it is read.
+struct Opening<'r> {
+    reader: &'r Reader,
+    pool: ThreadPool,
+    spooling: Spooling,
+    hasher: Sha256,
+}
+
+impl Opening<'_> {
+    fn push(&mut self, name: &str, sequence: &Sequence) -> Result<(), Error> {
+        let predicts = self.reader.predicts;
+        // What is masked later has labels then.
+        let is_labelled = sequence.labels.is_empty() || sequence.labelled(predicts) > 0;
+        let pushed = self.spooling.push(sequence, is_labelled);
+        pushed.map_err(|error| Error::failed(format_args!("data {name}: {error}")))
+    }
+
+    /// A `.jsonl` file's.
+    fn lines(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
+        let refuse = |number: u64, what: &dyn std::fmt::Display| {
+            Error::refused(format_args!("data {name}, line {number}: {what}"))
+        };
+        let (mut number, mut at_end, mut blank) = (0, false, None);
+        while !at_end {
+            let mut lines: Vec<(u64, Vec<u8>)> = Vec::new();
+            while lines.len() < TOGETHER {
+                let mut line = Vec::new();
+                number += 1;
+                let read = file.by_ref().take(LINE_BYTES).read_until(b'\n', &mut line);
+                match read.map_err(|error| refuse(number, &error))? as u64 {
+                    0 => {
+                        at_end = true;
+                        break;
+                    }
+                    LINE_BYTES => {
+                        let what = format_args!("longer than {LINE_BYTES} bytes");
+                        return Err(refuse(number, &what));
+                    }
+                    _ => {}
+                }
+                self.hasher.update(&line);
+                if line.trim_ascii().is_empty() {
+                    blank = blank.or(Some(number));
+                } else if let Some(blank) = blank {
+                    return Err(refuse(blank, &"it is empty: a line is a JSON object"));
+                } else {
+                    lines.push((number, line));
+                }
+            }
+            let reader = self.reader;
+            let read = |(number, line): &(u64, Vec<u8>)| {
+                let line = std::str::from_utf8(line);
+                let line =
+                    line.map_err(|error| refuse(*number, &format_args!("not UTF-8: {error}")))?;
+                reader.read(line.trim()).map_err(|what| refuse(*number, &what))
+            };
+            let read: Vec<Result<Vec<Sequence>, Error>> =
+                self.pool.install(|| lines.par_iter().map(read).collect());
+            for sequences in read {
+                for sequence in &sequences? {
+                    self.push(name, sequence)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A text's: windows of its tokens, one behind the other.
+    fn text(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
+        let refuse =
+            |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
+        let reader = self.reader;
+        if matches!(reader.predicts, Predicts::Class | Predicts::Value) {
+            return Err(refuse(
+                &"text has no labels, and this model scores whole sequences: give a .jsonl of text \
+                  and label",
+            ));
+        }
+        let wrap = match &reader.vocabulary {
+            Vocabulary::Words(_) => reader.vocabulary.wrap().map_err(|why| refuse(&why))?,
+            Vocabulary::Bytes => Default::default(),
+            Vocabulary::Unknown(why) => return Err(refuse(why)),
+        };
+        let mut windows = Windows::new(reader, wrap).map_err(|why| refuse(&why))?;
+        let mut at_end = false;
+        while !at_end {
+            let mut pieces = Vec::new();
+            while pieces.len() < 8 && !at_end {
+                let mut piece = Vec::new();
+                let read = file.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut piece);
+                read.and_then(|_| file.read_until(b'\n', &mut piece)).map_err(|e| refuse(&e))?;
+                at_end = piece.is_empty();
+                self.hasher.update(&piece);
+                pieces.push(piece);
+            }
+            let encode = |piece: &Vec<u8>| match &reader.vocabulary {
+                Vocabulary::Bytes => Ok(piece.iter().map(|&byte| u32::from(byte)).collect()),
+                words => {
+                    let text = std::str::from_utf8(piece).map_err(|error| error.to_string())?;
+                    Ok(words.encode(text, None, false)?.tokens)
+                }
+            };
+            let encoded: Vec<Result<Vec<u32>, String>> =
+                self.pool.install(|| pieces.par_iter().map(encode).collect());
+            for tokens in encoded {
+                let tokens = tokens.map_err(|what| refuse(&what))?;
+                for sequence in windows.take(&tokens) {
+                    self.push(name, &sequence)?;
+                }
+            }
+        }
+        for sequence in windows.finish().map_err(|what| refuse(&what))? {
+            self.push(name, &sequence)?;
+        }
+        Ok(())
+    }
+
+    /// A `.bin` file's: windows of its tokens, each two bytes, the lower first.
+    fn pairs(&mut self, name: &str, file: &mut impl Read) -> Result<(), Error> {
+        let refuse =
+            |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
+        if self.reader.predicts != Predicts::Next {
+            return Err(refuse(&"bare tokens are for models that predict the next one"));
+        }
+        let mut windows = Windows::new(self.reader, Default::default()).map_err(|w| refuse(&w))?;
+        windows.behind.clear();
+        loop {
+            let mut bytes = Vec::new();
+            file.by_ref()
+                .take(PIECE_BYTES as u64)
+                .read_to_end(&mut bytes)
+                .map_err(|e| refuse(&e))?;
+            if bytes.is_empty() {
+                break;
+            }
+            self.hasher.update(&bytes);
+            let (pairs, rest) = bytes.as_chunks::<2>();
+            if !rest.is_empty() {
+                return Err(refuse(&"an odd number of bytes: a token is two of them"));
+            }
+            let tokens: Vec<u32> =
+                pairs.iter().map(|&pair| u32::from(u16::from_le_bytes(pair))).collect();
+            let known = self.reader.tokens;
+            if let Some(token) = tokens.iter().find(|token| **token as usize >= known) {
+                let what = format_args!("token {token} is outside the vocabulary of {known}");
+                return Err(refuse(&what));
+            }
+            for sequence in windows.take(&tokens) {
+                self.push(name, &sequence)?;
+            }
+        }
+        for sequence in windows.finish().map_err(|what| refuse(&what))? {
+            self.push(name, &sequence)?;
+        }
+        Ok(())
+    }
+}
+
+/// Cuts a stream of tokens into sequences.
+struct Windows {
+    waiting: Vec<u32>,
+    room: usize,
+    /// What stands in front of each and behind it, for models that see both ways.
+    wrap: (Vec<u32>, Vec<u32>),
+    /// What stands behind all.
+    behind: Vec<u32>,
+    is_masked: bool,
+}
+
+impl Windows {
+    fn new(reader: &Reader, wrap: (Vec<u32>, Vec<u32>)) -> Result<Windows, String> {
+        let positions = reader.positions;
+        if reader.predicts == Predicts::Own {
+            let room = positions.saturating_sub(wrap.0.len() + wrap.1.len());
+            if room == 0 {
+                return Err(format!("{positions} positions hold no text"));
+            }
+            return Ok(Windows {
+                waiting: Vec::new(),
+                room,
+                wrap,
+                behind: Vec::new(),
+                is_masked: true,
+            });
+        }
+        if positions < 2 {
+            return Err("data.sequence_length must be at least 2: a token predicts the next".into());
+        }
+        let (waiting, mut behind) = wrap;
+        if reader.end_of_text {
+            reader.end(&mut behind)?;
+        }
+        Ok(Windows { waiting, room: positions, wrap: Default::default(), behind, is_masked: false })
+    }
+
+    fn window(&self, tokens: &[u32]) -> Sequence {
+        let tokens = [&self.wrap.0, tokens, &self.wrap.1].concat();
+        if self.is_masked {
+            Sequence::unmasked(tokens, Vec::new())
+        } else {
+            Sequence::plain(tokens)
+        }
+    }
+
+    /// The windows that are full with these.
+    fn take(&mut self, tokens: &[u32]) -> Vec<Sequence> {
+        let mut waiting = std::mem::take(&mut self.waiting);
+        waiting.extend(tokens);
+        let full = waiting.chunks_exact(self.room);
+        self.waiting = full.remainder().to_vec();
+        full.map(|window| self.window(window)).collect()
+    }
+
+    /// Those that are left: the last may be shorter.
+    fn finish(mut self) -> Result<Vec<Sequence>, String> {
+        let behind = std::mem::take(&mut self.behind);
+        let mut left = self.take(&behind);
+        // A token alone predicts nothing.
+        let least = if self.is_masked { 1 } else { 2 };
+        if self.waiting.len() >= least {
+            left.push(self.window(&self.waiting));
+        }
+        Ok(left)
+    }
+}

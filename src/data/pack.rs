@@ -1,0 +1,66 @@
+//! Several short sequences in one, as documents that do not see each other.
+
+use std::collections::BTreeMap;
+
+use super::Sequence;
+
+/// Which sequences share one, so that none has more than `most` tokens: each goes where it leaves
+/// the least room (best fit), in order, so that what stands together was read together.
+pub(super) fn pack(lengths: impl Iterator<Item = usize>, most: usize) -> Vec<Vec<u32>> {
+    let mut packed: Vec<Vec<u32>> = Vec::new();
+    let mut open: BTreeMap<usize, Vec<usize>> = BTreeMap::new(); // room left -> places in `packed`
+    for (index, length) in lengths.enumerate() {
+        let (place, room) = match open.range_mut(length..).next() {
+            Some((&room, places)) => {
+                let place = places.pop().expect("who has no place left is taken out");
+                if places.is_empty() {
+                    open.remove(&room);
+                }
+                (place, room)
+            }
+            None => {
+                packed.push(Vec::new());
+                (packed.len() - 1, most)
+            }
+        };
+        packed[place].push(index as u32);
+        if let Some(room) = room.checked_sub(length).filter(|&room| room > 0) {
+            open.entry(room).or_default().push(place);
+        }
+    }
+    packed
+}
+
+/// One sequence of several; `across`: as if they were one text.
+pub(super) fn join(sequences: Vec<Sequence>, across: bool) -> Sequence {
+    let mut joined = Sequence::default();
+    let has_kinds = sequences.iter().any(|one| !one.kinds.is_empty());
+    for one in &sequences {
+        joined.tokens.extend(&one.tokens);
+        joined.labels.extend(&one.labels);
+        if has_kinds && one.kinds.is_empty() {
+            joined.kinds.resize(joined.tokens.len(), 0);
+        }
+        joined.kinds.extend(&one.kinds);
+        joined.documents.extend((!across).then_some(one.tokens.len()));
+    }
+    joined
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_is_packed_once_and_nothing_overflows() {
+        let lengths = [5, 3, 8, 2, 2, 7, 1, 1, 8, 4, 4];
+        let packed = pack(lengths.into_iter(), 8);
+        let mut all: Vec<u32> = packed.concat();
+        all.sort_unstable();
+        assert!(all.into_iter().eq(0..lengths.len() as u32));
+        let full = |one: &Vec<u32>| one.iter().map(|&at| lengths[at as usize]).sum::<usize>();
+        assert!(packed.iter().all(|one| full(one) <= 8), "{packed:?}");
+        assert_eq!(packed.len(), 6, "{packed:?}");
+        assert_eq!(packed[0], [0, 1]);
+    }
+}

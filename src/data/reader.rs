@@ -1,0 +1,340 @@
+//! One line of a `.jsonl` file as sequences: what may stand in it, and what each kind becomes.
+
+use std::ops::Range;
+
+use serde::Deserialize;
+
+use super::vocabulary::Vocabulary;
+use super::{Predicts, Sequence};
+use crate::config::TooLong;
+use crate::hf::{Encoded, Message};
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Line {
+    text: Option<String>,
+    text_pair: Option<String>,
+    messages: Option<Vec<Message>>,
+    prompt: Option<String>,
+    completion: Option<String>,
+    input_ids: Option<Vec<i64>>,
+    labels: Option<Vec<i64>>,
+    /// Of the whole sequence: a class, by number or name, or a value.
+    label: Option<Label>,
+    token_type_ids: Option<Vec<i64>>,
+    /// Tokenizers write it; a line has no padding, so it must be all ones.
+    attention_mask: Option<Vec<i64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "label must be a number or a name")]
+enum Label {
+    Number(f64),
+    Name(String),
+}
+
+/// Reads lines.
+pub(super) struct Reader {
+    pub(super) vocabulary: Vocabulary,
+    /// The same, cutting texts that are too long, where that is asked for.
+    pub(super) cutting: Option<Vocabulary>,
+    /// Tokens that the model knows.
+    pub(super) tokens: usize,
+    pub(super) positions: usize,
+    pub(super) too_long: TooLong,
+    pub(super) end_of_text: bool,
+    /// Kinds of tokens that the model knows.
+    pub(super) kinds: usize,
+    pub(super) predicts: Predicts,
+    /// Classes that the model knows.
+    pub(super) classes: usize,
+    /// What they are called.
+    pub(super) names: Vec<String>,
+}
+
+impl Reader {
+    /// The sequences of a line: one, unless it is split.
+    pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
+        let line: Line = serde_json::from_str(line).map_err(|error| error.to_string())?;
+        let given = [
+            ("text", line.text.is_some()),
+            ("messages", line.messages.is_some()),
+            ("prompt", line.prompt.is_some()),
+            ("input_ids", line.input_ids.is_some()),
+        ];
+        let given: Vec<&str> =
+            given.into_iter().filter(|(_, is)| *is).map(|(name, _)| name).collect();
+        let [kind] = given[..] else {
+            return Err(if given.is_empty() {
+                "it needs text, messages, prompt and completion, or input_ids".into()
+            } else {
+                format!("it has {}: which is it?", given.join(" and "))
+            });
+        };
+        line.goes_with(kind)?;
+        let whole = match (self.scores_sequences(), line.label.as_ref()) {
+            (true, None) => {
+                return Err("label is missing: the model scores whole sequences".into());
+            }
+            (false, Some(_)) => return Err("label: the model scores tokens, by labels".into()),
+            (true, Some(label)) => Some(self.label(label)?),
+            (false, None) => None,
+        };
+        match kind {
+            "text" => self.text(&line, whole),
+            "input_ids" => self.ids(line, whole).map(|one| vec![one]),
+            _ if self.predicts != Predicts::Next => {
+                Err(format!("{kind}: the model does not predict the next token"))
+            }
+            "messages" => self.chat(&line.messages.unwrap_or_default()).map(|one| vec![one]),
+            _ => self.completion(&line).map(|one| vec![one]),
+        }
+    }
+
+    fn scores_sequences(&self) -> bool {
+        matches!(self.predicts, Predicts::Class | Predicts::Value)
+    }
+
+    /// A class, or the bits of a value.
+    fn label(&self, label: &Label) -> Result<i32, String> {
+        let classes = self.classes;
+        match (self.predicts, label) {
+            (Predicts::Value, Label::Number(value)) if (*value as f32).is_finite() => {
+                Ok((*value as f32).to_bits() as i32)
+            }
+            (Predicts::Value, Label::Number(value)) => Err(format!("label {value} is no value")),
+            (Predicts::Value, Label::Name(name)) => Err(format!("label {name:?} is no value")),
+            (_, Label::Number(number)) => {
+                let class = (0..classes).find(|&class| class as f64 == *number);
+                class.map(|class| class as i32).ok_or_else(|| {
+                    format!("label {number} is none of the {classes} classes, from 0 on")
+                })
+            }
+            (_, Label::Name(name)) => {
+                let class = self.names.iter().position(|known| known == name);
+                class.map(|class| class as i32).ok_or_else(|| {
+                    if self.names.is_empty() {
+                        format!(
+                            "label {name:?}: nobody says what classes are called: set model.labels"
+                        )
+                    } else {
+                        format!("label {name:?} is none of {}", self.names.join(", "))
+                    }
+                })
+            }
+        }
+    }
+
+    fn text(&self, line: &Line, whole: Option<i32>) -> Result<Vec<Sequence>, String> {
+        let text = line.text.as_deref().unwrap_or_default();
+        if text.is_empty() {
+            return Err("text is empty".into());
+        }
+        if line.text_pair.is_some() && whole.is_none() {
+            return Err("text_pair: the model does not score pairs of texts".into());
+        }
+        let vocabulary = match self.too_long {
+            TooLong::Cut if !self.end_of_text => self.cutting.as_ref(),
+            _ => None,
+        };
+        let encoded =
+            vocabulary.unwrap_or(&self.vocabulary).encode(text, line.text_pair.as_deref(), true)?;
+        let Encoded { mut tokens, kinds, .. } = encoded;
+        let kinds = if self.kinds > 1 { kinds } else { Vec::new() };
+        if let Some(label) = whole {
+            self.fits(tokens.len())?;
+            return Ok(vec![Sequence::whole(tokens, label, kinds)]);
+        }
+        if self.end_of_text && self.predicts == Predicts::Next {
+            self.end(&mut tokens)?;
+        }
+        if tokens.len() <= self.positions {
+            return Ok(vec![self.plain(tokens, kinds)]);
+        }
+        match self.too_long {
+            TooLong::Split => self.split(text, tokens),
+            TooLong::Cut => {
+                tokens.truncate(self.positions);
+                Ok(vec![self.plain(tokens, Vec::new())])
+            }
+            TooLong::Error => Err(self.fits(tokens.len()).expect_err("it was just seen")),
+        }
+    }
+
+    /// Text, all of it to be learnt, or masked later.
+    fn plain(&self, tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
+        match self.predicts {
+            Predicts::Own => Sequence::unmasked(tokens, kinds),
+            _ => Sequence { kinds, ..Sequence::plain(tokens) },
+        }
+    }
+
+    /// Text that goes on in sequences of its own.
+    fn split(&self, text: &str, tokens: Vec<u32>) -> Result<Vec<Sequence>, String> {
+        let (before, behind) = self.vocabulary.wrap()?;
+        let (inner, room) = match self.predicts {
+            // Each is a text of its own to a model that sees both ways.
+            Predicts::Own => {
+                let room = self.positions.saturating_sub(before.len() + behind.len());
+                (self.vocabulary.encode(text, None, false)?.tokens, room)
+            }
+            _ => (tokens, self.positions),
+        };
+        if room == 0 {
+            return Err(format!("{} positions hold no text", self.positions));
+        }
+        let piece = |piece: &[u32]| match self.predicts {
+            Predicts::Own => [&before, piece, &behind].concat(),
+            _ => piece.to_vec(),
+        };
+        Ok(inner.chunks(room).map(|tokens| self.plain(piece(tokens), Vec::new())).collect())
+    }
+
+    /// Puts the token that ends a text behind it, unless it is there.
+    pub(super) fn end(&self, tokens: &mut Vec<u32>) -> Result<(), String> {
+        let end = self.vocabulary.tokenizer().and_then(crate::hf::Tokenizer::end);
+        match end {
+            Some(end) if tokens.last() == Some(&end) => Ok(()),
+            Some(end) => {
+                tokens.push(end);
+                Ok(())
+            }
+            None => Err("the tokenizer names no eos_token: set data.end_of_text = false".into()),
+        }
+    }
+
+    fn chat(&self, messages: &[Message]) -> Result<Sequence, String> {
+        let written = self.vocabulary.template()?.write(messages)?;
+        let encoded = self.vocabulary.encode(&written.text, None, false)?;
+        self.learnt(encoded, &written.learnt)
+    }
+
+    fn completion(&self, line: &Line) -> Result<Sequence, String> {
+        let prompt = line.prompt.as_deref().unwrap_or_default();
+        let completion = line.completion.as_deref().ok_or("completion is missing")?;
+        if completion.is_empty() {
+            return Err("completion is empty".into());
+        }
+        let text = [prompt, completion].concat();
+        let mut encoded = self.vocabulary.encode(&text, None, true)?;
+        let (learnt, before) = (prompt.len()..text.len(), encoded.tokens.len());
+        if self.vocabulary.tokenizer().is_some_and(|tokenizer| tokenizer.end().is_some()) {
+            self.end(&mut encoded.tokens)?;
+        }
+        // The end is learnt with the completion, whoever put it there.
+        let last = encoded.tokens.len() - 1;
+        encoded.spans.resize(encoded.tokens.len(), (prompt.len(), text.len()));
+        if last < before && encoded.spans[last] == (0, 0) && self.is_end(encoded.tokens[last]) {
+            encoded.spans[last] = (prompt.len(), text.len());
+        }
+        self.learnt(encoded, &[learnt])
+    }
+
+    fn is_end(&self, token: u32) -> bool {
+        let end = self.vocabulary.tokenizer().and_then(crate::hf::Tokenizer::end);
+        end == Some(token)
+    }
+
+    /// Tokens of which those are learnt that have bytes in these ranges.
+    fn learnt(&self, encoded: Encoded, ranges: &[Range<usize>]) -> Result<Sequence, String> {
+        let Encoded { mut tokens, spans, .. } = encoded;
+        let is_learnt = |&(from, to): &(usize, usize)| {
+            ranges.iter().any(|range| from < to && from < range.end && range.start < to)
+        };
+        if tokens.len() > self.positions && self.too_long != TooLong::Cut {
+            self.fits(tokens.len())?;
+        }
+        tokens.truncate(self.positions);
+        let labels = tokens.iter().zip(&spans);
+        let labels: Vec<i32> = labels
+            .map(|(&token, span)| if is_learnt(span) { token as i32 } else { -100 })
+            .collect();
+        let sequence = Sequence { tokens, labels, ..Sequence::default() };
+        if sequence.labelled(self.predicts) == 0 {
+            return Err("nothing of it is learnt: what is to be learnt is empty, or cut off".into());
+        }
+        Ok(sequence)
+    }
+
+    fn fits(&self, tokens: usize) -> Result<(), String> {
+        let most = self.positions;
+        if tokens <= most {
+            return Ok(());
+        }
+        Err(format!(
+            "{tokens} tokens, of at most {most}: set data.too_long = \"cut\" to cut them off"
+        ))
+    }
+
+    fn ids(&self, line: Line, whole: Option<i32>) -> Result<Sequence, String> {
+        let Line { input_ids, labels, token_type_ids, attention_mask, .. } = line;
+        let mut ids = input_ids.unwrap_or_default();
+        match (&labels, whole) {
+            (Some(_), Some(_)) => {
+                return Err("labels: the model scores whole sequences by label".into());
+            }
+            (None, None) if self.predicts == Predicts::Own => {
+                return Err("labels is missing: which tokens are masked, and what they were".into());
+            }
+            _ => {}
+        }
+        if attention_mask.is_some_and(|mask| mask != vec![1; ids.len()]) {
+            return Err("attention_mask is not all ones: leave padding out of input_ids".into());
+        }
+        let mut labels = labels.unwrap_or_else(|| ids.clone());
+        if ids.is_empty() {
+            return Err("input_ids is empty".into());
+        }
+        if labels.len() != ids.len() {
+            return Err(format!("{} labels for {} input_ids", labels.len(), ids.len()));
+        }
+        let mut types = token_type_ids.unwrap_or_default();
+        if !types.is_empty() && types.len() != ids.len() {
+            return Err(format!("{} token_type_ids for {} input_ids", types.len(), ids.len()));
+        }
+        let kinds = self.kinds;
+        let is_kind = |kind: &i64| (0..kinds.clamp(1, 256) as i64).contains(kind);
+        if let Some((at, kind)) = types.iter().enumerate().find(|(_, kind)| !is_kind(kind)) {
+            return Err(format!("token type {kind} at {at}: the model has {kinds}"));
+        }
+        if self.too_long != TooLong::Cut {
+            self.fits(ids.len())?;
+        }
+        ids.truncate(self.positions);
+        labels.truncate(self.positions);
+        types.truncate(self.positions);
+        let vocabulary = self.tokens;
+        let is_token = |id: &i64| (0..vocabulary as i64).contains(id);
+        if let Some((at, id)) = ids.iter().enumerate().find(|(_, id)| !is_token(id)) {
+            return Err(format!("token {id} at {at} is outside the vocabulary of {vocabulary}"));
+        }
+        let is_label = |label: &i64| *label == -100 || is_token(label);
+        if let Some((at, id)) = labels.iter().enumerate().find(|(_, id)| !is_label(id)) {
+            return Err(format!("label {id} at {at} is outside the vocabulary of {vocabulary}"));
+        }
+        let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
+        let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();
+        if let Some(label) = whole {
+            return Ok(Sequence::whole(tokens, label, kinds));
+        }
+        let labels = labels.into_iter().map(|label| label as i32).collect();
+        Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
+    }
+}
+
+impl Line {
+    /// Refuses what does not belong to a line of this kind.
+    fn goes_with(&self, kind: &str) -> Result<(), String> {
+        let more = [
+            ("text_pair", self.text_pair.is_some(), "text"),
+            ("completion", self.completion.is_some(), "prompt"),
+            ("labels", self.labels.is_some(), "input_ids"),
+            ("token_type_ids", self.token_type_ids.is_some(), "input_ids"),
+            ("attention_mask", self.attention_mask.is_some(), "input_ids"),
+        ];
+        match more.iter().find(|(_, is, of)| *is && *of != kind) {
+            Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
+            None => Ok(()),
+        }
+    }
+}

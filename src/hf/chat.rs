@@ -1,0 +1,239 @@
+//! Chats as a directory's template writes them, and which part of the text the assistant wrote.
+//!
+//! A template may mark that part, `{% generation %}` to `{% endgeneration %}`. In one that does
+//! not, it is what each of the assistant's messages adds to the prompt before it.
+
+use std::fs;
+use std::path::Path;
+
+use minijinja::{Environment, ErrorKind, context};
+use minijinja_contrib::pycompat::unknown_method_callback;
+use serde_json::{Map, Value};
+
+use super::text::{Message, Written};
+use crate::error::Error;
+
+fn is_learnt(message: &Message) -> bool {
+    message.role == "assistant"
+}
+
+/// Stand in the text where a marked part begins and ends, until they are taken out.
+const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
+
+/// A chat template.
+#[derive(Clone)]
+pub struct Template {
+    environment: Environment<'static>,
+    special_tokens: Map<String, Value>,
+    marks: bool,
+}
+
+impl Template {
+    /// A directory's, from `chat_template.jinja` or `tokenizer_config.json`, if it has one.
+    pub(super) fn open(
+        directory: &Path,
+        special_tokens: &Map<String, Value>,
+    ) -> Result<Option<Template>, Error> {
+        let (own, config) =
+            (directory.join("chat_template.jinja"), directory.join("tokenizer_config.json"));
+        let at = if own.is_file() { &own } else { &config };
+        let Ok(text) = fs::read_to_string(at) else { return Ok(None) };
+        let source = if own.is_file() {
+            Some(text)
+        } else {
+            let all: Value = serde_json::from_str(&text).unwrap_or_default();
+            of_config(&all["chat_template"])
+        };
+        let Some(source) = source else { return Ok(None) };
+        let template = Template::new(&source, special_tokens.clone());
+        let refuse =
+            |error| Error::refused(format_args!("{}: chat template: {error}", at.display()));
+        template.map(Some).map_err(refuse)
+    }
+
+    fn new(source: &str, special_tokens: Map<String, Value>) -> Result<Template, minijinja::Error> {
+        let mut environment = Environment::new();
+        environment.set_trim_blocks(true);
+        environment.set_lstrip_blocks(true);
+        environment.set_unknown_method_callback(unknown_method_callback);
+        environment.add_function("raise_exception", |what: String| -> Result<String, _> {
+            Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
+        });
+        let (source, marks) = marked(source);
+        environment.add_template_owned("chat", source)?;
+        Ok(Template { environment, special_tokens, marks })
+    }
+
+    fn render(&self, messages: &[Message], asks: bool) -> Result<String, String> {
+        let values = context! { messages => messages, add_generation_prompt => asks };
+        let values =
+            context! { ..values, ..minijinja::Value::from_serialize(&self.special_tokens) };
+        let template = self.environment.get_template("chat").expect("it was added");
+        template.render(values).map_err(|error| format!("chat template: {error}"))
+    }
+
+    /// A chat that the assistant is to go on with.
+    ///
+    /// # Errors
+    /// The template's.
+    pub fn ask(&self, messages: &[Message]) -> Result<String, String> {
+        Ok(unmarked(&self.render(messages, true)?).text)
+    }
+
+    /// A chat to learn from.
+    ///
+    /// # Errors
+    /// The template's; the chat does not end with the assistant; the template rewrites turns, so
+    /// that it cannot be told what the assistant wrote.
+    pub fn write(&self, messages: &[Message]) -> Result<Written, String> {
+        if let Some(at) = messages.iter().position(|one| one.content.contains(MARKS)) {
+            return Err(format!("message {at} has a character of private use, U+E000 or U+E001"));
+        }
+        match messages.last() {
+            None => return Err("messages is empty".into()),
+            Some(last) if !is_learnt(last) => {
+                return Err(format!(
+                    "the chat is unterminated: its last message is of role {:?}, so nobody \
+                     answers; end it with one of role \"assistant\", or leave it out",
+                    last.role
+                ));
+            }
+            Some(_) => {}
+        }
+        let all = self.render(messages, false)?;
+        if self.marks {
+            return Ok(unmarked(&all));
+        }
+        let mut learnt = Vec::new();
+        for at in (0..messages.len()).filter(|&at| is_learnt(&messages[at])) {
+            let before = match self.render(&messages[..at], true) {
+                Err(_) if at == 0 => String::new(), // some have nothing to say to nobody
+                before => before?,
+            };
+            let with = self.render(&messages[..=at], false)?;
+            if !with.starts_with(&before) || !all.starts_with(&with) {
+                return Err(format!(
+                    "the chat template writes earlier turns anew when it comes to message {at}, so \
+                     what the assistant wrote cannot be told: mark it in the template, with \
+                     {{% generation %}} and {{% endgeneration %}}"
+                ));
+            }
+            learnt.push(before.len()..with.len());
+        }
+        Ok(Written { text: all, learnt })
+    }
+}
+
+/// A template of a config: one, or the default of several.
+fn of_config(template: &Value) -> Option<String> {
+    if let Some(one) = template.as_str() {
+        return Some(one.into());
+    }
+    let several = template.as_array()?;
+    let default = several.iter().find(|one| one["name"] == "default");
+    default.or(several.first())?["template"].as_str().map(str::to_string)
+}
+
+/// A template whose generation tags write marks; whether there are any. Whitespace is trimmed as
+/// the tags say.
+fn marked(source: &str) -> (String, bool) {
+    let (mut out, mut rest, mut marks) = (String::new(), source, false);
+    while let Some(at) = rest.find("{%") {
+        let Some(end) = rest[at..].find("%}").map(|end| at + end) else { break };
+        let inner = &rest[at + 2..end];
+        let sign = |sign: Option<char>| match sign {
+            Some('-') => "-",
+            Some('+') => "+",
+            _ => "",
+        };
+        let (left, right) = (sign(inner.chars().next()), sign(inner.chars().last()));
+        out.push_str(&rest[..at]);
+        match inner.trim_matches(['-', '+']).trim() {
+            "generation" => {
+                let mark = MARKS[0];
+                out += &format!("{{%{left} if true %}}{{{{ '{mark}' }}}}{{% if true {right}%}}");
+                marks = true;
+            }
+            "endgeneration" => {
+                let mark = MARKS[1];
+                out += &format!("{{%{left} endif %}}{{{{ '{mark}' }}}}{{% endif {right}%}}");
+            }
+            _ => out.push_str(&rest[at..end + 2]),
+        }
+        rest = &rest[end + 2..];
+    }
+    (out + rest, marks)
+}
+
+/// Takes the marks out.
+fn unmarked(text: &str) -> Written {
+    let mut written = Written::default();
+    for piece in text.split_inclusive(MARKS) {
+        let plain = piece.trim_end_matches(MARKS);
+        written.text += plain;
+        let at = written.text.len();
+        match (piece.ends_with(MARKS[0]), piece.ends_with(MARKS[1])) {
+            (true, _) => written.learnt.push(at..at),
+            (_, true) => written.learnt.iter_mut().last().into_iter().for_each(|one| one.end = at),
+            _ => {}
+        }
+    }
+    written
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn chat(roles: &[(&str, &str)]) -> Vec<Message> {
+        let message = |&(role, content): &(&str, &str)| Message {
+            role: role.into(),
+            content: content.into(),
+        };
+        roles.iter().map(message).collect()
+    }
+
+    const PLAIN: &str = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}\
+                         {% if add_generation_prompt %}<assistant>{% endif %}";
+
+    #[test]
+    fn what_the_assistant_wrote_is_what_it_added() {
+        let template = Template::new(PLAIN, Map::new()).expect("good");
+        let messages =
+            chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
+        let Written { text, learnt } = template.write(&messages).expect("good");
+        let parts: Vec<&str> = learnt.into_iter().map(|range| &text[range]).collect();
+        assert_eq!(text, "<user>a\n<assistant>b\n<user>c\n<assistant>d\n");
+        assert_eq!(parts, ["b\n", "d\n"]);
+        assert_eq!(template.ask(&messages[..1]).expect("good"), "<user>a\n<assistant>");
+    }
+
+    #[test]
+    fn or_what_the_template_marks() {
+        let source = "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n    \
+                      {%- generation -%}\n    {{ m.content + eos_token }}\n    \
+                      {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n{%- endfor %}";
+        let specials = Map::from_iter([("eos_token".to_string(), Value::from("</s>"))]);
+        let template = Template::new(source, specials).expect("good");
+        let messages =
+            chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
+        let Written { text, learnt } = template.write(&messages).expect("good");
+        let parts: Vec<&str> = learnt.into_iter().map(|range| &text[range]).collect();
+        assert_eq!((text.as_str(), parts), ("[a]b</s>[c]d</s>", vec!["b</s>", "d</s>"]));
+    }
+
+    #[test]
+    fn what_cannot_be_learnt_from_is_refused() {
+        let template = Template::new(PLAIN, Map::new()).expect("good");
+        let refused = |roles: &[(&str, &str)]| template.write(&chat(roles)).expect_err("bad");
+        assert!(refused(&[]).contains("empty"));
+        assert!(refused(&[("user", "a")]).contains("unterminated"));
+        assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
+        let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
+        let rewrites = Template::new(last, Map::new()).expect("good");
+        let messages = chat(&[("assistant", "b"), ("user", "c"), ("assistant", "d")]);
+        assert!(rewrites.write(&messages).expect_err("bad").contains("{% generation %}"));
+        let raises = Template::new("{{ raise_exception('no ' + 'way') }}", Map::new());
+        assert!(raises.expect("good").write(&messages).expect_err("bad").contains("no way"));
+    }
+}

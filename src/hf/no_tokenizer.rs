@@ -1,0 +1,78 @@
+//! What stands for [`Tokenizer`] and chats in a library without the feature `tokenizers`.
+
+use std::convert::Infallible;
+use std::path::Path;
+
+use super::text::{Encoded, Message, Written};
+use crate::error::Error;
+
+/// There is none.
+#[derive(Clone)]
+pub struct Tokenizer(Infallible);
+
+/// There is none.
+#[derive(Clone)]
+pub struct Template(Infallible);
+
+#[allow(missing_docs, clippy::missing_errors_doc, reason = "nobody can have one")]
+impl Tokenizer {
+    /// A directory's; `None` when it has no `tokenizer.json`.
+    ///
+    /// # Errors
+    /// It has one.
+    pub fn open(directory: &Path) -> Result<Option<Tokenizer>, Error> {
+        let path = directory.join("tokenizer.json");
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let what = "this program was built without tokenizers: build it with feature `tokenizers`";
+        Err(Error::refused(format_args!("{}: {what}", path.display())))
+    }
+
+    pub fn cutting(&self, _: usize) -> Result<Tokenizer, String> {
+        match self.0 {}
+    }
+
+    pub fn encode(&self, _: &str, _: Option<&str>, _: bool) -> Result<Encoded, String> {
+        match self.0 {}
+    }
+
+    pub fn decode(&self, _: &[u32], _: bool) -> String {
+        match self.0 {}
+    }
+
+    pub fn vocabulary(&self) -> usize {
+        match self.0 {}
+    }
+
+    pub fn is_special(&self, _: u32) -> bool {
+        match self.0 {}
+    }
+
+    pub fn end(&self) -> Option<u32> {
+        match self.0 {}
+    }
+
+    pub fn mask(&self) -> Option<u32> {
+        match self.0 {}
+    }
+
+    pub fn template(&self) -> Option<&Template> {
+        match self.0 {}
+    }
+
+    pub fn token(&self, _: &str) -> Option<u32> {
+        match self.0 {}
+    }
+}
+
+#[allow(missing_docs, clippy::missing_errors_doc, reason = "nobody can have one")]
+impl Template {
+    pub fn ask(&self, _: &[Message]) -> Result<String, String> {
+        match self.0 {}
+    }
+
+    pub fn write(&self, _: &[Message]) -> Result<Written, String> {
+        match self.0 {}
+    }
+}

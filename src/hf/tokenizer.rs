@@ -1,0 +1,149 @@
+//! A directory's tokenizer: `tokenizer.json`, which tokens are special, and its chat template.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+
+use serde_json::{Map, Value};
+use tokenizers::{TruncationDirection, TruncationParams, TruncationStrategy};
+
+use super::chat::Template;
+use super::text::Encoded;
+use crate::error::Error;
+
+/// See the [module](self).
+#[derive(Clone)]
+pub struct Tokenizer {
+    inner: tokenizers::Tokenizer,
+    /// Special tokens by their role (`eos_token`) and by id.
+    specials: BTreeSet<u32>,
+    end: Option<u32>,
+    mask: Option<u32>,
+    template: Option<Template>,
+}
+
+impl Tokenizer {
+    /// A directory's; `None` when it has no `tokenizer.json`.
+    ///
+    /// # Errors
+    /// A file of it cannot be read.
+    pub fn open(directory: &Path) -> Result<Option<Tokenizer>, Error> {
+        let path = directory.join("tokenizer.json");
+        if !path.is_file() {
+            return Ok(None);
+        }
+        let refuse = |what: &dyn std::fmt::Display| {
+            Error::refused(format_args!("{}: {what}", path.display()))
+        };
+        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|error| refuse(&error))?;
+        // How long a sequence may be is the config's to say.
+        inner.with_padding(None);
+        inner.with_truncation(None).map_err(|error| refuse(&error))?;
+        let named = special_tokens(directory)?;
+        let id = |token: &str| inner.token_to_id(token);
+        let role = |role: &str| named.get(role).and_then(Value::as_str).and_then(id);
+        let added = inner.get_added_tokens_decoder().into_iter();
+        let mut specials: BTreeSet<u32> =
+            added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
+        specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
+        let (end, mask) = (role("eos_token"), role("mask_token"));
+        let template = Template::open(directory, &named)?;
+        Ok(Some(Tokenizer { specials, end, mask, template, inner }))
+    }
+
+    /// The same, cutting what comes to more than so many tokens, of a pair the longer text first.
+    ///
+    /// # Errors
+    /// They do not even hold the special tokens.
+    pub fn cutting(&self, positions: usize) -> Result<Tokenizer, String> {
+        let mut cutting = self.clone();
+        let truncation = TruncationParams {
+            max_length: positions,
+            strategy: TruncationStrategy::LongestFirst,
+            stride: 0,
+            direction: TruncationDirection::Right,
+        };
+        let set = cutting.inner.with_truncation(Some(truncation)).map(|_| ());
+        set.map_err(|error| error.to_string())?;
+        Ok(cutting)
+    }
+
+    /// Text, or a pair of texts, as tokens.
+    ///
+    /// # Errors
+    /// The tokenizer's.
+    pub fn encode(
+        &self,
+        text: &str,
+        pair: Option<&str>,
+        specials: bool,
+    ) -> Result<Encoded, String> {
+        let encoded = match pair {
+            Some(pair) => self.inner.encode((text, pair), specials),
+            None => self.inner.encode(text, specials),
+        };
+        let encoded = encoded.map_err(|error| error.to_string())?;
+        let added = encoded.get_special_tokens_mask().iter();
+        let spans = encoded.get_offsets().iter().zip(added);
+        Ok(Encoded {
+            tokens: encoded.get_ids().to_vec(),
+            kinds: encoded.get_type_ids().iter().map(|&kind| kind as u8).collect(),
+            spans: spans
+                .map(|(&span, &is_added)| if is_added == 1 { (0, 0) } else { span })
+                .collect(),
+        })
+    }
+
+    /// Tokens as text.
+    pub fn decode(&self, tokens: &[u32], with_specials: bool) -> String {
+        self.inner.decode(tokens, !with_specials).unwrap_or_default()
+    }
+
+    /// Tokens there are, added ones too.
+    pub fn vocabulary(&self) -> usize {
+        self.inner.get_vocab_size(true)
+    }
+
+    /// True for a token that is no text.
+    pub fn is_special(&self, token: u32) -> bool {
+        self.specials.contains(&token)
+    }
+
+    /// The token that ends a text.
+    pub fn end(&self) -> Option<u32> {
+        self.end
+    }
+
+    /// The token that stands for one to be found.
+    pub fn mask(&self) -> Option<u32> {
+        self.mask
+    }
+
+    /// How chats are written.
+    pub fn template(&self) -> Option<&Template> {
+        self.template.as_ref()
+    }
+
+    /// The id of a token by its name.
+    pub fn token(&self, name: &str) -> Option<u32> {
+        self.inner.token_to_id(name)
+    }
+}
+
+/// Special tokens by their role, from where transformers keeps them.
+fn special_tokens(directory: &Path) -> Result<Map<String, Value>, Error> {
+    let mut named = Map::new();
+    for file in ["special_tokens_map.json", "tokenizer_config.json"] {
+        let path = directory.join(file);
+        let Ok(text) = fs::read_to_string(&path) else { continue };
+        let all: Value = serde_json::from_str(&text)
+            .map_err(|error| Error::refused(format_args!("{}: {error}", path.display())))?;
+        for (role, token) in all.as_object().into_iter().flatten() {
+            let content = token.get("content").unwrap_or(token);
+            if role.ends_with("_token") && content.is_string() {
+                named.insert(role.clone(), content.clone());
+            }
+        }
+    }
+    Ok(named)
+}

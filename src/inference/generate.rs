@@ -1,0 +1,176 @@
+//! Text from a model, a token of each sequence a walk of the ring.
+//!
+//! The first walk reads the prompts; every layer's keys and values go to the host's memory of
+//! that layer and sequence. Each walk behind it brings one token a sequence, and with a layer's
+//! block comes its memory, through the slots that boundaries use: so a model that is too large
+//! for the device generates, too.
+
+use super::{Dice, Rest, Sampling};
+use crate::config::{Config, Plan, Purpose, shape_of};
+use crate::data::Batch;
+use crate::devices::cpu::{Goal, Remembered};
+use crate::error::Error;
+use crate::models::{Head, Model};
+
+/// What a generator has room for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// Prompts at once.
+    pub prompts: usize,
+    /// Tokens of the longest.
+    pub prompt: usize,
+    /// Tokens of a prompt and what is generated behind it.
+    pub tokens: usize,
+}
+
+/// Why a sequence ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    /// A token said so, which is the last.
+    EndOfText,
+    /// It is as long as was asked for.
+    Length,
+}
+
+/// Generates from prompts.
+pub struct Generator {
+    rest: Rest,
+    room: Room,
+}
+
+/// A sequence on its way.
+struct Writing {
+    /// Its prompt's index, and its slot in the memory.
+    index: usize,
+    /// Positions that are remembered.
+    past: usize,
+    last: u32,
+    written: usize,
+    dice: Dice,
+}
+
+/// The memory that is brought along grows by so many positions at once, so that not every token
+/// has a schedule of its own.
+const STRIDE: usize = 64;
+
+impl Generator {
+    /// The plan of a generator of a config's model.
+    ///
+    /// # Errors
+    /// The model does not predict the next token, or has fewer positions.
+    pub fn plan(config: &Config, room: Room) -> Result<Plan, Error> {
+        Ok(prepare(config, room)?.1)
+    }
+
+    /// Makes everything, with the weights that a config names.
+    ///
+    /// # Errors
+    /// As [`plan`](Generator::plan); what is wrong with what the config names; there is less
+    /// memory than that takes.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub fn start(config: Config, room: Room) -> Result<Generator, Error> {
+        let (model, plan) = prepare(&config, room)?;
+        Ok(Generator { rest: Rest::start(config, model, plan)?, room })
+    }
+
+    /// Continues each prompt by at most `most` tokens, until it draws one of `ends`. `each` is
+    /// told every token as it comes, with the index of its prompt, and says whether to go on.
+    /// The tokens of all prompts are drawn in turns.
+    ///
+    /// # Errors
+    /// A prompt is empty, does not fit the room, or has a token outside the vocabulary; `how` is
+    /// no way to draw; the ring failed.
+    pub async fn generate(
+        &mut self,
+        prompts: &[Vec<u32>],
+        most: usize,
+        how: Sampling,
+        ends: &[u32],
+        mut each: impl FnMut(usize, u32, Option<Ended>) -> bool,
+    ) -> Result<(), Error> {
+        how.check()?;
+        let Room { prompts: sequences, prompt: longest, tokens } = self.room;
+        let fits = |prompt: &Vec<u32>| {
+            (1..=longest).contains(&prompt.len()) && prompt.len() + most <= tokens
+        };
+        if prompts.is_empty() || prompts.len() > sequences || !prompts.iter().all(fits) {
+            return Err(Error::refused(format_args!(
+                "{} prompts and {most} tokens behind each do not fit {:?}, or one is empty",
+                prompts.len(),
+                self.room
+            )));
+        }
+        if most == 0 {
+            return Ok(());
+        }
+        let mut writing: Vec<Writing> = (0..prompts.len())
+            .map(|index| {
+                let dice = Dice::new(how, index as u64);
+                Writing { index, past: 0, last: 0, written: 0, dice }
+            })
+            .collect();
+        let mut batch = Batch::to_continue(prompts);
+        batch.check(&self.rest.model, &self.rest.plan, sequences)?;
+        while !writing.is_empty() {
+            let lengths = batch.lengths.clone();
+            let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
+            let past = past.next_multiple_of(STRIDE).min(tokens - 1);
+            let places = writing.iter().map(|one| Remembered { slot: one.index, past: one.past });
+            let (places, purpose) = (places.collect(), Purpose::Remember { past });
+            let (_, logits) = self.rest.turn(batch, Goal::Tell, purpose, places).await?;
+            let vocabulary = self.rest.model.shape.vocabulary;
+            let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
+            let mut goes_on = Vec::new();
+            for ((one, length), logits) in of_each {
+                one.past += length;
+                one.written += 1;
+                one.last = one.dice.draw(logits);
+                let ended = match one.last {
+                    token if ends.contains(&token) => Some(Ended::EndOfText),
+                    _ if one.written == most => Some(Ended::Length),
+                    _ => None,
+                };
+                if !each(one.index, one.last, ended) {
+                    return Ok(());
+                }
+                goes_on.push(ended.is_none());
+            }
+            let mut goes_on = goes_on.into_iter();
+            writing.retain(|_| goes_on.next() == Some(true));
+            batch = Batch::to_continue(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
+        }
+        Ok(())
+    }
+
+    /// Ends all threads and tasks.
+    ///
+    /// # Errors
+    /// The ring failed.
+    pub async fn stop(self) -> Result<(), Error> {
+        self.rest.stop().await
+    }
+}
+
+fn prepare(config: &Config, room: Room) -> Result<(Model, Plan), Error> {
+    config.check()?;
+    let shape = shape_of(config)?;
+    if shape.head != Head::Tokens {
+        return Err(Error::refused("tokens are drawn from models that predict the next one"));
+    }
+    let Room { prompts, prompt, tokens } = room;
+    if tokens > shape.positions {
+        return Err(Error::refused(format_args!(
+            "a prompt of {prompt} tokens and what is to come behind it are {tokens}: the model has \
+             {} positions",
+            shape.positions
+        )));
+    }
+    if prompts == 0 || prompt == 0 || tokens < prompt {
+        return Err(Error::refused(format_args!("there is no room in {room:?}")));
+    }
+    let model = Model::new(shape);
+    let plan = Plan::of_generation(config, &model, prompts, prompt, tokens)?;
+    Ok((model, plan))
+}

@@ -1,0 +1,82 @@
+//! A model at rest: evaluated, or asked to go on. No gradients, no optimizer state; layers come
+//! to the device and go, as in training.
+
+mod evaluate;
+mod generate;
+mod quality;
+mod sampling;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use l2l_actors::Relay;
+use l2l_actors::threads::ThreadLanes;
+
+pub use evaluate::{Evaluation, Evaluator};
+pub use generate::{Ended, Generator, Room};
+pub use quality::{Agreement, Confusion, Quality};
+pub(crate) use sampling::Dice;
+pub use sampling::Sampling;
+
+use crate::config::{Config, ModelConfig, Plan, Purpose, Walk};
+use crate::data::Batch;
+use crate::devices::cpu::{Cpu, Goal, Remembered, Turn};
+use crate::error::Error;
+use crate::hf;
+use crate::models::Model;
+use crate::trainer::{Walked, start_ring};
+
+/// A model on its device's ring.
+struct Rest {
+    config: Config,
+    model: Arc<Model>,
+    plan: Arc<Plan>,
+    relay: Relay<ThreadLanes<Cpu>>,
+    lanes: Arc<ThreadLanes<Cpu>>,
+    walked: Option<Walked>,
+}
+
+/// Lets a config load a model from a directory, a checkpoint's say, whatever it named before.
+pub fn load_from(config: &mut Config, directory: &Path) {
+    let ModelConfig { task, labels, .. } = std::mem::take(&mut config.model);
+    config.model =
+        ModelConfig { path: Some(directory.into()), task, labels, ..config.model.clone() };
+}
+
+impl Rest {
+    /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
+    fn start(config: Config, model: Model, plan: Plan) -> Result<Rest, Error> {
+        if let Some(misfit) = plan.misfits().into_iter().next() {
+            return Err(Error::refused(misfit));
+        }
+        let (model, plan) = (Arc::new(model), Arc::new(plan));
+        let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate)?;
+        cpu.eps().randomise(config.step.seed); // what the file has not
+        if let Some(path) = &config.model.path {
+            hf::load(path, &model, cpu.eps())?;
+        }
+        let (relay, lanes) = start_ring(&config, &model, &plan, cpu)?;
+        Ok(Rest { config, model, plan, relay, lanes, walked: None })
+    }
+
+    /// One walk of the ring: the loss, and what the head told.
+    async fn turn(
+        &mut self,
+        batch: Batch,
+        goal: Goal,
+        purpose: Purpose,
+        memory: Vec<Remembered>,
+    ) -> Result<(f64, Vec<f32>), Error> {
+        let walk = Walk { sequences: batch.lengths.len(), positions: batch.positions, purpose };
+        let walked = Walked::of(&mut self.walked, walk, &self.config, &self.model)?;
+        let turn = Turn { batch, goal, trained: 0, carries: walked.carries.clone(), memory };
+        let resolved = self.relay.step(&walked.schedule, turn).await?;
+        let told = std::mem::take(&mut *self.lanes.hands().told.lock().expect("nothing panics"));
+        Ok((resolved.loss, told))
+    }
+
+    async fn stop(self) -> Result<(), Error> {
+        Ok(self.relay.stop().await?)
+    }
+}

@@ -1,0 +1,138 @@
+//! Generation: greedy text is transformers' token for token, draws follow their seed, and a
+//! model's memory is what its plan said.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use l2l::Config;
+use l2l::config::{ScheduleKind, StashPlace};
+use l2l::inference::{Ended, Generator, Room, Sampling};
+use serde_json::Value;
+
+const MOST: usize = 64;
+
+fn goldens(family: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/generate").join(family)
+}
+
+fn config(family: &str) -> Config {
+    let mut config = Config::default();
+    config.model.path = Some(goldens(family));
+    config.step.micro_batch = 2;
+    config
+}
+
+fn golden(family: &str) -> (Vec<Vec<u32>>, Vec<Vec<u32>>) {
+    let text = fs::read_to_string(goldens(family).join("golden.json")).expect("it is committed");
+    let golden: Value = serde_json::from_str(&text).expect("JSON");
+    let lists = |key: &str| serde_json::from_value(golden[key].clone()).expect("lists of tokens");
+    (lists("prompts"), lists("greedy"))
+}
+
+fn room(prompts: &[Vec<u32>], most: usize) -> Room {
+    let prompt = prompts.iter().map(Vec::len).max().expect("a prompt");
+    Room { prompts: prompts.len(), prompt, tokens: prompt + most }
+}
+
+async fn generated(
+    config: Config,
+    prompts: &[Vec<u32>],
+    how: Sampling,
+    ends: &[u32],
+) -> Vec<(Vec<u32>, Option<Ended>)> {
+    let mut generator = Generator::start(config, room(prompts, MOST)).expect("good");
+    let mut all = vec![(Vec::new(), None); prompts.len()];
+    let each = |prompt: usize, token, ended| {
+        all[prompt].0.push(token);
+        all[prompt].1 = ended;
+        true
+    };
+    generator.generate(prompts, MOST, how, ends, each).await.expect("good prompts");
+    generator.stop().await.expect("a clean end");
+    all
+}
+
+#[tokio::test]
+async fn greedy_text_is_transformers() {
+    for family in ["gpt2", "llama", "mistral", "qwen3"] {
+        let (prompts, greedy) = golden(family);
+        let found = generated(config(family), &prompts, Sampling::default(), &[]).await;
+        for ((found, ended), expected) in found.iter().zip(&greedy) {
+            assert_eq!(found, expected, "{family}");
+            assert_eq!(*ended, Some(Ended::Length));
+        }
+        // One by one, and through other schedules, places and depths, it is the same.
+        let mut other = config(family);
+        other.schedule.kind = ScheduleKind::Resident;
+        other.stash.place = StashPlace::Device;
+        other.channels.weights = 1;
+        other.channels.stash = 1;
+        other.step.micro_batch = 1;
+        let found = generated(other, &prompts[1..2], Sampling::default(), &[]).await;
+        assert_eq!(found[0].0, greedy[1], "{family}");
+    }
+}
+
+#[tokio::test]
+async fn a_seed_draws_the_same_and_ends_end() {
+    let (prompts, greedy) = golden("llama");
+    let how = |seed| Sampling { temperature: 1.0, top_k: 20, top_p: 0.9, seed };
+    let first = generated(config("llama"), &prompts, how(1), &[]).await;
+    assert_eq!(first, generated(config("llama"), &prompts, how(1), &[]).await);
+    assert_ne!(first, generated(config("llama"), &prompts, how(2), &[]).await);
+    let end = greedy[1][9];
+    let at = greedy[1].iter().position(|&token| token == end).expect("it is there");
+    let ended = generated(config("llama"), &prompts, Sampling::default(), &[end]).await;
+    assert_eq!(ended[1].0, greedy[1][..=at]);
+    assert_eq!(ended[1].1, Some(Ended::EndOfText));
+    for ((found, _), expected) in ended.iter().zip(&greedy) {
+        assert_eq!(found[..], expected[..found.len()], "the others go on as they would");
+    }
+}
+
+/// With memory and stash on the host the device holds as much for many layers as for few.
+#[test]
+fn the_plan_names_the_memory() {
+    let plan = |layers: usize| {
+        let mut config = Config::default();
+        config.model.layers = Some(layers);
+        let room = Room { prompts: 3, prompt: 10, tokens: 50 };
+        Generator::plan(&config, room).expect("good")
+    };
+    let (few, many) = (plan(4), plan(40));
+    assert_eq!(few.device_bytes(), many.device_bytes());
+    let memory = |plan: &l2l::Plan| {
+        let term = plan.host.iter().find(|term| term.name == "memory").expect("a term");
+        term.bytes
+    };
+    // Keys and values of 256 channels, of 50 positions of 3 sequences.
+    assert_eq!(
+        (memory(&few), memory(&many)),
+        (4 * 2 * 256 * 50 * 3 * 4, 40 * 2 * 256 * 50 * 3 * 4)
+    );
+    assert!(many.host.iter().all(|term| term.name != "moments" || term.bytes == 0));
+}
+
+#[tokio::test]
+async fn what_does_not_fit_is_refused() {
+    let (prompts, _) = golden("gpt2");
+    let refused = |room| match Generator::start(config("gpt2"), room) {
+        Ok(_) => panic!("{room:?}"),
+        Err(error) => error.to_string(),
+    };
+    let long = Room { prompts: 1, prompt: 50, tokens: 5000 };
+    assert!(refused(long).contains("positions"));
+    assert!(refused(Room { prompts: 0, prompt: 1, tokens: 2 }).contains("room"));
+    let mut generator = Generator::start(config("gpt2"), room(&prompts, 4)).expect("good");
+    let how = Sampling::default();
+    let bad = Sampling { top_p: 0.0, ..how };
+    let mut refused = async |prompts: &[Vec<u32>], most, how| {
+        let done = generator.generate(prompts, most, how, &[], |_, _, _| true).await;
+        done.expect_err("bad").to_string()
+    };
+    assert!(refused(&prompts, 5, how).await.contains("do not fit"));
+    assert!(refused(&[vec![]], 1, how).await.contains("do not fit"));
+    assert!(refused(&[vec![5000]], 1, how).await.contains("vocabulary"));
+    assert!(refused(&prompts, 1, bad).await.contains("top-p"));
+    generator.stop().await.expect("nothing was done");
+}

@@ -1,0 +1,86 @@
+"""Greedy continuations of transformers' causal families, in f64 without a cache, on small odd shapes.
+
+Makes, below generate/, a directory a family: config.json, model.safetensors (as transformers writes them)
+and golden.json (prompts, and the tokens greedy decoding adds to each).
+
+    pip install torch transformers && python generate.py
+"""
+
+import itertools
+import json
+import pathlib
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+
+LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
+ALL = dict(vocab_size=97, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+DECODER = dict(**ALL, hidden_size=48, intermediate_size=24, max_position_embeddings=96, attention_dropout=0.0)
+FAMILIES = {
+    "gpt2": GPT2Config(**ALL, n_embd=48, n_layer=2, n_head=3, n_inner=24, n_positions=96, resid_pdrop=0.0,
+                       embd_pdrop=0.0, attn_pdrop=0.0),
+    "llama": LlamaConfig(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=10, attention_bias=True, mlp_bias=True, tie_word_embeddings=False,
+                         rope_parameters=dict(rope_type="llama3", rope_theta=100.0, factor=4.0,
+                                              low_freq_factor=1.0, high_freq_factor=4.0,
+                                              original_max_position_embeddings=8)),
+    "mistral": MistralConfig(**DECODER, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                             head_dim=12, sliding_window=7),
+    "qwen3": Qwen3Config(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1,
+                         head_dim=12, tie_word_embeddings=True),
+}
+# Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
+HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16}
+
+
+def made(config, seed):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+@torch.no_grad()
+def greedy(model, prompt):
+    """The tokens, and the least margin by which one was ahead of the second best."""
+    ids, least = list(prompt), float("inf")
+    for _ in range(NEW):
+        logits, tokens = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(2)
+        least = min(least, float(logits[0] - logits[1]))
+        ids.append(int(tokens[0]))
+    return ids[len(prompt):], least
+
+
+def main():
+    here = pathlib.Path(__file__).parent / "generate"
+    for family, config in FAMILIES.items():
+        folder = here / family
+        for seed in itertools.count():
+            made(config, seed).to(HALF.get(family, torch.float32)).save_pretrained(folder)
+            (folder / "generation_config.json").unlink(missing_ok=True)
+            load = lambda: AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation="eager", dtype=torch.float32).eval()
+            exact, single = load().to(torch.float64), load()
+            generator = torch.Generator().manual_seed(seed)
+            prompts = [torch.randint(0, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+            found = [greedy(exact, prompt) for prompt in prompts]
+            distinct = [len(set(tokens)) for tokens, _ in found]
+            if min(distinct) > DISTINCT and min(margin for _, margin in found) > MARGIN:
+                break
+        for prompt, (tokens, _) in zip(prompts, found):
+            ids = torch.tensor([prompt])
+            again = single.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                                    max_new_tokens=NEW)[0, len(prompt):].tolist()
+            assert again == tokens, (family, len(prompt))
+        print(family, "seed", seed, "distinct", distinct, "margin", min(margin for _, margin in found))
+        golden = {"prompts": prompts, "greedy": [tokens for tokens, _ in found],
+                  "transformers": transformers.__version__}
+        (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+
+
+if __name__ == "__main__":
+    main()
