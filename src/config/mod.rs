@@ -1,5 +1,6 @@
 //! The config as written: every key, its default, and what it must be. The plan is made from it.
 
+mod data;
 mod keys;
 mod plan;
 mod shape;
@@ -8,11 +9,12 @@ mod walk;
 
 use std::path::Path;
 
+pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use keys::{
-    ChannelsConfig, CheckpointConfig, Config, DataConfig, DataFile, DeviceConfig, DeviceKind,
-    Dtype, Files, Format, Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig,
-    OptimizerKind, RateSchedule, ScheduleConfig, ScheduleKind, StashConfig, StashPlace, StepConfig,
-    Task, TooLong, ValidationConfig, WatchdogConfig,
+    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, Format, Labels,
+    LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
+    ScheduleConfig, ScheduleKind, StashConfig, StashPlace, StepConfig, Task, ValidationConfig,
+    WatchdogConfig,
 };
 pub use plan::{Plan, Term};
 pub use shape::shape_of;

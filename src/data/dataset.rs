@@ -1,43 +1,19 @@
 //! A dataset: sequences by index, and the part of them that a run trains on or keeps aside.
 
-use std::sync::Arc;
-
 use sha2::{Digest, Sha256};
 
-use super::files::{self, Opened};
+use super::files;
 use super::mask::Mask;
-use super::pack::{join, pack};
+use super::pack::join;
 use super::reader::Reader;
-use super::spool::Spool;
+use super::source::{Part, Source};
 use super::vocabulary::Vocabulary;
 use super::{Batch, Predicts, Sequence};
-use crate::config::{Config, Files, Labels, TooLong};
+use crate::config::{Config, Files, Labels};
 use crate::error::Error;
 use crate::hf;
 use crate::models::{Head, Shape};
 use crate::random;
-
-/// Which sequences of a source are meant.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
-    All,
-    /// All but these many, which are spread evenly.
-    AllBut(u64),
-    /// These many.
-    Held(u64),
-}
-
-/// Sequences of one name.
-struct Source {
-    spool: Arc<Spool>,
-    digest: String,
-    is_text: bool,
-    part: Part,
-    /// How often an epoch sees each.
-    weight: f64,
-    /// Which of the part's sequences share one, if they are packed.
-    packed: Option<Vec<Vec<u32>>>,
-}
 
 /// Where sequences come from.
 enum Kind {
@@ -59,78 +35,6 @@ pub struct Dataset {
     mask: Option<Mask>,
     attend_across: bool,
     vocabulary: Vocabulary,
-}
-
-/// Index of the `nth` of `held` places spread evenly over `count`.
-fn held_place(nth: u64, held: u64, count: u64) -> u64 {
-    ((2 * u128::from(nth) + 1) * u128::from(count) / (2 * u128::from(held))) as u64
-}
-
-/// Index of the `nth` place that is not held.
-fn kept_place(nth: u64, held: u64, count: u64) -> u64 {
-    // How many held places stand before it: `held_place(j) − j` does not fall.
-    let (mut low, mut high) = (0, held);
-    while low < high {
-        let middle = low.midpoint(high);
-        if held_place(middle, held, count) - middle <= nth {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    nth + low
-}
-
-impl Source {
-    fn new(Opened { spool, digest, is_text }: Opened, weight: f64) -> Source {
-        let spool = Arc::new(spool);
-        Source { spool, digest, is_text, part: Part::All, weight, packed: None }
-    }
-
-    fn whole(&self) -> u64 {
-        self.spool.len() as u64
-    }
-
-    /// Sequences of its part.
-    fn rows(&self) -> u64 {
-        match self.part {
-            Part::All => self.whole(),
-            Part::AllBut(held) => self.whole() - held,
-            Part::Held(held) => held,
-        }
-    }
-
-    /// Sequences that are handed out: several may share one.
-    fn len(&self) -> u64 {
-        self.packed.as_ref().map_or(self.rows(), |packed| packed.len() as u64)
-    }
-
-    /// Sequences of an epoch.
-    fn quota(&self) -> u64 {
-        ((self.len() as f64 * self.weight).round() as u64).max(u64::from(self.len() > 0))
-    }
-
-    /// The place in the spool of one of its part's.
-    fn place(&self, row: u64) -> usize {
-        (match self.part {
-            Part::All => row,
-            Part::AllBut(held) => kept_place(row, held, self.whole()),
-            Part::Held(held) => held_place(row, held, self.whole()),
-        }) as usize
-    }
-
-    fn pack(&mut self, positions: usize) {
-        let lengths = (0..self.rows()).map(|row| self.spool.tokens(self.place(row)));
-        self.packed = Some(pack(lengths, positions));
-    }
-
-    /// Its part's that one which is handed out is made of.
-    fn rows_of(&self, index: u64) -> Vec<u64> {
-        match &self.packed {
-            Some(packed) => packed[index as usize].iter().map(|&row| u64::from(row)).collect(),
-            None => vec![index],
-        }
-    }
 }
 
 impl Dataset {
@@ -262,18 +166,8 @@ impl Dataset {
             let kind = Kind::Random { seed, vocabulary: shape.vocabulary, positions };
             return Dataset::of(config, kind, files.to_string(), predicts, vocabulary, seed);
         }
-        let cutting = match (&vocabulary, config.data.too_long) {
-            (Vocabulary::Words(tokenizer), TooLong::Cut) => {
-                let cutting = tokenizer.cutting(positions);
-                let cutting =
-                    cutting.map_err(|what| Error::config("data.sequence_length", what))?;
-                Some(Vocabulary::Words(Box::new(cutting)))
-            }
-            _ => None,
-        };
         let reader = Reader {
             vocabulary,
-            cutting,
             tokens: shape.vocabulary,
             positions,
             too_long: config.data.too_long,
@@ -518,20 +412,5 @@ impl Order {
         let looked_at = 4 * count.div_ceil(self.batch as u64);
         (0..steps.min(looked_at))
             .find(|&step| !self.of_step(data, step).any(|(index, _)| data.is_labelled(index)))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_held_and_what_is_not_is_everything_once() {
-        for (count, held) in [(2, 1), (10, 1), (10, 3), (11, 10), (1000, 99), (7, 6)] {
-            let mut all: Vec<u64> = (0..held).map(|nth| held_place(nth, held, count)).collect();
-            all.extend((0..count - held).map(|nth| kept_place(nth, held, count)));
-            all.sort_unstable();
-            assert!(all.into_iter().eq(0..count), "{held} of {count}");
-        }
     }
 }

@@ -79,20 +79,20 @@ fn extension(path: &Path) -> Option<&str> {
 
 /// A file, or those of a folder and its folders, in order of their names.
 fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
-    let about = fs::metadata(path).map_err(|error| error.to_string())?;
-    if about.is_file() {
-        return match extension(path) {
-            Some(known) if KNOWN.contains(&known) => Ok(vec![path.into()]),
-            _ => Err(format!(
+    if !path.is_dir() {
+        if !extension(path).is_some_and(|known| KNOWN.contains(&known)) {
+            return Err(format!(
                 "what kind of data is this? It must be a .{} file, a folder of them, \"random\" or \
                  \"{}\"",
                 KNOWN.join(", ."),
                 DataConfig::BUILT_IN
-            )),
-        };
-    }
-    if !about.is_dir() {
-        return Err("it is neither a file nor a folder".into());
+            ));
+        }
+        let about = fs::metadata(path).map_err(|error| error.to_string())?;
+        if !about.is_file() {
+            return Err("it is neither a file nor a folder".into());
+        }
+        return Ok(vec![path.into()]);
     }
     let mut found = Vec::new();
     let entries = fs::read_dir(path).map_err(|error| error.to_string())?;

@@ -8,6 +8,7 @@ mod mask;
 mod overview;
 mod pack;
 mod reader;
+mod source;
 mod spool;
 mod vocabulary;
 

@@ -36,8 +36,6 @@ enum Label {
 /// Reads lines.
 pub(super) struct Reader {
     pub(super) vocabulary: Vocabulary,
-    /// The same, cutting texts that are too long, where that is asked for.
-    pub(super) cutting: Option<Vocabulary>,
     /// Tokens that the model knows.
     pub(super) tokens: usize,
     pub(super) positions: usize,
@@ -91,6 +89,10 @@ impl Reader {
         }
     }
 
+    fn ends_text(&self) -> bool {
+        self.end_of_text && self.predicts == Predicts::Next
+    }
+
     fn scores_sequences(&self) -> bool {
         matches!(self.predicts, Predicts::Class | Predicts::Value)
     }
@@ -133,19 +135,20 @@ impl Reader {
         if line.text_pair.is_some() && whole.is_none() {
             return Err("text_pair: the model does not score pairs of texts".into());
         }
-        let vocabulary = match self.too_long {
-            TooLong::Cut if !self.end_of_text => self.cutting.as_ref(),
-            _ => None,
+        let pair = line.text_pair.as_deref();
+        let encoded = match (self.vocabulary.tokenizer(), self.too_long) {
+            (Some(tokenizer), TooLong::Cut) if !self.ends_text() => {
+                tokenizer.encode_cut(text, pair, self.positions)?
+            }
+            _ => self.vocabulary.encode(text, pair, true)?,
         };
-        let encoded =
-            vocabulary.unwrap_or(&self.vocabulary).encode(text, line.text_pair.as_deref(), true)?;
         let Encoded { mut tokens, kinds, .. } = encoded;
         let kinds = if self.kinds > 1 { kinds } else { Vec::new() };
         if let Some(label) = whole {
             self.fits(tokens.len())?;
             return Ok(vec![Sequence::whole(tokens, label, kinds)]);
         }
-        if self.end_of_text && self.predicts == Predicts::Next {
+        if self.ends_text() {
             self.end(&mut tokens)?;
         }
         if tokens.len() <= self.positions {

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value};
-use tokenizers::{TruncationDirection, TruncationParams, TruncationStrategy};
+use tokenizers::{Encoding, PostProcessor, TruncationParams, truncate_encodings};
 
 use super::chat::Template;
 use super::text::Encoded;
@@ -51,24 +51,7 @@ impl Tokenizer {
         Ok(Some(Tokenizer { specials, end, mask, template, inner }))
     }
 
-    /// The same, cutting what comes to more than so many tokens, of a pair the longer text first.
-    ///
-    /// # Errors
-    /// They do not even hold the special tokens.
-    pub fn cutting(&self, positions: usize) -> Result<Tokenizer, String> {
-        let mut cutting = self.clone();
-        let truncation = TruncationParams {
-            max_length: positions,
-            strategy: TruncationStrategy::LongestFirst,
-            stride: 0,
-            direction: TruncationDirection::Right,
-        };
-        let set = cutting.inner.with_truncation(Some(truncation)).map(|_| ());
-        set.map_err(|error| error.to_string())?;
-        Ok(cutting)
-    }
-
-    /// Text, or a pair of texts, as tokens.
+    /// Text, or a pair of texts, as tokens: with special tokens, or without.
     ///
     /// # Errors
     /// The tokenizer's.
@@ -82,16 +65,30 @@ impl Tokenizer {
             Some(pair) => self.inner.encode((text, pair), specials),
             None => self.inner.encode(text, specials),
         };
-        let encoded = encoded.map_err(|error| error.to_string())?;
-        let added = encoded.get_special_tokens_mask().iter();
-        let spans = encoded.get_offsets().iter().zip(added);
-        Ok(Encoded {
-            tokens: encoded.get_ids().to_vec(),
-            kinds: encoded.get_type_ids().iter().map(|&kind| kind as u8).collect(),
-            spans: spans
-                .map(|(&span, &is_added)| if is_added == 1 { (0, 0) } else { span })
-                .collect(),
-        })
+        Ok(as_encoded(&encoded.map_err(|error| error.to_string())?))
+    }
+
+    /// The same with special tokens, cut to so many tokens: of a pair the longer text first.
+    ///
+    /// # Errors
+    /// The tokenizer's; or they do not even hold the special tokens.
+    pub fn encode_cut(
+        &self,
+        text: &str,
+        pair: Option<&str>,
+        most: usize,
+    ) -> Result<Encoded, String> {
+        // In steps of our own: the library cuts each text before it knows which is the longer.
+        let plain = |text| self.inner.encode(text, false).map_err(|error| error.to_string());
+        let (text, pair) = (plain(text)?, pair.map(plain).transpose()?);
+        let added = self.inner.get_post_processor();
+        let added = added.map_or(0, |added| added.added_tokens(pair.is_some()));
+        let max_length = most.checked_sub(added).filter(|&room| room > 0);
+        let max_length = max_length.ok_or_else(|| format!("{most} positions hold no text"))?;
+        let truncation = TruncationParams { max_length, ..TruncationParams::default() };
+        let cut = truncate_encodings(text, pair, &truncation);
+        let whole = cut.and_then(|(text, pair)| self.inner.post_process(text, pair, true));
+        Ok(as_encoded(&whole.map_err(|error| error.to_string())?))
     }
 
     /// Tokens as text.
@@ -127,6 +124,16 @@ impl Tokenizer {
     /// The id of a token by its name.
     pub fn token(&self, name: &str) -> Option<u32> {
         self.inner.token_to_id(name)
+    }
+}
+
+fn as_encoded(encoded: &Encoding) -> Encoded {
+    let added = encoded.get_special_tokens_mask().iter();
+    let spans = encoded.get_offsets().iter().zip(added);
+    Encoded {
+        tokens: encoded.get_ids().to_vec(),
+        kinds: encoded.get_type_ids().iter().map(|&kind| kind as u8).collect(),
+        spans: spans.map(|(&span, &is_added)| if is_added == 1 { (0, 0) } else { span }).collect(),
     }
 }
 

@@ -1,0 +1,104 @@
+//! Every recipe runs, at tiny size: shown, trained, evaluated.
+#![cfg(feature = "cli")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde_json::{Value, json};
+
+fn root(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn good(arguments: &[String]) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
+        .args(arguments)
+        .stdin(Stdio::null())
+        .output()
+        .expect("the program runs");
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {error}");
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+/// Lines of a kind of data, enough for a few batches.
+fn lines(of: impl Fn(usize) -> Value) -> String {
+    (0..40).map(|number| of(number).to_string() + "\n").collect()
+}
+
+const WORDS: [&str; 5] = ["the ring turns", "a layer comes", "and goes again", "one", "two three"];
+
+fn words(number: usize) -> String {
+    format!("{} {} {number}", WORDS[number % 5], WORDS[number / 5 % 5])
+}
+
+#[test]
+fn every_recipe_runs() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let write = |name: &str, text: String| {
+        let path = folder.path().join(name);
+        fs::write(&path, text).expect("a directory of ours");
+        path.display().to_string()
+    };
+    let text = write("text.txt", (0..200).map(|number| words(number) + "\n").collect());
+    let texts = write("texts.jsonl", lines(|number| json!({ "text": words(number) })));
+    let label = |number: usize| if number.is_multiple_of(3) { "spam" } else { "ham" };
+    let classes = |number| json!({ "text": words(number), "label": label(number) });
+    let classes = write("classes.jsonl", lines(classes));
+    let pairs = |number: usize| json!({ "text": words(number), "text_pair": words(number + 1), "label": number as f64 / 9.0 });
+    let pairs = write("pairs.jsonl", lines(pairs));
+    let says = |role: &str, content: String| json!({ "role": role, "content": content });
+    let chats = |number: usize| json!({ "messages": [says("user", words(number)), says("assistant", words(number + 1))] });
+    let chats = write("chats.jsonl", lines(chats));
+    let tiny = |directory: &str| {
+        format!("model.path={}", root("tests/goldens/text").join(directory).display())
+    };
+    let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
+    let recipes: [(&str, Vec<String>, &str, &str); 6] = [
+        ("pretrain", small.to_vec(), &text, "perplexity"),
+        ("continue", vec![tiny("bpe")], &texts, "perplexity"),
+        ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
+        ("classify", vec![tiny("wordpiece")], &classes, "accuracy"),
+        ("similarity", vec![tiny("wordpiece")], &pairs, "spearman"),
+        ("chat", vec![tiny("llama")], &chats, "perplexity"),
+    ];
+    let known = fs::read_dir(root("examples/recipes")).expect("a folder").count();
+    assert_eq!(known, recipes.len(), "each recipe is tried");
+    for (recipe, mut sets, train, metric) in recipes {
+        let run = folder.path().join(recipe).display().to_string();
+        sets.extend([
+            format!("data.train={train}"),
+            format!("checkpoint.directory={run}"),
+            "step.steps=2".into(),
+            "data.sequence_length=64".into(),
+            "step.batch=6".into(),
+            "step.micro_batch=4".into(),
+            format!("log.file={run}.jsonl"),
+            format!("log.tensorboard={run}.board"),
+        ]);
+        if recipe == "classify" {
+            sets.push(format!("data.validation={train}"));
+        }
+        let command = |command: &str| {
+            let recipe = root("examples/recipes").join(recipe).with_extension("toml");
+            let mut all = vec![command.to_string(), recipe.display().to_string()];
+            sets.iter().for_each(|set| all.extend(["--set".into(), set.clone()]));
+            all
+        };
+        assert!(good(&command("data")).contains("tokens"), "{recipe}");
+        good(&command("train"));
+        let logged = fs::read_to_string(format!("{run}.jsonl")).expect("it was written");
+        assert_eq!(logged.matches("\"event\":\"step\"").count(), 2, "{recipe}");
+        assert_eq!(fs::read_dir(format!("{run}.board")).expect("a folder").count(), 1);
+        let json = [command("eval"), vec!["--format".into(), "json".into()]].concat();
+        let found: Value = serde_json::from_str(&good(&json)).expect("an object");
+        assert!(found[metric].as_f64().is_some_and(f64::is_finite), "{recipe}: {found}");
+        if recipe == "chat" || recipe == "pretrain" {
+            let mut generate = command("generate");
+            generate.extend(["--prompt", "the ring", "--tokens", "5"].map(String::from));
+            generate.extend((recipe == "chat").then(|| "--chat".to_string()));
+            good(&generate);
+        }
+    }
+}
