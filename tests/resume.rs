@@ -100,7 +100,8 @@ async fn looking_does_not_disturb() {
         let mut bits = Vec::new();
         for step in 0..STEPS {
             let losses = [trainer.evaluate(held()).await, trainer.evaluate(held()).await];
-            let [first, again] = losses.map(|loss| loss.expect("nothing fails here").to_bits());
+            let [first, again] =
+                losses.map(|loss| loss.expect("nothing fails here").loss.to_bits());
             assert_eq!(first, again);
             let drawn = trainer.sample(&[1, 2, 3], 9, 0.8, step).await.expect("good tokens");
             assert!(drawn.len() == 9 && drawn.iter().all(|&token| token < 51));

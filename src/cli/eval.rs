@@ -26,6 +26,11 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
             if stop.load(Relaxed) { Ok(None) } else { found.map(Some) }
         })?;
         let Some(found) = found else { return Ok(Ended::Interrupted) };
+        if found.labelled == 0 {
+            let what =
+                format!("data {}: nothing to evaluate, no sequence has a label", data.name());
+            return Err(Error::Refused(what));
+        }
         show(&config, &from, data.name(), &found);
         Ok(Ended::Well)
     };
@@ -33,19 +38,8 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
 }
 
 fn show(config: &Config, from: &std::path::Path, data: &str, found: &Evaluation) {
-    let Evaluation { loss, sequences, tokens, labelled, quality } = found;
-    let mut values: Vec<(&str, f64)> = vec![("loss", *loss)];
-    match quality {
-        None => values.push(("perplexity", found.perplexity())),
-        Some(Quality::Classes(confusion)) => values.extend([
-            ("accuracy", confusion.accuracy()),
-            ("f1", confusion.f1()),
-            ("matthews", confusion.matthews()),
-        ]),
-        Some(Quality::Values(agreement)) => {
-            values.extend([("pearson", agreement.pearson()), ("spearman", agreement.spearman())]);
-        }
-    }
+    let Evaluation { sequences, tokens, labelled, quality, .. } = found;
+    let values = found.values();
     let names = l2l::hf::labels(from);
     let name = |class: usize| names.get(class).cloned().unwrap_or_else(|| class.to_string());
     if config.log.format == Format::Json {

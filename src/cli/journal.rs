@@ -73,9 +73,15 @@ fn scalars(event: &Value) -> Vec<(&'static str, f64)> {
                 value("exposed_wait_seconds").zip(value("seconds")).map(|(w, s)| w / s),
             ),
         ],
-        Some("validation") => {
-            vec![("loss/validation", value("loss")), ("accuracy/validation", value("accuracy"))]
-        }
+        Some("validation") => vec![
+            ("loss/validation", value("loss")),
+            ("perplexity/validation", value("perplexity")),
+            ("accuracy/validation", value("accuracy")),
+            ("f1/validation", value("f1")),
+            ("matthews/validation", value("matthews")),
+            ("pearson/validation", value("pearson")),
+            ("spearman/validation", value("spearman")),
+        ],
         _ => Vec::new(),
     };
     all.into_iter().filter_map(|(tag, value)| Some((tag, value?))).collect()

@@ -4,6 +4,7 @@ use std::io::IsTerminal;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use l2l::config::{ByteSize, Format};
+use l2l::inference::Evaluation;
 use l2l::{StepReport, Summary, machine};
 use serde_json::{Value, json};
 
@@ -82,13 +83,19 @@ impl Screen {
         )
     }
 
-    pub(super) fn validation(&mut self, step: u64, loss: f64) {
-        self.validation = Some(loss);
-        let event = json!({ "event": "validation", "step": step, "loss": loss });
+    pub(super) fn validation(&mut self, step: u64, found: &Evaluation) {
+        self.validation = Some(found.loss);
+        let mut event = json!({ "event": "validation", "step": step });
+        let values = found.values();
+        values.iter().for_each(|(name, value)| event[*name] = json!(value));
         self.journal.note(&event);
+        let shown = values.iter().map(|(name, value)| format!("{name} {value:.4}"));
         match self.format {
             Format::Json => print(event),
-            Format::Pretty => self.say(format_args!("step {step}: held-out loss {loss:.4}")),
+            Format::Pretty => {
+                let shown: Vec<String> = shown.collect();
+                self.say(format_args!("step {step}: held-out {}", shown.join(", ")));
+            }
         }
     }
 

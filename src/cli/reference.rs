@@ -17,7 +17,7 @@ pub(super) fn page() -> String {
     let defaults = serde_json::to_value(Config::default()).expect("a config is plain data");
     let mut page = String::from(
         "# Configuration\n\n\
-         Every key of a config file, made from `src/config/keys.rs` by `l2l config reference`. A\n\
+         Every key of a config file, made from `src/config` by `l2l config reference`. A\n\
          value is taken from `--set section.key=value`, else from the environment\n\
          (`L2L__SECTION__KEY`), else from the file, else it is the default. `l2l config show` prints\n\
          a config as it is resolved, `l2l config schema` a JSON schema for editors.\n",

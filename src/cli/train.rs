@@ -263,13 +263,14 @@ impl Run {
         let (batch, batches) = (self.config.step.batch, self.config.validation.batches);
         let held = self.aside.held.as_ref().expect("a run looks where there is something");
         let goes_on = |_: &_| !stop.load(Relaxed);
-        let loss = self.trainer.evaluate(held.in_order(batch, batches).take_while(goes_on)).await?;
+        let in_order = held.in_order(batch, batches).take_while(goes_on);
+        let found = self.trainer.evaluate(in_order).await?;
         if stop.load(Relaxed) {
             return Ok(None);
         }
-        self.screen.validation(self.trainer.progress().step, loss);
-        self.metrics.validation(loss);
-        Ok(Some(loss))
+        self.screen.validation(self.trainer.progress().step, &found);
+        self.metrics.validation(found.loss);
+        Ok(Some(found.loss))
     }
 
     /// Writes a checkpoint of this step, unless it is there.

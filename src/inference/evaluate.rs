@@ -29,6 +29,73 @@ impl Evaluation {
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
+
+    /// What there is to say, by name: always the loss first.
+    pub fn values(&self) -> Vec<(&'static str, f64)> {
+        let mut values = vec![("loss", self.loss)];
+        match &self.quality {
+            None => values.push(("perplexity", self.perplexity())),
+            Some(Quality::Classes(confusion)) => values.extend([
+                ("accuracy", confusion.accuracy()),
+                ("f1", confusion.f1()),
+                ("matthews", confusion.matthews()),
+            ]),
+            Some(Quality::Values(agreement)) => values
+                .extend([("pearson", agreement.pearson()), ("spearman", agreement.spearman())]),
+        }
+        values
+    }
+
+    /// Of a model with this head, with nothing met.
+    pub(crate) fn begin(head: Head) -> Evaluation {
+        let quality = match head {
+            Head::Tokens | Head::Masked => None,
+            Head::Classes { is_value: true, .. } => Some(Quality::Values(Agreement::default())),
+            Head::Classes { labels, .. } => Some(Quality::Classes(Confusion::new(labels))),
+        };
+        Evaluation { loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
+    }
+
+    /// Counts a batch; what it is scored by.
+    pub(crate) fn meet(&mut self, batch: &Batch) -> Labels {
+        self.sequences += batch.lengths.len() as u64;
+        self.tokens += batch.token_count() as u64;
+        self.labelled += batch.labelled as u64;
+        let first = batch.targets.iter().step_by(batch.positions);
+        Labels { first: first.copied().collect(), scored: batch.labelled }
+    }
+
+    /// Takes what a batch came to: its mean loss, and scores of its sequences.
+    pub(crate) fn take(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
+        self.loss += loss * labels.scored as f64;
+        match &mut self.quality {
+            None => {}
+            Some(Quality::Values(agreement)) => {
+                let values = labels.first.iter().map(|&bits| f32::from_bits(bits as u32));
+                values.zip(scores).for_each(|(label, &score)| agreement.take(label, score));
+            }
+            Some(Quality::Classes(confusion)) => {
+                let of_each = scores.chunks_exact(confusion.classes());
+                labels.first.iter().zip(of_each).for_each(|(&label, scores)| {
+                    confusion.take(label as usize, scores);
+                });
+            }
+        }
+    }
+
+    /// Means of what was taken; of nothing, NaN.
+    pub(crate) fn end(mut self) -> Evaluation {
+        self.loss /= self.labelled as f64;
+        self
+    }
+}
+
+/// What a batch is scored by.
+pub(crate) struct Labels {
+    /// Of each sequence's first position.
+    first: Vec<i32>,
+    /// How many there are, at any position.
+    scored: usize,
 }
 
 /// Evaluates a config's model.
@@ -54,52 +121,24 @@ impl Evaluator {
     /// Evaluates it on these batches, each of at most `step.batch` sequences.
     ///
     /// # Errors
-    /// The first of the batches', or one does not fit the model; nothing is labelled; the ring
-    /// failed.
+    /// The first of the batches', or one does not fit the model; the ring failed.
     pub async fn evaluate(
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
-        let mut found =
-            Evaluation { loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality: None };
-        let head = self.rest.model.shape.head;
-        found.quality = match head {
-            Head::Tokens | Head::Masked => None,
-            Head::Classes { is_value: true, .. } => Some(Quality::Values(Agreement::default())),
-            Head::Classes { labels, .. } => Some(Quality::Classes(Confusion::new(labels))),
+        let mut found = Evaluation::begin(self.rest.model.shape.head);
+        let (goal, purpose) = match found.quality {
+            Some(_) => (Goal::Tell, Purpose::Tell),
+            None => (Goal::Evaluate, Purpose::Evaluate),
         };
-        let is_told = found.quality.is_some();
-        let (goal, purpose) =
-            if is_told { (Goal::Tell, Purpose::Tell) } else { (Goal::Evaluate, Purpose::Evaluate) };
         for batch in batches {
             let batch = batch?;
             batch.check(&self.rest.model, &self.rest.plan, self.rest.config.step.batch)?;
-            let labels: Vec<i32> = batch.targets.iter().step_by(batch.positions).copied().collect();
-            let scored = batch.labelled as u64;
-            found.sequences += batch.lengths.len() as u64;
-            found.tokens += batch.token_count() as u64;
-            found.labelled += scored;
+            let labels = found.meet(&batch);
             let (loss, scores) = self.rest.turn(batch, goal, purpose, Vec::new()).await?;
-            found.loss += loss * scored as f64;
-            match &mut found.quality {
-                None => {}
-                Some(Quality::Values(agreement)) => {
-                    let values = labels.iter().map(|&bits| f32::from_bits(bits as u32));
-                    values.zip(scores).for_each(|(label, score)| agreement.take(label, score));
-                }
-                Some(Quality::Classes(confusion)) => {
-                    let of_each = scores.chunks_exact(confusion.classes());
-                    labels.iter().zip(of_each).for_each(|(&label, scores)| {
-                        confusion.take(label as usize, scores);
-                    });
-                }
-            }
+            found.take(&labels, loss, &scores);
         }
-        found.loss /= found.labelled as f64;
-        if found.labelled == 0 {
-            return Err(Error::refused("nothing to evaluate: no sequence has a label"));
-        }
-        Ok(found)
+        Ok(found.end())
     }
 
     /// Ends all threads and tasks.

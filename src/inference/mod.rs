@@ -24,7 +24,7 @@ use crate::devices::cpu::{Cpu, Goal, Remembered, Turn};
 use crate::error::Error;
 use crate::hf;
 use crate::models::Model;
-use crate::trainer::{Walked, start_ring};
+use crate::trainer::{Ring, Walked, start_ring};
 
 /// A model on its device's ring.
 struct Rest {
@@ -56,7 +56,7 @@ impl Rest {
         if let Some(path) = &config.model.path {
             hf::load(path, &model, cpu.eps())?;
         }
-        let (relay, lanes) = start_ring(&config, &model, &plan, cpu)?;
+        let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         Ok(Rest { config, model, plan, relay, lanes, walked: None })
     }
 
@@ -72,7 +72,7 @@ impl Rest {
         let walked = Walked::of(&mut self.walked, walk, &self.config, &self.model)?;
         let turn = Turn { batch, goal, trained: 0, carries: walked.carries.clone(), memory };
         let resolved = self.relay.step(&walked.schedule, turn).await?;
-        let told = std::mem::take(&mut *self.lanes.hands().told.lock().expect("nothing panics"));
+        let told = self.lanes.hands().take_told();
         Ok((resolved.loss, told))
     }
 

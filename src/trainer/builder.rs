@@ -112,7 +112,7 @@ impl Builder {
             }
             (None, None) => cpu.eps().randomise(config.step.seed),
         }
-        let (relay, lanes) = start_ring(&config, &model, &plan, cpu)?;
+        let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         let now = Instant::now();
         Ok(Trainer {
             config,
@@ -135,13 +135,19 @@ impl Builder {
     }
 }
 
+/// Actors, and the lanes that they queue on.
+pub(crate) struct Ring {
+    pub(crate) relay: Relay<ThreadLanes<Cpu>>,
+    pub(crate) lanes: Arc<ThreadLanes<Cpu>>,
+}
+
 /// Starts lanes and actors of a plan, on the caller's tokio.
 pub(crate) fn start_ring(
     config: &Config,
     model: &Model,
     plan: &Plan,
     cpu: Cpu,
-) -> Result<(Relay<ThreadLanes<Cpu>>, Arc<ThreadLanes<Cpu>>), Error> {
+) -> Result<Ring, Error> {
     let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
     let ring = RingConfig {
         pools: plan.pools,
@@ -152,5 +158,5 @@ pub(crate) fn start_ring(
         watchdog: Some(Duration::from_secs_f64(config.watchdog.seconds)),
         drill: None,
     };
-    Ok((Relay::start(ring, lanes.clone()), lanes))
+    Ok(Ring { relay: Relay::start(ring, lanes.clone()), lanes })
 }

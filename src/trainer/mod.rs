@@ -15,7 +15,7 @@ use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Relay, Resolved};
 
 pub use builder::Builder;
-pub(crate) use builder::start_ring;
+pub(crate) use builder::{Ring, start_ring};
 pub use report::{StepReport, Summary};
 
 use crate::checkpoint::{self, Identity, Progress};
@@ -24,6 +24,7 @@ use crate::data::Batch;
 use crate::devices::cpu::{Cpu, Goal, Turn};
 use crate::error::Error;
 use crate::hf;
+use crate::inference::Evaluation;
 use crate::models::Model;
 use crate::optimizers::LearningRate;
 use report::busiest;
@@ -184,24 +185,24 @@ impl Trainer {
         Ok(())
     }
 
-    /// The mean loss over the labelled positions of these batches, each of at most `step.batch`
-    /// sequences; of none, NaN. Training's state is not touched: no parameter, no random number,
-    /// no step.
+    /// How good the model is on these batches, each of at most `step.batch` sequences; of none,
+    /// the loss is NaN. Training's state is not touched: no parameter, no random number, no step.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).
     pub async fn evaluate(
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
-    ) -> Result<f64, Error> {
-        let (mut sum, mut labelled) = (0.0, 0);
+    ) -> Result<Evaluation, Error> {
+        let mut found = Evaluation::begin(self.model.shape.head);
+        let goal = if found.quality.is_some() { Goal::Tell } else { Goal::Evaluate };
         for batch in batches {
             let batch = batch?;
-            let scored = batch.labelled;
-            sum += self.turn(batch, Goal::Evaluate).await?.loss * scored as f64;
-            labelled += scored;
+            let labels = found.meet(&batch);
+            let resolved = self.turn(batch, goal).await?;
+            found.take(&labels, resolved.loss, &self.cpu().take_told());
         }
-        Ok(sum / labelled as f64)
+        Ok(found.end())
     }
 
     /// One walk of the ring.

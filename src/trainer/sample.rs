@@ -41,7 +41,7 @@ impl Trainer {
             let view = tokens.len().min(self.plan.positions);
             let batch = Batch::to_continue(&[&tokens[tokens.len() - view..]]);
             self.turn(batch, Goal::Tell).await?;
-            let logits = std::mem::take(&mut *self.cpu().told.lock().expect("nothing panics"));
+            let logits = self.cpu().take_told();
             tokens.push(dice.draw(&logits));
         }
         Ok(tokens.split_off(prompt.len()))

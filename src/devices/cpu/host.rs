@@ -45,7 +45,7 @@ impl Cpu {
         let statistics = unsafe { arena.read(statistics) };
         let statistics = statistics.chunks_exact(STATISTICS);
         if data.goal == Goal::Tell {
-            self.take_told(&data, m);
+            self.hear(&data, m);
             if self.model.shape.scores_tokens() {
                 return 0.0; // tiles told their logits and summed nothing
             }
@@ -62,7 +62,7 @@ impl Cpu {
     }
 
     /// Takes the logits of a micro-batch, sequence by sequence, tile behind tile.
-    fn take_told(&self, data: &StepData, m: MicroBatch) {
+    fn hear(&self, data: &StepData, m: MicroBatch) {
         let mut told = self.told.lock().expect("nothing panics inside");
         let tiles: Vec<(&[f32], usize)> = data
             .carries

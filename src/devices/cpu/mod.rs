@@ -124,7 +124,7 @@ pub(crate) struct Cpu {
     /// The step that computes, and the one before, whose updates may still run.
     steps: Mutex<[Option<Arc<StepData>>; 2]>,
     /// Logits that were told: of each labelled position, or sequence, in order.
-    pub(crate) told: Mutex<Vec<f32>>,
+    told: Mutex<Vec<f32>>,
     /// What the head read.
     pub(crate) encoded: Mutex<Vec<f32>>,
     pub(crate) counts: Counts,
@@ -174,6 +174,11 @@ impl Cpu {
     /// The parameters.
     pub(crate) fn eps(&self) -> &Eps {
         &self.eps
+    }
+
+    /// What the last turn told: logits of each labelled position, or sequence, in order.
+    pub(crate) fn take_told(&self) -> Vec<f32> {
+        std::mem::take(&mut *self.told.lock().expect("nothing panics inside"))
     }
 
     fn step(&self, number: Version) -> Arc<StepData> {
