@@ -117,6 +117,28 @@ fn shapes_and_budgets() {
 }
 
 #[test]
+fn labels_and_weights_of_data() {
+    let folder = folder();
+    refused(&folder, "model.labels = [\"a\", \"b\", \"a\"]", &["model.labels must be names"]);
+    refused(&folder, "model.labels = [\"a\", \"\"]", &["model.labels must be names"]);
+    refused(&folder, "model.random_weights = true", &["set model.path"]);
+    let weight = "data.train = [{ path = \"a.txt\", weight = 0 }]";
+    refused(&folder, weight, &["data.train must be of weights"]);
+    refused(&folder, "data.train = []", &["data.train must be at least one file"]);
+    refused(&folder, "data.train = [1]", &["data.train", "a list of names"]);
+    refused(&folder, "data.train = [\"random\"]", &["it stands alone"]);
+    refused(&folder, "data.attend_across = true", &["set data.packing"]);
+    refused(&folder, "data.mask_probability = 0", &["data.mask_probability must be"]);
+    let here = folder.path().display();
+    refused(&folder, &format!("data.train = \"{here}\""), &["in this folder"]);
+    let odd = folder.path().join("odd.bin");
+    fs::write(&odd, [1, 0, 2]).expect("a directory of ours");
+    refused(&folder, &format!("data.train = \"{}\"", odd.display()), &["an odd number of bytes"]);
+    fs::write(&odd, [1, 0, 2, 1]).expect("a directory of ours");
+    refused(&folder, &format!("data.train = \"{}\"", odd.display()), &["token 258 is outside"]);
+}
+
+#[test]
 fn texts() {
     let folder = folder();
     let at = folder.path().join("text.txt");

@@ -219,6 +219,8 @@ fn bad_lines_are_refused() {
     let cases: Vec<(&str, Option<Task>, String, &str)> = vec![
         ("bpe", None, format!("{good}\n{good}"), "line 2: it is empty"),
         ("bpe", None, "{}".into(), "line 1: it needs text"),
+        ("bpe", None, "[\"text\"]".into(), "line 1: it is no JSON object"),
+        ("bpe", None, format!("{good}{{\"text\": 1}}"), "line 2: invalid type: integer `1`"),
         ("bpe", None, r#"{"text": "a", "text": "b"}"#.into(), "duplicate field `text`"),
         ("bpe", None, format!("{good}{{\"text\": \"\"}}"), "line 2: text is empty"),
         ("bpe", None, r#"{"text": "a", "prompt": "b"}"#.into(), "text and prompt: which is it"),
@@ -250,6 +252,30 @@ fn bad_lines_are_refused() {
     fs::remove_file(no_template.path().join("tokenizer.json")).expect("ours");
     let error = sequences(&mut config, "bad.jsonl", good).expect_err("no tokenizer").to_string();
     assert!(error.contains("no tokenizer.json"), "{error}");
+}
+
+/// A run that goes on knows its data again, and the tokenizer that made it.
+#[test]
+fn another_tokenizer_is_other_data() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let other = folder.path().join("other");
+    fs::create_dir(&other).expect("a directory of ours");
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+        fs::copy(goldens().join("bpe").join(file), other.join(file)).expect("ours");
+    }
+    let mut config = config("bpe", &goldens().join("stream.txt"), 32);
+    let here = open(&config).expect("good").fingerprint();
+    config.model.path = Some(other.clone());
+    assert_eq!(open(&config).expect("good").fingerprint(), here, "the same, elsewhere");
+    fs::write(other.join("chat_template.jinja"), "{{ messages }}").expect("ours");
+    assert_ne!(open(&config).expect("good").fingerprint(), here);
+    // Bare tokens need no tokenizer, and so none that is good.
+    fs::write(other.join("chat_template.jinja"), "{% if %}").expect("ours");
+    let ids = sequences(&mut config, "ids.jsonl", "{\"input_ids\": [1, 2, 3]}").expect("good");
+    assert_eq!(ids[0].tokens, [1, 2, 3]);
+    let line = "{\"messages\": [{\"role\": \"assistant\", \"content\": \"a\"}]}";
+    let error = sequences(&mut config, "chat.jsonl", line).expect_err("broken").to_string();
+    assert!(error.contains("chat_template.jinja"), "{error}");
 }
 
 /// What is learnt of a chat is cut off: nothing is left of it.

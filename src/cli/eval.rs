@@ -2,7 +2,7 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use l2l::config::Format;
+use l2l::config::{Format, Labels};
 use l2l::data::Dataset;
 use l2l::inference::{Evaluation, Evaluator, Quality};
 use l2l::{Config, Error, shape_of};
@@ -22,8 +22,9 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
             let mut evaluator = Evaluator::start(config.clone())?;
             let in_order = data.in_order(config.step.batch, batches);
             let found = evaluator.evaluate(in_order.take_while(|_| !stop.load(Relaxed))).await;
+            let found = found?;
             evaluator.stop().await?;
-            if stop.load(Relaxed) { Ok(None) } else { found.map(Some) }
+            Ok::<_, Error>((!stop.load(Relaxed)).then_some(found))
         })?;
         let Some(found) = found else { return Ok(Ended::Interrupted) };
         if found.labelled == 0 {
@@ -40,7 +41,10 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
 fn show(config: &Config, from: &std::path::Path, data: &str, found: &Evaluation) {
     let Evaluation { sequences, tokens, labelled, quality, .. } = found;
     let values = found.values();
-    let names = l2l::hf::labels(from);
+    let names = match &config.model.labels {
+        Some(Labels::Names(names)) => names.clone(),
+        _ => l2l::hf::labels(from),
+    };
     let name = |class: usize| names.get(class).cloned().unwrap_or_else(|| class.to_string());
     if config.log.format == Format::Json {
         let mut event = json!({

@@ -20,9 +20,12 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         let from = load(&mut config, arguments.best)?;
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
-        let prompts = prompts(arguments, &vocabulary)?;
+        let prompts = prompts(arguments, &vocabulary, shape.vocabulary)?;
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-        let tokens = longest + arguments.tokens;
+        // As many as were asked for, or as the model has positions for.
+        let left = shape.positions.saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
+        let most = arguments.tokens.unwrap_or(left);
+        let tokens = longest.saturating_add(most);
         let room = Room { prompts: prompts.len(), prompt: longest, tokens };
         if arguments.plan {
             let plan = Generator::plan(&config, room)?;
@@ -46,15 +49,18 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
                 page.take(prompt, token, ended, ends.contains(&token));
                 !stop.load(Relaxed)
             };
-            let done = generator.generate(&prompts, arguments.tokens, how, &ends, each).await;
+            let done = generator.generate(&prompts, most, how, &ends, each).await;
             page.end();
-            generator.stop().await?;
             done?;
+            generator.stop().await?;
             Ok(if stop.load(Relaxed) { Ended::Interrupted } else { Ended::Well })
         })
     };
     run().map_err(|error| layers.locate(error))
 }
+
+/// Tokens that are generated when nobody says how many.
+const DEFAULT_TOKENS: usize = 128;
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -65,7 +71,11 @@ struct Line {
 }
 
 /// The tokens of every prompt.
-fn prompts(arguments: &GenerateArguments, vocabulary: &Vocabulary) -> Result<Vec<Vec<u32>>, Error> {
+fn prompts(
+    arguments: &GenerateArguments,
+    vocabulary: &Vocabulary,
+    known: usize,
+) -> Result<Vec<Vec<u32>>, Error> {
     let refused = |what: String| Error::Refused(what);
     let encode = |text: &str, is_chat: bool| {
         let encoded = if is_chat {
@@ -91,7 +101,7 @@ fn prompts(arguments: &GenerateArguments, vocabulary: &Vocabulary) -> Result<Vec
         all.push(tokens.map_err(|what| refused(format!("prompt {index}: {what}")))?);
     }
     if let Some(path) = &arguments.prompts {
-        let at = path.display();
+        let (at, before) = (path.display(), all.len());
         let text = std::fs::read_to_string(path).map_err(|e| refused(format!("{at}: {e}")))?;
         for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
             let bad = |what: String| refused(format!("{at}, line {}: {what}", number + 1));
@@ -100,13 +110,26 @@ fn prompts(arguments: &GenerateArguments, vocabulary: &Vocabulary) -> Result<Vec
                 Line { prompt: Some(text), messages: None, input_ids: None } => {
                     encode(&text, arguments.chat)
                 }
+                Line { messages: Some(messages), .. } if messages.is_empty() => {
+                    Err("messages is empty".into())
+                }
                 Line { prompt: None, messages: Some(messages), input_ids: None } => vocabulary
                     .ask(&messages)
                     .and_then(|text| Ok(vocabulary.encode(&text, None, false)?.tokens)),
                 Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
                 _ => Err("it needs one of prompt, messages and input_ids".into()),
             };
-            all.push(tokens.map_err(bad)?);
+            let tokens = tokens.map_err(bad)?;
+            match tokens.iter().find(|token| **token as usize >= known) {
+                Some(token) => {
+                    let what = format!("token {token} is outside the vocabulary of {known}");
+                    return Err(bad(what));
+                }
+                None => all.push(tokens),
+            }
+        }
+        if all.len() == before {
+            return Err(refused(format!("{at}: no prompt in it")));
         }
     }
     if all.is_empty() {
@@ -131,8 +154,30 @@ struct Writing {
     /// Tokens before it are behind what can still change; before `read` they are shown.
     stable: usize,
     read: usize,
-    text: String,
     ended: Option<inference::Ended>,
+    /// True when the last token is no text, but ends it.
+    is_cut: bool,
+}
+
+impl Writing {
+    /// All of what was generated, as text.
+    fn text(&self, vocabulary: &Vocabulary) -> String {
+        let from = self.prompt.saturating_sub(CONTEXT);
+        let to = self.tokens.len() - usize::from(self.is_cut);
+        let decode = |to: usize| vocabulary.decode(&self.tokens[from..to], false);
+        behind(&decode(self.prompt), &decode(to)).into()
+    }
+}
+
+/// Tokens that what stands behind them is decoded with: a space may depend on them.
+const CONTEXT: usize = 4;
+
+/// What a text adds to one that it begins with, or nearly: bytes of a broken character are shown
+/// otherwise when more of them come.
+fn behind<'t>(before: &str, with: &'t str) -> &'t str {
+    let alike = before.chars().zip(with.chars()).take_while(|(a, b)| a == b);
+    let alike: usize = alike.map(|(a, _)| a.len_utf8()).sum();
+    &with[alike..]
 }
 
 /// Shows tokens as text, as they come when there is one prompt, else when a sequence has ended.
@@ -147,10 +192,10 @@ impl<'v> Page<'v> {
         let writing = |tokens: &Vec<u32>| Writing {
             tokens: tokens.clone(),
             prompt: tokens.len(),
-            stable: tokens.len().saturating_sub(4),
+            stable: tokens.len().saturating_sub(CONTEXT),
             read: tokens.len(),
-            text: String::new(),
             ended: None,
+            is_cut: false,
         };
         Page { vocabulary, format: config.log.format, all: prompts.iter().map(writing).collect() }
     }
@@ -160,15 +205,16 @@ impl<'v> Page<'v> {
         let one = &mut self.all[prompt];
         one.tokens.push(token);
         one.ended = ended;
+        one.is_cut = is_end;
         let decode = |tokens: &[u32]| self.vocabulary.decode(tokens, false);
-        let before = decode(&one.tokens[one.stable..one.read]);
-        let with = decode(&one.tokens[one.stable..]);
-        // A character may be made of several tokens.
-        let is_whole = !with.ends_with('\u{fffd}') || ended.is_some();
-        let new = with.get(before.len()..).filter(|_| is_whole && !is_end).unwrap_or_default();
-        if !new.is_empty() {
+        let (before, with) =
+            (decode(&one.tokens[one.stable..one.read]), decode(&one.tokens[one.stable..]));
+        // A character may be made of several tokens, but not of many.
+        let waits = with.ends_with('\u{fffd}') && one.tokens.len() - one.read < 8;
+        let is_shown = !is_end && (!waits || ended.is_some());
+        let new = if is_shown { behind(&before, &with) } else { "" };
+        if is_shown {
             (one.stable, one.read) = (one.read, one.tokens.len());
-            one.text += new;
         }
         match self.format {
             Format::Json => {
@@ -189,7 +235,7 @@ impl<'v> Page<'v> {
                     "event": "generated",
                     "prompt": index,
                     "tokens": one.tokens[one.prompt..],
-                    "text": one.text,
+                    "text": one.text(self.vocabulary),
                     "ended": match one.ended {
                         Some(inference::Ended::EndOfText) => "end-of-text",
                         Some(inference::Ended::Length) => "length",
@@ -197,7 +243,7 @@ impl<'v> Page<'v> {
                     },
                 })),
                 Format::Pretty if self.all.len() == 1 => print(""),
-                Format::Pretty => print(format_args!("{index}: {}", one.text)),
+                Format::Pretty => print(format_args!("{index}: {}", one.text(self.vocabulary))),
             }
         }
     }

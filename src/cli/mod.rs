@@ -121,9 +121,9 @@ struct GenerateArguments {
     /// Each prompt is what a user says to the assistant, by the model's chat template.
     #[arg(long)]
     chat: bool,
-    /// Tokens that are generated at most.
-    #[arg(long, value_name = "N", default_value_t = 128)]
-    tokens: usize,
+    /// Tokens that are generated at most; 128, or what the model has positions for, when absent.
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
     /// How bold the draws are; 0: always the likeliest token.
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,

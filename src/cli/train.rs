@@ -92,7 +92,6 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         runtime()?.block_on(async {
             let stop = on_signal();
             let metrics = Metrics::start(&config.metrics)?;
-            let journal = Journal::open(&config.log)?;
             metrics.begin(steps);
             if resume && from.is_none() {
                 say("--resume: there is no checkpoint yet, so this run begins");
@@ -105,6 +104,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
                 builder = builder.resume(from);
             }
             let trainer = builder.start()?;
+            let journal = Journal::open(&config.log)?;
             let batches = Batches::start(&config, train, trainer.progress().step)?;
             let ceiling = config.device.memory.bytes().unwrap_or(trainer.plan().device_bytes());
             let first = trainer.progress().step;

@@ -47,6 +47,9 @@ pub struct Config {
 pub struct ModelConfig {
     /// A directory with `config.json` and `model.safetensors`, as transformers writes it.
     pub path: Option<PathBuf>,
+    /// Whether the weights are random all the same: then the directory gives shape and tokenizer
+    /// alone.
+    pub random_weights: bool,
     /// Random weights of a known shape, `gpt-small` without a path: `gpt2` to `gpt2-xl`,
     /// `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
     /// `turing-nlg-17b`, `gpt3-175b`.

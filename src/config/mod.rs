@@ -64,9 +64,14 @@ impl Config {
         let split = self.data.validation_split.unwrap_or(0.0);
         let mask = self.data.mask_probability;
         let is_weight = |(_, weight): (&str, f64)| (1e-6..=1e6).contains(&weight);
-        let named = [Some(&self.data.train), self.data.validation.as_ref()].into_iter().flatten();
-        let files: Vec<(&str, f64)> = named.flat_map(|files| files.each()).collect();
-        let rules: [(bool, &str, &str); 36] = [
+        let weighs = |files: &Files| files.each().into_iter().all(is_weight);
+        let validation = self.data.validation.as_ref();
+        let names = match &self.model.labels {
+            Some(Labels::Names(names)) => &names[..],
+            _ => &[],
+        };
+        let differ = |at: usize| !names[at].is_empty() && !names[..at].contains(&names[at]);
+        let rules: [(bool, &str, &str); 38] = [
             (self.step.batch >= 1, "step.batch", "at least 1"),
             (self.step.micro_batch >= 1, "step.micro_batch", "at least 1"),
             (self.step.batch <= 1 << 20, "step.batch", "at most 1048576"),
@@ -101,7 +106,9 @@ impl Config {
             (self.watchdog.seconds <= 1e9, "watchdog.seconds", "at most 1e9"),
             (self.device.threads != Some(0), "device.threads", "at least 1"),
             (mask > 0.0 && mask <= 1.0, "data.mask_probability", "above 0 and at most 1"),
-            (files.into_iter().all(is_weight), "data.train", "of weights from 1e-6 to 1e6"),
+            (weighs(&self.data.train), "data.train", "of weights from 1e-6 to 1e6"),
+            (validation.is_none_or(weighs), "data.validation", "of weights from 1e-6 to 1e6"),
+            ((0..names.len()).all(differ), "model.labels", "names that differ, none empty"),
             (!self.data.train.each().is_empty(), "data.train", "at least one file"),
         ];
         for (holds, key, must) in rules {
@@ -115,6 +122,11 @@ impl Config {
                 self.model.path.is_some() && self.model.preset.is_some(),
                 "model.preset",
                 "is given beside model.path: give one of them",
+            ),
+            (
+                self.model.random_weights && self.model.path.is_none(),
+                "model.random_weights",
+                "is for a directory's shape: set model.path",
             ),
             (
                 self.step.steps.is_some() && self.step.epochs.is_some(),

@@ -310,7 +310,12 @@ impl Dataset {
     fn is_labelled(&self, index: u64) -> bool {
         let Kind::Sources(sources) = &self.kind else { return true };
         let (source, at) = self.find(sources, index);
-        source.rows_of(at).into_iter().any(|row| source.spool.is_labelled(source.place(row)))
+        let rows = source.rows_of(at);
+        // What a text begins with is predicted by the text before it.
+        if self.attend_across && rows.len() > 1 {
+            return true;
+        }
+        rows.into_iter().any(|row| source.spool.is_labelled(source.place(row)))
     }
 
     /// Sequences in their order, at most so many a batch, `batches` times or until they end; what
@@ -349,7 +354,11 @@ impl Dataset {
                     let (rows, whole, digest) = (source.rows(), source.whole(), &source.digest);
                     format!("{rows} of {whole} sequences of {digest}")
                 });
-                each.collect::<Vec<_>>().join(", ")
+                let each = each.collect::<Vec<_>>().join(", ");
+                match self.vocabulary.tokenizer() {
+                    Some(tokenizer) => format!("{each}, by tokenizer {}", tokenizer.digest()),
+                    None => each,
+                }
             }
         }
     }
@@ -357,11 +366,24 @@ impl Dataset {
 
 /// What the classes of a config's model are called.
 fn label_names(config: &Config) -> Result<Vec<String>, Error> {
-    match (&config.model.labels, &config.model.path) {
-        (Some(Labels::Names(names)), _) => Ok(names.clone()),
-        (_, Some(path)) => Ok(hf::label_names(&hf::read_config(path)?)),
-        (_, None) => Ok(Vec::new()),
+    let own = match &config.model.path {
+        Some(path) => hf::label_names(&hf::read_config(path)?),
+        None => Vec::new(),
+    };
+    let Some(Labels::Names(names)) = &config.model.labels else { return Ok(own) };
+    let sorted = |names: &Vec<String>| {
+        let mut names = names.clone();
+        names.sort();
+        names
+    };
+    if own != *names && sorted(&own) == sorted(names) {
+        let own = own.join(", ");
+        return Err(Error::config(
+            "model.labels",
+            format_args!("has another order than the model's own, which are {own}"),
+        ));
     }
+    Ok(names.clone())
 }
 
 /// The order of training: which sequences each step sees, epoch after epoch.

@@ -38,7 +38,9 @@ pub(super) struct Opened {
 /// Reads everything of a name: a file, a folder, or the built-in corpus.
 pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     let refuse = |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
-    let spooling = Spooling::new().map_err(|error| refuse(&error))?;
+    let spooling = Spooling::new().map_err(|error| {
+        Error::failed(format_args!("no temporary file for data (TMPDIR says where): {error}"))
+    })?;
     let pool = ThreadPoolBuilder::new().build().map_err(Error::failed)?;
     let mut opening = Opening { reader, pool, spooling, hasher: Sha256::new() };
     let mut is_text = true;
@@ -133,8 +135,13 @@ struct Opening<'r> {
 impl Opening<'_> {
     fn push(&mut self, name: &str, sequence: &Sequence) -> Result<(), Error> {
         let predicts = self.reader.predicts;
-        // What is masked later has labels then.
-        let is_labelled = sequence.labels.is_empty() || sequence.labelled(predicts) > 0;
+        // What is masked later has labels then, if it has text.
+        let tokenizer = self.reader.vocabulary.tokenizer();
+        let is_text = |token: &u32| tokenizer.is_some_and(|words| !words.is_special(*token));
+        let is_labelled = match sequence.labels.is_empty() {
+            true => sequence.tokens.iter().any(is_text),
+            false => sequence.labelled(predicts) > 0,
+        };
         let pushed = self.spooling.push(sequence, is_labelled);
         pushed.map_err(|error| Error::failed(format_args!("data {name}: {error}")))
     }
@@ -147,7 +154,8 @@ impl Opening<'_> {
         let (mut number, mut at_end, mut blank) = (0, false, None);
         while !at_end {
             let mut lines: Vec<(u64, Vec<u8>)> = Vec::new();
-            while lines.len() < TOGETHER {
+            let mut bytes = 0;
+            while lines.len() < TOGETHER && bytes < 8 * PIECE_BYTES {
                 let mut line = Vec::new();
                 number += 1;
                 let read = file.by_ref().take(LINE_BYTES).read_until(b'\n', &mut line);
@@ -163,6 +171,11 @@ impl Opening<'_> {
                     _ => {}
                 }
                 self.hasher.update(&line);
+                bytes += line.len();
+                // Some editors begin a file with a mark of its encoding.
+                if number == 1 && line.starts_with("\u{feff}".as_bytes()) {
+                    line.drain(..3);
+                }
                 if line.trim_ascii().is_empty() {
                     blank = blank.or(Some(number));
                 } else if let Some(blank) = blank {
@@ -206,7 +219,7 @@ impl Opening<'_> {
             Vocabulary::Unknown(why) => return Err(refuse(why)),
         };
         let mut windows = Windows::new(reader, wrap).map_err(|why| refuse(&why))?;
-        let mut at_end = false;
+        let (mut at_end, mut read_bytes) = (false, 0);
         while !at_end {
             let mut pieces = Vec::new();
             while pieces.len() < 8 && !at_end {
@@ -215,12 +228,16 @@ impl Opening<'_> {
                 read.and_then(|_| file.read_until(b'\n', &mut piece)).map_err(|e| refuse(&e))?;
                 at_end = piece.is_empty();
                 self.hasher.update(&piece);
-                pieces.push(piece);
+                let at = read_bytes;
+                read_bytes += piece.len();
+                pieces.push((at, piece));
             }
-            let encode = |piece: &Vec<u8>| match &reader.vocabulary {
+            let encode = |(at, piece): &(usize, Vec<u8>)| match &reader.vocabulary {
                 Vocabulary::Bytes => Ok(piece.iter().map(|&byte| u32::from(byte)).collect()),
                 words => {
-                    let text = std::str::from_utf8(piece).map_err(|error| error.to_string())?;
+                    let text = std::str::from_utf8(piece).map_err(|error| {
+                        format!("not UTF-8 at its byte {}", at + error.valid_up_to())
+                    })?;
                     Ok(words.encode(text, None, false)?.tokens)
                 }
             };

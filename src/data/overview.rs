@@ -5,7 +5,7 @@ use super::dataset::Dataset;
 use crate::config::Config;
 use crate::error::Error;
 
-/// See the [module](self).
+/// How many sequences there are, how long, and how much of a batch is padding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Overview {
     /// Sequences of an epoch, or as many as were looked at.

@@ -53,7 +53,13 @@ pub(super) struct Reader {
 impl Reader {
     /// The sequences of a line: one, unless it is split.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
-        let line: Line = serde_json::from_str(line).map_err(|error| error.to_string())?;
+        if !line.starts_with('{') {
+            return Err("it is no JSON object".into());
+        }
+        // The file's line is said by who has it.
+        let plain =
+            |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
+        let line: Line = serde_json::from_str(line).map_err(plain)?;
         let given = [
             ("text", line.text.is_some()),
             ("messages", line.messages.is_some()),

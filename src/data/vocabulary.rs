@@ -2,7 +2,7 @@
 
 use crate::config::Config;
 use crate::error::Error;
-use crate::hf::{Encoded, Message, Template, Tokenizer};
+use crate::hf::{self, Encoded, Message, Template, Tokenizer};
 use crate::models::Shape;
 
 /// Tokens there are in text by bytes.
@@ -23,7 +23,7 @@ impl Vocabulary {
     /// Of the model that a config names.
     ///
     /// # Errors
-    /// Its tokenizer cannot be read.
+    /// The config's model cannot be read.
     pub fn of(config: &Config, shape: &Shape) -> Result<Vocabulary, Error> {
         let known = shape.vocabulary;
         let Some(path) = &config.model.path else {
@@ -36,10 +36,12 @@ impl Vocabulary {
                 ))
             });
         };
-        Ok(match Tokenizer::open(path)? {
-            Some(tokenizer) => Vocabulary::Words(Box::new(tokenizer)),
-            None if known == BYTES => Vocabulary::Bytes,
-            None => Vocabulary::Unknown(format!(
+        Ok(match Tokenizer::open(path) {
+            Ok(Some(tokenizer)) => Vocabulary::Words(Box::new(tokenizer)),
+            // Who trains on bare tokens may do without.
+            Err(error) => Vocabulary::Unknown(error.to_string()),
+            Ok(None) if known == BYTES || hf::reads_bytes(path) => Vocabulary::Bytes,
+            Ok(None) => Vocabulary::Unknown(format!(
                 "text needs a tokenizer: there is no tokenizer.json in {}",
                 path.display()
             )),
@@ -99,7 +101,7 @@ impl Vocabulary {
     /// # Errors
     /// Nobody knows.
     pub fn template(&self) -> Result<&Template, String> {
-        let template = self.tokenizer().and_then(Tokenizer::template);
+        let template = self.tokenizer().map(Tokenizer::template).transpose()?.flatten();
         template.ok_or_else(|| {
             "messages: the model's directory has no chat template (chat_template.jinja, or \
              chat_template in tokenizer_config.json)"

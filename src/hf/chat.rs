@@ -1,13 +1,19 @@
 //! Chats as a directory's template writes them, and which part of the text the assistant wrote.
 //!
 //! A template may mark that part, `{% generation %}` to `{% endgeneration %}`. In one that does
-//! not, it is what each of the assistant's messages adds to the prompt before it.
+//! not, it is what each of the assistant's messages adds to the prompt before it. Templates are
+//! rendered as transformers renders them, but for the date: `strftime_now` is not there, for what
+//! is learnt must not depend on the day.
 
 use std::fs;
+use std::io::{self, Write};
 use std::path::Path;
 
+use minijinja::value::Kwargs;
 use minijinja::{Environment, ErrorKind, context};
 use minijinja_contrib::pycompat::unknown_method_callback;
+use serde::Serialize;
+use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value};
 
 use super::text::{Message, Written};
@@ -59,13 +65,20 @@ impl Template {
         environment.add_function("raise_exception", |what: String| -> Result<String, _> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
         });
+        environment.add_filter("tojson", python_json);
         let (source, marks) = marked(source);
         environment.add_template_owned("chat", source)?;
         Ok(Template { environment, special_tokens, marks })
     }
 
     fn render(&self, messages: &[Message], asks: bool) -> Result<String, String> {
-        let values = context! { messages => messages, add_generation_prompt => asks };
+        let none = minijinja::Value::from(());
+        let values = context! {
+            messages => messages,
+            add_generation_prompt => asks,
+            tools => none,
+            documents => none,
+        };
         let values =
             context! { ..values, ..minijinja::Value::from_serialize(&self.special_tokens) };
         let template = self.environment.get_template("chat").expect("it was added");
@@ -121,6 +134,43 @@ impl Template {
             learnt.push(before.len()..with.len());
         }
         Ok(Written { text: all, learnt })
+    }
+}
+
+/// JSON as Python writes it.
+fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinja::Error> {
+    let indent: Option<usize> = more.get("indent")?;
+    let bad = |error: serde_json::Error| {
+        minijinja::Error::new(ErrorKind::BadSerialization, error.to_string())
+    };
+    let mut json = Vec::new();
+    match indent {
+        Some(indent) => {
+            let spaces = " ".repeat(indent);
+            let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
+            value.serialize(&mut Serializer::with_formatter(&mut json, formatter)).map_err(bad)?;
+        }
+        None => {
+            value.serialize(&mut Serializer::with_formatter(&mut json, Spaced)).map_err(bad)?;
+        }
+    }
+    Ok(String::from_utf8(json).expect("JSON is UTF-8"))
+}
+
+/// A space behind each comma and colon.
+struct Spaced;
+
+impl Formatter for Spaced {
+    fn begin_array_value<W: Write + ?Sized>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { to.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: Write + ?Sized>(&mut self, to: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { to.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: Write + ?Sized>(&mut self, to: &mut W) -> io::Result<()> {
+        to.write_all(b": ")
     }
 }
 
@@ -220,6 +270,14 @@ mod tests {
         let Written { text, learnt } = template.write(&messages).expect("good");
         let parts: Vec<&str> = learnt.into_iter().map(|range| &text[range]).collect();
         assert_eq!((text.as_str(), parts), ("[a]b</s>[c]d</s>", vec!["b</s>", "d</s>"]));
+    }
+
+    #[test]
+    fn values_are_written_as_python_writes_them() {
+        let source = "{% if tools is not none %}tools{% endif %}{{ messages[0] | tojson }}";
+        let template = Template::new(source, Map::new()).expect("good");
+        let asked = template.ask(&chat(&[("user", "hi <b> & \"c\"")])).expect("good");
+        assert_eq!(asked, r#"{"role": "user", "content": "hi <b> & \"c\""}"#);
     }
 
     #[test]

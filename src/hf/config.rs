@@ -44,6 +44,19 @@ pub(crate) fn label_names(config: &Value) -> Vec<String> {
     if is_generic { Vec::new() } else { names }
 }
 
+/// Says in a model's `config.json` that its tokens are bytes.
+const BYTES_KEY: &str = "l2l_tokens";
+
+/// True when a directory's model was made to read bytes.
+pub(crate) fn reads_bytes(directory: &Path) -> bool {
+    read_config(directory).is_ok_and(|config| config[BYTES_KEY] == "bytes")
+}
+
+/// Lets a `config.json` say so.
+pub(crate) fn let_read_bytes(config: &mut Value) {
+    config[BYTES_KEY] = "bytes".into();
+}
+
 /// What the classes of a directory's model are called; none when it does not say.
 pub fn labels(directory: &Path) -> Vec<String> {
     read_config(directory).map_or_else(|_| Vec::new(), |config| label_names(&config))

@@ -16,7 +16,9 @@ pub(crate) use carry::carry;
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
 pub use config::{ends, labels};
-pub(crate) use config::{label_names, name_labels, read_config, read_shape, write_config};
+pub(crate) use config::{
+    label_names, let_read_bytes, name_labels, read_config, read_shape, reads_bytes, write_config,
+};
 pub use export::export;
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};

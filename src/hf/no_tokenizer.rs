@@ -57,7 +57,11 @@ impl Tokenizer {
         match self.0 {}
     }
 
-    pub fn template(&self) -> Option<&Template> {
+    pub fn digest(&self) -> &str {
+        match self.0 {}
+    }
+
+    pub fn template(&self) -> Result<Option<&Template>, String> {
         match self.0 {}
     }
 

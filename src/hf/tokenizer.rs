@@ -5,13 +5,14 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
 use tokenizers::{Encoding, PostProcessor, TruncationParams, truncate_encodings};
 
 use super::chat::Template;
 use super::text::Encoded;
 use crate::error::Error;
 
-/// See the [module](self).
+/// Text to tokens and back, as a directory says.
 #[derive(Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -19,7 +20,8 @@ pub struct Tokenizer {
     specials: BTreeSet<u32>,
     end: Option<u32>,
     mask: Option<u32>,
-    template: Option<Template>,
+    template: Result<Option<Template>, String>,
+    digest: String,
 }
 
 impl Tokenizer {
@@ -47,8 +49,14 @@ impl Tokenizer {
             added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
         specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
         let (end, mask) = (role("eos_token"), role("mask_token"));
-        let template = Template::open(directory, &named)?;
-        Ok(Some(Tokenizer { specials, end, mask, template, inner }))
+        // A template that is broken matters to chats alone.
+        let template = Template::open(directory, &named).map_err(|error| error.to_string());
+        let mut hasher = Sha256::new();
+        for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
+            hasher.update(fs::read(directory.join(file)).unwrap_or_default());
+        }
+        let digest = hasher.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        Ok(Some(Tokenizer { specials, end, mask, template, digest, inner }))
     }
 
     /// Text, or a pair of texts, as tokens: with special tokens, or without.
@@ -116,9 +124,17 @@ impl Tokenizer {
         self.mask
     }
 
-    /// How chats are written.
-    pub fn template(&self) -> Option<&Template> {
-        self.template.as_ref()
+    /// How chats are written, if the directory says so.
+    ///
+    /// # Errors
+    /// What it says is no template.
+    pub fn template(&self) -> Result<Option<&Template>, String> {
+        self.template.as_ref().map(Option::as_ref).map_err(Clone::clone)
+    }
+
+    /// A SHA-256 of the files it was made of, in part.
+    pub fn digest(&self) -> &str {
+        &self.digest
     }
 
     /// The id of a token by its name.

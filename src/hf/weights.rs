@@ -85,13 +85,14 @@ fn states(model: &Model, count: usize) -> Wholes {
     (0..count).flat_map(|index| wholes(model, Which::State(index))).collect()
 }
 
-/// Reads a directory's weights into the EPS.
+/// Reads a directory's weights into the EPS; `begins`: a head of sequences that it has not keeps the
+/// numbers it was made with.
 ///
 /// # Errors
 /// The file, and the tensors that are missing, too many or of another shape.
-pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps, begins: bool) -> Result<(), Error> {
     let files = weight_files(directory)?;
-    read(&files, &wholes(model, Which::Parameter), Some(model), eps)
+    read(&files, &wholes(model, Which::Parameter), Some(model), eps, begins)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -99,7 +100,7 @@ pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Err
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &states(model, eps.states()), None, eps)
+    read(&[file.to_path_buf()], &states(model, eps.states()), None, eps, false)
 }
 
 /// A directory's files of weights: one, or those that an index names.
@@ -136,7 +137,13 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
 }
 
 /// Reads tensors from files, each mapped and not copied. `of`: the model whose names they have.
-fn read(files: &[PathBuf], wholes: &Wholes, of: Option<&Model>, eps: &Eps) -> Result<(), Error> {
+fn read(
+    files: &[PathBuf],
+    wholes: &Wholes,
+    of: Option<&Model>,
+    eps: &Eps,
+    begins: bool,
+) -> Result<(), Error> {
     let refuse = |path: &Path, what: &dyn std::fmt::Display| {
         Error::refused(format_args!("{}: {what}", path.display()))
     };
@@ -162,7 +169,7 @@ fn read(files: &[PathBuf], wholes: &Wholes, of: Option<&Model>, eps: &Eps) -> Re
     let is_fresh = |name: &str| {
         let Some(names) = of.map(|model| model.shape.names) else { return false };
         let is_of = |part: &str| !part.is_empty() && name.starts_with(part);
-        (is_of(names.class_dense) || is_of(names.class_out)) && found(name).is_none()
+        begins && (is_of(names.class_dense) || is_of(names.class_out)) && found(name).is_none()
     };
     let wholes = wholes.iter().filter(|(name, _)| !is_fresh(name)).collect::<BTreeMap<_, _>>();
     check(&all, &wholes, of, &found).map_err(|what| refuse(&files[0], &what))?;
@@ -412,7 +419,7 @@ mod tests {
         save_in_shards(folder.path(), &model, &from, 0, 4000).expect("a directory of ours");
         let files: Vec<_> = std::fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
-        load(folder.path(), &model, &to).expect("what was just written");
+        load(folder.path(), &model, &to, false).expect("what was just written");
         assert_eq!(from.digest(), to.digest());
     }
 }

@@ -122,6 +122,9 @@ impl Generator {
             let (_, logits) = self.rest.turn(batch, Goal::Tell, purpose, places).await?;
             let vocabulary = self.rest.model.shape.vocabulary;
             let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
+            if logits.iter().any(|logit| !logit.is_finite()) {
+                return Err(Error::failed("the model's logits are not finite: are its weights?"));
+            }
             let mut goes_on = Vec::new();
             for ((one, length), logits) in of_each {
                 one.past += length;

@@ -52,9 +52,9 @@ impl Rest {
         let (model, plan) = (Arc::new(model), Arc::new(plan));
         let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
         let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate)?;
-        cpu.eps().randomise(config.step.seed); // what the file has not
-        if let Some(path) = &config.model.path {
-            hf::load(path, &model, cpu.eps())?;
+        cpu.eps().randomise(config.step.seed);
+        if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
+            hf::load(path, &model, cpu.eps(), false)?;
         }
         let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         Ok(Rest { config, model, plan, relay, lanes, walked: None })

@@ -95,6 +95,9 @@ impl Builder {
             Some(path) => hf::read_config(path)?,
             None => serde_json::Value::Null,
         };
+        if config.model.path.is_none() {
+            hf::let_read_bytes(&mut came_with);
+        }
         if let Some(Labels::Names(names)) = &config.model.labels {
             hf::name_labels(&mut came_with, names);
         }
@@ -106,11 +109,11 @@ impl Builder {
                 let run = Identity { config, model, came_with, steps, data: &data };
                 progress = checkpoint::read(from, run, cpu.eps())?;
             }
-            (None, Some(path)) => {
+            (None, Some(path)) if !config.model.random_weights => {
                 cpu.eps().randomise(config.step.seed); // what the file has not
-                hf::load(path, &model, cpu.eps())?;
+                hf::load(path, &model, cpu.eps(), true)?;
             }
-            (None, None) => cpu.eps().randomise(config.step.seed),
+            (None, _) => cpu.eps().randomise(config.step.seed),
         }
         let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         let now = Instant::now();

@@ -152,7 +152,8 @@ pub(crate) fn workspace(
             };
             let (weights, gradient) = (place(block), place(block));
             let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
-            let kept = (!recompute && kept > 0).then(|| place(kept));
+            // Who only looks keeps nothing, whatever training keeps.
+            let kept = (backward && !recompute && kept > 0).then(|| place(kept));
             let statistics = [place(rows.count() * STATISTICS), place(rows.count() * STATISTICS)];
             let (reads, writes) = match (is_tile, backward) {
                 (false, false) => (vec![x], [y].into_iter().chain(kept).collect()),

@@ -1,0 +1,84 @@
+//! An evaluation is what training's own looks say, without anything that training holds.
+
+use std::path::{Path, PathBuf};
+
+use l2l::config::{Config, ScheduleKind, Task};
+use l2l::data::Dataset;
+use l2l::inference::{Evaluation, Evaluator, Quality};
+use l2l::{Trainer, shape_of};
+
+fn goldens(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name)
+}
+
+fn config(name: &str) -> Config {
+    let mut config = Config::default();
+    config.model.path = Some(goldens(name));
+    config.data.train = goldens(name).join("data.jsonl").display().to_string().into();
+    config.data.validation = Some(config.data.train.clone());
+    (config.step.batch, config.step.micro_batch) = (7, 3);
+    config
+}
+
+async fn evaluated(config: &Config) -> Evaluation {
+    let data = Dataset::open_aside(config, &shape_of(config).expect("good")).expect("committed");
+    let mut evaluator = Evaluator::start(config.clone()).expect("good");
+    let found = evaluator.evaluate(data.in_order(config.step.batch, u64::MAX)).await;
+    evaluator.stop().await.expect("a clean end");
+    found.expect("good batches")
+}
+
+#[tokio::test]
+async fn it_is_what_training_looks_at() {
+    for name in ["tied", "llama", "qwen3", "bert", "bert-classes", "bert-value", "distilbert"] {
+        let config = config(name);
+        let shape = shape_of(&config).expect("good");
+        let data = Dataset::open_aside(&config, &shape).expect("committed");
+        let mut trainer = Trainer::start(config.clone()).expect("good");
+        let looked = trainer.evaluate(data.in_order(7, u64::MAX)).await.expect("good batches");
+        trainer.stop().await.expect("a clean end");
+        assert_eq!(evaluated(&config).await, looked, "{name}");
+        let mut other = config.clone();
+        other.schedule.kind = ScheduleKind::Resident;
+        other.schedule.recompute = false;
+        other.channels.stash = 1;
+        (other.step.batch, other.step.micro_batch) = (7, 2);
+        assert_eq!(evaluated(&other).await, looked, "{name}");
+        assert!(looked.sequences > 7 && looked.loss.is_finite());
+    }
+}
+
+/// Every sequence is counted once.
+#[tokio::test]
+async fn classes_are_counted() {
+    let found = evaluated(&config("bert-classes")).await;
+    let Some(Quality::Classes(confusion)) = &found.quality else { panic!("{found:?}") };
+    assert_eq!(confusion.rows().flatten().sum::<u64>(), found.sequences);
+    assert_eq!(found.labelled, found.sequences);
+    let names: Vec<&str> = found.values().iter().map(|(name, _)| *name).collect();
+    assert_eq!(names, ["loss", "accuracy", "f1", "matthews"]);
+}
+
+/// A head that nobody trained is not scored.
+#[tokio::test]
+async fn a_head_that_is_not_there_is_missed() {
+    let mut config = config("bert");
+    config.model.task = Some(Task::SequenceClassification);
+    let Err(error) = Evaluator::start(config) else { panic!("a random head") };
+    assert!(error.to_string().contains("classifier.weight is missing"), "{error}");
+}
+
+#[test]
+fn it_holds_no_optimizer() {
+    let config = Config::default();
+    let model = l2l::models::Model::new(shape_of(&config).expect("good"));
+    let plan = l2l::Plan::of_evaluation(&config, &model).expect("good");
+    let bytes = |name: &str| {
+        let terms = plan.device.iter().chain(&plan.host);
+        terms.filter(|term| term.name == name).map(|term| term.bytes).sum::<u64>()
+    };
+    for none in ["moments", "gradient_regions", "gradients", "landing"] {
+        assert_eq!(bytes(none), 0, "{none}");
+    }
+    assert_eq!(bytes("masters"), 4 * model.parameters() as u64);
+}
