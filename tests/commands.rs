@@ -140,7 +140,7 @@ fn what_cannot_be_generated_is_refused() {
     of(&["--prompt", ""], "prompt 0 is empty");
     of(&["--prompt", "a", "--tokens", "5000"], "128 positions");
     of(&["--prompt", "a", "--tokens", "18446744073709551615"], "128 positions");
-    of(&["--prompt", "a", "--temperature", "-1"], "temperature");
+    of(&["--prompt", "a", "--temperature=-1"], "temperature");
     of(&["--prompt", "a", "--top-p", "0"], "top-p");
     of(&["--prompts", &write(&folder, "none.jsonl", "\n\n")], "no prompt in it");
     of(&["--prompts", &write(&folder, "big.jsonl", "{\"input_ids\": [999]}")], "line 1: token 999");

@@ -15,7 +15,6 @@ import time
 
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from transformers import get_linear_schedule_with_warmup
 
 LABELS = ["ham", "spam"]
 
@@ -29,6 +28,8 @@ def arguments():
     parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     parser.add_argument("--micro-batch", type=int, default=8, help="rows of a forward pass")
     parser.add_argument("--positions", type=int, default=96, help="tokens of a test text, at most")
+    parser.add_argument("--model", type=pathlib.Path, help="instead of DIRECTORY/model")
+    parser.add_argument("--dropout", type=float, help="the model's, when absent")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
@@ -56,7 +57,10 @@ def train(model, batches, options):
          {"params": [p for (_, p), is_plain in zip(named, plain) if is_plain],
           "weight_decay": 0.0}],
         lr=options.learning_rate, betas=(0.9, 0.999), eps=1e-8)
-    schedule = get_linear_schedule_with_warmup(optimizer, options.warmup, len(batches))
+    warmup, steps = options.warmup, len(batches)
+    schedule = torch.optim.lr_scheduler.LambdaLR(  # the runtime's: its first step learns, too
+        optimizer, lambda step: min((step + 1) / warmup if step < warmup else 1.0,
+                                    (steps - step) / max(1, steps - warmup)))
     model.train()
     losses = []
     for step, batch in enumerate(batches):
@@ -97,8 +101,11 @@ def main():
     options = arguments()
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
+    drops = {} if options.dropout is None else dict.fromkeys(
+        ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"],
+        options.dropout)
     model = AutoModelForSequenceClassification.from_pretrained(
-        options.directory / "model", num_labels=len(LABELS))
+        options.model or options.directory / "model", num_labels=len(LABELS), **drops)
     lines = map(json.loads, options.order.open())
     batches = [line for line in lines if line.get("event") == "batch"]
     begin = time.perf_counter()
