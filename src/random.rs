@@ -12,6 +12,11 @@ fn mix(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// The next number of a stream, even in [0, 1).
+pub(crate) fn unit(state: &mut u64) -> f64 {
+    (next(state) >> 11) as f64 / (1_u64 << 53) as f64
+}
+
 /// A number that belongs to this key of this seed.
 pub(crate) fn keyed(seed: u64, key: u64) -> u64 {
     mix(seed ^ mix(key.wrapping_add(0x9e37_79b9_7f4a_7c15)))

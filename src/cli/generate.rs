@@ -33,7 +33,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
             return Ok(Ended::Well);
         }
         let mut ends = hf::ends(&from);
-        ends.extend(vocabulary.tokenizer().and_then(hf::Tokenizer::end));
+        ends.extend(vocabulary.end());
         if arguments.ignore_end {
             ends.clear();
         }

@@ -154,7 +154,7 @@ fn varint(mut value: u64) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// The bytes that TensorBoard's own writer makes of a step's value.
+    /// As the wire format of protocol buffers has fields 1, 2 and 5 of an `Event`.
     #[test]
     fn an_event_is_as_protocol_buffers_write_it() {
         let event = summary(300, &[("loss", 0.5)]);

@@ -58,7 +58,7 @@ impl Dataset {
         }
     }
 
-    /// What a config keeps aside, or else all that it names, to look at.
+    /// What a config keeps aside, alone: what it trains on is read only if a part of it is meant.
     ///
     /// # Errors
     /// As [`open`](Dataset::open).
@@ -117,14 +117,10 @@ impl Dataset {
             let part = Part::Held(held);
             of_aside.push(Source { spool, digest, is_text, part, weight: 1.0, packed: None });
         }
-        let validation = train.like(config, Kind::Sources(of_aside), !config.step.seed)?;
-        Ok((train, Some(validation)))
-    }
-
-    /// Other sequences of the same kind.
-    fn like(&self, config: &Config, kind: Kind, seed: u64) -> Result<Dataset, Error> {
-        let vocabulary = self.vocabulary.clone();
-        Dataset::of(config, kind, self.name.clone(), self.predicts, vocabulary, seed)
+        let (kind, name) = (Kind::Sources(of_aside), train.name.clone());
+        let (vocabulary, seed) = (train.vocabulary.clone(), !config.step.seed);
+        let aside = Dataset::of(config, kind, name, train.predicts, vocabulary, seed)?;
+        Ok((train, Some(aside)))
     }
 
     fn of(

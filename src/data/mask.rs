@@ -35,15 +35,12 @@ impl Mask {
     pub(super) fn draw(&self, sequence: &mut Sequence, nth: u64) {
         let tokenizer = self.vocabulary.tokenizer().expect("a mask is of a tokenizer");
         let mut state = random::keyed(self.seed, nth);
-        let mut next = || random::next(&mut state);
         let text: Vec<usize> = (0..sequence.tokens.len())
             .filter(|&at| !tokenizer.is_special(sequence.tokens[at]))
             .collect();
-        let mut share =
-            |probability: f64| ((next() >> 11) as f64 / (1_u64 << 53) as f64) < probability;
-        let mut found: Vec<usize> =
-            text.iter().copied().filter(|_| share(self.probability)).collect();
-        let mut below = |count: usize| (next() % count.max(1) as u64) as usize;
+        let mut found = text.clone();
+        found.retain(|_| random::unit(&mut state) < self.probability);
+        let mut below = |count: usize| (random::next(&mut state) % count.max(1) as u64) as usize;
         if found.is_empty() {
             found.extend(text.get(below(text.len())));
         }

@@ -161,10 +161,7 @@ impl Batch {
         let mut targets = vec![-100; sequences.len() * positions];
         let mut kinds = vec![0; sequences.len() * positions];
         let mut documents = Vec::new();
-        if sequences.iter().any(|one| !one.borrow().documents.is_empty()) {
-            documents.reserve_exact(sequences.len() * positions);
-        }
-        let has_documents = documents.capacity() > 0;
+        let has_documents = sequences.iter().any(|one| !one.borrow().documents.is_empty());
         for (row, sequence) in sequences.iter().map(Borrow::borrow).enumerate() {
             let (tokens_of, labels_of) = (sequence.tokens.len(), sequence.labels.len());
             assert!(

@@ -201,8 +201,7 @@ impl Reader {
 
     /// Puts the token that ends a text behind it, unless it is there.
     pub(super) fn end(&self, tokens: &mut Vec<u32>) -> Result<(), String> {
-        let end = self.vocabulary.tokenizer().and_then(crate::hf::Tokenizer::end);
-        match end {
+        match self.vocabulary.end() {
             Some(end) if tokens.last() == Some(&end) => Ok(()),
             Some(end) => {
                 tokens.push(end);
@@ -226,22 +225,14 @@ impl Reader {
         }
         let text = [prompt, completion].concat();
         let mut encoded = self.vocabulary.encode(&text, None, true)?;
-        let (learnt, before) = (prompt.len()..text.len(), encoded.tokens.len());
-        if self.vocabulary.tokenizer().is_some_and(|tokenizer| tokenizer.end().is_some()) {
+        let learnt = prompt.len()..text.len();
+        if self.vocabulary.end().is_some() {
             self.end(&mut encoded.tokens)?;
-        }
-        // The end is learnt with the completion, whoever put it there.
-        let last = encoded.tokens.len() - 1;
-        encoded.spans.resize(encoded.tokens.len(), (prompt.len(), text.len()));
-        if last < before && encoded.spans[last] == (0, 0) && self.is_end(encoded.tokens[last]) {
-            encoded.spans[last] = (prompt.len(), text.len());
+            // It is learnt with the completion, whoever put it there.
+            encoded.spans.truncate(encoded.tokens.len() - 1);
+            encoded.spans.push((learnt.start, learnt.end));
         }
         self.learnt(encoded, &[learnt])
-    }
-
-    fn is_end(&self, token: u32) -> bool {
-        let end = self.vocabulary.tokenizer().and_then(crate::hf::Tokenizer::end);
-        end == Some(token)
     }
 
     /// Tokens of which those are learnt that have bytes in these ranges.

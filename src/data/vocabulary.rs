@@ -88,6 +88,11 @@ impl Vocabulary {
         }
     }
 
+    /// The token that ends a text, if one does.
+    pub fn end(&self) -> Option<u32> {
+        self.tokenizer().and_then(Tokenizer::end)
+    }
+
     /// The tokenizer, if there is one.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         match self {

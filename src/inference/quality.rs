@@ -161,7 +161,7 @@ mod tests {
         assert!((a - b).abs() < 1e-12, "{a} and {b}");
     }
 
-    /// scikit-learn 1.7: accuracy_score, f1_score, matthews_corrcoef.
+    /// scikit-learn 1.9.1: accuracy_score, f1_score, matthews_corrcoef.
     #[test]
     fn classes_as_scikit_learn_scores_them() {
         let two = confusion(2, &[(1, 1), (1, 0), (0, 0), (0, 0), (1, 1), (0, 1), (0, 0)]);
@@ -176,7 +176,7 @@ mod tests {
         close(confusion(2, &[(1, 1), (1, 1)]).matthews(), 0.0);
     }
 
-    /// SciPy 1.16: stats.pearsonr, stats.spearmanr.
+    /// SciPy 1.17.1: stats.pearsonr, stats.spearmanr.
     #[test]
     fn values_as_scipy_scores_them() {
         let mut agreement = Agreement::default();

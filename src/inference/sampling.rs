@@ -87,8 +87,7 @@ impl Dice {
         }
         tokens.sort_unstable();
         let all: f64 = tokens.iter().map(weight).sum();
-        let u = (random::next(&mut self.state) >> 11) as f64 / (1_u64 << 53) as f64;
-        let (mut left, last) = (u * all, tokens[tokens.len() - 1]);
+        let (mut left, last) = (random::unit(&mut self.state) * all, tokens[tokens.len() - 1]);
         let drawn = tokens.iter().find(|token| {
             left -= weight(token);
             left < 0.0

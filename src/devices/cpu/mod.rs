@@ -250,9 +250,8 @@ impl Cpu {
         let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
         let first_row = first_sequence as usize * rows.positions;
         let kinds = &data.batch.kinds[first_row..first_row + rows.count()];
-        let of_micro =
-            |all: usize| if all == 0 { 0..0 } else { first_row..first_row + rows.count() };
-        let documents = &data.batch.documents[of_micro(data.batch.documents.len())];
+        let documents = data.batch.documents.get(first_row..first_row + rows.count());
+        let documents = documents.unwrap_or_default();
         let sequences = first_sequence as usize..first_sequence as usize + rows.sequences;
         let past = data.past.get(sequences).unwrap_or_default();
         let draw = Draw { seed: self.seed, step: data.trained, first_sequence };

@@ -143,7 +143,7 @@ pub(crate) fn workspace(
             Part::Head(_) | Part::Classes(_) => (0, true),
         };
         let block = block_len(&model.blocks[blocks[0].0 as usize]);
-        for backward in [false, true].into_iter().take(if trains { 2 } else { 1 }) {
+        for &backward in if trains { &[false, true][..] } else { &[false] } {
             // Views that overlap nothing.
             let mut at = 0;
             let mut place = |len: usize| {
