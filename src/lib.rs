@@ -28,12 +28,13 @@ pub mod optimizers;
 mod random;
 mod simd;
 mod stash;
+pub mod telemetry;
 pub mod testing;
 mod trainer;
 
 pub use config::{Config, Plan, shape_of};
 pub use error::Error;
-pub use trainer::{Builder, StepReport, Summary, Trainer};
+pub use trainer::{Bottleneck, Builder, StepReport, Summary, Trainer};
 
 /// The page's program compiles.
 #[cfg(doctest)]

@@ -32,6 +32,49 @@ pub fn available_memory() -> Option<u64> {
     kibibytes("/proc/meminfo", "MemAvailable:").into_iter().chain(of_group).min()
 }
 
+/// What the system says of this process.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Process {
+    /// Time of all cores that it used.
+    pub cpu_seconds: f64,
+    /// Bytes of it that are in memory.
+    pub resident_bytes: u64,
+    /// Bytes of its address space.
+    pub virtual_bytes: u64,
+    /// When it began, by the world's clock.
+    pub start_seconds: f64,
+    /// Files it has open.
+    pub open_files: u64,
+    /// Files it may have open.
+    pub most_files: u64,
+    /// Its threads.
+    pub threads: u64,
+}
+
+/// This process, where the system tells: on Linux, `/proc`.
+pub fn process() -> Option<Process> {
+    /// Ticks a second, of all that `/proc` tells in ticks.
+    const TICKS: f64 = 100.0;
+    let stat = fs::read_to_string("/proc/self/stat").ok()?;
+    // What comes behind the program's name, which may have anything in it: field 3 and on.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
+    let of_system = fs::read_to_string("/proc/stat").ok()?;
+    let booted = of_system.lines().find_map(|line| line.strip_prefix("btime "))?;
+    let booted: f64 = booted.trim().parse().ok()?;
+    let limits = fs::read_to_string("/proc/self/limits").ok()?;
+    let files = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
+    Some(Process {
+        cpu_seconds: (field(14)? + field(15)?) as f64 / TICKS,
+        resident_bytes: resident_memory()?,
+        virtual_bytes: field(23)?,
+        start_seconds: booted + field(22)? as f64 / TICKS,
+        open_files: fs::read_dir("/proc/self/fd").ok()?.count() as u64,
+        most_files: files.split_whitespace().next()?.parse().unwrap_or(u64::MAX),
+        threads: field(20)?,
+    })
+}
+
 /// Cores this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get())

@@ -75,7 +75,7 @@ struct Idle;
 impl Hands for Idle {
     type Batch = ();
 
-    fn begin(&self, _step: &Arc<Step>, _batch: ()) {}
+    fn begin(&self, _step: &Arc<Step>, _batch: (), _now: Duration) {}
 
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
         black_box(operation);

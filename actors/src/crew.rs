@@ -22,7 +22,7 @@ use crate::cause::{ActorName, Cause, Problem, Switch};
 use crate::facts::Facts;
 use crate::fence::{Done, Fence};
 use crate::mailbox::Inbox;
-use crate::meter::{Meter, State};
+use crate::meter::{Meter, Spent, State};
 use crate::pool::{Content, Gauge, Held, Pool};
 use crate::ports::{Lane, Lanes, Operation, Order, Trouble};
 use crate::report::{Doing, InFlight, Snapshot};
@@ -94,6 +94,8 @@ pub(crate) struct Ring {
     posts: [Post; 5],
     in_flight: Mutex<BTreeMap<u64, InFlight>>,
     enqueued: AtomicU64,
+    /// One more than the number of the operation that ended last; 0: none has.
+    last_finished: AtomicU64,
     progress: AtomicU64,
     alive: watch::Sender<usize>,
     /// Set by the watchdog when even the end does not come.
@@ -111,6 +113,7 @@ impl Ring {
             posts: std::array::from_fn(|_| Post::new(now)),
             in_flight: Mutex::default(),
             enqueued: AtomicU64::new(0),
+            last_finished: AtomicU64::new(0),
             progress: AtomicU64::new(0),
             alive: watch::Sender::new(0),
             given_up: SetOnce::new(),
@@ -144,7 +147,13 @@ impl Ring {
         }
     }
 
+    /// The operation that ended last.
+    pub(crate) fn last_finished(&self) -> Option<u64> {
+        self.last_finished.load(Ordering::Relaxed).checked_sub(1)
+    }
+
     pub(crate) fn finished(&self, number: u64) {
+        self.last_finished.store(number + 1, Ordering::Relaxed);
         self.progress.fetch_add(1, Ordering::Relaxed);
         self.operations().remove(&number);
     }
@@ -178,6 +187,11 @@ impl Ring {
     pub(crate) async fn ended(&self) {
         let mut alive = self.alive.subscribe();
         _ = *alive.wait_for(|&alive| alive == 0).await.expect("the ring holds the sender");
+    }
+
+    /// What each actor has spent until now, with what it is at.
+    pub(crate) fn spent(&self, now: Duration) -> [(ActorName, Spent); 5] {
+        ActorName::ALL.map(|name| (name, self.posts[name as usize].meter.spent_until(now)))
     }
 
     pub(crate) fn snapshot(&self) -> Snapshot {
@@ -324,7 +338,8 @@ impl Desk {
 
     /// Queues an order on its lane.
     pub(crate) fn queue(&self, order: Order) -> Fence {
-        let (operation, fence) = Operation::new(self.name, order, self.ring.clone());
+        let (operation, fence) =
+            Operation::new(self.name, order, self.ring.clone(), self.lanes.now());
         self.lanes.queue(operation);
         fence
     }

@@ -112,7 +112,7 @@ impl Executor {
                 outputs: place(&visit.writes, &outputs),
                 gradients: self.accumulators(step, resolved, m == first),
             };
-            let mut order = Order::new(step, Some(visit.layer), work);
+            let mut order = Order::at(step, visit, work);
             order.waits = inputs.arrived;
             order.holds = inputs.boundaries.into_iter().flatten().collect();
             if m == first {

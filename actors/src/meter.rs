@@ -42,18 +42,27 @@ impl Meter {
     /// Ends the current state and begins another.
     pub fn enter(&self, state: State, now: Duration) {
         let mut inner = self.inner.lock().expect("nothing panics inside");
-        let (ending, begin, spent) = &mut *inner;
-        let seconds = match ending {
-            State::Busy => &mut spent.busy,
-            State::Starved => &mut spent.starved,
-            State::Blocked => &mut spent.blocked,
-        };
-        *seconds += now.saturating_sub(*begin);
-        *inner = (state, now, *spent);
+        *inner = (state, now, closed(&inner, now));
     }
 
     /// What was spent in states that ended.
     pub fn spent(&self) -> Spent {
         self.inner.lock().expect("nothing panics inside").2
     }
+
+    /// The same, and what was spent until now in the state that has not.
+    pub fn spent_until(&self, now: Duration) -> Spent {
+        closed(&self.inner.lock().expect("nothing panics inside"), now)
+    }
+}
+
+/// What is spent when the current state ends now.
+fn closed(&(state, begin, mut spent): &(State, Duration, Spent), now: Duration) -> Spent {
+    let seconds = match state {
+        State::Busy => &mut spent.busy,
+        State::Starved => &mut spent.starved,
+        State::Blocked => &mut spent.blocked,
+    };
+    *seconds += now.saturating_sub(begin);
+    spent
 }

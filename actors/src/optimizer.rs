@@ -92,7 +92,7 @@ impl Optimizer {
             None => Source::Region,
         };
         let work = Work::Update { block, version, gradient, norm };
-        let mut order = Order::new(step, layer_of(step, block), work);
+        let mut order = Order::gradient(step, layer_of(step, block), work);
         order.waits = waits;
         order.holds = landing.into_iter().collect();
         order.raises = vec![Fact::Updated(block, version + 1)];
@@ -102,7 +102,7 @@ impl Optimizer {
 
     /// Publishes the blocks nobody updated: after the last use of this version.
     fn carry(&self, step: &Arc<Step>) {
-        let mut order = Order::new(step, None, Work::Carry { version: step.number });
+        let mut order = Order::new(step, Work::Carry { version: step.number });
         let carried = step.plan.carried.iter();
         order.raises = carried.map(|&block| Fact::Updated(block, step.number + 1)).collect();
         order.commits = true;

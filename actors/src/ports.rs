@@ -17,7 +17,7 @@ use crate::crew::Ring;
 use crate::facts::Fact;
 use crate::fence::{Done, Fence};
 use crate::pool::Held;
-use crate::schedule::{BlockId, BoundaryId, LayerId, MicroBatch, Plan, Version};
+use crate::schedule::{BlockId, BoundaryId, LayerId, MicroBatch, Phase, Plan, Version, Visit};
 
 /// An error of the outside.
 pub type Trouble = Box<dyn std::error::Error + Send + Sync>;
@@ -182,6 +182,7 @@ pub struct Step {
 pub(crate) struct Order {
     pub(crate) step: Arc<Step>,
     pub(crate) layer: Option<LayerId>,
+    pub(crate) phase: Option<Phase>,
     pub(crate) work: Work,
     pub(crate) waits: Vec<Fence>,
     pub(crate) holds: Vec<Held>,
@@ -190,9 +191,29 @@ pub(crate) struct Order {
 }
 
 impl Order {
-    pub(crate) fn new(step: &Arc<Step>, layer: Option<LayerId>, work: Work) -> Order {
-        let step = step.clone();
-        Order { step, layer, work, waits: vec![], holds: vec![], raises: vec![], commits: false }
+    /// Of the step as a whole.
+    pub(crate) fn new(step: &Arc<Step>, work: Work) -> Order {
+        Order {
+            step: step.clone(),
+            layer: None,
+            phase: None,
+            work,
+            waits: vec![],
+            holds: vec![],
+            raises: vec![],
+            commits: false,
+        }
+    }
+
+    /// For a visit.
+    pub(crate) fn at(step: &Arc<Step>, visit: &Visit, work: Work) -> Order {
+        let (layer, phase) = (Some(visit.layer), Some(visit.phase));
+        Order { layer, phase, ..Order::new(step, work) }
+    }
+
+    /// For the gradient of a block that this layer meets first.
+    pub(crate) fn gradient(step: &Arc<Step>, layer: Option<LayerId>, work: Work) -> Order {
+        Order { layer, phase: Some(Phase::Backward), ..Order::new(step, work) }
     }
 }
 
@@ -203,14 +224,23 @@ pub struct Operation {
     actor: ActorName,
     order: Order,
     fence: Fence,
+    queued: Duration,
+    after: Option<u64>,
     ring: Arc<Ring>,
     finished: bool,
 }
 
 impl Operation {
-    pub(crate) fn new(actor: ActorName, order: Order, ring: Arc<Ring>) -> (Operation, Fence) {
+    pub(crate) fn new(
+        actor: ActorName,
+        order: Order,
+        ring: Arc<Ring>,
+        queued: Duration,
+    ) -> (Operation, Fence) {
+        let after = ring.last_finished();
         let fence = Fence::new(ring.enqueued(actor, &order));
-        (Operation { actor, order, fence: fence.clone(), ring, finished: false }, fence)
+        let made = fence.clone();
+        (Operation { actor, order, fence, queued, after, ring, finished: false }, made)
     }
 
     /// Its number, unique in its relay; its fence has the same.
@@ -236,6 +266,16 @@ impl Operation {
     /// The layer it serves, if one.
     pub fn layer(&self) -> Option<LayerId> {
         self.order.layer
+    }
+
+    /// The phase of the visit it serves, if one.
+    pub fn phase(&self) -> Option<Phase> {
+        self.order.phase
+    }
+
+    /// When it was queued, and the operation that had ended last by then.
+    pub fn queued(&self) -> (Duration, Option<u64>) {
+        (self.queued, self.after)
     }
 
     /// What to do.

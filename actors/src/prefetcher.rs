@@ -67,7 +67,7 @@ impl Prefetcher {
         }
         for micro_batch in visit.micro_batches.clone() {
             let work = Work::Gather { visit: index, micro_batch };
-            let mut order = Order::new(step, Some(visit.layer), work);
+            let mut order = Order::at(step, visit, work);
             order.raises = visit.writes.iter().map(|&id| Fact::Stashed(id, micro_batch)).collect();
             self.desk.queue(order);
         }
@@ -75,7 +75,8 @@ impl Prefetcher {
     }
 
     async fn fetch(&mut self, step: &Arc<Step>, device_visit: usize) -> Result<(), Trouble> {
-        let layer = step.plan.visit(device_visit).layer;
+        let visit = step.plan.visit(device_visit);
+        let layer = visit.layer;
         let content = Content::Visit(device_visit);
         let credit = self.desk.acquire(&mut self.visit_credits, 1, content, Some(layer)).await?;
         let (mut blocks, mut arrived) = (Vec::new(), Vec::new());
@@ -88,7 +89,7 @@ impl Prefetcher {
                     self.desk.acquire_slot(slots, residence.slot, content, Some(layer)).await?;
                 let (block, version) = (residence.block, step.number);
                 let work = Work::UploadBlock { block, version, weights: residence.slot };
-                arrived.push(self.desk.queue(Order::new(step, Some(layer), work)));
+                arrived.push(self.desk.queue(Order::at(step, visit, work)));
                 self.resident[residence.slot as usize] = Some(held);
             }
             let tenant = &mut self.resident[residence.slot as usize];
@@ -119,7 +120,7 @@ impl Prefetcher {
             let held = self.desk.acquire(&mut self.input_slots, count, content, layer).await?;
             let slots = held.iter().map(|held| held.slot(content)).collect();
             let work = Work::UploadBoundary { micro_batch, inputs: Placed { boundary, slots } };
-            arrived.push(self.desk.queue(Order::new(step, layer, work)));
+            arrived.push(self.desk.queue(Order::at(step, visit, work)));
             boundaries.push(held);
         }
         self.inputs.send(Inputs { device_visit, micro_batch, boundaries, arrived });

@@ -70,7 +70,7 @@ impl Reducer {
         let landing = held.into_iter().next().expect("one slot was asked for");
         let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));
         let work = Work::DownloadGradient { block, gradients, reduced };
-        let mut order = Order::new(step, layer, work);
+        let mut order = Order::gradient(step, layer, work);
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];
         let landed = self.desk.queue(order);
@@ -79,7 +79,7 @@ impl Reducer {
             self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced: landed }));
             return Ok(());
         }
-        let mut order = Order::new(step, layer, Work::Reduce { block, reduced });
+        let mut order = Order::gradient(step, layer, Work::Reduce { block, reduced });
         order.waits = vec![landed];
         order.holds = vec![landing];
         let reduced = self.desk.queue(order);
@@ -94,7 +94,7 @@ impl Reducer {
         let visit = &step.plan.schedule.visits[index];
         for micro_batch in visit.micro_batches.clone() {
             let work = Work::Loss { visit: index, micro_batch };
-            let fence = self.desk.queue(Order::new(step, Some(visit.layer), work));
+            let fence = self.desk.queue(Order::at(step, visit, work));
             self.reduced.send(Flow::Datum(Reduced::Loss(fence)));
         }
         Ok(())
@@ -113,7 +113,7 @@ impl Reducer {
             self.desk.fact(Content::Block(block, version), Some(visit.layer), updated).await?;
             let first = !step.plan.reductions.iter().any(joined);
             let work = Work::Scatter { visit: index, block, first };
-            let reduced = self.desk.queue(Order::new(step, Some(visit.layer), work));
+            let reduced = self.desk.queue(Order::at(step, visit, work));
             self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing: None, reduced }));
         }
         Ok(())

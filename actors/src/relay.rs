@@ -345,7 +345,7 @@ impl<P: Ports> Relay<P> {
 
     /// For whoever wants to look while another task drives the relay.
     pub fn observer(&self) -> Observer {
-        Observer(self.ring.clone())
+        Observer { ring: self.ring.clone(), lanes: self.ports.clone() }
     }
 }
 

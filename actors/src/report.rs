@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::cause::{ActorName, Cause, Problem};
 use crate::crew::Ring;
 use crate::meter::{Spent, State};
-use crate::pool::Occupancy;
-use crate::ports::Lane;
+use crate::pool::{Gauge, Occupancy};
+use crate::ports::{Lane, Lanes};
 use crate::schedule::LayerId;
 
 /// What an actor is doing, for the watchdog.
@@ -118,12 +118,30 @@ impl fmt::Display for Snapshot {
 }
 
 /// Looks at a ring from outside, also when another task drives it or it has ended.
-#[derive(Clone, Debug)]
-pub struct Observer(pub(crate) Arc<Ring>);
+#[derive(Clone)]
+pub struct Observer {
+    pub(crate) ring: Arc<Ring>,
+    pub(crate) lanes: Arc<dyn Lanes>,
+}
 
 impl Observer {
     /// The ring now.
     pub fn snapshot(&self) -> Snapshot {
-        self.0.snapshot()
+        self.ring.snapshot()
+    }
+
+    /// What each actor has spent until now. Its states sum to the time since it began.
+    pub fn spent(&self) -> [(ActorName, Spent); 5] {
+        self.ring.spent(self.lanes.now())
+    }
+
+    /// Each pool now.
+    pub fn pools(&self) -> Vec<Occupancy> {
+        self.ring.gauges.iter().map(Gauge::read).collect()
+    }
+
+    /// The lanes' clock.
+    pub fn now(&self) -> Duration {
+        self.lanes.now()
     }
 }

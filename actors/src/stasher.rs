@@ -40,7 +40,7 @@ impl Stasher {
             let content = Content::Boundary(boundary, micro_batch);
             let slots = held.iter().map(|held| held.slot(content)).collect();
             let work = Work::DownloadBoundary { micro_batch, outputs: Placed { boundary, slots } };
-            let mut order = Order::new(step, Some(visit.layer), work);
+            let mut order = Order::at(step, visit, work);
             order.waits = vec![outputs.computed.clone()];
             order.holds = held;
             order.raises = vec![Fact::Stashed(boundary, micro_batch)];

@@ -18,14 +18,15 @@ use tokio::sync::watch;
 use crate::cause::Problem;
 use crate::fence::Done;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step, Trouble};
+use crate::record::{Record, Scribe};
 
 /// What does the work. Called by five threads at once, each with its lane's operations.
 pub trait Hands: Send + Sync + 'static {
     /// See [`Ports::Batch`].
     type Batch: Send + 'static;
 
-    /// See [`Ports::begin`].
-    fn begin(&self, step: &Arc<Step>, batch: Self::Batch);
+    /// See [`Ports::begin`]; it is `now` by the lanes' clock.
+    fn begin(&self, step: &Arc<Step>, batch: Self::Batch, now: Duration);
 
     /// Does the work and returns its value. Long work looks at
     /// [`is_cancelled`](Operation::is_cancelled) now and then.
@@ -33,6 +34,11 @@ pub trait Hands: Send + Sync + 'static {
     /// # Errors
     /// Whatever went wrong; it ends the ring.
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble>;
+
+    /// Hears of each operation that ended well, on its lane, before anyone who waits for it.
+    fn done(&self, operation: &Operation, record: Record) {
+        drop((operation, record));
+    }
 }
 
 /// See the [module](self).
@@ -59,8 +65,9 @@ impl<H: Hands> ThreadLanes<H> {
             let named = thread::Builder::new().name(format!("l2l-{}", lane.name()));
             named.spawn(move || {
                 let _here = here;
+                let mut scribe = Scribe::default();
                 for operation in operations.iter() {
-                    run(&*hands, operation, origin);
+                    run(&*hands, operation, origin, &mut scribe);
                 }
             })?;
             queues.push(queue);
@@ -75,15 +82,19 @@ impl<H: Hands> ThreadLanes<H> {
 }
 
 /// Runs one operation, or drops it when the ring is ending.
-fn run<H: Hands>(hands: &H, operation: Operation, origin: Instant) {
+fn run<H: Hands>(hands: &H, operation: Operation, origin: Instant, scribe: &mut Scribe) {
     if !block_on(operation.ready()) {
         return;
     }
     operation.begun();
     let begin = origin.elapsed();
     let performed = catch_unwind(AssertUnwindSafe(|| hands.perform(&operation)));
+    let end = origin.elapsed();
+    if let Ok(Ok(_)) = performed {
+        hands.done(&operation, scribe.record(&operation, begin, end));
+    }
     operation.finish(match performed {
-        Ok(Ok(value)) => Ok(Done { begin, end: origin.elapsed(), value }),
+        Ok(Ok(value)) => Ok(Done { begin, end, value }),
         Ok(Err(trouble)) => Err(Problem::Error(trouble)),
         Err(payload) => Err(Problem::of_panic(&*payload)),
     });
@@ -118,7 +129,7 @@ impl<H: Hands> Ports for ThreadLanes<H> {
     type Batch = H::Batch;
 
     fn begin(&self, step: &Arc<Step>, batch: H::Batch) {
-        self.hands.begin(step, batch);
+        self.hands.begin(step, batch, self.now());
     }
 }
 

@@ -1,6 +1,8 @@
-//! The command line: `train`, `data`, `eval`, `generate`, `plan`, `bench`, and what helps with them.
+//! The command line: `train`, `data`, `eval`, `generate`, `plan`, `bench`, `tune`, and what helps with
+//! them.
 
 mod bench;
+mod dashboards;
 mod data;
 mod doctor;
 mod eval;
@@ -8,11 +10,12 @@ mod export;
 mod generate;
 mod journal;
 mod layers;
-mod metrics;
+mod observe;
 mod plan;
 mod progress;
 mod reference;
 mod train;
+mod tune;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -44,9 +47,17 @@ enum Command {
     /// Continues text by a run's model, or the one a config loads.
     Generate(GenerateArguments),
     /// Says what a run would hold and move, and starts nothing.
-    Plan(Common),
+    Plan(PlanArguments),
     /// Trains for a few steps and says how fast, beside what the machine can do.
     Bench(Common),
+    /// Tries depths, micro-batches and the stash's place, and writes the config that was best.
+    Tune(TuneArguments),
+    /// Writes the dashboards, rules and table of metrics that go with this program.
+    Dashboards {
+        /// The folder they go to.
+        #[arg(long, value_name = "DIRECTORY")]
+        to: PathBuf,
+    },
     /// Writes a run's model, or the one a config loads, to a directory for other tools.
     Export(Export),
     /// Says what this machine has.
@@ -79,9 +90,60 @@ struct TrainArguments {
     /// Goes on from the newest checkpoint in `checkpoint.directory`.
     #[arg(long)]
     resume: bool,
-    /// Serves metrics there: the key `metrics.listen`.
+    #[command(flatten)]
+    observe: ObserveArguments,
+}
+
+#[derive(Args)]
+struct ObserveArguments {
+    /// Serves metrics and a live page there: the key `metrics.listen`.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<String>,
+    /// Writes the timeline of all operations to this file, for Perfetto and Chrome.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Writes a report, `report.html`, to this folder at the end.
+    #[arg(long, value_name = "DIRECTORY")]
+    report: Option<PathBuf>,
+}
+
+#[derive(Args)]
+struct PlanArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Draws a step in virtual time, as SVG.
+    #[arg(long, value_name = "FILE")]
+    draw: Option<PathBuf>,
+    #[command(flatten)]
+    rates: RateArguments,
+}
+
+#[derive(Args)]
+struct RateArguments {
+    /// TFLOP/s of the device; as this machine's product has when absent.
+    #[arg(long, value_name = "RATE")]
+    tflops: Option<f64>,
+    /// GB/s of the link, each way; of `device.link`, or of this machine's memory when absent.
+    #[arg(long, value_name = "RATE")]
+    link_gbps: Option<f64>,
+    /// GB/s of the host's memory; of this machine's when absent.
+    #[arg(long, value_name = "RATE")]
+    host_gbps: Option<f64>,
+}
+
+#[derive(Args)]
+struct TuneArguments {
+    #[command(flatten)]
+    common: Common,
+    /// The tuned config; stdout when absent.
+    #[arg(long, value_name = "FILE")]
+    to: Option<PathBuf>,
+    /// Steps of a trial that count.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    steps: u64,
+    /// Times that each candidate is tried.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    rounds: usize,
 }
 
 #[derive(Args)]
@@ -197,7 +259,9 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Data(arguments) => data::data(&arguments)?,
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
-        Command::Plan(common) => plan::plan(&common)?,
+        Command::Plan(arguments) => plan::plan(&arguments)?,
+        Command::Tune(arguments) => tune::tune(&arguments)?,
+        Command::Dashboards { to } => dashboards::write(&to)?,
         Command::Bench(common) => return bench::bench(&common),
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
         Command::Doctor(doctor) => doctor::doctor(doctor.format)?,

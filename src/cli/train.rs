@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use l2l::checkpoint::Keeper;
 use l2l::config::DataConfig;
 use l2l::data::{Baseline, Batches, Dataset, baselines};
-use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
+use l2l::{Config, Error, StepReport, Summary, Trainer, machine, shape_of};
 use serde_json::json;
 
 use super::journal::Journal;
-use super::metrics::Metrics;
+use super::observe::Observers;
 use super::progress::Screen;
 use super::{BUILT_IN, Ended, TrainArguments, say};
 
@@ -67,10 +67,10 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
 }
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
-    let TrainArguments { common, resume, metrics } = arguments;
-    let (config, layers) = common.read(Some(BUILT_IN), metrics)?;
+    let TrainArguments { common, resume, observe } = arguments;
+    let (config, layers) = common.read(Some(BUILT_IN), observe.metrics.clone())?;
     let run = || -> Result<Ended, Error> {
-        let Prepared { config, train, steps, aside } = Prepared::new(config)?;
+        let Prepared { mut config, train, steps, aside } = Prepared::new(config)?;
         let newest = aside.keeper.as_ref().and_then(Keeper::newest);
         let from = match (&aside.keeper, newest, resume) {
             (None, _, true) => {
@@ -91,8 +91,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         };
         runtime()?.block_on(async {
             let stop = on_signal();
-            let metrics = Metrics::start(&config.metrics)?;
-            metrics.begin(steps);
+            let mut observers = Observers::open(&mut config, &observe)?;
             if resume && from.is_none() {
                 say("--resume: there is no checkpoint yet, so this run begins");
             }
@@ -103,7 +102,9 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             if let Some(from) = from {
                 builder = builder.resume(from);
             }
-            let trainer = builder.start()?;
+            let trainer = observers.attach(builder).start()?;
+            let threads = config.device.threads.unwrap_or_else(machine::cores);
+            observers.show(trainer.watch(), threads)?;
             let journal = Journal::open(&config.log)?;
             let batches = Batches::start(&config, train, trainer.progress().step)?;
             let ceiling = config.device.memory.bytes().unwrap_or(trainer.plan().device_bytes());
@@ -113,9 +114,12 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
                 screen
                     .say("no config given: trains on this project's text (examples/built_in.toml)");
             }
-            Run { trainer, config, steps, aside, screen, metrics, saved: None }
-                .go(batches, &stop)
-                .await
+            let run =
+                Run { trainer, config, steps, aside, screen, observers: &observers, saved: None };
+            let config = run.config.clone();
+            let ended = run.go(batches, &stop).await;
+            observers.close(&config, ended.is_ok());
+            ended
         })
     };
     run().map_err(|error| layers.locate(error))
@@ -157,18 +161,18 @@ fn heard(stop: &AtomicBool) {
 }
 
 /// A run on its way.
-struct Run {
+struct Run<'o> {
     trainer: Trainer,
     config: Config,
     steps: u64,
     aside: Aside,
     screen: Screen,
-    metrics: Metrics,
+    observers: &'o Observers,
     /// The step of the last checkpoint.
     saved: Option<u64>,
 }
 
-impl Run {
+impl Run<'_> {
     async fn go(mut self, mut batches: Batches, stop: &AtomicBool) -> Result<Ended, Error> {
         let first = self.trainer.progress().step;
         if first > 0 {
@@ -234,7 +238,7 @@ impl Run {
         while self.trainer.progress().step < self.steps && !self.is_tired() && !stop.load(Relaxed) {
             let report = self.trainer.step(batches.next().await?).await?;
             self.screen.step(&report);
-            self.metrics.step(&report);
+            self.observers.step(&report);
             let step = report.step;
             if is_due(look, step) {
                 let Some(loss) = self.look_and_note(stop).await? else { break };
@@ -269,7 +273,6 @@ impl Run {
             return Ok(None);
         }
         self.screen.validation(self.trainer.progress().step, &found);
-        self.metrics.validation(found.loss);
         Ok(Some(found.loss))
     }
 

@@ -28,6 +28,8 @@ pub struct Config {
     pub stash: StashConfig,
     /// Depths of the ring's pools.
     pub channels: ChannelsConfig,
+    /// The host's eager param-server.
+    pub eps: EpsConfig,
     /// Looking at what was kept aside.
     pub validation: ValidationConfig,
     /// What survives the run.
@@ -323,6 +325,17 @@ impl Default for ChannelsConfig {
     }
 }
 
+/// `[eps]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct EpsConfig {
+    /// Emulated: an update takes at least as long as at so many bytes of gradient, say `1GB/s`.
+    pub update_rate: Option<String>,
+    /// Emulated: checkpoints are written no faster than this, say `200MB/s`.
+    pub disk_rate: Option<String>,
+}
+
 /// `[watchdog]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
@@ -381,8 +394,12 @@ impl Default for CheckpointConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MetricsConfig {
-    /// Address to serve them at, say `127.0.0.1:9090`; of this machine only.
+    /// Address to serve metrics and a live page at, say `127.0.0.1:9090`.
     pub listen: Option<String>,
+    /// Whether others than this machine may be listened to.
+    pub public: bool,
+    /// A file that the last metrics go to, for a run that ends between two scrapes.
+    pub file: Option<PathBuf>,
     /// The run's name; made up when absent.
     pub run: Option<String>,
 }

@@ -11,8 +11,8 @@ use std::path::Path;
 
 pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use keys::{
-    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, Format, Labels,
-    LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
+    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, EpsConfig, Format,
+    Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
     ScheduleConfig, ScheduleKind, StashConfig, StashPlace, StepConfig, Task, ValidationConfig,
     WatchdogConfig,
 };
@@ -152,7 +152,9 @@ impl Config {
         if let Some((_, key, problem)) = contradictions.iter().find(|(is, ..)| *is) {
             return Err(Error::config(key, problem));
         }
-        self.link_bytes_per_second().map(|_| ())
+        self.link_bytes_per_second()?;
+        self.update_bytes_per_second()?;
+        self.disk_bytes_per_second().map(|_| ())
     }
 
     /// `device.link` in bytes a second.
@@ -160,15 +162,23 @@ impl Config {
     /// # Errors
     /// It is no rate.
     pub fn link_bytes_per_second(&self) -> Result<Option<f64>, Error> {
-        let Some(link) = &self.device.link else { return Ok(None) };
-        let rate = link.strip_suffix("/s").and_then(|size| size.parse::<ByteSize>().ok());
-        match rate.and_then(|rate| rate.bytes()).filter(|&bytes| bytes > 0) {
-            Some(bytes) => Ok(Some(bytes as f64)),
-            None => Err(Error::config(
-                "device.link",
-                format_args!("must be a rate such as \"12GB/s\", not {link:?}"),
-            )),
-        }
+        rate("device.link", self.device.link.as_deref())
+    }
+
+    /// `eps.update_rate` in bytes a second.
+    ///
+    /// # Errors
+    /// It is no rate.
+    pub fn update_bytes_per_second(&self) -> Result<Option<f64>, Error> {
+        rate("eps.update_rate", self.eps.update_rate.as_deref())
+    }
+
+    /// `eps.disk_rate` in bytes a second.
+    ///
+    /// # Errors
+    /// It is no rate.
+    pub fn disk_bytes_per_second(&self) -> Result<Option<f64>, Error> {
+        rate("eps.disk_rate", self.eps.disk_rate.as_deref())
     }
 
     /// The update rule.
@@ -224,6 +234,19 @@ impl Config {
                 RateSchedule::Cosine => Decay::Cosine,
                 RateSchedule::Wsd => Decay::Wsd,
             },
+        }
+    }
+}
+
+/// Bytes a second, as a key says.
+fn rate(key: &str, text: Option<&str>) -> Result<Option<f64>, Error> {
+    let Some(text) = text else { return Ok(None) };
+    let rate = text.strip_suffix("/s").and_then(|size| size.parse::<ByteSize>().ok());
+    match rate.and_then(|rate| rate.bytes()).filter(|&bytes| bytes > 0) {
+        Some(bytes) => Ok(Some(bytes as f64)),
+        None => {
+            let must = format_args!("must be a rate such as \"12GB/s\", not {text:?}");
+            Err(Error::config(key, must))
         }
     }
 }

@@ -265,6 +265,11 @@ impl Plan {
         self.stash_floats + ((layer * sequences + sequence) * capacity + position) * width
     }
 
+    /// The ceiling that was set for the device, if one was.
+    pub fn budget(&self) -> Option<u64> {
+        self.budget.bytes()
+    }
+
     /// Bytes of the device.
     pub fn device_bytes(&self) -> u64 {
         self.device.iter().map(|term| term.bytes).sum()

@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use l2l_actors::Relay;
+use l2l_actors::ports::Lanes;
 use l2l_actors::threads::ThreadLanes;
 
 pub use evaluate::{Evaluation, Evaluator};
@@ -51,7 +52,7 @@ impl Rest {
         }
         let (model, plan) = (Arc::new(model), Arc::new(plan));
         let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
-        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate)?;
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate, Vec::new())?;
         cpu.eps().randomise(config.step.seed);
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
             hf::load(path, &model, cpu.eps(), false)?;
@@ -72,6 +73,7 @@ impl Rest {
         let walked = Walked::of(&mut self.walked, walk, &self.config, &self.model)?;
         let turn = Turn { batch, goal, trained: 0, carries: walked.carries.clone(), memory };
         let resolved = self.relay.step(&walked.schedule, turn).await?;
+        self.lanes.hands().ledger.resolves(self.lanes.now());
         let told = self.lanes.hands().take_told();
         Ok((resolved.loss, told))
     }

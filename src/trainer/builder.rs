@@ -1,7 +1,7 @@
 //! Makes a trainer: everything is looked at first, then made.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use l2l_actors::threads::ThreadLanes;
@@ -13,8 +13,9 @@ use crate::config::{Config, Labels, Plan, shape_of};
 use crate::devices::cpu::Cpu;
 use crate::error::Error;
 use crate::hf;
-use crate::models::Model;
+use crate::models::{Model, Part};
 use crate::optimizers::UpdateRule;
+use crate::telemetry::{Observe, Story, Watch, Watched, made_up_name};
 
 /// What a trainer is made of. What is not given comes from the config.
 pub struct Builder {
@@ -24,12 +25,14 @@ pub struct Builder {
     steps: Option<u64>,
     data: String,
     resume: Option<PathBuf>,
+    observers: Vec<Arc<dyn Observe>>,
 }
 
 impl Builder {
     pub(super) fn new(config: Config) -> Builder {
         let data = String::new();
-        Builder { config, model: None, rule: None, steps: None, data, resume: None }
+        let observers = Vec::new();
+        Builder { config, model: None, rule: None, steps: None, data, resume: None, observers }
     }
 
     /// A model of one's own.
@@ -63,6 +66,12 @@ impl Builder {
         self
     }
 
+    /// Lets somebody hear of every operation as it ends.
+    pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
+        self.observers.push(observer);
+        self
+    }
+
     /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
     ///
     /// # Errors
@@ -71,7 +80,7 @@ impl Builder {
     /// # Panics
     /// There is no tokio runtime.
     pub fn start(self) -> Result<Trainer, Error> {
-        let Builder { config, model, rule, steps, data, resume } = self;
+        let Builder { config, model, rule, steps, data, resume, observers } = self;
         config.check()?;
         let model = match model {
             Some(model) => model,
@@ -90,7 +99,7 @@ impl Builder {
         }
         let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
         model.check_names()?;
-        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate)?;
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate, observers)?;
         let mut came_with = match &config.model.path {
             Some(path) => hf::read_config(path)?,
             None => serde_json::Value::Null,
@@ -117,6 +126,18 @@ impl Builder {
         }
         let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         let now = Instant::now();
+        let watch = Watch(Arc::new(Watched {
+            run: config.metrics.run.clone().unwrap_or_else(made_up_name),
+            ledger: lanes.hands().ledger.clone(),
+            used: lanes.hands().used.clone(),
+            story: Mutex::new(Story::new(learning_rate.steps)),
+            observer: relay.observer(),
+            plan: plan.clone(),
+            link: config.device.link.clone(),
+            on_device: model.parts.iter().map(|part| !matches!(part, Part::Embedding)).collect(),
+            light: Mutex::new(None),
+        }));
+        let disk_rate = config.disk_bytes_per_second()?;
         Ok(Trainer {
             config,
             model,
@@ -134,6 +155,9 @@ impl Builder {
             visits: 0,
             begin: now,
             last_end: now,
+            last_disk: Duration::ZERO,
+            watch,
+            disk_rate,
         })
     }
 }
@@ -152,14 +176,19 @@ pub(crate) fn start_ring(
     cpu: Cpu,
 ) -> Result<Ring, Error> {
     let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
-    let ring = RingConfig {
+    let ring = ring_of(model, plan, Some(Duration::from_secs_f64(config.watchdog.seconds)));
+    Ok(Ring { relay: Relay::start(ring, lanes.clone()), lanes })
+}
+
+/// A ring for a model's plan.
+pub(crate) fn ring_of(model: &Model, plan: &Plan, watchdog: Option<Duration>) -> RingConfig {
+    RingConfig {
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
         max_layers: model.parts.len() as u32,
         max_micro_batches: plan.micro_batches.len() as u32,
         deferred: plan.deferred,
-        watchdog: Some(Duration::from_secs_f64(config.watchdog.seconds)),
+        watchdog,
         drill: None,
-    };
-    Ok(Ring { relay: Relay::start(ring, lanes.clone()), lanes })
+    }
 }

@@ -6,28 +6,29 @@ mod sample;
 
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use futures_core::Stream;
+use l2l_actors::ports::Lanes;
 use l2l_actors::schedule::{Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Relay, Resolved};
 
 pub use builder::Builder;
-pub(crate) use builder::{Ring, start_ring};
-pub use report::{StepReport, Summary};
+pub(crate) use builder::{Ring, ring_of, start_ring};
+pub use report::{Bottleneck, StepReport, Summary};
 
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Carries, Config, Plan, Purpose, Term, Walk, schedule_of};
 use crate::data::Batch;
+use crate::devices::cpu::take_as_long;
 use crate::devices::cpu::{Cpu, Goal, Turn};
 use crate::error::Error;
 use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::Model;
 use crate::optimizers::LearningRate;
-use report::busiest;
+use crate::telemetry::{Point, Slice, State, Track, Watch, unix_seconds};
 
 /// A run.
 ///
@@ -63,6 +64,10 @@ pub struct Trainer {
     visits: u64,
     begin: Instant,
     last_end: Instant,
+    /// What the disk had taken by then.
+    last_disk: Duration,
+    watch: Watch,
+    disk_rate: Option<f64>,
 }
 
 /// A schedule and what it was made for.
@@ -143,12 +148,16 @@ impl Trainer {
         }
         let tokens = batch.token_count();
         let model_flops = self.model.training_flops(&batch.document_lengths(), batch.labelled);
-        let (waited, worked) = (self.cpu().counts.waited(), self.cpu().counts.lanes());
+        self.watch.story().state = State::Training;
+        let (before, began) = (self.watch.tally(), self.lanes.now());
         let resolved = self.turn(batch, Goal::Train).await?;
         let now = Instant::now();
         let seconds = (now - std::mem::replace(&mut self.last_end, now)).as_secs_f64();
-        let step = self.progress.step;
-        Ok(StepReport {
+        let (step, tally) = (self.progress.step, self.watch.tally());
+        let waited = std::array::from_fn(|cause| tally.waited[cause] - before.waited[cause]);
+        let disk = tally.tracks[Track::File.index()].busy;
+        let of_disk = disk - std::mem::replace(&mut self.last_disk, disk);
+        let report = StepReport {
             step,
             loss: resolved.loss,
             grad_norm: resolved.norm,
@@ -156,10 +165,15 @@ impl Trainer {
             tokens,
             model_flops,
             seconds,
-            exposed_wait_seconds: (self.cpu().counts.waited() - waited).as_secs_f64(),
-            bottleneck: busiest(worked, self.cpu().counts.lanes()),
+            exposed_wait_seconds: waited.iter().sum::<Duration>().as_secs_f64(),
+            bottleneck: Bottleneck::of(seconds, waited, of_disk),
             device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
-        })
+        };
+        let mut story = self.watch.story();
+        story.stepped(&report);
+        story.bound(self.begun - 1, began, self.lanes.now());
+        drop(story);
+        Ok(report)
     }
 
     /// Steps on every batch of a stream, until it ends or `goes_on` says no.
@@ -196,13 +210,17 @@ impl Trainer {
     ) -> Result<Evaluation, Error> {
         let mut found = Evaluation::begin(self.model.shape.head);
         let goal = if found.quality.is_some() { Goal::Tell } else { Goal::Evaluate };
+        self.watch.story().state = State::Validating;
         for batch in batches {
             let batch = batch?;
             let labels = found.meet(&batch);
             let resolved = self.turn(batch, goal).await?;
             found.take(&labels, resolved.loss, &self.cpu().take_told());
         }
-        Ok(found.end())
+        let found = found.end();
+        let point = Point { step: self.progress.step, loss: found.loss };
+        self.watch.story().validation.push(point);
+        Ok(found)
     }
 
     /// One walk of the ring.
@@ -224,12 +242,16 @@ impl Trainer {
         let turn = Turn { batch, goal, trained: self.progress.step, carries, memory: Vec::new() };
         let resolved = self.relay.step(&walked.schedule, turn).await;
         self.account();
+        self.cpu().ledger.resolves(self.lanes.now());
         resolved.map_err(|error| self.in_steps(error))
     }
 
     /// An error of the ring, which counts turns, told in training steps.
     fn in_steps(&self, error: l2l_actors::Error) -> Error {
         use l2l_actors::{Error::Failed, Integrity::Whole};
+        if let Failed { cause, .. } = &error {
+            self.watch.story().failed(&cause.problem);
+        }
         match error {
             Failed { cause, integrity: Whole(version) } => {
                 // Whole it is as of the last turn, or of the one before it.
@@ -258,17 +280,8 @@ impl Trainer {
     /// The high-water mark of each term of the plan's device: slots handed out at once at most,
     /// and the workspace's greatest height.
     pub fn device_peak(&self) -> Vec<Term> {
-        let pools = self.relay.snapshot().pools;
-        let peak = |name: &str| pools.iter().find(|pool| pool.name == name).map(|pool| pool.peak);
-        let floats = |name: &str| match name {
-            "workspace" => self.cpu().counts.workspace.load(Relaxed) as usize,
-            "weights" | "gradients" => peak(name).unwrap_or(0) as usize * self.plan.layout.block,
-            "inputs" | "outputs" => peak(name).unwrap_or(0) as usize * self.plan.layout.boundary,
-            _ if self.plan.stash_on_device => self.plan.stash_floats,
-            _ => 0,
-        };
-        let term = |name| Term { name, bytes: (floats(name) * size_of::<f32>()) as u64 };
-        self.plan.device.iter().map(|planned| term(planned.name)).collect()
+        let term = |used: &crate::telemetry::MemoryView| Term { name: used.kind, bytes: used.used };
+        self.watch.device_memory().iter().map(term).collect()
     }
 
     /// Waits for every update.
@@ -312,7 +325,39 @@ impl Trainer {
             steps: self.learning_rate.steps,
             data: &self.data,
         };
-        checkpoint::write(directory, run, self.cpu().eps(), self.begun, &self.progress)
+        let before = std::mem::replace(&mut self.watch.story().state, State::Checkpointing);
+        let (began, begin) = (Instant::now(), self.lanes.now());
+        let written =
+            checkpoint::write(directory, run, self.cpu().eps(), self.begun, &self.progress);
+        let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
+        take_as_long(began, bytes, self.disk_rate);
+        self.cpu().ledger.heard(&Slice {
+            number: None,
+            track: Track::File,
+            kind: "checkpoint",
+            step: self.begun.saturating_sub(1),
+            layer: None,
+            phase: None,
+            micro_batch: None,
+            block: None,
+            version: Some(self.begun),
+            bytes,
+            begin,
+            end: self.lanes.now(),
+            released_by: None,
+        });
+        let mut story = self.watch.story();
+        story.state = before;
+        match &written {
+            Ok(()) => story.checkpoint = Some(unix_seconds()),
+            Err(_) => story.checkpoint_failures += 1,
+        }
+        written
+    }
+
+    /// Watches the run: from now on, also from elsewhere, and when it has ended.
+    pub fn watch(&self) -> Watch {
+        self.watch.clone()
     }
 
     /// Waits for the last updates, ends all threads and tasks, and sums up.
@@ -321,16 +366,17 @@ impl Trainer {
     /// The ring failed.
     pub async fn stop(mut self) -> Result<Summary, Error> {
         self.account();
-        let Trainer { relay, lanes, progress, begin, visits, .. } = self;
+        let Trainer { relay, lanes, progress, begin, visits, watch, .. } = self;
         relay.stop().await?;
+        watch.ended();
         let cpu = lanes.hands();
         Ok(Summary {
             steps: progress.step,
             seconds: begin.elapsed().as_secs_f64(),
             weights_digest: cpu.eps().digest(),
             visits,
-            bytes_uploaded: cpu.counts.uploaded.load(Relaxed),
-            bytes_downloaded: cpu.counts.downloaded.load(Relaxed),
+            bytes_uploaded: cpu.used.uploaded(),
+            bytes_downloaded: cpu.used.downloaded(),
         })
     }
 }

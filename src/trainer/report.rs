@@ -1,6 +1,8 @@
 //! What a trainer tells of its steps and of the whole run.
 
-use l2l_actors::ports::Lane;
+use std::time::Duration;
+
+use crate::telemetry::Cause;
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,16 +23,52 @@ pub struct StepReport {
     pub seconds: f64,
     /// Time in which the compute lane stood still.
     pub exposed_wait_seconds: f64,
-    /// The lane that worked longest.
-    pub bottleneck: Lane,
+    /// What it would be faster without.
+    pub bottleneck: Bottleneck,
     /// The most bytes of the device that were in use.
     pub device_peak_bytes: u64,
 }
 
-/// The lane that worked longest between two counts.
-pub(super) fn busiest<const N: usize>(before: [u64; N], now: [u64; N]) -> Lane {
-    let worked = |index: &usize| now[*index] - before[*index];
-    Lane::ALL[(0..N).max_by_key(worked).expect("there are lanes")]
+/// What held a step up most.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Bottleneck {
+    /// Kernels: nothing else was waited for, or hardly.
+    Compute,
+    /// Transfers to the device.
+    Upload,
+    /// Transfers from it.
+    Download,
+    /// The host's gathers and sums, or the ring itself.
+    Host,
+    /// Updates.
+    Update,
+    /// Checkpoints on their way to the disk.
+    Disk,
+}
+
+impl Bottleneck {
+    /// Its name in events and on pages.
+    pub fn name(self) -> &'static str {
+        ["compute", "upload", "download", "host", "update", "disk"][self as usize]
+    }
+
+    /// Of what was waited for in so much time, by [`Cause`], and what the disk took of it. Kernels
+    /// are to blame when nothing else has a tenth of the time.
+    pub(super) fn of(
+        seconds: f64,
+        waited: [Duration; Cause::ALL.len()],
+        disk: Duration,
+    ) -> Bottleneck {
+        let of_cause = Cause::ALL.map(|cause| match cause {
+            Cause::Upload => Bottleneck::Upload,
+            Cause::Download => Bottleneck::Download,
+            Cause::Host | Cause::Ring => Bottleneck::Host,
+            Cause::Update => Bottleneck::Update,
+        });
+        let all = of_cause.into_iter().zip(waited).chain([(Bottleneck::Disk, disk)]);
+        let most = all.max_by_key(|(_, time)| *time).expect("there are causes");
+        if most.1.as_secs_f64() < 0.1 * seconds { Bottleneck::Compute } else { most.0 }
+    }
 }
 
 /// What a run did.

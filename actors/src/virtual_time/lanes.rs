@@ -8,47 +8,20 @@ use async_trait::async_trait;
 use tokio::sync::watch;
 
 use super::memory::Memory;
-use crate::cause::ActorName;
 use crate::fence::Done;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step, Work};
-use crate::schedule::{LayerId, Version};
-
-/// One operation on the timeline.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Record {
-    /// The operation's number.
-    pub number: u64,
-    /// Its lane.
-    pub lane: Lane,
-    /// Who queued it.
-    pub actor: ActorName,
-    /// Its step.
-    pub step: Version,
-    /// Its layer, if one.
-    pub layer: Option<LayerId>,
-    /// What it did.
-    pub work: Work,
-    /// Bytes it moved between host and device.
-    pub bytes: u64,
-    /// When it began.
-    pub begin: Duration,
-    /// When it ended.
-    pub end: Duration,
-    /// If its lane stood idle before it: the operation it waited for last, when that is why.
-    pub waited_for: Option<u64>,
-}
+use crate::record::{Record, Scribe};
 
 struct Queue {
     pending: VecDeque<Operation>,
     running: Option<Running>,
-    idle_since: Duration,
+    scribe: Scribe,
 }
 
 struct Running {
     operation: Operation,
     begin: Duration,
     end: Duration,
-    waited_for: Option<u64>,
 }
 
 struct Inner {
@@ -69,8 +42,7 @@ pub struct VirtualLanes {
 impl VirtualLanes {
     /// Lanes on which each operation takes the time it is told.
     pub fn new(durations: impl FnMut(&Operation) -> Duration + Send + 'static) -> VirtualLanes {
-        let queue =
-            || Queue { pending: VecDeque::new(), running: None, idle_since: Duration::ZERO };
+        let queue = || Queue { pending: VecDeque::new(), running: None, scribe: Scribe::default() };
         let inner = Inner {
             now: Duration::ZERO,
             queues: std::array::from_fn(|_| queue()),
@@ -117,10 +89,7 @@ impl VirtualLanes {
         operation.begun();
         let begin = inner.now;
         let end = begin + (inner.durations)(&operation);
-        let ends = operation.waits().iter().filter_map(|f| Some((f.reached()?.end, f.operation())));
-        let last = ends.max().filter(|(reached, _)| *reached > queue.idle_since);
-        let waited_for = last.map(|(_, number)| number);
-        queue.running = Some(Running { operation, begin, end, waited_for });
+        queue.running = Some(Running { operation, begin, end });
     }
 
     /// When the lane's running operation ends.
@@ -133,23 +102,10 @@ impl VirtualLanes {
         let mut guard = self.lock();
         let inner = &mut *guard;
         let queue = &mut inner.queues[lane as usize];
-        let Running { operation, begin, end, waited_for } =
-            queue.running.take().expect("end_of was asked");
+        let Running { operation, begin, end } = queue.running.take().expect("end_of was asked");
         inner.now = inner.now.max(end);
-        queue.idle_since = end;
         inner.memory.end(&operation);
-        inner.records.push(Record {
-            number: operation.number(),
-            lane,
-            actor: operation.actor(),
-            step: operation.step().number,
-            layer: operation.layer(),
-            work: operation.work().clone(),
-            bytes: operation.work().bytes(&operation.step().plan),
-            begin,
-            end,
-            waited_for,
-        });
+        inner.records.push(queue.scribe.record(&operation, begin, end));
         drop(guard); // finishing wakes tasks and lets go of slots
         let value = match operation.work() {
             Work::Loss { .. }

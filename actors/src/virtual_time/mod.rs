@@ -15,11 +15,12 @@ use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-pub use lanes::{Record, VirtualLanes};
+pub use lanes::VirtualLanes;
 pub use memory::Memory;
 pub use world::{Move, World};
 
 use crate::ports::Operation;
+pub use crate::record::Record;
 use crate::relay::{Config, Relay};
 
 /// Runs a relay in virtual time: `main` drives it, each operation takes what `durations` says.

@@ -74,7 +74,7 @@ impl Rehearsal {
 impl Hands for Rehearsal {
     type Batch = ();
 
-    fn begin(&self, _step: &Arc<Step>, _batch: ()) {}
+    fn begin(&self, _step: &Arc<Step>, _batch: (), _now: Duration) {}
 
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
         let work = operation.work();

@@ -2,15 +2,16 @@
 //! told, remembers keys and values, reduces gradients and updates blocks.
 
 use std::ops::Range;
+use std::time::Instant;
 
 use l2l_actors::ports::{Source, Step, Trouble};
 use l2l_actors::schedule::{BlockId, MicroBatch, Version, Visit};
 
-use super::counts::Counts;
 use super::{Cpu, Goal, Remembered, StepData, classes, cross_entropy, embedding};
 use crate::config::Recall;
 use crate::models::{STATISTICS, View};
 use crate::optimizers::Update;
+use crate::telemetry::NotFinite;
 
 impl Cpu {
     /// Embeddings and fresh statistics of a micro-batch.
@@ -94,7 +95,7 @@ impl Cpu {
         for (index, sequence) in sequences.enumerate() {
             let Remembered { slot: place, past } = data.memory[sequence];
             let on_device = slot.part(index * width..(index + 1) * width);
-            let Counts { uploaded, downloaded, .. } = &self.counts;
+            let super::Used { uploaded, downloaded, .. } = &*self.used;
             let over_link = !self.plan.stash_on_device;
             match memory {
                 Recall::Past(layer) => {
@@ -147,6 +148,7 @@ impl Cpu {
         gradient: Source,
         norm: Option<f64>,
     ) -> Result<f64, Trouble> {
+        let begin = Instant::now();
         let region;
         let gradient = match gradient {
             // SAFETY: the ring holds the landing block for this operation.
@@ -159,7 +161,7 @@ impl Cpu {
         let tensors = self.eps.tensors(block);
         let squares = self.threads.install(|| self.rule.measure(tensors, gradient));
         if !squares.is_finite() || norm.is_some_and(|norm| !norm.is_finite()) {
-            return Err("the gradient is not finite: the learning rate may be too high".into());
+            return Err(NotFinite("the gradient is not finite".into()).into());
         }
         let scale = match (norm, self.clip_norm) {
             (Some(norm), Some(clip)) => (clip / (norm + 1e-6)).min(1.0) as f32,
@@ -175,6 +177,7 @@ impl Cpu {
         });
         lease.version = version + 1;
         lease.updates += 1;
+        super::take_as_long(begin, size_of_val(gradient) as u64, self.update_rate);
         Ok(squares)
     }
 }

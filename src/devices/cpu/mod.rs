@@ -30,12 +30,13 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use l2l_actors::Record;
 use l2l_actors::ports::{Operation, Placed, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::Hands;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use counts::Counts;
+pub(crate) use counts::Used;
 pub(crate) use kernels::CpuKernels;
 pub(crate) use visit::workspace;
 
@@ -48,6 +49,7 @@ use crate::models::{Draw, Micro, Model, Part, Rows, View};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
+use crate::telemetry::{Ledger, NotFinite, Observe, Slice};
 
 /// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -120,14 +122,17 @@ pub(crate) struct Cpu {
     host: Arena,
     threads: ThreadPool,
     level: Level,
+    /// Bytes a second of an emulated link, and of emulated updates.
     link: Option<f64>,
+    update_rate: Option<f64>,
     /// The step that computes, and the one before, whose updates may still run.
     steps: Mutex<[Option<Arc<StepData>>; 2]>,
     /// Logits that were told: of each labelled position, or sequence, in order.
     told: Mutex<Vec<f32>>,
     /// What the head read.
     pub(crate) encoded: Mutex<Vec<f32>>,
-    pub(crate) counts: Counts,
+    pub(crate) used: Arc<Used>,
+    pub(crate) ledger: Arc<Ledger>,
 }
 
 impl Cpu {
@@ -138,6 +143,7 @@ impl Cpu {
         plan: Arc<Plan>,
         rule: Box<dyn UpdateRule>,
         learning_rate: LearningRate,
+        observers: Vec<Arc<dyn Observe>>,
     ) -> Result<Cpu, Error> {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
         let threads = ThreadPoolBuilder::new()
@@ -162,10 +168,12 @@ impl Cpu {
             threads,
             level: Level::best(),
             link: config.link_bytes_per_second()?,
+            update_rate: config.update_bytes_per_second()?,
             steps: Mutex::default(),
             told: Mutex::default(),
             encoded: Mutex::default(),
-            counts: Counts::default(),
+            used: Arc::default(),
+            ledger: Arc::new(Ledger::new(model.parts.len(), observers)),
             model,
             plan,
         })
@@ -228,10 +236,7 @@ impl Cpu {
         to.copy_from_slice(from);
         let bytes = size_of_val(from) as u64;
         count.fetch_add(bytes, Relaxed);
-        if let Some(rate) = self.link.filter(|_| over_link) {
-            let takes = Duration::from_secs_f64(bytes as f64 / rate);
-            std::thread::sleep(takes.saturating_sub(begin.elapsed()));
-        }
+        take_as_long(begin, bytes, self.link.filter(|_| over_link));
     }
 
     fn compute(&self, operation: &Operation) {
@@ -283,7 +288,7 @@ impl Cpu {
         }
         let kernels = kernels::CpuKernels { memory: Some(&self.device), level: self.level };
         let used = self.threads.install(|| visit::run(&self.model, visit, &kernels, &stay));
-        self.counts.workspace.fetch_max(used as u64, Relaxed);
+        self.used.workspace.fetch_max(used as u64, Relaxed);
     }
 }
 
@@ -304,7 +309,7 @@ impl StepData {
 impl Hands for Cpu {
     type Batch = Turn;
 
-    fn begin(&self, step: &Arc<Step>, turn: Turn) {
+    fn begin(&self, step: &Arc<Step>, turn: Turn, now: Duration) {
         let Turn { batch, goal, trained, carries, memory } = turn;
         let data = StepData {
             number: step.number,
@@ -324,16 +329,15 @@ impl Hands for Cpu {
         let mut steps = self.steps.lock().expect("nothing panics inside");
         steps.swap(0, 1);
         steps[0] = Some(Arc::new(data));
-        self.counts.rests();
+        self.ledger.begins(now);
     }
 
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
-        let begin = Instant::now();
-        let result = self.work(operation);
-        self.counts
-            .lane(operation.work().lane())
-            .fetch_add(begin.elapsed().as_nanos() as u64, Relaxed);
-        result
+        self.work(operation)
+    }
+
+    fn done(&self, operation: &Operation, record: Record) {
+        self.ledger.heard(&Slice::of(&record, &operation.step().plan));
     }
 }
 
@@ -355,7 +359,7 @@ impl Cpu {
     fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
         let step = operation.step();
         let over_link = !self.plan.stash_on_device;
-        let Counts { uploaded, downloaded, .. } = &self.counts;
+        let Used { uploaded, downloaded, .. } = &*self.used;
         let visit_of = |index: usize| &step.plan.schedule.visits[index];
         match *operation.work() {
             Work::UploadBlock { block, version, weights } => {
@@ -398,18 +402,12 @@ impl Cpu {
                 let (slot, landing) = unsafe { (self.device.read(slot), self.host.write(landing)) };
                 self.copy(landing, slot, downloaded, true);
             }
-            Work::Compute { .. } => {
-                self.counts.works();
-                self.compute(operation);
-                self.counts.rests();
-            }
+            Work::Compute { .. } => self.compute(operation),
             Work::Gather { visit, micro_batch } => self.gather(step, visit_of(visit), micro_batch),
             Work::Loss { visit, micro_batch } => {
                 let loss = self.loss(step, visit_of(visit), micro_batch);
                 if !loss.is_finite() {
-                    return Err(
-                        format!("the loss is {loss}: the learning rate may be too high").into()
-                    );
+                    return Err(NotFinite(format!("the loss is {loss}")).into());
                 }
                 return Ok(loss);
             }
@@ -427,6 +425,14 @@ impl Cpu {
             }
         }
         Ok(0.0)
+    }
+}
+
+/// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.
+pub(crate) fn take_as_long(begin: Instant, bytes: u64, rate: Option<f64>) {
+    if let Some(rate) = rate {
+        let takes = Duration::from_secs_f64(bytes as f64 / rate);
+        std::thread::sleep(takes.saturating_sub(begin.elapsed()));
     }
 }
 

@@ -61,8 +61,9 @@ impl Subject for Small {
         let rule = Box::new(config.update_rule());
         let plan = Plan::new(&config, &model, &*rule).expect("a plan of ours");
         assert_eq!(plan.pools, *pools);
-        let cpu = Cpu::new(&config, model, Arc::new(plan), rule, config.learning_rate(100))
-            .expect("memory and threads");
+        let cpu =
+            Cpu::new(&config, model, Arc::new(plan), rule, config.learning_rate(100), Vec::new())
+                .expect("memory and threads");
         cpu.eps().randomise(1);
         Arc::new(ThreadLanes::start(cpu).expect("threads"))
     }

@@ -1,0 +1,232 @@
+//! What a step of a config would take: its real schedule, run by the real actors in virtual time,
+//! each operation as long as rates say.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use l2l_actors::ports::{Lane, Operation, Work};
+use l2l_actors::schedule::Phase;
+use l2l_actors::{Record, Relay, virtual_time};
+
+use super::{Ledger, Slice, Tally, Track};
+use crate::config::{Config, Plan, Purpose, StashPlace, Walk, schedule_of};
+use crate::error::Error;
+use crate::models::{Kind, Model, Part, Tensor};
+use crate::trainer::ring_of;
+
+/// How fast lanes are. Times are in seconds, rates in bytes a second.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Rates {
+    /// By layer and whether backward: of one sequence.
+    compute: HashMap<(u32, bool), f64>,
+    /// Blocks to the device, and gradients from it.
+    link: [f64; 2],
+    /// Boundaries to the device, and from it, when the stash is on the host.
+    boundaries: [f64; 2],
+    /// The same when the stash is on the device.
+    on_device: [f64; 2],
+    /// Of one sequence, on the host: gathers and losses.
+    host: f64,
+    /// Sums of gradients, and scatters.
+    reduce: f64,
+    /// Updates.
+    update: f64,
+}
+
+impl Rates {
+    /// Of a device of so many FLOP/s behind a link of so many bytes a second, beside a host whose
+    /// memory moves so many.
+    pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
+        let positions = config.sequence_length(&model.shape).unwrap_or(1) as f64;
+        let mut compute = HashMap::new();
+        let bytes = positions * model.shape.hidden as f64 * size_of::<f32>() as f64;
+        for (index, part) in model.parts.iter().enumerate() {
+            let products = match part {
+                Part::Embedding => continue,
+                Part::Stack(layer) => {
+                    let pairs = layer.attention_channels() as f64 * positions * positions;
+                    layer.products() as f64 * positions + pairs
+                }
+                Part::Head(_) | Part::Classes(_) => {
+                    let block = model.part_blocks[index][0];
+                    let tensors = model.blocks[block.0 as usize].iter();
+                    let weights = tensors.filter(|tensor| tensor.kind == Kind::Weight);
+                    weights.map(Tensor::len).sum::<usize>() as f64 * positions
+                }
+            };
+            // Products, and what is read and written at least.
+            let forward = 2.0 * products / flops + 2.0 * bytes / host;
+            let again = f64::from(u8::from(config.schedule.recompute && !part.is_head()));
+            compute.insert((index as u32, false), forward);
+            compute.insert((index as u32, true), (2.0 + again) * forward);
+        }
+        Rates {
+            compute,
+            link: [link; 2],
+            boundaries: [link; 2],
+            on_device: [host; 2],
+            host: 2.0 * bytes / host,
+            reduce: host / 3.0,
+            update: host / 7.0,
+        }
+    }
+
+    /// As slices of whole steps of this config came out; what is not among them, as `else_by` says.
+    pub fn measured(slices: &[Slice], config: &Config, plan: &Plan, else_by: Rates) -> Rates {
+        let mut rates = else_by;
+        let time = |is: &dyn Fn(&Slice) -> bool| {
+            let of_kind = slices.iter().filter(|slice| is(slice));
+            of_kind.fold((0.0, 0.0, 0.0), |(seconds, bytes, count), slice| {
+                let more = (slice.took().as_secs_f64(), slice.bytes as f64);
+                (seconds + more.0, bytes + more.1, count + 1.0)
+            })
+        };
+        let set = |rate: &mut f64, kind: &str| {
+            let (seconds, bytes, _) = time(&|slice| slice.kind == kind);
+            if seconds > 0.0 && bytes > 0.0 {
+                *rate = bytes / seconds;
+            }
+        };
+        set(&mut rates.link[0], "weights");
+        set(&mut rates.link[1], "gradient");
+        let boundaries = match config.stash.place {
+            StashPlace::Device => &mut rates.on_device,
+            StashPlace::Auto | StashPlace::Host => &mut rates.boundaries,
+        };
+        set(&mut boundaries[0], "input");
+        set(&mut boundaries[1], "output");
+        if config.stash.place == StashPlace::Device {
+            rates.boundaries = rates.link;
+        }
+        let sequences = |slice: &Slice| {
+            let micro_batch = slice.micro_batch.map_or(0, |m| m as usize);
+            plan.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
+        };
+        let mut met: HashMap<(u32, bool), (f64, f64)> = HashMap::new();
+        let mut hosts = (0.0, 0.0);
+        for slice in slices {
+            let took = slice.took().as_secs_f64();
+            match (slice.track, slice.kind, slice.layer) {
+                (Track::Lane(Lane::Compute), _, Some(layer)) => {
+                    let is_backward = slice.phase == Some("backward");
+                    let sum = met.entry((layer, is_backward)).or_default();
+                    *sum = (sum.0 + took, sum.1 + sequences(slice));
+                }
+                (_, "gather", _) => hosts = (hosts.0 + took, hosts.1 + sequences(slice)),
+                _ => {}
+            }
+        }
+        rates.compute.extend(met.into_iter().map(|(key, (took, count))| (key, took / count)));
+        if hosts.1 > 0.0 {
+            rates.host = hosts.0 / hosts.1;
+        }
+        let block = plan.layout.block as f64 * size_of::<f32>() as f64;
+        for (rate, kinds) in
+            [(&mut rates.reduce, ["reduce", "scatter"]), (&mut rates.update, ["update", "update"])]
+        {
+            let (seconds, _, count) = time(&|slice| kinds.contains(&slice.kind));
+            if seconds > 0.0 {
+                *rate = count * block / seconds; // as if all blocks were as large as the largest
+            }
+        }
+        rates
+    }
+
+    fn time(&self, operation: &Operation, on_device: bool) -> Duration {
+        let plan = &operation.step().plan;
+        let bytes = operation.work().bytes(plan) as f64;
+        let sequences = |m: u32| f64::from(plan.schedule.micro_batches[m as usize]);
+        let boundaries = if on_device { self.on_device } else { self.boundaries };
+        let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
+        let block = || largest().unwrap_or(0) as f64;
+        Duration::from_secs_f64(match *operation.work() {
+            Work::UploadBlock { .. } => bytes / self.link[0],
+            Work::DownloadGradient { .. } => bytes / self.link[1],
+            Work::UploadBoundary { .. } => bytes / boundaries[0],
+            Work::DownloadBoundary { .. } => bytes / boundaries[1],
+            Work::Compute { device_visit, micro_batch, .. } => {
+                let visit = plan.visit(device_visit);
+                let key = (visit.layer.0, visit.phase == Phase::Backward);
+                self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch)
+            }
+            Work::Gather { micro_batch, .. } | Work::Loss { micro_batch, .. } => {
+                self.host * sequences(micro_batch)
+            }
+            Work::Reduce { .. } | Work::Scatter { .. } => block() / self.reduce,
+            Work::Update { .. } => block() / self.update,
+            Work::Carry { .. } => 0.0,
+        })
+    }
+}
+
+/// A step in virtual time.
+#[derive(Clone, Debug)]
+pub struct Forecast {
+    /// From the end of one step to the end of the next, once the ring is warm.
+    pub seconds: f64,
+    /// That step.
+    pub slices: Vec<Slice>,
+    /// All steps that were run for it, added up.
+    pub tally: Tally,
+}
+
+/// Steps that are run: the first finds the ring cold.
+const STEPS: usize = 3;
+
+impl Forecast {
+    /// Of a config's step of the longest sequences.
+    ///
+    /// # Errors
+    /// The config's schedule, or its plan, cannot be.
+    pub fn of(config: &Config, model: &Model, rates: &Rates) -> Result<Forecast, Error> {
+        let plan = Plan::new(config, model, &config.update_rule())?;
+        let (sequences, positions) = (config.step.batch, plan.positions);
+        let walk = Walk { sequences, positions, purpose: Purpose::Train };
+        let (schedule, _) = schedule_of(config, model, walk)?;
+        let (rates, on_device) = (rates.clone(), plan.stash_on_device);
+        let run = virtual_time::run(
+            ring_of(model, &plan, None),
+            move |operation| rates.time(operation, on_device),
+            async move |mut relay: Relay<_>| {
+                let observer = relay.observer();
+                let plan = relay.plan(schedule)?;
+                let mut ends = Vec::new();
+                for _ in 0..STEPS {
+                    relay.step_plan(plan.clone(), ()).await?;
+                    ends.push(observer.now());
+                }
+                relay.stop().await?;
+                Ok::<_, l2l_actors::Error>((plan, ends))
+            },
+        );
+        let (ended, records) =
+            run.map_err(|who| Error::failed(format_args!("virtual time stood still: {who:?}")))?;
+        let (plan, ends) = ended?;
+        Ok(Forecast::told(&records, &plan, &ends, model.parts.len()))
+    }
+
+    fn told(
+        records: &[Record],
+        plan: &l2l_actors::Plan,
+        ends: &[Duration],
+        layers: usize,
+    ) -> Forecast {
+        let ledger = Ledger::new(layers, Vec::new());
+        ledger.begins(Duration::ZERO);
+        let (mut slices, mut resolved) = (Vec::new(), ends.iter().copied().peekable());
+        for record in records {
+            while let Some(end) = resolved.next_if(|&end| end < record.end) {
+                ledger.resolves(end);
+                ledger.begins(end);
+            }
+            let slice = Slice::of(record, plan);
+            ledger.heard(&slice);
+            if record.step as usize == STEPS - 1 {
+                slices.push(slice);
+            }
+        }
+        resolved.for_each(|end| ledger.resolves(end));
+        let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
+        Forecast { seconds, slices, tally: ledger.tally() }
+    }
+}

@@ -1,0 +1,324 @@
+//! The ledger: every slice added up as it ends, and each moment in which the compute lane stood
+//! still charged to what it stood still for.
+//!
+//! The charge follows the chain of causes back. An operation begins when something lets it: the one
+//! before it on its lane, an operation it waits on, or the one whose end moved an actor to queue it.
+//! A wait of the compute lane is covered, from its end to its beginning, by the operations of that
+//! chain; each covers with its own lane, and what lies between one's end and the next one's begin is
+//! the ring's own latency. So causes add up to the wait, and a slow update is charged even where an
+//! upload behind it came last.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use l2l_actors::ports::Lane;
+
+use super::{Observe, Slice, Track};
+
+/// What the compute lane stood still for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Cause {
+    /// Something on its way to the device.
+    Upload,
+    /// Something on its way from it.
+    Download,
+    /// The host's work: gathers, losses, sums.
+    Host,
+    /// An update.
+    Update,
+    /// The ring itself: between an end and the begin that it allows.
+    Ring,
+}
+
+impl Cause {
+    /// All.
+    pub const ALL: [Cause; 5] =
+        [Cause::Upload, Cause::Download, Cause::Host, Cause::Update, Cause::Ring];
+
+    /// Its name in metrics and events.
+    pub fn name(self) -> &'static str {
+        ["upload", "download", "host", "update", "ring"][self as usize]
+    }
+
+    /// True for what crosses the link.
+    pub fn is_transfer(self) -> bool {
+        matches!(self, Cause::Upload | Cause::Download)
+    }
+
+    fn of(lane: Lane) -> Cause {
+        match lane {
+            Lane::Upload => Cause::Upload,
+            Lane::Download => Cause::Download,
+            Lane::Host => Cause::Host,
+            Lane::Update => Cause::Update,
+            Lane::Compute => Cause::Ring,
+        }
+    }
+}
+
+/// What a track did.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LaneTally {
+    /// Time it worked.
+    pub busy: Duration,
+    /// Operations.
+    pub operations: u64,
+    /// Bytes they moved, by the schedule.
+    pub bytes: u64,
+}
+
+/// What was done for a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct LayerTally {
+    /// Time of visits, forward and backward, on the lanes of upload, compute, download and host
+    /// (gathers and scatters).
+    pub visits: [[Duration; 4]; 2],
+    /// Time in which the compute lane stood still for it, by [`Cause`].
+    pub waited: [Duration; Cause::ALL.len()],
+    /// Updates of its blocks.
+    pub updates: u64,
+}
+
+impl LayerTally {
+    /// Time that its transfers took.
+    pub fn transfer(&self) -> Duration {
+        self.visits.iter().map(|phase| phase[0] + phase[2]).sum()
+    }
+
+    /// Time in which the compute lane stood still for it, because of transfers or not.
+    pub fn waited(&self, transfer: bool) -> Duration {
+        let of = |cause: &&Cause| cause.is_transfer() == transfer;
+        Cause::ALL.iter().filter(of).map(|&cause| self.waited[cause as usize]).sum()
+    }
+}
+
+/// Everything added up.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Tally {
+    /// By [`Track`].
+    pub tracks: [LaneTally; Track::ALL.len()],
+    /// Time in which the compute lane stood still within steps, by [`Cause`].
+    pub waited: [Duration; Cause::ALL.len()],
+    /// Time outside steps: between the end of one and the begin of the next.
+    pub outside: Duration,
+    /// By layer.
+    pub layers: Vec<LayerTally>,
+}
+
+impl Tally {
+    /// Exposed wait: all of [`waited`](Tally::waited).
+    pub fn exposed(&self) -> Duration {
+        self.waited.iter().sum()
+    }
+}
+
+/// A link of the chain of causes.
+#[derive(Clone, Copy, Default)]
+struct Link {
+    number: u64,
+    lane: Option<Lane>,
+    begin: Duration,
+    end: Duration,
+    released_by: Option<u64>,
+}
+
+/// Links that are kept: a chain goes back within a wait.
+const LINKS: usize = 1 << 12;
+
+/// Slices that are kept to look at.
+const SLICES: usize = 1 << 13;
+
+struct Inner {
+    tally: Tally,
+    /// All time of the compute lane before it is accounted for.
+    accounted: Duration,
+    /// The operation that ended last, and the layer that was computed last.
+    last: (Option<u64>, usize),
+    links: Vec<Link>,
+    recent: VecDeque<Slice>,
+}
+
+/// See the [module](self).
+pub(crate) struct Ledger {
+    inner: Mutex<Inner>,
+    observers: Vec<Arc<dyn Observe>>,
+}
+
+impl Ledger {
+    pub(crate) fn new(layers: usize, observers: Vec<Arc<dyn Observe>>) -> Ledger {
+        let layers = vec![LayerTally::default(); layers];
+        let inner = Inner {
+            tally: Tally { layers, ..Tally::default() },
+            accounted: Duration::ZERO,
+            last: (None, 0),
+            links: vec![Link::default(); LINKS],
+            recent: VecDeque::with_capacity(SLICES),
+        };
+        Ledger { inner: Mutex::new(inner), observers }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().expect("nothing panics inside")
+    }
+
+    /// A step begins: until now, nothing was asked of the compute lane.
+    pub(crate) fn begins(&self, now: Duration) {
+        let mut inner = self.lock();
+        let idle = now.saturating_sub(inner.accounted);
+        inner.tally.outside += idle;
+        inner.accounted = inner.accounted.max(now);
+    }
+
+    /// A step is resolved: what it had to wait for behind its last kernel is charged, too.
+    pub(crate) fn resolves(&self, now: Duration) {
+        let mut inner = self.lock();
+        let (last, layer) = inner.last;
+        inner.charge(now, last, layer);
+        inner.accounted = inner.accounted.max(now);
+    }
+
+    /// An operation ended.
+    pub(crate) fn heard(&self, slice: &Slice) {
+        self.lock().take(slice);
+        self.observers.iter().for_each(|observer| observer.heard(slice));
+    }
+
+    pub(crate) fn tally(&self) -> Tally {
+        self.lock().tally.clone()
+    }
+
+    /// Slices of the last steps, at most so many steps.
+    pub(crate) fn recent(&self, steps: u64) -> Vec<Slice> {
+        let inner = self.lock();
+        let newest = inner.recent.back().map_or(0, |slice| slice.step);
+        let of_last = |slice: &&Slice| slice.step.saturating_add(steps) > newest;
+        inner.recent.iter().filter(of_last).copied().collect()
+    }
+}
+
+impl Inner {
+    fn take(&mut self, slice: &Slice) {
+        let took = slice.took();
+        let track = &mut self.tally.tracks[slice.track.index()];
+        track.busy += took;
+        track.operations += 1;
+        track.bytes += slice.bytes;
+        if self.recent.len() == SLICES {
+            self.recent.pop_front();
+        }
+        self.recent.push_back(*slice);
+        let (Track::Lane(lane), Some(number)) = (slice.track, slice.number) else { return };
+        let link = Link {
+            number,
+            lane: Some(lane),
+            begin: slice.begin,
+            end: slice.end,
+            released_by: slice.released_by,
+        };
+        self.links[number as usize % LINKS] = link;
+        self.last.0 = Some(number);
+        let layer = slice.layer.map(|layer| layer as usize);
+        if lane == Lane::Compute {
+            self.last.1 = layer.unwrap_or(0);
+            self.charge(slice.begin, slice.released_by, self.last.1);
+            self.accounted = self.accounted.max(slice.end);
+        }
+        let Some(of_layer) = layer.and_then(|layer| self.tally.layers.get_mut(layer)) else {
+            return;
+        };
+        let column = match (lane, slice.kind) {
+            (Lane::Upload, _) => 0,
+            (Lane::Compute, _) => 1,
+            (Lane::Download, _) => 2,
+            (Lane::Host, "gather" | "scatter") => 3,
+            (Lane::Update, "update") => {
+                of_layer.updates += 1;
+                return;
+            }
+            _ => return,
+        };
+        of_layer.visits[usize::from(slice.phase == Some("backward"))][column] += took;
+    }
+
+    /// Charges the compute lane's standstill until `end`, which `released_by` ended.
+    fn charge(&mut self, end: Duration, mut released_by: Option<u64>, layer: usize) {
+        let begin = self.accounted;
+        let mut until = end;
+        while until > begin {
+            let found = released_by.map(|number| (number, self.links[number as usize % LINKS]));
+            let link = found.filter(|(number, link)| link.lane.is_some() && link.number == *number);
+            let mut add = |cause: Cause, since: Duration| {
+                let since = since.max(begin);
+                let time = until.saturating_sub(since);
+                self.tally.waited[cause as usize] += time;
+                if let Some(of_layer) = self.tally.layers.get_mut(layer) {
+                    of_layer.waited[cause as usize] += time;
+                }
+                until = until.min(since);
+            };
+            let Some((_, link)) = link else {
+                add(Cause::Ring, begin);
+                return;
+            };
+            add(Cause::Ring, link.end);
+            add(Cause::of(link.lane.expect("it was looked at")), link.begin);
+            released_by = link.released_by;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slice(number: u64, lane: Lane, from: u64, to: u64, released_by: Option<u64>) -> Slice {
+        Slice {
+            number: Some(number),
+            track: Track::Lane(lane),
+            kind: if lane == Lane::Update { "update" } else { "forward" },
+            step: 0,
+            layer: Some(0),
+            phase: Some("forward"),
+            micro_batch: None,
+            block: None,
+            version: None,
+            bytes: 10,
+            begin: Duration::from_secs(from),
+            end: Duration::from_secs(to),
+            released_by,
+        }
+    }
+
+    /// An upload of one second that had to wait for an update of six: the update is to blame.
+    #[test]
+    fn a_wait_is_charged_along_the_chain_of_causes() {
+        let ledger = Ledger::new(1, Vec::new());
+        let at = Duration::from_secs;
+        ledger.begins(at(1)); // one second outside
+        ledger.heard(&slice(0, Lane::Compute, 2, 4, None)); // one of the ring's latency
+        ledger.heard(&slice(1, Lane::Update, 3, 9, Some(0)));
+        ledger.heard(&slice(2, Lane::Upload, 10, 11, Some(1))); // one of latency before it
+        ledger.heard(&slice(3, Lane::Compute, 11, 12, Some(2)));
+        ledger.heard(&slice(4, Lane::Download, 12, 14, Some(3)));
+        ledger.resolves(at(15));
+        ledger.begins(at(20));
+        let tally = ledger.tally();
+        let of = |cause: Cause| tally.waited[cause as usize].as_secs();
+        assert_eq!(Cause::ALL.map(of), [1, 2, 0, 5, 1 + 1 + 1]);
+        assert_eq!(tally.outside, at(1 + 5));
+        let busy = tally.tracks[Track::Lane(Lane::Compute).index()].busy;
+        assert_eq!(busy + tally.exposed() + tally.outside, at(20), "they add up to the time");
+        assert_eq!(tally.layers[0].waited(true), at(3));
+        assert_eq!(tally.layers[0].waited(false), at(8));
+        assert_eq!(tally.layers[0].updates, 1);
+    }
+
+    /// What is no longer known is the ring's.
+    #[test]
+    fn a_chain_may_break() {
+        let ledger = Ledger::new(1, Vec::new());
+        ledger.heard(&slice(7, Lane::Compute, 3, 4, Some(6)));
+        assert_eq!(ledger.tally().waited[Cause::Ring as usize], Duration::from_secs(3));
+    }
+}

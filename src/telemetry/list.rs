@@ -1,0 +1,251 @@
+//! The one list of metrics: exporter, table, dashboards and tests are made from it.
+
+use super::{State, View};
+
+/// What a metric is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Only grows.
+    Counter,
+    /// Goes up and down.
+    Gauge,
+    /// Observations by size.
+    Histogram,
+}
+
+impl Kind {
+    /// Its name in Prometheus's text format.
+    pub fn name(self) -> &'static str {
+        ["counter", "gauge", "histogram"][self as usize]
+    }
+}
+
+/// What a metric's value is in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unit {
+    /// How many.
+    Count,
+    /// Seconds.
+    Seconds,
+    /// Bytes.
+    Bytes,
+    /// A share, 1 being all.
+    Ratio,
+    /// Nothing that has a name.
+    None,
+}
+
+/// One metric.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric {
+    /// Its name.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: Kind,
+    /// What its value is in.
+    pub unit: Unit,
+    /// Its labels, beside `run`.
+    pub labels: &'static [&'static str],
+    /// Upper bounds of a histogram's buckets.
+    pub buckets: &'static [f64],
+    /// What it says.
+    pub help: &'static str,
+}
+
+impl Metric {
+    /// The metric of this name.
+    ///
+    /// # Panics
+    /// There is none.
+    pub fn named(name: &str) -> &'static Metric {
+        let found = METRICS.iter().find(|metric| metric.name == name);
+        found.unwrap_or_else(|| panic!("{name} is not on the list of metrics"))
+    }
+}
+
+const OPERATION: [f64; 12] = [1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0];
+const STEP: [f64; 12] = [0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3];
+
+const fn counter(
+    name: &'static str,
+    unit: Unit,
+    labels: &'static [&'static str],
+    help: &'static str,
+) -> Metric {
+    Metric { name, kind: Kind::Counter, unit, labels, buckets: &[], help }
+}
+
+const fn gauge(
+    name: &'static str,
+    unit: Unit,
+    labels: &'static [&'static str],
+    help: &'static str,
+) -> Metric {
+    Metric { name, kind: Kind::Gauge, unit, labels, buckets: &[], help }
+}
+
+/// All of them.
+#[rustfmt::skip]
+pub const METRICS: &[Metric] = &[
+    counter("l2l_visit_seconds_total", Unit::Seconds, &["layer", "phase", "lane"],
+        "Time that visits of a layer took on a lane"),
+    counter("l2l_exposed_wait_seconds_total", Unit::Seconds, &["layer", "cause"],
+        "Time in which the compute lane stood still for a layer, because of transfers or of the host"),
+    counter("l2l_transfer_seconds_total", Unit::Seconds, &["layer"],
+        "Time that a layer's transfers took, to the device and from it"),
+    counter("l2l_block_updates_total", Unit::Count, &["layer"],
+        "Updates of a layer's blocks"),
+    Metric { name: "l2l_operation_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
+        labels: &["lane"], buckets: &OPERATION, help: "Time that one operation took" },
+    counter("l2l_lane_seconds_total", Unit::Seconds, &["lane"],
+        "Time that a lane worked"),
+    counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
+        "Time in which the compute lane stood still, by the lane that was waited for; `ring` is the \
+         actors' own latency, `outside` what lies between steps"),
+    counter("l2l_actor_seconds_total", Unit::Seconds, &["actor", "state"],
+        "Time that an actor was busy, starved by those before it, or blocked by those after it"),
+    gauge("l2l_channel_depth", Unit::Count, &["channel"],
+        "Slots in use"),
+    gauge("l2l_channel_capacity", Unit::Count, &["channel"],
+        "Slots there are"),
+    counter("l2l_transfer_bytes_total", Unit::Bytes, &["direction"],
+        "Bytes that crossed the link, counted in the copies"),
+    gauge("l2l_device_memory_bytes", Unit::Bytes, &["device", "kind"],
+        "The most bytes of the device that were in use"),
+    gauge("l2l_device_memory_budget_bytes", Unit::Bytes, &["device"],
+        "Bytes of the device that may be in use: the ceiling, or else the plan"),
+    gauge("l2l_host_memory_bytes", Unit::Bytes, &["kind"],
+        "Bytes of the host that are held, by their holder in the plan"),
+    gauge("l2l_step", Unit::Count, &[],
+        "Training steps done"),
+    gauge("l2l_steps_target", Unit::Count, &[],
+        "Training steps to do"),
+    gauge("l2l_state", Unit::None, &["state"],
+        "1 for what the run is at"),
+    gauge("l2l_last_step_timestamp_seconds", Unit::Seconds, &[],
+        "When the last step ended"),
+    Metric { name: "l2l_step_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
+        labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next" },
+    gauge("l2l_loss", Unit::None, &[],
+        "Loss of the last step"),
+    gauge("l2l_validation_loss", Unit::None, &[],
+        "Loss of the last look at what was kept aside"),
+    gauge("l2l_grad_norm", Unit::None, &[],
+        "Gradient norm of the last step, before clipping"),
+    gauge("l2l_learning_rate", Unit::None, &[],
+        "Learning rate of the last step"),
+    counter("l2l_tokens_total", Unit::Count, &[],
+        "Tokens trained on, without padding"),
+    counter("l2l_model_flops_total", Unit::Count, &[],
+        "FLOPs of the model: 6 × weights met by each token, and attention; no recomputation, no padding"),
+    gauge("l2l_speed_of_light_ratio", Unit::Ratio, &[],
+        "Model FLOP/s of the last step ÷ those of a large product on this machine"),
+    gauge("l2l_checkpoint_last_success_timestamp_seconds", Unit::Seconds, &[],
+        "When the last checkpoint was written; 0: none was"),
+    counter("l2l_checkpoint_failures_total", Unit::Count, &[],
+        "Checkpoints that could not be written"),
+    counter("l2l_faults_total", Unit::Count, &["kind"],
+        "Failures: a loss or gradient that is not finite, an error, a panic, a hang"),
+    gauge("l2l_build_info", Unit::None, &["version"],
+        "1, for the program's version"),
+    gauge("l2l_run_info", Unit::None, &["device", "link"],
+        "1, for what the run runs on"),
+    counter("process_cpu_seconds_total", Unit::Seconds, &[],
+        "Time of all cores that the process used"),
+    gauge("process_resident_memory_bytes", Unit::Bytes, &[],
+        "Memory of the process that is resident"),
+    gauge("process_virtual_memory_bytes", Unit::Bytes, &[],
+        "Address space of the process"),
+    gauge("process_start_time_seconds", Unit::Seconds, &[],
+        "When the process began"),
+    gauge("process_open_fds", Unit::Count, &[],
+        "Files the process has open"),
+    gauge("process_max_fds", Unit::Count, &[],
+        "Files the process may have open"),
+    gauge("process_threads", Unit::Count, &[],
+        "Threads of the process"),
+];
+
+/// Tells every series of a run, but those of histograms: its metric, the values of its labels, and
+/// its own value.
+pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64)) {
+    let mut tell = |name: &str, labels: &[&str], value: f64| {
+        tell(Metric::named(name), labels, value);
+    };
+    for layer in &view.layers {
+        let name = &layer.layer[..];
+        for &(phase, lane, seconds) in &layer.visits {
+            tell("l2l_visit_seconds_total", &[name, phase, lane], seconds);
+        }
+        if layer.on_device {
+            let cause = "l2l_exposed_wait_seconds_total";
+            tell(cause, &[name, "transfer"], layer.waited_transfer);
+            tell(cause, &[name, "host"], layer.waited_host);
+            tell("l2l_transfer_seconds_total", &[name], layer.transfer);
+        }
+        tell("l2l_block_updates_total", &[name], layer.updates as f64);
+    }
+    for lane in &view.lanes {
+        tell("l2l_lane_seconds_total", &[lane.name], lane.busy);
+    }
+    for (cause, seconds) in &view.waited {
+        tell("l2l_compute_wait_seconds_total", &[cause], *seconds);
+    }
+    tell("l2l_compute_wait_seconds_total", &["outside"], view.outside);
+    for actor in &view.actors {
+        for (state, seconds) in
+            [("busy", actor.busy), ("starved", actor.starved), ("blocked", actor.blocked)]
+        {
+            tell("l2l_actor_seconds_total", &[&actor.name, state], seconds);
+        }
+    }
+    for channel in &view.channels {
+        tell("l2l_channel_depth", &[channel.name], channel.depth as f64);
+        tell("l2l_channel_capacity", &[channel.name], channel.capacity as f64);
+    }
+    tell("l2l_transfer_bytes_total", &["upload"], view.bytes_uploaded as f64);
+    tell("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
+    for memory in &view.device_memory {
+        tell("l2l_device_memory_bytes", &[view.device, memory.kind], memory.used as f64);
+    }
+    tell("l2l_device_memory_budget_bytes", &[view.device], view.device_budget as f64);
+    for memory in &view.host_memory {
+        tell("l2l_host_memory_bytes", &[memory.kind], memory.used as f64);
+    }
+    tell("l2l_step", &[], view.step as f64);
+    tell("l2l_steps_target", &[], view.steps as f64);
+    for state in State::ALL {
+        tell("l2l_state", &[state.name()], f64::from(u8::from(state == view.state)));
+    }
+    let mut known = |name: &str, value: Option<f64>| {
+        value.into_iter().for_each(|value| tell(name, &[], value));
+    };
+    known("l2l_last_step_timestamp_seconds", view.last_step);
+    known("l2l_loss", view.loss);
+    known("l2l_validation_loss", view.validation_loss);
+    known("l2l_grad_norm", view.grad_norm);
+    known("l2l_learning_rate", view.learning_rate);
+    known("l2l_speed_of_light_ratio", view.speed_of_light);
+    tell("l2l_checkpoint_last_success_timestamp_seconds", &[], view.checkpoint.unwrap_or(0.0));
+    tell("l2l_tokens_total", &[], view.tokens as f64);
+    tell("l2l_model_flops_total", &[], view.model_flops);
+    tell("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);
+    for (kind, count) in &view.faults {
+        tell("l2l_faults_total", &[kind], *count as f64);
+    }
+    tell("l2l_build_info", &[env!("CARGO_PKG_VERSION")], 1.0);
+    tell("l2l_run_info", &[view.device, view.link.as_deref().unwrap_or("none")], 1.0);
+    let process = crate::machine::process();
+    let of_process = process.into_iter().flat_map(|process| {
+        [
+            ("process_cpu_seconds_total", process.cpu_seconds),
+            ("process_resident_memory_bytes", process.resident_bytes as f64),
+            ("process_virtual_memory_bytes", process.virtual_bytes as f64),
+            ("process_start_time_seconds", process.start_seconds),
+            ("process_open_fds", process.open_files as f64),
+            ("process_max_fds", process.most_files as f64),
+            ("process_threads", process.threads as f64),
+        ]
+    });
+    of_process.for_each(|(name, value)| tell(name, &[], value));
+}

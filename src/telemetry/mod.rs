@@ -1,0 +1,42 @@
+//! What is seen of a run: measured on the lanes, summed once, shown in many ways.
+//!
+//! ```text
+//!  lanes ──▶ Slice ──▶ Ledger ──▶ Tally ─┐
+//!              │                         ├──▶ View ──▶ metrics · live page · report · step lines
+//!              └──▶ Observers   Story ───┘
+//!                   (trace, histograms)
+//! ```
+//!
+//! A lane tells each operation as it ends, a [`Slice`]; the ledger adds it up; whoever looks takes a
+//! [`View`] of the run through its [`Watch`]. Training never waits for whoever looks.
+
+mod forecast;
+mod gantt;
+mod ledger;
+mod list;
+mod page;
+#[cfg(feature = "metrics")]
+mod publish;
+#[cfg(feature = "prometheus")]
+mod server;
+mod slice;
+mod story;
+mod trace;
+mod watch;
+
+pub use forecast::{Forecast, Rates};
+pub use gantt::draw;
+pub(crate) use ledger::Ledger;
+pub use ledger::{Cause, LaneTally, LayerTally, Tally};
+pub use list::{Kind, METRICS, Metric, Unit, samples};
+pub use page::{live, report};
+#[cfg(feature = "metrics")]
+pub use publish::{Histograms, describe, publish};
+#[cfg(feature = "prometheus")]
+pub use server::{Server, recorder};
+pub use slice::{Observe, Slice, Track};
+pub(crate) use story::{NotFinite, Story, unix_seconds};
+pub use story::{Point, State, made_up_name};
+pub use trace::Trace;
+pub(crate) use watch::Watched;
+pub use watch::{ActorView, ChannelView, LaneView, LayerView, MemoryView, View, Watch};

@@ -1,0 +1,88 @@
+//! A run's metrics, told to a recorder of the `metrics` crate: any application's own, or ours.
+
+use std::sync::Arc;
+
+use metrics::{Key, KeyName, Label, Level, Metadata, Recorder, SharedString};
+
+use super::{Kind, METRICS, Metric, Observe, Slice, Track, Unit, View, samples};
+
+static METADATA: Metadata<'static> = Metadata::new("l2l", Level::INFO, Some("l2l"));
+
+/// Tells a recorder what each metric means. Once, before anything is published.
+pub fn describe(recorder: &dyn Recorder) {
+    for metric in METRICS {
+        let name = KeyName::from_const_str(metric.name);
+        let help = SharedString::const_str(metric.help);
+        let unit = match metric.unit {
+            Unit::Count => Some(metrics::Unit::Count),
+            Unit::Seconds => Some(metrics::Unit::Seconds),
+            Unit::Bytes => Some(metrics::Unit::Bytes),
+            Unit::Ratio | Unit::None => None,
+        };
+        match metric.kind {
+            Kind::Counter if metric.counts_whole() => recorder.describe_counter(name, unit, help),
+            Kind::Counter | Kind::Gauge => recorder.describe_gauge(name, unit, help),
+            Kind::Histogram => recorder.describe_histogram(name, unit, help),
+        }
+    }
+}
+
+impl Metric {
+    /// Counters of the `metrics` crate are whole numbers. What counts seconds is told as a gauge
+    /// that only grows; [`recorder`](super::recorder) names it a counter to Prometheus.
+    pub(super) fn counts_whole(&self) -> bool {
+        self.unit != Unit::Seconds
+    }
+
+    fn key(&self, run: &str, values: &[&str]) -> Key {
+        let labels = self.labels.iter().zip(values);
+        let all = [(&"run", &run)].into_iter().chain(labels);
+        let all = all.map(|(label, value)| Label::new(*label, (*value).to_owned()));
+        Key::from_parts(self.name, all.collect::<Vec<_>>())
+    }
+}
+
+/// Tells a recorder all of a run but its histograms. Whenever somebody is about to look.
+pub fn publish(view: &View, recorder: &dyn Recorder) {
+    samples(view, |metric, labels, value| {
+        let key = metric.key(&view.run, labels);
+        match metric.kind {
+            Kind::Counter if metric.counts_whole() => {
+                recorder.register_counter(&key, &METADATA).absolute(value as u64);
+            }
+            _ => recorder.register_gauge(&key, &METADATA).set(value),
+        }
+    });
+}
+
+/// Tells a recorder how long each operation and each step took, as they end.
+pub struct Histograms {
+    lanes: [metrics::Histogram; Track::ALL.len()],
+    steps: metrics::Histogram,
+}
+
+impl Histograms {
+    /// Of a run of this name.
+    pub fn new(run: &str, recorder: &dyn Recorder) -> Arc<Histograms> {
+        let operation = Metric::named("l2l_operation_seconds");
+        let of_track = |track: Track| {
+            recorder.register_histogram(&operation.key(run, &[track.name()]), &METADATA)
+        };
+        let step = Metric::named("l2l_step_seconds").key(run, &[]);
+        Arc::new(Histograms {
+            lanes: Track::ALL.map(of_track),
+            steps: recorder.register_histogram(&step, &METADATA),
+        })
+    }
+
+    /// A step ended that took so many seconds.
+    pub fn step(&self, seconds: f64) {
+        self.steps.record(seconds);
+    }
+}
+
+impl Observe for Histograms {
+    fn heard(&self, slice: &Slice) {
+        self.lanes[slice.track.index()].record(slice.took().as_secs_f64());
+    }
+}

@@ -1,0 +1,208 @@
+//! Metrics for Prometheus, the live page and what says that the run is well, served from the process.
+//!
+//! All of it is on one thread of its own, which also keeps the recorder small; training never waits
+//! for it. Clients that send nothing, or never read, hold one of a few connections for a while.
+
+use std::convert::Infallible;
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use http_body_util::Full;
+use hyper::body::{Bytes, Incoming};
+use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
+use tokio::sync::{Semaphore, oneshot};
+
+use super::{Histograms, Kind, METRICS, State, Watch, describe, live, publish};
+
+/// Connections at once, at most.
+const CONNECTIONS: usize = 64;
+/// What a client may take to say what it wants.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// What a connection may take in all.
+const LIFETIME: Duration = Duration::from_secs(60);
+/// Between two times that the recorder is kept small.
+const UPKEEP: Duration = Duration::from_secs(1);
+/// Steps that the live page shows.
+const STEPS: u64 = 2;
+
+/// A recorder with the buckets of the list.
+pub fn recorder() -> PrometheusRecorder {
+    let mut builder = PrometheusBuilder::new();
+    for metric in METRICS.iter().filter(|metric| metric.kind == Kind::Histogram) {
+        let name = Matcher::Full(metric.name.into());
+        builder = builder.set_buckets_for_metric(name, metric.buckets).expect("it has buckets");
+    }
+    let recorder = builder.build_recorder();
+    describe(&recorder);
+    recorder
+}
+
+/// Serves a run. Dropped, it stops.
+pub struct Server {
+    shared: Arc<Shared>,
+    histograms: Arc<Histograms>,
+    address: Option<SocketAddr>,
+    _stop: oneshot::Sender<()>,
+}
+
+struct Shared {
+    recorder: PrometheusRecorder,
+    watch: OnceLock<Watch>,
+}
+
+impl Server {
+    /// Listens, if there is an address, for a run of this name. What is there to see comes later.
+    ///
+    /// # Errors
+    /// It cannot listen there.
+    pub fn start(address: Option<SocketAddr>, run: &str) -> std::io::Result<Server> {
+        let listener = address.map(TcpListener::bind).transpose()?;
+        let address = listener.as_ref().map(TcpListener::local_addr).transpose()?;
+        let shared = Arc::new(Shared { recorder: recorder(), watch: OnceLock::new() });
+        let histograms = Histograms::new(run, &shared.recorder);
+        let (stop, stopped) = oneshot::channel();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let served = shared.clone();
+        std::thread::Builder::new().name("l2l-metrics".into()).spawn(move || {
+            runtime.block_on(async {
+                if let Some(listener) = listener {
+                    tokio::spawn(serve(listener, served.clone()));
+                }
+                tokio::select! {
+                    _ = stopped => {}
+                    () = served.keep_small() => {}
+                }
+            });
+        })?;
+        Ok(Server { shared, histograms, address, _stop: stop })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> Option<SocketAddr> {
+        self.address
+    }
+
+    /// What is to hear of every operation.
+    pub fn histograms(&self) -> Arc<Histograms> {
+        self.histograms.clone()
+    }
+
+    /// Shows this run from now on.
+    pub fn show(&self, watch: Watch) {
+        _ = self.shared.watch.set(watch); // the first is shown
+    }
+
+    /// All metrics as they are now, in Prometheus's text format.
+    pub fn text(&self) -> String {
+        self.shared.text()
+    }
+}
+
+impl Shared {
+    fn text(&self) -> String {
+        if let Some(watch) = self.watch.get() {
+            publish(&watch.view(0), &self.recorder);
+        }
+        let mut text = self.recorder.handle().render();
+        for metric in METRICS {
+            if metric.kind == Kind::Counter && !metric.counts_whole() {
+                let kind = |kind: &str| format!("# TYPE {} {kind}\n", metric.name);
+                text = text.replacen(&kind("gauge"), &kind("counter"), 1);
+            }
+        }
+        text
+    }
+
+    async fn keep_small(&self) {
+        let handle = self.recorder.handle();
+        loop {
+            tokio::time::sleep(UPKEEP).await;
+            handle.run_upkeep();
+        }
+    }
+
+    fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+        let state = self.watch.get().map(|watch| watch.story().state);
+        let plain = "text/plain; charset=utf-8";
+        let said = |ok: bool, yes: &str, no: &str| {
+            let (status, text) = match ok {
+                true => (StatusCode::OK, yes),
+                false => (StatusCode::SERVICE_UNAVAILABLE, no),
+            };
+            response(status, plain, format!("{text}\n"))
+        };
+        if request.method() != Method::GET && request.method() != Method::HEAD {
+            let text = "this is only to look at\n".to_string();
+            let mut refused = response(StatusCode::METHOD_NOT_ALLOWED, plain, text);
+            refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            return refused;
+        }
+        match request.uri().path() {
+            "/" => response(StatusCode::OK, "text/html; charset=utf-8", live().to_string()),
+            "/metrics" => {
+                response(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", self.text())
+            }
+            "/live.json" => match self.watch.get() {
+                Some(watch) => {
+                    let view = serde_json::to_string(&watch.view(STEPS)).expect("plain data");
+                    response(StatusCode::OK, "application/json", view)
+                }
+                None => said(false, "", "the run is being made"),
+            },
+            "/healthz" => said(state != Some(State::Failed), "ok", "the run failed"),
+            "/readyz" => {
+                let steps = [State::Training, State::Validating, State::Checkpointing];
+                said(state.is_some_and(|state| steps.contains(&state)), "ready", "not in its steps")
+            }
+            _ => {
+                let here = "here are /, /metrics, /live.json, /healthz and /readyz\n".to_string();
+                response(StatusCode::NOT_FOUND, plain, here)
+            }
+        }
+    }
+}
+
+fn response(status: StatusCode, kind: &'static str, body: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(body)));
+    *response.status_mut() = status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
+async fn serve(listener: TcpListener, shared: Arc<Shared>) {
+    let listener =
+        listener.set_nonblocking(true).and_then(|()| tokio::net::TcpListener::from_std(listener));
+    let Ok(listener) = listener else { return };
+    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    loop {
+        let place = places.clone().acquire_owned().await.expect("it is never closed");
+        let Ok((stream, _)) = listener.accept().await else {
+            // No file to open, say: it may pass.
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            continue;
+        };
+        let shared = shared.clone();
+        tokio::spawn(async move {
+            let answer = service_fn(move |request: Request<Incoming>| {
+                let response = shared.answer(&request);
+                async move { Ok::<_, Infallible>(response) }
+            });
+            let connection = http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(PATIENCE)
+                .max_buf_size(16 << 10)
+                .serve_connection(TokioIo::new(stream), answer);
+            _ = tokio::time::timeout(LIFETIME, connection).await; // its client's fault
+            drop(place);
+        });
+    }
+}

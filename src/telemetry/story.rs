@@ -1,0 +1,187 @@
+//! What a run says of itself beside its operations: how far it is, how well it learns, what failed.
+
+use std::collections::VecDeque;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use l2l_actors::Problem;
+use l2l_actors::ports::Trouble;
+use serde::Serialize;
+
+use crate::trainer::StepReport;
+
+/// What a run is at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Everything is being made.
+    #[default]
+    Starting,
+    /// Steps.
+    Training,
+    /// A look at what was kept aside.
+    Validating,
+    /// A checkpoint is being written.
+    Checkpointing,
+    /// It ended well.
+    Ended,
+    /// It failed.
+    Failed,
+}
+
+impl State {
+    /// All.
+    pub const ALL: [State; 6] = [
+        State::Starting,
+        State::Training,
+        State::Validating,
+        State::Checkpointing,
+        State::Ended,
+        State::Failed,
+    ];
+
+    /// Its name in metrics.
+    pub fn name(self) -> &'static str {
+        ["starting", "training", "validating", "checkpointing", "ended", "failed"][self as usize]
+    }
+}
+
+/// A step's value.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Point {
+    /// The step.
+    pub step: u64,
+    /// The loss.
+    pub loss: f64,
+}
+
+/// A curve that never has more than so many points: when it is full, every second goes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Curve {
+    points: Vec<Point>,
+    every: u64,
+}
+
+const POINTS: usize = 1024;
+
+impl Curve {
+    pub(crate) fn push(&mut self, point: Point) {
+        self.every = self.every.max(1);
+        if !point.step.is_multiple_of(self.every) && !self.points.is_empty() {
+            return;
+        }
+        if self.points.len() == POINTS {
+            self.every *= 2;
+            let every = self.every;
+            self.points.retain(|point| point.step.is_multiple_of(every));
+        }
+        self.points.push(point);
+    }
+
+    pub(crate) fn points(&self) -> &[Point] {
+        &self.points
+    }
+}
+
+/// Kinds of faults: what a step came to that was no number, an error, a panic, a standstill.
+pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
+
+/// A loss, or a gradient, that is no number.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}: the learning rate may be too high")]
+pub(crate) struct NotFinite(pub(crate) String);
+
+/// See the [module](self).
+#[derive(Clone, Debug)]
+pub(crate) struct Story {
+    pub(crate) state: State,
+    pub(crate) steps: u64,
+    pub(crate) last: Option<StepReport>,
+    pub(crate) last_step: Option<f64>,
+    pub(crate) validation: Curve,
+    pub(crate) losses: Curve,
+    /// The last steps' number in the ring, begin and end by the lanes' clock.
+    pub(crate) bounds: VecDeque<(u64, Duration, Duration)>,
+    pub(crate) tokens: u64,
+    pub(crate) model_flops: f64,
+    pub(crate) checkpoint: Option<f64>,
+    pub(crate) checkpoint_failures: u64,
+    pub(crate) faults: [u64; FAULTS.len()],
+    pub(crate) started: f64,
+}
+
+/// Bounds of steps that are kept.
+const BOUNDS: usize = 64;
+
+/// A run's name that no other has, most likely.
+pub fn made_up_name() -> String {
+    let millis = (unix_seconds() * 1e3) as u64;
+    format!("{millis:x}-{:x}", std::process::id())
+}
+
+/// Seconds of the world's clock.
+pub(crate) fn unix_seconds() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+}
+
+impl Story {
+    pub(crate) fn new(steps: u64) -> Story {
+        Story {
+            state: State::Starting,
+            steps,
+            last: None,
+            last_step: None,
+            validation: Curve::default(),
+            losses: Curve::default(),
+            bounds: VecDeque::new(),
+            tokens: 0,
+            model_flops: 0.0,
+            checkpoint: None,
+            checkpoint_failures: 0,
+            faults: [0; FAULTS.len()],
+            started: unix_seconds(),
+        }
+    }
+
+    pub(crate) fn stepped(&mut self, report: &StepReport) {
+        self.last = Some(*report);
+        self.last_step = Some(unix_seconds());
+        self.losses.push(Point { step: report.step, loss: report.loss });
+        self.tokens += report.tokens as u64;
+        self.model_flops += report.model_flops;
+    }
+
+    pub(crate) fn bound(&mut self, step: u64, begin: Duration, end: Duration) {
+        if self.bounds.len() == BOUNDS {
+            self.bounds.pop_front();
+        }
+        self.bounds.push_back((step, begin, end));
+    }
+
+    /// The ring failed.
+    pub(crate) fn failed(&mut self, problem: &Problem) {
+        let is_not_finite = |trouble: &Trouble| trouble.downcast_ref::<NotFinite>().is_some();
+        let kind = match problem {
+            Problem::Error(trouble) if is_not_finite(trouble) => 0,
+            Problem::Panic(_) => 2,
+            Problem::Hang(..) => 3,
+            _ => 1,
+        };
+        self.faults[kind] += 1;
+        self.state = State::Failed;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_curve_stays_small_and_even() {
+        let mut curve = Curve::default();
+        (1..=100_000).for_each(|step| curve.push(Point { step, loss: 1.0 / step as f64 }));
+        let points = curve.points();
+        assert!(points.len() <= POINTS && points.len() > POINTS / 4, "{}", points.len());
+        let gaps: Vec<u64> = points.windows(2).map(|two| two[1].step - two[0].step).collect();
+        assert!(gaps[1..].iter().all(|&gap| gap == gaps[1]), "{gaps:?}");
+    }
+}

@@ -1,0 +1,180 @@
+//! The timeline as a file for Perfetto (ui.perfetto.dev) and Chrome: the Trace Event Format's array
+//! of objects, one a line, written as operations end.
+//!
+//! A thread of its own writes; what comes faster than it writes waits in a queue of fixed length, and
+//! what comes when that is full is left out and counted. A file whose run was killed lacks the last
+//! bracket, which its readers do not mind.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+
+use l2l_actors::ports::Lane;
+use serde_json::{Value, json};
+
+use super::{Observe, Slice, Track};
+use crate::error::Error;
+
+/// Slices that wait to be written, at most.
+const QUEUE: usize = 1 << 14;
+
+/// Writes a timeline.
+pub struct Trace {
+    slices: Mutex<Option<SyncSender<Slice>>>,
+    writer: Mutex<Option<JoinHandle<io::Result<()>>>>,
+    left_out: Arc<AtomicU64>,
+}
+
+impl Trace {
+    /// Begins a file, which is made new. `run` names it in the viewer.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn create(path: &Path, run: &str) -> Result<Arc<Trace>, Error> {
+        let refused =
+            |error: io::Error| Error::refused(format_args!("--trace {}: {error}", path.display()));
+        let mut file = BufWriter::new(File::create(path).map_err(refused)?);
+        head(&mut file, run).and_then(|()| file.flush()).map_err(refused)?;
+        let (slices, received) = sync_channel(QUEUE);
+        let left_out = Arc::new(AtomicU64::new(0));
+        let missed = left_out.clone();
+        let named = std::thread::Builder::new().name("l2l-trace".into());
+        let writer = named.spawn(move || write(file, &received, &missed)).map_err(refused)?;
+        let (slices, writer) = (Mutex::new(Some(slices)), Mutex::new(Some(writer)));
+        Ok(Arc::new(Trace { slices, writer, left_out }))
+    }
+
+    /// Ends the file; how many slices were left out.
+    ///
+    /// # Errors
+    /// It could not be written.
+    pub fn finish(&self) -> Result<u64, Error> {
+        self.slices.lock().expect("nothing panics inside").take();
+        let writer = self.writer.lock().expect("nothing panics inside").take();
+        if let Some(writer) = writer {
+            let written =
+                writer.join().map_err(|_| Error::failed("the trace's writer panicked"))?;
+            written.map_err(|error| Error::failed(format_args!("the trace: {error}")))?;
+        }
+        Ok(self.left_out.load(Relaxed))
+    }
+}
+
+impl Observe for Trace {
+    fn heard(&self, slice: &Slice) {
+        let slices = self.slices.lock().expect("nothing panics inside");
+        if let Some(slices) = &*slices
+            && let Err(TrySendError::Full(_)) = slices.try_send(*slice)
+        {
+            self.left_out.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+const PROCESS: u64 = 1;
+
+/// Opens the array, and names its rows.
+fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
+    let name = json!({ "ph": "M", "pid": PROCESS, "name": "process_name",
+                       "args": { "name": format!("l2l {run}") } });
+    write!(to, "[\n{name}")?;
+    for track in Track::ALL {
+        let tid = track.index() + 1;
+        for (what, args) in [
+            ("thread_name", json!({ "name": track.name() })),
+            ("thread_sort_index", json!({ "sort_index": tid })),
+        ] {
+            let event =
+                json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args });
+            write!(to, ",\n{event}")?;
+        }
+    }
+    Ok(())
+}
+
+fn write(mut to: impl Write, slices: &Receiver<Slice>, left_out: &AtomicU64) -> io::Result<()> {
+    let mut flows = Flows::default();
+    while let Ok(slice) = slices.recv() {
+        for event in flows.events(&slice) {
+            write!(to, ",\n{event}")?;
+        }
+    }
+    let left_out = left_out.load(Relaxed);
+    if left_out > 0 {
+        let what = json!({ "ph": "M", "pid": PROCESS, "name": "process_labels",
+                           "args": { "labels": format!("{left_out} slices left out") } });
+        write!(to, ",\n{what}")?;
+    }
+    writeln!(to, "\n]")?;
+    to.flush()
+}
+
+/// Arrows that have begun: of a block's upload to its first use, and of its gradient to its update.
+#[derive(Default)]
+struct Flows {
+    uploads: HashMap<u32, u64>,
+    gradients: HashMap<u32, u64>,
+    next: u64,
+}
+
+impl Flows {
+    /// The events of a slice: itself, and the arrows that begin or end there.
+    fn events(&mut self, slice: &Slice) -> Vec<Value> {
+        let micros = |time: std::time::Duration| time.as_nanos() as f64 / 1e3;
+        let tid = slice.track.index() + 1;
+        let name = match (slice.layer, slice.micro_batch) {
+            (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind),
+            (Some(layer), None) => format!("{} {layer}", slice.kind),
+            _ => slice.kind.to_string(),
+        };
+        let mut args = json!({ "step": slice.step, "bytes": slice.bytes });
+        let mut add = |key: &str, value: Option<Value>| {
+            value.into_iter().for_each(|value| args[key] = value);
+        };
+        add("layer", slice.layer.map(Value::from));
+        add("phase", slice.phase.map(Value::from));
+        add("micro_batch", slice.micro_batch.map(Value::from));
+        add("block", slice.block.map(Value::from));
+        add("version", slice.version.map(Value::from));
+        let mut events = vec![json!({
+            "ph": "X", "pid": PROCESS, "tid": tid, "name": name, "cat": slice.kind,
+            "ts": micros(slice.begin), "dur": micros(slice.took()), "args": args,
+        })];
+        let Some(block) = slice.block else { return events };
+        let mut arrow = |ph: &str, id: u64, kind: &str| {
+            let mut event = json!({ "ph": ph, "pid": PROCESS, "tid": tid, "id": id, "name": kind,
+                                    "cat": kind, "ts": micros(slice.begin) });
+            if ph == "f" {
+                event["bp"] = json!("e"); // to the slice around it
+            }
+            events.push(event);
+        };
+        match (slice.track, slice.kind) {
+            (_, "weights") => {
+                self.next += 1;
+                self.uploads.insert(block, self.next);
+                arrow("s", self.next, "upload to first use");
+            }
+            (Track::Lane(Lane::Compute), _) => {
+                let begun = self.uploads.remove(&block);
+                begun.into_iter().for_each(|id| arrow("f", id, "upload to first use"));
+            }
+            (_, "gradient" | "scatter") => {
+                self.next += 1;
+                self.gradients.insert(block, self.next);
+                arrow("s", self.next, "gradient to update");
+            }
+            (_, "update") => {
+                let begun = self.gradients.remove(&block);
+                begun.into_iter().for_each(|id| arrow("f", id, "gradient to update"));
+            }
+            _ => {}
+        }
+        events
+    }
+}

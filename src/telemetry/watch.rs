@@ -1,0 +1,366 @@
+//! A run as whoever watches it sees it, at one moment, as plain data.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use l2l_actors::ports::Lane;
+use l2l_actors::{Observer, pool};
+use serde::Serialize;
+
+use super::ledger::Ledger;
+use super::story::{FAULTS, Story, unix_seconds};
+use super::{Cause, Point, Slice, State, Tally, Track};
+use crate::config::Plan;
+use crate::devices::cpu::Used;
+
+/// Watches a run, also while somebody else drives it, and after its end.
+#[derive(Clone)]
+pub struct Watch(pub(crate) Arc<Watched>);
+
+/// What is watched.
+pub(crate) struct Watched {
+    pub(crate) run: String,
+    pub(crate) ledger: Arc<Ledger>,
+    pub(crate) used: Arc<Used>,
+    pub(crate) story: Mutex<Story>,
+    pub(crate) observer: Observer,
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) link: Option<String>,
+    /// Layers that the device meets.
+    pub(crate) on_device: Vec<bool>,
+    /// FLOP/s that the machine's product reaches, once it was measured.
+    pub(crate) light: Mutex<Option<f64>>,
+}
+
+/// A run at one moment. Times are in seconds.
+#[derive(Clone, Debug, Serialize)]
+pub struct View {
+    /// The run's name.
+    pub run: String,
+    /// What it is at.
+    pub state: State,
+    /// When it began, by the world's clock.
+    pub started: f64,
+    /// Now, by the world's clock.
+    pub now: f64,
+    /// How long its lanes have been there.
+    pub seconds: f64,
+    /// Training steps done, of so many.
+    pub step: u64,
+    /// See [`step`](View::step).
+    pub steps: u64,
+    /// Of the last step.
+    pub loss: Option<f64>,
+    /// Of the last look.
+    pub validation_loss: Option<f64>,
+    /// Of the last step.
+    pub grad_norm: Option<f64>,
+    /// Of the last step.
+    pub learning_rate: Option<f64>,
+    /// Of the last step.
+    pub step_seconds: Option<f64>,
+    /// Of the last step.
+    pub exposed_wait_seconds: Option<f64>,
+    /// Of the last step.
+    pub bottleneck: Option<&'static str>,
+    /// When the last step ended, by the world's clock.
+    pub last_step: Option<f64>,
+    /// Tokens trained on.
+    pub tokens: u64,
+    /// Tokens a second in the last step.
+    pub tokens_per_second: Option<f64>,
+    /// See [`Model::training_flops`](crate::models::Model::training_flops).
+    pub model_flops: f64,
+    /// The last step's model FLOP/s ÷ those of the machine's product.
+    pub speed_of_light: Option<f64>,
+    /// When the last checkpoint was written, by the world's clock.
+    pub checkpoint: Option<f64>,
+    /// Checkpoints that could not be written.
+    pub checkpoint_failures: u64,
+    /// What failed, by kind.
+    pub faults: Vec<(&'static str, u64)>,
+    /// The device's name.
+    pub device: &'static str,
+    /// The device's memory.
+    pub device_memory: Vec<MemoryView>,
+    /// Bytes that it may take.
+    pub device_budget: u64,
+    /// The host's memory.
+    pub host_memory: Vec<MemoryView>,
+    /// Bytes to the device.
+    pub bytes_uploaded: u64,
+    /// Bytes from the device.
+    pub bytes_downloaded: u64,
+    /// The emulated link.
+    pub link: Option<String>,
+    /// Pools of slots.
+    pub channels: Vec<ChannelView>,
+    /// Actors.
+    pub actors: Vec<ActorView>,
+    /// Tracks.
+    pub lanes: Vec<LaneView>,
+    /// Time in which the compute lane stood still within steps, by cause.
+    pub waited: Vec<(&'static str, f64)>,
+    /// Time outside steps.
+    pub outside: f64,
+    /// Layers.
+    pub layers: Vec<LayerView>,
+    /// Loss by step, thinned out.
+    pub losses: Vec<Point>,
+    /// Validation loss by step.
+    pub validations: Vec<Point>,
+    /// Slices of the last steps, if they were asked for.
+    pub slices: Vec<Slice>,
+    /// Number in the ring, begin and end of the last steps.
+    pub bounds: Vec<(u64, f64, f64)>,
+}
+
+impl View {
+    /// With the slices of one step alone: of those that are there whole, the one whose time is in
+    /// the middle.
+    pub fn typical(mut self) -> View {
+        let first = self.slices.first().map_or(0, |slice| slice.step);
+        let is_new = self.bounds.first().is_some_and(|(step, ..)| *step == first);
+        let is_whole = |(step, ..): &&(u64, f64, f64)| *step > first || is_new;
+        let mut whole: Vec<_> = self.bounds.iter().filter(is_whole).collect();
+        whole.sort_by(|a, b| (a.2 - a.1).total_cmp(&(b.2 - b.1)));
+        if let Some(&&(typical, ..)) = whole.get(whole.len() / 2) {
+            self.slices.retain(|slice| slice.step == typical);
+        }
+        self
+    }
+}
+
+/// A holder of memory.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct MemoryView {
+    /// Its name in the plan.
+    pub kind: &'static str,
+    /// Bytes it uses at most, so far.
+    pub used: u64,
+    /// Bytes it has.
+    pub planned: u64,
+}
+
+/// A pool of slots.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct ChannelView {
+    /// Its name.
+    pub name: &'static str,
+    /// Slots in use.
+    pub depth: usize,
+    /// Slots in use at most, so far.
+    pub peak: u32,
+    /// Slots.
+    pub capacity: usize,
+}
+
+/// An actor's time.
+#[derive(Clone, Debug, Serialize)]
+pub struct ActorView {
+    /// Its name.
+    pub name: String,
+    /// It ran.
+    pub busy: f64,
+    /// It waited for whoever is before it.
+    pub starved: f64,
+    /// It waited for whoever is after it.
+    pub blocked: f64,
+}
+
+/// A track's work.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct LaneView {
+    /// Its name.
+    pub name: &'static str,
+    /// Time it worked.
+    pub busy: f64,
+    /// Operations.
+    pub operations: u64,
+}
+
+/// A layer's work.
+#[derive(Clone, Debug, Serialize)]
+pub struct LayerView {
+    /// Its index, padded so that layers sort.
+    pub layer: String,
+    /// True when the device meets it.
+    pub on_device: bool,
+    /// Time by phase and lane; of what it has.
+    pub visits: Vec<(&'static str, &'static str, f64)>,
+    /// Time of its transfers.
+    pub transfer: f64,
+    /// Time in which the compute lane stood still for its transfers.
+    pub waited_transfer: f64,
+    /// Time in which the compute lane stood still for anything else.
+    pub waited_host: f64,
+    /// Share of its transfers' time in which the compute lane worked.
+    pub overlap: Option<f64>,
+    /// Updates.
+    pub updates: u64,
+}
+
+impl Watch {
+    /// The run's name.
+    pub fn run(&self) -> &str {
+        &self.0.run
+    }
+
+    pub(crate) fn story(&self) -> MutexGuard<'_, Story> {
+        self.0.story.lock().expect("nothing panics inside")
+    }
+
+    /// Everything that was added up so far.
+    pub fn tally(&self) -> Tally {
+        self.0.ledger.tally()
+    }
+
+    /// Tells it how fast a product of matrices is here, in FLOP/s: the speed of light.
+    pub fn light(&self, flops_per_second: f64) {
+        *self.0.light.lock().expect("nothing panics inside") = Some(flops_per_second);
+    }
+
+    /// Tells it that all is over.
+    pub fn ended(&self) {
+        let mut story = self.story();
+        if story.state != State::Failed {
+            story.state = State::Ended;
+        }
+    }
+
+    /// Tells it that all is over, and not well.
+    pub fn failed(&self) {
+        let mut story = self.story();
+        if story.state != State::Failed {
+            story.faults[1] += 1;
+            story.state = State::Failed;
+        }
+    }
+
+    /// High-water marks of the device's memory, term by term.
+    pub(crate) fn device_memory(&self) -> Vec<MemoryView> {
+        let pools = self.0.observer.pools();
+        let (plan, layout) = (&self.0.plan, &self.0.plan.layout);
+        let peak = |name: &str| pools.iter().find(|pool| pool.name == name).map(|pool| pool.peak);
+        let floats = |name: &str| match name {
+            "workspace" => self.0.used.workspace() as usize,
+            "weights" | "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
+            "inputs" | "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
+            _ if plan.stash_on_device => plan.stash_floats,
+            _ => 0,
+        };
+        let term = |term: &crate::config::Term| MemoryView {
+            kind: term.name,
+            used: (floats(term.name) * size_of::<f32>()) as u64,
+            planned: term.bytes,
+        };
+        plan.device.iter().map(term).collect()
+    }
+
+    /// The run now, with slices of so many of its last steps.
+    pub fn view(&self, steps: u64) -> View {
+        let tally = self.tally();
+        let slices = if steps > 0 { self.0.ledger.recent(steps) } else { Vec::new() };
+        let story = self.story().clone();
+        let last = story.last;
+        let plan = &self.0.plan;
+        let light = *self.0.light.lock().expect("nothing panics inside");
+        let flops = last.map(|step| step.model_flops / step.seconds);
+        let host = plan.host.iter();
+        let digits = tally.layers.len().saturating_sub(1).to_string().len();
+        let layers = tally.layers.iter().enumerate();
+        View {
+            run: self.0.run.clone(),
+            state: story.state,
+            started: story.started,
+            now: unix_seconds(),
+            seconds: self.0.observer.now().as_secs_f64(),
+            step: last.map_or(0, |step| step.step),
+            steps: story.steps,
+            loss: last.map(|step| step.loss),
+            validation_loss: story.validation.points().last().map(|point| point.loss),
+            grad_norm: last.map(|step| step.grad_norm),
+            learning_rate: last.map(|step| step.learning_rate),
+            step_seconds: last.map(|step| step.seconds),
+            exposed_wait_seconds: last.map(|step| step.exposed_wait_seconds),
+            bottleneck: last.map(|step| step.bottleneck.name()),
+            last_step: story.last_step,
+            tokens: story.tokens,
+            tokens_per_second: last.map(|step| step.tokens as f64 / step.seconds),
+            model_flops: story.model_flops,
+            speed_of_light: flops.zip(light).map(|(flops, light)| flops / light),
+            checkpoint: story.checkpoint,
+            checkpoint_failures: story.checkpoint_failures,
+            faults: FAULTS.into_iter().zip(story.faults).collect(),
+            device: "cpu0",
+            device_memory: self.device_memory(),
+            device_budget: plan.budget().unwrap_or(plan.device_bytes()),
+            host_memory: host
+                .map(|term| MemoryView { kind: term.name, used: term.bytes, planned: term.bytes })
+                .collect(),
+            bytes_uploaded: self.0.used.uploaded(),
+            bytes_downloaded: self.0.used.downloaded(),
+            link: self.0.link.clone(),
+            channels: self.0.observer.pools().iter().map(channel).collect(),
+            actors: self.0.observer.spent().map(actor).into(),
+            lanes: Track::ALL.map(|track| lane(track, &tally)).into(),
+            waited: Cause::ALL
+                .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
+                .into(),
+            outside: tally.outside.as_secs_f64(),
+            layers: layers
+                .map(|(index, of)| layer(format!("{index:0digits$}"), self.0.on_device[index], of))
+                .collect(),
+            losses: story.losses.points().to_vec(),
+            validations: story.validation.points().to_vec(),
+            slices,
+            bounds: story
+                .bounds
+                .iter()
+                .map(|(step, begin, end)| (*step, begin.as_secs_f64(), end.as_secs_f64()))
+                .collect(),
+        }
+    }
+}
+
+fn channel(pool: &pool::Occupancy) -> ChannelView {
+    ChannelView {
+        name: if pool.name == "inputs" { "stash" } else { pool.name },
+        depth: pool.holders.iter().flatten().count(),
+        peak: pool.peak,
+        capacity: pool.holders.len(),
+    }
+}
+
+fn actor((name, spent): (l2l_actors::ActorName, l2l_actors::meter::Spent)) -> ActorView {
+    ActorView {
+        name: name.to_string(),
+        busy: spent.busy.as_secs_f64(),
+        starved: spent.starved.as_secs_f64(),
+        blocked: spent.blocked.as_secs_f64(),
+    }
+}
+
+fn lane(track: Track, tally: &Tally) -> LaneView {
+    let of = tally.tracks[track.index()];
+    LaneView { name: track.name(), busy: of.busy.as_secs_f64(), operations: of.operations }
+}
+
+fn layer(name: String, on_device: bool, of: &super::LayerTally) -> LayerView {
+    let lanes = [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host].map(Lane::name);
+    let mut visits = Vec::new();
+    for (phase, times) in ["forward", "backward"].into_iter().zip(of.visits) {
+        let times = lanes.into_iter().zip(times).filter(|(_, time)| !time.is_zero());
+        visits.extend(times.map(|(lane, time)| (phase, lane, time.as_secs_f64())));
+    }
+    let (transfer, waited) = (of.transfer().as_secs_f64(), of.waited(true).as_secs_f64());
+    LayerView {
+        layer: name,
+        on_device,
+        visits,
+        transfer,
+        waited_transfer: waited,
+        waited_host: of.waited(false).as_secs_f64(),
+        overlap: (transfer > 0.0).then(|| (1.0 - waited / transfer).max(0.0)),
+        updates: of.updates,
+    }
+}
