@@ -171,7 +171,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         }
         let disk = saves.zip(first.checkpoint).map(|(every, seconds)| seconds / every as f64);
         let text = tuned(&text, &own, &trials[best], &trials[0])?;
-        conclude(format, &trials, best, disk);
+        conclude(format, &trials, best, disk, &text);
         match to {
             Some(path) => std::fs::write(path, text)
                 .map_err(|error| Error::Refused(format!("--to {}: {error}", path.display()))),
@@ -193,7 +193,7 @@ fn source(path: Option<&Path>) -> Result<String, Error> {
 
 /// The same batches for all trials.
 async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error> {
-    let mut batches = Batches::open(config)?;
+    let mut batches = Batches::open(config)?; // as in training, and no more of them
     let mut taken = Vec::new();
     for _ in 0..count {
         taken.push(batches.next().await?);
@@ -326,7 +326,7 @@ fn tell(format: Format, trial: &Trial, round: usize) {
 }
 
 /// What was found, and why.
-fn conclude(format: Format, trials: &[Trial], best: usize, disk: Option<f64>) {
+fn conclude(format: Format, trials: &[Trial], best: usize, disk: Option<f64>, config: &str) {
     let (own, kept) = (&trials[0], &trials[best]);
     let step = kept.median();
     let of_disk = disk.filter(|disk| *disk > 0.1 * (step + disk));
@@ -367,7 +367,7 @@ fn conclude(format: Format, trials: &[Trial], best: usize, disk: Option<f64>) {
             "spread_seconds": kept.spread(), "own_spread_seconds": own.spread(),
             "device_bytes": kept.device_bytes, "bottleneck": bottleneck,
             "kept_bottleneck": kept.bottleneck.name(), "disk_seconds": disk, "why": why,
-            "advice": advice,
+            "advice": advice, "config": config,
         }));
     }
     say(format_args!("bottleneck {bottleneck}; kept {}: {why}", kept.settings));

@@ -113,7 +113,7 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_device_memory_bytes", Unit::Bytes, &["device", "kind"],
         "The most bytes of the device that were in use"),
     gauge("l2l_device_memory_budget_bytes", Unit::Bytes, &["device"],
-        "Bytes of the device that may be in use: the ceiling, or else the plan"),
+        "Bytes of the device that may be in use: the ceiling, or else what the machine had free at the start"),
     gauge("l2l_host_memory_bytes", Unit::Bytes, &["kind"],
         "Bytes of the host that are held, by their holder in the plan"),
     gauge("l2l_step", Unit::Count, &[],
@@ -183,7 +183,9 @@ pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64))
             tell(cause, &[name, "host"], layer.waited_host);
             tell("l2l_transfer_seconds_total", &[name], layer.transfer);
         }
-        tell("l2l_block_updates_total", &[name], layer.updates as f64);
+        if layer.owns {
+            tell("l2l_block_updates_total", &[name], layer.updates as f64);
+        }
     }
     for lane in &view.lanes {
         tell("l2l_lane_seconds_total", &[lane.name], lane.busy);

@@ -25,8 +25,10 @@ pub(crate) struct Watched {
     pub(crate) observer: Observer,
     pub(crate) plan: Arc<Plan>,
     pub(crate) link: Option<String>,
-    /// Layers that the device meets.
-    pub(crate) on_device: Vec<bool>,
+    /// Of each layer, whether the device meets it, and whether a block is its own.
+    pub(crate) layers: Vec<(bool, bool)>,
+    /// Bytes of the device that may be in use: the ceiling, or what the machine had.
+    pub(crate) budget: u64,
     /// FLOP/s that the machine's product reaches, once it was measured.
     pub(crate) light: Mutex<Option<f64>>,
 }
@@ -185,6 +187,8 @@ pub struct LayerView {
     pub layer: String,
     /// True when the device meets it.
     pub on_device: bool,
+    /// True when it is the first to meet a block.
+    pub owns: bool,
     /// Time by phase and lane; of what it has.
     pub visits: Vec<(&'static str, &'static str, f64)>,
     /// Time of its transfers.
@@ -293,7 +297,7 @@ impl Watch {
             faults: FAULTS.into_iter().zip(story.faults).collect(),
             device: "cpu0",
             device_memory: self.device_memory(),
-            device_budget: plan.budget().unwrap_or(plan.device_bytes()),
+            device_budget: self.0.budget,
             host_memory: host
                 .map(|term| MemoryView { kind: term.name, used: term.bytes, planned: term.bytes })
                 .collect(),
@@ -308,7 +312,7 @@ impl Watch {
                 .into(),
             outside: tally.outside.as_secs_f64(),
             layers: layers
-                .map(|(index, of)| layer(format!("{index:0digits$}"), self.0.on_device[index], of))
+                .map(|(index, of)| layer(format!("{index:0digits$}"), self.0.layers[index], of))
                 .collect(),
             losses: story.losses.points().to_vec(),
             validations: story.validation.points().to_vec(),
@@ -345,7 +349,8 @@ fn lane(track: Track, tally: &Tally) -> LaneView {
     LaneView { name: track.name(), busy: of.busy.as_secs_f64(), operations: of.operations }
 }
 
-fn layer(name: String, on_device: bool, of: &super::LayerTally) -> LayerView {
+fn layer(name: String, is: (bool, bool), of: &super::LayerTally) -> LayerView {
+    let (on_device, owns) = is;
     let lanes = [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host].map(Lane::name);
     let mut visits = Vec::new();
     for (phase, times) in ["forward", "backward"].into_iter().zip(of.visits) {
@@ -356,6 +361,7 @@ fn layer(name: String, on_device: bool, of: &super::LayerTally) -> LayerView {
     LayerView {
         layer: name,
         on_device,
+        owns,
         visits,
         transfer,
         waited_transfer: waited,

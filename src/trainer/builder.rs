@@ -1,5 +1,6 @@
 //! Makes a trainer: everything is looked at first, then made.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use crate::config::{Config, Labels, Plan, shape_of};
 use crate::devices::cpu::Cpu;
 use crate::error::Error;
 use crate::hf;
+use crate::machine::available_memory as available;
 use crate::models::{Model, Part};
 use crate::optimizers::UpdateRule;
 use crate::telemetry::{Observe, Story, Watch, Watched, made_up_name};
@@ -134,7 +136,8 @@ impl Builder {
             observer: relay.observer(),
             plan: plan.clone(),
             link: config.device.link.clone(),
-            on_device: model.parts.iter().map(|part| !matches!(part, Part::Embedding)).collect(),
+            layers: layers(&model),
+            budget: plan.budget().or_else(available).unwrap_or(plan.device_bytes()),
             light: Mutex::new(None),
         }));
         let disk_rate = config.disk_bytes_per_second()?;
@@ -160,6 +163,17 @@ impl Builder {
             disk_rate,
         })
     }
+}
+
+/// Of each layer, whether the device meets it, and whether it is the first to meet a block.
+fn layers(model: &Model) -> Vec<(bool, bool)> {
+    let mut met = BTreeSet::new();
+    let parts = model.parts.iter().zip(&model.part_blocks);
+    let of = |(part, blocks): (&Part, &Vec<_>)| {
+        let is_new = blocks.iter().fold(false, |is_new, &block| met.insert(block) || is_new);
+        (!matches!(part, Part::Embedding), is_new)
+    };
+    parts.map(of).collect()
 }
 
 /// Actors, and the lanes that they queue on.

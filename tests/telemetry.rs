@@ -1,0 +1,387 @@
+//! What is told of a run is true: times are measured and add up, bytes are the schedule's, series are
+//! few, and nobody who looks changes or delays what is trained.
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use l2l::config::StashPlace;
+use l2l::data::Batches;
+use l2l::models::Model;
+use l2l::telemetry::{
+    Cause, Forecast, METRICS, Observe, Rates, Server, Slice, Trace, Track, View, describe, publish,
+    samples,
+};
+use l2l::{Config, Plan, StepReport, Trainer, shape_of};
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
+use serde_json::Value;
+
+fn config(layers: usize) -> Config {
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    config.model.layers = Some(layers);
+    config.model.hidden = Some(48);
+    config.model.heads = Some(4);
+    config.model.vocabulary = Some(300);
+    config.model.positions = Some(24);
+    config.step.batch = 7;
+    config.step.micro_batch = 2;
+    config.metrics.run = Some("tested".into());
+    config
+}
+
+#[derive(Default)]
+struct Heard(Mutex<Vec<Slice>>);
+
+impl Observe for Heard {
+    fn heard(&self, slice: &Slice) {
+        self.0.lock().expect("nothing panics inside").push(*slice);
+    }
+}
+
+struct Ran {
+    reports: Vec<StepReport>,
+    slices: Vec<Slice>,
+    /// After the last step, and after the end.
+    views: [View; 2],
+    tally: l2l::telemetry::Tally,
+    digest: String,
+    plan: Plan,
+}
+
+fn run(config: Config, steps: usize, observers: Vec<Arc<dyn Observe>>) -> Ran {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let heard = Arc::new(Heard::default());
+        let mut batches = Batches::open(&config).expect("random data");
+        let mut builder = Trainer::builder(config).observe(heard.clone());
+        for observer in observers {
+            builder = builder.observe(observer);
+        }
+        let mut trainer = builder.start().expect("a case of ours");
+        let (watch, plan) = (trainer.watch(), trainer.plan().clone());
+        let mut reports = Vec::new();
+        for _ in 0..steps {
+            let batch = batches.next().await.expect("random data");
+            reports.push(trainer.step(batch).await.expect("nothing fails here"));
+        }
+        let (view, tally) = (watch.view(u64::MAX), watch.tally());
+        let digest = trainer.stop().await.expect("nothing fails here").weights_digest;
+        let slices = std::mem::take(&mut *heard.0.lock().expect("nothing panics inside"));
+        Ran { reports, slices, views: [view, watch.view(u64::MAX)], tally, digest, plan }
+    })
+}
+
+#[track_caller]
+fn close(what: &str, a: f64, b: f64, within: f64) {
+    assert!((a - b).abs() <= within * a.abs().max(b.abs()), "{what}: {a} and {b}");
+}
+
+/// Within 2 %, and what a busy machine may put between two looks at its clock.
+#[track_caller]
+fn adds_up(what: &str, sum: f64, seconds: f64) {
+    assert!((sum - seconds).abs() <= 0.02 * seconds + 0.05, "{what}: {sum} of {seconds}");
+}
+
+/// The lane's busy time, its waits by cause and the time outside steps are the time that passed; an
+/// actor's three states are, too; layers sum to the whole.
+#[test]
+fn times_add_up() {
+    for (link, deferred, place) in [
+        (None, false, StashPlace::Host),
+        (Some("30MB/s"), true, StashPlace::Host),
+        (Some("30MB/s"), false, StashPlace::Device),
+    ] {
+        let mut config = config(5);
+        config.device.link = link.map(String::from);
+        config.optimizer.clip_norm = deferred.then_some(1.0);
+        config.stash.place = place;
+        let Ran { reports, views: [view, _], tally, slices, .. } = run(config, 6, Vec::new());
+        let compute = tally.tracks[1].busy;
+        let parts = compute + tally.exposed() + tally.outside;
+        adds_up("the compute lane", parts.as_secs_f64(), view.seconds);
+        let told: f64 = reports.iter().map(|report| report.exposed_wait_seconds).sum();
+        close("reports", told, tally.exposed().as_secs_f64(), 0.001);
+        for cause in Cause::ALL {
+            let of_layers: Duration =
+                tally.layers.iter().map(|layer| layer.waited[cause as usize]).sum();
+            assert_eq!(of_layers, tally.waited[cause as usize], "{}", cause.name());
+        }
+        for actor in &view.actors {
+            let states = actor.busy + actor.starved + actor.blocked;
+            adds_up(&actor.name, states, view.seconds);
+            assert!(actor.busy > 0.0, "{}: actors run for a moment at least", actor.name);
+        }
+        // A lane does one thing at a time, and what is heard of it is what was added up.
+        for track in Track::ALL {
+            let mut of_track: Vec<&Slice> =
+                slices.iter().filter(|slice| slice.track == track).collect();
+            of_track.sort_by_key(|slice| slice.begin);
+            assert!(of_track.windows(2).all(|two| two[0].end <= two[1].begin), "{}", track.name());
+        }
+        let of_lane = |name: &str| view.lanes.iter().find(|lane| lane.name == name).expect("it is");
+        if link.is_some() {
+            assert!(view.waited.iter().map(|(_, s)| s).sum::<f64>() > 0.0);
+            let weights = slices.iter().filter(|slice| slice.kind == "weights");
+            let least = weights.map(|slice| slice.bytes).sum::<u64>() as f64 / 30e6;
+            assert!(of_lane("upload").busy >= 0.99 * least, "{:?} {least}", of_lane("upload"));
+        }
+    }
+}
+
+/// Bytes counted inside the copies, bytes of slices, and the schedule's function are one.
+#[test]
+fn bytes_are_the_schedules() {
+    let Ran { slices, views: [_, view], plan, .. } = run(config(3), 4, Vec::new());
+    let moved = |names: [&str; 2]| {
+        let of = slices.iter().filter(|slice| names.contains(&slice.kind));
+        of.map(|slice| slice.bytes).sum::<u64>()
+    };
+    assert_eq!(moved(["weights", "input"]), view.bytes_uploaded);
+    assert_eq!(moved(["output", "gradient"]), view.bytes_downloaded);
+    assert_eq!(view.bytes_uploaded, 4 * plan.upload_bytes);
+    assert_eq!(view.bytes_downloaded, 4 * plan.download_bytes);
+}
+
+/// At most ten series a layer, 5,000 in all at 384 layers; every metric of the list has one.
+#[test]
+fn series_are_few() {
+    let mut deep = config(384);
+    (deep.model.hidden, deep.model.heads) = (Some(8), Some(1));
+    (deep.step.batch, deep.data.sequence_length) = (2, Some(4));
+    deep.optimizer.clip_norm = Some(1.0);
+    let Ran { views: [_, view], .. } = run(deep, 1, Vec::new());
+    let (mut layers, mut all) = (vec![0; view.layers.len()], 0);
+    samples(&view, |metric, labels, _| {
+        all += 1;
+        if metric.labels.first() == Some(&"layer") {
+            layers[labels[0].parse::<usize>().expect("a number")] += 1;
+        }
+    });
+    assert!(layers.iter().all(|&series| series <= 10), "{layers:?}");
+    let histograms = 7 * (12 + 3);
+    assert!(all + histograms <= 5000, "{all}");
+    let sorted: Vec<&String> = view.layers.iter().map(|layer| &layer.layer).collect();
+    assert!(sorted.is_sorted(), "names of layers sort");
+}
+
+/// An application's own recorder gets everything, without a listener of ours.
+#[test]
+fn a_recorder_of_ones_own() {
+    let recorder = DebuggingRecorder::new();
+    describe(&recorder);
+    let Ran { views: [_, view], reports, .. } = run(config(2), 2, Vec::new());
+    publish(&view, &recorder);
+    let mut met = 0;
+    for (key, unit, description, value) in recorder.snapshotter().snapshot().into_vec() {
+        let metric = METRICS.iter().find(|metric| metric.name == key.key().name()).expect("listed");
+        assert_eq!(description.expect("it was described").as_ref(), metric.help);
+        assert!(unit.is_some() || metric.labels.len() < 3);
+        assert!(key.key().labels().any(|label| (label.key(), label.value()) == ("run", "tested")));
+        if metric.name == "l2l_loss" {
+            let DebugValue::Gauge(loss) = value else { panic!("{value:?}") };
+            assert_eq!(loss.0, reports[1].loss);
+        }
+        met += 1;
+    }
+    assert!(met > 50, "{met}");
+}
+
+/// A million observations are buckets, and nothing else is kept of them.
+#[test]
+fn memory_is_flat_over_a_million_observations() {
+    let server = Server::start(None, "tested").expect("a thread");
+    let histograms = server.histograms();
+    let resident = || l2l::machine::resident_memory().unwrap_or(0);
+    let slice = |nanos: u64| Slice {
+        number: None,
+        track: Track::File,
+        kind: "checkpoint",
+        step: 0,
+        layer: None,
+        phase: None,
+        micro_batch: None,
+        block: None,
+        version: None,
+        bytes: 0,
+        begin: Duration::ZERO,
+        end: Duration::from_nanos(nanos),
+        released_by: None,
+    };
+    let mut after_warm_up = 0;
+    for round in 0..21 {
+        (0..50_000).for_each(|nth| histograms.heard(&slice(nth)));
+        let text = server.text(); // does what upkeep does every second
+        let count = format!(
+            "l2l_operation_seconds_count{{run=\"tested\",lane=\"file\"}} {}\n",
+            50_000 * (round + 1)
+        );
+        assert!(text.contains(&count), "{count}");
+        if round == 0 {
+            after_warm_up = resident();
+        }
+    }
+    let grown = resident().saturating_sub(after_warm_up);
+    assert!(grown < 8 << 20, "{grown} bytes more after a million");
+}
+
+fn ask(address: std::net::SocketAddr, request: &str) -> String {
+    let mut stream = TcpStream::connect(address).expect("it listens");
+    stream.set_read_timeout(Some(Duration::from_secs(30))).expect("a time");
+    _ = stream.write_all(request.as_bytes());
+    let mut answer = String::new();
+    _ = stream.read_to_string(&mut answer);
+    answer
+}
+
+fn get(address: std::net::SocketAddr, path: &str) -> String {
+    ask(address, &format!("GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"))
+}
+
+/// Silent, slow, wrong and many clients, before, while and after there is a run: it ends the same.
+#[test]
+fn clients_may_do_what_they_like() {
+    let quiet = run(config(3), 8, Vec::new());
+    let nowhere = "127.0.0.1:0".parse().expect("an address");
+    let server = Server::start(Some(nowhere), "tested").expect("a free port");
+    let address = server.address().expect("it listens");
+    assert!(get(address, "/readyz").starts_with("HTTP/1.1 503"), "there is no run yet");
+    assert!(get(address, "/healthz").starts_with("HTTP/1.1 200"));
+    assert!(get(address, "/live.json").starts_with("HTTP/1.1 503"));
+    assert!(get(address, "/metrics").contains("200 OK"));
+    // Connections that say nothing, half of something, or nonsense, and are held.
+    let mut held: Vec<TcpStream> =
+        (0..20).map(|_| TcpStream::connect(address).expect("it listens")).collect();
+    for (index, stream) in held.iter_mut().enumerate() {
+        let said = [&b""[..], b"GET /metr", b"\x00\xff\x13garbage\r\n\r\n", b"POST / HTTP/1.1\r\n"];
+        _ = stream.write_all(said[index % said.len()]);
+    }
+    let stop = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let clients: Vec<_> = ["/metrics", "/live.json", "/", "/nowhere"]
+        .into_iter()
+        .map(|path| {
+            let stop = stop.clone();
+            std::thread::spawn(move || {
+                let mut answers = 0;
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    answers += usize::from(get(address, path).starts_with("HTTP/1.1"));
+                }
+                answers
+            })
+        })
+        .collect();
+    let observed = {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.expect("a runtime").block_on(async {
+            let config = config(3);
+            let mut batches = Batches::open(&config).expect("random data");
+            let builder = Trainer::builder(config).observe(server.histograms());
+            let mut trainer = builder.start().expect("a case of ours");
+            server.show(trainer.watch());
+            for _ in 0..8 {
+                let batch = batches.next().await.expect("random data");
+                trainer.step(batch).await.expect("nothing fails here");
+            }
+            assert!(get(address, "/readyz").starts_with("HTTP/1.1 200"));
+            trainer.stop().await.expect("nothing fails here").weights_digest
+        })
+    };
+    stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    for client in clients {
+        assert!(client.join().expect("it ends") > 0);
+    }
+    assert_eq!(observed, quiet.digest);
+    assert!(get(address, "/readyz").starts_with("HTTP/1.1 503"), "it has ended");
+    assert!(
+        ask(address, "DELETE / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n").contains("405")
+    );
+    let long = format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "x".repeat(1 << 16));
+    assert!(!ask(address, &long).contains("200 OK"));
+    let text = get(address, "/metrics");
+    assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
+    assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
+    for metric in METRICS.iter().filter(|metric| metric.name != "l2l_validation_loss") {
+        let told = ["l2l_speed_of_light_ratio"].contains(&metric.name)
+            || text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.name()));
+        assert!(told, "{} is not there", metric.name);
+        assert!(told, "{text}");
+    }
+    drop(held);
+    drop(server);
+    let mut tries = 0;
+    while TcpStream::connect(address).is_ok() && tries < 10_000 {
+        tries += 1; // its thread is on its way out
+        std::thread::yield_now();
+    }
+}
+
+/// The timeline has every slice, and arrows that begin and end.
+#[test]
+fn the_timeline_is_whole() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = folder.path().join("trace.json");
+    let trace = Trace::create(&path, "tested").expect("a folder of ours");
+    let Ran { slices, .. } = run(config(4), 3, vec![trace.clone()]);
+    assert_eq!(trace.finish().expect("it was written"), 0);
+    let text = std::fs::read_to_string(&path).expect("it is there");
+    let events: Vec<Value> = serde_json::from_str(&text).expect("an array of objects");
+    let of = |ph: &str| events.iter().filter(|event| event["ph"] == ph).collect::<Vec<_>>();
+    assert_eq!(of("X").len(), slices.len());
+    let bytes: u64 =
+        of("X").iter().map(|event| event["args"]["bytes"].as_u64().expect("some")).sum();
+    assert_eq!(bytes, slices.iter().map(|slice| slice.bytes).sum::<u64>());
+    let (starts, ends) = (of("s"), of("f"));
+    let uploads = slices.iter().filter(|slice| slice.kind == "weights").count();
+    let updates = slices.iter().filter(|slice| slice.kind == "update").count();
+    assert_eq!(ends.len(), uploads + updates, "an arrow to each first use and to each update");
+    for end in ends {
+        let start = starts.iter().find(|start| start["id"] == end["id"]).expect("it begins");
+        assert!(start["ts"].as_f64() <= end["ts"].as_f64(), "{start} {end}");
+        assert_eq!(start["name"], end["name"]);
+        // An arrow's end is inside the slice it points to.
+        let inside = |slice: &&&Value| {
+            let from = slice["ts"].as_f64().expect("a time");
+            let to = from + slice["dur"].as_f64().expect("a time");
+            let at = end["ts"].as_f64().expect("a time");
+            slice["tid"] == end["tid"] && from <= at && at <= to
+        };
+        assert!(of("X").iter().find(inside).is_some(), "{end}");
+    }
+    let tracks = of("M").iter().filter(|event| event["name"] == "thread_name").count();
+    assert_eq!(tracks, Track::ALL.len());
+    // A disk that is full, say.
+    assert!(Trace::create(&folder.path().join("no/where"), "tested").is_err());
+}
+
+/// With one weight slot the overlap falls, as virtual time says that it does.
+#[test]
+fn virtual_time_knows_what_depth_is_worth() {
+    let mut overlaps = Vec::new();
+    for weights in [1, 2] {
+        let mut config = config(6);
+        config.model.hidden = Some(128);
+        config.step.batch = 24;
+        config.step.micro_batch = 8;
+        config.stash.place = StashPlace::Device;
+        config.device.link = Some("60MB/s".into());
+        config.channels.weights = weights;
+        config.channels.stash = 16;
+        let Ran { views: [view, _], tally, slices, .. } = run(config.clone(), 5, Vec::new());
+        let overlap = |tally: &l2l::telemetry::Tally| {
+            let transfer: Duration = tally.layers.iter().map(|layer| layer.transfer()).sum();
+            let waited: Duration = tally.layers.iter().map(|layer| layer.waited(true)).sum();
+            1.0 - waited.as_secs_f64() / transfer.as_secs_f64()
+        };
+        let model = Model::new(shape_of(&config).expect("a shape of ours"));
+        let otherwise = Rates::of(&config, &model, 1e10, 6e7, 1e10);
+        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+        let rates = Rates::measured(&slices, &config, &plan, otherwise);
+        let forecast = Forecast::of(&config, &model, &rates).expect("a schedule of ours");
+        let (real, predicted) = (overlap(&tally), overlap(&forecast.tally));
+        assert!((real - predicted).abs() < 0.15, "weights {weights}: {real}, {predicted} foretold");
+        assert!(view.layers.iter().any(|layer| layer.overlap.is_some()));
+        overlaps.push(real);
+    }
+    assert!(overlaps[0] + 0.1 < overlaps[1], "{overlaps:?}");
+}
