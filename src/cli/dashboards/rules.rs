@@ -16,21 +16,26 @@ pub(super) const RECORDED: &[(&str, &str)] = &[
          / sum by (run) (rate(l2l_transfer_seconds_total[1m])), 0)",
     ),
     (
+        "l2l:compute_lane:rate",
+        "sum by (run) (rate(l2l_compute_wait_seconds_total[1m])) + sum by (run) \
+         (rate(l2l_lane_seconds_total{lane=\"compute\"}[1m]))",
+    ),
+    (
         "l2l:exposed_wait:ratio",
-        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[1m])) / (sum by (run) \
-         (rate(l2l_compute_wait_seconds_total[1m])) + sum by (run) \
-         (rate(l2l_lane_seconds_total{lane=\"compute\"}[1m])))",
+        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[1m])) / on (run) \
+         l2l:compute_lane:rate",
     ),
     (
         "l2l:wait:share",
-        "sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[1m])) or \
+        "(sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[1m])) or \
          label_replace(sum by (run) (rate(l2l_lane_seconds_total{lane=\"file\"}[1m])), \"cause\", \
-         \"disk\", \"\", \"\")",
+         \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
     ),
     (
         "l2l:bottleneck:share",
         "topk by (run) (1, l2l:wait:share > 0.1) or on (run) label_replace(sum by (run) \
-         (rate(l2l_lane_seconds_total{lane=\"compute\"}[1m])), \"cause\", \"compute\", \"\", \"\")",
+         (rate(l2l_lane_seconds_total{lane=\"compute\"}[1m])) / on (run) l2l:compute_lane:rate, \
+         \"cause\", \"compute\", \"\", \"\")",
     ),
 ];
 
@@ -99,7 +104,7 @@ const ALERTS: &[Alert] = &[
         summary: "the disk holds the run up",
         means: "More than a quarter of the time goes to files, and more than to any wait of the compute lane.",
         todo: &["`checkpoint.every_steps` larger.", "`checkpoint.directory` on a faster disk; `l2l doctor` says how fast one is."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"file\"}", "0+30x20")],
+        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"file\"}", "0+30x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+37x20")],
         silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+50x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"file\"}", "0+3x20")],
     },
     Alert {

@@ -1,0 +1,161 @@
+"""A real Prometheus scrapes real runs: every panel and rule has what it shows, what it shows is what
+the run's own JSON lines say, and each of four regimes is named by rule, step line and `l2l tune`.
+
+    python3 tests/observability/prometheus.py target/release/l2l
+"""
+
+import json
+import math
+import subprocess
+import sys
+import time
+
+from common import DEVICE_LAYERS, MODEL, OWNERS, ROOT, Prometheus, Run, filled, get, panels, until
+
+WATCHED = 25  # seconds that panels look back on
+
+
+def panels_have_data(program):
+    checkpoints = {"checkpoint.every_steps": 20, "checkpoint.keep": 1}
+    looks = {"validation.every_steps": 10, "validation.batches": 1}
+    with_link = {"device.link": "300MB/s"}
+    run = Run(program, {**checkpoints, **looks, **with_link, "checkpoint.directory": ROOT / "target/observed"})
+    prometheus = Prometheus(run.port)
+    try:
+        until("checkpoint", lambda: prometheus.now('l2l_checkpoint_last_success_timestamp_seconds > 0') or None)
+        until("rules", lambda: prometheus.now('l2l:layer_overlap:ratio') or None)
+        time.sleep(WATCHED)
+        count = 0
+        for title, query, legend in panels():
+            series = prometheus.past(filled(query), WATCHED - 10)
+            finite = [sum(math.isfinite(value) for _, value in values) for _, values in series]
+            assert finite and (max(finite) >= 2), f"{title}: {query}: {series}"
+            if legend == "{{layer}}":
+                layers = OWNERS if "updates" in query else DEVICE_LAYERS
+                assert len(series) == layers, f"{title}: {len(series)} series, not {layers}"
+                assert min(finite) >= 2, f"{title}: {query}"
+            count += 1
+        rules = json.loads(get(f"{prometheus.address}/rules"))
+        groups = [rule for group in rules["data"]["groups"] for rule in group["rules"]]
+        assert len(groups) >= 15 and all(rule["health"] == "ok" for rule in groups), groups
+        values_are_the_runs(run, prometheus)
+        print(f"panels: {count} queries, {len(groups)} rules")
+    finally:
+        run.stop()
+        prometheus.stop()
+
+
+def values_are_the_runs(run, prometheus):
+    """At every scrape, gauges and counters are those of the step that the run had done."""
+    steps = {event["step"]: event for event in run.events("step")}
+    tokens, total = {}, 0
+    for step, event in sorted(steps.items()):
+        total += event["tokens"]
+        tokens[step] = total
+    at_scrapes = {}
+    for name in ["step", "loss", "grad_norm", "learning_rate", "tokens_total", "memory"]:
+        query = "sum(l2l_device_memory_bytes)" if name == "memory" else f"l2l_{name}"
+        [(_, values)] = prometheus.past(query, WATCHED)
+        for at, value in values:
+            at_scrapes.setdefault(at, {})[name] = value
+    seen = 0
+    for at, found in at_scrapes.items():
+        event = steps.get(int(found.get("step", 0)))
+        if event is None or len(found) < 6:
+            continue
+        told = {
+            **{name: event[name] for name in ["loss", "grad_norm", "learning_rate"]},
+            "tokens_total": tokens[event["step"]],
+            "memory": event["device_peak_bytes"],
+        }
+        for name, value in told.items():
+            assert math.isclose(found[name], value, rel_tol=0.01), (name, at, found, event)
+        seen += 1
+    assert seen >= 10, seen
+    print(f"values: {seen} scrapes within 1 % of the JSON lines")
+
+
+REGIMES = {
+    "upload": {"device.link": "20MB/s", "stash.place": "device"},
+    "compute": {},
+    "update": {"eps.update_rate": "20MB/s"},
+    "disk": {
+        "eps.disk_rate": "40MB/s",
+        "checkpoint.every_steps": 1,
+        "checkpoint.keep": 1,
+        "checkpoint.directory": ROOT / "target/observed",
+    },
+}
+# Worse than need be: what tune has to find its way from.
+SHALLOW = {
+    "channels.weights": 1,
+    "channels.gradients": 1,
+    "channels.reduced": 1,
+    "channels.stash": 1,
+}
+
+
+def regime(program, name, settings):
+    subprocess.run(["rm", "-rf", str(ROOT / "target/observed")], check=True)
+    run = Run(program, settings)
+    prometheus = Prometheus(run.port)
+    try:
+        time.sleep(15)
+        named = until("bottleneck", lambda: prometheus.now("l2l:bottleneck:share") or None)
+        [(labels, share)] = named
+        assert labels["cause"] == name, f"{name}: the rule says {named}"
+        view = json.loads(get(run.address + "/live.json"))
+        assert view["bottleneck"] == name, f"{name}: the step line says {view['bottleneck']}"
+        overlap = prometheus.now("l2l:overlap:ratio")[0][1]
+        print(f"{name}: rule and step line say so ({share:.2f}), overlap {overlap:.2f}")
+        return overlap
+    finally:
+        run.stop()
+        prometheus.stop()
+
+
+def tuned(program, name, settings):
+    command = [program, "tune", "--format", "json", "--rounds", "3"]
+    for key, value in {**MODEL, **settings, **SHALLOW}.items():
+        command += ["--set", f"{key}={value}"]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    events = [json.loads(line) for line in lines.splitlines()]
+    kept = events[-1]
+    assert kept["event"] == "tuned" and kept["bottleneck"] == name, f"{name}: {kept}"
+    print(f"{name}: tune says so, {kept['own_step_seconds']:.3f} to {kept['step_seconds']:.3f} s: {kept['why']}")
+    return kept
+
+
+def main():
+    program = sys.argv[1]
+    subprocess.run(["rm", "-rf", str(ROOT / "target/observed")], check=True)
+    panels_have_data(program)
+    for name, settings in REGIMES.items():
+        regime(program, name, settings)
+    # Two slots let a block arrive under the layer before it; with one, the overlap falls.
+    link = {"device.link": "100MB/s", "stash.place": "device", "channels.stash": 16}
+    deep = regime_overlap(program, {**link, "channels.weights": 2})
+    shallow = regime_overlap(program, {**link, "channels.weights": 1})
+    assert shallow + 0.1 < deep, (shallow, deep)
+    print(f"overlap: {deep:.2f} with two weight slots, {shallow:.2f} with one")
+    for name, settings in REGIMES.items():
+        kept = tuned(program, name, settings)
+        if name == "upload":
+            assert kept["weights"] >= 2, kept
+            assert kept["step_seconds"] < 0.9 * kept["own_step_seconds"], kept
+    subprocess.run(["rm", "-rf", str(ROOT / "target/observed")], check=True)
+
+
+def regime_overlap(program, settings):
+    run = Run(program, settings)
+    prometheus = Prometheus(run.port)
+    try:
+        time.sleep(12)
+        return until("overlap", lambda: prometheus.now("l2l:overlap:ratio") or None)[0][1]
+    finally:
+        run.stop()
+        prometheus.stop()
+
+
+if __name__ == "__main__":
+    main()
