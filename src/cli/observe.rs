@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use l2l::telemetry::{Trace, Watch, report};
 use l2l::{Builder, Config, Error, StepReport, machine};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use super::{ObserveArguments, say};
 
@@ -116,9 +116,9 @@ fn write_report(path: &Path, watch: &Watch, config: &Config) -> std::io::Result<
         "vector instructions": machine::vector_instructions(),
         "cores": machine::cores(),
     });
-    let host = view.host_memory.iter().map(|of| json!([of.kind, of.planned]));
+    let host = view.host_memory.iter().map(|of| (of.kind.to_string(), json!(of.planned)));
     let more = [
-        ("Host memory by the plan, in bytes", host.collect()),
+        ("Host memory by the plan, in bytes", Value::Object(host.collect())),
         ("Configuration", serde_json::to_value(config).expect("a config is plain data")),
         ("Versions", versions),
     ];

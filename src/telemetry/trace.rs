@@ -78,13 +78,18 @@ impl Observe for Trace {
 
 const PROCESS: u64 = 1;
 
+/// A row's thread: none is that of the process, which viewers take for its main one.
+fn thread(track: Track) -> u64 {
+    PROCESS + 1 + track.index() as u64
+}
+
 /// Opens the array, and names its rows.
 fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
     let name = json!({ "ph": "M", "pid": PROCESS, "name": "process_name",
                        "args": { "name": format!("l2l {run}") } });
     write!(to, "[\n{name}")?;
     for track in Track::ALL {
-        let tid = track.index() + 1;
+        let tid = thread(track);
         for (what, args) in [
             ("thread_name", json!({ "name": track.name() })),
             ("thread_sort_index", json!({ "sort_index": tid })),
@@ -126,7 +131,7 @@ impl Flows {
     /// The events of a slice: itself, and the arrows that begin or end there.
     fn events(&mut self, slice: &Slice) -> Vec<Value> {
         let micros = |time: std::time::Duration| time.as_nanos() as f64 / 1e3;
-        let tid = slice.track.index() + 1;
+        let tid = thread(slice.track);
         let name = match (slice.layer, slice.micro_batch) {
             (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind),
             (Some(layer), None) => format!("{} {layer}", slice.kind),

@@ -218,8 +218,10 @@ impl Trainer {
             found.take(&labels, resolved.loss, &self.cpu().take_told());
         }
         let found = found.end();
-        let point = Point { step: self.progress.step, loss: found.loss };
-        self.watch.story().validation.push(point);
+        if found.labelled > 0 {
+            let point = Point { step: self.progress.step, loss: found.loss };
+            self.watch.story().validation.push(point);
+        }
         Ok(found)
     }
 

@@ -149,7 +149,7 @@ fn dashboard(Dashboard(uid, title, panels): &Dashboard) -> Value {
         "templating": { "list": [
             { "name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus",
               "hide": 0, "includeAll": false, "multi": false, "options": [], "refresh": 1, "regex": "",
-              "skipUrlSync": false, "current": {} },
+              "skipUrlSync": false },
             variable("run", "Run", "label_values(l2l_steps_target, run)"),
             variable("device", "Device",
                 "label_values(l2l_device_memory_budget_bytes{run=\"$run\"}, device)"),
@@ -159,9 +159,9 @@ fn dashboard(Dashboard(uid, title, panels): &Dashboard) -> Value {
 
 fn variable(name: &str, label: &str, query: &str) -> Value {
     json!({
-        "name": name, "label": label, "type": "query", "datasource": source(), "definition": query,
+        "name": name, "label": label, "type": "query", "datasource": source(),
         "query": { "query": query, "refId": name }, "hide": 0, "includeAll": false, "multi": false,
-        "options": [], "refresh": 2, "regex": "", "sort": 2, "skipUrlSync": false, "current": {},
+        "options": [], "refresh": 2, "regex": "", "sort": 2, "skipUrlSync": false,
     })
 }
 
