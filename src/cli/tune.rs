@@ -381,7 +381,14 @@ fn tuned(text: &str, own: &Settings, kept: &Trial, first: &Trial) -> Result<Stri
     for (section, key, new) in kept.settings.changes(own) {
         let section = document.entry(section).or_insert(Item::Table(Table::new()));
         match section.as_table_like_mut() {
-            Some(section) => _ = section.insert(key, value(new)),
+            Some(section) => {
+                let mut new = new;
+                // With the blanks and the comment that the old one had.
+                if let Some(old) = section.get(key).and_then(Item::as_value) {
+                    *new.decor_mut() = old.decor().clone();
+                }
+                section.insert(key, value(new));
+            }
             None => return Err(Error::Failed("the config has no such section".into())),
         }
     }

@@ -139,14 +139,15 @@ struct Inner {
     recent: VecDeque<Slice>,
 }
 
-/// See the [module](self).
-pub(crate) struct Ledger {
+/// Adds up slices as they end: times by lane, by layer, and waits of the compute lane by cause.
+pub struct Ledger {
     inner: Mutex<Inner>,
     observers: Vec<Arc<dyn Observe>>,
 }
 
 impl Ledger {
-    pub(crate) fn new(layers: usize, observers: Vec<Arc<dyn Observe>>) -> Ledger {
+    /// Of so many layers; each slice is handed on to the observers.
+    pub fn new(layers: usize, observers: Vec<Arc<dyn Observe>>) -> Ledger {
         let layers = vec![LayerTally::default(); layers];
         let inner = Inner {
             tally: Tally { layers, ..Tally::default() },
@@ -163,7 +164,7 @@ impl Ledger {
     }
 
     /// A step begins: until now, nothing was asked of the compute lane.
-    pub(crate) fn begins(&self, now: Duration) {
+    pub fn begins(&self, now: Duration) {
         let mut inner = self.lock();
         let idle = now.saturating_sub(inner.accounted);
         inner.tally.outside += idle;
@@ -171,7 +172,7 @@ impl Ledger {
     }
 
     /// A step is resolved: what it had to wait for behind its last kernel is charged, too.
-    pub(crate) fn resolves(&self, now: Duration) {
+    pub fn resolves(&self, now: Duration) {
         let mut inner = self.lock();
         let (last, layer) = inner.last;
         inner.charge(now, last, layer);
@@ -179,17 +180,18 @@ impl Ledger {
     }
 
     /// An operation ended.
-    pub(crate) fn heard(&self, slice: &Slice) {
+    pub fn heard(&self, slice: &Slice) {
         self.lock().take(slice);
         self.observers.iter().for_each(|observer| observer.heard(slice));
     }
 
-    pub(crate) fn tally(&self) -> Tally {
+    /// Everything so far.
+    pub fn tally(&self) -> Tally {
         self.lock().tally.clone()
     }
 
     /// Slices of the last steps, at most so many steps.
-    pub(crate) fn recent(&self, steps: u64) -> Vec<Slice> {
+    pub fn recent(&self, steps: u64) -> Vec<Slice> {
         let inner = self.lock();
         let newest = inner.recent.back().map_or(0, |slice| slice.step);
         let of_last = |slice: &&Slice| slice.step.saturating_add(steps) > newest;

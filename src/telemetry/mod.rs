@@ -26,8 +26,7 @@ mod watch;
 
 pub use forecast::{Forecast, Rates};
 pub use gantt::draw;
-pub(crate) use ledger::Ledger;
-pub use ledger::{Cause, LaneTally, LayerTally, Tally};
+pub use ledger::{Cause, LaneTally, LayerTally, Ledger, Tally};
 pub use list::{Kind, METRICS, Metric, Unit, samples};
 pub use page::{live, report};
 #[cfg(feature = "metrics")]

@@ -66,15 +66,14 @@ const POINTS: usize = 1024;
 impl Curve {
     pub(crate) fn push(&mut self, point: Point) {
         self.every = self.every.max(1);
-        if !point.step.is_multiple_of(self.every) && !self.points.is_empty() {
-            return;
-        }
         if self.points.len() == POINTS {
             self.every *= 2;
             let every = self.every;
             self.points.retain(|point| point.step.is_multiple_of(every));
         }
-        self.points.push(point);
+        if point.step.is_multiple_of(self.every) {
+            self.points.push(point);
+        }
     }
 
     pub(crate) fn points(&self) -> &[Point] {

@@ -1,0 +1,58 @@
+//! Watching a run from the program that trains: a recorder of one's own, or the plain numbers.
+//!
+//! `cargo run --example 06_watch`. The library installs no recorder and opens no port: here, the
+//! `metrics` crate's recorder is whichever the application has, and a view is serialised for
+//! whatever server it has.
+
+use std::sync::Arc;
+
+use l2l::data::Batches;
+use l2l::telemetry::{Histograms, publish, recorder};
+use l2l::{Config, Error, Trainer};
+
+fn config() -> Config {
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    config.model.layers = Some(4);
+    config.model.hidden = Some(32);
+    config.model.heads = Some(4);
+    config.data.sequence_length = Some(32);
+    config.step.batch = 8;
+    config.device.link = Some("50MB/s".into());
+    config.metrics.run = Some("example".into());
+    config
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Error> {
+    // Any `metrics::Recorder`: what the application installed, or this one with our buckets.
+    let recorder = recorder();
+    let histograms = Histograms::new("example", &recorder);
+
+    let config = config();
+    let mut batches = Batches::open(&config)?;
+    let builder = Trainer::builder(config).observe(histograms.clone() as Arc<_>);
+    let mut trainer = builder.start()?;
+    let watch = trainer.watch(); // to be cloned, sent to other tasks, and kept after the end
+    for _ in 0..5 {
+        let report = trainer.step(batches.next().await?).await?;
+        histograms.step(report.seconds);
+        println!(
+            "step {}: {:.3} s, held up most by {}",
+            report.step,
+            report.seconds,
+            report.bottleneck.name()
+        );
+    }
+    trainer.stop().await?;
+
+    // When somebody scrapes: a view is published, and the recorder has it.
+    let view = watch.view(0);
+    publish(&view, &recorder);
+    println!("{} series' lines", recorder.handle().render().lines().count());
+    // Or without any recorder.
+    for layer in view.layers.iter().filter(|layer| layer.on_device) {
+        println!("layer {}: overlap {:.2}", layer.layer, layer.overlap.unwrap_or(1.0));
+    }
+    Ok(())
+}

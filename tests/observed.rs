@@ -1,0 +1,172 @@
+//! Looking at a run from the command line: what is written is true, and what cannot be written is
+//! said before anything starts.
+
+use std::fs;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+fn l2l(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
+    command.args(arguments).stdin(Stdio::null()).output().expect("the program runs")
+}
+
+#[track_caller]
+fn good(arguments: &[&str]) -> String {
+    let output = l2l(arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(0), "{error}");
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+fn events(text: &str) -> Vec<Value> {
+    text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
+}
+
+/// A small config, with a comment that a tuned one must keep.
+fn config(folder: &TempDir) -> String {
+    let path = folder.path().join("config.toml");
+    let text = "# of ours\n\
+                model = { layers = 3, hidden = 32, heads = 4 }\n\
+                data = { train = \"random\", sequence_length = 16 }\n\
+                [step]\nbatch = 6\nmicro_batch = 2 # a third\nsteps = 5\n\
+                [device]\nlink = \"20MB/s\"\n\
+                [channels]\nweights = 1\nstash = 1\n\
+                [metrics]\nrun = \"</script><b>\\\"x\"\n";
+    fs::write(&path, text).expect("a folder of ours");
+    path.to_str().expect("UTF-8").into()
+}
+
+fn path(folder: &TempDir, name: &str) -> String {
+    folder.path().join(name).to_str().expect("UTF-8").into()
+}
+
+/// The value of a series whose line begins so.
+fn series(text: &str, begin: &str) -> f64 {
+    let values = text.lines().filter(|line| line.starts_with(begin));
+    values.map(|line| line.rsplit(' ').next().expect("a value").parse::<f64>().expect("it")).sum()
+}
+
+#[test]
+fn metrics_timeline_and_report_say_what_the_run_said() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (trace, report) = (path(&folder, "trace.json"), path(&folder, "report"));
+    let last = format!("metrics.file={}", path(&folder, "last.prom"));
+    let config = config(&folder);
+    let arguments = ["train", &config, "--format", "json", "--trace", &trace, "--report", &report];
+    let unseen = events(&good(&["train", &config, "--format", "json"]));
+    let seen = events(&good(&[&arguments[..], &["--set", &last]].concat()));
+    let summary = seen.last().expect("a summary");
+    assert_eq!(summary["weights_digest"], unseen.last().expect("a summary")["weights_digest"]);
+    let steps: Vec<&Value> = seen.iter().filter(|event| event["event"] == "step").collect();
+    let sum = |key: &str| steps.iter().map(|step| step[key].as_f64().expect("some")).sum::<f64>();
+    let text = fs::read_to_string(folder.path().join("last.prom")).expect("it is there");
+    for (begin, told) in [
+        ("l2l_step{", steps.len() as f64),
+        ("l2l_loss{", steps[4]["loss"].as_f64().expect("a loss")),
+        ("l2l_tokens_total{", sum("tokens")),
+        ("l2l_exposed_wait_seconds_total{", sum("exposed_wait_seconds")),
+        ("l2l_device_memory_bytes{", steps[4]["device_peak_bytes"].as_f64().expect("some")),
+        ("l2l_step_seconds_sum{", sum("seconds")),
+    ] {
+        let found = series(&text, begin);
+        assert!((found - told).abs() <= 0.01 * told.abs(), "{begin}: {found}, told {told}");
+    }
+    let uploaded = "l2l_transfer_bytes_total{run=\"</script><b>\\\"x\",direction=\"upload\"} ";
+    assert_eq!(series(&text, uploaded), summary["bytes_uploaded"].as_f64().expect("some"));
+    assert!(text.contains("state=\"ended\"} 1"));
+
+    let timeline: Vec<Value> =
+        serde_json::from_str(&fs::read_to_string(&trace).expect("it is there")).expect("JSON");
+    let slices = timeline.iter().filter(|event| event["ph"] == "X").count();
+    let counted = series(&text, "l2l_operation_seconds_count{");
+    assert_eq!(slices as f64, counted);
+
+    let page = fs::read_to_string(Path::new(&report).join("report.html")).expect("it is there");
+    let embedded = page.split("id=\"embedded\">").nth(1).expect("it has its data");
+    let embedded = embedded.split("</script>").next().expect("it ends");
+    let data: Value = serde_json::from_str(embedded).expect("JSON");
+    assert_eq!(data["view"]["run"], "</script><b>\"x");
+    assert_eq!(data["view"]["step"], 5);
+    assert_eq!(data["view"]["state"], "ended");
+    let of_step: Vec<u64> = data["view"]["slices"]
+        .as_array()
+        .expect("slices")
+        .iter()
+        .map(|slice| slice["step"].as_u64().expect("a step"))
+        .collect();
+    assert!(!of_step.is_empty() && of_step.iter().all(|&step| step == of_step[0]), "{of_step:?}");
+    assert_eq!(
+        page.matches("http:").count() + page.matches("https:").count(),
+        page.matches("http://www.w3.org").count()
+    );
+}
+
+/// Each is said with its name, with status 2, before a step.
+#[test]
+fn what_cannot_be_written_is_said_first() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = config(&folder);
+    let missing = path(&folder, "no/such/file");
+    let listening = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let in_use = listening.local_addr().expect("it has one").to_string();
+    let file = format!("metrics.file={missing}");
+    let cases: [(&[&str], &str); 8] = [
+        (&["--trace", &missing], "--trace"),
+        (&["--trace", folder.path().to_str().expect("UTF-8")], "--trace"),
+        (&["--report", &config], "--report"),
+        (&["--set", &file], "metrics.file"),
+        (&["--metrics", &in_use], "metrics.listen"),
+        (&["--metrics", "0.0.0.0:0"], "metrics.public"),
+        (&["--metrics", "here"], "127.0.0.1:9090"),
+        (&["--set", "eps.disk_rate=slow"], "12GB/s"),
+    ];
+    for (arguments, names) in cases {
+        let output = l2l(&[&["train", &config[..]], arguments].concat());
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        assert!(error.contains(names), "{arguments:?}: {error}");
+        assert!(output.stdout.is_empty(), "{arguments:?}: a step was made");
+    }
+}
+
+#[test]
+fn a_step_is_drawn() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, picture) = (config(&folder), path(&folder, "step.svg"));
+    let rates = ["--tflops", "1", "--link-gbps", "1", "--host-gbps", "10"];
+    good(&[&["plan", &config, "--draw", &picture][..], &rates].concat());
+    let drawn = fs::read_to_string(&picture).expect("it is there");
+    for lane in ["upload", "compute", "download", "host", "update"] {
+        assert!(drawn.contains(&format!(">{lane}</text>")), "{lane}");
+    }
+    good(&[&["plan", &config, "--draw", &picture][..], &rates].concat());
+    assert_eq!(fs::read_to_string(&picture).expect("it is there"), drawn, "time is virtual");
+    let output = l2l(&["plan", &config, "--draw", &picture, "--tflops", "0"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("--tflops"));
+}
+
+/// What is written is the user's own text, and a config that trains.
+#[test]
+fn a_tuned_config_is_the_users_own() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, tuned) = (config(&folder), path(&folder, "tuned.toml"));
+    let arguments = ["--rounds", "2", "--steps", "2", "--format", "json", "--to", &tuned];
+    let told = events(&good(&[&["tune", &config][..], &arguments].concat()));
+    let kept = told.last().expect("an end");
+    assert_eq!(kept["event"], "tuned");
+    assert_eq!(kept["bottleneck"], "upload", "20 MB/s are slow: {kept}");
+    assert!(kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true, "{kept}");
+    let text = fs::read_to_string(&tuned).expect("it is there");
+    assert!(text.contains("# of ours") && text.contains("# a third"), "{text}");
+    let shown = good(&["config", "show", &tuned]);
+    let shown: Value = serde_json::from_str(&shown).expect("JSON");
+    assert_eq!(shown["channels"]["weights"], kept["weights"]);
+    assert_eq!(shown["step"]["micro_batch"], kept["micro_batch"]);
+    assert_eq!(shown["step"]["steps"], 5, "what was not tuned is as it was");
+    good(&["train", &tuned]);
+}
