@@ -43,7 +43,7 @@ fn ring(deferred: bool) -> (Schedule, Config) {
 /// What happens in one case.
 #[derive(Clone, Debug)]
 enum Injection {
-    Operation(Record, Fault),
+    Operation(Box<Record>, Fault),
     Actor(Drill),
 }
 
@@ -88,7 +88,7 @@ fn injections(fault: Fault, deferred: bool) -> Vec<(Injection, Blame)> {
         }
         names.push(name);
         let (actor, layer, what) = (record.actor, record.layer, record.work.to_string());
-        all.push((Injection::Operation(record, fault), Blame { actor, layer, what }));
+        all.push((Injection::Operation(Box::new(record), fault), Blame { actor, layer, what }));
     }
     for (actor, doing, _) in snapshot.actors {
         for wait in 0..doing.waits {

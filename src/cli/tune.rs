@@ -154,13 +154,12 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
             trials.push(trial);
         }
         for round in 1..*rounds {
-            for index in 0..trials.len() {
-                let settings = trials[index].settings;
+            for trial in &mut trials {
+                let settings = trial.settings;
                 let again = try_once(&settings.on(&config), settings, &batches, false)?.trial;
                 tell(format, &again, round);
-                trials[index].seconds.extend(again.seconds);
-                trials[index].bottleneck = again.bottleneck;
-                trials[index].exposed = again.exposed;
+                trial.seconds.extend(again.seconds);
+                (trial.bottleneck, trial.exposed) = (again.bottleneck, again.exposed);
             }
         }
         let mut best = 0;

@@ -170,8 +170,8 @@ fn layers(model: &Model) -> Vec<(bool, bool)> {
     let mut met = BTreeSet::new();
     let parts = model.parts.iter().zip(&model.part_blocks);
     let of = |(part, blocks): (&Part, &Vec<_>)| {
-        let is_new = blocks.iter().fold(false, |is_new, &block| met.insert(block) || is_new);
-        (!matches!(part, Part::Embedding), is_new)
+        let new = blocks.iter().filter(|&&block| met.insert(block)).count();
+        (!matches!(part, Part::Embedding), new > 0)
     };
     parts.map(of).collect()
 }
