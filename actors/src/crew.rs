@@ -189,6 +189,12 @@ impl Ring {
         _ = *alive.wait_for(|&alive| alive == 0).await.expect("the ring holds the sender");
     }
 
+    /// When an actor began what it is at, last of all.
+    pub(crate) fn last_entered(&self) -> Duration {
+        let entered = self.posts.iter().map(|post| post.standing().since);
+        entered.max().unwrap_or_default()
+    }
+
     /// What each actor has spent until now, with what it is at.
     pub(crate) fn spent(&self, now: Duration) -> [(ActorName, Spent); 5] {
         ActorName::ALL.map(|name| (name, self.posts[name as usize].meter.spent_until(now)))

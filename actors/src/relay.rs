@@ -345,7 +345,8 @@ impl<P: Ports> Relay<P> {
 
     /// For whoever wants to look while another task drives the relay.
     pub fn observer(&self) -> Observer {
-        Observer { ring: self.ring.clone(), lanes: self.ports.clone() }
+        let lanes: Arc<dyn Lanes> = self.ports.clone();
+        Observer { ring: self.ring.clone(), lanes: Arc::downgrade(&lanes) }
     }
 }
 

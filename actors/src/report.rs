@@ -1,7 +1,7 @@
 //! The ring at one moment, for the watchdog and for whoever looks from outside.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::cause::{ActorName, Cause, Problem};
@@ -121,7 +121,8 @@ impl fmt::Display for Snapshot {
 #[derive(Clone)]
 pub struct Observer {
     pub(crate) ring: Arc<Ring>,
-    pub(crate) lanes: Arc<dyn Lanes>,
+    /// Not held: what they work on is not the observer's to keep.
+    pub(crate) lanes: Weak<dyn Lanes>,
 }
 
 impl Observer {
@@ -132,7 +133,7 @@ impl Observer {
 
     /// What each actor has spent until now. Its states sum to the time since it began.
     pub fn spent(&self) -> [(ActorName, Spent); 5] {
-        self.ring.spent(self.lanes.now())
+        self.ring.spent(self.now())
     }
 
     /// Each pool now.
@@ -140,8 +141,11 @@ impl Observer {
         self.ring.gauges.iter().map(Gauge::read).collect()
     }
 
-    /// The lanes' clock.
+    /// The lanes' clock; it stands still once they are gone.
     pub fn now(&self) -> Duration {
-        self.lanes.now()
+        match self.lanes.upgrade() {
+            Some(lanes) => lanes.now(),
+            None => self.ring.last_entered(),
+        }
     }
 }

@@ -229,15 +229,15 @@ fn remove(directory: &Path) -> io::Result<()> {
     }
 }
 
-/// Reads a checkpoint into the EPS.
-///
-/// # Errors
 /// Bytes of the files of a checkpoint.
 pub(crate) fn bytes_of(directory: &Path) -> u64 {
     let files = fs::read_dir(directory).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
 }
 
+/// Reads a checkpoint into the EPS.
+///
+/// # Errors
 /// What is not there, or not whole, or was made with another config (which keys).
 pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Progress, Error> {
     let path = directory.join(REST);

@@ -17,6 +17,8 @@ pub(super) struct Observers {
     trace: Option<(Arc<Trace>, PathBuf)>,
     report: Option<PathBuf>,
     watch: Option<Watch>,
+    /// FLOP/s of a product here, if somebody wants to know.
+    light: Option<f64>,
 }
 
 impl Observers {
@@ -30,14 +32,28 @@ impl Observers {
         if let Some(folder) = report {
             let refused = |error| Error::Refused(format!("--report {}: {error}", folder.display()));
             fs::create_dir_all(folder).map_err(refused)?;
-            fs::write(folder.join(PAGE), "").map_err(refused)?;
+            may_write(&folder.join(PAGE)).map_err(refused)?;
         }
         let served = Served::open(config, &run)?;
         let trace = match trace {
             Some(path) => Some((Trace::create(path, &run)?, path.clone())),
             None => None,
         };
-        Ok(Observers { served, trace, report: report.clone(), watch: None })
+        if let Some((_, path)) = &trace {
+            let same = |other: &PathBuf| path.canonicalize().ok() == other.canonicalize().ok();
+            for (key, file) in
+                [("metrics.file", &config.metrics.file), ("log.file", &config.log.file)]
+            {
+                if file.as_ref().is_some_and(same) {
+                    let what = format!("--trace {}: {key} is the same file", path.display());
+                    return Err(Error::Refused(what));
+                }
+            }
+        }
+        let wanted = served.is_there() || report.is_some();
+        let threads = config.device.threads.unwrap_or_else(machine::cores);
+        let light = wanted.then(|| machine::product_flops_per_second(threads)).transpose()?;
+        Ok(Observers { served, trace, report: report.clone(), watch: None, light })
     }
 
     /// Lets a trainer tell them.
@@ -50,13 +66,10 @@ impl Observers {
     }
 
     /// From now on there is something to see.
-    pub(super) fn show(&mut self, watch: Watch, threads: usize) -> Result<(), Error> {
-        if self.served.is_there() || self.report.is_some() {
-            watch.light(machine::product_flops_per_second(threads)?);
-        }
+    pub(super) fn show(&mut self, watch: Watch) {
+        self.light.into_iter().for_each(|light| watch.light(light));
         self.served.show(&watch);
         self.watch = Some(watch);
-        Ok(())
     }
 
     pub(super) fn step(&self, report: &StepReport) {
@@ -94,13 +107,25 @@ impl Observers {
                 Err(error) => say(format_args!("--trace {}: {error}", path.display())),
             }
         }
+        if !ended_well {
+            self.served.linger();
+        }
     }
+}
+
+/// Whether a file can be written, which is left as it is.
+fn may_write(path: &Path) -> std::io::Result<()> {
+    fs::OpenOptions::new().append(true).create(true).open(path).map(drop)
 }
 
 const PAGE: &str = "report.html";
 
-/// A file that is there whole or as it was.
+/// A file that is there whole or as it was, wherever a link leads; what is no file is written to.
 fn replace(path: &Path, text: &str) -> std::io::Result<()> {
+    let path = &path.canonicalize()?;
+    if !path.is_file() {
+        return fs::write(path, text);
+    }
     let mut beside = path.as_os_str().to_owned();
     beside.push(".partial");
     fs::write(&beside, text)?;
@@ -128,6 +153,7 @@ fn write_report(path: &Path, watch: &Watch, config: &Config) -> std::io::Result<
 #[cfg(feature = "prometheus")]
 mod served {
     use std::net::SocketAddr;
+    use std::time::Duration;
 
     use l2l::telemetry::{Server, Watch};
     use l2l::{Builder, Config, Error, StepReport};
@@ -141,8 +167,7 @@ mod served {
             let address = metrics.listen.as_deref().map(|listen| address(listen, metrics.public));
             let address = address.transpose()?;
             if let Some(file) = &metrics.file {
-                let tried = std::fs::OpenOptions::new().append(true).create(true).open(file);
-                tried.map_err(|error| Error::Config {
+                super::may_write(file).map_err(|error| Error::Config {
                     key: "metrics.file".into(),
                     problem: format!("{}: {error}", file.display()),
                 })?;
@@ -189,13 +214,19 @@ mod served {
         pub(super) fn text(&self) -> String {
             self.0.as_ref().map(Server::text).unwrap_or_default()
         }
+
+        /// A run that failed says so to whoever scrapes it; nobody else is waited for.
+        pub(super) fn linger(&self) {
+            const MOST: Duration = Duration::from_secs(15);
+            self.0.iter().for_each(|server| server.linger(MOST));
+        }
     }
 
     fn address(listen: &str, public: bool) -> Result<SocketAddr, Error> {
         let bad = |problem: String| Error::Config { key: "metrics.listen".into(), problem };
         let address: SocketAddr = listen
             .parse()
-            .map_err(|_| bad(format!("is {listen:?}: write an address such as 127.0.0.1:9090")))?;
+            .map_err(|_| bad(format!("is {listen:?}: write an address such as 127.0.0.1:9464")))?;
         if !address.ip().is_loopback() && !public {
             return Err(bad(format!(
                 "is {listen:?}, which others can reach: listen on 127.0.0.1, or set metrics.public \
@@ -244,6 +275,8 @@ mod served {
         pub(super) fn text(&self) -> String {
             String::new()
         }
+
+        pub(super) fn linger(&self) {}
     }
 }
 

@@ -47,8 +47,8 @@ pub(super) fn rates(
 ) -> Result<Rates, Error> {
     let RateArguments { tflops, link_gbps, host_gbps } = *arguments;
     for (name, rate) in [("tflops", tflops), ("link-gbps", link_gbps), ("host-gbps", host_gbps)] {
-        if rate.is_some_and(|rate| !(rate.is_finite() && rate > 0.0)) {
-            return Err(Error::Refused(format!("--{name} must be above 0")));
+        if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
+            return Err(Error::Refused(format!("--{name} must be from 1e-9 to 1e9")));
         }
     }
     let threads = config.device.threads.unwrap_or_else(machine::cores);

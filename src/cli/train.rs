@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use l2l::checkpoint::Keeper;
 use l2l::config::DataConfig;
 use l2l::data::{Baseline, Batches, Dataset, baselines};
-use l2l::{Config, Error, StepReport, Summary, Trainer, machine, shape_of};
+use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
 use serde_json::json;
 
 use super::journal::Journal;
@@ -103,8 +103,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
                 builder = builder.resume(from);
             }
             let trainer = observers.attach(builder).start()?;
-            let threads = config.device.threads.unwrap_or_else(machine::cores);
-            observers.show(trainer.watch(), threads)?;
+            observers.show(trainer.watch());
             let journal = Journal::open(&config.log)?;
             let batches = Batches::start(&config, train, trainer.progress().step)?;
             let ceiling = config.device.memory.bytes().unwrap_or(trainer.plan().device_bytes());

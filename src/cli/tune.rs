@@ -4,13 +4,14 @@
 //! could be better; these are tried for real, in turns with the user's own. What is better by more
 //! than trials differ among themselves is kept, and of equals the one that takes less memory.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use l2l::config::{ByteSize, Format, StashPlace};
 use l2l::data::{Batch, Batches};
 use l2l::models::Model;
-use l2l::telemetry::{Forecast, Rates};
+use l2l::telemetry::{Forecast, Observe, Rates, Slice};
 use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, shape_of};
 use serde_json::json;
 use toml_edit::{DocumentMut, Item, Table, value};
@@ -116,22 +117,38 @@ impl Trial {
         (most - least) / 2.0
     }
 
-    /// True when it is faster than another by more than both vary, or as fast and smaller.
-    fn beats(&self, other: &Trial) -> bool {
-        let gain = other.median() - self.median();
+    /// True when it is as fast as another, as far as rounds tell.
+    fn is_as_fast_as(&self, other: &Trial) -> bool {
         let noise = self.spread().max(other.spread()).max(0.01 * other.median());
-        gain > noise || (gain > -noise && self.device_bytes < other.device_bytes)
+        self.median() - other.median() <= noise
     }
+}
+
+/// Of all that are as fast as the fastest, the one that takes the least memory; the user's own, the
+/// first, before others.
+fn best_of(trials: &[Trial]) -> usize {
+    let fastest = trials.iter().min_by(|a, b| a.median().total_cmp(&b.median()));
+    let fastest = fastest.expect("the user's own was tried");
+    let equals = (0..trials.len()).filter(|&index| trials[index].is_as_fast_as(fastest));
+    equals.min_by_key(|&index| (trials[index].device_bytes, index)).expect("the fastest is")
 }
 
 pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let TuneArguments { common, to, steps, rounds } = arguments;
     let (mut config, layers) = common.read(None, None)?;
     let (text, format) = (source(common.config.as_deref())?, config.log.format);
+    // What the file says by itself, whatever was set over it.
+    let written = Config::parse(&text).map_or_else(|_| Settings::of(&config), |c| Settings::of(&c));
+    if let Some(to) = to {
+        let refused = |error| Error::Refused(format!("--to {}: {error}", to.display()));
+        std::fs::OpenOptions::new().append(true).create(true).open(to).map_err(refused)?;
+    }
     if *steps == 0 || *rounds == 0 {
         return Err(Error::Refused("--steps and --rounds must be at least 1".into()));
     }
-    let saves = config.checkpoint.every_steps.filter(|_| config.checkpoint.directory.is_some());
+    let every = config.checkpoint.every_steps;
+    let directory = config.checkpoint.directory.clone();
+    let saves = every.zip(directory.map(|directory| parent_of(&directory)));
     (config.checkpoint, config.validation) = Default::default();
     config.step.steps = Some(steps + 1);
     config.step.epochs = None;
@@ -139,7 +156,8 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         let model = Model::new(shape_of(&config)?);
         let batches = runtime()?.block_on(first_batches(&config, steps + 1))?;
         let own = Settings::of(&config);
-        let mut first = try_once(&config, own, &batches, saves.is_some())?;
+        let place = saves.as_ref().map(|(_, place)| place.as_path());
+        let mut first = try_once(&config, own, &batches, place)?;
         tell(format, &first.trial, 0);
         let of_machine = RateArguments { tflops: None, link_gbps: None, host_gbps: None };
         let otherwise = rates(&config, &model, &of_machine)?;
@@ -148,28 +166,27 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         first.trial.predicted = Forecast::of(&config, &model, &rates)?.seconds;
         let mut trials = vec![first.trial];
         for (settings, predicted) in candidates(&config, &model, &rates, own) {
-            let tried = try_once(&settings.on(&config), settings, &batches, false)?.trial;
-            let trial = Trial { predicted, ..tried };
-            tell(format, &trial, 0);
-            trials.push(trial);
+            match try_once(&settings.on(&config), settings, &batches, None) {
+                Ok(Tried { trial, .. }) => {
+                    let trial = Trial { predicted, ..trial };
+                    tell(format, &trial, 0);
+                    trials.push(trial);
+                }
+                Err(error) => say(format_args!("left out: {settings}: {error}")),
+            }
         }
         for round in 1..*rounds {
             for trial in &mut trials {
                 let settings = trial.settings;
-                let again = try_once(&settings.on(&config), settings, &batches, false)?.trial;
+                let again = try_once(&settings.on(&config), settings, &batches, None)?.trial;
                 tell(format, &again, round);
                 trial.seconds.extend(again.seconds);
                 (trial.bottleneck, trial.exposed) = (again.bottleneck, again.exposed);
             }
         }
-        let mut best = 0;
-        for index in 1..trials.len() {
-            if trials[index].beats(&trials[best]) {
-                best = index;
-            }
-        }
-        let disk = saves.zip(first.checkpoint).map(|(every, seconds)| seconds / every as f64);
-        let text = tuned(&text, &own, &trials[best], &trials[0])?;
+        let best = best_of(&trials);
+        let disk = every.zip(first.checkpoint).map(|(every, seconds)| seconds / every as f64);
+        let text = tuned(&text, &written, &trials[best], &trials[0])?;
         conclude(format, &trials, best, disk, &text);
         match to {
             Some(path) => std::fs::write(path, text)
@@ -182,6 +199,12 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         }
     };
     run().map_err(|error| layers.locate(error))
+}
+
+/// The nearest folder above a place that is there.
+fn parent_of(place: &Path) -> PathBuf {
+    let found = place.ancestors().find(|folder| folder.is_dir());
+    found.map_or_else(std::env::temp_dir, Path::to_path_buf)
 }
 
 fn source(path: Option<&Path>) -> Result<String, Error> {
@@ -200,9 +223,19 @@ async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error>
     Ok(taken)
 }
 
+/// Everything that a trial did.
+#[derive(Default)]
+struct Slices(Mutex<Vec<Slice>>);
+
+impl Observe for Slices {
+    fn heard(&self, slice: &Slice) {
+        self.0.lock().expect("nothing panics inside").push(*slice);
+    }
+}
+
 struct Tried {
     trial: Trial,
-    slices: Vec<l2l::telemetry::Slice>,
+    slices: Vec<Slice>,
     /// Seconds that a checkpoint took.
     checkpoint: Option<f64>,
 }
@@ -212,19 +245,20 @@ fn try_once(
     config: &Config,
     settings: Settings,
     batches: &[Batch],
-    saves: bool,
+    saves: Option<&Path>,
 ) -> Result<Tried, Error> {
     runtime()?.block_on(async {
-        let mut trainer = Trainer::start(config.clone())?;
+        let slices = Arc::new(Slices::default());
+        let mut trainer = Trainer::builder(config.clone()).observe(slices.clone()).start()?;
         let device_bytes = trainer.plan().device_bytes();
         let mut reports: Vec<StepReport> = Vec::new();
         for batch in batches {
             reports.push(trainer.step(batch.clone()).await?);
         }
-        let view = trainer.watch().view(u64::MAX);
         let mut checkpoint = None;
-        if saves {
-            let folder = tempfile::tempdir().map_err(|error| Error::Failed(error.to_string()))?;
+        if let Some(place) = saves {
+            let folder =
+                tempfile::tempdir_in(place).map_err(|error| Error::Failed(error.to_string()))?;
             let begin = Instant::now();
             trainer.checkpoint(&folder.path().join("trial")).await?;
             checkpoint = Some(begin.elapsed().as_secs_f64());
@@ -243,7 +277,9 @@ fn try_once(
             bottleneck: bottleneck.expect("a trial has steps"),
             exposed: sum(|report| report.exposed_wait_seconds) / seconds,
         };
-        Ok(Tried { trial, slices: view.typical().slices, checkpoint })
+        let mut slices = std::mem::take(&mut *slices.0.lock().expect("nothing panics inside"));
+        slices.retain(|slice| slice.step > 0); // the first touches memory for the first time
+        Ok(Tried { trial, slices, checkpoint })
     })
 }
 
@@ -331,23 +367,25 @@ fn conclude(format: Format, trials: &[Trial], best: usize, disk: Option<f64>, co
     let of_disk = disk.filter(|disk| *disk > 0.1 * (step + disk));
     let of_disk = of_disk.filter(|disk| *disk > kept.exposed * step);
     let bottleneck = of_disk.map_or(own.bottleneck, |_| Bottleneck::Disk).name();
-    let why = match (best, own.device_bytes > kept.device_bytes) {
-        (0, _) => "no other was better by more than trials differ".to_string(),
-        _ if own.median() - step > kept.spread().max(own.spread()) => format!(
-            "{:.3} s a step against {:.3}, which is more than rounds differ ({:.3} and {:.3})",
-            step,
+    let why = if best == 0 {
+        "no other was as fast in less memory, or faster by more than rounds differ".to_string()
+    } else if own.is_as_fast_as(kept) {
+        format!(
+            "as fast ({step:.3} s a step against {:.3}, rounds differ by {:.3} and {:.3}), and it \
+             takes {} of the device against {}",
+            own.median(),
+            kept.spread(),
+            own.spread(),
+            ByteSize::from(kept.device_bytes),
+            ByteSize::from(own.device_bytes)
+        )
+    } else {
+        format!(
+            "{step:.3} s a step against {:.3}, which is more than rounds differ ({:.3} and {:.3})",
             own.median(),
             kept.spread(),
             own.spread()
-        ),
-        (_, true) => format!(
-            "as fast ({:.3} s a step against {:.3}), and it takes {} of the device against {}",
-            step,
-            own.median(),
-            ByteSize::from(kept.device_bytes),
-            ByteSize::from(own.device_bytes)
-        ),
-        (_, false) => format!("{step:.3} s a step against {:.3}", own.median()),
+        )
     };
     let advice = of_disk.map(|disk| {
         format!(
@@ -374,10 +412,10 @@ fn conclude(format: Format, trials: &[Trial], best: usize, disk: Option<f64>, co
 }
 
 /// The user's own text with what was changed.
-fn tuned(text: &str, own: &Settings, kept: &Trial, first: &Trial) -> Result<String, Error> {
+fn tuned(text: &str, written: &Settings, kept: &Trial, first: &Trial) -> Result<String, Error> {
     let mut document: DocumentMut =
         text.parse().map_err(|error| Error::Failed(format!("the config: {error}")))?;
-    for (section, key, new) in kept.settings.changes(own) {
+    for (section, key, new) in kept.settings.changes(written) {
         let section = document.entry(section).or_insert(Item::Table(Table::new()));
         match section.as_table_like_mut() {
             Some(section) => {

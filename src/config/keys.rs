@@ -394,7 +394,7 @@ impl Default for CheckpointConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MetricsConfig {
-    /// Address to serve metrics and a live page at, say `127.0.0.1:9090`.
+    /// Address to serve metrics and a live page at, say `127.0.0.1:9464`.
     pub listen: Option<String>,
     /// Whether others than this machine may be listened to.
     pub public: bool,

@@ -139,7 +139,7 @@ impl Rates {
         let boundaries = if on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
         let block = || largest().unwrap_or(0) as f64;
-        Duration::from_secs_f64(match *operation.work() {
+        let seconds = match *operation.work() {
             Work::UploadBlock { .. } => bytes / self.link[0],
             Work::DownloadGradient { .. } => bytes / self.link[1],
             Work::UploadBoundary { .. } => bytes / boundaries[0],
@@ -155,9 +155,13 @@ impl Rates {
             Work::Reduce { .. } | Work::Scatter { .. } => block() / self.reduce,
             Work::Update { .. } => block() / self.update,
             Work::Carry { .. } => 0.0,
-        })
+        };
+        Duration::try_from_secs_f64(seconds).unwrap_or(ENDLESS)
     }
 }
+
+/// What takes longer than any run.
+const ENDLESS: Duration = Duration::from_secs(1 << 32);
 
 /// A step in virtual time.
 #[derive(Clone, Debug)]
@@ -212,12 +216,12 @@ impl Forecast {
         layers: usize,
     ) -> Forecast {
         let ledger = Ledger::new(layers, Vec::new());
-        ledger.begins(Duration::ZERO);
+        ledger.begins(Duration::ZERO, 0, true);
         let (mut slices, mut resolved) = (Vec::new(), ends.iter().copied().peekable());
         for record in records {
             while let Some(end) = resolved.next_if(|&end| end < record.end) {
                 ledger.resolves(end);
-                ledger.begins(end);
+                ledger.begins(end, 0, true);
             }
             let slice = Slice::of(record, plan);
             ledger.heard(&slice);
@@ -227,6 +231,6 @@ impl Forecast {
         }
         resolved.for_each(|end| ledger.resolves(end));
         let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
-        Forecast { seconds, slices, tally: ledger.tally() }
+        Forecast { seconds, slices, tally: ledger.tally(ends[STEPS - 1]) }
     }
 }

@@ -9,6 +9,8 @@
 //! upload behind it came last.
 
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -127,22 +129,31 @@ struct Link {
 const LINKS: usize = 1 << 12;
 
 /// Slices that are kept to look at.
-const SLICES: usize = 1 << 13;
+const SLICES: usize = 1 << 15;
+
+/// Steps whose operations may still run.
+const STEPS: usize = 4;
 
 struct Inner {
     tally: Tally,
+    /// True from a training step's begin until it is resolved.
+    runs: bool,
+    /// The last steps of the ring that do not train: what they do counts as outside.
+    others: VecDeque<u64>,
     /// All time of the compute lane before it is accounted for.
     accounted: Duration,
     /// The operation that ended last, and the layer that was computed last.
     last: (Option<u64>, usize),
     links: Vec<Link>,
     recent: VecDeque<Slice>,
+    kept_all: bool,
 }
 
 /// Adds up slices as they end: times by lane, by layer, and waits of the compute lane by cause.
 pub struct Ledger {
     inner: Mutex<Inner>,
-    observers: Vec<Arc<dyn Observe>>,
+    /// With whether they are still told: one that panicked is not.
+    observers: Vec<(Arc<dyn Observe>, AtomicBool)>,
 }
 
 impl Ledger {
@@ -151,11 +162,16 @@ impl Ledger {
         let layers = vec![LayerTally::default(); layers];
         let inner = Inner {
             tally: Tally { layers, ..Tally::default() },
+            runs: false,
+            others: VecDeque::new(),
             accounted: Duration::ZERO,
             last: (None, 0),
             links: vec![Link::default(); LINKS],
-            recent: VecDeque::with_capacity(SLICES),
+            recent: VecDeque::new(),
+            kept_all: true,
         };
+        let observers = observers.into_iter().map(|observer| (observer, AtomicBool::new(true)));
+        let observers = observers.collect();
         Ledger { inner: Mutex::new(inner), observers }
     }
 
@@ -163,34 +179,59 @@ impl Ledger {
         self.inner.lock().expect("nothing panics inside")
     }
 
-    /// A step begins: until now, nothing was asked of the compute lane.
-    pub fn begins(&self, now: Duration) {
+    /// A step of the ring begins: until now, nothing was asked of the compute lane. What does not
+    /// train (a look at what was kept aside, a sample) is told to observers, and counts as outside.
+    pub fn begins(&self, now: Duration, step: u64, trains: bool) {
         let mut inner = self.lock();
-        let idle = now.saturating_sub(inner.accounted);
-        inner.tally.outside += idle;
-        inner.accounted = inner.accounted.max(now);
+        inner.rest(now);
+        inner.runs = trains;
+        if !trains {
+            inner.others.push_back(step);
+            if inner.others.len() > STEPS {
+                inner.others.pop_front();
+            }
+        }
     }
 
     /// A step is resolved: what it had to wait for behind its last kernel is charged, too.
     pub fn resolves(&self, now: Duration) {
         let mut inner = self.lock();
         let (last, layer) = inner.last;
-        inner.charge(now, last, layer);
-        inner.accounted = inner.accounted.max(now);
+        if std::mem::take(&mut inner.runs) {
+            inner.charge(now, last, layer);
+            inner.accounted = inner.accounted.max(now);
+        } else {
+            inner.rest(now);
+        }
     }
 
     /// An operation ended.
     pub fn heard(&self, slice: &Slice) {
         self.lock().take(slice);
-        self.observers.iter().for_each(|observer| observer.heard(slice));
+        for (observer, is_told) in self.observers.iter().filter(|(_, told)| told.load(Relaxed)) {
+            // Whatever becomes of an observer, the model is not to suffer.
+            if catch_unwind(AssertUnwindSafe(|| observer.heard(slice))).is_err() {
+                is_told.store(false, Relaxed);
+            }
+        }
     }
 
-    /// Everything so far.
-    pub fn tally(&self) -> Tally {
-        self.lock().tally.clone()
+    /// Everything so far, and the time outside steps until now.
+    pub fn tally(&self, now: Duration) -> Tally {
+        let inner = self.lock();
+        let mut tally = inner.tally.clone();
+        if !inner.runs {
+            tally.outside += now.saturating_sub(inner.accounted);
+        }
+        tally
     }
 
-    /// Slices of the last steps, at most so many steps.
+    /// True while no slice had to make room for another.
+    pub fn kept_all(&self) -> bool {
+        self.lock().kept_all
+    }
+
+    /// Slices of the last training steps, at most so many steps.
     pub fn recent(&self, steps: u64) -> Vec<Slice> {
         let inner = self.lock();
         let newest = inner.recent.back().map_or(0, |slice| slice.step);
@@ -200,7 +241,16 @@ impl Ledger {
 }
 
 impl Inner {
+    /// Nothing was asked of the compute lane until now.
+    fn rest(&mut self, now: Duration) {
+        self.tally.outside += now.saturating_sub(self.accounted);
+        self.accounted = self.accounted.max(now);
+    }
+
     fn take(&mut self, slice: &Slice) {
+        if slice.number.is_some() && self.others.contains(&slice.step) {
+            return;
+        }
         let took = slice.took();
         let track = &mut self.tally.tracks[slice.track.index()];
         track.busy += took;
@@ -208,6 +258,7 @@ impl Inner {
         track.bytes += slice.bytes;
         if self.recent.len() == SLICES {
             self.recent.pop_front();
+            self.kept_all = false;
         }
         self.recent.push_back(*slice);
         let (Track::Lane(lane), Some(number)) = (slice.track, slice.number) else { return };
@@ -297,15 +348,18 @@ mod tests {
     fn a_wait_is_charged_along_the_chain_of_causes() {
         let ledger = Ledger::new(1, Vec::new());
         let at = Duration::from_secs;
-        ledger.begins(at(1)); // one second outside
+        ledger.begins(at(1), 0, true); // one second outside
         ledger.heard(&slice(0, Lane::Compute, 2, 4, None)); // one of the ring's latency
         ledger.heard(&slice(1, Lane::Update, 3, 9, Some(0)));
         ledger.heard(&slice(2, Lane::Upload, 10, 11, Some(1))); // one of latency before it
         ledger.heard(&slice(3, Lane::Compute, 11, 12, Some(2)));
         ledger.heard(&slice(4, Lane::Download, 12, 14, Some(3)));
         ledger.resolves(at(15));
-        ledger.begins(at(20));
-        let tally = ledger.tally();
+        ledger.begins(at(18), 1, false); // a look
+        let look = Slice { step: 1, ..slice(5, Lane::Compute, 18, 19, Some(4)) };
+        ledger.heard(&look);
+        ledger.resolves(at(19));
+        let tally = ledger.tally(at(20));
         let of = |cause: Cause| tally.waited[cause as usize].as_secs();
         assert_eq!(Cause::ALL.map(of), [1, 2, 0, 5, 1 + 1 + 1]);
         assert_eq!(tally.outside, at(1 + 5));
@@ -320,7 +374,26 @@ mod tests {
     #[test]
     fn a_chain_may_break() {
         let ledger = Ledger::new(1, Vec::new());
+        ledger.begins(Duration::ZERO, 0, true);
         ledger.heard(&slice(7, Lane::Compute, 3, 4, Some(6)));
-        assert_eq!(ledger.tally().waited[Cause::Ring as usize], Duration::from_secs(3));
+        assert_eq!(
+            ledger.tally(Duration::from_secs(4)).waited[Cause::Ring as usize],
+            Duration::from_secs(3)
+        );
+    }
+
+    struct Fragile;
+
+    impl Observe for Fragile {
+        fn heard(&self, _: &Slice) {
+            panic!("an observer of somebody's");
+        }
+    }
+
+    #[test]
+    fn an_observer_that_panics_is_told_no_more() {
+        let ledger = Ledger::new(1, vec![Arc::new(Fragile)]);
+        (0..3).for_each(|nth| ledger.heard(&slice(nth, Lane::Upload, nth, nth + 1, None)));
+        assert_eq!(ledger.tally(Duration::ZERO).tracks[0].operations, 3);
     }
 }

@@ -98,10 +98,10 @@ pub const METRICS: &[Metric] = &[
     Metric { name: "l2l_operation_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
         labels: &["lane"], buckets: &OPERATION, help: "Time that one operation took" },
     counter("l2l_lane_seconds_total", Unit::Seconds, &["lane"],
-        "Time that a lane worked"),
+        "Time that a lane worked for training"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
         "Time in which the compute lane stood still, by the lane that was waited for; `ring` is the \
-         actors' own latency, `outside` what lies between steps"),
+         actors' own latency, `outside` what lies between training steps, looks included"),
     counter("l2l_actor_seconds_total", Unit::Seconds, &["actor", "state"],
         "Time that an actor was busy, starved by those before it, or blocked by those after it"),
     gauge("l2l_channel_depth", Unit::Count, &["channel"],
@@ -123,7 +123,9 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_state", Unit::None, &["state"],
         "1 for what the run is at"),
     gauge("l2l_last_step_timestamp_seconds", Unit::Seconds, &[],
-        "When the last step ended"),
+        "When the last step ended; before the first, when the run began"),
+    gauge("l2l_last_step_seconds", Unit::Seconds, &[],
+        "Time from the end of the step before to the end of the last"),
     Metric { name: "l2l_step_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
         labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next" },
     gauge("l2l_loss", Unit::None, &[],
@@ -136,12 +138,14 @@ pub const METRICS: &[Metric] = &[
         "Learning rate of the last step"),
     counter("l2l_tokens_total", Unit::Count, &[],
         "Tokens trained on, without padding"),
+    gauge("l2l_tokens_per_second", Unit::Count, &[],
+        "Tokens a second in the last step"),
     counter("l2l_model_flops_total", Unit::Count, &[],
         "FLOPs of the model: 6 × weights met by each token, and attention; no recomputation, no padding"),
     gauge("l2l_speed_of_light_ratio", Unit::Ratio, &[],
         "Model FLOP/s of the last step ÷ those of a large product on this machine"),
     gauge("l2l_checkpoint_last_success_timestamp_seconds", Unit::Seconds, &[],
-        "When the last checkpoint was written; 0: none was"),
+        "When the last checkpoint was written; before the first, when the run began; 0: it has none"),
     counter("l2l_checkpoint_failures_total", Unit::Count, &[],
         "Checkpoints that could not be written"),
     counter("l2l_faults_total", Unit::Count, &["kind"],
@@ -222,13 +226,16 @@ pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64))
     let mut known = |name: &str, value: Option<f64>| {
         value.into_iter().for_each(|value| tell(name, &[], value));
     };
-    known("l2l_last_step_timestamp_seconds", view.last_step);
+    known("l2l_last_step_timestamp_seconds", Some(view.last_step));
+    known("l2l_last_step_seconds", view.step_seconds);
+    known("l2l_tokens_per_second", view.tokens_per_second);
     known("l2l_loss", view.loss);
     known("l2l_validation_loss", view.validation_loss);
     known("l2l_grad_norm", view.grad_norm);
     known("l2l_learning_rate", view.learning_rate);
     known("l2l_speed_of_light_ratio", view.speed_of_light);
-    tell("l2l_checkpoint_last_success_timestamp_seconds", &[], view.checkpoint.unwrap_or(0.0));
+    let saved = view.checkpoint.or(view.checkpoints_since);
+    tell("l2l_checkpoint_last_success_timestamp_seconds", &[], saved.unwrap_or(0.0));
     tell("l2l_tokens_total", &[], view.tokens as f64);
     tell("l2l_model_flops_total", &[], view.model_flops);
     tell("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);

@@ -34,7 +34,7 @@ pub use publish::{Histograms, describe, publish};
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
 pub use slice::{Observe, Slice, Track};
-pub(crate) use story::{NotFinite, Story, unix_seconds};
+pub(crate) use story::{NotFinite, Story, seconds_of, unix_seconds};
 pub use story::{Point, State, made_up_name};
 pub use trace::Trace;
 pub(crate) use watch::Watched;

@@ -20,8 +20,8 @@ pub fn live() -> &'static str {
 pub fn report(view: &View, more: &[(&str, Value)]) -> String {
     let more = more.iter().map(|(title, value)| json!([title, value])).collect::<Value>();
     let data = json!({ "view": view, "more": more }).to_string();
-    // Nothing in a script ends it but this.
-    let data = data.replace("</", "<\\/");
+    // Nothing that is no text to a script can be in it.
+    let data = data.replace('<', "\\u003c");
     let embedded = PLACE.replace("></", &format!(">{data}</"));
     PAGE.replacen(PLACE, &embedded, 1)
 }

@@ -29,7 +29,7 @@ pub fn describe(recorder: &dyn Recorder) {
 
 impl Metric {
     /// Counters of the `metrics` crate are whole numbers. What counts seconds is told as a gauge
-    /// that only grows; [`recorder`](super::recorder) names it a counter to Prometheus.
+    /// that only grows; our own listener names it a counter to Prometheus.
     pub(super) fn counts_whole(&self) -> bool {
         self.unit != Unit::Seconds
     }

@@ -5,7 +5,7 @@
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::Duration;
 
 use http_body_util::Full;
@@ -21,15 +21,16 @@ use tokio::sync::{Semaphore, oneshot};
 use super::{Histograms, Kind, METRICS, State, Watch, describe, live, publish};
 
 /// Connections at once, at most.
-const CONNECTIONS: usize = 64;
+const CONNECTIONS: usize = 128;
 /// What a client may take to say what it wants.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// What a connection may take in all.
-const LIFETIME: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(2);
+/// What a connection, which is for one answer, may take in all.
+const LIFETIME: Duration = Duration::from_secs(5);
 /// Between two times that the recorder is kept small.
 const UPKEEP: Duration = Duration::from_secs(1);
-/// Steps that the live page shows.
+/// Steps that the live page shows, and slices of them.
 const STEPS: u64 = 2;
+const SLICES: usize = 4096;
 
 /// A recorder with the buckets of the list.
 pub fn recorder() -> PrometheusRecorder {
@@ -54,6 +55,9 @@ pub struct Server {
 struct Shared {
     recorder: PrometheusRecorder,
     watch: OnceLock<Watch>,
+    /// Times that metrics were asked for.
+    scrapes: Mutex<u64>,
+    scraped: Condvar,
 }
 
 impl Server {
@@ -64,7 +68,12 @@ impl Server {
     pub fn start(address: Option<SocketAddr>, run: &str) -> std::io::Result<Server> {
         let listener = address.map(TcpListener::bind).transpose()?;
         let address = listener.as_ref().map(TcpListener::local_addr).transpose()?;
-        let shared = Arc::new(Shared { recorder: recorder(), watch: OnceLock::new() });
+        let shared = Arc::new(Shared {
+            recorder: recorder(),
+            watch: OnceLock::new(),
+            scrapes: Mutex::default(),
+            scraped: Condvar::new(),
+        });
         let histograms = Histograms::new(run, &shared.recorder);
         let (stop, stopped) = oneshot::channel();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -93,9 +102,21 @@ impl Server {
         self.histograms.clone()
     }
 
-    /// Shows this run from now on.
+    /// Shows this run. A server shows one: of further ones nothing is seen.
     pub fn show(&self, watch: Watch) {
         _ = self.shared.watch.set(watch); // the first is shown
+    }
+
+    /// Waits until whoever scrapes has scraped once more, if anybody does, but no longer than this:
+    /// so that the last word of a run that ends is heard.
+    pub fn linger(&self, most: Duration) {
+        let scrapes = self.shared.scrapes.lock().expect("nothing panics inside");
+        let met = *scrapes;
+        if met > 0 {
+            let none = |scrapes: &mut u64| *scrapes == met;
+            let waited = self.shared.scraped.wait_timeout_while(scrapes, most, none);
+            drop(waited.expect("nothing panics inside"));
+        }
     }
 
     /// All metrics as they are now, in Prometheus's text format.
@@ -146,11 +167,17 @@ impl Shared {
         match request.uri().path() {
             "/" => response(StatusCode::OK, "text/html; charset=utf-8", live().to_string()),
             "/metrics" => {
-                response(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", self.text())
+                let text = self.text();
+                *self.scrapes.lock().expect("nothing panics inside") += 1;
+                self.scraped.notify_all();
+                response(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", text)
             }
             "/live.json" => match self.watch.get() {
                 Some(watch) => {
-                    let view = serde_json::to_string(&watch.view(STEPS)).expect("plain data");
+                    let mut view = watch.view(STEPS);
+                    let excess = view.slices.len().saturating_sub(SLICES);
+                    view.slices.drain(..excess); // the newest
+                    let view = serde_json::to_string(&view).expect("plain data");
                     response(StatusCode::OK, "application/json", view)
                 }
                 None => said(false, "", "the run is being made"),
@@ -199,6 +226,7 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(PATIENCE)
+                .keep_alive(false)
                 .max_buf_size(16 << 10)
                 .serve_connection(TokioIo::new(stream), answer);
             _ = tokio::time::timeout(LIFETIME, connection).await; // its client's fault

@@ -97,12 +97,16 @@ pub(crate) struct Story {
     pub(crate) last: Option<StepReport>,
     pub(crate) last_step: Option<f64>,
     pub(crate) validation: Curve,
+    pub(crate) validation_loss: Option<f64>,
+    /// Steps that were done before it.
+    pub(crate) resumed: u64,
     pub(crate) losses: Curve,
     /// The last steps' number in the ring, begin and end by the lanes' clock.
     pub(crate) bounds: VecDeque<(u64, Duration, Duration)>,
     pub(crate) tokens: u64,
     pub(crate) model_flops: f64,
     pub(crate) checkpoint: Option<f64>,
+    pub(crate) checkpoints_since: Option<f64>,
     pub(crate) checkpoint_failures: u64,
     pub(crate) faults: [u64; FAULTS.len()],
     pub(crate) started: f64,
@@ -117,9 +121,14 @@ pub fn made_up_name() -> String {
     format!("{millis:x}-{:x}", std::process::id())
 }
 
-/// Seconds of the world's clock.
+/// Seconds of the world's clock, now.
 pub(crate) fn unix_seconds() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
+    seconds_of(SystemTime::now())
+}
+
+/// Seconds of the world's clock.
+pub(crate) fn seconds_of(time: SystemTime) -> f64 {
+    time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
 impl Story {
@@ -130,11 +139,14 @@ impl Story {
             last: None,
             last_step: None,
             validation: Curve::default(),
+            validation_loss: None,
+            resumed: 0,
             losses: Curve::default(),
             bounds: VecDeque::new(),
             tokens: 0,
             model_flops: 0.0,
             checkpoint: None,
+            checkpoints_since: None,
             checkpoint_failures: 0,
             faults: [0; FAULTS.len()],
             started: unix_seconds(),
@@ -147,6 +159,12 @@ impl Story {
         self.losses.push(Point { step: report.step, loss: report.loss });
         self.tokens += report.tokens as u64;
         self.model_flops += report.model_flops;
+    }
+
+    /// A look at what was kept aside.
+    pub(crate) fn looked(&mut self, point: Point) {
+        self.validation_loss = Some(point.loss);
+        self.validation.push(point);
     }
 
     pub(crate) fn bound(&mut self, step: u64, begin: Duration, end: Duration) {
@@ -166,6 +184,9 @@ impl Story {
             _ => 1,
         };
         self.faults[kind] += 1;
+        if let Some(last) = self.last.as_mut().filter(|_| kind == 0) {
+            last.loss = f64::NAN;
+        }
         self.state = State::Failed;
     }
 }

@@ -10,9 +10,9 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
+use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::time::Duration;
 
 use l2l_actors::ports::Lane;
 use serde_json::{Value, json};
@@ -23,28 +23,36 @@ use crate::error::Error;
 /// Slices that wait to be written, at most.
 const QUEUE: usize = 1 << 14;
 
+/// What the rest of a file may take to be written, at the end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
 /// Writes a timeline.
 pub struct Trace {
     slices: Mutex<Option<SyncSender<Slice>>>,
-    writer: Mutex<Option<JoinHandle<io::Result<()>>>>,
+    /// What became of the writer.
+    writer: Mutex<Option<Receiver<io::Result<()>>>>,
     left_out: Arc<AtomicU64>,
 }
 
 impl Trace {
-    /// Begins a file, which is made new. `run` names it in the viewer.
+    /// Opens a file, whose old content stays until there is something to write. `run` names it in
+    /// the viewer.
     ///
     /// # Errors
     /// It cannot be written.
     pub fn create(path: &Path, run: &str) -> Result<Arc<Trace>, Error> {
         let refused =
             |error: io::Error| Error::refused(format_args!("--trace {}: {error}", path.display()));
-        let mut file = BufWriter::new(File::create(path).map_err(refused)?);
-        head(&mut file, run).and_then(|()| file.flush()).map_err(refused)?;
+        let mut open = File::options();
+        let file = open.create(true).write(true).truncate(false).open(path).map_err(refused)?;
         let (slices, received) = sync_channel(QUEUE);
         let left_out = Arc::new(AtomicU64::new(0));
         let missed = left_out.clone();
-        let named = std::thread::Builder::new().name("l2l-trace".into());
-        let writer = named.spawn(move || write(file, &received, &missed)).map_err(refused)?;
+        let (done, writer) = channel();
+        let (named, run) = (std::thread::Builder::new().name("l2l-trace".into()), run.to_string());
+        named
+            .spawn(move || _ = done.send(write(&file, &run, &received, &missed)))
+            .map_err(refused)?;
         let (slices, writer) = (Mutex::new(Some(slices)), Mutex::new(Some(writer)));
         Ok(Arc::new(Trace { slices, writer, left_out }))
     }
@@ -57,9 +65,9 @@ impl Trace {
         self.slices.lock().expect("nothing panics inside").take();
         let writer = self.writer.lock().expect("nothing panics inside").take();
         if let Some(writer) = writer {
-            let written =
-                writer.join().map_err(|_| Error::failed("the trace's writer panicked"))?;
-            written.map_err(|error| Error::failed(format_args!("the trace: {error}")))?;
+            let slow = || format!("what it is on does not take it: given up after {PATIENCE:?}");
+            let written = writer.recv_timeout(PATIENCE).map_err(|_| Error::failed(slow()))?;
+            written.map_err(Error::failed)?;
         }
         Ok(self.left_out.load(Relaxed))
     }
@@ -102,11 +110,21 @@ fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
     Ok(())
 }
 
-fn write(mut to: impl Write, slices: &Receiver<Slice>, left_out: &AtomicU64) -> io::Result<()> {
+fn write(file: &File, run: &str, slices: &Receiver<Slice>, left_out: &AtomicU64) -> io::Result<()> {
     let mut flows = Flows::default();
-    while let Ok(slice) = slices.recv() {
-        for event in flows.events(&slice) {
+    let Ok(mut next) = slices.recv() else { return Ok(()) };
+    if file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
+    let mut to = BufWriter::new(file);
+    head(&mut to, run)?;
+    loop {
+        for event in flows.events(&next) {
             write!(to, ",\n{event}")?;
+        }
+        match slices.recv() {
+            Ok(slice) => next = slice,
+            Err(_) => break,
         }
     }
     let left_out = left_out.load(Relaxed);
@@ -130,7 +148,7 @@ struct Flows {
 impl Flows {
     /// The events of a slice: itself, and the arrows that begin or end there.
     fn events(&mut self, slice: &Slice) -> Vec<Value> {
-        let micros = |time: std::time::Duration| time.as_nanos() as f64 / 1e3;
+        let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
         let tid = thread(slice.track);
         let name = match (slice.layer, slice.micro_batch) {
             (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind),

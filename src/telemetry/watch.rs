@@ -64,8 +64,8 @@ pub struct View {
     pub exposed_wait_seconds: Option<f64>,
     /// Of the last step.
     pub bottleneck: Option<&'static str>,
-    /// When the last step ended, by the world's clock.
-    pub last_step: Option<f64>,
+    /// When the last step ended, or else the run began, by the world's clock.
+    pub last_step: f64,
     /// Tokens trained on.
     pub tokens: u64,
     /// Tokens a second in the last step.
@@ -76,6 +76,8 @@ pub struct View {
     pub speed_of_light: Option<f64>,
     /// When the last checkpoint was written, by the world's clock.
     pub checkpoint: Option<f64>,
+    /// When a run began that is to have checkpoints.
+    pub checkpoints_since: Option<f64>,
     /// Checkpoints that could not be written.
     pub checkpoint_failures: u64,
     /// What failed, by kind.
@@ -110,6 +112,8 @@ pub struct View {
     pub losses: Vec<Point>,
     /// Validation loss by step.
     pub validations: Vec<Point>,
+    /// True while no slice of training had to go.
+    pub kept_all: bool,
     /// Slices of the last steps, if they were asked for.
     pub slices: Vec<Slice>,
     /// Number in the ring, begin and end of the last steps.
@@ -118,15 +122,18 @@ pub struct View {
 
 impl View {
     /// With the slices of one step alone: of those that are there whole, the one whose time is in
-    /// the middle.
+    /// the middle; with none, if none is.
     pub fn typical(mut self) -> View {
         let first = self.slices.first().map_or(0, |slice| slice.step);
-        let is_new = self.bounds.first().is_some_and(|(step, ..)| *step == first);
-        let is_whole = |(step, ..): &&(u64, f64, f64)| *step > first || is_new;
+        // Of a run's first step nothing is gone if nothing at all is.
+        let is_whole =
+            |(step, ..): &&(u64, f64, f64)| *step > first || (*step == 0 && self.kept_all);
         let mut whole: Vec<_> = self.bounds.iter().filter(is_whole).collect();
         whole.sort_by(|a, b| (a.2 - a.1).total_cmp(&(b.2 - b.1)));
         if let Some(&&(typical, ..)) = whole.get(whole.len() / 2) {
             self.slices.retain(|slice| slice.step == typical);
+        } else {
+            self.slices.clear();
         }
         self
     }
@@ -215,7 +222,7 @@ impl Watch {
 
     /// Everything that was added up so far.
     pub fn tally(&self) -> Tally {
-        self.0.ledger.tally()
+        self.0.ledger.tally(self.0.observer.now())
     }
 
     /// Tells it how fast a product of matrices is here, in FLOP/s: the speed of light.
@@ -278,21 +285,22 @@ impl Watch {
             started: story.started,
             now: unix_seconds(),
             seconds: self.0.observer.now().as_secs_f64(),
-            step: last.map_or(0, |step| step.step),
+            step: last.map_or(story.resumed, |step| step.step),
             steps: story.steps,
             loss: last.map(|step| step.loss),
-            validation_loss: story.validation.points().last().map(|point| point.loss),
+            validation_loss: story.validation_loss,
             grad_norm: last.map(|step| step.grad_norm),
             learning_rate: last.map(|step| step.learning_rate),
             step_seconds: last.map(|step| step.seconds),
             exposed_wait_seconds: last.map(|step| step.exposed_wait_seconds),
             bottleneck: last.map(|step| step.bottleneck.name()),
-            last_step: story.last_step,
+            last_step: story.last_step.unwrap_or(story.started),
             tokens: story.tokens,
             tokens_per_second: last.map(|step| step.tokens as f64 / step.seconds),
             model_flops: story.model_flops,
             speed_of_light: flops.zip(light).map(|(flops, light)| flops / light),
             checkpoint: story.checkpoint,
+            checkpoints_since: story.checkpoints_since,
             checkpoint_failures: story.checkpoint_failures,
             faults: FAULTS.into_iter().zip(story.faults).collect(),
             device: "cpu0",
@@ -316,6 +324,7 @@ impl Watch {
                 .collect(),
             losses: story.losses.points().to_vec(),
             validations: story.validation.points().to_vec(),
+            kept_all: self.0.ledger.kept_all(),
             slices,
             bounds: story
                 .bounds

@@ -17,7 +17,7 @@ use crate::hf;
 use crate::machine::available_memory as available;
 use crate::models::{Model, Part};
 use crate::optimizers::UpdateRule;
-use crate::telemetry::{Observe, Story, Watch, Watched, made_up_name};
+use crate::telemetry::{Observe, Story, Watch, Watched, made_up_name, seconds_of};
 
 /// What a trainer is made of. What is not given comes from the config.
 pub struct Builder {
@@ -128,11 +128,18 @@ impl Builder {
         }
         let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         let now = Instant::now();
+        let mut story = Story::new(learning_rate.steps);
+        story.resumed = progress.step;
+        if config.checkpoint.directory.is_some() {
+            story.checkpoints_since = Some(story.started);
+        }
+        let written = resume.and_then(|from| from.metadata().ok()?.modified().ok());
+        story.checkpoint = written.map(seconds_of);
         let watch = Watch(Arc::new(Watched {
             run: config.metrics.run.clone().unwrap_or_else(made_up_name),
             ledger: lanes.hands().ledger.clone(),
             used: lanes.hands().used.clone(),
-            story: Mutex::new(Story::new(learning_rate.steps)),
+            story: Mutex::new(story),
             observer: relay.observer(),
             plan: plan.clone(),
             link: config.device.link.clone(),

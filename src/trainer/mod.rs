@@ -210,7 +210,7 @@ impl Trainer {
     ) -> Result<Evaluation, Error> {
         let mut found = Evaluation::begin(self.model.shape.head);
         let goal = if found.quality.is_some() { Goal::Tell } else { Goal::Evaluate };
-        self.watch.story().state = State::Validating;
+        let before = std::mem::replace(&mut self.watch.story().state, State::Validating);
         for batch in batches {
             let batch = batch?;
             let labels = found.meet(&batch);
@@ -218,10 +218,12 @@ impl Trainer {
             found.take(&labels, resolved.loss, &self.cpu().take_told());
         }
         let found = found.end();
+        let mut story = self.watch.story();
+        story.state = before;
         if found.labelled > 0 {
-            let point = Point { step: self.progress.step, loss: found.loss };
-            self.watch.story().validation.push(point);
+            story.looked(Point { step: self.progress.step, loss: found.loss });
         }
+        drop(story);
         Ok(found)
     }
 

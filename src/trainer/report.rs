@@ -59,14 +59,15 @@ impl Bottleneck {
         waited: [Duration; Cause::ALL.len()],
         disk: Duration,
     ) -> Bottleneck {
-        let of_cause = Cause::ALL.map(|cause| match cause {
-            Cause::Upload => Bottleneck::Upload,
-            Cause::Download => Bottleneck::Download,
-            Cause::Host | Cause::Ring => Bottleneck::Host,
-            Cause::Update => Bottleneck::Update,
-        });
-        let all = of_cause.into_iter().zip(waited).chain([(Bottleneck::Disk, disk)]);
-        let most = all.max_by_key(|(_, time)| *time).expect("there are causes");
+        let of = |cause: Cause| waited[cause as usize];
+        let most = [
+            (Bottleneck::Upload, of(Cause::Upload)),
+            (Bottleneck::Download, of(Cause::Download)),
+            (Bottleneck::Host, of(Cause::Host) + of(Cause::Ring)),
+            (Bottleneck::Update, of(Cause::Update)),
+            (Bottleneck::Disk, disk),
+        ];
+        let most = most.into_iter().max_by_key(|(_, time)| *time).expect("there are some");
         if most.1.as_secs_f64() < 0.1 * seconds { Bottleneck::Compute } else { most.0 }
     }
 }

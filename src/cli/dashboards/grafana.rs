@@ -36,20 +36,20 @@ const DASHBOARDS: &[Dashboard] = &[
             (r#"l2l_loss{run="$run"}"#, "training"),
             (r#"l2l_validation_loss{run="$run"}"#, "held out")], 12),
         Panel("timeseries", "Tokens a second", "none", "Without padding.", &[
-            (r#"rate(l2l_tokens_total{run="$run"}[$__rate_interval])"#, "tokens/s")], 12),
-        Panel("timeseries", "Step time", "s", "Mean, and nine of ten.", &[
-            (r#"rate(l2l_step_seconds_sum{run="$run"}[$__rate_interval]) / rate(l2l_step_seconds_count{run="$run"}[$__rate_interval])"#, "mean"),
-            (r#"histogram_quantile(0.9, sum by (le) (rate(l2l_step_seconds_bucket{run="$run"}[$__rate_interval])))"#, "90 %")], 8),
+            (r#"l2l_tokens_per_second{run="$run"}"#, "tokens/s")], 12),
+        Panel("timeseries", "Step time", "s", "Of the last step, and of nine of ten within an hour.", &[
+            (r#"l2l_last_step_seconds{run="$run"}"#, "last"),
+            (r#"histogram_quantile(0.9, sum by (le) (rate(l2l_step_seconds_bucket{run="$run"}[1h])))"#, "90 %")], 8),
         Panel("timeseries", "Device memory", "bytes", "The most in use, against the ceiling.", &[
             (r#"sum(l2l_device_memory_bytes{run="$run",device="$device"})"#, "used"),
             (r#"l2l_device_memory_budget_bytes{run="$run",device="$device"}"#, "ceiling")], 8),
         Panel("timeseries", "Model FLOP/s", "none", "Without recomputation and padding.", &[
-            (r#"rate(l2l_model_flops_total{run="$run"}[$__rate_interval])"#, "FLOP/s")], 8),
+            (r#"rate(l2l_model_flops_total{run="$run"}[5m])"#, "FLOP/s")], 8),
         Panel("timeseries", "Gradient norm", "none", "Before clipping.", &[
             (r#"l2l_grad_norm{run="$run"}"#, "norm")], 8),
         Panel("timeseries", "Learning rate", "none", "Of the last step.", &[
             (r#"l2l_learning_rate{run="$run"}"#, "rate")], 8),
-        Panel("timeseries", "Last checkpoint", "s", "How long ago; since 1970 when there is none.", &[
+        Panel("timeseries", "Last checkpoint", "s", "How long ago; since the begin before the first, since 1970 when none are wanted.", &[
             (r#"time() - l2l_checkpoint_last_success_timestamp_seconds{run="$run"}"#, "ago")], 8),
     ]),
     Dashboard("overlap", "l2l: overlap", &[

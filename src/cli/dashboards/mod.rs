@@ -44,9 +44,12 @@ const PLAIN: &[(&str, &str)] = &[
         "compose.yml",
         "# Prometheus at :9090 and Grafana at :3000, beside a run that was started with\n# `l2l train \
          --metrics 127.0.0.1:9464`. They share the host's network, so that the run\n# need not be \
-         reachable by others.\nservices:\n  prometheus:\n    image: prom/prometheus:v3.5.0\n    \
-         network_mode: host\n    volumes:\n      - ./prometheus:/etc/prometheus:ro\n  grafana:\n    \
-         image: grafana/grafana:12.1.0\n    network_mode: host\n    environment:\n      \
+         reachable by others; nor are they.\nservices:\n  prometheus:\n    image: \
+         prom/prometheus:v3.5.0\n    network_mode: host\n    command:\n      - \
+         --config.file=/etc/prometheus/prometheus.yml\n      - \
+         --storage.tsdb.path=/prometheus\n      - --web.listen-address=127.0.0.1:9090\n    \
+         volumes:\n      - ./prometheus:/etc/prometheus:ro\n  grafana:\n    image: \
+         grafana/grafana:12.1.0\n    network_mode: host\n    environment:\n      \
          GF_AUTH_ANONYMOUS_ENABLED: \"true\"\n      GF_SERVER_HTTP_ADDR: 127.0.0.1\n    volumes:\n      \
          - ./grafana/provisioning:/etc/grafana/provisioning:ro\n      - \
          ./grafana/dashboards:/var/lib/grafana/dashboards:ro\n",

@@ -7,34 +7,35 @@ use std::fmt::Write;
 pub(super) const RECORDED: &[(&str, &str)] = &[
     (
         "l2l:layer_overlap:ratio",
-        "clamp_min(1 - sum by (run, layer) (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[1m])) \
-         / sum by (run, layer) (rate(l2l_transfer_seconds_total[1m])), 0)",
+        "clamp_min(1 - sum by (run, layer) (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[5m])) \
+         / sum by (run, layer) (rate(l2l_transfer_seconds_total[5m])), 0)",
     ),
     (
         "l2l:overlap:ratio",
-        "clamp_min(1 - sum by (run) (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[1m])) \
-         / sum by (run) (rate(l2l_transfer_seconds_total[1m])), 0)",
+        "clamp_min(1 - sum by (run) (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[5m])) \
+         / sum by (run) (rate(l2l_transfer_seconds_total[5m])), 0)",
     ),
     (
         "l2l:compute_lane:rate",
-        "sum by (run) (rate(l2l_compute_wait_seconds_total[1m])) + sum by (run) \
-         (rate(l2l_lane_seconds_total{lane=\"compute\"}[1m]))",
+        "sum by (run) (rate(l2l_compute_wait_seconds_total[5m])) + sum by (run) \
+         (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m]))",
     ),
     (
         "l2l:exposed_wait:ratio",
-        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[1m])) / on (run) \
+        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[5m])) / on (run) \
          l2l:compute_lane:rate",
     ),
     (
         "l2l:wait:share",
-        "(sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[1m])) or \
-         label_replace(sum by (run) (rate(l2l_lane_seconds_total{lane=\"file\"}[1m])), \"cause\", \
+        "(sum by (run, cause) (label_replace(rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[5m]), \
+         \"cause\", \"host\", \"cause\", \"ring\")) or \
+         label_replace(sum by (run) (rate(l2l_lane_seconds_total{lane=\"file\"}[5m])), \"cause\", \
          \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
     ),
     (
         "l2l:bottleneck:share",
         "topk by (run) (1, l2l:wait:share > 0.1) or on (run) label_replace(sum by (run) \
-         (rate(l2l_lane_seconds_total{lane=\"compute\"}[1m])) / on (run) l2l:compute_lane:rate, \
+         (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m])) / on (run) l2l:compute_lane:rate, \
          \"cause\", \"compute\", \"\", \"\")",
     ),
 ];
@@ -59,10 +60,10 @@ struct Alert {
 const ALERTS: &[Alert] = &[
     Alert {
         name: "L2lStalled",
-        expression: "(time() - l2l_last_step_timestamp_seconds > 60) and on (run) (time() - l2l_last_step_timestamp_seconds > 5 * l2l_step_seconds_sum / l2l_step_seconds_count) and on (run) (l2l_state{state=\"training\"} == 1)",
+        expression: "(time() - l2l_last_step_timestamp_seconds > 60 + 5 * l2l_step_seconds_sum / clamp_min(l2l_step_seconds_count, 1) + 600 * (l2l_step_seconds_count == bool 0)) and on (run) (sum by (run) (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
         after: "1m", severity: "critical",
         summary: "no step for five times as long as steps take",
-        means: "The run is in its steps, and the last one ended more than a minute and more than five mean steps ago. The watchdog (`watchdog.seconds`) ends a ring in which nothing moves; what moves and does not come forward is a machine that is busy with something else, or a disk that does not answer.",
+        means: "The run is in its steps, or a look or a checkpoint between them, and the last step ended more than a minute and five mean steps ago (the first has ten minutes more). The watchdog (`watchdog.seconds`) ends a ring in which nothing moves; what moves and does not come forward is a machine that is busy with something else, or a disk that does not answer.",
         todo: &["Look at the live page, or at *l2l: channels*: who is starved, who is blocked?", "`l2l_lane_seconds_total` says which lane still works.", "Look at the machine: memory that is swapped, other processes, a disk that hangs.", "If the run was stopped by hand (a debugger, `SIGSTOP`), let it go on."],
         fires: &[("l2l_last_step_timestamp_seconds{run=\"r\"}", "0x20"), ("l2l_step_seconds_sum{run=\"r\"}", "10x20"), ("l2l_step_seconds_count{run=\"r\"}", "10x20"), ("l2l_state{run=\"r\",state=\"training\"}", "1x20")],
         silent: &[("l2l_last_step_timestamp_seconds{run=\"r\"}", "0+60x20"), ("l2l_step_seconds_sum{run=\"r\"}", "10+60x20"), ("l2l_step_seconds_count{run=\"r\"}", "10+60x20"), ("l2l_state{run=\"r\",state=\"training\"}", "1x20")],
@@ -129,10 +130,10 @@ const ALERTS: &[Alert] = &[
     },
     Alert {
         name: "L2lCheckpointOld",
-        expression: "(time() - l2l_checkpoint_last_success_timestamp_seconds > 21600) and on (run) (l2l_checkpoint_last_success_timestamp_seconds > 0) and on (run) (l2l_state{state=\"training\"} == 1)",
+        expression: "(time() - l2l_checkpoint_last_success_timestamp_seconds > 21600) and on (run) (l2l_checkpoint_last_success_timestamp_seconds > 0) and on (run) (sum by (run) (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
         after: "5m", severity: "warning",
         summary: "the last checkpoint is more than six hours old",
-        means: "What a failure costs now is more than six hours of steps.",
+        means: "What a failure costs now is more than six hours of steps. A run that wants checkpoints and has none yet counts from its begin.",
         todo: &["`checkpoint.every_steps` smaller.", "An interrupt (Ctrl-C) finishes the step, writes a checkpoint and ends; `--resume` goes on."],
         fires: &[("l2l_checkpoint_last_success_timestamp_seconds{run=\"r\"}", "1x500"), ("l2l_state{run=\"r\",state=\"training\"}", "1x500")],
         silent: &[("l2l_checkpoint_last_success_timestamp_seconds{run=\"r\"}", "0x500"), ("l2l_state{run=\"r\",state=\"training\"}", "1x500")],
@@ -146,6 +147,16 @@ const ALERTS: &[Alert] = &[
         todo: &["Is the disk full, or the directory no longer writable? The error says which.", "`--resume` goes on from the last checkpoint."],
         fires: &[("l2l_checkpoint_failures_total{run=\"r\"}", "0 0 0 1x20")],
         silent: &[("l2l_checkpoint_failures_total{run=\"r\"}", "0x20")],
+    },
+    Alert {
+        name: "L2lVanished",
+        expression: "(last_over_time(l2l_step[15m]) < last_over_time(l2l_steps_target[15m])) unless on (run) l2l_step",
+        after: "1m", severity: "critical",
+        summary: "the run is gone before its last step",
+        means: "It was scraped within the last quarter of an hour, was not done, and answers no more: it failed, was stopped, or the system ended it (no memory, say). A run that fails waits up to 15 s for one more scrape, so its last samples say what of (`l2l_faults_total`); one that the system ended says nothing.",
+        todo: &["Its output says what failed, and whether the model is whole.", "The system's log says whether it was short of memory.", "`--resume` goes on from the last checkpoint."],
+        fires: &[("l2l_step{run=\"r\"}", "1 2 3 4 5 stale"), ("l2l_steps_target{run=\"r\"}", "100x4 stale")],
+        silent: &[("l2l_step{run=\"r\"}", "1 2 3 4 100 stale"), ("l2l_steps_target{run=\"r\"}", "100x4 stale")],
     },
     Alert {
         name: "L2lWatchdog",

@@ -329,7 +329,7 @@ impl Hands for Cpu {
         let mut steps = self.steps.lock().expect("nothing panics inside");
         steps.swap(0, 1);
         steps[0] = Some(Arc::new(data));
-        self.ledger.begins(now);
+        self.ledger.begins(now, step.number, goal == Goal::Train);
     }
 
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
