@@ -135,6 +135,24 @@ fn what_cannot_be_written_is_said_first() {
     }
 }
 
+/// A run that is refused leaves the report and the timeline of the one before as they were.
+#[test]
+fn what_was_written_before_stays() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (config, trace, report) =
+        (config(&folder), path(&folder, "trace.json"), path(&folder, "report"));
+    let arguments = ["train", &config, "--trace", &trace, "--report", &report];
+    good(&arguments);
+    let page = path(&folder, "report/report.html");
+    let before = [&trace, &page].map(|path| fs::read(path).expect("it is there"));
+    let output = l2l(&[&arguments[..], &["--set", "device.memory=1KB"]].concat());
+    assert_eq!(output.status.code(), Some(2));
+    assert!([&trace, &page].map(|path| fs::read(path).expect("it is there")) == before);
+    let same = format!("metrics.file={trace}");
+    let output = l2l(&[&arguments[..], &["--set", &same]].concat());
+    assert_eq!(output.status.code(), Some(2), "two in one file");
+}
+
 #[test]
 fn a_step_is_drawn() {
     let folder = tempfile::tempdir().expect("a folder");

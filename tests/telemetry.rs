@@ -131,6 +131,40 @@ fn times_add_up() {
     }
 }
 
+/// A look between steps is outside them: what is told of training is what its steps told, and a watch
+/// holds nothing of a run that has ended.
+#[test]
+fn looks_are_no_training() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let config = config(3);
+        let mut batches = Batches::open(&config).expect("random data");
+        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let watch = trainer.watch();
+        let (mut told, mut operations) = (0.0, 0);
+        for _ in 0..3 {
+            let batch = batches.next().await.expect("random data");
+            let report = trainer.step(batch).await.expect("nothing fails here");
+            told += report.exposed_wait_seconds;
+            operations = watch.tally().tracks[1].operations;
+            let held = batches.next().await.expect("random data");
+            trainer.evaluate([Ok(held)]).await.expect("nothing fails here");
+            assert_eq!(watch.tally().tracks[1].operations, operations);
+        }
+        let tally = watch.tally();
+        close("exposed wait", told, tally.exposed().as_secs_f64(), 0.001);
+        let view = watch.view(u64::MAX);
+        assert!(view.slices.iter().all(|slice| slice.step % 2 == 0), "looks are every second step");
+        assert_eq!(view.validations.len(), 3);
+        let parts = tally.tracks[1].busy + tally.exposed() + tally.outside;
+        adds_up("with looks", parts.as_secs_f64(), view.seconds);
+        trainer.stop().await.expect("nothing fails here");
+        let [a, b] = [watch.view(0), watch.view(0)];
+        assert_eq!(a.seconds, b.seconds, "the lanes are gone, and their clock with them");
+        assert_eq!(a.actors[0].starved, b.actors[0].starved);
+    });
+}
+
 /// Bytes counted inside the copies, bytes of slices, and the schedule's function are one.
 #[test]
 fn bytes_are_the_schedules() {
