@@ -27,8 +27,9 @@ pub(super) const RECORDED: &[(&str, &str)] = &[
     ),
     (
         "l2l:wait:share",
-        "(sum by (run, cause) (label_replace(rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[5m]), \
-         \"cause\", \"host\", \"cause\", \"ring\")) or \
+        "(sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!~\"outside|host|ring\"}[5m])) or \
+         label_replace(sum by (run) (rate(l2l_compute_wait_seconds_total{cause=~\"host|ring\"}[5m])), \
+         \"cause\", \"host\", \"\", \"\") or \
          label_replace(sum by (run) (rate(l2l_lane_seconds_total{lane=\"file\"}[5m])), \"cause\", \
          \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
     ),
@@ -85,7 +86,7 @@ const ALERTS: &[Alert] = &[
         summary: "transfers hold the run up",
         means: "More than a quarter of the time the compute lane waits for something on its way over the link.",
         todo: &["A larger `step.batch` makes visits longer, while a block crosses the link as often as before.", "`channels.weights = 2` lets a block arrive under the layer before it.", "`stash.place = \"device\"` keeps activations off the link, where the device has the memory."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
+        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"host\"}", "0+1x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"ring\"}", "0+1x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
         silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"update\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
     },
     Alert {
