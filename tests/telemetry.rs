@@ -141,12 +141,12 @@ fn looks_are_no_training() {
         let mut batches = Batches::open(&config).expect("random data");
         let mut trainer = Trainer::start(config).expect("a case of ours");
         let watch = trainer.watch();
-        let (mut told, mut operations) = (0.0, 0);
+        let mut told = 0.0;
         for _ in 0..3 {
             let batch = batches.next().await.expect("random data");
             let report = trainer.step(batch).await.expect("nothing fails here");
             told += report.exposed_wait_seconds;
-            operations = watch.tally().tracks[1].operations;
+            let operations = watch.tally().tracks[1].operations;
             let held = batches.next().await.expect("random data");
             trainer.evaluate([Ok(held)]).await.expect("nothing fails here");
             assert_eq!(watch.tally().tracks[1].operations, operations);

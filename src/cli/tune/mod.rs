@@ -4,30 +4,24 @@
 //! could be better; these are tried for real, in turns with the user's own. What is better by more
 //! than trials differ among themselves is kept, and of equals the one that takes less memory.
 
+mod tell;
+mod trial;
+
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use l2l::config::{ByteSize, Format, StashPlace};
+use l2l::config::{Format, StashPlace};
 use l2l::data::{Batch, Batches};
 use l2l::models::Model;
 use l2l::telemetry::{Forecast, Observe, Rates, Slice};
 use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, shape_of};
-use serde_json::json;
-use toml_edit::{DocumentMut, Item, Table, value};
 
 use super::plan::rates;
 use super::train::runtime;
 use super::{RateArguments, TuneArguments, print, say};
-
-/// What is tuned.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Settings {
-    micro_batch: usize,
-    place: StashPlace,
-    /// Weights, gradients, reduced, stash.
-    depths: [u32; 4],
-}
+use tell::{conclude, tell, tuned};
+use trial::{Settings, Trial, best_of};
 
 /// Depths that are as good as any, and what smaller ones are tried.
 const GENEROUS: [u32; 4] = [3, 3, 4, 16];
@@ -38,100 +32,6 @@ const EQUAL: f64 = 1.01;
 
 /// Candidates that are tried for real, beside the user's own.
 const CANDIDATES: usize = 4;
-
-/// What trials of one candidate came to.
-struct Trial {
-    settings: Settings,
-    predicted: f64,
-    device_bytes: u64,
-    /// Seconds of a step in each round.
-    seconds: Vec<f64>,
-    bottleneck: Bottleneck,
-    exposed: f64,
-}
-
-impl Settings {
-    fn of(config: &Config) -> Settings {
-        let place = match config.stash.place {
-            StashPlace::Device => StashPlace::Device,
-            StashPlace::Auto | StashPlace::Host => StashPlace::Host,
-        };
-        let depths = &config.channels;
-        let depths = [depths.weights, depths.gradients, depths.reduced, depths.stash];
-        Settings { micro_batch: config.step.micro_batch, place, depths }
-    }
-
-    fn on(&self, config: &Config) -> Config {
-        let mut config = config.clone();
-        config.step.micro_batch = self.micro_batch;
-        config.stash.place = self.place;
-        let channels = &mut config.channels;
-        [channels.weights, channels.gradients, channels.reduced, channels.stash] = self.depths;
-        config
-    }
-
-    /// The keys in which these differ from others, and their values.
-    fn changes(&self, from: &Settings) -> Vec<(&'static str, &'static str, toml_edit::Value)> {
-        let mut changes = Vec::new();
-        if self.micro_batch != from.micro_batch {
-            changes.push(("step", "micro_batch", (self.micro_batch as i64).into()));
-        }
-        if self.place != from.place {
-            let place = if self.place == StashPlace::Device { "device" } else { "host" };
-            changes.push(("stash", "place", place.into()));
-        }
-        let names = ["weights", "gradients", "reduced", "stash"];
-        for (index, name) in names.into_iter().enumerate() {
-            if self.depths[index] != from.depths[index] {
-                changes.push(("channels", name, i64::from(self.depths[index]).into()));
-            }
-        }
-        changes
-    }
-}
-
-impl std::fmt::Display for Settings {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let [weights, gradients, reduced, stash] = self.depths;
-        let place = if self.place == StashPlace::Device { "device" } else { "host" };
-        write!(
-            f,
-            "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the \
-             {place}, micro-batch {}",
-            self.micro_batch
-        )
-    }
-}
-
-impl Trial {
-    fn median(&self) -> f64 {
-        let mut seconds = self.seconds.clone();
-        seconds.sort_by(f64::total_cmp);
-        seconds[seconds.len() / 2]
-    }
-
-    /// How far its rounds lie apart: half of it.
-    fn spread(&self) -> f64 {
-        let most = self.seconds.iter().copied().fold(f64::MIN, f64::max);
-        let least = self.seconds.iter().copied().fold(f64::MAX, f64::min);
-        (most - least) / 2.0
-    }
-
-    /// True when it is as fast as another, as far as rounds tell.
-    fn is_as_fast_as(&self, other: &Trial) -> bool {
-        let noise = self.spread().max(other.spread()).max(0.01 * other.median());
-        self.median() - other.median() <= noise
-    }
-}
-
-/// Of all that are as fast as the fastest, the one that takes the least memory; the user's own, the
-/// first, before others.
-fn best_of(trials: &[Trial]) -> usize {
-    let fastest = trials.iter().min_by(|a, b| a.median().total_cmp(&b.median()));
-    let fastest = fastest.expect("the user's own was tried");
-    let equals = (0..trials.len()).filter(|&index| trials[index].is_as_fast_as(fastest));
-    equals.min_by_key(|&index| (trials[index].device_bytes, index)).expect("the fastest is")
-}
 
 pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let TuneArguments { common, to, steps, rounds } = arguments;
@@ -334,106 +234,54 @@ fn candidates(
     found.into_iter().map(|(settings, seconds, _)| (settings, seconds)).collect()
 }
 
-fn tell(format: Format, trial: &Trial, round: usize) {
-    let seconds = trial.seconds[0];
-    if format == Format::Json {
-        let [weights, gradients, reduced, stash] = trial.settings.depths;
-        let predicted = trial.predicted.is_finite().then_some(trial.predicted);
-        return print(json!({
-            "event": "trial", "round": round, "weights": weights, "gradients": gradients,
-            "reduced": reduced, "stash": stash, "micro_batch": trial.settings.micro_batch,
-            "stash_on_device": trial.settings.place == StashPlace::Device,
-            "step_seconds": seconds, "predicted_seconds": predicted,
-            "device_bytes": trial.device_bytes, "bottleneck": trial.bottleneck.name(),
-            "exposed_wait_fraction": trial.exposed,
-        }));
-    }
-    say(format_args!(
-        "round {round}: {seconds:.3} s a step, {} by {}, {}: {}",
-        ByteSize::from(trial.device_bytes),
-        trial.bottleneck.name(),
-        match trial.predicted.is_finite() {
-            true => format!("predicted {:.3}", trial.predicted),
-            false => format!("exposed wait {:.0} %", 100.0 * trial.exposed),
-        },
-        trial.settings
-    ));
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-/// What was found, and why.
-fn conclude(format: Format, trials: &[Trial], best: usize, disk: Option<f64>, config: &str) {
-    let (own, kept) = (&trials[0], &trials[best]);
-    let step = kept.median();
-    let of_disk = disk.filter(|disk| *disk > 0.1 * (step + disk));
-    let of_disk = of_disk.filter(|disk| *disk > kept.exposed * step);
-    let bottleneck = of_disk.map_or(own.bottleneck, |_| Bottleneck::Disk).name();
-    let why = if best == 0 {
-        "no other was as fast in less memory, or faster by more than rounds differ".to_string()
-    } else if own.is_as_fast_as(kept) {
-        format!(
-            "as fast ({step:.3} s a step against {:.3}, rounds differ by {:.3} and {:.3}), and it \
-             takes {} of the device against {}",
-            own.median(),
-            kept.spread(),
-            own.spread(),
-            ByteSize::from(kept.device_bytes),
-            ByteSize::from(own.device_bytes)
-        )
-    } else {
-        format!(
-            "{step:.3} s a step against {:.3}, which is more than rounds differ ({:.3} and {:.3})",
-            own.median(),
-            kept.spread(),
-            own.spread()
-        )
-    };
-    let advice = of_disk.map(|disk| {
-        format!(
-            "a checkpoint costs {disk:.3} s a step: checkpoint.every_steps {} times as large would \
-             make it a twentieth",
-            (disk / (0.05 * step)).ceil()
-        )
-    });
-    if format == Format::Json {
-        let [weights, gradients, reduced, stash] = kept.settings.depths;
-        return print(json!({
-            "event": "tuned", "weights": weights, "gradients": gradients, "reduced": reduced,
-            "stash": stash, "micro_batch": kept.settings.micro_batch,
-            "stash_on_device": kept.settings.place == StashPlace::Device,
-            "step_seconds": step, "own_step_seconds": own.median(),
-            "spread_seconds": kept.spread(), "own_spread_seconds": own.spread(),
-            "device_bytes": kept.device_bytes, "bottleneck": bottleneck,
-            "kept_bottleneck": kept.bottleneck.name(), "disk_seconds": disk, "why": why,
-            "advice": advice, "config": config,
-        }));
+    fn config() -> Config {
+        let mut config = Config::default();
+        config.data.train = "random".into();
+        config.model.layers = Some(4);
+        config.model.hidden = Some(32);
+        config.model.heads = Some(4);
+        config.data.sequence_length = Some(16);
+        (config.step.batch, config.step.micro_batch) = (4, 2);
+        let channels = &mut config.channels;
+        (channels.weights, channels.gradients, channels.reduced, channels.stash) = (1, 1, 1, 1);
+        config
     }
-    say(format_args!("bottleneck {bottleneck}; kept {}: {why}", kept.settings));
-    advice.into_iter().for_each(say);
-}
 
-/// The user's own text with what was changed.
-fn tuned(text: &str, written: &Settings, kept: &Trial, first: &Trial) -> Result<String, Error> {
-    let mut document: DocumentMut =
-        text.parse().map_err(|error| Error::Failed(format!("the config: {error}")))?;
-    for (section, key, new) in kept.settings.changes(written) {
-        let section = document.entry(section).or_insert(Item::Table(Table::new()));
-        match section.as_table_like_mut() {
-            Some(section) => {
-                let mut new = new;
-                // With the blanks and the comment that the old one had.
-                if let Some(old) = section.get(key).and_then(Item::as_value) {
-                    *new.decor_mut() = old.decor().clone();
+    /// Bound by the link, by updates, by kernels: what comes first is as good as the best of all
+    /// depths there are, and no depth of it could be smaller.
+    #[test]
+    fn virtual_time_leads_to_the_best_depths() {
+        let (config, own) = (config(), Settings::of(&config()));
+        let model = Model::new(shape_of(&config).expect("a shape of ours"));
+        for (name, flops, link, host) in [
+            ("link", 1e11, 2e7, 1e10),
+            ("update", 1e11, 1e10, 1e8),
+            ("compute", 1e8, 1e10, 1e10),
+            ("balanced", 5e9, 2e8, 4e9),
+        ] {
+            let rates = Rates::of(&config, &model, flops, link, host);
+            let time = |settings: &Settings| {
+                let forecast = Forecast::of(&settings.on(&config), &model, &rates);
+                forecast.expect("a schedule of ours").seconds
+            };
+            let found = candidates(&config, &model, &rates, own);
+            let (first, predicted) = found.first().copied().unwrap_or((own, time(&own)));
+            let mut best = f64::MAX;
+            for weights in 1..=3 {
+                for gradients in 1..=3 {
+                    for reduced in [1, 2, 4] {
+                        for stash in [1, 4, 16] {
+                            let depths = [weights, gradients, reduced, stash];
+                            best = best.min(time(&Settings { depths, ..first }));
+                        }
+                    }
                 }
-                section.insert(key, value(new));
             }
-            None => return Err(Error::Failed("the config has no such section".into())),
+            assert!(predicted <= best * EQUAL * EQUAL, "{name}: {first}: {predicted}, not {best}");
         }
     }
-    Ok(format!(
-        "# l2l tune: {:.3} s a step, {:.3} s before; {} of the device, {} before.\n{document}",
-        kept.median(),
-        first.median(),
-        ByteSize::from(kept.device_bytes),
-        ByteSize::from(first.device_bytes),
-    ))
 }

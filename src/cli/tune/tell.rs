@@ -1,0 +1,124 @@
+//! What `tune` says: each trial, what was kept and why, and the config it writes.
+
+use l2l::config::{ByteSize, Format, StashPlace};
+use l2l::{Bottleneck, Error};
+use serde_json::json;
+use toml_edit::{DocumentMut, Item, Table, value};
+
+use super::super::{print, say};
+use super::trial::{Settings, Trial};
+
+pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
+    let seconds = trial.seconds[0];
+    if format == Format::Json {
+        let [weights, gradients, reduced, stash] = trial.settings.depths;
+        let predicted = trial.predicted.is_finite().then_some(trial.predicted);
+        return print(json!({
+            "event": "trial", "round": round, "weights": weights, "gradients": gradients,
+            "reduced": reduced, "stash": stash, "micro_batch": trial.settings.micro_batch,
+            "stash_on_device": trial.settings.place == StashPlace::Device,
+            "step_seconds": seconds, "predicted_seconds": predicted,
+            "device_bytes": trial.device_bytes, "bottleneck": trial.bottleneck.name(),
+            "exposed_wait_fraction": trial.exposed,
+        }));
+    }
+    say(format_args!(
+        "round {round}: {seconds:.3} s a step, {} by {}, {}: {}",
+        ByteSize::from(trial.device_bytes),
+        trial.bottleneck.name(),
+        match trial.predicted.is_finite() {
+            true => format!("predicted {:.3}", trial.predicted),
+            false => format!("exposed wait {:.0} %", 100.0 * trial.exposed),
+        },
+        trial.settings
+    ));
+}
+
+/// What was found, and why.
+pub(super) fn conclude(
+    format: Format,
+    trials: &[Trial],
+    best: usize,
+    disk: Option<f64>,
+    config: &str,
+) {
+    let (own, kept) = (&trials[0], &trials[best]);
+    let step = kept.median();
+    let of_disk = disk.filter(|disk| *disk > 0.1 * (step + disk));
+    let of_disk = of_disk.filter(|disk| *disk > kept.exposed * step);
+    let bottleneck = of_disk.map_or(own.bottleneck, |_| Bottleneck::Disk).name();
+    let why = if best == 0 {
+        "no other was as fast in less memory, or faster by more than rounds differ".to_string()
+    } else if own.is_as_fast_as(kept) {
+        format!(
+            "as fast ({step:.3} s a step against {:.3}, rounds differ by {:.3} and {:.3}), and it \
+             takes {} of the device against {}",
+            own.median(),
+            kept.spread(),
+            own.spread(),
+            ByteSize::from(kept.device_bytes),
+            ByteSize::from(own.device_bytes)
+        )
+    } else {
+        format!(
+            "{step:.3} s a step against {:.3}, which is more than rounds differ ({:.3} and {:.3})",
+            own.median(),
+            kept.spread(),
+            own.spread()
+        )
+    };
+    let advice = of_disk.map(|disk| {
+        format!(
+            "a checkpoint costs {disk:.3} s a step: checkpoint.every_steps {} times as large would \
+             make it a twentieth",
+            (disk / (0.05 * step)).ceil()
+        )
+    });
+    if format == Format::Json {
+        let [weights, gradients, reduced, stash] = kept.settings.depths;
+        return print(json!({
+            "event": "tuned", "weights": weights, "gradients": gradients, "reduced": reduced,
+            "stash": stash, "micro_batch": kept.settings.micro_batch,
+            "stash_on_device": kept.settings.place == StashPlace::Device,
+            "step_seconds": step, "own_step_seconds": own.median(),
+            "spread_seconds": kept.spread(), "own_spread_seconds": own.spread(),
+            "device_bytes": kept.device_bytes, "bottleneck": bottleneck,
+            "kept_bottleneck": kept.bottleneck.name(), "disk_seconds": disk, "why": why,
+            "advice": advice, "config": config,
+        }));
+    }
+    say(format_args!("bottleneck {bottleneck}; kept {}: {why}", kept.settings));
+    advice.into_iter().for_each(say);
+}
+
+/// The user's own text with what was changed.
+pub(super) fn tuned(
+    text: &str,
+    written: &Settings,
+    kept: &Trial,
+    first: &Trial,
+) -> Result<String, Error> {
+    let mut document: DocumentMut =
+        text.parse().map_err(|error| Error::Failed(format!("the config: {error}")))?;
+    for (section, key, new) in kept.settings.changes(written) {
+        let section = document.entry(section).or_insert(Item::Table(Table::new()));
+        match section.as_table_like_mut() {
+            Some(section) => {
+                let mut new = new;
+                // With the blanks and the comment that the old one had.
+                if let Some(old) = section.get(key).and_then(Item::as_value) {
+                    *new.decor_mut() = old.decor().clone();
+                }
+                section.insert(key, value(new));
+            }
+            None => return Err(Error::Failed("the config has no such section".into())),
+        }
+    }
+    Ok(format!(
+        "# l2l tune: {:.3} s a step, {:.3} s before; {} of the device, {} before.\n{document}",
+        kept.median(),
+        first.median(),
+        ByteSize::from(kept.device_bytes),
+        ByteSize::from(first.device_bytes),
+    ))
+}

@@ -1,0 +1,140 @@
+//! What is tuned, and how trials of it are compared.
+
+use l2l::config::StashPlace;
+use l2l::{Bottleneck, Config};
+
+/// What is tuned.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Settings {
+    pub(super) micro_batch: usize,
+    pub(super) place: StashPlace,
+    /// Weights, gradients, reduced, stash.
+    pub(super) depths: [u32; 4],
+}
+
+/// What trials of one candidate came to.
+pub(super) struct Trial {
+    pub(super) settings: Settings,
+    pub(super) predicted: f64,
+    pub(super) device_bytes: u64,
+    /// Seconds of a step in each round.
+    pub(super) seconds: Vec<f64>,
+    pub(super) bottleneck: Bottleneck,
+    pub(super) exposed: f64,
+}
+
+impl Settings {
+    pub(super) fn of(config: &Config) -> Settings {
+        let place = match config.stash.place {
+            StashPlace::Device => StashPlace::Device,
+            StashPlace::Auto | StashPlace::Host => StashPlace::Host,
+        };
+        let depths = &config.channels;
+        let depths = [depths.weights, depths.gradients, depths.reduced, depths.stash];
+        Settings { micro_batch: config.step.micro_batch, place, depths }
+    }
+
+    pub(super) fn on(&self, config: &Config) -> Config {
+        let mut config = config.clone();
+        config.step.micro_batch = self.micro_batch;
+        config.stash.place = self.place;
+        let channels = &mut config.channels;
+        [channels.weights, channels.gradients, channels.reduced, channels.stash] = self.depths;
+        config
+    }
+
+    /// The keys in which these differ from others, and their values.
+    pub(super) fn changes(
+        &self,
+        from: &Settings,
+    ) -> Vec<(&'static str, &'static str, toml_edit::Value)> {
+        let mut changes = Vec::new();
+        if self.micro_batch != from.micro_batch {
+            changes.push(("step", "micro_batch", (self.micro_batch as i64).into()));
+        }
+        if self.place != from.place {
+            let place = if self.place == StashPlace::Device { "device" } else { "host" };
+            changes.push(("stash", "place", place.into()));
+        }
+        let names = ["weights", "gradients", "reduced", "stash"];
+        for (index, name) in names.into_iter().enumerate() {
+            if self.depths[index] != from.depths[index] {
+                changes.push(("channels", name, i64::from(self.depths[index]).into()));
+            }
+        }
+        changes
+    }
+}
+
+impl std::fmt::Display for Settings {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let [weights, gradients, reduced, stash] = self.depths;
+        let place = if self.place == StashPlace::Device { "device" } else { "host" };
+        write!(
+            f,
+            "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the \
+             {place}, micro-batch {}",
+            self.micro_batch
+        )
+    }
+}
+
+impl Trial {
+    pub(super) fn median(&self) -> f64 {
+        let mut seconds = self.seconds.clone();
+        seconds.sort_by(f64::total_cmp);
+        seconds[seconds.len() / 2]
+    }
+
+    /// How far its rounds lie apart: half of it.
+    pub(super) fn spread(&self) -> f64 {
+        let most = self.seconds.iter().copied().fold(f64::MIN, f64::max);
+        let least = self.seconds.iter().copied().fold(f64::MAX, f64::min);
+        (most - least) / 2.0
+    }
+
+    /// True when it is as fast as another, as far as rounds tell.
+    pub(super) fn is_as_fast_as(&self, other: &Trial) -> bool {
+        let noise = self.spread().max(other.spread()).max(0.01 * other.median());
+        self.median() - other.median() <= noise
+    }
+}
+
+/// Of all that are as fast as the fastest, the one that takes the least memory; the user's own, the
+/// first, before others.
+pub(super) fn best_of(trials: &[Trial]) -> usize {
+    let fastest = trials.iter().min_by(|a, b| a.median().total_cmp(&b.median()));
+    let fastest = fastest.expect("the user's own was tried");
+    let equals = (0..trials.len()).filter(|&index| trials[index].is_as_fast_as(fastest));
+    equals.min_by_key(|&index| (trials[index].device_bytes, index)).expect("the fastest is")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trial(seconds: &[f64], device_bytes: u64) -> Trial {
+        Trial {
+            settings: Settings::of(&Config::default()),
+            predicted: 0.0,
+            device_bytes,
+            seconds: seconds.to_vec(),
+            bottleneck: Bottleneck::Compute,
+            exposed: 0.0,
+        }
+    }
+
+    #[test]
+    fn the_smallest_of_the_fastest_is_kept() {
+        let own = || trial(&[1.0, 1.1, 0.9], 100);
+        let kept =
+            |others: Vec<Trial>| best_of(&[own()].into_iter().chain(others).collect::<Vec<_>>());
+        assert_eq!(kept(vec![trial(&[0.5, 0.52, 0.51], 900)]), 1, "faster by more than noise");
+        assert_eq!(kept(vec![trial(&[0.95, 1.05, 0.99], 900)]), 0, "noise is no reason");
+        assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 50)]), 1, "as fast, and smaller");
+        assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 100)]), 0, "as fast, and as large");
+        // Each a little slower and smaller than the one before: not step by step to a slow one.
+        let slide = (1..=5).map(|nth| trial(&[1.0 + 0.09 * f64::from(nth)], 100 - nth as u64));
+        assert_eq!(kept(slide.collect()), 1);
+    }
+}
