@@ -167,7 +167,7 @@ impl Ledger {
             accounted: Duration::ZERO,
             last: (None, 0),
             links: vec![Link::default(); LINKS],
-            recent: VecDeque::new(),
+            recent: VecDeque::with_capacity(SLICES), // nothing grows while a run is on its way
             kept_all: true,
         };
         let observers = observers.into_iter().map(|observer| (observer, AtomicBool::new(true)));
@@ -235,8 +235,15 @@ impl Ledger {
     pub fn recent(&self, steps: u64) -> Vec<Slice> {
         let inner = self.lock();
         let newest = inner.recent.back().map_or(0, |slice| slice.step);
-        let of_last = |slice: &&Slice| slice.step.saturating_add(steps) > newest;
-        inner.recent.iter().filter(of_last).copied().collect()
+        // A step's updates may end among the next one's operations: a step more is looked through,
+        // and no further, for lanes wait for this.
+        let within = |slice: &&Slice, steps: u64| slice.step.saturating_add(steps) > newest;
+        let late =
+            inner.recent.iter().rev().take_while(|slice| within(slice, steps.saturating_add(1)));
+        let mut found: Vec<Slice> = late.filter(|slice| within(slice, steps)).copied().collect();
+        drop(inner);
+        found.reverse();
+        found
     }
 }
 
