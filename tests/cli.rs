@@ -4,36 +4,13 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 
+mod program;
+
+use program::{events, good, l2l, of_kind, output};
 use serde_json::Value;
 use tempfile::TempDir;
-
-fn l2l(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
-    command.args(arguments).stdin(Stdio::null());
-    command
-}
-
-fn output(arguments: &[&str]) -> Output {
-    l2l(arguments).output().expect("the program runs")
-}
-
-#[track_caller]
-fn good(arguments: &[&str]) -> String {
-    let output = output(arguments);
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{error}");
-    String::from_utf8(output.stdout).expect("UTF-8")
-}
-
-fn events(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
-}
-
-fn of_kind<'e>(events: &'e [Value], kind: &str) -> Vec<&'e Value> {
-    events.iter().filter(|event| event["event"] == kind).collect()
-}
 
 fn folder() -> TempDir {
     tempfile::tempdir().expect("a place for files")

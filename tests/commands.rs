@@ -3,25 +3,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
+mod program;
+
+use program::{events, good, output};
 use serde_json::{Value, json};
 
 fn goldens(path: &str) -> String {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(path).display().to_string()
-}
-
-fn output(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
-    command.args(arguments).stdin(Stdio::null()).output().expect("the program runs")
-}
-
-#[track_caller]
-fn good(arguments: &[&str]) -> String {
-    let output = output(arguments);
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{error}");
-    String::from_utf8(output.stdout).expect("UTF-8")
 }
 
 #[track_caller]
@@ -31,10 +20,6 @@ fn refused(arguments: &[&str], says: &str) {
     assert_eq!(output.status.code(), Some(2), "{error}");
     assert!(error.contains(says), "{says:?} expected in: {error}");
     assert_eq!(error.lines().count(), 1, "{error}");
-}
-
-fn events(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
 }
 
 fn write(folder: &tempfile::TempDir, name: &str, text: &str) -> String {

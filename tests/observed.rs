@@ -5,27 +5,12 @@
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
 
+mod program;
+
+use program::{events, good, output};
 use serde_json::Value;
 use tempfile::TempDir;
-
-fn l2l(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
-    command.args(arguments).stdin(Stdio::null()).output().expect("the program runs")
-}
-
-#[track_caller]
-fn good(arguments: &[&str]) -> String {
-    let output = l2l(arguments);
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{error}");
-    String::from_utf8(output.stdout).expect("UTF-8")
-}
-
-fn events(text: &str) -> Vec<Value> {
-    text.lines().map(|line| serde_json::from_str(line).expect("an object a line")).collect()
-}
 
 /// A small config, with a comment that a tuned one must keep.
 fn config(folder: &TempDir) -> String {
@@ -127,7 +112,7 @@ fn what_cannot_be_written_is_said_first() {
         (&["--set", "eps.disk_rate=slow"], "12GB/s"),
     ];
     for (arguments, names) in cases {
-        let output = l2l(&[&["train", &config[..]], arguments].concat());
+        let output = output(&[&["train", &config[..]], arguments].concat());
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
         assert!(error.contains(names), "{arguments:?}: {error}");
@@ -145,11 +130,11 @@ fn what_was_written_before_stays() {
     good(&arguments);
     let page = path(&folder, "report/report.html");
     let before = [&trace, &page].map(|path| fs::read(path).expect("it is there"));
-    let output = l2l(&[&arguments[..], &["--set", "device.memory=1KB"]].concat());
+    let output = output(&[&arguments[..], &["--set", "device.memory=1KB"]].concat());
     assert_eq!(output.status.code(), Some(2));
     assert!([&trace, &page].map(|path| fs::read(path).expect("it is there")) == before);
     let same = format!("metrics.file={trace}");
-    let output = l2l(&[&arguments[..], &["--set", &same]].concat());
+    let output = output(&[&arguments[..], &["--set", &same]].concat());
     assert_eq!(output.status.code(), Some(2), "two in one file");
 }
 
@@ -165,7 +150,7 @@ fn a_step_is_drawn() {
     }
     good(&[&["plan", &config, "--draw", &picture][..], &rates].concat());
     assert_eq!(fs::read_to_string(&picture).expect("it is there"), drawn, "time is virtual");
-    let output = l2l(&["plan", &config, "--draw", &picture, "--tflops", "0"]);
+    let output = output(&["plan", &config, "--draw", &picture, "--tflops", "0"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("--tflops"));
 }

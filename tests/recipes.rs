@@ -3,23 +3,14 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 
+mod program;
+
+use program::good;
 use serde_json::{Value, json};
 
 fn root(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
-}
-
-fn good(arguments: &[String]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_l2l"))
-        .args(arguments)
-        .stdin(Stdio::null())
-        .output()
-        .expect("the program runs");
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {error}");
-    String::from_utf8(output.stdout).expect("UTF-8")
 }
 
 /// Lines of a kind of data, enough for a few batches.
