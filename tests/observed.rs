@@ -130,12 +130,12 @@ fn what_was_written_before_stays() {
     good(&arguments);
     let page = path(&folder, "report/report.html");
     let before = [&trace, &page].map(|path| fs::read(path).expect("it is there"));
-    let output = output(&[&arguments[..], &["--set", "device.memory=1KB"]].concat());
-    assert_eq!(output.status.code(), Some(2));
+    let refused = output(&[&arguments[..], &["--set", "device.memory=1KB"]].concat());
+    assert_eq!(refused.status.code(), Some(2));
     assert!([&trace, &page].map(|path| fs::read(path).expect("it is there")) == before);
     let same = format!("metrics.file={trace}");
-    let output = output(&[&arguments[..], &["--set", &same]].concat());
-    assert_eq!(output.status.code(), Some(2), "two in one file");
+    let refused = output(&[&arguments[..], &["--set", &same]].concat());
+    assert_eq!(refused.status.code(), Some(2), "two in one file");
 }
 
 #[test]
