@@ -102,6 +102,8 @@ pub(crate) struct Ring {
     pub(crate) given_up: SetOnce<()>,
     /// True while the relay waits for what the actors do: a step's result, or their end.
     pub(crate) awaited: AtomicBool,
+    /// When the last result was known, in nanoseconds.
+    resolved_at: AtomicU64,
 }
 
 impl Ring {
@@ -118,6 +120,7 @@ impl Ring {
             alive: watch::Sender::new(0),
             given_up: SetOnce::new(),
             awaited: AtomicBool::new(false),
+            resolved_at: AtomicU64::new(0),
         }
     }
 
@@ -187,6 +190,11 @@ impl Ring {
     pub(crate) async fn ended(&self) {
         let mut alive = self.alive.subscribe();
         _ = *alive.wait_for(|&alive| alive == 0).await.expect("the ring holds the sender");
+    }
+
+    /// When the last result was known.
+    pub(crate) fn resolved_at(&self) -> Duration {
+        Duration::from_nanos(self.resolved_at.load(Ordering::Relaxed))
     }
 
     /// When an actor began what it is at, last of all.
@@ -340,6 +348,13 @@ impl Desk {
     ) -> Result<(), Trouble> {
         let ring = self.ring.clone();
         self.wait(State::Starved, For::Fact(content), layer, fact(&ring.facts)).await
+    }
+
+    /// A step's result is known, whenever its caller looks.
+    pub(crate) fn resolves(&self) {
+        let now = self.lanes.now().as_nanos() as u64;
+        self.ring.resolved_at.store(now, Ordering::Relaxed);
+        self.ring.awaited.store(false, Ordering::Relaxed); // also when nobody waits any more
     }
 
     /// Queues an order on its lane.

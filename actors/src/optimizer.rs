@@ -7,7 +7,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::Ordering::Relaxed;
 
 use async_trait::async_trait;
 
@@ -73,7 +72,7 @@ impl Optimizer {
             }
         }
         self.carry(step);
-        self.desk.ring.awaited.store(false, Relaxed); // also when nobody waits any more
+        self.desk.resolves();
         self.resolved.send(Resolved { step: step.number, loss, norm });
         Ok(())
     }

@@ -264,6 +264,11 @@ impl<P: Ports> Relay<P> {
         self.next
     }
 
+    /// When the last result was known, by the lanes' clock, which may be before its caller took it.
+    pub fn resolved_at(&self) -> Duration {
+        self.ring.resolved_at()
+    }
+
     /// The result of the unresolved step, if there is one.
     async fn resolve(&mut self) -> Result<Option<Resolved>, Error> {
         if !self.unresolved {

@@ -10,7 +10,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use l2l_actors::Relay;
-use l2l_actors::ports::Lanes;
 use l2l_actors::threads::ThreadLanes;
 
 pub use evaluate::{Evaluation, Evaluator};
@@ -73,7 +72,7 @@ impl Rest {
         let walked = Walked::of(&mut self.walked, walk, &self.config, &self.model)?;
         let turn = Turn { batch, goal, trained: 0, carries: walked.carries.clone(), memory };
         let resolved = self.relay.step(&walked.schedule, turn).await?;
-        self.lanes.hands().ledger.resolves(self.lanes.now());
+        self.lanes.hands().ledger.resolves(self.relay.resolved_at());
         let told = self.lanes.hands().take_told();
         Ok((resolved.loss, told))
     }

@@ -246,7 +246,8 @@ impl Trainer {
         let turn = Turn { batch, goal, trained: self.progress.step, carries, memory: Vec::new() };
         let resolved = self.relay.step(&walked.schedule, turn).await;
         self.account();
-        self.cpu().ledger.resolves(self.lanes.now());
+        let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
+        self.cpu().ledger.resolves(end);
         resolved.map_err(|error| self.in_steps(error))
     }
 
