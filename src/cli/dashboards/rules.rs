@@ -154,7 +154,7 @@ const ALERTS: &[Alert] = &[
         expression: "(last_over_time(l2l_step[15m]) < last_over_time(l2l_steps_target[15m])) unless on (run) l2l_step",
         after: "1m", severity: "critical",
         summary: "the run is gone before its last step",
-        means: "It was scraped within the last quarter of an hour, was not done, and answers no more: it failed, was stopped, or the system ended it (no memory, say). A run that fails waits up to 15 s for one more scrape, so its last samples say what of (`l2l_faults_total`); one that the system ended says nothing.",
+        means: "It was scraped within the last quarter of an hour, was not done, and answers no more: it failed, was stopped (by hand, or early by `validation.patience`), or the system ended it (no memory, say). A run that fails waits up to 15 s for one more scrape, so its last samples say what of (`l2l_faults_total`); one that the system ended says nothing.",
         todo: &["Its output says what failed, and whether the model is whole.", "The system's log says whether it was short of memory.", "`--resume` goes on from the last checkpoint."],
         fires: &[("l2l_step{run=\"r\"}", "1 2 3 4 5 stale"), ("l2l_steps_target{run=\"r\"}", "100x4 stale")],
         silent: &[("l2l_step{run=\"r\"}", "1 2 3 4 100 stale"), ("l2l_steps_target{run=\"r\"}", "100x4 stale")],
