@@ -122,7 +122,7 @@ impl Rates {
         }
         let block = plan.layout.block as f64 * size_of::<f32>() as f64;
         for (rate, kinds) in
-            [(&mut rates.reduce, ["reduce", "scatter"]), (&mut rates.update, ["update", "update"])]
+            [(&mut rates.reduce, &["reduce", "scatter"][..]), (&mut rates.update, &["update"])]
         {
             let (seconds, _, count) = time(&|slice| kinds.contains(&slice.kind));
             if seconds > 0.0 {

@@ -20,7 +20,7 @@ use super::{Observe, Slice, Track};
 
 /// What the compute lane stood still for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Cause {
+pub enum WaitCause {
     /// Something on its way to the device.
     Upload,
     /// Something on its way from it.
@@ -33,10 +33,15 @@ pub enum Cause {
     Ring,
 }
 
-impl Cause {
+impl WaitCause {
     /// All.
-    pub const ALL: [Cause; 5] =
-        [Cause::Upload, Cause::Download, Cause::Host, Cause::Update, Cause::Ring];
+    pub const ALL: [WaitCause; 5] = [
+        WaitCause::Upload,
+        WaitCause::Download,
+        WaitCause::Host,
+        WaitCause::Update,
+        WaitCause::Ring,
+    ];
 
     /// Its name in metrics and events.
     pub fn name(self) -> &'static str {
@@ -45,16 +50,16 @@ impl Cause {
 
     /// True for what crosses the link.
     pub fn is_transfer(self) -> bool {
-        matches!(self, Cause::Upload | Cause::Download)
+        matches!(self, WaitCause::Upload | WaitCause::Download)
     }
 
-    fn of(lane: Lane) -> Cause {
+    fn of(lane: Lane) -> WaitCause {
         match lane {
-            Lane::Upload => Cause::Upload,
-            Lane::Download => Cause::Download,
-            Lane::Host => Cause::Host,
-            Lane::Update => Cause::Update,
-            Lane::Compute => Cause::Ring,
+            Lane::Upload => WaitCause::Upload,
+            Lane::Download => WaitCause::Download,
+            Lane::Host => WaitCause::Host,
+            Lane::Update => WaitCause::Update,
+            Lane::Compute => WaitCause::Ring,
         }
     }
 }
@@ -66,8 +71,6 @@ pub struct LaneTally {
     pub busy: Duration,
     /// Operations.
     pub operations: u64,
-    /// Bytes they moved, by the schedule.
-    pub bytes: u64,
 }
 
 /// What was done for a layer.
@@ -76,8 +79,8 @@ pub struct LayerTally {
     /// Time of visits, forward and backward, on the lanes of upload, compute, download and host
     /// (gathers and scatters).
     pub visits: [[Duration; 4]; 2],
-    /// Time in which the compute lane stood still for it, by [`Cause`].
-    pub waited: [Duration; Cause::ALL.len()],
+    /// Time in which the compute lane stood still for it, by [`WaitCause`].
+    pub waited: [Duration; WaitCause::ALL.len()],
     /// Updates of its blocks.
     pub updates: u64,
 }
@@ -90,8 +93,8 @@ impl LayerTally {
 
     /// Time in which the compute lane stood still for it, because of transfers or not.
     pub fn waited(&self, transfer: bool) -> Duration {
-        let of = |cause: &&Cause| cause.is_transfer() == transfer;
-        Cause::ALL.iter().filter(of).map(|&cause| self.waited[cause as usize]).sum()
+        let of = |cause: &&WaitCause| cause.is_transfer() == transfer;
+        WaitCause::ALL.iter().filter(of).map(|&cause| self.waited[cause as usize]).sum()
     }
 }
 
@@ -100,8 +103,8 @@ impl LayerTally {
 pub struct Tally {
     /// By [`Track`].
     pub tracks: [LaneTally; Track::ALL.len()],
-    /// Time in which the compute lane stood still within steps, by [`Cause`].
-    pub waited: [Duration; Cause::ALL.len()],
+    /// Time in which the compute lane stood still within steps, by [`WaitCause`].
+    pub waited: [Duration; WaitCause::ALL.len()],
     /// Time outside steps: between the end of one and the begin of the next.
     pub outside: Duration,
     /// By layer.
@@ -262,7 +265,6 @@ impl Inner {
         let track = &mut self.tally.tracks[slice.track.index()];
         track.busy += took;
         track.operations += 1;
-        track.bytes += slice.bytes;
         if self.recent.len() == SLICES {
             self.recent.pop_front();
             self.kept_all = false;
@@ -308,7 +310,7 @@ impl Inner {
         while until > begin {
             let found = released_by.map(|number| (number, self.links[number as usize % LINKS]));
             let link = found.filter(|(number, link)| link.lane.is_some() && link.number == *number);
-            let mut add = |cause: Cause, since: Duration| {
+            let mut add = |cause: WaitCause, since: Duration| {
                 let since = since.max(begin);
                 let time = until.saturating_sub(since);
                 self.tally.waited[cause as usize] += time;
@@ -318,11 +320,11 @@ impl Inner {
                 until = until.min(since);
             };
             let Some((_, link)) = link else {
-                add(Cause::Ring, begin);
+                add(WaitCause::Ring, begin);
                 return;
             };
-            add(Cause::Ring, link.end);
-            add(Cause::of(link.lane.expect("it was looked at")), link.begin);
+            add(WaitCause::Ring, link.end);
+            add(WaitCause::of(link.lane.expect("it was looked at")), link.begin);
             released_by = link.released_by;
         }
     }
@@ -367,8 +369,8 @@ mod tests {
         ledger.heard(&look);
         ledger.resolves(at(19));
         let tally = ledger.tally(at(20));
-        let of = |cause: Cause| tally.waited[cause as usize].as_secs();
-        assert_eq!(Cause::ALL.map(of), [1, 2, 0, 5, 1 + 1 + 1]);
+        let of = |cause: WaitCause| tally.waited[cause as usize].as_secs();
+        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 1 + 1 + 1]);
         assert_eq!(tally.outside, at(1 + 5));
         let busy = tally.tracks[Track::Lane(Lane::Compute).index()].busy;
         assert_eq!(busy + tally.exposed() + tally.outside, at(20), "they add up to the time");
@@ -384,7 +386,7 @@ mod tests {
         ledger.begins(Duration::ZERO, 0, true);
         ledger.heard(&slice(7, Lane::Compute, 3, 4, Some(6)));
         assert_eq!(
-            ledger.tally(Duration::from_secs(4)).waited[Cause::Ring as usize],
+            ledger.tally(Duration::from_secs(4)).waited[WaitCause::Ring as usize],
             Duration::from_secs(3)
         );
     }

@@ -223,10 +223,10 @@ pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64))
     for state in State::ALL {
         tell("l2l_state", &[state.name()], f64::from(u8::from(state == view.state)));
     }
+    tell("l2l_last_step_timestamp_seconds", &[], view.last_step);
     let mut known = |name: &str, value: Option<f64>| {
         value.into_iter().for_each(|value| tell(name, &[], value));
     };
-    known("l2l_last_step_timestamp_seconds", Some(view.last_step));
     known("l2l_last_step_seconds", view.step_seconds);
     known("l2l_tokens_per_second", view.tokens_per_second);
     known("l2l_loss", view.loss);

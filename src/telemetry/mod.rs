@@ -26,7 +26,7 @@ mod watch;
 
 pub use forecast::{Forecast, Rates};
 pub use gantt::draw;
-pub use ledger::{Cause, LaneTally, LayerTally, Ledger, Tally};
+pub use ledger::{LaneTally, LayerTally, Ledger, Tally, WaitCause};
 pub use list::{Kind, METRICS, Metric, Unit, samples};
 pub use page::{live, report};
 #[cfg(feature = "metrics")]

@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::ledger::Ledger;
 use super::story::{FAULTS, Story, unix_seconds};
-use super::{Cause, Point, Slice, State, Tally, Track};
+use super::{Point, Slice, State, Tally, Track, WaitCause};
 use crate::config::Plan;
 use crate::devices::cpu::Used;
 
@@ -315,7 +315,7 @@ impl Watch {
             channels: self.0.observer.pools().iter().map(channel).collect(),
             actors: self.0.observer.spent().map(actor).into(),
             lanes: Track::ALL.map(|track| lane(track, &tally)).into(),
-            waited: Cause::ALL
+            waited: WaitCause::ALL
                 .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
                 .into(),
             outside: tally.outside.as_secs_f64(),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::telemetry::Cause;
+use crate::telemetry::WaitCause;
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -52,19 +52,19 @@ impl Bottleneck {
         ["compute", "upload", "download", "host", "update", "disk"][self as usize]
     }
 
-    /// Of what was waited for in so much time, by [`Cause`], and what the disk took of it. Kernels
+    /// Of what was waited for in so much time, by [`WaitCause`], and what the disk took of it. Kernels
     /// are to blame when nothing else has a tenth of the time.
     pub(super) fn of(
         seconds: f64,
-        waited: [Duration; Cause::ALL.len()],
+        waited: [Duration; WaitCause::ALL.len()],
         disk: Duration,
     ) -> Bottleneck {
-        let of = |cause: Cause| waited[cause as usize];
+        let of = |cause: WaitCause| waited[cause as usize];
         let most = [
-            (Bottleneck::Upload, of(Cause::Upload)),
-            (Bottleneck::Download, of(Cause::Download)),
-            (Bottleneck::Host, of(Cause::Host) + of(Cause::Ring)),
-            (Bottleneck::Update, of(Cause::Update)),
+            (Bottleneck::Upload, of(WaitCause::Upload)),
+            (Bottleneck::Download, of(WaitCause::Download)),
+            (Bottleneck::Host, of(WaitCause::Host) + of(WaitCause::Ring)),
+            (Bottleneck::Update, of(WaitCause::Update)),
             (Bottleneck::Disk, disk),
         ];
         let most = most.into_iter().max_by_key(|(_, time)| *time).expect("there are some");
