@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use l2l::actors::ports::Lane;
-use l2l::telemetry::{Histograms, Ledger, Observe, Slice, Trace, Track, recorder};
+use l2l::telemetry::{Histograms, Ledger, Observe, Slice, Trace, recorder};
 
 const ROUNDS: usize = 15;
 const OPERATIONS: u64 = 20_000;
@@ -17,7 +17,7 @@ fn slice(number: u64) -> Slice {
     let begin = Duration::from_micros(100 * number);
     Slice {
         number: Some(number),
-        track: Track::Lane(lane),
+        lane,
         kind: ["weights", "forward", "output"][number as usize % 3],
         step: number / 600,
         layer: Some((number / 12 % 50) as u32),

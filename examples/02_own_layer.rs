@@ -4,8 +4,8 @@
 
 use l2l::data::Batches;
 use l2l::models::{
-    Activation, Backward, Block, Final, Forward, Init, Kernels, Kind, Layer, Linear, Model, Rows,
-    Stem, Tensor, View, tensor_views,
+    Activation, Backward, Block, Final, Forward, Init, Keep, Kernels, Kind, Layer, Linear, Model,
+    Rows, Stem, Tensor, View, tensor_views,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -50,7 +50,7 @@ impl Layer for Adapter {
     }
 
     /// Nothing: the backward computes the little it needs again.
-    fn kept_len(&self, _positions: usize) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
         0
     }
 

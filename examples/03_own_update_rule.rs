@@ -21,7 +21,7 @@ impl UpdateRule for Lion {
         &self,
         tensors: &[Tensor],
         parameters: &mut [f32],
-        states: &mut [Vec<f32>],
+        states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {

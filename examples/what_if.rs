@@ -26,9 +26,16 @@ fn seconds(amount: f64, rate: f64) -> Duration {
 
 fn model() -> Model {
     let parameters = 12 * HIDDEN * HIDDEN;
-    let stack = Block { bytes: 2 * parameters, gradient_bytes: 4 * parameters, frozen: false };
-    let rows = Block { bytes: 2 * 50257 * HIDDEN, gradient_bytes: 0, frozen: true };
-    let boundary = |slots| Boundary { slots, bytes_per_sequence: 2 * SEQUENCE * HIDDEN };
+    let stack = Block {
+        bytes: 2 * parameters,
+        gradient_bytes: 4 * parameters,
+        state_bytes: 12 * parameters,
+        frozen: false,
+    };
+    let rows = Block { bytes: 2 * 50257 * HIDDEN, gradient_bytes: 0, state_bytes: 0, frozen: true };
+    let sized =
+        |slots, bytes| Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes };
+    let boundary = |slots| sized(slots, 2 * SEQUENCE * HIDDEN);
     let layer = |index| Layer { role: Role::Stack, blocks: vec![BlockId(index)], keeps: true };
     let embedding = Layer { role: Role::Embedding, blocks: vec![BlockId(0)], keeps: false };
     Model {
@@ -36,7 +43,7 @@ fn model() -> Model {
         layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),
         hidden: boundary(1),
         intermediates: boundary(16),
-        statistics: Boundary { slots: 1, bytes_per_sequence: 16 * SEQUENCE },
+        statistics: sized(1, 16 * SEQUENCE),
         head_gradient: boundary(2),
     }
 }

@@ -46,13 +46,18 @@ impl Arena {
 
     /// Copies floats to a view, for whoever has the arena to itself.
     pub(crate) fn fill(&mut self, view: View, values: &[f32]) {
+        self.values_mut(view).copy_from_slice(values);
+    }
+
+    /// The floats of a view, to write, for whoever has the arena to itself.
+    pub(crate) fn values_mut(&mut self, view: View) -> &mut [f32] {
         // SAFETY: `&mut self` says that nobody else has it.
-        unsafe { self.write(view) }.copy_from_slice(values);
+        unsafe { self.write(view) }
     }
 
     /// The floats of a view, for whoever has the arena to itself.
     pub(crate) fn values(&mut self, view: View) -> &[f32] {
-        // SAFETY: as in `fill`.
+        // SAFETY: as in `values_mut`.
         unsafe { self.read(view) }
     }
 

@@ -34,7 +34,7 @@ mod trainer;
 
 pub use config::{Config, Plan, shape_of};
 pub use error::Error;
-pub use trainer::{Bottleneck, Builder, StepReport, Summary, Trainer};
+pub use trainer::{Bottleneck, Builder, StepReport, Summary, Trainer, state_on_file};
 
 /// The page's program compiles.
 #[cfg(doctest)]

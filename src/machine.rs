@@ -1,6 +1,7 @@
 //! What this machine has: memory as the system tells it, and rates as they are measured.
 
 use std::fs;
+use std::path::Path;
 use std::time::Instant;
 
 use crate::devices::cpu;
@@ -23,13 +24,58 @@ pub fn total_memory() -> Option<u64> {
     kibibytes("/proc/meminfo", "MemTotal:")
 }
 
-/// Bytes this process can have: what the machine has free, and its control group allows.
+/// Bytes this process can still have: what the machine has free, its control groups and its own limits
+/// allow.
 pub fn available_memory() -> Option<u64> {
-    let group = |file: &str| -> Option<u64> {
-        fs::read_to_string(format!("/sys/fs/cgroup/memory.{file}")).ok()?.trim().parse().ok()
+    memory_limit().map(|(bytes, _)| bytes)
+}
+
+/// The same, with what it is that allows so little, to be told in front of a size.
+pub(crate) fn memory_limit() -> Option<(u64, &'static str)> {
+    let machine = kibibytes("/proc/meminfo", "MemAvailable:");
+    let machine = machine.map(|bytes| (bytes, "this machine has free"));
+    let group = group_memory().map(|bytes| (bytes, "this process's control group allows"));
+    let limit = |name: &str, used: &str| {
+        let limits = fs::read_to_string("/proc/self/limits").ok()?;
+        let line = limits.lines().find_map(|line| line.strip_prefix(name))?;
+        let limit: u64 = line.split_whitespace().next()?.parse().ok()?; // or "unlimited"
+        Some(limit.saturating_sub(kibibytes("/proc/self/status", used)?))
     };
-    let of_group = group("max").zip(group("current")).map(|(max, used)| max.saturating_sub(used));
-    kibibytes("/proc/meminfo", "MemAvailable:").into_iter().chain(of_group).min()
+    let data = limit("Max data size", "VmData:");
+    let data = data.map(|bytes| (bytes, "this process's limit of data (ulimit -d) allows"));
+    let space = limit("Max address space", "VmSize:");
+    let space = space.map(|bytes| (bytes, "this process's limit of memory (ulimit -v) allows"));
+    machine.into_iter().chain(group).chain(data).chain(space).min_by_key(|(bytes, _)| *bytes)
+}
+
+/// Bytes that control groups allow, this process's own and those above it.
+fn group_memory() -> Option<u64> {
+    let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let number = |folder: &Path, file: &str| -> Option<u64> {
+        fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
+    };
+    let left = |folder: &Path, most: &str, used: &str| {
+        number(folder, most).zip(number(folder, used)).map(|(most, used)| most.saturating_sub(used))
+    };
+    let of_line = |line: &str| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
+        let (root, most, used) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max", "memory.current"),
+            "memory" => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+            _ => return None,
+        };
+        let own = Path::new(root).join(path);
+        let above = own.ancestors().take_while(|folder| folder.starts_with(root));
+        above.filter_map(|folder| left(folder, most, used)).min()
+    };
+    groups.lines().filter_map(of_line).min()
+}
+
+/// Bytes that a file in a folder may still take.
+pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
+    let found = rustix::fs::statvfs(folder).ok()?;
+    Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// What the system says of this process.

@@ -4,9 +4,13 @@
 //! by an earlier visit of the device. That is safe without a lock, for what a visit writes is
 //! downloaded after it ran, and it ran after all inputs of the visits before it had arrived. What
 //! the host reads (loss, scatter) keeps its place.
+//!
+//! A boundary may be *packed*: of half the size, each number rounded to bf16.
 
 use std::collections::HashMap;
 
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use l2l_actors::schedule::{BoundaryId, MicroBatch, Schedule};
 
 /// Where each boundary lies, in floats.
@@ -58,7 +62,8 @@ pub(crate) fn layout(
     let mut floats = 0;
     for (index, visit) in schedule.visits.iter().enumerate() {
         for &id in &visit.writes {
-            let per_sequence = schedule.boundary(id).bytes_per_sequence as usize / size_of::<f32>();
+            let stashed = schedule.boundary(id).stashed_per_sequence as usize;
+            let per_sequence = stashed / size_of::<f32>();
             let place = &mut places[id.0 as usize];
             if place.is_some() || is_elsewhere(id) {
                 continue; // another micro-batch of it was written before
@@ -78,4 +83,35 @@ pub(crate) fn layout(
     }
     let places = places.into_iter().map(Option::unwrap_or_default).collect();
     StashLayout { places, before, floats }
+}
+
+/// Bytes of so many floats when they are packed: whole floats again.
+pub(crate) fn packed_bytes(floats: usize) -> u64 {
+    (floats.div_ceil(2) * size_of::<f32>()) as u64
+}
+
+/// The numbers of each of so many sequences in a packed place; the last may be nobody's.
+pub(crate) fn packed(place: &[f32], sequences: usize) -> impl Iterator<Item = &[bf16]> {
+    place.chunks_exact(place.len() / sequences).map(|place| bytemuck::cast_slice(place))
+}
+
+/// The same to write.
+pub(crate) fn packed_mut(place: &mut [f32], sequences: usize) -> impl Iterator<Item = &mut [bf16]> {
+    place.chunks_exact_mut(place.len() / sequences).map(|place| bytemuck::cast_slice_mut(place))
+}
+
+/// Packs so many sequences.
+pub(crate) fn pack(place: &mut [f32], from: &[f32], sequences: usize) {
+    let floats = from.len() / sequences;
+    for (place, from) in packed_mut(place, sequences).zip(from.chunks_exact(floats)) {
+        place[..floats].convert_from_f32_slice(from);
+    }
+}
+
+/// Unpacks so many sequences.
+pub(crate) fn unpack(to: &mut [f32], place: &[f32], sequences: usize) {
+    let floats = to.len() / sequences;
+    for (place, to) in packed(place, sequences).zip(to.chunks_exact_mut(floats)) {
+        place[..floats].convert_to_f32_slice(to);
+    }
 }

@@ -3,7 +3,7 @@
 use crate::arena::Arena;
 use crate::devices::cpu::CpuKernels;
 use crate::models::{
-    Backward, Draw, Forward, Init, Layer, Loss, Micro, Rows, Scratch, View, block_len,
+    Backward, Draw, Forward, Init, Keep, Layer, Loss, Micro, Rows, Scratch, View, block_len,
     tensor_ranges,
 };
 use crate::random;
@@ -60,7 +60,7 @@ impl<'l> Bench<'l> {
         let (block, hidden) = (block_len(&layer.tensors()), rows.count() * channels);
         let (weights, gradient) = (place(block), place(block));
         let [x, y, dy, dx] = [hidden; 4].map(&mut place);
-        let kept = place(layer.kept_len(rows.positions) * rows.sequences);
+        let kept = place(layer.kept_len(rows.positions, Keep::All) * rows.sequences);
         let at = end;
         // The last sequence is shorter: its end is padding.
         let mut lengths = vec![rows.positions; rows.sequences];
@@ -84,7 +84,7 @@ impl<'l> Bench<'l> {
             workspace,
         };
         // The same walk without memory tells how much it needs.
-        let needs = bench.forward(None, false).max(bench.backward(None, false, false));
+        let needs = bench.forward(None, None).max(bench.backward(None, None, false));
         bench.workspace.len = needs;
         bench.memory = Arena::new(at + needs).expect("memory for a check");
         bench
@@ -102,11 +102,11 @@ impl<'l> Bench<'l> {
         }
     }
 
-    fn kept(&self, keeps: bool) -> Option<View> {
-        Some(self.kept).filter(|kept| keeps && kept.len > 0)
+    fn kept(&self, keeps: Option<Keep>) -> Option<(Keep, View)> {
+        keeps.map(|keep| (keep, self.kept)).filter(|(_, view)| view.len > 0)
     }
 
-    fn forward(&self, memory: Option<&Arena>, keeps: bool) -> usize {
+    fn forward(&self, memory: Option<&Arena>, keeps: Option<Keep>) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace);
         let (micro, kept) = (self.micro(), self.kept(keeps));
@@ -116,7 +116,7 @@ impl<'l> Bench<'l> {
         scratch.peak()
     }
 
-    fn backward(&self, memory: Option<&Arena>, keeps: bool, accumulate: bool) -> usize {
+    fn backward(&self, memory: Option<&Arena>, keeps: Option<Keep>, accumulate: bool) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace);
         let pass = Backward {
@@ -138,7 +138,7 @@ impl<'l> Bench<'l> {
     fn value(&mut self, weights: &[f32], x: &[f32]) -> f64 {
         self.memory.fill(self.weights, weights);
         self.memory.fill(self.x, x);
-        self.forward(Some(&self.memory), false);
+        self.forward(Some(&self.memory), None);
         let dy = self.memory.values(self.dy).to_vec();
         dot(self.memory.values(self.y), &dy)
     }
@@ -173,7 +173,7 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
     bench.memory.fill(bench.x, &x);
     bench.memory.fill(bench.dy, &dy);
     bench.memory.fill(bench.gradient, &vec![f32::NAN; bench.gradient.len]);
-    bench.backward(Some(&bench.memory), false, false);
+    bench.backward(Some(&bench.memory), None, false);
     let (dx, gradient) =
         (bench.memory.values(bench.dx).to_vec(), bench.memory.values(bench.gradient).to_vec());
 
@@ -209,10 +209,6 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
         compare(&tensor.name, Some(range.clone()), &gradient[range])?;
     }
 
-    bench.memory.fill(bench.weights, &weights);
-    bench.memory.fill(bench.x, &x);
-    bench.forward(Some(&bench.memory), true);
-    bench.backward(Some(&bench.memory), true, false);
     let same = |name: &str, one: &[f32], other: &[f32]| {
         let differs = one.iter().zip(other).find(|(one, other)| one.to_bits() != other.to_bits());
         differs.map_or(Ok(()), |(one, other)| {
@@ -220,12 +216,18 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
             Err(Mismatch { what, backward: f64::from(*one), forward: f64::from(*other) })
         })
     };
-    same("the input", &dx, bench.memory.values(bench.dx))?;
-    let kept = bench.memory.values(bench.gradient).to_vec();
-    for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
-        same(&tensor.name, &gradient[range.clone()], &kept[range])?;
+    for keep in [Keep::AllButAttention, Keep::All] {
+        bench.memory.fill(bench.weights, &weights);
+        bench.memory.fill(bench.x, &x);
+        bench.forward(Some(&bench.memory), Some(keep));
+        bench.backward(Some(&bench.memory), Some(keep), false);
+        same("the input", &dx, bench.memory.values(bench.dx))?;
+        let kept = bench.memory.values(bench.gradient).to_vec();
+        for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
+            same(&tensor.name, &gradient[range.clone()], &kept[range])?;
+        }
     }
-    bench.backward(Some(&bench.memory), true, true);
+    bench.backward(Some(&bench.memory), Some(Keep::All), true);
     let twice = bench.memory.values(bench.gradient).to_vec();
     for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
         for (once, twice) in gradient[range.clone()].iter().zip(&twice[range]) {
@@ -319,8 +321,8 @@ mod tests {
             self.0.tensors()
         }
 
-        fn kept_len(&self, positions: usize) -> usize {
-            self.0.kept_len(positions)
+        fn kept_len(&self, positions: usize, keep: Keep) -> usize {
+            self.0.kept_len(positions, keep)
         }
 
         fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>) {

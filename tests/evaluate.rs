@@ -40,7 +40,7 @@ async fn it_is_what_training_looks_at() {
         assert_eq!(evaluated(&config).await, looked, "{name}");
         let mut other = config.clone();
         other.schedule.kind = ScheduleKind::Resident;
-        other.schedule.recompute = false;
+        other.schedule.recompute = false.into();
         other.channels.stash = 1;
         (other.step.batch, other.step.micro_batch) = (7, 2);
         assert_eq!(evaluated(&other).await, looked, "{name}");

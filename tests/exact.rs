@@ -1,9 +1,9 @@
 //! Training is the same, bit for bit, in every configuration of the ring: relay and resident, any
-//! depth, stash place, recomputation, thread count and link.
+//! depth, stash place, recomputation, thread count, link, and with the model in memory or on file.
 
 use std::sync::LazyLock;
 
-use l2l::config::{ChannelsConfig, ScheduleKind, StashPlace};
+use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashPlace};
 use l2l::data::Batches;
 use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
 use proptest::prelude::*;
@@ -24,7 +24,8 @@ struct Ways {
     kind: ScheduleKind,
     channels: ChannelsConfig,
     place: StashPlace,
-    recompute: bool,
+    recompute: Recompute,
+    on_file: bool,
     threads: usize,
     link: bool,
 }
@@ -46,6 +47,7 @@ fn config(case: &Case, ways: &Ways) -> Config {
     config.optimizer.learning_rate = 1e-2;
     config.schedule.kind = ways.kind;
     config.schedule.recompute = ways.recompute;
+    config.eps.tier = if ways.on_file { EpsTier::File } else { EpsTier::Memory };
     config.channels = ways.channels;
     config.stash.place = ways.place;
     config.device.threads = Some(ways.threads);
@@ -54,7 +56,11 @@ fn config(case: &Case, ways: &Ways) -> Config {
 }
 
 /// Bits of every step's loss and norm, and the run's end.
-fn run(config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
+fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
+    let folder = tempfile::tempdir().expect("a place for files");
+    if config.eps.tier == EpsTier::File {
+        config.eps.path = Some(folder.path().into());
+    }
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         let mut batches = Batches::open(&config).expect("random data");
@@ -76,7 +82,8 @@ fn baseline() -> Ways {
         kind: ScheduleKind::Resident,
         channels: ChannelsConfig { weights: 1000, gradients: 2, reduced: 2, stash: 4 },
         place: StashPlace::Device,
-        recompute: false,
+        recompute: false.into(),
+        on_file: false,
         threads: 1,
         link: false,
     }
@@ -100,13 +107,21 @@ fn ways() -> impl Strategy<Value = Ways> {
     let stash = prop::sample::select(vec![1_u32, 4]);
     let kinds = prop::sample::select(vec![ScheduleKind::Relay, ScheduleKind::Resident]);
     let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
-    let flags = (prop::bool::ANY, 1..=2_usize, prop::bool::weighted(0.2));
+    let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
+    let flags = (recompute, 1..=2_usize, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
-        |(kind, (weights, gradients, reduced), stash, place, (recompute, threads, link))| Ways {
+        |(
+            kind,
+            (weights, gradients, reduced),
+            stash,
+            place,
+            (recompute, threads, link, on_file),
+        )| Ways {
             kind,
             channels: ChannelsConfig { weights, gradients, reduced, stash },
             place,
             recompute,
+            on_file,
             threads,
             link,
         },

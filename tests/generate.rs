@@ -64,7 +64,7 @@ async fn greedy_text_is_transformers() {
         // One by one, and through other schedules, places and depths, it is the same.
         let mut other = config(family);
         other.schedule.kind = ScheduleKind::Resident;
-        other.schedule.recompute = false;
+        other.schedule.recompute = false.into();
         other.stash.place = StashPlace::Device;
         other.channels.weights = 1;
         other.channels.stash = 1;

@@ -92,7 +92,7 @@ fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
         config.model.hidden = Some(256); // blocks, slots and workspace far above 256 KiB
         config.model.vocabulary = Some(5000);
         config.schedule.kind = kind;
-        config.schedule.recompute = recompute;
+        config.schedule.recompute = recompute.into();
         config.optimizer.clip_norm = clip;
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         runtime.block_on(async {

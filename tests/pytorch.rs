@@ -72,7 +72,7 @@ async fn a_clipped_gpt2_is_pytorchs() {
 async fn an_untied_gpt2_of_one_block_is_pytorchs() {
     let (mut config, golden) = case("untied");
     config.schedule.kind = ScheduleKind::Resident;
-    config.schedule.recompute = false;
+    config.schedule.recompute = false.into();
     config.stash.place = StashPlace::Device;
     check(config, &golden).await;
 }
@@ -99,7 +99,7 @@ async fn every_family_is_pytorchs() {
         let relay = check(config.clone(), &golden).await;
         let mut resident = config;
         resident.schedule.kind = ScheduleKind::Resident;
-        resident.schedule.recompute = false;
+        resident.schedule.recompute = false.into();
         resident.stash.place = StashPlace::Device;
         resident.device.threads = Some(1);
         assert_eq!(check(resident, &golden).await, relay, "{name}");

@@ -11,8 +11,8 @@ use l2l::config::StashPlace;
 use l2l::data::Batches;
 use l2l::models::Model;
 use l2l::telemetry::{
-    Forecast, METRICS, Observe, Rates, Server, Slice, Trace, Track, Unit, View, WaitCause,
-    describe, publish, samples,
+    Forecast, Lane, METRICS, Observe, Rates, Server, Slice, Trace, Unit, View, WaitCause, describe,
+    publish, samples,
 };
 use l2l::{Config, Plan, StepReport, Trainer, shape_of};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
@@ -99,7 +99,7 @@ fn times_add_up() {
         config.optimizer.clip_norm = deferred.then_some(1.0);
         config.stash.place = place;
         let Ran { reports, views: [view, _], tally, slices, .. } = run(config, 6, Vec::new());
-        let compute = tally.tracks[1].busy;
+        let compute = tally.lanes[1].busy;
         let parts = compute + tally.exposed() + tally.outside;
         adds_up("the compute lane", parts.as_secs_f64(), view.seconds);
         let told: f64 = reports.iter().map(|report| report.exposed_wait_seconds).sum();
@@ -115,9 +115,9 @@ fn times_add_up() {
             assert!(actor.busy > 0.0, "{}: actors run for a moment at least", actor.name);
         }
         // A lane does one thing at a time, and what is heard of it is what was added up.
-        for track in Track::ALL {
+        for track in Lane::ALL {
             let mut of_track: Vec<&Slice> =
-                slices.iter().filter(|slice| slice.track == track).collect();
+                slices.iter().filter(|slice| slice.lane == track).collect();
             of_track.sort_by_key(|slice| slice.begin);
             assert!(of_track.windows(2).all(|two| two[0].end <= two[1].begin), "{}", track.name());
         }
@@ -146,17 +146,17 @@ fn looks_are_no_training() {
             let batch = batches.next().await.expect("random data");
             let report = trainer.step(batch).await.expect("nothing fails here");
             told += report.exposed_wait_seconds;
-            let operations = watch.tally().tracks[1].operations;
+            let operations = watch.tally().lanes[1].operations;
             let held = batches.next().await.expect("random data");
             trainer.evaluate([Ok(held)]).await.expect("nothing fails here");
-            assert_eq!(watch.tally().tracks[1].operations, operations);
+            assert_eq!(watch.tally().lanes[1].operations, operations);
         }
         let tally = watch.tally();
         close("exposed wait", told, tally.exposed().as_secs_f64(), 0.001);
         let view = watch.view(u64::MAX);
         assert!(view.slices.iter().all(|slice| slice.step % 2 == 0), "looks are every second step");
         assert_eq!(view.validations.len(), 3);
-        let parts = tally.tracks[1].busy + tally.exposed() + tally.outside;
+        let parts = tally.lanes[1].busy + tally.exposed() + tally.outside;
         adds_up("with looks", parts.as_secs_f64(), view.seconds);
         trainer.stop().await.expect("nothing fails here");
         let [a, b] = [watch.view(0), watch.view(0)];
@@ -231,7 +231,7 @@ fn memory_is_flat_over_a_million_observations() {
     let resident = || l2l::machine::resident_memory().unwrap_or(0);
     let slice = |nanos: u64| Slice {
         number: None,
-        track: Track::File,
+        lane: Lane::File,
         kind: "checkpoint",
         step: 0,
         layer: None,
@@ -378,7 +378,7 @@ fn the_timeline_is_whole() {
         assert!(of("X").iter().find(inside).is_some(), "{end}");
     }
     let tracks = of("M").iter().filter(|event| event["name"] == "thread_name").count();
-    assert_eq!(tracks, Track::ALL.len());
+    assert_eq!(tracks, Lane::ALL.len());
     // A disk that is full, say.
     assert!(Trace::create(&folder.path().join("no/where"), "tested").is_err());
 }

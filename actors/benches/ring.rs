@@ -23,10 +23,13 @@ const ROUNDS: usize = 15;
 const STEPS: usize = 5;
 
 fn schedule() -> Schedule {
-    let boundary = Boundary { slots: 1, bytes_per_sequence: 1 };
+    let boundary = Boundary { slots: 1, bytes_per_sequence: 1, stashed_per_sequence: 1 };
     let stack = |layer| Layer { role: Role::Stack, blocks: vec![BlockId(layer)], keeps: false };
     let model = Model {
-        blocks: vec![Block { bytes: 1, gradient_bytes: 1, frozen: false }; LAYERS as usize + 1],
+        blocks: vec![
+            Block { bytes: 1, gradient_bytes: 1, state_bytes: 3, frozen: false };
+            LAYERS as usize + 1
+        ],
         layers: [Layer { role: Role::Embedding, blocks: vec![BlockId(0)], keeps: false }]
             .into_iter()
             .chain((1..=LAYERS).map(stack))

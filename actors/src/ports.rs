@@ -35,16 +35,18 @@ pub enum Lane {
     Host,
     /// Updates in the EPS.
     Update,
+    /// Files under the EPS.
+    File,
 }
 
 impl Lane {
     /// All lanes, in flow order.
-    pub const ALL: [Lane; 5] =
-        [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host, Lane::Update];
+    pub const ALL: [Lane; 6] =
+        [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host, Lane::Update, Lane::File];
 
     /// Its name in metrics and timelines.
     pub fn name(self) -> &'static str {
-        ["upload", "compute", "download", "host", "update"][self as usize]
+        ["upload", "compute", "download", "host", "update", "file"][self as usize]
     }
 }
 
@@ -62,7 +64,7 @@ pub struct Placed {
 pub enum Source {
     /// In this landing block.
     Landing(u32),
-    /// In the block's gradient region.
+    /// In the block's gradient region; with the EPS on file, in its copy beside the state.
     Region,
 }
 
@@ -70,8 +72,11 @@ pub enum Source {
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs, reason = "each field is an id or a slot of that name")]
 pub enum Work {
-    /// Upload: copies a published block of this version into a weight slot.
-    UploadBlock { block: BlockId, version: Version, weights: u32 },
+    /// File: reads a published block of this version into a slot on the host.
+    ReadBlock { block: BlockId, version: Version, reads: u32 },
+    /// Upload: copies a published block of this version into a weight slot, from memory or from
+    /// where it was read to.
+    UploadBlock { block: BlockId, version: Version, reads: Option<u32>, weights: u32 },
     /// Upload: copies a boundary from the stash into input slots.
     UploadBoundary { micro_batch: MicroBatch, inputs: Placed },
     /// Compute: one micro-batch of a device visit. Adds to each gradient, or replaces it where
@@ -91,16 +96,41 @@ pub enum Work {
     /// Host: writes what a host visit writes for one micro-batch into the stash, from the batch
     /// and its blocks.
     Gather { visit: usize, micro_batch: MicroBatch },
+    /// Host: the share of one of its blocks, as it was read, in what a host visit writes, for all
+    /// micro-batches.
+    GatherBlock { visit: usize, block: BlockId, reads: u32 },
     /// Host: the summed loss of one micro-batch. Value: that sum.
     Loss { visit: usize, micro_batch: MicroBatch },
     /// Host: replaces a block's gradient region with a landing block. Value: its sum of squares.
     Reduce { block: BlockId, reduced: u32 },
-    /// Host: adds what a host visit reads, for all micro-batches in order, to one block's region,
-    /// or replaces it where `first`. Value: the region's sum of squares.
-    Scatter { visit: usize, block: BlockId, first: bool },
-    /// Update: moves a block from `version` to the next, and publishes it. `norm` is the global
-    /// gradient norm where updates wait for it. Value: the gradient's sum of squares.
-    Update { block: BlockId, version: Version, gradient: Source, norm: Option<f64> },
+    /// Host: looks at a landing block. Value: its sum of squares.
+    Measure { block: BlockId, reduced: u32 },
+    /// Host: adds what a host visit reads, for all micro-batches in order, to one block's gradient
+    /// (in its region, or in a landing block), or replaces it where `first`. Value: its sum of
+    /// squares.
+    Scatter { visit: usize, block: BlockId, first: bool, reduced: Option<u32> },
+    /// File: reads a block's gradient region into a landing block.
+    ReadRegion { block: BlockId, reduced: u32 },
+    /// File: replaces a block's gradient region with a landing block.
+    WriteRegion { block: BlockId, reduced: u32 },
+    /// File: reads masters and optimizer state of a block into a slot on the host, and its gradient
+    /// region where `region`.
+    ReadState { block: BlockId, version: Version, states: u32, region: bool },
+    /// Update: moves a block from `version` to the next, in memory (and publishes it), or where its
+    /// state was read to. `norm` is the global gradient norm where updates wait for it. Value: the
+    /// gradient's sum of squares.
+    Update {
+        block: BlockId,
+        version: Version,
+        gradient: Source,
+        states: Option<u32>,
+        norm: Option<f64>,
+    },
+    /// File: writes a block that was moved on from `version`, beside the one it was, and publishes
+    /// it.
+    WriteState { block: BlockId, version: Version, states: u32 },
+    /// File: what was written until now is the state to go on from.
+    Seal,
     /// Update: publishes the step's carried blocks, unchanged, as of the next version.
     Carry { version: Version },
 }
@@ -124,23 +154,40 @@ impl Work {
             Work::Compute { .. } => Lane::Compute,
             Work::DownloadBoundary { .. } | Work::DownloadGradient { .. } => Lane::Download,
             Work::Gather { .. }
+            | Work::GatherBlock { .. }
             | Work::Loss { .. }
             | Work::Reduce { .. }
+            | Work::Measure { .. }
             | Work::Scatter { .. } => Lane::Host,
             Work::Update { .. } | Work::Carry { .. } => Lane::Update,
+            Work::ReadBlock { .. }
+            | Work::ReadRegion { .. }
+            | Work::WriteRegion { .. }
+            | Work::ReadState { .. }
+            | Work::WriteState { .. }
+            | Work::Seal => Lane::File,
         }
     }
 
-    /// Bytes it moves between host and device (or stash and device) under this plan; 0 for
-    /// work that stays where it is.
+    /// Bytes it moves between host and device (or stash and device), or between host and file,
+    /// under this plan; 0 for work that stays where it is.
     pub fn bytes(&self, plan: &Plan) -> u64 {
         match self {
             Work::UploadBlock { block, .. } => plan.schedule.block(*block).bytes,
             Work::DownloadGradient { block, .. } => plan.schedule.block(*block).gradient_bytes,
             Work::UploadBoundary { micro_batch, inputs: placed }
             | Work::DownloadBoundary { micro_batch, outputs: placed } => {
-                plan.schedule.boundary_bytes(placed.boundary, *micro_batch)
+                plan.schedule.stashed_bytes(placed.boundary, *micro_batch)
             }
+            Work::ReadBlock { block, .. } => plan.schedule.block(*block).bytes,
+            Work::ReadRegion { block, .. } | Work::WriteRegion { block, .. } => {
+                plan.schedule.block(*block).gradient_bytes
+            }
+            Work::ReadState { block, region, .. } => {
+                let block = plan.schedule.block(*block);
+                block.state_bytes + if *region { block.gradient_bytes } else { 0 }
+            }
+            Work::WriteState { block, .. } => plan.schedule.block(*block).state_bytes,
             _ => 0,
         }
     }
@@ -149,6 +196,7 @@ impl Work {
 impl fmt::Display for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Work::ReadBlock { block, version, .. } => write!(f, "read of {block} v{version}"),
             Work::UploadBlock { block, version, .. } => write!(f, "upload of {block} v{version}"),
             Work::UploadBoundary { micro_batch, inputs } => {
                 write!(f, "upload of {} of micro-batch {micro_batch}", inputs.boundary)
@@ -159,8 +207,19 @@ impl fmt::Display for Work {
             }
             Work::DownloadGradient { block, .. } => write!(f, "download of gradient of {block}"),
             Work::Gather { micro_batch, .. } => write!(f, "gather of micro-batch {micro_batch}"),
+            Work::GatherBlock { block, .. } => write!(f, "gather from {block}"),
             Work::Loss { micro_batch, .. } => write!(f, "loss of micro-batch {micro_batch}"),
             Work::Reduce { block, .. } => write!(f, "reduce of {block}"),
+            Work::Measure { block, .. } => write!(f, "measure of gradient of {block}"),
+            Work::ReadRegion { block, .. } => write!(f, "read of gradient of {block}"),
+            Work::WriteRegion { block, .. } => write!(f, "write of gradient of {block}"),
+            Work::ReadState { block, version, .. } => {
+                write!(f, "read of state of {block} v{version}")
+            }
+            Work::WriteState { block, version, .. } => {
+                write!(f, "write of {block} v{}", version + 1)
+            }
+            Work::Seal => write!(f, "seal"),
             Work::Scatter { block, .. } => write!(f, "scatter into {block}"),
             Work::Update { block, version, .. } => write!(f, "update of {block} v{version}"),
             Work::Carry { version } => write!(f, "carry of v{version}"),

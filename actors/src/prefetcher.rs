@@ -1,20 +1,23 @@
 //! The uploading side of both loops: walks the plan's one list of pieces.
 //!
-//! It alone takes from the pools of weights, visits and inputs. For every piece it first awaits
+//! It alone takes from the pools of weights, visits and inputs, and with the EPS on file from that of
+//! reads. For every piece it first awaits
 //! the fact that what it uploads exists (a block's version, a boundary in the stash), then
 //! acquires slots, then queues the upload, then tells the Executor.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
 use crate::crew::{Actor, Desk};
 use crate::facts::Fact;
+use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Inputs, Weights};
 use crate::pool::{Content, Held, Pool};
 use crate::ports::{Order, Placed, Step, Trouble, Work};
-use crate::schedule::{LayerId, MicroBatch, Piece};
+use crate::schedule::{BlockId, LayerId, MicroBatch, Piece};
 
 pub(crate) struct Prefetcher {
     pub(crate) desk: Desk,
@@ -26,6 +29,9 @@ pub(crate) struct Prefetcher {
     pub(crate) input_slots: Pool,
     /// What the weight slots hold, until the last use of each in the plan.
     pub(crate) resident: Vec<Option<Held>>,
+    /// With the EPS on file: slots to read blocks to, and what was read or is being, in order.
+    pub(crate) read_slots: Pool,
+    pub(crate) read: VecDeque<(BlockId, Held, Fence)>,
 }
 
 #[async_trait]
@@ -51,6 +57,8 @@ impl Prefetcher {
         for piece in &step.plan.pieces {
             match *piece {
                 Piece::Gather { visit } => self.gather(step, visit).await?,
+                Piece::Read { visit, block } => self.read(step, visit, block).await?,
+                Piece::GatherBlock { visit, block } => self.gather_block(step, visit, block),
                 Piece::Weights { device_visit } => self.fetch(step, device_visit).await?,
                 Piece::Inputs { device_visit, micro_batch } => {
                     self.bring(step, device_visit, micro_batch).await?;
@@ -74,6 +82,49 @@ impl Prefetcher {
         Ok(())
     }
 
+    /// Reads a block from its file, ahead of the piece that takes it.
+    async fn read(
+        &mut self,
+        step: &Arc<Step>,
+        index: usize,
+        block: BlockId,
+    ) -> Result<(), Trouble> {
+        let visit = &step.plan.schedule.visits[index];
+        self.version(step, block, visit.layer).await?;
+        let (content, pool) = (Content::Block(block, step.number), &mut self.read_slots);
+        let held = self.desk.acquire(pool, 1, content, Some(visit.layer)).await?;
+        let held = held.into_iter().next().expect("one slot was asked for");
+        let (version, reads) = (step.number, held.slot(content));
+        let work = Work::ReadBlock { block, version, reads };
+        let fence = self.desk.queue(Order::at(step, visit, work));
+        self.read.push_back((block, held, fence));
+        Ok(())
+    }
+
+    /// The block that was read first of those not yet taken.
+    fn take_read(&mut self, expected: BlockId) -> (Held, Fence) {
+        let (block, held, fence) = self.read.pop_front().expect("the plan reads before it takes");
+        assert_eq!(block, expected, "blocks are taken in the order they are read in");
+        (held, fence)
+    }
+
+    /// Gathers one block's share; behind the last one, all of it is there.
+    fn gather_block(&mut self, step: &Arc<Step>, index: usize, block: BlockId) {
+        let (held, arrived) = self.take_read(block);
+        let visit = &step.plan.schedule.visits[index];
+        let reads = held.slot(Content::Block(block, step.number));
+        let work = Work::GatherBlock { visit: index, block, reads };
+        let mut order = Order::at(step, visit, work);
+        order.waits = vec![arrived];
+        order.holds = vec![held];
+        if visit.blocks().last() == Some(&block) {
+            let landed = visit.micro_batches.clone();
+            let all = landed.flat_map(|m| visit.writes.iter().map(move |&id| (id, m)));
+            order.raises = all.map(|(id, m)| Fact::Stashed(id, m)).collect();
+        }
+        self.desk.queue(order);
+    }
+
     async fn fetch(&mut self, step: &Arc<Step>, device_visit: usize) -> Result<(), Trouble> {
         let visit = step.plan.visit(device_visit);
         let layer = visit.layer;
@@ -87,9 +138,15 @@ impl Prefetcher {
                 let slots = &mut self.weight_slots;
                 let held =
                     self.desk.acquire_slot(slots, residence.slot, content, Some(layer)).await?;
-                let (block, version) = (residence.block, step.number);
-                let work = Work::UploadBlock { block, version, weights: residence.slot };
-                arrived.push(self.desk.queue(Order::at(step, visit, work)));
+                let (block, version, weights) = (residence.block, step.number, residence.slot);
+                let read = step.plan.pools.is_on_file().then(|| self.take_read(block));
+                let reads = read.as_ref().map(|(held, _)| held.slot(content));
+                let work = Work::UploadBlock { block, version, reads, weights };
+                let mut order = Order::at(step, visit, work);
+                if let Some((held, arrived)) = read {
+                    (order.holds, order.waits) = (vec![held], vec![arrived]);
+                }
+                arrived.push(self.desk.queue(order));
                 self.resident[residence.slot as usize] = Some(held);
             }
             let tenant = &mut self.resident[residence.slot as usize];
@@ -130,7 +187,7 @@ impl Prefetcher {
     async fn version(
         &mut self,
         step: &Arc<Step>,
-        block: crate::schedule::BlockId,
+        block: BlockId,
         layer: LayerId,
     ) -> Result<(), Trouble> {
         let version = step.number;

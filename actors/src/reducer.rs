@@ -4,17 +4,19 @@
 //! Executor closes them, and the host visits that read the stash (loss, scatter) once all of it
 //! has landed. An untied gradient of an eager step goes on in its landing block; one that must
 //! wait (for the norm, or for the embedding's share) is joined into its block's region first, so
-//! that no landing block is ever held by something that waits.
+//! that no landing block is ever held by something that waits. With the EPS on file regions are
+//! there, too, written from landing blocks and read back into them.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
 use crate::crew::{Actor, Desk};
+use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
-use crate::pool::{Content, Pool};
-use crate::ports::{Order, Step, Trouble, Work};
+use crate::pool::{Content, Held, Pool};
+use crate::ports::{Lane, Order, Step, Trouble, Work};
 use crate::schedule::{BlockId, LayerId, Reduction};
 
 pub(crate) struct Reducer {
@@ -74,18 +76,48 @@ impl Reducer {
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];
         let landed = self.desk.queue(order);
+        let on_file = step.plan.pools.is_on_file();
         if !joins && !self.deferred {
             let landing = Some(landing);
             self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced: landed }));
             return Ok(());
         }
-        let mut order = Order::gradient(step, layer, Work::Reduce { block, reduced });
-        order.waits = vec![landed];
-        order.holds = vec![landing];
-        let reduced = self.desk.queue(order);
+        let reduced = if on_file {
+            let mut measured = landed;
+            if !joins {
+                let mut order = Order::gradient(step, layer, Work::Measure { block, reduced });
+                order.waits = vec![measured];
+                measured = self.desk.queue(order);
+            }
+            self.keep(step, layer, block, landing, &measured).await?;
+            measured
+        } else {
+            let mut order = Order::gradient(step, layer, Work::Reduce { block, reduced });
+            order.waits = vec![landed];
+            order.holds = vec![landing];
+            self.desk.queue(order)
+        };
         if !joins {
             self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing: None, reduced }));
         }
+        Ok(())
+    }
+
+    /// Puts a landing block into its region on file, once it holds what it is to hold: the lane of
+    /// files waits for nobody.
+    async fn keep(
+        &mut self,
+        step: &Arc<Step>,
+        layer: Option<LayerId>,
+        block: BlockId,
+        landing: Held,
+        complete: &Fence,
+    ) -> Result<(), Trouble> {
+        self.desk.fence(Lane::Host, complete, layer).await?;
+        let reduced = landing.slot(Content::Gradient(block, step.number));
+        let mut order = Order::gradient(step, layer, Work::WriteRegion { block, reduced });
+        order.holds = vec![landing];
+        self.desk.queue(order);
         Ok(())
     }
 
@@ -112,11 +144,43 @@ impl Reducer {
             let updated = async |facts: &crate::facts::Facts| facts.updated(block, version).await;
             self.desk.fact(Content::Block(block, version), Some(visit.layer), updated).await?;
             let first = !step.plan.reductions.iter().any(joined);
-            let work = Work::Scatter { visit: index, block, first };
-            let reduced = self.desk.queue(Order::at(step, visit, work));
-            self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing: None, reduced }));
+            let (landing, reduced) = if step.plan.pools.is_on_file() {
+                self.scatter_landed(step, index, block, first).await?
+            } else {
+                let work = Work::Scatter { visit: index, block, first, reduced: None };
+                (None, self.desk.queue(Order::at(step, visit, work)))
+            };
+            self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced }));
         }
         Ok(())
+    }
+
+    /// A scatter whose block's region is on file: into a landing block, in which the gradient goes on
+    /// unless it must wait for the norm.
+    async fn scatter_landed(
+        &mut self,
+        step: &Arc<Step>,
+        index: usize,
+        block: BlockId,
+        first: bool,
+    ) -> Result<(Option<Held>, Fence), Trouble> {
+        let visit = &step.plan.schedule.visits[index];
+        let (content, layer) = (Content::Gradient(block, step.number), Some(visit.layer));
+        let held = self.desk.acquire(&mut self.landing, 1, content, layer).await?;
+        let landing = held.into_iter().next().expect("one slot was asked for");
+        let reduced = landing.slot(content);
+        let work = Work::Scatter { visit: index, block, first, reduced: Some(reduced) };
+        let mut order = Order::at(step, visit, work);
+        if !first {
+            let read = Order::at(step, visit, Work::ReadRegion { block, reduced });
+            order.waits.push(self.desk.queue(read));
+        }
+        let scattered = self.desk.queue(order);
+        if !self.deferred {
+            return Ok((Some(landing), scattered));
+        }
+        self.keep(step, layer, block, landing, &scattered).await?;
+        Ok((None, scattered))
     }
 
     /// Waits until all that a host visit reads has landed.

@@ -5,7 +5,7 @@
 //! may still be in flight are updates on the host, and the next step's Prefetcher follows them
 //! block by block.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
@@ -114,9 +114,13 @@ impl<P: Ports> Relay<P> {
         let output_slots = Pool::new("outputs", pools.outputs);
         let gradient_slots = Pool::new("gradients", pools.gradients);
         let landing = Pool::new("reduced", pools.reduced);
+        let (read_slots, state_slots) =
+            (Pool::new("reads", pools.reads), Pool::new("states", pools.states));
         let all =
             [&weight_slots, &visit_credits, &input_slots, &output_slots, &gradient_slots, &landing];
-        let gauges = all.map(Pool::gauge).to_vec();
+        let on_file = [&read_slots, &state_slots];
+        let on_file = on_file.into_iter().filter(|_| pools.is_on_file());
+        let gauges = all.into_iter().chain(on_file).map(Pool::gauge).collect();
         let ring = Arc::new(Ring::new(blocks as usize, gauges, lanes.now()));
         let desk = |name| Desk::new(name, &ring, &lanes, drill);
 
@@ -132,8 +136,14 @@ impl<P: Ports> Relay<P> {
         let (to_executor, weights) = mailbox("weights", pools.visits as usize + SIGNALS);
         let (to_prefetcher, steps) = mailbox("steps", SIGNALS);
 
-        let optimizer =
-            Optimizer { desk: desk(ActorName::Optimizer), reduced, resolved: to_relay, deferred };
+        let optimizer = Optimizer {
+            desk: desk(ActorName::Optimizer),
+            reduced,
+            resolved: to_relay,
+            deferred,
+            state_slots,
+            updating: None,
+        };
         let reducer = Reducer {
             desk: desk(ActorName::Reducer),
             gradients,
@@ -161,6 +171,8 @@ impl<P: Ports> Relay<P> {
             visit_credits,
             input_slots,
             resident: vec![None; pools.weights as usize],
+            read_slots,
+            read: VecDeque::new(),
         };
         let tasks = vec![
             task(ActorName::Optimizer, &ring, &lanes, optimizer),

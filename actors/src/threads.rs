@@ -20,7 +20,7 @@ use crate::fence::Done;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step, Trouble};
 use crate::record::{Record, Scribe};
 
-/// What does the work. Called by five threads at once, each with its lane's operations.
+/// What does the work. Called by six threads at once, each with its lane's operations.
 pub trait Hands: Send + Sync + 'static {
     /// See [`Ports::Batch`].
     type Batch: Send + 'static;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use common::rehearsal::Rehearsal;
 use common::*;
 use l2l_actors::conformance::{Main, Report, Subject, check};
-use l2l_actors::schedule::{Pools, Schedule, Version, relay};
+use l2l_actors::schedule::{Capacities, Pools, Schedule, Version, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{VirtualLanes, World};
 use l2l_actors::{Task, schedule::BlockId};
@@ -21,6 +21,9 @@ fn small() -> Schedule {
 
 struct Threads;
 
+/// The same with the EPS on file.
+struct OnFile;
+
 impl Subject for Threads {
     type Ports = ThreadLanes<Rehearsal>;
 
@@ -31,6 +34,24 @@ impl Subject for Threads {
     fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
         let hands = Rehearsal::new(small().blocks.len(), None);
         Arc::new(ThreadLanes::start(hands).expect("threads"))
+    }
+
+    fn batch(&self, _step: Version) {}
+}
+
+impl Subject for OnFile {
+    type Ports = ThreadLanes<Rehearsal>;
+
+    fn schedule(&self) -> Schedule {
+        small()
+    }
+
+    fn pools(&self, schedule: &Schedule, depths: &Capacities) -> Pools {
+        Pools::of(schedule, depths).on_file(schedule)
+    }
+
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        Threads.ports(pools)
     }
 
     fn batch(&self, _step: Version) {}
@@ -70,6 +91,7 @@ fn full(report: Report) {
 #[test]
 fn lanes_of_threads_conform() {
     full(check(&Threads));
+    full(check(&OnFile));
 }
 
 #[test]

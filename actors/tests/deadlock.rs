@@ -5,7 +5,7 @@ mod common;
 use std::sync::{Arc, Mutex};
 
 use common::*;
-use l2l_actors::schedule::{BlockId, Capacities, Plan, Pools, relay, resident};
+use l2l_actors::schedule::{BlockId, Capacities, Plan, Pools, Schedule, relay, resident};
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::{Config, Relay};
 use proptest::prelude::*;
@@ -21,6 +21,7 @@ struct Case {
     deferred: bool,
     recompute: bool,
     resident: bool,
+    on_file: bool,
     frozen: Vec<u32>,
     seed: u64,
 }
@@ -28,12 +29,12 @@ struct Case {
 fn cases() -> impl Strategy<Value = Case> {
     let shape = (1..=6_u32, 0..=8_u32, any::<bool>(), 1..=5_u32);
     let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>());
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
     (shape, depths, flags, frozen, any::<u64>()).prop_map(|(shape, depths, flags, frozen, seed)| {
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
-        let (deferred, recompute, resident) = flags;
+        let (deferred, recompute, resident, on_file) = flags;
         let depths = Capacities { weights, gradients, reduced, stash };
         Case {
             layers,
@@ -44,6 +45,7 @@ fn cases() -> impl Strategy<Value = Case> {
             deferred,
             recompute,
             resident,
+            on_file,
             frozen,
             seed,
         }
@@ -51,7 +53,7 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 impl Case {
-    fn schedule(&self) -> l2l_actors::schedule::Schedule {
+    fn schedule(&self) -> Schedule {
         let model = model(self.layers, self.tiles, self.tied && self.tiles > 0);
         let mut selection = everything(&model, self.micro_batches);
         selection.recompute = self.recompute;
@@ -59,6 +61,13 @@ impl Case {
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
         let generate = if self.resident { resident } else { relay };
         generate(&model, &selection).expect("a model of ours has a schedule")
+    }
+}
+
+impl Case {
+    fn config(&self, schedule: &Schedule) -> Config {
+        let config = config(schedule, &self.depths, self.deferred);
+        if self.on_file { on_file(config, schedule) } else { config }
     }
 }
 
@@ -93,7 +102,7 @@ fn run_in_any_order(config: Config, case: &Case, steps: u64) -> Result<Vec<u64>,
         relay.stop().await.expect("nothing fails here");
     });
     let mut chance = Chance(case.seed);
-    let mut hated = chance.below(11);
+    let mut hated = chance.below(12);
     let is_hated = |chosen: &Move, hated: usize| match *chosen {
         Move::Poll(index) => index == hated,
         Move::Begin(lane) | Move::End(lane) => lane as usize + 6 == hated,
@@ -108,7 +117,7 @@ fn run_in_any_order(config: Config, case: &Case, steps: u64) -> Result<Vec<u64>,
         let from = if case.seed.is_multiple_of(2) || liked.is_empty() { &moves } else { &liked };
         world.make(from[chance.below(from.len())]);
         if chance.below(50) == 0 {
-            hated = chance.below(11);
+            hated = chance.below(12);
         }
     }
     match world.unfinished() {
@@ -129,7 +138,7 @@ proptest! {
     #[test]
     fn every_ring_ends_in_any_order(case in cases()) {
         let schedule = case.schedule();
-        let config = config(&schedule, &case.depths, case.deferred);
+        let config = case.config(&schedule);
         let versions = run_in_any_order(config, &case, 2);
         prop_assert_eq!(versions, Ok(vec![2; schedule.blocks.len()]));
     }
@@ -141,18 +150,20 @@ proptest! {
         less in (0..=1_u32, 0..=3_u32, 0..=5_u32, 0..=4_u32, 0..=1_u32),
     ) {
         let schedule = case.schedule();
-        let full = Pools::of(&schedule, &case.depths);
+        let full = case.config(&schedule).pools;
         let pools = Pools {
             weights: full.weights.saturating_sub(less.0),
             visits: full.visits.saturating_sub(less.1),
             inputs: full.inputs.saturating_sub(less.2),
             outputs: full.outputs.saturating_sub(less.3),
             gradients: full.gradients.saturating_sub(less.4),
+            reads: full.reads.saturating_sub(less.4),
+            states: full.states.saturating_sub(less.4),
             ..full
         };
         let passed = Plan::new(schedule.clone(), pools).is_ok();
         prop_assume!(passed);
-        let config = Config { pools, ..config(&schedule, &case.depths, case.deferred) };
+        let config = Config { pools, ..case.config(&schedule) };
         prop_assert!(run_in_any_order(config, &case, 1).is_ok());
     }
 
@@ -160,7 +171,7 @@ proptest! {
     #[test]
     fn bytes_are_a_function_of_the_schedule(case in cases()) {
         let schedule = case.schedule();
-        let config = config(&schedule, &case.depths, case.deferred);
+        let config = case.config(&schedule);
         let plan = Plan::new(schedule.clone(), config.pools).expect("pools were made for it");
         let (resolved, records) = virtual_time::run(config, |_| ticks(3), async |mut relay| {
             let resolved = relay.step(&schedule, ()).await.expect("nothing fails here");
@@ -172,7 +183,10 @@ proptest! {
         prop_assert_eq!(resolved.norm, (plan.updates.len() as f64).sqrt());
         let moved: u64 = records.iter().map(|record| record.bytes).sum();
         let t = plan.traffic;
-        prop_assert_eq!(moved, t.weights + t.inputs + t.outputs + t.gradients);
+        let (read, written) = plan.file_bytes(case.deferred);
+        prop_assert!(case.on_file || plan.traffic.read + plan.traffic.written == 0);
+        let of_file = if case.on_file { read + written } else { 0 };
+        prop_assert_eq!(moved, t.weights + t.inputs + t.outputs + t.gradients + of_file);
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::rehearsal::{Event, Name, Rehearsal};
 use common::*;
-use l2l_actors::ports::Work;
+use l2l_actors::ports::{Lane, Work};
 use l2l_actors::schedule::{Capacities, LayerId, Schedule, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
@@ -368,7 +368,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
             }
             let error = failing.await.expect("no panic");
             assert!(matches!(error, Some(Error::Failed { .. })), "{error:?}");
-            soon("the other's threads are gone", || threads_of_ours() == 5);
+            soon("the other's threads are gone", || threads_of_ours() == Lane::ALL.len());
             sound.stop().await.expect("it knows of no failure");
             tasks_gone().await;
         });
@@ -386,8 +386,8 @@ fn steps_start_no_thread_and_no_task() {
         runtime(threads).block_on(async {
             let mut relay = Relay::start(config, lanes);
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
-            soon("threads have their names", || threads_of_ours() == 5);
-            let before = (tasks(), 5);
+            soon("threads have their names", || threads_of_ours() == Lane::ALL.len());
+            let before = (tasks(), Lane::ALL.len());
             for _ in 0..50 {
                 relay.step(&schedule, ()).await.expect("nothing fails here");
                 assert_eq!((tasks(), threads_of_ours()), before);

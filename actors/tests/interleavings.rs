@@ -23,12 +23,13 @@ use l2l_actors::virtual_time::{Move, VirtualLanes, World};
 /// Replays a path from the start.
 fn replay(
     schedule: &Arc<Schedule>,
-    deferred: bool,
+    (deferred, files): (bool, bool),
     steps: u64,
     path: &[Move],
 ) -> (Vec<Move>, String, bool) {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(0)));
     let config = config(schedule, &depths(1, 1, 1, 1), deferred);
+    let config = if files { on_file(config, schedule) } else { config };
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes);
     for task in tasks {
@@ -58,13 +59,13 @@ fn replay(
 }
 
 /// Explores all states; their number and the number of moves between them.
-fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
+fn explore(schedule: Schedule, mode: (bool, bool), steps: u64) -> (usize, usize) {
     let schedule = Arc::new(schedule);
     let mut known = HashSet::new();
     let mut open: Vec<Vec<Move>> = vec![Vec::new()];
     let (mut transitions, mut ends) = (0, 0);
     while let Some(path) = open.pop() {
-        let (moves, seen, finished) = replay(&schedule, deferred, steps, &path);
+        let (moves, seen, finished) = replay(&schedule, mode, steps, &path);
         transitions += 1;
         if !known.insert(seen) {
             continue;
@@ -86,26 +87,32 @@ fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
 #[test]
 fn all_interleavings_of_small_rings_are_sound() {
     let mut total = (0, 0);
-    for (layers, tiles, micro_batches, deferred, by_layer, steps) in [
-        (1, 0, 1, false, true, 1),
-        (1, 0, 1, true, true, 1),
-        (1, 0, 1, false, true, 2),
-        (1, 0, 1, true, true, 2),
-        (2, 0, 1, false, true, 1),
-        (1, 1, 1, false, true, 1),
-        (1, 1, 1, true, true, 1),
-        (1, 0, 2, false, true, 1),
-        (1, 0, 2, true, false, 1),
+    const EAGER: (bool, bool) = (false, false);
+    const DEFERRED: (bool, bool) = (true, false);
+    for (layers, tiles, micro_batches, mode, by_layer, steps) in [
+        (1, 0, 1, EAGER, true, 1),
+        (1, 0, 1, DEFERRED, true, 1),
+        (1, 0, 1, EAGER, true, 2),
+        (1, 0, 1, DEFERRED, true, 2),
+        (2, 0, 1, EAGER, true, 1),
+        (1, 1, 1, EAGER, true, 1),
+        (1, 1, 1, DEFERRED, true, 1),
+        (1, 0, 2, EAGER, true, 1),
+        (1, 0, 2, DEFERRED, false, 1),
+        (1, 0, 1, (false, true), true, 1),
+        (1, 0, 1, (true, true), true, 1),
     ] {
         let model = model(layers, tiles, tiles > 0);
         let selection = everything(&model, micro_batches);
         let generate = if by_layer { relay } else { resident };
         let schedule = generate(&model, &selection).expect("a model of ours");
-        let (states, transitions) = explore(schedule, deferred, steps);
+        let (states, transitions) = explore(schedule, mode, steps);
         let order = if by_layer { "relay" } else { "resident" };
+        let (deferred, files) = mode;
         let mode = if deferred { "deferred" } else { "eager" };
+        let tier = if files { "on file" } else { "in memory" };
         println!(
-            "{order} {mode}, {layers} layers, {tiles} tiles, {micro_batches} micro-batches, \
+            "{order} {mode} {tier}, {layers} layers, {tiles} tiles, {micro_batches} micro-batches, \
              {steps} steps: {states} states, {transitions} moves"
         );
         total = (total.0 + states, total.1 + transitions);

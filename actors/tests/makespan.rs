@@ -132,6 +132,7 @@ impl Reference<'_> {
             // Prefetcher.
             while let Some(next) = plan.pieces.get(piece) {
                 match *next {
+                    Piece::Read { .. } | Piece::GatherBlock { .. } => unreachable!("in memory"),
                     Piece::Gather { visit } => {
                         let gather = &schedule.visits[visit];
                         for m in gather.micro_batches.clone() {
@@ -332,7 +333,7 @@ proptest! {
         deferred: bool,
     ) {
         let (upload, compute, download, update, stash, host) = times;
-        let times = Times { upload, compute, download, update, stash, host };
+        let times = Times { upload, compute, download, update, stash, host, file: 0 };
         let (layers, micro_batches, tiles, tied) = shape;
         let model = model(layers, tiles, tied && tiles > 0);
         let schedule = relay(&model, &everything(&model, micro_batches)).expect("a model of ours");

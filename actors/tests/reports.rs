@@ -32,7 +32,7 @@ fn after_two_steps(times: Times, drill: Option<Drill>) -> (Option<Error>, Snapsh
 
 #[test]
 fn busy_starved_and_blocked_sum_to_the_time_that_passed() {
-    let slow = Times { upload: 9, compute: 5, download: 7, update: 30, stash: 2, host: 1 };
+    let slow = Times { upload: 9, compute: 5, download: 7, update: 30, stash: 2, host: 1, file: 0 };
     let (error, snapshot) = after_two_steps(slow, None);
     assert!(error.is_none());
     for (name, doing, spent) in snapshot.actors {

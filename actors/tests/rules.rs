@@ -240,7 +240,7 @@ fn residency_fetches_the_least() {
 #[test]
 fn shared_and_frozen_blocks_are_fetched_once_and_not_updated() {
     let mut model = model(2, 0, false); // blocks: 0 embedding, 1 and 2 stack
-    model.blocks.push(Block { bytes: 10, gradient_bytes: 20, frozen: true });
+    model.blocks.push(Block { bytes: 10, gradient_bytes: 20, state_bytes: 60, frozen: true });
     for layer in model.layers.iter_mut().filter(|layer| layer.role == Role::Stack) {
         let Layer { blocks, .. } = layer;
         blocks.push(BlockId(3));

@@ -82,6 +82,11 @@ impl Keeper {
         all.into_iter().max_by_key(|(step, _)| *step).map(|(_, path)| path)
     }
 
+    /// Its step.
+    pub fn newest_step(&self) -> Option<u64> {
+        [self.all("best"), self.all("step")].concat().into_iter().map(|(step, _)| step).max()
+    }
+
     /// The best, if there is one.
     pub fn best(&self) -> Option<PathBuf> {
         self.all("best").pop().map(|(_, path)| path)

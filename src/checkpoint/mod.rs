@@ -83,7 +83,10 @@ struct Rest {
 
 impl Rest {
     /// What its seal must be, for an EPS that holds its parameters.
-    fn sealed(&self, eps: &Eps) -> String {
+    ///
+    /// # Errors
+    /// They cannot be read.
+    fn sealed(&self, eps: &Eps) -> Result<String, Error> {
         let open = serde_json::json!({
             "format": self.format,
             "progress": self.progress,
@@ -91,10 +94,10 @@ impl Rest {
             "steps": self.steps,
             "data": self.data,
             "config": self.config,
-            "weights": eps.full_digest(),
+            "weights": eps.full_digest()?,
         });
         let digest = Sha256::digest(open.to_string().as_bytes());
-        digest.iter().map(|byte| format!("{byte:02x}")).collect()
+        Ok(digest.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }
 
@@ -118,11 +121,12 @@ const MOST_STEPS: u64 = 1 << 40;
 
 /// Keys that a run may go on with other values of: they change when and where, not what; or what
 /// they change is looked at by itself.
-const FREE: [&str; 13] = [
+const FREE: [&str; 14] = [
     "checkpoint",
     "channels",
     "data.validation",
     "device",
+    "eps",
     "log",
     "metrics",
     "model.path",
@@ -155,7 +159,6 @@ pub(crate) fn write(
     directory: &Path,
     run: Identity<'_>,
     eps: &Eps,
-    version: u64,
     progress: &Progress,
 ) -> Result<(), Error> {
     let failed = |error: io::Error| Error::failed(format_args!("{}: {error}", directory.display()));
@@ -166,18 +169,10 @@ pub(crate) fn write(
     if let Some(path) = &run.config.model.path {
         hf::carry(path, &partial).map_err(failed)?;
     }
-    hf::save(&partial, run.model, eps, version)?;
-    hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps, version)?;
-    let mut rest = Rest {
-        format: FORMAT,
-        progress: progress.clone(),
-        updates: eps.updates(),
-        steps: run.steps,
-        data: run.data.into(),
-        config: as_value(run.config),
-        seal: String::new(),
-    };
-    rest.seal = rest.sealed(eps);
+    hf::save(&partial, run.model, eps)?;
+    hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps)?;
+    let mut rest = rest_of(run, progress, eps.updates());
+    rest.seal = rest.sealed(eps)?;
     let text = serde_json::to_string_pretty(&rest).expect("it is plain data");
     fs::write(partial.join(REST), text).map_err(failed)?;
     for file in ["config.json", REST] {
@@ -192,6 +187,46 @@ pub(crate) fn write(
     sync(directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
         .map_err(failed)?;
     remove(&old).map_err(failed)
+}
+
+fn rest_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> Rest {
+    Rest {
+        format: FORMAT,
+        progress: progress.clone(),
+        updates,
+        steps: run.steps,
+        data: run.data.into(),
+        config: as_value(run.config),
+        seal: String::new(),
+    }
+}
+
+/// What an EPS on file is to remember of its run.
+pub(crate) fn remembered(run: Identity<'_>, progress: &Progress) -> Value {
+    serde_json::to_value(rest_of(run, progress, Vec::new())).expect("it is plain data")
+}
+
+/// What such an EPS remembered, if this is the run it was of.
+///
+/// # Errors
+/// Which keys differ.
+pub(crate) fn recall(remembered: Value, step: u64, run: Identity<'_>) -> Result<Progress, Error> {
+    let place = run.config.eps.path.clone().unwrap_or_default();
+    let refuse =
+        |what: String| Error::refused(format_args!("eps.path {}: {what}", place.display()));
+    let rest: Rest =
+        serde_json::from_value(remembered).map_err(|error| refuse(error.to_string()))?;
+    if rest.format != FORMAT {
+        return Err(refuse(format!("format {}, this program reads {FORMAT}", rest.format)));
+    }
+    let differ = differences(&rest, &run);
+    if !differ.is_empty() {
+        let differ = differ.join("; ");
+        return Err(refuse(format!(
+            "holds the state of another run: {differ}: set it back, or remove the folder"
+        )));
+    }
+    Ok(Progress { step, ..rest.progress })
 }
 
 /// What a checkpoint is called while it is written, and while it makes way.
@@ -271,7 +306,7 @@ pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Pro
     hf::load(directory, run.model, eps, false)?;
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&rest.updates);
-    if rest.sealed(eps) != rest.seal {
+    if rest.sealed(eps)? != rest.seal {
         return Err(refuse(
             "it is not what was written: remove it to go on from the one before".into(),
         ));

@@ -29,7 +29,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         let room = Room { prompts: prompts.len(), prompt: longest, tokens };
         if arguments.plan {
             let plan = Generator::plan(&config, room)?;
-            plan::show(&plan, &Model::new(shape), config.log.format);
+            plan::show(&config, &plan, &Model::new(shape), None);
             return Ok(Ended::Well);
         }
         let mut ends = hf::ends(&from);

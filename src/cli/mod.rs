@@ -114,11 +114,14 @@ struct PlanArguments {
     /// Draws a step in virtual time, as SVG.
     #[arg(long, value_name = "FILE")]
     draw: Option<PathBuf>,
+    /// Forecasts a step with rates that are measured here; those given below are taken as given.
+    #[arg(long)]
+    forecast: bool,
     #[command(flatten)]
     rates: RateArguments,
 }
 
-#[derive(Args)]
+#[derive(Args, Default)]
 struct RateArguments {
     /// TFLOP/s of the device; as this machine's product has when absent.
     #[arg(long, value_name = "RATE")]
@@ -129,6 +132,9 @@ struct RateArguments {
     /// GB/s of the host's memory; of this machine's when absent.
     #[arg(long, value_name = "RATE")]
     host_gbps: Option<f64>,
+    /// GB/s of the disk under `eps.path`; 1 when absent.
+    #[arg(long, value_name = "RATE")]
+    disk_gbps: Option<f64>,
 }
 
 #[derive(Args)]

@@ -3,31 +3,53 @@
 use std::path::Path;
 
 use l2l::config::{Format, Term};
-use l2l::models::Model;
-use l2l::telemetry::{self, Forecast, Rates};
+use l2l::models::{Model, Part, block_len};
+use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{Config, Error, Plan, machine, shape_of};
+use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
 use super::{PlanArguments, RateArguments, print};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
-    let PlanArguments { common, draw: picture, rates } = arguments;
+    let PlanArguments { common, draw: picture, forecast, rates: given } = arguments;
     let (config, layers) = common.read(None, None)?;
-    let model = Model::new(shape_of(&config).map_err(|error| layers.locate(error))?);
-    let plan = Plan::new(&config, &model, &config.update_rule());
-    let plan = plan.map_err(|error| layers.locate(error))?;
-    show(&plan, &model, config.log.format);
-    match picture {
-        Some(picture) => {
-            draw(picture, &config, &model, rates).map_err(|error| layers.locate(error))
-        }
-        None => Ok(()),
+    let locate = |error| layers.locate(error);
+    let model = Model::new(shape_of(&config).map_err(locate)?);
+    let plan = Plan::new(&config, &model, &config.update_rule()).map_err(locate)?;
+    let is_asked = *forecast || picture.is_some() || given.any();
+    let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
+    let found = found.map_err(locate)?;
+    show(&config, &plan, &model, found.as_ref());
+    match (picture, found) {
+        (Some(picture), Some(found)) => draw(picture, &config, &model, &found.forecast),
+        _ => Ok(()),
+    }
+}
+
+/// A step as rates have it.
+pub(super) struct Outlook {
+    forecast: Forecast,
+    eager: Hiding,
+    deferred: Hiding,
+}
+
+impl Outlook {
+    fn of(
+        config: &Config,
+        model: &Model,
+        plan: &Plan,
+        given: &RateArguments,
+    ) -> Result<Outlook, Error> {
+        let rates = rates(config, model, given)?;
+        let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
+        let (eager, deferred) = (hiding(false), hiding(true));
+        Ok(Outlook { forecast: Forecast::of(config, model, &rates)?, eager, deferred })
     }
 }
 
 /// Draws a step of a config in virtual time.
-fn draw(to: &Path, config: &Config, model: &Model, arguments: &RateArguments) -> Result<(), Error> {
-    let forecast = Forecast::of(config, model, &rates(config, model, arguments)?)?;
+fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Result<(), Error> {
     let title = format!(
         "A step of {} layers, {} sequences in micro-batches of {}: {:.3} s in virtual time",
         model.parts.len(),
@@ -45,8 +67,13 @@ pub(super) fn rates(
     model: &Model,
     arguments: &RateArguments,
 ) -> Result<Rates, Error> {
-    let RateArguments { tflops, link_gbps, host_gbps } = *arguments;
-    for (name, rate) in [("tflops", tflops), ("link-gbps", link_gbps), ("host-gbps", host_gbps)] {
+    let RateArguments { tflops, link_gbps, host_gbps, disk_gbps } = *arguments;
+    for (name, rate) in [
+        ("tflops", tflops),
+        ("link-gbps", link_gbps),
+        ("host-gbps", host_gbps),
+        ("disk-gbps", disk_gbps),
+    ] {
         if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
             return Err(Error::Refused(format!("--{name} must be from 1e-9 to 1e9")));
         }
@@ -64,40 +91,131 @@ pub(super) fn rates(
         Some(rate) => rate * 1e9,
         None => config.link_bytes_per_second()?.unwrap_or(host),
     };
-    Ok(Rates::of(config, model, flops, link, host))
+    let rates = Rates::of(config, model, flops, link, host);
+    Ok(match disk_gbps {
+        Some(rate) => rates.with_disk(rate * 1e9),
+        None => rates,
+    })
 }
 
-/// Shows what a plan holds and moves.
-pub(super) fn show(plan: &Plan, model: &Model, format: Format) {
-    let misfits = plan.misfits();
-    if format == Format::Json {
+impl RateArguments {
+    fn any(&self) -> bool {
+        let RateArguments { tflops, link_gbps, host_gbps, disk_gbps } = self;
+        [tflops, link_gbps, host_gbps, disk_gbps].into_iter().any(Option::is_some)
+    }
+}
+
+/// Shows what a plan holds and moves; of training also what would fit, and how a step would go.
+pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<&Outlook>) {
+    let rule = config.update_rule();
+    let misfits = plan.misfits(model, &rule);
+    let (layer, bytes) = largest_layer(model);
+    let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
+    let least = least.map(|least| least.device_bytes());
+    let ceiling = plan.budget().filter(|_| plan.trains());
+    let most = ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling));
+    if config.log.format == Format::Json {
         let terms = |terms: &[Term], total: u64| {
             let terms = terms.iter().map(|term| (term.name.to_string(), json!(term.bytes)));
             json!({ "total": total, "terms": terms.collect::<Map<String, Value>>() })
         };
-        print(json!({
+        let mut event = json!({
             "event": "plan",
             "fits": misfits.is_empty(),
             "why_not": misfits,
             "parameters": model.parameters(),
             "device_bytes": terms(&plan.device, plan.device_bytes()),
+            "pinned_bytes": 0, // the CPU device has the host's memory
             "host_bytes": terms(&plan.host, plan.host_bytes()),
+            "file_bytes": terms(&plan.file, plan.file_bytes()),
             "upload_bytes": plan.upload_bytes,
             "download_bytes": plan.download_bytes,
-        }));
+            "read_bytes": plan.read_bytes,
+            "written_bytes": plan.written_bytes,
+            "largest_layer": { "layer": layer, "bytes": bytes },
+            "smallest_device_bytes": least,
+            "largest_micro_batch": most,
+        });
+        if let (Some(Outlook { forecast, eager, deferred }), Some(event)) =
+            (outlook, event.as_object_mut())
+        {
+            event.insert("step_seconds".into(), json!(forecast.seconds));
+            let waits = forecast.exposed_seconds();
+            event.insert("exposed_wait_seconds".into(), json!(waits));
+            event.insert("hides".into(), json!({ "eager": eager, "deferred": deferred }));
+        }
+        print(event);
         return;
     }
-    print(format_args!("{:<20}{:>16}", "parameters", model.parameters()));
-    for (place, terms, total) in
-        [("device", &plan.device, plan.device_bytes()), ("host", &plan.host, plan.host_bytes())]
-    {
-        print(format_args!("{place:<20}{total:>16} bytes"));
-        terms.iter().for_each(|term| print(format_args!("  {:<18}{:>16}", term.name, term.bytes)));
+    let number = |name: &str, value: u64, unit: &str| {
+        print(format_args!("{name:<20}{value:>18} {unit}"));
+    };
+    number("parameters", model.parameters() as u64, "");
+    for (place, terms, total) in [
+        ("device", &plan.device, plan.device_bytes()),
+        ("host", &plan.host, plan.host_bytes()),
+        ("file", &plan.file, plan.file_bytes()),
+    ] {
+        if terms.is_empty() {
+            continue;
+        }
+        number(place, total, "bytes");
+        terms.iter().for_each(|term| number(&format!("  {}", term.name), term.bytes, ""));
     }
-    print(format_args!("{:<20}{:>16} bytes", "upload a step", plan.upload_bytes));
-    print(format_args!("{:<20}{:>16} bytes", "download a step", plan.download_bytes));
+    number("upload a step", plan.upload_bytes, "bytes");
+    number("download a step", plan.download_bytes, "bytes");
+    if !plan.file.is_empty() {
+        number("read a step", plan.read_bytes, "bytes");
+        number("written a step", plan.written_bytes, "bytes");
+    }
+    number("largest layer", bytes, &format!("bytes, {layer}"));
+    if let Some(least) = least {
+        number("least device", least, "bytes: micro-batch and depths of 1");
+    }
+    match (ceiling, most) {
+        (Some(_), Some(most)) => number("largest micro-batch", most as u64, "under device.memory"),
+        (Some(_), None) => print("no micro-batch fits device.memory with these depths"),
+        (None, _) => {}
+    }
+    if let Some(Outlook { forecast, eager, deferred }) = outlook {
+        print(format_args!(
+            "a step takes {:.4} s in virtual time, of which kernels wait {:.4} s",
+            forecast.seconds,
+            forecast.exposed_seconds()
+        ));
+        for (how, hiding) in [("eager", eager), ("deferred", deferred)] {
+            let Hiding { lane, at, tokens } = hiding;
+            match tokens {
+                Some(tokens) => print(format_args!(
+                    "{how} updates and transfers hide from {tokens} tokens a step ({lane}, {at})"
+                )),
+                None => print(format_args!(
+                    "{how}: never hides: at {at} each token takes longer on the lane of {lane} than to \
+                     compute"
+                )),
+            }
+        }
+    }
     match &misfits[..] {
         [] => print("fits"),
         misfits => misfits.iter().for_each(|misfit| print(format_args!("does not fit: {misfit}"))),
     }
+}
+
+/// The layer with the most parameters, and their bytes.
+fn largest_layer(model: &Model) -> (String, u64) {
+    let of = |(index, blocks): (usize, &Vec<_>)| {
+        let blocks = blocks.iter().map(|&BlockId(block)| &model.blocks[block as usize]);
+        let part = &model.parts[index];
+        let (what, floats): (_, usize) = match part {
+            // It is met a tile at a time.
+            Part::Embedding => ("embedding", blocks.map(|tensors| block_len(tensors)).max()?),
+            Part::Stack(_) => ("stack", blocks.map(|tensors| block_len(tensors)).sum()),
+            Part::Head(_) => ("head", blocks.map(|tensors| block_len(tensors)).sum()),
+            Part::Classes(_) => ("classes", blocks.map(|tensors| block_len(tensors)).sum()),
+        };
+        Some((format!("layer {index} ({what})"), (floats * size_of::<f32>()) as u64))
+    };
+    let all = model.part_blocks.iter().enumerate().filter_map(of);
+    all.max_by_key(|(_, bytes)| *bytes).expect("a model has layers")
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
 use l2l::checkpoint::Keeper;
-use l2l::config::DataConfig;
+use l2l::config::{DataConfig, EpsTier};
 use l2l::data::{Baseline, Batches, Dataset, baselines};
 use l2l::{Config, Error, StepReport, Summary, Trainer, shape_of};
 use serde_json::json;
@@ -72,9 +72,14 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     let run = || -> Result<Ended, Error> {
         let Prepared { mut config, train, steps, aside } = Prepared::new(config)?;
         let newest = aside.keeper.as_ref().and_then(Keeper::newest);
+        // Of a state on file and a checkpoint, what is further.
+        let on_file = if resume { l2l::state_on_file(&config)? } else { None };
+        let checkpointed = aside.keeper.as_ref().and_then(Keeper::newest_step);
+        let goes_on = on_file.is_some_and(|step| checkpointed.is_none_or(|other| other <= step));
         let from = match (&aside.keeper, newest, resume) {
-            (None, _, true) => {
-                let what = "--resume: from where? Set checkpoint.directory";
+            (_, _, true) if goes_on => None,
+            (None, _, true) if config.eps.tier == EpsTier::Memory => {
+                let what = "--resume: from where? Set checkpoint.directory, or eps.tier to file";
                 return Err(Error::Refused(what.into()));
             }
             (Some(_), Some(found), false) => {
@@ -92,17 +97,23 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         runtime()?.block_on(async {
             let stop = on_signal();
             let mut observers = Observers::open(&mut config, &observe)?;
-            if resume && from.is_none() {
+            if resume && from.is_none() && !goes_on {
                 say("--resume: there is no checkpoint yet, so this run begins");
             }
             let mut builder = Trainer::builder(config.clone()).steps(steps);
-            if aside.keeper.is_some() {
+            if aside.keeper.is_some() || config.eps.tier == EpsTier::File {
                 builder = builder.data(train.fingerprint());
             }
             if let Some(from) = from {
                 builder = builder.resume(from);
             }
+            if goes_on {
+                builder = builder.go_on();
+            }
             let trainer = observers.attach(builder).start()?;
+            if trainer.reads_through_cache() {
+                say("eps.path: no direct requests there, so the file goes through the system's cache");
+            }
             observers.show(trainer.watch());
             let journal = Journal::open(&config.log)?;
             let batches = Batches::start(&config, train, trainer.progress().step)?;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{ByteSize, DataConfig};
+use crate::models::Keep;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
@@ -260,12 +261,53 @@ pub struct ScheduleConfig {
     /// through all layers, then the next, as ordinary training does.
     pub kind: ScheduleKind,
     /// True: backward computes a layer's intermediates again. False: they wait in the stash.
-    pub recompute: bool,
+    /// `attention`: attention's are computed again, the feed-forward's wait.
+    pub recompute: Recompute,
 }
 
 impl Default for ScheduleConfig {
     fn default() -> ScheduleConfig {
-        ScheduleConfig { kind: ScheduleKind::Relay, recompute: true }
+        ScheduleConfig { kind: ScheduleKind::Relay, recompute: Recompute::Layer(true) }
+    }
+}
+
+/// See [`ScheduleConfig::recompute`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(untagged, expecting = "expected true, false or \"attention\"")]
+pub enum Recompute {
+    /// All of a layer, or nothing.
+    Layer(bool),
+    /// A part of it.
+    Part(RecomputedPart),
+}
+
+/// What alone is computed again.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum RecomputedPart {
+    /// Attention.
+    Attention,
+}
+
+impl Recompute {
+    /// Attention alone.
+    pub const ATTENTION: Recompute = Recompute::Part(RecomputedPart::Attention);
+
+    /// What waits in the stash, if anything.
+    pub fn keep(self) -> Option<Keep> {
+        match self {
+            Recompute::Layer(true) => None,
+            Recompute::Layer(false) => Some(Keep::All),
+            Recompute::Part(RecomputedPart::Attention) => Some(Keep::AllButAttention),
+        }
+    }
+}
+
+impl From<bool> for Recompute {
+    fn from(all: bool) -> Recompute {
+        Recompute::Layer(all)
     }
 }
 
@@ -288,6 +330,22 @@ pub struct StashConfig {
     /// Where activations wait between two visits: on the host (`auto` too), so that the device's
     /// memory does not grow with depth or batch; or on the device.
     pub place: StashPlace,
+    /// What activations and their gradients are made of while they wait: `f32`, exact; `bf16`, of half
+    /// the size on the host and over the link, each rounded. Intermediates that are kept and what heads
+    /// hand on stay exact.
+    pub dtype: StashDtype,
+}
+
+/// See [`StashConfig::dtype`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum StashDtype {
+    /// 32-bit floats.
+    #[default]
+    F32,
+    /// Brain floats.
+    Bf16,
 }
 
 /// See [`StashConfig::place`].
@@ -330,10 +388,29 @@ impl Default for ChannelsConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EpsConfig {
+    /// Where masters and the optimizer's state are: in the host's memory, or in a file, of which the
+    /// host sees a few blocks at a time.
+    pub tier: EpsTier,
+    /// The folder of the file, for one run at a time; after each step it holds a state that
+    /// `--resume` goes on from.
+    pub path: Option<PathBuf>,
     /// Emulated: an update takes at least as long as at so many bytes of gradient, say `1GB/s`.
     pub update_rate: Option<String>,
-    /// Emulated: checkpoints are written no faster than this, say `200MB/s`.
+    /// Emulated: checkpoints are written, and a file is read and written, no faster than this, say
+    /// `200MB/s`.
     pub disk_rate: Option<String>,
+}
+
+/// See [`EpsConfig::tier`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum EpsTier {
+    /// The host's memory.
+    #[default]
+    Memory,
+    /// A file.
+    File,
 }
 
 /// `[watchdog]`

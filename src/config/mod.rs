@@ -1,6 +1,7 @@
 //! The config as written: every key, its default, and what it must be. The plan is made from it.
 
 mod data;
+mod fit;
 mod keys;
 mod plan;
 mod shape;
@@ -11,10 +12,10 @@ use std::path::Path;
 
 pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use keys::{
-    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, EpsConfig, Format,
-    Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
-    ScheduleConfig, ScheduleKind, StashConfig, StashPlace, StepConfig, Task, ValidationConfig,
-    WatchdogConfig,
+    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, EpsConfig, EpsTier,
+    Format, Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind,
+    RateSchedule, Recompute, RecomputedPart, ScheduleConfig, ScheduleKind, StashConfig, StashDtype,
+    StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
 };
 pub use plan::{Plan, Term};
 pub use shape::shape_of;
@@ -142,6 +143,11 @@ impl Config {
                 self.checkpoint.every_steps.is_some() && self.checkpoint.directory.is_none(),
                 "checkpoint.every_steps",
                 "has no place to write to: set checkpoint.directory",
+            ),
+            (
+                self.eps.tier == EpsTier::File && self.eps.path.is_none(),
+                "eps.path",
+                "is missing: with eps.tier = \"file\" it is the folder to hold the file",
             ),
             (
                 self.data.attend_across && !self.data.packing,

@@ -3,14 +3,14 @@
 
 use std::fmt;
 
-use l2l_actors::schedule::{self, Capacities, Pools};
+use l2l_actors::schedule::{self, BlockId, Capacities, Pools, Schedule};
 
 use super::walk::{Purpose, Walk, schedule_of};
-use super::{ByteSize, ChannelsConfig, Config, StashPlace};
+use super::{ByteSize, ChannelsConfig, Config, EpsTier, StashPlace};
 use crate::devices::cpu;
+use crate::eps::part_floats;
 use crate::error::Error;
-use crate::machine;
-use crate::models::{Model, Part, View, block_len};
+use crate::models::{Model, Part, Tensor, View, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
 
@@ -38,6 +38,15 @@ pub(crate) struct Layout {
     /// The stash, if it is on the device.
     pub(crate) stash: usize,
     pub(crate) end: usize,
+    /// On the host: a landing block, or a part of a block of a file. Landing blocks come first.
+    pub(crate) host_block: usize,
+    /// Published blocks of a file.
+    pub(crate) reads: usize,
+    /// Blocks of a file with their states.
+    pub(crate) states: usize,
+    /// The stash, if it is on the host.
+    pub(crate) host_stash: usize,
+    pub(crate) host_end: usize,
 }
 
 /// What a run will hold and move.
@@ -47,10 +56,16 @@ pub struct Plan {
     pub device: Vec<Term>,
     /// The host's.
     pub host: Vec<Term>,
+    /// That of files, with the EPS there.
+    pub file: Vec<Term>,
     /// Bytes to the device in a step of the longest sequences.
     pub upload_bytes: u64,
     /// Bytes from it.
     pub download_bytes: u64,
+    /// Bytes that such a step reads from the EPS's file.
+    pub read_bytes: u64,
+    /// Bytes that it writes there.
+    pub written_bytes: u64,
     /// The longest sequence.
     pub positions: usize,
     /// Sequences of each micro-batch of a step.
@@ -63,7 +78,11 @@ pub struct Plan {
     pub(crate) trains: bool,
     pub(crate) stash_on_device: bool,
     pub(crate) deferred: bool,
-    budget: ByteSize,
+    /// States of the update rule.
+    pub(crate) states: usize,
+    /// Tiles whose gradients are joined, from the head and the embedding.
+    tied_tiles: usize,
+    pub(super) config: Config,
 }
 
 /// Keys and values that attention remembers: by layer, sequence and position.
@@ -90,12 +109,13 @@ impl Plan {
     /// The shapes cannot be: a sequence longer than the model's positions, absurd sizes.
     pub fn new(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
-        let (sequences, purpose) = (config.step.batch, Purpose::Train);
+        let states = rule.states();
+        let (sequences, purpose) = (config.step.batch, Purpose::Train { states });
         let train = Walk { sequences, positions, purpose };
         // A look at logits between steps fits, too.
         let sequences = if model.shape.scores_tokens() { 1 } else { config.step.batch };
         let tell = Walk { sequences, purpose: Purpose::Tell, ..train };
-        Plan::of(config, model, Some(rule.states()), &[train, tell], None)
+        Plan::of(config, model, Some(states), &[train, tell], None)
     }
 
     /// Sums everything that evaluation holds.
@@ -161,32 +181,45 @@ impl Plan {
             boundary = boundary.max((floats * largest).next_multiple_of(16));
             schedules.push(schedule);
         }
-        let of_first = Pools::of(&schedules[0], &depths);
+        let on_file = config.eps.tier == EpsTier::File;
+        let pools_of = |schedule: &Schedule| {
+            let pools = Pools::of(schedule, &depths);
+            if on_file { pools.on_file(schedule) } else { pools }
+        };
+        let of_first = pools_of(&schedules[0]);
         let pools = match memory {
             None => of_first,
-            Some(_) => {
-                schedules.iter().map(|one| Pools::of(one, &depths)).fold(of_first, Pools::max)
-            }
+            Some(_) => schedules.iter().map(pools_of).fold(of_first, Pools::max),
         };
         // Of a run its step; of generation what it ends with, a step with all its memory.
         let schedule = schedules.swap_remove(if trains { 0 } else { walks.len() - 1 });
         let micro_batches = schedule.micro_batches.clone();
-        let traffic = schedule::Plan::new(schedule, pools)?.traffic;
         let deferred = trains && config.optimizer.clip_norm.is_some();
+        let walked = schedule::Plan::new(schedule, pools)?;
+        let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(deferred));
         let stash_on_device = config.stash.place == StashPlace::Device;
 
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);
-        let recompute = config.schedule.recompute;
-        let workspace = cpu::workspace(model, largest, positions, recompute, trains);
+        let keep = config.schedule.recompute.keep();
+        let workspace = cpu::workspace(model, largest, positions, keep, trains);
         let memory_floats = memory.map_or(0, |memory| memory.floats());
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
-        let mut end = 0;
-        let mut place = |floats: usize| {
-            let at = end;
-            end += floats.next_multiple_of(16);
+        let place_in = |end: &mut usize, floats: usize| {
+            let at = *end;
+            *end += floats.next_multiple_of(16);
             at
         };
+        let (mut end, mut host_end) = (0, 0);
+        let host_block = if on_file { part_floats(block) } else { block };
+        let parts = 1 + states.unwrap_or(0) + usize::from(deferred);
+        let of_states = if trains { pools.states as usize * parts * host_block } else { 0 };
+        place_in(&mut host_end, reduced as usize * host_block);
+        let reads = place_in(&mut host_end, pools.reads as usize * host_block);
+        let states_at = place_in(&mut host_end, of_states);
+        let in_stash = stash_floats + memory_floats;
+        let host_stash = place_in(&mut host_end, if stash_on_device { 0 } else { in_stash });
+        let mut place = |floats: usize| place_in(&mut end, floats);
         let layout = Layout {
             block,
             boundary,
@@ -195,20 +228,26 @@ impl Plan {
             inputs: place(pools.inputs as usize * boundary),
             outputs: place(pools.outputs as usize * boundary),
             workspace: View { at: place(workspace), len: workspace },
-            stash: place(if stash_on_device { stash_floats + memory_floats } else { 0 }),
+            stash: place(if stash_on_device { in_stash } else { 0 }),
             end: 0,
+            host_block,
+            reads,
+            states: states_at,
+            host_stash,
+            host_end,
         };
         let layout = Layout { end, ..layout };
 
         let term = |name, floats: usize| Term { name, bytes: floats as u64 * FLOAT };
-        let blocks: usize = model.blocks.iter().map(|tensors| block_len(tensors)).sum();
-        let regions: usize = model
-            .blocks
-            .iter()
-            .enumerate()
-            .filter(|(index, _)| trains && (deferred || *index < model.tiles.len()))
-            .map(|(_, tensors)| block_len(tensors))
-            .sum();
+        let tied = model.shape.tied && model.shape.scores_tokens();
+        let tied_tiles = if tied || !on_file { model.tiles.len() } else { 0 };
+        let has_region = |index: usize| trains && (deferred || index < tied_tiles);
+        let floats = |tensors: &Vec<Tensor>| {
+            if on_file { part_floats(block_len(tensors)) } else { block_len(tensors) }
+        };
+        let blocks: usize = model.blocks.iter().map(floats).sum();
+        let with_region = model.blocks.iter().enumerate().filter(|(index, _)| has_region(*index));
+        let regions: usize = with_region.map(|(_, tensors)| floats(tensors)).sum();
         let on = |device: bool, floats: usize| if device == stash_on_device { floats } else { 0 };
         let mut device = vec![
             term("weights", pools.weights as usize * block),
@@ -218,13 +257,25 @@ impl Plan {
             term("workspace", workspace),
             term("stash", on(true, stash_floats)),
         ];
-        let mut host = vec![
-            term("masters", blocks),
-            term("moments", states.unwrap_or(0) * blocks),
-            term("gradient_regions", regions),
-            term("landing", reduced as usize * block),
-            term("stash", on(false, stash_floats)),
-        ];
+        let (masters, moments) = (blocks, states.unwrap_or(0) * blocks);
+        let landing = term("landing", reduced as usize * host_block);
+        let stash = term("stash", on(false, stash_floats));
+        let (mut host, mut file) = (Vec::new(), Vec::new());
+        if on_file {
+            // What it is and what it was; what is not trained does not change.
+            let copies = if trains { 2 } else { 1 };
+            file.push(term("masters", copies * masters));
+            file.push(term("moments", copies * moments));
+            file.push(term("gradient_regions", regions));
+            host.push(term("file_reads", pools.reads as usize * host_block));
+            host.push(term("file_states", of_states));
+            host.push(term("file_desk", host_block));
+        } else {
+            host.push(term("masters", masters));
+            host.push(term("moments", moments));
+            host.push(term("gradient_regions", regions));
+        }
+        host.extend([landing, stash]);
         if memory.is_some() {
             device.push(term("memory", on(true, memory_floats)));
             host.push(term("memory", on(false, memory_floats)));
@@ -233,6 +284,7 @@ impl Plan {
             device,
             host,
             upload_bytes: traffic.weights.saturating_add(traffic.inputs),
+            file,
             download_bytes: traffic.gradients.saturating_add(traffic.outputs),
             positions,
             micro_batches,
@@ -242,19 +294,28 @@ impl Plan {
             stash_floats,
             memory,
             stash_on_device,
+            read_bytes: file_bytes.0,
+            written_bytes: file_bytes.1,
             deferred,
-            budget: config.device.memory,
+            states: states.unwrap_or(0),
+            tied_tiles,
+            config: config.clone(),
         })
     }
 
-    /// Floats of the blocks that land on the host.
-    pub(crate) fn landing(&self) -> usize {
-        if self.trains { self.pools.reduced as usize * self.layout.block } else { 0 }
+    /// Whether it is training's: with gradients and the optimizer's state.
+    pub fn trains(&self) -> bool {
+        self.trains
     }
 
-    /// Floats of stash and memory, one behind the other.
-    pub(crate) fn stash_and_memory(&self) -> usize {
-        self.stash_floats + self.memory.map_or(0, |memory| memory.floats())
+    /// Whether a block's gradient waits in a region.
+    pub(crate) fn has_region(&self, id: BlockId) -> bool {
+        self.trains && (self.deferred || (id.0 as usize) < self.tied_tiles)
+    }
+
+    /// Parts of a slot for a block of a file: masters, states, and the gradient where it waits.
+    pub(crate) fn state_parts(&self) -> usize {
+        1 + self.states + usize::from(self.deferred)
     }
 
     /// Where a layer's memory of a position begins, in floats behind the stash's first.
@@ -267,7 +328,7 @@ impl Plan {
 
     /// The ceiling that was set for the device, if one was.
     pub fn budget(&self) -> Option<u64> {
-        self.budget.bytes()
+        self.config.device.memory.bytes()
     }
 
     /// Bytes of the device.
@@ -280,30 +341,9 @@ impl Plan {
         self.host.iter().map(|term| term.bytes).sum()
     }
 
-    /// Everything that does not fit: into the budget, or into this machine.
-    pub fn misfits(&self) -> Vec<String> {
-        let mut misfits = Vec::new();
-        let needed = self.device_bytes();
-        if let Some(budget) = self.budget.bytes().filter(|&budget| budget < needed) {
-            misfits.push(format!(
-                "device.memory is {}, the plan needs {needed} bytes, most of it for {}: \
-                 give it {needed} bytes, or make step.micro_batch or channels smaller",
-                ByteSize::from(budget),
-                largest(&self.device),
-            ));
-        }
-        // The CPU device's memory is the host's.
-        let all = needed.saturating_add(self.host_bytes());
-        if let Some(available) = machine::available_memory().filter(|&available| available < all) {
-            misfits.push(format!(
-                "this machine has {} free, the plan needs {}, most of it for {} and {}",
-                ByteSize::from(available),
-                ByteSize::from(all),
-                largest(&self.device),
-                largest(&self.host),
-            ));
-        }
-        misfits
+    /// Bytes of files.
+    pub fn file_bytes(&self) -> u64 {
+        self.file.iter().map(|term| term.bytes).sum()
     }
 }
 
@@ -338,10 +378,6 @@ fn check_sizes(
         )));
     }
     Ok(())
-}
-
-fn largest(terms: &[Term]) -> &Term {
-    terms.iter().max_by_key(|term| term.bytes).expect("a plan has terms")
 }
 
 impl fmt::Display for Term {

@@ -8,15 +8,19 @@ use std::collections::BTreeMap;
 
 use l2l_actors::schedule::{self, BlockId, Boundary, BoundaryId, Schedule, Selection};
 
-use super::{Config, ScheduleKind};
+use super::{Config, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Head, Model, Part};
+use crate::models::{Head, Keep, Model, Part};
+use crate::stash;
 
 /// What a walk is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// To learn.
-    Train,
+    Train {
+        /// Of the update rule, beside each parameter.
+        states: usize,
+    },
     /// The loss alone.
     Evaluate,
     /// Logits of one labelled position a sequence, or scores of each sequence.
@@ -65,11 +69,19 @@ pub(crate) fn schedule_of(
     model: &Model,
     walk: Walk,
 ) -> Result<(Schedule, Carries), Error> {
-    let ring = model.for_ring(walk.positions);
+    let keep = config.schedule.recompute.keep();
+    let states = match walk.purpose {
+        Purpose::Train { states } => states,
+        _ => 0,
+    };
+    let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Keep::All), states);
+    if config.stash.dtype == StashDtype::Bf16 {
+        ring.hidden.stashed_per_sequence = stash::packed_bytes(walk.positions * model.shape.hidden);
+    }
     let sizes = micro_batches(walk.sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
-    selection.recompute = config.schedule.recompute;
-    if walk.purpose != Purpose::Train {
+    selection.recompute = keep.is_none();
+    if !matches!(walk.purpose, Purpose::Train { .. }) {
         selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
     }
     let mut schedule = match config.schedule.kind {
@@ -78,7 +90,7 @@ pub(crate) fn schedule_of(
     };
     let mut carries = Carries::default();
     match walk.purpose {
-        Purpose::Train | Purpose::Evaluate => {}
+        Purpose::Train { .. } | Purpose::Evaluate => {}
         Purpose::Tell => tell(&mut schedule, &mut carries, model),
         Purpose::Remember { past } => {
             tell(&mut schedule, &mut carries, model);
@@ -90,7 +102,8 @@ pub(crate) fn schedule_of(
 
 fn boundary(schedule: &mut Schedule, floats: usize) -> BoundaryId {
     let bytes_per_sequence = (floats * size_of::<f32>()) as u64;
-    schedule.boundaries.push(Boundary { slots: 1, bytes_per_sequence });
+    let stashed_per_sequence = bytes_per_sequence;
+    schedule.boundaries.push(Boundary { slots: 1, bytes_per_sequence, stashed_per_sequence });
     BoundaryId(schedule.boundaries.len() as u32 - 1)
 }
 

@@ -1,6 +1,9 @@
 //! How a model begins: random weights from a seed, block by block.
 
-use super::Eps;
+use l2l_actors::schedule::BlockId;
+
+use super::{Eps, Which};
+use crate::error::Error;
 use crate::models::{Init, tensor_ranges};
 use crate::random;
 
@@ -27,24 +30,34 @@ impl Draws {
 
 impl Eps {
     /// Fills every block from a seed.
-    pub(crate) fn randomise(&self, seed: u64) {
-        for (index, (block, tensors)) in self.blocks.iter().zip(&self.tensors).enumerate() {
-            let mut block = block.write().expect("nobody panicked inside");
-            for (number, (tensor, range)) in tensors.iter().zip(tensor_ranges(tensors)).enumerate()
-            {
-                let values = &mut block.parameters[range];
-                match tensor.init {
-                    Init::Zeros => values.fill(0.0),
-                    Init::Ones => values.fill(1.0),
-                    Init::Normal(deviation) => {
-                        let stream = (index as u64) << 32 | number as u64;
-                        let mut draws = Draws(Draws(seed).next() ^ Draws(!stream).next());
-                        for pair in values.chunks_mut(2) {
-                            for (value, normal) in pair.iter_mut().zip(draws.normals()) {
-                                *value = (normal * f64::from(deviation)) as f32;
-                            }
-                        }
-                    }
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub(crate) fn randomise(&self, seed: u64) -> Result<(), Error> {
+        for (index, tensors) in self.tensors.iter().enumerate() {
+            self.fill(BlockId(index as u32), Which::Parameter, |parameters| {
+                for (number, (tensor, range)) in
+                    tensors.iter().zip(tensor_ranges(tensors)).enumerate()
+                {
+                    let stream = (index as u64) << 32 | number as u64;
+                    begin(&mut parameters[range], tensor.init, seed, stream);
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// One tensor's numbers.
+fn begin(values: &mut [f32], init: Init, seed: u64, stream: u64) {
+    match init {
+        Init::Zeros => values.fill(0.0),
+        Init::Ones => values.fill(1.0),
+        Init::Normal(deviation) => {
+            let mut draws = Draws(Draws(seed).next() ^ Draws(!stream).next());
+            for pair in values.chunks_mut(2) {
+                for (value, normal) in pair.iter_mut().zip(draws.normals()) {
+                    *value = (normal * f64::from(deviation)) as f32;
                 }
             }
         }

@@ -1,72 +1,120 @@
-//! The eager param-server, in memory: masters, optimizer state, gradient regions, versions.
+//! The eager param-server: masters, optimizer state, gradient regions and versions, block by block,
+//! in memory or in a file under it.
 //!
-//! Every access is a lease: a lock on one block, with the version it must have. The ring never
-//! lets two leases meet, so a lock that is taken is a bug, and says so instead of waiting.
+//! The tiers differ in who moves a block: in [memory](Memory) the lanes that read and update it hold
+//! a lease; on [file](FileTier) the lane of files brings it to a slot and back. What happens between
+//! steps (a checkpoint, a digest, the begin) is the same for both.
 
 mod begin;
-
-use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+mod direct;
+mod file;
+mod index;
+mod memory;
 
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
-use crate::models::{Model, Tensor, block_len, tensor_ranges};
+pub(crate) use file::{FileTier, Folder, Found, found, part_floats};
+pub(crate) use memory::Memory;
 
-/// One block of the model.
-#[derive(Debug)]
-pub(crate) struct Block {
-    /// Steps that made it what it is.
-    pub(crate) version: Version,
-    /// Updates it has had.
-    pub(crate) updates: u64,
-    /// The f32 masters.
-    pub(crate) parameters: Vec<f32>,
-    /// The optimizer's states, each as long as the masters.
-    pub(crate) states: Vec<Vec<f32>>,
+use crate::error::Error;
+use crate::models::{Model, Tensor, tensor_ranges};
+
+/// Which of the numbers that belong to each parameter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Which {
+    /// The parameter.
+    Parameter,
+    /// One of the optimizer's states of it.
+    State(usize),
+}
+
+impl Which {
+    /// Its place among the parts of a block: parameters, then states.
+    fn part(self) -> usize {
+        match self {
+            Which::Parameter => 0,
+            Which::State(index) => 1 + index,
+        }
+    }
+
+    /// All, where a parameter has so many states.
+    fn all(states: usize) -> impl Iterator<Item = Which> {
+        [Which::Parameter].into_iter().chain((0..states).map(Which::State))
+    }
+}
+
+/// Where the blocks are.
+enum Tier {
+    Memory(Memory),
+    File(FileTier),
 }
 
 /// See the [module](self).
 pub(crate) struct Eps {
-    blocks: Vec<RwLock<Block>>,
-    regions: Vec<RwLock<Vec<f32>>>,
     tensors: Vec<Vec<Tensor>>,
+    states: usize,
+    tier: Tier,
 }
 
 impl Eps {
-    /// Blocks of zeros, with so many optimizer states, and gradient regions where they are needed.
-    pub(crate) fn new(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
-        let block = |tensors: &Vec<Tensor>| {
-            let zeros = || vec![0.0; block_len(tensors)];
-            let states = (0..states).map(|_| zeros()).collect();
-            RwLock::new(Block { version: 0, updates: 0, parameters: zeros(), states })
-        };
-        let region = |(index, tensors): (usize, &Vec<Tensor>)| {
-            let len = if region(BlockId(index as u32)) { block_len(tensors) } else { 0 };
-            RwLock::new(vec![0.0; len])
-        };
-        Eps {
-            blocks: model.blocks.iter().map(block).collect(),
-            regions: model.blocks.iter().enumerate().map(region).collect(),
-            tensors: model.blocks.clone(),
+    /// Blocks of zeros in memory, with so many optimizer states, and gradient regions where they are
+    /// needed.
+    pub(crate) fn in_memory(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
+        let tier = Tier::Memory(Memory::new(&model.blocks, states, region));
+        Eps { tensors: model.blocks.clone(), states, tier }
+    }
+
+    /// Blocks on file.
+    pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
+        Eps { tensors: model.blocks.clone(), states, tier: Tier::File(tier) }
+    }
+
+    /// The tier in memory, for the lanes of a ring whose blocks are there.
+    ///
+    /// # Panics
+    /// They are on file.
+    pub(crate) fn memory(&self) -> &Memory {
+        match &self.tier {
+            Tier::Memory(memory) => memory,
+            Tier::File(_) => panic!("the EPS is on file"),
+        }
+    }
+
+    /// The tier on file, if that is where the blocks are.
+    pub(crate) fn file(&self) -> Option<&FileTier> {
+        match &self.tier {
+            Tier::Memory(_) => None,
+            Tier::File(file) => Some(file),
         }
     }
 
     /// Optimizer states of each parameter.
     pub(crate) fn states(&self) -> usize {
-        let block = self.blocks.first().map(|block| block.read().expect("nobody panicked inside"));
-        block.map_or(0, |block| block.states.len())
+        self.states
     }
 
     /// Updates that each block has had.
     pub(crate) fn updates(&self) -> Vec<u64> {
-        let updates = |block: &RwLock<Block>| block.read().expect("nobody panicked inside").updates;
-        self.blocks.iter().map(updates).collect()
+        match &self.tier {
+            Tier::Memory(memory) => memory.updates(),
+            Tier::File(file) => file.updates(),
+        }
     }
 
     /// Says how many updates each block has had.
     pub(crate) fn set_updates(&self, updates: &[u64]) {
-        for (block, updates) in self.blocks.iter().zip(updates) {
-            block.write().expect("nobody panicked inside").updates = *updates;
+        match &self.tier {
+            Tier::Memory(memory) => memory.set_updates(updates),
+            Tier::File(file) => file.set_updates(updates),
+        }
+    }
+
+    /// Makes a block's next version of one it was not changed in.
+    pub(crate) fn carry(&self, id: BlockId, version: Version) {
+        match &self.tier {
+            Tier::Memory(memory) => memory.write(id, version).version = version + 1,
+            Tier::File(file) => file.carry(id, version),
         }
     }
 
@@ -75,62 +123,68 @@ impl Eps {
         &self.tensors[id.0 as usize]
     }
 
-    /// A lease to read a block as of a version.
-    pub(crate) fn read(&self, id: BlockId, version: Version) -> RwLockReadGuard<'_, Block> {
-        let block = self.blocks[id.0 as usize].try_read();
-        let block = block.unwrap_or_else(|_| panic!("{id} v{version} asked, it is being updated"));
-        assert!(
-            block.version == version,
-            "{id} v{version} asked, the EPS holds v{}",
-            block.version
-        );
-        block
+    /// Shows a part of a block, while no step is on its way.
+    ///
+    /// # Errors
+    /// It cannot be read from its file, or is not what was written.
+    pub(crate) fn look<R>(
+        &self,
+        id: BlockId,
+        which: Which,
+        see: impl FnOnce(&[f32]) -> R,
+    ) -> Result<R, Error> {
+        match &self.tier {
+            Tier::Memory(memory) => Ok(memory.look(id, which, see)),
+            Tier::File(file) => file.look(id, which, see).map_err(Error::failed),
+        }
     }
 
-    /// A lease to move a block on from a version.
-    pub(crate) fn write(&self, id: BlockId, version: Version) -> RwLockWriteGuard<'_, Block> {
-        let block = self.blocks[id.0 as usize].try_write();
-        let block = block.unwrap_or_else(|_| panic!("{id} v{version} to update, it is in use"));
-        assert!(
-            block.version == version,
-            "{id} v{version} asked, the EPS holds v{}",
-            block.version
-        );
-        block
-    }
-
-    /// A block's gradient region, to read.
-    pub(crate) fn region(&self, id: BlockId) -> RwLockReadGuard<'_, Vec<f32>> {
-        let region = self.regions[id.0 as usize].try_read();
-        region.unwrap_or_else(|_| panic!("the region of {id} is being written"))
-    }
-
-    /// A block's gradient region, to write.
-    pub(crate) fn region_mut(&self, id: BlockId) -> RwLockWriteGuard<'_, Vec<f32>> {
-        let region = self.regions[id.0 as usize].try_write();
-        region.unwrap_or_else(|_| panic!("the region of {id} is in use"))
+    /// Lets somebody write a part of a block, before the first step.
+    ///
+    /// # Errors
+    /// It cannot be read or written, or somebody's own.
+    pub(crate) fn fill(
+        &self,
+        id: BlockId,
+        which: Which,
+        write: impl FnOnce(&mut [f32]),
+    ) -> Result<(), Error> {
+        match &self.tier {
+            Tier::Memory(memory) => {
+                memory.fill(id, which, write);
+                Ok(())
+            }
+            Tier::File(file) => file.fill(id, which, write).map_err(Error::failed),
+        }
     }
 
     /// SHA-256 of all masters, block by block, tensor by tensor, as little-endian f32.
-    pub(crate) fn digest(&self) -> String {
-        self.digest_of(|block| vec![&block.parameters])
+    ///
+    /// # Errors
+    /// As [`look`](Eps::look).
+    pub(crate) fn digest(&self) -> Result<String, Error> {
+        self.digest_of(0)
     }
 
     /// The same of masters and optimizer states.
-    pub(crate) fn full_digest(&self) -> String {
-        self.digest_of(|block| [&block.parameters].into_iter().chain(&block.states).collect())
+    ///
+    /// # Errors
+    /// As [`look`](Eps::look).
+    pub(crate) fn full_digest(&self) -> Result<String, Error> {
+        self.digest_of(self.states)
     }
 
-    fn digest_of(&self, what: impl Fn(&Block) -> Vec<&Vec<f32>>) -> String {
+    fn digest_of(&self, states: usize) -> Result<String, Error> {
         let mut hasher = Sha256::new();
-        for (block, tensors) in self.blocks.iter().zip(&self.tensors) {
-            let block = block.read().expect("nobody panicked inside");
-            for values in what(&block) {
-                for range in tensor_ranges(tensors) {
-                    values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
-                }
+        for (index, tensors) in self.tensors.iter().enumerate() {
+            for which in Which::all(states) {
+                self.look(BlockId(index as u32), which, |values| {
+                    for range in tensor_ranges(tensors) {
+                        values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
+                    }
+                })?;
             }
         }
-        hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
     }
 }

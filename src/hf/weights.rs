@@ -3,46 +3,21 @@
 //! The vocabulary's tables are cut into tiles on the way in and joined on the way out; every other
 //! tensor is one of a block's. Checkpoints with and without the family's prefix are read.
 
-use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
+use std::io::{self, BufWriter, Write};
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
 use half::{bf16, f16};
-use l2l_actors::schedule::{BlockId, Version};
+use l2l_actors::schedule::BlockId;
 use memmap2::Mmap;
-use safetensors::tensor::{SafeTensors, TensorView, View};
-use safetensors::{Dtype, serialize_to_file};
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, SafeTensors, TensorInfo, TensorView};
 
-use crate::eps::{Block, Eps};
+use crate::eps::{Eps, Which};
 use crate::error::Error;
 use crate::models::{Model, tensor_ranges};
-
-/// Which of the numbers that belong to each parameter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Which {
-    /// The parameter.
-    Parameter,
-    /// One of the optimizer's states of it.
-    State(usize),
-}
-
-impl Which {
-    fn of(self, block: &Block) -> &[f32] {
-        match self {
-            Which::Parameter => &block.parameters,
-            Which::State(index) => &block.states[index],
-        }
-    }
-
-    fn of_mut(self, block: &mut Block) -> &mut [f32] {
-        match self {
-            Which::Parameter => &mut block.parameters,
-            Which::State(index) => &mut block.states[index],
-        }
-    }
-}
 
 /// A whole tensor of a file, and where its rows lie.
 struct Whole {
@@ -173,13 +148,27 @@ fn read(
     };
     let wholes = wholes.iter().filter(|(name, _)| !is_fresh(name)).collect::<BTreeMap<_, _>>();
     check(&all, &wholes, of, &found).map_err(|what| refuse(&files[0], &what))?;
+    // Block by block, for a block on file is written as a whole.
+    let mut blocks: BTreeMap<(BlockId, Which), Vec<(&str, Range<usize>, usize)>> = BTreeMap::new();
     for (name, whole) in wholes {
-        let view = found(name).expect("it was checked");
         let mut from = 0;
         for (block, range) in &whole.parts {
-            let mut lease = eps.write(*block, 0);
-            decode(&mut whole.which.of_mut(&mut lease)[range.clone()], &view, from);
+            let parts = blocks.entry((*block, whole.which)).or_default();
+            parts.push((name, range.clone(), from));
             from += range.len();
+        }
+    }
+    for ((block, which), parts) in blocks {
+        eps.fill(block, which, |values| {
+            for (name, range, from) in parts {
+                decode(&mut values[range], &found(name).expect("it was checked"), from);
+            }
+        })?;
+        // What was read need not stay in memory.
+        #[cfg(target_os = "linux")]
+        for map in &maps {
+            // SAFETY: it is of a file, from which the pages come again.
+            let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
     }
     Ok(())
@@ -277,67 +266,19 @@ fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     }
 }
 
-/// A tensor on its way out: its numbers are gathered when they are asked for, so that one tensor at
-/// a time is in memory twice.
-struct Out<'e> {
-    whole: Whole,
-    eps: &'e Eps,
-    version: Version,
-}
-
-impl Out<'_> {
-    /// Takes its numbers, part by part.
-    fn each(&self, mut take: impl FnMut(&[f32])) {
-        for (block, range) in &self.whole.parts {
-            take(&self.whole.which.of(&self.eps.read(*block, self.version))[range.clone()]);
-        }
-    }
-}
-
-impl View for Out<'_> {
-    fn dtype(&self) -> Dtype {
-        Dtype::F32
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.whole.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let mut bytes = Vec::with_capacity(self.data_len());
-        self.each(|part| bytes.extend(part.iter().flat_map(|value| value.to_le_bytes())));
-        Cow::Owned(bytes)
-    }
-
-    fn data_len(&self) -> usize {
-        self.whole.bytes()
-    }
-}
-
 /// Bytes of a file of weights at most, as transformers cuts them.
 const SHARD_BYTES: usize = 5_000_000_000;
 
-/// Writes the EPS's weights, as of a version, to a directory's `model.safetensors`, or to several
+/// Writes the EPS's weights to a directory's `model.safetensors`, or to several
 /// and an index.
 ///
 /// # Errors
 /// A file cannot be written.
-pub(crate) fn save(
-    directory: &Path,
-    model: &Model,
-    eps: &Eps,
-    version: Version,
-) -> Result<(), Error> {
-    save_in_shards(directory, model, eps, version, SHARD_BYTES)
+pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    save_in_shards(directory, model, eps, SHARD_BYTES)
 }
 
-fn save_in_shards(
-    directory: &Path,
-    model: &Model,
-    eps: &Eps,
-    version: Version,
-    most: usize,
-) -> Result<(), Error> {
+fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Result<(), Error> {
     let (mut shards, mut bytes, mut all) = (vec![Wholes::new()], 0, 0);
     for (name, whole) in wholes(model, Which::Parameter) {
         let len = whole.bytes();
@@ -349,13 +290,13 @@ fn save_in_shards(
     }
     let count = shards.len();
     if count == 1 {
-        return write(&directory.join("model.safetensors"), shards.remove(0), eps, version);
+        return write(&directory.join("model.safetensors"), shards.remove(0), eps);
     }
     let mut map = serde_json::Map::new();
     for (index, shard) in shards.into_iter().enumerate() {
         let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
         map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
-        write(&directory.join(file), shard, eps, version)?;
+        write(&directory.join(file), shard, eps)?;
     }
     let index = serde_json::json!({ "metadata": { "total_size": all }, "weight_map": map });
     let path = directory.join("model.safetensors.index.json");
@@ -364,44 +305,63 @@ fn save_in_shards(
     written.map_err(|error| Error::failed(format_args!("{}: {error}", path.display())))
 }
 
-/// Writes the optimizer's states, as of a version.
+/// Writes the optimizer's states.
 ///
 /// # Errors
 /// The file cannot be written.
-pub(crate) fn save_states(
-    file: &Path,
-    model: &Model,
-    eps: &Eps,
-    version: Version,
-) -> Result<(), Error> {
-    write(file, states(model, eps.states()), eps, version)
+pub(crate) fn save_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    write(file, states(model, eps.states()), eps)
 }
 
-/// Whole or not at all, and on the disk when it returns: a file that was there stays until then.
-fn write(path: &Path, wholes: Wholes, eps: &Eps, version: Version) -> Result<(), Error> {
-    let out = |(name, whole)| (name, Out { whole, eps, version });
-    let all: Vec<(String, Out<'_>)> = wholes.into_iter().map(out).collect();
-    let metadata = [("format".to_string(), "pt".to_string())].into_iter().collect();
+/// Whole or not at all, and on the disk when it returns: a file that was there stays until then. A
+/// part of a block at a time passes through memory.
+fn write(path: &Path, wholes: Wholes, eps: &Eps) -> Result<(), Error> {
     let partial = path.with_extension("safetensors.partial");
     let failed = |error: String| Error::failed(format_args!("{}: {error}", path.display()));
-    serialize_to_file(all, Some(metadata), &partial).map_err(|error| failed(error.to_string()))?;
-    File::open(&partial)
-        .and_then(|file| file.sync_all())
-        .and_then(|()| std::fs::rename(&partial, path))
-        .map_err(|error| failed(error.to_string()))
+    let io = |error: io::Error| failed(error.to_string());
+    let mut file = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(io)?);
+    let mut end = 0;
+    let tensors = wholes.iter().map(|(name, whole)| {
+        let begin = end;
+        end += whole.bytes();
+        let (dtype, shape, data_offsets) = (Dtype::F32, whole.shape.clone(), (begin, end));
+        (name.clone(), TensorInfo { dtype, shape, data_offsets })
+    });
+    let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
+    let header = Metadata::new(Some(about), tensors.collect());
+    let header = header.map_err(|error| failed(error.to_string()))?;
+    let mut header = serde_json::to_vec(&header).map_err(|error| failed(error.to_string()))?;
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io)?;
+    file.write_all(&header).map_err(io)?;
+    for whole in wholes.values() {
+        for (block, range) in &whole.parts {
+            let written = eps.look(*block, whole.which, |values| {
+                let mut values = values[range.clone()].iter();
+                values.try_for_each(|value| file.write_all(&value.to_le_bytes()))
+            })?;
+            written.map_err(io)?;
+        }
+    }
+    let file = file.into_inner().map_err(|error| io(error.into_error()))?;
+    file.sync_all().and_then(|()| std::fs::rename(&partial, path)).map_err(io)
 }
 
-/// Sizes and values of a parameter, as of a version.
+/// Sizes and values of a parameter.
+///
+/// # Errors
+/// It cannot be read.
 pub(crate) fn tensor(
     name: &str,
     model: &Model,
     eps: &Eps,
-    version: Version,
-) -> Option<(Vec<usize>, Vec<f32>)> {
-    let whole = wholes(model, Which::Parameter).remove(name)?;
-    let (out, mut values) = (Out { whole, eps, version }, Vec::new());
-    out.each(|part| values.extend_from_slice(part));
-    Some((out.whole.shape, values))
+) -> Result<Option<(Vec<usize>, Vec<f32>)>, Error> {
+    let Some(whole) = wholes(model, Which::Parameter).remove(name) else { return Ok(None) };
+    let mut all = Vec::new();
+    for (block, range) in &whole.parts {
+        eps.look(*block, whole.which, |values| all.extend_from_slice(&values[range.clone()]))?;
+    }
+    Ok(Some((whole.shape, all)))
 }
 
 #[cfg(test)]
@@ -412,14 +372,14 @@ mod tests {
     #[test]
     fn shards_are_read_as_they_were_written() {
         let model = Model::new(gpt2([2, 16, 2, 24, 50, 9]));
-        let make = || Eps::new(&model, 0, |_| false);
+        let make = || Eps::in_memory(&model, 0, |_| false);
         let (from, to) = (make(), make());
-        from.randomise(3);
+        from.randomise(3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
-        save_in_shards(folder.path(), &model, &from, 0, 4000).expect("a directory of ours");
+        save_in_shards(folder.path(), &model, &from, 4000).expect("a directory of ours");
         let files: Vec<_> = std::fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
         load(folder.path(), &model, &to, false).expect("what was just written");
-        assert_eq!(from.digest(), to.digest());
+        assert_eq!(from.digest().expect("in memory"), to.digest().expect("in memory"));
     }
 }

@@ -18,9 +18,10 @@ pub use quality::{Agreement, Confusion, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
-use crate::config::{Config, ModelConfig, Plan, Purpose, Walk};
+use crate::config::{Config, EpsTier, ModelConfig, Plan, Purpose, Walk};
 use crate::data::Batch;
 use crate::devices::cpu::{Cpu, Goal, Remembered, Turn};
+use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::hf;
 use crate::models::Model;
@@ -46,13 +47,21 @@ pub fn load_from(config: &mut Config, directory: &Path) {
 impl Rest {
     /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
     fn start(config: Config, model: Model, plan: Plan) -> Result<Rest, Error> {
-        if let Some(misfit) = plan.misfits().into_iter().next() {
+        let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
+        if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
             return Err(Error::refused(misfit));
         }
         let (model, plan) = (Arc::new(model), Arc::new(plan));
-        let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
-        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate, Vec::new())?;
-        cpu.eps().randomise(config.step.seed);
+        let eps = match config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) {
+            Some(path) => {
+                let refused =
+                    |error| Error::refused(format_args!("eps.path {}: {error}", path.display()));
+                Eps::on_file(&model, 0, FileTier::unnamed(path, &model).map_err(refused)?)
+            }
+            None => Eps::in_memory(&model, 0, |_| false),
+        };
+        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate, eps, Vec::new())?;
+        cpu.eps().randomise(config.step.seed)?;
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
             hf::load(path, &model, cpu.eps(), false)?;
         }

@@ -3,7 +3,7 @@
 
 use super::kernels::{Attention, Dropout, Kernels, Linear, Norm, Rows, View};
 use super::layer::{
-    Backward, Forward, Init, Kind, Layer, Memory, Micro, Scratch, Tensor, tensor_views,
+    Backward, Forward, Init, Keep, Kind, Layer, Memory, Micro, Scratch, Tensor, tensor_views,
 };
 use super::shape::Shape;
 
@@ -62,18 +62,25 @@ impl Block {
         }
     }
 
-    fn kept(&self, rows: Rows, memory: &Scratch<'_>) -> Kept {
+    /// Where intermediates are: those that are kept in `memory`, the others in workspace.
+    fn kept(&self, rows: Rows, memory: Option<(Keep, View)>, scratch: &Scratch<'_>) -> Kept {
         let (r, shape) = (rows.count(), &self.shape);
+        let stashed = memory.map(|(_, view)| Scratch::new(view));
+        let of_all = stashed.as_ref().unwrap_or(scratch);
+        let of_attention = match memory {
+            Some((Keep::All, _)) => of_all,
+            _ => scratch,
+        };
         Kept {
-            norm1: memory.take(2 * r),
-            qkv: memory.take(r * shape.qkv()),
-            heads: shape.qk_norm.then(|| memory.take(r * (shape.heads + shape.kv_heads))),
-            mixed: memory.take(r * shape.mixed()),
-            lse: memory.take(r * shape.heads),
-            middle: memory.take(r * shape.hidden),
-            norm2: memory.take(2 * r),
-            up: memory.take(r * shape.up()),
-            end: shape.post_norm.then(|| memory.take(r * shape.hidden)),
+            norm1: of_all.take(2 * r),
+            qkv: of_attention.take(r * shape.qkv()),
+            heads: shape.qk_norm.then(|| of_attention.take(r * (shape.heads + shape.kv_heads))),
+            mixed: of_attention.take(r * shape.mixed()),
+            lse: of_attention.take(r * shape.heads),
+            middle: of_all.take(r * shape.hidden),
+            norm2: of_all.take(2 * r),
+            up: of_all.take(r * shape.up()),
+            end: shape.post_norm.then(|| of_all.take(r * shape.hidden)),
         }
     }
 
@@ -140,6 +147,28 @@ impl Block {
         place: View,
         memory: Option<Memory>,
     ) {
+        self.attend(k, micro, w, x, kept, n, place, memory);
+        let (rows, c) = (micro.rows, self.shape.hidden);
+        let size = self.linear(rows, self.shape.mixed(), c);
+        k.linear(n, kept.mixed, w.projection.0, w.projection.1, size);
+        k.residual(kept.middle, x, n, rows, self.drops(micro)[0]);
+        self.middle_norm(k, rows, w, kept, n);
+        k.linear(kept.up, n, w.up.0, w.up.1, self.linear(rows, c, self.shape.up()));
+    }
+
+    /// Of that, attention's: what it reads, and what it comes to. `n` as above.
+    #[allow(clippy::too_many_arguments, reason = "as above")]
+    fn attend(
+        &self,
+        k: &dyn Kernels,
+        micro: &Micro<'_>,
+        w: &Parts,
+        x: View,
+        kept: &Kept,
+        n: View,
+        place: View,
+        memory: Option<Memory>,
+    ) {
         let Shape { hidden: c, post_norm, .. } = self.shape;
         let (rows, norm) = (micro.rows, self.norm(micro.rows));
         let mut read = x;
@@ -160,11 +189,6 @@ impl Block {
             Some(past) => k.attention_to_past(kept.mixed, qkv, past, attention),
             None => k.attention(kept.mixed, kept.lse, qkv, attention),
         }
-        let size = self.linear(rows, self.shape.mixed(), c);
-        k.linear(n, kept.mixed, w.projection.0, w.projection.1, size);
-        k.residual(kept.middle, x, n, rows, self.drops(micro)[0]);
-        self.middle_norm(k, rows, w, kept, n);
-        k.linear(kept.up, n, w.up.0, w.up.1, self.linear(rows, c, self.shape.up()));
     }
 
     /// What the feed-forward reads: the norm behind attention's sum, or before the feed-forward.
@@ -250,11 +274,15 @@ impl Layer for Block {
         self.shape.mixed()
     }
 
-    fn kept_len(&self, positions: usize) -> usize {
+    fn kept_len(&self, positions: usize, keep: Keep) -> usize {
         let shape = &self.shape;
         let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
         let end = if shape.post_norm { shape.hidden } else { 0 };
-        let row = 4 + shape.qkv() + heads + shape.mixed() + shape.heads + shape.hidden + shape.up();
+        let attention = match keep {
+            Keep::All => shape.qkv() + heads + shape.mixed() + shape.heads,
+            Keep::AllButAttention => 0,
+        };
+        let row = 4 + attention + shape.hidden + shape.up();
         // Each of nine views is aligned for itself; a sequence pays for all of it.
         positions * (row + end) + 9 * 16
     }
@@ -263,10 +291,7 @@ impl Layer for Block {
         let Forward { ref micro, weights, x, y, kept, memory, scratch } = *pass;
         let Shape { hidden: c, intermediate: i, .. } = self.shape;
         let (w, rows) = (self.parts(weights), micro.rows);
-        let kept = match kept {
-            Some(view) => self.kept(rows, &Scratch::new(view)),
-            None => self.kept(rows, scratch),
-        };
+        let kept = self.kept(rows, kept, scratch);
         let (n, place) = (scratch.take(rows.count() * c), self.place_of_seen(rows, scratch));
         self.walk(k, micro, &w, x, &kept, n, place, memory);
         let wide = scratch.take(rows.count() * i);
@@ -294,11 +319,11 @@ impl Layer for Block {
         let (wide, dup) = (scratch.take(r * i), scratch.take(r * self.shape.up()));
         let (narrow, dmiddle) = (scratch.take(r * c), scratch.take(r * c));
         let dx = dx.unwrap_or_else(|| scratch.take(r * c));
-        let is_kept = kept.is_some();
-        let kept = match kept {
-            Some(view) => self.kept(rows, &Scratch::new(view)),
-            None => self.kept(rows, scratch),
-        };
+        let (is_kept, keep) = (kept.is_some(), kept.map(|(keep, _)| keep));
+        let kept = self.kept(rows, kept, scratch);
+        if keep == Some(Keep::AllButAttention) {
+            self.attend(k, micro, &w, x, &kept, n, place, None);
+        }
         if is_kept {
             self.middle_norm(k, rows, &w, &kept, n);
         } else {
@@ -367,7 +392,7 @@ impl Layer for Block {
         let weight = w.projection.0;
         k.linear_backward(dmixed, dw, db, narrow, kept.mixed, weight, size, accumulate, scratch);
         let (dqkv, attention) = (scratch.take(r * self.shape.qkv()), self.attention(micro));
-        let qkv = if is_kept {
+        let qkv = if keep == Some(Keep::All) {
             self.seen(k, micro, &w, &kept, place)
         } else if self.shape.qk_norm {
             place

@@ -1,7 +1,9 @@
 //! What stands before the first block and behind the last.
 
 use super::kernels::{Activation, Kernels, Linear, Norm, Rows, View};
-use super::layer::{Backward, Forward, Init, Kind, Layer, Micro, Scratch, Tensor, tensor_views};
+use super::layer::{
+    Backward, Forward, Init, Keep, Kind, Layer, Micro, Scratch, Tensor, tensor_views,
+};
 use super::shape::Shape;
 
 fn norm_of(shape: &Shape, rows: Rows) -> Norm {
@@ -88,7 +90,7 @@ impl Layer for Stem {
         0
     }
 
-    fn kept_len(&self, _positions: usize) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
         0
     }
 
@@ -224,7 +226,7 @@ impl Layer for Final {
         all
     }
 
-    fn kept_len(&self, _positions: usize) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
         0
     }
 

@@ -31,6 +31,15 @@ pub enum Kind {
     Norm,
 }
 
+/// Which intermediates wait in the stash from forward to backward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keep {
+    /// All.
+    All,
+    /// All but attention's: its norm, queries, keys, values, and what it comes to are computed again.
+    AllButAttention,
+}
+
 /// One tensor of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
@@ -161,8 +170,8 @@ pub struct Forward<'a> {
     pub x: View,
     /// What goes out. (R, C).
     pub y: View,
-    /// Where to keep intermediates, unless they are recomputed.
-    pub kept: Option<View>,
+    /// Where to keep intermediates, and which, unless all are recomputed.
+    pub kept: Option<(Keep, View)>,
     /// What attention is to remember of this micro-batch, and what it remembers of those before
     /// it, when tokens come a few at a time. See [`Kernels::attention_to_past`].
     pub memory: Option<Memory>,
@@ -192,8 +201,8 @@ pub struct Backward<'a> {
     pub accumulate: bool,
     /// What came in. (R, C).
     pub x: View,
-    /// What was kept, unless it is recomputed.
-    pub kept: Option<View>,
+    /// What was kept, unless all is recomputed.
+    pub kept: Option<(Keep, View)>,
     /// The gradient of what went out. (R, C).
     pub dy: View,
     /// Where the gradient of `x` goes, if anybody needs it.
@@ -223,8 +232,8 @@ pub trait Layer: Send + Sync {
         0
     }
 
-    /// Elements of what it keeps for one sequence of `positions`.
-    fn kept_len(&self, positions: usize) -> usize;
+    /// Elements of what it keeps for one sequence of `positions`, when it is to keep this.
+    fn kept_len(&self, positions: usize, keep: Keep) -> usize;
 
     /// Runs it.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);

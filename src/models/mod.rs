@@ -18,7 +18,7 @@ pub use kernels::{
     RotaryScaling, Rows, STATISTICS, Scores, View,
 };
 pub use layer::{
-    Backward, Draw, Forward, Init, Kind, Layer, Memory, Micro, Scratch, Tensor, block_len,
+    Backward, Draw, Forward, Init, Keep, Kind, Layer, Memory, Micro, Scratch, Tensor, block_len,
     tensor_ranges, tensor_views,
 };
 pub use loss::{CrossEntropy, Loss};

@@ -8,7 +8,7 @@ use super::block::Block;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::kernels::{STATISTICS, Scores};
-use super::layer::{Init, Kind, Layer, Tensor, block_len};
+use super::layer::{Init, Keep, Kind, Layer, Tensor, block_len};
 use super::loss::{CrossEntropy, Loss};
 use super::shape::Shape;
 use crate::error::Error;
@@ -139,21 +139,28 @@ impl Model {
         Model { shape, parts, part_blocks, blocks, tiles, loss }
     }
 
-    /// What the ring sees, for sequences of so many positions.
-    pub fn for_ring(&self, positions: usize) -> l2l_actors::schedule::Model {
-        let boundary = |slots: u32, floats: usize| Boundary {
-            slots,
-            bytes_per_sequence: (floats * size_of::<f32>()) as u64,
+    /// What the ring sees, for sequences of so many positions, of which layers keep what they are to
+    /// if they keep anything, and for updates with so many states.
+    pub fn for_ring(
+        &self,
+        positions: usize,
+        keep: Keep,
+        states: usize,
+    ) -> l2l_actors::schedule::Model {
+        let boundary = |slots: u32, floats: usize| {
+            let bytes = (floats * size_of::<f32>()) as u64;
+            Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes }
         };
         let hidden = positions * self.shape.hidden;
         let kept = self.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(layer.kept_len(positions)),
+            Part::Stack(layer) => Some(layer.kept_len(positions, keep)),
             _ => None,
         });
         let kept = kept.max().unwrap_or(0);
         let block = |tensors: &Vec<Tensor>| {
             let bytes = (block_len(tensors) * size_of::<f32>()) as u64;
-            BlockSize { bytes, gradient_bytes: bytes, frozen: false }
+            let state_bytes = bytes * (1 + states as u64);
+            BlockSize { bytes, gradient_bytes: bytes, state_bytes, frozen: false }
         };
         let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| RingLayer {
             role: match part {
@@ -162,7 +169,7 @@ impl Model {
                 Part::Head(_) | Part::Classes(_) => Role::Tile,
             },
             blocks: blocks.clone(),
-            keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions) > 0),
+            keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions, keep) > 0),
         });
         l2l_actors::schedule::Model {
             blocks: self.blocks.iter().map(block).collect(),

@@ -74,7 +74,7 @@ impl UpdateRule for AdamW {
         &self,
         tensors: &[Tensor],
         parameters: &mut [f32],
-        states: &mut [Vec<f32>],
+        states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
@@ -134,7 +134,8 @@ mod tests {
             for step in 0..5_u64 {
                 let gradient: Vec<f32> = (0..48).map(|i| value(i * 3 + step as usize)).collect();
                 let update = Update { step, learning_rate: 0.01, scale: 0.5, level };
-                rule.apply(&tensors, &mut p, &mut states, &gradient, update);
+                let mut parts: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[..]).collect();
+                rule.apply(&tensors, &mut p, &mut parts, &gradient, update);
                 for (i, (p, m, v)) in plain.iter_mut().enumerate() {
                     let g = 0.5 * f64::from(gradient[i]);
                     (*m, *v) = (0.9 * *m + 0.1 * g, 0.99 * *v + 0.01 * g * g);

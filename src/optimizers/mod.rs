@@ -48,7 +48,7 @@ pub trait UpdateRule: Send + Sync {
         &self,
         tensors: &[Tensor],
         parameters: &mut [f32],
-        states: &mut [Vec<f32>],
+        states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     );

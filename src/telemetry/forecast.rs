@@ -8,7 +8,7 @@ use l2l_actors::ports::{Lane, Operation, Work};
 use l2l_actors::schedule::Phase;
 use l2l_actors::{Record, Relay, virtual_time};
 
-use super::{Ledger, Slice, Tally, Track};
+use super::{Ledger, Slice, Tally};
 use crate::config::{Config, Plan, Purpose, StashPlace, Walk, schedule_of};
 use crate::error::Error;
 use crate::models::{Kind, Model, Part, Tensor};
@@ -20,20 +20,36 @@ pub struct Rates {
     /// By layer and whether backward: of one sequence.
     compute: HashMap<(u32, bool), f64>,
     /// Blocks to the device, and gradients from it.
-    link: [f64; 2],
+    pub(super) link: [f64; 2],
     /// Boundaries to the device, and from it, when the stash is on the host.
-    boundaries: [f64; 2],
+    pub(super) boundaries: [f64; 2],
     /// The same when the stash is on the device.
-    on_device: [f64; 2],
+    pub(super) on_device: [f64; 2],
     /// Of one sequence, on the host: gathers and losses.
     host: f64,
     /// Sums of gradients, and scatters.
-    reduce: f64,
+    pub(super) reduce: f64,
     /// Updates.
-    update: f64,
+    pub(super) update: f64,
+    /// Of the EPS's file.
+    pub(super) file: f64,
 }
 
+/// Of a disk that nobody measured: what a cloud's gives.
+const DISK: f64 = 1e9;
+
 impl Rates {
+    /// Seconds of one sequence in a layer, forward or backward.
+    pub(super) fn compute_of(&self, layer: u32, backward: bool) -> Option<f64> {
+        self.compute.get(&(layer, backward)).copied()
+    }
+
+    /// With a file on a disk of so many bytes a second.
+    #[must_use]
+    pub fn with_disk(self, rate: f64) -> Rates {
+        Rates { file: rate, ..self }
+    }
+
     /// Of a device of so many FLOP/s behind a link of so many bytes a second, beside a host whose
     /// memory moves so many.
     pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
@@ -56,7 +72,8 @@ impl Rates {
             };
             // Products, and what is read and written at least.
             let forward = 2.0 * products / flops + 2.0 * bytes / host;
-            let again = f64::from(u8::from(config.schedule.recompute && !part.is_head()));
+            let again =
+                f64::from(u8::from(config.schedule.recompute.keep().is_none() && !part.is_head()));
             compute.insert((index as u32, false), forward);
             compute.insert((index as u32, true), (2.0 + again) * forward);
         }
@@ -68,6 +85,7 @@ impl Rates {
             host: 2.0 * bytes / host,
             reduce: host / 3.0,
             update: host / 7.0,
+            file: DISK,
         }
     }
 
@@ -106,8 +124,8 @@ impl Rates {
         let mut hosts = (0.0, 0.0);
         for slice in slices {
             let took = slice.took().as_secs_f64();
-            match (slice.track, slice.kind, slice.layer) {
-                (Track::Lane(Lane::Compute), _, Some(layer)) => {
+            match (slice.lane, slice.kind, slice.layer) {
+                (Lane::Compute, _, Some(layer)) => {
                     let is_backward = slice.phase == Some("backward");
                     let sum = met.entry((layer, is_backward)).or_default();
                     *sum = (sum.0 + took, sum.1 + sequences(slice));
@@ -149,10 +167,23 @@ impl Rates {
                 let key = (visit.layer.0, visit.phase == Phase::Backward);
                 self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch)
             }
+            Work::GatherBlock { visit, .. } => {
+                let visit = &plan.schedule.visits[visit];
+                let all: u32 = plan.schedule.micro_batches.iter().sum();
+                self.host * f64::from(all) / visit.blocks().len() as f64
+            }
             Work::Gather { micro_batch, .. } | Work::Loss { micro_batch, .. } => {
                 self.host * sequences(micro_batch)
             }
-            Work::Reduce { .. } | Work::Scatter { .. } => block() / self.reduce,
+            Work::Reduce { .. } | Work::Measure { .. } | Work::Scatter { .. } => {
+                block() / self.reduce
+            }
+            Work::ReadBlock { .. }
+            | Work::ReadRegion { .. }
+            | Work::WriteRegion { .. }
+            | Work::ReadState { .. }
+            | Work::WriteState { .. } => bytes / self.file,
+            Work::Seal => 0.0,
             Work::Update { .. } => block() / self.update,
             Work::Carry { .. } => 0.0,
         };
@@ -178,6 +209,12 @@ pub struct Forecast {
 const STEPS: usize = 3;
 
 impl Forecast {
+    /// Seconds of that step in which the compute lane stood still.
+    pub fn exposed_seconds(&self) -> f64 {
+        let busy = self.slices.iter().filter(|slice| slice.lane == Lane::Compute).map(Slice::took);
+        (self.seconds - busy.sum::<Duration>().as_secs_f64()).max(0.0)
+    }
+
     /// Of a config's step of the longest sequences.
     ///
     /// # Errors
@@ -185,7 +222,7 @@ impl Forecast {
     pub fn of(config: &Config, model: &Model, rates: &Rates) -> Result<Forecast, Error> {
         let plan = Plan::new(config, model, &config.update_rule())?;
         let (sequences, positions) = (config.step.batch, plan.positions);
-        let walk = Walk { sequences, positions, purpose: Purpose::Train };
+        let walk = Walk { sequences, positions, purpose: Purpose::Train { states: plan.states } };
         let (schedule, _) = schedule_of(config, model, walk)?;
         let (rates, on_device) = (rates.clone(), plan.stash_on_device);
         let run = virtual_time::run(

@@ -2,7 +2,9 @@
 
 use std::fmt::Write;
 
-use super::{Slice, Track};
+use l2l_actors::ports::Lane;
+
+use super::Slice;
 
 const WIDTH: f64 = 1200.0;
 const LEFT: f64 = 76.0;
@@ -23,8 +25,8 @@ pub fn draw(title: &str, slices: &[Slice]) -> String {
     let end = slices.iter().map(|slice| slice.end).max().unwrap_or_default();
     let span = (end.saturating_sub(begin)).as_secs_f64().max(1e-9);
     let layers = slices.iter().filter_map(|slice| slice.layer).max().map_or(1, |layer| layer + 1);
-    let met = |track: &Track| slices.iter().any(|slice| slice.track == *track);
-    let tracks: Vec<Track> = Track::ALL.into_iter().filter(met).collect();
+    let met = |track: &Lane| slices.iter().any(|slice| slice.lane == *track);
+    let tracks: Vec<Lane> = Lane::ALL.into_iter().filter(met).collect();
     let height = TOP + ROW * tracks.len() as f64 + 34.0;
     let x = |seconds: f64| LEFT + (WIDTH - LEFT - 12.0) * seconds / span;
     let mut svg = format!(
@@ -38,7 +40,7 @@ pub fn draw(title: &str, slices: &[Slice]) -> String {
         let y = TOP + ROW * row as f64;
         let _ = writeln!(svg, "<text x=\"12\" y=\"{}\">{}</text>", y + 20.0, track.name());
         let _ = writeln!(svg, "<g>");
-        for slice in slices.iter().filter(|slice| slice.track == *track) {
+        for slice in slices.iter().filter(|slice| slice.lane == *track) {
             let from = x(slice.begin.saturating_sub(begin).as_secs_f64());
             let to = x(slice.end.saturating_sub(begin).as_secs_f64());
             let layer = slice.layer.map(|layer| format!(" of layer {layer}"));

@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use l2l_actors::ports::Lane;
 
-use super::{Observe, Slice, Track};
+use super::{Observe, Slice};
 
 /// What the compute lane stood still for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -29,23 +29,26 @@ pub enum WaitCause {
     Host,
     /// An update.
     Update,
+    /// The file under the EPS.
+    File,
     /// The ring itself: between an end and the begin that it allows.
     Ring,
 }
 
 impl WaitCause {
     /// All.
-    pub const ALL: [WaitCause; 5] = [
+    pub const ALL: [WaitCause; 6] = [
         WaitCause::Upload,
         WaitCause::Download,
         WaitCause::Host,
         WaitCause::Update,
+        WaitCause::File,
         WaitCause::Ring,
     ];
 
     /// Its name in metrics and events.
     pub fn name(self) -> &'static str {
-        ["upload", "download", "host", "update", "ring"][self as usize]
+        ["upload", "download", "host", "update", "file", "ring"][self as usize]
     }
 
     /// True for what crosses the link.
@@ -59,6 +62,7 @@ impl WaitCause {
             Lane::Download => WaitCause::Download,
             Lane::Host => WaitCause::Host,
             Lane::Update => WaitCause::Update,
+            Lane::File => WaitCause::File,
             Lane::Compute => WaitCause::Ring,
         }
     }
@@ -101,10 +105,12 @@ impl LayerTally {
 /// Everything added up.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// By [`Track`].
-    pub tracks: [LaneTally; Track::ALL.len()],
+    /// By [`Lane`].
+    pub lanes: [LaneTally; Lane::ALL.len()],
     /// Time in which the compute lane stood still within steps, by [`WaitCause`].
     pub waited: [Duration; WaitCause::ALL.len()],
+    /// Time of checkpoints, of which the lane of files has the sum with its other work.
+    pub checkpoints: Duration,
     /// Time outside steps: between the end of one and the begin of the next.
     pub outside: Duration,
     /// By layer.
@@ -262,7 +268,7 @@ impl Inner {
             return;
         }
         let took = slice.took();
-        let track = &mut self.tally.tracks[slice.track.index()];
+        let track = &mut self.tally.lanes[slice.lane as usize];
         track.busy += took;
         track.operations += 1;
         if self.recent.len() == SLICES {
@@ -270,7 +276,11 @@ impl Inner {
             self.kept_all = false;
         }
         self.recent.push_back(*slice);
-        let (Track::Lane(lane), Some(number)) = (slice.track, slice.number) else { return };
+        let lane = slice.lane;
+        let Some(number) = slice.number else {
+            self.tally.checkpoints += took;
+            return;
+        };
         let link = Link {
             number,
             lane: Some(lane),
@@ -337,7 +347,7 @@ mod tests {
     fn slice(number: u64, lane: Lane, from: u64, to: u64, released_by: Option<u64>) -> Slice {
         Slice {
             number: Some(number),
-            track: Track::Lane(lane),
+            lane,
             kind: if lane == Lane::Update { "update" } else { "forward" },
             step: 0,
             layer: Some(0),
@@ -370,9 +380,9 @@ mod tests {
         ledger.resolves(at(19));
         let tally = ledger.tally(at(20));
         let of = |cause: WaitCause| tally.waited[cause as usize].as_secs();
-        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 1 + 1 + 1]);
+        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 0, 1 + 1 + 1]);
         assert_eq!(tally.outside, at(1 + 5));
-        let busy = tally.tracks[Track::Lane(Lane::Compute).index()].busy;
+        let busy = tally.lanes[Lane::Compute as usize].busy;
         assert_eq!(busy + tally.exposed() + tally.outside, at(20), "they add up to the time");
         assert_eq!(tally.layers[0].waited(true), at(3));
         assert_eq!(tally.layers[0].waited(false), at(8));
@@ -403,6 +413,6 @@ mod tests {
     fn an_observer_that_panics_is_told_no_more() {
         let ledger = Ledger::new(1, vec![Arc::new(Fragile)]);
         (0..3).for_each(|nth| ledger.heard(&slice(nth, Lane::Upload, nth, nth + 1, None)));
-        assert_eq!(ledger.tally(Duration::ZERO).tracks[0].operations, 3);
+        assert_eq!(ledger.tally(Duration::ZERO).lanes[0].operations, 3);
     }
 }

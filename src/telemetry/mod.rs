@@ -12,6 +12,7 @@
 
 mod forecast;
 mod gantt;
+mod hiding;
 mod ledger;
 mod list;
 mod page;
@@ -26,6 +27,8 @@ mod watch;
 
 pub use forecast::{Forecast, Rates};
 pub use gantt::draw;
+pub use hiding::Hiding;
+pub use l2l_actors::ports::Lane;
 pub use ledger::{LaneTally, LayerTally, Ledger, Tally, WaitCause};
 pub use list::{Kind, METRICS, Metric, Unit, samples};
 pub use page::{live, report};
@@ -33,7 +36,7 @@ pub use page::{live, report};
 pub use publish::{Histograms, describe, publish};
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
-pub use slice::{Observe, Slice, Track};
+pub use slice::{Observe, Slice};
 pub(crate) use story::{NotFinite, Story, seconds_of, unix_seconds};
 pub use story::{Point, State, made_up_name};
 pub use trace::Trace;

@@ -4,7 +4,9 @@ use std::sync::Arc;
 
 use metrics::{Key, KeyName, Label, Level, Metadata, Recorder, SharedString};
 
-use super::{Kind, METRICS, Metric, Observe, Slice, Track, Unit, View, samples};
+use l2l_actors::ports::Lane;
+
+use super::{Kind, METRICS, Metric, Observe, Slice, Unit, View, samples};
 
 static METADATA: Metadata<'static> = Metadata::new("l2l", Level::INFO, Some("l2l"));
 
@@ -57,7 +59,7 @@ pub fn publish(view: &View, recorder: &dyn Recorder) {
 
 /// Tells a recorder how long each operation and each step took, as they end.
 pub struct Histograms {
-    lanes: [metrics::Histogram; Track::ALL.len()],
+    lanes: [metrics::Histogram; Lane::ALL.len()],
     steps: metrics::Histogram,
 }
 
@@ -65,12 +67,12 @@ impl Histograms {
     /// Of a run of this name.
     pub fn new(run: &str, recorder: &dyn Recorder) -> Arc<Histograms> {
         let operation = Metric::named("l2l_operation_seconds");
-        let of_track = |track: Track| {
+        let of_track = |track: Lane| {
             recorder.register_histogram(&operation.key(run, &[track.name()]), &METADATA)
         };
         let step = Metric::named("l2l_step_seconds").key(run, &[]);
         Arc::new(Histograms {
-            lanes: Track::ALL.map(of_track),
+            lanes: Lane::ALL.map(of_track),
             steps: recorder.register_histogram(&step, &METADATA),
         })
     }
@@ -83,6 +85,6 @@ impl Histograms {
 
 impl Observe for Histograms {
     fn heard(&self, slice: &Slice) {
-        self.lanes[slice.track.index()].record(slice.took().as_secs_f64());
+        self.lanes[slice.lane as usize].record(slice.took().as_secs_f64());
     }
 }

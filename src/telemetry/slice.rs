@@ -7,58 +7,16 @@ use l2l_actors::ports::{Lane, Work};
 use l2l_actors::schedule::{Phase, Plan};
 use serde::{Serialize, Serializer};
 
-/// A row of the timeline: a lane of the ring, or the disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Track {
-    /// A lane.
-    Lane(Lane),
-    /// Files: checkpoints.
-    File,
-}
-
-impl Track {
-    /// All, in flow order.
-    pub const ALL: [Track; 6] = [
-        Track::Lane(Lane::Upload),
-        Track::Lane(Lane::Compute),
-        Track::Lane(Lane::Download),
-        Track::Lane(Lane::Host),
-        Track::Lane(Lane::Update),
-        Track::File,
-    ];
-
-    /// Its name in metrics and timelines.
-    pub fn name(self) -> &'static str {
-        match self {
-            Track::Lane(lane) => lane.name(),
-            Track::File => "file",
-        }
-    }
-
-    /// Its place in [`ALL`](Track::ALL).
-    pub fn index(self) -> usize {
-        match self {
-            Track::Lane(lane) => lane as usize,
-            Track::File => Lane::ALL.len(),
-        }
-    }
-}
-
-impl Serialize for Track {
-    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(self.name())
-    }
-}
-
 /// One piece of work. Times are from an origin that all of a run share.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Slice {
-    /// The operation's number in the ring; of the disk's work, none.
+    /// The operation's number in the ring; of a checkpoint, none.
     pub number: Option<u64>,
     /// Where it ran.
-    pub track: Track,
+    #[serde(rename = "track", serialize_with = "name_of")]
+    pub lane: Lane,
     /// What it was: `weights`, `input`, `forward`, `backward`, `output`, `gradient`, `gather`,
-    /// `loss`, `reduce`, `scatter`, `update`, `carry`, `checkpoint`.
+    /// `loss`, `reduce`, `scatter`, `update`, `carry`, `read`, `write`, `seal`, `checkpoint`.
     pub kind: &'static str,
     /// The ring's step.
     pub step: u64,
@@ -84,6 +42,10 @@ pub struct Slice {
     pub released_by: Option<u64>,
 }
 
+fn name_of<S: Serializer>(lane: &Lane, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(lane.name())
+}
+
 fn seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(time.as_secs_f64())
 }
@@ -101,6 +63,15 @@ impl Slice {
         let phase = record.phase.map(name);
         let visited = |device_visit: usize| plan.visit(device_visit).blocks().first().copied();
         let (kind, block, micro_batch) = match record.work {
+            Work::ReadBlock { block, .. } => ("read", Some(block), None),
+            Work::ReadRegion { block, .. } => ("read", Some(block), None),
+            Work::ReadState { block, .. } => ("read", Some(block), None),
+            Work::WriteRegion { block, .. } | Work::WriteState { block, .. } => {
+                ("write", Some(block), None)
+            }
+            Work::Seal => ("seal", None, None),
+            Work::GatherBlock { block, .. } => ("gather", Some(block), None),
+            Work::Measure { block, .. } => ("reduce", Some(block), None),
             Work::UploadBlock { block, .. } => ("weights", Some(block), None),
             Work::UploadBoundary { micro_batch, .. } => ("input", None, Some(micro_batch)),
             Work::Compute { device_visit, micro_batch, .. } => {
@@ -117,7 +88,7 @@ impl Slice {
         };
         Slice {
             number: Some(record.number),
-            track: Track::Lane(record.lane),
+            lane: record.lane,
             kind,
             step: record.step,
             layer: record.layer.map(|layer| layer.0),

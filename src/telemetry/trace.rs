@@ -17,7 +17,7 @@ use std::time::Duration;
 use l2l_actors::ports::Lane;
 use serde_json::{Value, json};
 
-use super::{Observe, Slice, Track};
+use super::{Observe, Slice};
 use crate::error::Error;
 
 /// Slices that wait to be written, at most.
@@ -87,8 +87,8 @@ impl Observe for Trace {
 const PROCESS: u64 = 1;
 
 /// A row's thread: none is that of the process, which viewers take for its main one.
-fn thread(track: Track) -> u64 {
-    PROCESS + 1 + track.index() as u64
+fn thread(track: Lane) -> u64 {
+    PROCESS + 1 + track as usize as u64
 }
 
 /// Opens the array, and names its rows.
@@ -96,7 +96,7 @@ fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
     let name = json!({ "ph": "M", "pid": PROCESS, "name": "process_name",
                        "args": { "name": format!("l2l {run}") } });
     write!(to, "[\n{name}")?;
-    for track in Track::ALL {
+    for track in Lane::ALL {
         let tid = thread(track);
         for (what, args) in [
             ("thread_name", json!({ "name": track.name() })),
@@ -149,7 +149,7 @@ impl Flows {
     /// The events of a slice: itself, and the arrows that begin or end there.
     fn events(&mut self, slice: &Slice) -> Vec<Value> {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let tid = thread(slice.track);
+        let tid = thread(slice.lane);
         let name = match (slice.layer, slice.micro_batch) {
             (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind),
             (Some(layer), None) => format!("{} {layer}", slice.kind),
@@ -177,13 +177,13 @@ impl Flows {
             }
             events.push(event);
         };
-        match (slice.track, slice.kind) {
+        match (slice.lane, slice.kind) {
             (_, "weights") => {
                 self.next += 1;
                 self.uploads.insert(block, self.next);
                 arrow("s", self.next, "upload to first use");
             }
-            (Track::Lane(Lane::Compute), _) => {
+            (Lane::Compute, _) => {
                 let begun = self.uploads.remove(&block);
                 begun.into_iter().for_each(|id| arrow("f", id, "upload to first use"));
             }

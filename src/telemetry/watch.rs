@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use super::ledger::Ledger;
 use super::story::{FAULTS, Story, unix_seconds};
-use super::{Point, Slice, State, Tally, Track, WaitCause};
+use super::{Point, Slice, State, Tally, WaitCause};
 use crate::config::Plan;
 use crate::devices::cpu::Used;
 
@@ -314,7 +314,7 @@ impl Watch {
             link: self.0.link.clone(),
             channels: self.0.observer.pools().iter().map(channel).collect(),
             actors: self.0.observer.spent().map(actor).into(),
-            lanes: Track::ALL.map(|track| lane(track, &tally)).into(),
+            lanes: Lane::ALL.map(|track| lane(track, &tally)).into(),
             waited: WaitCause::ALL
                 .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
                 .into(),
@@ -353,8 +353,8 @@ fn actor((name, spent): (l2l_actors::ActorName, l2l_actors::meter::Spent)) -> Ac
     }
 }
 
-fn lane(track: Track, tally: &Tally) -> LaneView {
-    let of = tally.tracks[track.index()];
+fn lane(track: Lane, tally: &Tally) -> LaneView {
+    let of = tally.lanes[track as usize];
     LaneView { name: track.name(), busy: of.busy.as_secs_f64(), operations: of.operations }
 }
 

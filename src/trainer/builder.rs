@@ -5,13 +5,15 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use l2l_actors::schedule::BlockId;
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Config as RingConfig, Relay};
 
 use super::Trainer;
 use crate::checkpoint::{self, Identity, Progress};
-use crate::config::{Config, Labels, Plan, shape_of};
+use crate::config::{Config, EpsTier, Labels, Plan, shape_of};
 use crate::devices::cpu::Cpu;
+use crate::eps::{self, Eps, FileTier, Folder, Found};
 use crate::error::Error;
 use crate::hf;
 use crate::machine::available_memory as available;
@@ -27,6 +29,7 @@ pub struct Builder {
     steps: Option<u64>,
     data: String,
     resume: Option<PathBuf>,
+    goes_on: bool,
     observers: Vec<Arc<dyn Observe>>,
 }
 
@@ -34,7 +37,8 @@ impl Builder {
     pub(super) fn new(config: Config) -> Builder {
         let data = String::new();
         let observers = Vec::new();
-        Builder { config, model: None, rule: None, steps: None, data, resume: None, observers }
+        let (model, rule, steps, resume, goes_on) = (None, None, None, None, false);
+        Builder { config, model, rule, steps, data, resume, goes_on, observers }
     }
 
     /// A model of one's own.
@@ -68,6 +72,13 @@ impl Builder {
         self
     }
 
+    /// Goes on from the state that `eps.path` holds, as [`resume`](Builder::resume) does from a
+    /// checkpoint. See [`state_on_file`](crate::state_on_file).
+    pub fn go_on(mut self) -> Builder {
+        self.goes_on = true;
+        self
+    }
+
     /// Lets somebody hear of every operation as it ends.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
         self.observers.push(observer);
@@ -82,7 +93,7 @@ impl Builder {
     /// # Panics
     /// There is no tokio runtime.
     pub fn start(self) -> Result<Trainer, Error> {
-        let Builder { config, model, rule, steps, data, resume, observers } = self;
+        let Builder { config, model, rule, steps, data, resume, goes_on, observers } = self;
         config.check()?;
         let model = match model {
             Some(model) => model,
@@ -91,7 +102,7 @@ impl Builder {
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
         let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
         let model = Arc::new(model);
-        if let Some(misfit) = plan.misfits().into_iter().next() {
+        if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
             return Err(Error::refused(misfit));
         }
         if steps.is_none() && config.step.epochs.is_some() {
@@ -101,7 +112,9 @@ impl Builder {
         }
         let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
         model.check_names()?;
-        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate, observers)?;
+        let (eps, found) = open_eps(&config, &model, &plan, &resume, goes_on)?;
+        let cpu =
+            Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
         let mut came_with = match &config.model.path {
             Some(path) => hf::read_config(path)?,
             None => serde_json::Value::Null,
@@ -113,18 +126,25 @@ impl Builder {
             hf::name_labels(&mut came_with, names);
         }
         let mut progress = Progress::default();
-        match (&resume, &config.model.path) {
-            (Some(from), _) => {
-                let (config, model, came_with) = (&config, &*model, &came_with);
-                let steps = learning_rate.steps;
-                let run = Identity { config, model, came_with, steps, data: &data };
-                progress = checkpoint::read(from, run, cpu.eps())?;
-            }
-            (None, Some(path)) if !config.model.random_weights => {
-                cpu.eps().randomise(config.step.seed); // what the file has not
+        let run = Identity {
+            config: &config,
+            model: &model,
+            came_with: &came_with,
+            steps: learning_rate.steps,
+            data: &data,
+        };
+        match (found, &resume, &config.model.path) {
+            (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
+            (None, Some(from), _) => progress = checkpoint::read(from, run, cpu.eps())?,
+            (None, None, Some(path)) if !config.model.random_weights => {
+                cpu.eps().randomise(config.step.seed)?; // what the file has not
                 hf::load(path, &model, cpu.eps(), true)?;
             }
-            (None, _) => cpu.eps().randomise(config.step.seed),
+            (None, None, _) => cpu.eps().randomise(config.step.seed)?,
+        }
+        if let Some(file) = cpu.eps().file() {
+            file.remember(checkpoint::remembered(run, &progress));
+            file.seal(progress.step).map_err(Error::failed)?;
         }
         let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
         let now = Instant::now();
@@ -172,6 +192,46 @@ impl Builder {
     }
 }
 
+/// The EPS as the config has it; and what it holds of a run that is gone on from.
+fn open_eps(
+    config: &Config,
+    model: &Model,
+    plan: &Plan,
+    resume: &Option<PathBuf>,
+    goes_on: bool,
+) -> Result<(Eps, Option<Found>), Error> {
+    let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
+    let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
+        if goes_on {
+            return Err(Error::config("eps.tier", "is memory: there is no state to go on from"));
+        }
+        return Ok((Eps::in_memory(model, states, region), None));
+    };
+    let refused = |error: std::io::Error| {
+        Error::refused(format_args!("eps.path {}: {error}", path.display()))
+    };
+    let folder = Folder::take(path).map_err(refused)?;
+    let found = match folder.found() {
+        Ok(found) => found,
+        Err(_) if resume.is_some() => None, // a checkpoint takes its place
+        Err(error) => return Err(refused(error)),
+    };
+    match (&found, goes_on, resume) {
+        (Some(found), false, None) => {
+            let problem = format_args!(
+                "holds the state of a run, of step {}: go on from it (`--resume`), or remove the \
+                 folder, or name another",
+                found.step
+            );
+            return Err(Error::config("eps.path", problem));
+        }
+        (None, true, _) => return Err(Error::config("eps.path", "holds no state to go on from")),
+        _ => {}
+    }
+    let file = FileTier::open(folder, model, states, region, goes_on).map_err(refused)?;
+    Ok((Eps::on_file(model, states, file), found.filter(|_| goes_on)))
+}
+
 /// Of each layer, whether the device meets it, and whether it is the first to meet a block.
 fn layers(model: &Model) -> Vec<(bool, bool)> {
     let mut met = BTreeSet::new();
@@ -212,4 +272,17 @@ pub(crate) fn ring_of(model: &Model, plan: &Plan, watchdog: Option<Duration>) ->
         watchdog,
         drill: None,
     }
+}
+
+/// Training steps of the state that a config's `eps.path` holds; `None` where there is none, or the
+/// model is in memory.
+///
+/// # Errors
+/// There is one, and it is not whole.
+pub fn state_on_file(config: &Config) -> Result<Option<u64>, Error> {
+    let path = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
+    let Some(path) = path else { return Ok(None) };
+    let found = eps::found(path);
+    let refused = |error| Error::refused(format_args!("eps.path {}: {error}", path.display()));
+    Ok(found.map_err(refused)?.map(|found| found.step))
 }

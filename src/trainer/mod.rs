@@ -9,12 +9,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_core::Stream;
-use l2l_actors::ports::Lanes;
+use l2l_actors::ports::{Lane, Lanes};
 use l2l_actors::schedule::{Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::{Relay, Resolved};
 
-pub use builder::Builder;
+pub use builder::{Builder, state_on_file};
 pub(crate) use builder::{Ring, ring_of, start_ring};
 pub use report::{Bottleneck, StepReport, Summary};
 
@@ -28,7 +28,7 @@ use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::Model;
 use crate::optimizers::LearningRate;
-use crate::telemetry::{Point, Slice, State, Track, Watch, unix_seconds};
+use crate::telemetry::{Point, Slice, State, Watch, unix_seconds};
 
 /// A run.
 ///
@@ -131,7 +131,28 @@ impl Trainer {
     /// Notes the loss of a validation; true when it is the best so far.
     pub fn note(&mut self, loss: f64) -> bool {
         self.account();
-        self.progress.note(loss)
+        let is_best = self.progress.note(loss);
+        if let Some(file) = self.cpu().eps().file() {
+            file.remember(checkpoint::remembered(self.identity(), &self.progress));
+        }
+        is_best
+    }
+
+    /// What its checkpoints say it is.
+    fn identity(&self) -> Identity<'_> {
+        Identity {
+            config: &self.config,
+            model: &self.model,
+            came_with: &self.came_with,
+            steps: self.learning_rate.steps,
+            data: &self.data,
+        }
+    }
+
+    /// True when the model is on file and its file system gives no direct requests: then what is read
+    /// goes through the system's cache.
+    pub fn reads_through_cache(&self) -> bool {
+        self.cpu().eps().file().is_some_and(|file| !file.is_direct())
     }
 
     /// The next step, on a batch of `step.batch` sequences. See [`Trainer`] for what holds when it
@@ -155,7 +176,7 @@ impl Trainer {
         let seconds = (now - std::mem::replace(&mut self.last_end, now)).as_secs_f64();
         let (step, tally) = (self.progress.step, self.watch.tally());
         let waited = std::array::from_fn(|cause| tally.waited[cause] - before.waited[cause]);
-        let disk = tally.tracks[Track::File.index()].busy;
+        let disk = tally.checkpoints;
         let of_disk = disk - std::mem::replace(&mut self.last_disk, disk);
         let report = StepReport {
             step,
@@ -233,7 +254,7 @@ impl Trainer {
         batch.check(&self.model, &self.plan, self.config.step.batch)?;
         let trains = goal == Goal::Train;
         let purpose = match goal {
-            Goal::Train => Purpose::Train,
+            Goal::Train => Purpose::Train { states: self.cpu().eps().states() },
             Goal::Evaluate | Goal::Encode => Purpose::Evaluate,
             Goal::Tell => Purpose::Tell,
         };
@@ -302,7 +323,7 @@ impl Trainer {
     /// There is none of this name, or the ring failed.
     pub async fn weights(&mut self, name: &str) -> Result<(Vec<usize>, Vec<f32>), Error> {
         self.settle().await?;
-        let tensor = hf::tensor(name, &self.model, self.cpu().eps(), self.begun);
+        let tensor = hf::tensor(name, &self.model, self.cpu().eps())?;
         tensor.ok_or_else(|| Error::refused(format_args!("the model has no tensor {name:?}")))
     }
 
@@ -313,7 +334,7 @@ impl Trainer {
     /// The ring failed, or the file cannot be written.
     pub async fn save(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        hf::save(directory, &self.model, self.cpu().eps(), self.begun)
+        hf::save(directory, &self.model, self.cpu().eps())
     }
 
     /// Waits for all updates and writes everything that a run goes on from to a new directory,
@@ -323,22 +344,15 @@ impl Trainer {
     /// The ring failed, or a file cannot be written.
     pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        let run = Identity {
-            config: &self.config,
-            model: &self.model,
-            came_with: &self.came_with,
-            steps: self.learning_rate.steps,
-            data: &self.data,
-        };
+        let run = self.identity();
         let before = std::mem::replace(&mut self.watch.story().state, State::Checkpointing);
         let (began, begin) = (Instant::now(), self.lanes.now());
-        let written =
-            checkpoint::write(directory, run, self.cpu().eps(), self.begun, &self.progress);
+        let written = checkpoint::write(directory, run, self.cpu().eps(), &self.progress);
         let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
         take_as_long(began, bytes, self.disk_rate);
         self.cpu().ledger.heard(&Slice {
             number: None,
-            track: Track::File,
+            lane: Lane::File,
             kind: "checkpoint",
             step: self.begun.saturating_sub(1),
             layer: None,
@@ -378,7 +392,7 @@ impl Trainer {
         Ok(Summary {
             steps: progress.step,
             seconds: begin.elapsed().as_secs_f64(),
-            weights_digest: cpu.eps().digest(),
+            weights_digest: cpu.eps().digest()?,
             visits,
             bytes_uploaded: cpu.used.uploaded(),
             bytes_downloaded: cpu.used.downloaded(),

@@ -42,7 +42,7 @@ pub enum Bottleneck {
     Host,
     /// Updates.
     Update,
-    /// Checkpoints on their way to the disk.
+    /// The disk: checkpoints, or the file under the EPS.
     Disk,
 }
 
@@ -52,7 +52,7 @@ impl Bottleneck {
         ["compute", "upload", "download", "host", "update", "disk"][self as usize]
     }
 
-    /// Of what was waited for in so much time, by [`WaitCause`], and what the disk took of it. Kernels
+    /// Of what was waited for in so much time, by [`WaitCause`], and what checkpoints took of it. Kernels
     /// are to blame when nothing else has a tenth of the time.
     pub(super) fn of(
         seconds: f64,
@@ -65,7 +65,7 @@ impl Bottleneck {
             (Bottleneck::Download, of(WaitCause::Download)),
             (Bottleneck::Host, of(WaitCause::Host) + of(WaitCause::Ring)),
             (Bottleneck::Update, of(WaitCause::Update)),
-            (Bottleneck::Disk, disk),
+            (Bottleneck::Disk, disk + of(WaitCause::File)),
         ];
         let most = most.into_iter().max_by_key(|(_, time)| *time).expect("there are some");
         if most.1.as_secs_f64() < 0.1 * seconds { Bottleneck::Compute } else { most.0 }

@@ -50,6 +50,8 @@ pub struct Block {
     pub bytes: u64,
     /// Bytes of the f32 gradient of the trainable part: what one download moves.
     pub gradient_bytes: u64,
+    /// Bytes of masters and optimizer state: what an update moves each way with the EPS on file.
+    pub state_bytes: u64,
     /// True when this step computes no gradient for it.
     pub frozen: bool,
 }
@@ -59,8 +61,10 @@ pub struct Block {
 pub struct Boundary {
     /// Slots of the input or output pool that one micro-batch of it fills, at least 1.
     pub slots: u32,
-    /// Bytes of one sequence of it.
+    /// Bytes of one sequence of it in a slot.
     pub bytes_per_sequence: u64,
+    /// Bytes of one sequence of it in the stash, and on the way there.
+    pub stashed_per_sequence: u64,
 }
 
 /// Where a visit runs.
@@ -121,6 +125,11 @@ impl Visit {
         !self.on_device() && self.phase == Phase::Forward && self.writes.is_empty()
     }
 
+    /// True for the host visit that gathers: forward, writing.
+    pub fn is_gather(&self) -> bool {
+        !self.on_device() && self.phase == Phase::Forward && !self.writes.is_empty()
+    }
+
     /// True for a visit of a device, false for one of the host lane.
     pub fn on_device(&self) -> bool {
         matches!(self.place, Place::Device(_))
@@ -155,10 +164,16 @@ impl Schedule {
         &self.boundaries[id.0 as usize]
     }
 
-    /// Bytes of one micro-batch of a boundary.
+    /// Bytes of one micro-batch of a boundary in its slots.
     pub fn boundary_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
         let sequences = u64::from(self.micro_batches[micro_batch as usize]);
         self.boundary(id).bytes_per_sequence.saturating_mul(sequences)
+    }
+
+    /// Bytes of one micro-batch of a boundary in the stash.
+    pub fn stashed_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
+        let sequences = u64::from(self.micro_batches[micro_batch as usize]);
+        self.boundary(id).stashed_per_sequence.saturating_mul(sequences)
     }
 
     /// Slots that one micro-batch of all these boundaries fills; of unknown ones, none.

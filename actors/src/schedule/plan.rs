@@ -50,6 +50,11 @@ pub struct Pools {
     pub gradients: u32,
     /// Landing blocks on the host.
     pub reduced: u32,
+    /// With the EPS on file, published blocks on the host: read ahead, or being uploaded. Else 0.
+    pub reads: u32,
+    /// With the EPS on file, blocks on the host with their states: read, updated, or being written.
+    /// Else 0.
+    pub states: u32,
 }
 
 impl Pools {
@@ -75,7 +80,22 @@ impl Pools {
             outputs: writes.saturating_add(writes.max(ahead)),
             gradients: depths.gradients.min(all).max(open_gradients(schedule)).max(1),
             reduced: depths.reduced.min(all).max(1),
+            reads: 0,
+            states: 0,
         }
+    }
+
+    /// The same with the EPS on file: one block is read while those of a visit are uploaded, and
+    /// the state of one while another is updated.
+    pub fn on_file(self, schedule: &Schedule) -> Pools {
+        let visits = schedule.visits.iter().filter(|visit| visit.on_device());
+        let blocks = visits.map(|visit| visit.blocks().len() as u32).max().unwrap_or(0);
+        Pools { reads: blocks.saturating_add(1), states: 2, ..self }
+    }
+
+    /// Whether blocks come from a file.
+    pub fn is_on_file(&self) -> bool {
+        self.reads > 0
     }
 
     /// The smallest pools that run either schedule.
@@ -88,6 +108,8 @@ impl Pools {
             outputs: self.outputs.max(other.outputs),
             gradients: self.gradients.max(other.gradients),
             reduced: self.reduced.max(other.reduced),
+            reads: self.reads.max(other.reads),
+            states: self.states.max(other.states),
         }
     }
 }
@@ -100,6 +122,21 @@ pub enum Piece {
     Gather {
         /// Index of the host visit.
         visit: usize,
+    },
+    /// With the EPS on file, the read of a block that a coming piece needs: they are taken in the
+    /// order they were read in.
+    Read {
+        /// Index of the visit that needs it.
+        visit: usize,
+        /// The block.
+        block: BlockId,
+    },
+    /// With the EPS on file, the share of one block in the gather of a host visit.
+    GatherBlock {
+        /// Index of the host visit.
+        visit: usize,
+        /// The block.
+        block: BlockId,
     },
     /// The blocks of a device visit that are not there yet, and its announcement.
     Weights {
@@ -161,6 +198,10 @@ pub struct Traffic {
     pub outputs: u64,
     /// Gradients, to the host.
     pub gradients: u64,
+    /// With the EPS on file, blocks, states and gradient regions read.
+    pub read: u64,
+    /// And written, eagerly.
+    pub written: u64,
 }
 
 /// A schedule that was checked against pools, and what each actor walks.
@@ -196,12 +237,24 @@ impl Plan {
         let device_visits = device_visits(&schedule, &pools);
         let reductions = reductions(&schedule, &device_visits);
         let (updates, carried) = updates(&schedule, &reductions);
-        let traffic = traffic(&schedule, &device_visits);
-        let pieces = pieces(&schedule, &pools, &device_visits);
+        let mut traffic = traffic(&schedule, &device_visits);
+        let mut pieces = pieces(&schedule, &pools, &device_visits);
+        if pools.is_on_file() {
+            on_file(&schedule, &device_visits, &reductions, &updates, &mut traffic);
+            pieces = with_reads(pieces, &schedule, &pools, &device_visits);
+        }
         let plan =
             Plan { schedule, pools, device_visits, pieces, reductions, updates, carried, traffic };
         super::replay::replay(&plan)?;
         Ok(plan)
+    }
+
+    /// Bytes that a step reads from the EPS's file, and writes to it: deferred gradients wait there.
+    pub fn file_bytes(&self, deferred: bool) -> (u64, u64) {
+        let waiting = self.updates.iter().map(|&id| self.schedule.block(id).gradient_bytes);
+        let waiting = if deferred { waiting.fold(0, u64::saturating_add) } else { 0 };
+        let Traffic { read, written, .. } = self.traffic;
+        (read.saturating_add(waiting), written.saturating_add(waiting))
     }
 
     /// The schedule's entry for a device visit.
@@ -231,6 +284,10 @@ fn pools_suffice(schedule: &Schedule, pools: &Pools) -> Result<(), Refusal> {
             "holds {open} gradients open at once; pool gradients has {}",
             pools.gradients
         )));
+    }
+    let most = schedule.visits.iter().filter(|v| v.on_device()).map(|v| v.blocks().len()).max();
+    if pools.is_on_file() && ((pools.reads as usize) < most.unwrap_or(0) || pools.states < 2) {
+        return Err(Refusal::of("pools reads and states are too small for a visit's blocks"));
     }
     if pools.visits == 0 || pools.reduced == 0 {
         return Err(Refusal::of("pools visits and reduced need at least one slot"));
@@ -349,12 +406,88 @@ fn traffic(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Traffic {
         let closed = resolved.closes.iter();
         closed.for_each(|&id| sum(&mut traffic.gradients, schedule.block(id).gradient_bytes));
         for m in visit.micro_batches.clone() {
-            let bytes = |id: &BoundaryId| schedule.boundary_bytes(*id, m);
+            let bytes = |id: &BoundaryId| schedule.stashed_bytes(*id, m);
             visit.reads.iter().for_each(|id| sum(&mut traffic.inputs, bytes(id)));
             visit.writes.iter().for_each(|id| sum(&mut traffic.outputs, bytes(id)));
         }
     }
     traffic
+}
+
+/// What a step reads and writes of an EPS on file whose updates are eager.
+fn on_file(
+    schedule: &Schedule,
+    device_visits: &[DeviceVisit],
+    reductions: &[Reduction],
+    updates: &[BlockId],
+    traffic: &mut Traffic,
+) {
+    let fetched = device_visits.iter().flat_map(|visit| &visit.residences);
+    let fetched = fetched.filter(|residence| residence.fetch).map(|residence| residence.block);
+    let gathers = schedule.visits.iter().filter(|visit| visit.is_gather());
+    let blocks = gathers.flat_map(Visit::blocks).copied().chain(fetched);
+    let mut sum = |id: BlockId, of: fn(&Block) -> u64, reads: bool, writes: bool| {
+        let bytes = of(schedule.block(id));
+        traffic.read = traffic.read.saturating_add(if reads { bytes } else { 0 });
+        traffic.written = traffic.written.saturating_add(if writes { bytes } else { 0 });
+    };
+    blocks.for_each(|id| sum(id, |block| block.bytes, true, false));
+    updates.iter().for_each(|&id| sum(id, |block| block.state_bytes, true, true));
+    for reduction in reductions {
+        if let Reduction::Gradient { block, joins: true } = *reduction {
+            sum(block, |block| block.gradient_bytes, true, true);
+        }
+    }
+}
+
+/// Puts the read of each block in front of the piece that takes it, as far ahead as slots allow:
+/// a piece's own, and those of the pieces behind it for which slots are left. The slots those take
+/// were let go of by uploads of pieces before, so no read waits for what comes behind it.
+fn with_reads(
+    pieces: Vec<Piece>,
+    schedule: &Schedule,
+    pools: &Pools,
+    device_visits: &[DeviceVisit],
+) -> Vec<Piece> {
+    let taken = |piece: &Piece| -> (usize, Vec<BlockId>) {
+        match *piece {
+            Piece::Gather { visit } => (visit, schedule.visits[visit].blocks().to_vec()),
+            Piece::Weights { device_visit } => {
+                let DeviceVisit { visit, residences, .. } = &device_visits[device_visit];
+                let fetched = residences.iter().filter(|residence| residence.fetch);
+                (*visit, fetched.map(|residence| residence.block).collect())
+            }
+            _ => (0, Vec::new()),
+        }
+    };
+    let all: Vec<_> = pieces.iter().map(taken).collect();
+    let all =
+        all.into_iter().flat_map(|(visit, blocks)| blocks.into_iter().map(move |id| (visit, id)));
+    let mut reads = all.enumerate().peekable();
+    let (mut list, mut count) = (Vec::with_capacity(2 * pieces.len()), 0);
+    for piece in pieces {
+        // A gather lets go of its blocks one after the other.
+        let (visit, blocks) = taken(&piece);
+        if blocks.is_empty() {
+            list.push(piece);
+            continue;
+        }
+        let steps = if matches!(piece, Piece::Gather { .. }) { blocks.len() } else { 1 };
+        for step in 0..steps {
+            let limit = count + pools.reads as usize;
+            while let Some((_, (visit, block))) = reads.next_if(|(nth, _)| *nth < limit) {
+                list.push(Piece::Read { visit, block });
+            }
+            count += if steps > 1 { 1 } else { blocks.len() };
+            match piece {
+                Piece::Gather { .. } => {
+                    list.push(Piece::GatherBlock { visit, block: blocks[step] })
+                }
+                _ => list.push(piece),
+            }
+        }
+    }
+    list
 }
 
 /// The order of pieces on the upload lane: see the head of this file.
@@ -382,7 +515,7 @@ fn pieces(schedule: &Schedule, pools: &Pools, device_visits: &[DeviceVisit]) -> 
     let mut own = 0;
     for (index, visit) in schedule.visits.iter().enumerate() {
         if !visit.on_device() {
-            if !visit.writes.is_empty() {
+            if visit.is_gather() {
                 list.push(Piece::Gather { visit: index });
             }
             continue;

@@ -15,6 +15,7 @@ struct Replay<'p> {
     inputs_sent: usize,   // input messages sent
     inputs_used: usize,   // and taken by operations
     input_slots: u32,     // input slots taken
+    reads: u32,           // read slots taken
     visit: usize,         // the Executor's device visit
     operation: usize,     // and its next micro-batch within it
     open: u32,            // gradient slots taken
@@ -33,6 +34,7 @@ pub(super) fn replay(plan: &Plan) -> Result<(), Refusal> {
         inputs_sent: 0,
         inputs_used: 0,
         input_slots: 0,
+        reads: 0,
         visit: 0,
         operation: 0,
         open: 0,
@@ -70,17 +72,31 @@ impl Replay<'_> {
         Refusal::at(&self.plan.schedule, visit, reason)
     }
 
+    fn gathered(&mut self, gather: &Visit) {
+        for m in gather.micro_batches.clone() {
+            for &id in &gather.writes {
+                let cell = self.cell(id, m);
+                self.landed[cell] = true;
+            }
+        }
+    }
+
     fn prefetch(&mut self) -> Progress {
         let plan = self.plan;
         let Some(&piece) = plan.pieces.get(self.piece) else { return Ok(false) };
         match piece {
-            Piece::Gather { visit } => {
+            Piece::Gather { visit } => self.gathered(&plan.schedule.visits[visit]),
+            Piece::Read { visit, .. } => {
+                if self.reads == plan.pools.reads {
+                    return Err(self.waits(visit, "a read", "a slot of pool reads"));
+                }
+                self.reads += 1;
+            }
+            Piece::GatherBlock { visit, block } => {
+                self.reads -= 1;
                 let gather = &plan.schedule.visits[visit];
-                for m in gather.micro_batches.clone() {
-                    for &id in &gather.writes {
-                        let cell = self.cell(id, m);
-                        self.landed[cell] = true;
-                    }
+                if gather.blocks().last() == Some(&block) {
+                    self.gathered(gather);
                 }
             }
             Piece::Weights { device_visit } => {
@@ -96,6 +112,10 @@ impl Replay<'_> {
                         "its weights",
                         "a slot of pool weights",
                     ));
+                }
+                if plan.pools.is_on_file() {
+                    let fetched = resolved.residences.iter().filter(|r| r.fetch).count();
+                    self.reads -= fetched as u32;
                 }
                 self.announced += 1;
             }

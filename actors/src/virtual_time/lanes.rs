@@ -26,7 +26,7 @@ struct Running {
 
 struct Inner {
     now: Duration,
-    queues: [Queue; 5],
+    queues: [Queue; Lane::ALL.len()],
     memory: Memory,
     records: Vec<Record>,
     durations: Box<dyn FnMut(&Operation) -> Duration + Send>,
@@ -110,6 +110,7 @@ impl VirtualLanes {
         let value = match operation.work() {
             Work::Loss { .. }
             | Work::Reduce { .. }
+            | Work::Measure { .. }
             | Work::Scatter { .. }
             | Work::Update { .. } => 1.0,
             _ => 0.0,

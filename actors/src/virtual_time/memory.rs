@@ -18,6 +18,10 @@ enum Cell {
     Output(u32),
     Gradient(u32),
     Landing(u32),
+    /// With the EPS on file: a block that was read; one with its state, and its gradient beside it.
+    Read(u32),
+    State(u32),
+    Beside(u32),
     Region(BlockId),
     Master(BlockId),
     Stash(BoundaryId, MicroBatch),
@@ -127,9 +131,14 @@ impl Memory {
             placed.slots.iter().map(move |&slot| (cell(slot), label)).collect::<Vec<_>>()
         };
         match operation.work() {
-            Work::UploadBlock { block, version, weights } => {
+            Work::ReadBlock { block, version, reads } => {
                 let label = Label::Block(*block, *version);
                 touch.reads.push((Cell::Master(*block), label));
+                touch.writes.push((Cell::Read(*reads), None, label));
+            }
+            Work::UploadBlock { block, version, reads, weights } => {
+                let label = Label::Block(*block, *version);
+                touch.reads.push((reads.map_or(Cell::Master(*block), Cell::Read), label));
                 touch.writes.push((Cell::Weights(*weights), None, label));
             }
             Work::UploadBoundary { micro_batch, inputs } => {
@@ -183,6 +192,15 @@ impl Memory {
                     touch.writes.push((Cell::Stash(id, *micro_batch), None, label));
                 }
             }
+            Work::GatherBlock { visit, block, reads } => {
+                touch.reads.push((Cell::Read(*reads), Label::Block(*block, now)));
+                let visit = &plan.schedule.visits[*visit];
+                let all = visit.micro_batches.clone();
+                for (m, &id) in all.flat_map(|m| visit.writes.iter().map(move |id| (m, id))) {
+                    let label = Label::Boundary(id, m, now);
+                    touch.writes.push((Cell::Stash(id, m), None, label));
+                }
+            }
             Work::Loss { visit, micro_batch } => {
                 for &id in &plan.schedule.visits[*visit].reads {
                     let label = Label::Boundary(id, *micro_batch, now);
@@ -194,27 +212,61 @@ impl Memory {
                 touch.reads.push((Cell::Landing(*reduced), label));
                 touch.writes.push((Cell::Region(*block), None, label));
             }
-            Work::Scatter { visit, block, first } => {
+            Work::Measure { block, reduced } => {
+                let label = Label::Gradient(*block, now, contributions(plan, *block));
+                touch.reads.push((Cell::Landing(*reduced), label));
+            }
+            Work::ReadRegion { block, reduced } => {
+                let count = self.contributions(Cell::Region(*block), *block, now);
+                let label = Label::Gradient(*block, now, count);
+                touch.reads.push((Cell::Region(*block), label));
+                touch.writes.push((Cell::Landing(*reduced), None, label));
+            }
+            Work::WriteRegion { block, reduced } => {
+                let count = self.contributions(Cell::Landing(*reduced), *block, now);
+                let label = Label::Gradient(*block, now, count);
+                touch.reads.push((Cell::Landing(*reduced), label));
+                touch.writes.push((Cell::Region(*block), None, label));
+            }
+            Work::ReadState { block, version, states, region } => {
+                let label = Label::Block(*block, *version);
+                touch.reads.push((Cell::Master(*block), label));
+                touch.writes.push((Cell::State(*states), None, label));
+                if *region {
+                    let count = self.contributions(Cell::Region(*block), *block, now);
+                    let label = Label::Gradient(*block, now, count);
+                    touch.reads.push((Cell::Region(*block), label));
+                    touch.writes.push((Cell::Beside(*states), None, label));
+                }
+            }
+            Work::WriteState { block, version, states } => {
+                touch.reads.push((Cell::State(*states), Label::Block(*block, version + 1)));
+                touch.writes.push(published(*block, *version));
+            }
+            Work::Seal => {}
+            Work::Scatter { visit, block, first, reduced } => {
                 let host = &plan.schedule.visits[*visit];
                 for m in host.micro_batches.clone() {
                     for &id in &host.reads {
                         touch.reads.push((Cell::Stash(id, m), Label::Boundary(id, m, now)));
                     }
                 }
-                let cell = Cell::Region(*block);
+                let cell = reduced.map_or(Cell::Region(*block), Cell::Landing);
                 let joined = (!first).then(|| self.contributions(cell, *block, now));
                 let before = joined.map(|count| Label::Gradient(*block, now, count));
                 let after = Label::Gradient(*block, now, joined.unwrap_or(0) + 1);
                 touch.writes.push((cell, before, after));
             }
-            Work::Update { block, version, gradient, .. } => {
-                let cell = match gradient {
-                    Source::Landing(slot) => Cell::Landing(*slot),
-                    Source::Region => Cell::Region(*block),
+            Work::Update { block, version, gradient, states, .. } => {
+                let cell = match (gradient, states) {
+                    (Source::Landing(slot), _) => Cell::Landing(*slot),
+                    (Source::Region, None) => Cell::Region(*block),
+                    (Source::Region, Some(slot)) => Cell::Beside(*slot),
                 };
                 let count = self.contributions(cell, *block, now);
                 touch.reads.push((cell, Label::Gradient(*block, now, count)));
-                touch.writes.push(published(*block, *version));
+                let (master, before, after) = published(*block, *version);
+                touch.writes.push((states.map_or(master, Cell::State), before, after));
             }
             Work::Carry { version } => {
                 touch.writes.extend(plan.carried.iter().map(|&block| published(block, *version)));

@@ -14,10 +14,13 @@ use l2l_actors::schedule::{
 /// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles
 /// are the embedding's rows when tied.
 pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
-    let boundary = |slots| Boundary { slots, bytes_per_sequence: 100 * u64::from(slots) };
+    let boundary = |slots| {
+        let bytes = 100 * u64::from(slots);
+        Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes }
+    };
     let block = |index: u32| {
         let bytes = 1000 + u64::from(index);
-        Block { bytes, gradient_bytes: 2 * bytes, frozen: false }
+        Block { bytes, gradient_bytes: 2 * bytes, state_bytes: 6 * bytes, frozen: false }
     };
     let vocabulary = tiles.max(1);
     let rows: Vec<BlockId> = (0..vocabulary).map(BlockId).collect();
@@ -77,6 +80,11 @@ pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> Confi
         watchdog: None,
         drill: None,
     }
+}
+
+/// The same ring with the EPS on file.
+pub fn on_file(config: Config, schedule: &Schedule) -> Config {
+    Config { pools: config.pools.on_file(schedule), ..config }
 }
 
 pub fn ticks(count: u64) -> Duration {

@@ -96,7 +96,9 @@ impl Hands for Rehearsal {
         self.memory.lock().expect("an oracle that found nothing").end(operation);
         let mut versions = self.versions.lock().expect("nothing panics inside");
         match work {
-            Work::Update { block, .. } => versions[block.0 as usize] += 1,
+            Work::Update { block, states: None, .. } | Work::WriteState { block, .. } => {
+                versions[block.0 as usize] += 1
+            }
             Work::Carry { .. } => {
                 let carried = operation.step().plan.carried.iter();
                 carried.for_each(|block| versions[block.0 as usize] += 1);

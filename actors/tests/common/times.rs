@@ -17,6 +17,7 @@ pub struct Times {
     pub update: u64,
     pub stash: u64,
     pub host: u64,
+    pub file: u64,
 }
 
 impl Times {
@@ -27,7 +28,15 @@ impl Times {
             Work::DownloadGradient { .. } => self.download,
             Work::Update { .. } => self.update,
             Work::UploadBoundary { .. } | Work::DownloadBoundary { .. } => self.stash,
+            Work::ReadBlock { .. }
+            | Work::ReadRegion { .. }
+            | Work::WriteRegion { .. }
+            | Work::ReadState { .. }
+            | Work::WriteState { .. }
+            | Work::Seal => self.file,
             Work::Gather { .. }
+            | Work::GatherBlock { .. }
+            | Work::Measure { .. }
             | Work::Loss { .. }
             | Work::Reduce { .. }
             | Work::Scatter { .. } => self.host,

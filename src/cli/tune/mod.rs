@@ -59,7 +59,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         let place = saves.as_ref().map(|(_, place)| place.as_path());
         let mut first = try_once(&config, own, &batches, place)?;
         tell(format, &first.trial, 0);
-        let of_machine = RateArguments { tflops: None, link_gbps: None, host_gbps: None };
+        let of_machine = RateArguments::default();
         let otherwise = rates(&config, &model, &of_machine)?;
         let plan = Plan::new(&config, &model, &config.update_rule())?;
         let rates = Rates::measured(&first.slices, &config, &plan, otherwise);
@@ -194,7 +194,7 @@ fn candidates(
     let fits = |settings: &Settings| {
         let config = settings.on(config);
         let plan = Plan::new(&config, model, &config.update_rule()).ok()?;
-        plan.misfits().is_empty().then(|| plan.device_bytes())
+        plan.misfits(model, &config.update_rule()).is_empty().then(|| plan.device_bytes())
     };
     let predict = |settings: &Settings| -> Option<f64> {
         fits(settings)?;

@@ -1,5 +1,6 @@
 //! Rows of tables: tokens on the host, positions on the device.
 
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::models::Places;
@@ -97,6 +98,23 @@ pub(super) fn gather(y: &mut [f32], tokens: &[u32], tile: &[f32], first: usize, 
     y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
         if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
             y.copy_from_slice(&tile[row * channels..][..channels]);
+        }
+    });
+}
+
+/// The same to rows of half the size.
+pub(super) fn gather_packed(
+    y: &mut [bf16],
+    tokens: &[u32],
+    tile: &[f32],
+    first: usize,
+    channels: usize,
+) {
+    let rows = tile.len() / channels;
+    y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
+        if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
+            let row = &tile[row * channels..][..channels];
+            y.iter_mut().zip(row).for_each(|(y, x)| *y = bf16::from_f32(*x));
         }
     });
 }

@@ -4,13 +4,14 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use l2l_actors::ports::{Source, Step, Trouble};
-use l2l_actors::schedule::{BlockId, MicroBatch, Version, Visit};
+use l2l_actors::ports::{Operation, Source, Step, Trouble, Work};
+use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Version, Visit};
 
 use super::{Cpu, Goal, Remembered, StepData, classes, cross_entropy, embedding};
 use crate::config::Recall;
-use crate::models::{STATISTICS, View};
+use crate::models::{Rows, STATISTICS, View};
 use crate::optimizers::Update;
+use crate::stash;
 use crate::telemetry::NotFinite;
 
 impl Cpu {
@@ -20,17 +21,69 @@ impl Cpu {
         let (_, first, rows) = data.micro(m, &step.plan.schedule);
         let range = first as usize * rows.positions..first as usize * rows.positions + rows.count();
         let tokens = &data.batch.tokens[range.clone()];
-        let (arena, x) = self.stash(data.stash.place(visit.writes[0], m));
-        // SAFETY: the ring has nobody read this place before this gather has ended.
+        for (index, &block) in visit.blocks().iter().enumerate() {
+            let lease = self.eps.memory().read(block, step.number);
+            self.gather_tile(&data, visit.writes[0], m, rows, tokens, index, &lease.parameters);
+        }
+        self.begin_statistics(&data, visit, m, range);
+    }
+
+    /// Embeddings of one tile, as it was read, of all micro-batches; with the first, fresh statistics.
+    pub(super) fn gather_block(&self, step: &Step, visit: &Visit, block: BlockId, slot: u32) {
+        let data = self.step(step.number);
+        // SAFETY: the ring has it read before this gather, and not after.
+        let table = unsafe { self.host.read(self.read_slot(slot)) };
+        let index = visit.blocks().iter().position(|&id| id == block).expect("a block of its");
+        for m in visit.micro_batches.clone() {
+            let (_, first, rows) = data.micro(m, &step.plan.schedule);
+            let from = first as usize * rows.positions;
+            let range = from..from + rows.count();
+            let tokens = &data.batch.tokens[range.clone()];
+            self.gather_tile(&data, visit.writes[0], m, rows, tokens, index, table);
+            if index == 0 {
+                self.begin_statistics(&data, visit, m, range);
+            }
+        }
+    }
+
+    /// Copies the rows of a micro-batch's tokens that lie in a tile.
+    #[allow(clippy::too_many_arguments, reason = "what both gathers share")]
+    fn gather_tile(
+        &self,
+        data: &StepData,
+        to: BoundaryId,
+        m: MicroBatch,
+        rows: Rows,
+        tokens: &[u32],
+        tile: usize,
+        table: &[f32],
+    ) {
+        let (arena, x) = self.stash(data.stash.place(to, m));
+        // SAFETY: the ring has nobody read this place before its gather has ended.
         let x = unsafe { arena.write(x) };
-        let channels = self.model.shape.hidden;
+        let (tile, channels) = (self.model.tiles[tile], self.model.shape.hidden);
+        let table = &table[..tile.rows * channels];
+        let sequence = rows.positions * channels;
         self.threads.install(|| {
-            for (tile, &block) in self.model.tiles.iter().zip(visit.blocks()) {
-                let lease = self.eps.read(block, step.number);
-                let table = &lease.parameters[..tile.rows * channels];
+            if x.len() == rows.sequences * sequence {
                 embedding::gather(x, tokens, table, tile.first, channels);
+            } else {
+                for (x, tokens) in
+                    stash::packed_mut(x, rows.sequences).zip(tokens.chunks_exact(rows.positions))
+                {
+                    embedding::gather_packed(
+                        &mut x[..sequence],
+                        tokens,
+                        table,
+                        tile.first,
+                        channels,
+                    );
+                }
             }
         });
+    }
+
+    fn begin_statistics(&self, data: &StepData, visit: &Visit, m: MicroBatch, range: Range<usize>) {
         let (arena, statistics) = self.stash(data.stash.place(visit.writes[1], m));
         // SAFETY: as above.
         let statistics = unsafe { arena.write(statistics) };
@@ -117,26 +170,90 @@ impl Cpu {
     }
 
     /// Adds the embedding's gradient to a tile's region.
-    pub(super) fn scatter(&self, step: &Step, visit: &Visit, block: BlockId, first: bool) -> f64 {
+    pub(super) fn scatter(
+        &self,
+        step: &Step,
+        visit: &Visit,
+        block: BlockId,
+        first: bool,
+        landing: Option<u32>,
+    ) -> f64 {
         let data = self.step(step.number);
         let (arena, dx) = self.stash(data.stash.whole(visit.reads[0]));
         // SAFETY: the ring has it written before this scatter, and not after.
         let dx = unsafe { arena.read(dx) };
-        let mut region = self.eps.region_mut(block);
+        let mut region;
+        let gradient = match landing {
+            // SAFETY: the ring gives the landing block to this operation alone.
+            Some(slot) => unsafe { self.host.write(self.landing(block, slot)) },
+            None => {
+                region = self.eps.memory().region_mut(block);
+                &mut region[..]
+            }
+        };
         if first {
-            region.fill(0.0);
+            gradient.fill(0.0);
         }
         let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
-        let table = &mut region[..tile.rows * channels];
-        embedding::scatter(self.level, table, data.batch.known(), dx, tile.first, channels);
+        let table = &mut gradient[..tile.rows * channels];
+        let (level, mut known) = (self.level, data.batch.known());
+        let sequence = data.batch.positions * channels;
+        if dx.len() == data.batch.lengths.len() * sequence {
+            embedding::scatter(level, table, known, dx, tile.first, channels);
+        } else {
+            let mut row = vec![0.0; channels];
+            for dx in stash::packed(dx, data.batch.lengths.len()) {
+                for dx in dx[..sequence].chunks_exact(channels) {
+                    row.iter_mut().zip(dx).for_each(|(row, dx)| *row = dx.to_f32());
+                    let token = known.next().into_iter();
+                    embedding::scatter(level, table, token, &row, tile.first, channels);
+                }
+            }
+        }
         let tensors = self.eps.tensors(block);
-        self.threads.install(|| self.rule.measure(tensors, &region))
+        self.threads.install(|| self.rule.measure(tensors, gradient))
+    }
+
+    /// What the lane of files does.
+    pub(super) fn on_file(&self, operation: &Operation) -> Result<(), Trouble> {
+        let (begin, file) = (Instant::now(), self.file());
+        let share = self.plan.layout.host_block;
+        match *operation.work() {
+            Work::ReadBlock { block, version, reads } => {
+                // SAFETY: the ring gives the slot to this operation alone.
+                let to = unsafe { self.host.write(self.read_slot(reads)) };
+                file.read_parameters(block, version, to)?;
+            }
+            Work::ReadRegion { block, reduced } => {
+                // SAFETY: as above.
+                file.read_region(block, unsafe { self.host.write(self.whole_landing(reduced)) })?;
+            }
+            Work::WriteRegion { block, reduced } => {
+                // SAFETY: the ring holds the landing block for this operation.
+                file.write_region(block, unsafe { self.host.read(self.whole_landing(reduced)) })?;
+            }
+            Work::ReadState { block, version, states, region } => {
+                // SAFETY: the ring gives the slot to this operation alone.
+                let to = unsafe { self.host.write(self.state_slot(states)) };
+                file.read_state(block, version, to, share, region)?;
+            }
+            Work::WriteState { block, version, states } => {
+                // SAFETY: the ring has it updated before this, and not after.
+                let from = unsafe { self.host.read(self.state_slot(states)) };
+                file.write_state(block, version, from, share)?;
+            }
+            Work::Seal => file.seal(self.step(operation.step().number).trained + 1)?,
+            _ => unreachable!("it is of another lane"),
+        }
+        let bytes = operation.work().bytes(&operation.step().plan);
+        super::take_as_long(begin, bytes, self.disk_rate);
+        Ok(())
     }
 
     pub(super) fn reduce(&self, block: BlockId, slot: u32) -> f64 {
         // SAFETY: the ring holds the landing block for this operation.
         let landed = unsafe { self.host.read(self.landing(block, slot)) };
-        let mut region = self.eps.region_mut(block);
+        let mut region = self.eps.memory().region_mut(block);
         region.copy_from_slice(landed);
         self.threads.install(|| self.rule.measure(self.eps.tensors(block), &region))
     }
@@ -146,19 +263,32 @@ impl Cpu {
         block: BlockId,
         version: Version,
         gradient: Source,
+        states: Option<u32>,
         norm: Option<f64>,
     ) -> Result<f64, Trouble> {
         let begin = Instant::now();
-        let region;
+        let (tensors, len) = (self.eps.tensors(block), self.block_len(block));
+        let mut parts: Vec<&mut [f32]> = match states {
+            Some(slot) => {
+                // SAFETY: the ring gives the slot to this update alone.
+                let all = unsafe { self.host.write(self.state_slot(slot)) };
+                all.chunks_mut(self.plan.layout.host_block).map(|part| &mut part[..len]).collect()
+            }
+            None => Vec::new(),
+        };
+        let (region, beside);
         let gradient = match gradient {
             // SAFETY: the ring holds the landing block for this operation.
             Source::Landing(slot) => unsafe { self.host.read(self.landing(block, slot)) },
+            Source::Region if states.is_some() => {
+                beside = parts.pop().expect("a slot has a part for what waited");
+                &*beside
+            }
             Source::Region => {
-                region = self.eps.region(block);
+                region = self.eps.memory().region(block);
                 &region[..]
             }
         };
-        let tensors = self.eps.tensors(block);
         let squares = self.threads.install(|| self.rule.measure(tensors, gradient));
         if !squares.is_finite() || norm.is_some_and(|norm| !norm.is_finite()) {
             return Err(NotFinite("the gradient is not finite".into()).into());
@@ -167,16 +297,24 @@ impl Cpu {
             (Some(norm), Some(clip)) => (clip / (norm + 1e-6)).min(1.0) as f32,
             _ => 1.0,
         };
-        let mut lease = self.eps.write(block, version);
-        let lease = &mut *lease;
-        let learning_rate = self.step(version).learning_rate;
-        let update = Update { step: lease.updates, learning_rate, scale, level: self.level };
-        let (parameters, states) = (&mut lease.parameters, &mut lease.states);
-        self.threads.install(|| {
-            self.rule.apply(tensors, parameters, states, gradient, update);
-        });
-        lease.version = version + 1;
-        lease.updates += 1;
+        let (learning_rate, level) = (self.step(version).learning_rate, self.level);
+        let update = |updates| Update { step: updates, learning_rate, scale, level };
+        let rule = &self.rule;
+        if let Some((parameters, states)) = parts.split_first_mut() {
+            let update = update(self.file().updates_of(block));
+            let states = &mut states[..self.eps.states()];
+            self.threads.install(|| rule.apply(tensors, parameters, states, gradient, update));
+        } else {
+            let mut lease = self.eps.memory().write(block, version);
+            let lease = &mut *lease;
+            let update = update(lease.updates);
+            let mut states: Vec<&mut [f32]> =
+                lease.states.iter_mut().map(Vec::as_mut_slice).collect();
+            let parameters = &mut lease.parameters;
+            self.threads.install(|| rule.apply(tensors, parameters, &mut states, gradient, update));
+            lease.version = version + 1;
+            lease.updates += 1;
+        }
         super::take_as_long(begin, size_of_val(gradient) as u64, self.update_rate);
         Ok(squares)
     }

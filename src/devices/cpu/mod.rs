@@ -43,9 +43,9 @@ pub(crate) use visit::workspace;
 use crate::arena::Arena;
 use crate::config::{Carries, Config, Plan};
 use crate::data::Batch;
-use crate::eps::Eps;
+use crate::eps::{Eps, FileTier};
 use crate::error::Error;
-use crate::models::{Draw, Micro, Model, Part, Rows, View};
+use crate::models::{Draw, Keep, Micro, Model, Part, Rows, View};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
@@ -116,15 +116,17 @@ pub(crate) struct Cpu {
     rule: Box<dyn UpdateRule>,
     learning_rate: LearningRate,
     clip_norm: Option<f64>,
+    keep: Keep,
     seed: u64,
     device: Arena,
-    /// Landing blocks, and the stash unless it is on the device.
+    /// Landing blocks, blocks of a file, and the stash unless it is on the device.
     host: Arena,
     threads: ThreadPool,
     level: Level,
-    /// Bytes a second of an emulated link, and of emulated updates.
+    /// Bytes a second of an emulated link, of emulated updates, and of an emulated disk.
     link: Option<f64>,
     update_rate: Option<f64>,
+    disk_rate: Option<f64>,
     /// The step that computes, and the one before, whose updates may still run.
     steps: Mutex<[Option<Arc<StepData>>; 2]>,
     /// Logits that were told: of each labelled position, or sequence, in order.
@@ -143,6 +145,7 @@ impl Cpu {
         plan: Arc<Plan>,
         rule: Box<dyn UpdateRule>,
         learning_rate: LearningRate,
+        eps: Eps,
         observers: Vec<Arc<dyn Observe>>,
     ) -> Result<Cpu, Error> {
         let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
@@ -151,24 +154,21 @@ impl Cpu {
             .thread_name(|index| format!("l2l-cpu-{index}"))
             .build()
             .map_err(Error::failed)?;
-        let tiles = model.tiles.len() as u32;
-        let region = |id: BlockId| plan.trains && (plan.deferred || id.0 < tiles);
-        let eps = Eps::new(&model, if plan.trains { rule.states() } else { 0 }, region);
-        let landing = plan.landing();
-        let stash = if plan.stash_on_device { 0 } else { plan.stash_and_memory() };
         let out_of_memory = |error| Error::failed(format_args!("no memory: {error}"));
         Ok(Cpu {
             eps,
             rule,
             learning_rate,
             clip_norm: config.optimizer.clip_norm,
+            keep: config.schedule.recompute.keep().unwrap_or(Keep::All),
             seed: config.step.seed,
             device: Arena::new(plan.layout.end).map_err(out_of_memory)?,
-            host: Arena::new(landing + stash).map_err(out_of_memory)?,
+            host: Arena::new(plan.layout.host_end).map_err(out_of_memory)?,
             threads,
             level: Level::best(),
             link: config.link_bytes_per_second()?,
             update_rate: config.update_bytes_per_second()?,
+            disk_rate: config.disk_bytes_per_second()?,
             steps: Mutex::default(),
             told: Mutex::default(),
             encoded: Mutex::default(),
@@ -206,7 +206,30 @@ impl Cpu {
     }
 
     fn landing(&self, block: BlockId, slot: u32) -> View {
-        View { at: slot as usize * self.plan.layout.block, len: self.block_len(block) }
+        View { at: slot as usize * self.plan.layout.host_block, len: self.block_len(block) }
+    }
+
+    /// A landing block to its end: of a file, pages are read and written.
+    fn whole_landing(&self, slot: u32) -> View {
+        let len = self.plan.layout.host_block;
+        View { at: slot as usize * len, len }
+    }
+
+    /// With the EPS on file, a slot that blocks are read to.
+    fn read_slot(&self, slot: u32) -> View {
+        let len = self.plan.layout.host_block;
+        View { at: self.plan.layout.reads + slot as usize * len, len }
+    }
+
+    /// And one for a block with its states, and its gradient behind them where that waits.
+    fn state_slot(&self, slot: u32) -> View {
+        let len = self.plan.state_parts() * self.plan.layout.host_block;
+        View { at: self.plan.layout.states + slot as usize * len, len }
+    }
+
+    /// The EPS's file.
+    fn file(&self) -> &FileTier {
+        self.eps.file().expect("the plan has blocks on file")
     }
 
     fn block_len(&self, block: BlockId) -> usize {
@@ -225,16 +248,20 @@ impl Cpu {
         if self.plan.stash_on_device {
             (&self.device, View { at: self.plan.layout.stash + at, len })
         } else {
-            let landing = self.plan.landing();
-            (&self.host, View { at: landing + at, len })
+            (&self.host, View { at: self.plan.layout.host_stash + at, len })
         }
     }
 
     /// Copies, and takes as long as the link would.
     fn copy(&self, to: &mut [f32], from: &[f32], count: &AtomicU64, over_link: bool) {
-        let begin = Instant::now();
-        to.copy_from_slice(from);
         let bytes = size_of_val(from) as u64;
+        self.moves(|| to.copy_from_slice(from), bytes, count, over_link);
+    }
+
+    /// Moves bytes, and takes as long as the link would.
+    fn moves(&self, work: impl FnOnce(), bytes: u64, count: &AtomicU64, over_link: bool) {
+        let begin = Instant::now();
+        work();
         count.fetch_add(bytes, Relaxed);
         take_as_long(begin, bytes, self.link.filter(|_| over_link));
     }
@@ -277,6 +304,7 @@ impl Cpu {
             writes: outputs.iter().map(|p| sized(self.plan.layout.outputs, p)).collect(),
             scale: data.scale,
             tells: data.goal == Goal::Tell,
+            keep: self.keep,
             remembers: !data.memory.is_empty(),
             workspace: self.plan.layout.workspace,
         };
@@ -350,10 +378,22 @@ impl Cpu {
             unreachable!("boundaries alone are remembered")
         };
         let schedule = &operation.step().plan.schedule;
+        let slot = self.boundary_slot(operation, from, placed);
         let first: u32 = schedule.micro_batches[..*micro_batch as usize].iter().sum();
         let last = first + schedule.micro_batches[*micro_batch as usize];
+        (slot, first as usize..last as usize)
+    }
+
+    /// The slot of a boundary that an operation moves.
+    fn boundary_slot(&self, operation: &Operation, from: usize, placed: &Placed) -> View {
+        let (Work::UploadBoundary { micro_batch, .. } | Work::DownloadBoundary { micro_batch, .. }) =
+            operation.work()
+        else {
+            unreachable!("it moves a boundary")
+        };
+        let schedule = &operation.step().plan.schedule;
         let bytes = schedule.boundary_bytes(placed.boundary, *micro_batch) as usize;
-        (self.boundary(from, placed, bytes / size_of::<f32>()), first as usize..last as usize)
+        self.boundary(from, placed, bytes / size_of::<f32>())
     }
 
     fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
@@ -362,11 +402,20 @@ impl Cpu {
         let Used { uploaded, downloaded, .. } = &*self.used;
         let visit_of = |index: usize| &step.plan.schedule.visits[index];
         match *operation.work() {
-            Work::UploadBlock { block, version, weights } => {
-                let lease = self.eps.read(block, version);
+            Work::UploadBlock { block, version, reads, weights } => {
                 // SAFETY: the ring gives the slot to this upload alone.
                 let slot = unsafe { self.device.write(self.weights(block, weights)) };
-                self.copy(slot, &lease.parameters, uploaded, true);
+                match reads {
+                    // SAFETY: the ring has it read before this upload, and not after.
+                    Some(read) => {
+                        let read = unsafe { self.host.read(self.read_slot(read)) };
+                        self.copy(slot, &read[..slot.len()], uploaded, true);
+                    }
+                    None => {
+                        let lease = self.eps.memory().read(block, version);
+                        self.copy(slot, &lease.parameters, uploaded, true);
+                    }
+                }
             }
             Work::UploadBoundary { micro_batch, ref inputs } => {
                 let data = self.step(step.number);
@@ -376,11 +425,17 @@ impl Cpu {
                     return Ok(0.0);
                 }
                 let (arena, place) = self.stash(data.stash.place(inputs.boundary, micro_batch));
-                let slot = self.boundary(self.plan.layout.inputs, inputs, place.len);
+                let slot = self.boundary_slot(operation, self.plan.layout.inputs, inputs);
                 // SAFETY: the ring gives the slot to this upload alone, and the stash's place has
                 // been written and is not written before this ends.
                 let (slot, place) = unsafe { (self.device.write(slot), arena.read(place)) };
-                self.copy(slot, place, uploaded, over_link);
+                if slot.len() == place.len() {
+                    self.copy(slot, place, uploaded, over_link);
+                } else {
+                    let sequences = step.plan.schedule.micro_batches[micro_batch as usize];
+                    let unpack = || stash::unpack(slot, place, sequences as usize);
+                    self.moves(unpack, size_of_val(place) as u64, uploaded, over_link);
+                }
             }
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let data = self.step(step.number);
@@ -390,10 +445,23 @@ impl Cpu {
                     return Ok(0.0);
                 }
                 let (arena, place) = self.stash(data.stash.place(outputs.boundary, micro_batch));
-                let slot = self.boundary(self.plan.layout.outputs, outputs, place.len);
+                let slot = self.boundary_slot(operation, self.plan.layout.outputs, outputs);
                 // SAFETY: as for uploads, the other way.
                 let (slot, place) = unsafe { (self.device.read(slot), arena.write(place)) };
-                self.copy(place, slot, downloaded, over_link);
+                if slot.len() == place.len() {
+                    self.copy(place, slot, downloaded, over_link);
+                } else {
+                    let (bytes, sequences) = (
+                        size_of_val(place) as u64,
+                        step.plan.schedule.micro_batches[micro_batch as usize] as usize,
+                    );
+                    self.moves(
+                        || stash::pack(place, slot, sequences),
+                        bytes,
+                        downloaded,
+                        over_link,
+                    );
+                }
             }
             Work::DownloadGradient { block, gradients, reduced } => {
                 let (slot, landing) =
@@ -412,17 +480,30 @@ impl Cpu {
                 return Ok(loss);
             }
             Work::Reduce { block, reduced } => return Ok(self.reduce(block, reduced)),
-            Work::Scatter { visit, block, first } => {
-                return Ok(self.scatter(step, visit_of(visit), block, first));
+            Work::Scatter { visit, block, first, reduced } => {
+                return Ok(self.scatter(step, visit_of(visit), block, first, reduced));
             }
-            Work::Update { block, version, gradient, norm } => {
-                return self.update(block, version, gradient, norm);
+            Work::Update { block, version, gradient, states, norm } => {
+                return self.update(block, version, gradient, states, norm);
             }
             Work::Carry { version } => {
-                for &block in &step.plan.carried {
-                    self.eps.write(block, version).version = version + 1;
-                }
+                step.plan.carried.iter().for_each(|&block| self.eps.carry(block, version));
             }
+            Work::GatherBlock { visit, block, reads } => {
+                self.gather_block(step, visit_of(visit), block, reads);
+            }
+            Work::Measure { block, reduced } => {
+                // SAFETY: the ring holds the landing block for this operation.
+                let landed = unsafe { self.host.read(self.landing(block, reduced)) };
+                let tensors = self.eps.tensors(block);
+                return Ok(self.threads.install(|| self.rule.measure(tensors, landed)));
+            }
+            Work::ReadBlock { .. }
+            | Work::ReadRegion { .. }
+            | Work::WriteRegion { .. }
+            | Work::ReadState { .. }
+            | Work::WriteState { .. }
+            | Work::Seal => self.on_file(operation)?,
         }
         Ok(0.0)
     }

@@ -1,25 +1,31 @@
 //! The device as a whole: the suite every implementation of the ports is run through.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use l2l_actors::conformance::{Report, Subject, check};
-use l2l_actors::schedule::{Pools, Schedule, Version};
+use l2l_actors::schedule::{Capacities, Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
 use super::{Cpu, Goal, Turn};
 use crate::config::{
-    ChannelsConfig, Config, Plan, Purpose, StashPlace, Walk, schedule_of, shape_of,
+    ChannelsConfig, Config, EpsTier, Plan, Purpose, Recompute, StashPlace, Walk, schedule_of,
+    shape_of,
 };
 use crate::data::{Batch, Dataset};
+use crate::eps::{Eps, FileTier, Folder};
 use crate::models::Model;
 
 /// A model small enough to be run a thousand times.
 struct Small {
     config: Config,
+    /// With the EPS on file: its place, and how many there were.
+    folder: Option<tempfile::TempDir>,
+    made: AtomicUsize,
 }
 
 impl Small {
-    fn new(recompute: bool, place: StashPlace) -> Small {
+    fn new(recompute: Recompute, place: StashPlace, on_file: bool) -> Small {
         let mut config = Config::default();
         config.data.train = "random".into();
         config.model.layers = Some(1);
@@ -33,7 +39,11 @@ impl Small {
         config.schedule.recompute = recompute;
         config.stash.place = place;
         config.optimizer.clip_norm = Some(1e9); // never cuts; gives every block a region
-        Small { config }
+        let folder = on_file.then(|| tempfile::tempdir().expect("a place for files"));
+        if let Some(folder) = &folder {
+            (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
+        }
+        Small { config, folder, made: AtomicUsize::new(0) }
     }
 
     fn model(&self) -> Model {
@@ -45,8 +55,13 @@ impl Subject for Small {
     type Ports = ThreadLanes<Cpu>;
 
     fn schedule(&self) -> Schedule {
-        let walk = Walk { sequences: 3, positions: 4, purpose: Purpose::Train };
+        let walk = Walk { sequences: 3, positions: 4, purpose: Purpose::Train { states: 2 } };
         schedule_of(&self.config, &self.model(), walk).expect("a model of ours").0
+    }
+
+    fn pools(&self, schedule: &Schedule, depths: &Capacities) -> Pools {
+        let pools = Pools::of(schedule, depths);
+        if self.folder.is_some() { pools.on_file(schedule) } else { pools }
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -61,10 +76,20 @@ impl Subject for Small {
         let rule = Box::new(config.update_rule());
         let plan = Plan::new(&config, &model, &*rule).expect("a plan of ours");
         assert_eq!(plan.pools, *pools);
-        let cpu =
-            Cpu::new(&config, model, Arc::new(plan), rule, config.learning_rate(100), Vec::new())
-                .expect("memory and threads");
-        cpu.eps().randomise(1);
+        let eps = match &self.folder {
+            None => Eps::in_memory(&model, 2, |_| true),
+            Some(folder) => {
+                // A relay that was dropped may have its file a little longer.
+                let nth = self.made.fetch_add(1, Relaxed).to_string();
+                let folder = Folder::take(&folder.path().join(nth)).expect("a place for files");
+                let file = FileTier::open(folder, &model, 2, |_| true, false);
+                Eps::on_file(&model, 2, file.expect("a place for files"))
+            }
+        };
+        let (plan, rate) = (Arc::new(plan), config.learning_rate(100));
+        let cpu = Cpu::new(&config, model, plan, rule, rate, eps, Vec::new());
+        let cpu = cpu.expect("memory and threads");
+        cpu.eps().randomise(1).expect("room on a disk");
         Arc::new(ThreadLanes::start(cpu).expect("threads"))
     }
 
@@ -85,8 +110,13 @@ impl Subject for Small {
 
 #[test]
 fn the_cpu_device_conforms() {
-    for (recompute, place) in [(true, StashPlace::Host), (false, StashPlace::Device)] {
-        let Report { operations, rings, failures, drops } = check(&Small::new(recompute, place));
+    for (recompute, place, on_file) in [
+        (true.into(), StashPlace::Host, false),
+        (false.into(), StashPlace::Device, false),
+        (Recompute::ATTENTION, StashPlace::Host, true),
+    ] {
+        let Report { operations, rings, failures, drops } =
+            check(&Small::new(recompute, place, on_file));
         assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
     }
 }

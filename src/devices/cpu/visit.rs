@@ -5,8 +5,8 @@ use l2l_actors::schedule::Visit;
 use super::is_backward;
 use super::kernels::CpuKernels;
 use crate::models::{
-    Backward, Draw, Forward, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, Scratch, Tile,
-    View, block_len,
+    Backward, Draw, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, Scratch,
+    Tile, View, block_len,
 };
 use crate::simd::Level;
 
@@ -21,6 +21,8 @@ pub(super) struct Stay<'a> {
     pub(super) scale: f32,
     /// True when heads tell logits, or scores, in front of their statistics.
     pub(super) tells: bool,
+    /// What is kept in the stash, if anything is.
+    pub(super) keep: Keep,
     /// True when layers tell what they remember behind their output.
     pub(super) remembers: bool,
     pub(super) workspace: View,
@@ -44,7 +46,7 @@ fn go(
     stay: &Stay<'_>,
 ) -> usize {
     let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
-    let Stay { scale, tells, remembers, workspace, .. } = *stay;
+    let Stay { scale, tells, keep, remembers, workspace, .. } = *stay;
     let scratch = &Scratch::new(workspace);
     match (&model.parts[layer], backward) {
         (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
@@ -53,13 +55,13 @@ fn go(
             let past = reads.get(1).copied();
             let (kept, memory) = match more {
                 Some(fresh) if remembers => (None, Some(Memory { fresh, past })),
-                kept => (kept, None),
+                kept => (kept.map(|view| (keep, view)), None),
             };
             layer.forward(kernels, &Forward { micro, weights, x, y, kept, memory, scratch });
         }
         (Part::Stack(layer), true) => {
             let (x, dy) = (reads[0], reads[reads.len() - 1]);
-            let kept = (reads.len() == 3).then(|| reads[1]);
+            let kept = (reads.len() == 3).then(|| (keep, reads[1]));
             let dx = writes.first().copied();
             let pass = Backward { micro, weights, gradient, accumulate, x, kept, dy, dx, scratch };
             layer.backward(kernels, &pass);
@@ -124,7 +126,7 @@ pub(crate) fn workspace(
     model: &Model,
     sequences: usize,
     positions: usize,
-    recompute: bool,
+    keep: Option<Keep>,
     trains: bool,
 ) -> usize {
     let rows = Rows { sequences, positions };
@@ -139,7 +141,10 @@ pub(crate) fn workspace(
     for (layer, (part, blocks)) in model.parts.iter().zip(&model.part_blocks).enumerate() {
         let (kept, is_tile) = match part {
             Part::Embedding => continue,
-            Part::Stack(layer) => (layer.kept_len(positions) * sequences, false),
+            Part::Stack(layer) => {
+                let kept = keep.map_or(0, |keep| layer.kept_len(positions, keep));
+                (kept * sequences, false)
+            }
             Part::Head(_) | Part::Classes(_) => (0, true),
         };
         let block = block_len(&model.blocks[blocks[0].0 as usize]);
@@ -153,7 +158,7 @@ pub(crate) fn workspace(
             let (weights, gradient) = (place(block), place(block));
             let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
             // Who only looks keeps nothing, whatever training keeps.
-            let kept = (backward && !recompute && kept > 0).then(|| place(kept));
+            let kept = (backward && kept > 0).then(|| place(kept));
             let statistics = [place(rows.count() * STATISTICS), place(rows.count() * STATISTICS)];
             let (reads, writes) = match (is_tile, backward) {
                 (false, false) => (vec![x], [y].into_iter().chain(kept).collect()),
@@ -171,6 +176,7 @@ pub(crate) fn workspace(
                 writes,
                 scale: 1.0,
                 tells: false,
+                keep: keep.unwrap_or(Keep::All),
                 remembers: false,
                 workspace,
             };

@@ -1,0 +1,165 @@
+//! Whether a plan fits: its ceiling, the host, what the system lets this process have, the disk. All of it
+//! is known before a run, so no run is killed for it.
+
+use std::path::Path;
+
+use super::{ByteSize, Config, Plan, Term};
+use crate::machine;
+use crate::models::Model;
+use crate::optimizers::UpdateRule;
+
+/// What a process takes beside its plan: code, stacks, batches on their way, what is told of it.
+const PROGRAM: u64 = 150 << 20;
+
+/// The stack of a thread, of which there are some for kernels and some for data.
+const STACKS: u64 = 4 << 20;
+
+/// Files that are open at once, beside those that are open already.
+const FILES: u64 = 64;
+
+/// What a plan was found to need, so that what does not fit can be told.
+impl Plan {
+    /// Everything that does not fit: into the ceiling, or into this machine; each with what is largest
+    /// in it and what would do.
+    pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<String> {
+        let all = [self.device_misfit(model, rule), self.host_misfit(), self.disk_misfit()];
+        all.into_iter().flatten().chain(files_misfit()).collect()
+    }
+
+    fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<String> {
+        let needed = self.device_bytes();
+        let ceiling = self.budget().filter(|&ceiling| ceiling < needed)?;
+        let mut what = format!(
+            "device.memory is {}, the plan needs {needed} bytes, most of it for {}",
+            ByteSize::from(ceiling),
+            largest(&self.device),
+        );
+        if self.trains {
+            let least = Plan::least(&self.config, model, rule);
+            what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
+                (Some(most), _) => format!(": step.micro_batch = {most} would fit"),
+                (None, Some(least)) if least.device_bytes() <= ceiling => format!(
+                    ": step.micro_batch and all channels of 1, with recomputing and the stash on the \
+                     host, would fit, in {} bytes",
+                    least.device_bytes()
+                ),
+                (None, Some(least)) => {
+                    format!(": {} bytes is the least that works", least.device_bytes())
+                }
+                (None, None) => String::new(),
+            };
+        }
+        Some(format!(
+            "{what}; or give it {needed} bytes, or make step.micro_batch or channels smaller"
+        ))
+    }
+
+    fn host_misfit(&self) -> Option<String> {
+        // The CPU device's memory is the host's.
+        let planned = self.device_bytes().saturating_add(self.host_bytes());
+        let threads = self.config.device.threads.unwrap_or_else(machine::cores) as u64;
+        let all = planned.saturating_add(PROGRAM + threads * STACKS);
+        let (available, by) = machine::memory_limit()?;
+        if available >= all {
+            return None;
+        }
+        let terms = [largest(&self.device), largest(&self.host)];
+        let [device, host] = terms;
+        let remedy = match host.name {
+            "masters" | "moments" | "gradient_regions" => "eps.tier = \"file\" puts it on a disk",
+            "stash" => {
+                "a smaller step.batch, data.sequence_length or stash.dtype = \"bf16\" make it smaller"
+            }
+            _ => "a smaller model, step.batch or step.micro_batch would do",
+        };
+        Some(format!(
+            "{by} {}, the plan needs {} and the program {}, most of it for {device} and {host}: {remedy}",
+            ByteSize::from(available),
+            ByteSize::from(planned),
+            ByteSize::from(all - planned),
+        ))
+    }
+
+    fn disk_misfit(&self) -> Option<String> {
+        let path = self.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
+        let needed = self.file_bytes();
+        // What is there of a run before is used again, or makes way.
+        let there = std::fs::metadata(path.join("blocks")).map_or(0, |file| file.len());
+        let free = machine::free_disk(nearest(path))?.saturating_add(there);
+        (free < needed).then(|| {
+            format!(
+                "eps.path {} has {} free, the plan needs {}, most of it for {}: give it another disk, or \
+                 make the model smaller",
+                path.display(),
+                ByteSize::from(free),
+                ByteSize::from(needed),
+                largest(&self.file),
+            )
+        })
+    }
+
+    /// The smallest plan of the same step: micro-batches and depths of 1, recomputing, with the stash on
+    /// the host.
+    pub fn least(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Plan> {
+        let mut least = config.clone();
+        least.step.micro_batch = 1;
+        least.step.batch = 1;
+        least.schedule = super::ScheduleConfig::default();
+        least.stash.place = super::StashPlace::Host;
+        let one = super::ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
+        least.channels = one;
+        Plan::new(&least, model, rule).ok()
+    }
+
+    /// Sequences of the largest micro-batch with which this plan's device fits a ceiling, if one does.
+    pub fn largest_micro_batch(
+        &self,
+        model: &Model,
+        rule: &dyn UpdateRule,
+        ceiling: u64,
+    ) -> Option<usize> {
+        let fits = |sequences: usize| {
+            let mut config = self.config.clone();
+            config.step.micro_batch = sequences;
+            // Where nothing of the device grows with the batch, the smallest tells.
+            let grows = super::StashPlace::Device == config.stash.place;
+            config.step.batch = if grows { config.step.batch.max(sequences) } else { sequences };
+            let plan = Plan::new(&config, model, rule);
+            plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)
+        };
+        let mut least = 1;
+        if !fits(least) {
+            return None;
+        }
+        let mut most = 2;
+        while most < 1 << 20 && fits(most) {
+            (least, most) = (most, 2 * most);
+        }
+        while most - least > 1 {
+            let middle = least.midpoint(most);
+            if fits(middle) { least = middle } else { most = middle }
+        }
+        Some(least)
+    }
+}
+
+/// The nearest folder above that is there.
+fn nearest(path: &Path) -> &Path {
+    let there = path.ancestors().find(|path| path.exists());
+    there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn files_misfit() -> Option<String> {
+    let machine::Process { open_files, most_files, .. } = machine::process()?;
+    (most_files < open_files + FILES).then(|| {
+        format!(
+            "this process may open {most_files} files and has {open_files}: a run needs {FILES} more \
+             (`ulimit -n {}` lets it)",
+            open_files + FILES
+        )
+    })
+}
+
+fn largest(terms: &[Term]) -> &Term {
+    terms.iter().max_by_key(|term| term.bytes).expect("a plan has terms")
+}

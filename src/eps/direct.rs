@@ -1,0 +1,156 @@
+//! A file of floats, read and written past the system's cache where its file system lets us: what is
+//! there is read once a step, and a cache as large as the model would only be in everybody's way.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use xxhash_rust::xxh3::Xxh3;
+
+/// What places in the file, addresses of memory and lengths are multiples of, for the disk's sake.
+const PAGE: usize = 4096;
+
+/// The same in floats.
+pub(super) const PAGE_FLOATS: usize = PAGE / size_of::<f32>();
+
+/// Bytes of one request: the disk's queue is full, and what was read is still near when it is
+/// digested.
+const CHUNK: usize = 4 << 20;
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(super) struct Direct {
+    file: File,
+    is_direct: bool,
+}
+
+impl Direct {
+    /// Takes a file, which is direct from now on if it can be.
+    pub(super) fn new(file: File) -> Direct {
+        let is_direct = set_direct(&file, true) && probe(&file);
+        if !is_direct {
+            set_direct(&file, false);
+        }
+        Direct { file, is_direct }
+    }
+
+    /// Whether it goes past the system's cache.
+    pub(super) fn is_direct(&self) -> bool {
+        self.is_direct
+    }
+
+    /// Takes all of its room on the disk now, so that none is missing later.
+    ///
+    /// # Errors
+    /// The disk is full.
+    pub(super) fn reserve(&self, bytes: u64) -> io::Result<()> {
+        self.file.set_len(bytes)?;
+        #[cfg(target_os = "linux")]
+        match rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
+            Err(error) if error != rustix::io::Errno::OPNOTSUPP => return Err(error.into()),
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Waits until all that was written is on the disk.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub(super) fn sync(&self) -> io::Result<()> {
+        self.file.sync_data()
+    }
+
+    /// Reads floats from a place, and digests them.
+    ///
+    /// # Errors
+    /// The disk's; the file ends before.
+    pub(super) fn read(&self, at: u64, to: &mut [f32]) -> io::Result<u128> {
+        let mut digest = Xxh3::new();
+        let mut at = at;
+        for chunk in bytemuck::cast_slice_mut::<f32, u8>(to).chunks_mut(CHUNK) {
+            let mut done = 0;
+            while done < chunk.len() {
+                // A short read of a file that is long enough ends at a page: the rest is as aligned.
+                match self.file.read_at(&mut chunk[done..], at + done as u64) {
+                    Ok(0) => return Err(ends_at(at + done as u64)),
+                    Ok(count) => done += count,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            digest.update(chunk);
+            at += chunk.len() as u64;
+        }
+        Ok(digest.digest128())
+    }
+
+    /// Writes floats to a place; their digest.
+    ///
+    /// # Errors
+    /// The disk's.
+    pub(super) fn write(&self, at: u64, from: &[f32]) -> io::Result<u128> {
+        let mut digest = Xxh3::new();
+        let mut at = at;
+        for chunk in bytemuck::cast_slice::<f32, u8>(from).chunks(CHUNK) {
+            digest.update(chunk);
+            let mut done = 0;
+            while done < chunk.len() {
+                match self.file.write_at(&chunk[done..], at + done as u64) {
+                    Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                    Ok(count) => done += count,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            at += chunk.len() as u64;
+        }
+        Ok(digest.digest128())
+    }
+}
+
+fn ends_at(byte: u64) -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, format!("it ends at byte {byte}"))
+}
+
+#[cfg(target_os = "linux")]
+fn set_direct(file: &File, on: bool) -> bool {
+    use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+    let with = |flags: OFlags| if on { flags | OFlags::DIRECT } else { flags - OFlags::DIRECT };
+    fcntl_getfl(file).and_then(|flags| fcntl_setfl(file, with(flags))).is_ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn set_direct(_: &File, _: bool) -> bool {
+    false
+}
+
+/// Some file systems take the flag and refuse the requests: one page tells, read from a file that
+/// has none.
+fn probe(file: &File) -> bool {
+    let Ok(mut page) = memmap2::MmapMut::map_anon(PAGE) else { return false };
+    file.read_at(&mut page, 0).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arena::Arena;
+    use crate::models::View;
+
+    #[test]
+    fn floats_come_back_and_a_short_file_says_where_it_ends() {
+        let file = Direct::new(tempfile::tempfile().expect("a place for files"));
+        let len = CHUNK / size_of::<f32>() + 3 * PAGE_FLOATS;
+        let mut arena = Arena::new(2 * len).expect("memory");
+        let values: Vec<f32> = (0..len).map(|index| index as f32).collect();
+        let (from, to) = (View { at: 0, len }, View { at: len, len });
+        arena.fill(from, &values);
+        let written = file.write(PAGE as u64, arena.values(from)).expect("a disk with room");
+        let read = file.read(PAGE as u64, arena.values_mut(to)).expect("what was written");
+        assert_eq!(written, read);
+        assert_eq!(arena.values(to), values);
+        let error = file.read(2 * PAGE as u64, arena.values_mut(to)).expect_err("too short");
+        assert!(error.to_string().contains("ends at byte"), "{error}");
+    }
+}

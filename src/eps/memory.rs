@@ -1,0 +1,109 @@
+//! The EPS in memory. Every access is a lease: a lock on one block, with the version it must have.
+//! The ring never lets two leases meet, so a lock that is taken is a bug, and says so instead of
+//! waiting.
+
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+use l2l_actors::schedule::{BlockId, Version};
+
+use super::Which;
+use crate::models::{Tensor, block_len};
+
+/// One block of the model.
+#[derive(Debug)]
+pub(crate) struct Block {
+    /// Steps that made it what it is.
+    pub(crate) version: Version,
+    /// Updates it has had.
+    pub(crate) updates: u64,
+    /// The f32 masters.
+    pub(crate) parameters: Vec<f32>,
+    /// The optimizer's states, each as long as the masters.
+    pub(crate) states: Vec<Vec<f32>>,
+}
+
+/// See the [module](self).
+pub(crate) struct Memory {
+    blocks: Vec<RwLock<Block>>,
+    regions: Vec<RwLock<Vec<f32>>>,
+}
+
+impl Memory {
+    /// Zeros.
+    pub(super) fn new(
+        blocks: &[Vec<Tensor>],
+        states: usize,
+        region: impl Fn(BlockId) -> bool,
+    ) -> Memory {
+        let block = |tensors: &Vec<Tensor>| {
+            let zeros = || vec![0.0; block_len(tensors)];
+            let states = (0..states).map(|_| zeros()).collect();
+            RwLock::new(Block { version: 0, updates: 0, parameters: zeros(), states })
+        };
+        let region = |(index, tensors): (usize, &Vec<Tensor>)| {
+            let len = if region(BlockId(index as u32)) { block_len(tensors) } else { 0 };
+            RwLock::new(vec![0.0; len])
+        };
+        Memory {
+            blocks: blocks.iter().map(block).collect(),
+            regions: blocks.iter().enumerate().map(region).collect(),
+        }
+    }
+
+    pub(super) fn updates(&self) -> Vec<u64> {
+        let updates = |block: &RwLock<Block>| block.read().expect("nobody panicked inside").updates;
+        self.blocks.iter().map(updates).collect()
+    }
+
+    pub(super) fn set_updates(&self, updates: &[u64]) {
+        for (block, updates) in self.blocks.iter().zip(updates) {
+            block.write().expect("nobody panicked inside").updates = *updates;
+        }
+    }
+
+    pub(super) fn look<R>(&self, id: BlockId, which: Which, see: impl FnOnce(&[f32]) -> R) -> R {
+        let block = self.blocks[id.0 as usize].read().expect("nobody panicked inside");
+        see(match which {
+            Which::Parameter => &block.parameters,
+            Which::State(index) => &block.states[index],
+        })
+    }
+
+    pub(super) fn fill(&self, id: BlockId, which: Which, write: impl FnOnce(&mut [f32])) {
+        let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
+        write(match which {
+            Which::Parameter => &mut block.parameters,
+            Which::State(index) => &mut block.states[index],
+        });
+    }
+
+    /// A lease to read a block as of a version.
+    pub(crate) fn read(&self, id: BlockId, version: Version) -> RwLockReadGuard<'_, Block> {
+        let block = self.blocks[id.0 as usize].try_read();
+        let block = block.unwrap_or_else(|_| panic!("{id} v{version} asked, it is being updated"));
+        let held = block.version;
+        assert!(held == version, "{id} v{version} asked, the EPS holds v{held}");
+        block
+    }
+
+    /// A lease to move a block on from a version.
+    pub(crate) fn write(&self, id: BlockId, version: Version) -> RwLockWriteGuard<'_, Block> {
+        let block = self.blocks[id.0 as usize].try_write();
+        let block = block.unwrap_or_else(|_| panic!("{id} v{version} to update, it is in use"));
+        let held = block.version;
+        assert!(held == version, "{id} v{version} asked, the EPS holds v{held}");
+        block
+    }
+
+    /// A block's gradient region, to read.
+    pub(crate) fn region(&self, id: BlockId) -> RwLockReadGuard<'_, Vec<f32>> {
+        let region = self.regions[id.0 as usize].try_read();
+        region.unwrap_or_else(|_| panic!("the region of {id} is being written"))
+    }
+
+    /// A block's gradient region, to write.
+    pub(crate) fn region_mut(&self, id: BlockId) -> RwLockWriteGuard<'_, Vec<f32>> {
+        let region = self.regions[id.0 as usize].try_write();
+        region.unwrap_or_else(|_| panic!("the region of {id} is in use"))
+    }
+}
