@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use l2l::config::ScheduleKind;
+use l2l::config::{EpsTier, ScheduleKind};
 use l2l::data::Batches;
 use l2l::{Config, Plan, Trainer, models::Model, shape_of};
 
@@ -83,17 +83,21 @@ fn device_bytes_depend_neither_on_depth_nor_on_batch() {
 /// Also: not one large allocation from the third step on, in any schedule.
 #[test]
 fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
-    for (kind, recompute, clip) in [
-        (ScheduleKind::Relay, true, None),
-        (ScheduleKind::Relay, false, Some(0.5)),
-        (ScheduleKind::Resident, true, None),
+    for (kind, recompute, clip, tier) in [
+        (ScheduleKind::Relay, true, None, EpsTier::Memory),
+        (ScheduleKind::Relay, false, Some(0.5), EpsTier::Memory),
+        (ScheduleKind::Resident, true, None, EpsTier::Memory),
+        (ScheduleKind::Relay, true, None, EpsTier::File),
+        (ScheduleKind::Relay, true, Some(0.5), EpsTier::File),
     ] {
+        let folder = tempfile::tempdir().expect("a place for files");
         let mut config = config(6, 5);
         config.model.hidden = Some(256); // blocks, slots and workspace far above 256 KiB
         config.model.vocabulary = Some(5000);
         config.schedule.kind = kind;
         config.schedule.recompute = recompute.into();
         config.optimizer.clip_norm = clip;
+        (config.eps.tier, config.eps.path) = (tier, Some(folder.path().into()));
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         runtime.block_on(async {
             let mut batches = Batches::open(&config).expect("random data");

@@ -280,7 +280,7 @@ impl Plan {
             device.push(term("memory", on(true, memory_floats)));
             host.push(term("memory", on(false, memory_floats)));
         }
-        Ok(Plan {
+        let plan = Plan {
             device,
             host,
             upload_bytes: traffic.weights.saturating_add(traffic.inputs),
@@ -300,7 +300,14 @@ impl Plan {
             states: states.unwrap_or(0),
             tied_tiles,
             config: config.clone(),
-        })
+        };
+        // What is allocated is what was planned, to the byte.
+        assert_eq!(plan.device_bytes(), end as u64 * FLOAT, "{:?}", plan.device);
+        let in_arena = ["landing", "stash", "memory", "file_reads", "file_states"];
+        let in_arena = plan.host.iter().filter(|term| in_arena.contains(&term.name));
+        let in_arena: u64 = in_arena.map(|term| term.bytes).sum();
+        assert_eq!(in_arena, host_end as u64 * FLOAT, "{:?}", plan.host);
+        Ok(plan)
     }
 
     /// Whether it is training's: with gradients and the optimizer's state.

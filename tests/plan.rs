@@ -1,0 +1,72 @@
+//! The plan is what is allocated and what is used, term by term, for shapes and settings of all kinds.
+
+use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
+use l2l::data::Batches;
+use l2l::{Config, Trainer};
+use proptest::prelude::*;
+
+/// Shapes and settings of all kinds.
+fn any_config() -> impl Strategy<Value = Config> {
+    let shape = (1..=5_usize, 1..=3_usize, 1..=5_usize, 2..=40_usize, 1..=600_usize);
+    let step = (1..=7_usize, 1..=4_usize, prop::bool::ANY, prop::bool::ANY);
+    let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
+    let ways = (recompute, prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.3));
+    let channels = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
+    (shape, step, ways, channels).prop_map(|(shape, step, ways, channels)| {
+        let ((layers, heads, size, positions, vocabulary), (batch, micro_batch, clip, resident)) =
+            (shape, step);
+        let mut config = Config::default();
+        config.data.train = "random".into();
+        config.model.layers = Some(layers);
+        config.model.hidden = Some(heads * 8 * size);
+        config.model.heads = Some(heads);
+        config.model.vocabulary = Some(vocabulary + 1);
+        config.model.positions = Some(positions);
+        (config.step.batch, config.step.micro_batch) = (batch, micro_batch);
+        config.optimizer.clip_norm = clip.then_some(0.5);
+        config.device.threads = Some(1);
+        if resident {
+            config.schedule.kind = ScheduleKind::Resident;
+        }
+        let (on_device, packed, on_file);
+        (config.schedule.recompute, on_device, packed, on_file) = ways;
+        config.stash.place = if on_device { StashPlace::Device } else { StashPlace::Host };
+        config.stash.dtype = if packed { StashDtype::Bf16 } else { StashDtype::F32 };
+        config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
+        let (weights, gradients, reduced, stash) = channels;
+        config.channels = ChannelsConfig { weights, gradients, reduced, stash };
+        config
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(80) })]
+
+    /// What was allocated is what was planned (the plan asserts it), and what is used of it at most is
+    /// what was planned, term by term; of boundaries in flight, no more.
+    #[test]
+    fn the_high_water_mark_is_the_plan(mut config in any_config()) {
+        let folder = tempfile::tempdir().expect("a place for files");
+        config.eps.path = Some(folder.path().into());
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut batches = Batches::open(&config).expect("random data");
+            let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+            for _ in 0..2 {
+                let batch = batches.next().await.expect("random data");
+                trainer.step(batch).await.expect("nothing fails here");
+            }
+            for (used, planned) in trainer.device_peak().iter().zip(&trainer.plan().device) {
+                let in_flight = ["inputs", "outputs", "gradients"].contains(&used.name);
+                assert!(used.bytes <= planned.bytes, "{used} of {planned}: {config:?}");
+                assert!(in_flight || used == planned, "{used} of {planned}: {config:?}");
+            }
+            let planned = trainer.plan().file_bytes();
+            trainer.stop().await.expect("nothing fails here");
+            if config.eps.tier == EpsTier::File {
+                let file = std::fs::metadata(folder.path().join("blocks")).expect("it is there");
+                assert_eq!(file.len(), planned);
+            }
+        });
+    }
+}

@@ -1,0 +1,221 @@
+//! The EPS on file: the same bits as in memory, a state that survives a kill at any moment, faults of
+//! disks told and not trained on.
+
+mod program;
+
+use std::fs::{self, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::unix::process::ExitStatusExt;
+use std::path::Path;
+use std::process::Stdio;
+use std::sync::LazyLock;
+
+use program::{events, good, l2l, of_kind, output};
+use serde_json::Value;
+
+/// A small run with a tied vocabulary of several tiles.
+const CONFIG: &str = r#"
+[data]
+train = "random"
+sequence_length = 8
+[model]
+layers = 3
+hidden = 32
+heads = 2
+vocabulary = 40000
+positions = 8
+[step]
+batch = 5
+micro_batch = 2
+[device]
+threads = 1
+"#;
+
+/// Arguments of a command on it.
+fn arguments(command: &str, settings: &[&str]) -> Vec<String> {
+    static FILE: LazyLock<tempfile::NamedTempFile> = LazyLock::new(|| {
+        let mut file = tempfile::NamedTempFile::new().expect("a place for files");
+        file.write_all(CONFIG.as_bytes()).expect("room");
+        file
+    });
+    let config = FILE.path().display().to_string();
+    let mut all = vec![command.to_string(), config, "--format".into(), "json".into()];
+    for set in settings {
+        all.extend(["--set".to_string(), set.to_string()]);
+    }
+    all
+}
+
+fn on_file(folder: &Path) -> String {
+    format!("eps.path={}", folder.display())
+}
+
+/// Losses by step, and the digest if it ended.
+fn told(text: &str) -> (Vec<(u64, f64)>, Option<String>) {
+    let events = events(text);
+    let step = |event: &&Value| {
+        (event["step"].as_u64().expect("a number"), event["loss"].as_f64().expect("a number"))
+    };
+    let digest = of_kind(&events, "summary")
+        .first()
+        .map(|summary| summary["weights_digest"].as_str().expect("a digest").to_string());
+    (of_kind(&events, "step").iter().map(step).collect(), digest)
+}
+
+/// 50 kills at random moments of runs that write at every moment: each leaves a state, of the step
+/// told last or one beside it, and the run that goes on is the run that was not killed.
+#[test]
+fn a_kill_costs_the_running_step_and_nothing_else() {
+    const STEPS: &str = "step.steps=120";
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = on_file(&folder.path().join("eps"));
+    for clip in ["optimizer.epsilon=1e-8", "optimizer.clip_norm=0.5"] {
+        let (expected, digest) = told(&good(&arguments("train", &[STEPS, clip])));
+        let digest = digest.expect("it ended");
+        let mut seed = 88172645463325252_u64;
+        let (mut reached, mut kills, mut ended) = (0, 0, None);
+        while ended.is_none() {
+            let settings = [STEPS, clip, "eps.tier=file", &place];
+            let mut arguments = arguments("train", &settings);
+            if reached > 0 || kills > 0 {
+                arguments.push("--resume".into());
+            }
+            let mut child = l2l(&arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+            let child = child.as_mut().expect("the program runs");
+            let mut text = String::new();
+            if kills < 25 {
+                // Some steps, then some bytes of a line: a moment like any other.
+                seed ^= seed << 13;
+                seed ^= seed >> 7;
+                seed ^= seed << 17;
+                let bytes = (seed % 1000) as usize;
+                let mut some = vec![0; bytes];
+                let out = child.stdout.as_mut().expect("a pipe");
+                let mut read = 0;
+                while read < bytes {
+                    match out.read(&mut some[read..]).expect("a pipe") {
+                        0 => break,
+                        count => read += count,
+                    }
+                }
+                child.kill().expect("a child of ours");
+                kills += 1;
+            } else {
+                child.stdout.as_mut().expect("a pipe").read_to_string(&mut text).expect("a pipe");
+            }
+            let status = child.wait().expect("a child of ours");
+            if status.signal().is_none() {
+                let mut said = String::new();
+                child.stderr.as_mut().expect("a pipe").read_to_string(&mut said).expect("text");
+                assert!(status.success(), "{said}");
+                if kills == 25 {
+                    let (losses, digest) = told(&text);
+                    let (first, last) = (losses[0].0 as usize, losses.last().expect("some").0);
+                    assert_eq!(losses, expected[first - 1..], "from step {first}");
+                    assert_eq!(last, 120);
+                    ended = digest;
+                } else {
+                    break; // it was faster than the kill
+                }
+            }
+            reached += 1;
+        }
+        if let Some(ended) = ended {
+            assert_eq!(ended, digest);
+        }
+        assert!(kills == 25, "{kills} kills");
+        fs::remove_dir_all(folder.path().join("eps")).expect("it is ours");
+    }
+}
+
+#[test]
+fn what_changed_on_the_disk_is_told() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let eps = folder.path().join("eps");
+    let place = on_file(&eps);
+    let settings = |steps: &'static str| arguments("train", &[steps, "eps.tier=file", &place]);
+    good(&settings("step.steps=2"));
+    // A second run is not to lose the first one's state.
+    let refused = output(&settings("step.steps=3"));
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("eps.path") && said.contains("--resume"), "{said}");
+    let again = [settings("step.steps=3"), vec!["--resume".into()]].concat();
+    let other = [again.clone(), vec!["--set".into(), "step.seed=1".into()]].concat();
+    let said = String::from_utf8(output(&other).stderr).expect("text");
+    assert!(said.contains("step.seed was 0, is 1"), "{said}");
+    let shape = [again.clone(), vec!["--set".into(), "model.layers=2".into()]].concat();
+    assert_eq!(output(&shape).status.code(), Some(2));
+
+    // One bit of each megabyte: whatever is read next is not what was written.
+    let blocks = eps.join("blocks");
+    let mut file = OpenOptions::new().read(true).write(true).open(&blocks).expect("it is ours");
+    let len = file.metadata().expect("it is there").len();
+    for at in (5000..len).step_by(1 << 12) {
+        let mut byte = [0];
+        file.seek(SeekFrom::Start(at)).expect("inside");
+        file.read_exact(&mut byte).expect("inside");
+        file.seek(SeekFrom::Start(at)).expect("inside");
+        file.write_all(&[byte[0] ^ 1]).expect("room");
+    }
+    let failed = output(&again);
+    let said = String::from_utf8_lossy(&failed.stderr);
+    assert_eq!(failed.status.code(), Some(1), "{said}");
+    assert!(said.contains("is not what was written") && said.contains("block"), "{said}");
+
+    // A file that was cut short is made whole again in length, not in content.
+    file.set_len(len / 2).expect("it is ours");
+    assert_eq!(output(&again).status.code(), Some(1));
+
+    // An index that was torn: the one before it counts; with both gone, it says so.
+    for name in ["index.0", "index.1"] {
+        fs::write(eps.join(name), "torn").expect("it is ours");
+    }
+    let refused = output(&again);
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("index."), "{said}");
+}
+
+#[test]
+fn a_disk_that_is_too_small_is_refused_before_anything() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let eps = folder.path().join("eps");
+    let place = on_file(&eps);
+    let settings =
+        ["eps.tier=file", &place, "model.layers=20000", "model.hidden=1024", "model.heads=8"];
+    let refused = output(&arguments("train", &settings));
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("eps.path") && said.contains("free"), "{said}");
+    assert!(!eps.exists(), "nothing was made");
+}
+
+/// Two runs do not share a folder; evaluation and generation read a model through a file of their own.
+#[test]
+fn a_folder_is_one_run_s() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let eps = folder.path().join("eps");
+    fs::create_dir_all(&eps).expect("it is ours");
+    let lock = fs::File::create(eps.join("lock")).expect("it is ours");
+    lock.lock().expect("nobody has it");
+    let place = on_file(&eps);
+    let refused = output(&arguments("train", &["step.steps=1", "eps.tier=file", &place]));
+    let said = String::from_utf8_lossy(&refused.stderr);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("another run has it"), "{said}");
+    drop(lock);
+
+    let checkpoints = folder.path().join("checkpoints");
+    let kept = format!("checkpoint.directory={}", checkpoints.display());
+    good(&arguments("train", &["step.steps=2", "eps.tier=file", &place, &kept]));
+    let validation = ["eval"].map(|command| {
+        let on_file =
+            good(&arguments(command, &["eps.tier=file", &place, &kept, "data.validation=random"]));
+        let in_memory = good(&arguments(command, &[&kept, "data.validation=random"]));
+        (on_file, in_memory)
+    });
+    for (on_file, in_memory) in validation {
+        assert_eq!(on_file, in_memory);
+    }
+}
