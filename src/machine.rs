@@ -1,10 +1,11 @@
 //! What this machine has: memory as the system tells it, and rates as they are measured.
 
-use std::fs;
 use std::path::Path;
 use std::time::Instant;
+use std::{fs, io};
 
 use crate::devices::cpu;
+use crate::eps;
 
 /// Bytes that a line of one of the system's tables says.
 fn kibibytes(file: &str, label: &str) -> Option<u64> {
@@ -76,6 +77,15 @@ fn group_memory() -> Option<u64> {
 pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
     let found = rustix::fs::statvfs(folder).ok()?;
     Some(found.f_bavail.saturating_mul(found.f_frsize))
+}
+
+/// Bytes a second that the disk under a folder writes and reads in order: past the system's cache, where
+/// its file system lets us.
+///
+/// # Errors
+/// The disk's.
+pub fn disk_bytes_per_second(folder: &Path) -> io::Result<(f64, f64)> {
+    eps::disk_rates(folder)
 }
 
 /// What the system says of this process.

@@ -2,7 +2,9 @@
 
 use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
 use l2l::data::Batches;
-use l2l::{Config, Trainer};
+use l2l::models::Model;
+use l2l::telemetry::{Forecast, Hiding, Rates};
+use l2l::{Config, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
 /// Shapes and settings of all kinds.
@@ -69,4 +71,43 @@ proptest! {
             }
         });
     }
+}
+
+/// From the tokens on that it says, kernels hardly wait in virtual time; with a quarter of them they do.
+#[test]
+fn transfers_hide_where_the_plan_says() {
+    for (link, clip, tier) in [
+        (1e9, None, EpsTier::Memory),
+        (4e9, Some(1.0), EpsTier::Memory),
+        (16e9, None, EpsTier::File),
+    ] {
+        let mut config = Config::default();
+        config.data.train = "random".into();
+        config.model.layers = Some(12);
+        config.model.hidden = Some(512);
+        config.model.heads = Some(8);
+        config.model.positions = Some(64);
+        (config.eps.tier, config.eps.path) = (tier, Some("unused".into()));
+        config.optimizer.clip_norm = clip;
+        let exposed = |batch: usize| {
+            let mut config = config.clone();
+            config.step.batch = batch;
+            let model = Model::new(shape_of(&config).expect("a shape of ours"));
+            let rates = Rates::of(&config, &model, 2e12, link, 50e9).with_disk(4e9);
+            let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+            let hiding = Hiding::of(&config, &model, &plan, &rates, clip.is_some());
+            let forecast = Forecast::of(&config, &model, &rates).expect("a step of ours");
+            (hiding.tokens.expect("it hides"), forecast.exposed_seconds() / forecast.seconds)
+        };
+        let (tokens, _) = exposed(4);
+        let sequences = tokens.div_ceil(64) as usize;
+        let (less, more) = (exposed((sequences / 4).max(1)).1, exposed(2 * sequences).1);
+        assert!(more < 0.15 && less > 0.3, "{tokens} tokens: waits {less:.2} and {more:.2}");
+    }
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    let model = Model::new(shape_of(&config).expect("a shape of ours"));
+    let rates = Rates::of(&config, &model, 1e15, 1e9, 50e9);
+    let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+    assert_eq!(Hiding::of(&config, &model, &plan, &rates, false).tokens, None, "it never hides");
 }

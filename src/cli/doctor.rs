@@ -1,9 +1,7 @@
 //! `l2l doctor`: what this machine has for training.
 
-use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 
 use l2l::config::{ByteSize, Format};
 use l2l::{Error, machine};
@@ -23,7 +21,7 @@ pub(super) fn doctor(format: Format) -> Result<(), Error> {
     let threads = machine::cores();
     let product = machine::product_flops_per_second(threads)?;
     let stream = machine::stream_bytes_per_second(threads)?;
-    let disk = disk_bytes_per_second();
+    let disk = machine::disk_bytes_per_second(&std::env::temp_dir());
     let found = LIBRARIES.map(|(name, purpose)| (name, purpose, find(name)));
     if format == Format::Json {
         let cuda = found.iter().map(|(name, _, path)| (name.to_string(), json!(path)));
@@ -69,26 +67,6 @@ pub(super) fn doctor(format: Format) -> Result<(), Error> {
     }
     line("cuda", "this program has no CUDA device yet".into());
     Ok(())
-}
-
-/// Bytes a second to the disk and back. What is read may come from the system's cache.
-fn disk_bytes_per_second() -> std::io::Result<(f64, f64)> {
-    const BYTES: usize = 64 << 20;
-    let path = std::env::temp_dir().join(format!("l2l-doctor-{}", std::process::id()));
-    let measure = || {
-        let data = vec![0x5a_u8; BYTES];
-        let begin = Instant::now();
-        let mut file = File::create(&path)?;
-        file.write_all(&data)?;
-        file.sync_all()?;
-        let written = begin.elapsed().as_secs_f64();
-        let (begin, mut read) = (Instant::now(), data);
-        File::open(&path)?.read_exact(&mut read)?;
-        Ok((BYTES as f64 / written, BYTES as f64 / begin.elapsed().as_secs_f64()))
-    };
-    let rates = measure();
-    let _ = fs::remove_file(&path); // it may never have been made
-    rates
 }
 
 /// A library of this name, in any version, where loaders look.

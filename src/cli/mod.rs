@@ -132,7 +132,7 @@ struct RateArguments {
     /// GB/s of the host's memory; of this machine's when absent.
     #[arg(long, value_name = "RATE")]
     host_gbps: Option<f64>,
-    /// GB/s of the disk under `eps.path`; 1 when absent.
+    /// GB/s of the disk under `eps.path`; as measured there when absent.
     #[arg(long, value_name = "RATE")]
     disk_gbps: Option<f64>,
 }

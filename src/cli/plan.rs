@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use l2l::config::{Format, Term};
+use l2l::config::{EpsTier, Format, Term};
 use l2l::models::{Model, Part, block_len};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{Config, Error, Plan, machine, shape_of};
@@ -92,10 +92,21 @@ pub(super) fn rates(
         None => config.link_bytes_per_second()?.unwrap_or(host),
     };
     let rates = Rates::of(config, model, flops, link, host);
-    Ok(match disk_gbps {
-        Some(rate) => rates.with_disk(rate * 1e9),
-        None => rates,
-    })
+    let folder = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
+    let disk = match (disk_gbps, folder) {
+        (Some(rate), _) => rate * 1e9,
+        (None, None) => return Ok(rates),
+        (None, Some(folder)) => {
+            let there = folder.ancestors().find(|path| path.is_dir());
+            let there = there.unwrap_or(Path::new("."));
+            let measured = machine::disk_bytes_per_second(there);
+            let (written, read) = measured.map_err(|error| {
+                Error::Refused(format!("eps.path {}: {error}", there.display()))
+            })?;
+            2.0 / (1.0 / written + 1.0 / read)
+        }
+    };
+    Ok(rates.with_disk(disk))
 }
 
 impl RateArguments {
@@ -184,14 +195,14 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
             forecast.exposed_seconds()
         ));
         for (how, hiding) in [("eager", eager), ("deferred", deferred)] {
-            let Hiding { lane, at, tokens } = hiding;
+            let Hiding { lane, phase, tokens } = hiding;
             match tokens {
                 Some(tokens) => print(format_args!(
-                    "{how} updates and transfers hide from {tokens} tokens a step ({lane}, {at})"
+                    "{how} updates and transfers hide from {tokens} tokens a step ({lane}, {phase})"
                 )),
                 None => print(format_args!(
-                    "{how}: never hides: at {at} each token takes longer on the lane of {lane} than to \
-                     compute"
+                    "{how}: never hides: in {phase} each token takes longer on the lane of {lane} than \
+                     to compute"
                 )),
             }
         }

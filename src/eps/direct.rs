@@ -4,8 +4,13 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::Xxh3;
+
+use crate::arena::Arena;
+use crate::models::View;
 
 /// What places in the file, addresses of memory and lengths are multiples of, for the disk's sake.
 const PAGE: usize = 4096;
@@ -109,6 +114,30 @@ impl Direct {
     }
 }
 
+/// Bytes a second that the disk under a folder writes and reads in order, of an unnamed file.
+///
+/// # Errors
+/// The disk's.
+pub(crate) fn disk_rates(folder: &Path) -> io::Result<(f64, f64)> {
+    const CHUNKS: u64 = 64;
+    let mut chunk = Arena::new(CHUNK / size_of::<f32>())?;
+    let chunk = chunk.values_mut(View { at: 0, len: CHUNK / size_of::<f32>() });
+    chunk.iter_mut().enumerate().for_each(|(nth, value)| *value = nth as f32);
+    let file = Direct::new(tempfile::tempfile_in(folder)?);
+    file.reserve(CHUNKS * CHUNK as u64)?;
+    let begin = Instant::now();
+    for nth in 0..CHUNKS {
+        file.write(nth * CHUNK as u64, chunk)?;
+    }
+    file.sync()?;
+    let (written, begin) = (begin.elapsed(), Instant::now());
+    for nth in 0..CHUNKS {
+        file.read(nth * CHUNK as u64, chunk)?;
+    }
+    let rate = |took: Duration| (CHUNKS * CHUNK as u64) as f64 / took.as_secs_f64();
+    Ok((rate(written), rate(begin.elapsed())))
+}
+
 fn ends_at(byte: u64) -> io::Error {
     io::Error::new(io::ErrorKind::UnexpectedEof, format!("it ends at byte {byte}"))
 }
@@ -135,8 +164,6 @@ fn probe(file: &File) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::arena::Arena;
-    use crate::models::View;
 
     #[test]
     fn floats_come_back_and_a_short_file_says_where_it_ends() {

@@ -14,6 +14,7 @@ mod memory;
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
+pub(crate) use direct::disk_rates;
 pub(crate) use file::{FileTier, Folder, Found, found, part_floats};
 pub(crate) use memory::Memory;
 

@@ -35,7 +35,7 @@ pub struct Rates {
     pub(super) file: f64,
 }
 
-/// Of a disk that nobody measured: what a cloud's gives.
+/// Bytes a second of a disk that nobody measured.
 const DISK: f64 = 1e9;
 
 impl Rates {

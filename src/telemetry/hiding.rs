@@ -1,34 +1,35 @@
 //! From how many tokens a step on transfers and updates hide under kernels, or why they never will.
 //!
-//! A visit of a layer computes for as long as it has tokens; what must pass meanwhile is a block for the
-//! layer behind it, whatever the tokens, and boundaries of each token. With `n` sequences a visit, a
-//! lane keeps up when `block ÷ rate + n × boundary ÷ rate ≤ n × compute`. The layer that asks for most
-//! decides. Pools smooth this over a few layers, so it is an upper bound; a
-//! [`Forecast`](super::Forecast) runs the schedule.
+//! While a phase computes, its lanes move blocks, whatever the tokens, and boundaries of each token. With
+//! `n` sequences a step a lane keeps up when `blocks ÷ rate + n × boundaries ÷ rate ≤ n × compute`,
+//! summed over the layers: pools let one layer's spare time serve the next. The lane that asks for most
+//! decides. What a step's ends leave exposed, a [`Forecast`](super::Forecast) shows.
 
 use serde::Serialize;
 
 use super::forecast::Rates;
-use crate::config::{Config, EpsTier, Plan};
-use crate::models::{Model, Part, block_len};
+use crate::config::{Config, EpsTier, Plan, StashDtype};
+use crate::models::{Keep, Model, Part, block_len};
 
-/// What a step needs for a lane to hide.
+/// What a step needs for its lanes to hide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Hiding {
     /// The lane that asks for most.
     pub lane: &'static str,
-    /// The layer and phase where it does.
-    pub at: String,
-    /// Tokens a step; `None`: it never hides, for each token brings more to move than to compute.
+    /// The phase in which it does.
+    pub phase: &'static str,
+    /// Tokens a step; `None`: it never hides, for each token takes longer to move than to compute.
     pub tokens: Option<u64>,
 }
 
-/// One lane's share of a visit: seconds whatever the tokens, and for each sequence.
+/// What a lane moves in a phase: seconds whatever the tokens, and for each sequence.
+#[derive(Clone, Copy, Debug, Default)]
 struct Share {
-    lane: &'static str,
     fixed: f64,
     each: f64,
 }
+
+const LANES: [&str; 5] = ["upload", "download", "host", "update", "file"];
 
 impl Hiding {
     /// Of a config's schedule, with updates that are eager or deferred.
@@ -39,76 +40,57 @@ impl Hiding {
         rates: &Rates,
         deferred: bool,
     ) -> Hiding {
-        const FLOAT: f64 = size_of::<f32>() as f64;
-        let bytes = |index: usize| -> f64 {
-            let blocks = model.part_blocks[index].iter();
-            blocks.map(|id| block_len(&model.blocks[id.0 as usize]) as f64 * FLOAT).sum()
-        };
         let on_file = config.eps.tier == EpsTier::File;
         let states = 1.0 + plan.states as f64;
-        let sent = |boundaries: f64, rate: f64| boundaries / rate;
         let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
-        let mut most: Option<(f64, Hiding)> = None;
-        let last = model.parts.len() - 1;
-        for (index, part) in model.parts.iter().enumerate() {
-            if matches!(part, Part::Embedding) {
-                continue;
-            }
+        let (mut shares, mut compute) = ([[Share::default(); LANES.len()]; 2], [0.0; 2]);
+        let parts = model.parts.iter().zip(&model.part_blocks).enumerate();
+        for (index, (part, blocks)) in parts.filter(|(_, (part, _))| part.is_on_device()) {
+            let block = blocks.iter().map(|id| block_len(&model.blocks[id.0 as usize]));
+            let bytes = (block.sum::<usize>() * size_of::<f32>()) as f64;
             let [read, written] = boundaries(config, model, plan, part);
             for backward in [false, true] {
-                let Some(compute) = rates.compute_of(index as u32, backward) else { continue };
-                // The block of the visit behind this one comes meanwhile.
-                let next = match (backward, index) {
-                    (false, index) if index == last => 0.0,
-                    (false, index) => bytes(index + 1),
-                    (true, 0 | 1) => 0.0,
-                    (true, index) => bytes(index - 1),
-                };
-                let own = bytes(index);
-                let mut shares = vec![
-                    Share {
-                        lane: "upload",
-                        fixed: next / rates.link[0],
-                        each: sent(read[usize::from(backward)], up),
-                    },
-                    Share {
-                        lane: "download",
-                        fixed: if backward { own / rates.link[1] } else { 0.0 },
-                        each: sent(written[usize::from(backward)], down),
-                    },
-                ];
+                let at = usize::from(backward);
+                compute[at] += rates.compute_of(index as u32, backward).unwrap_or(0.0);
                 // Deferred updates run under the next forward.
-                let updates = deferred != backward;
-                let mut share = |lane, fixed| shares.push(Share { lane, fixed, each: 0.0 });
-                if updates {
-                    share("update", own / rates.update);
-                }
-                if deferred && backward {
-                    share("host", own / rates.reduce);
-                }
-                if on_file {
-                    let waits = f64::from(u8::from(deferred)) * own;
-                    let moved = if updates { 2.0 * states * own + waits } else { waits };
-                    share("file", (next + moved) / rates.file);
-                }
-                for Share { lane, fixed, each } in shares {
-                    let spare = compute - each;
-                    let needed = match fixed {
-                        0.0 if spare >= 0.0 => 0.0,
-                        _ if spare <= 0.0 => f64::INFINITY,
-                        fixed => fixed / spare,
-                    };
-                    if most.as_ref().is_none_or(|(found, _)| *found < needed) {
-                        let tokens = (needed * plan.positions as f64).ceil();
-                        let tokens = tokens.is_finite().then_some(tokens as u64);
-                        let phase = if backward { "backward" } else { "forward" };
-                        let at = format!("layer {index} {phase}");
-                        most = Some((needed, Hiding { lane, at, tokens }));
-                    }
+                let updates = f64::from(u8::from(deferred != backward));
+                let lands = f64::from(u8::from(backward));
+                let waits = f64::from(u8::from(deferred)) * bytes;
+                let file = bytes + updates * 2.0 * states * bytes + waits;
+                let moved = [
+                    (bytes / rates.link[0], read[at] / up),
+                    (lands * bytes / rates.link[1], written[at] / down),
+                    (lands * waits / rates.reduce, 0.0),
+                    (updates * bytes / rates.update, 0.0),
+                    (if on_file { file / rates.file } else { 0.0 }, 0.0),
+                ];
+                for (share, (fixed, each)) in shares[at].iter_mut().zip(moved) {
+                    share.fixed += fixed;
+                    share.each += each;
                 }
             }
         }
-        most.map(|(_, hiding)| hiding).expect("a model has a layer on the device")
+        let needed = |(phase, lane): (usize, usize)| {
+            let Share { fixed, each } = shares[phase][lane];
+            let spare = compute[phase] - each;
+            let sequences = if fixed == 0.0 && spare >= 0.0 {
+                0.0
+            } else if spare <= 0.0 {
+                f64::INFINITY
+            } else {
+                fixed / spare
+            };
+            (sequences, phase, lane)
+        };
+        let all = (0..2).flat_map(|phase| (0..LANES.len()).map(move |lane| (phase, lane)));
+        let most = all.map(needed).max_by(|one, other| one.0.total_cmp(&other.0));
+        let (sequences, phase, lane) = most.expect("there are lanes");
+        let tokens = (sequences * plan.positions as f64).ceil();
+        Hiding {
+            lane: LANES[lane],
+            phase: ["forward", "backward"][phase],
+            tokens: tokens.is_finite().then_some(tokens as u64),
+        }
     }
 }
 
@@ -116,10 +98,10 @@ impl Hiding {
 fn boundaries(config: &Config, model: &Model, plan: &Plan, part: &Part) -> [[f64; 2]; 2] {
     let keep = config.schedule.recompute.keep();
     let positions = plan.positions;
-    let ring = model.for_ring(positions, keep.unwrap_or(crate::models::Keep::All), 0);
+    let ring = model.for_ring(positions, keep.unwrap_or(Keep::All), 0);
     let hidden = match config.stash.dtype {
-        crate::config::StashDtype::F32 => ring.hidden.stashed_per_sequence,
-        crate::config::StashDtype::Bf16 => ring.hidden.stashed_per_sequence / 2,
+        StashDtype::F32 => ring.hidden.stashed_per_sequence,
+        StashDtype::Bf16 => ring.hidden.stashed_per_sequence / 2,
     } as f64;
     let statistics = ring.statistics.stashed_per_sequence as f64;
     let dx = ring.head_gradient.stashed_per_sequence as f64;
