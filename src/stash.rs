@@ -92,12 +92,12 @@ pub(crate) fn packed_bytes(floats: usize) -> u64 {
 
 /// The numbers of each of so many sequences in a packed place; the last may be nobody's.
 pub(crate) fn packed(place: &[f32], sequences: usize) -> impl Iterator<Item = &[bf16]> {
-    place.chunks_exact(place.len() / sequences).map(|place| bytemuck::cast_slice(place))
+    place.chunks_exact(place.len() / sequences).map(bytemuck::cast_slice)
 }
 
 /// The same to write.
 pub(crate) fn packed_mut(place: &mut [f32], sequences: usize) -> impl Iterator<Item = &mut [bf16]> {
-    place.chunks_exact_mut(place.len() / sequences).map(|place| bytemuck::cast_slice_mut(place))
+    place.chunks_exact_mut(place.len() / sequences).map(bytemuck::cast_slice_mut)
 }
 
 /// Packs so many sequences.

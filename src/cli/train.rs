@@ -128,6 +128,9 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
                 Run { trainer, config, steps, aside, screen, observers: &observers, saved: None };
             let config = run.config.clone();
             let ended = run.go(batches, &stop).await;
+            if let (Err(_), Ok(Some(step))) = (&ended, l2l::state_on_file(&config)) {
+                say(format_args!("eps.path holds the state after step {step}: go on with --resume"));
+            }
             observers.close(&config, ended.is_ok());
             ended
         })

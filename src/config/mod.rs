@@ -4,6 +4,7 @@ mod data;
 mod fit;
 mod keys;
 mod plan;
+mod schedule;
 mod shape;
 mod sizes;
 mod walk;
@@ -14,10 +15,11 @@ pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use keys::{
     ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, EpsConfig, EpsTier,
     Format, Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind,
-    RateSchedule, Recompute, RecomputedPart, ScheduleConfig, ScheduleKind, StashConfig, StashDtype,
-    StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
+    RateSchedule, StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig,
+    WatchdogConfig,
 };
 pub use plan::{Plan, Term};
+pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use shape::shape_of;
 pub use sizes::ByteSize;
 pub(crate) use walk::{Carries, Purpose, Recall, Walk, schedule_of};

@@ -48,7 +48,7 @@ impl Which {
 /// Where the blocks are.
 enum Tier {
     Memory(Memory),
-    File(FileTier),
+    File(Box<FileTier>),
 }
 
 /// See the [module](self).
@@ -68,7 +68,7 @@ impl Eps {
 
     /// Blocks on file.
     pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
-        Eps { tensors: model.blocks.clone(), states, tier: Tier::File(tier) }
+        Eps { tensors: model.blocks.clone(), states, tier: Tier::File(Box::new(tier)) }
     }
 
     /// The tier in memory, for the lanes of a ring whose blocks are there.

@@ -149,7 +149,7 @@ fn read(
     let wholes = wholes.iter().filter(|(name, _)| !is_fresh(name)).collect::<BTreeMap<_, _>>();
     check(&all, &wholes, of, &found).map_err(|what| refuse(&files[0], &what))?;
     // Block by block, for a block on file is written as a whole.
-    let mut blocks: BTreeMap<(BlockId, Which), Vec<(&str, Range<usize>, usize)>> = BTreeMap::new();
+    let mut blocks = BTreeMap::<_, Vec<_>>::new();
     for (name, whole) in wholes {
         let mut from = 0;
         for (block, range) in &whole.parts {
@@ -350,18 +350,20 @@ fn write(path: &Path, wholes: Wholes, eps: &Eps) -> Result<(), Error> {
 /// Sizes and values of a parameter.
 ///
 /// # Errors
-/// It cannot be read.
+/// There is none of this name, or it cannot be read.
 pub(crate) fn tensor(
     name: &str,
     model: &Model,
     eps: &Eps,
-) -> Result<Option<(Vec<usize>, Vec<f32>)>, Error> {
-    let Some(whole) = wholes(model, Which::Parameter).remove(name) else { return Ok(None) };
+) -> Result<(Vec<usize>, Vec<f32>), Error> {
+    let whole = wholes(model, Which::Parameter).remove(name);
+    let whole =
+        whole.ok_or_else(|| Error::refused(format_args!("the model has no tensor {name:?}")))?;
     let mut all = Vec::new();
     for (block, range) in &whole.parts {
         eps.look(*block, whole.which, |values| all.extend_from_slice(&values[range.clone()]))?;
     }
-    Ok(Some((whole.shape, all)))
+    Ok((whole.shape, all))
 }
 
 #[cfg(test)]

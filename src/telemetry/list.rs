@@ -101,7 +101,7 @@ pub const METRICS: &[Metric] = &[
         "Time that a lane worked for training"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
         "Time in which the compute lane stood still, by the lane that was waited for; `ring` is the \
-         actors' own latency, `outside` what lies between training steps, looks included"),
+         actors' own latency; between training steps `checkpoint` what those took, `outside` all else"),
     counter("l2l_actor_seconds_total", Unit::Seconds, &["actor", "state"],
         "Time that an actor was busy, starved by those before it, or blocked by those after it"),
     gauge("l2l_channel_depth", Unit::Count, &["channel"],
@@ -197,7 +197,9 @@ pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64))
     for (cause, seconds) in &view.waited {
         tell("l2l_compute_wait_seconds_total", &[cause], *seconds);
     }
-    tell("l2l_compute_wait_seconds_total", &["outside"], view.outside);
+    tell("l2l_compute_wait_seconds_total", &["checkpoint"], view.checkpoints);
+    let outside = (view.outside - view.checkpoints).max(0.0);
+    tell("l2l_compute_wait_seconds_total", &["outside"], outside);
     for actor in &view.actors {
         for (state, seconds) in
             [("busy", actor.busy), ("starved", actor.starved), ("blocked", actor.blocked)]

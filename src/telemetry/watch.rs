@@ -106,6 +106,8 @@ pub struct View {
     pub waited: Vec<(&'static str, f64)>,
     /// Time outside steps.
     pub outside: f64,
+    /// Of that, checkpoints.
+    pub checkpoints: f64,
     /// Layers.
     pub layers: Vec<LayerView>,
     /// Loss by step, thinned out.
@@ -319,6 +321,7 @@ impl Watch {
                 .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
                 .into(),
             outside: tally.outside.as_secs_f64(),
+            checkpoints: tally.checkpoints.as_secs_f64(),
             layers: layers
                 .map(|(index, of)| layer(format!("{index:0digits$}"), self.0.layers[index], of))
                 .collect(),

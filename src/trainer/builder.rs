@@ -73,7 +73,7 @@ impl Builder {
     }
 
     /// Goes on from the state that `eps.path` holds, as [`resume`](Builder::resume) does from a
-    /// checkpoint. See [`state_on_file`](crate::state_on_file).
+    /// checkpoint. See [`state_on_file`].
     pub fn go_on(mut self) -> Builder {
         self.goes_on = true;
         self

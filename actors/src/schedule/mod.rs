@@ -14,6 +14,7 @@
 
 mod generate;
 mod plan;
+mod reads;
 mod replay;
 mod residency;
 mod rules;

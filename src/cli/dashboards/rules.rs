@@ -22,16 +22,16 @@ pub(super) const RECORDED: &[(&str, &str)] = &[
     ),
     (
         "l2l:exposed_wait:ratio",
-        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!=\"outside\"}[5m])) / on (run) \
+        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!~\"outside|checkpoint\"}[5m])) / on (run) \
          l2l:compute_lane:rate",
     ),
     (
         "l2l:wait:share",
-        "(sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!~\"outside|host|ring\"}[5m])) or \
+        "(sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!~\"outside|checkpoint|file|host|ring\"}[5m])) or \
          label_replace(sum by (run) (rate(l2l_compute_wait_seconds_total{cause=~\"host|ring\"}[5m])), \
          \"cause\", \"host\", \"\", \"\") or \
-         label_replace(sum by (run) (rate(l2l_lane_seconds_total{lane=\"file\"}[5m])), \"cause\", \
-         \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
+         label_replace(sum by (run) (rate(l2l_compute_wait_seconds_total{cause=~\"checkpoint|file\"}[5m])), \
+         \"cause\", \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
     ),
     (
         "l2l:bottleneck:share",
@@ -104,10 +104,10 @@ const ALERTS: &[Alert] = &[
         expression: "sum by (run) (l2l:bottleneck:share{cause=\"disk\"}) > 0.25",
         after: "5m", severity: "warning",
         summary: "the disk holds the run up",
-        means: "More than a quarter of the time goes to files, and more than to any wait of the compute lane.",
-        todo: &["`checkpoint.every_steps` larger.", "`checkpoint.directory` on a faster disk; `l2l doctor` says how fast one is."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"file\"}", "0+30x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+37x20")],
-        silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+50x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"file\"}", "0+3x20")],
+        means: "More than a quarter of the time is spent on checkpoints, or waiting for the file under the EPS, and more than on any other wait of the compute lane.",
+        todo: &["`checkpoint.every_steps` larger.", "With `eps.tier = \"file\"`: a larger `step.batch` hides what is read and written; `l2l plan --forecast` says from how many tokens on.", "`checkpoint.directory` or `eps.path` on a faster disk; `l2l doctor` says how fast one is."],
+        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"file\"}", "0+10x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"checkpoint\"}", "0+20x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+7x20")],
+        silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+50x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"file\"}", "0+3x20")],
     },
     Alert {
         name: "L2lLossNotFinite",

@@ -21,18 +21,18 @@ mod oracle;
 mod past;
 mod rotary;
 mod scattered;
+mod slots;
 #[cfg(test)]
 mod tests;
 mod visit;
 
-use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use l2l_actors::Record;
 use l2l_actors::ports::{Operation, Placed, Step, Trouble, Work};
-use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
+use l2l_actors::schedule::{MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::Hands;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -43,9 +43,9 @@ pub(crate) use visit::workspace;
 use crate::arena::Arena;
 use crate::config::{Carries, Config, Plan};
 use crate::data::Batch;
-use crate::eps::{Eps, FileTier};
+use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Keep, Micro, Model, Part, Rows, View};
+use crate::models::{Draw, Keep, Micro, Model, Part, Rows};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
@@ -195,63 +195,6 @@ impl Cpu {
         found.expect("an operation's step has begun").clone()
     }
 
-    fn weights(&self, block: BlockId, slot: u32) -> View {
-        let at = self.plan.layout.weights + slot as usize * self.plan.layout.block;
-        View { at, len: self.block_len(block) }
-    }
-
-    fn gradient(&self, block: BlockId, slot: u32) -> View {
-        let at = self.plan.layout.gradients + slot as usize * self.plan.layout.block;
-        View { at, len: self.block_len(block) }
-    }
-
-    fn landing(&self, block: BlockId, slot: u32) -> View {
-        View { at: slot as usize * self.plan.layout.host_block, len: self.block_len(block) }
-    }
-
-    /// A landing block to its end: of a file, pages are read and written.
-    fn whole_landing(&self, slot: u32) -> View {
-        let len = self.plan.layout.host_block;
-        View { at: slot as usize * len, len }
-    }
-
-    /// With the EPS on file, a slot that blocks are read to.
-    fn read_slot(&self, slot: u32) -> View {
-        let len = self.plan.layout.host_block;
-        View { at: self.plan.layout.reads + slot as usize * len, len }
-    }
-
-    /// And one for a block with its states, and its gradient behind them where that waits.
-    fn state_slot(&self, slot: u32) -> View {
-        let len = self.plan.state_parts() * self.plan.layout.host_block;
-        View { at: self.plan.layout.states + slot as usize * len, len }
-    }
-
-    /// The EPS's file.
-    fn file(&self) -> &FileTier {
-        self.eps.file().expect("the plan has blocks on file")
-    }
-
-    fn block_len(&self, block: BlockId) -> usize {
-        crate::models::block_len(self.eps.tensors(block))
-    }
-
-    /// The slot of a boundary; every boundary fills one.
-    fn boundary(&self, from: usize, placed: &Placed, len: usize) -> View {
-        let [slot] = placed.slots[..] else { unreachable!("a boundary fills one slot") };
-        assert!(len <= self.plan.layout.boundary, "{len} floats in a slot for a boundary");
-        View { at: from + slot as usize * self.plan.layout.boundary, len }
-    }
-
-    /// The arena that has the stash, and a place in it.
-    fn stash(&self, (at, len): (usize, usize)) -> (&Arena, View) {
-        if self.plan.stash_on_device {
-            (&self.device, View { at: self.plan.layout.stash + at, len })
-        } else {
-            (&self.host, View { at: self.plan.layout.host_stash + at, len })
-        }
-    }
-
     /// Copies, and takes as long as the link would.
     fn copy(&self, to: &mut [f32], from: &[f32], count: &AtomicU64, over_link: bool) {
         let bytes = size_of_val(from) as u64;
@@ -370,32 +313,6 @@ impl Hands for Cpu {
 }
 
 impl Cpu {
-    /// The slot of a boundary that is remembered, and the sequences of its micro-batch.
-    fn recalled(&self, operation: &Operation, from: usize) -> (View, Range<usize>) {
-        let (Work::UploadBoundary { micro_batch, inputs: placed }
-        | Work::DownloadBoundary { micro_batch, outputs: placed }) = operation.work()
-        else {
-            unreachable!("boundaries alone are remembered")
-        };
-        let schedule = &operation.step().plan.schedule;
-        let slot = self.boundary_slot(operation, from, placed);
-        let first: u32 = schedule.micro_batches[..*micro_batch as usize].iter().sum();
-        let last = first + schedule.micro_batches[*micro_batch as usize];
-        (slot, first as usize..last as usize)
-    }
-
-    /// The slot of a boundary that an operation moves.
-    fn boundary_slot(&self, operation: &Operation, from: usize, placed: &Placed) -> View {
-        let (Work::UploadBoundary { micro_batch, .. } | Work::DownloadBoundary { micro_batch, .. }) =
-            operation.work()
-        else {
-            unreachable!("it moves a boundary")
-        };
-        let schedule = &operation.step().plan.schedule;
-        let bytes = schedule.boundary_bytes(placed.boundary, *micro_batch) as usize;
-        self.boundary(from, placed, bytes / size_of::<f32>())
-    }
-
     fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
         let step = operation.step();
         let over_link = !self.plan.stash_on_device;

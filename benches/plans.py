@@ -1,0 +1,55 @@
+"""The README's table of plans: which model and settings fit which machine, in f32, and from how many tokens a
+step on transfers and updates hide.
+
+    cargo build --release && python3 benches/plans.py
+
+Rates of machines that are not here are their makers' (f32 TFLOP/s, link, host's memory, disk, in GB/s).
+"""
+
+import json
+import os
+import subprocess
+
+PROGRAM = os.environ.get("L2L", "target/release/l2l")
+GB = 1e9
+MACHINES = [
+    ("V100 16 GB, 512 GB host", 16, 512, (15.7, 12, 100, 3)),
+    ("RTX 4090 24 GB, 128 GB host", 24, 128, (82.6, 25, 60, 6)),
+    ("H200 141 GB, 1.5 TB host", 141, 1500, (67, 55, 400, 10)),
+    ("2 cores, 24 GB", 24, 24, None),
+]
+# Layers and width.
+MODELS = {"V100": [(62, 8192)], "RTX ": [(32, 4096), (62, 8192)], "H200": [(48, 14336), (96, 12288)], "2 co": [(24, 2048), (107, 1536)]}
+FILE = {"eps.tier": "file", "eps.path": "/nowhere"}
+SETTINGS = [("memory", {}), ("memory, clipped", {"optimizer.clip_norm": 1.0}), ("file", FILE),
+            ("file, stash in bf16", {**FILE, "stash.dtype": "bf16"})]
+
+
+def main():
+    print("| machine | parameters | EPS | device | host | bytes a parameter | file | fits | hides from |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, device, host, rates in MACHINES:
+        for layers, hidden in MODELS[name[:4]]:
+            for tier, more in SETTINGS:
+                settings = {"model.layers": layers, "model.hidden": hidden, "model.heads": hidden // 128,
+                            "model.vocabulary": 50257, "model.positions": 1024, "data.train": "random",
+                            "step.batch": 16, "step.micro_batch": 1, **more}
+                if "file" in tier and rates is None:
+                    settings["eps.path"] = "/tmp"
+                given = ["--forecast"] if rates is None else []
+                for flag, rate in zip(("tflops", "link-gbps", "host-gbps", "disk-gbps"), rates or ()):
+                    given += [f"--{flag}", str(rate)]
+                for key, value in settings.items():
+                    given += ["--set", f"{key}={value}"]
+                told = subprocess.run([PROGRAM, "plan", "--format", "json", *given], check=True, capture_output=True)
+                plan = json.loads(told.stdout)
+                on = {place: plan[f"{place}_bytes"]["total"] for place in ("device", "host", "file")}
+                held = on["host"] + (on["device"] if rates is None else 0)
+                fits = "yes" if on["device"] <= device * GB and held <= host * GB else "no"
+                hides = plan["hides"]["eager" if "clipped" not in tier else "deferred"]
+                hides = f"{hides['tokens']:,} tokens ({hides['lane']})" if hides["tokens"] is not None else f"never ({hides['lane']})"
+                print(f"| {name} | {plan['parameters'] / 1e9:.1f} B | {tier} | {on['device'] / GB:.1f} GB | {on['host'] / GB:.1f} GB "
+                      f"| {on['host'] / plan['parameters']:.1f} | {on['file'] / GB:.0f} GB | {fits} | {hides} |", flush=True)
+
+
+main()
