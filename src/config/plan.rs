@@ -203,7 +203,7 @@ impl Plan {
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);
         let keep = config.schedule.recompute.keep();
         let workspace = cpu::workspace(model, largest, positions, keep, trains);
-        let memory_floats = memory.map_or(0, |memory| memory.floats());
+        let memory_floats = memory.map_or(0, |memory| memory.floats().next_multiple_of(16));
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let place_in = |end: &mut usize, floats: usize| {
             let at = *end;
