@@ -58,7 +58,7 @@ def table(trains):
     first = None
     print("| layers | batch | device | resident | below 1.5 GiB | below 16 GiB | trained |")
     print("|---|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
         config.write_text("")
         for more, layers, batch in cases:

@@ -43,7 +43,7 @@ def disk(folder, gibibytes=4):
 
 def main():
     layers, hidden, steps = [int(a) for a in (sys.argv[1:4] + ["12", "1024", "3"][len(sys.argv) - 1:])]
-    place = Path(sys.argv[4] if len(sys.argv) > 4 else ".").resolve()
+    place = Path(sys.argv[4] if len(sys.argv) > 4 else tempfile.gettempdir()).resolve()
     program = Path(os.environ.get("L2L", "target/release/l2l")).resolve()
     with tempfile.TemporaryDirectory(dir=place) as folder:
         folder = Path(folder)

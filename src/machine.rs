@@ -55,20 +55,31 @@ fn group_memory() -> Option<u64> {
     let number = |folder: &Path, file: &str| -> Option<u64> {
         fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
     };
-    let left = |folder: &Path, most: &str, used: &str| {
-        number(folder, most).zip(number(folder, used)).map(|(most, used)| most.saturating_sub(used))
+    // What the system's cache has of files makes way for whoever needs it.
+    let cached = |folder: &Path, label: &str| -> Option<u64> {
+        let text = fs::read_to_string(folder.join("memory.stat")).ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix(label))?;
+        line.trim().parse().ok()
+    };
+    let left = |folder: &Path, [most, used, file]: [&str; 3]| {
+        let used = number(folder, used)?.saturating_sub(cached(folder, file).unwrap_or(0));
+        Some(number(folder, most)?.saturating_sub(used))
     };
     let of_line = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
-        let (root, most, used) = match controllers {
-            "" => ("/sys/fs/cgroup", "memory.max", "memory.current"),
-            "memory" => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-            _ => return None,
+        let (root, files) = if controllers.is_empty() {
+            ("/sys/fs/cgroup", ["memory.max", "memory.current", "inactive_file "])
+        } else if controllers.split(',').any(|controller| controller == "memory") {
+            const FILES: [&str; 3] =
+                ["memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "];
+            ("/sys/fs/cgroup/memory", FILES)
+        } else {
+            return None;
         };
         let own = Path::new(root).join(path);
         let above = own.ancestors().take_while(|folder| folder.starts_with(root));
-        above.filter_map(|folder| left(folder, most, used)).min()
+        above.filter_map(|folder| left(folder, files)).min()
     };
     groups.lines().filter_map(of_line).min()
 }

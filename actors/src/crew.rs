@@ -150,6 +150,11 @@ impl Ring {
         }
     }
 
+    /// An operation is on its way still.
+    pub(crate) fn goes_on(&self) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// The operation that ended last.
     pub(crate) fn last_finished(&self) -> Option<u64> {
         self.last_finished.load(Ordering::Relaxed).checked_sub(1)

@@ -377,6 +377,11 @@ impl Operation {
         self.ring.begun(self.number());
     }
 
+    /// Tells the watchdog that the work goes on: for what may take longer than its patience.
+    pub fn goes_on(&self) {
+        self.ring.goes_on();
+    }
+
     /// Ends it. Success reaches the fence, raises its facts and lets go of its slots; an error
     /// trips the kill switch.
     pub fn finish(mut self, result: Result<Done, Problem>) {

@@ -65,7 +65,7 @@ pub enum Error {
     /// The relay has ended. Reported once.
     #[error("{cause} ({})", match .integrity {
         Integrity::Whole(version) => format!("the model is whole, as of step {version}"),
-        Integrity::Torn(_) => "the model is torn: go back to the last checkpoint".to_string(),
+        Integrity::Torn(_) => "the model is torn: go back to the last state that was kept".to_string(),
     })]
     Failed {
         /// The first failure.
@@ -318,6 +318,9 @@ impl<P: Ports> Relay<P> {
         match self.ring.switch.until_tripped(self.ring.ended()).await {
             Some(()) => {
                 self.ports.closed().await;
+                if self.ring.switch.tripped() {
+                    return Err(self.end().await); // what lanes still had to do
+                }
                 self.ended = true;
                 Ok(())
             }

@@ -131,7 +131,7 @@ const FREE: [&str; 14] = [
     "metrics",
     "model.path",
     "schedule",
-    "stash",
+    "stash.place",
     "step.epochs",
     "step.steps",
     "validation",
@@ -203,19 +203,25 @@ fn rest_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> Rest {
 
 /// What an EPS on file is to remember of its run.
 pub(crate) fn remembered(run: Identity<'_>, progress: &Progress) -> Value {
-    serde_json::to_value(rest_of(run, progress, Vec::new())).expect("it is plain data")
+    let rest = rest_of(run, progress, Vec::new());
+    let shape = families::write(&run.model.shape, &Value::Null);
+    serde_json::json!({ "rest": rest, "shape": shape })
 }
 
 /// What such an EPS remembered, if this is the run it was of.
 ///
 /// # Errors
 /// Which keys differ.
-pub(crate) fn recall(remembered: Value, step: u64, run: Identity<'_>) -> Result<Progress, Error> {
+pub(crate) fn recall(
+    mut remembered: Value,
+    step: u64,
+    run: Identity<'_>,
+) -> Result<Progress, Error> {
     let place = run.config.eps.path.clone().unwrap_or_default();
     let refuse =
         |what: String| Error::refused(format_args!("eps.path {}: {what}", place.display()));
-    let rest: Rest =
-        serde_json::from_value(remembered).map_err(|error| refuse(error.to_string()))?;
+    let rest: Rest = serde_json::from_value(remembered["rest"].take())
+        .map_err(|error| refuse(error.to_string()))?;
     if rest.format != FORMAT {
         return Err(refuse(format!("format {}, this program reads {FORMAT}", rest.format)));
     }
@@ -225,6 +231,9 @@ pub(crate) fn recall(remembered: Value, step: u64, run: Identity<'_>) -> Result<
         return Err(refuse(format!(
             "holds the state of another run: {differ}: set it back, or remove the folder"
         )));
+    }
+    if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
+        return Err(refuse("holds the state of a model of another shape".into()));
     }
     Ok(Progress { step, ..rest.progress })
 }
@@ -270,11 +279,17 @@ pub(crate) fn bytes_of(directory: &Path) -> u64 {
     files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
 }
 
-/// Reads a checkpoint into the EPS.
+/// A checkpoint that this run can go on from, as far as can be seen without its numbers.
+pub(crate) struct Checked<'c> {
+    directory: &'c Path,
+    rest: Rest,
+}
+
+/// Looks at a checkpoint before anything makes way for it.
 ///
 /// # Errors
-/// What is not there, or not whole, or was made with another config (which keys).
-pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Progress, Error> {
+/// What is not there, or was made with another config (which keys).
+pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checked<'c>, Error> {
     let path = directory.join(REST);
     let refuse =
         |what: String| Error::refused(format_args!("checkpoint {}: {what}", path.display()));
@@ -303,6 +318,18 @@ pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Pro
     if rest.progress.step > MOST_STEPS {
         return Err(refuse(format!("{} steps, of at most {MOST_STEPS}", rest.progress.step)));
     }
+    Ok(Checked { directory, rest })
+}
+
+/// Reads a checkpoint into the EPS.
+///
+/// # Errors
+/// It is not whole.
+pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result<Progress, Error> {
+    let Checked { directory, rest } = checked;
+    let path = directory.join(REST);
+    let refuse =
+        |what: String| Error::refused(format_args!("checkpoint {}: {what}", path.display()));
     hf::load(directory, run.model, eps, false)?;
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&rest.updates);
@@ -317,8 +344,12 @@ pub(crate) fn read(directory: &Path, run: Identity<'_>, eps: &Eps) -> Result<Pro
 /// What a run that goes on may not change, and did.
 fn differences(rest: &Rest, run: &Identity<'_>) -> Vec<String> {
     let now = as_value(run.config);
-    let (then, now) = (fixed(&rest.config), fixed(&now));
-    let value = |key: &String| then.iter().find(|(then, _)| then == key).map(|(_, value)| *value);
+    let default = as_value(&Config::default());
+    let (then, now, default) = (fixed(&rest.config), fixed(&now), fixed(&default));
+    // A key that was not there yet had its default.
+    let value = |key: &String| {
+        then.iter().chain(&default).find(|(then, _)| then == key).map(|(_, value)| *value)
+    };
     let pairs = now.iter().map(|(key, now)| (key, value(key).unwrap_or(&Value::Null), *now));
     let mut differ: Vec<String> = pairs
         .filter(|(_, then, now)| then != now)

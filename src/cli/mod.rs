@@ -87,7 +87,8 @@ struct Common {
 struct TrainArguments {
     #[command(flatten)]
     common: Common,
-    /// Goes on from the newest checkpoint in `checkpoint.directory`.
+    /// Goes on from the newest checkpoint in `checkpoint.directory`, or from `eps.path` where that is as
+    /// far.
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -114,7 +115,8 @@ struct PlanArguments {
     /// Draws a step in virtual time, as SVG.
     #[arg(long, value_name = "FILE")]
     draw: Option<PathBuf>,
-    /// Forecasts a step with rates that are measured here; those given below are taken as given.
+    /// Forecasts a step with rates that are measured here (that of the disk with an unnamed file of 256
+    /// MiB in `eps.path`); those given below are taken as given.
     #[arg(long)]
     forecast: bool,
     #[command(flatten)]

@@ -9,7 +9,7 @@ use l2l::{Config, Error, Plan, machine, shape_of};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
-use super::{PlanArguments, RateArguments, print};
+use super::{PlanArguments, RateArguments, print, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
     let PlanArguments { common, draw: picture, forecast, rates: given } = arguments;
@@ -99,11 +99,13 @@ pub(super) fn rates(
         (None, Some(folder)) => {
             let there = folder.ancestors().find(|path| path.is_dir());
             let there = there.unwrap_or(Path::new("."));
-            let measured = machine::disk_bytes_per_second(there);
-            let (written, read) = measured.map_err(|error| {
-                Error::Refused(format!("eps.path {}: {error}", there.display()))
-            })?;
-            2.0 / (1.0 / written + 1.0 / read)
+            match machine::disk_bytes_per_second(there) {
+                Ok((written, read)) => 2.0 / (1.0 / written + 1.0 / read),
+                Err(error) => {
+                    say(format_args!("{}: {error}: its disk was not measured", there.display()));
+                    return Ok(rates);
+                }
+            }
         }
     };
     Ok(rates.with_disk(disk))
@@ -184,7 +186,9 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         number("least device", least, "bytes: micro-batch and depths of 1");
     }
     match (ceiling, most) {
-        (Some(_), Some(most)) => number("largest micro-batch", most as u64, "under device.memory"),
+        (Some(_), Some(most)) => {
+            number("largest micro-batch", most as u64, "under device.memory, of a batch as large")
+        }
         (Some(_), None) => print("no micro-batch fits device.memory with these depths"),
         (None, _) => {}
     }

@@ -73,8 +73,15 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         let Prepared { mut config, train, steps, aside } = Prepared::new(config)?;
         let newest = aside.keeper.as_ref().and_then(Keeper::newest);
         // Of a state on file and a checkpoint, what is further.
-        let on_file = if resume { l2l::state_on_file(&config)? } else { None };
         let checkpointed = aside.keeper.as_ref().and_then(Keeper::newest_step);
+        let on_file = match l2l::state_on_file(&config) {
+            Ok(found) => found.filter(|_| resume),
+            Err(error) if resume && checkpointed.is_some() => {
+                say(format_args!("{error}: goes on from a checkpoint"));
+                None
+            }
+            Err(error) => return Err(error),
+        };
         let goes_on = on_file.is_some_and(|step| checkpointed.is_none_or(|other| other <= step));
         let from = match (&aside.keeper, newest, resume) {
             (_, _, true) if goes_on => None,
@@ -341,7 +348,7 @@ pub(super) async fn only_steps(
     prepared: Prepared,
     mut each: impl FnMut(&StepReport),
 ) -> Result<Summary, Error> {
-    let mut trainer = Trainer::builder(config.clone()).steps(prepared.steps).start()?;
+    let mut trainer = Trainer::builder(config.clone()).steps(prepared.steps).trial().start()?;
     let mut batches = Batches::start(config, prepared.train, 0)?;
     for _ in 0..prepared.steps {
         each(&trainer.step(batches.next().await?).await?);

@@ -83,8 +83,9 @@ impl Plan {
     fn disk_misfit(&self) -> Option<String> {
         let path = self.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
         let needed = self.file_bytes();
-        // What is there of a run before is used again, or makes way.
+        // What is there of a run before is used again, or makes way; of a model at rest it stays.
         let there = std::fs::metadata(path.join("blocks")).map_or(0, |file| file.len());
+        let there = if self.trains { there } else { 0 };
         let free = machine::free_disk(nearest(path))?.saturating_add(there);
         (free < needed).then(|| {
             format!(
@@ -122,7 +123,8 @@ impl Plan {
             let mut config = self.config.clone();
             config.step.micro_batch = sequences;
             // Where nothing of the device grows with the batch, the smallest tells.
-            let grows = super::StashPlace::Device == config.stash.place;
+            let grows = config.stash.place == super::StashPlace::Device
+                || config.schedule.kind == super::ScheduleKind::Resident;
             config.step.batch = if grows { config.step.batch.max(sequences) } else { sequences };
             let plan = Plan::new(&config, model, rule);
             plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)

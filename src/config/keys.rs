@@ -320,8 +320,8 @@ pub struct EpsConfig {
     /// Where masters and the optimizer's state are: in the host's memory, or in a file, of which the
     /// host sees a few blocks at a time.
     pub tier: EpsTier,
-    /// The folder of the file, for one run at a time; after each step it holds a state that
-    /// `--resume` goes on from.
+    /// The folder of the file, for one run at a time; when the updates of a step are done
+    /// it holds a state that `--resume` goes on from.
     pub path: Option<PathBuf>,
     /// Emulated: an update takes at least as long as at so many bytes of gradient, say `1GB/s`.
     pub update_rate: Option<String>,

@@ -152,6 +152,11 @@ impl Config {
                 "is missing: with eps.tier = \"file\" it is the folder to hold the file",
             ),
             (
+                self.eps.path.as_ref().is_some_and(|path| path.as_os_str().is_empty()),
+                "eps.path",
+                "is empty: give a folder",
+            ),
+            (
                 self.data.attend_across && !self.data.packing,
                 "data.attend_across",
                 "is about texts that share a sequence: set data.packing",

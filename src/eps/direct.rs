@@ -66,11 +66,11 @@ impl Direct {
         self.file.sync_data()
     }
 
-    /// Reads floats from a place, and digests them.
+    /// Reads floats from a place, and digests them; says so with each chunk.
     ///
     /// # Errors
     /// The disk's; the file ends before.
-    pub(super) fn read(&self, at: u64, to: &mut [f32]) -> io::Result<u128> {
+    pub(super) fn read(&self, at: u64, to: &mut [f32], beat: &dyn Fn()) -> io::Result<u128> {
         let mut digest = Xxh3::new();
         let mut at = at;
         for chunk in bytemuck::cast_slice_mut::<f32, u8>(to).chunks_mut(CHUNK) {
@@ -86,15 +86,16 @@ impl Direct {
             }
             digest.update(chunk);
             at += chunk.len() as u64;
+            beat();
         }
         Ok(digest.digest128())
     }
 
-    /// Writes floats to a place; their digest.
+    /// Writes floats to a place; their digest. As above.
     ///
     /// # Errors
     /// The disk's.
-    pub(super) fn write(&self, at: u64, from: &[f32]) -> io::Result<u128> {
+    pub(super) fn write(&self, at: u64, from: &[f32], beat: &dyn Fn()) -> io::Result<u128> {
         let mut digest = Xxh3::new();
         let mut at = at;
         for chunk in bytemuck::cast_slice::<f32, u8>(from).chunks(CHUNK) {
@@ -109,6 +110,7 @@ impl Direct {
                 }
             }
             at += chunk.len() as u64;
+            beat();
         }
         Ok(digest.digest128())
     }
@@ -127,12 +129,12 @@ pub(crate) fn disk_rates(folder: &Path) -> io::Result<(f64, f64)> {
     file.reserve(CHUNKS * CHUNK as u64)?;
     let begin = Instant::now();
     for nth in 0..CHUNKS {
-        file.write(nth * CHUNK as u64, chunk)?;
+        file.write(nth * CHUNK as u64, chunk, &|| ())?;
     }
     file.sync()?;
     let (written, begin) = (begin.elapsed(), Instant::now());
     for nth in 0..CHUNKS {
-        file.read(nth * CHUNK as u64, chunk)?;
+        file.read(nth * CHUNK as u64, chunk, &|| ())?;
     }
     let rate = |took: Duration| (CHUNKS * CHUNK as u64) as f64 / took.as_secs_f64();
     Ok((rate(written), rate(begin.elapsed())))
@@ -173,11 +175,13 @@ mod tests {
         let values: Vec<f32> = (0..len).map(|index| index as f32).collect();
         let (from, to) = (View { at: 0, len }, View { at: len, len });
         arena.fill(from, &values);
-        let written = file.write(PAGE as u64, arena.values(from)).expect("a disk with room");
-        let read = file.read(PAGE as u64, arena.values_mut(to)).expect("what was written");
+        let written =
+            file.write(PAGE as u64, arena.values(from), &|| ()).expect("a disk with room");
+        let read = file.read(PAGE as u64, arena.values_mut(to), &|| ()).expect("what was written");
         assert_eq!(written, read);
         assert_eq!(arena.values(to), values);
-        let error = file.read(2 * PAGE as u64, arena.values_mut(to)).expect_err("too short");
+        let error =
+            file.read(2 * PAGE as u64, arena.values_mut(to), &|| ()).expect_err("too short");
         assert!(error.to_string().contains("ends at byte"), "{error}");
     }
 }

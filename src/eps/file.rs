@@ -2,7 +2,7 @@
 //! complete state. A block's parts (masters, each of the optimizer's states) begin at pages, and are
 //! read and written in chunks with a digest; what is kept in memory is where they are.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
@@ -41,8 +41,16 @@ const COPIES: usize = 2;
 /// What changes.
 struct Now {
     versions: Vec<Version>,
+    /// Of gradient regions, since they were written.
+    regions: Vec<u128>,
     index: Index,
 }
+
+/// Called with each chunk that is read or written, for whoever wants to know that it goes on.
+type Beat<'b> = &'b dyn Fn();
+
+/// For whoever does not.
+const ALONE: Beat<'static> = &|| ();
 
 /// See the [module](self).
 pub(crate) struct FileTier {
@@ -116,7 +124,10 @@ impl Folder {
     pub(crate) fn take(path: &Path) -> io::Result<Folder> {
         fs::create_dir_all(path)?;
         let lock = File::create(path.join("lock"))?;
-        lock.try_lock().map_err(|_| io::Error::other("another run has it"))?;
+        lock.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => io::Error::other("another run has it"),
+            TryLockError::Error(error) => error,
+        })?;
         Ok(Folder { path: path.into(), lock })
     }
 
@@ -138,6 +149,14 @@ pub(crate) fn found(folder: &Path) -> io::Result<Option<Found>> {
     Ok(index.map(|Index { step, run, .. }| Found { step, run }))
 }
 
+fn changed(what: &str, floats: usize, at: u64) -> io::Error {
+    let bytes = floats * size_of::<f32>();
+    let what = format!(
+        "{what}, {bytes} bytes at byte {at}, is not what was written: the disk, or somebody, changed it"
+    );
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
 impl FileTier {
     /// A file for a run in a folder: as the run before left it, or new, when what was there is gone.
     ///
@@ -153,15 +172,25 @@ impl FileTier {
         let Folder { path, lock } = folder;
         let places = Places::new(model, COPIES, states, region);
         let layout = places.layout();
-        let index = match Index::read(&path)?.filter(|_| goes_on) {
-            Some(index) if index.layout == layout && index.blocks.len() == places.blocks.len() => {
-                index
-            }
-            Some(_) => {
+        let fits =
+            |index: &Index| index.layout == layout && index.blocks.len() == places.blocks.len();
+        let index = match Index::read(&path) {
+            Ok(Some(index)) if goes_on && fits(&index) => index,
+            Ok(Some(_)) if goes_on => {
                 let what = "it is of a model of another shape, or of another update rule";
                 return Err(io::Error::new(io::ErrorKind::InvalidData, what));
             }
-            None => {
+            Err(error) if goes_on => return Err(error),
+            // What takes its place goes beside it, and it stays until that is sealed.
+            Ok(Some(before)) if fits(&before) => {
+                let mut index = FileTier::blank(&places);
+                index.sequence = before.sequence;
+                for (entry, before) in index.blocks.iter_mut().zip(&before.blocks) {
+                    entry.copy = 1 - before.copy;
+                }
+                index
+            }
+            _ => {
                 Index::remove(&path)?;
                 FileTier::blank(&places)
             }
@@ -172,13 +201,19 @@ impl FileTier {
         FileTier::new(file, Some(path), places, index, Some(lock))
     }
 
-    /// An unnamed file in a folder, for a model that is not trained.
+    /// An unnamed file in a folder, for what is not kept: a trial, or a model that is not trained, which
+    /// has no state.
     ///
     /// # Errors
     /// The disk is full.
-    pub(crate) fn unnamed(folder: &Path, model: &Model) -> io::Result<FileTier> {
+    pub(crate) fn unnamed(
+        folder: &Path,
+        model: &Model,
+        states: usize,
+        region: impl Fn(BlockId) -> bool,
+    ) -> io::Result<FileTier> {
         fs::create_dir_all(folder)?;
-        let places = Places::new(model, 1, 0, |_| false);
+        let places = Places::new(model, if states > 0 { COPIES } else { 1 }, states, region);
         let index = FileTier::blank(&places);
         FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, None)
     }
@@ -199,7 +234,8 @@ impl FileTier {
         let file = Direct::new(file);
         file.reserve(places.bytes)?;
         let desk = Mutex::new(Arena::new(places.largest())?);
-        let now = Mutex::new(Now { versions: vec![0; places.blocks.len()], index });
+        let blocks = places.blocks.len();
+        let now = Mutex::new(Now { versions: vec![0; blocks], regions: vec![0; blocks], index });
         Ok(FileTier { file, folder, places, now, desk, _lock: lock })
     }
 
@@ -247,22 +283,24 @@ impl FileTier {
     }
 
     /// Reads one part of a block, as its entry says.
-    fn part(&self, id: BlockId, entry: &Entry, part: usize, to: &mut [f32]) -> io::Result<()> {
+    fn part(
+        &self,
+        id: BlockId,
+        entry: &Entry,
+        part: usize,
+        to: &mut [f32],
+        beat: Beat<'_>,
+    ) -> io::Result<()> {
         let Some(expected) = &entry.digests[part] else {
             to.fill(0.0);
             return Ok(());
         };
         let (at, floats) = self.places.of(id, entry.copy, part);
-        let found = self.file.read(at, &mut to[..floats]).map_err(|e| self.located(id, e))?;
+        let found = self.file.read(at, &mut to[..floats], beat).map_err(|e| self.located(id, e))?;
         if format!("{found:032x}") == *expected {
             return Ok(());
         }
-        let what = format!(
-            "part {part} of {} bytes at byte {at} is not what was written: the disk, or somebody, \
-             changed it",
-            floats * size_of::<f32>()
-        );
-        Err(self.located(id, io::Error::new(io::ErrorKind::InvalidData, what)))
+        Err(self.located(id, changed(&format!("part {part}"), floats, at)))
     }
 
     fn located(&self, id: BlockId, error: io::Error) -> io::Error {
@@ -279,8 +317,9 @@ impl FileTier {
         id: BlockId,
         version: Version,
         to: &mut [f32],
+        beat: Beat<'_>,
     ) -> io::Result<()> {
-        self.part(id, &self.entry(id, version), Which::Parameter.part(), to)
+        self.part(id, &self.entry(id, version), Which::Parameter.part(), to, beat)
     }
 
     /// Reads all parts of a block, one behind the other, each as long as a share of `to`; and its
@@ -295,14 +334,15 @@ impl FileTier {
         to: &mut [f32],
         share: usize,
         region: bool,
+        beat: Beat<'_>,
     ) -> io::Result<()> {
         let entry = self.entry(id, version);
         let mut shares = to.chunks_mut(share);
         for (part, to) in (0..self.places.parts).zip(&mut shares) {
-            self.part(id, &entry, part, to)?;
+            self.part(id, &entry, part, to, beat)?;
         }
         match shares.next().filter(|_| region) {
-            Some(to) => self.read_region(id, to),
+            Some(to) => self.read_region(id, to, beat),
             None => Ok(()),
         }
     }
@@ -317,13 +357,15 @@ impl FileTier {
         version: Version,
         from: &[f32],
         share: usize,
+        beat: Beat<'_>,
     ) -> io::Result<()> {
         let Entry { copy, updates, .. } = self.entry(id, version);
         let copy = 1 - copy;
         let mut digests = Vec::with_capacity(self.places.parts);
         for (part, from) in (0..self.places.parts).zip(from.chunks(share)) {
             let (at, floats) = self.places.of(id, copy, part);
-            let digest = self.file.write(at, &from[..floats]).map_err(|e| self.located(id, e))?;
+            let written = self.file.write(at, &from[..floats], beat);
+            let digest = written.map_err(|e| self.located(id, e))?;
             digests.push(Some(format!("{digest:032x}")));
         }
         let mut now = self.now();
@@ -335,19 +377,32 @@ impl FileTier {
     /// Reads a block's gradient region.
     ///
     /// # Errors
-    /// The disk's.
-    pub(crate) fn read_region(&self, id: BlockId, to: &mut [f32]) -> io::Result<()> {
+    /// As [`read_parameters`](FileTier::read_parameters).
+    pub(crate) fn read_region(
+        &self,
+        id: BlockId,
+        to: &mut [f32],
+        beat: Beat<'_>,
+    ) -> io::Result<()> {
         let (at, floats) = self.region(id);
-        self.file.read(at, &mut to[..floats]).map(|_| ()).map_err(|e| self.located(id, e))
+        let found = self.file.read(at, &mut to[..floats], beat);
+        let found = found.map_err(|error| self.located(id, error))?;
+        match self.now().regions[id.0 as usize] == found {
+            true => Ok(()),
+            false => Err(self.located(id, changed("its gradient", floats, at))),
+        }
     }
 
     /// Replaces a block's gradient region.
     ///
     /// # Errors
     /// The disk's.
-    pub(crate) fn write_region(&self, id: BlockId, from: &[f32]) -> io::Result<()> {
+    pub(crate) fn write_region(&self, id: BlockId, from: &[f32], beat: Beat<'_>) -> io::Result<()> {
         let (at, floats) = self.region(id);
-        self.file.write(at, &from[..floats]).map(|_| ()).map_err(|e| self.located(id, e))
+        let written = self.file.write(at, &from[..floats], beat);
+        let digest = written.map_err(|error| self.located(id, error))?;
+        self.now().regions[id.0 as usize] = digest;
+        Ok(())
     }
 
     fn region(&self, id: BlockId) -> (u64, usize) {
@@ -384,7 +439,7 @@ impl FileTier {
         let entry = self.now().index.blocks[id.0 as usize].clone();
         let (_, floats) = self.places.blocks[id.0 as usize];
         let to = desk.values_mut(View { at: 0, len: floats });
-        self.part(id, &entry, which.part(), to)?;
+        self.part(id, &entry, which.part(), to, ALONE)?;
         Ok(see(to))
     }
 
@@ -398,9 +453,9 @@ impl FileTier {
         let (entry, part) = (self.now().index.blocks[id.0 as usize].clone(), which.part());
         let (at, floats) = self.places.of(id, entry.copy, part);
         let to = desk.values_mut(View { at: 0, len: floats });
-        self.part(id, &entry, part, to)?;
+        self.part(id, &entry, part, to, ALONE)?;
         write(to);
-        let digest = self.file.write(at, to).map_err(|error| self.located(id, error))?;
+        let digest = self.file.write(at, to, ALONE).map_err(|error| self.located(id, error))?;
         self.now().index.blocks[id.0 as usize].digests[part] = Some(format!("{digest:032x}"));
         Ok(())
     }

@@ -56,7 +56,11 @@ impl Rest {
             Some(path) => {
                 let refused =
                     |error| Error::refused(format_args!("eps.path {}: {error}", path.display()));
-                Eps::on_file(&model, 0, FileTier::unnamed(path, &model).map_err(refused)?)
+                Eps::on_file(
+                    &model,
+                    0,
+                    FileTier::unnamed(path, &model, 0, |_| false).map_err(refused)?,
+                )
             }
             None => Eps::in_memory(&model, 0, |_| false),
         };

@@ -11,7 +11,7 @@ use l2l_actors::{Record, Relay, virtual_time};
 use super::{Ledger, Slice, Tally};
 use crate::config::{Config, Plan, Purpose, StashPlace, Walk, schedule_of};
 use crate::error::Error;
-use crate::models::{Kind, Model, Part, Tensor};
+use crate::models::{Keep, Kind, Model, Part, Tensor};
 use crate::trainer::ring_of;
 
 /// How fast lanes are. Times are in seconds, rates in bytes a second.
@@ -72,8 +72,12 @@ impl Rates {
             };
             // Products, and what is read and written at least.
             let forward = 2.0 * products / flops + 2.0 * bytes / host;
-            let again =
-                f64::from(u8::from(config.schedule.recompute.keep().is_none() && !part.is_head()));
+            let again = match (part.is_head(), config.schedule.recompute.keep()) {
+                (true, _) | (_, Some(Keep::All)) => 0.0,
+                (_, None) => 1.0,
+                // Attention's products are about a third of a block's.
+                (_, Some(Keep::AllButAttention)) => 1.0 / 3.0,
+            };
             compute.insert((index as u32, false), forward);
             compute.insert((index as u32, true), (2.0 + again) * forward);
         }

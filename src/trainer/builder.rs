@@ -30,6 +30,7 @@ pub struct Builder {
     data: String,
     resume: Option<PathBuf>,
     goes_on: bool,
+    is_trial: bool,
     observers: Vec<Arc<dyn Observe>>,
 }
 
@@ -37,8 +38,17 @@ impl Builder {
     pub(super) fn new(config: Config) -> Builder {
         let data = String::new();
         let observers = Vec::new();
-        let (model, rule, steps, resume, goes_on) = (None, None, None, None, false);
-        Builder { config, model, rule, steps, data, resume, goes_on, observers }
+        Builder {
+            config,
+            model: None,
+            rule: None,
+            steps: None,
+            data,
+            resume: None,
+            goes_on: false,
+            is_trial: false,
+            observers,
+        }
     }
 
     /// A model of one's own.
@@ -79,6 +89,13 @@ impl Builder {
         self
     }
 
+    /// Leaves nothing behind: with the model on file, the file goes with the run, and what `eps.path` holds
+    /// stays.
+    pub fn trial(mut self) -> Builder {
+        self.is_trial = true;
+        self
+    }
+
     /// Lets somebody hear of every operation as it ends.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
         self.observers.push(observer);
@@ -93,7 +110,8 @@ impl Builder {
     /// # Panics
     /// There is no tokio runtime.
     pub fn start(self) -> Result<Trainer, Error> {
-        let Builder { config, model, rule, steps, data, resume, goes_on, observers } = self;
+        let Builder { config, model, rule, steps, data, resume, goes_on, is_trial, observers } =
+            self;
         config.check()?;
         let model = match model {
             Some(model) => model,
@@ -112,9 +130,6 @@ impl Builder {
         }
         let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
         model.check_names()?;
-        let (eps, found) = open_eps(&config, &model, &plan, &resume, goes_on)?;
-        let cpu =
-            Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
         let mut came_with = match &config.model.path {
             Some(path) => hf::read_config(path)?,
             None => serde_json::Value::Null,
@@ -133,9 +148,13 @@ impl Builder {
             steps: learning_rate.steps,
             data: &data,
         };
-        match (found, &resume, &config.model.path) {
+        let checked = resume.as_deref().map(|from| checkpoint::check(from, run)).transpose()?;
+        let (eps, found) = open_eps(&config, &model, &plan, &resume, goes_on, is_trial)?;
+        let cpu =
+            Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
+        match (found, checked, &config.model.path) {
             (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
-            (None, Some(from), _) => progress = checkpoint::read(from, run, cpu.eps())?,
+            (None, Some(checked), _) => progress = checkpoint::read(checked, run, cpu.eps())?,
             (None, None, Some(path)) if !config.model.random_weights => {
                 cpu.eps().randomise(config.step.seed)?; // what the file has not
                 hf::load(path, &model, cpu.eps(), true)?;
@@ -199,6 +218,7 @@ fn open_eps(
     plan: &Plan,
     resume: &Option<PathBuf>,
     goes_on: bool,
+    is_trial: bool,
 ) -> Result<(Eps, Option<Found>), Error> {
     let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
@@ -210,6 +230,10 @@ fn open_eps(
     let refused = |error: std::io::Error| {
         Error::refused(format_args!("eps.path {}: {error}", path.display()))
     };
+    if is_trial {
+        let file = FileTier::unnamed(path, model, states, region).map_err(refused)?;
+        return Ok((Eps::on_file(model, states, file), None));
+    }
     let folder = Folder::take(path).map_err(refused)?;
     let found = match folder.found() {
         Ok(found) => found,

@@ -149,7 +149,8 @@ fn try_once(
 ) -> Result<Tried, Error> {
     runtime()?.block_on(async {
         let slices = Arc::new(Slices::default());
-        let mut trainer = Trainer::builder(config.clone()).observe(slices.clone()).start()?;
+        let mut trainer =
+            Trainer::builder(config.clone()).observe(slices.clone()).trial().start()?;
         let device_bytes = trainer.plan().device_bytes();
         let mut reports: Vec<StepReport> = Vec::new();
         for batch in batches {

@@ -217,30 +217,33 @@ impl Cpu {
     /// What the lane of files does.
     pub(super) fn on_file(&self, operation: &Operation) -> Result<(), Trouble> {
         let (begin, file) = (Instant::now(), self.file());
+        let beat = &|| operation.goes_on();
         let share = self.plan.layout.host_block;
         match *operation.work() {
             Work::ReadBlock { block, version, reads } => {
                 // SAFETY: the ring gives the slot to this operation alone.
                 let to = unsafe { self.host.write(self.read_slot(reads)) };
-                file.read_parameters(block, version, to)?;
+                file.read_parameters(block, version, to, beat)?;
             }
             Work::ReadRegion { block, reduced } => {
                 // SAFETY: as above.
-                file.read_region(block, unsafe { self.host.write(self.whole_landing(reduced)) })?;
+                let to = unsafe { self.host.write(self.whole_landing(reduced)) };
+                file.read_region(block, to, beat)?;
             }
             Work::WriteRegion { block, reduced } => {
                 // SAFETY: the ring holds the landing block for this operation.
-                file.write_region(block, unsafe { self.host.read(self.whole_landing(reduced)) })?;
+                let from = unsafe { self.host.read(self.whole_landing(reduced)) };
+                file.write_region(block, from, beat)?;
             }
             Work::ReadState { block, version, states, region } => {
                 // SAFETY: the ring gives the slot to this operation alone.
                 let to = unsafe { self.host.write(self.state_slot(states)) };
-                file.read_state(block, version, to, share, region)?;
+                file.read_state(block, version, to, share, region, beat)?;
             }
             Work::WriteState { block, version, states } => {
                 // SAFETY: the ring has it updated before this, and not after.
                 let from = unsafe { self.host.read(self.state_slot(states)) };
-                file.write_state(block, version, from, share)?;
+                file.write_state(block, version, from, share, beat)?;
             }
             Work::Seal => file.seal(self.step(operation.step().number).trained + 1)?,
             _ => unreachable!("it is of another lane"),
