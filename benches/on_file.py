@@ -64,7 +64,7 @@ batch = 1
 micro_batch = 1
 steps = {steps}
 [optimizer]
-learning_rate = 2e-5
+learning_rate = 1e-6
 [eps]
 tier = "file"
 path = "{folder}/eps"

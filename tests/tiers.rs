@@ -219,3 +219,73 @@ fn a_folder_is_one_run_s() {
         assert_eq!(on_file, in_memory);
     }
 }
+
+/// What is refused takes nothing away; what takes a state's place does so once it is whole.
+#[test]
+fn a_state_stays_until_another_is_whole() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let eps = folder.path().join("eps");
+    let (place, checkpoints) = (on_file(&eps), folder.path().join("checkpoints"));
+    let kept = format!("checkpoint.directory={}", checkpoints.display());
+    let run = |more: &[&str], resume: bool| {
+        let mut all = arguments("train", &[&["eps.tier=file", place.as_str()], more].concat());
+        all.extend(resume.then(|| "--resume".to_string()));
+        output(&all)
+    };
+    let steps_of = |output: &std::process::Output| {
+        told(&String::from_utf8_lossy(&output.stdout)).0.iter().map(|(step, _)| *step).collect()
+    };
+    assert!(run(&["step.steps=2"], false).status.success());
+    // A checkpoint of another run, further on.
+    let other = ["step.steps=4", "optimizer.learning_rate=1e-3", &kept];
+    good(&arguments("train", &other));
+    assert_eq!(run(&["step.steps=5", &kept], true).status.code(), Some(2));
+    let went_on: Vec<u64> = steps_of(&run(&["step.steps=3"], true));
+    assert_eq!(went_on, [3], "the state is there still");
+    // A checkpoint of this one, further on than the state: it takes its place.
+    std::fs::remove_dir_all(&checkpoints).expect("it is ours");
+    good(&arguments("train", &["step.steps=5", &kept]));
+    let went_on: Vec<u64> = steps_of(&run(&["step.steps=6", &kept], true));
+    assert_eq!(went_on, [6]);
+    let whole = told(&good(&arguments("train", &["step.steps=7"]))).1;
+    let resumed = run(&["step.steps=7", &kept], true);
+    assert_eq!(told(&String::from_utf8_lossy(&resumed.stdout)).1, whole);
+    // Both indexes gone, and a checkpoint there: it is gone on from.
+    for name in ["index.0", "index.1"] {
+        fs::write(eps.join(name), "torn").expect("it is ours");
+    }
+    let went_on: Vec<u64> = steps_of(&run(&["step.steps=8", &kept], true));
+    assert_eq!(went_on, [8]);
+    // Trials leave what is there.
+    let before = fs::read(eps.join("index.0")).expect("it is ours");
+    for _ in 0..2 {
+        good(&arguments("bench", &["eps.tier=file", &place, "step.steps=2"]));
+    }
+    assert_eq!(fs::read(eps.join("index.0")).expect("it is ours"), before);
+}
+
+/// A state that cannot be sealed is told before a step is made for it.
+#[test]
+fn a_state_that_cannot_be_sealed_is_told() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let eps = folder.path().join("eps");
+    let place = on_file(&eps);
+    good(&arguments("train", &["step.steps=2", "eps.tier=file", &place]));
+    let mut again = arguments("train", &["step.steps=3", "eps.tier=file", &place]);
+    again.push("--resume".into());
+    // The index of the state found is read, the other one's place is taken by a folder.
+    let newest = ["index.0", "index.1"].into_iter().max_by_key(|name| sequence(&eps.join(name)));
+    let newest = newest.expect("there are two");
+    let older = if newest == "index.0" { "index.1" } else { "index.0" };
+    fs::remove_file(eps.join(older)).expect("it is ours");
+    fs::create_dir(eps.join(older)).expect("it is ours");
+    let failed = output(&again);
+    assert_ne!(failed.status.code(), Some(0), "{}", String::from_utf8_lossy(&failed.stderr));
+}
+
+fn sequence(index: &Path) -> u64 {
+    let text = fs::read_to_string(index).expect("it is ours");
+    let json = text.split_once('\n').expect("a digest, then the index").1;
+    let index: Value = serde_json::from_str(json).expect("an index");
+    index["sequence"].as_u64().expect("a number")
+}

@@ -1,9 +1,8 @@
 //! The uploading side of both loops: walks the plan's one list of pieces.
 //!
 //! It alone takes from the pools of weights, visits and inputs, and with the EPS on file from that of
-//! reads. For every piece it first awaits
-//! the fact that what it uploads exists (a block's version, a boundary in the stash), then
-//! acquires slots, then queues the upload, then tells the Executor.
+//! reads. For every piece it first awaits the fact that what it uploads exists (a block's version, a
+//! boundary in the stash), then acquires slots, then queues the upload, then tells the Executor.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

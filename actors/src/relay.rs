@@ -301,8 +301,12 @@ impl<P: Ports> Relay<P> {
     /// The failure that ended the relay.
     pub async fn settle(&mut self) -> Result<(), Error> {
         self.resolve().await?;
+        self.ring.awaited.store(true, Relaxed);
         match self.ring.switch.until_tripped(self.ring.facts.settled(self.next)).await {
-            Some(()) => Ok(()),
+            Some(()) => {
+                self.ring.awaited.store(false, Relaxed);
+                Ok(())
+            }
             None => Err(self.end().await),
         }
     }

@@ -47,7 +47,7 @@ impl InFlight {
     /// True when the model is not to be trusted unless this ends well: an update that was begun,
     /// or that will be.
     pub(crate) fn may_tear(&self) -> bool {
-        matches!(self.lane, Lane::Update | Lane::File) && (self.begun || self.commits)
+        self.lane == Lane::Update && (self.begun || self.commits)
     }
 }
 

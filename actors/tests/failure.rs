@@ -31,12 +31,35 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-fn ring(deferred: bool) -> (Schedule, Config) {
+/// When updates come, and where blocks are.
+#[derive(Clone, Copy, Debug)]
+struct Mode {
+    deferred: bool,
+    on_file: bool,
+}
+
+const MODES: [Mode; 4] = [
+    Mode { deferred: false, on_file: false },
+    Mode { deferred: true, on_file: false },
+    Mode { deferred: false, on_file: true },
+    Mode { deferred: true, on_file: true },
+];
+
+impl Mode {
+    /// True when a failed step leaves all blocks or none of the next version: on file, what was sealed
+    /// does that.
+    fn is_whole(self) -> bool {
+        self.deferred && !self.on_file
+    }
+}
+
+fn ring(mode: Mode) -> (Schedule, Config) {
     let model = model(2, 1, true);
     let mut selection = everything(&model, 2);
     selection.frozen = vec![l2l_actors::schedule::BlockId(1)];
     let schedule = relay(&model, &selection).expect("a model of ours");
-    let config = config(&schedule, &Capacities::default(), deferred);
+    let config = config(&schedule, &Capacities::default(), mode.deferred);
+    let config = if mode.on_file { on_file(config, &schedule) } else { config };
     (schedule, config)
 }
 
@@ -56,8 +79,8 @@ struct Blame {
 }
 
 /// All operations and all waits of the ring, and what is blamed for each failing.
-fn injections(fault: Fault, deferred: bool) -> Vec<(Injection, Blame)> {
-    let (schedule, config) = ring(deferred);
+fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
+    let (schedule, config) = ring(mode);
     let drive = |drill| {
         let (config, schedule) = (Config { drill, ..config.clone() }, schedule.clone());
         virtual_time::run(
@@ -154,8 +177,8 @@ async fn drive(mut relay: Relay<ThreadLanes<Rehearsal>>, schedule: &Schedule) ->
 }
 
 /// Makes it happen, and looks at everything that must hold after.
-fn check(case: &Injection, blame: &Blame, deferred: bool, threads: usize) {
-    let (schedule, config) = ring(deferred);
+fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
+    let (schedule, config) = ring(mode);
     let (drill, event, fault) = match case {
         Injection::Actor(drill) => (Some(*drill), None, drill.fault),
         Injection::Operation(record, fault) => {
@@ -196,7 +219,10 @@ fn check(case: &Injection, blame: &Blame, deferred: bool, threads: usize) {
     let truth =
         if whole && !in_update { Integrity::Whole(versions[0]) } else { Integrity::Torn(versions) };
     assert_eq!(integrity, truth, "{case:?}");
-    assert!(!deferred || whole || in_update, "{case:?}: a deferred step was torn: {integrity:?}");
+    assert!(
+        !mode.is_whole() || whole || in_update,
+        "{mode:?}, {case:?}: a deferred step was torn: {integrity:?}"
+    );
     lanes.hands().release();
 }
 
@@ -217,13 +243,11 @@ fn quietly<T>(run: impl FnOnce() -> T) -> T {
 fn every_error_and_panic_names_its_place_and_leaves_nothing() {
     let _alone = alone();
     let mut count = 0;
-    for (fault, deferred) in [(Fault::Error, false), (Fault::Error, true)]
-        .into_iter()
-        .chain([(Fault::Panic, false), (Fault::Panic, true)])
-    {
-        for (case, blame) in injections(fault, deferred) {
+    let all = MODES.map(|mode| [(Fault::Error, mode), (Fault::Panic, mode)]);
+    for (fault, mode) in all.into_iter().flatten() {
+        for (case, blame) in injections(fault, mode) {
             for threads in [0, 2] {
-                quietly(|| check(&case, &blame, deferred, threads));
+                quietly(|| check(&case, &blame, mode, threads));
                 soon("threads gone", || threads_of_ours() == 0);
                 count += 1;
             }
@@ -236,15 +260,15 @@ fn every_error_and_panic_names_its_place_and_leaves_nothing() {
 fn every_hang_is_found_by_the_watchdog() {
     let _alone = alone();
     let mut cases = Vec::new();
-    for deferred in [false, true] {
-        let all = injections(Fault::Hang, deferred);
-        cases.extend(all.into_iter().map(|(case, blame)| (case, blame, deferred)));
+    for mode in MODES {
+        let all = injections(Fault::Hang, mode);
+        cases.extend(all.into_iter().map(|(case, blame)| (case, blame, mode)));
     }
     // They do nothing but wait, so they may all wait at once.
     for (batch, cases) in cases.chunks(64).enumerate() {
         thread::scope(|scope| {
-            for (case, blame, deferred) in cases {
-                scope.spawn(move || check(case, blame, *deferred, batch % 2));
+            for (case, blame, mode) in cases {
+                scope.spawn(move || check(case, blame, *mode, batch % 2));
             }
         });
         soon("threads gone", || threads_of_ours() == 0);
@@ -256,11 +280,11 @@ fn every_hang_is_found_by_the_watchdog() {
 fn a_dropped_relay_ends_by_itself_wherever_it_is() {
     let _alone = alone();
     let mut count = 0;
-    for deferred in [false, true] {
-        for (case, _) in injections(Fault::Error, deferred) {
+    for mode in MODES {
+        for (case, _) in injections(Fault::Error, mode) {
             let Injection::Operation(record, _) = case else { continue };
             for threads in [0, 2] {
-                drop_at(Name::of(record.step, &record.work), deferred, threads);
+                drop_at(Name::of(record.step, &record.work), mode, threads);
                 count += 1;
             }
         }
@@ -272,9 +296,9 @@ fn a_dropped_relay_ends_by_itself_wherever_it_is() {
 #[test]
 fn a_relay_dropped_between_any_two_moves_leaves_nothing() {
     let mut count = 0;
-    for deferred in [false, true] {
+    for mode in MODES {
         let mut moves = 0;
-        while drop_after(moves, deferred) {
+        while drop_after(moves, mode) {
             moves += 1;
         }
         count += moves;
@@ -283,9 +307,9 @@ fn a_relay_dropped_between_any_two_moves_leaves_nothing() {
 }
 
 /// False: the ring had ended before.
-fn drop_after(moves: usize, deferred: bool) -> bool {
+fn drop_after(moves: usize, mode: Mode) -> bool {
     const MAIN: usize = 5;
-    let (schedule, config) = ring(deferred);
+    let (schedule, config) = ring(mode);
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());
     let observer = relay.observer();
@@ -305,7 +329,7 @@ fn drop_after(moves: usize, deferred: bool) -> bool {
             let held = observer.snapshot().pools.into_iter().flat_map(|pool| pool.holders);
             assert_eq!(held.flatten().count(), 0);
             let versions: BTreeSet<u64> = observer.snapshot().versions.into_iter().collect();
-            assert!(!deferred || versions.len() == 1, "dropped after {moves} moves: torn");
+            assert!(!mode.is_whole() || versions.len() == 1, "dropped after {moves} moves: torn");
             return made > moves;
         };
         if made == moves {
@@ -319,8 +343,8 @@ fn drop_after(moves: usize, deferred: bool) -> bool {
 }
 
 /// Drops the relay, and the step's future with it, while an operation runs.
-fn drop_at(name: Name, deferred: bool, threads: usize) {
-    let (schedule, config) = ring(deferred);
+fn drop_at(name: Name, mode: Mode, threads: usize) {
+    let (schedule, config) = ring(mode);
     let begun = Arc::new(Notify::new());
     let hands =
         Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Tells(begun.clone()))));
@@ -332,7 +356,7 @@ fn drop_at(name: Name, deferred: bool, threads: usize) {
     });
     soon("threads gone", || threads_of_ours() == 0);
     let versions: BTreeSet<u64> = lanes.hands().versions().into_iter().collect();
-    assert!(!deferred || versions.len() == 1, "{name:?}: a deferred step was torn");
+    assert!(!mode.is_whole() || versions.len() == 1, "{name:?}: a deferred step was torn");
 }
 
 /// Runs both until one ends, and drops the other.
@@ -351,7 +375,7 @@ async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B
 fn two_relays_in_one_process_do_not_know_each_other() {
     let _alone = alone();
     for threads in [0, 2] {
-        let (schedule, config) = ring(true);
+        let (schedule, config) = ring(MODES[1]);
         let start = |drill| {
             let hands = Rehearsal::new(schedule.blocks.len(), None);
             let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
@@ -380,7 +404,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
 fn steps_start_no_thread_and_no_task() {
     let _alone = alone();
     for threads in [0, 2] {
-        let (schedule, config) = ring(false);
+        let (schedule, config) = ring(MODES[0]);
         let hands = Rehearsal::new(schedule.blocks.len(), None);
         let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
         runtime(threads).block_on(async {
