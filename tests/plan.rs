@@ -2,7 +2,8 @@
 
 use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
 use l2l::data::Batches;
-use l2l::models::Model;
+use l2l::models::{Model, Tensor};
+use l2l::optimizers::{Update, UpdateRule};
 use l2l::telemetry::{Forecast, Hiding, Rates};
 use l2l::{Config, Plan, Trainer, shape_of};
 use proptest::prelude::*;
@@ -110,4 +111,54 @@ fn transfers_hide_where_the_plan_says() {
     let rates = Rates::of(&config, &model, 1e15, 1e9, 50e9);
     let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
     assert_eq!(Hiding::of(&config, &model, &plan, &rates, false).tokens, None, "it never hides");
+}
+
+/// Plain descent: a rule without states.
+struct Descent;
+
+impl UpdateRule for Descent {
+    fn states(&self) -> usize {
+        0
+    }
+
+    fn apply(
+        &self,
+        _: &[Tensor],
+        parameters: &mut [f32],
+        _: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let rate = update.learning_rate as f32;
+        parameters.iter_mut().zip(gradient).for_each(|(p, g)| *p -= rate * g);
+    }
+}
+
+#[tokio::test]
+async fn a_rule_without_states_is_the_same_on_file() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    config.model.layers = Some(3);
+    config.model.hidden = Some(32);
+    config.model.heads = Some(2);
+    config.model.positions = Some(8);
+    config.eps.path = Some(folder.path().into());
+    let mut digests = Vec::new();
+    for (tier, is_trial) in
+        [(EpsTier::Memory, false), (EpsTier::File, true), (EpsTier::File, false)]
+    {
+        config.eps.tier = tier;
+        let mut batches = Batches::open(&config).expect("random data");
+        let builder = Trainer::builder(config.clone()).update_rule(Descent);
+        let builder = if is_trial { builder.trial() } else { builder };
+        let mut trainer = builder.start().expect("a case of ours");
+        for _ in 0..3 {
+            let batch = batches.next().await.expect("random data");
+            trainer.step(batch).await.expect("nothing fails here");
+        }
+        digests.push(trainer.stop().await.expect("nothing fails here").weights_digest);
+        assert_eq!(folder.path().join("blocks").exists(), tier == EpsTier::File && !is_trial);
+    }
+    assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");
 }

@@ -201,19 +201,20 @@ impl FileTier {
         FileTier::new(file, Some(path), places, index, Some(lock))
     }
 
-    /// An unnamed file in a folder, for what is not kept: a trial, or a model that is not trained, which
-    /// has no state.
+    /// An unnamed file in a folder, for what is not kept: a trial, or a model that is not trained, of
+    /// which one copy is enough.
     ///
     /// # Errors
     /// The disk is full.
     pub(crate) fn unnamed(
         folder: &Path,
         model: &Model,
+        trains: bool,
         states: usize,
         region: impl Fn(BlockId) -> bool,
     ) -> io::Result<FileTier> {
         fs::create_dir_all(folder)?;
-        let places = Places::new(model, if states > 0 { COPIES } else { 1 }, states, region);
+        let places = Places::new(model, if trains { COPIES } else { 1 }, states, region);
         let index = FileTier::blank(&places);
         FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, None)
     }

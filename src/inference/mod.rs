@@ -59,7 +59,7 @@ impl Rest {
                 Eps::on_file(
                     &model,
                     0,
-                    FileTier::unnamed(path, &model, 0, |_| false).map_err(refused)?,
+                    FileTier::unnamed(path, &model, false, 0, |_| false).map_err(refused)?,
                 )
             }
             None => Eps::in_memory(&model, 0, |_| false),

@@ -231,7 +231,7 @@ fn open_eps(
         Error::refused(format_args!("eps.path {}: {error}", path.display()))
     };
     if is_trial {
-        let file = FileTier::unnamed(path, model, states, region).map_err(refused)?;
+        let file = FileTier::unnamed(path, model, true, states, region).map_err(refused)?;
         return Ok((Eps::on_file(model, states, file), None));
     }
     let folder = Folder::take(path).map_err(refused)?;
