@@ -3,7 +3,7 @@
 
 use std::sync::LazyLock;
 
-use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashPlace};
+use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
 use l2l::data::Batches;
 use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
 use proptest::prelude::*;
@@ -184,4 +184,22 @@ fn a_run_is_the_same_again_and_another_seed_is_not() {
     let mut other = config(&SMALL, &baseline());
     other.step.seed = 6;
     assert_ne!(run(other, 3).1.weights_digest, first.1.weights_digest);
+}
+
+/// A packed stash rounds what waits, and then the same holds: schedules, places and tiers agree.
+#[test]
+fn a_packed_stash_gives_the_same_bits_everywhere() {
+    let host = Ways { kind: ScheduleKind::Relay, place: StashPlace::Host, ..baseline() };
+    let recomputing = Ways { recompute: true.into(), ..host.clone() };
+    let on_file = Ways { on_file: true, ..recomputing.clone() };
+    let digest = |ways: &Ways, dtype| {
+        let mut config = config(&SMALL, ways);
+        config.stash.dtype = dtype;
+        run(config, 3).1.weights_digest
+    };
+    let packed = digest(&baseline(), StashDtype::Bf16);
+    for ways in [host, recomputing, on_file] {
+        assert_eq!(digest(&ways, StashDtype::Bf16), packed, "{ways:?}");
+    }
+    assert_ne!(digest(&baseline(), StashDtype::F32), packed, "it rounds");
 }
