@@ -97,6 +97,7 @@ fn transfers_hide_where_the_plan_says() {
             let rates = Rates::of(&config, &model, 2e12, link, 50e9).with_disk(4e9);
             let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
             let hiding = Hiding::of(&config, &model, &plan, &rates, clip.is_some());
+            let hiding = hiding.expect("a schedule of ours");
             let forecast = Forecast::of(&config, &model, &rates).expect("a step of ours");
             (hiding.tokens.expect("it hides"), forecast.exposed_seconds() / forecast.seconds)
         };
@@ -110,7 +111,8 @@ fn transfers_hide_where_the_plan_says() {
     let model = Model::new(shape_of(&config).expect("a shape of ours"));
     let rates = Rates::of(&config, &model, 1e15, 1e9, 50e9);
     let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
-    assert_eq!(Hiding::of(&config, &model, &plan, &rates, false).tokens, None, "it never hides");
+    let hiding = Hiding::of(&config, &model, &plan, &rates, false).expect("a schedule of ours");
+    assert_eq!(hiding.tokens, None, "it never hides");
 }
 
 /// Plain descent: a rule without states.

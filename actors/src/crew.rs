@@ -151,7 +151,7 @@ impl Ring {
     }
 
     /// An operation is on its way still.
-    pub(crate) fn goes_on(&self) {
+    pub(crate) fn still_runs(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }
 

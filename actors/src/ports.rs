@@ -378,8 +378,8 @@ impl Operation {
     }
 
     /// Tells the watchdog that the work goes on: for what may take longer than its patience.
-    pub fn goes_on(&self) {
-        self.ring.goes_on();
+    pub fn still_runs(&self) {
+        self.ring.still_runs();
     }
 
     /// Ends it. Success reaches the fence, raises its facts and lets go of its slots; an error

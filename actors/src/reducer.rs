@@ -89,7 +89,7 @@ impl Reducer {
                 order.waits = vec![measured];
                 measured = self.desk.queue(order);
             }
-            self.keep(step, layer, block, landing, &measured).await?;
+            self.store(step, layer, block, landing, &measured).await?;
             measured
         } else {
             let mut order = Order::gradient(step, layer, Work::Reduce { block, reduced });
@@ -105,7 +105,7 @@ impl Reducer {
 
     /// Puts a landing block into its region on file, once it holds what it is to hold: the lane of
     /// files waits for nobody.
-    async fn keep(
+    async fn store(
         &mut self,
         step: &Arc<Step>,
         layer: Option<LayerId>,
@@ -179,7 +179,7 @@ impl Reducer {
         if !self.deferred {
             return Ok((Some(landing), scattered));
         }
-        self.keep(step, layer, block, landing, &scattered).await?;
+        self.store(step, layer, block, landing, &scattered).await?;
         Ok((None, scattered))
     }
 

@@ -222,16 +222,8 @@ pub(crate) fn recall(
         |what: String| Error::refused(format_args!("eps.path {}: {what}", place.display()));
     let rest: Rest = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
-    if rest.format != FORMAT {
-        return Err(refuse(format!("format {}, this program reads {FORMAT}", rest.format)));
-    }
-    let differ = differences(&rest, &run);
-    if !differ.is_empty() {
-        let differ = differ.join("; ");
-        return Err(refuse(format!(
-            "holds the state of another run: {differ}: set it back, or remove the folder"
-        )));
-    }
+    is_of(&rest, &run)
+        .map_err(|why| refuse(format!("{why}: set it back, or remove the folder")))?;
     if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
         return Err(refuse("holds the state of a model of another shape".into()));
     }
@@ -296,16 +288,8 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
     recover(directory).map_err(|error| refuse(error.to_string()))?;
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let rest: Rest = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-    if rest.format != FORMAT {
-        return Err(refuse(format!("format {}, this program reads {FORMAT}", rest.format)));
-    }
-    let differ = differences(&rest, &run);
-    if !differ.is_empty() {
-        let differ = differ.join("; ");
-        return Err(refuse(format!(
-            "made by another run: {differ}: set it back, or do without --resume"
-        )));
-    }
+    is_of(&rest, &run)
+        .map_err(|why| refuse(format!("{why}: set it back, or do without --resume")))?;
     // As far as a config.json tells them apart.
     let written = |shape| families::write(shape, &Value::Null);
     if written(&hf::read_shape(directory)?) != written(&run.model.shape) {
@@ -339,6 +323,17 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
         ));
     }
     Ok(rest.progress)
+}
+
+/// Whether this run can go on from what was remembered; else why not.
+fn is_of(rest: &Rest, run: &Identity<'_>) -> Result<(), String> {
+    if rest.format != FORMAT {
+        return Err(format!("format {}, this program reads {FORMAT}", rest.format));
+    }
+    match &differences(rest, run)[..] {
+        [] => Ok(()),
+        differ => Err(format!("made by another run: {}", differ.join("; "))),
+    }
 }
 
 /// What a run that goes on may not change, and did.

@@ -43,7 +43,7 @@ impl Outlook {
     ) -> Result<Outlook, Error> {
         let rates = rates(config, model, given)?;
         let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
-        let (eager, deferred) = (hiding(false), hiding(true));
+        let (eager, deferred) = (hiding(false)?, hiding(true)?);
         Ok(Outlook { forecast: Forecast::of(config, model, &rates)?, eager, deferred })
     }
 }

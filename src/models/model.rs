@@ -35,11 +35,6 @@ pub enum Part {
 }
 
 impl Part {
-    /// True for what the device visits.
-    pub fn is_on_device(&self) -> bool {
-        !matches!(self, Part::Embedding)
-    }
-
     /// True for what scores.
     pub fn is_head(&self) -> bool {
         matches!(self, Part::Head(_) | Part::Classes(_))

@@ -5,11 +5,13 @@
 //! summed over the layers: pools let one layer's spare time serve the next. The lane that asks for most
 //! decides. What a step's ends leave exposed, a [`Forecast`](super::Forecast) shows.
 
+use l2l_actors::schedule::{BoundaryId, Phase};
 use serde::Serialize;
 
 use super::forecast::Rates;
-use crate::config::{Config, EpsTier, Plan, StashDtype};
-use crate::models::{Keep, Model, Part, block_len};
+use crate::config::{Config, EpsTier, Plan, Purpose, Walk, schedule_of};
+use crate::error::Error;
+use crate::models::Model;
 
 /// What a step needs for its lanes to hide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -33,41 +35,50 @@ const LANES: [&str; 5] = ["upload", "download", "host", "update", "file"];
 
 impl Hiding {
     /// Of a config's schedule, with updates that are eager or deferred.
+    ///
+    /// # Errors
+    /// The schedule cannot be.
     pub fn of(
         config: &Config,
         model: &Model,
         plan: &Plan,
         rates: &Rates,
         deferred: bool,
-    ) -> Hiding {
+    ) -> Result<Hiding, Error> {
         let on_file = config.eps.tier == EpsTier::File;
-        let states = 1.0 + plan.states as f64;
         let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
         let (mut shares, mut compute) = ([[Share::default(); LANES.len()]; 2], [0.0; 2]);
-        let parts = model.parts.iter().zip(&model.part_blocks).enumerate();
-        for (index, (part, blocks)) in parts.filter(|(_, (part, _))| part.is_on_device()) {
-            let block = blocks.iter().map(|id| block_len(&model.blocks[id.0 as usize]));
-            let bytes = (block.sum::<usize>() * size_of::<f32>()) as f64;
-            let [read, written] = boundaries(config, model, plan, part);
-            for backward in [false, true] {
-                let at = usize::from(backward);
-                compute[at] += rates.compute_of(index as u32, backward).unwrap_or(0.0);
-                // Deferred updates run under the next forward.
-                let updates = f64::from(u8::from(deferred != backward));
-                let lands = f64::from(u8::from(backward));
-                let waits = f64::from(u8::from(deferred)) * bytes;
-                let file = bytes + updates * 2.0 * states * bytes + waits;
-                let moved = [
-                    (bytes / rates.link[0], read[at] / up),
-                    (lands * bytes / rates.link[1], written[at] / down),
-                    (lands * waits / rates.reduce, 0.0),
-                    (updates * bytes / rates.update, 0.0),
-                    (if on_file { file / rates.file } else { 0.0 }, 0.0),
-                ];
-                for (share, (fixed, each)) in shares[at].iter_mut().zip(moved) {
-                    share.fixed += fixed;
-                    share.each += each;
-                }
+        // One sequence: each layer is visited once each way.
+        let purpose = Purpose::Train { states: plan.states };
+        let walk = Walk { sequences: 1, positions: plan.positions, purpose };
+        let (schedule, _) = schedule_of(config, model, walk)?;
+        for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
+            let backward = visit.phase == Phase::Backward;
+            let at = usize::from(backward);
+            compute[at] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
+            let of_blocks = visit.blocks().iter().map(|&id| schedule.block(id));
+            let (bytes, state) = of_blocks.fold((0.0, 0.0), |(bytes, state), block| {
+                (bytes + block.bytes as f64, state + block.state_bytes as f64)
+            });
+            let through = |boundaries: &[BoundaryId]| -> f64 {
+                let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_per_sequence as f64;
+                boundaries.iter().map(bytes).sum()
+            };
+            // Deferred updates run under the next forward.
+            let updates = f64::from(u8::from(deferred != backward));
+            let lands = f64::from(u8::from(backward));
+            let waits = f64::from(u8::from(deferred)) * bytes;
+            let file = bytes + updates * 2.0 * state + waits;
+            let moved = [
+                (bytes / rates.link[0], through(&visit.reads) / up),
+                (lands * bytes / rates.link[1], through(&visit.writes) / down),
+                (lands * waits / rates.reduce, 0.0),
+                (updates * bytes / rates.update, 0.0),
+                (if on_file { file / rates.file } else { 0.0 }, 0.0),
+            ];
+            for (share, (fixed, each)) in shares[at].iter_mut().zip(moved) {
+                share.fixed += fixed;
+                share.each += each;
             }
         }
         let needed = |(phase, lane): (usize, usize)| {
@@ -86,36 +97,10 @@ impl Hiding {
         let most = all.map(needed).max_by(|one, other| one.0.total_cmp(&other.0));
         let (sequences, phase, lane) = most.expect("there are lanes");
         let tokens = (sequences * plan.positions as f64).ceil();
-        Hiding {
+        Ok(Hiding {
             lane: LANES[lane],
             phase: ["forward", "backward"][phase],
             tokens: tokens.is_finite().then_some(tokens as u64),
-        }
-    }
-}
-
-/// Bytes of a sequence that a layer's visits read and write through the stash, forward and backward.
-fn boundaries(config: &Config, model: &Model, plan: &Plan, part: &Part) -> [[f64; 2]; 2] {
-    let keep = config.schedule.recompute.keep();
-    let positions = plan.positions;
-    let ring = model.for_ring(positions, keep.unwrap_or(Keep::All), 0);
-    let hidden = match config.stash.dtype {
-        StashDtype::F32 => ring.hidden.stashed_per_sequence,
-        StashDtype::Bf16 => ring.hidden.stashed_per_sequence / 2,
-    } as f64;
-    let statistics = ring.statistics.stashed_per_sequence as f64;
-    let dx = ring.head_gradient.stashed_per_sequence as f64;
-    let kept = match (part, keep) {
-        (Part::Stack(layer), Some(keep)) => {
-            (layer.kept_len(positions, keep) * size_of::<f32>()) as f64
-        }
-        _ => 0.0,
-    };
-    match part {
-        Part::Head(_) => [[hidden + statistics, hidden + statistics + dx], [statistics, dx]],
-        Part::Classes(_) => [[hidden + statistics, hidden + statistics], [statistics, dx]],
-        Part::Stack(_) | Part::Embedding => {
-            [[hidden, 2.0 * hidden + kept], [hidden + kept, hidden]]
-        }
+        })
     }
 }

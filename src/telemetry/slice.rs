@@ -63,9 +63,9 @@ impl Slice {
         let phase = record.phase.map(name);
         let visited = |device_visit: usize| plan.visit(device_visit).blocks().first().copied();
         let (kind, block, micro_batch) = match record.work {
-            Work::ReadBlock { block, .. } => ("read", Some(block), None),
-            Work::ReadRegion { block, .. } => ("read", Some(block), None),
-            Work::ReadState { block, .. } => ("read", Some(block), None),
+            Work::ReadBlock { block, .. }
+            | Work::ReadRegion { block, .. }
+            | Work::ReadState { block, .. } => ("read", Some(block), None),
             Work::WriteRegion { block, .. } | Work::WriteState { block, .. } => {
                 ("write", Some(block), None)
             }

@@ -217,7 +217,7 @@ impl Cpu {
     /// What the lane of files does.
     pub(super) fn on_file(&self, operation: &Operation) -> Result<(), Trouble> {
         let (begin, file) = (Instant::now(), self.file());
-        let beat = &|| operation.goes_on();
+        let beat = &|| operation.still_runs();
         let share = self.plan.layout.host_block;
         match *operation.work() {
             Work::ReadBlock { block, version, reads } => {
