@@ -116,22 +116,29 @@ def small():
     settings = {"data.train": "random", "model.layers": 64, "model.hidden": 512, "model.heads": 8, "model.positions": 128,
                 "device.memory": "64MiB", "step.batch": 16, "step.micro_batch": 2, "step.steps": 2,
                 "schedule.recompute": "true", "channels.gradients": 1}
+    for event in trained(settings):
+        print(f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.1f} s, device peak "
+              f"{event['device_peak_bytes'] / MIB:.1f} MiB")
+
+
+def trained(settings):
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
         config.write_text("")
-        for event in run("train", settings, config=config):
-            if event["event"] == "step":
-                print(f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.1f} s, device peak "
-                      f"{event['device_peak_bytes'] / MIB:.1f} MiB")
+        return [event for event in run("train", settings, config=config) if event["event"] == "step"]
 
 
 def long():
     told = {}
     for name, positions, micro_batch in [("2,048", 2048, 1), ("8,192", 8192, 1), ("4 x 2,048", 2048, 4)]:
         settings = {"data.train": "random", "model.layers": 4, "model.hidden": 512, "model.heads": 8, "model.positions": 8192,
-                    "data.sequence_length": positions, "step.batch": 4, "step.micro_batch": micro_batch, "schedule.recompute": "true"}
+                    "data.sequence_length": positions, "step.batch": 4, "step.micro_batch": micro_batch, "schedule.recompute": "true",
+                    "step.steps": 1}
         found = plan(settings)
-        told[name] = {**found["device_bytes"]["terms"], "host stash": found["host_bytes"]["terms"]["stash"]}
+        step, = trained(settings)
+        told[name] = {**found["device_bytes"]["terms"], "host stash": found["host_bytes"]["terms"]["stash"],
+                      "device, high-water mark": step["device_peak_bytes"],
+                      "trained": f"{step['loss']:.4f}, {4 * positions / step['seconds']:.0f} tokens/s"}
     print("| | " + " | ".join(told) + " |\n|---" * 1 + "|---" * len(told) + "|")
     for term in told["2,048"]:
         print(f"| {term} | " + " | ".join(str(of[term]) for of in told.values()) + " |")

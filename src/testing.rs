@@ -46,6 +46,7 @@ struct Bench<'l> {
     dy: View,
     dx: View,
     kept: View,
+    carried: View,
     workspace: View,
 }
 
@@ -61,6 +62,7 @@ impl<'l> Bench<'l> {
         let (weights, gradient) = (place(block), place(block));
         let [x, y, dy, dx] = [hidden; 4].map(&mut place);
         let kept = place(layer.kept_len(rows.positions, Keep::All) * rows.sequences);
+        let carried = place(layer.carried_len(rows.positions, true));
         let at = end;
         // The last sequence is shorter: its end is padding.
         let mut lengths = vec![rows.positions; rows.sequences];
@@ -81,6 +83,7 @@ impl<'l> Bench<'l> {
             dy,
             dx,
             kept,
+            carried,
             workspace,
         };
         // The same walk without memory tells how much it needs.
@@ -91,7 +94,7 @@ impl<'l> Bench<'l> {
     }
 
     fn micro(&self) -> Micro<'_> {
-        let draw = Some(Draw { seed: 7, step: 3, first_sequence: 2 });
+        let draw = Some(Draw { seed: 7, step: 3, first_sequence: 2, first_position: 0 });
         Micro {
             rows: self.rows,
             lengths: &self.lengths,
@@ -110,9 +113,9 @@ impl<'l> Bench<'l> {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace);
         let (micro, kept) = (self.micro(), self.kept(keeps));
-        let (weights, x, y) = (self.weights, self.x, self.y);
-        self.layer
-            .forward(&kernels, &Forward { micro, weights, x, y, kept, memory: None, scratch });
+        let (weights, x, y, carried) = (self.weights, self.x, self.y, self.carried);
+        let pass = Forward { micro, weights, x, y, kept, memory: None, carried, scratch };
+        self.layer.forward(&kernels, &pass);
         scratch.peak()
     }
 
@@ -128,6 +131,7 @@ impl<'l> Bench<'l> {
             kept: self.kept(keeps),
             dy: self.dy,
             dx: Some(self.dx),
+            carried: self.carried,
             scratch,
         };
         self.layer.backward(&kernels, &pass);
@@ -267,7 +271,9 @@ pub fn check_loss(loss: &dyn Loss) -> Result<(), Mismatch> {
 mod tests {
     use super::*;
     use crate::models::families::{self, gpt2};
-    use crate::models::{Block, CrossEntropy, Dropouts, Kernels, Model, Part, Shape, Tensor};
+    use crate::models::{
+        Block, CrossEntropy, Dropouts, Kernels, Model, Part, STRETCH, Shape, Tensor,
+    };
 
     const ROWS: Rows = Rows { sequences: 3, positions: 7 };
 
@@ -311,6 +317,32 @@ mod tests {
             }
         }
         check_loss(&CrossEntropy).expect("a loss of ours");
+    }
+
+    /// Sequences that are walked in stretches, the last of them ragged.
+    #[test]
+    fn stretches_pass() {
+        let decoder = |kind: &str| {
+            let config = serde_json::json!({
+                "model_type": kind, "num_hidden_layers": 1, "hidden_size": 6,
+                "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
+                "intermediate_size": 5, "vocab_size": 10, "max_position_embeddings": 5000,
+                "sliding_window": 2500, "attention_dropout": 0.1,
+            });
+            families::read(&config).expect("a config of ours")
+        };
+        let plain = Shape { dropout: small().dropout, ..gpt2([1, 6, 2, 10, 9, 5000]) };
+        for (shape, sequences, stretches) in
+            [(plain, 1, 1), (decoder("mistral"), 1, 2), (decoder("llama"), 2, 1)]
+        {
+            let rows = Rows { sequences, positions: stretches * STRETCH + 70 };
+            for part in &Model::new(shape).parts {
+                if let Part::Stack(layer) = part {
+                    let checked = check_gradients(&**layer, shape.hidden, rows);
+                    checked.unwrap_or_else(|error| panic!("{}: {error}", shape.names.family));
+                }
+            }
+        }
     }
 
     /// A block whose backward forgets something.

@@ -186,6 +186,37 @@ fn a_run_is_the_same_again_and_another_seed_is_not() {
     assert_ne!(run(other, 3).1.weights_digest, first.1.weights_digest);
 }
 
+/// Sequences that are walked in stretches, beside some that are not.
+#[test]
+fn long_sequences_give_the_same_bits_everywhere() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let data = folder.path().join("data.jsonl");
+    let line = |length: usize| {
+        let ids: Vec<usize> = (0..length).map(|at| (at * at + length) % 51).collect();
+        serde_json::json!({ "input_ids": ids }).to_string()
+    };
+    let lines = [2048, 4170, 17, 2049, 1, 2048].map(line);
+    std::fs::write(&data, lines.join("\n")).expect("room on a disk");
+    let of = |ways: &Ways| {
+        let mut config = config(&Case { layers: 2, batch: 3, clip: true, ..SMALL.clone() }, ways);
+        (config.model.hidden, config.model.heads) = (Some(8), Some(1));
+        config.model.positions = Some(5000);
+        config.data.sequence_length = Some(5000);
+        config.data.train = data.display().to_string().into();
+        run(config, 2)
+    };
+    let (bits, reference) = of(&baseline());
+    let relay = Ways { kind: ScheduleKind::Relay, place: StashPlace::Host, ..baseline() };
+    for recompute in [true.into(), Recompute::ATTENTION] {
+        let ways = Ways { recompute, threads: 2, ..relay.clone() };
+        let (found, summary) = of(&ways);
+        assert_eq!(
+            (found, summary.weights_digest),
+            (bits.clone(), reference.weights_digest.clone())
+        );
+    }
+}
+
 /// A packed stash rounds what waits, and then the same holds: schedules, places and tiers agree.
 #[test]
 fn a_packed_stash_gives_the_same_bits_everywhere() {

@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{ScheduleKind, StashPlace};
+use l2l::config::{Recompute, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Batches, Dataset, Predicts, Sequence};
 use l2l::{Config, Trainer};
 use serde_json::Value;
@@ -104,6 +104,17 @@ async fn every_family_is_pytorchs() {
         resident.device.threads = Some(1);
         assert_eq!(check(resident, &golden).await, relay, "{name}");
     }
+}
+
+/// Sequences longer than a stretch, which are walked in parts, beside a shorter one.
+#[tokio::test]
+async fn long_sequences_are_pytorchs() {
+    let (mut config, golden) = case("long");
+    config.data.sequence_length = Some(4200);
+    check(config.clone(), &golden).await;
+    config.schedule.recompute = Recompute::ATTENTION;
+    config.step.micro_batch = 1;
+    check(config, &golden).await;
 }
 
 /// Sequences one by one, without padding: a mean of log-probabilities that is off by little means

@@ -34,6 +34,8 @@ pub(crate) struct Layout {
     pub(crate) gradients: usize,
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
+    /// Keys, values and their gradients that stretches of a long sequence leave to each other.
+    pub(crate) carried: View,
     pub(crate) workspace: View,
     /// The stash, if it is on the device.
     pub(crate) stash: usize,
@@ -203,6 +205,11 @@ impl Plan {
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);
         let keep = config.schedule.recompute.keep();
         let workspace = cpu::workspace(model, largest, positions, keep, trains);
+        let carried = model.parts.iter().map(|part| match part {
+            Part::Stack(layer) => layer.carried_len(positions, trains),
+            _ => 0,
+        });
+        let carried = carried.max().unwrap_or(0).next_multiple_of(16);
         let memory_floats = memory.map_or(0, |memory| memory.floats().next_multiple_of(16));
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let place_in = |end: &mut usize, floats: usize| {
@@ -227,6 +234,7 @@ impl Plan {
             gradients: place(gradients as usize * block),
             inputs: place(pools.inputs as usize * boundary),
             outputs: place(pools.outputs as usize * boundary),
+            carried: View { at: place(carried), len: carried },
             workspace: View { at: place(workspace), len: workspace },
             stash: place(if stash_on_device { in_stash } else { 0 }),
             end: 0,
@@ -253,7 +261,7 @@ impl Plan {
             term("weights", pools.weights as usize * block),
             term("gradients", gradients as usize * block),
             term("inputs", pools.inputs as usize * boundary),
-            term("outputs", pools.outputs as usize * boundary),
+            term("outputs", pools.outputs as usize * boundary + carried),
             term("workspace", workspace),
             term("stash", on(true, stash_floats)),
         ];

@@ -231,25 +231,51 @@ impl Layer for Final {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { micro, weights, x, y, scratch, .. } = *pass;
+        let Forward { ref micro, weights, x, y, scratch, .. } = *pass;
         let views = tensor_views(&self.tensors(), weights);
-        let (read, _) = self.before_norm(k, &views, x, micro.rows, scratch);
-        let statistics = scratch.take(2 * micro.rows.count());
         let (gamma, beta) = (views[self.norm_at()], views.get(self.norm_at() + 1).copied());
-        k.norm(y, statistics, read, gamma, beta, norm_of(&self.shape, micro.rows));
+        for stretch in micro.stretches(true) {
+            let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
+            let [x, y] = [x, y].map(|view| stretch.of(view, self.shape.hidden));
+            let (read, _) = self.before_norm(k, &views, x, rows, scratch);
+            let statistics = scratch.take(2 * rows.count());
+            k.norm(y, statistics, read, gamma, beta, norm_of(&self.shape, rows));
+        }
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { micro, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let Backward { ref micro, weights, gradient, mut accumulate, x, dy, dx, .. } = *pass;
+        let (scratch, c) = (pass.scratch, self.shape.hidden);
         let views = tensor_views(&self.tensors(), weights);
         let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
         let d = tensor_views(&self.tensors(), gradient);
-        let dx = dx.unwrap_or_else(|| scratch.take(dy.len));
-        let (y, statistics) = (scratch.take(dy.len), scratch.take(2 * micro.rows.count()));
-        let (norm, at) = (norm_of(&self.shape, micro.rows), self.norm_at());
+        for stretch in micro.stretches(true) {
+            let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
+            let dx = dx.map(|dx| stretch.of(dx, c));
+            let dx = dx.unwrap_or_else(|| scratch.take(rows.count() * c));
+            let [x, dy] = [x, dy].map(|view| stretch.of(view, c));
+            self.backward_of(k, [&views, &d], [x, dy, dx], rows, accumulate, scratch);
+            accumulate = true;
+        }
+    }
+}
+
+impl Final {
+    /// Of one stretch: x, dy and dx are its own. The tensors and their gradients.
+    fn backward_of(
+        &self,
+        k: &dyn Kernels,
+        [views, d]: [&[View]; 2],
+        [x, dy, dx]: [View; 3],
+        rows: Rows,
+        accumulate: bool,
+        scratch: &Scratch<'_>,
+    ) {
+        let (y, statistics) = (scratch.take(dy.len), scratch.take(2 * rows.count()));
+        let (norm, at) = (norm_of(&self.shape, rows), self.norm_at());
         let (gamma, beta) = (views[at], views.get(at + 1).copied());
         let (dgamma, dbeta) = (d[at], d.get(at + 1).copied());
-        let (read, sum) = self.before_norm(k, &views, x, micro.rows, scratch);
+        let (read, sum) = self.before_norm(k, views, x, rows, scratch);
         k.norm(y, statistics, read, gamma, beta, norm);
         let dread = if sum.is_some() { scratch.take(dy.len) } else { dx };
         k.norm_backward(
@@ -257,7 +283,7 @@ impl Layer for Final {
         );
         if let Some(sum) = sum {
             k.activate_backward(dread, sum, self.curve());
-            let size = self.linear(micro.rows);
+            let size = self.linear(rows);
             k.linear_backward(dx, d[0], Some(d[1]), dread, x, views[0], size, accumulate, scratch);
         }
     }

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use super::layer::Scratch;
 use super::loss::Loss;
+use super::rotary::Rotary;
 
 /// A range of a device's memory, in f32 elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,8 @@ pub struct Dropout {
     pub site: u32,
     /// The index in the step of the micro-batch's first sequence.
     pub first_sequence: u32,
+    /// The position in its sequence of the micro-batch's first row.
+    pub first_position: u32,
 }
 
 /// Sizes of one micro-batch.
@@ -74,9 +77,10 @@ pub struct Document {
 pub struct Places<'a> {
     /// B and T.
     pub rows: Rows,
-    /// The document of each row; empty: a sequence is one. (B, T).
+    /// The document of each position, those that came before included; empty: a sequence is one.
+    /// (B, past + T).
     pub documents: &'a [Document],
-    /// Positions of each sequence that were seen before and are in a cache; empty: none. (B).
+    /// Positions of each sequence that came before; empty: none. (B).
     pub past: &'a [usize],
 }
 
@@ -84,8 +88,10 @@ impl Places<'_> {
     /// The position of a row.
     pub fn of(&self, row: usize) -> usize {
         let (sequence, at) = (row / self.rows.positions, row % self.rows.positions);
-        let from = self.documents.get(row).map_or(0, |document| document.from as usize);
-        at - from + self.past.get(sequence).copied().unwrap_or(0)
+        let past = self.past.get(sequence).copied().unwrap_or(0);
+        let place = sequence * (past + self.rows.positions) + past + at;
+        let from = self.documents.get(place).map_or(0, |document| document.from as usize);
+        past + at - from
     }
 
     /// True when a row's position is its place in its sequence.
@@ -120,62 +126,6 @@ pub struct Norm {
     pub rms: bool,
 }
 
-/// Positions by rotation of pairs of channels (Su et al. 2021).
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rotary {
-    /// The slowest pair's period, about.
-    pub theta: f32,
-    /// What was changed for longer sequences.
-    pub scaling: RotaryScaling,
-}
-
-/// How [`Rotary`] is stretched.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum RotaryScaling {
-    /// Not.
-    None,
-    /// All frequencies are divided.
-    Linear(f32),
-    /// Low ones are divided, high ones are not, and those between are in between (Llama 3.1).
-    Llama3 {
-        /// By how much.
-        factor: f32,
-        /// Periods above `positions ÷ low` are low.
-        low: f32,
-        /// Periods below `positions ÷ high` are high.
-        high: f32,
-        /// Positions that the model was first trained with.
-        positions: usize,
-    },
-}
-
-impl Rotary {
-    /// The frequency of each pair of a head of this size, as transformers computes it.
-    pub fn frequencies(&self, head_size: usize) -> impl Iterator<Item = f32> {
-        let rotary = *self;
-        (0..head_size / 2).map(move |pair| {
-            let power = (2 * pair) as f32 / head_size as f32;
-            let frequency = (1.0 / f64::from(rotary.theta).powf(f64::from(power))) as f32;
-            match rotary.scaling {
-                RotaryScaling::None => frequency,
-                RotaryScaling::Linear(factor) => frequency / factor,
-                RotaryScaling::Llama3 { factor, low, high, positions } => {
-                    let period = 2.0 * std::f32::consts::PI / frequency;
-                    let positions = positions as f32;
-                    if period < positions / high {
-                        frequency
-                    } else if period > positions / low {
-                        frequency / factor
-                    } else {
-                        let smooth = (positions / period - low) / (high - low);
-                        (1.0 - smooth) * frequency / factor + smooth * frequency
-                    }
-                }
-            }
-        })
-    }
-}
-
 /// Sizes of an attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention<'a> {
@@ -199,6 +149,17 @@ pub struct Attention<'a> {
     pub past: &'a [usize],
     /// Dropout of the probabilities.
     pub dropout: Option<Dropout>,
+}
+
+/// Keys and values that are not beside their queries, and their gradients.
+#[derive(Clone, Copy, Debug)]
+pub struct Apart {
+    /// (B, past + T, 2 K D).
+    pub kv: View,
+    /// (B, past + T, 2 K D).
+    pub dkv: View,
+    /// True when `dkv` holds what later queries gave already.
+    pub accumulate: bool,
 }
 
 /// Sizes of a head tile.
@@ -366,17 +327,21 @@ pub trait Kernels {
     );
 
     /// Scaled dot-product attention. y: (R, H D); lse: (B, H, T), log-sum-exp of the scores;
-    /// qkv: (R, (H + 2K) D).
-    fn attention(&self, y: View, lse: View, qkv: View, size: Attention<'_>);
+    /// qkv: (R, (H + 2K) D). `kv`: where keys and values are, if not beside the queries, those that
+    /// came before and these: (B, past + T, 2 K D), all pasts equal and multiples of 64; causal.
+    fn attention(&self, y: View, lse: View, qkv: View, kv: Option<View>, size: Attention<'_>);
 
     /// Keys and values of each position, side by side. y: (R, 2 K D); qkv: (R, (H + 2K) D).
     fn remember(&self, y: View, qkv: View, size: Attention<'_>);
+
+    /// Puts them back: the other way. qkv: (R, (H + 2K) D); kv: (R, 2 K D).
+    fn recall(&self, qkv: View, kv: View, size: Attention<'_>);
 
     /// Attention to what came before, too: each sequence sees `size.past` rows of its own in
     /// `past`. y: (R, H D); qkv: (R, (H + 2K) D); past: (B, P, 2 K D). Causal.
     fn attention_to_past(&self, y: View, qkv: View, past: View, size: Attention<'_>);
 
-    /// dqkv from dy.
+    /// dqkv from dy. With keys and values `apart`, their gradients go there, too.
     #[allow(clippy::too_many_arguments, reason = "all that the forward had, and gradients")]
     fn attention_backward(
         &self,
@@ -385,6 +350,7 @@ pub trait Kernels {
         y: View,
         lse: View,
         qkv: View,
+        apart: Option<Apart>,
         size: Attention<'_>,
         scratch: &Scratch<'_>,
     );

@@ -134,6 +134,47 @@ pub struct Micro<'a> {
     pub draw: Option<Draw>,
 }
 
+/// Positions of a sequence that are walked at once, at most, where none sees those behind it. A
+/// longer sequence takes no more workspace than this. Whole tiles of attention.
+pub const STRETCH: usize = 2048;
+
+/// Rows of a micro-batch that are walked at once: all of them, or positions of one sequence.
+#[derive(Clone, Debug)]
+pub struct Stretch {
+    /// The rows.
+    pub rows: Range<usize>,
+    /// Of which sequence, and how many of its positions came before; `None`: they are all rows.
+    pub part_of: Option<(usize, [usize; 1])>,
+}
+
+impl Stretch {
+    /// Its rows of a (R, `width`) tensor.
+    pub fn of(&self, view: View, width: usize) -> View {
+        view.part(self.rows.start * width..self.rows.end * width)
+    }
+
+    /// What the micro-batch is to it.
+    pub fn micro<'a>(&'a self, whole: &Micro<'a>) -> Micro<'a> {
+        let Some((sequence, ref past)) = self.part_of else { return *whole };
+        let Micro { rows: Rows { positions, .. }, lengths, kinds, documents, .. } = *whole;
+        let to = past[0] + self.rows.len();
+        let documents = documents.get(sequence * positions..sequence * positions + to);
+        let draw = whole.draw.map(|draw| Draw {
+            first_sequence: draw.first_sequence + sequence as u32,
+            first_position: past[0] as u32,
+            ..draw
+        });
+        Micro {
+            rows: Rows { sequences: 1, positions: self.rows.len() },
+            lengths: &lengths[sequence..=sequence],
+            kinds: &kinds[self.rows.clone()],
+            documents: documents.unwrap_or_default(),
+            past,
+            draw,
+        }
+    }
+}
+
 /// What dropout masks are drawn from, but for the site.
 #[derive(Clone, Copy, Debug)]
 pub struct Draw {
@@ -143,9 +184,28 @@ pub struct Draw {
     pub step: u64,
     /// The index in the step of the micro-batch's first sequence.
     pub first_sequence: u32,
+    /// The position in its sequence of the micro-batch's first row.
+    pub first_position: u32,
 }
 
 impl<'a> Micro<'a> {
+    /// Its rows, cut where sequences are longer than a [`STRETCH`], and may be cut.
+    pub fn stretches(&self, may_be_cut: bool) -> Vec<Stretch> {
+        let Rows { sequences, positions } = self.rows;
+        if !may_be_cut || positions <= STRETCH {
+            return vec![Stretch { rows: 0..self.rows.count(), part_of: None }];
+        }
+        let pasts = || (0..positions).step_by(STRETCH);
+        let of_sequence = |sequence: usize| {
+            pasts().map(move |past| Stretch {
+                rows: sequence * positions + past
+                    ..sequence * positions + positions.min(past + STRETCH),
+                part_of: Some((sequence, [past])),
+            })
+        };
+        (0..sequences).flat_map(of_sequence).collect()
+    }
+
     /// Which position each row is.
     pub fn places(&self) -> Places<'a> {
         Places { rows: self.rows, documents: self.documents, past: self.past }
@@ -153,9 +213,10 @@ impl<'a> Micro<'a> {
 
     /// The dropout of one site of a layer, if it drops anything.
     pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout> {
-        let Draw { seed, step, first_sequence } = self.draw.filter(|_| probability > 0.0)?;
+        let Draw { seed, step, first_sequence, first_position } =
+            self.draw.filter(|_| probability > 0.0)?;
         let site = layer * 8 + site;
-        Some(Dropout { probability, seed, step, site, first_sequence })
+        Some(Dropout { probability, seed, step, site, first_sequence, first_position })
     }
 }
 
@@ -175,6 +236,8 @@ pub struct Forward<'a> {
     /// What attention is to remember of this micro-batch, and what it remembers of those before
     /// it, when tokens come a few at a time. See [`Kernels::attention_to_past`].
     pub memory: Option<Memory>,
+    /// What stretches leave to later ones, as long as the layer asked for.
+    pub carried: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
@@ -207,6 +270,8 @@ pub struct Backward<'a> {
     pub dy: View,
     /// Where the gradient of `x` goes, if anybody needs it.
     pub dx: Option<View>,
+    /// As in [`Forward`].
+    pub carried: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
@@ -229,6 +294,12 @@ pub trait Layer: Send + Sync {
 
     /// Channels of its causal attention, for counting FLOPs.
     fn attention_channels(&self) -> usize {
+        0
+    }
+
+    /// Floats that [stretches](Micro::stretches) of one sequence of so many `positions` leave to
+    /// each other, in training or without; 0: it walks all at once, or they leave nothing.
+    fn carried_len(&self, _positions: usize, _trains: bool) -> usize {
         0
     }
 

@@ -8,19 +8,21 @@ mod kernels;
 mod layer;
 mod loss;
 mod model;
+mod rotary;
 mod shape;
 
 pub use block::Block;
 pub use classes::Classes;
 pub use ends::{Final, Stem};
 pub use kernels::{
-    Activation, Attention, ClassLoss, Document, Dropout, Kernels, Linear, Norm, Places, Rotary,
-    RotaryScaling, Rows, STATISTICS, Scores, View,
+    Activation, Apart, Attention, ClassLoss, Document, Dropout, Kernels, Linear, Norm, Places,
+    Rows, STATISTICS, Scores, View,
 };
 pub use layer::{
-    Backward, Draw, Forward, Init, Keep, Kind, Layer, Memory, Micro, Scratch, Tensor, block_len,
-    tensor_ranges, tensor_views,
+    Backward, Draw, Forward, Init, Keep, Kind, Layer, Memory, Micro, STRETCH, Scratch, Stretch,
+    Tensor, block_len, tensor_ranges, tensor_views,
 };
 pub use loss::{CrossEntropy, Loss};
 pub use model::{Model, Part, Tile};
+pub use rotary::{Rotary, RotaryScaling};
 pub use shape::{Dropouts, Head, Shape};

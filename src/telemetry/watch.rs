@@ -257,7 +257,8 @@ impl Watch {
         let floats = |name: &str| match name {
             "workspace" => self.0.used.workspace() as usize,
             "weights" | "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
-            "inputs" | "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
+            "inputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
+            "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary + layout.carried.len,
             _ if plan.stash_on_device => plan.stash_floats,
             _ => 0,
         };

@@ -35,11 +35,12 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// Of one row of one sequence; `row` is a position, or a head and a query.
+    /// Of one row of one sequence; `row` is a position, or a head and a query, counted from the first
+    /// position.
     #[inline(always)]
     pub(super) fn new(dropout: &Dropout, sequence: usize, row: u32) -> Row {
-        let Dropout { probability, seed, step, site, first_sequence } = *dropout;
-        let sequence = first_sequence + sequence as u32;
+        let Dropout { probability, seed, step, site, first_sequence, first_position } = *dropout;
+        let (sequence, row) = (first_sequence + sequence as u32, first_position + row);
         Row {
             key: [seed as u32, (seed >> 32) as u32 ^ (step >> 32) as u32],
             counter: [row, sequence, site.wrapping_mul(0x9E37_79B1) ^ (step as u32)],
@@ -100,7 +101,7 @@ mod tests {
     use super::*;
 
     fn dropout(probability: f32) -> Dropout {
-        Dropout { probability, seed: 7, step: 3, site: 11, first_sequence: 0 }
+        Dropout { probability, seed: 7, step: 3, site: 11, first_sequence: 0, first_position: 0 }
     }
 
     #[test]
@@ -121,6 +122,10 @@ mod tests {
         let from_two = Dropout { first_sequence: 2, ..dropout(0.3) };
         apply(Level::Portable, &mut later, Rows { sequences: 2, ..rows }, &from_two);
         assert_eq!(all[2 * 5 * 10..], later);
+        let mut behind = vec![1.0; 3 * 10];
+        let (rows, first_position) = (Rows { sequences: 1, positions: 3 }, 2);
+        apply(Level::best(), &mut behind, rows, &Dropout { first_position, ..from_two });
+        assert_eq!(all[(2 * 5 + 2) * 10..][..30], behind);
     }
 
     #[test]

@@ -6,8 +6,8 @@ use super::{
 };
 use crate::arena::Arena;
 use crate::models::{
-    Activation, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Places, Rotary, Rows,
-    STATISTICS, Scores, Scratch, View,
+    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Places, Rotary,
+    Rows, STATISTICS, Scores, Scratch, View,
 };
 use crate::simd::Level;
 
@@ -202,16 +202,23 @@ impl Kernels for CpuKernels<'_> {
         head_norm::backward(self.level, dx, [dq, dk], inputs, &size, accumulate, memory);
     }
 
-    fn attention(&self, y: View, lse: View, qkv: View, size: Attention<'_>) {
-        let Some(call) = self.call([y, lse], &[qkv]) else { return };
+    fn attention(&self, y: View, lse: View, qkv: View, kv: Option<View>, size: Attention<'_>) {
+        let Some(call) = self.call([y, lse], &[qkv, or_nothing(kv)]) else { return };
         let [y, lse] = call.write();
-        attention::forward(self.level, y, lse, call.read(qkv), &size);
+        let kv = kv.map(|kv| call.read(kv));
+        attention::forward(self.level, y, lse, call.read(qkv), kv, &size);
     }
 
     fn remember(&self, y: View, qkv: View, size: Attention<'_>) {
         let Some(call) = self.call([y], &[qkv]) else { return };
         let [y] = call.write();
         past::remember(y, call.read(qkv), &size);
+    }
+
+    fn recall(&self, qkv: View, kv: View, size: Attention<'_>) {
+        let Some(call) = self.call([qkv], &[kv]) else { return };
+        let [qkv] = call.write();
+        past::recall(qkv, call.read(kv), &size);
     }
 
     fn attention_to_past(&self, y: View, qkv: View, past: View, size: Attention<'_>) {
@@ -227,17 +234,22 @@ impl Kernels for CpuKernels<'_> {
         y: View,
         lse: View,
         qkv: View,
+        apart: Option<Apart>,
         size: Attention<'_>,
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
         let delta = scratch.take(size.rows.count() * size.heads);
-        let Some(call) = self.call([dqkv, delta], &[dy, y, lse, qkv]) else { return };
-        let [dqkv, delta] = call.write();
+        let (kv, dkv) = (apart.map(|apart| apart.kv), or_nothing(apart.map(|apart| apart.dkv)));
+        let reads = [dy, y, lse, qkv, or_nothing(kv)];
+        let Some(call) = self.call([dqkv, delta, dkv], &reads) else { return };
+        let [dqkv, delta, dkv] = call.write();
         let dy = call.read(dy);
         attention::delta(self.level, delta, call.read(y), dy, &size);
-        let (lse, qkv) = (call.read(lse), call.read(qkv));
-        attention::backward(self.level, dqkv, &attention::Inputs { dy, lse, qkv, delta }, &size);
+        let (lse, qkv, kv) = (call.read(lse), call.read(qkv), kv.map(|kv| call.read(kv)));
+        let dkv = apart.map(|apart| (dkv, apart.accumulate));
+        let inputs = attention::Inputs { dy, lse, qkv, kv, delta };
+        attention::backward(self.level, dqkv, dkv, &inputs, &size);
     }
 
     fn residual(&self, y: View, a: View, x: View, rows: Rows, dropout: Option<Dropout>) {

@@ -229,7 +229,7 @@ impl Cpu {
         let documents = documents.unwrap_or_default();
         let sequences = first_sequence as usize..first_sequence as usize + rows.sequences;
         let past = data.past.get(sequences).unwrap_or_default();
-        let draw = Draw { seed: self.seed, step: data.trained, first_sequence };
+        let draw = Draw { seed: self.seed, step: data.trained, first_sequence, first_position: 0 };
         let accumulate = gradients.first().map(|one| !one.first);
         let stay = visit::Stay {
             micro: Micro {
@@ -250,6 +250,7 @@ impl Cpu {
             keep: self.keep,
             remembers: !data.memory.is_empty(),
             workspace: self.plan.layout.workspace,
+            carried: self.plan.layout.carried,
         };
         let first_head = self.model.parts.iter().position(Part::is_head);
         if data.goal == Goal::Encode && first_head == Some(visit.layer.0 as usize) {

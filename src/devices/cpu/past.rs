@@ -16,6 +16,12 @@ pub(super) fn remember(y: &mut [f32], qkv: &[f32], size: &Attention<'_>) {
     rows.for_each(|(y, qkv)| y.copy_from_slice(&qkv[size.packed() - size.remembered()..]));
 }
 
+/// The other way: the gradients of keys and values go beside those of their queries.
+pub(super) fn recall(qkv: &mut [f32], kv: &[f32], size: &Attention<'_>) {
+    let rows = qkv.chunks_exact_mut(size.packed()).zip(kv.chunks_exact(size.remembered()));
+    rows.for_each(|(qkv, kv)| qkv[size.packed() - size.remembered()..].copy_from_slice(kv));
+}
+
 /// Attention of each query to its sequence's past and to what came with it, up to itself. y:
 /// (R, H D); qkv: (R, (H + 2K) D); past: (B, P, 2 K D), of which a sequence has its own number.
 pub(super) fn attention(
@@ -111,7 +117,7 @@ mod tests {
                 let last = (0..3).flat_map(|s| &qkv[of(s)..][..new * all.packed()]).copied();
                 let last: Vec<f32> = last.collect();
                 for level in Level::all() {
-                    attention::forward(level, &mut y, &mut lse, &qkv, &all);
+                    attention::forward(level, &mut y, &mut lse, &qkv, None, &all);
                     remember(&mut kv, &qkv, &all);
                     let mut found = vec![f32::NAN; rows.count() * heads * d];
                     attention(level, &mut found, &last, &kv, &few);

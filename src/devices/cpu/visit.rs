@@ -5,8 +5,8 @@ use l2l_actors::schedule::Visit;
 use super::is_backward;
 use super::kernels::CpuKernels;
 use crate::models::{
-    Backward, Draw, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, Scratch,
-    Tile, View, block_len,
+    Backward, Draw, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, STRETCH,
+    Scratch, Tile, View, block_len,
 };
 use crate::simd::Level;
 
@@ -26,6 +26,8 @@ pub(super) struct Stay<'a> {
     /// True when layers tell what they remember behind their output.
     pub(super) remembers: bool,
     pub(super) workspace: View,
+    /// What stretches of a long sequence leave to each other.
+    pub(super) carried: View,
 }
 
 /// Runs it; floats of workspace that were in use at once, at most.
@@ -46,7 +48,7 @@ fn go(
     stay: &Stay<'_>,
 ) -> usize {
     let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
-    let Stay { scale, tells, keep, remembers, workspace, .. } = *stay;
+    let Stay { scale, tells, keep, remembers, workspace, carried, .. } = *stay;
     let scratch = &Scratch::new(workspace);
     match (&model.parts[layer], backward) {
         (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
@@ -57,13 +59,25 @@ fn go(
                 Some(fresh) if remembers => (None, Some(Memory { fresh, past })),
                 kept => (kept.map(|view| (keep, view)), None),
             };
-            layer.forward(kernels, &Forward { micro, weights, x, y, kept, memory, scratch });
+            let pass = Forward { micro, weights, x, y, kept, memory, carried, scratch };
+            layer.forward(kernels, &pass);
         }
         (Part::Stack(layer), true) => {
             let (x, dy) = (reads[0], reads[reads.len() - 1]);
             let kept = (reads.len() == 3).then(|| (keep, reads[1]));
             let dx = writes.first().copied();
-            let pass = Backward { micro, weights, gradient, accumulate, x, kept, dy, dx, scratch };
+            let pass = Backward {
+                micro,
+                weights,
+                gradient,
+                accumulate,
+                x,
+                kept,
+                dy,
+                dx,
+                carried,
+                scratch,
+            };
             layer.backward(kernels, &pass);
         }
         (Part::Classes(classes), false) => {
@@ -120,9 +134,22 @@ fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
     (block.part(0..table), model.shape.masked_head().then(|| block.part(bias..bias + tile.rows)))
 }
 
-/// Floats of workspace that one micro-batch needs, found by walking every layer both ways on a
-/// device without memory.
+/// Floats of workspace that one micro-batch of at most so many positions needs. All at once, those of
+/// a stretch may need more than those of a sequence that is cut.
 pub(crate) fn workspace(
+    model: &Model,
+    sequences: usize,
+    positions: usize,
+    keep: Option<Keep>,
+    trains: bool,
+) -> usize {
+    let lengths = [positions, positions.min(STRETCH)];
+    let needs = lengths.map(|positions| workspace_of(model, sequences, positions, keep, trains));
+    needs[0].max(needs[1])
+}
+
+/// Found by walking every layer both ways on a device without memory.
+fn workspace_of(
     model: &Model,
     sequences: usize,
     positions: usize,
@@ -131,7 +158,7 @@ pub(crate) fn workspace(
 ) -> usize {
     let rows = Rows { sequences, positions };
     let lengths = vec![positions; sequences];
-    let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0 });
+    let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0, first_position: 0 });
     let kinds = vec![0; rows.count()];
     let (documents, past) = (&[], &[]);
     let micro = Micro { rows, lengths: &lengths, kinds: &kinds, documents, past, draw };
@@ -166,6 +193,10 @@ pub(crate) fn workspace(
                 (true, false) => (vec![x, statistics[0]], vec![statistics[1]]),
                 (true, true) => (vec![x, statistics[0], dy], vec![y]),
             };
+            let carried = match part {
+                Part::Stack(layer) => place(layer.carried_len(positions, backward)),
+                _ => place(0),
+            };
             let workspace = place(usize::MAX / 4);
             let stay = Stay {
                 micro,
@@ -179,6 +210,7 @@ pub(crate) fn workspace(
                 keep: keep.unwrap_or(Keep::All),
                 remembers: false,
                 workspace,
+                carried,
             };
             most = most.max(go(model, layer, backward, &kernels, &stay));
         }

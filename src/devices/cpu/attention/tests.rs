@@ -1,0 +1,222 @@
+//! Attention against the plain one, in f64, and in stretches against all at once.
+
+use super::*;
+use crate::devices::cpu::oracle::{close, differences, noise};
+use crate::devices::cpu::past;
+use crate::models::{Document, Dropout, Rows};
+
+/// The masks are the kernel's own; what is done with them is not.
+fn plain(qkv: &[f64], size: &Attention<'_>) -> Vec<f64> {
+    let (t, h, d) = (size.rows.positions, size.heads, size.head_size);
+    let (c, k) = (h * d, size.kv_heads);
+    let mut y = vec![0.0; size.rows.count() * c];
+    for (sequence, head) in (0..size.rows.sequences * h).map(|i| (i / h, i % h)) {
+        let at = |position: usize, which: usize| {
+            let column = [head, h + head / (h / k), h + k + head / (h / k)][which];
+            let from = (sequence * t + position) * (h + 2 * k) * d + column * d;
+            &qkv[from..from + d]
+        };
+        for query in 0..t {
+            let (from, end) = match size.documents.get(sequence * t + query) {
+                Some(document) => (document.from as usize, document.to as usize),
+                None => (0, size.lengths[sequence]),
+            };
+            let end = end.min(if size.causal { query + 1 } else { t });
+            let score = |key| {
+                let products = at(query, 0).iter().zip(at(key, 1)).map(|(q, k)| q * k);
+                products.sum::<f64>() / (d as f64).sqrt()
+            };
+            let first = size.window.map_or(0, |window| (query + 1).saturating_sub(window));
+            let first = first.max(from);
+            let scores: Vec<(usize, f64)> = (first..end).map(|key| (key, score(key))).collect();
+            let total: f64 = scores.iter().map(|(_, score)| score.exp()).sum();
+            for (key, score) in scores {
+                let factor = size.dropout.map_or(1.0, |dropout| {
+                    let row = (head as u32) << 20 | query as u32;
+                    let factors = Row::new(&dropout, sequence, row).factors(key / 4 * 4);
+                    f64::from(factors[key % 4])
+                });
+                for (i, v) in at(key, 2).iter().enumerate() {
+                    let to = (sequence * t + query) * c + head * d + i;
+                    y[to] += factor * score.exp() / total * v;
+                }
+            }
+        }
+    }
+    y
+}
+
+fn check(sequences: usize, t: usize, h: usize, d: usize, causal: bool, p: f32) {
+    check_more(sequences, t, [h, h, d], causal, None, p);
+}
+
+/// Sequences cut into documents of these lengths, again and again.
+fn cut(lengths: &[usize], t: usize, every: &[usize]) -> Vec<Document> {
+    let mut all = Vec::new();
+    for &length in lengths {
+        let (mut at, mut turn) = (0, every.iter().cycle());
+        while at < length {
+            let to = length.min(at + turn.next().expect("it goes round"));
+            // Padding is a part of the last.
+            let rows = if to == length { t - at } else { to - at };
+            all.extend(vec![Document { from: at as u32, to: to as u32 }; rows]);
+            at = to;
+        }
+    }
+    all
+}
+
+fn check_more(
+    sequences: usize,
+    t: usize,
+    [h, kv_heads, d]: [usize; 3],
+    causal: bool,
+    window: Option<usize>,
+    p: f32,
+) {
+    check_documents(sequences, t, [h, kv_heads, d], causal, window, p, &[]);
+}
+
+fn check_documents(
+    sequences: usize,
+    t: usize,
+    [h, kv_heads, d]: [usize; 3],
+    causal: bool,
+    window: Option<usize>,
+    p: f32,
+    every: &[usize],
+) {
+    let lengths: Vec<usize> = (0..sequences).map(|b| t - (b * 3) % t).collect();
+    let documents = if every.is_empty() { Vec::new() } else { cut(&lengths, t, every) };
+    let dropout =
+        Dropout { probability: p, seed: 1, step: 2, site: 3, first_sequence: 4, first_position: 0 };
+    let size = Attention {
+        rows: Rows { sequences, positions: t },
+        heads: h,
+        kv_heads,
+        head_size: d,
+        causal,
+        window,
+        lengths: &lengths,
+        documents: &documents,
+        past: &[],
+        dropout: (p > 0.0).then_some(dropout),
+    };
+    let (r, c) = (sequences * t, h * d);
+    let (qkv, dy) = (noise(r * size.packed(), 1), noise(r * c, 2));
+    for level in Level::all() {
+        let (mut y, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
+        forward(level, &mut y, &mut lse, &qkv.narrow, None, &size);
+        close(&y, &plain(&qkv.wide, &size), 1e-5);
+        let mut sums = vec![f32::NAN; r * h];
+        delta(level, &mut sums, &y, &dy.narrow, &size);
+        let mut dqkv = vec![f32::NAN; r * size.packed()];
+        let (dy_all, qkv_all) = (&dy.narrow, &qkv.narrow);
+        let inputs = Inputs { dy: dy_all, lse: &lse, qkv: qkv_all, kv: None, delta: &sums };
+        backward(level, &mut dqkv, None, &inputs, &size);
+        if r * c < 400 {
+            let loss = |qkv: &[f64]| {
+                plain(qkv, &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
+            };
+            close(&dqkv, &differences(&qkv.wide, loss), 1e-4);
+        }
+        assert!(dqkv.iter().all(|value| value.is_finite()));
+        if causal {
+            check_stretches(level, [&y, &dqkv], [&qkv.narrow, &dy.narrow], &size);
+        }
+    }
+}
+
+/// A tile of queries at a time, keys and values apart, from the end: what all at once gives.
+fn check_stretches(
+    level: Level,
+    [y, dqkv]: [&[f32]; 2],
+    [qkv, dy]: [&[f32]; 2],
+    size: &Attention<'_>,
+) {
+    let (t, h, c) = (size.rows.positions, size.heads, size.heads * size.head_size);
+    let (packed, width) = (size.packed(), size.remembered());
+    for sequence in 0..size.rows.sequences {
+        let of = |x: &[f32], width: usize| x[sequence * t * width..][..t * width].to_vec();
+        let (y, dqkv, qkv, dy) = (of(y, c), of(dqkv, packed), of(qkv, packed), of(dy, c));
+        let mut kv = vec![0.0; t * width];
+        past::remember(&mut kv, &qkv, size);
+        let mut dkv = vec![f32::NAN; t * width];
+        for from in (0..t).step_by(TILE).rev() {
+            let to = t.min(from + TILE);
+            let rows = Rows { sequences: 1, positions: to - from };
+            let documents = size.documents.get(sequence * t..sequence * t + to);
+            let dropout = size.dropout.map(|dropout| Dropout {
+                first_sequence: dropout.first_sequence + sequence as u32,
+                first_position: from as u32,
+                ..dropout
+            });
+            let few = Attention {
+                rows,
+                lengths: &size.lengths[sequence..=sequence],
+                documents: documents.unwrap_or_default(),
+                past: &[from],
+                dropout,
+                ..*size
+            };
+            let r = rows.positions;
+            let (qkv, dy) = (&qkv[from * packed..to * packed], &dy[from * c..to * c]);
+            let (mut found, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
+            let before = Some(&kv[..to * width]);
+            forward(level, &mut found, &mut lse, qkv, before, &few);
+            assert_eq!(found, y[from * c..to * c], "{from}");
+            let mut sums = vec![f32::NAN; r * h];
+            delta(level, &mut sums, &found, dy, &few);
+            let inputs = Inputs { dy, lse: &lse, qkv, kv: before, delta: &sums };
+            let mut dq = vec![f32::NAN; r * packed];
+            let dkv = &mut dkv[..to * width];
+            backward(level, &mut dq, Some((dkv, to < t)), &inputs, &few);
+            past::recall(&mut dq, &dkv[from * width..], &few);
+            let expected: Vec<f64> =
+                dqkv[from * packed..to * packed].iter().map(|d| f64::from(*d)).collect();
+            close(&dq, &expected, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn forward_and_backward_are_the_plain_ones() {
+    for causal in [true, false] {
+        for p in [0.0, 0.2] {
+            check(1, 1, 1, 8, causal, p);
+            check(3, 5, 2, 3, causal, p);
+            check(1, 67, 1, 5, causal, p);
+            check(2, 130, 2, 13, causal, p);
+        }
+    }
+}
+
+#[test]
+fn shared_keys_and_windows_are_the_plain_ones() {
+    for (t, heads) in [(5, [4, 2, 3]), (5, [3, 1, 2]), (70, [2, 1, 2])] {
+        check_more(2, t, heads, true, None, 0.2);
+        for window in [1, 2, 3, 65, 100] {
+            check_more(2, t, heads, true, Some(window), 0.0);
+        }
+    }
+    check_more(1, 200, [2, 1, 5], true, Some(40), 0.0);
+    check_more(2, 5, [4, 2, 3], false, None, 0.0);
+}
+
+#[test]
+fn documents_see_themselves_alone() {
+    for causal in [true, false] {
+        check_documents(2, 6, [2, 1, 3], causal, None, 0.0, &[2, 1]);
+        check_documents(2, 7, [1, 1, 4], causal, None, 0.2, &[3]);
+        check_documents(2, 200, [1, 1, 3], causal, None, 0.0, &[70, 3, 64, 1]);
+    }
+    check_documents(2, 8, [2, 2, 2], true, Some(2), 0.0, &[3, 5]);
+    check_documents(1, 150, [1, 1, 3], true, Some(20), 0.0, &[70, 30]);
+}
+
+#[test]
+fn heads_of_every_size_work() {
+    for d in [8, 63, 64, 65, 127, 128, 256] {
+        check(2, 70, 1, d, true, 0.0);
+    }
+}

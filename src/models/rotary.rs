@@ -1,0 +1,57 @@
+//! Positions by rotation: how fast each pair of channels turns.
+
+/// Positions by rotation of pairs of channels (Su et al. 2021).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rotary {
+    /// The slowest pair's period, about.
+    pub theta: f32,
+    /// What was changed for longer sequences.
+    pub scaling: RotaryScaling,
+}
+
+/// How [`Rotary`] is stretched.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RotaryScaling {
+    /// Not.
+    None,
+    /// All frequencies are divided.
+    Linear(f32),
+    /// Low ones are divided, high ones are not, and those between are in between (Llama 3.1).
+    Llama3 {
+        /// By how much.
+        factor: f32,
+        /// Periods above `positions ÷ low` are low.
+        low: f32,
+        /// Periods below `positions ÷ high` are high.
+        high: f32,
+        /// Positions that the model was first trained with.
+        positions: usize,
+    },
+}
+
+impl Rotary {
+    /// The frequency of each pair of a head of this size, as transformers computes it.
+    pub fn frequencies(&self, head_size: usize) -> impl Iterator<Item = f32> {
+        let rotary = *self;
+        (0..head_size / 2).map(move |pair| {
+            let power = (2 * pair) as f32 / head_size as f32;
+            let frequency = (1.0 / f64::from(rotary.theta).powf(f64::from(power))) as f32;
+            match rotary.scaling {
+                RotaryScaling::None => frequency,
+                RotaryScaling::Linear(factor) => frequency / factor,
+                RotaryScaling::Llama3 { factor, low, high, positions } => {
+                    let period = 2.0 * std::f32::consts::PI / frequency;
+                    let positions = positions as f32;
+                    if period < positions / high {
+                        frequency
+                    } else if period > positions / low {
+                        frequency / factor
+                    } else {
+                        let smooth = (positions / period - low) / (high - low);
+                        (1.0 - smooth) * frequency / factor + smooth * frequency
+                    }
+                }
+            }
+        })
+    }
+}
