@@ -1,11 +1,12 @@
 //! What this machine has: memory as the system tells it, and rates as they are measured.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Instant;
 use std::{fs, io};
 
-use crate::devices::cpu;
+use crate::devices::{self, cpu};
 use crate::eps;
+use crate::error::Error;
 
 /// Bytes that a line of one of the system's tables says.
 fn kibibytes(file: &str, label: &str) -> Option<u64> {
@@ -195,4 +196,42 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, crate::Error> {
         best = best.min(begin.elapsed().as_secs_f64());
     }
     Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
+}
+
+/// A library of CUDA's, and what it was found to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Library {
+    /// Its file's name without version.
+    pub name: &'static str,
+    /// The file that was loaded, where the system tells.
+    pub path: Option<PathBuf>,
+    /// Its version; `None`: it is not there, or cannot be loaded.
+    pub version: Option<(u32, u32)>,
+    /// What to do where it is not there.
+    pub install: &'static str,
+}
+
+/// A GPU, as the driver tells it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its name.
+    pub name: String,
+    /// Its architecture: 90 of 9.0.
+    pub architecture: u32,
+    /// Bytes of memory.
+    pub memory: u64,
+}
+
+/// The libraries that a CUDA device needs, looked for on the loader's path, then in a folder: the driver
+/// first. None: this program was built without.
+pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
+    devices::cuda_libraries(folder)
+}
+
+/// The GPUs that the driver tells of; none where there is no driver.
+///
+/// # Errors
+/// The driver's.
+pub fn gpus() -> Result<Vec<Gpu>, Error> {
+    devices::gpus().map_err(Error::failed)
 }

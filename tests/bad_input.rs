@@ -174,7 +174,12 @@ fn what_contradicts_itself() {
         ("data.validation_split = 1.5", "data.validation_split must be in [0, 1)"),
         ("step.batch = 99999999999999999999", "line 1"),
         ("step.seed = 1.5", "line 1: step.seed: invalid type: floating point `1.5`"),
-        ("device.kind = \"cuda\"", "device.kind: unknown variant `cuda`, expected `cpu`"),
+        ("device.kind = \"gpu\"", "device.kind: unknown variant `gpu`, expected `cpu` or `cuda`"),
+        (
+            "device = { kind = \"cuda\", link = \"1GB/s\" }",
+            "device.link is emulated on the CPU alone",
+        ),
+        ("device.kind = \"cuda\"\nstash.place = \"device\"", "line 2: stash.place is the host"),
     ] {
         refused(&folder, config, &[says]);
     }

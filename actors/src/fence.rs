@@ -4,6 +4,9 @@
 //! is queued; an operation can therefore wait only on earlier ones, and no set of waits is
 //! circular. A fence is reached once. One whose operation fails is never reached: the failure
 //! trips the kill switch, which ends every wait.
+//!
+//! A device with queues of its own may be handed an operation before those that it waits on are
+//! done, if they were handed over too: it keeps the order itself. An operation that was is *issued*.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,12 +28,18 @@ pub struct Done {
 #[derive(Clone, Debug)]
 pub struct Fence {
     operation: u64,
-    done: Arc<SetOnce<Done>>,
+    state: Arc<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    issued: SetOnce<()>,
+    done: SetOnce<Done>,
 }
 
 impl Fence {
     pub(crate) fn new(operation: u64) -> Fence {
-        Fence { operation, done: Arc::new(SetOnce::new()) }
+        Fence { operation, state: Arc::default() }
     }
 
     /// The number of its operation, unique in its relay.
@@ -39,16 +48,26 @@ impl Fence {
     }
 
     pub(crate) fn reach(&self, done: Done) {
-        self.done.set(done).expect("a fence is reached once");
+        self.issue();
+        self.state.done.set(done).expect("a fence is reached once");
+    }
+
+    pub(crate) fn issue(&self) {
+        _ = self.state.issued.set(()); // or it was before it was done
+    }
+
+    /// Waits until the operation is in a device's hands, or done.
+    pub(crate) async fn issued(&self) {
+        self.state.issued.wait().await;
     }
 
     /// What the operation reported, if it is done.
     pub fn reached(&self) -> Option<Done> {
-        self.done.get().copied()
+        self.state.done.get().copied()
     }
 
     /// Waits for the operation; for ever, if it failed.
     pub async fn wait(&self) -> Done {
-        *self.done.wait().await
+        *self.state.done.wait().await
     }
 }

@@ -360,11 +360,31 @@ impl Operation {
 
     /// Waits until the work may begin. False: it is cancelled; drop the operation.
     pub async fn ready(&self) -> bool {
-        let all = async {
+        self.unless_cancelled(async {
             for fence in &self.order.waits {
                 fence.wait().await;
             }
-        };
+        })
+        .await
+    }
+
+    /// Waits until the work may be handed to a device that keeps the order itself: all it waits on is
+    /// done, or was [issued](Operation::issued). False: as [`ready`](Operation::ready).
+    pub async fn issuable(&self) -> bool {
+        self.unless_cancelled(async {
+            for fence in &self.order.waits {
+                fence.issued().await;
+            }
+        })
+        .await
+    }
+
+    /// Says that the work is in a device's hands, and that others that wait on it may be, too.
+    pub fn issued(&self) {
+        self.fence.issue();
+    }
+
+    async fn unless_cancelled(&self, all: impl Future<Output = ()>) -> bool {
         if self.order.commits {
             all.await;
             return true;

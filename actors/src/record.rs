@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::cause::ActorName;
+use crate::fence::Done;
 use crate::ports::{Lane, Operation, Work};
 use crate::schedule::{LayerId, Phase, Version};
 
@@ -43,6 +44,15 @@ pub(crate) struct Scribe {
 }
 
 impl Scribe {
+    /// What a device told of the lane's next operation, not before what it came behind: a device's clock
+    /// rounds.
+    pub(crate) fn in_order(&self, operation: &Operation, done: Done) -> Done {
+        let waits = operation.waits().iter().filter_map(|fence| fence.reached());
+        let ends = waits.map(|done| done.end).chain(self.last.map(|(end, _)| end));
+        let begin = ends.fold(done.begin, Duration::max);
+        Done { begin, end: done.end.max(begin), ..done }
+    }
+
     /// The record of the lane's next operation.
     pub(crate) fn record(
         &mut self,

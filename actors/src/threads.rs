@@ -3,6 +3,9 @@
 //! A device implements [`Hands`], one function that does what an operation says, and gets lanes
 //! with order, fences, panics and cancellation seen to. A thread that waits for a fence of
 //! another lane is parked, not spinning, and wakes for the kill switch too.
+//!
+//! A device with queues of its own takes the operations of its lanes as soon as those that they wait
+//! on were taken, and a second thread a lane waits for what it took.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,6 +23,12 @@ use crate::fence::Done;
 use crate::ports::{Lane, Lanes, Operation, Ports, Step, Trouble};
 use crate::record::{Record, Scribe};
 
+/// Waits for work that a device took, and says how it went, in the lanes' time.
+pub type Pending = Box<dyn FnOnce() -> Result<Done, Trouble> + Send>;
+
+/// Operations that a lane's device has taken and not ended, beside the one that is waited for.
+const TAKEN: usize = 2;
+
 /// What does the work. Called by six threads at once, each with its lane's operations.
 pub trait Hands: Send + Sync + 'static {
     /// See [`Ports::Batch`].
@@ -34,6 +43,21 @@ pub trait Hands: Send + Sync + 'static {
     /// # Errors
     /// Whatever went wrong; it ends the ring.
     fn perform(&self, operation: &Operation) -> Result<f64, Trouble>;
+
+    /// Whether a lane's operations are taken by a device, which keeps their order: then they are
+    /// [issued](Hands::issue), and not performed.
+    fn issues(&self, lane: Lane) -> bool {
+        _ = lane;
+        false
+    }
+
+    /// Hands the work to the device, behind all that the operation waits on. It is `now`.
+    ///
+    /// # Errors
+    /// Whatever went wrong; it ends the ring.
+    fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, Trouble> {
+        unreachable!("{} of {now:?} is performed", operation.work())
+    }
 
     /// Hears of each operation that ended well, on its lane, before anyone who waits for it.
     fn done(&self, operation: &Operation, record: Record) {
@@ -61,15 +85,33 @@ impl<H: Hands> ThreadLanes<H> {
         let mut queues = Vec::new();
         for lane in Lane::ALL {
             let (queue, operations) = flume::unbounded::<Operation>();
-            let (hands, here) = (hands.clone(), Alive::new(&alive));
-            let named = thread::Builder::new().name(format!("l2l-{}", lane.name()));
-            named.spawn(move || {
-                let _here = here;
-                let mut scribe = Scribe::default();
-                for operation in operations.iter() {
-                    run(&*hands, operation, origin, &mut scribe);
-                }
-            })?;
+            let named = |what: &str| thread::Builder::new().name(format!("l2l-{what}"));
+            let (worker, here) = (hands.clone(), Alive::new(&alive));
+            if !hands.issues(lane) {
+                named(lane.name()).spawn(move || {
+                    let _here = here;
+                    let mut scribe = Scribe::default();
+                    for operation in operations.iter() {
+                        run(&*worker, operation, origin, &mut scribe);
+                    }
+                })?;
+            } else {
+                let (taken, waited) = flume::bounded(TAKEN);
+                named(lane.name()).spawn(move || {
+                    let _here = here;
+                    for operation in operations.iter() {
+                        issue(&*worker, operation, origin, &taken);
+                    }
+                })?;
+                let (worker, here) = (hands.clone(), Alive::new(&alive));
+                named(&format!("{}-end", lane.name())).spawn(move || {
+                    let _here = here;
+                    let mut scribe = Scribe::default();
+                    for (operation, pending) in waited.iter() {
+                        end(&*worker, operation, pending, &mut scribe);
+                    }
+                })?;
+            }
             queues.push(queue);
         }
         Ok(ThreadLanes { hands, origin, queues: Mutex::new(Some(queues)), alive })
@@ -95,6 +137,45 @@ fn run<H: Hands>(hands: &H, operation: Operation, origin: Instant, scribe: &mut 
     }
     operation.finish(match performed {
         Ok(Ok(value)) => Ok(Done { begin, end, value }),
+        Ok(Err(trouble)) => Err(Problem::Error(trouble)),
+        Err(payload) => Err(Problem::of_panic(&*payload)),
+    });
+}
+
+/// Hands one operation to the device, or drops it when the ring is ending.
+fn issue<H: Hands>(
+    hands: &H,
+    operation: Operation,
+    origin: Instant,
+    taken: &flume::Sender<(Operation, Pending)>,
+) {
+    if !block_on(operation.issuable()) {
+        return;
+    }
+    operation.begun();
+    match catch_unwind(AssertUnwindSafe(|| hands.issue(&operation, origin.elapsed()))) {
+        Ok(Ok(pending)) => {
+            operation.issued();
+            _ = taken.send((operation, pending)); // a thread that is gone drops it
+        }
+        Ok(Err(trouble)) => operation.finish(Err(Problem::Error(trouble))),
+        Err(payload) => operation.finish(Err(Problem::of_panic(&*payload))),
+    }
+}
+
+/// Waits for one operation that the device took.
+fn end<H: Hands>(hands: &H, operation: Operation, pending: Pending, scribe: &mut Scribe) {
+    let ended = catch_unwind(AssertUnwindSafe(pending));
+    // What it waited on is done, too, and is told so before.
+    if matches!(ended, Ok(Ok(_))) && !block_on(operation.ready()) {
+        return;
+    }
+    let ended = ended.map(|ended| ended.map(|done| scribe.in_order(&operation, done)));
+    if let Ok(Ok(Done { begin, end, .. })) = ended {
+        hands.done(&operation, scribe.record(&operation, begin, end));
+    }
+    operation.finish(match ended {
+        Ok(Ok(done)) => Ok(done),
         Ok(Err(trouble)) => Err(Problem::Error(trouble)),
         Err(payload) => Err(Problem::of_panic(&*payload)),
     });

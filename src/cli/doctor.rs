@@ -1,30 +1,32 @@
 //! `l2l doctor`: what this machine has for training.
 
-use std::fs;
-use std::path::{Path, PathBuf};
-
 use l2l::config::{ByteSize, Format};
 use l2l::{Error, machine};
 use serde_json::{Value, json};
 
-use super::print;
+use super::{Common, print};
 
-/// Libraries of a CUDA device, without version, and what each is for.
-const LIBRARIES: [(&str, &str); 4] = [
-    ("libcuda.so", "the driver: install NVIDIA's"),
-    ("libnvrtc.so", "kernels: install CUDA's nvrtc"),
-    ("libcublas.so", "products: install CUDA's cublas"),
-    ("libcublasLt.so", "products: install CUDA's cublas"),
-];
-
-pub(super) fn doctor(format: Format) -> Result<(), Error> {
+pub(super) fn doctor(common: &Common) -> Result<(), Error> {
+    let (config, _) = common.read(None, None)?;
+    let format = config.log.format;
     let threads = machine::cores();
     let product = machine::product_flops_per_second(threads)?;
     let stream = machine::stream_bytes_per_second(threads)?;
     let disk = machine::disk_bytes_per_second(&std::env::temp_dir());
-    let found = LIBRARIES.map(|(name, purpose)| (name, purpose, find(name)));
+    let found = machine::cuda_libraries(config.device.cuda_libraries.as_deref());
+    let gpus = machine::gpus();
     if format == Format::Json {
-        let cuda = found.iter().map(|(name, _, path)| (name.to_string(), json!(path)));
+        let cuda = found.iter().map(|one| {
+            let version = one.version.map(|(major, minor)| format!("{major}.{minor}"));
+            (one.name.to_string(), json!({ "path": one.path, "version": version }))
+        });
+        let gpus = gpus.as_deref().unwrap_or_default().iter().map(|gpu| {
+            json!({
+                "name": gpu.name,
+                "architecture": gpu.architecture,
+                "memory_bytes": gpu.memory,
+            })
+        });
         print(json!({
             "event": "doctor",
             "cores": threads,
@@ -36,6 +38,7 @@ pub(super) fn doctor(format: Format) -> Result<(), Error> {
             "disk_write_bytes_per_second": disk.as_ref().ok().map(|(write, _)| write),
             "disk_read_bytes_per_second": disk.as_ref().ok().map(|(_, read)| read),
             "cuda_libraries": cuda.collect::<serde_json::Map<String, Value>>(),
+            "gpus": gpus.collect::<Vec<Value>>(),
         }));
         return Ok(());
     }
@@ -59,33 +62,31 @@ pub(super) fn doctor(format: Format) -> Result<(), Error> {
         }
         Err(error) => line("disk", format!("not measured: {error}")),
     }
-    for (name, purpose, path) in found {
-        match path {
-            Some(path) => line(name, path.display().to_string()),
-            None => line(name, format!("not found ({purpose})")),
-        }
+    for machine::Library { name, path, version, install } in &found {
+        let place = path.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
+        line(
+            name,
+            match version {
+                Some((major, minor)) => format!("{major}.{minor} {place}"),
+                None => format!("not found: {install}"),
+            },
+        );
     }
-    line("cuda", "this program has no CUDA device yet".into());
+    match gpus {
+        Ok(gpus) if gpus.is_empty() && found.is_empty() => {
+            line("cuda", "this program was built without it".into());
+        }
+        Ok(gpus) if gpus.is_empty() => line("cuda", "no device".into()),
+        Ok(gpus) => {
+            for (ordinal, machine::Gpu { name, architecture, memory }) in gpus.iter().enumerate() {
+                let memory = ByteSize::from(*memory);
+                line(
+                    &format!("cuda device {ordinal}"),
+                    format!("{name}, sm_{architecture}, {memory}"),
+                );
+            }
+        }
+        Err(error) => line("cuda", error.to_string()),
+    }
     Ok(())
-}
-
-/// A library of this name, in any version, where loaders look.
-fn find(name: &str) -> Option<PathBuf> {
-    let listed = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    let usual = [
-        "/usr/lib/x86_64-linux-gnu",
-        "/usr/lib/aarch64-linux-gnu",
-        "/usr/lib64",
-        "/usr/lib",
-        "/usr/local/cuda/lib64",
-        "/usr/local/lib",
-    ];
-    let usual = usual.iter().map(|folder| Path::new(folder).to_path_buf());
-    std::env::split_paths(&listed).chain(usual).find_map(|folder| {
-        let files = fs::read_dir(folder).ok()?;
-        files.flatten().map(|file| file.path()).find(|path| {
-            let file = path.file_name().and_then(|file| file.to_str()).unwrap_or_default();
-            file.strip_prefix(name).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
-        })
-    })
 }

@@ -61,7 +61,7 @@ enum Command {
     /// Writes a run's model, or the one a config loads, to a directory for other tools.
     Export(Export),
     /// Says what this machine has.
-    Doctor(Doctor),
+    Doctor(Common),
     /// Shows the config as it is resolved, its schema, or the reference of its keys.
     Config(ConfigArguments),
     /// Prints a completion script for a shell.
@@ -230,13 +230,6 @@ struct Export {
 }
 
 #[derive(Args)]
-struct Doctor {
-    /// What is printed.
-    #[arg(long, value_enum, default_value_t = Format::Pretty)]
-    format: Format,
-}
-
-#[derive(Args)]
 struct ConfigArguments {
     #[command(subcommand)]
     what: What,
@@ -272,7 +265,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Dashboards { to } => dashboards::write(&to)?,
         Command::Bench(common) => return bench::bench(&common),
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
-        Command::Doctor(doctor) => doctor::doctor(doctor.format)?,
+        Command::Doctor(common) => doctor::doctor(&common)?,
         Command::Config(ConfigArguments { what }) => match what {
             What::Show(common) => {
                 let (config, _) = common.read(None, None)?;

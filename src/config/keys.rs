@@ -220,6 +220,14 @@ pub enum RateSchedule {
 pub struct DeviceConfig {
     /// Where layers are computed.
     pub kind: DeviceKind,
+    /// Which of several GPUs, as the driver counts them.
+    pub ordinal: usize,
+    /// A folder with CUDA's libraries, where they are not on the loader's path: that of the wheels
+    /// `nvidia-cuda-nvrtc` and `nvidia-cublas`, say. It is searched with the folders in it.
+    pub cuda_libraries: Option<PathBuf>,
+    /// A folder where compiled kernels are kept from run to run; the command line has one in the user's
+    /// cache.
+    pub kernel_cache: Option<PathBuf>,
     /// A ceiling of the device's memory, in bytes or with a unit (`12GiB`); a plan above it is
     /// refused. `auto`: what the plan needs.
     pub memory: ByteSize,
@@ -239,6 +247,8 @@ pub enum DeviceKind {
     /// The host's processor.
     #[default]
     Cpu,
+    /// An NVIDIA GPU; what it needs is loaded when it is asked for (`l2l doctor` says what is missing).
+    Cuda,
 }
 
 /// What tensors on the device are made of.

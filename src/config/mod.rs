@@ -120,7 +120,23 @@ impl Config {
             }
         }
         let ValidationConfig { every_steps, patience, .. } = self.validation;
+        let on_cuda = self.device.kind == DeviceKind::Cuda;
         let contradictions = [
+            (
+                on_cuda && self.device.link.is_some(),
+                "device.link",
+                "is emulated on the CPU alone: leave it out, or set device.kind = \"cpu\"",
+            ),
+            (
+                on_cuda && self.stash.place == StashPlace::Device,
+                "stash.place",
+                "is the host with device.kind = \"cuda\": set \"host\"",
+            ),
+            (
+                on_cuda && self.stash.dtype == StashDtype::Bf16,
+                "stash.dtype",
+                "is f32 with device.kind = \"cuda\", as the device's: set \"f32\"",
+            ),
             (
                 self.model.path.is_some() && self.model.preset.is_some(),
                 "model.preset",

@@ -7,10 +7,10 @@ use l2l_actors::schedule::{self, BlockId, Capacities, Pools, Schedule};
 
 use super::walk::{Purpose, Walk, schedule_of};
 use super::{ByteSize, ChannelsConfig, Config, EpsTier, StashPlace};
-use crate::devices::cpu;
+use crate::devices;
 use crate::eps::part_floats;
 use crate::error::Error;
-use crate::models::{Model, Part, Tensor, View, block_len};
+use crate::models::{Model, Part, Rows, Tensor, View, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
 
@@ -37,6 +37,8 @@ pub(crate) struct Layout {
     /// Keys, values and their gradients that stretches of a long sequence leave to each other.
     pub(crate) carried: View,
     pub(crate) workspace: View,
+    /// What a micro-batch is, where a device's kernels read it.
+    pub(crate) notes: View,
     /// The stash, if it is on the device.
     pub(crate) stash: usize,
     pub(crate) end: usize,
@@ -204,12 +206,17 @@ impl Plan {
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);
         let keep = config.schedule.recompute.keep();
-        let workspace = cpu::workspace(model, largest, positions, keep, trains);
+        let workspace = {
+            let kernels = devices::kernels_to_plan(config);
+            devices::workspace(&*kernels, model, largest, positions, keep, trains)
+        };
         let carried = model.parts.iter().map(|part| match part {
             Part::Stack(layer) => layer.carried_len(positions, trains),
             _ => 0,
         });
         let carried = carried.max().unwrap_or(0).next_multiple_of(16);
+        let rows = Rows { sequences: largest, positions };
+        let notes = devices::notes(config, rows).next_multiple_of(16);
         let memory_floats = memory.map_or(0, |memory| memory.floats().next_multiple_of(16));
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let place_in = |end: &mut usize, floats: usize| {
@@ -236,6 +243,7 @@ impl Plan {
             outputs: place(pools.outputs as usize * boundary),
             carried: View { at: place(carried), len: carried },
             workspace: View { at: place(workspace), len: workspace },
+            notes: View { at: place(notes), len: notes },
             stash: place(if stash_on_device { in_stash } else { 0 }),
             end: 0,
             host_block,
@@ -265,6 +273,9 @@ impl Plan {
             term("workspace", workspace),
             term("stash", on(true, stash_floats)),
         ];
+        if notes > 0 {
+            device.push(term("notes", notes));
+        }
         let (masters, moments) = (blocks, states.unwrap_or(0) * blocks);
         let landing = term("landing", reduced as usize * host_block);
         let stash = term("stash", on(false, stash_floats));

@@ -1,7 +1,7 @@
 //! The shape of the model that a config names.
 
 use super::{Config, Labels, Task};
-use crate::devices::cpu::HEAD_LIMIT;
+use crate::devices::HEAD_LIMIT;
 use crate::error::Error;
 use crate::hf;
 use crate::models::{Dropouts, Head, Shape, families};

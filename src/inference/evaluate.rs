@@ -4,7 +4,7 @@ use super::Rest;
 use super::quality::{Agreement, Confusion, Quality};
 use crate::config::{Config, Plan, Purpose, shape_of};
 use crate::data::Batch;
-use crate::devices::cpu::Goal;
+use crate::devices::Goal;
 use crate::error::Error;
 use crate::models::{Head, Model};
 

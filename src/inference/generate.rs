@@ -8,7 +8,7 @@
 use super::{Dice, Rest, Sampling};
 use crate::config::{Config, Plan, Purpose, shape_of};
 use crate::data::Batch;
-use crate::devices::cpu::{Goal, Remembered};
+use crate::devices::{Goal, Remembered};
 use crate::error::Error;
 use crate::models::{Head, Model};
 

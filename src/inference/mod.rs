@@ -20,7 +20,7 @@ pub use sampling::Sampling;
 
 use crate::config::{Config, EpsTier, ModelConfig, Plan, Purpose, Walk};
 use crate::data::Batch;
-use crate::devices::cpu::{Cpu, Goal, Remembered, Turn};
+use crate::devices::{Goal, Remembered, Turn, Worker};
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::hf;
@@ -32,8 +32,8 @@ struct Rest {
     config: Config,
     model: Arc<Model>,
     plan: Arc<Plan>,
-    relay: Relay<ThreadLanes<Cpu>>,
-    lanes: Arc<ThreadLanes<Cpu>>,
+    relay: Relay<ThreadLanes<Worker>>,
+    lanes: Arc<ThreadLanes<Worker>>,
     walked: Option<Walked>,
 }
 
@@ -64,12 +64,13 @@ impl Rest {
             }
             None => Eps::in_memory(&model, 0, |_| false),
         };
-        let cpu = Cpu::new(&config, model.clone(), plan.clone(), rule, rate, eps, Vec::new())?;
-        cpu.eps().randomise(config.step.seed)?;
+        let worker =
+            Worker::new(&config, model.clone(), plan.clone(), rule, rate, eps, Vec::new())?;
+        worker.eps().randomise(config.step.seed)?;
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
-            hf::load(path, &model, cpu.eps(), false)?;
+            hf::load(path, &model, worker.eps(), false)?;
         }
-        let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
+        let Ring { relay, lanes } = start_ring(&config, &model, &plan, worker)?;
         Ok(Rest { config, model, plan, relay, lanes, walked: None })
     }
 

@@ -140,7 +140,7 @@ impl Layer for Stem {
             k.add_positions_backward(whole, dx, micro.places(), accumulate);
         }
         if let Some(kinds) = d.kinds {
-            k.add_types_backward(kinds, dx, micro.kinds, accumulate);
+            k.add_types_backward(kinds, dx, micro.kinds, accumulate, scratch);
         }
     }
 }

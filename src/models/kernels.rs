@@ -388,7 +388,14 @@ pub trait Kernels {
     fn add_types(&self, y: View, w: View, kinds: &[u8]);
 
     /// dw (+)= Σ over rows of each kind of dy, in order.
-    fn add_types_backward(&self, dw: View, dy: View, kinds: &[u8], accumulate: bool);
+    fn add_types_backward(
+        &self,
+        dw: View,
+        dy: View,
+        kinds: &[u8],
+        accumulate: bool,
+        scratch: &Scratch<'_>,
+    );
 
     /// y = x + w by position. w: (positions of the model, C).
     fn add_positions(&self, y: View, x: View, w: View, places: Places<'_>);

@@ -11,6 +11,11 @@ pub trait Loss: Send + Sync {
 
     /// Its derivatives by `lse` and by `target`.
     fn slopes(&self, lse: f32, target: f32) -> [f32; 2];
+
+    /// Whether it is [`CrossEntropy`], which devices other than the CPU know.
+    fn is_cross_entropy(&self) -> bool {
+        false
+    }
 }
 
 /// −log p of the target.
@@ -24,5 +29,9 @@ impl Loss for CrossEntropy {
 
     fn slopes(&self, _lse: f32, _target: f32) -> [f32; 2] {
         [1.0, -1.0]
+    }
+
+    fn is_cross_entropy(&self) -> bool {
+        true
     }
 }

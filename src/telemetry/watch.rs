@@ -10,7 +10,7 @@ use super::ledger::Ledger;
 use super::story::{FAULTS, Story, unix_seconds};
 use super::{Point, Slice, State, Tally, WaitCause};
 use crate::config::Plan;
-use crate::devices::cpu::Used;
+use crate::devices::Used;
 
 /// Watches a run, also while somebody else drives it, and after its end.
 #[derive(Clone)]
@@ -259,6 +259,7 @@ impl Watch {
             "weights" | "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
             "inputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
             "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary + layout.carried.len,
+            "notes" => layout.notes.len,
             _ if plan.stash_on_device => plan.stash_floats,
             _ => 0,
         };

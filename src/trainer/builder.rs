@@ -12,7 +12,7 @@ use l2l_actors::{Config as RingConfig, Relay};
 use super::Trainer;
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Config, EpsTier, Labels, Plan, shape_of};
-use crate::devices::cpu::Cpu;
+use crate::devices::Worker;
 use crate::eps::{self, Eps, FileTier, Folder, Found};
 use crate::error::Error;
 use crate::hf;
@@ -150,22 +150,22 @@ impl Builder {
         };
         let checked = resume.as_deref().map(|from| checkpoint::check(from, run)).transpose()?;
         let (eps, found) = open_eps(&config, &model, &plan, &resume, goes_on, is_trial)?;
-        let cpu =
-            Cpu::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
+        let worker =
+            Worker::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
         match (found, checked, &config.model.path) {
             (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
-            (None, Some(checked), _) => progress = checkpoint::read(checked, run, cpu.eps())?,
+            (None, Some(checked), _) => progress = checkpoint::read(checked, run, worker.eps())?,
             (None, None, Some(path)) if !config.model.random_weights => {
-                cpu.eps().randomise(config.step.seed)?; // what the file has not
-                hf::load(path, &model, cpu.eps(), true)?;
+                worker.eps().randomise(config.step.seed)?; // what the file has not
+                hf::load(path, &model, worker.eps(), true)?;
             }
-            (None, None, _) => cpu.eps().randomise(config.step.seed)?,
+            (None, None, _) => worker.eps().randomise(config.step.seed)?,
         }
-        if let Some(file) = cpu.eps().file() {
+        if let Some(file) = worker.eps().file() {
             file.remember(checkpoint::remembered(run, &progress));
             file.seal(progress.step).map_err(Error::failed)?;
         }
-        let Ring { relay, lanes } = start_ring(&config, &model, &plan, cpu)?;
+        let Ring { relay, lanes } = start_ring(&config, &model, &plan, worker)?;
         let now = Instant::now();
         let mut story = Story::new(learning_rate.steps);
         story.resumed = progress.step;
@@ -269,8 +269,8 @@ fn layers(model: &Model) -> Vec<(bool, bool)> {
 
 /// Actors, and the lanes that they queue on.
 pub(crate) struct Ring {
-    pub(crate) relay: Relay<ThreadLanes<Cpu>>,
-    pub(crate) lanes: Arc<ThreadLanes<Cpu>>,
+    pub(crate) relay: Relay<ThreadLanes<Worker>>,
+    pub(crate) lanes: Arc<ThreadLanes<Worker>>,
 }
 
 /// Starts lanes and actors of a plan, on the caller's tokio.
@@ -278,9 +278,9 @@ pub(crate) fn start_ring(
     config: &Config,
     model: &Model,
     plan: &Plan,
-    cpu: Cpu,
+    worker: Worker,
 ) -> Result<Ring, Error> {
-    let lanes = Arc::new(ThreadLanes::start(cpu).map_err(Error::failed)?);
+    let lanes = Arc::new(ThreadLanes::start(worker).map_err(Error::failed)?);
     let ring = ring_of(model, plan, Some(Duration::from_secs_f64(config.watchdog.seconds)));
     Ok(Ring { relay: Relay::start(ring, lanes.clone()), lanes })
 }

@@ -21,8 +21,8 @@ pub use report::{Bottleneck, StepReport, Summary};
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Carries, Config, Plan, Purpose, Term, Walk, schedule_of};
 use crate::data::Batch;
-use crate::devices::cpu::take_as_long;
-use crate::devices::cpu::{Cpu, Goal, Turn};
+use crate::devices::take_as_long;
+use crate::devices::{Goal, Turn, Worker};
 use crate::error::Error;
 use crate::hf;
 use crate::inference::Evaluation;
@@ -50,8 +50,8 @@ pub struct Trainer {
     /// The `config.json` that the model was read with, or null.
     came_with: serde_json::Value,
     data: String,
-    relay: Relay<ThreadLanes<Cpu>>,
-    lanes: Arc<ThreadLanes<Cpu>>,
+    relay: Relay<ThreadLanes<Worker>>,
+    lanes: Arc<ThreadLanes<Worker>>,
     /// The last schedule that trained, and the last that did not.
     schedules: [Option<Walked>; 2],
     progress: Progress,
@@ -132,7 +132,7 @@ impl Trainer {
     pub fn note(&mut self, loss: f64) -> bool {
         self.account();
         let is_best = self.progress.note(loss);
-        if let Some(file) = self.cpu().eps().file() {
+        if let Some(file) = self.worker().eps().file() {
             file.remember(checkpoint::remembered(self.identity(), &self.progress));
         }
         is_best
@@ -152,7 +152,7 @@ impl Trainer {
     /// True when the model is on file and its file system gives no direct requests: then what is read
     /// goes through the system's cache.
     pub fn reads_through_cache(&self) -> bool {
-        self.cpu().eps().file().is_some_and(|file| !file.is_direct())
+        self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
     /// The next step, on a batch of `step.batch` sequences. See [`Trainer`] for what holds when it
@@ -236,7 +236,7 @@ impl Trainer {
             let batch = batch?;
             let labels = found.meet(&batch);
             let resolved = self.turn(batch, goal).await?;
-            found.take(&labels, resolved.loss, &self.cpu().take_told());
+            found.take(&labels, resolved.loss, &self.worker().take_told());
         }
         let found = found.end();
         let mut story = self.watch.story();
@@ -254,7 +254,7 @@ impl Trainer {
         batch.check(&self.model, &self.plan, self.config.step.batch)?;
         let trains = goal == Goal::Train;
         let purpose = match goal {
-            Goal::Train => Purpose::Train { states: self.cpu().eps().states() },
+            Goal::Train => Purpose::Train { states: self.worker().eps().states() },
             Goal::Evaluate | Goal::Encode => Purpose::Evaluate,
             Goal::Tell => Purpose::Tell,
         };
@@ -268,7 +268,7 @@ impl Trainer {
         let resolved = self.relay.step(&walked.schedule, turn).await;
         self.account();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
-        self.cpu().ledger.resolves(end);
+        self.worker().ledger.resolves(end);
         resolved.map_err(|error| self.in_steps(error))
     }
 
@@ -299,7 +299,7 @@ impl Trainer {
         self.pending = None;
     }
 
-    fn cpu(&self) -> &Cpu {
+    fn worker(&self) -> &Worker {
         self.lanes.hands()
     }
 
@@ -323,7 +323,7 @@ impl Trainer {
     /// There is none of this name, or the ring failed.
     pub async fn weights(&mut self, name: &str) -> Result<(Vec<usize>, Vec<f32>), Error> {
         self.settle().await?;
-        hf::tensor(name, &self.model, self.cpu().eps())
+        hf::tensor(name, &self.model, self.worker().eps())
     }
 
     /// Waits for all updates and writes the weights to a directory's `model.safetensors`, under
@@ -333,7 +333,7 @@ impl Trainer {
     /// The ring failed, or the file cannot be written.
     pub async fn save(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        hf::save(directory, &self.model, self.cpu().eps())
+        hf::save(directory, &self.model, self.worker().eps())
     }
 
     /// Waits for all updates and writes everything that a run goes on from to a new directory,
@@ -346,10 +346,10 @@ impl Trainer {
         let run = self.identity();
         let before = std::mem::replace(&mut self.watch.story().state, State::Checkpointing);
         let (began, begin) = (Instant::now(), self.lanes.now());
-        let written = checkpoint::write(directory, run, self.cpu().eps(), &self.progress);
+        let written = checkpoint::write(directory, run, self.worker().eps(), &self.progress);
         let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
         take_as_long(began, bytes, self.disk_rate);
-        self.cpu().ledger.heard(&Slice {
+        self.worker().ledger.heard(&Slice {
             number: None,
             lane: Lane::File,
             kind: "checkpoint",
@@ -387,14 +387,14 @@ impl Trainer {
         let Trainer { relay, lanes, progress, begin, visits, watch, .. } = self;
         relay.stop().await?;
         watch.ended();
-        let cpu = lanes.hands();
+        let worker = lanes.hands();
         Ok(Summary {
             steps: progress.step,
             seconds: begin.elapsed().as_secs_f64(),
-            weights_digest: cpu.eps().digest()?,
+            weights_digest: worker.eps().digest()?,
             visits,
-            bytes_uploaded: cpu.used.uploaded(),
-            bytes_downloaded: cpu.used.downloaded(),
+            bytes_uploaded: worker.used.uploaded(),
+            bytes_downloaded: worker.used.downloaded(),
         })
     }
 }

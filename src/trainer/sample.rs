@@ -13,7 +13,7 @@ impl Trainer {
     /// As [`step`](Trainer::step).
     pub async fn encode(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
         self.turn(batch, Goal::Encode).await?;
-        Ok(std::mem::take(&mut *self.cpu().encoded.lock().expect("nothing panics inside")))
+        Ok(std::mem::take(&mut *self.worker().encoded.lock().expect("nothing panics inside")))
     }
 
     /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length`
@@ -41,7 +41,7 @@ impl Trainer {
             let view = tokens.len().min(self.plan.positions);
             let batch = Batch::to_continue(&[&tokens[tokens.len() - view..]]);
             self.turn(batch, Goal::Tell).await?;
-            let logits = self.cpu().take_told();
+            let logits = self.worker().take_told();
             tokens.push(dice.draw(&logits));
         }
         Ok(tokens.split_off(prompt.len()))

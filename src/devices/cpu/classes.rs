@@ -26,7 +26,7 @@ fn firsts<'s>(statistics: &'s [f32], size: &ClassLoss) -> impl Iterator<Item = &
 }
 
 /// A sequence's loss, from complete statistics of a position; `None` of other positions.
-pub(super) fn loss_of(statistics: &[f32]) -> Option<f32> {
+pub(in crate::devices) fn loss_of(statistics: &[f32]) -> Option<f32> {
     (statistics[1] == 1.0).then_some(statistics[0])
 }
 

@@ -19,12 +19,12 @@ pub(super) fn label_of(statistics: &[f32]) -> i32 {
 }
 
 /// Statistics before the first tile.
-pub(super) fn begin(statistics: &mut [f32], label: i32) {
+pub(in crate::devices) fn begin(statistics: &mut [f32], label: i32) {
     statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
 }
 
 /// A labelled position's loss, from complete statistics.
-pub(super) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
+pub(in crate::devices) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
     let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
     (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
 }

@@ -93,7 +93,13 @@ pub(super) fn add_types_backward(
 }
 
 /// Copies the rows of those tokens that lie in a tile: rows `first..` of the vocabulary.
-pub(super) fn gather(y: &mut [f32], tokens: &[u32], tile: &[f32], first: usize, channels: usize) {
+pub(in crate::devices) fn gather(
+    y: &mut [f32],
+    tokens: &[u32],
+    tile: &[f32],
+    first: usize,
+    channels: usize,
+) {
     let rows = tile.len() / channels;
     y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
         if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
@@ -103,7 +109,7 @@ pub(super) fn gather(y: &mut [f32], tokens: &[u32], tile: &[f32], first: usize, 
 }
 
 /// The same to rows of half the size.
-pub(super) fn gather_packed(
+pub(in crate::devices) fn gather_packed(
     y: &mut [bf16],
     tokens: &[u32],
     tile: &[f32],
@@ -120,7 +126,7 @@ pub(super) fn gather_packed(
 }
 
 /// Adds gradients to the rows of those tokens that lie in a tile, in order.
-pub(super) fn scatter(
+pub(in crate::devices) fn scatter(
     level: Level,
     dtile: &mut [f32],
     tokens: impl Iterator<Item = Option<u32>>,

@@ -317,7 +317,14 @@ impl Kernels for CpuKernels<'_> {
         embedding::add_types(self.level, y, call.read(w), kinds, channels);
     }
 
-    fn add_types_backward(&self, dw: View, dy: View, kinds: &[u8], accumulate: bool) {
+    fn add_types_backward(
+        &self,
+        dw: View,
+        dy: View,
+        kinds: &[u8],
+        accumulate: bool,
+        _: &Scratch<'_>,
+    ) {
         let Some(call) = self.call([dw], &[dy]) else { return };
         let [dw] = call.write();
         let channels = dy.len / kinds.len();

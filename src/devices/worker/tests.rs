@@ -7,7 +7,7 @@ use l2l_actors::conformance::{Report, Subject, check};
 use l2l_actors::schedule::{Capacities, Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
-use super::{Cpu, Goal, Turn};
+use super::{Goal, Turn, Worker};
 use crate::config::{
     ChannelsConfig, Config, EpsTier, Plan, Purpose, Recompute, StashPlace, Walk, schedule_of,
     shape_of,
@@ -52,7 +52,7 @@ impl Small {
 }
 
 impl Subject for Small {
-    type Ports = ThreadLanes<Cpu>;
+    type Ports = ThreadLanes<Worker>;
 
     fn schedule(&self) -> Schedule {
         let walk = Walk { sequences: 3, positions: 4, purpose: Purpose::Train { states: 2 } };
@@ -87,10 +87,10 @@ impl Subject for Small {
             }
         };
         let (plan, rate) = (Arc::new(plan), config.learning_rate(100));
-        let cpu = Cpu::new(&config, model, plan, rule, rate, eps, Vec::new());
-        let cpu = cpu.expect("memory and threads");
-        cpu.eps().randomise(1).expect("room on a disk");
-        Arc::new(ThreadLanes::start(cpu).expect("threads"))
+        let worker = Worker::new(&config, model, plan, rule, rate, eps, Vec::new());
+        let worker = worker.expect("memory and threads");
+        worker.eps().randomise(1).expect("room on a disk");
+        Arc::new(ThreadLanes::start(worker).expect("threads"))
     }
 
     fn batch(&self, step: Version) -> Turn {
@@ -106,6 +106,19 @@ impl Subject for Small {
             memory: Vec::new(),
         }
     }
+}
+
+/// Streams, events and kernels of a GPU that is emulated.
+#[cfg(feature = "cuda")]
+#[test]
+fn the_cuda_device_conforms() {
+    if !crate::devices::cuda::emulated::instead() {
+        return;
+    }
+    let mut small = Small::new(Recompute::ATTENTION, StashPlace::Host, false);
+    small.config.device.kind = crate::config::DeviceKind::Cuda;
+    let Report { operations, rings, failures, drops } = check(&small);
+    assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
 }
 
 #[test]

@@ -7,14 +7,15 @@ use std::time::Instant;
 use l2l_actors::ports::{Operation, Source, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Version, Visit};
 
-use super::{Cpu, Goal, Remembered, StepData, classes, cross_entropy, embedding};
+use super::{Goal, Remembered, StepData, Worker};
 use crate::config::Recall;
+use crate::devices::cpu::{classes, cross_entropy, embedding};
 use crate::models::{Rows, STATISTICS, View};
 use crate::optimizers::Update;
 use crate::stash;
 use crate::telemetry::NotFinite;
 
-impl Cpu {
+impl Worker {
     /// Embeddings and fresh statistics of a micro-batch.
     pub(super) fn gather(&self, step: &Step, visit: &Visit, m: MicroBatch) {
         let data = self.step(step.number);
@@ -143,30 +144,26 @@ impl Cpu {
         memory: Recall,
         slot: View,
         sequences: Range<usize>,
-    ) {
+    ) -> Result<(), Trouble> {
         let width = slot.len / sequences.len();
+        let over_link = !self.plan.stash_on_device;
         for (index, sequence) in sequences.enumerate() {
             let Remembered { slot: place, past } = data.memory[sequence];
             let on_device = slot.part(index * width..(index + 1) * width);
-            let super::Used { uploaded, downloaded, .. } = &*self.used;
-            let over_link = !self.plan.stash_on_device;
             match memory {
                 Recall::Past(layer) => {
                     let (arena, from) = self.stash((self.plan.memory_at(layer, place, 0), width));
-                    // SAFETY: the ring gives the slot to this upload alone, and a step remembers
-                    // nothing more before the one before has ended.
-                    let (to, from) = unsafe { (self.device.write(on_device), arena.read(from)) };
-                    self.copy(to, from, uploaded, over_link);
+                    // SAFETY: a step remembers nothing more before the one before has ended.
+                    self.upload(on_device, unsafe { arena.read(from) }, over_link)?;
                 }
                 Recall::Fresh(layer) => {
                     let (arena, to) = self.stash((self.plan.memory_at(layer, place, past), width));
-                    // SAFETY: the ring holds the slot for this download, which alone writes what
-                    // this sequence remembers of this step.
-                    let (from, to) = unsafe { (self.device.read(on_device), arena.write(to)) };
-                    self.copy(to, from, downloaded, over_link);
+                    // SAFETY: this download alone writes what this sequence remembers of this step.
+                    self.download(unsafe { arena.write(to) }, on_device, over_link)?;
                 }
             }
         }
+        Ok(())
     }
 
     /// Adds the embedding's gradient to a tile's region.

@@ -3,12 +3,10 @@
 use l2l_actors::schedule::Visit;
 
 use super::is_backward;
-use super::kernels::CpuKernels;
 use crate::models::{
     Backward, Draw, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, STRETCH,
     Scratch, Tile, View, block_len,
 };
-use crate::simd::Level;
 
 /// What a micro-batch brings to a visit, and where it leaves what.
 pub(super) struct Stay<'a> {
@@ -31,12 +29,7 @@ pub(super) struct Stay<'a> {
 }
 
 /// Runs it; floats of workspace that were in use at once, at most.
-pub(super) fn run(
-    model: &Model,
-    visit: &Visit,
-    kernels: &CpuKernels<'_>,
-    stay: &Stay<'_>,
-) -> usize {
+pub(super) fn run(model: &Model, visit: &Visit, kernels: &dyn Kernels, stay: &Stay<'_>) -> usize {
     go(model, visit.layer.0 as usize, is_backward(visit), kernels, stay)
 }
 
@@ -44,7 +37,7 @@ fn go(
     model: &Model,
     layer: usize,
     backward: bool,
-    kernels: &CpuKernels<'_>,
+    kernels: &dyn Kernels,
     stay: &Stay<'_>,
 ) -> usize {
     let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
@@ -135,8 +128,9 @@ fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
 }
 
 /// Floats of workspace that one micro-batch of at most so many positions needs. All at once, those of
-/// a stretch may need more than those of a sequence that is cut.
+/// a stretch may need more than those of a sequence that is cut. `kernels` have no memory.
 pub(crate) fn workspace(
+    kernels: &dyn Kernels,
     model: &Model,
     sequences: usize,
     positions: usize,
@@ -144,12 +138,14 @@ pub(crate) fn workspace(
     trains: bool,
 ) -> usize {
     let lengths = [positions, positions.min(STRETCH)];
-    let needs = lengths.map(|positions| workspace_of(model, sequences, positions, keep, trains));
+    let needs =
+        lengths.map(|positions| workspace_of(kernels, model, sequences, positions, keep, trains));
     needs[0].max(needs[1])
 }
 
 /// Found by walking every layer both ways on a device without memory.
 fn workspace_of(
+    kernels: &dyn Kernels,
     model: &Model,
     sequences: usize,
     positions: usize,
@@ -162,7 +158,6 @@ fn workspace_of(
     let kinds = vec![0; rows.count()];
     let (documents, past) = (&[], &[]);
     let micro = Micro { rows, lengths: &lengths, kinds: &kinds, documents, past, draw };
-    let kernels = CpuKernels { memory: None, level: Level::Portable };
     let hidden = rows.count() * model.shape.hidden;
     let mut most = 0;
     for (layer, (part, blocks)) in model.parts.iter().zip(&model.part_blocks).enumerate() {
@@ -212,7 +207,7 @@ fn workspace_of(
                 workspace,
                 carried,
             };
-            most = most.max(go(model, layer, backward, &kernels, &stay));
+            most = most.max(go(model, layer, backward, kernels, &stay));
         }
     }
     most

@@ -5,12 +5,12 @@ use std::ops::Range;
 use l2l_actors::ports::{Operation, Placed, Work};
 use l2l_actors::schedule::BlockId;
 
-use super::Cpu;
+use super::Worker;
 use crate::arena::Arena;
 use crate::eps::FileTier;
 use crate::models::View;
 
-impl Cpu {
+impl Worker {
     pub(super) fn weights(&self, block: BlockId, slot: u32) -> View {
         let at = self.plan.layout.weights + slot as usize * self.plan.layout.block;
         View { at, len: self.block_len(block) }
@@ -62,7 +62,8 @@ impl Cpu {
     /// The arena that has the stash, and a place in it.
     pub(super) fn stash(&self, (at, len): (usize, usize)) -> (&Arena, View) {
         if self.plan.stash_on_device {
-            (&self.device, View { at: self.plan.layout.stash + at, len })
+            let memory = self.device.stash().expect("the plan has it there");
+            (memory, View { at: self.plan.layout.stash + at, len })
         } else {
             (&self.host, View { at: self.plan.layout.host_stash + at, len })
         }

@@ -1,0 +1,841 @@
+#!/usr/bin/env python3
+"""The gate of the CUDA kernels, for machines without a GPU.
+
+    kernels.py [file ...] [--nvrtc libnvrtc.so] [--only compile|emulate]
+
+First, NVRTC compiles every file of src/devices/cuda/kernels, behind the prelude, for all architectures
+and elements; an error or a warning fails, and registers and spills are printed. NVRTC is that of the
+Python package nvidia-cuda-nvrtc, of $NVRTC, or of --nvrtc.
+
+Then each file is compiled for the CPU, behind emulator.h, and its kernels are compared to oracles in
+numpy's float64. Each comparison runs twice: with buffers that are aligned, and with buffers that are not
+and threads that run in the other order; both must give the same bits. Outputs are poisoned with NaN
+before; inputs and what lies around all buffers must not change.
+
+Checks are a list of (file, function, cases). `function(device, random, **case)` makes buffers, launches
+kernels and expects outputs, all by the device: see `Device` and the checks below. If there is a
+kernels_attention.py beside this file, its checks(), which returns such a list, come along. A function with
+an attribute `aligned` gets aligned buffers alone; `random` is a numpy Generator, the same each time.
+"""
+
+import argparse
+import concurrent.futures
+import ctypes
+import faulthandler
+import importlib.metadata
+import importlib.util
+import itertools
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+HERE = pathlib.Path(__file__).resolve().parent
+KERNELS = HERE.parent / "src/devices/cuda/kernels"
+ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
+PRINTED = [80, 90]
+ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
+# Half of the distance to the next number, relative.
+ROUNDING = {32: 0.0, 16: 2.0**-8, 15: 2.0**-11}
+GUARD = 64  # elements around each buffer
+KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)")
+LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
+
+
+def has_element(element, architecture):
+    """bfloat16 came with sm_80."""
+    return element != 16 or architecture >= 80
+
+
+# ---- Compiling for GPUs. ----
+
+
+class Nvrtc:
+    """NVIDIA's run-time compiler."""
+
+    def __init__(self, path):
+        self.library = ctypes.CDLL(path)
+
+    @staticmethod
+    def find():
+        if path := os.environ.get("NVRTC"):
+            return path
+        files = importlib.metadata.files("nvidia-cuda-nvrtc") or []
+        found = [f.locate() for f in files if re.fullmatch(r"libnvrtc\.so\.\d+", f.name)]
+        return str(found[0]) if found else "libnvrtc.so"
+
+    def version(self):
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self.library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return f"{major.value}.{minor.value}"
+
+    def compile(self, name, text, element, architecture):
+        """Whether it went well, and the log."""
+        program, nvrtc = ctypes.c_void_p(), self.library
+        nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
+        options = [
+            f"--gpu-architecture=sm_{architecture}",
+            f"--define-macro=ELEMENT={element}",
+            "--std=c++17",
+            "--ptxas-options=-v",
+        ]
+        encoded = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+        failed = nvrtc.nvrtcCompileProgram(program, len(options), encoded)
+        size = ctypes.c_size_t()
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        return failed == 0, log.value.decode()
+
+
+def resources(log):
+    """What each kernel uses, from the assembler's log."""
+    found = {}
+    for part in re.split(r"Compiling entry function ", log)[1:]:
+        name = re.match(r"'(\w+)'", part)[1]
+        number = lambda pattern: sum(int(n) for n in re.findall(pattern, part))
+        found[name] = {
+            "registers": number(r"Used (\d+) registers"),
+            "stack": number(r"(\d+) bytes stack frame"),
+            "spilled": number(r"(\d+) bytes spill (?:stores|loads)"),
+            "shared": number(r"(\d+) bytes smem"),
+        }
+    return found
+
+
+def compile_all(nvrtc, files):
+    """Compiles all, and prints a table. Whether all went well."""
+    targets = [
+        (file, element, architecture)
+        for file, element, architecture in itertools.product(files, ELEMENTS, ARCHITECTURES)
+        if has_element(element, architecture)
+    ]
+    prelude = (KERNELS / "prelude.cu").read_text()
+    texts = {file: prelude + (KERNELS / f"{file}.cu").read_text() for file in files}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda t: nvrtc.compile(t[0], texts[t[0]], t[1], t[2]), targets))
+
+    well, table = True, {}
+    for (file, element, architecture), (compiled, log) in zip(targets, results):
+        noise = [line for line in log.splitlines() if not re.match(r"ptxas( info|  )|\0?$", line)]
+        if noise or not compiled:
+            print(f"{file}.cu, {ELEMENTS[element]}, sm_{architecture}:", *noise, sep="\n    ")
+            well = False
+        for kernel, used in resources(log).items():
+            table[file, kernel, element, architecture] = used
+    print_table(table)
+    print(f"compiled {len(targets)} times by NVRTC {nvrtc.version()}" + ("" if well else ": FAILED"))
+    return well
+
+
+def print_table(table):
+    columns = [(element, a) for a in PRINTED for element in ELEMENTS]
+    print("registers (+ bytes of stack, ! bytes spilled, s bytes of static shared memory)")
+    print(f"{'':44}" + "".join(f"{ELEMENTS[e] + ' ' + str(a):>18}" for e, a in columns))
+    for file, kernel in dict.fromkeys(key[:2] for key in table):
+        cells = []
+        for element, architecture in columns:
+            used = table.get((file, kernel, element, architecture))
+            cell = "" if used is None else f"{used['registers']}"
+            for sign, what in [("+", "stack"), ("!", "spilled"), ("s", "shared")]:
+                if used is not None and used[what]:
+                    cell += f" {sign}{used[what]}"
+            cells.append(f"{cell:>18}")
+        print(f"{file + '.' + kernel:44}" + "".join(cells))
+
+
+# ---- Emulating. ----
+
+
+def build(file, element, folder):
+    """The emulated library of a file of kernels."""
+    own = (KERNELS / f"{file}.cu").read_text()
+    text = (KERNELS / "prelude.cu").read_text() + own
+    options = ["-std=c++20", f"-DELEMENT={element}"]
+    # Kernels may depend on the element.
+    seen = ["c++", "-E", "-P", "-x", "c++", "-DEMULATOR", *options, "-"]
+    seen = subprocess.run(seen, input=text, capture_output=True, text=True, check=True).stdout
+    table = "".join(f"EMULATED({name})\n" for name, _ in KERNEL.findall(seen))
+    source, library = folder / f"{file}_{element}.cpp", folder / f"{file}_{element}.so"
+    source.write_text((KERNELS / "emulator.h").read_text() + text + table)
+    strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
+    command = ["c++", *options, *strict, "-O2", "-shared", "-fPIC", source, "-o", library]
+    if subprocess.run(command).returncode != 0:
+        sys.exit(f"{file}.cu, {ELEMENTS[element]}: the emulated library was not built")
+    return ctypes.CDLL(library)
+
+
+class Dropout(ctypes.Structure):
+    _fields_ = [
+        ("key", ctypes.c_uint32 * 2),
+        ("first_sequence", ctypes.c_uint32),
+        ("first_position", ctypes.c_uint32),
+        ("site", ctypes.c_uint32),
+        ("threshold", ctypes.c_uint32),
+        ("scale", ctypes.c_float),
+    ]
+
+    @staticmethod
+    def of(probability, key=(0x12345678, 0x9ABCDEF0), first_sequence=3, first_position=5, site=0xDEADBEEF):
+        threshold = int(probability * 2**32)
+        key = (ctypes.c_uint32 * 2)(*key)
+        return Dropout(key, first_sequence, first_position, site, threshold, 1 / (1 - probability))
+
+    def factors(self, sequence, row, column):
+        """0 or the scale, of arrays of sequences of the micro-batch, rows and columns."""
+        if self.threshold == 0:
+            return 1.0
+        sequence, row, column = np.broadcast_arrays(sequence, row, column)
+        words = [column // 4, self.first_position + row, self.first_sequence + sequence, self.site + 0 * row]
+        counter, (a, b) = [word.astype(np.uint64) & 0xFFFFFFFF for word in words], self.key
+        for _ in range(10):
+            low, high = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
+            upper, lower = (lambda x: x >> np.uint64(32)), (lambda x: x & np.uint64(0xFFFFFFFF))
+            counter = [
+                upper(high) ^ counter[1] ^ np.uint64(a),
+                lower(high),
+                upper(low) ^ counter[3] ^ np.uint64(b),
+                lower(low),
+            ]
+            a, b = (a + 0x9E3779B9) & 0xFFFFFFFF, (b + 0xBB67AE85) & 0xFFFFFFFF
+        draws = np.choose(column % 4, counter)
+        return np.where(draws < self.threshold, 0.0, float(self.scale))
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ["sequences", "positions", "past", "heads", "kv_heads"]),
+        *((name, ctypes.c_int) for name in ["head_size", "causal", "window"]),
+        ("scale", ctypes.c_float),
+        ("dropout", Dropout),
+    ]
+
+    @staticmethod
+    def of(sequences, positions, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None):
+        scale = 1 / math.sqrt(head_size)
+        sizes = [sequences, positions, past, heads, kv_heads, head_size, causal, window]
+        return Attention(*sizes, scale, dropout or Dropout.of(0))
+
+    @property
+    def packed(self):
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+
+class Frequencies(ctypes.Structure):
+    _fields_ = [("of", ctypes.c_float * 128)]
+
+
+class Buffer:
+    """Memory of a kernel, with guards around it. `shift`: elements it is off from an aligned place."""
+
+    def __init__(self, values, shift, element, changes):
+        self.element, self.changes = element, changes
+        whole = values.size + 2 * GUARD + 64
+        self.all = np.full(whole * values.itemsize, 0xA5, np.uint8).view(values.dtype)
+        off = (-self.all.ctypes.data) % 16 // values.itemsize
+        self.at = slice(off + GUARD + shift, off + GUARD + shift + values.size)
+        self.bits = self.all[self.at].reshape(values.shape)
+        self.bits[...] = values
+        self.before = self.all.copy()
+
+    @property
+    def wide(self):
+        """What it holds, in float64."""
+        with np.errstate(invalid="ignore"):
+            if self.bits.dtype == np.uint16:
+                return (self.bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+            return self.bits.astype(np.float64)
+
+    def check(self):
+        same = self.all.view(np.uint8) == self.before.view(np.uint8)
+        if self.changes:
+            size = self.bits.itemsize
+            same[self.at.start * size : self.at.stop * size] = True
+        what = "something was written outside of a buffer" if self.changes else "an input was changed"
+        assert same.all(), what
+
+
+def to_bfloat(values):
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint16)
+
+
+class Device:
+    """One emulated file of kernels, for the time of one check."""
+
+    Attention, Dropout, Frequencies = Attention, Dropout, Frequencies
+
+    def __init__(self, file, library, element, is_other_way, worst):
+        self.library, self.element, self.shift, self.worst = library, element, int(is_other_way), worst
+        self.buffers, self.outputs = [], []
+        library.emulate_backwards(int(is_other_way))
+        text = (KERNELS / f"{file}.cu").read_text()
+        self.launches = {name: (shape, parameters) for shape, name, parameters in LAUNCH.findall(text)}
+
+    # Buffers. `changes`: a kernel may write to it.
+
+    def _buffer(self, values, element=32, changes=False):
+        self.buffers.append(Buffer(values, self.shift, element, changes))
+        return self.buffers[-1]
+
+    def elements(self, values, changes=False):
+        """Weights or activations, rounded to the element: the oracle takes their `wide`."""
+        convert = {32: np.float32, 16: to_bfloat, 15: np.float16}[self.element]
+        return self._buffer(convert(np.asarray(values, np.float32)), self.element, changes)
+
+    def floats(self, values, changes=False):
+        return self._buffer(np.asarray(values, np.float32), changes=changes)
+
+    def integers(self, values, kind=np.int32, changes=False):
+        return self._buffer(np.asarray(values, kind), changes=changes)
+
+    def out(self, *shape):
+        """Elements to be written, NaN before."""
+        kind = {32: np.float32, 16: np.uint16, 15: np.float16}[self.element]
+        poison = np.full(math.prod(shape) * np.dtype(kind).itemsize, 0xFF, np.uint8)
+        return self._buffer(poison.view(kind).reshape(shape), self.element, True)
+
+    def floats_out(self, *shape):
+        return self._buffer(np.full(shape, np.nan, np.float32), changes=True)
+
+    # Kernels.
+
+    def launch(self, kernel, *arguments, grid=None, block=None, shared=None):
+        """Runs a kernel, in the shape of its `launch` line. Arguments become what it declares."""
+        shape, parameters = self.launches[kernel]
+        declared = [parameter.strip() for parameter in parameters.split(",")]
+        assert len(declared) == len(arguments), f"{kernel} takes {len(declared)} arguments"
+        known, passed = {"ceil": math.ceil, "min": min, "max": max}, []
+        known["threads"] = lambda channels: min(256, 32 * math.ceil(channels / 128))
+        for parameter, argument in zip(declared, arguments):
+            known[parameter.split()[-1]] = argument
+            if isinstance(argument, Attention):
+                known |= {name: getattr(argument, name) for name, _ in argument._fields_}
+            if "*" in parameter:
+                argument = ctypes.c_void_p(argument and argument.bits.ctypes.data)
+            elif not isinstance(argument, ctypes.Structure):
+                kinds = {"long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
+                argument = kinds[parameter.rsplit(" ", 1)[0]](argument)
+            passed.append(argument)
+        line = shape_of(shape, known)
+        grid, block, shared = grid or line[0], block or line[1], line[2] if shared is None else shared
+        pointers = [ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in passed]
+        failure = self.library.emulate(
+            kernel.encode(),
+            (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
+            (ctypes.c_uint * 3)(*block, *[1] * (3 - len(block))),
+            shared,
+            (ctypes.c_void_p * len(pointers))(*pointers),
+        )
+        assert failure == 0, f"{kernel}: failure {failure} of emulator.h"
+        for buffer in self.buffers:
+            buffer.check()
+        self.kernel = kernel
+
+    def expect(self, buffer, expected, tolerance=1e-5):
+        """Compares an output of the last kernel: to `tolerance` of the largest magnitude (at least 1), beyond
+        the rounding of elements."""
+        expected = np.asarray(expected, np.float64)
+        assert buffer.bits.shape == expected.shape, (buffer.bits.shape, expected.shape)
+        self.outputs.append(buffer)
+        if expected.size == 0:
+            return
+        off = np.abs(buffer.wide - expected) - ROUNDING[buffer.element] * np.abs(expected)
+        off = np.where(np.isnan(off), np.inf, off) / max(1, np.abs(expected).max())
+        at = np.unravel_index(off.argmax(), off.shape)
+        key = self.kernel, self.element
+        self.worst[key] = max(self.worst.get(key, 0), off[at])
+        assert off[at] <= tolerance, f"{self.kernel} at {at}: {buffer.wide[at]}, expected {expected[at]}"
+
+    def same(self, buffer, expected):
+        """Compares exactly, by bits."""
+        self.outputs.append(buffer)
+        self.worst.setdefault((self.kernel, self.element), 0)
+        kind = buffer.bits.dtype
+        bits = lambda values: np.ascontiguousarray(values, kind).view(f"u{kind.itemsize}")
+        found, expected = bits(buffer.bits), bits(expected)
+        assert found.shape == expected.shape, (found.shape, expected.shape)
+        for at in np.argwhere(found != expected)[:1]:
+            raise AssertionError(f"{self.kernel} at {at}: bits {found[*at]:x}, expected {expected[*at]:x}")
+
+
+def shape_of(line, known):
+    """(grid, block, shared) of a launch line, where `a b` is a product."""
+    parts = re.fullmatch(r"grid \((.*)\), block \((.*?)\)(?:, shared (.*) bytes)?", line)
+    assert parts, f"no launch line: {line}"
+    value = lambda text: eval(re.sub(r"(?<=[\w)])\s+(?=[\w(])", " * ", f"({text},)"), {}, known)
+    return value(parts[1]), value(parts[2]), value(parts[3] or "0")[0]
+
+
+def emulate_all(files):
+    """Builds and checks all. Whether all went well."""
+    own = [check for check in checks() if check[0] in files]
+    well, worst = True, {}
+    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
+    with tempfile.TemporaryDirectory() as folder, pool:
+        targets = list(itertools.product(dict.fromkeys(check[0] for check in own), ELEMENTS))
+        built = pool.map(lambda target: build(*target, pathlib.Path(folder)), targets)
+        libraries = dict(zip(targets, built))
+        for (file, function, cases), element in itertools.product(own, ELEMENTS):
+            start = time.time()
+            for case in cases:
+                try:
+                    run(function, file, libraries[file, element], element, case, worst)
+                except AssertionError as error:
+                    print(f"{function.__name__} {case}, {ELEMENTS[element]}: {error}")
+                    well = False
+            if time.time() - start > 10:
+                print(f"{function.__name__}, {ELEMENTS[element]}: {time.time() - start:.0f} s")
+    print("largest error, beyond rounding to elements")
+    for kernel in dict.fromkeys(kernel for kernel, _ in worst):
+        of = [f"{worst.get((kernel, element), math.nan):12.1e}" for element in ELEMENTS]
+        print(f"{kernel:40}" + "".join(of))
+    every = {name for file in files for name, _ in KERNEL.findall((KERNELS / f"{file}.cu").read_text())}
+    if unchecked := every - {kernel for kernel, _ in worst}:
+        print("no check of", ", ".join(sorted(unchecked)))
+        well = False
+    print("emulated" + ("" if well else ": FAILED"))
+    return well
+
+
+def run(function, file, library, element, case, worst):
+    """One case, both ways."""
+    outputs = []
+    for is_other_way in (False, True):
+        is_shifted = is_other_way and not getattr(function, "aligned", False)
+        device = Device(file, library, element, is_other_way, worst)
+        device.shift = int(is_shifted)
+        function(device, np.random.default_rng(1), **case)
+        outputs.append([output.bits.tobytes() for output in device.outputs])
+    assert outputs[0] == outputs[1], "other bits with the other alignment and order of threads"
+
+
+# ---- Checks. ----
+
+
+def noise(random, *shape):
+    return random.uniform(-1, 1, shape)
+
+
+def chunks_of(values, chunk):
+    """Sums over `chunk` rows each."""
+    return np.stack([values[at : at + chunk].sum(0) for at in range(0, len(values), chunk)])
+
+
+def slopes(f, x, step=1e-5):
+    """f' of a function of each element, by central differences."""
+    return (f(x + step) - f(x - step)) / (2 * step)
+
+
+def row_slopes(f, x, step=1e-5):
+    """Gradients of a function of each row."""
+    columns = []
+    for column in range(x.shape[1]):
+        one = np.zeros_like(x)
+        one[:, column] = step
+        columns.append((f(x + one) - f(x - one)) / (2 * step))
+    return np.stack(columns, 1)
+
+
+def check_clear(device, random, n):
+    y, floats = device.out(n), device.floats_out(n)
+    device.launch("clear", y, n)
+    device.same(y, np.zeros(n))
+    device.launch("clear_floats", floats, n)
+    device.same(floats, np.zeros(n))
+
+
+def check_drop(device, random, sequences, positions, channels, probability, has_a, in_place=False):
+    rows = sequences * positions
+    x = device.elements(noise(random, rows, channels), changes=in_place)
+    a = device.elements(noise(random, rows, channels)) if has_a else None
+    y = x if in_place else device.out(rows, channels)
+    dropout, row = Dropout.of(probability), np.arange(rows)[:, None]
+    factors = dropout.factors(row // positions, row % positions, np.arange(channels)[None])
+    expected = x.wide * factors + (a.wide if has_a else 0)
+    device.launch("drop", y, x, a, rows, positions, channels, dropout)
+    device.expect(y, expected, 1e-6)
+
+
+def check_identity(device, random):
+    """Each number of 16 bits comes back from float as it was."""
+    bits = np.arange(1 << 16, dtype=np.uint32)
+    kind = {32: np.float32, 16: np.uint16, 15: np.float16}[device.element]
+    values = (bits << 16).view(np.float32) if device.element == 32 else bits.astype(np.uint16).view(kind)
+    x = device.elements(np.zeros((64, 1024)), changes=True)
+    x.bits[...] = values.reshape(64, 1024)
+    before, is_number = x.bits.copy(), ~np.isnan(x.wide)
+    x.before = x.all.copy()
+    y = device.out(64, 1024)
+    device.launch("drop", y, x, None, 64, 64, 1024, Dropout.of(0))
+    y.bits[~is_number] = 0
+    device.same(y, np.where(is_number, before, np.array(0, kind)))
+
+
+erf = np.vectorize(math.erf, otypes=[float])
+CURVES = [
+    lambda x: 0.5 * x * (1 + erf(x / math.sqrt(2))),
+    lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    lambda x: x / (1 + np.exp(-x)),
+    lambda x: np.maximum(x, 0),
+    np.tanh,
+]
+
+
+def check_activate(device, random, n, form):
+    x, dy = device.elements(10 * noise(random, n)), noise(random, n)
+    y, dx = device.out(n), device.elements(dy, changes=True)
+    expected = dx.wide * slopes(CURVES[form], x.wide)
+    device.launch("activate", y, x, n, form)
+    device.expect(y, CURVES[form](x.wide), 2e-6)
+    device.launch("activate_backward", dx, x, n, form)
+    device.expect(dx, expected, 2e-6)
+
+
+def check_gate(device, random, rows, channels, form):
+    x = device.elements(3 * noise(random, rows, 2 * channels))
+    dy = device.elements(noise(random, rows, channels))
+    y, dx = device.out(rows, channels), device.out(rows, 2 * channels)
+    g, up = x.wide[:, :channels], x.wide[:, channels:]
+    device.launch("gate", y, x, rows, channels, form)
+    device.expect(y, CURVES[form](g) * up, 2e-6)
+    device.launch("gate_backward", dx, dy, x, rows, channels, form)
+    both = [slopes(CURVES[form], g) * up * dy.wide, CURVES[form](g) * dy.wide]
+    device.expect(dx, np.concatenate(both, 1), 2e-6)
+
+
+def check_fold(device, random, count, length, gap, accumulate):
+    parts = device.floats(noise(random, count, length + gap))
+    out = device.floats(noise(random, length), changes=True) if accumulate else device.floats_out(length)
+    before = out.wide if accumulate else 0
+    device.launch("fold", out, parts, count, length + gap, length, accumulate)
+    device.expect(out, before + parts.wide[:, :length].sum(0), 1e-6)
+
+
+def check_column_parts(device, random, rows, channels, chunk):
+    x = device.elements(noise(random, rows, channels))
+    parts = device.floats_out(-(-rows // chunk), channels)
+    device.launch("column_parts", parts, x, rows, channels, chunk)
+    device.expect(parts, chunks_of(x.wide, chunk), 1e-6)
+
+
+def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_place=False):
+    epsilon, has_beta, has_residual = 1e-5, without != "beta", without != "residual"
+    x = device.elements(noise(random, rows, channels) + 0.5)
+    gamma, beta = device.elements(noise(random, channels)), device.elements(noise(random, channels))
+    y, statistics = device.out(rows, channels), device.floats_out(rows, 2)
+
+    def normed(x):
+        mean = 0 * x[:, :1] if rms else x.mean(1, keepdims=True)
+        rstd = 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + epsilon)
+        return (x - mean) * rstd, mean, rstd
+
+    n, mean, rstd = normed(x.wide)
+    affine, sizes = [gamma, beta if has_beta else None], [rows, channels]
+    device.launch("norm_forward", y, statistics, x, *affine, *sizes, epsilon, rms)
+    device.expect(y, n * gamma.wide + (beta.wide if has_beta else 0), 4e-6)
+    device.expect(statistics, np.concatenate([mean, rstd], 1), 4e-6)
+
+    dy = device.elements(noise(random, rows, channels))
+    residual = device.elements(noise(random, rows, channels), changes=in_place)
+    dx = residual if in_place else device.out(rows, channels)
+    g = dy.wide * gamma.wide
+    if channels <= 64:
+        slope = row_slopes(lambda x: (normed(x)[0] * g).sum(1), x.wide)
+    else:
+        slope = rstd * (g - (0 if rms else g.mean(1, keepdims=True)) - n * (g * n).mean(1, keepdims=True))
+    expected = slope + (residual.wide if has_residual else 0)
+    statistics = device.floats(statistics.bits)
+    inputs = [residual if has_residual else None, dy, x, statistics, gamma]
+    device.launch("norm_backward", dx, *inputs, *sizes, rms)
+    device.expect(dx, expected, 1e-5)
+
+    parts = device.floats_out(-(-rows // chunk), 2, channels)
+    device.launch("norm_parts", parts, dy, x, statistics, *sizes, chunk)
+    device.expect(parts, np.stack([chunks_of(dy.wide * n, chunk), chunks_of(dy.wide, chunk)], 1), 4e-6)
+
+
+def check_head_norm(device, random, rows, heads, kv_heads, head_size, chunk):
+    size, epsilon = Attention.of(1, rows, heads, kv_heads, head_size), 1e-5
+    normed, every = heads + kv_heads, heads + 2 * kv_heads
+    x = device.elements(noise(random, rows, every, head_size) + 0.25)
+    gamma = device.elements(noise(random, head_size)), device.elements(noise(random, head_size))
+    of_head = np.stack([gamma[0].wide] * heads + [gamma[1].wide] * kv_heads)
+    rstd = 1 / np.sqrt((x.wide[:, :normed] ** 2).mean(2, keepdims=True) + epsilon)
+    n = x.wide[:, :normed] * rstd
+
+    y, statistics = device.out(rows, every, head_size), device.floats_out(rows, normed)
+    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, size)
+    device.expect(y, np.concatenate([n * of_head, x.wide[:, normed:]], 1), 2e-6)
+    device.expect(statistics, rstd[:, :, 0], 2e-6)
+
+    dy = noise(random, rows, every, head_size)
+    dx, dy = device.elements(dy, changes=True), device.elements(dy)
+    statistics, parts = device.floats(statistics.bits), device.floats_out(-(-rows // chunk), 2, head_size)
+    each = dy.wide[:, :normed] * n
+    device.launch("head_norm_parts", parts, dy, x, statistics, rows, chunk, size)
+    of_both = [chunks_of(each[:, :heads].sum(1), chunk), chunks_of(each[:, heads:].sum(1), chunk)]
+    device.expect(parts, np.stack(of_both, 1), 2e-6)
+
+    g = dy.wide[:, :normed] * of_head
+    slope = rstd * (g - n * (g * n).mean(2, keepdims=True))
+    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, size)
+    device.expect(dx, np.concatenate([slope, dy.wide[:, normed:]], 1), 1e-5)
+
+
+def make_documents(random, sequences, positions):
+    """(from, to) of each position, and its place in its document. (sequences, positions)."""
+    documents = np.zeros((sequences, positions, 2), np.int64)
+    for sequence in range(sequences):
+        bounds = [0, *sorted(random.integers(0, positions + 1, 3)), positions]
+        for start, end in itertools.pairwise(bounds):
+            documents[sequence, start:end] = start, end
+    return documents, np.arange(positions) - documents[:, :, 0]
+
+
+def make_places(device, random, sequences, positions, past, has_documents, has_pasts):
+    """Documents, pasts and the position of each row of (sequences, positions)."""
+    if has_pasts:
+        pasts = random.integers(0, 7, sequences)
+        return None, device.integers(pasts), pasts[:, None] + np.arange(positions)
+    if has_documents:
+        documents, places = make_documents(random, sequences, past + positions)
+        return device.integers(documents, np.uint32), None, places[:, past:]
+    return None, None, np.broadcast_to(past + np.arange(positions), (sequences, positions))
+
+
+def check_rotate(device, random, sequences, positions, heads, kv_heads, head_size, **places):
+    past = places.get("past", 0)
+    size = Attention.of(sequences, positions, heads, kv_heads, head_size, past=past)
+    documents, pasts, place = make_places(
+        device, random, sequences, positions, past, places.get("has_documents"), places.get("has_pasts")
+    )
+    pairs = head_size // 2
+    frequencies = np.zeros(128, np.float32)
+    frequencies[:pairs] = (1 / 10000.0 ** (np.arange(pairs) / max(pairs, 1))).astype(np.float32)
+    angle = (place[:, :, None].astype(np.float32) * frequencies[:pairs]).astype(np.float64)[:, :, None]
+    x = noise(random, sequences, positions, heads + 2 * kv_heads, head_size)
+    for back in (0, 1):
+        qkv = device.elements(x, changes=True)
+        a, b = qkv.wide[..., :pairs], qkv.wide[..., pairs:]
+        cosine, sine = np.cos(angle), np.sin(angle) * (-1 if back else 1)
+        expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine], 3)
+        expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
+        of = Frequencies((ctypes.c_float * 128)(*frequencies))
+        device.launch("rotate", qkv, of, documents, pasts, size, back)
+        device.expect(qkv, expected, 1e-6)
+
+
+def check_positions(device, random, sequences, positions, channels, **places):
+    past = places.get("past", 0)
+    documents, pasts, place = make_places(
+        device, random, sequences, positions, past, places.get("has_documents"), places.get("has_pasts")
+    )
+    table = past + positions + 9
+    x = device.elements(noise(random, sequences, positions, channels))
+    w = device.elements(noise(random, table, channels))
+    y = device.out(sequences, positions, channels)
+    device.launch("add_positions", y, x, w, documents, pasts, past, sequences, positions, channels)
+    device.expect(y, x.wide + w.wide[place], 1e-6)
+    if pasts is not None:
+        return
+    for accumulate in (0, 1):
+        dw = device.floats_out(table, channels)
+        if accumulate:
+            dw = device.floats(noise(random, table, channels), changes=True)
+        expected = dw.wide if accumulate else np.zeros((table, channels))
+        np.add.at(expected, place, x.wide)
+        sizes = [past, sequences, positions, channels, table, accumulate]
+        device.launch("add_positions_backward", dw, x, documents, *sizes)
+        device.expect(dw, expected, 1e-6)
+
+
+def check_kinds(device, random, rows, channels, count, chunk):
+    kinds = device.integers(random.integers(0, count, rows), np.uint8)
+    y = device.elements(noise(random, rows, channels), changes=True)
+    w = device.elements(noise(random, count, channels))
+    expected = y.wide + w.wide[kinds.bits]
+    device.launch("add_kinds", y, w, kinds, rows, channels)
+    device.expect(y, expected, 1e-6)
+    dy = device.elements(noise(random, rows, channels))
+    parts = device.floats_out(-(-rows // chunk), count, channels)
+    device.launch("kind_parts", parts, dy, kinds, rows, channels, count, chunk)
+    own = kinds.bits[:, None] == np.arange(count)
+    device.expect(parts, chunks_of(own[:, :, None] * dy.wide[:, None], chunk), 1e-6)
+
+
+def check_first_rows(device, random, sequences, positions, channels):
+    x = device.elements(noise(random, sequences, positions, channels))
+    dy = device.elements(noise(random, sequences, channels))
+    y, dx = device.out(sequences, channels), device.out(sequences, positions, channels)
+    device.launch("first_rows", y, x, sequences, positions, channels)
+    device.same(y, x.bits[:, 0])
+    device.launch("first_rows_backward", dx, dy, sequences, positions, channels)
+    expected = np.zeros_like(dx.bits)
+    expected[:, 0] = dy.bits
+    device.same(dx, expected)
+
+
+def check_classes(device, random, sequences, positions, labels, is_value, scale=0.37):
+    scores = device.elements(5 * noise(random, sequences, labels))
+    if is_value:
+        label = np.float32(noise(random, sequences)).view(np.int32)
+    else:
+        classes = random.integers(0, labels, sequences)
+        label = np.where(random.random(sequences) < 0.3, -100, classes).astype(np.int32)
+    out = device.floats(noise(random, sequences, positions, 4), changes=True)
+    out.bits[:, 0, 3] = label.view(np.float32)
+    out.before = out.all.copy()
+    statistics, expected = device.floats(out.bits), out.wide
+    value, rows = label.view(np.float32).astype(np.float64), np.arange(sequences)
+
+    def losses(scores):
+        if is_value:
+            return (scores[:, 0] - value) ** 2
+        lse = scores.max(1) + np.log(np.exp(scores - scores.max(1, keepdims=True)).sum(1))
+        return np.where(label < 0, 0, lse - scores[rows, label % labels])
+
+    known = (label >= 0) | bool(is_value)
+    expected[known, 0, 0], expected[known, 0, 1] = losses(scores.wide)[known], 1
+    sizes = [sequences, positions, labels, is_value]
+    device.launch("class_loss", out, scores, *sizes)
+    assert out.bits[:, 0, 3].tobytes() == label.tobytes(), "labels changed"
+    out.bits[:, 0, 3], expected[:, 0, 3] = 0, 0  # some labels are not numbers
+    device.expect(out, expected, 2e-6)
+    d = device.out(sequences, labels)
+    device.launch("class_loss_backward", d, scores, statistics, scale, *sizes)
+    device.expect(d, scale * row_slopes(losses, scores.wide), 2e-6)
+
+
+def check_rows(device, random, rows, channels, count):
+    statistics = device.floats(noise(random, rows, 4))
+    statistics.bits[:, 3] = random.choice([-100, 0, 7], rows).astype(np.int32).view(np.float32)
+    statistics.before = statistics.all.copy()
+    places = device.integers(np.full(count, 99), changes=True)
+    labelled = np.flatnonzero(statistics.bits[:, 3].view(np.int32) >= 0)[:count]
+    labelled = np.concatenate([labelled, np.full(count - len(labelled), -1)])
+    device.launch("labelled_rows", places, statistics, rows, count)
+    device.same(places, labelled)
+    x, y = device.elements(noise(random, rows, channels)), device.out(count, channels)
+    device.launch("gather_rows", y, x, places, count, channels)
+    device.same(y, np.where(labelled[:, None] >= 0, x.bits[labelled], np.zeros((), x.bits.dtype)))
+
+
+def check_remember(device, random, rows, packed, width):
+    qkv, y = device.elements(noise(random, rows, packed)), device.out(rows, width)
+    device.launch("remember", y, qkv, rows, packed, width)
+    device.same(y, qkv.bits[:, packed - width :])
+    # Of all sizes, so that rounding is seen: to nothing, to the smallest numbers and to infinity.
+    kv = device.floats(noise(random, rows, width) * 2.0 ** random.integers(-30, 18, (rows, width)))
+    kv.bits.flat[:3] = [1.00390625, 65519.0, 2.0**-25][: kv.bits.size]
+    kv.before, back = kv.all.copy(), device.elements(qkv.wide, changes=True)
+    with np.errstate(over="ignore"):
+        convert = {32: np.float32, 16: to_bfloat, 15: np.float16}[device.element]
+        expected = np.concatenate([qkv.bits[:, : packed - width], convert(kv.bits)], 1)
+    device.launch("recall", back, kv, rows, packed, width)
+    device.same(back, expected)
+
+
+def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, head_size, window, spare):
+    sequences, capacity = len(pasts), max(pasts) + spare
+    size = Attention.of(sequences, positions, heads, kv_heads, head_size, window=window)
+    qkv = device.elements(2 * noise(random, sequences, positions, heads + 2 * kv_heads, head_size))
+    past = device.elements(2 * noise(random, sequences, max(capacity, 1), 2, kv_heads, head_size))
+    expected = np.zeros((sequences, positions, heads, head_size))
+    for sequence, before in enumerate(pasts):
+        new = qkv.wide[sequence, :, heads:].reshape(positions, 2, kv_heads, head_size)
+        kv = np.concatenate([past.wide[sequence, :before], new])
+        for at, head in np.ndindex(positions, heads):
+            keys = slice(max(before + at + 1 - window, 0) if window else 0, before + at + 1)
+            k, v = kv[keys, :, head * kv_heads // heads].swapaxes(0, 1)
+            scores = k @ qkv.wide[sequence, at, head] / math.sqrt(head_size)
+            p = np.exp(scores - scores.max())
+            expected[sequence, at, head] = p @ v / p.sum()
+    y = device.out(*expected.shape)
+    arguments = [y, qkv, past, device.integers(pasts), max(capacity, 1), size]
+    device.launch("attention_to_past", *arguments)
+    device.expect(y, expected, 2e-6)
+
+
+def checks():
+    """Of all kernels but those of kernels_attention.py, which come along if they are there."""
+    n = [dict(n=n) for n in (1, 3, 4, 5, 1023, 1024, 1025, 5003)]
+    drops = [(1, 1, 1), (2, 3, 4), (3, 2, 7), (2, 2, 1027)]
+    drops = [dict(sequences=b, positions=t, channels=c) for b, t, c in drops]
+    probabilities = [(0, False), (0, True), (0.25, False), (0.1, True)]
+    probabilities = [dict(probability=p, has_a=a) for p, a in probabilities]
+    rows = [(1, 1), (1, 4), (3, 7), (5, 48), (131, 5), (2, 1030), (7, 1024), (65, 132)]
+    rows = [dict(rows=r, channels=c) for r, c in rows]
+    norms = [dict(without="beta"), dict(without="residual"), dict(in_place=True), dict(chunk=3)]
+    heads = [(1, 1, 2), (3, 1, 6), (4, 2, 64), (2, 2, 256), (6, 2, 20)]
+    heads = [dict(heads=h, kv_heads=k, head_size=d) for h, k, d in heads]
+    head_rows = [dict(rows=r, chunk=k) for r, k in ((1, 64), (5, 2), (70, 64))]
+    kinds = [dict(count=c, chunk=k) for c, k in ((1, 4), (2, 64), (3, 5))]
+    folds = [dict(count=c, length=l) for c, l in itertools.product((1, 7, 40), (1, 255, 257))]
+    classes = [dict(labels=l, is_value=v) for l, v in ((1, 0), (2, 0), (31, 0), (77, 0), (1, 1))]
+    places = [{}, dict(past=64), dict(has_pasts=True)]
+    places += [dict(has_documents=True), dict(has_documents=True, past=6)]
+    places = [dict(sequences=b, positions=t, **p) for b, t in ((1, 1), (3, 5), (2, 17)) for p in places]
+    pasts = [([0], 1, 0), ([0, 5, 31], 3, 2), ([300, 0, 64, 257], 2, 1)]
+    pasts = [dict(pasts=p, positions=t, spare=s) for p, t, s in pasts]
+    remembered = [dict(rows=r, packed=p, width=w) for r, p, w in ((1, 3, 2), (5, 96, 64), (3, 3072, 2048))]
+
+    def each(*lists, **axes):
+        """All combinations."""
+        axes = [[{name: value} for value in values] for name, values in axes.items()]
+        return [dict(itertools.chain(*map(dict.items, one))) for one in itertools.product(*lists, *axes)]
+
+    own = [
+        ("elementwise", check_clear, n),
+        ("elementwise", check_drop, each(drops, probabilities)),
+        ("elementwise", check_drop, each(drops, probability=[0.5], has_a=[True], in_place=[True])),
+        ("elementwise", check_identity, [{}]),
+        ("elementwise", check_activate, each(n[-3:], form=range(5))),
+        ("elementwise", check_gate, each(rows, form=range(5))),
+        ("elementwise", check_fold, each(folds, gap=[0, 3], accumulate=[0, 1])),
+        ("elementwise", check_column_parts, each(rows, chunk=[1, 3, 64])),
+        ("norm", check_norm, each(rows, rms=[0, 1])),
+        ("norm", check_norm, each(rows[2:6], norms, rms=[0])),
+        ("head_norm", check_head_norm, each(heads, head_rows)),
+        ("rotary", check_rotate, each(places, heads[:4])),
+        ("embedding", check_positions, each(places, channels=[1, 6, 1028])),
+        ("embedding", check_kinds, each(rows, kinds)),
+        ("classes", check_first_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027])),
+        ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
+        ("rows", check_rows, each(rows, count=[1, 5, 100])),
+        ("past", check_remember, remembered),
+        ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
+    ]
+    beside = HERE / "kernels_attention.py"
+    if beside.exists():
+        spec = importlib.util.spec_from_file_location("kernels_attention", beside)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        own += module.checks()
+    return own
+
+
+def main():
+    faulthandler.enable()
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
+    arguments.add_argument("--nvrtc", help="the library")
+    arguments.add_argument("--only", choices=["compile", "emulate"])
+    arguments = arguments.parse_args()
+    every = sorted(path.stem for path in KERNELS.glob("*.cu") if path.stem != "prelude")
+    files = arguments.files or every
+    well = arguments.only == "emulate" or compile_all(Nvrtc(arguments.nvrtc or Nvrtc.find()), files)
+    well &= arguments.only == "compile" or emulate_all(files)
+    sys.exit(0 if well else 1)
+
+
+if __name__ == "__main__":
+    main()

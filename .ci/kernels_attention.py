@@ -1,0 +1,264 @@
+"""Checks of attention.cu and cross_entropy.cu: see kernels.py.
+
+The oracles are dense, in float64, and written from the definitions: a matrix says which query sees which key,
+gradients follow the closed formulas.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+
+# Relative errors of all of an output: products are rounded to elements on their way.
+OFF_TOTAL = {32: 1e-5, 16: 1e-2, 15: 2e-3}
+# And of one, of the largest magnitude (at least 1), beyond its own rounding.
+OFF_EACH = {32: 1e-5, 16: 1e-2, 15: 2e-3}
+
+
+@dataclasses.dataclass
+class Case:
+    """Sizes of one attention, without a past."""
+
+    sequences: int
+    positions: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    causal: bool = True
+    window: int = 0
+    probability: float = 0.0
+    every: tuple = ()  # lengths of documents, again and again
+    padding: int = 3  # that each sequence has more of than the one before
+    stretch: int = 0  # positions of a stretch; 0: all at once alone
+    spread: float = 1.0  # of queries and keys: how far scores are apart
+
+    def lengths(self):
+        return [self.positions - b * self.padding % self.positions for b in range(self.sequences)]
+
+    def documents(self):
+        """From and to of each position's document, (B, T, 2), or None. Padding is a part of the last."""
+        if not self.every:
+            return None
+        documents = np.zeros((self.sequences, self.positions, 2), np.uint32)
+        for of_sequence, length in zip(documents, self.lengths()):
+            at = 0
+            for size in itertools.cycle(self.every):
+                to = min(length, at + size)
+                of_sequence[at:], at = (at, to), to
+                if at == length:
+                    break
+        return documents
+
+    def seen(self):
+        """(B, queries, keys)."""
+        query, key = np.arange(self.positions)[:, None], np.arange(self.positions)
+        seen = key < np.array(self.lengths())[:, None, None]
+        if self.causal:
+            seen = seen & (key <= query)
+        if self.window:
+            seen = seen & (key > query - self.window)
+        if self.every:
+            documents = self.documents()
+            seen = seen & (documents[:, :, :1] <= key) & (key < documents[:, :, 1:])
+        return np.broadcast_to(seen, (self.sequences, self.positions, self.positions))
+
+    def dropout(self, device, sequence=0, position=0):
+        return device.Dropout.of(self.probability, first_sequence=4 + sequence, first_position=position)
+
+    def factors(self, device):
+        """Of dropout, (B, H, queries, keys)."""
+        shape = self.sequences, self.heads, self.positions, self.positions
+        sequence, head, query, key = np.indices(shape, sparse=True)
+        return np.broadcast_to(self.dropout(device).factors(sequence, head << 20 | query, key), shape)
+
+    def size(self, device, sequences, positions, past=0, dropout=None):
+        sizes = sequences, positions, self.heads, self.kv_heads, self.head_size
+        return device.Attention.of(*sizes, past, int(self.causal), self.window, dropout or self.dropout(device))
+
+
+def oracle(case, factors, qkv, dy):
+    """y, lse, and gradients of queries, keys and values: all (B, heads, T, D), but lse (B, H, T)."""
+    h, group = case.heads, case.heads // case.kv_heads
+    heads = qkv.reshape(case.sequences, case.positions, -1, case.head_size).swapaxes(1, 2)
+    q, k, v = np.split(heads, [h, h + case.kv_heads], 1)
+    k, v = k.repeat(group, 1), v.repeat(group, 1)
+    dy = dy.reshape(case.sequences, case.positions, h, -1).swapaxes(1, 2)
+    turned = lambda x: x.swapaxes(2, 3)
+    scale, seen = 1 / math.sqrt(case.head_size), case.seen()[:, None]
+
+    scores = np.where(seen, scale * q @ turned(k), -np.inf)
+    some = np.broadcast_to(seen.any(3, keepdims=True), (*scores.shape[:3], 1))
+    weights = np.exp(scores - np.where(some, scores.max(3, keepdims=True), 0))
+    total = weights.sum(3, keepdims=True)
+    p = weights / np.where(some, total, 1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        lse = np.where(some, scores.max(3, keepdims=True) + np.log(total), np.inf)[..., 0]
+    dp = factors * (dy @ turned(v))
+    ds = scale * p * (dp - (p * dp).sum(3, keepdims=True))
+    gather = lambda x: x.reshape(case.sequences, case.kv_heads, group, case.positions, -1).sum(2)
+    return (p * factors) @ v, lse, ds @ k, gather(turned(ds) @ q), gather(turned(p * factors) @ dy)
+
+
+def expect(device, buffer, expected, tolerance=None):
+    """All of an output, and each of it."""
+    device.expect(buffer, expected, tolerance or OFF_EACH[device.element])
+    norm = np.linalg.norm(expected)
+    off = np.linalg.norm(buffer.wide - expected) / max(norm, 1e-2 * math.sqrt(expected.size))
+    assert off <= OFF_TOTAL[device.element], f"{device.kernel}: {off:.1e} off"
+
+
+def expect_lse(device, lse, expected):
+    assert (np.isposinf(lse.bits) == np.isposinf(expected)).all(), "those who see nothing"
+    found, expected = device.floats(np.nan_to_num(lse.bits, posinf=0)), np.nan_to_num(expected, posinf=0)
+    device.expect(found, expected, 1e-5)
+
+
+def rows(*heads):
+    """Heads of all positions side by side: (B, T, heads D), from (B, heads, T, D)."""
+    joined = np.concatenate(heads, 1).swapaxes(1, 2)
+    return joined.reshape(*joined.shape[:2], -1)
+
+
+def names(device, case, plain):
+    """The three passes: the plain ones, or those of the smallest padded head size."""
+    padded = "" if plain else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
+    return [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
+
+
+def check_attention(device, random, plain, **sizes):
+    """All at once, and in stretches from the end, with keys and values apart."""
+    if device.element == (16 if plain else 32):
+        return  # there are tensor cores wherever there is bfloat16, and none for floats
+    case = Case(**sizes)
+    b, t, width = case.sequences, case.positions, case.heads * case.head_size
+    forward, backward_keys, backward_queries = names(device, case, plain)
+    size = case.size(device, b, t)
+    spread = np.full(size.packed, case.spread)
+    spread[width + case.kv_heads * case.head_size :] = 1
+    qkv = device.elements(spread * random.uniform(-1, 1, (b, t, size.packed)))
+    dy = device.elements(random.uniform(-1, 1, (b, t, width)))
+    documents = case.documents()
+    of_keys = [device.integers(case.lengths()), documents if documents is None else device.integers(documents, np.uint32)]
+    expected_y, expected_lse, dq, dk, dv = oracle(case, case.factors(device), qkv.wide, dy.wide)
+
+    y, lse = device.out(b, t, width), device.floats_out(b, case.heads, t)
+    device.launch(forward, y, lse, qkv, None, *of_keys, size)
+    expect(device, y, rows(expected_y))
+    expect_lse(device, lse, expected_lse)
+
+    delta, dqkv = device.floats_out(b, case.heads, t), device.out(b, t, size.packed)
+    device.launch("attention_delta", delta, y, dy, size)
+    products = (y.wide * dy.wide).reshape(b, t, case.heads, -1).sum(3).swapaxes(1, 2)
+    device.expect(delta, products, 1e-6)
+    inputs = [dy, lse, delta, qkv, None, *of_keys, size]
+    device.launch(backward_keys, dqkv, None, *inputs, 0)
+    assert np.isnan(dqkv.wide[:, :, :width]).all(), "gradients of queries are not for this pass"
+    dkv = device.elements(dqkv.wide[:, :, width:])
+    expect(device, dkv, rows(dk, dv))
+    device.launch(backward_queries, dqkv, *inputs)
+    expect(device, device.elements(dqkv.wide[:, :, :width]), rows(dq))
+    device.same(device.elements(dqkv.wide[:, :, width:]), dkv.bits)
+    if case.stretch:
+        check_stretches(device, case, plain, [qkv, dy, documents], [y, lse], rows(dq), rows(dk, dv))
+
+
+def check_stretches(device, case, plain, inputs, outputs, expected_dq, expected_dkv):
+    """A stretch at a time: forward, the same bits as all at once."""
+    (qkv, dy, documents), width = inputs, case.heads * case.head_size
+    forward, backward_keys, backward_queries = names(device, case, plain)
+    for sequence, length in enumerate(case.lengths()):
+        # Gradients of keys and values, to which each stretch adds.
+        so_far = np.full(expected_dkv.shape[1:], np.nan, np.float32)
+        for start in reversed(range(0, case.positions, case.stretch)):
+            end = min(start + case.stretch, case.positions)
+            dropout = case.dropout(device, sequence, start)
+            size = case.size(device, 1, end - start, start, dropout)
+            few, few_dy = [device.elements(x.wide[sequence, start:end]) for x in (qkv, dy)]
+            kv = device.elements(qkv.wide[sequence, :end, width:])
+            of_keys = [device.integers([length]), None]
+            if documents is not None:
+                of_keys[1] = device.integers(documents[sequence, :end], np.uint32)
+            y, dq = device.out(end - start, width), device.out(end - start, size.packed)
+            lse, delta = (device.floats_out(case.heads, end - start) for _ in range(2))
+            device.launch(forward, y, lse, few, kv, *of_keys, size)
+            device.same(y, outputs[0].bits[sequence, start:end])
+            device.same(lse, outputs[1].bits[sequence, :, start:end])
+            device.launch("attention_delta", delta, y, few_dy, size)
+            dkv = device.floats(so_far[:end], changes=True)
+            inputs = [few_dy, lse, delta, few, kv, *of_keys, size]
+            device.launch(backward_keys, None, dkv, *inputs, int(end < case.positions))
+            so_far[:end] = dkv.bits
+            device.launch(backward_queries, dq, *inputs)
+            assert np.isnan(dq.wide[:, width:]).all(), "keys and values are apart"
+            expect(device, device.elements(dq.wide[:, :width]), expected_dq[sequence, start:end])
+        expect(device, device.floats(so_far), expected_dkv[sequence], OFF_EACH[device.element])
+
+
+def check_scores(device, random, count, vocabulary, tile, has_bias, scale=0.37):
+    """A vocabulary in tiles, of which the last may be smaller."""
+    logits = device.floats(10 * random.uniform(-1, 1, (count, vocabulary))).wide
+    bias = device.elements(random.uniform(-1, 1, vocabulary)).wide * has_bias
+    labels = np.where(random.random(count) < 0.3, -100, random.integers(0, vocabulary, count)).astype(np.int32)
+    labelled = labels >= 0
+    whole = logits + bias
+    lse = np.log(np.exp(whole - whole.max(1, keepdims=True)).sum(1)) + whole.max(1)
+    begun = np.zeros((count, 4), np.float32)
+    begun[:, 0], begun[:, 3] = -np.inf, labels.view(np.float32)
+    out = device.floats(begun, changes=True)
+    tiles = []
+    for first in range(0, vocabulary, tile):
+        part = slice(first, min(first + tile, vocabulary))
+        tiles.append((device.floats(logits[:, part]), device.elements(bias[part]) if has_bias else None, first))
+        device.launch("score_rows", out, *tiles[-1][:2], count, part.stop - first, first)
+    assert out.bits[:, 3].tobytes() == labels.tobytes(), "labels changed"
+    assert (out.bits[~labelled, :3] == begun[~labelled, :3]).all(), "positions without a label stay"
+    found = np.stack([out.wide[:, 0] + np.log(np.maximum(out.wide[:, 1], 1e-30)), out.wide[:, 2]], 1)
+    expected = np.stack([lse, whole[np.arange(count), labels % vocabulary]], 1)
+    device.expect(device.floats(found[labelled]), expected[labelled], 1e-6)
+
+    statistics = device.floats(out.bits)
+    slopes = scale * (np.exp(whole - lse[:, None]) - (np.arange(vocabulary) == labels[:, None]))
+    slopes[~labelled] = 0
+    for logits, bias, first in tiles:
+        d = device.out(*logits.bits.shape)
+        width = d.bits.shape[1]
+        device.launch("score_gradient", d, statistics, logits, bias, count, width, first, scale)
+        device.expect(d, slopes[:, first : first + width], 2e-6)
+
+
+def checks():
+    def case(b, t, h, k, d, **more):
+        return dict(sequences=b, positions=t, heads=h, kv_heads=k, head_size=d, **more)
+
+    documents = (70, 3, 64, 1)
+    cases = [
+        case(1, 1, 1, 1, 1, stretch=1),
+        case(1, 1, 2, 1, 256, causal=False, probability=0.5),
+        case(3, 5, 4, 2, 5, window=3, probability=0.2, stretch=2),
+        case(2, 5, 3, 1, 1, causal=False),
+        case(2, 67, 2, 1, 13, window=3, probability=0.2, stretch=64),
+        case(2, 67, 2, 1, 13, causal=False, window=1, padding=20),  # padding that sees nothing
+        case(2, 67, 4, 2, 32, causal=False, spread=6.0),
+        case(2, 130, 2, 2, 64, window=1, stretch=64),
+        case(2, 130, 3, 1, 64, probability=0.1, stretch=64, spread=4.0),
+        case(1, 130, 2, 1, 72, causal=False, probability=0.2),
+        case(2, 130, 2, 1, 256, window=65, probability=0.2, stretch=64),
+        case(2, 150, 1, 1, 48, window=20, every=(70, 30), stretch=64),
+        case(1, 200, 4, 2, 128, window=65, every=documents, stretch=128, spread=3.0),
+        case(1, 200, 1, 1, 128, causal=False, probability=0.2, every=documents),
+        case(2, 200, 1, 1, 64, causal=False, every=documents, padding=77),
+        case(2, 200, 3, 1, 16, causal=False, window=3, probability=0.1, padding=77),
+        case(2, 200, 1, 1, 5, causal=False, window=65, padding=30),
+        case(2, 300, 1, 1, 64, padding=200, stretch=64),  # whole tiles of padding
+        case(1, 67, 1, 1, 130, causal=False, spread=3.0),
+    ]
+    scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]
+    return [
+        ("attention", check_attention, [one | dict(plain=plain) for one in cases for plain in (True, False)]),
+        (
+            "cross_entropy",
+            check_scores,
+            [dict(count=n, vocabulary=v, tile=t, has_bias=bias) for n, v, t in scores for bias in (False, True)],
+        ),
+    ]

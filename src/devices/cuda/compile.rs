@@ -1,0 +1,77 @@
+//! Kernels compiled for a device's architecture, and kept from run to run.
+
+use std::ffi::{CString, c_char};
+use std::fs;
+use std::path::Path;
+
+use cudarc::nvrtc::{result, sys};
+use l2l_actors::ports::Trouble;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::texts::PRELUDE;
+
+/// Machine code of a text for an architecture (`90`), from the folder where it is kept if it is there.
+///
+/// # Errors
+/// What the compiler says.
+pub(super) fn cubin(
+    name: &str,
+    text: &str,
+    architecture: u32,
+    nvrtc: (u32, u32),
+    kept: Option<&Path>,
+) -> Result<Vec<u8>, Trouble> {
+    let all = [PRELUDE, text].join("\n");
+    let options = [
+        format!("--gpu-architecture=sm_{architecture}"),
+        "--std=c++17".into(),
+        "--fmad=true".into(),
+        "-DELEMENT=32".into(),
+    ];
+    let identity = format!("{} {} {}.{}", options.join(" "), all, nvrtc.0, nvrtc.1);
+    let file = format!("{name}-{architecture}-{:016x}.cubin", xxh3_64(identity.as_bytes()));
+    let path = kept.map(|folder| folder.join(file));
+    if let Some(code) = path.as_ref().and_then(|path| fs::read(path).ok()) {
+        // What a kill cut off does not end with its digest.
+        if let Some((code, digest)) = code.split_last_chunk::<8>()
+            && xxh3_64(code).to_le_bytes() == *digest
+        {
+            return Ok(code.to_vec());
+        }
+    }
+    let mut code = compile(name, &all, &options)?;
+    if let (Some(folder), Some(path)) = (kept, path) {
+        let digest = xxh3_64(&code).to_le_bytes();
+        code.extend(digest);
+        // Without a folder to keep it in it is compiled again next time.
+        _ = fs::create_dir_all(folder).and_then(|()| fs::write(path, &code));
+        code.truncate(code.len() - digest.len());
+    }
+    Ok(code)
+}
+
+fn compile(name: &str, text: &str, options: &[String]) -> Result<Vec<u8>, Trouble> {
+    let (text, file) = (CString::new(text)?, CString::new(format!("{name}.cu"))?);
+    let failed = |what: sys::nvrtcResult| -> Trouble { format!("NVRTC: {what:?}").into() };
+    let program = result::create_program(&text, Some(&file)).map_err(|error| failed(error.0))?;
+    // SAFETY: the program is there until it is destroyed below.
+    unsafe {
+        let compiled = result::compile_program(program, options);
+        let code = compiled.map_err(|error| {
+            let log = result::get_program_log(program).unwrap_or_default();
+            let log: Vec<u8> = log.into_iter().map(|c: c_char| c as u8).collect();
+            let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_string();
+            format!("NVRTC: {:?}: {log}", error.0).into()
+        });
+        let code = code.and_then(|()| {
+            let mut size = 0;
+            sys::nvrtcGetCUBINSize(program, &mut size).result().map_err(|error| failed(error.0))?;
+            let mut code = vec![0_u8; size];
+            let to = code.as_mut_ptr().cast();
+            sys::nvrtcGetCUBIN(program, to).result().map_err(|error| failed(error.0))?;
+            Ok(code)
+        });
+        _ = result::destroy_program(program);
+        code
+    }
+}

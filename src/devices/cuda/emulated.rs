@@ -1,0 +1,339 @@
+//! A driver without a device: streams are threads that run the kernels' own texts, compiled for this
+//! machine. It proves, where there is no GPU, what is launched on what and in which order.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::{CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, mpsc};
+use std::time::Instant;
+
+use l2l_actors::ports::Trouble;
+use libloading::Library;
+
+use super::driver::{Address, Driver, Launch, Product, Stream};
+use super::texts::{PRELUDE, TEXTS, declared};
+
+type Emulate =
+    unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
+
+/// Which library has which kernel.
+struct Kernels {
+    of: HashMap<String, (usize, super::texts::Declared)>,
+    libraries: Vec<Library>,
+}
+
+/// Builds them once; `None` where there is no compiler.
+fn kernels() -> Option<&'static Kernels> {
+    static KERNELS: OnceLock<Option<Kernels>> = OnceLock::new();
+    KERNELS
+        .get_or_init(|| {
+            let compiles = Command::new("c++").arg("--version").output().is_ok();
+            if !compiles {
+                assert!(std::env::var_os("CI").is_none(), "tests of CUDA kernels need c++");
+                return None;
+            }
+            let built = std::thread::scope(|scope| {
+                let builds = TEXTS.map(|(name, text)| scope.spawn(move || build(name, text)));
+                builds.map(|build| build.join().expect("it compiles"))
+            });
+            // SAFETY: they are ours, and do nothing when they are loaded.
+            let load = |path: PathBuf| unsafe { Library::new(path) }.expect("it was built");
+            let mut of = HashMap::new();
+            for (index, (_, text)) in TEXTS.iter().enumerate() {
+                of.extend(declared(text).into_iter().map(|one| (one.name.clone(), (index, one))));
+            }
+            Some(Kernels { of, libraries: built.map(load).into() })
+        })
+        .as_ref()
+}
+
+/// Compiles a text, unless it was before.
+fn build(name: &str, text: &str) -> PathBuf {
+    let table = declared(text).into_iter().map(|one| format!("EMULATED({})\n", one.name));
+    let emulator = include_str!("kernels/emulator.h");
+    let all = [emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
+    let digest = xxhash_rust::xxh3::xxh3_64(all.as_bytes());
+    let here = std::env::current_exe().expect("a test runs from a file");
+    let folder = here.parent().expect("in a folder").to_path_buf();
+    let path = folder.join(format!("emulated-{name}-{digest:016x}.so"));
+    if !path.exists() {
+        let own = format!("{name}-{}", std::process::id());
+        let (source, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
+        std::fs::write(&source, all).expect("room on a disk");
+        let run = |arguments: &[&str], paths: &[&Path]| {
+            let mut command = Command::new("c++");
+            command.args(arguments).args(paths).output().expect("a compiler")
+        };
+        let arguments = ["-std=c++20", "-O2", "-shared", "-fPIC", "-o"];
+        let output = run(&arguments, &[&made, &source]);
+        assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+        std::fs::rename(&made, &path).expect("a folder of ours");
+        std::fs::remove_file(&source).expect("a file of ours");
+    }
+    path
+}
+
+thread_local! {
+    /// Of the drivers that a thread makes: calls until one fails.
+    static LEFT: Arc<AtomicI64> = Arc::new(AtomicI64::new(i64::MAX));
+}
+
+thread_local! {
+    static ASKED_FOR: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
+pub(in crate::devices) fn instead() -> bool {
+    ASKED_FOR.set(true);
+    kernels().is_some()
+}
+
+/// A new one, where it was asked for.
+pub(super) fn asked_for() -> Option<Arc<dyn Driver>> {
+    let made = ASKED_FOR.get().then(Emulated::new)??;
+    Some(Arc::new(made))
+}
+
+/// Has the call behind so many others fail, and all after it, of drivers that this thread makes.
+pub(super) fn fail_after(calls: i64) {
+    LEFT.with(|left| left.store(calls, Relaxed));
+}
+
+/// Calls that were made since [`fail_after`] of that many.
+pub(super) fn calls(of: i64) -> i64 {
+    of - LEFT.with(|left| left.load(Relaxed))
+}
+
+type Task = Box<dyn FnOnce() + Send>;
+
+/// Reached at some time.
+#[derive(Default)]
+struct Flag {
+    at: Mutex<Option<Instant>>,
+    reached: Condvar,
+}
+
+impl Flag {
+    fn reach(&self) {
+        *self.at.lock().expect("nothing panics inside") = Some(Instant::now());
+        self.reached.notify_all();
+    }
+
+    fn wait(&self) -> Instant {
+        let at = self.at.lock().expect("nothing panics inside");
+        let at = self.reached.wait_while(at, |at| at.is_none()).expect("nothing panics inside");
+        at.expect("it was reached")
+    }
+}
+
+/// See the [module](self).
+struct Emulated {
+    kernels: &'static Kernels,
+    memory: Mutex<Vec<Box<[u64]>>>,
+    streams: [mpsc::Sender<Task>; 3],
+    events: Mutex<HashMap<u64, Arc<Flag>>>,
+    next: AtomicU64,
+    /// What went wrong on a stream, as a device has it: all that comes after fails.
+    broken: Arc<Mutex<Option<String>>>,
+    /// Calls until one fails.
+    left: Arc<AtomicI64>,
+}
+
+impl Emulated {
+    /// `None` where there is no compiler.
+    fn new() -> Option<Emulated> {
+        let streams = Stream::ALL.map(|_| {
+            let (queue, tasks) = mpsc::channel::<Task>();
+            std::thread::spawn(move || tasks.iter().for_each(|task| task()));
+            queue
+        });
+        Some(Emulated {
+            kernels: kernels()?,
+            memory: Mutex::default(),
+            streams,
+            events: Mutex::default(),
+            next: AtomicU64::new(1),
+            broken: Arc::default(),
+            left: LEFT.with(Arc::clone),
+        })
+    }
+
+    fn call(&self) -> Result<(), Trouble> {
+        if self.left.fetch_sub(1, Relaxed) <= 0 {
+            return Err("the driver was told to fail".into());
+        }
+        match &*self.broken.lock().expect("nothing panics inside") {
+            Some(what) => Err(what.clone().into()),
+            None => Ok(()),
+        }
+    }
+
+    fn queue(&self, on: Stream, task: impl FnOnce() + Send + 'static) -> Result<(), Trouble> {
+        self.call()?;
+        let broken = self.broken.clone();
+        let runs = move || {
+            if broken.lock().expect("nothing panics inside").is_none() {
+                task();
+            }
+        };
+        self.streams[on as usize].send(Box::new(runs)).map_err(|error| error.to_string().into())
+    }
+
+    fn flag(&self, event: u64) -> Arc<Flag> {
+        self.events.lock().expect("nothing panics inside")[&event].clone()
+    }
+}
+
+impl Drop for Emulated {
+    /// The memory goes next.
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+impl Driver for Emulated {
+    fn allocate(&self, bytes: usize) -> Result<Address, Trouble> {
+        self.call()?;
+        let mut memory = vec![0_u64; bytes.div_ceil(8).max(1) + 2].into_boxed_slice();
+        // Where views are aligned, accesses of 16 bytes are.
+        let at = (memory.as_mut_ptr().addr() as Address).next_multiple_of(16);
+        self.memory.lock().expect("nothing panics inside").push(memory);
+        Ok(at)
+    }
+
+    fn pin(&self, _: *mut u8, _: usize) -> Result<(), Trouble> {
+        self.call()
+    }
+
+    fn unpin(&self, _: *mut u8) {}
+
+    fn copy_in(
+        &self,
+        on: Stream,
+        to: Address,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), Trouble> {
+        let from = from as Address;
+        self.copy(on, to, from, bytes)
+    }
+
+    fn copy_out(
+        &self,
+        on: Stream,
+        to: *mut u8,
+        from: Address,
+        bytes: usize,
+    ) -> Result<(), Trouble> {
+        self.copy(on, to as Address, from, bytes)
+    }
+
+    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble> {
+        // SAFETY: whoever copies keeps both until it is done.
+        self.queue(on, move || unsafe {
+            std::ptr::copy(from as *const u8, to as *mut u8, bytes);
+        })
+    }
+
+    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
+        let &Launch { kernel, grid, block, shared, arguments } = launch;
+        let known = self.kernels.of.get(kernel);
+        let (library, declared) = known.unwrap_or_else(|| panic!("no kernel is {kernel}"));
+        launch.check(&declared.parameters)?;
+        let mut held: Vec<Vec<u64>> = arguments
+            .iter()
+            .map(|one| {
+                let mut words = vec![0_u64; one.bytes().len().div_ceil(8)];
+                bytemuck::cast_slice_mut(&mut words)[..one.bytes().len()]
+                    .copy_from_slice(one.bytes());
+                words
+            })
+            .collect();
+        let (library, broken) = (&self.kernels.libraries[*library], self.broken.clone());
+        self.queue(on, move || {
+            // SAFETY: the function is there, and of this type.
+            let emulate = unsafe { library.get::<Emulate>(b"emulate") }.expect("it is exported");
+            let name = CString::new(kernel).expect("a plain name");
+            let mut pointers: Vec<*mut c_void> =
+                held.iter_mut().map(|words| words.as_mut_ptr().cast()).collect();
+            // SAFETY: the arguments are what the kernel declares.
+            let failed = unsafe {
+                let (grid, block) = (grid.as_ptr(), block.as_ptr());
+                emulate(name.as_ptr(), grid, block, shared, pointers.as_mut_ptr())
+            };
+            if failed != 0 {
+                let mut broken = broken.lock().expect("nothing panics inside");
+                *broken = Some(format!("{kernel} failed: {failed}"));
+            }
+        })
+    }
+
+    fn product(&self, on: Stream, product: &Product) -> Result<(), Trouble> {
+        let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
+        self.queue(on, move || {
+            let at = |matrix: super::driver::Matrix, row: usize, column: usize| {
+                let (row, column) = if matrix.turned { (column, row) } else { (row, column) };
+                // SAFETY: whoever multiplies says where matrices are.
+                f64::from(unsafe { *(matrix.at as *const f32).add(row * matrix.stride + column) })
+            };
+            for row in 0..rows {
+                for column in 0..columns {
+                    let sum: f64 = (0..inner).map(|k| at(a, row, k) * at(b, k, column)).sum();
+                    // SAFETY: as above.
+                    unsafe {
+                        let c = (c as *mut f32).add(row * columns + column);
+                        let bias = bias.map_or(0.0, |bias| *(bias as *const f32).add(column));
+                        let before = if accumulate { *c } else { 0.0 };
+                        *c = (f64::from(before) + sum + f64::from(bias)) as f32;
+                    }
+                }
+            }
+        })
+    }
+
+    fn record(&self, on: Stream) -> Result<u64, Trouble> {
+        let (id, flag) = (self.next.fetch_add(1, Relaxed), Arc::new(Flag::default()));
+        self.call()?;
+        self.events.lock().expect("nothing panics inside").insert(id, flag.clone());
+        // It is reached though the stream is broken.
+        let reach: Task = Box::new(move || flag.reach());
+        self.streams[on as usize].send(reach).map_err(|error| error.to_string())?;
+        Ok(id)
+    }
+
+    fn wait(&self, on: Stream, event: u64) -> Result<(), Trouble> {
+        let flag = self.flag(event);
+        self.queue(on, move || {
+            flag.wait();
+        })
+    }
+
+    fn synchronize(&self, event: u64) -> Result<(), Trouble> {
+        self.flag(event).wait();
+        self.call()
+    }
+
+    fn finish(&self) {
+        for stream in &self.streams {
+            let flag = Arc::new(Flag::default());
+            let reached = flag.clone();
+            if stream.send(Box::new(move || reached.reach())).is_ok() {
+                flag.wait();
+            }
+        }
+    }
+
+    fn seconds(&self, from: u64, to: u64) -> Result<f64, Trouble> {
+        self.call()?;
+        let (from, to) = (self.flag(from).wait(), self.flag(to).wait());
+        let later = to.saturating_duration_since(from).as_secs_f64();
+        Ok(if to < from { -from.duration_since(to).as_secs_f64() } else { later })
+    }
+
+    fn forget(&self, event: u64) {
+        self.events.lock().expect("nothing panics inside").remove(&event);
+    }
+}

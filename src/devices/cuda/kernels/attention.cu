@@ -1,0 +1,1206 @@
+// Scaled dot-product attention in tiles (Dao et al. 2022): no tokens × tokens memory.
+//
+// A block owns a tile of queries of one head (forward, dq) or a tile of keys (dk, dv) and walks the other
+// side in order, so every sum has one owner and one order. dq has a pass of its own.
+//
+// Each of the three passes comes in two ways. From sm_80 on, elements of 16 bits are multiplied by tensor
+// cores: the kernels' names end in the head size that they pad to, of 32, 64, 128 and 256 the smallest that
+// holds a head. Elsewhere, one plain way takes heads of all sizes, up to 256.
+
+// ---- Which queries see which keys, and where all of them are. ----
+
+// Positions from..to of a sequence.
+struct Span {
+    int from, to;
+
+    __device__ int count() const { return to - from; }
+    __device__ bool has(int position) const { return from <= position && position < to; }
+};
+
+// What the first and the last of some queries see. Both ends of what is seen grow with the query.
+struct Sight {
+    Span first, last;
+
+    // Whether any of the queries may see any of the keys.
+    __device__ bool touches(Span keys) const { return keys.from < last.to && first.from < keys.to; }
+    // Whether all of them see all.
+    __device__ bool covers(Span keys) const { return last.from <= keys.from && keys.to <= first.to; }
+};
+
+// Some rows of channels, `stride` elements apart.
+struct Rows {
+    const T* at;
+    long long stride;
+    int count, channels;
+};
+
+// One head of one sequence. Positions are those of the sequence: its queries begin behind `past`.
+struct Head {
+    const Attention& size;
+    const int* lengths;
+    const unsigned* documents;
+    bool is_apart; // whether keys and values are not beside their queries
+    int sequence, head;
+
+    // The position behind the last.
+    __device__ int end() const { return size.past + size.positions; }
+
+    __device__ int length() const { return min(max(lengths[sequence], 1), end()); }
+
+    // The `index`-th tile of so many positions from `first` on.
+    __device__ Span tile(int first, int index, int positions) const {
+        const int from = first + index * positions;
+        return {from, min(from + positions, end())};
+    }
+
+    __device__ long long row(int position) const {
+        return static_cast<long long>(sequence) * size.positions + position - size.past;
+    }
+
+    // Where this head's columns of a query begin in a (R, H D) tensor.
+    __device__ long long at(int position) const {
+        return (row(position) * size.heads + head) * size.head_size;
+    }
+
+    // Where this head's query of a position begins.
+    __device__ long long at_query(int position) const {
+        return (row(position) * (size.heads + 2 * size.kv_heads) + head) * size.head_size;
+    }
+
+    // Heads from one position's keys to the next one's.
+    __device__ int key_stride() const { return (is_apart ? 0 : size.heads) + 2 * size.kv_heads; }
+
+    // Where this head's key (0) or value (1) of a position begins.
+    __device__ long long at_key(int position, int which) const {
+        const int before = is_apart ? 0 : size.heads;
+        const int shared = head / (size.heads / size.kv_heads);
+        const long long place = static_cast<long long>(sequence) * end() + position;
+        return (place * key_stride() + before + which * size.kv_heads + shared) * size.head_size;
+    }
+
+    // Index of a query in a (B, H, T) tensor.
+    __device__ long long statistic(int position) const {
+        return (static_cast<long long>(sequence) * size.heads + head) * size.positions + position - size.past;
+    }
+
+    __device__ Rows queries(const T* qkv, Span span) const {
+        const long long stride = static_cast<long long>(size.heads + 2 * size.kv_heads) * size.head_size;
+        return {qkv + at_query(span.from), stride, span.count(), size.head_size};
+    }
+
+    // Keys (0) or values (1).
+    __device__ Rows keys(const T* kv, int which, Span span) const {
+        const long long stride = static_cast<long long>(key_stride()) * size.head_size;
+        return {kv + at_key(span.from, which), stride, span.count(), size.head_size};
+    }
+
+    // This head's columns of a (R, H D) tensor.
+    __device__ Rows columns(const T* x, Span span) const {
+        const long long stride = static_cast<long long>(size.heads) * size.head_size;
+        return {x + at(span.from), stride, span.count(), size.head_size};
+    }
+
+    __device__ Span document(int position) const {
+        if (documents == nullptr) {
+            return {0, length()};
+        }
+        const long long place = static_cast<long long>(sequence) * end() + position;
+        return {static_cast<int>(documents[2 * place]), static_cast<int>(documents[2 * place + 1])};
+    }
+
+    // Keys that a query sees. Padding may see none: then it ends before it begins.
+    __device__ Span seen(int query) const {
+        Span span = document(query);
+        span.to = min(span.to, size.causal ? query + 1 : end());
+        span.from = size.window > 0 ? max(span.from, query + 1 - size.window) : span.from;
+        return span;
+    }
+
+    __device__ Sight sight(Span queries) const {
+        return queries.from < queries.to ? Sight{seen(queries.from), seen(queries.to - 1)} : Sight{};
+    }
+
+    // Queries that may see some of the keys, of which none is padding.
+    __device__ Span seeing(Span keys) const {
+        const Span first = document(keys.from), last = document(keys.to - 1);
+        // Padding stands behind the last document, as a part of it.
+        Span span = {size.causal ? keys.from : first.from, last.to >= length() ? end() : last.to};
+        if (size.window > 0 && size.window < span.to - keys.to) {
+            span.to = keys.to - 1 + size.window;
+        }
+        return {max(span.from, size.past), min(span.to, end())};
+    }
+
+    // Draws dropout of a tile: `kept` has a byte for each query and four keys, a bit for each key.
+    __device__ void draw(unsigned char* kept, int first_query, int first_key, int queries, int keys) const {
+        if (size.dropout.threshold == 0) {
+            return;
+        }
+        for (int index = threadIdx.x; index < queries * (keys / 4); index += blockDim.x) {
+            const unsigned query = first_query - size.past + index / (keys / 4);
+            const unsigned row = static_cast<unsigned>(head) << 20 | query;
+            const int key = first_key + index % (keys / 4) * 4;
+            const Four factors = dropout_factors(size.dropout, sequence, row, key);
+            unsigned bits = 0;
+            for (int i = 0; i < 4; ++i) {
+                bits |= static_cast<unsigned>(factors.of[i] != 0.0f) << i;
+            }
+            kept[index] = static_cast<unsigned char>(bits);
+        }
+    }
+
+    // The factor of one pair of a tile that has so many keys.
+    __device__ float factor(const unsigned char* kept, int query, int key, int keys) const {
+        return kept[query * (keys / 4) + key / 4] >> key % 4 & 1 ? size.dropout.scale : 0.0f;
+    }
+};
+
+// Σ y dy of each query and head, (B, H, T). One warp each.
+// launch: grid (ceil(sequences positions heads / 8)), block (256)
+extern "C" __global__ void __launch_bounds__(256)
+    attention_delta(float* delta, const T* y, const T* dy, Attention size) {
+    const int lane = threadIdx.x % WARP;
+    const long long task = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    const long long row = task / size.heads, sequence = row / size.positions;
+    if (sequence >= size.sequences) {
+        return;
+    }
+    float sum = 0.0f;
+    for (int channel = lane; channel < size.head_size; channel += WARP) {
+        const long long at = task * size.head_size + channel;
+        sum += get(y[at]) * get(dy[at]);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+        delta[(sequence * size.heads + task % size.heads) * size.positions + row % size.positions] = sum;
+    }
+}
+
+// True where tensor cores multiply elements. The emulator knows both ways.
+#if ELEMENT != 32 && (defined EMULATOR || __CUDA_ARCH__ >= 800)
+#define HAS_TENSOR_CORES
+#endif
+
+template <class Shared>
+__device__ inline Shared& shared_memory() {
+    DYNAMIC_SHARED(Shared, shared);
+    return *shared;
+}
+
+#if defined EMULATOR || !defined HAS_TENSOR_CORES
+
+// ---- The plain way: a block of 16 × 16 threads, each with 4 × 4 of a tile of 64 × 64. ----
+
+constexpr int SIDE = 64;         // queries or keys of a tile, and channels of a piece of a head
+constexpr int PIECES = 256 / SIDE;
+constexpr int DEPTH = 32;        // channels that are multiplied at a time
+constexpr int PITCH = SIDE + 4;  // from one row in shared memory to the next: four stay together
+constexpr int PLAIN_THREADS = 256;
+
+struct PlainShared {
+    Packed<float> staged[2 * DEPTH * PITCH / 4];
+    Packed<float> mixing[SIDE * PITCH / 4];
+    unsigned char kept[SIDE * SIDE / 4];
+};
+
+using Square = float[4][4];
+
+// Σ over channels of a b, for a thread's four rows of a and four of b.
+__device__ inline void plain_products(Square& sum, const Rows& a, const Rows& b, PlainShared& shared) {
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+    float* const staged = shared.staged[0].of;
+    for (int i = 0; i < 4; ++i) {
+        for (int j = 0; j < 4; ++j) {
+            sum[i][j] = 0.0f;
+        }
+    }
+    for (int first = 0; first < a.channels; first += DEPTH) {
+        __syncthreads(); // nobody reads what was staged before
+#pragma unroll 2 // more would take registers
+        for (int index = threadIdx.x; index < SIDE * DEPTH; index += PLAIN_THREADS) {
+            // A warp takes eight channels of four rows: all that it reads in one piece, no bank twice.
+            const int channel = index % 8 + index / (8 * SIDE) * 8, of = index / 8 % SIDE;
+            const bool is_channel = first + channel < a.channels;
+            const bool has_a = is_channel && of < a.count, has_b = is_channel && of < b.count;
+            float* const to = staged + channel * PITCH + of;
+            to[0] = has_a ? get(a.at[of * a.stride + first + channel]) : 0.0f;
+            to[DEPTH * PITCH] = has_b ? get(b.at[of * b.stride + first + channel]) : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int channel = 0; channel < DEPTH; ++channel) {
+            const Packed<float> x = shared.staged[channel * (PITCH / 4) + row];
+            const Packed<float> y = shared.staged[(DEPTH + channel) * (PITCH / 4) + column];
+            for (int i = 0; i < 4; ++i) {
+                for (int j = 0; j < 4; ++j) {
+                    sum[i][j] += x.of[i] * y.of[j];
+                }
+            }
+        }
+    }
+}
+
+// sum += p x, piece by piece of the channels: p's columns are x's rows.
+__device__ inline void plain_mix(Square (&sum)[PIECES], const Square& p, const Rows& x, PlainShared& shared) {
+    const int row = threadIdx.x / 16, column = threadIdx.x % 16;
+    __syncthreads(); // nobody reads what was mixed before
+    for (int j = 0; j < 4; ++j) {
+        shared.mixing[(4 * column + j) * (PITCH / 4) + row] = {p[0][j], p[1][j], p[2][j], p[3][j]};
+    }
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        if (piece * SIDE >= x.channels) {
+            continue; // no break: the sums must stay in registers
+        }
+        __syncthreads();
+#pragma unroll 2
+        for (int index = threadIdx.x; index < SIDE * SIDE; index += PLAIN_THREADS) {
+            const int of = index / SIDE, channel = piece * SIDE + index % SIDE;
+            const bool is = of < x.count && channel < x.channels;
+            shared.staged[0].of[of * PITCH + index % SIDE] = is ? get(x.at[of * x.stride + channel]) : 0.0f;
+        }
+        __syncthreads();
+#pragma unroll 8
+        for (int of = 0; of < SIDE; ++of) {
+            const Packed<float> a = shared.mixing[of * (PITCH / 4) + row];
+            const Packed<float> b = shared.staged[of * (PITCH / 4) + column];
+            for (int i = 0; i < 4; ++i) {
+                for (int j = 0; j < 4; ++j) {
+                    sum[piece][i][j] += a.of[i] * b.of[j];
+                }
+            }
+        }
+    }
+}
+
+// Writes (or adds) one of a thread's rows of sums to a head's channels.
+template <class E>
+__device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, float by, int channels,
+                                  bool add) {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        for (int j = 0; j < 4; ++j) {
+            const int channel = piece * SIDE + threadIdx.x % 16 * 4 + j;
+            if (channel < channels) {
+                set(to[channel], sum[piece][i][j] * by + (add ? get(to[channel]) : 0.0f));
+            }
+        }
+    }
+}
+
+// y and the log-sum-exp of the scores. `kv`: keys and values, if they are not beside the queries.
+// launch: grid (ceil(positions / 64), heads, sequences), block (256), shared 35840 bytes
+extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
+    attention(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+              Attention size) {
+    PlainShared& shared = shared_memory<PlainShared>();
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    // The longest rows come first.
+    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, SIDE);
+    const Sight sight = head.sight(queries);
+    float most[4], total[4];
+    Square mixed[PIECES] = {};
+    for (int i = 0; i < 4; ++i) {
+        most[i] = -infinity();
+        total[i] = 0.0f;
+    }
+    for (int from = sight.first.from / SIDE * SIDE; from < sight.last.to; from += SIDE) {
+        const Span keys = {from, min(from + SIDE, sight.last.to)};
+        head.draw(shared.kept, queries.from, keys.from, SIDE, SIDE);
+        Square p;
+        plain_products(p, head.queries(qkv, queries), head.keys(keys_at, 0, keys), shared);
+        for (int i = 0; i < 4; ++i) {
+            const Span seen = head.seen(min(queries.from + row + i, queries.to - 1));
+            float largest = most[i];
+            for (int j = 0; j < 4; ++j) {
+                p[i][j] = seen.has(keys.from + column + j) ? size.scale * p[i][j] : -infinity();
+                largest = fmaxf(largest, p[i][j]);
+            }
+            for (int step = 8; step > 0; step /= 2) {
+                largest = fmaxf(largest, __shfl_xor_sync(FULL_MASK, largest, step));
+            }
+            // A query may see nothing of the first tiles.
+            const float base = largest == -infinity() ? 0.0f : largest;
+            const float shrink = expf(most[i] - base);
+            float sum = 0.0f;
+            for (int j = 0; j < 4; ++j) {
+                p[i][j] = expf(p[i][j] - base);
+                sum += p[i][j];
+            }
+            for (int step = 8; step > 0; step /= 2) {
+                sum += __shfl_xor_sync(FULL_MASK, sum, step);
+            }
+            most[i] = largest;
+            total[i] = total[i] * shrink + sum;
+            for (int piece = 0; piece < PIECES; ++piece) {
+                for (int j = 0; j < 4; ++j) {
+                    mixed[piece][i][j] *= shrink;
+                }
+            }
+            if (size.dropout.threshold != 0) {
+                for (int j = 0; j < 4; ++j) {
+                    p[i][j] *= head.factor(shared.kept, row + i, column + j, SIDE);
+                }
+            }
+        }
+        plain_mix(mixed, p, head.keys(keys_at, 1, keys), shared);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int query = queries.from + row + i;
+        if (query >= queries.to) {
+            continue;
+        }
+        // Padding whose window has no token sees nothing.
+        const bool is_blind = total[i] == 0.0f;
+        plain_give(y + head.at(query), mixed, i, is_blind ? 0.0f : 1.0f / total[i], size.head_size, false);
+        if (column == 0) {
+            lse[head.statistic(query)] = is_blind ? infinity() : most[i] + logf(total[i]);
+        }
+    }
+}
+
+// dk and dv, from all heads of queries that they serve, in order. They go beside their queries' gradients,
+// or, with keys and values apart, to (or are added to) `dkv`.
+// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (256), shared 35840 bytes
+extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
+    attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                            const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                            Attention size, int accumulate) {
+    PlainShared& shared = shared_memory<PlainShared>();
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+    const int group = size.heads / size.kv_heads;
+    Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) * group};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    const Span keys = head.tile(0, blockIdx.x, SIDE);
+    const Span tokens = {keys.from, min(keys.to, head.length())}; // nobody sees padding
+    const Span seeing = tokens.count() > 0 ? head.seeing(tokens) : Span{};
+    const Rows k = head.keys(keys_at, 0, tokens), v = head.keys(keys_at, 1, tokens);
+    Square dk[PIECES] = {}, dv[PIECES] = {};
+    for (int of = 0; of < group; ++of, ++head.head) {
+        for (int from = seeing.from - (seeing.from - size.past) % SIDE; from < seeing.to; from += SIDE) {
+            const Span queries = {from, min(from + SIDE, head.end())};
+            const Rows q = head.queries(qkv, queries), dy_rows = head.columns(dy, queries);
+            head.draw(shared.kept, queries.from, keys.from, SIDE, SIDE);
+            Square p, ds;
+            plain_products(p, k, q, shared);
+            plain_products(ds, v, dy_rows, shared);
+            for (int j = 0; j < 4; ++j) {
+                const int query = min(queries.from + column + j, queries.to - 1);
+                const Span seen = queries.from + column + j < queries.to ? head.seen(query) : Span{};
+                const float of_lse = lse[head.statistic(query)], of_delta = delta[head.statistic(query)];
+                for (int i = 0; i < 4; ++i) {
+                    const bool is_seen = seen.has(keys.from + row + i);
+                    const float probability = is_seen ? expf(size.scale * p[i][j] - of_lse) : 0.0f;
+                    const float factor = size.dropout.threshold == 0
+                                             ? 1.0f
+                                             : head.factor(shared.kept, column + j, row + i, SIDE);
+                    p[i][j] = probability * factor;
+                    ds[i][j] = probability * (ds[i][j] * factor - of_delta);
+                }
+            }
+            plain_mix(dv, p, dy_rows, shared);
+            plain_mix(dk, ds, q, shared);
+        }
+    }
+    head.head -= group;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int key = keys.from + row + i;
+        if (key >= keys.to) {
+            continue;
+        }
+        const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
+        if (kv != nullptr) {
+            plain_give(dkv + to_k, dk, i, size.scale, size.head_size, accumulate != 0);
+            plain_give(dkv + to_v, dv, i, 1.0f, size.head_size, accumulate != 0);
+        } else {
+            plain_give(dqkv + to_k, dk, i, size.scale, size.head_size, false);
+            plain_give(dqkv + to_v, dv, i, 1.0f, size.head_size, false);
+        }
+    }
+}
+
+// dq.
+// launch: grid (ceil(positions / 64), heads, sequences), block (256), shared 35840 bytes
+extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
+    attention_backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                               const T* kv, const int* lengths, const unsigned* documents, Attention size) {
+    PlainShared& shared = shared_memory<PlainShared>();
+    const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
+    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, SIDE);
+    const Sight sight = head.sight(queries);
+    Square dq[PIECES] = {};
+    for (int from = sight.first.from / SIDE * SIDE; from < sight.last.to; from += SIDE) {
+        const Span keys = {from, min(from + SIDE, sight.last.to)};
+        const Rows k = head.keys(keys_at, 0, keys);
+        head.draw(shared.kept, queries.from, keys.from, SIDE, SIDE);
+        Square p, ds;
+        plain_products(p, head.queries(qkv, queries), k, shared);
+        plain_products(ds, head.columns(dy, queries), head.keys(keys_at, 1, keys), shared);
+        for (int i = 0; i < 4; ++i) {
+            const int query = min(queries.from + row + i, queries.to - 1);
+            const Span seen = head.seen(query);
+            const float of_lse = lse[head.statistic(query)], of_delta = delta[head.statistic(query)];
+            for (int j = 0; j < 4; ++j) {
+                const bool is_seen = seen.has(keys.from + column + j);
+                const float probability = is_seen ? expf(size.scale * p[i][j] - of_lse) : 0.0f;
+                if (size.dropout.threshold != 0) {
+                    ds[i][j] *= head.factor(shared.kept, row + i, column + j, SIDE);
+                }
+                ds[i][j] = probability * (ds[i][j] - of_delta);
+            }
+        }
+        plain_mix(dq, ds, k, shared);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const int query = queries.from + row + i;
+        if (query < queries.to) {
+            plain_give(dqkv + head.at_query(query), dq, i, size.scale, size.head_size, false);
+        }
+    }
+}
+
+#endif
+
+#ifdef HAS_TENSOR_CORES
+
+// ---- On tensor cores. ----
+
+// What a lane holds of matrices that a warp multiplies (PTX ISA, mma.m16n8k16). With row = lane / 4 and
+// column = lane % 4 * 2, two neighbours a register:
+//   Left (16 × 16):  [row][column], [row + 8][column], [row][column + 8], [row + 8][column + 8]
+//   right (16 × 8):  [column][row] and the one below, [column + 8][row] and the one below
+//   Sum (16 × 8):    [row][column], [row][column + 1], [row + 8][column], [row + 8][column + 1]
+struct Left {
+    unsigned of[4];
+};
+
+struct Sum {
+    float of[4];
+};
+
+// Four matrices of 8 × 8.
+struct Matrices {
+    unsigned of[4];
+};
+
+#ifdef EMULATOR
+
+inline unsigned pack(float low, float high) {
+    return static_cast<unsigned>(put(high).bits) << 16 | put(low).bits;
+}
+
+inline float power_of_two(float x) { return exp2f(x); }
+
+// sum += a b. Each lane shows its elements, numbered as in the PTX ISA.
+inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
+    struct Lane {
+        float a[8], b[4];
+    };
+    const auto element = [](unsigned bits, int which) {
+        return get(T{static_cast<unsigned short>(bits >> 16 * which)});
+    };
+    Lane mine, lanes[WARP];
+    for (int i = 0; i < 8; ++i) {
+        mine.a[i] = element(a.of[i / 2], i % 2);
+    }
+    for (int i = 0; i < 4; ++i) {
+        mine.b[i] = element(i < 2 ? b_0 : b_1, i % 2);
+    }
+    warp_exchange(mine, lanes);
+    const int lane = threadIdx.x % WARP;
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const float left = lanes[row % 8 * 4 + k % 8 / 2].a[k / 8 * 4 + row / 8 * 2 + k % 2];
+            const float right = lanes[column * 4 + k % 8 / 2].b[k / 8 * 2 + k % 2];
+            sum.of[i] += left * right;
+        }
+    }
+}
+
+// Lane i gives where row i % 8 of matrix i / 8 begins, and gets [row][column] and its neighbour of each;
+// turned, [column][row] and the one below.
+inline Matrices load(const T* row_at, bool is_turned) {
+    const T* rows[WARP];
+    warp_exchange(row_at, rows);
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    Matrices matrices;
+    for (int i = 0; i < 4; ++i) {
+        const T* const* const of = rows + 8 * i;
+        const T low = is_turned ? of[column][row] : of[row][column];
+        const T high = is_turned ? of[column + 1][row] : of[row][column + 1];
+        matrices.of[i] = static_cast<unsigned>(high.bits) << 16 | low.bits;
+    }
+    return matrices;
+}
+
+// Copies that a thread began: they take place when it awaits them, and until then nothing is there.
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+};
+
+inline thread_local std::vector<Copy> copies[1024];
+
+inline void begin_copy(void* to, const void* from, int bytes, bool is_real) {
+    std::memset(to, 0xFF, bytes);
+    copies[threadIdx.x].push_back({to, is_real ? from : nullptr, bytes});
+}
+
+inline void await_copies() {
+    for (const Copy& copy : copies[threadIdx.x]) {
+        if (copy.from != nullptr) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+        } else {
+            std::memset(copy.to, 0, copy.bytes);
+        }
+    }
+    copies[threadIdx.x].clear();
+}
+
+template <int BYTES>
+inline void copy(void* to, const void* from, bool is_real) {
+    begin_copy(to, from, BYTES, is_real);
+}
+
+#else
+
+// Two elements in a register, the first in the lower half.
+__device__ inline unsigned pack(float low, float high) {
+    unsigned packed;
+#if ELEMENT == 16
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#endif
+    return packed;
+}
+
+__device__ inline float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// sum += a b.
+__device__ inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
+#if ELEMENT == 16
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+        " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum.of[0]), "+f"(sum.of[1]), "+f"(sum.of[2]), "+f"(sum.of[3])
+        : "r"(a.of[0]), "r"(a.of[1]), "r"(a.of[2]), "r"(a.of[3]), "r"(b_0), "r"(b_1));
+}
+
+__device__ inline unsigned shared_address(const void* at) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+}
+
+// Lane i gives where row i % 8 of matrix i / 8 begins, and gets [row][column] and its neighbour of each;
+// turned, [column][row] and the one below.
+__device__ inline Matrices load(const T* row_at, bool is_turned) {
+    Matrices x;
+    if (is_turned) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.of[0]), "=r"(x.of[1]), "=r"(x.of[2]), "=r"(x.of[3])
+                     : "r"(shared_address(row_at))
+                     : "memory");
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(x.of[0]), "=r"(x.of[1]), "=r"(x.of[2]), "=r"(x.of[3])
+                     : "r"(shared_address(row_at))
+                     : "memory");
+    }
+    return x;
+}
+
+// Begins to copy 4 or 16 bytes to shared memory; zeros, where they are not real.
+template <int BYTES>
+__device__ inline void copy(void* to, const void* from, bool is_real) {
+    const unsigned address = shared_address(to);
+    const int real = is_real ? BYTES : 0;
+    if constexpr (BYTES == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :
+                     : "r"(address), "l"(from), "r"(real)
+                     : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+                     :
+                     : "r"(address), "l"(from), "r"(real)
+                     : "memory");
+    }
+}
+
+__device__ inline void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+#endif
+
+constexpr float LOG2_E = 1.44269504f;
+
+// Rows in shared memory are eight elements longer than a head: eight of them meet no bank twice.
+__device__ constexpr int pitch(int head) { return head + 8; }
+
+// Begins to copy rows, with zeros behind the last of them and behind their channels.
+template <int HEAD, int ROWS, int THREADS>
+__device__ inline void copy_rows(T* to, const Rows& rows) {
+    const bool is_aligned = reinterpret_cast<unsigned long long>(rows.at) % 16 == 0 && rows.channels % 8 == 0;
+    for (int index = threadIdx.x; index < ROWS * HEAD / 8; index += THREADS) {
+        const int row = index / (HEAD / 8), channel = index % (HEAD / 8) * 8;
+        const int real = row < rows.count ? rows.channels - channel : 0;
+        T* const place = to + row * pitch(HEAD) + channel;
+        const T* const from = real > 0 ? rows.at + row * rows.stride + channel : rows.at;
+        if (is_aligned) {
+            copy<16>(place, from, real > 0);
+        } else {
+            for (int i = 0; i < 8; ++i) {
+                place[i] = i < real ? from[i] : put(0.0f);
+            }
+        }
+    }
+}
+
+// Products of 16 rows of a and each of COLUMNS rows of b, over all channels.
+template <int HEAD, int COLUMNS>
+__device__ inline void products(Sum (&sums)[COLUMNS / 8], const T* a, const T* b) {
+    const int lane = threadIdx.x % WARP;
+    a += lane % 16 * pitch(HEAD) + lane / 16 * 8;
+    b += (lane % 8 + lane / 16 * 8) * pitch(HEAD) + lane / 8 % 2 * 8;
+    for (Sum& sum : sums) {
+        sum = {};
+    }
+#pragma unroll
+    for (int channel = 0; channel < HEAD; channel += 16) {
+        const Matrices of_a = load(a + channel, false);
+        const Left left = {{of_a.of[0], of_a.of[1], of_a.of[2], of_a.of[3]}};
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column += 16) {
+            const Matrices right = load(b + column * pitch(HEAD) + channel, false);
+            multiply(sums[column / 8], left, right.of[0], right.of[1]);
+            multiply(sums[column / 8 + 1], left, right.of[2], right.of[3]);
+        }
+    }
+}
+
+// sums += p x: p has 16 rows and a column for each of MIXED rows of x, of which it takes COLUMNS channels.
+template <int HEAD, int MIXED, int COLUMNS>
+__device__ inline void mix(Sum (&sums)[COLUMNS / 8], const Sum (&p)[MIXED / 8], const T* x) {
+    const int lane = threadIdx.x % WARP;
+    x += lane % 16 * pitch(HEAD) + lane / 16 * 8;
+#pragma unroll
+    for (int row = 0; row < MIXED; row += 16) {
+        // Two sums side by side lie in a warp as one left side does.
+        const Sum &first = p[row / 8], &second = p[row / 8 + 1];
+        const Left left = {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
+                            pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column += 16) {
+            const Matrices right = load(x + row * pitch(HEAD) + column, true);
+            multiply(sums[column / 8], left, right.of[0], right.of[1]);
+            multiply(sums[column / 8 + 1], left, right.of[2], right.of[3]);
+        }
+    }
+}
+
+// Writes (or adds) half of a lane's sums, one row, to channels first..channels of a head.
+template <class E, int COLUMNS>
+__device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float by, int first, int channels,
+                            bool add) {
+    const bool is_paired =
+        sizeof(E) == 2 && channels % 2 == 0 && reinterpret_cast<unsigned long long>(to) % 4 == 0;
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column) {
+        const int channel = first + column * 8 + threadIdx.x % 4 * 2;
+        const float low = sums[column].of[2 * half] * by, high = sums[column].of[2 * half + 1] * by;
+        if (is_paired && channel < channels) {
+            *reinterpret_cast<unsigned*>(to + channel) = pack(low, high);
+        } else {
+            if (channel < channels) {
+                set(to[channel], low + (add ? get(to[channel]) : 0.0f));
+            }
+            if (channel + 1 < channels) {
+                set(to[channel + 1], high + (add ? get(to[channel + 1]) : 0.0f));
+            }
+        }
+    }
+}
+
+// Sixteen of a tile's positions: those of this warp.
+__device__ inline Span of_warp(Span tile) {
+    const int from = tile.from + static_cast<int>(threadIdx.x) / WARP * 16;
+    return {min(from, tile.to), min(from + 16, tile.to)};
+}
+
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_MASK, x, 1);
+    return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+template <int HEAD, int KEYS, int WARPS>
+struct alignas(16) ForwardShared {
+    T queries[16 * WARPS * pitch(HEAD)];
+    T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
+    unsigned char kept[16 * WARPS * KEYS / 4];
+};
+
+template <int HEAD, int KEYS, int WARPS>
+__device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* lengths,
+                               const unsigned* documents, const Attention& size) {
+    constexpr int THREADS = WARP * WARPS;
+    using Shared = ForwardShared<HEAD, KEYS, WARPS>;
+    Shared& shared = shared_memory<Shared>();
+    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    // The longest rows come first.
+    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, 16 * WARPS);
+    const Span mine = of_warp(queries);
+    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const float scale = size.scale * LOG2_E; // powers of two are faster than those of e
+    Span seen[2];
+    float most[2] = {-infinity(), -infinity()}, total[2] = {};
+    for (int half = 0; half < 2; ++half) {
+        seen[half] = head.seen(min(mine.from + row + 8 * half, queries.to - 1));
+    }
+    Sum mixed[HEAD / 8] = {};
+    const auto tile = [&](int from) { return Span{from, min(from + KEYS, sight.last.to)}; };
+    const int first = sight.first.from / KEYS * KEYS;
+    copy_rows<HEAD, 16 * WARPS, THREADS>(shared.queries, head.queries(qkv, queries));
+    if (first < sight.last.to) {
+        copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tile(first)));
+    }
+    for (int from = first; from < sight.last.to; from += KEYS) {
+        const bool is_seen = sight_of_mine.touches({from, from + KEYS});
+        // While scores are computed, values come; while values are mixed, the next keys.
+        await_copies();
+        __syncthreads();
+        copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, tile(from)));
+        head.draw(shared.kept, queries.from, from, 16 * WARPS, KEYS);
+        Sum p[KEYS / 8];
+        if (is_seen) {
+            products<HEAD, KEYS>(p, shared.queries + 16 * warp * pitch(HEAD), shared.keys);
+            if (!sight_of_mine.covers({from, from + KEYS})) {
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; ++i) {
+                    if (!seen[i % 4 / 2].has(from + i / 4 * 8 + column + i % 2)) {
+                        p[i / 4].of[i % 4] = -infinity();
+                    }
+                }
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float largest = most[half];
+#pragma unroll
+                for (const Sum& sum : p) {
+                    largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
+                }
+                largest = quad_max(largest);
+                // A query may see nothing of the first tiles.
+                const float base = largest == -infinity() ? 0.0f : largest * scale;
+                const float shrink = power_of_two(most[half] * scale - base);
+                most[half] = largest;
+                total[half] *= shrink;
+#pragma unroll
+                for (Sum& sum : mixed) {
+                    sum.of[2 * half] *= shrink;
+                    sum.of[2 * half + 1] *= shrink;
+                }
+#pragma unroll
+                for (Sum& sum : p) {
+                    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                        sum.of[i] = power_of_two(sum.of[i] * scale - base);
+                        total[half] += sum.of[i];
+                    }
+                }
+            }
+        }
+        await_copies();
+        __syncthreads();
+        if (from + KEYS < sight.last.to) {
+            copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tile(from + KEYS)));
+        }
+        if (is_seen) {
+            if (size.dropout.threshold != 0) {
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; ++i) {
+                    const int query = 16 * warp + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
+                    p[i / 4].of[i % 4] *= head.factor(shared.kept, query, key, KEYS);
+                }
+            }
+            mix<HEAD, KEYS, HEAD>(mixed, p, shared.values);
+        }
+    }
+    await_copies(); // where nothing is seen
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int query = mine.from + row + 8 * half;
+        const float sum = quad_sum(total[half]);
+        if (query >= mine.to) {
+            continue;
+        }
+        // Padding whose window has no token sees nothing.
+        const bool is_blind = sum == 0.0f;
+        give(y + head.at(query), mixed, half, is_blind ? 0.0f : 1.0f / sum, 0, size.head_size, false);
+        if (column == 0) {
+            lse[head.statistic(query)] = is_blind ? infinity() : most[half] * size.scale + logf(sum);
+        }
+    }
+}
+
+// What the pass of keys reads of a tile of queries.
+template <int HEAD, int QUERIES, int WARPS>
+struct alignas(16) QueriesStage {
+    T queries[QUERIES * pitch(HEAD)], dy[QUERIES * pitch(HEAD)];
+    float lse[QUERIES], delta[QUERIES];
+    Span seen[QUERIES];
+    unsigned char kept[QUERIES * WARPS * 4];
+};
+
+template <int HEAD, int QUERIES, int WARPS, int STAGES>
+struct alignas(16) BackwardKeysShared {
+    T keys[16 * WARPS * pitch(HEAD)], values[16 * WARPS * pitch(HEAD)];
+    QueriesStage<HEAD, QUERIES, WARPS> stages[STAGES];
+};
+
+// A block writes COLUMNS channels of the head: where registers do not hold all, more blocks do.
+template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS>
+__device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                     const T* qkv, const T* kv, const int* lengths,
+                                     const unsigned* documents, const Attention& size, bool accumulate) {
+    constexpr int KEYS = 16 * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
+    using Shared = BackwardKeysShared<HEAD, QUERIES, WARPS, STAGES>;
+    Shared& shared = shared_memory<Shared>();
+    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int group = size.heads / size.kv_heads, part = blockIdx.y % PARTS * COLUMNS;
+    Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) / PARTS * group};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    const Span keys = head.tile(0, blockIdx.x, KEYS), mine = of_warp(keys);
+    const Span tokens = {keys.from, min(keys.to, head.length())}; // nobody sees padding
+    const Span seeing = tokens.count() > 0 ? head.seeing(tokens) : Span{};
+    const int first = seeing.from - (seeing.from - size.past) % QUERIES;
+    const int tiles = max(0, (seeing.to - first + QUERIES - 1) / QUERIES), all = group * tiles;
+
+    // Begins to copy the `index`-th tile of queries, of all heads of the group in order.
+    const auto stage = [&](int index) {
+        Head of = head;
+        of.head += index / tiles;
+        const Span queries = of.tile(first, index % tiles, QUERIES);
+        auto& to = shared.stages[index % STAGES];
+        copy_rows<HEAD, QUERIES, THREADS>(to.queries, of.queries(qkv, queries));
+        copy_rows<HEAD, QUERIES, THREADS>(to.dy, of.columns(dy, queries));
+        for (int i = threadIdx.x; i < QUERIES; i += THREADS) {
+            const int query = queries.from + i;
+            const long long at = of.statistic(min(query, queries.to - 1));
+            copy<4>(to.lse + i, lse + at, query < queries.to);
+            copy<4>(to.delta + i, delta + at, query < queries.to);
+            to.seen[i] = query < queries.to ? of.seen(query) : Span{};
+        }
+        of.draw(to.kept, queries.from, keys.from, QUERIES, KEYS);
+    };
+
+    const float scale = size.scale * LOG2_E;
+    Sum dk[COLUMNS / 8] = {}, dv[COLUMNS / 8] = {};
+    copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tokens));
+    copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, tokens));
+    if (all > 0) {
+        stage(0);
+    }
+    for (int index = 0; index < all; ++index) {
+        await_copies();
+        __syncthreads(); // this tile is there, and nobody reads the one before
+        if (STAGES > 1 && index + 1 < all) {
+            stage(index + 1);
+        }
+        const auto& of = shared.stages[index % STAGES];
+        const Span queries = head.tile(first, index % tiles, QUERIES);
+        const Sight sight = {of.seen[0], of.seen[queries.count() - 1]};
+        if (mine.count() > 0 && sight.touches(mine)) {
+            // Turned: rows are keys, columns are queries.
+            Sum p[QUERIES / 8], ds[QUERIES / 8];
+            products<HEAD, QUERIES>(p, shared.keys + 16 * warp * pitch(HEAD), of.queries);
+            products<HEAD, QUERIES>(ds, shared.values + 16 * warp * pitch(HEAD), of.dy);
+            if (queries.count() < QUERIES || !sight.covers(mine)) {
+#pragma unroll
+                for (int i = 0; i < QUERIES / 2; ++i) {
+                    if (!of.seen[i / 4 * 8 + column + i % 2].has(mine.from + row + i % 4 / 2 * 8)) {
+                        p[i / 4].of[i % 4] = -infinity();
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < QUERIES / 2; ++i) {
+                float& x = p[i / 4].of[i % 4];
+                x = power_of_two(x * scale - of.lse[i / 4 * 8 + column + i % 2] * LOG2_E);
+            }
+            if (size.dropout.threshold == 0) {
+#pragma unroll
+                for (int i = 0; i < QUERIES / 2; ++i) {
+                    float& d = ds[i / 4].of[i % 4];
+                    d = p[i / 4].of[i % 4] * (d - of.delta[i / 4 * 8 + column + i % 2]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < QUERIES / 2; ++i) {
+                    const int query = i / 4 * 8 + column + i % 2, key = 16 * warp + row + i % 4 / 2 * 8;
+                    const float factor = head.factor(of.kept, query, key, KEYS);
+                    float &x = p[i / 4].of[i % 4], &d = ds[i / 4].of[i % 4];
+                    d = x * (d * factor - of.delta[query]);
+                    x *= factor;
+                }
+            }
+            mix<HEAD, QUERIES, COLUMNS>(dv, p, of.dy + part);
+            mix<HEAD, QUERIES, COLUMNS>(dk, ds, of.queries + part);
+        }
+        if (STAGES == 1 && index + 1 < all) {
+            __syncthreads();
+            stage(index + 1);
+        }
+    }
+    await_copies(); // where nobody sees them
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int key = mine.from + row + 8 * half;
+        if (key >= mine.to) {
+            continue;
+        }
+        const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
+        if (kv != nullptr) {
+            give(dkv + to_k, dk, half, size.scale, part, size.head_size, accumulate);
+            give(dkv + to_v, dv, half, 1.0f, part, size.head_size, accumulate);
+        } else {
+            give(dqkv + to_k, dk, half, size.scale, part, size.head_size, false);
+            give(dqkv + to_v, dv, half, 1.0f, part, size.head_size, false);
+        }
+    }
+}
+
+// What the pass of queries reads of a tile of keys.
+template <int HEAD, int KEYS, int WARPS>
+struct alignas(16) KeysStage {
+    T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
+    unsigned char kept[16 * WARPS * KEYS / 4];
+};
+
+template <int HEAD, int KEYS, int WARPS, int STAGES>
+struct alignas(16) BackwardQueriesShared {
+    T queries[16 * WARPS * pitch(HEAD)], dy[16 * WARPS * pitch(HEAD)];
+    KeysStage<HEAD, KEYS, WARPS> stages[STAGES];
+};
+
+template <int HEAD, int KEYS, int WARPS, int STAGES>
+__device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                        const T* qkv, const T* kv, const int* lengths,
+                                        const unsigned* documents, const Attention& size) {
+    constexpr int QUERIES = 16 * WARPS, THREADS = WARP * WARPS;
+    using Shared = BackwardQueriesShared<HEAD, KEYS, WARPS, STAGES>;
+    Shared& shared = shared_memory<Shared>();
+    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, QUERIES), mine = of_warp(queries);
+    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const float scale = size.scale * LOG2_E;
+    Span seen[2];
+    float of_lse[2], of_delta[2];
+    for (int half = 0; half < 2; ++half) {
+        const int query = min(mine.from + row + 8 * half, queries.to - 1);
+        seen[half] = head.seen(query);
+        of_lse[half] = lse[head.statistic(query)] * LOG2_E;
+        of_delta[half] = delta[head.statistic(query)];
+    }
+
+    // Begins to copy a tile of keys.
+    const auto stage = [&](int from) {
+        const Span keys = {from, min(from + KEYS, sight.last.to)};
+        auto& to = shared.stages[from / KEYS % STAGES];
+        copy_rows<HEAD, KEYS, THREADS>(to.keys, head.keys(keys_at, 0, keys));
+        copy_rows<HEAD, KEYS, THREADS>(to.values, head.keys(keys_at, 1, keys));
+        head.draw(to.kept, queries.from, from, QUERIES, KEYS);
+    };
+
+    Sum dq[HEAD / 8] = {};
+    const int first = sight.first.from / KEYS * KEYS;
+    copy_rows<HEAD, QUERIES, THREADS>(shared.queries, head.queries(qkv, queries));
+    copy_rows<HEAD, QUERIES, THREADS>(shared.dy, head.columns(dy, queries));
+    if (first < sight.last.to) {
+        stage(first);
+    }
+    for (int from = first; from < sight.last.to; from += KEYS) {
+        await_copies();
+        __syncthreads(); // this tile is there, and nobody reads the one before
+        if (STAGES > 1 && from + KEYS < sight.last.to) {
+            stage(from + KEYS);
+        }
+        const auto& of = shared.stages[from / KEYS % STAGES];
+        if (sight_of_mine.touches({from, from + KEYS})) {
+            Sum p[KEYS / 8], ds[KEYS / 8];
+            products<HEAD, KEYS>(p, shared.queries + 16 * warp * pitch(HEAD), of.keys);
+            products<HEAD, KEYS>(ds, shared.dy + 16 * warp * pitch(HEAD), of.values);
+            if (!sight_of_mine.covers({from, from + KEYS})) {
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; ++i) {
+                    if (!seen[i % 4 / 2].has(from + i / 4 * 8 + column + i % 2)) {
+                        p[i / 4].of[i % 4] = -infinity();
+                    }
+                }
+            }
+            if (size.dropout.threshold != 0) {
+#pragma unroll
+                for (int i = 0; i < KEYS / 2; ++i) {
+                    const int query = 16 * warp + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
+                    ds[i / 4].of[i % 4] *= head.factor(of.kept, query, key, KEYS);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; ++i) {
+                const int half = i % 4 / 2;
+                float& d = ds[i / 4].of[i % 4];
+                d = power_of_two(p[i / 4].of[i % 4] * scale - of_lse[half]) * (d - of_delta[half]);
+            }
+            mix<HEAD, KEYS, HEAD>(dq, ds, of.keys);
+        }
+        if (STAGES == 1 && from + KEYS < sight.last.to) {
+            __syncthreads();
+            stage(from + KEYS);
+        }
+    }
+    await_copies(); // where nothing is seen
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int query = mine.from + row + 8 * half;
+        if (query < mine.to) {
+            give(dqkv + head.at_query(query), dq, half, size.scale, 0, size.head_size, false);
+        }
+    }
+}
+
+// ---- The kernels, by the head size that they pad to; where PADDED_HEAD is defined, those of it alone. ----
+
+#if !defined PADDED_HEAD || PADDED_HEAD == 32
+
+// launch: grid (ceil(positions / 128), heads, sequences), block (256), shared 22528 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_32(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                 Attention size) {
+    forward<32, 64, 8>(y, lse, qkv, kv, lengths, documents, size);
+}
+
+// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (128), shared 22528 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                               const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                               Attention size, int accumulate) {
+    backward_keys<32, 32, 4, 2, 32>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+                                    accumulate != 0);
+}
+
+// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 32768 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                  const T* kv, const int* lengths, const unsigned* documents,
+                                  Attention size) {
+    backward_queries<32, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+}
+
+#endif
+
+#if !defined PADDED_HEAD || PADDED_HEAD == 64
+
+// launch: grid (ceil(positions / 128), heads, sequences), block (256), shared 38912 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_64(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                 Attention size) {
+    forward<64, 64, 8>(y, lse, qkv, kv, lengths, documents, size);
+}
+
+// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (128), shared 38912 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                               const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                               Attention size, int accumulate) {
+    backward_keys<64, 32, 4, 2, 64>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+                                    accumulate != 0);
+}
+
+// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 57344 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_64(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                  const T* kv, const int* lengths, const unsigned* documents,
+                                  Attention size) {
+    backward_queries<64, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+}
+
+#endif
+
+#if !defined PADDED_HEAD || PADDED_HEAD == 128
+
+// launch: grid (ceil(positions / 128), heads, sequences), block (256), shared 71680 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_128(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                  Attention size) {
+    forward<128, 64, 8>(y, lse, qkv, kv, lengths, documents, size);
+}
+
+// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (128), shared 71680 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                                Attention size, int accumulate) {
+    backward_keys<128, 32, 4, 2, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+                                      accumulate != 0);
+}
+
+// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 70656 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                   const T* kv, const int* lengths, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<128, 32, 4, 2>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+}
+
+#endif
+
+#if !defined PADDED_HEAD || PADDED_HEAD == 256
+
+// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 68096 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_256(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                  Attention size) {
+    forward<256, 32, 4>(y, lse, qkv, kv, lengths, documents, size);
+}
+
+// launch: grid (ceil((past + positions) / 64), 2 kv_heads, sequences), block (128), shared 84992 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                                Attention size, int accumulate) {
+    backward_keys<256, 16, 4, 1, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+                                      accumulate != 0);
+}
+
+// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 84736 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_256(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                   const T* kv, const int* lengths, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<256, 16, 4, 1>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+}
+
+#endif
+
+#endif

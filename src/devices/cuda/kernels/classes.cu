@@ -1,0 +1,96 @@
+// First positions of sequences, and losses of whole sequences. A position's statistics are four floats:
+// before a loss, the fourth has the label's bits; after it, the first is the loss and the second 1.
+
+constexpr int STATISTICS = 4;
+
+// y: (B, C), the first rows of x: (B, T, C).
+// launch: grid (sequences, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void first_rows(T* y, const T* x, int sequences, int positions, int channels) {
+    const int column = my_column(), count = channels - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long sequence = blockIdx.x;
+    const Four value = read(x + sequence * positions * channels + column, count);
+    write(y + sequence * channels + column, value, count);
+}
+
+// dx: dy in the first rows, 0 in all others.
+// launch: grid (sequences positions, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void first_rows_backward(T* dx, const T* dy, int sequences, int positions,
+                                               int channels) {
+    const int column = my_column(), count = channels - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long row = blockIdx.x, sequence = blockIdx.x / positions;
+    const bool is_first = blockIdx.x % positions == 0;
+    const Four value = is_first ? read(dy + sequence * channels + column, count) : Four{};
+    write(dx + row * channels + column, value, count);
+}
+
+// The largest score, and the sum of all scores' exponentials over its.
+struct Softmax {
+    float most, sum;
+};
+
+__device__ inline Softmax softmax_of(const T* scores, int labels) {
+    float most = -infinity();
+    for (int label = threadIdx.x; label < labels; label += WARP) {
+        most = fmaxf(most, get(scores[label]));
+    }
+    most = warp_max(most);
+    float sum = 0.0f;
+    for (int label = threadIdx.x; label < labels; label += WARP) {
+        sum += expf(get(scores[label]) - most);
+    }
+    return {most, warp_sum(sum)};
+}
+
+// Each sequence's loss, by the label of its first position, where it goes: the square of what one score is
+// off a value, or the cross entropy of classes; none of a negative class. scores: (B, L).
+// launch: grid (sequences), block (32)
+extern "C" __global__ void class_loss(float* out, const T* scores, int sequences, int positions, int labels,
+                                      int is_value) {
+    const long long sequence = blockIdx.x;
+    out += sequence * positions * STATISTICS;
+    scores += sequence * labels;
+    const float value = out[3];
+    const int label = __float_as_int(value);
+    float loss;
+    if (is_value) {
+        const float off = get(scores[0]) - value;
+        loss = off * off;
+    } else if (label >= 0) {
+        const Softmax softmax = softmax_of(scores, labels);
+        loss = softmax.most - get(scores[label]) + logf(softmax.sum);
+    } else {
+        return;
+    }
+    if (threadIdx.x == 0) {
+        out[0] = loss;
+        out[1] = 1.0f;
+    }
+}
+
+// d = scale times the loss's gradient.
+// launch: grid (sequences), block (32)
+extern "C" __global__ void class_loss_backward(T* d, const T* scores, const float* statistics, float scale,
+                                               int sequences, int positions, int labels, int is_value) {
+    const long long sequence = blockIdx.x;
+    d += sequence * labels;
+    scores += sequence * labels;
+    const float value = statistics[sequence * positions * STATISTICS + 3];
+    const int own = __float_as_int(value);
+    if (is_value) {
+        if (threadIdx.x == 0) {
+            d[0] = put(scale * 2.0f * (get(scores[0]) - value));
+        }
+        return;
+    }
+    const Softmax softmax = softmax_of(scores, labels);
+    for (int label = threadIdx.x; label < labels; label += WARP) {
+        const float share = expf(get(scores[label]) - softmax.most) / softmax.sum;
+        d[label] = put(own < 0 ? 0.0f : scale * (share - (label == own ? 1.0f : 0.0f)));
+    }
+}

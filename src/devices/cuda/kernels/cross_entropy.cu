@@ -1,0 +1,91 @@
+// Softmax cross entropy over tiles of the vocabulary, with a running log-sum-exp.
+//
+// A position has four floats of statistics: running maximum, sum, target's logit, and its label's bits;
+// a negative label is none. A tile of logits adds itself to them; the bias of its columns is added here.
+
+// Four logits from `column` on; −∞ behind the last.
+__device__ inline Four biased(const float* logits, const T* bias, int column, int tile) {
+    const int count = min(4, tile - column);
+    Four values = read(logits + column, count);
+    if (bias != nullptr) {
+        const Four more = read(bias + column, count);
+        for (int i = 0; i < 4; ++i) {
+            values.of[i] += more.of[i];
+        }
+    }
+    for (int i = 0; i < 4; ++i) {
+        values.of[i] = i < count ? values.of[i] : -infinity();
+    }
+    return values;
+}
+
+// Every thread of the block gets it.
+__device__ inline float block_max(float x) {
+    __shared__ float maxima[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    x = warp_max(x);
+    if (lane == 0) {
+        maxima[warp] = x;
+    }
+    __syncthreads();
+    return warp_max(lane < warps ? maxima[lane] : -infinity());
+}
+
+// Takes a tile into the statistics. out: (rows, 4); logits: (rows, tile); bias: (tile) or null. `first`:
+// the tile's first column in the vocabulary.
+// launch: grid (rows), block (256)
+extern "C" __global__ void __launch_bounds__(256)
+    score_rows(float* out, const float* logits, const T* bias, int rows, int tile, int first) {
+    float* const statistics = out + 4 * static_cast<long long>(blockIdx.x);
+    const int label = __float_as_int(statistics[3]), target = label - first;
+    if (label < 0) {
+        return;
+    }
+    logits += static_cast<long long>(blockIdx.x) * tile;
+    // Each thread has a maximum and a sum of its own, and looks at a logit once.
+    float most = -infinity(), sum = 0.0f;
+    for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
+        const Four values = biased(logits, bias, column, tile);
+        const float largest = fmaxf(fmaxf(values.of[0], values.of[1]), fmaxf(values.of[2], values.of[3]));
+        if (largest > most) {
+            sum *= expf(most - largest);
+            most = largest;
+        }
+        if (most > -infinity()) {
+            for (int i = 0; i < 4; ++i) {
+                sum += expf(values.of[i] - most);
+            }
+        }
+    }
+    const float before = statistics[0], most_of_all = fmaxf(before, block_max(most));
+    const float base = most_of_all > -infinity() ? most_of_all : 0.0f;
+    sum = block_sum(sum * expf(most - base));
+    if (threadIdx.x == 0) {
+        statistics[0] = most_of_all;
+        statistics[1] = statistics[1] * expf(before - base) + sum;
+        if (0 <= target && target < tile) {
+            statistics[2] = logits[target] + (bias != nullptr ? get(bias[target]) : 0.0f);
+        }
+    }
+}
+
+// d = scale (softmax − one for the label); 0 without a label. From complete statistics; d: (rows, tile).
+// launch: grid (rows), block (256)
+extern "C" __global__ void __launch_bounds__(256)
+    score_gradient(T* d, const float* statistics, const float* logits, const T* bias, int rows, int tile,
+                   int first, float scale) {
+    const long long row = blockIdx.x;
+    const int label = __float_as_int(statistics[4 * row + 3]), target = label - first;
+    const bool is_labelled = label >= 0;
+    const float lse = is_labelled ? statistics[4 * row] + logf(statistics[4 * row + 1]) : 0.0f;
+    for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
+        Four values = {};
+        if (is_labelled) {
+            values = biased(logits + row * tile, bias, column, tile);
+            for (int i = 0; i < 4; ++i) {
+                values.of[i] = scale * (expf(values.of[i] - lse) - (column + i == target ? 1.0f : 0.0f));
+            }
+        }
+        write(d + row * tile + column, values, min(4, tile - column));
+    }
+}

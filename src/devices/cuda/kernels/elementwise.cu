@@ -1,0 +1,199 @@
+// What needs no neighbours: zeros, dropout, curves and gates; and sums of columns and of partial sums.
+
+template <class E>
+__device__ inline void clear_all(E* y, long long n) {
+    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at < n) {
+        write(y + at, Four{}, static_cast<int>(min(n - at, 4LL)));
+    }
+}
+
+// y = 0.
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void clear(T* y, long long n) { clear_all(y, n); }
+
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void clear_floats(float* y, long long n) { clear_all(y, n); }
+
+// y = a + dropout(x), without `a` if that is null; y may be either. (rows, channels); a sequence is
+// `positions` rows.
+// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void drop(T* y, const T* x, const T* a, int rows, int positions, int channels,
+                                Dropout d) {
+    const int row = blockIdx.x, column = my_column(), count = channels - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long at = static_cast<long long>(row) * channels + column;
+    Four value = read(x + at, count);
+    if (d.threshold != 0) {
+        const Four factors = dropout_factors(d, row / positions, row % positions, column);
+        for (int i = 0; i < 4; ++i) {
+            value.of[i] *= factors.of[i];
+        }
+    }
+    if (a != nullptr) {
+        const Four other = read(a + at, count);
+        for (int i = 0; i < 4; ++i) {
+            value.of[i] += other.of[i];
+        }
+    }
+    write(y + at, value, count);
+}
+
+enum Form { GELU_ERF, GELU_TANH, SILU, RELU, TANH };
+
+constexpr float ROOT_HALF = 0.70710678f;
+constexpr float ROOT_2_OVER_PI = 0.79788456f;
+constexpr float ONE_OVER_ROOT_2_PI = 0.39894228f;
+constexpr float CUBIC = 0.044715f;
+
+// f(x).
+__device__ inline float curve(float x, int form) {
+    switch (form) {
+    case GELU_ERF:
+        return 0.5f * x * (1.0f + erff(x * ROOT_HALF));
+    case GELU_TANH:
+        return 0.5f * x * (1.0f + tanhf(ROOT_2_OVER_PI * (x + CUBIC * x * x * x)));
+    case SILU:
+        return x / (1.0f + expf(-x));
+    case RELU:
+        return fmaxf(x, 0.0f);
+    default:
+        return tanhf(x);
+    }
+}
+
+// f'(x).
+__device__ inline float slope(float x, int form) {
+    switch (form) {
+    case GELU_ERF:
+        return 0.5f * (1.0f + erff(x * ROOT_HALF)) + x * (ONE_OVER_ROOT_2_PI * expf(-0.5f * x * x));
+    case GELU_TANH: {
+        const float t = tanhf(ROOT_2_OVER_PI * (x + CUBIC * x * x * x));
+        const float inner = ROOT_2_OVER_PI * (1.0f + 3.0f * CUBIC * x * x);
+        return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner;
+    }
+    case SILU: {
+        const float s = 1.0f / (1.0f + expf(-x));
+        return s * (1.0f + x * (1.0f - s));
+    }
+    case RELU:
+        return x > 0.0f ? 1.0f : 0.0f;
+    default: {
+        const float t = tanhf(x);
+        return 1.0f - t * t;
+    }
+    }
+}
+
+// y = f(x).
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void activate(T* y, const T* x, long long n, int form) {
+    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int count = static_cast<int>(min(n - at, 4LL));
+    if (count <= 0) {
+        return;
+    }
+    Four value = read(x + at, count);
+    for (int i = 0; i < 4; ++i) {
+        value.of[i] = curve(value.of[i], form);
+    }
+    write(y + at, value, count);
+}
+
+// dx = dx f'(x): before, dx holds dy.
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void activate_backward(T* dx, const T* x, long long n, int form) {
+    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int count = static_cast<int>(min(n - at, 4LL));
+    if (count <= 0) {
+        return;
+    }
+    const Four value = read(x + at, count);
+    Four d = read(dx + at, count);
+    for (int i = 0; i < 4; ++i) {
+        d.of[i] *= slope(value.of[i], form);
+    }
+    write(dx + at, d, count);
+}
+
+// y = f(gate) up. y: (rows, channels); x: (rows, 2 channels), gate and up side by side.
+// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void gate(T* y, const T* x, int rows, int channels, int form) {
+    const int column = my_column(), count = channels - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long row = blockIdx.x;
+    Four value = read(x + 2 * row * channels + column, count);
+    const Four up = read(x + (2 * row + 1) * channels + column, count);
+    for (int i = 0; i < 4; ++i) {
+        value.of[i] = curve(value.of[i], form) * up.of[i];
+    }
+    write(y + row * channels + column, value, count);
+}
+
+// dx from dy. dx, x: (rows, 2 channels); dy: (rows, channels).
+// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void gate_backward(T* dx, const T* dy, const T* x, int rows, int channels, int form) {
+    const int column = my_column(), count = channels - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long row = blockIdx.x;
+    const long long of_gate = 2 * row * channels + column, of_up = of_gate + channels;
+    const Four value = read(x + of_gate, count), up = read(x + of_up, count);
+    const Four d = read(dy + row * channels + column, count);
+    Four dgate, dup;
+    for (int i = 0; i < 4; ++i) {
+        dgate.of[i] = slope(value.of[i], form) * up.of[i] * d.of[i];
+        dup.of[i] = curve(value.of[i], form) * d.of[i];
+    }
+    write(dx + of_gate, dgate, count);
+    write(dx + of_up, dup, count);
+}
+
+// out (+)= the sum of partial sums, in order: `count` of `length`, `stride` apart.
+// launch: grid (ceil(length / 256)), block (256)
+extern "C" __global__ void fold(float* out, const float* parts, int count, long long stride, int length,
+                                int accumulate) {
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at >= length) {
+        return;
+    }
+    float sum = accumulate ? out[at] : 0.0f;
+#pragma unroll 8 // so that loads do not wait for each other
+    for (int part = 0; part < count; ++part) {
+        sum += parts[part * stride + at];
+    }
+    out[at] = sum;
+}
+
+template <bool PACKED>
+__device__ inline Four sum_of_rows(const T* x, long long from, long long to, int columns, int count) {
+    Four sum = {};
+#pragma unroll 4
+    for (long long row = from; row < to; ++row) {
+        const Four value = read_as<PACKED>(x + row * columns, count);
+        for (int i = 0; i < 4; ++i) {
+            sum.of[i] += value.of[i];
+        }
+    }
+    return sum;
+}
+
+// Partial sums of columns, `chunk` rows each. parts: (ceil(rows / chunk), columns).
+// launch: grid (ceil(rows / chunk), ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void column_parts(float* parts, const T* x, int rows, int columns, int chunk) {
+    const int column = my_column(), count = columns - column;
+    if (count <= 0) {
+        return;
+    }
+    const long long from = static_cast<long long>(blockIdx.x) * chunk;
+    const long long to = min(from + chunk, static_cast<long long>(rows));
+    x += column;
+    const Four sum = are_packed(x, count, columns) ? sum_of_rows<true>(x, from, to, columns, count)
+                                                   : sum_of_rows<false>(x, from, to, columns, count);
+    write(parts + static_cast<long long>(blockIdx.x) * columns + column, sum, count);
+}

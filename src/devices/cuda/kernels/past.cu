@@ -1,0 +1,151 @@
+// Attention to keys and values of positions that came before, for tokens that come a few at a time.
+
+constexpr int HEAD_LIMIT = 256;
+constexpr int WARPS = 8;
+
+// Keys and values of each position: the last `width` of `packed` channels. y: (rows, width).
+// launch: grid (rows, ceil(width / 1024)), block (threads(width))
+extern "C" __global__ void remember(T* y, const T* qkv, long long rows, int packed, int width) {
+    const int column = my_column(), count = width - column;
+    if (count > 0) {
+        const long long row = blockIdx.x;
+        write(y + row * width + column, read(qkv + (row + 1) * packed - width + column, count), count);
+    }
+}
+
+// The other way: the gradients of keys and values go beside those of their queries.
+// launch: grid (rows, ceil(width / 1024)), block (threads(width))
+extern "C" __global__ void recall(T* qkv, const float* kv, long long rows, int packed, int width) {
+    const int column = my_column(), count = width - column;
+    if (count > 0) {
+        const long long row = blockIdx.x;
+        write(qkv + (row + 1) * packed - width + column, read(kv + row * width + column, count), count);
+    }
+}
+
+// Where keys and values of one sequence are: remembered, or beside their queries.
+struct Remembered {
+    const T* before;
+    const T* new_ones;
+    int past, width, packed;
+
+    __device__ const T* of(int position) const {
+        return position < past ? before + static_cast<long long>(position) * width
+                               : new_ones + static_cast<long long>(position - past) * packed;
+    }
+};
+
+template <bool PACKED>
+__device__ inline float dot(const float* query, const T* key, int channels) {
+    Four sum = {};
+#pragma unroll 4
+    for (int column = 0; column < channels; column += 4) {
+        const Four q = read_as<PACKED>(query + column, channels - column);
+        const Four k = read_as<PACKED>(key + column, channels - column);
+        for (int i = 0; i < 4; ++i) {
+            sum.of[i] += q.of[i] * k.of[i];
+        }
+    }
+    return (sum.of[0] + sum.of[1]) + (sum.of[2] + sum.of[3]);
+}
+
+// A lane's channels: four of each 128.
+constexpr int FOURS = HEAD_LIMIT / (4 * WARP);
+
+// sum += the values of positions from..from + count, times the lanes' shares.
+template <bool PACKED>
+__device__ inline void add_values(Four (&sum)[FOURS], float share, const Remembered& remembered,
+                                  int of_values, int from, int count, int channels) {
+#pragma unroll 4
+    for (int key = 0; key < count; ++key) {
+        const T* const values = remembered.of(from + key) + of_values;
+        const float weight = __shfl_sync(FULL_MASK, share, key);
+        for (int four = 0; four < FOURS; ++four) {
+            const int column = 4 * (four * WARP + threadIdx.x % WARP);
+            if (column < channels) {
+                const Four value = read_as<PACKED>(values + column, channels - column);
+                for (int i = 0; i < 4; ++i) {
+                    sum[four].of[i] += weight * value.of[i];
+                }
+            }
+        }
+    }
+}
+
+// Attention of each query to its sequence's past and to what came with it, up to itself, of which it sees
+// `window`. y: (rows, H D); qkv: (rows, (H + 2K) D); past: (B, capacity, 2 K D), of which a sequence has its
+// own number. Heads of up to 256 channels.
+//
+// A block takes a head of a row. Its warps take tiles of 32 keys in turn: a lane a key for the scores, then a
+// lane four channels for the values. What they found is put together in order.
+// launch: grid (sequences positions, heads), block (256)
+extern "C" __global__ void attention_to_past(T* y, const T* qkv, const T* past, const int* pasts,
+                                             int capacity, Attention size) {
+    alignas(16) __shared__ float query[HEAD_LIMIT], sums[WARPS][HEAD_LIMIT];
+    __shared__ float mosts[WARPS], totals[WARPS];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+    const long long row = blockIdx.x, sequence = blockIdx.x / size.positions;
+    const int head = blockIdx.y, channels = size.head_size;
+    const int width = 2 * size.kv_heads * channels, packed = size.heads * channels + width;
+    const int before = pasts[sequence], own = before + blockIdx.x % size.positions;
+    const int first = size.window > 0 ? max(own + 1 - size.window, 0) : 0;
+    const int shared_head = head * size.kv_heads / size.heads;
+    const int of_keys = shared_head * channels, of_values = of_keys + size.kv_heads * channels;
+    const Remembered remembered = {past + sequence * capacity * width,
+                                   qkv + (sequence * size.positions + 1) * packed - width, before, width,
+                                   packed};
+    const bool is_packed_all = are_packed(past, 4, channels) && are_packed(qkv, 4, channels);
+
+    for (int column = threadIdx.x; column < channels; column += blockDim.x) {
+        query[column] = get(qkv[row * packed + head * channels + column]);
+    }
+    __syncthreads();
+
+    float most = -infinity(), total = 0.0f;
+    Four sum[FOURS] = {};
+    for (int tile = first + WARP * warp; tile <= own; tile += WARP * WARPS) {
+        float score = -infinity();
+        if (tile + lane <= own) {
+            const T* const key = remembered.of(tile + lane) + of_keys;
+            score = is_packed_all ? dot<true>(query, key, channels) : dot<false>(query, key, channels);
+            score *= size.scale;
+        }
+        const float larger = fmaxf(most, warp_max(score));
+        const float shrink = expf(most - larger), share = expf(score - larger);
+        most = larger;
+        total = total * shrink + share;
+        for (Four& four : sum) {
+            for (float& one : four.of) {
+                one *= shrink;
+            }
+        }
+        const int count = min(own + 1 - tile, WARP);
+        if (is_packed_all) {
+            add_values<true>(sum, share, remembered, of_values, tile, count, channels);
+        } else {
+            add_values<false>(sum, share, remembered, of_values, tile, count, channels);
+        }
+    }
+    total = warp_sum(total);
+    for (int four = 0; four < FOURS; ++four) {
+        write(&sums[warp][4 * (four * WARP + lane)], sum[four], 4);
+    }
+    if (lane == 0) {
+        mosts[warp] = most;
+        totals[warp] = total;
+    }
+    __syncthreads();
+
+    for (int other = 0; other < WARPS; ++other) {
+        most = fmaxf(most, mosts[other]);
+    }
+    for (int column = threadIdx.x; column < channels; column += blockDim.x) {
+        float weighted = 0.0f, all = 0.0f;
+        for (int other = 0; other < WARPS; ++other) {
+            const float factor = expf(mosts[other] - most);
+            weighted += factor * sums[other][column];
+            all += factor * totals[other];
+        }
+        y[(row * size.heads + head) * channels + column] = put(weighted / all);
+    }
+}

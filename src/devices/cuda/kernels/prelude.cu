@@ -1,0 +1,248 @@
+// What all kernels share. It is put in front of each file's text: the kernels include nothing.
+//
+// ELEMENT, a definition given when compiling, says what weights and activations are: 32 (float), 16
+// (bfloat16) or 15 (half). Arithmetic is in float, and so are statistics, partial sums and gradients of
+// weights. No kernel uses atomics: the order of every sum follows from shapes alone. EMULATOR is defined
+// where emulator.h comes before this text, for a CPU.
+//
+// Above each kernel, `launch` says what grid and block it wants. Most take four neighbouring channels a
+// thread: there, threads(channels) = min(256, 32 ceil(channels / 128)).
+
+#ifndef ELEMENT
+#define ELEMENT 32
+#endif
+
+// ---- Elements: float get(T), T put(float), rounded to nearest even. ----
+
+__device__ inline float get(float x) { return x; }
+__device__ inline void set(float& to, float x) { to = x; }
+
+#if ELEMENT == 32
+
+using T = float;
+
+#elif ELEMENT == 16
+
+struct Bfloat {
+    unsigned short bits;
+};
+using T = Bfloat;
+
+__device__ inline float get(Bfloat x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
+__device__ inline void set(Bfloat& to, float x) {
+#ifdef EMULATOR
+    to.bits = emulator::bfloat_bits(x);
+#else
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#endif
+}
+
+#elif ELEMENT == 15
+
+struct Half {
+    unsigned short bits;
+};
+using T = Half;
+
+__device__ inline float get(Half x) {
+#ifdef EMULATOR
+    return emulator::half_value(x.bits);
+#else
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
+    return value;
+#endif
+}
+
+__device__ inline void set(Half& to, float x) {
+#ifdef EMULATOR
+    to.bits = emulator::half_bits(x);
+#else
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+#endif
+}
+
+#else
+#error "ELEMENT is 32, 16 or 15"
+#endif
+
+__device__ inline T put(float x) {
+    T to;
+    set(to, x);
+    return to;
+}
+
+// ---- Four neighbours at a time: one access where they lie aligned, else one by one. ----
+
+struct Four {
+    float of[4];
+};
+
+template <class E>
+struct alignas(4 * sizeof(E)) Packed {
+    E of[4];
+};
+
+template <class E>
+__device__ inline bool is_packed(const E* at, int count) {
+    return count >= 4 && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E>) == 0;
+}
+
+// The first `count` of four neighbours, and 0 for others. PACKED: all four, in one access.
+template <bool PACKED, class E>
+__device__ inline Four read_as(const E* from, int count) {
+    Four values = {};
+    if constexpr (PACKED) {
+        const Packed<E> four = *reinterpret_cast<const Packed<E>*>(from);
+        for (int i = 0; i < 4; ++i) {
+            values.of[i] = get(four.of[i]);
+        }
+    } else {
+        for (int i = 0; i < 4; ++i) {
+            if (i < count) {
+                values.of[i] = get(from[i]);
+            }
+        }
+    }
+    return values;
+}
+
+template <class E>
+__device__ inline Four read(const E* from, int count) {
+    return is_packed(from, count) ? read_as<true>(from, count) : read_as<false>(from, count);
+}
+
+// Whether these four are packed in each row of `channels`: long loops over rows ask once, so that their loads
+// need not wait for each other.
+template <class E>
+__device__ inline bool are_packed(const E* at, int count, int channels) {
+    return is_packed(at, count) && channels % 4 == 0;
+}
+
+// The other way: the first `count` of them are written.
+template <class E>
+__device__ inline void write(E* to, const Four& values, int count) {
+    if (is_packed(to, count)) {
+        Packed<E> four;
+        for (int i = 0; i < 4; ++i) {
+            set(four.of[i], values.of[i]);
+        }
+        *reinterpret_cast<Packed<E>*>(to) = four;
+    } else {
+        for (int i = 0; i < 4; ++i) {
+            if (i < count) {
+                set(to[i], values.of[i]);
+            }
+        }
+    }
+}
+
+// The first of this thread's four columns, where the grid is (..., ceil(channels / 1024)) blocks of
+// threads(channels).
+__device__ inline int my_column() { return 4 * (blockIdx.y * blockDim.x + threadIdx.x); }
+
+// ---- Sums and maxima over threads. ----
+
+constexpr int WARP = 32;
+constexpr unsigned FULL_MASK = 0xFFFFFFFF;
+
+__device__ inline float infinity() { return __int_as_float(0x7F800000); }
+
+// Every lane gets it.
+__device__ inline float warp_sum(float x) {
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        x += __shfl_xor_sync(FULL_MASK, x, step);
+    }
+    return x;
+}
+
+__device__ inline float warp_max(float x) {
+    for (int step = WARP / 2; step > 0; step /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, step));
+    }
+    return x;
+}
+
+// Every thread of the block gets it; all must come here. The block is one row of whole warps.
+__device__ inline float block_sum(float x) {
+    __shared__ float sums[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
+    x = warp_sum(x);
+    __syncthreads(); // nobody reads the sums of a call before
+    if (lane == 0) {
+        sums[warp] = x;
+    }
+    __syncthreads();
+    return warp_sum(lane < warps ? sums[lane] : 0.0f);
+}
+
+// ---- Dropout by a counter: a mask is a function of where it is asked for. ----
+
+struct Dropout {
+    unsigned key[2];
+    unsigned first_sequence, first_position, site;
+    unsigned threshold; // 0: none
+    float scale;
+};
+
+struct Draws {
+    unsigned of[4];
+};
+
+// Philox 4x32 with ten rounds (Salmon et al. 2011).
+__device__ inline Draws philox(Draws counter, unsigned key_0, unsigned key_1) {
+    for (int round = 0; round < 10; ++round) {
+        const unsigned long long low = counter.of[0] * 0xD2511F53ULL;
+        const unsigned long long high = counter.of[2] * 0xCD9E8D57ULL;
+        counter = {static_cast<unsigned>(high >> 32) ^ counter.of[1] ^ key_0, static_cast<unsigned>(high),
+                   static_cast<unsigned>(low >> 32) ^ counter.of[3] ^ key_1, static_cast<unsigned>(low)};
+        key_0 += 0x9E3779B9;
+        key_1 += 0xBB67AE85;
+    }
+    return counter;
+}
+
+// Four columns from `column`, a multiple of 4, of a row of a sequence of this micro-batch: 0 or the scale.
+__device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence, unsigned row,
+                                       unsigned column) {
+    const Draws counter = {column / 4, dropout.first_position + row, dropout.first_sequence + sequence,
+                           dropout.site};
+    const Draws draws = philox(counter, dropout.key[0], dropout.key[1]);
+    Four factors;
+    for (int i = 0; i < 4; ++i) {
+        factors.of[i] = draws.of[i] < dropout.threshold ? 0.0f : dropout.scale;
+    }
+    return factors;
+}
+
+// ---- Sizes. ----
+
+// B sequences of T positions behind `past` others; H heads, K of keys and values.
+struct Attention {
+    int sequences, positions, past, heads, kv_heads, head_size, causal;
+    int window; // 0: none
+    float scale;
+    Dropout dropout;
+};
+
+// How fast each pair of a head's channels turns.
+struct Frequencies {
+    float of[128];
+};
+
+// Which position of its document a row is. documents: (B, past + T, 2), from and to, or null.
+__device__ inline int place_of(const unsigned* documents, int past, int positions, int sequence, int at) {
+    if (documents == nullptr) {
+        return past + at;
+    }
+    const long long place = static_cast<long long>(sequence) * (past + positions) + past + at;
+    return past + at - static_cast<int>(documents[2 * place]);
+}
+
+// A block's dynamic shared memory.
+#ifndef EMULATOR
+#define DYNAMIC_SHARED(type, name)                                \
+    alignas(16) extern __shared__ unsigned char dynamic_shared[]; \
+    type* const name = reinterpret_cast<type*>(dynamic_shared)
+#endif

@@ -1,0 +1,42 @@
+// Positions by rotation (Su et al. 2021), of the first and second half of each head's channels against each
+// other, as transformers pairs them.
+
+constexpr int PAIRS = sizeof(Frequencies) / sizeof(float);
+
+// Turns queries and keys in place, forward or back. qkv: (rows, (H + 2K) D).
+// pasts: positions that came before, of each sequence; null: size.past.
+// launch: grid (sequences positions), block (256)
+extern "C" __global__ void rotate(T* qkv, Frequencies frequencies, const unsigned* documents,
+                                  const int* pasts, Attention size, int back) {
+    alignas(16) __shared__ float cosines[PAIRS], sines[PAIRS];
+    const long long row = blockIdx.x;
+    const int sequence = blockIdx.x / size.positions, at = blockIdx.x % size.positions;
+    const int past = pasts != nullptr ? pasts[sequence] : size.past;
+    const int position = place_of(documents, past, size.positions, sequence, at);
+    const int pairs = size.head_size / 2;
+    for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
+        // The angle in float, as transformers has it.
+        float sine, cosine;
+        sincosf(static_cast<float>(position) * frequencies.of[pair], &sine, &cosine);
+        cosines[pair] = cosine;
+        sines[pair] = back ? -sine : sine;
+    }
+    __syncthreads();
+
+    const int heads = size.heads + size.kv_heads, fours = (pairs + 3) / 4;
+    qkv += row * (heads + size.kv_heads) * size.head_size;
+    for (int index = threadIdx.x; index < heads * fours; index += blockDim.x) {
+        const int head = index / fours, pair = 4 * (index % fours), count = pairs - pair;
+        T* const first = qkv + head * size.head_size + pair;
+        T* const second = first + pairs;
+        const Four a = read(first, count), b = read(second, count);
+        const Four cosine = read(cosines + pair, count), sine = read(sines + pair, count);
+        Four turned_a, turned_b;
+        for (int i = 0; i < 4; ++i) {
+            turned_a.of[i] = a.of[i] * cosine.of[i] - b.of[i] * sine.of[i];
+            turned_b.of[i] = b.of[i] * cosine.of[i] + a.of[i] * sine.of[i];
+        }
+        write(first, turned_a, count);
+        write(second, turned_b, count);
+    }
+}

@@ -1,0 +1,35 @@
+// Rows of tensors that are asked for.
+
+// Rows whose statistics have a label, in order, as many as there is room for; -1 behind the last. Statistics:
+// (rows, 4), a label's bits in the fourth.
+// launch: grid (1), block (32)
+extern "C" __global__ void labelled_rows(int* places, const float* statistics, int rows, int count) {
+    const int lane = threadIdx.x;
+    int found = 0;
+    for (int from = 0; from < rows; from += WARP) {
+        const int row = from + lane;
+        const bool has = row < rows && __float_as_int(statistics[4LL * row + 3]) >= 0;
+        const unsigned all = __ballot_sync(FULL_MASK, has);
+        const int place = found + __popc(all & ((1U << lane) - 1));
+        if (has && place < count) {
+            places[place] = row;
+        }
+        found += __popc(all);
+    }
+    for (int place = found + lane; place < count; place += WARP) {
+        places[place] = -1;
+    }
+}
+
+// Copies rows of x to where they stand side by side; 0 for those that are not there.
+// launch: grid (count, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void gather_rows(T* y, const T* x, const int* places, int count, int channels) {
+    const long long place = blockIdx.x;
+    const int column = 4 * (blockIdx.y * blockDim.x + threadIdx.x), some = channels - column;
+    if (place >= count || some <= 0) {
+        return;
+    }
+    const long long row = places[place];
+    const Four value = row < 0 ? Four{} : read(x + row * channels + column, some);
+    write(y + place * channels + column, value, some);
+}

@@ -1,0 +1,272 @@
+//! How kernels are launched: one typed place for each, with the sizes of its grid. What stands here is
+//! what `kernels/*.cu` declare, and a test compares the two.
+
+use std::cell::RefCell;
+
+use l2l_actors::ports::Trouble;
+
+use super::driver::{Address, Argument, Driver, Kind, Launch, Product, Stream};
+use crate::models::{Activation, Attention, Dropout, Norm, Rotary, Rows};
+
+impl Argument for Address {
+    fn kind(&self) -> Kind {
+        Kind::Pointer
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(self)
+    }
+}
+
+impl Argument for i32 {
+    fn kind(&self) -> Kind {
+        Kind::Int
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(self)
+    }
+}
+
+impl Argument for i64 {
+    fn kind(&self) -> Kind {
+        Kind::Long
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(self)
+    }
+}
+
+impl Argument for f32 {
+    fn kind(&self) -> Kind {
+        Kind::Float
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(self)
+    }
+}
+
+/// A structure of the text, in words of four bytes.
+pub(super) struct Words<const N: usize> {
+    name: &'static str,
+    words: [u32; N],
+}
+
+impl<const N: usize> Argument for Words<N> {
+    fn kind(&self) -> Kind {
+        Kind::Of(self.name)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(&self.words)
+    }
+}
+
+/// The text's `Dropout`; nothing is dropped without.
+pub(super) fn dropout(dropout: Option<Dropout>) -> Words<7> {
+    Words { name: "Dropout", words: dropout.map_or([0; 7], dropout_words) }
+}
+
+/// As the CPU's masks have it.
+fn dropout_words(dropout: Dropout) -> [u32; 7] {
+    let Dropout { probability, seed, step, site, first_sequence, first_position } = dropout;
+    [
+        seed as u32,
+        (seed >> 32) as u32 ^ (step >> 32) as u32,
+        first_sequence,
+        first_position,
+        site.wrapping_mul(0x9E37_79B1) ^ step as u32,
+        (f64::from(probability) * 4_294_967_296.0) as u32,
+        (1.0 / (1.0 - probability)).to_bits(),
+    ]
+}
+
+/// The text's `Attention`.
+pub(super) fn attention(size: &Attention<'_>) -> Words<16> {
+    let past = size.past.first().copied().unwrap_or(0);
+    let words = [
+        size.rows.sequences,
+        size.rows.positions,
+        past,
+        size.heads,
+        size.kv_heads,
+        size.head_size,
+        usize::from(size.causal),
+        size.window.unwrap_or(0),
+    ];
+    let mut all = [0; 16];
+    all[..8].copy_from_slice(&words.map(|word| u32::try_from(word).expect("sizes are checked")));
+    all[8] = (1.0 / (size.head_size as f32).sqrt()).to_bits();
+    all[9..].copy_from_slice(&size.dropout.map_or([0; 7], dropout_words));
+    Words { name: "Attention", words: all }
+}
+
+/// The text's `Frequencies`.
+pub(super) fn frequencies(rotary: &Rotary, head_size: usize) -> Words<128> {
+    let mut words = [0; 128];
+    for (word, frequency) in words.iter_mut().zip(rotary.frequencies(head_size)) {
+        *word = frequency.to_bits();
+    }
+    Words { name: "Frequencies", words }
+}
+
+/// A size as the text has it.
+pub(super) fn int(size: usize) -> i32 {
+    i32::try_from(size).expect("sizes are checked")
+}
+
+/// The same, of a whole tensor.
+pub(super) fn long(size: usize) -> i64 {
+    size as i64
+}
+
+/// The number that the text has for a curve.
+pub(super) fn form(activation: Activation) -> i32 {
+    match activation {
+        Activation::GeluErf => 0,
+        Activation::GeluTanh => 1,
+        Activation::Silu => 2,
+        Activation::Relu => 3,
+        Activation::Tanh => 4,
+    }
+}
+
+/// Channels, heads' channels or columns that one thread has.
+pub(super) const NEIGHBOURS: usize = 4;
+
+/// Threads of a block that walks a row of so many channels, as the text says.
+pub(super) fn threads(channels: usize) -> u32 {
+    (32 * channels.div_ceil(32 * NEIGHBOURS)).min(256) as u32
+}
+
+/// Rows of one partial sum: by shape, never by what the device is.
+pub(super) const PART: usize = 64;
+
+/// Partial sums over so many rows.
+pub(super) fn parts_of(rows: usize) -> usize {
+    rows.div_ceil(PART)
+}
+
+/// Bytes of a float.
+pub(super) const FLOAT: usize = size_of::<f32>();
+
+/// No address: the text's null.
+pub(super) const NULL: Address = 0;
+
+/// Launches on the compute stream. The first error is kept, and nothing is launched behind it.
+pub(super) struct Queue<'a> {
+    driver: &'a dyn Driver,
+    failed: RefCell<Option<Trouble>>,
+}
+
+impl<'a> Queue<'a> {
+    pub(super) fn new(driver: &'a dyn Driver) -> Queue<'a> {
+        Queue { driver, failed: RefCell::default() }
+    }
+
+    /// How it went.
+    pub(super) fn end(self) -> Result<(), Trouble> {
+        self.failed.into_inner().map_or(Ok(()), Err)
+    }
+
+    fn go(&self, work: impl FnOnce() -> Result<(), Trouble>, what: &str) {
+        let mut failed = self.failed.borrow_mut();
+        if failed.is_none() {
+            *failed = work().err().map(|error| format!("{what}: {error}").into());
+        }
+    }
+
+    /// Of so many blocks of so many threads.
+    pub(super) fn launch(
+        &self,
+        kernel: &'static str,
+        grid: [usize; 3],
+        block: [u32; 3],
+        shared: usize,
+        arguments: &[&dyn Argument],
+    ) {
+        let grid = grid.map(|blocks| u32::try_from(blocks).expect("sizes are checked"));
+        let shared = u32::try_from(shared).expect("a block has little");
+        let launch = Launch { kernel, grid, block, shared, arguments };
+        if !grid.contains(&0) {
+            self.go(|| self.driver.launch(Stream::Compute, &launch), kernel);
+        }
+    }
+
+    /// Of a thread for each of so many elements, or for so many of them.
+    pub(super) fn each(
+        &self,
+        kernel: &'static str,
+        elements: usize,
+        of_thread: usize,
+        arguments: &[&dyn Argument],
+    ) {
+        let blocks = elements.div_ceil(256 * of_thread);
+        self.launch(kernel, [blocks, 1, 1], [256, 1, 1], 0, arguments);
+    }
+
+    /// Of a block for each of so many rows, which walks all of it.
+    pub(super) fn rows(
+        &self,
+        kernel: &'static str,
+        rows: usize,
+        channels: usize,
+        arguments: &[&dyn Argument],
+    ) {
+        self.launch(kernel, [rows, 1, 1], [threads(channels), 1, 1], 0, arguments);
+    }
+
+    /// Of blocks for each of so many rows, or runs of rows, which share its channels.
+    pub(super) fn columns(
+        &self,
+        kernel: &'static str,
+        [rows, layers]: [usize; 2],
+        channels: usize,
+        arguments: &[&dyn Argument],
+    ) {
+        let grid = [rows, channels.div_ceil(256 * NEIGHBOURS), layers];
+        self.launch(kernel, grid, [threads(channels), 1, 1], 0, arguments);
+    }
+
+    /// y = a + dropout(x), without `a` where that is null.
+    pub(super) fn drop(
+        &self,
+        [y, x, a]: [Address; 3],
+        rows: Rows,
+        channels: usize,
+        masked: Option<Dropout>,
+    ) {
+        let [r, positions, c] = [rows.count(), rows.positions, channels].map(int);
+        let masked = dropout(masked);
+        let arguments: [&dyn Argument; 7] = [&y, &x, &a, &r, &positions, &c, &masked];
+        self.columns("drop", [rows.count(), 1], channels, &arguments);
+    }
+
+    pub(super) fn product(&self, product: &Product) {
+        self.go(|| self.driver.product(Stream::Compute, product), "product");
+    }
+
+    pub(super) fn copy(&self, to: Address, from: Address, bytes: usize) {
+        self.go(|| self.driver.copy(Stream::Compute, to, from, bytes), "copy");
+    }
+
+    /// out (+)= the sum of `count` parts, `stride` apart.
+    pub(super) fn fold(
+        &self,
+        out: Address,
+        parts: Address,
+        [count, stride, length]: [usize; 3],
+        accumulate: bool,
+    ) {
+        let (count, stride) = (int(count), long(stride));
+        let (len, accumulate) = (int(length), i32::from(accumulate));
+        self.each("fold", length, 1, &[&out, &parts, &count, &stride, &len, &accumulate]);
+    }
+}
+
+/// The sizes of a norm, as its kernels take them.
+pub(super) fn norm(size: &Norm) -> (i32, i32, i32) {
+    (int(size.rows), int(size.channels), i32::from(size.rms))
+}

@@ -1,0 +1,122 @@
+//! CUDA's libraries: found, or said what to install; loaded when they are asked for, and not before.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::machine::Library as Found;
+use cudarc::{cublaslt, driver, nvrtc};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+const INSTALL: [(&str, &str); 3] = [
+    ("libcuda.so", "install NVIDIA's driver, 580 or newer"),
+    (
+        "libnvrtc.so",
+        "install CUDA's nvrtc (Debian: libnvrtc13; or `pip install nvidia-cuda-nvrtc` and set \
+         device.cuda_libraries to that environment's site-packages/nvidia)",
+    ),
+    (
+        "libcublasLt.so",
+        "install CUDA's cublas (Debian: libcublas13; or `pip install nvidia-cublas` and set \
+         device.cuda_libraries to that environment's site-packages/nvidia)",
+    ),
+];
+
+/// The driver, NVRTC and cuBLASLt, looked for on the loader's path, then in a folder.
+pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
+    // SAFETY: loading them runs what they begin with, which is NVIDIA's.
+    let present: [fn() -> bool; 3] = unsafe {
+        [
+            || driver::sys::is_culib_present(),
+            || nvrtc::sys::is_culib_present(),
+            || cublaslt::sys::is_culib_present(),
+        ]
+    };
+    let mut index = 0;
+    INSTALL.map(|(name, install)| {
+        let is_present = present[index];
+        let is_there =
+            is_present() || (index > 0 && folder.is_some_and(|f| load(f, name)) && is_present());
+        let version = is_there.then(|| version(index)).flatten();
+        index += 1;
+        Found { name, path: version.and_then(|_| loaded(name)), version, install }
+    })
+}
+
+/// Loads the first of a name in a folder and those in it; then the loader knows it by its name alone.
+fn load(folder: &Path, name: &str) -> bool {
+    let Some(path) = find(folder, name, 4) else { return false };
+    // SAFETY: as above; it stays for as long as the program.
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+    library.map(std::mem::forget).is_ok()
+}
+
+/// A file of this name, in any version, not too deep below a folder.
+fn find(folder: &Path, name: &str, depth: usize) -> Option<PathBuf> {
+    let mut folders = Vec::new();
+    for entry in fs::read_dir(folder).ok()?.flatten() {
+        let (path, file) = (entry.path(), entry.file_name());
+        let rest = file.to_str().and_then(|file| file.strip_prefix(name));
+        if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) {
+            return Some(path);
+        }
+        if path.is_dir() {
+            folders.push(path);
+        }
+    }
+    folders.sort();
+    folders.iter().filter(|_| depth > 0).find_map(|folder| find(folder, name, depth - 1))
+}
+
+/// What this process has loaded of a name.
+fn loaded(name: &str) -> Option<PathBuf> {
+    let maps = fs::read_to_string("/proc/self/maps").ok()?;
+    let paths = maps.lines().filter_map(|line| line.split_whitespace().nth(5));
+    let mut of_name =
+        paths.filter(|path| path.rsplit('/').next().is_some_and(|f| f.starts_with(name)));
+    of_name.next().map(PathBuf::from)
+}
+
+/// Of the first, second or third, which is there.
+fn version(index: usize) -> Option<(u32, u32)> {
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: the library is there, and each writes what it is given places for.
+    unsafe {
+        match index {
+            0 => {
+                driver::sys::cuDriverGetVersion(&mut major).result().ok()?;
+                (major, minor) = (major / 1000, major % 1000 / 10);
+            }
+            1 => nvrtc::sys::nvrtcVersion(&mut major, &mut minor).result().ok()?,
+            _ => {
+                let version = cublaslt::sys::cublasLtGetVersion() as i32;
+                (major, minor) = (version / 10_000, version / 100 % 100);
+            }
+        }
+    }
+    Some((major as u32, minor as u32))
+}
+
+/// All three, of versions that go together.
+///
+/// # Errors
+/// What is missing or too old, and what to do.
+pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
+    let found = libraries(folder);
+    for Found { name, version, install, .. } in &found {
+        if version.is_none() {
+            return Err(format!("{name} is not there, or cannot be loaded: {install}"));
+        }
+    }
+    let [driver, nvrtc, _] = &found;
+    let (Some(driver), Some(nvrtc)) = (driver.version, nvrtc.version) else {
+        unreachable!("both are there");
+    };
+    if driver.0 < nvrtc.0 {
+        return Err(format!(
+            "the driver is of CUDA {}.{} and NVRTC of {}.{}: install a newer driver, or CUDA's nvrtc \
+             and cublas of version {}",
+            driver.0, driver.1, nvrtc.0, nvrtc.1, driver.0
+        ));
+    }
+    Ok(found)
+}

@@ -1,0 +1,262 @@
+//! An NVIDIA GPU as a device: lanes are streams, fences are events, memory is one allocation.
+//!
+//! Each stream is fed by its lane's thread, ahead of the device; nothing waits for the device but
+//! the threads that tell how operations ended. CUDA is loaded when it is asked for.
+
+mod attention;
+mod compile;
+mod cross_entropy;
+mod driver;
+#[cfg(test)]
+pub(super) mod emulated;
+mod kernels;
+mod launches;
+mod libraries;
+mod linear;
+mod notes;
+mod product;
+mod real;
+#[cfg(test)]
+pub(super) mod tests;
+mod texts;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use l2l_actors::fence::Done;
+use l2l_actors::ports::{Operation, Trouble};
+use l2l_actors::threads::Pending;
+
+pub(super) use kernels::CudaKernels;
+pub(super) use libraries::libraries;
+pub(super) use real::gpus;
+
+use self::driver::{Address, Driver, Event, Stream};
+use self::launches::FLOAT;
+use self::notes::Notes;
+use super::Device;
+use crate::arena::Arena;
+use crate::config::{Config, DeviceConfig, Plan};
+use crate::error::Error;
+use crate::models::{Kernels, Micro, Rows, View};
+
+/// Micro-batches whose notes are on their way at once, at most.
+const ON_THEIR_WAY: usize = 8;
+
+/// See the [module](self).
+pub(super) struct Cuda {
+    driver: Arc<dyn Driver>,
+    memory: Address,
+    /// Where notes go: in the device's memory, and on the host, [`ON_THEIR_WAY`] of them.
+    notes: View,
+    desk: Arena,
+    computed: Mutex<usize>,
+    /// What is in the device's hands: the event at its end.
+    taken: Arc<Mutex<HashMap<u64, Arc<Event>>>>,
+    /// Where the operation that a stream is given now began.
+    begun: Mutex<[Option<Arc<Event>>; 3]>,
+    clock: Arc<Mutex<Clock>>,
+    /// Memory of the host that is pinned.
+    pinned: Mutex<Vec<usize>>,
+}
+
+/// An event, and when it was.
+struct Clock {
+    event: Arc<Event>,
+    at: Instant,
+}
+
+impl Clock {
+    /// When an event was that is reached. The longer ago the known one, the less sure: a float counts
+    /// milliseconds; so the newer one is what is known from then on.
+    fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
+        let seconds = driver.seconds(self.event.id, event.id)?;
+        let by = Duration::from_secs_f64(seconds.abs());
+        let at = if seconds < 0.0 { self.at.checked_sub(by) } else { self.at.checked_add(by) };
+        let at = at.unwrap_or(self.at);
+        if seconds > 1.0 {
+            *self = Clock { event: event.clone(), at };
+        }
+        Ok(at)
+    }
+}
+
+impl Cuda {
+    /// With memory for so many floats, of which `notes` are where micro-batches are described.
+    fn new(driver: Arc<dyn Driver>, floats: usize, notes: View) -> Result<Cuda, Trouble> {
+        let memory = driver.allocate(floats * FLOAT)?;
+        let desk = Arena::new(ON_THEIR_WAY * notes.len)?;
+        // Rather early than late: nothing that waited for the device began before it ended.
+        let at = Instant::now();
+        let event = Event::record(&driver, Stream::Compute)?;
+        driver.synchronize(event.id)?;
+        let clock = Arc::new(Mutex::new(Clock { event, at }));
+        let device = Cuda {
+            driver,
+            memory,
+            notes,
+            desk,
+            computed: Mutex::default(),
+            taken: Arc::default(),
+            begun: Mutex::default(),
+            clock,
+            pinned: Mutex::default(),
+        };
+        device.pin_all(&device.desk);
+        Ok(device)
+    }
+
+    fn address(&self, view: View) -> Address {
+        self.memory + (view.at * FLOAT) as Address
+    }
+
+    /// Pins memory of the host where the system has that much to give; without, copies are slower.
+    fn pin_all(&self, arena: &Arena) {
+        let (at, bytes) = arena.span();
+        if bytes > 0 && self.driver.pin(at, bytes).is_ok() {
+            self.pinned.lock().expect("nothing panics inside").push(at as usize);
+        }
+    }
+}
+
+/// Floats of notes of a micro-batch.
+pub(super) fn notes(rows: Rows) -> usize {
+    Notes::len(rows)
+}
+
+/// The GPU that a config says, with memory as it was planned.
+pub(super) fn open(config: &Config, plan: &Plan) -> Result<Box<dyn Device>, Error> {
+    let driver = driver(config)?;
+    let made = Cuda::new(driver, plan.layout.end, plan.layout.notes);
+    let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
+    Ok(Box::new(made.map_err(refused)?))
+}
+
+fn driver(config: &Config) -> Result<Arc<dyn Driver>, Error> {
+    #[cfg(test)]
+    if let Some(emulated) = emulated::asked_for() {
+        return Ok(emulated);
+    }
+    let DeviceConfig { ordinal, cuda_libraries, kernel_cache, .. } = &config.device;
+    let real = real::Real::open(*ordinal, cuda_libraries.as_deref(), kernel_cache.as_deref());
+    let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
+    Ok(Arc::new(real.map_err(refused)?))
+}
+
+impl Device for Cuda {
+    fn upload(&self, to: View, from: &[f32]) -> Result<(), Trouble> {
+        let (bytes, from) = (size_of_val(from), from.as_ptr().cast());
+        self.driver.copy_in(Stream::Upload, self.address(to), from, bytes)
+    }
+
+    fn download(&self, to: &mut [f32], from: View) -> Result<(), Trouble> {
+        let (bytes, to) = (size_of_val(to), to.as_mut_ptr().cast());
+        self.driver.copy_out(Stream::Download, to, self.address(from), bytes)
+    }
+
+    fn upload_packed(&self, _: View, _: &[f32], _: usize) -> Result<(), Trouble> {
+        unreachable!("a packed stash is refused on this device")
+    }
+
+    fn download_packed(&self, _: &mut [f32], _: View, _: usize) -> Result<(), Trouble> {
+        unreachable!("a packed stash is refused on this device")
+    }
+
+    fn read_back(&self, view: View) -> Result<Vec<f32>, Trouble> {
+        let mut values = vec![0.0_f32; view.len];
+        let to = values.as_mut_ptr().cast();
+        self.driver.copy_out(Stream::Compute, to, self.address(view), view.len * FLOAT)?;
+        let told = Event::record(&self.driver, Stream::Compute)
+            .and_then(|event| self.driver.synchronize(event.id));
+        if told.is_err() {
+            self.driver.finish(); // the copy may still be on its way
+        }
+        told.map(|()| values)
+    }
+
+    fn compute(
+        &self,
+        micro: &Micro<'_>,
+        run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
+    ) -> Result<usize, Trouble> {
+        let turn = {
+            let mut computed = self.computed.lock().expect("nothing panics inside");
+            *computed += 1;
+            *computed % ON_THEIR_WAY
+        };
+        let place = View { at: turn * self.notes.len, len: self.notes.len };
+        // SAFETY: of operations that are not done, each has a place of its own.
+        let desk = unsafe { self.desk.write(place) };
+        let notes = Notes::write(micro, desk, self.address(self.notes));
+        let from = desk.as_ptr().cast();
+        let bytes = notes.floats * FLOAT;
+        self.driver.copy_in(Stream::Compute, self.address(self.notes), from, bytes)?;
+        let kernels = CudaKernels::on(&*self.driver, self.memory, notes);
+        let used = run(&kernels);
+        kernels.end()?;
+        Ok(used)
+    }
+
+    fn stash(&self) -> Option<&Arena> {
+        None
+    }
+
+    fn pin(&self, arena: &Arena) {
+        self.pin_all(arena);
+    }
+
+    fn issues(&self) -> bool {
+        true
+    }
+
+    fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
+        let on = Stream::of(operation.work().lane());
+        for fence in operation.waits().iter().filter(|fence| fence.reached().is_none()) {
+            // One that is not there was reached just now.
+            let event = self.taken().get(&fence.operation()).cloned();
+            if let Some(event) = event {
+                self.driver.wait(on, event.id)?;
+            }
+        }
+        let begin = Event::record(&self.driver, on)?;
+        self.begun.lock().expect("nothing panics inside")[on as usize] = Some(begin);
+        Ok(())
+    }
+
+    fn ends(&self, operation: &Operation, value: f64, now: Duration) -> Result<Pending, Trouble> {
+        let on = Stream::of(operation.work().lane());
+        let begun = self.begun.lock().expect("nothing panics inside")[on as usize].take();
+        let begun = begun.expect("what ends has begun");
+        let ended = Event::record(&self.driver, on)?;
+        let number = operation.number();
+        self.taken().insert(number, ended.clone());
+        let (driver, taken, clock) = (self.driver.clone(), self.taken.clone(), self.clock.clone());
+        let origin = Instant::now().checked_sub(now).expect("lanes began after time did");
+        Ok(Box::new(move || {
+            let times = driver.synchronize(ended.id).and_then(|()| {
+                let mut clock = clock.lock().expect("nothing panics inside");
+                Ok([clock.time(&*driver, &begun)?, clock.time(&*driver, &ended)?])
+            });
+            taken.lock().expect("nothing panics inside").remove(&number);
+            let [begin, end] = times?.map(|time| time.saturating_duration_since(origin));
+            Ok(Done { begin, end: end.max(begin), value })
+        }))
+    }
+}
+
+impl Cuda {
+    fn taken(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Event>>> {
+        self.taken.lock().expect("nothing panics inside")
+    }
+}
+
+impl Drop for Cuda {
+    /// The host's memory goes next: nothing may be on its way to it or from it.
+    fn drop(&mut self) {
+        self.driver.finish();
+        for &at in self.pinned.get_mut().expect("nothing panics inside").iter() {
+            self.driver.unpin(at as *mut u8);
+        }
+    }
+}

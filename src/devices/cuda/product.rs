@@ -1,0 +1,181 @@
+//! Products by cuBLASLt. Which algorithm a size takes follows from the library's own rule for it, never
+//! from timing.
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::mem::size_of_val;
+use std::sync::Mutex;
+
+use cudarc::cublaslt::{result, sys};
+use cudarc::driver::sys::CUstream;
+use l2l_actors::ports::Trouble;
+
+use super::driver::{Address, Product};
+
+/// Bytes of workspace that an algorithm may take.
+pub(super) const WORKSPACE: usize = 32 << 20;
+
+/// What an algorithm depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Key {
+    sizes: [usize; 3],
+    strides: [usize; 2],
+    turned: [bool; 2],
+    has_bias: bool,
+}
+
+/// The library, and what it has chosen.
+pub(super) struct Products {
+    handle: sys::cublasLtHandle_t,
+    workspace: Address,
+    chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
+}
+
+// SAFETY: the library's handle may be used by any thread, one at a time; one lane does.
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+
+/// A description that goes when it is let go of.
+struct Description(sys::cublasLtMatmulDesc_t);
+
+impl Drop for Description {
+    fn drop(&mut self) {
+        // SAFETY: it was created, and goes once.
+        _ = unsafe { result::destroy_matmul_desc(self.0) };
+    }
+}
+
+struct Layout(sys::cublasLtMatrixLayout_t);
+
+impl Layout {
+    /// Of a matrix by columns, which is one by rows turned.
+    fn new(rows: usize, columns: usize, stride: usize) -> Result<Layout, result::CublasError> {
+        let kind = sys::cudaDataType_t::CUDA_R_32F;
+        let made = result::create_matrix_layout(kind, rows as u64, columns as u64, stride as i64)?;
+        Ok(Layout(made))
+    }
+}
+
+impl Drop for Layout {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        _ = unsafe { result::destroy_matrix_layout(self.0) };
+    }
+}
+
+struct Preference(sys::cublasLtMatmulPreference_t);
+
+impl Drop for Preference {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        _ = unsafe { result::destroy_matmul_pref(self.0) };
+    }
+}
+
+impl Products {
+    /// On the device that is current; `workspace`: of [`WORKSPACE`] bytes.
+    pub(super) fn new(workspace: Address) -> Result<Products, Trouble> {
+        let handle = result::create_handle()?;
+        Ok(Products { handle, workspace, chosen: Mutex::default() })
+    }
+
+    /// Multiplies. The library has matrices by columns: what it is told to multiply is bᵀ aᵀ.
+    pub(super) fn run(&self, product: &Product, stream: CUstream) -> Result<(), Trouble> {
+        let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        let kind = sys::cudaDataType_t::CUDA_R_32F;
+        let description = Description(result::create_matmul_desc(compute, kind)?);
+        let set = |what, value: *const c_void, bytes| {
+            // SAFETY: the description is there, and the value is of this attribute.
+            unsafe { result::set_matmul_desc_attribute(description.0, what, value, bytes) }
+        };
+        use sys::cublasLtMatmulDescAttributes_t as Attribute;
+        for (what, matrix) in [
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
+            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
+        ] {
+            let turned = i32::from(matrix.turned); // CUBLAS_OP_N, CUBLAS_OP_T
+            set(what, (&raw const turned).cast(), size_of_val(&turned))?;
+        }
+        if let Some(bias) = bias {
+            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+            let (what, bytes) = (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, size_of_val(&epilogue));
+            set(what, (&raw const epilogue).cast(), bytes)?;
+            let what = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+            set(what, (&raw const bias).cast(), size_of_val(&bias))?;
+        }
+        let of = |matrix: super::driver::Matrix, rows: usize, columns: usize| {
+            let (columns, rows) = if matrix.turned { (rows, columns) } else { (columns, rows) };
+            Layout::new(columns, rows, matrix.stride)
+        };
+        let (of_a, of_b) = (of(a, rows, inner)?, of(b, inner, columns)?);
+        let of_c = Layout::new(columns, rows, columns)?;
+        let key = Key {
+            sizes: [rows, inner, columns],
+            strides: [a.stride, b.stride],
+            turned: [a.turned, b.turned],
+            has_bias: bias.is_some(),
+        };
+        let mut chosen = self.chosen.lock().expect("nothing panics inside");
+        let algorithm = match chosen.get(&key) {
+            Some(algorithm) => *algorithm,
+            None => {
+                let layouts = [of_b.0, of_a.0, of_c.0];
+                let algorithm = self.choose(&description, layouts)?;
+                chosen.insert(key, algorithm);
+                algorithm
+            }
+        };
+        drop(chosen);
+        let (one, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
+        // SAFETY: all descriptions are there, and the matrices are where they say.
+        unsafe {
+            result::matmul(
+                self.handle,
+                description.0,
+                (&raw const one).cast(),
+                (&raw const beta).cast(),
+                b.at as *const c_void,
+                of_b.0,
+                a.at as *const c_void,
+                of_a.0,
+                c as *const c_void,
+                of_c.0,
+                c as *mut c_void,
+                of_c.0,
+                &raw const algorithm,
+                self.workspace as *mut c_void,
+                WORKSPACE,
+                stream.cast(),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// The first that the library names for a size: the same for the same library and device.
+    fn choose(
+        &self,
+        description: &Description,
+        [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
+    ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
+        let preference = Preference(result::create_matmul_pref()?);
+        let what =
+            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        let bytes = WORKSPACE as u64;
+        // SAFETY: all descriptions are there.
+        let found = unsafe {
+            let value = (&raw const bytes).cast();
+            result::set_matmul_pref_attribute(preference.0, what, value, size_of_val(&bytes))?;
+            result::get_matmul_algo_heuristic(self.handle, description.0, a, b, c, c, preference.0)?
+        };
+        Ok(found.algo)
+    }
+}
+
+impl Drop for Products {
+    fn drop(&mut self) {
+        // SAFETY: it was created, and goes once.
+        _ = unsafe { result::destroy_handle(self.handle) };
+    }
+}

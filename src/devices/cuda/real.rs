@@ -1,0 +1,326 @@
+//! NVIDIA's driver, through cudarc.
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::path::Path;
+use std::sync::Mutex;
+
+use cudarc::driver::{result, sys};
+use l2l_actors::ports::Trouble;
+
+use super::compile;
+use super::driver::{Address, Driver, Kind, Launch, Product, Stream};
+use super::libraries;
+use super::product::{Products, WORKSPACE};
+use super::texts::{TEXTS, declared};
+use crate::machine::{Gpu, Library};
+
+/// The oldest architecture that kernels are written for.
+const OLDEST: u32 = 75;
+
+/// Bytes of shared memory that a block may have without asking.
+const SHARED: u32 = 48 << 10;
+
+/// A device of the driver's, in the process's own context of it.
+pub(super) struct Real {
+    device: sys::CUdevice,
+    context: sys::CUcontext,
+    streams: [sys::CUstream; 3],
+    modules: Vec<sys::CUmodule>,
+    kernels: HashMap<String, (sys::CUfunction, Vec<Kind>)>,
+    products: Option<Products>,
+    memory: Mutex<Vec<Address>>,
+    /// Events that are let go of, to be used again.
+    events: Mutex<Vec<u64>>,
+}
+
+// SAFETY: the driver's handles may be used by any thread whose context is this one, which every call
+// sees to.
+unsafe impl Send for Real {}
+// SAFETY: as above.
+unsafe impl Sync for Real {}
+
+/// All devices of the driver, which is there.
+pub(in crate::devices) fn gpus() -> Result<Vec<Gpu>, Trouble> {
+    result::init()?;
+    let all = 0..result::device::get_count()?;
+    all.map(|ordinal| {
+        let device = result::device::get(ordinal)?;
+        Ok(Gpu {
+            name: result::device::get_name(device)?,
+            architecture: architecture(device)?,
+            // SAFETY: the device is there.
+            memory: unsafe { result::device::total_mem(device)? } as u64,
+        })
+    })
+    .collect()
+}
+
+fn architecture(device: sys::CUdevice) -> Result<u32, Trouble> {
+    use sys::CUdevice_attribute_enum as Attribute;
+    // SAFETY: the device is there.
+    let [major, minor] = unsafe {
+        [
+            result::device::get_attribute(
+                device,
+                Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+            )?,
+            result::device::get_attribute(
+                device,
+                Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+            )?,
+        ]
+    };
+    Ok((10 * major + minor) as u32)
+}
+
+impl Real {
+    /// Loads what is needed, and makes streams, kernels and the workspace of products.
+    ///
+    /// # Errors
+    /// What is missing, and what to do.
+    pub(super) fn open(
+        ordinal: usize,
+        folder: Option<&Path>,
+        kept: Option<&Path>,
+    ) -> Result<Real, Trouble> {
+        let [_, nvrtc, _] = libraries::load_all(folder)?;
+        let gpus = gpus()?;
+        let Some(gpu) = gpus.get(ordinal) else {
+            return Err(format!(
+                "device.ordinal is {ordinal}, and the driver has {} devices",
+                gpus.len()
+            )
+            .into());
+        };
+        if gpu.architecture < OLDEST {
+            return Err(format!(
+                "{} is of architecture {}, and kernels are for {OLDEST} and newer",
+                gpu.name, gpu.architecture
+            )
+            .into());
+        }
+        let device = result::device::get(ordinal as i32)?;
+        // SAFETY: the device is there; its context is let go of in `drop`.
+        let context = unsafe { result::primary_ctx::retain(device)? };
+        let mut real = Real {
+            device,
+            context,
+            streams: [std::ptr::null_mut(); 3],
+            modules: Vec::new(),
+            kernels: HashMap::new(),
+            products: None,
+            memory: Mutex::default(),
+            events: Mutex::default(),
+        };
+        real.enter()?;
+        for stream in &mut real.streams {
+            *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
+        }
+        real.load_kernels(gpu.architecture, &nvrtc, kept)?;
+        real.products = Some(Products::new(real.allocate(WORKSPACE)?)?);
+        Ok(real)
+    }
+
+    /// Makes this thread's calls those of the device's context.
+    fn enter(&self) -> Result<(), Trouble> {
+        // SAFETY: the context is there.
+        Ok(unsafe { result::ctx::set_current(self.context)? })
+    }
+
+    fn load_kernels(
+        &mut self,
+        architecture: u32,
+        nvrtc: &Library,
+        kept: Option<&Path>,
+    ) -> Result<(), Trouble> {
+        let version = nvrtc.version.expect("it is there");
+        let codes = std::thread::scope(|scope| {
+            let compile = |(name, text)| {
+                scope.spawn(move || compile::cubin(name, text, architecture, version, kept))
+            };
+            let compiles = TEXTS.map(compile);
+            compiles.map(|compile| compile.join().expect("a compiler returns"))
+        });
+        for ((_, text), code) in TEXTS.iter().zip(codes) {
+            let code = code?;
+            // SAFETY: it is what the compiler made.
+            let module = unsafe { result::module::load_data(code.as_ptr().cast())? };
+            self.modules.push(module);
+            for kernel in declared(text) {
+                // SAFETY: the module is there.
+                let function = unsafe {
+                    result::module::get_function(module, CString::new(kernel.name.clone())?)?
+                };
+                self.kernels.insert(kernel.name, (function, kernel.parameters));
+            }
+        }
+        Ok(())
+    }
+
+    fn stream(&self, on: Stream) -> sys::CUstream {
+        self.streams[on as usize]
+    }
+}
+
+fn event_of(id: u64) -> sys::CUevent {
+    id as usize as sys::CUevent
+}
+
+// SAFETY of all calls to the driver: its handles are there for as long as `self` is, and addresses are
+// what `allocate` gave, or the host's, which whoever copies keeps until the copy is done.
+impl Driver for Real {
+    fn allocate(&self, bytes: usize) -> Result<Address, Trouble> {
+        self.enter()?;
+        let (free, _) = result::mem_get_info()?;
+        if bytes > free {
+            return Err(format!(
+                "needs {bytes} bytes of the device's memory, of which {free} are free"
+            )
+            .into());
+        }
+        // SAFETY: see above.
+        unsafe {
+            let memory = result::malloc_sync(bytes.max(1))?;
+            self.memory.lock().expect("nothing panics inside").push(memory);
+            result::memset_d8_async(memory, 0, bytes, self.stream(Stream::Compute))?;
+            result::stream::synchronize(self.stream(Stream::Compute))?;
+            Ok(memory)
+        }
+    }
+
+    fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), Trouble> {
+        self.enter()?;
+        // SAFETY: see above.
+        Ok(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result()? }) // PORTABLE
+    }
+
+    fn unpin(&self, at: *mut u8) {
+        // SAFETY: see above. What was not pinned is not unpinned.
+        _ = self
+            .enter()
+            .and_then(|()| unsafe { Ok(sys::cuMemHostUnregister(at.cast()).result()?) });
+    }
+
+    fn copy_in(
+        &self,
+        on: Stream,
+        to: Address,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), Trouble> {
+        self.enter()?;
+        // SAFETY: see above.
+        Ok(unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream(on)).result()? })
+    }
+
+    fn copy_out(
+        &self,
+        on: Stream,
+        to: *mut u8,
+        from: Address,
+        bytes: usize,
+    ) -> Result<(), Trouble> {
+        self.enter()?;
+        // SAFETY: see above.
+        Ok(unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream(on)).result()? })
+    }
+
+    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble> {
+        self.enter()?;
+        // SAFETY: see above.
+        Ok(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream(on))? })
+    }
+
+    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
+        self.enter()?;
+        let &Launch { kernel, grid: [x, y, z], block: [i, j, k], shared, .. } = launch;
+        let (function, parameters) = self.kernels.get(kernel).ok_or("no kernel is called that")?;
+        launch.check(parameters)?;
+        let mut arguments: Vec<*mut c_void> = launch.pointers();
+        // SAFETY: see above; the arguments are what the kernel's text declares, by the check.
+        unsafe {
+            if shared > SHARED {
+                let what =
+                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                result::function::set_function_attribute(*function, what, shared as i32)?;
+            }
+            let (grid, block, stream) = ((x, y, z), (i, j, k), self.stream(on));
+            Ok(result::launch_kernel(*function, grid, block, shared, stream, &mut arguments)?)
+        }
+    }
+
+    fn product(&self, on: Stream, product: &Product) -> Result<(), Trouble> {
+        self.enter()?;
+        let products = self.products.as_ref().expect("it is made with the device");
+        products.run(product, self.stream(on))
+    }
+
+    fn record(&self, on: Stream) -> Result<u64, Trouble> {
+        self.enter()?;
+        let used = self.events.lock().expect("nothing panics inside").pop();
+        let event = match used {
+            Some(event) => event_of(event),
+            None => result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
+        };
+        // SAFETY: see above.
+        unsafe { result::event::record(event, self.stream(on))? };
+        Ok(event as usize as u64)
+    }
+
+    fn wait(&self, on: Stream, event: u64) -> Result<(), Trouble> {
+        self.enter()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: see above.
+        Ok(unsafe { result::stream::wait_event(self.stream(on), event_of(event), flags)? })
+    }
+
+    fn synchronize(&self, event: u64) -> Result<(), Trouble> {
+        self.enter()?;
+        // SAFETY: see above.
+        Ok(unsafe { result::event::synchronize(event_of(event))? })
+    }
+
+    fn finish(&self) {
+        for stream in self.streams {
+            // SAFETY: see above.
+            _ = self.enter().and_then(|()| unsafe { Ok(result::stream::synchronize(stream)?) });
+        }
+    }
+
+    fn seconds(&self, from: u64, to: u64) -> Result<f64, Trouble> {
+        self.enter()?;
+        // SAFETY: see above.
+        let milliseconds = unsafe { result::event::elapsed(event_of(from), event_of(to))? };
+        Ok(f64::from(milliseconds) / 1e3)
+    }
+
+    fn forget(&self, event: u64) {
+        self.events.lock().expect("nothing panics inside").push(event);
+    }
+}
+
+impl Drop for Real {
+    fn drop(&mut self) {
+        if self.enter().is_err() {
+            return;
+        }
+        self.products = None;
+        // SAFETY: each was made, goes once, and nobody uses it: the device was waited for before.
+        unsafe {
+            for event in self.events.get_mut().expect("nothing panics inside").drain(..) {
+                _ = result::event::destroy(event_of(event));
+            }
+            for stream in self.streams.into_iter().filter(|stream| !stream.is_null()) {
+                _ = result::stream::destroy(stream);
+            }
+            for module in self.modules.drain(..) {
+                _ = result::module::unload(module);
+            }
+            for memory in self.memory.get_mut().expect("nothing panics inside").drain(..) {
+                _ = result::free_sync(memory);
+            }
+            _ = result::primary_ctx::release(self.device);
+        }
+    }
+}

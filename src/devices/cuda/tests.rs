@@ -1,0 +1,136 @@
+//! The device on a driver that is emulated: whole models against PyTorch's goldens and against the CPU,
+//! relay against resident, and a driver that fails anywhere. What kernels compute alone,
+//! `.ci/kernels.py` checks.
+
+use std::path::Path;
+
+use crate::config::{DeviceKind, ScheduleKind};
+use crate::data::Batches;
+use crate::{Config, Summary, Trainer};
+
+use super::emulated;
+
+fn config(kind: DeviceKind) -> Config {
+    let mut config = Config::default();
+    config.device.kind = kind;
+    config.device.threads = Some(1);
+    config.data.train = "random".into();
+    config.model.layers = Some(2);
+    config.model.hidden = Some(24);
+    config.model.heads = Some(3);
+    config.model.vocabulary = Some(51);
+    config.model.positions = Some(10);
+    config.model.dropout = Some(0.1);
+    config.data.sequence_length = Some(7);
+    config.step.batch = 5;
+    config.step.micro_batch = 2;
+    config.optimizer.learning_rate = 1e-2;
+    config
+}
+
+/// Losses and norms of some steps, and the end.
+fn run(config: Config, steps: usize) -> Result<(Vec<[f64; 2]>, Summary), crate::Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    runtime.block_on(async {
+        let mut batches = Batches::open(&config)?;
+        let mut trainer = Trainer::start(config)?;
+        let mut found = Vec::new();
+        for _ in 0..steps {
+            let report = trainer.step(batches.next().await?).await?;
+            found.push([report.loss, report.grad_norm]);
+        }
+        Ok((found, trainer.stop().await?))
+    })
+}
+
+fn close(found: &[[f64; 2]], expected: &[[f64; 2]], what: &str) {
+    assert_eq!(found.len(), expected.len());
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+        for (found, expected) in found.iter().zip(expected) {
+            let off = (found - expected).abs() / expected.abs().max(1.0);
+            assert!(off < 1e-4, "{what}, step {step}: {found} and not {expected}");
+        }
+    }
+}
+
+/// A case of PyTorch's, as `tests/pytorch.rs` has it.
+fn golden(name: &str) -> (Config, Vec<[f64; 2]>) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
+    let text = std::fs::read_to_string(folder.join("golden.json")).expect("it is committed");
+    let golden: serde_json::Value = serde_json::from_str(&text).expect("it is JSON");
+    let numbers = |key: &str| -> Vec<f64> {
+        let list = golden["float64"][key].as_array().expect("a list");
+        list.iter().map(|number| number.as_f64().expect("a number")).collect()
+    };
+    let mut config = Config::default();
+    config.device.kind = DeviceKind::Cuda;
+    config.data.train = folder.join("data.jsonl").display().to_string().into();
+    config.data.shuffle = false;
+    config.model.path = Some(folder);
+    config.step.batch = golden["batch"].as_u64().expect("a number") as usize;
+    config.step.micro_batch = 2;
+    config.step.steps = golden["steps"].as_u64();
+    config.optimizer.learning_rate = golden["learning_rate"].as_f64().expect("a number");
+    config.optimizer.weight_decay = golden["weight_decay"].as_f64().expect("a number");
+    config.optimizer.clip_norm = golden["clip_norm"].as_f64();
+    let steps = numbers("losses").into_iter().zip(numbers("norms"));
+    (config, steps.map(|(loss, norm)| [loss, norm]).collect())
+}
+
+#[test]
+fn models_are_pytorchs() {
+    if !emulated::instead() {
+        return;
+    }
+    for name in
+        ["tied", "llama", "mistral", "qwen2", "qwen3", "bert", "roberta-classes", "bert-value"]
+    {
+        let (config, expected) = golden(name);
+        let steps = 2;
+        let (found, _) = run(config, steps).expect("a case of ours");
+        close(&found, &expected[..steps], name);
+    }
+}
+
+#[test]
+fn relay_is_resident_and_like_the_cpu() {
+    if !emulated::instead() {
+        return;
+    }
+    for clip in [None, Some(0.5)] {
+        let of = |kind, schedule| {
+            let mut config = config(kind);
+            config.schedule.kind = schedule;
+            config.optimizer.clip_norm = clip;
+            run(config, 3).expect("a case of ours")
+        };
+        let (relay, ends) = of(DeviceKind::Cuda, ScheduleKind::Relay);
+        let (resident, end) = of(DeviceKind::Cuda, ScheduleKind::Resident);
+        assert_eq!((&relay, &ends.weights_digest), (&resident, &end.weights_digest));
+        let (cpu, end) = of(DeviceKind::Cpu, ScheduleKind::Relay);
+        close(&relay, &cpu, "the CPU");
+        let moved = |end: &Summary| (end.bytes_uploaded, end.bytes_downloaded);
+        assert_eq!(moved(&ends), moved(&end));
+    }
+}
+
+/// Whichever call of the driver fails, the run ends, and says so.
+#[test]
+fn a_driver_that_fails_anywhere_ends_the_run() {
+    if !emulated::instead() {
+        return;
+    }
+    const MANY: i64 = 1 << 40;
+    emulated::fail_after(MANY);
+    run(config(DeviceKind::Cuda), 2).expect("a case of ours");
+    let calls = emulated::calls(MANY);
+    assert!(calls > 500, "{calls}");
+    let mut after = 0;
+    while after < calls - 3 {
+        emulated::fail_after(after);
+        let error = run(config(DeviceKind::Cuda), 2).expect_err("the driver failed").to_string();
+        assert!(error.contains("told to fail"), "{after}: {error}");
+        after += 1 + after / 9;
+    }
+    emulated::fail_after(MANY);
+}

@@ -1,0 +1,454 @@
+//! What lanes do of a step, on any device: copies between its slots and the host's memory, visits
+//! of layers, and the host's own share.
+
+mod counts;
+mod host;
+mod slots;
+#[cfg(test)]
+mod tests;
+mod visit;
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use l2l_actors::Record;
+use l2l_actors::ports::{Lane, Operation, Placed, Step, Trouble, Work};
+use l2l_actors::schedule::{MicroBatch, Phase, Version, Visit};
+use l2l_actors::threads::{Hands, Pending};
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
+pub(crate) use counts::Used;
+pub(crate) use visit::workspace;
+
+use super::Device;
+use crate::arena::Arena;
+use crate::config::{Carries, Config, Plan};
+use crate::data::Batch;
+use crate::eps::Eps;
+use crate::error::Error;
+use crate::models::{Draw, Keep, Kernels, Micro, Model, Part, Rows, View};
+use crate::optimizers::{LearningRate, UpdateRule};
+use crate::simd::Level;
+use crate::stash::{self, StashLayout};
+use crate::telemetry::{Ledger, NotFinite, Observe, Slice};
+
+/// What a step of the ring is for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Goal {
+    /// To learn.
+    Train,
+    /// The loss alone; nothing is dropped.
+    Evaluate,
+    /// Logits of each labelled position, or scores of each sequence, beside the loss of the latter.
+    Tell,
+    /// What the head reads.
+    Encode,
+}
+
+/// What a step of the ring is given.
+#[derive(Clone, Debug)]
+pub(crate) struct Turn {
+    pub(crate) batch: Batch,
+    pub(crate) goal: Goal,
+    /// Training steps before it: the ring's own number counts other turns, and begins anew.
+    pub(crate) trained: u64,
+    /// What its schedule carries beside activations.
+    pub(crate) carries: Arc<Carries>,
+    /// Where the memory of each sequence is, and how many positions it has.
+    pub(crate) memory: Vec<Remembered>,
+}
+
+/// A sequence's place in the memory of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Remembered {
+    pub(crate) slot: usize,
+    pub(crate) past: usize,
+}
+
+/// A turn in the ring.
+struct StepData {
+    number: Version,
+    batch: Batch,
+    goal: Goal,
+    trained: u64,
+    stash: StashLayout,
+    carries: Arc<Carries>,
+    memory: Vec<Remembered>,
+    past: Vec<usize>,
+    /// 1 ÷ labelled positions.
+    scale: f32,
+    learning_rate: f64,
+}
+
+/// See the [module](self).
+pub(crate) struct Worker {
+    /// It goes before the host's memory, which its copies use.
+    device: Box<dyn Device>,
+    model: Arc<Model>,
+    plan: Arc<Plan>,
+    eps: Eps,
+    rule: Box<dyn UpdateRule>,
+    learning_rate: LearningRate,
+    clip_norm: Option<f64>,
+    keep: Keep,
+    seed: u64,
+    /// Landing blocks, blocks of a file, and the stash unless it is on the device.
+    host: Arena,
+    threads: Arc<ThreadPool>,
+    level: Level,
+    /// Bytes a second of an emulated link, of emulated updates, and of an emulated disk.
+    link: Option<f64>,
+    update_rate: Option<f64>,
+    disk_rate: Option<f64>,
+    /// The step that computes, and the one before, whose updates may still run.
+    steps: Mutex<[Option<Arc<StepData>>; 2]>,
+    /// Logits that were told: of each labelled position, or sequence, in order.
+    told: Mutex<Vec<f32>>,
+    /// What the head read.
+    pub(crate) encoded: Mutex<Vec<f32>>,
+    pub(crate) used: Arc<Used>,
+    pub(crate) ledger: Arc<Ledger>,
+}
+
+impl Worker {
+    /// Makes all memory and all threads but the lanes'.
+    pub(crate) fn new(
+        config: &Config,
+        model: Arc<Model>,
+        plan: Arc<Plan>,
+        rule: Box<dyn UpdateRule>,
+        learning_rate: LearningRate,
+        eps: Eps,
+        observers: Vec<Arc<dyn Observe>>,
+    ) -> Result<Worker, Error> {
+        let threads = Arc::new(threads(config)?);
+        let device = super::open(config, &model, &plan, &threads)?;
+        Worker::on(device, threads, config, model, plan, rule, learning_rate, eps, observers)
+    }
+
+    /// The same on a device that is there.
+    #[allow(clippy::too_many_arguments, reason = "all that a run is made of")]
+    pub(crate) fn on(
+        device: Box<dyn Device>,
+        threads: Arc<ThreadPool>,
+        config: &Config,
+        model: Arc<Model>,
+        plan: Arc<Plan>,
+        rule: Box<dyn UpdateRule>,
+        learning_rate: LearningRate,
+        eps: Eps,
+        observers: Vec<Arc<dyn Observe>>,
+    ) -> Result<Worker, Error> {
+        let host = Arena::new(plan.layout.host_end);
+        let host = host.map_err(|error| Error::failed(format_args!("no memory: {error}")))?;
+        device.pin(&host);
+        Ok(Worker {
+            eps,
+            rule,
+            learning_rate,
+            clip_norm: config.optimizer.clip_norm,
+            keep: config.schedule.recompute.keep().unwrap_or(Keep::All),
+            seed: config.step.seed,
+            device,
+            host,
+            threads,
+            level: Level::best(),
+            link: config.link_bytes_per_second()?,
+            update_rate: config.update_bytes_per_second()?,
+            disk_rate: config.disk_bytes_per_second()?,
+            steps: Mutex::default(),
+            told: Mutex::default(),
+            encoded: Mutex::default(),
+            used: Arc::default(),
+            ledger: Arc::new(Ledger::new(model.parts.len(), observers)),
+            model,
+            plan,
+        })
+    }
+
+    /// The parameters.
+    pub(crate) fn eps(&self) -> &Eps {
+        &self.eps
+    }
+
+    /// What the last turn told: logits of each labelled position, or sequence, in order.
+    pub(crate) fn take_told(&self) -> Vec<f32> {
+        std::mem::take(&mut *self.told.lock().expect("nothing panics inside"))
+    }
+
+    fn step(&self, number: Version) -> Arc<StepData> {
+        let steps = self.steps.lock().expect("nothing panics inside");
+        let found = steps.iter().flatten().find(|step| step.number == number);
+        found.expect("an operation's step has begun").clone()
+    }
+
+    /// Moves bytes, counts them, and takes as long as the link would.
+    fn moves(
+        &self,
+        work: impl FnOnce() -> Result<(), Trouble>,
+        bytes: u64,
+        count: &AtomicU64,
+        over_link: bool,
+    ) -> Result<(), Trouble> {
+        let begin = Instant::now();
+        work()?;
+        count.fetch_add(bytes, Relaxed);
+        take_as_long(begin, bytes, self.link.filter(|_| over_link));
+        Ok(())
+    }
+
+    /// Copies floats to the device.
+    fn upload(&self, to: View, from: &[f32], over_link: bool) -> Result<(), Trouble> {
+        let bytes = size_of_val(from) as u64;
+        self.moves(|| self.device.upload(to, from), bytes, &self.used.uploaded, over_link)
+    }
+
+    /// Copies floats from the device.
+    fn download(&self, to: &mut [f32], from: View, over_link: bool) -> Result<(), Trouble> {
+        let bytes = size_of_val(to) as u64;
+        self.moves(|| self.device.download(to, from), bytes, &self.used.downloaded, over_link)
+    }
+
+    fn compute(&self, operation: &Operation) -> Result<(), Trouble> {
+        let Work::Compute { device_visit, micro_batch, weights, inputs, outputs, gradients } =
+            operation.work()
+        else {
+            unreachable!("a compute operation computes")
+        };
+        let (step, data) = (operation.step(), self.step(operation.step().number));
+        let visit = step.plan.visit(*device_visit);
+        let sized = |from: usize, placed: &Placed| {
+            let bytes = step.plan.schedule.boundary_bytes(placed.boundary, *micro_batch);
+            self.boundary(from, placed, bytes as usize / size_of::<f32>())
+        };
+        let block = visit.blocks()[0];
+        let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
+        let first_row = first_sequence as usize * rows.positions;
+        let kinds = &data.batch.kinds[first_row..first_row + rows.count()];
+        let documents = data.batch.documents.get(first_row..first_row + rows.count());
+        let documents = documents.unwrap_or_default();
+        let sequences = first_sequence as usize..first_sequence as usize + rows.sequences;
+        let past = data.past.get(sequences).unwrap_or_default();
+        let draw = Draw { seed: self.seed, step: data.trained, first_sequence, first_position: 0 };
+        let accumulate = gradients.first().map(|one| !one.first);
+        let stay = visit::Stay {
+            micro: Micro {
+                rows,
+                lengths,
+                kinds,
+                documents,
+                past,
+                draw: (data.goal == Goal::Train).then_some(draw),
+            },
+            weights: self.weights(block, weights[0]),
+            gradient: gradients.first().map(|one| self.gradient(block, one.slot)),
+            accumulate: accumulate.unwrap_or(false),
+            reads: inputs.iter().map(|p| sized(self.plan.layout.inputs, p)).collect(),
+            writes: outputs.iter().map(|p| sized(self.plan.layout.outputs, p)).collect(),
+            scale: data.scale,
+            tells: data.goal == Goal::Tell,
+            keep: self.keep,
+            remembers: !data.memory.is_empty(),
+            workspace: self.plan.layout.workspace,
+            carried: self.plan.layout.carried,
+        };
+        let first_head = self.model.parts.iter().position(Part::is_head);
+        if data.goal == Goal::Encode && first_head == Some(visit.layer.0 as usize) {
+            let read = self.device.read_back(stay.reads[0])?;
+            self.encoded.lock().expect("nothing panics inside").extend(read);
+        }
+        let run = |kernels: &dyn Kernels| visit::run(&self.model, visit, kernels, &stay);
+        let used = self.device.compute(&stay.micro, &run)?;
+        self.used.workspace.fetch_max(used as u64, Relaxed);
+        Ok(())
+    }
+}
+
+impl StepData {
+    /// Lengths of a micro-batch's sequences, the index of the first, and its rows.
+    fn micro(
+        &self,
+        m: MicroBatch,
+        schedule: &l2l_actors::schedule::Schedule,
+    ) -> (&[usize], u32, Rows) {
+        let before: u32 = schedule.micro_batches[..m as usize].iter().sum();
+        let sequences = schedule.micro_batches[m as usize] as usize;
+        let lengths = &self.batch.lengths[before as usize..][..sequences];
+        (lengths, before, Rows { sequences, positions: self.batch.positions })
+    }
+}
+
+impl Hands for Worker {
+    type Batch = Turn;
+
+    fn begin(&self, step: &Arc<Step>, turn: Turn, now: Duration) {
+        let Turn { batch, goal, trained, carries, memory } = turn;
+        let data = StepData {
+            number: step.number,
+            stash: stash::layout(&step.plan.schedule, |id| carries.recalls.contains_key(&id)),
+            past: memory.iter().map(|one| one.past).collect(),
+            carries,
+            memory,
+            scale: (1.0 / batch.labelled as f64) as f32,
+            learning_rate: self.learning_rate.at(trained),
+            batch,
+            goal,
+            trained,
+        };
+        // What a turn told that nobody waited for is nobody's.
+        self.told.lock().expect("nothing panics inside").clear();
+        self.encoded.lock().expect("nothing panics inside").clear();
+        let mut steps = self.steps.lock().expect("nothing panics inside");
+        steps.swap(0, 1);
+        steps[0] = Some(Arc::new(data));
+        self.ledger.begins(now, step.number, goal == Goal::Train);
+    }
+
+    fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+        self.work(operation)
+    }
+
+    fn issues(&self, lane: Lane) -> bool {
+        self.device.issues() && [Lane::Upload, Lane::Compute, Lane::Download].contains(&lane)
+    }
+
+    fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, Trouble> {
+        self.device.begins(operation)?;
+        let value = self.work(operation)?;
+        self.device.ends(operation, value, now)
+    }
+
+    fn done(&self, operation: &Operation, record: Record) {
+        self.ledger.heard(&Slice::of(&record, &operation.step().plan));
+    }
+}
+
+impl Worker {
+    fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
+        let step = operation.step();
+        let over_link = !self.plan.stash_on_device;
+        let visit_of = |index: usize| &step.plan.schedule.visits[index];
+        match *operation.work() {
+            // What is copied from or to on the host is the operation's until it has ended: the ring
+            // has nobody write or read it meanwhile.
+            Work::UploadBlock { block, version, reads, weights } => {
+                let slot = self.weights(block, weights);
+                match reads {
+                    // SAFETY: the ring has it read before this upload, and not after.
+                    Some(read) => {
+                        let read = unsafe { self.host.read(self.read_slot(read)) };
+                        self.upload(slot, &read[..slot.len], true)?;
+                    }
+                    None => {
+                        let lease = self.eps.memory().read(block, version);
+                        self.upload(slot, &lease.parameters, true)?;
+                    }
+                }
+            }
+            Work::UploadBoundary { micro_batch, ref inputs } => {
+                let data = self.step(step.number);
+                if let Some(&recall) = data.carries.recalls.get(&inputs.boundary) {
+                    let (slot, sequences) = self.recalled(operation, self.plan.layout.inputs);
+                    self.recall(&data, recall, slot, sequences)?;
+                    return Ok(0.0);
+                }
+                let (arena, place) = self.stash(data.stash.place(inputs.boundary, micro_batch));
+                let slot = self.boundary_slot(operation, self.plan.layout.inputs, inputs);
+                // SAFETY: the stash's place has been written and is not written before this ends.
+                let place = unsafe { arena.read(place) };
+                if slot.len == place.len() {
+                    self.upload(slot, place, over_link)?;
+                } else {
+                    let sequences = step.plan.schedule.micro_batches[micro_batch as usize];
+                    let unpack = || self.device.upload_packed(slot, place, sequences as usize);
+                    let bytes = size_of_val(place) as u64;
+                    self.moves(unpack, bytes, &self.used.uploaded, over_link)?;
+                }
+            }
+            Work::DownloadBoundary { micro_batch, ref outputs } => {
+                let data = self.step(step.number);
+                if let Some(&recall) = data.carries.recalls.get(&outputs.boundary) {
+                    let (slot, sequences) = self.recalled(operation, self.plan.layout.outputs);
+                    self.recall(&data, recall, slot, sequences)?;
+                    return Ok(0.0);
+                }
+                let (arena, place) = self.stash(data.stash.place(outputs.boundary, micro_batch));
+                let slot = self.boundary_slot(operation, self.plan.layout.outputs, outputs);
+                // SAFETY: as for uploads, the other way.
+                let place = unsafe { arena.write(place) };
+                if slot.len == place.len() {
+                    self.download(place, slot, over_link)?;
+                } else {
+                    let bytes = size_of_val(place) as u64;
+                    let sequences = step.plan.schedule.micro_batches[micro_batch as usize];
+                    let pack = || self.device.download_packed(place, slot, sequences as usize);
+                    self.moves(pack, bytes, &self.used.downloaded, over_link)?;
+                }
+            }
+            Work::DownloadGradient { block, gradients, reduced } => {
+                // SAFETY: the ring holds the landing block for this download.
+                let landing = unsafe { self.host.write(self.landing(block, reduced)) };
+                self.download(landing, self.gradient(block, gradients), true)?;
+            }
+            Work::Compute { .. } => self.compute(operation)?,
+            Work::Gather { visit, micro_batch } => self.gather(step, visit_of(visit), micro_batch),
+            Work::Loss { visit, micro_batch } => {
+                let loss = self.loss(step, visit_of(visit), micro_batch);
+                if !loss.is_finite() {
+                    return Err(NotFinite(format!("the loss is {loss}")).into());
+                }
+                return Ok(loss);
+            }
+            Work::Reduce { block, reduced } => return Ok(self.reduce(block, reduced)),
+            Work::Scatter { visit, block, first, reduced } => {
+                return Ok(self.scatter(step, visit_of(visit), block, first, reduced));
+            }
+            Work::Update { block, version, gradient, states, norm } => {
+                return self.update(block, version, gradient, states, norm);
+            }
+            Work::Carry { version } => {
+                step.plan.carried.iter().for_each(|&block| self.eps.carry(block, version));
+            }
+            Work::GatherBlock { visit, block, reads } => {
+                self.gather_block(step, visit_of(visit), block, reads);
+            }
+            Work::Measure { block, reduced } => {
+                // SAFETY: the ring holds the landing block for this operation.
+                let landed = unsafe { self.host.read(self.landing(block, reduced)) };
+                let tensors = self.eps.tensors(block);
+                return Ok(self.threads.install(|| self.rule.measure(tensors, landed)));
+            }
+            Work::ReadBlock { .. }
+            | Work::ReadRegion { .. }
+            | Work::WriteRegion { .. }
+            | Work::ReadState { .. }
+            | Work::WriteState { .. }
+            | Work::Seal => self.on_file(operation)?,
+        }
+        Ok(0.0)
+    }
+}
+
+/// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.
+pub(crate) fn take_as_long(begin: Instant, bytes: u64, rate: Option<f64>) {
+    if let Some(rate) = rate {
+        let takes = Duration::from_secs_f64(bytes as f64 / rate);
+        std::thread::sleep(takes.saturating_sub(begin.elapsed()));
+    }
+}
+
+/// Which way a visit goes, for what is common to both.
+fn is_backward(visit: &Visit) -> bool {
+    visit.phase == Phase::Backward
+}
+
+/// The host's threads: of kernels where they run there, and of updates.
+fn threads(config: &Config) -> Result<ThreadPool, Error> {
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get());
+    ThreadPoolBuilder::new()
+        .num_threads(config.device.threads.unwrap_or(cores))
+        .thread_name(|index| format!("l2l-cpu-{index}"))
+        .build()
+        .map_err(Error::failed)
+}
