@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use std::{fs, io};
 
+use crate::config::Config;
 use crate::devices::{self, cpu};
 use crate::eps;
 use crate::error::Error;
@@ -234,4 +235,24 @@ pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
 /// The driver's.
 pub fn gpus() -> Result<Vec<Gpu>, Error> {
     devices::gpus().map_err(Error::failed)
+}
+
+/// How a kernel of a GPU compares with the CPU's.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Check {
+    /// Its name.
+    pub kernel: &'static str,
+    /// Sizes that it was run at.
+    pub cases: usize,
+    /// The largest difference, relative to values above 1.
+    pub off: f64,
+}
+
+/// Runs every kernel of the GPU that a config says against the CPU's, at odd sizes, on values of this
+/// seed.
+///
+/// # Errors
+/// There is no such GPU, or it failed.
+pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
+    devices::check_kernels(config, seed)
 }

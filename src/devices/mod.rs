@@ -140,3 +140,14 @@ pub(crate) fn gpus() -> Result<Vec<machine::Gpu>, Trouble> {
     }
     Ok(Vec::new())
 }
+
+/// See [`machine::check_kernels`].
+pub(crate) fn check_kernels(config: &Config, seed: u64) -> Result<Vec<machine::Check>, Error> {
+    #[cfg(feature = "cuda")]
+    return cuda::check(config, seed);
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = (config, seed);
+        Err(Error::config("device.kind", "is cuda: this program was built without it"))
+    }
+}

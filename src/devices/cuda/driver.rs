@@ -18,8 +18,6 @@ pub(super) enum Stream {
 }
 
 impl Stream {
-    pub(super) const ALL: [Stream; 3] = [Stream::Upload, Stream::Compute, Stream::Download];
-
     /// That of a lane.
     pub(super) fn of(lane: Lane) -> Stream {
         match lane {

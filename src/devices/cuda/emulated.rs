@@ -145,7 +145,7 @@ struct Emulated {
 impl Emulated {
     /// `None` where there is no compiler.
     fn new() -> Option<Emulated> {
-        let streams = Stream::ALL.map(|_| {
+        let streams = [(); 3].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue

@@ -4,6 +4,7 @@
 //! the threads that tell how operations ended. CUDA is loaded when it is asked for.
 
 mod attention;
+mod check;
 mod compile;
 mod cross_entropy;
 mod driver;
@@ -39,6 +40,7 @@ use super::Device;
 use crate::arena::Arena;
 use crate::config::{Config, DeviceConfig, Plan};
 use crate::error::Error;
+use crate::machine::Check;
 use crate::models::{Kernels, Micro, Rows, View};
 
 /// Micro-batches whose notes are on their way at once, at most.
@@ -118,6 +120,11 @@ impl Cuda {
             self.pinned.lock().expect("nothing panics inside").push(at as usize);
         }
     }
+}
+
+/// Every kernel of the GPU that a config says, against the CPU's.
+pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
+    check::all(driver(config)?, seed).map_err(Error::failed)
 }
 
 /// Floats of notes of a micro-batch.

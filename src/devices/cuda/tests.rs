@@ -78,6 +78,19 @@ fn golden(name: &str) -> (Config, Vec<[f64; 2]>) {
 }
 
 #[test]
+fn every_kernel_is_the_cpus() {
+    if !emulated::instead() {
+        return;
+    }
+    let checks = super::check(&config(DeviceKind::Cuda), 7).expect("it is emulated");
+    assert!(checks.len() > 20);
+    for check in checks {
+        println!("{check:?}");
+        assert!(check.off < 2e-5, "{check:?}");
+    }
+}
+
+#[test]
 fn models_are_pytorchs() {
     if !emulated::instead() {
         return;

@@ -1,0 +1,466 @@
+//! Every kernel against the CPU's: the same values in the same places of two memories, one call on each,
+//! and then all of both memories, so that what was not to be written is seen, too. The CPU's own are held
+//! against f64 by their tests.
+
+use std::sync::Arc;
+
+use l2l_actors::ports::Trouble;
+
+use super::Cuda;
+use super::driver::Driver;
+use crate::arena::Arena;
+use crate::devices::Device;
+use crate::devices::cpu::CpuKernels;
+use crate::machine::Check;
+use crate::models::{
+    Activation, Apart, Attention, ClassLoss, CrossEntropy, Document, Draw, Kernels, Linear, Micro,
+    Norm, Places, Rotary, RotaryScaling, Rows, STATISTICS, Scores, Scratch, View,
+};
+use crate::random;
+use crate::simd::Level;
+
+/// Floats of a case's memory.
+const FLOATS: usize = 1 << 21;
+
+/// Floats between places, which nobody writes.
+const GUARD: usize = 16;
+
+/// Hands out places of a memory.
+struct Layout {
+    end: usize,
+    /// Places and what they begin with, from −1 to 1 about a center.
+    begins: Vec<(View, f32)>,
+}
+
+impl Layout {
+    fn about(&mut self, len: usize, center: f32) -> View {
+        let view = View { at: self.end, len };
+        self.end = (self.end + len + GUARD).next_multiple_of(16);
+        assert!(self.end <= FLOATS / 2, "a case is small");
+        self.begins.push((view, center));
+        view
+    }
+
+    /// To read.
+    fn of(&mut self, len: usize) -> View {
+        self.about(len, 0.0)
+    }
+
+    /// To write: what was there does not matter, and must be gone.
+    fn out(&mut self, len: usize) -> View {
+        self.about(len, f32::NAN)
+    }
+
+    fn of_all<const N: usize>(&mut self, len: usize) -> [View; N] {
+        [(); N].map(|()| self.of(len))
+    }
+}
+
+/// What a case runs, once its places are known.
+type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
+
+/// A case: a name, what is in memory, and a call.
+struct Case<'c> {
+    name: &'static str,
+    /// Behind its last place.
+    end: usize,
+    begins: Vec<(View, f32)>,
+    /// Labels of statistics, where they are read.
+    statistics: Option<(View, Vec<i32>)>,
+    call: Call<'c>,
+}
+
+/// All cases of micro-batches of one kind.
+struct Cases<'c> {
+    micro: Micro<'c>,
+    all: Vec<Case<'c>>,
+}
+
+impl<'c> Cases<'c> {
+    fn case<C>(&mut self, name: &'static str, make: impl FnOnce(&mut Layout) -> C)
+    where
+        C: Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c,
+    {
+        let mut places = Layout { end: GUARD, begins: Vec::new() };
+        let call = Box::new(make(&mut places));
+        let Layout { end, begins } = places;
+        self.all.push(Case { name, end, begins, statistics: None, call });
+    }
+
+    /// The last case's statistics, with these labels.
+    fn labelled(&mut self, index: usize, labels: Vec<i32>) {
+        let case = self.all.last_mut().expect("a case was made");
+        case.statistics = Some((case.begins[index].0, labels));
+    }
+
+    /// Sizes of attention, of heads like these.
+    fn attention(&self, [heads, kv_heads, head_size]: [usize; 3]) -> Attention<'c> {
+        let Micro { rows, lengths, documents, past, .. } = self.micro;
+        Attention {
+            rows,
+            heads,
+            kv_heads,
+            head_size,
+            causal: true,
+            window: None,
+            lengths,
+            documents,
+            past,
+            dropout: self.micro.dropout(0.2, 3, 0),
+        }
+    }
+
+    fn of_rows(&mut self) {
+        let (micro, rows) = (self.micro, self.micro.rows);
+        let r = rows.count();
+        for (inputs, outputs, turned) in [(7, 5, false), (36, 20, true)] {
+            let size = Linear { rows: r, inputs, outputs, turned };
+            self.case("linear", |p| {
+                let (y, x, w, b) =
+                    (p.out(r * outputs), p.of(r * inputs), p.of(inputs * outputs), p.of(outputs));
+                move |k, _| k.linear(y, x, w, Some(b), size)
+            });
+            for accumulate in [false, true] {
+                self.case("linear_backward", |p| {
+                    let dx = p.out(r * inputs);
+                    let begin = if accumulate { 0.0 } else { f32::NAN };
+                    let (dw, db) = (p.about(inputs * outputs, begin), p.about(outputs, begin));
+                    let (dy, x, w) = (p.of(r * outputs), p.of(r * inputs), p.of(inputs * outputs));
+                    move |k, s| {
+                        k.linear_backward(dx, dw, Some(db), dy, x, w, size, accumulate, s);
+                    }
+                });
+            }
+        }
+        for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
+            let size = Norm { rows: r, channels: c, epsilon: 1e-5, rms };
+            self.case("norm", |p| {
+                let (y, s) = (p.out(r * c), p.out(2 * r));
+                let (x, g, b) = (p.of(r * c), p.about(c, 1.0), p.of(c));
+                move |k, _| k.norm(y, s, x, g, (!rms).then_some(b), size)
+            });
+            self.case("norm_backward", |p| {
+                let begin = if accumulate { 0.0 } else { f32::NAN };
+                let (dx, dg, db) = (p.out(r * c), p.about(c, begin), p.about(c, begin));
+                let [a, dy, x] = p.of_all(r * c);
+                let (s, g) = (p.about(2 * r, 1.5), p.about(c, 1.0));
+                let (db, a) = ((!rms).then_some(db), accumulate.then_some(a));
+                move |k, scratch| {
+                    k.norm_backward(dx, dg, db, a, dy, x, s, g, size, accumulate, scratch);
+                }
+            });
+        }
+        let c = 13;
+        for (_, form) in Activation::ALL {
+            self.case("activate", |p| {
+                let (y, x) = (p.out(r * c), p.of(r * c));
+                move |k, _| k.activate(y, x, form)
+            });
+            self.case("activate_backward", |p| {
+                let [dx, x] = p.of_all(r * c);
+                move |k, _| k.activate_backward(dx, x, form)
+            });
+            self.case("gate", |p| {
+                let (y, x) = (p.out(r * c), p.of(2 * r * c));
+                move |k, _| k.gate(y, x, c, form)
+            });
+            self.case("gate_backward", |p| {
+                let (dx, dy, x) = (p.out(2 * r * c), p.of(r * c), p.of(2 * r * c));
+                move |k, _| k.gate_backward(dx, dy, x, c, form)
+            });
+        }
+        for probability in [0.0, 0.3] {
+            let dropout = micro.dropout(probability, 2, 1);
+            self.case("residual", |p| {
+                let (y, a, x) = (p.out(r * c), p.of(r * c), p.of(r * c));
+                move |k, _| k.residual(y, a, x, rows, dropout)
+            });
+            self.case("dropped", |p| {
+                let (y, x) = (p.out(r * c), p.of(r * c));
+                move |k, _| k.dropped(y, x, rows, dropout)
+            });
+        }
+        self.case("clear", |p| {
+            let y = p.out(131);
+            move |k, _| k.clear(y)
+        });
+        if !micro.past.is_empty() {
+            return;
+        }
+        self.case("first_rows", |p| {
+            let (y, x) = (p.out(rows.sequences * c), p.of(r * c));
+            move |k, _| k.first_rows(y, x, rows)
+        });
+        self.case("first_rows_backward", |p| {
+            let (dx, dy) = (p.out(r * c), p.of(rows.sequences * c));
+            move |k, _| k.first_rows_backward(dx, dy, rows)
+        });
+        let kinds = micro.kinds;
+        self.case("add_types", |p| {
+            let (y, w) = (p.of(r * c), p.of(2 * c));
+            move |k, _| k.add_types(y, w, kinds)
+        });
+        let places: Places<'c> = micro.places();
+        let table = rows.positions + 3;
+        self.case("add_positions", |p| {
+            let (y, x, w) = (p.out(r * c), p.of(r * c), p.of(table * c));
+            move |k, _| k.add_positions(y, x, w, places)
+        });
+        for accumulate in [false, true] {
+            let begin = if accumulate { 0.0 } else { f32::NAN };
+            self.case("add_types_backward", |p| {
+                let (dw, dy) = (p.about(2 * c, begin), p.of(r * c));
+                move |k, s| k.add_types_backward(dw, dy, kinds, accumulate, s)
+            });
+            self.case("add_positions_backward", |p| {
+                let (dw, dy) = (p.about(table * c, begin), p.of(r * c));
+                move |k, _| k.add_positions_backward(dw, dy, places, accumulate)
+            });
+        }
+    }
+
+    fn of_heads(&mut self) {
+        let r = self.micro.rows.count();
+        for heads in [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256]] {
+            let size = self.attention(heads);
+            let (packed, normed, d) = (size.packed(), size.heads + size.kv_heads, size.head_size);
+            let mixed = size.heads * d;
+            let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
+            for back in [false, true] {
+                self.case("rotate", |p| {
+                    let qkv = p.of(r * packed);
+                    move |k, _| k.rotate(qkv, &rotary, size, back)
+                });
+            }
+            self.case("head_norm", |p| {
+                let (y, s, x) = (p.out(r * packed), p.out(r * normed), p.of(r * packed));
+                let gamma = [p.about(d, 1.0), p.about(d, 1.0)];
+                move |k, _| k.head_norm(y, s, x, gamma, 1e-5, size)
+            });
+            self.case("head_norm_backward", |p| {
+                let (dx, dgamma) = (p.of(r * packed), [p.out(d), p.out(d)]);
+                let (x, s) = (p.of(r * packed), p.about(r * normed, 1.5));
+                let gamma = [p.about(d, 1.0), p.about(d, 1.0)];
+                move |k, scratch| {
+                    k.head_norm_backward(dx, dgamma, x, s, gamma, size, false, scratch);
+                }
+            });
+            self.case("remember", |p| {
+                let (y, qkv) = (p.out(r * size.remembered()), p.of(r * packed));
+                move |k, _| k.remember(y, qkv, size)
+            });
+            self.case("recall", |p| {
+                let (qkv, kv) = (p.of(r * packed), p.of(r * size.remembered()));
+                move |k, _| k.recall(qkv, kv, size)
+            });
+            if !self.micro.past.is_empty() {
+                let most = self.micro.past.iter().max().copied().unwrap_or(0) + 1;
+                let past = self.micro.rows.sequences * most * size.remembered();
+                self.case("attention_to_past", |p| {
+                    let (y, qkv, past) = (p.out(r * mixed), p.of(r * packed), p.of(past));
+                    move |k, _| k.attention_to_past(y, qkv, past, size)
+                });
+                continue;
+            }
+            for (causal, window) in [(true, None), (false, None), (true, Some(3))] {
+                let size = Attention { causal, window, ..size };
+                self.case("attention", |p| {
+                    let (y, lse, qkv) = (p.out(r * mixed), p.out(r * size.heads), p.of(r * packed));
+                    move |k, _| k.attention(y, lse, qkv, None, size)
+                });
+                self.case("attention_backward", |p| {
+                    let (y, lse) = (p.out(r * mixed), p.out(r * size.heads));
+                    let (dqkv, dy, qkv) = (p.out(r * packed), p.of(r * mixed), p.of(r * packed));
+                    move |k, s| {
+                        k.attention(y, lse, qkv, None, size);
+                        k.attention_backward(dqkv, dy, y, lse, qkv, None, size, s);
+                    }
+                });
+            }
+        }
+    }
+
+    /// A stretch behind 64 positions.
+    fn of_stretches(&mut self) {
+        let r = self.micro.rows.count();
+        let size = self.attention([4, 2, 6]);
+        let (packed, width, mixed) =
+            (size.packed(), size.remembered(), size.heads * size.head_size);
+        let all = (64 + r) * width;
+        for accumulate in [false, true] {
+            self.case("attention_backward, apart", |p| {
+                let (y, lse) = (p.out(r * mixed), p.out(r * size.heads));
+                let (dqkv, dy, qkv) = (p.of(r * packed), p.of(r * mixed), p.of(r * packed));
+                let kv = p.of(all);
+                let dkv = p.about(all, if accumulate { 0.0 } else { f32::NAN });
+                let apart = Apart { kv, dkv, accumulate };
+                move |k, s| {
+                    k.attention(y, lse, qkv, Some(kv), size);
+                    k.attention_backward(dqkv, dy, y, lse, qkv, Some(apart), size, s);
+                }
+            });
+        }
+    }
+
+    fn of_ends(&mut self) {
+        let rows = self.micro.rows;
+        let r = rows.count();
+        let labels: Vec<i32> =
+            (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
+        let told = labels.iter().filter(|label| **label >= 0).count();
+        for (channels, tile, first) in [(5, 21, 0), (12, 9, 21)] {
+            let size = Scores { rows: r, channels, tile, first };
+            self.case("score", |p| {
+                let (statistics, out) = (p.about(r * STATISTICS, 1.5), p.out(r * STATISTICS));
+                let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
+                move |k, s| k.score(out, statistics, h, w, Some(b), size, s)
+            });
+            self.labelled(0, labels.clone());
+            self.case("logits", |p| {
+                let (statistics, y) = (p.about(r * STATISTICS, 1.5), p.out(told * tile));
+                let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
+                move |k, s| k.logits(y, statistics, h, w, Some(b), size, s)
+            });
+            self.labelled(0, labels.clone());
+            for accumulate in [false, true] {
+                self.case("score_backward", |p| {
+                    let begin = if accumulate { 0.0 } else { f32::NAN };
+                    let statistics = p.about(r * STATISTICS, 3.5);
+                    let (dh, before) = (p.out(r * channels), p.of(r * channels));
+                    let (dw, db) = (p.about(tile * channels, begin), p.about(tile, begin));
+                    let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
+                    let before = accumulate.then_some(before);
+                    move |k, s| {
+                        k.score_backward(
+                            dh,
+                            dw,
+                            Some(db),
+                            before,
+                            statistics,
+                            h,
+                            w,
+                            Some(b),
+                            &CrossEntropy,
+                            0.1,
+                            size,
+                            accumulate,
+                            s,
+                        );
+                    }
+                });
+                self.labelled(0, labels.clone());
+            }
+        }
+        for (labels, is_value) in [(4, false), (1, true)] {
+            let size = ClassLoss { rows, labels, is_value };
+            let of_rows = (0..r as i32).map(|row| row % 4).collect::<Vec<_>>();
+            self.case("class_loss", |p| {
+                let (statistics, out) = (p.about(r * STATISTICS, 1.5), p.out(r * STATISTICS));
+                let scores = p.of(rows.sequences * labels);
+                move |k, _| k.class_loss(out, statistics, scores, size)
+            });
+            self.labelled(0, of_rows.clone());
+            self.case("class_loss_backward", |p| {
+                let statistics = p.about(r * STATISTICS, 1.5);
+                let (d, scores) = (p.out(rows.sequences * labels), p.of(rows.sequences * labels));
+                move |k, _| k.class_loss_backward(d, scores, statistics, 0.3, size)
+            });
+            self.labelled(0, of_rows);
+        }
+    }
+}
+
+/// Runs a case on both; the largest difference, to the largest value.
+fn run(device: &Cuda, micro: &Micro<'_>, case: &Case<'_>, seed: u64) -> Result<f64, Trouble> {
+    let mut memory = Arena::new(FLOATS)?;
+    let (mut state, guards) = (seed, View { at: 0, len: case.end });
+    memory.values_mut(guards).fill(-777.0);
+    for (view, center) in &case.begins {
+        let values = memory.values_mut(*view);
+        values.fill_with(|| {
+            center + (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32 - 1.0
+        });
+    }
+    if let Some((view, labels)) = &case.statistics {
+        let rows = memory.values_mut(*view).chunks_exact_mut(STATISTICS);
+        rows.zip(labels).for_each(|(row, label)| row[3] = f32::from_bits(*label as u32));
+    }
+    let workspace = View { at: FLOATS / 2, len: FLOATS / 2 };
+    device.upload(guards, memory.values(guards))?;
+    device.driver.finish();
+    device.compute(micro, &|kernels| {
+        let scratch = Scratch::new(workspace);
+        (case.call)(kernels, &scratch);
+        scratch.peak()
+    })?;
+    let found = device.read_back(guards)?;
+    let kernels = CpuKernels { memory: Some(&memory), level: Level::best() };
+    (case.call)(&kernels, &Scratch::new(workspace));
+    let expected = memory.values(guards);
+    let mut worst = 0.0_f64;
+    for (found, expected) in found.iter().zip(expected) {
+        let same = found.to_bits() == expected.to_bits() || found == expected;
+        if !same {
+            let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);
+            worst = if off.is_nan() { f64::INFINITY } else { worst.max(off) };
+        }
+    }
+    Ok(worst)
+}
+
+/// Every kernel on a driver's device, at odd sizes, with fresh values.
+///
+/// # Errors
+/// The driver's.
+pub(super) fn all(driver: Arc<dyn Driver>, seed: u64) -> Result<Vec<Check>, Trouble> {
+    let document = |from, to| Document { from, to };
+    let documents: Vec<Document> =
+        [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
+    let kinds: Vec<u8> = (0..210).map(|row| (row % 3 == 0).into()).collect();
+    let draw = Some(Draw { seed, step: 3, first_sequence: 2, first_position: 0 });
+    let of = |sequences, positions| Rows { sequences, positions };
+    let batches = [
+        (of(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
+        (of(3, 7), &[7, 7, 7][..], &documents[..], &[][..]),
+        (of(1, 130), &[127][..], &[][..], &[][..]),
+        (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
+    ];
+    let notes = View { at: FLOATS, len: super::notes(of(1, 210)) };
+    let device = Cuda::new(driver, FLOATS + notes.len, notes)?;
+    let mut checks: Vec<Check> = Vec::new();
+    let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
+        for (index, case) in cases.all.iter().enumerate() {
+            let off = run(&device, &cases.micro, case, seed + index as u64)
+                .map_err(|error| format!("{}: {error}", case.name))?;
+            match checks.iter_mut().find(|check| check.kernel == case.name) {
+                Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
+                None => checks.push(Check { kernel: case.name, cases: 1, off }),
+            }
+        }
+        Ok(())
+    };
+    for (rows, lengths, documents, past) in batches {
+        let kinds = &kinds[..rows.count()];
+        let micro = Micro { rows, lengths, kinds, documents, past, draw };
+        let mut cases = Cases { micro, all: Vec::new() };
+        cases.of_rows();
+        cases.of_heads();
+        if past.is_empty() {
+            cases.of_ends();
+        }
+        go(cases)?;
+    }
+    let behind = draw.map(|draw| Draw { first_position: 64, ..draw });
+    let micro = Micro {
+        rows: of(1, 70),
+        lengths: &[134],
+        kinds: &kinds[..70],
+        documents: &[],
+        past: &[64],
+        draw: behind,
+    };
+    let mut cases = Cases { micro, all: Vec::new() };
+    cases.of_stretches();
+    go(cases)?;
+    Ok(checks)
+}
