@@ -39,11 +39,6 @@ impl Arena {
         Ok(Arena { _memory: UnsafeCell::new(memory), base, length })
     }
 
-    /// Where it is, and its bytes.
-    pub(crate) fn span(&self) -> (*mut u8, usize) {
-        (self.base.cast(), self.length * size_of::<f32>())
-    }
-
     fn check(&self, view: View) {
         let end = view.at.checked_add(view.len);
         assert!(end.is_some_and(|end| end <= self.length), "{view:?} of {} floats", self.length);

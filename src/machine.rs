@@ -248,6 +248,25 @@ pub struct Check {
     pub off: f64,
 }
 
+impl Check {
+    /// The most that a kernel may be off.
+    pub const MOST: f64 = 2e-5;
+
+    /// Fails for the first that is off by more.
+    ///
+    /// # Errors
+    /// Which, and by how much.
+    pub fn judge(checks: &[Check]) -> Result<(), Error> {
+        match checks.iter().find(|check| check.off > Check::MOST) {
+            None => Ok(()),
+            Some(Check { kernel, off, .. }) => {
+                let most = Check::MOST;
+                Err(Error::failed(format_args!("{kernel} is off by {off:e}, of at most {most:e}")))
+            }
+        }
+    }
+}
+
 /// Runs every kernel of the GPU that a config says against the CPU's, at odd sizes, on values of this
 /// seed.
 ///
@@ -255,4 +274,23 @@ pub struct Check {
 /// There is no such GPU, or it failed.
 pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
     devices::check_kernels(config, seed)
+}
+
+/// How fast a GPU is, as measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GpuRates {
+    /// Bytes a second to the device and from it, of memory as it comes.
+    pub pageable: [f64; 2],
+    /// The same of pinned memory, where the system gives some.
+    pub pinned: Option<[f64; 2]>,
+    /// FLOP/s of a large product in f32.
+    pub product: f64,
+}
+
+/// Measures link and products of the GPU that a config says.
+///
+/// # Errors
+/// There is no such GPU, or it failed.
+pub fn gpu_rates(config: &Config) -> Result<GpuRates, Error> {
+    devices::gpu_rates(config)
 }

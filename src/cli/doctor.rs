@@ -1,10 +1,29 @@
 //! `l2l doctor`: what this machine has for training.
 
+use std::time::SystemTime;
+
 use l2l::config::{ByteSize, Format};
 use l2l::{Error, machine};
 use serde_json::{Value, json};
 
 use super::{Common, print};
+
+/// Every kernel of the GPU against the CPU's.
+pub(super) fn check(common: &Common) -> Result<(), Error> {
+    let (config, _) = common.read(None, None)?;
+    let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let seed = seed.map_or(0, |time| time.as_nanos() as u64);
+    let checks = machine::check_kernels(&config, seed)?;
+    for machine::Check { kernel, cases, off } in &checks {
+        if config.log.format == Format::Json {
+            let told = json!({ "event": "check", "kernel": kernel, "cases": cases, "off": off, "seed": seed });
+            print(told);
+        } else {
+            print(format_args!("{kernel:<26} {cases:>3} sizes, off by {off:.1e} at most"));
+        }
+    }
+    machine::Check::judge(&checks)
+}
 
 pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     let (config, _) = common.read(None, None)?;
@@ -15,6 +34,8 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     let disk = machine::disk_bytes_per_second(&std::env::temp_dir());
     let found = machine::cuda_libraries(config.device.cuda_libraries.as_deref());
     let gpus = machine::gpus();
+    let has_gpu = gpus.as_ref().is_ok_and(|gpus| !gpus.is_empty());
+    let rates = has_gpu.then(|| machine::gpu_rates(&config));
     if format == Format::Json {
         let cuda = found.iter().map(|one| {
             let version = one.version.map(|(major, minor)| format!("{major}.{minor}"));
@@ -39,6 +60,11 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
             "disk_read_bytes_per_second": disk.as_ref().ok().map(|(_, read)| read),
             "cuda_libraries": cuda.collect::<serde_json::Map<String, Value>>(),
             "gpus": gpus.collect::<Vec<Value>>(),
+            "gpu_rates": rates.and_then(Result::ok).map(|rates| json!({
+                "pageable_bytes_per_second": rates.pageable,
+                "pinned_bytes_per_second": rates.pinned,
+                "matmul_flops_per_second": rates.product,
+            })),
         }));
         return Ok(());
     }
@@ -87,6 +113,16 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
             }
         }
         Err(error) => line("cuda", error.to_string()),
+    }
+    match rates {
+        Some(Ok(machine::GpuRates { pageable, pinned, product })) => {
+            let told = |[up, down]: [f64; 2]| format!("{:.1} up, {:.1} down", up / 1e9, down / 1e9);
+            let pinned = pinned.map_or("none to be had".into(), told);
+            line("  link, GB/s", format!("pinned {pinned}; pageable {}", told(pageable)));
+            line("  product", format!("{:.1} TFLOP/s, f32", product / 1e12));
+        }
+        Some(Err(error)) => line("  not usable", error.to_string()),
+        None => {}
     }
     Ok(())
 }

@@ -61,7 +61,7 @@ enum Command {
     /// Writes a run's model, or the one a config loads, to a directory for other tools.
     Export(Export),
     /// Says what this machine has.
-    Doctor(Common),
+    Doctor(DoctorArguments),
     /// Shows the config as it is resolved, its schema, or the reference of its keys.
     Config(ConfigArguments),
     /// Prints a completion script for a shell.
@@ -230,6 +230,15 @@ struct Export {
 }
 
 #[derive(Args)]
+struct DoctorArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Runs every kernel of the GPU (`device.ordinal`) against the CPU's, at odd sizes, on fresh values.
+    #[arg(long)]
+    check: bool,
+}
+
+#[derive(Args)]
 struct ConfigArguments {
     #[command(subcommand)]
     what: What,
@@ -265,7 +274,8 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Dashboards { to } => dashboards::write(&to)?,
         Command::Bench(common) => return bench::bench(&common),
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
-        Command::Doctor(common) => doctor::doctor(&common)?,
+        Command::Doctor(DoctorArguments { common, check: true }) => doctor::check(&common)?,
+        Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,
         Command::Config(ConfigArguments { what }) => match what {
             What::Show(common) => {
                 let (config, _) = common.read(None, None)?;
@@ -312,7 +322,9 @@ impl Common {
             self.format.and_then(|format| Some(format.to_possible_value()?.get_name().into()));
         layers.own_flag("--format", "log.format", format);
         layers.own_flag("--metrics", "metrics.listen", metrics);
-        Ok((layers.config()?, layers))
+        let mut config = layers.config()?;
+        config.device.kernel_cache = config.device.kernel_cache.or_else(kernel_cache);
+        Ok((config, layers))
     }
 }
 
@@ -355,4 +367,12 @@ pub(crate) fn say(line: impl std::fmt::Display) {
 fn print(line: impl std::fmt::Display) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+}
+
+/// Where compiled kernels are kept when nobody says where: in the user's cache.
+fn kernel_cache() -> Option<PathBuf> {
+    let of =
+        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    let cache = of("XDG_CACHE_HOME").or_else(|| Some(of("HOME")?.join(".cache")))?;
+    Some(cache.join("l2l"))
 }

@@ -52,8 +52,8 @@ pub(crate) trait Device: Send + Sync + 'static {
     fn stash(&self) -> Option<&Arena>;
 
     /// Hears of memory of the host that copies will use.
-    fn pin(&self, arena: &Arena) {
-        _ = arena;
+    fn pin(&self, memory: &mut [f32]) {
+        _ = memory;
     }
 
     /// Whether the calls above return before the work is done, and the device keeps its order.
@@ -92,11 +92,7 @@ fn open(
         #[cfg(feature = "cuda")]
         DeviceKind::Cuda => cuda::open(config, plan),
         #[cfg(not(feature = "cuda"))]
-        DeviceKind::Cuda => {
-            let problem = "is cuda: this program was built without it; build it with its default \
-                           features, or with `--features cuda`";
-            Err(Error::config("device.kind", problem))
-        }
+        DeviceKind::Cuda => Err(without_cuda()),
     }
 }
 
@@ -148,6 +144,25 @@ pub(crate) fn check_kernels(config: &Config, seed: u64) -> Result<Vec<machine::C
     #[cfg(not(feature = "cuda"))]
     {
         _ = (config, seed);
-        Err(Error::config("device.kind", "is cuda: this program was built without it"))
+        Err(without_cuda())
     }
+}
+
+/// See [`machine::gpu_rates`].
+pub(crate) fn gpu_rates(config: &Config) -> Result<machine::GpuRates, Error> {
+    #[cfg(feature = "cuda")]
+    return cuda::rates(config);
+    #[cfg(not(feature = "cuda"))]
+    {
+        _ = config;
+        Err(without_cuda())
+    }
+}
+
+/// What is said where it was left out.
+#[cfg(not(feature = "cuda"))]
+fn without_cuda() -> Error {
+    let problem = "is cuda: this program was built without it; build it with its default features, or \
+                   with `--features cuda`";
+    Error::config("device.kind", problem)
 }

@@ -16,6 +16,7 @@ mod libraries;
 mod linear;
 mod notes;
 mod product;
+mod rates;
 mod real;
 #[cfg(test)]
 pub(super) mod tests;
@@ -40,7 +41,7 @@ use super::Device;
 use crate::arena::Arena;
 use crate::config::{Config, DeviceConfig, Plan};
 use crate::error::Error;
-use crate::machine::Check;
+use crate::machine::{Check, GpuRates};
 use crate::models::{Kernels, Micro, Rows, View};
 
 /// Micro-batches whose notes are on their way at once, at most.
@@ -88,13 +89,14 @@ impl Cuda {
     /// With memory for so many floats, of which `notes` are where micro-batches are described.
     fn new(driver: Arc<dyn Driver>, floats: usize, notes: View) -> Result<Cuda, Trouble> {
         let memory = driver.allocate(floats * FLOAT)?;
-        let desk = Arena::new(ON_THEIR_WAY * notes.len)?;
+        let all = View { at: 0, len: ON_THEIR_WAY * notes.len };
+        let desk = Arena::new(all.len)?;
         // Rather early than late: nothing that waited for the device began before it ended.
         let at = Instant::now();
         let event = Event::record(&driver, Stream::Compute)?;
         driver.synchronize(event.id)?;
         let clock = Arc::new(Mutex::new(Clock { event, at }));
-        let device = Cuda {
+        let mut device = Cuda {
             driver,
             memory,
             notes,
@@ -105,7 +107,11 @@ impl Cuda {
             clock,
             pinned: Mutex::default(),
         };
-        device.pin_all(&device.desk);
+        let (at, bytes) = {
+            let desk = device.desk.values_mut(all);
+            (desk.as_mut_ptr().cast(), size_of_val(desk))
+        };
+        device.pin_all(at, bytes);
         Ok(device)
     }
 
@@ -114,8 +120,7 @@ impl Cuda {
     }
 
     /// Pins memory of the host where the system has that much to give; without, copies are slower.
-    fn pin_all(&self, arena: &Arena) {
-        let (at, bytes) = arena.span();
+    fn pin_all(&self, at: *mut u8, bytes: usize) {
         if bytes > 0 && self.driver.pin(at, bytes).is_ok() {
             self.pinned.lock().expect("nothing panics inside").push(at as usize);
         }
@@ -125,6 +130,11 @@ impl Cuda {
 /// Every kernel of the GPU that a config says, against the CPU's.
 pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
     check::all(driver(config)?, seed).map_err(Error::failed)
+}
+
+/// How fast the link and the products of the GPU are that a config says.
+pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
+    rates::measure(&driver(config)?, 64 << 20, 8192).map_err(Error::failed)
 }
 
 /// Floats of notes of a micro-batch.
@@ -209,8 +219,8 @@ impl Device for Cuda {
         None
     }
 
-    fn pin(&self, arena: &Arena) {
-        self.pin_all(arena);
+    fn pin(&self, memory: &mut [f32]) {
+        self.pin_all(memory.as_mut_ptr().cast(), size_of_val(memory));
     }
 
     fn issues(&self) -> bool {

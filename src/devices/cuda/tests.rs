@@ -91,6 +91,16 @@ fn every_kernel_is_the_cpus() {
 }
 
 #[test]
+fn rates_are_measured() {
+    if !emulated::instead() {
+        return;
+    }
+    let driver = emulated::asked_for().expect("it was asked for");
+    let rates = super::rates::measure(&driver, 1000, 8).expect("it is emulated");
+    assert!(rates.product > 0.0 && rates.pageable.iter().all(|rate| *rate > 0.0));
+}
+
+#[test]
 fn models_are_pytorchs() {
     if !emulated::instead() {
         return;

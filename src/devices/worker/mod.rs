@@ -141,8 +141,9 @@ impl Worker {
         observers: Vec<Arc<dyn Observe>>,
     ) -> Result<Worker, Error> {
         let host = Arena::new(plan.layout.host_end);
-        let host = host.map_err(|error| Error::failed(format_args!("no memory: {error}")))?;
-        device.pin(&host);
+        let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
+        let mut host = host.map_err(no_memory)?;
+        device.pin(host.values_mut(View { at: 0, len: plan.layout.host_end }));
         Ok(Worker {
             eps,
             rule,

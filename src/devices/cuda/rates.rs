@@ -1,0 +1,76 @@
+//! How fast a device's link and its products are.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use l2l_actors::ports::Trouble;
+
+use super::driver::{Driver, Event, Matrix, Product, Stream};
+use super::launches::FLOAT;
+use crate::arena::Arena;
+use crate::machine::GpuRates;
+use crate::models::View;
+
+/// The median seconds of some runs, the first not counted.
+fn median(mut run: impl FnMut() -> Result<f64, Trouble>) -> Result<f64, Trouble> {
+    run()?;
+    let mut all = [run()?, run()?, run()?, run()?, run()?];
+    all.sort_by(f64::total_cmp);
+    Ok(all[2])
+}
+
+/// Copies so many floats, and multiplies square matrices of this size.
+///
+/// # Errors
+/// The driver's.
+pub(super) fn measure(
+    driver: &Arc<dyn Driver>,
+    floats: usize,
+    size: usize,
+) -> Result<GpuRates, Trouble> {
+    let matrix = size * size;
+    let memory = driver.allocate(floats.max(3 * matrix) * FLOAT)?;
+    let mut host = Arena::new(floats)?;
+    // Pages that were never written are not there.
+    let values = host.values_mut(View { at: 0, len: floats });
+    values.fill(0.5);
+    let (at, bytes) = (values.as_mut_ptr().cast::<u8>(), size_of_val(values));
+    let copies = || -> Result<[f64; 2], Trouble> {
+        let timed = |copy: &dyn Fn() -> Result<(), Trouble>| {
+            median(|| {
+                let begin = Instant::now();
+                copy()?;
+                driver.finish();
+                Ok(begin.elapsed().as_secs_f64())
+            })
+        };
+        let up = timed(&|| driver.copy_in(Stream::Upload, memory, at, bytes))?;
+        let down = timed(&|| driver.copy_out(Stream::Download, at, memory, bytes))?;
+        Ok([up, down].map(|seconds| bytes as f64 / seconds))
+    };
+    let pageable = copies()?;
+    let pinned = match driver.pin(at, bytes) {
+        Ok(()) => {
+            let rates = copies();
+            driver.unpin(at);
+            Some(rates?)
+        }
+        Err(_) => None, // the system has not that much to give
+    };
+    let of = |index: usize| Matrix {
+        at: memory + (index * matrix * FLOAT) as u64,
+        stride: size,
+        turned: false,
+    };
+    let (a, b, c) = (of(0), of(1), of(2).at);
+    let product =
+        Product { rows: size, inner: size, columns: size, a, b, c, bias: None, accumulate: false };
+    let seconds = median(|| {
+        let begin = Event::record(driver, Stream::Compute)?;
+        driver.product(Stream::Compute, &product)?;
+        let end = Event::record(driver, Stream::Compute)?;
+        driver.synchronize(end.id)?;
+        driver.seconds(begin.id, end.id)
+    })?;
+    Ok(GpuRates { pageable, pinned, product: 2.0 * (size as f64).powi(3) / seconds })
+}

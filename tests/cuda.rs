@@ -1,0 +1,83 @@
+//! A CUDA device where there is none: what is missing or too old is said, with what to install.
+//!
+//! Libraries are made for it that know little but their version.
+
+use std::path::Path;
+use std::process::Command;
+
+/// Builds a library; false: there is no compiler.
+fn library(folder: &Path, name: &str, text: &str) -> bool {
+    let (source, made) = (folder.join("library.c"), folder.join(name));
+    std::fs::write(&source, text).expect("room on a disk");
+    let compiler =
+        Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(made).arg(source).status();
+    compiler.is_ok_and(|status| status.success())
+}
+
+/// What `train` on CUDA says with these libraries; it is refused.
+fn said(folder: &Path, more: &[&str]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
+    command.args(["train", "--set", "device.kind=cuda"]).args(more).current_dir(folder);
+    let output = command.env("LD_LIBRARY_PATH", folder).output().expect("it starts");
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.starts_with("error: device.kind = \"cuda\": "), "{error}");
+    error
+}
+
+const DRIVER: &str = "
+int cuDriverGetVersion(int *version) { *version = VERSION; return 0; }
+int cuInit(unsigned flags) { return ERROR; }
+int cuGetErrorName(int error, const char **name) { *name = \"CUDA_ERROR_NO_DEVICE\"; return 0; }
+int cuGetErrorString(int error, const char **text) { *text = \"no device\"; return 0; }
+int cuDeviceGetCount(int *count) { *count = 0; return 0; }
+";
+
+fn driver(version: u32, error: u32) -> String {
+    DRIVER.replace("VERSION", &version.to_string()).replace("ERROR;", &format!("{error};"))
+}
+
+#[test]
+fn what_is_missing_is_said() {
+    if !l2l::machine::gpus().unwrap_or_default().is_empty() {
+        return; // here nothing is missing
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let folder = folder.path();
+    let error = said(folder, &[]);
+    assert!(error.contains("libcuda.so is not there") && error.contains("driver"), "{error}");
+    if !library(folder, "libcuda.so", &driver(12040, 100)) {
+        return;
+    }
+    let error = said(folder, &[]);
+    assert!(error.contains("libnvrtc.so is not there"), "{error}");
+    assert!(error.contains("device.cuda_libraries"), "{error}");
+    let nvrtc = "int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }";
+    let wheels = folder.join("wheels").join("cuda_nvrtc").join("lib");
+    std::fs::create_dir_all(&wheels).expect("room on a disk");
+    // As wheels have it: not on the loader's path, with a version, and that name inside.
+    let made = Command::new("cc")
+        .args(["-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-x", "c", "-o"])
+        .arg(wheels.join("libnvrtc.so.13"))
+        .arg({
+            let source = folder.join("nvrtc.c");
+            std::fs::write(&source, nvrtc).expect("room on a disk");
+            source
+        })
+        .status();
+    assert!(made.is_ok_and(|status| status.success()));
+    let set = format!("device.cuda_libraries={}", folder.join("wheels").display());
+    let set = ["--set", set.as_str()];
+    let error = said(folder, &set);
+    assert!(error.contains("libcublasLt.so is not there"), "{error}");
+    let products = "unsigned long cublasLtGetVersion(void) { return 130000; }";
+    assert!(library(folder, "libcublasLt.so", products));
+    let error = said(folder, &set);
+    assert!(error.contains("the driver is of CUDA 12.4 and NVRTC of 13.0"), "{error}");
+    assert!(library(folder, "libcuda.so", &driver(13000, 100)));
+    let error = said(folder, &set);
+    assert!(error.contains("no device") || error.contains("NO_DEVICE"), "{error}");
+    assert!(library(folder, "libcuda.so", &driver(13000, 0)));
+    let error = said(folder, &set);
+    assert!(error.contains("device.ordinal is 0, and the driver has 0 devices"), "{error}");
+}
