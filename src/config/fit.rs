@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use super::{ByteSize, Config, Plan, Term};
+use super::{ByteSize, Config, DeviceKind, Plan, Term};
 use crate::machine;
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
@@ -28,9 +28,13 @@ impl Plan {
 
     fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<String> {
         let needed = self.device_bytes();
-        let ceiling = self.budget().filter(|&ceiling| ceiling < needed)?;
+        let set = self.budget().map(|bytes| ("device.memory is", bytes));
+        let is_less = |&(_, bytes): &(&str, u64)| bytes < needed;
+        let (has, ceiling) = set
+            .filter(is_less)
+            .or_else(|| Some(("the GPU has", self.gpu_bytes()?)).filter(is_less))?;
         let mut what = format!(
-            "device.memory is {}, the plan needs {needed} bytes, most of it for {}",
+            "{has} {}, the plan needs {needed} bytes, most of it for {}",
             ByteSize::from(ceiling),
             largest(&self.device),
         );
@@ -54,9 +58,18 @@ impl Plan {
         ))
     }
 
+    /// Bytes of the GPU that it is for, where the driver tells.
+    pub(crate) fn gpu_bytes(&self) -> Option<u64> {
+        let device = &self.config.device;
+        let gpus = (device.kind == DeviceKind::Cuda).then(machine::gpus)?.ok()?;
+        Some(gpus.get(device.ordinal)?.memory)
+    }
+
     fn host_misfit(&self) -> Option<String> {
         // The CPU device's memory is the host's.
-        let planned = self.device_bytes().saturating_add(self.host_bytes());
+        let is_shared = self.config.device.kind == DeviceKind::Cpu;
+        let of_device = if is_shared { self.device_bytes() } else { 0 };
+        let planned = of_device.saturating_add(self.host_bytes());
         let threads = self.config.device.threads.unwrap_or_else(machine::cores) as u64;
         let all = planned.saturating_add(PROGRAM + threads * STACKS);
         let (available, by) = machine::memory_limit()?;

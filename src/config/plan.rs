@@ -37,8 +37,8 @@ pub(crate) struct Layout {
     /// Keys, values and their gradients that stretches of a long sequence leave to each other.
     pub(crate) carried: View,
     pub(crate) workspace: View,
-    /// What a micro-batch is, where a device's kernels read it.
-    pub(crate) notes: View,
+    /// What a device takes beside what is computed.
+    pub(crate) beside: View,
     /// The stash, if it is on the device.
     pub(crate) stash: usize,
     pub(crate) end: usize,
@@ -216,7 +216,7 @@ impl Plan {
         });
         let carried = carried.max().unwrap_or(0).next_multiple_of(16);
         let rows = Rows { sequences: largest, positions };
-        let notes = devices::notes(config, rows).next_multiple_of(16);
+        let beside = devices::beside(config, rows).next_multiple_of(16);
         let memory_floats = memory.map_or(0, |memory| memory.floats().next_multiple_of(16));
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let place_in = |end: &mut usize, floats: usize| {
@@ -243,7 +243,7 @@ impl Plan {
             outputs: place(pools.outputs as usize * boundary),
             carried: View { at: place(carried), len: carried },
             workspace: View { at: place(workspace), len: workspace },
-            notes: View { at: place(notes), len: notes },
+            beside: View { at: place(beside), len: beside },
             stash: place(if stash_on_device { in_stash } else { 0 }),
             end: 0,
             host_block,
@@ -273,8 +273,8 @@ impl Plan {
             term("workspace", workspace),
             term("stash", on(true, stash_floats)),
         ];
-        if notes > 0 {
-            device.push(term("notes", notes));
+        if beside > 0 {
+            device.push(term("driver", beside));
         }
         let (masters, moments) = (blocks, states.unwrap_or(0) * blocks);
         let landing = term("landing", reduced as usize * host_block);

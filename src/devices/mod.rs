@@ -105,11 +105,12 @@ pub(crate) fn kernels_to_plan(config: &Config) -> Box<dyn Kernels> {
     }
 }
 
-/// Floats that such a device takes to tell its kernels what a micro-batch is.
-pub(crate) fn notes(config: &Config, rows: Rows) -> usize {
+/// Floats that such a device takes beside what is computed: to tell its kernels what a micro-batch is, and
+/// for products.
+pub(crate) fn beside(config: &Config, rows: Rows) -> usize {
     match config.device.kind {
         #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => cuda::notes(rows),
+        DeviceKind::Cuda => cuda::beside(rows),
         _ => {
             _ = rows;
             0

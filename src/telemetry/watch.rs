@@ -259,7 +259,7 @@ impl Watch {
             "weights" | "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
             "inputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
             "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary + layout.carried.len,
-            "notes" => layout.notes.len,
+            "driver" => layout.beside.len,
             _ if plan.stash_on_device => plan.stash_floats,
             _ => 0,
         };

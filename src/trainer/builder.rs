@@ -183,7 +183,11 @@ impl Builder {
             plan: plan.clone(),
             link: config.device.link.clone(),
             layers: layers(&model),
-            budget: plan.budget().or_else(available).unwrap_or(plan.device_bytes()),
+            budget: plan
+                .budget()
+                .or_else(|| plan.gpu_bytes())
+                .or_else(available)
+                .unwrap_or(plan.device_bytes()),
             light: Mutex::new(None),
         }));
         let disk_rate = config.disk_bytes_per_second()?;

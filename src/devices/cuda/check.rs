@@ -425,8 +425,8 @@ pub(super) fn all(driver: Arc<dyn Driver>, seed: u64) -> Result<Vec<Check>, Trou
         (of(1, 130), &[127][..], &[][..], &[][..]),
         (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
     ];
-    let notes = View { at: FLOATS, len: super::notes(of(1, 210)) };
-    let device = Cuda::new(driver, FLOATS + notes.len, notes)?;
+    let beside = View { at: FLOATS, len: super::beside(of(1, 210)) };
+    let device = Cuda::new(driver, FLOATS + beside.len, beside)?;
     let mut checks: Vec<Check> = Vec::new();
     let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
         for (index, case) in cases.all.iter().enumerate() {

@@ -76,6 +76,9 @@ impl Launch<'_> {
     }
 }
 
+/// Bytes that products may take beside their matrices.
+pub(super) const WORKSPACE: usize = 32 << 20;
+
 /// A matrix of a product, row by row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Matrix {
@@ -130,8 +133,8 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Runs a kernel.
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble>;
 
-    /// Multiplies.
-    fn product(&self, on: Stream, product: &Product) -> Result<(), Trouble>;
+    /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it.
+    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), Trouble>;
 
     /// An event that is reached when all that the stream was given until now is done.
     fn record(&self, on: Stream) -> Result<u64, Trouble>;

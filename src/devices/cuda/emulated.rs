@@ -271,7 +271,7 @@ impl Driver for Emulated {
         })
     }
 
-    fn product(&self, on: Stream, product: &Product) -> Result<(), Trouble> {
+    fn product(&self, on: Stream, product: &Product, _: Address) -> Result<(), Trouble> {
         let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
         self.queue(on, move || {
             let at = |matrix: super::driver::Matrix, row: usize, column: usize| {

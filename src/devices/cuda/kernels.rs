@@ -37,8 +37,13 @@ impl On<'_> {
 
 impl<'a> CudaKernels<'a> {
     /// On a driver's device.
-    pub(super) fn on(driver: &'a dyn Driver, memory: Address, notes: Notes) -> CudaKernels<'a> {
-        CudaKernels { on: Some(On { queue: Queue::new(driver), memory, notes }) }
+    pub(super) fn on(
+        driver: &'a dyn Driver,
+        memory: Address,
+        notes: Notes,
+        workspace: Address,
+    ) -> CudaKernels<'a> {
+        CudaKernels { on: Some(On { queue: Queue::new(driver, workspace), memory, notes }) }
     }
 
     /// On none, to plan.

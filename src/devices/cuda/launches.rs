@@ -158,12 +158,14 @@ pub(super) const NULL: Address = 0;
 /// Launches on the compute stream. The first error is kept, and nothing is launched behind it.
 pub(super) struct Queue<'a> {
     driver: &'a dyn Driver,
+    /// That of products.
+    workspace: Address,
     failed: RefCell<Option<Trouble>>,
 }
 
 impl<'a> Queue<'a> {
-    pub(super) fn new(driver: &'a dyn Driver) -> Queue<'a> {
-        Queue { driver, failed: RefCell::default() }
+    pub(super) fn new(driver: &'a dyn Driver, workspace: Address) -> Queue<'a> {
+        Queue { driver, workspace, failed: RefCell::default() }
     }
 
     /// How it went.
@@ -245,7 +247,7 @@ impl<'a> Queue<'a> {
     }
 
     pub(super) fn product(&self, product: &Product) {
-        self.go(|| self.driver.product(Stream::Compute, product), "product");
+        self.go(|| self.driver.product(Stream::Compute, product, self.workspace), "product");
     }
 
     pub(super) fn copy(&self, to: Address, from: Address, bytes: usize) {

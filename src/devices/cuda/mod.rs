@@ -34,7 +34,7 @@ pub(super) use kernels::CudaKernels;
 pub(super) use libraries::libraries;
 pub(super) use real::gpus;
 
-use self::driver::{Address, Driver, Event, Stream};
+use self::driver::{Address, Driver, Event, Stream, WORKSPACE};
 use self::launches::FLOAT;
 use self::notes::Notes;
 use super::Device;
@@ -47,12 +47,20 @@ use crate::models::{Kernels, Micro, Rows, View};
 /// Micro-batches whose notes are on their way at once, at most.
 const ON_THEIR_WAY: usize = 8;
 
+/// Bytes that the workspace of products is aligned to.
+const ALIGNED: usize = 256;
+
+/// Floats for it.
+const OF_PRODUCTS: usize = (ALIGNED + WORKSPACE) / FLOAT;
+
 /// See the [module](self).
 pub(super) struct Cuda {
     driver: Arc<dyn Driver>,
     memory: Address,
     /// Where notes go: in the device's memory, and on the host, [`ON_THEIR_WAY`] of them.
     notes: View,
+    /// That of products.
+    workspace: Address,
     desk: Arena,
     computed: Mutex<usize>,
     /// What is in the device's hands: the event at its end.
@@ -86,9 +94,11 @@ impl Clock {
 }
 
 impl Cuda {
-    /// With memory for so many floats, of which `notes` are where micro-batches are described.
-    fn new(driver: Arc<dyn Driver>, floats: usize, notes: View) -> Result<Cuda, Trouble> {
+    /// With memory for so many floats, of which some are [`beside`] what is computed.
+    fn new(driver: Arc<dyn Driver>, floats: usize, beside: View) -> Result<Cuda, Trouble> {
         let memory = driver.allocate(floats * FLOAT)?;
+        let notes = View { len: beside.len - OF_PRODUCTS, ..beside };
+        let behind = memory + ((notes.at + notes.len) * FLOAT) as Address;
         let all = View { at: 0, len: ON_THEIR_WAY * notes.len };
         let desk = Arena::new(all.len)?;
         // Rather early than late: nothing that waited for the device began before it ended.
@@ -100,6 +110,7 @@ impl Cuda {
             driver,
             memory,
             notes,
+            workspace: behind.next_multiple_of(ALIGNED as Address),
             desk,
             computed: Mutex::default(),
             taken: Arc::default(),
@@ -137,15 +148,15 @@ pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
     rates::measure(&driver(config)?, 64 << 20, 8192).map_err(Error::failed)
 }
 
-/// Floats of notes of a micro-batch.
-pub(super) fn notes(rows: Rows) -> usize {
-    Notes::len(rows)
+/// Floats that it takes beside what is computed: for notes of a micro-batch, and for products.
+pub(super) fn beside(rows: Rows) -> usize {
+    Notes::len(rows).next_multiple_of(16) + OF_PRODUCTS
 }
 
 /// The GPU that a config says, with memory as it was planned.
 pub(super) fn open(config: &Config, plan: &Plan) -> Result<Box<dyn Device>, Error> {
     let driver = driver(config)?;
-    let made = Cuda::new(driver, plan.layout.end, plan.layout.notes);
+    let made = Cuda::new(driver, plan.layout.end, plan.layout.beside);
     let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
     Ok(Box::new(made.map_err(refused)?))
 }
@@ -209,7 +220,7 @@ impl Device for Cuda {
         let from = desk.as_ptr().cast();
         let bytes = notes.floats * FLOAT;
         self.driver.copy_in(Stream::Compute, self.address(self.notes), from, bytes)?;
-        let kernels = CudaKernels::on(&*self.driver, self.memory, notes);
+        let kernels = CudaKernels::on(&*self.driver, self.memory, notes, self.workspace);
         let used = run(&kernels);
         kernels.end()?;
         Ok(used)

@@ -10,10 +10,7 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use l2l_actors::ports::Trouble;
 
-use super::driver::{Address, Product};
-
-/// Bytes of workspace that an algorithm may take.
-pub(super) const WORKSPACE: usize = 32 << 20;
+use super::driver::{Address, Product, WORKSPACE};
 
 /// What an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -27,7 +24,6 @@ struct Key {
 /// The library, and what it has chosen.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
-    workspace: Address,
     chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
 }
 
@@ -74,14 +70,18 @@ impl Drop for Preference {
 }
 
 impl Products {
-    /// On the device that is current; `workspace`: of [`WORKSPACE`] bytes.
-    pub(super) fn new(workspace: Address) -> Result<Products, Trouble> {
-        let handle = result::create_handle()?;
-        Ok(Products { handle, workspace, chosen: Mutex::default() })
+    /// On the device that is current.
+    pub(super) fn new() -> Result<Products, Trouble> {
+        Ok(Products { handle: result::create_handle()?, chosen: Mutex::default() })
     }
 
     /// Multiplies. The library has matrices by columns: what it is told to multiply is bᵀ aᵀ.
-    pub(super) fn run(&self, product: &Product, stream: CUstream) -> Result<(), Trouble> {
+    pub(super) fn run(
+        &self,
+        product: &Product,
+        workspace: Address,
+        stream: CUstream,
+    ) -> Result<(), Trouble> {
         let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let kind = sys::cudaDataType_t::CUDA_R_32F;
@@ -122,7 +122,8 @@ impl Products {
             Some(algorithm) => *algorithm,
             None => {
                 let layouts = [of_b.0, of_a.0, of_c.0];
-                let algorithm = self.choose(&description, layouts)?;
+                let strides = [b.stride, a.stride, columns];
+                let algorithm = self.choose(&description, layouts, strides)?;
                 chosen.insert(key, algorithm);
                 algorithm
             }
@@ -145,7 +146,7 @@ impl Products {
                 c as *mut c_void,
                 of_c.0,
                 &raw const algorithm,
-                self.workspace as *mut c_void,
+                workspace as *mut c_void,
                 WORKSPACE,
                 stream.cast(),
             )?;
@@ -153,16 +154,36 @@ impl Products {
         Ok(())
     }
 
-    /// The first that the library names for a size: the same for the same library and device.
+    /// The first that the library names for a size: the same for the same library and device. It is told
+    /// how rows are aligned, wherever a matrix begins: by shape, so that bits do not depend on slots.
     fn choose(
         &self,
         description: &Description,
         [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
+        strides: [usize; 3],
     ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
         let preference = Preference(result::create_matmul_pref()?);
-        let what =
-            sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let what = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         let bytes = WORKSPACE as u64;
+        let [of_a, of_b, of_c] = strides.map(alignment);
+        for (what, alignment) in [
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_a),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_b),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_c),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_c),
+        ] {
+            let value = (&raw const alignment).cast();
+            // SAFETY: the preference is there, and the value is of this attribute.
+            unsafe {
+                result::set_matmul_pref_attribute(
+                    preference.0,
+                    what,
+                    value,
+                    size_of_val(&alignment),
+                )?;
+            }
+        }
         // SAFETY: all descriptions are there.
         let found = unsafe {
             let value = (&raw const bytes).cast();
@@ -171,6 +192,12 @@ impl Products {
         };
         Ok(found.algo)
     }
+}
+
+/// Bytes that every row of a matrix is aligned to: tensors begin at multiples of 64.
+fn alignment(stride: usize) -> u32 {
+    let bytes = stride * size_of::<f32>();
+    1 << bytes.trailing_zeros().min(6)
 }
 
 impl Drop for Products {

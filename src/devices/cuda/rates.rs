@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use l2l_actors::ports::Trouble;
 
-use super::driver::{Driver, Event, Matrix, Product, Stream};
+use super::driver::{Driver, Event, Matrix, Product, Stream, WORKSPACE};
 use super::launches::FLOAT;
 use crate::arena::Arena;
 use crate::machine::GpuRates;
@@ -30,6 +30,7 @@ pub(super) fn measure(
 ) -> Result<GpuRates, Trouble> {
     let matrix = size * size;
     let memory = driver.allocate(floats.max(3 * matrix) * FLOAT)?;
+    let workspace = driver.allocate(WORKSPACE)?;
     let mut host = Arena::new(floats)?;
     // Pages that were never written are not there.
     let values = host.values_mut(View { at: 0, len: floats });
@@ -67,7 +68,7 @@ pub(super) fn measure(
         Product { rows: size, inner: size, columns: size, a, b, c, bias: None, accumulate: false };
     let seconds = median(|| {
         let begin = Event::record(driver, Stream::Compute)?;
-        driver.product(Stream::Compute, &product)?;
+        driver.product(Stream::Compute, &product, workspace)?;
         let end = Event::record(driver, Stream::Compute)?;
         driver.synchronize(end.id)?;
         driver.seconds(begin.id, end.id)

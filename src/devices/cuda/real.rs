@@ -11,7 +11,7 @@ use l2l_actors::ports::Trouble;
 use super::compile;
 use super::driver::{Address, Driver, Kind, Launch, Product, Stream};
 use super::libraries;
-use super::product::{Products, WORKSPACE};
+use super::product::Products;
 use super::texts::{TEXTS, declared};
 use crate::machine::{Gpu, Library};
 
@@ -75,7 +75,7 @@ fn architecture(device: sys::CUdevice) -> Result<u32, Trouble> {
 }
 
 impl Real {
-    /// Loads what is needed, and makes streams, kernels and the workspace of products.
+    /// Loads what is needed, and makes streams and kernels.
     ///
     /// # Errors
     /// What is missing, and what to do.
@@ -118,14 +118,14 @@ impl Real {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
         real.load_kernels(gpu.architecture, &nvrtc, kept)?;
-        real.products = Some(Products::new(real.allocate(WORKSPACE)?)?);
+        real.products = Some(Products::new()?);
         Ok(real)
     }
 
     /// Makes this thread's calls those of the device's context.
     fn enter(&self) -> Result<(), Trouble> {
         // SAFETY: the context is there.
-        Ok(unsafe { result::ctx::set_current(self.context)? })
+        told(unsafe { result::ctx::set_current(self.context) })
     }
 
     fn load_kernels(
@@ -163,6 +163,10 @@ impl Real {
     }
 }
 
+fn told(result: Result<(), result::DriverError>) -> Result<(), Trouble> {
+    Ok(result?)
+}
+
 fn event_of(id: u64) -> sys::CUevent {
     id as usize as sys::CUevent
 }
@@ -192,7 +196,7 @@ impl Driver for Real {
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        Ok(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result()? }) // PORTABLE
+        told(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result() }) // PORTABLE
     }
 
     fn unpin(&self, at: *mut u8) {
@@ -211,7 +215,7 @@ impl Driver for Real {
     ) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        Ok(unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream(on)).result()? })
+        told(unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream(on)).result() })
     }
 
     fn copy_out(
@@ -223,13 +227,13 @@ impl Driver for Real {
     ) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        Ok(unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream(on)).result()? })
+        told(unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream(on)).result() })
     }
 
     fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        Ok(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream(on))? })
+        told(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream(on)) })
     }
 
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
@@ -250,10 +254,10 @@ impl Driver for Real {
         }
     }
 
-    fn product(&self, on: Stream, product: &Product) -> Result<(), Trouble> {
+    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), Trouble> {
         self.enter()?;
         let products = self.products.as_ref().expect("it is made with the device");
-        products.run(product, self.stream(on))
+        products.run(product, workspace, self.stream(on))
     }
 
     fn record(&self, on: Stream) -> Result<u64, Trouble> {
@@ -272,13 +276,13 @@ impl Driver for Real {
         self.enter()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: see above.
-        Ok(unsafe { result::stream::wait_event(self.stream(on), event_of(event), flags)? })
+        told(unsafe { result::stream::wait_event(self.stream(on), event_of(event), flags) })
     }
 
     fn synchronize(&self, event: u64) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        Ok(unsafe { result::event::synchronize(event_of(event))? })
+        told(unsafe { result::event::synchronize(event_of(event)) })
     }
 
     fn finish(&self) {

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use l2l_actors::Record;
 use l2l_actors::ports::{Lane, Operation, Placed, Step, Trouble, Work};
-use l2l_actors::schedule::{MicroBatch, Phase, Version, Visit};
+use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::{Hands, Pending};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -25,7 +25,7 @@ use super::Device;
 use crate::arena::Arena;
 use crate::config::{Carries, Config, Plan};
 use crate::data::Batch;
-use crate::eps::Eps;
+use crate::eps::{Eps, Which};
 use crate::error::Error;
 use crate::models::{Draw, Keep, Kernels, Micro, Model, Part, Rows, View};
 use crate::optimizers::{LearningRate, UpdateRule};
@@ -144,6 +144,12 @@ impl Worker {
         let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
         let mut host = host.map_err(no_memory)?;
         device.pin(host.values_mut(View { at: 0, len: plan.layout.host_end }));
+        if eps.file().is_none() {
+            for block in (0..model.blocks.len() as u32).map(BlockId) {
+                eps.fill(block, Which::Parameter, |masters| device.pin(masters))
+                    .map_err(Error::failed)?;
+            }
+        }
         Ok(Worker {
             eps,
             rule,
