@@ -34,6 +34,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import signal
 import statistics
 import subprocess
@@ -50,10 +51,10 @@ LOSS_OFF, NORM_OFF = 2e-5, 1e-4
 CEILING = 16 * GIB
 
 # What a model is to us and to the peer.
-LLAMA_8B = {"family": "llama", "hidden": 4096, "intermediate": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256,
-            "length": 2048, "layers": 32}
-LLAMA_3B = {**LLAMA_8B, "hidden": 3072, "intermediate": 8192, "heads": 24, "layers": 28}
-BERT = {"family": "bert", "hidden": 1024, "intermediate": 4096, "heads": 16, "kv_heads": 16, "vocabulary": 30522,
+LLAMA_8B = {"family": "llama", "preset": "llama-7b", "hidden": 4096, "intermediate": 14336, "heads": 32,
+            "kv_heads": 8, "vocabulary": 128256, "length": 2048, "layers": 32}
+LLAMA_3B = {**LLAMA_8B, "preset": "llama-1b", "hidden": 3072, "intermediate": 8192, "heads": 24, "layers": 28}
+BERT = {"family": "bert", "preset": "bert-large", "hidden": 1024, "intermediate": 4096, "heads": 16, "kv_heads": 16, "vocabulary": 30522,
         "length": 128, "layers": 24}
 TOY = {"hidden": 64, "intermediate": 128, "heads": 4, "vocabulary": 512, "length": 32, "layers": 3}
 
@@ -107,8 +108,7 @@ def on_device(kind=None, dtype=None):
 
 def shaped(model, tokens, micro, layers=None, **more):
     """Settings of a step of so many tokens of a model."""
-    preset = {"llama": "llama-7b", "bert": "bert-large"}[model["family"]]
-    found = {"model.preset": preset, "model.dropout": 0, "model.layers": layers or model["layers"],
+    found = {"model.preset": model["preset"], "model.dropout": 0, "model.layers": layers or model["layers"],
              "model.hidden": model["hidden"], "model.intermediate": model["intermediate"], "model.heads": model["heads"],
              "model.kv_heads": model["kv_heads"], "model.vocabulary": model["vocabulary"],
              "model.positions": max(model["length"], 512), "data.train": "random", "data.sequence_length": model["length"],
@@ -172,16 +172,15 @@ def has_torch():
     return ARGS.kind == "cpu" or torch.cuda.is_available()
 
 
-def product_rate(run=None):
-    """FLOP/s of a large product of the device's dtype, here and now, and who told."""
-    if run and "device_matmul_flops_per_second" in run["summary"]:
-        return run["summary"]["device_matmul_flops_per_second"], "l2l"
+def product_rates(run=None):
+    """FLOP/s of a large product of the device's dtype, here and now, by who tells it."""
     if ARGS.kind == "cpu":
-        return (run["summary"].get("matmul_flops_per_second"), "l2l") if run else (None, None)
-    if not has_torch():
-        return None, None
-    told = peer({"what": "product"})
-    return statistics.median(told["rates"]), "PyTorch"
+        return {"l2l": run["summary"]["matmul_flops_per_second"]} if run and run["summary"] else {}
+    # The doctor's is of f32.
+    found = {"l2l": (machine().get("gpu_rates") or {}).get("matmul_flops_per_second")} if ARGS.dtype == "f32" else {}
+    if has_torch():
+        found["PyTorch"] = statistics.median(peer({"what": "product"})["rates"])
+    return {who: rate for who, rate in found.items() if rate}
 
 
 def device_memory():
@@ -195,21 +194,24 @@ def device_memory():
 
 
 def machine():
-    done = subprocess.run(command("doctor", {}), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(command("doctor", on_device()), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     told = [json.loads(line) for line in done.stdout.splitlines()]
     return next((event for event in told if event.get("event") == "doctor"), {})
 
 
 # How deep, and for how long.
 
-def deepest(fits, most=4096):
+def deepest(fits, limit=4096):
     """The most layers that fit."""
-    least, most = 0, most + 1
+    least, most = 0, 1
+    while most <= limit and fits(most):
+        least, most = most, 2 * most
+    if not least:
+        raise Failed("not one layer fits: raise --host-gib, or see why `l2l plan` refuses it")
+    most = min(most, limit + 1)
     while most - least > 1:
         middle = (least + most) // 2
         least, most = (middle, most) if fits(middle) else (least, middle)
-    if not least:
-        raise Failed("not one layer fits: raise --host-gib")
     return least
 
 
@@ -239,7 +241,8 @@ def trial(settings):
 def seconds_of(model, settings, tried):
     """Of the start and end of a run, and of a step, guessed."""
     parameters = plan(settings)["parameters"]
-    weights = parameters - model["vocabulary"] * model["hidden"]
+    # All weights meet all tokens but the embedding's; llama-1b's is its head, too.
+    weights = parameters - (0 if model["preset"] == "llama-1b" else model["vocabulary"] * model["hidden"])
     pairs = settings["model.layers"] * model["hidden"] * model["length"]
     flops = 6 * (weights + pairs) * settings["step.batch"] * model["length"]
     return tried["start"] * parameters, 1.1 * flops / tried["rate"]
@@ -340,8 +343,8 @@ def attempt(figure, what, *arguments):
 def check_devices():
     """Larger shapes on random data: relay against resident, and the CPU's losses (which are f32's)."""
     wide = {"hidden": 256, "intermediate": 512, "heads": 4, "vocabulary": 1000, "length": 128, "layers": 3}
-    for family, kv_heads in [("llama", 2), ("bert", 4)]:
-        model = {"family": family, "kv_heads": kv_heads, **wide}
+    for family, preset, kv_heads in [("llama", "llama-7b", 2), ("bert", "bert-large", 4)]:
+        model = {"family": family, "preset": preset, "kv_heads": kv_heads, **wide}
         settings = {**shaped(model, 8 * 128, 3), "step.seed": 7}
         for dtype in dict.fromkeys(["f32", ARGS.dtype]):
             compare_devices(f"{family} of 3 x 256 in {dtype}", dtype, {**settings, **on_device(dtype=dtype)})
@@ -366,6 +369,10 @@ def compare_devices(name, dtype, settings):
 
 
 def copies():
+    link = machine().get("gpu_rates") or {}
+    for how in ("pinned", "pageable"):
+        if rates := link.get(f"{how}_bytes_per_second"):
+            row(f"link, {how}", " and ".join(f"{rate / 1e9:.1f}" for rate in rates), "GB/s up and down")
     model, tokens, micro = eight()
     relay = shaped(model, tokens, micro)
     ways = {"two slots": {}, "one slot": {"channels.weights": 1}, "resident": resident()}
@@ -408,53 +415,54 @@ def eight():
 
 def llama8b():
     model, tokens, micro = eight()
-    as_deep_as_fits("8B's layers", model, tokens, micro)
+    as_deep_as_fits("8B's layers", shaped(model, tokens, micro), model, share=0.55, wait=0.03)
 
 
 def llama8b_clip():
     model, tokens, micro = eight()
-    as_deep_as_fits("8B's layers, clipped", model, 2 * tokens, micro, **{"optimizer__clip_norm": 1.0})
+    as_deep_as_fits("8B's layers, clipped", shaped(model, 2 * tokens, micro, optimizer__clip_norm=1.0), model, wait=0.03)
 
 
 def largest():
     model, tokens, micro = eight()
-    as_deep_as_fits("the largest", model, tokens // 4, micro)
+    as_deep_as_fits("the largest", shaped(model, tokens // 4, micro), model)
 
 
-def as_deep_as_fits(name, model, tokens, micro, **more):
-    settings = shaped(model, tokens, micro, **more)
+def as_deep_as_fits(name, settings, model, **targets):
     settings["model.layers"] = deepest(lambda layers: holds({**settings, "model.layers": layers}), 64 if ARGS.quick else 4096)
-    planned = settings["model.layers"]
-    row(f"{name}: layers that {ARGS.host_gib:g} GiB hold", planned, "layers", parameters=plan(settings)["parameters"],
-        planned_host_bytes=plan(settings)["host_bytes"]["total"])
-    speed(name, model, settings, planned)
+    found, layers = plan(settings), settings["model.layers"]
+    row(f"{name}: layers that {ARGS.host_gib:g} GiB hold", layers, "layers", parameters=found["parameters"],
+        planned_host_bytes=found["host_bytes"]["total"])
+    speed(name, model, settings, layers, **targets)
 
 
-def speed(name, model, settings, planned=None):
-    rates = [product_rate()[0]]
-    settings, steps = in_time(model, settings, lambda: left())
+def speed(name, model, settings, planned=None, share=None, wait=None):
+    """How fast a shape trains; the targets are the least share of the product and the most exposed wait."""
+    before = product_rates()
+    settings, steps = in_time(model, settings, left)
     run = ours(settings, steps)
-    rate, who = product_rate(run)
-    rates = [one for one in (*rates, rate) if one]
-    found = plan(settings)
-    about = {"layers": settings["model.layers"], "parameters": found["parameters"], "tokens": run["counted"][0]["tokens"],
+    after = product_rates(run)
+    found, last = plan(settings), run["counted"][-1]
+    about = {"layers": settings["model.layers"], "parameters": found["parameters"], "tokens": last["tokens"],
              "steps": len(run["counted"]), "whole": run["status"] == 0}
     if planned and planned != about["layers"]:
         about["says"] = f"{planned} layers fit, {about['layers']} of them can be timed in one call"
     median_row(f"{name}: tokens a second", run["rates"], "tokens/s", **about)
-    flops = flops_a_token(run)
+    flops = [rate * flops_a_token(run) for rate in run["rates"]] if flops_a_token(run) else []
     if flops:
-        flops = [flops * tokens for tokens in run["rates"]]
         median_row(f"{name}: model FLOPs", [one / 1e12 for one in flops], "TFLOP/s", **about)
-    if rates:
-        row(f"{name}: a large product ({who})", statistics.median(rates) / 1e12, "TFLOP/s", [min(rates) / 1e12, max(rates) / 1e12, len(rates)])
-    if flops and rates:
-        shares = [one / statistics.median(rates) for one in flops]
-        median_row(f"{name}: model FLOPs / product", shares, "", ">= 0.55", lambda is_: is_ >= 0.55, **about)
-    median_row(f"{name}: exposed wait", run["waits"], "of the step", "<= 0.03", lambda is_: is_ <= 0.03, **about)
-    row(f"{name}: device peak / plan", run["counted"][-1]["device_peak_bytes"] / found["device_bytes"]["total"], "",
-        planned_device_bytes=found["device_bytes"]["total"], host_rss_bytes=run["counted"][-1]["host_rss_bytes"],
-        planned_host_bytes=found["host_bytes"]["total"])
+    product = 0
+    for who, rate in after.items():
+        both = [one / 1e12 for one in (before.get(who), rate) if one]
+        product = max(product, median_row(f"{name}: a large product, by {who}", both, "TFLOP/s") * 1e12)
+    if flops and product:
+        shares = [one / product for one in flops]
+        median_row(f"{name}: model FLOPs / the faster product", shares, "", share and f">= {share}",
+                   share and (lambda is_: is_ >= share), **about)
+    median_row(f"{name}: exposed wait", run["waits"], "of the step", wait and f"<= {wait}", wait and (lambda is_: is_ <= wait), **about)
+    planned_bytes = found["device_bytes"]["total"]
+    row(f"{name}: device peak / plan", last["device_peak_bytes"] / planned_bytes, planned_device_bytes=planned_bytes,
+        host_rss_bytes=last["host_rss_bytes"], planned_host_bytes=found["host_bytes"]["total"])
 
 
 def llama3b():
@@ -489,7 +497,10 @@ def driver_bytes(pid):
             return None, 0
         held = [int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS")]
         return (held[0] if held else None), 0
-    of = [line.split(",") for line in smi("--query-compute-apps=pid,used_memory").splitlines()]
+    try:
+        of = [line.split(",") for line in smi("--query-compute-apps=pid,used_memory").splitlines()]
+    except Failed:
+        of = []
     mine = [int(used) << 20 for one, used in of if one.strip() == str(pid) and used.strip().isdigit()]
     index = next((one.split("=")[1] for one in ARGS.set if one.startswith("device.ordinal=")), "0")
     total = smi("-i", index, "--query-gpu=memory.used").split()
@@ -515,7 +526,7 @@ def held_by(settings, steps=3):
 def memory():
     model, tokens, micro = eight()
     small = {**model, **TOY, "kv_heads": 2}
-    toy = shaped(small, 8 * small["length"], 2, **{"model__vocabulary": 512})
+    toy = shaped(small, 8 * small["length"], 2, model__vocabulary=512)
     # Long enough for the driver to be asked a few times.
     held, how = held_by(toy, 3 if ARGS.quick else 300)
     context = held - device_bytes(toy)
@@ -778,7 +789,8 @@ def peer_streams(torch, device, job):
     block, seconds, losses = block_of(torch, model), [], []
 
     def fetch(index):
-        return [one.requires_grad_() for one in map(torch.Tensor.detach, views(published[index].to(device, non_blocking=True), shapes[index]))]
+        flat = published[index].to(device, non_blocking=True)
+        return [one.detach().requires_grad_() for one in views(flat, shapes[index])]
 
     def with_gradients(index):
         part, flat = fetch(index), torch.zeros(len(published[index]), device=device, dtype=dtype)
@@ -919,6 +931,8 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "gpu.json"
     runs = json.loads(path.read_text()) if path.exists() else []
+    if not shutil.which(ARGS.program):
+        sys.exit(f"{ARGS.program}: no such program: give --program")
     version = subprocess.run([ARGS.program, "--version"], stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     run = {"date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "program": version,
            "machine": machine(), "arguments": sys.argv[1:], "kind": ARGS.kind, "dtype": ARGS.dtype, "quick": ARGS.quick, "parts": {}}

@@ -90,7 +90,7 @@ fn open(
             Err(Error::config("device.kind", problem))
         }
         #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => cuda::open(config, plan),
+        DeviceKind::Cuda => cuda::open(config, model, plan),
         #[cfg(not(feature = "cuda"))]
         DeviceKind::Cuda => Err(without_cuda()),
     }

@@ -8,6 +8,7 @@ use std::ops::Range;
 
 use super::layer::Scratch;
 use super::loss::Loss;
+use super::own::Own;
 use super::rotary::Rotary;
 
 /// A range of a device's memory, in f32 elements.
@@ -380,6 +381,9 @@ pub trait Kernels {
         scale: f32,
         size: ClassLoss,
     );
+
+    /// A kernel of one's own, which its layer has [told of](super::Layer::own_kernels).
+    fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]);
 
     /// y = 0.
     fn clear(&self, y: View);

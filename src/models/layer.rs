@@ -8,6 +8,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 use super::kernels::{Document, Dropout, Kernels, Places, Rows, View};
+use super::own::Own;
 
 /// How a tensor begins in a model of random weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -295,6 +296,11 @@ pub trait Layer: Send + Sync {
     /// Channels of its causal attention, for counting FLOPs.
     fn attention_channels(&self) -> usize {
         0
+    }
+
+    /// Kernels of its own that it runs, so that a device can make them ready.
+    fn own_kernels(&self) -> Vec<Own> {
+        Vec::new()
     }
 
     /// Floats that [stretches](Micro::stretches) of one sequence of so many `positions` leave to

@@ -8,6 +8,7 @@ mod kernels;
 mod layer;
 mod loss;
 mod model;
+mod own;
 mod rotary;
 mod shape;
 
@@ -24,5 +25,6 @@ pub use layer::{
 };
 pub use loss::{CrossEntropy, Loss};
 pub use model::{Model, Part, Tile};
+pub use own::Own;
 pub use rotary::{Rotary, RotaryScaling};
 pub use shape::{Dropouts, Head, Shape};

@@ -6,8 +6,8 @@ use super::{
 };
 use crate::arena::Arena;
 use crate::models::{
-    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Places, Rotary,
-    Rows, STATISTICS, Scores, Scratch, View,
+    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
+    Rotary, Rows, STATISTICS, Scores, Scratch, View,
 };
 use crate::simd::Level;
 
@@ -27,10 +27,9 @@ struct Call<'a, const N: usize> {
 impl<'a> CpuKernels<'a> {
     /// Begins a call that writes these views and reads others.
     fn call<const N: usize>(&self, writes: [View; N], reads: &[View]) -> Option<Call<'a, N>> {
-        let apart = |a: &View, b: &View| a.at + a.len <= b.at || b.at + b.len <= a.at;
         for (index, write) in writes.iter().enumerate() {
             for other in writes[index + 1..].iter().chain(reads) {
-                assert!(apart(write, other), "{write:?} is written, {other:?} is in use");
+                assert!(are_apart(write, other), "{write:?} is written, {other:?} is in use");
             }
         }
         self.memory.map(|memory| Call { memory, writes })
@@ -49,6 +48,10 @@ impl<'a, const N: usize> Call<'a, N> {
         // and the ring gives them to no other operation.
         self.writes.map(|view| unsafe { self.memory.write(view) })
     }
+}
+
+fn are_apart(a: &View, b: &View) -> bool {
+    a.at + a.len <= b.at || b.at + b.len <= a.at
 }
 
 /// A view that may not be there: one of nothing.
@@ -302,6 +305,23 @@ impl Kernels for CpuKernels<'_> {
         let Some(call) = self.call([dscores], &[scores, statistics]) else { return };
         let [dscores] = call.write();
         classes::backward(dscores, call.read(scores), call.read(statistics), scale, &size);
+    }
+
+    fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]) {
+        for (index, write) in writes.iter().enumerate() {
+            for other in writes[index + 1..].iter().chain(reads) {
+                assert!(are_apart(write, other), "{write:?} is written, {other:?} is in use");
+            }
+        }
+        let Some(memory) = self.memory else { return };
+        // SAFETY: as in `call`.
+        let (mut writes, reads): (Vec<_>, Vec<_>) = unsafe {
+            (
+                writes.iter().map(|view| memory.write(*view)).collect(),
+                reads.iter().map(|view| memory.read(*view)).collect(),
+            )
+        };
+        (kernel.cpu)(&mut writes, &reads, numbers);
     }
 
     fn clear(&self, y: View) {

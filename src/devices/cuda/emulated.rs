@@ -7,52 +7,47 @@ use std::ffi::{CString, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, OnceLock, mpsc};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Instant;
 
 use l2l_actors::ports::Trouble;
 use libloading::Library;
 
 use super::driver::{Address, Driver, Launch, Product, Stream};
-use super::texts::{PRELUDE, TEXTS, declared};
+use super::texts::{self, Declared, PRELUDE};
+use crate::models::Own;
 
 type Emulate =
     unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
 
 /// Which library has which kernel.
-struct Kernels {
-    of: HashMap<String, (usize, super::texts::Declared)>,
-    libraries: Vec<Library>,
-}
+type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
-/// Builds them once; `None` where there is no compiler.
-fn kernels() -> Option<&'static Kernels> {
-    static KERNELS: OnceLock<Option<Kernels>> = OnceLock::new();
-    KERNELS
-        .get_or_init(|| {
-            let compiles = Command::new("c++").arg("--version").output().is_ok();
-            if !compiles {
-                eprintln!("without c++ the CUDA device is not tested");
-                return None;
-            }
-            let built = std::thread::scope(|scope| {
-                let builds = TEXTS.map(|(name, text)| scope.spawn(move || build(name, text)));
-                builds.map(|build| build.join().expect("it compiles"))
-            });
-            // SAFETY: they are ours, and do nothing when they are loaded.
-            let load = |path: PathBuf| unsafe { Library::new(path) }.expect("it was built");
-            let mut of = HashMap::new();
-            for (index, (_, text)) in TEXTS.iter().enumerate() {
-                of.extend(declared(text).into_iter().map(|one| (one.name.clone(), (index, one))));
-            }
-            Some(Kernels { of, libraries: built.map(load).into() })
-        })
-        .as_ref()
+/// Builds them; `None` where there is no compiler.
+fn kernels(own: &[Own]) -> Option<Kernels> {
+    if Command::new("c++").arg("--version").output().is_err() {
+        eprintln!("without c++ the CUDA device is not tested");
+        return None;
+    }
+    let texts = texts::all(own).expect("kernels that are declared");
+    let built: Vec<PathBuf> = std::thread::scope(|scope| {
+        let builds = texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text)));
+        let builds: Vec<_> = builds.collect();
+        builds.into_iter().map(|build| build.join().expect("it compiles")).collect()
+    });
+    let mut all = HashMap::new();
+    for ((.., declared), path) in texts.into_iter().zip(built) {
+        // SAFETY: they are ours, and do nothing when they are loaded.
+        let library = Arc::new(unsafe { Library::new(path) }.expect("it was built"));
+        all.extend(declared.into_iter().map(|one| (one.name.clone(), (library.clone(), one))));
+    }
+    Some(all)
 }
 
 /// Compiles a text, unless it was before.
 fn build(name: &str, text: &str) -> PathBuf {
-    let table = declared(text).into_iter().map(|one| format!("EMULATED({})\n", one.name));
+    let declared = texts::declared(text).expect("kernels that are declared");
+    let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
     let emulator = include_str!("kernels/emulator.h");
     let all = [emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
     let digest = xxhash_rust::xxh3::xxh3_64(all.as_bytes());
@@ -88,12 +83,12 @@ thread_local! {
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
 pub(in crate::devices) fn instead() -> bool {
     ASKED_FOR.set(true);
-    kernels().is_some()
+    kernels(&[]).is_some()
 }
 
 /// A new one, where it was asked for.
-pub(super) fn asked_for() -> Option<Arc<dyn Driver>> {
-    let made = ASKED_FOR.get().then(Emulated::new)??;
+pub(super) fn asked_for(own: &[Own]) -> Option<Arc<dyn Driver>> {
+    let made = ASKED_FOR.get().then(|| Emulated::new(own))??;
     Some(Arc::new(made))
 }
 
@@ -131,7 +126,7 @@ impl Flag {
 
 /// See the [module](self).
 struct Emulated {
-    kernels: &'static Kernels,
+    kernels: Kernels,
     memory: Mutex<Vec<Box<[u64]>>>,
     streams: [mpsc::Sender<Task>; 3],
     events: Mutex<HashMap<u64, Arc<Flag>>>,
@@ -144,14 +139,14 @@ struct Emulated {
 
 impl Emulated {
     /// `None` where there is no compiler.
-    fn new() -> Option<Emulated> {
+    fn new(own: &[Own]) -> Option<Emulated> {
         let streams = [(); 3].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue
         });
         Some(Emulated {
-            kernels: kernels()?,
+            kernels: kernels(own)?,
             memory: Mutex::default(),
             streams,
             events: Mutex::default(),
@@ -240,7 +235,7 @@ impl Driver for Emulated {
 
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
         let &Launch { kernel, grid, block, shared, arguments } = launch;
-        let known = self.kernels.of.get(kernel);
+        let known = self.kernels.get(kernel);
         let (library, declared) = known.unwrap_or_else(|| panic!("no kernel is {kernel}"));
         launch.check(&declared.parameters)?;
         let mut held: Vec<Vec<u64>> = arguments
@@ -252,7 +247,7 @@ impl Driver for Emulated {
                 words
             })
             .collect();
-        let (library, broken) = (&self.kernels.libraries[*library], self.broken.clone());
+        let (library, broken) = (library.clone(), self.broken.clone());
         self.queue(on, move || {
             // SAFETY: the function is there, and of this type.
             let emulate = unsafe { library.get::<Emulate>(b"emulate") }.expect("it is exported");

@@ -5,8 +5,8 @@ use super::driver::{Address, Argument, Driver};
 use super::launches::{self as with, FLOAT, NEIGHBOURS, NULL, PART, Queue, int, long, parts_of};
 use super::notes::Notes;
 use crate::models::{
-    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Places, Rotary,
-    Rows, Scores, Scratch, View,
+    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
+    Rotary, Rows, Scores, Scratch, View,
 };
 
 /// Kernels on a device's memory; without a device, only what they would take of the workspace.
@@ -320,6 +320,18 @@ impl Kernels for CudaKernels<'_> {
             [&d, &scores, &s, &scale, &sequences, &positions, &labels, &is_value];
         let grid = [size.rows.sequences, 1, 1];
         on.queue.launch("class_loss_backward", grid, [32, 1, 1], 0, &arguments);
+    }
+
+    fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]) {
+        let Some(on) = &self.on else { return };
+        let places: Vec<_> = writes.iter().chain(reads).map(|view| on.at(*view)).collect();
+        let count = writes[0].len;
+        let elements = long(count);
+        let mut arguments: Vec<&dyn Argument> = Vec::new();
+        arguments.extend(places.iter().map(|place| place as &dyn Argument));
+        arguments.push(&elements);
+        arguments.extend(numbers.iter().map(|number| number as &dyn Argument));
+        on.queue.each(kernel.name, count, 1, &arguments);
     }
 
     fn clear(&self, y: View) {

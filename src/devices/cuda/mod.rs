@@ -42,7 +42,7 @@ use crate::arena::Arena;
 use crate::config::{Config, DeviceConfig, Plan};
 use crate::error::Error;
 use crate::machine::{Check, GpuRates};
-use crate::models::{Kernels, Micro, Rows, View};
+use crate::models::{Kernels, Micro, Model, Own, Part, Rows, View};
 
 /// Micro-batches whose notes are on their way at once, at most.
 const ON_THEIR_WAY: usize = 8;
@@ -140,12 +140,12 @@ impl Cuda {
 
 /// Every kernel of the GPU that a config says, against the CPU's.
 pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    check::all(driver(config)?, seed).map_err(Error::failed)
+    check::all(driver(config, &[])?, seed).map_err(Error::failed)
 }
 
 /// How fast the link and the products of the GPU are that a config says.
 pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
-    rates::measure(&driver(config)?, 64 << 20, 8192).map_err(Error::failed)
+    rates::measure(&driver(config, &[])?, 64 << 20, 8192).map_err(Error::failed)
 }
 
 /// Floats that it takes beside what is computed: for notes of a micro-batch, and for products.
@@ -154,20 +154,25 @@ pub(super) fn beside(rows: Rows) -> usize {
 }
 
 /// The GPU that a config says, with memory as it was planned.
-pub(super) fn open(config: &Config, plan: &Plan) -> Result<Box<dyn Device>, Error> {
-    let driver = driver(config)?;
+pub(super) fn open(config: &Config, model: &Model, plan: &Plan) -> Result<Box<dyn Device>, Error> {
+    let own = model.parts.iter().flat_map(|part| match part {
+        Part::Stack(layer) => layer.own_kernels(),
+        _ => Vec::new(),
+    });
+    let driver = driver(config, &own.collect::<Vec<_>>())?;
     let made = Cuda::new(driver, plan.layout.end, plan.layout.beside);
     let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
     Ok(Box::new(made.map_err(refused)?))
 }
 
-fn driver(config: &Config) -> Result<Arc<dyn Driver>, Error> {
+fn driver(config: &Config, own: &[Own]) -> Result<Arc<dyn Driver>, Error> {
     #[cfg(test)]
-    if let Some(emulated) = emulated::asked_for() {
+    if let Some(emulated) = emulated::asked_for(own) {
         return Ok(emulated);
     }
     let DeviceConfig { ordinal, cuda_libraries, kernel_cache, .. } = &config.device;
-    let real = real::Real::open(*ordinal, cuda_libraries.as_deref(), kernel_cache.as_deref());
+    let (folder, kept) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
+    let real = real::Real::open(*ordinal, folder, kept, own);
     let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
     Ok(Arc::new(real.map_err(refused)?))
 }

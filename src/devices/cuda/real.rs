@@ -12,8 +12,9 @@ use super::compile;
 use super::driver::{Address, Driver, Kind, Launch, Product, Stream};
 use super::libraries;
 use super::product::Products;
-use super::texts::{TEXTS, declared};
+use super::texts;
 use crate::machine::{Gpu, Library};
+use crate::models::Own;
 
 /// The oldest architecture that kernels are written for.
 const OLDEST: u32 = 75;
@@ -83,6 +84,7 @@ impl Real {
         ordinal: usize,
         folder: Option<&Path>,
         kept: Option<&Path>,
+        own: &[Own],
     ) -> Result<Real, Trouble> {
         let [_, nvrtc, _] = libraries::load_all(folder)?;
         let gpus = gpus()?;
@@ -117,7 +119,7 @@ impl Real {
         for stream in &mut real.streams {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
-        real.load_kernels(gpu.architecture, &nvrtc, kept)?;
+        real.load_kernels(gpu.architecture, &nvrtc, kept, own)?;
         real.products = Some(Products::new()?);
         Ok(real)
     }
@@ -133,25 +135,26 @@ impl Real {
         architecture: u32,
         nvrtc: &Library,
         kept: Option<&Path>,
+        own: &[Own],
     ) -> Result<(), Trouble> {
+        let texts = texts::all(own)?;
         let version = nvrtc.version.expect("it is there");
-        let codes = std::thread::scope(|scope| {
-            let compile = |(name, text)| {
+        let codes: Vec<_> = std::thread::scope(|scope| {
+            let compiles = texts.iter().map(|(name, text, _)| {
                 scope.spawn(move || compile::cubin(name, text, architecture, version, kept))
-            };
-            let compiles = TEXTS.map(compile);
-            compiles.map(|compile| compile.join().expect("a compiler returns"))
+            });
+            let compiles: Vec<_> = compiles.collect();
+            compiles.into_iter().map(|one| one.join().expect("a compiler returns")).collect()
         });
-        for ((_, text), code) in TEXTS.iter().zip(codes) {
+        for ((_, _, declared), code) in texts.into_iter().zip(codes) {
             let code = code?;
             // SAFETY: it is what the compiler made.
             let module = unsafe { result::module::load_data(code.as_ptr().cast())? };
             self.modules.push(module);
-            for kernel in declared(text) {
+            for kernel in declared {
+                let name = CString::new(kernel.name.clone())?;
                 // SAFETY: the module is there.
-                let function = unsafe {
-                    result::module::get_function(module, CString::new(kernel.name.clone())?)?
-                };
+                let function = unsafe { result::module::get_function(module, name)? };
                 self.kernels.insert(kernel.name, (function, kernel.parameters));
             }
         }

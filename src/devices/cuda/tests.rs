@@ -6,6 +6,10 @@ use std::path::Path;
 
 use crate::config::{DeviceKind, ScheduleKind};
 use crate::data::Batches;
+use crate::models::{
+    Backward, Block, Final, Forward, Keep, Kernels, Layer, Model, Own, Stem, Tensor,
+};
+use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
 
 use super::emulated;
@@ -30,10 +34,18 @@ fn config(kind: DeviceKind) -> Config {
 
 /// Losses and norms of some steps, and the end.
 fn run(config: Config, steps: usize) -> Result<(Vec<[f64; 2]>, Summary), crate::Error> {
+    run_on(Trainer::builder(config.clone()), &config, steps)
+}
+
+fn run_on(
+    builder: Builder,
+    config: &Config,
+    steps: usize,
+) -> Result<(Vec<[f64; 2]>, Summary), crate::Error> {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
-        let mut batches = Batches::open(&config)?;
-        let mut trainer = Trainer::start(config)?;
+        let mut batches = Batches::open(config)?;
+        let mut trainer = builder.start()?;
         let mut found = Vec::new();
         for _ in 0..steps {
             let report = trainer.step(batches.next().await?).await?;
@@ -90,12 +102,73 @@ fn every_kernel_is_the_cpus() {
     }
 }
 
+/// Halves what comes, by a kernel of its own.
+struct Halves;
+
+const HALF: Own = Own {
+    name: "times",
+    text: r#"
+extern "C" __global__ void times(T* y, const T* x, long long count, float factor) {
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) {
+        y[at] = put(factor * get(x[at]));
+    }
+}"#,
+    cpu: |writes, reads, numbers| {
+        writes[0].iter_mut().zip(reads[0]).for_each(|(y, x)| *y = numbers[0] * x);
+    },
+};
+
+impl Layer for Halves {
+    fn tensors(&self) -> Vec<Tensor> {
+        Vec::new()
+    }
+
+    fn own_kernels(&self) -> Vec<Own> {
+        vec![HALF]
+    }
+
+    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+        0
+    }
+
+    fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
+        k.own(&HALF, &[pass.y], &[pass.x], &[0.5]);
+    }
+
+    fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
+        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len));
+        k.own(&HALF, &[dx], &[pass.dy], &[0.5]);
+    }
+}
+
+#[test]
+fn kernels_of_ones_own_run() {
+    if !emulated::instead() {
+        return;
+    }
+    let of = |kind| {
+        let config = config(kind);
+        let shape = crate::shape_of(&config).expect("a shape of ours");
+        let stack: Vec<Box<dyn Layer>> = vec![
+            Box::new(Stem { index: 1, shape }),
+            Box::new(Halves),
+            Box::new(Block { index: 3, number: 0, shape }),
+            Box::new(Final { shape }),
+        ];
+        run_on(Trainer::builder(config.clone()).model(Model::of(shape, stack)), &config, 3)
+    };
+    let (cuda, _) = of(DeviceKind::Cuda).expect("a case of ours");
+    let (cpu, _) = of(DeviceKind::Cpu).expect("a case of ours");
+    close(&cuda, &cpu, "the CPU");
+}
+
 #[test]
 fn rates_are_measured() {
     if !emulated::instead() {
         return;
     }
-    let driver = emulated::asked_for().expect("it was asked for");
+    let driver = emulated::asked_for(&[]).expect("it was asked for");
     let rates = super::rates::measure(&driver, 1000, 8).expect("it is emulated");
     assert!(rates.product > 0.0 && rates.pageable.iter().all(|rate| *rate > 0.0));
 }

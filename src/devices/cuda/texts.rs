@@ -1,6 +1,11 @@
 //! The kernels' texts, and what they declare.
 
+use std::collections::BTreeSet;
+
+use l2l_actors::ports::Trouble;
+
 use super::driver::Kind;
+use crate::models::Own;
 
 /// What stands before each other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
@@ -27,41 +32,76 @@ pub(super) struct Declared {
 }
 
 /// The kernels of a text, in its order, but for those that floats do not need.
-pub(super) fn declared(text: &str) -> Vec<Declared> {
+///
+/// # Errors
+/// It is not written as our texts are.
+pub(super) fn declared(text: &str) -> Result<Vec<Declared>, Trouble> {
     let here = text.lines().take_while(|line| !line.starts_with("#ifdef HAS_TENSOR_CORES"));
     let bare: Vec<&str> =
         here.map(|line| line.split_once("//").map_or(line, |(code, _)| code)).collect();
     let bare = bare.join(" ");
-    let kernels = bare.split("__global__ void").skip(1);
-    kernels
-        .map(|text| {
-            let text = text.trim_start();
-            let bound = text.strip_prefix("__launch_bounds__");
-            let text = bound.map_or(text, |text| {
-                let end = text.find(')').expect("a bound ends");
-                text[end + 1..].trim_start()
-            });
-            let (name, rest) = text.split_once('(').expect("a kernel has parameters");
-            let (parameters, _) = rest.split_once(')').expect("they end");
-            let parameters = parameters.split(',').map(kind).collect();
-            Declared { name: name.trim().into(), parameters }
-        })
-        .collect()
+    bare.split("__global__ void").skip(1).map(kernel).collect()
+}
+
+/// One, from behind what it returns on.
+fn kernel(text: &str) -> Result<Declared, Trouble> {
+    let cut = || -> Trouble { "a kernel's declaration does not end".into() };
+    let text = text.trim_start();
+    let text = match text.strip_prefix("__launch_bounds__") {
+        Some(text) => text.split_once(')').ok_or_else(cut)?.1.trim_start(),
+        None => text,
+    };
+    let (name, rest) = text.split_once('(').ok_or_else(cut)?;
+    let (parameters, _) = rest.split_once(')').ok_or_else(cut)?;
+    let parameters = parameters.split(',').map(kind).collect::<Result<_, _>>();
+    let parameters = parameters.map_err(|error| format!("{}: {error}", name.trim()))?;
+    Ok(Declared { name: name.trim().into(), parameters })
+}
+
+/// The kernels of a text and of those of one's own, each with the text it is in.
+///
+/// # Errors
+/// One's own is not in its text, or is called as another.
+pub(super) fn all(
+    own: &[Own],
+) -> Result<Vec<(&'static str, &'static str, Vec<Declared>)>, Trouble> {
+    let mut all = Vec::new();
+    let mut known: BTreeSet<String> = BTreeSet::new();
+    for (name, text) in TEXTS {
+        let kernels = declared(text)?;
+        known.extend(kernels.iter().map(|kernel| kernel.name.clone()));
+        all.push((name, text, kernels));
+    }
+    for Own { name, text, .. } in own {
+        let mut kernels = declared(text)?;
+        kernels.retain(|kernel| kernel.name == *name);
+        if kernels.is_empty() {
+            return Err(format!("the text of {name} declares no kernel of that name").into());
+        }
+        let is_same = all.iter().any(|(_, other, _)| other == text);
+        if !known.insert((*name).into()) && !is_same {
+            return Err(format!("two kernels are called {name}").into());
+        }
+        if !is_same {
+            all.push((name, text, kernels));
+        }
+    }
+    Ok(all)
 }
 
 /// What a parameter is.
-fn kind(parameter: &str) -> Kind {
+fn kind(parameter: &str) -> Result<Kind, Trouble> {
     let parameter = parameter.trim();
     if parameter.contains('*') {
-        return Kind::Pointer;
+        return Ok(Kind::Pointer);
     }
-    match parameter.rsplit_once(' ').map(|(kind, _)| kind.trim()) {
+    Ok(match parameter.rsplit_once(' ').map(|(kind, _)| kind.trim()) {
         Some("int") => Kind::Int,
         Some("long long") => Kind::Long,
         Some("float") => Kind::Float,
         Some("Dropout") => Kind::Of("Dropout"),
         Some("Attention") => Kind::Of("Attention"),
         Some("Frequencies") => Kind::Of("Frequencies"),
-        _ => panic!("a kernel takes {parameter}"),
-    }
+        _ => return Err(format!("it takes {parameter:?}").into()),
+    })
 }

@@ -1,0 +1,105 @@
+//! A kernel of one's own: the squared ReLU (So et al. 2021), for a CPU and, as CUDA text, for a GPU; and a
+//! layer that runs it.
+//!
+//! `cargo run --release --example 07_own_kernel`; with `cuda` behind it, on a GPU.
+
+use l2l::config::DeviceKind;
+use l2l::data::Batches;
+use l2l::models::{
+    Backward, Block, Final, Forward, Keep, Kernels, Layer, Model, Own, Rows, Stem, Tensor,
+};
+use l2l::testing::check_gradients;
+use l2l::{Config, Trainer, shape_of};
+
+/// y = x + s max(x, 0)².
+const FORWARD: Own = Own {
+    name: "squared_relu",
+    text: r#"
+extern "C" __global__ void squared_relu(T* y, const T* x, long long count, float scale) {
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) {
+        const float value = get(x[at]), positive = fmaxf(value, 0.0f);
+        y[at] = put(value + scale * positive * positive);
+    }
+}"#,
+    cpu: |writes, reads, numbers| {
+        for (y, x) in writes[0].iter_mut().zip(reads[0]) {
+            *y = x + numbers[0] * x.max(0.0) * x.max(0.0);
+        }
+    },
+};
+
+/// dx = dy (1 + 2 s max(x, 0)).
+const BACKWARD: Own = Own {
+    name: "squared_relu_backward",
+    text: r#"
+extern "C" __global__ void squared_relu_backward(T* dx, const T* dy, const T* x, long long count, float scale) {
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) {
+        dx[at] = put(get(dy[at]) * (1.0f + 2.0f * scale * fmaxf(get(x[at]), 0.0f)));
+    }
+}"#,
+    cpu: |writes, reads, numbers| {
+        for ((dx, dy), x) in writes[0].iter_mut().zip(reads[0]).zip(reads[1]) {
+            *dx = dy * (1.0 + 2.0 * numbers[0] * x.max(0.0));
+        }
+    },
+};
+
+/// Runs them; it has no tensors.
+struct Squares;
+
+const SCALE: [f32; 1] = [0.1];
+
+impl Layer for Squares {
+    fn tensors(&self) -> Vec<Tensor> {
+        Vec::new()
+    }
+
+    fn own_kernels(&self) -> Vec<Own> {
+        vec![FORWARD, BACKWARD]
+    }
+
+    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+        0
+    }
+
+    fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
+        k.own(&FORWARD, &[pass.y], &[pass.x], &SCALE);
+    }
+
+    fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
+        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len));
+        k.own(&BACKWARD, &[dx], &[pass.dy, pass.x], &SCALE);
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    check_gradients(&Squares, 64, Rows { sequences: 2, positions: 9 })?;
+    println!("the kernel's backward is its forward's gradient");
+
+    let mut config = Config::default();
+    if std::env::args().any(|argument| argument == "cuda") {
+        config.device.kind = DeviceKind::Cuda;
+    }
+    config.model.layers = Some(1);
+    config.model.hidden = Some(64);
+    config.data.sequence_length = Some(64);
+    config.step.batch = 8;
+    let shape = shape_of(&config)?;
+    let stack: Vec<Box<dyn Layer>> = vec![
+        Box::new(Stem { index: 1, shape }),
+        Box::new(Block { index: 2, number: 0, shape }),
+        Box::new(Squares),
+        Box::new(Final { shape }),
+    ];
+    let mut batches = Batches::open(&config)?;
+    let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start()?;
+    for _ in 0..10 {
+        let report = trainer.step(batches.next().await?).await?;
+        println!("step {}: loss {:.4}", report.step, report.loss);
+    }
+    trainer.stop().await?;
+    Ok(())
+}
