@@ -25,6 +25,6 @@ pub use layer::{
 };
 pub use loss::{CrossEntropy, Loss};
 pub use model::{Model, Part, Tile};
-pub use own::Own;
+pub use own::{OnCpu, Own};
 pub use rotary::{Rotary, RotaryScaling};
 pub use shape::{Dropouts, Head, Shape};

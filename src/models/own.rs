@@ -1,5 +1,8 @@
 //! Kernels of one's own.
 
+/// What a kernel does on a CPU: what it writes, what it reads, numbers.
+pub type OnCpu = fn(&mut [&mut [f32]], &[&[f32]], &[f32]);
+
 /// A kernel that is not among [`Kernels`](super::Kernels)' methods: what it does on a CPU, which is what a
 /// GPU is checked against, and its text for a GPU.
 ///
@@ -14,6 +17,6 @@ pub struct Own {
     pub name: &'static str,
     /// Its text for a GPU.
     pub text: &'static str,
-    /// The same on a CPU: what it writes, what it reads, numbers.
-    pub cpu: fn(&mut [&mut [f32]], &[&[f32]], &[f32]),
+    /// The same on a CPU.
+    pub cpu: OnCpu,
 }

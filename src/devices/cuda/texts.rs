@@ -58,14 +58,15 @@ fn kernel(text: &str) -> Result<Declared, Trouble> {
     Ok(Declared { name: name.trim().into(), parameters })
 }
 
+/// A text's name, the text, and its kernels.
+type Text = (&'static str, &'static str, Vec<Declared>);
+
 /// The kernels of a text and of those of one's own, each with the text it is in.
 ///
 /// # Errors
 /// One's own is not in its text, or is called as another.
-pub(super) fn all(
-    own: &[Own],
-) -> Result<Vec<(&'static str, &'static str, Vec<Declared>)>, Trouble> {
-    let mut all = Vec::new();
+pub(super) fn all(own: &[Own]) -> Result<Vec<Text>, Trouble> {
+    let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
         let kernels = declared(text)?;
