@@ -1,5 +1,6 @@
 //! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
 
+use l2l::config::DeviceKind;
 use l2l::{Error, StepReport, machine};
 
 use super::journal::Journal;
@@ -33,11 +34,17 @@ pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
         let counted = if rest.is_empty() { first.into_iter().collect() } else { rest };
         let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
         let seconds = sum(|report| report.seconds);
-        let threads = config.device.threads.unwrap_or_else(machine::cores);
+        let product = match config.device.kind {
+            DeviceKind::Cpu => {
+                let threads = config.device.threads.unwrap_or_else(machine::cores);
+                machine::product_flops_per_second(threads)?
+            }
+            DeviceKind::Cuda => machine::gpu_rates(&config)?.product,
+        };
         let more = [
             ("tokens_per_second", sum(|report| report.tokens as f64) / seconds),
             ("model_flops_per_second", sum(|report| report.model_flops) / seconds),
-            ("matmul_flops_per_second", machine::product_flops_per_second(threads)?),
+            ("matmul_flops_per_second", product),
             ("exposed_wait_fraction", sum(|report| report.exposed_wait_seconds) / seconds),
         ];
         screen.summary(&summary, config.device.link.as_deref(), &more);
