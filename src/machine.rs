@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 use std::{fs, io};
 
-use crate::config::Config;
+use crate::config::{Config, DeviceKind};
 use crate::devices::{self, cpu};
 use crate::eps;
 use crate::error::Error;
@@ -293,4 +293,15 @@ pub struct GpuRates {
 /// There is no such GPU, or it failed.
 pub fn gpu_rates(config: &Config) -> Result<GpuRates, Error> {
     devices::gpu_rates(config)
+}
+
+/// FLOP/s of a large product on the device that a config says.
+///
+/// # Errors
+/// There is no such device, or it failed.
+pub fn device_flops_per_second(config: &Config) -> Result<f64, Error> {
+    match config.device.kind {
+        DeviceKind::Cpu => product_flops_per_second(config.device.threads.unwrap_or_else(cores)),
+        DeviceKind::Cuda => Ok(gpu_rates(config)?.product),
+    }
 }

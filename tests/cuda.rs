@@ -46,7 +46,7 @@ fn what_is_missing_is_said() {
     let folder = folder.path();
     let error = said(folder, &[]);
     assert!(error.contains("libcuda.so is not there") && error.contains("driver"), "{error}");
-    if !library(folder, "libcuda.so", &driver(12040, 100)) {
+    if !library(folder, "libcuda.so", &driver(13000, 100)) {
         return;
     }
     let error = said(folder, &[]);
@@ -70,11 +70,21 @@ fn what_is_missing_is_said() {
     let set = ["--set", set.as_str()];
     let error = said(folder, &set);
     assert!(error.contains("libcublasLt.so is not there"), "{error}");
+    let nowhere = said(folder, &["--set", "device.cuda_libraries=/nowhere"]);
+    assert!(nowhere.contains("device.cuda_libraries /nowhere: "), "{nowhere}");
     let products = "unsigned long cublasLtGetVersion(void) { return 130000; }";
     assert!(library(folder, "libcublasLt.so", products));
+    assert!(library(folder, "libcuda.so", &driver(12040, 100)));
     let error = said(folder, &set);
-    assert!(error.contains("the driver is of CUDA 12.4 and NVRTC of 13.0"), "{error}");
-    assert!(library(folder, "libcuda.so", &driver(13000, 100)));
+    assert!(error.contains("the driver is of CUDA 12.4, of at least 13.0"), "{error}");
+    let newer = "unsigned long cublasLtGetVersion(void) { return 140000; }";
+    assert!(
+        library(folder, "libcublasLt.so", newer)
+            && library(folder, "libcuda.so", &driver(13000, 100))
+    );
+    let error = said(folder, &set);
+    assert!(error.contains("the driver is of CUDA 13.0 and libcublasLt.so of 14.0"), "{error}");
+    assert!(library(folder, "libcublasLt.so", products));
     let error = said(folder, &set);
     assert!(error.contains("no device") || error.contains("NO_DEVICE"), "{error}");
     assert!(library(folder, "libcuda.so", &driver(13000, 0)));

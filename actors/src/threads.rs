@@ -89,7 +89,8 @@ impl<H: Hands> ThreadLanes<H> {
             let (worker, here) = (hands.clone(), Alive::new(&alive));
             if !hands.issues(lane) {
                 named(lane.name()).spawn(move || {
-                    let _here = here;
+                    let _here = here; // told last, when the hands are gone
+                    let worker = worker;
                     let mut scribe = Scribe::default();
                     for operation in operations.iter() {
                         run(&*worker, operation, origin, &mut scribe);
@@ -98,14 +99,16 @@ impl<H: Hands> ThreadLanes<H> {
             } else {
                 let (taken, waited) = flume::bounded(TAKEN);
                 named(lane.name()).spawn(move || {
-                    let _here = here;
+                    let _here = here; // told last, when the hands are gone
+                    let worker = worker;
                     for operation in operations.iter() {
                         issue(&*worker, operation, origin, &taken);
                     }
                 })?;
                 let (worker, here) = (hands.clone(), Alive::new(&alive));
                 named(&format!("{}-end", lane.name())).spawn(move || {
-                    let _here = here;
+                    let _here = here; // told last, when the hands are gone
+                    let worker = worker;
                     let mut scribe = Scribe::default();
                     for (operation, pending) in waited.iter() {
                         end(&*worker, operation, pending, &mut scribe);

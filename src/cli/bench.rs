@@ -1,6 +1,5 @@
 //! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
 
-use l2l::config::DeviceKind;
 use l2l::{Error, StepReport, machine};
 
 use super::journal::Journal;
@@ -18,6 +17,7 @@ pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
     }
     (config.checkpoint, config.validation) = Default::default();
     let run = || {
+        let product = machine::device_flops_per_second(&config)?;
         let prepared = Prepared::new(config.clone())?;
         let mut screen =
             Screen::new(Journal::open(&config.log)?, config.log.format, 0, prepared.steps, 0);
@@ -34,13 +34,6 @@ pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
         let counted = if rest.is_empty() { first.into_iter().collect() } else { rest };
         let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
         let seconds = sum(|report| report.seconds);
-        let product = match config.device.kind {
-            DeviceKind::Cpu => {
-                let threads = config.device.threads.unwrap_or_else(machine::cores);
-                machine::product_flops_per_second(threads)?
-            }
-            DeviceKind::Cuda => machine::gpu_rates(&config)?.product,
-        };
         let more = [
             ("tokens_per_second", sum(|report| report.tokens as f64) / seconds),
             ("model_flops_per_second", sum(|report| report.model_flops) / seconds),

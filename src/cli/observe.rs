@@ -51,8 +51,7 @@ impl Observers {
             }
         }
         let wanted = served.is_there() || report.is_some();
-        let threads = config.device.threads.unwrap_or_else(machine::cores);
-        let light = wanted.then(|| machine::product_flops_per_second(threads)).transpose()?;
+        let light = wanted.then(|| machine::device_flops_per_second(config)).transpose()?;
         Ok(Observers { served, trace, report: report.clone(), watch: None, light })
     }
 

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use l2l::config::{EpsTier, Format, Term};
+use l2l::config::{DeviceKind, EpsTier, Format, Term};
 use l2l::models::{Model, Part, block_len};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{Config, Error, Plan, machine, shape_of};
@@ -79,17 +79,27 @@ pub(super) fn rates(
         }
     }
     let threads = config.device.threads.unwrap_or_else(machine::cores);
-    let flops = match tflops {
-        Some(rate) => rate * 1e12,
-        None => machine::product_flops_per_second(threads)?,
+    let on_gpu = config.device.kind == DeviceKind::Cuda;
+    let asks = on_gpu && (tflops.is_none() || link_gbps.is_none());
+    let gpu = asks.then(|| machine::gpu_rates(config)).transpose().map_err(|error| {
+        let remedy = "give --tflops and --link-gbps to forecast for a GPU that is elsewhere";
+        Error::Refused(format!("{error}; {remedy}"))
+    })?;
+    let flops = match (tflops, &gpu) {
+        (Some(rate), _) => rate * 1e12,
+        (None, Some(gpu)) => gpu.product,
+        (None, None) => machine::product_flops_per_second(threads)?,
     };
     let host = match host_gbps {
         Some(rate) => rate * 1e9,
         None => machine::stream_bytes_per_second(threads)?,
     };
-    let link = match link_gbps {
-        Some(rate) => rate * 1e9,
-        None => config.link_bytes_per_second()?.unwrap_or(host),
+    let link = match (link_gbps, &gpu) {
+        (Some(rate), _) => rate * 1e9,
+        (None, Some(gpu)) => {
+            gpu.pinned.unwrap_or(gpu.pageable).into_iter().fold(f64::MAX, f64::min)
+        }
+        (None, None) => config.link_bytes_per_second()?.unwrap_or(host),
     };
     let rates = Rates::of(config, model, flops, link, host);
     let folder = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);

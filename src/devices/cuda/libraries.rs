@@ -7,17 +7,20 @@ use crate::machine::Library as Found;
 use cudarc::{cublaslt, driver, nvrtc};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
+/// The oldest driver, by the CUDA that it is of: what it is asked for came no earlier.
+const OLDEST: (u32, u32) = (13, 0);
+
 const INSTALL: [(&str, &str); 3] = [
     ("libcuda.so", "install NVIDIA's driver, 580 or newer"),
     (
         "libnvrtc.so",
-        "install CUDA's nvrtc (Debian: libnvrtc13; or `pip install nvidia-cuda-nvrtc` and set \
-         device.cuda_libraries to that environment's site-packages/nvidia)",
+        "install CUDA's nvrtc, or `pip install nvidia-cuda-nvrtc` and set device.cuda_libraries to that \
+         environment's site-packages/nvidia",
     ),
     (
         "libcublasLt.so",
-        "install CUDA's cublas (Debian: libcublas13; or `pip install nvidia-cublas` and set \
-         device.cuda_libraries to that environment's site-packages/nvidia)",
+        "install CUDA's cublas, or `pip install nvidia-cublas` and set device.cuda_libraries to that \
+         environment's site-packages/nvidia",
     ),
 ];
 
@@ -101,22 +104,29 @@ fn version(index: usize) -> Option<(u32, u32)> {
 /// # Errors
 /// What is missing or too old, and what to do.
 pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
+    if let Some(folder) = folder {
+        let unreadable = |error| format!("device.cuda_libraries {}: {error}", folder.display());
+        fs::read_dir(folder).map_err(unreadable)?;
+    }
     let found = libraries(folder);
     for Found { name, version, install, .. } in &found {
-        if version.is_none() {
+        let Some(version) = version else {
             return Err(format!("{name} is not there, or cannot be loaded: {install}"));
+        };
+        let (major, minor) = version;
+        let driver = found[0].version.expect("it is the first that is looked at");
+        if driver < OLDEST {
+            return Err(format!(
+                "the driver is of CUDA {major}.{minor}, of at least 13.0: {install}"
+            ));
         }
-    }
-    let [driver, nvrtc, _] = &found;
-    let (Some(driver), Some(nvrtc)) = (driver.version, nvrtc.version) else {
-        unreachable!("both are there");
-    };
-    if driver.0 < nvrtc.0 {
-        return Err(format!(
-            "the driver is of CUDA {}.{} and NVRTC of {}.{}: install a newer driver, or CUDA's nvrtc \
-             and cublas of version {}",
-            driver.0, driver.1, nvrtc.0, nvrtc.1, driver.0
-        ));
+        if driver.0 < *major {
+            return Err(format!(
+                "the driver is of CUDA {}.{} and {name} of {major}.{minor}: install a newer driver, or \
+                 CUDA's libraries of version {}",
+                driver.0, driver.1, driver.0
+            ));
+        }
     }
     Ok(found)
 }

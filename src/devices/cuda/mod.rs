@@ -72,6 +72,9 @@ pub(super) struct Cuda {
     pinned: Mutex<Vec<usize>>,
 }
 
+/// The most that two clocks drift apart, as a share.
+const DRIFT: f64 = 2e-4;
+
 /// An event, and when it was.
 struct Clock {
     event: Arc<Event>,
@@ -80,15 +83,26 @@ struct Clock {
 
 impl Clock {
     /// When an event was that is reached. The longer ago the known one, the less sure: a float counts
-    /// milliseconds; so the newer one is what is known from then on.
+    /// milliseconds.
     fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
         let seconds = driver.seconds(self.event.id, event.id)?;
         let by = Duration::from_secs_f64(seconds.abs());
         let at = if seconds < 0.0 { self.at.checked_sub(by) } else { self.at.checked_add(by) };
         let at = at.unwrap_or(self.at);
-        if seconds > 1.0 {
-            *self = Clock { event: event.clone(), at };
+        Ok(at)
+    }
+
+    /// The same of an event that was waited for until now, which is known from then on. The device's
+    /// clock and the host's drift apart: it follows the host's, slowly, and is never ahead.
+    fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
+        let (now, told) = (Instant::now(), self.time(driver, event)?);
+        let passed = told.saturating_duration_since(self.at);
+        if passed < Duration::from_secs(1) {
+            return Ok(told.min(now));
         }
+        let lag = now.saturating_duration_since(told);
+        let at = (told + lag.min(passed.mul_f64(DRIFT))).min(now);
+        *self = Clock { event: event.clone(), at };
         Ok(at)
     }
 }
@@ -269,7 +283,7 @@ impl Device for Cuda {
         Ok(Box::new(move || {
             let times = driver.synchronize(ended.id).and_then(|()| {
                 let mut clock = clock.lock().expect("nothing panics inside");
-                Ok([clock.time(&*driver, &begun)?, clock.time(&*driver, &ended)?])
+                Ok([clock.time(&*driver, &begun)?, clock.reached(&*driver, &ended)?])
             });
             taken.lock().expect("nothing panics inside").remove(&number);
             let [begin, end] = times?.map(|time| time.saturating_duration_since(origin));

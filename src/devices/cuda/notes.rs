@@ -13,7 +13,6 @@ pub(super) struct Notes {
     rows: Rows,
     /// Where the host's slices begin, of lengths, pasts, documents and kinds.
     hosts: [usize; 4],
-    has_documents: bool,
 }
 
 impl Notes {
@@ -41,14 +40,18 @@ impl Notes {
         }
         bytemuck::cast_slice_mut(of_kinds)[..kinds.len()].copy_from_slice(kinds);
         let hosts = [address(lengths), address(past), address(documents), address(kinds)];
-        Notes { floats, at, rows, hosts, has_documents: !documents.is_empty() }
+        Notes { floats, at, rows, hosts }
     }
 
     /// Where a field begins, and the element of it that a slice of the host's begins with.
     fn part<E>(&self, slice: &[E], field: usize) -> (Address, usize) {
         let Rows { sequences, .. } = self.rows;
         let words = [0, sequences, 2 * sequences, 2 * sequences + 2 * self.rows.count()];
-        let at = (address(slice) - self.hosts[field]) / size_of::<E>();
+        let at = address(slice).checked_sub(self.hosts[field]).map(|by| by / size_of::<E>());
+        let most = [sequences, sequences, self.rows.count(), self.rows.count()][field];
+        let at = at.filter(|at| at + slice.len() <= most);
+        let at =
+            at.expect("kernels are given a micro-batch's own lengths, pasts, documents and kinds");
         (self.at + (words[field] * FLOAT) as Address, at)
     }
 
@@ -62,6 +65,8 @@ impl Notes {
         let first = self.hosts[1];
         let here = first..first + size_of::<usize>() * self.rows.sequences;
         if past.is_empty() || !here.contains(&address(past)) {
+            let first = past.first().copied().unwrap_or(0);
+            assert!(past.iter().all(|other| *other == first), "pasts of a layer's own are equal");
             return NULL;
         }
         let (begin, at) = self.part(past, 1);
@@ -69,7 +74,7 @@ impl Notes {
     }
 
     pub(super) fn documents(&self, documents: &[Document]) -> Address {
-        if !self.has_documents || documents.is_empty() {
+        if documents.is_empty() {
             return NULL;
         }
         let (begin, at) = self.part(documents, 2);

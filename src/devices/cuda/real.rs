@@ -268,7 +268,7 @@ impl Driver for Real {
         let used = self.events.lock().expect("nothing panics inside").pop();
         let event = match used {
             Some(event) => event_of(event),
-            None => result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT)?,
+            None => result::event::create(sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC)?,
         };
         // SAFETY: see above.
         unsafe { result::event::record(event, self.stream(on))? };

@@ -224,8 +224,11 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
     let mut after = 0;
     while after < calls - 3 {
         emulated::fail_after(after);
-        let error = run(config(DeviceKind::Cuda), 2).expect_err("the driver failed").to_string();
-        assert!(error.contains("told to fail"), "{after}: {error}");
+        match run(config(DeviceKind::Cuda), 2) {
+            Err(error) => assert!(error.to_string().contains("told to fail"), "{after}: {error}"),
+            // How many events are waited for depends on who is first.
+            Ok(_) => assert!(emulated::calls(after) <= after, "{after}"),
+        }
         after += 1 + after / 9;
     }
     emulated::fail_after(MANY);

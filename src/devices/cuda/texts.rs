@@ -79,12 +79,15 @@ pub(super) fn all(own: &[Own]) -> Result<Vec<Text>, Trouble> {
         if kernels.is_empty() {
             return Err(format!("the text of {name} declares no kernel of that name").into());
         }
-        let is_same = all.iter().any(|(_, other, _)| other == text);
-        if !known.insert((*name).into()) && !is_same {
+        let there = all.iter_mut().find(|(_, other, _)| other == text);
+        let is_again = there.as_ref().is_some_and(|(.., known)| known.contains(&kernels[0]));
+        if !known.insert((*name).into()) && !is_again {
             return Err(format!("two kernels are called {name}").into());
         }
-        if !is_same {
-            all.push((name, text, kernels));
+        match there {
+            Some((.., known)) if !is_again => known.extend(kernels),
+            Some(_) => {}
+            None => all.push((name, text, kernels)),
         }
     }
     Ok(all)
