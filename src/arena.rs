@@ -6,16 +6,52 @@
 
 use std::cell::UnsafeCell;
 use std::io;
+use std::ops::{Deref, DerefMut};
 
 use memmap2::{MmapMut, MmapOptions};
 
 use crate::models::View;
 
+/// Floats on pages of their own, in huge ones where the system has them to give.
+#[derive(Debug)]
+pub(crate) struct Pages {
+    memory: MmapMut,
+    bytes: usize,
+}
+
+impl Pages {
+    /// Zeros.
+    ///
+    /// # Errors
+    /// The system has not that much.
+    pub(crate) fn new(length: usize) -> io::Result<Pages> {
+        let bytes = length * size_of::<f32>();
+        let memory = MmapOptions::new().len(bytes.max(1)).map_anon()?;
+        #[cfg(target_os = "linux")]
+        let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
+        Ok(Pages { memory, bytes })
+    }
+}
+
+impl Deref for Pages {
+    type Target = [f32];
+
+    fn deref(&self) -> &[f32] {
+        bytemuck::cast_slice(&self.memory[..self.bytes])
+    }
+}
+
+impl DerefMut for Pages {
+    fn deref_mut(&mut self) -> &mut [f32] {
+        bytemuck::cast_slice_mut(&mut self.memory[..self.bytes])
+    }
+}
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct Arena {
     /// Keeps the pages; touched through `base` only.
-    _memory: UnsafeCell<MmapMut>,
+    _memory: UnsafeCell<Pages>,
     base: *mut f32,
     length: usize,
 }
@@ -27,15 +63,13 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Zeroed memory for so many floats, in huge pages where the system has them to give.
+    /// Zeroed memory for so many floats.
     ///
     /// # Errors
     /// The system has not that much.
     pub(crate) fn new(length: usize) -> io::Result<Arena> {
-        let mut memory = MmapOptions::new().len((length * size_of::<f32>()).max(1)).map_anon()?;
-        #[cfg(target_os = "linux")]
-        let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
-        let base = memory.as_mut_ptr().cast();
+        let mut memory = Pages::new(length)?;
+        let base = memory.as_mut_ptr();
         Ok(Arena { _memory: UnsafeCell::new(memory), base, length })
     }
 

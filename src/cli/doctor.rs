@@ -16,8 +16,14 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
     let checks = machine::check_kernels(&config, seed)?;
     for machine::Check { kernel, cases, off } in &checks {
         if config.log.format == Format::Json {
-            let told = json!({ "event": "check", "kernel": kernel, "cases": cases, "off": off, "tolerance": machine::Check::MOST, "seed": seed });
-            print(told);
+            print(json!({
+                "event": "check",
+                "kernel": kernel,
+                "cases": cases,
+                "off": off,
+                "tolerance": machine::Check::MOST,
+                "seed": seed,
+            }));
         } else {
             print(format_args!("{kernel:<26} {cases:>3} sizes, off by {off:.1e} at most"));
         }

@@ -2,44 +2,13 @@
 //! The ring never lets two leases meet, so a lock that is taken is a bug, and says so instead of
 //! waiting.
 
-use std::ops::{Deref, DerefMut};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use l2l_actors::schedule::{BlockId, Version};
-use memmap2::{MmapMut, MmapOptions};
 
 use super::Which;
+use crate::arena::Pages;
 use crate::models::{Tensor, block_len};
-
-/// Floats on pages of their own, so that a device can pin them.
-#[derive(Debug)]
-pub(crate) struct Pages(MmapMut);
-
-impl Pages {
-    /// Zeros.
-    fn new(len: usize) -> Pages {
-        let made = MmapOptions::new().len((len * size_of::<f32>()).max(1)).map_anon();
-        let memory = made.expect("as much memory as was planned, and looked at");
-        #[cfg(target_os = "linux")]
-        let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
-        Pages(memory)
-    }
-}
-
-impl Deref for Pages {
-    type Target = [f32];
-
-    fn deref(&self) -> &[f32] {
-        bytemuck::cast_slice(&self.0[..self.0.len() / size_of::<f32>() * size_of::<f32>()])
-    }
-}
-
-impl DerefMut for Pages {
-    fn deref_mut(&mut self) -> &mut [f32] {
-        let bytes = self.0.len() / size_of::<f32>() * size_of::<f32>();
-        bytemuck::cast_slice_mut(&mut self.0[..bytes])
-    }
-}
 
 /// One block of the model.
 #[derive(Debug)]
@@ -48,7 +17,7 @@ pub(crate) struct Block {
     pub(crate) version: Version,
     /// Updates it has had.
     pub(crate) updates: u64,
-    /// The f32 masters.
+    /// The f32 masters, where a device can pin them.
     pub(crate) parameters: Pages,
     /// The optimizer's states, each as long as the masters.
     pub(crate) states: Vec<Vec<f32>>,
@@ -71,6 +40,7 @@ impl Memory {
             let zeros = || vec![0.0; block_len(tensors)];
             let states = (0..states).map(|_| zeros()).collect();
             let parameters = Pages::new(block_len(tensors));
+            let parameters = parameters.expect("as much memory as was planned, and looked at");
             RwLock::new(Block { version: 0, updates: 0, parameters, states })
         };
         let region = |(index, tensors): (usize, &Vec<Tensor>)| {

@@ -29,6 +29,9 @@ fn kernels(own: &[Own]) -> Option<Kernels> {
         eprintln!("without c++ the CUDA device is not tested");
         return None;
     }
+    // Tests run side by side: one of them builds.
+    static BUILDING: Mutex<()> = Mutex::new(());
+    let _building = BUILDING.lock().expect("a text that does not compile fails all tests");
     let texts = texts::all(own).expect("kernels that are declared");
     let built: Vec<PathBuf> = std::thread::scope(|scope| {
         let builds = texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text)));
@@ -74,9 +77,8 @@ fn build(name: &str, text: &str) -> PathBuf {
 thread_local! {
     /// Of the drivers that a thread makes: calls until one fails.
     static LEFT: Arc<AtomicI64> = Arc::new(AtomicI64::new(i64::MAX));
-}
 
-thread_local! {
+    /// Whether a thread's GPUs are emulated.
     static ASKED_FOR: Cell<bool> = const { Cell::new(false) };
 }
 

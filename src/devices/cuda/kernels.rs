@@ -30,6 +30,21 @@ impl On<'_> {
         view.map_or(NULL, |view| self.at(view))
     }
 
+    /// One way or the other, with blocks for so many rows.
+    fn first_rows(
+        &self,
+        kernel: &'static str,
+        [to, from]: [View; 2],
+        rows: Rows,
+        channels: usize,
+        blocks: usize,
+    ) {
+        let [sequences, positions, c] = [rows.sequences, rows.positions, channels].map(int);
+        let (to, from) = (self.at(to), self.at(from));
+        let arguments: [&dyn Argument; 5] = [&to, &from, &sequences, &positions, &c];
+        self.queue.columns(kernel, [blocks, 1], channels, &arguments);
+    }
+
     pub(super) fn copy(&self, to: View, from: View) {
         self.queue.copy(self.at(to), self.at(from), to.len * FLOAT);
     }
@@ -275,20 +290,13 @@ impl Kernels for CudaKernels<'_> {
 
     fn first_rows(&self, y: View, x: View, rows: Rows) {
         let Some(on) = &self.on else { return };
-        let channels = y.len / rows.sequences;
-        let (y, x, sizes) = (on.at(y), on.at(x), [rows.sequences, rows.positions, channels]);
-        let [sequences, positions, c] = sizes.map(int);
-        let arguments: [&dyn Argument; 5] = [&y, &x, &sequences, &positions, &c];
-        on.queue.columns("first_rows", [rows.sequences, 1], channels, &arguments);
+        on.first_rows("first_rows", [y, x], rows, y.len / rows.sequences, rows.sequences);
     }
 
     fn first_rows_backward(&self, dx: View, dy: View, rows: Rows) {
         let Some(on) = &self.on else { return };
         let channels = dy.len / rows.sequences;
-        let (dx, dy, sizes) = (on.at(dx), on.at(dy), [rows.sequences, rows.positions, channels]);
-        let [sequences, positions, c] = sizes.map(int);
-        let arguments: [&dyn Argument; 5] = [&dx, &dy, &sequences, &positions, &c];
-        on.queue.columns("first_rows_backward", [rows.count(), 1], channels, &arguments);
+        on.first_rows("first_rows_backward", [dx, dy], rows, channels, rows.count());
     }
 
     fn class_loss(&self, out: View, statistics: View, scores: View, size: ClassLoss) {

@@ -114,13 +114,14 @@ impl Cuda {
         let notes = View { len: beside.len - OF_PRODUCTS, ..beside };
         let behind = memory + ((notes.at + notes.len) * FLOAT) as Address;
         let all = View { at: 0, len: ON_THEIR_WAY * notes.len };
-        let desk = Arena::new(all.len)?;
+        let mut desk = Arena::new(all.len)?;
         // Rather early than late: nothing that waited for the device began before it ended.
         let at = Instant::now();
         let event = Event::record(&driver, Stream::Compute)?;
         driver.synchronize(event.id)?;
         let clock = Arc::new(Mutex::new(Clock { event, at }));
-        let mut device = Cuda {
+        let pinned = pin(&*driver, desk.values_mut(all)).into_iter().collect();
+        Ok(Cuda {
             driver,
             memory,
             notes,
@@ -130,26 +131,19 @@ impl Cuda {
             taken: Arc::default(),
             begun: Mutex::default(),
             clock,
-            pinned: Mutex::default(),
-        };
-        let (at, bytes) = {
-            let desk = device.desk.values_mut(all);
-            (desk.as_mut_ptr().cast(), size_of_val(desk))
-        };
-        device.pin_all(at, bytes);
-        Ok(device)
+            pinned: Mutex::new(pinned),
+        })
     }
 
     fn address(&self, view: View) -> Address {
         self.memory + (view.at * FLOAT) as Address
     }
+}
 
-    /// Pins memory of the host where the system has that much to give; without, copies are slower.
-    fn pin_all(&self, at: *mut u8, bytes: usize) {
-        if bytes > 0 && self.driver.pin(at, bytes).is_ok() {
-            self.pinned.lock().expect("nothing panics inside").push(at as usize);
-        }
-    }
+/// Pins memory of the host, where the system has that much to give; without, copies are slower.
+fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
+    let (at, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
+    (bytes > 0 && driver.pin(at, bytes).is_ok()).then_some(at as usize)
 }
 
 /// Every kernel of the GPU that a config says, against the CPU's.
@@ -250,7 +244,8 @@ impl Device for Cuda {
     }
 
     fn pin(&self, memory: &mut [f32]) {
-        self.pin_all(memory.as_mut_ptr().cast(), size_of_val(memory));
+        let pinned = pin(&*self.driver, memory);
+        self.pinned.lock().expect("nothing panics inside").extend(pinned);
     }
 
     fn issues(&self) -> bool {

@@ -124,22 +124,6 @@ impl Worker {
     ) -> Result<Worker, Error> {
         let threads = Arc::new(threads(config)?);
         let device = super::open(config, &model, &plan, &threads)?;
-        Worker::on(device, threads, config, model, plan, rule, learning_rate, eps, observers)
-    }
-
-    /// The same on a device that is there.
-    #[allow(clippy::too_many_arguments, reason = "all that a run is made of")]
-    pub(crate) fn on(
-        device: Box<dyn Device>,
-        threads: Arc<ThreadPool>,
-        config: &Config,
-        model: Arc<Model>,
-        plan: Arc<Plan>,
-        rule: Box<dyn UpdateRule>,
-        learning_rate: LearningRate,
-        eps: Eps,
-        observers: Vec<Arc<dyn Observe>>,
-    ) -> Result<Worker, Error> {
         let host = Arena::new(plan.layout.host_end);
         let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
         let mut host = host.map_err(no_memory)?;
