@@ -4,8 +4,8 @@
 
 use l2l::data::Batches;
 use l2l::models::{
-    Activation, Backward, Block, Final, Forward, Init, Keep, Kernels, Kind, Layer, Linear, Model,
-    Rows, Stem, Tensor, View, tensor_views,
+    Activation, Backward, Block, Dtype, Final, Forward, Init, Keep, Kernels, Kind, Layer, Linear,
+    Model, Rows, Stem, Tensor, View, tensor_views,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -50,7 +50,7 @@ impl Layer for Adapter {
     }
 
     /// Nothing: the backward computes the little it needs again.
-    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
         0
     }
 
@@ -69,7 +69,7 @@ impl Layer for Adapter {
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { micro, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
         let ([a, b, c, _], rows) = (self.parts(weights), micro.rows.count());
-        let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
         let [da, db, dc, dd] = self.parts(gradient);
         let dx = dx.unwrap_or_else(|| scratch.take(dy.len));
         let narrow = scratch.take(rows * self.bottleneck);

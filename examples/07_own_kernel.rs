@@ -6,7 +6,7 @@
 use l2l::config::DeviceKind;
 use l2l::data::Batches;
 use l2l::models::{
-    Backward, Block, Final, Forward, Keep, Kernels, Layer, Model, Own, Rows, Stem, Tensor,
+    Backward, Block, Dtype, Final, Forward, Keep, Kernels, Layer, Model, Own, Rows, Stem, Tensor,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -60,7 +60,7 @@ impl Layer for Squares {
         vec![FORWARD, BACKWARD]
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
         0
     }
 

@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use crate::models::View;
+use crate::models::{Dtype, View};
 
 /// Floats on pages of their own, in huge ones where the system has them to give.
 #[derive(Debug)]
@@ -74,6 +74,7 @@ impl Arena {
     }
 
     fn check(&self, view: View) {
+        assert_eq!(view.of, Dtype::F32, "floats are read as floats");
         let end = view.at.checked_add(view.len);
         assert!(end.is_some_and(|end| end <= self.length), "{view:?} of {} floats", self.length);
     }

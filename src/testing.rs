@@ -3,7 +3,7 @@
 use crate::arena::Arena;
 use crate::devices::cpu::CpuKernels;
 use crate::models::{
-    Backward, Draw, Forward, Init, Keep, Layer, Loss, Micro, Rows, Scratch, View, block_len,
+    Backward, Draw, Dtype, Forward, Init, Keep, Layer, Loss, Micro, Rows, Scratch, View, block_len,
     tensor_ranges,
 };
 use crate::random;
@@ -54,22 +54,22 @@ impl<'l> Bench<'l> {
     fn new(layer: &'l dyn Layer, channels: usize, rows: Rows) -> Bench<'l> {
         let mut end = 0;
         let mut place = |len: usize| {
-            let view = View { at: end, len };
+            let view = View::floats(end, len);
             end += len.next_multiple_of(16);
             view
         };
         let (block, hidden) = (block_len(&layer.tensors()), rows.count() * channels);
         let (weights, gradient) = (place(block), place(block));
         let [x, y, dy, dx] = [hidden; 4].map(&mut place);
-        let kept = place(layer.kept_len(rows.positions, Keep::All) * rows.sequences);
-        let carried = place(layer.carried_len(rows.positions, true));
+        let kept = place(layer.kept_len(rows.positions, Keep::All, Dtype::F32) * rows.sequences);
+        let carried = place(layer.carried_len(rows.positions, true, Dtype::F32));
         let at = end;
         // The last sequence is shorter: its end is padding.
         let mut lengths = vec![rows.positions; rows.sequences];
         lengths[rows.sequences - 1] = rows.positions.div_ceil(2);
         let kinds = (0..rows.count()).map(|row| (row % 2) as u8).collect();
         let empty = Arena::new(0).expect("nothing is little");
-        let workspace = View { at, len: usize::MAX / 4 };
+        let workspace = View::floats(at, usize::MAX / 4);
         let mut bench = Bench {
             layer,
             rows,
@@ -111,7 +111,7 @@ impl<'l> Bench<'l> {
 
     fn forward(&self, memory: Option<&Arena>, keeps: Option<Keep>) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
-        let scratch = &Scratch::new(self.workspace);
+        let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let (micro, kept) = (self.micro(), self.kept(keeps));
         let (weights, x, y, carried) = (self.weights, self.x, self.y, self.carried);
         let pass = Forward { micro, weights, x, y, kept, memory: None, carried, scratch };
@@ -121,7 +121,7 @@ impl<'l> Bench<'l> {
 
     fn backward(&self, memory: Option<&Arena>, keeps: Option<Keep>, accumulate: bool) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
-        let scratch = &Scratch::new(self.workspace);
+        let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let pass = Backward {
             micro: self.micro(),
             weights: self.weights,
@@ -353,8 +353,8 @@ mod tests {
             self.0.tensors()
         }
 
-        fn kept_len(&self, positions: usize, keep: Keep) -> usize {
-            self.0.kept_len(positions, keep)
+        fn kept_len(&self, positions: usize, keep: Keep, of: Dtype) -> usize {
+            self.0.kept_len(positions, keep, of)
         }
 
         fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>) {

@@ -179,10 +179,10 @@ impl Work {
             | Work::DownloadBoundary { micro_batch, outputs: placed } => {
                 plan.schedule.stashed_bytes(placed.boundary, *micro_batch)
             }
-            Work::ReadBlock { block, .. } => plan.schedule.block(*block).bytes,
-            Work::ReadRegion { block, .. } | Work::WriteRegion { block, .. } => {
-                plan.schedule.block(*block).gradient_bytes
-            }
+            // Masters are as many bytes as their gradient, whatever is published of them.
+            Work::ReadBlock { block, .. }
+            | Work::ReadRegion { block, .. }
+            | Work::WriteRegion { block, .. } => plan.schedule.block(*block).gradient_bytes,
             Work::ReadState { block, region, .. } => {
                 let block = plan.schedule.block(*block);
                 block.state_bytes + if *region { block.gradient_bytes } else { 0 }

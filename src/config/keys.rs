@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{ByteSize, DataConfig, ScheduleConfig};
+use crate::models::Dtype;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
@@ -231,7 +232,9 @@ pub struct DeviceConfig {
     /// A ceiling of the device's memory, in bytes or with a unit (`12GiB`); a plan above it is
     /// refused. `auto`: what the plan needs.
     pub memory: ByteSize,
-    /// What tensors on the device are made of.
+    /// What weights and activations on the device are made of; masters, the optimizer's states and gradients
+    /// are f32 whatever it is. `bf16` is for `cuda`: half the bytes over the link, in the stash and on the
+    /// device, and tensor cores; a master is then the bf16 that is published and what that leaves of it.
     pub dtype: Dtype,
     /// Threads; all cores when absent.
     pub threads: Option<usize>,
@@ -249,16 +252,6 @@ pub enum DeviceKind {
     Cpu,
     /// An NVIDIA GPU; what it needs is loaded when it is asked for (`l2l doctor` says what is missing).
     Cuda,
-}
-
-/// What tensors on the device are made of.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum Dtype {
-    /// 32-bit floats.
-    #[default]
-    F32,
 }
 
 /// `[stash]`

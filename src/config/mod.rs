@@ -13,10 +13,9 @@ use std::path::Path;
 
 pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use keys::{
-    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, Dtype, EpsConfig, EpsTier,
-    Format, Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind,
-    RateSchedule, StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig,
-    WatchdogConfig,
+    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
+    Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
+    StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
 };
 pub use plan::{Plan, Term};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
@@ -25,6 +24,7 @@ pub use sizes::ByteSize;
 pub(crate) use walk::{Carries, Purpose, Recall, Walk, schedule_of};
 
 use crate::error::Error;
+pub use crate::models::Dtype;
 use crate::models::Shape;
 use crate::optimizers::{AdamW, Decay, LearningRate};
 
@@ -121,6 +121,7 @@ impl Config {
         }
         let ValidationConfig { every_steps, patience, .. } = self.validation;
         let on_cuda = self.device.kind == DeviceKind::Cuda;
+        let in_bf16 = self.device.dtype == Dtype::Bf16;
         let contradictions = [
             (
                 on_cuda && self.device.link.is_some(),
@@ -133,9 +134,15 @@ impl Config {
                 "is the host with device.kind = \"cuda\": set \"host\"",
             ),
             (
-                on_cuda && self.stash.dtype == StashDtype::Bf16,
+                on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
                 "stash.dtype",
-                "is f32 with device.kind = \"cuda\", as the device's: set \"f32\"",
+                "is the device's with device.kind = \"cuda\": set device.dtype = \"bf16\", or leave it out",
+            ),
+            (
+                in_bf16 && !on_cuda,
+                "device.dtype",
+                "is bf16, and the CPU computes in f32: set device.kind = \"cuda\", or leave it out \
+                 (stash.dtype = \"bf16\" halves the stash)",
             ),
             (
                 self.model.path.is_some() && self.model.preset.is_some(),

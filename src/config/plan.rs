@@ -10,7 +10,7 @@ use super::{ByteSize, ChannelsConfig, Config, EpsTier, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
 use crate::error::Error;
-use crate::models::{Model, Part, Rows, Tensor, View, block_len};
+use crate::models::{Dtype, Model, Part, Rows, Tensor, View, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
 
@@ -26,7 +26,9 @@ pub struct Term {
 /// Where slots lie, in floats of the device's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Layout {
-    /// A weight or gradient slot.
+    /// A weight slot.
+    pub(crate) published: usize,
+    /// A gradient slot.
     pub(crate) block: usize,
     /// An input or output slot.
     pub(crate) boundary: usize,
@@ -80,6 +82,8 @@ pub struct Plan {
     pub(crate) memory: Option<Memory>,
     /// False: it holds no gradients and no optimizer state.
     pub(crate) trains: bool,
+    /// What weights and activations are.
+    pub(crate) dtype: Dtype,
     pub(crate) stash_on_device: bool,
     pub(crate) deferred: bool,
     /// States of the update rule.
@@ -89,7 +93,7 @@ pub struct Plan {
     pub(super) config: Config,
 }
 
-/// Keys and values that attention remembers: by layer, sequence and position.
+/// Keys and values that attention remembers, in floats: by layer, sequence and position.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Memory {
     layers: usize,
@@ -119,7 +123,7 @@ impl Plan {
         // A look at logits between steps fits, too.
         let sequences = if model.shape.scores_tokens() { 1 } else { config.step.batch };
         let tell = Walk { sequences, purpose: Purpose::Tell, ..train };
-        Plan::of(config, model, Some(states), &[train, tell], None)
+        Plan::of(config, model, Some(rule), &[train, tell], None)
     }
 
     /// Sums everything that evaluation holds.
@@ -150,7 +154,7 @@ impl Plan {
         let past = capacity.saturating_sub(1);
         let write = Walk { sequences, positions: 1, purpose: Purpose::Remember { past } };
         let remembered = model.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(layer.remembered()),
+            Part::Stack(layer) => Some(config.device.dtype.floats(layer.remembered())),
             _ => None,
         });
         let layers = remembered.clone().filter(|&floats| floats > 0).count();
@@ -159,16 +163,15 @@ impl Plan {
         Plan::of(config, model, None, &[read, write], Some(memory))
     }
 
-    /// Sums what walks of the ring hold, the first the longest. `states`: of the update rule, when
-    /// it trains.
+    /// Sums what walks of the ring hold, the first the longest. `rule`: when it trains.
     fn of(
         config: &Config,
         model: &Model,
-        states: Option<usize>,
+        rule: Option<&dyn UpdateRule>,
         walks: &[Walk],
         memory: Option<Memory>,
     ) -> Result<Plan, Error> {
-        let trains = states.is_some();
+        let (trains, states) = (rule.is_some(), rule.map_or(0, UpdateRule::states));
         let Walk { sequences, positions, .. } = walks[0];
         check_sizes(config, model, sequences, positions)?;
         let ChannelsConfig { weights, gradients, reduced, stash } = config.channels;
@@ -204,14 +207,20 @@ impl Plan {
         let stash_on_device = config.stash.place == StashPlace::Device;
 
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
+        let dtype = config.device.dtype;
+        if dtype == Dtype::Bf16 && !model.shape.hidden.is_multiple_of(2) {
+            let problem = format_args!("is bf16: a width of {} is odd", model.shape.hidden);
+            return Err(Error::config("device.dtype", problem));
+        }
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);
+        let published = dtype.floats(block).next_multiple_of(16);
         let keep = config.schedule.recompute.keep();
         let workspace = {
             let kernels = devices::kernels_to_plan(config);
-            devices::workspace(&*kernels, model, largest, positions, keep, trains)
+            devices::workspace(&*kernels, dtype, model, largest, positions, keep, trains)
         };
         let carried = model.parts.iter().map(|part| match part {
-            Part::Stack(layer) => layer.carried_len(positions, trains),
+            Part::Stack(layer) => layer.carried_len(positions, trains, dtype),
             _ => 0,
         });
         let carried = carried.max().unwrap_or(0).next_multiple_of(16);
@@ -226,7 +235,7 @@ impl Plan {
         };
         let (mut end, mut host_end) = (0, 0);
         let host_block = if on_file { part_floats(block) } else { block };
-        let parts = 1 + states.unwrap_or(0) + usize::from(deferred);
+        let parts = 1 + states + usize::from(deferred);
         let of_states = if trains { pools.states as usize * parts * host_block } else { 0 };
         place_in(&mut host_end, reduced as usize * host_block);
         let reads = place_in(&mut host_end, pools.reads as usize * host_block);
@@ -237,13 +246,14 @@ impl Plan {
         let layout = Layout {
             block,
             boundary,
-            weights: place(pools.weights as usize * block),
+            published,
+            weights: place(pools.weights as usize * published),
             gradients: place(gradients as usize * block),
             inputs: place(pools.inputs as usize * boundary),
             outputs: place(pools.outputs as usize * boundary),
-            carried: View { at: place(carried), len: carried },
-            workspace: View { at: place(workspace), len: workspace },
-            beside: View { at: place(beside), len: beside },
+            carried: View::floats(place(carried), carried),
+            workspace: View::floats(place(workspace), workspace),
+            beside: View::floats(place(beside), beside),
             stash: place(if stash_on_device { in_stash } else { 0 }),
             end: 0,
             host_block,
@@ -266,7 +276,7 @@ impl Plan {
         let regions: usize = with_region.map(|(_, tensors)| floats(tensors)).sum();
         let on = |device: bool, floats: usize| if device == stash_on_device { floats } else { 0 };
         let mut device = vec![
-            term("weights", pools.weights as usize * block),
+            term("weights", pools.weights as usize * published),
             term("gradients", gradients as usize * block),
             term("inputs", pools.inputs as usize * boundary),
             term("outputs", pools.outputs as usize * boundary + carried),
@@ -276,7 +286,7 @@ impl Plan {
         if beside > 0 {
             device.push(term("driver", beside));
         }
-        let (masters, moments) = (blocks, states.unwrap_or(0) * blocks);
+        let (masters, moments) = (blocks, states * blocks);
         let landing = term("landing", reduced as usize * host_block);
         let stash = term("stash", on(false, stash_floats));
         let (mut host, mut file) = (Vec::new(), Vec::new());
@@ -294,7 +304,11 @@ impl Plan {
             host.push(term("moments", moments));
             host.push(term("gradient_regions", regions));
         }
+        let desk = rule.filter(|_| dtype == Dtype::Bf16).map_or(0, |rule| rule.desk(block));
         host.extend([landing, stash]);
+        if desk > 0 {
+            host.push(term("desk", desk));
+        }
         if memory.is_some() {
             device.push(term("memory", on(true, memory_floats)));
             host.push(term("memory", on(false, memory_floats)));
@@ -308,6 +322,7 @@ impl Plan {
             positions,
             micro_batches,
             trains,
+            dtype,
             pools,
             layout,
             stash_floats,
@@ -316,7 +331,7 @@ impl Plan {
             read_bytes: file_bytes.0,
             written_bytes: file_bytes.1,
             deferred,
-            states: states.unwrap_or(0),
+            states,
             tied_tiles,
             config: config.clone(),
         };

@@ -10,7 +10,7 @@ use l2l_actors::schedule::{self, BlockId, Boundary, BoundaryId, Schedule, Select
 
 use super::{Config, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Head, Keep, Model, Part};
+use crate::models::{Dtype, Head, Keep, Model, Part};
 use crate::stash;
 
 /// What a walk is for.
@@ -74,7 +74,8 @@ pub(crate) fn schedule_of(
         Purpose::Train { states } => states,
         _ => 0,
     };
-    let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Keep::All), states);
+    let dtype = config.device.dtype;
+    let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Keep::All), states, dtype);
     if config.stash.dtype == StashDtype::Bf16 {
         ring.hidden.stashed_per_sequence = stash::packed_bytes(walk.positions * model.shape.hidden);
     }
@@ -94,7 +95,7 @@ pub(crate) fn schedule_of(
         Purpose::Tell => tell(&mut schedule, &mut carries, model),
         Purpose::Remember { past } => {
             tell(&mut schedule, &mut carries, model);
-            remember(&mut schedule, &mut carries, model, walk.positions, past);
+            remember(&mut schedule, &mut carries, model, dtype, [walk.positions, past]);
         }
     }
     Ok((schedule, carries))
@@ -139,17 +140,17 @@ fn remember(
     schedule: &mut Schedule,
     carries: &mut Carries,
     model: &Model,
-    positions: usize,
-    past: usize,
+    dtype: Dtype,
+    [positions, past]: [usize; 2],
 ) {
     let remembered = model.parts.iter().enumerate().filter_map(|(layer, part)| match part {
         Part::Stack(of) if of.remembered() > 0 => Some((layer, of.remembered())),
         _ => None,
     });
     for (index, (layer, width)) in remembered.enumerate() {
-        let fresh = boundary(schedule, positions * width);
+        let fresh = boundary(schedule, dtype.floats(positions * width));
         carries.recalls.insert(fresh, Recall::Fresh(index));
-        let before = (past > 0).then(|| boundary(schedule, past * width));
+        let before = (past > 0).then(|| boundary(schedule, dtype.floats(past * width)));
         carries.recalls.extend(before.map(|id| (id, Recall::Past(index))));
         for visit in &mut schedule.visits {
             if visit.on_device() && visit.layer.0 as usize == layer {

@@ -123,7 +123,7 @@ impl Direct {
 pub(crate) fn disk_rates(folder: &Path) -> io::Result<(f64, f64)> {
     const CHUNKS: u64 = 64;
     let mut chunk = Arena::new(CHUNK / size_of::<f32>())?;
-    let chunk = chunk.values_mut(View { at: 0, len: CHUNK / size_of::<f32>() });
+    let chunk = chunk.values_mut(View::floats(0, CHUNK / size_of::<f32>()));
     chunk.iter_mut().enumerate().for_each(|(nth, value)| *value = nth as f32);
     let file = Direct::new(tempfile::tempfile_in(folder)?);
     file.reserve(CHUNKS * CHUNK as u64)?;
@@ -173,7 +173,7 @@ mod tests {
         let len = CHUNK / size_of::<f32>() + 3 * PAGE_FLOATS;
         let mut arena = Arena::new(2 * len).expect("memory");
         let values: Vec<f32> = (0..len).map(|index| index as f32).collect();
-        let (from, to) = (View { at: 0, len }, View { at: len, len });
+        let (from, to) = (View::floats(0, len), View::floats(len, len));
         arena.fill(from, &values);
         let written =
             file.write(PAGE as u64, arena.values(from), &|| ()).expect("a disk with room");

@@ -439,7 +439,7 @@ impl FileTier {
         let mut desk = self.desk.lock().expect("nobody panicked inside");
         let entry = self.now().index.blocks[id.0 as usize].clone();
         let (_, floats) = self.places.blocks[id.0 as usize];
-        let to = desk.values_mut(View { at: 0, len: floats });
+        let to = desk.values_mut(View::floats(0, floats));
         self.part(id, &entry, which.part(), to, ALONE)?;
         Ok(see(to))
     }
@@ -453,7 +453,7 @@ impl FileTier {
         let mut desk = self.desk.lock().expect("nobody panicked inside");
         let (entry, part) = (self.now().index.blocks[id.0 as usize].clone(), which.part());
         let (at, floats) = self.places.of(id, entry.copy, part);
-        let to = desk.values_mut(View { at: 0, len: floats });
+        let to = desk.values_mut(View::floats(0, floats));
         self.part(id, &entry, part, to, ALONE)?;
         write(to);
         let digest = self.file.write(at, to, ALONE).map_err(|error| self.located(id, error))?;

@@ -80,6 +80,13 @@ impl Memory {
         });
     }
 
+    /// Shows each block's masters as they lie there, before the first step.
+    pub(crate) fn places(&self, mut see: impl FnMut(&mut [f32])) {
+        for block in &self.blocks {
+            see(&mut block.write().expect("nobody panicked inside").parameters);
+        }
+    }
+
     /// A lease to read a block as of a version.
     pub(crate) fn read(&self, id: BlockId, version: Version) -> RwLockReadGuard<'_, Block> {
         let block = self.blocks[id.0 as usize].try_read();

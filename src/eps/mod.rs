@@ -19,7 +19,8 @@ pub(crate) use file::{FileTier, Folder, Found, found, part_floats};
 pub(crate) use memory::Memory;
 
 use crate::error::Error;
-use crate::models::{Model, Tensor, tensor_ranges};
+use crate::models::{Dtype, Model, Tensor, block_len, tensor_ranges};
+use crate::optimizers::Planes;
 
 /// Which of the numbers that belong to each parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -55,6 +56,8 @@ enum Tier {
 pub(crate) struct Eps {
     tensors: Vec<Vec<Tensor>>,
     states: usize,
+    /// Whether masters lie in [planes](Planes).
+    pub(crate) in_planes: bool,
     tier: Tier,
 }
 
@@ -63,12 +66,18 @@ impl Eps {
     /// needed.
     pub(crate) fn in_memory(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
         let tier = Tier::Memory(Memory::new(&model.blocks, states, region));
-        Eps { tensors: model.blocks.clone(), states, tier }
+        Eps { tensors: model.blocks.clone(), states, in_planes: false, tier }
     }
 
     /// Blocks on file.
     pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
-        Eps { tensors: model.blocks.clone(), states, tier: Tier::File(Box::new(tier)) }
+        let tier = Tier::File(Box::new(tier));
+        Eps { tensors: model.blocks.clone(), states, in_planes: false, tier }
+    }
+
+    /// The same for a device of this kind; zeros are zeros for all.
+    pub(crate) fn published_as(self, dtype: Dtype) -> Eps {
+        Eps { in_planes: dtype == Dtype::Bf16, ..self }
     }
 
     /// The tier in memory, for the lanes of a ring whose blocks are there.
@@ -134,6 +143,23 @@ impl Eps {
         which: Which,
         see: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
+        if !self.in_planes || which != Which::Parameter {
+            return self.look_as_it_is(id, which, see);
+        }
+        let mut masters = vec![0.0; block_len(self.tensors(id))];
+        self.look_as_it_is(id, which, |place| {
+            let mut place = place[..masters.len()].to_vec();
+            Planes::of(&mut place).join_to(&mut masters);
+        })?;
+        Ok(see(&masters))
+    }
+
+    fn look_as_it_is<R>(
+        &self,
+        id: BlockId,
+        which: Which,
+        see: impl FnOnce(&[f32]) -> R,
+    ) -> Result<R, Error> {
         match &self.tier {
             Tier::Memory(memory) => Ok(memory.look(id, which, see)),
             Tier::File(file) => file.look(id, which, see).map_err(Error::failed),
@@ -145,6 +171,24 @@ impl Eps {
     /// # Errors
     /// It cannot be read or written, or somebody's own.
     pub(crate) fn fill(
+        &self,
+        id: BlockId,
+        which: Which,
+        write: impl FnOnce(&mut [f32]),
+    ) -> Result<(), Error> {
+        if !self.in_planes || which != Which::Parameter {
+            return self.fill_as_it_is(id, which, write);
+        }
+        let mut masters = vec![0.0; block_len(self.tensors(id))];
+        self.fill_as_it_is(id, which, |place| {
+            let mut planes = Planes::of(&mut place[..masters.len()]);
+            planes.join_to(&mut masters);
+            write(&mut masters);
+            planes.split_from(&masters);
+        })
+    }
+
+    fn fill_as_it_is(
         &self,
         id: BlockId,
         which: Which,

@@ -64,6 +64,7 @@ impl Rest {
             }
             None => Eps::in_memory(&model, 0, |_| false),
         };
+        let eps = eps.published_as(config.device.dtype);
         let worker =
             Worker::new(&config, model.clone(), plan.clone(), rule, rate, eps, Vec::new())?;
         worker.eps().randomise(config.step.seed)?;

@@ -109,8 +109,7 @@ impl Classes {
         let w = tensor_views(&self.tensors(), weights);
         let walked = self.walk(k, micro, &w, h, scratch);
         if let Some(told) = told {
-            let one = Rows { sequences: micro.rows.sequences, positions: 1 };
-            k.dropped(told, walked.scores, one, None);
+            k.cast(told, walked.scores);
         }
         k.class_loss(out, statistics, walked.scores, self.loss(micro.rows));
     }

@@ -1,6 +1,6 @@
 //! What stands before the first block and behind the last.
 
-use super::kernels::{Activation, Kernels, Linear, Norm, Rows, View};
+use super::kernels::{Activation, Dtype, Kernels, Linear, Norm, Rows, View};
 use super::layer::{
     Backward, Forward, Init, Keep, Kind, Layer, Micro, Scratch, Tensor, tensor_views,
 };
@@ -90,7 +90,7 @@ impl Layer for Stem {
         0
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
         0
     }
 
@@ -100,7 +100,7 @@ impl Layer for Stem {
         let sum = if w.norm.is_some() { scratch.take(y.len) } else { y };
         self.sum(k, &w, sum, x, &micro);
         if let Some((gamma, beta)) = w.norm {
-            let statistics = scratch.take(2 * micro.rows.count());
+            let statistics = scratch.take_floats(2 * micro.rows.count());
             k.norm(y, statistics, sum, gamma, beta, norm_of(&self.shape, micro.rows));
         }
         let dropout = micro.dropout(self.shape.dropout.embedding, self.index, 0);
@@ -111,7 +111,7 @@ impl Layer for Stem {
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { micro, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
         let (w, d) = (self.parts(weights), self.parts(gradient));
         let dropout = micro.dropout(self.shape.dropout.embedding, self.index, 0);
         let dx = dx.unwrap_or_else(|| scratch.take(dy.len));
@@ -119,7 +119,7 @@ impl Layer for Stem {
             (Some((gamma, beta)), Some((dgamma, dbeta))) => {
                 let (sum, y, dsum) =
                     (scratch.take(x.len), scratch.take(x.len), scratch.take(x.len));
-                let statistics = scratch.take(2 * micro.rows.count());
+                let statistics = scratch.take_floats(2 * micro.rows.count());
                 let size = norm_of(&self.shape, micro.rows);
                 self.sum(k, &w, sum, x, &micro);
                 k.norm(y, statistics, sum, gamma, beta, size);
@@ -226,7 +226,7 @@ impl Layer for Final {
         all
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
         0
     }
 
@@ -238,7 +238,7 @@ impl Layer for Final {
             let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
             let [x, y] = [x, y].map(|view| stretch.of(view, self.shape.hidden));
             let (read, _) = self.before_norm(k, &views, x, rows, scratch);
-            let statistics = scratch.take(2 * rows.count());
+            let statistics = scratch.take_floats(2 * rows.count());
             k.norm(y, statistics, read, gamma, beta, norm_of(&self.shape, rows));
         }
     }
@@ -247,7 +247,7 @@ impl Layer for Final {
         let Backward { ref micro, weights, gradient, mut accumulate, x, dy, dx, .. } = *pass;
         let (scratch, c) = (pass.scratch, self.shape.hidden);
         let views = tensor_views(&self.tensors(), weights);
-        let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
         let d = tensor_views(&self.tensors(), gradient);
         for stretch in micro.stretches(true) {
             let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
@@ -271,7 +271,7 @@ impl Final {
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let (y, statistics) = (scratch.take(dy.len), scratch.take(2 * rows.count()));
+        let (y, statistics) = (scratch.take(dy.len), scratch.take_floats(2 * rows.count()));
         let (norm, at) = (norm_of(&self.shape, rows), self.norm_at());
         let (gamma, beta) = (views[at], views.get(at + 1).copied());
         let (dgamma, dbeta) = (d[at], d.get(at + 1).copied());

@@ -7,7 +7,7 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::kernels::{Document, Dropout, Kernels, Places, Rows, View};
+use super::kernels::{Document, Dropout, Dtype, Kernels, Places, Rows, View};
 use super::own::Own;
 
 /// How a tensor begins in a model of random weights.
@@ -72,6 +72,8 @@ impl Tensor {
 /// so the same walk on a device that does nothing tells how much a layer needs.
 #[derive(Debug)]
 pub struct Scratch<'a> {
+    of: Dtype,
+    /// All of these count floats.
     at: usize,
     capacity: usize,
     used: Cell<usize>,
@@ -80,29 +82,39 @@ pub struct Scratch<'a> {
 }
 
 impl Scratch<'_> {
-    /// All of a workspace.
-    pub fn new(workspace: View) -> Scratch<'static> {
+    /// All of a workspace, which is of floats, to take numbers from that are of a kind.
+    pub fn new(workspace: View, of: Dtype) -> Scratch<'static> {
+        assert_eq!(workspace.of, Dtype::F32, "a workspace is of floats");
         let (used, peak) = (Cell::new(0), Cell::new(0));
-        Scratch { at: workspace.at, capacity: workspace.len, used, peak, outer: None }
+        Scratch { of, at: workspace.at, capacity: workspace.len, used, peak, outer: None }
     }
 
     /// What is left of it, for somebody who gives it back before anybody takes more.
     pub fn nested(&self) -> Scratch<'_> {
         let (at, capacity) = (self.at + self.used.get(), self.capacity - self.used.get());
-        Scratch { at, capacity, used: Cell::new(0), peak: Cell::new(0), outer: Some(self) }
+        let (used, peak) = (Cell::new(0), Cell::new(0));
+        Scratch { of: self.of, at, capacity, used, peak, outer: Some(self) }
     }
 
-    /// The next `len` elements, aligned.
+    /// The next `len` elements of the device's [`Dtype`], aligned.
     ///
     /// # Panics
     /// The plan was made for less.
     pub fn take(&self, len: usize) -> View {
+        self.take_floats(self.of.floats(len)).place(len, self.of)
+    }
+
+    /// The next `len` floats, aligned.
+    ///
+    /// # Panics
+    /// As [`take`](Scratch::take).
+    pub fn take_floats(&self, len: usize) -> View {
         let from = self.used.get();
         let to = from + len.next_multiple_of(16);
         assert!(to <= self.capacity, "workspace of {} asked for {to}", self.capacity);
         self.used.set(to);
         self.rise(to);
-        View { at: self.at + from, len }
+        View::floats(self.at + from, len)
     }
 
     fn rise(&self, height: usize) {
@@ -112,7 +124,12 @@ impl Scratch<'_> {
         }
     }
 
-    /// The most elements that were taken at once.
+    /// What the device's numbers are.
+    pub fn dtype(&self) -> Dtype {
+        self.of
+    }
+
+    /// The most floats that were taken at once.
     pub fn peak(&self) -> usize {
         self.peak.get()
     }
@@ -232,7 +249,7 @@ pub struct Forward<'a> {
     pub x: View,
     /// What goes out. (R, C).
     pub y: View,
-    /// Where to keep intermediates, and which, unless all are recomputed.
+    /// Where to keep intermediates, in floats, and which, unless all are recomputed.
     pub kept: Option<(Keep, View)>,
     /// What attention is to remember of this micro-batch, and what it remembers of those before
     /// it, when tokens come a few at a time. See [`Kernels::attention_to_past`].
@@ -288,7 +305,7 @@ pub trait Layer: Send + Sync {
         self.tensors().iter().map(weights).sum()
     }
 
-    /// Floats that its attention remembers of a position; 0: it remembers nothing.
+    /// Numbers that its attention remembers of a position; 0: it remembers nothing.
     fn remembered(&self) -> usize {
         0
     }
@@ -304,13 +321,15 @@ pub trait Layer: Send + Sync {
     }
 
     /// Floats that [stretches](Micro::stretches) of one sequence of so many `positions` leave to
-    /// each other, in training or without; 0: it walks all at once, or they leave nothing.
-    fn carried_len(&self, _positions: usize, _trains: bool) -> usize {
+    /// each other, in training or without, on a device of this kind; 0: it walks all at once, or they
+    /// leave nothing.
+    fn carried_len(&self, _positions: usize, _trains: bool, _of: Dtype) -> usize {
         0
     }
 
-    /// Elements of what it keeps for one sequence of `positions`, when it is to keep this.
-    fn kept_len(&self, positions: usize, keep: Keep) -> usize;
+    /// Floats that what it keeps for one sequence of `positions` takes, when it is to keep this, on a
+    /// device of this kind.
+    fn kept_len(&self, positions: usize, keep: Keep, of: Dtype) -> usize;
 
     /// Runs it.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);

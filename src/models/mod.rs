@@ -16,8 +16,8 @@ pub use block::Block;
 pub use classes::Classes;
 pub use ends::{Final, Stem};
 pub use kernels::{
-    Activation, Apart, Attention, ClassLoss, Document, Dropout, Kernels, Linear, Norm, Places,
-    Rows, STATISTICS, Scores, View,
+    Activation, Apart, Attention, ClassLoss, Document, Dropout, Dtype, Kernels, Linear, Norm,
+    Places, Rows, STATISTICS, Scores, View,
 };
 pub use layer::{
     Backward, Draw, Forward, Init, Keep, Kind, Layer, Memory, Micro, STRETCH, Scratch, Stretch,

@@ -7,7 +7,7 @@ use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingL
 use super::block::Block;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
-use super::kernels::{STATISTICS, Scores};
+use super::kernels::{Dtype, STATISTICS, Scores};
 use super::layer::{Init, Keep, Kind, Layer, Tensor, block_len};
 use super::loss::{CrossEntropy, Loss};
 use super::shape::Shape;
@@ -146,6 +146,7 @@ impl Model {
         positions: usize,
         keep: Keep,
         states: usize,
+        of: Dtype,
     ) -> l2l_actors::schedule::Model {
         let boundary = |slots: u32, floats: usize| {
             let bytes = (floats * size_of::<f32>()) as u64;
@@ -153,14 +154,15 @@ impl Model {
         };
         let hidden = positions * self.shape.hidden;
         let kept = self.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(layer.kept_len(positions, keep)),
+            Part::Stack(layer) => Some(layer.kept_len(positions, keep, of)),
             _ => None,
         });
         let kept = kept.max().unwrap_or(0);
         let block = |tensors: &Vec<Tensor>| {
-            let bytes = (block_len(tensors) * size_of::<f32>()) as u64;
-            let state_bytes = bytes * (1 + states as u64);
-            BlockSize { bytes, gradient_bytes: bytes, state_bytes, frozen: false }
+            let gradient_bytes = (block_len(tensors) * size_of::<f32>()) as u64;
+            let bytes = (block_len(tensors) * of.size()) as u64;
+            let state_bytes = gradient_bytes * (1 + states as u64);
+            BlockSize { bytes, gradient_bytes, state_bytes, frozen: false }
         };
         let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| RingLayer {
             role: match part {
@@ -169,16 +171,21 @@ impl Model {
                 Part::Head(_) | Part::Classes(_) => Role::Tile,
             },
             blocks: blocks.clone(),
-            keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions, keep) > 0),
+            keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions, keep, of) > 0),
         });
         l2l_actors::schedule::Model {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
-            hidden: boundary(1, hidden),
+            hidden: boundary(1, of.floats(hidden)),
             intermediates: boundary(1, kept),
             statistics: boundary(1, positions * STATISTICS),
-            head_gradient: boundary(1, hidden),
+            head_gradient: boundary(1, self.head_gradient(of).floats(hidden)),
         }
+    }
+
+    /// What the gradient that a head hands on is: that of tiles is a sum over them, in floats.
+    pub fn head_gradient(&self, of: Dtype) -> Dtype {
+        if self.shape.scores_tokens() { Dtype::F32 } else { of }
     }
 
     /// Sizes of a head tile for so many rows.

@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, Update, UpdateRule};
+use super::{CHUNK, Planes, Update, UpdateRule};
 use crate::models::{Kind, Tensor, tensor_ranges};
 
 /// Decoupled weight decay; two moments a parameter.
@@ -54,14 +54,35 @@ struct Factors {
     scale: f32,
 }
 
-#[inline(always)]
-fn apply(p: &mut [f32], m: &mut [f32], v: &mut [f32], g: &[f32], factors: Factors) {
-    let Factors { new1, beta2, new2, rate, root_of_bias2, epsilon, keep, scale } = factors;
-    for (((p, m), v), g) in p.iter_mut().zip(m).zip(v).zip(g) {
+impl Factors {
+    /// Moves the moments; where the parameter moves to.
+    #[inline(always)]
+    fn moved(self, p: f32, m: &mut f32, v: &mut f32, g: f32) -> f32 {
+        let Factors { new1, beta2, new2, rate, root_of_bias2, epsilon, keep, scale } = self;
         let g = g * scale;
         *m += (g - *m) * new1;
         *v = *v * beta2 + g * g * new2;
-        *p = *p * keep - rate * (*m / (v.sqrt() / root_of_bias2 + epsilon));
+        p * keep - rate * (*m / (v.sqrt() / root_of_bias2 + epsilon))
+    }
+}
+
+impl AdamW {
+    /// Of a tensor.
+    fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
+        let (beta1, beta2) = self.betas;
+        let count = (update.step + 1) as f64;
+        let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
+        let decay = if self.decays(tensor) { self.weight_decay } else { 0.0 };
+        Factors {
+            new1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            new2: (1.0 - beta2) as f32,
+            rate: (update.learning_rate / bias1) as f32,
+            root_of_bias2: bias2.sqrt() as f32,
+            epsilon: self.epsilon as f32,
+            keep: (1.0 - update.learning_rate * decay) as f32,
+            scale: update.scale,
+        }
     }
 }
 
@@ -79,21 +100,8 @@ impl UpdateRule for AdamW {
         update: Update,
     ) {
         let [m, v] = states else { unreachable!("two moments") };
-        let (beta1, beta2) = self.betas;
-        let count = (update.step + 1) as f64;
-        let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
         for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let decay = if self.decays(tensor) { self.weight_decay } else { 0.0 };
-            let factors = Factors {
-                new1: (1.0 - beta1) as f32,
-                beta2: beta2 as f32,
-                new2: (1.0 - beta2) as f32,
-                rate: (update.learning_rate / bias1) as f32,
-                root_of_bias2: bias2.sqrt() as f32,
-                epsilon: self.epsilon as f32,
-                keep: (1.0 - update.learning_rate * decay) as f32,
-                scale: update.scale,
-            };
+            let factors = self.factors(tensor, update);
             let p = parameters[range.clone()].par_chunks_mut(CHUNK);
             let m = m[range.clone()].par_chunks_mut(CHUNK);
             let v = v[range.clone()].par_chunks_mut(CHUNK);
@@ -101,10 +109,51 @@ impl UpdateRule for AdamW {
             p.zip(m).zip(v).zip(g).for_each(|(((p, m), v), g)| {
                 update.level.run(
                     #[inline(always)]
-                    || apply(p, m, v, g, factors),
+                    || {
+                        for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {
+                            *p = factors.moved(*p, m, v, g);
+                        }
+                    },
                 );
             });
         }
+    }
+
+    fn apply_in_planes(
+        &self,
+        tensors: &[Tensor],
+        planes: &mut Planes<'_>,
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+        _desk: &mut [f32],
+    ) {
+        let [m, v] = states else { unreachable!("two moments") };
+        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+            let factors = self.factors(tensor, update);
+            let published = planes.published[range.clone()].par_chunks_mut(CHUNK);
+            let rest = planes.rest[range.clone()].par_chunks_mut(CHUNK);
+            let m = m[range.clone()].par_chunks_mut(CHUNK);
+            let v = v[range.clone()].par_chunks_mut(CHUNK);
+            let g = gradient[range].par_chunks(CHUNK);
+            let all = published.zip(rest).zip(m).zip(v).zip(g);
+            all.for_each(|((((published, rest), m), v), g)| {
+                update.level.run(
+                    #[inline(always)]
+                    || {
+                        let p = published.iter_mut().zip(rest);
+                        for ((((published, rest), m), v), &g) in p.zip(m).zip(v).zip(g) {
+                            let p = factors.moved(Planes::join(*published, *rest), m, v, g);
+                            (*published, *rest) = Planes::split(p);
+                        }
+                    },
+                );
+            });
+        }
+    }
+
+    fn desk(&self, _parameters: usize) -> usize {
+        0
     }
 }
 

@@ -1,11 +1,13 @@
 //! Update rules: what a gradient does to a block. No lanes, no tasks: mathematics on slices.
 
 mod adamw;
+pub(crate) mod planes;
 mod rate;
 
 use rayon::prelude::*;
 
 pub use adamw::AdamW;
+pub use planes::Planes;
 pub use rate::{Decay, LearningRate};
 
 use crate::models::{Tensor, tensor_ranges};
@@ -52,4 +54,27 @@ pub trait UpdateRule: Send + Sync {
         gradient: &[f32],
         update: Update,
     );
+
+    /// The same where masters lie in two planes, as those of a device of bf16 do. A rule that moves each
+    /// number by itself does it there; for others, masters are put together on a `desk` of as many floats
+    /// as [`desk`](UpdateRule::desk) says.
+    fn apply_in_planes(
+        &self,
+        tensors: &[Tensor],
+        planes: &mut Planes<'_>,
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+        desk: &mut [f32],
+    ) {
+        let masters = &mut desk[..gradient.len()];
+        planes.join_to(masters);
+        self.apply(tensors, masters, states, gradient, update);
+        planes.split_from(masters);
+    }
+
+    /// Floats of a desk for blocks of at most so many parameters in planes.
+    fn desk(&self, parameters: usize) -> usize {
+        parameters
+    }
 }

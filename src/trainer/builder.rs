@@ -225,18 +225,19 @@ fn open_eps(
     is_trial: bool,
 ) -> Result<(Eps, Option<Found>), Error> {
     let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
+    let dtype = config.device.dtype;
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
         if goes_on {
             return Err(Error::config("eps.tier", "is memory: there is no state to go on from"));
         }
-        return Ok((Eps::in_memory(model, states, region), None));
+        return Ok((Eps::in_memory(model, states, region).published_as(dtype), None));
     };
     let refused = |error: std::io::Error| {
         Error::refused(format_args!("eps.path {}: {error}", path.display()))
     };
     if is_trial {
         let file = FileTier::unnamed(path, model, true, states, region).map_err(refused)?;
-        return Ok((Eps::on_file(model, states, file), None));
+        return Ok((Eps::on_file(model, states, file).published_as(dtype), None));
     }
     let folder = Folder::take(path).map_err(refused)?;
     let found = match folder.found() {
@@ -257,7 +258,8 @@ fn open_eps(
         _ => {}
     }
     let file = FileTier::open(folder, model, states, region, goes_on).map_err(refused)?;
-    Ok((Eps::on_file(model, states, file), found.filter(|_| goes_on)))
+    let eps = Eps::on_file(model, states, file).published_as(dtype);
+    Ok((eps, found.filter(|_| goes_on)))
 }
 
 /// Of each layer, whether the device meets it, and whether it is the first to meet a block.

@@ -1,6 +1,5 @@
 //! Rows of tables: tokens on the host, positions on the device.
 
-use half::bf16;
 use rayon::prelude::*;
 
 use crate::models::Places;
@@ -92,35 +91,21 @@ pub(super) fn add_types_backward(
     );
 }
 
-/// Copies the rows of those tokens that lie in a tile: rows `first..` of the vocabulary.
-pub(in crate::devices) fn gather(
-    y: &mut [f32],
+/// Copies the rows of those tokens that lie in a tile, rows `first..` of the vocabulary, each number as
+/// `cast` makes it.
+pub(in crate::devices) fn gather<Y: Send, X: Copy + Sync>(
+    y: &mut [Y],
     tokens: &[u32],
-    tile: &[f32],
+    tile: &[X],
     first: usize,
     channels: usize,
-) {
-    let rows = tile.len() / channels;
-    y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
-        if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
-            y.copy_from_slice(&tile[row * channels..][..channels]);
-        }
-    });
-}
-
-/// The same to rows of half the size.
-pub(in crate::devices) fn gather_packed(
-    y: &mut [bf16],
-    tokens: &[u32],
-    tile: &[f32],
-    first: usize,
-    channels: usize,
+    cast: impl Fn(X) -> Y + Sync,
 ) {
     let rows = tile.len() / channels;
     y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
         if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
             let row = &tile[row * channels..][..channels];
-            y.iter_mut().zip(row).for_each(|(y, x)| *y = bf16::from_f32(*x));
+            y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x));
         }
     });
 }
@@ -195,7 +180,7 @@ mod tests {
         let dy = noise(tokens.len() * c, 2);
         let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
         for (first, to) in [(0, 3), (3, 5)] {
-            gather(&mut y, &tokens, &table.narrow[first * c..to * c], first, c);
+            gather(&mut y, &tokens, &table.narrow[first * c..to * c], first, c, |x| x);
             let known = tokens.iter().enumerate().map(|(at, &token)| (at != 1).then_some(token));
             scatter(Level::best(), &mut dtable[first * c..to * c], known, &dy.narrow, first, c);
         }

@@ -56,7 +56,7 @@ fn are_apart(a: &View, b: &View) -> bool {
 
 /// A view that may not be there: one of nothing.
 fn or_nothing(view: Option<View>) -> View {
-    view.unwrap_or(View { at: 0, len: 0 })
+    view.unwrap_or(View::floats(0, 0))
 }
 
 impl Kernels for CpuKernels<'_> {
@@ -273,6 +273,12 @@ impl Kernels for CpuKernels<'_> {
             let [y] = call.write();
             dropout::apply(self.level, y, rows, &dropout);
         }
+    }
+
+    fn cast(&self, y: View, x: View) {
+        let Some(call) = self.call([y], &[x]) else { return };
+        let [y] = call.write();
+        y.copy_from_slice(call.read(x));
     }
 
     fn first_rows(&self, y: View, x: View, rows: Rows) {

@@ -3,13 +3,78 @@
 use super::driver::Argument;
 use super::kernels::On;
 use super::launches::{self as with, int, long};
-use crate::models::{Apart, Attention, View};
+use crate::models::{Apart, Attention, Dtype, View};
 
-/// Positions of a block.
-const TILE: usize = 64;
+/// A kernel with a block for each tile of a head, as the text says.
+#[derive(Clone, Copy)]
+struct Tiles {
+    kernel: &'static str,
+    positions: usize,
+    /// Blocks for each head.
+    blocks: usize,
+    threads: u32,
+    /// Bytes that a block shares.
+    shared: usize,
+}
 
-/// Bytes that a block shares, as the text says.
-const SHARED: usize = 35_840;
+const fn tiles(kernel: &'static str, positions: usize, threads: u32, shared: usize) -> Tiles {
+    Tiles { kernel, positions, blocks: 1, threads, shared }
+}
+
+/// Forward, backward to keys and values, backward to queries.
+type Passes = [Tiles; 3];
+
+/// For heads of all sizes.
+const PLAIN: Passes = [
+    tiles("attention", 64, 256, 35_840),
+    tiles("attention_backward_keys", 64, 256, 35_840),
+    tiles("attention_backward_queries", 64, 256, 35_840),
+];
+
+/// On tensor cores, for heads of at most so many channels.
+const CORES: [(usize, Passes); 4] = [
+    (
+        32,
+        [
+            tiles("attention_32", 128, 256, 22_528),
+            tiles("attention_backward_keys_32", 64, 128, 22_528),
+            tiles("attention_backward_queries_32", 64, 128, 32_768),
+        ],
+    ),
+    (
+        64,
+        [
+            tiles("attention_64", 128, 256, 38_912),
+            tiles("attention_backward_keys_64", 64, 128, 38_912),
+            tiles("attention_backward_queries_64", 64, 128, 57_344),
+        ],
+    ),
+    (
+        128,
+        [
+            tiles("attention_128", 128, 256, 71_680),
+            tiles("attention_backward_keys_128", 64, 128, 71_680),
+            tiles("attention_backward_queries_128", 64, 128, 70_656),
+        ],
+    ),
+    (
+        256,
+        [
+            tiles("attention_256", 64, 128, 68_096),
+            // Half of a head's channels each.
+            Tiles { blocks: 2, ..tiles("attention_backward_keys_256", 64, 128, 84_992) },
+            tiles("attention_backward_queries_256", 64, 128, 84_736),
+        ],
+    ),
+];
+
+fn passes(of: Dtype, head_size: usize) -> Passes {
+    let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
+    match of {
+        Dtype::F32 => PLAIN,
+        Dtype::Bf16 => CORES.iter().find(fits).expect("sizes are checked").1,
+    }
+}
 
 impl On<'_> {
     pub(super) fn attention(
@@ -20,12 +85,13 @@ impl On<'_> {
         kv: Option<View>,
         size: &Attention<'_>,
     ) {
+        let [forward, ..] = passes(qkv.of, size.head_size);
         let (y, lse, qkv, kv) = (self.at(y), self.at(lse), self.at(qkv), self.maybe(kv));
         let (lengths, documents) =
             (self.notes.lengths(size.lengths), self.notes.documents(size.documents));
         let sizes = with::attention(size);
         let arguments: [&dyn Argument; 7] = [&y, &lse, &qkv, &kv, &lengths, &documents, &sizes];
-        self.tiles("attention", size, size.rows.positions, size.heads, &arguments);
+        self.tiles(forward, size, size.rows.positions, size.heads, &arguments);
     }
 
     /// dqkv, and what goes apart. `delta` is scratch.
@@ -36,6 +102,7 @@ impl On<'_> {
         apart: Option<Apart>,
         size: &Attention<'_>,
     ) {
+        let [_, to_keys, to_queries] = passes(qkv.of, size.head_size);
         let sizes = with::attention(size);
         let (dqkv, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
         let (delta, qkv) = (self.at(delta), self.at(qkv));
@@ -49,11 +116,11 @@ impl On<'_> {
         let keys = size.rows.positions + size.past.first().copied().unwrap_or(0);
         let arguments: [&dyn Argument; 11] =
             [&dqkv, &dkv, &dy, &lse, &delta, &qkv, &kv, &lengths, &documents, &sizes, &accumulate];
-        self.tiles("attention_backward_keys", size, keys, size.kv_heads, &arguments);
+        self.tiles(to_keys, size, keys, size.kv_heads, &arguments);
         let arguments: [&dyn Argument; 9] =
             [&dqkv, &dy, &lse, &delta, &qkv, &kv, &lengths, &documents, &sizes];
         let queries = size.rows.positions;
-        self.tiles("attention_backward_queries", size, queries, size.heads, &arguments);
+        self.tiles(to_queries, size, queries, size.heads, &arguments);
     }
 
     pub(super) fn attention_to_past(&self, y: View, qkv: View, past: View, size: &Attention<'_>) {
@@ -66,17 +133,18 @@ impl On<'_> {
         self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, &arguments);
     }
 
-    /// A block for each tile of so many positions of each of so many heads.
+    /// Blocks for each tile of so many positions of each of so many heads.
     fn tiles(
         &self,
-        kernel: &'static str,
+        tiles: Tiles,
         size: &Attention<'_>,
         positions: usize,
         heads: usize,
         arguments: &[&dyn Argument],
     ) {
-        let grid = [positions.div_ceil(TILE), heads, size.rows.sequences];
-        self.queue.launch(kernel, grid, [256, 1, 1], SHARED, arguments);
+        let Tiles { kernel, positions: of_tile, blocks, threads, shared } = tiles;
+        let grid = [positions.div_ceil(of_tile), blocks * heads, size.rows.sequences];
+        self.queue.launch(kernel, grid, [threads, 1, 1], shared, arguments);
     }
 
     /// Keys and values of each position, to or from beside the queries.

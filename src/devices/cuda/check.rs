@@ -4,6 +4,8 @@
 
 use std::sync::Arc;
 
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use l2l_actors::ports::Trouble;
 
 use super::Cuda;
@@ -13,8 +15,8 @@ use crate::devices::Device;
 use crate::devices::cpu::CpuKernels;
 use crate::machine::Check;
 use crate::models::{
-    Activation, Apart, Attention, ClassLoss, CrossEntropy, Document, Draw, Kernels, Linear, Micro,
-    Norm, Places, Rotary, RotaryScaling, Rows, STATISTICS, Scores, Scratch, View,
+    Activation, Apart, Attention, ClassLoss, CrossEntropy, Document, Draw, Dtype, Kernels, Linear,
+    Micro, Norm, Places, Rotary, RotaryScaling, Rows, STATISTICS, Scores, Scratch, View,
 };
 use crate::random;
 use crate::simd::Level;
@@ -27,18 +29,25 @@ const GUARD: usize = 16;
 
 /// Hands out places of a memory.
 struct Layout {
+    /// What weights and activations are.
+    of: Dtype,
     end: usize,
     /// Places and what they begin with, from −1 to 1 about a center.
     begins: Vec<(View, f32)>,
 }
 
 impl Layout {
-    fn about(&mut self, len: usize, center: f32) -> View {
-        let view = View { at: self.end, len };
-        self.end = (self.end + len + GUARD).next_multiple_of(16);
+    fn place(&mut self, len: usize, of: Dtype, center: f32) -> View {
+        let floats = of.floats(len);
+        let view = View::floats(self.end, floats).place(len, of);
+        self.end = (self.end + floats + GUARD).next_multiple_of(16);
         assert!(self.end <= FLOATS / 2, "a case is small");
         self.begins.push((view, center));
         view
+    }
+
+    fn about(&mut self, len: usize, center: f32) -> View {
+        self.place(len, self.of, center)
     }
 
     /// To read.
@@ -54,43 +63,61 @@ impl Layout {
     fn of_all<const N: usize>(&mut self, len: usize) -> [View; N] {
         [(); N].map(|()| self.of(len))
     }
+
+    /// Floats, whatever the others are: statistics, sums, gradients of weights.
+    fn floats(&mut self, len: usize, center: f32) -> View {
+        self.place(len, Dtype::F32, center)
+    }
+
+    fn floats_out(&mut self, len: usize) -> View {
+        self.floats(len, f32::NAN)
+    }
 }
 
 /// What a case runs, once its places are known.
 type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
 
-/// A case: a name, what is in memory, and a call.
-struct Case<'c> {
-    name: &'static str,
-    /// Behind its last place.
+/// A case's places in one memory, and what it runs there.
+struct Side<'c> {
+    /// Behind the last place.
     end: usize,
     begins: Vec<(View, f32)>,
-    /// Labels of statistics, where they are read.
-    statistics: Option<(View, Vec<i32>)>,
     call: Call<'c>,
+}
+
+/// A case: a name, and what is in the memories of the device and of the CPU.
+struct Case<'c> {
+    name: &'static str,
+    sides: [Side<'c>; 2],
+    /// Labels of statistics, where they are read, and in which place.
+    statistics: Option<(usize, Vec<i32>)>,
 }
 
 /// All cases of micro-batches of one kind.
 struct Cases<'c> {
+    /// What the device's weights and activations are.
+    of: Dtype,
     micro: Micro<'c>,
     all: Vec<Case<'c>>,
 }
 
 impl<'c> Cases<'c> {
-    fn case<C>(&mut self, name: &'static str, make: impl FnOnce(&mut Layout) -> C)
+    fn case<C>(&mut self, name: &'static str, make: impl Fn(&mut Layout) -> C)
     where
         C: Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c,
     {
-        let mut places = Layout { end: GUARD, begins: Vec::new() };
-        let call = Box::new(make(&mut places));
-        let Layout { end, begins } = places;
-        self.all.push(Case { name, end, begins, statistics: None, call });
+        let sides = [self.of, Dtype::F32].map(|of| {
+            let mut places = Layout { of, end: GUARD, begins: Vec::new() };
+            let call = Box::new(make(&mut places));
+            let Layout { end, begins, .. } = places;
+            Side { end, begins, call: call as Call<'c> }
+        });
+        self.all.push(Case { name, sides, statistics: None });
     }
 
-    /// The last case's statistics, with these labels.
+    /// The last case's statistics, the place of this number, with these labels.
     fn labelled(&mut self, index: usize, labels: Vec<i32>) {
-        let case = self.all.last_mut().expect("a case was made");
-        case.statistics = Some((case.begins[index].0, labels));
+        self.all.last_mut().expect("a case was made").statistics = Some((index, labels));
     }
 
     /// Sizes of attention, of heads like these.
@@ -124,7 +151,7 @@ impl<'c> Cases<'c> {
                 self.case("linear_backward", |p| {
                     let dx = p.out(r * inputs);
                     let begin = if accumulate { 0.0 } else { f32::NAN };
-                    let (dw, db) = (p.about(inputs * outputs, begin), p.about(outputs, begin));
+                    let (dw, db) = (p.floats(inputs * outputs, begin), p.floats(outputs, begin));
                     let (dy, x, w) = (p.of(r * outputs), p.of(r * inputs), p.of(inputs * outputs));
                     move |k, s| {
                         k.linear_backward(dx, dw, Some(db), dy, x, w, size, accumulate, s);
@@ -135,15 +162,15 @@ impl<'c> Cases<'c> {
         for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
             let size = Norm { rows: r, channels: c, epsilon: 1e-5, rms };
             self.case("norm", |p| {
-                let (y, s) = (p.out(r * c), p.out(2 * r));
+                let (y, s) = (p.out(r * c), p.floats_out(2 * r));
                 let (x, g, b) = (p.of(r * c), p.about(c, 1.0), p.of(c));
                 move |k, _| k.norm(y, s, x, g, (!rms).then_some(b), size)
             });
             self.case("norm_backward", |p| {
                 let begin = if accumulate { 0.0 } else { f32::NAN };
-                let (dx, dg, db) = (p.out(r * c), p.about(c, begin), p.about(c, begin));
+                let (dx, dg, db) = (p.out(r * c), p.floats(c, begin), p.floats(c, begin));
                 let [a, dy, x] = p.of_all(r * c);
-                let (s, g) = (p.about(2 * r, 1.5), p.about(c, 1.0));
+                let (s, g) = (p.floats(2 * r, 1.5), p.about(c, 1.0));
                 let (db, a) = ((!rms).then_some(db), accumulate.then_some(a));
                 move |k, scratch| {
                     k.norm_backward(dx, dg, db, a, dy, x, s, g, size, accumulate, scratch);
@@ -181,12 +208,23 @@ impl<'c> Cases<'c> {
             });
         }
         self.case("clear", |p| {
-            let y = p.out(131);
-            move |k, _| k.clear(y)
+            let (y, z) = (p.out(131), p.floats_out(131));
+            move |k, _| {
+                k.clear(y);
+                k.clear(z);
+            }
         });
         if !micro.past.is_empty() {
             return;
         }
+        self.case("cast", |p| {
+            let (y, x) = (p.floats_out(133), p.of(133));
+            let (z, w) = (p.out(133), p.floats(133, 0.0));
+            move |k, _| {
+                k.cast(y, x);
+                k.cast(z, w);
+            }
+        });
         self.case("first_rows", |p| {
             let (y, x) = (p.out(rows.sequences * c), p.of(r * c));
             move |k, _| k.first_rows(y, x, rows)
@@ -209,11 +247,11 @@ impl<'c> Cases<'c> {
         for accumulate in [false, true] {
             let begin = if accumulate { 0.0 } else { f32::NAN };
             self.case("add_types_backward", |p| {
-                let (dw, dy) = (p.about(2 * c, begin), p.of(r * c));
+                let (dw, dy) = (p.floats(2 * c, begin), p.of(r * c));
                 move |k, s| k.add_types_backward(dw, dy, kinds, accumulate, s)
             });
             self.case("add_positions_backward", |p| {
-                let (dw, dy) = (p.about(table * c, begin), p.of(r * c));
+                let (dw, dy) = (p.floats(table * c, begin), p.of(r * c));
                 move |k, _| k.add_positions_backward(dw, dy, places, accumulate)
             });
         }
@@ -233,13 +271,13 @@ impl<'c> Cases<'c> {
                 });
             }
             self.case("head_norm", |p| {
-                let (y, s, x) = (p.out(r * packed), p.out(r * normed), p.of(r * packed));
+                let (y, s, x) = (p.out(r * packed), p.floats_out(r * normed), p.of(r * packed));
                 let gamma = [p.about(d, 1.0), p.about(d, 1.0)];
                 move |k, _| k.head_norm(y, s, x, gamma, 1e-5, size)
             });
             self.case("head_norm_backward", |p| {
-                let (dx, dgamma) = (p.of(r * packed), [p.out(d), p.out(d)]);
-                let (x, s) = (p.of(r * packed), p.about(r * normed, 1.5));
+                let (dx, dgamma) = (p.of(r * packed), [p.floats_out(d), p.floats_out(d)]);
+                let (x, s) = (p.of(r * packed), p.floats(r * normed, 1.5));
                 let gamma = [p.about(d, 1.0), p.about(d, 1.0)];
                 move |k, scratch| {
                     k.head_norm_backward(dx, dgamma, x, s, gamma, size, false, scratch);
@@ -250,7 +288,7 @@ impl<'c> Cases<'c> {
                 move |k, _| k.remember(y, qkv, size)
             });
             self.case("recall", |p| {
-                let (qkv, kv) = (p.of(r * packed), p.of(r * size.remembered()));
+                let (qkv, kv) = (p.of(r * packed), p.floats(r * size.remembered(), 0.0));
                 move |k, _| k.recall(qkv, kv, size)
             });
             if !self.micro.past.is_empty() {
@@ -265,11 +303,12 @@ impl<'c> Cases<'c> {
             for (causal, window) in [(true, None), (false, None), (true, Some(3))] {
                 let size = Attention { causal, window, ..size };
                 self.case("attention", |p| {
-                    let (y, lse, qkv) = (p.out(r * mixed), p.out(r * size.heads), p.of(r * packed));
+                    let (y, lse) = (p.out(r * mixed), p.floats_out(r * size.heads));
+                    let qkv = p.of(r * packed);
                     move |k, _| k.attention(y, lse, qkv, None, size)
                 });
                 self.case("attention_backward", |p| {
-                    let (y, lse) = (p.out(r * mixed), p.out(r * size.heads));
+                    let (y, lse) = (p.out(r * mixed), p.floats_out(r * size.heads));
                     let (dqkv, dy, qkv) = (p.out(r * packed), p.of(r * mixed), p.of(r * packed));
                     move |k, s| {
                         k.attention(y, lse, qkv, None, size);
@@ -289,10 +328,10 @@ impl<'c> Cases<'c> {
         let all = (64 + r) * width;
         for accumulate in [false, true] {
             self.case("attention_backward, apart", |p| {
-                let (y, lse) = (p.out(r * mixed), p.out(r * size.heads));
+                let (y, lse) = (p.out(r * mixed), p.floats_out(r * size.heads));
                 let (dqkv, dy, qkv) = (p.of(r * packed), p.of(r * mixed), p.of(r * packed));
                 let kv = p.of(all);
-                let dkv = p.about(all, if accumulate { 0.0 } else { f32::NAN });
+                let dkv = p.floats(all, if accumulate { 0.0 } else { f32::NAN });
                 let apart = Apart { kv, dkv, accumulate };
                 move |k, s| {
                     k.attention(y, lse, qkv, Some(kv), size);
@@ -311,13 +350,15 @@ impl<'c> Cases<'c> {
         for (channels, tile, first) in [(5, 21, 0), (12, 9, 21)] {
             let size = Scores { rows: r, channels, tile, first };
             self.case("score", |p| {
-                let (statistics, out) = (p.about(r * STATISTICS, 1.5), p.out(r * STATISTICS));
+                let statistics = p.floats(r * STATISTICS, 1.5);
+                let out = p.floats_out(r * STATISTICS);
                 let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
                 move |k, s| k.score(out, statistics, h, w, Some(b), size, s)
             });
             self.labelled(0, labels.clone());
             self.case("logits", |p| {
-                let (statistics, y) = (p.about(r * STATISTICS, 1.5), p.out(told * tile));
+                let statistics = p.floats(r * STATISTICS, 1.5);
+                let y = p.floats_out(told * tile);
                 let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
                 move |k, s| k.logits(y, statistics, h, w, Some(b), size, s)
             });
@@ -325,9 +366,10 @@ impl<'c> Cases<'c> {
             for accumulate in [false, true] {
                 self.case("score_backward", |p| {
                     let begin = if accumulate { 0.0 } else { f32::NAN };
-                    let statistics = p.about(r * STATISTICS, 3.5);
-                    let (dh, before) = (p.out(r * channels), p.of(r * channels));
-                    let (dw, db) = (p.about(tile * channels, begin), p.about(tile, begin));
+                    let statistics = p.floats(r * STATISTICS, 3.5);
+                    let dh = p.floats_out(r * channels);
+                    let before = p.floats(r * channels, 0.0);
+                    let (dw, db) = (p.floats(tile * channels, begin), p.floats(tile, begin));
                     let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
                     let before = accumulate.then_some(before);
                     move |k, s| {
@@ -355,13 +397,14 @@ impl<'c> Cases<'c> {
             let size = ClassLoss { rows, labels, is_value };
             let of_rows = (0..r as i32).map(|row| row % 4).collect::<Vec<_>>();
             self.case("class_loss", |p| {
-                let (statistics, out) = (p.about(r * STATISTICS, 1.5), p.out(r * STATISTICS));
+                let statistics = p.floats(r * STATISTICS, 1.5);
+                let out = p.floats_out(r * STATISTICS);
                 let scores = p.of(rows.sequences * labels);
                 move |k, _| k.class_loss(out, statistics, scores, size)
             });
             self.labelled(0, of_rows.clone());
             self.case("class_loss_backward", |p| {
-                let statistics = p.about(r * STATISTICS, 1.5);
+                let statistics = p.floats(r * STATISTICS, 1.5);
                 let (d, scores) = (p.out(rows.sequences * labels), p.of(rows.sequences * labels));
                 move |k, _| k.class_loss_backward(d, scores, statistics, 0.3, size)
             });
@@ -370,49 +413,111 @@ impl<'c> Cases<'c> {
     }
 }
 
-/// Runs a case on both; the largest difference, to the largest value.
-fn run(device: &Cuda, micro: &Micro<'_>, case: &Case<'_>, seed: u64) -> Result<f64, Trouble> {
-    let mut memory = Arena::new(FLOATS)?;
-    let (mut state, guards) = (seed, View { at: 0, len: case.end });
-    memory.values_mut(guards).fill(-777.0);
-    for (view, center) in &case.begins {
-        let values = memory.values_mut(*view);
-        values.fill_with(|| {
-            center + (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32 - 1.0
-        });
-    }
-    if let Some((view, labels)) = &case.statistics {
-        let rows = memory.values_mut(*view).chunks_exact_mut(STATISTICS);
-        rows.zip(labels).for_each(|(row, label)| row[3] = f32::from_bits(*label as u32));
-    }
-    let workspace = View { at: FLOATS / 2, len: FLOATS / 2 };
-    device.upload(guards, memory.values(guards))?;
-    device.driver.finish();
-    device.compute(micro, &|kernels| {
-        let scratch = Scratch::new(workspace);
-        (case.call)(kernels, &scratch);
-        scratch.peak()
-    })?;
-    let found = device.read_back(guards)?;
-    let kernels = CpuKernels { memory: Some(&memory), level: Level::best() };
-    (case.call)(&kernels, &Scratch::new(workspace));
-    let expected = memory.values(guards);
-    let mut worst = 0.0_f64;
-    for (found, expected) in found.iter().zip(expected) {
-        let same = found.to_bits() == expected.to_bits() || found == expected;
-        if !same {
-            let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);
-            worst = if off.is_nan() { f64::INFINITY } else { worst.max(off) };
+/// What a place holds, whatever it is of.
+fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
+    match view.of {
+        Dtype::F32 => memory.values(view).to_vec(),
+        Dtype::Bf16 => {
+            let place = View::floats(view.at / 2, view.of.floats(view.len));
+            let all: &[bf16] = bytemuck::cast_slice(memory.values(place));
+            all[..view.len].iter().map(|value| value.to_f32()).collect()
         }
     }
-    Ok(worst)
+}
+
+/// Puts numbers there.
+fn put(memory: &mut Arena, view: View, values: &[f32]) {
+    match view.of {
+        Dtype::F32 => memory.fill(view, values),
+        Dtype::Bf16 => {
+            let place = View::floats(view.at / 2, view.of.floats(view.len));
+            let all: &mut [bf16] = bytemuck::cast_slice_mut(memory.values_mut(place));
+            all[..view.len].convert_from_f32_slice(values);
+        }
+    }
+}
+
+/// What a memory is before anything is put there.
+const UNTOUCHED: f32 = -777.0;
+
+/// A case's memory: the same numbers for both sides, such as both can hold.
+fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena, Trouble> {
+    let mut memory = Arena::new(FLOATS)?;
+    let mut state = seed;
+    memory.values_mut(View::floats(0, side.end)).fill(UNTOUCHED);
+    for (index, (view, center)) in side.begins.iter().enumerate() {
+        let mut values: Vec<f32> = (0..view.len)
+            .map(|_| {
+                let value = (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32;
+                let value = center + value - 1.0;
+                if of == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value }
+            })
+            .collect();
+        if let Some((of_statistics, labels)) = &case.statistics
+            && *of_statistics == index
+        {
+            let rows = values.chunks_exact_mut(STATISTICS);
+            rows.zip(labels).for_each(|(row, label)| row[3] = f32::from_bits(*label as u32));
+        }
+        put(&mut memory, *view, &values);
+    }
+    Ok(memory)
+}
+
+/// Runs a case on both; the largest difference, to the largest value.
+fn run(
+    device: &Cuda,
+    of: Dtype,
+    micro: &Micro<'_>,
+    case: &Case<'_>,
+    seed: u64,
+) -> Result<f64, Trouble> {
+    let [on_device, on_cpu] = &case.sides;
+    let workspace = View::floats(FLOATS / 2, FLOATS / 2);
+    let mut memory = begin(case, on_device, of, seed)?;
+    let all = View::floats(0, on_device.end);
+    device.upload(all, memory.values(all))?;
+    device.driver.finish();
+    device.compute(micro, &|kernels| {
+        let scratch = Scratch::new(workspace, of);
+        (on_device.call)(kernels, &scratch);
+        scratch.peak()
+    })?;
+    memory.fill(all, &device.read_back(all)?);
+    let mut oracle = begin(case, on_cpu, of, seed)?;
+    let kernels = CpuKernels { memory: Some(&oracle), level: Level::best() };
+    (on_cpu.call)(&kernels, &Scratch::new(workspace, Dtype::F32));
+    let mut worst = 0.0_f64;
+    for ((view, _), (beside, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
+        let (found, expected) = (numbers(&mut memory, *view), numbers(&mut oracle, *beside));
+        for (found, expected) in found.iter().zip(&expected) {
+            if found.to_bits() != expected.to_bits() && found != expected {
+                let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);
+                worst = if off.is_nan() { f64::INFINITY } else { worst.max(off) };
+            }
+        }
+    }
+    // What lies between places was to stay.
+    for (view, _) in &on_device.begins {
+        put(&mut memory, *view, &vec![0.0; view.len]);
+    }
+    let is_place = |at: usize| {
+        let mut places = on_device.begins.iter().map(|(view, _)| {
+            let from = view.at * view.of.size() / Dtype::F32.size();
+            from..from + view.of.floats(view.len)
+        });
+        places.any(|place| place.contains(&at))
+    };
+    let values = memory.values(all);
+    let touched = (0..values.len()).any(|at| values[at] != UNTOUCHED && !is_place(at));
+    Ok(if touched { f64::INFINITY } else { worst })
 }
 
 /// Every kernel on a driver's device, at odd sizes, with fresh values.
 ///
 /// # Errors
 /// The driver's.
-pub(super) fn all(driver: Arc<dyn Driver>, seed: u64) -> Result<Vec<Check>, Trouble> {
+pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
     let document = |from, to| Document { from, to };
     let documents: Vec<Document> =
         [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
@@ -425,12 +530,12 @@ pub(super) fn all(driver: Arc<dyn Driver>, seed: u64) -> Result<Vec<Check>, Trou
         (of(1, 130), &[127][..], &[][..], &[][..]),
         (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
     ];
-    let beside = View { at: FLOATS, len: super::beside(of(1, 210)) };
+    let beside = View::floats(FLOATS, super::beside(of(1, 210)));
     let device = Cuda::new(driver, FLOATS + beside.len, beside)?;
     let mut checks: Vec<Check> = Vec::new();
     let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
         for (index, case) in cases.all.iter().enumerate() {
-            let off = run(&device, &cases.micro, case, seed + index as u64)
+            let off = run(&device, kind, &cases.micro, case, seed + index as u64)
                 .map_err(|error| format!("{}: {error}", case.name))?;
             match checks.iter_mut().find(|check| check.kernel == case.name) {
                 Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
@@ -442,7 +547,7 @@ pub(super) fn all(driver: Arc<dyn Driver>, seed: u64) -> Result<Vec<Check>, Trou
     for (rows, lengths, documents, past) in batches {
         let kinds = &kinds[..rows.count()];
         let micro = Micro { rows, lengths, kinds, documents, past, draw };
-        let mut cases = Cases { micro, all: Vec::new() };
+        let mut cases = Cases { of: kind, micro, all: Vec::new() };
         cases.of_rows();
         cases.of_heads();
         if past.is_empty() {
@@ -459,7 +564,7 @@ pub(super) fn all(driver: Arc<dyn Driver>, seed: u64) -> Result<Vec<Check>, Trou
         past: &[64],
         draw: behind,
     };
-    let mut cases = Cases { micro, all: Vec::new() };
+    let mut cases = Cases { of: kind, micro, all: Vec::new() };
     cases.of_stretches();
     go(cases)?;
     Ok(checks)

@@ -8,7 +8,8 @@ use cudarc::nvrtc::{result, sys};
 use l2l_actors::ports::Trouble;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::texts::PRELUDE;
+use super::texts::{PRELUDE, element};
+use crate::models::Dtype;
 
 /// Machine code of a text for an architecture (`90`), from the folder where it is kept if it is there.
 ///
@@ -17,6 +18,7 @@ use super::texts::PRELUDE;
 pub(super) fn cubin(
     name: &str,
     text: &str,
+    of: Dtype,
     architecture: u32,
     nvrtc: (u32, u32),
     kept: Option<&Path>,
@@ -26,7 +28,7 @@ pub(super) fn cubin(
         format!("--gpu-architecture=sm_{architecture}"),
         "--std=c++17".into(),
         "--fmad=true".into(),
-        "-DELEMENT=32".into(),
+        element(of).into(),
     ];
     let identity = format!("{} {} {}.{}", options.join(" "), all, nvrtc.0, nvrtc.1);
     let file = format!("{name}-{architecture}-{:016x}.cubin", xxh3_64(identity.as_bytes()));

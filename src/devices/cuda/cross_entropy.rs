@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::driver::Argument;
 use super::kernels::On;
-use super::launches::{NULL, int};
+use super::launches::int;
 use crate::models::{STATISTICS, Scores, View};
 
 /// Positions that are scored at once, of so many: by shape alone.
@@ -50,7 +50,7 @@ impl On<'_> {
             let h = of_rows(h, &rows, c);
             self.product(logits, [(h, false), (w, true)], [rows.len(), c, v], None, false);
             let out = self.at(of_rows(out, &rows, STATISTICS));
-            let (logits, bias) = (self.at(logits), bias.map_or(NULL, |bias| self.at(bias)));
+            let (logits, bias) = (self.at(logits), self.maybe(bias));
             let [r, tile, first] = [rows.len(), v, size.first].map(int);
             let arguments: [&dyn Argument; 6] = [&out, &logits, &bias, &r, &tile, &first];
             self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
@@ -66,13 +66,18 @@ impl On<'_> {
         size: &Scores,
     ) {
         let (told, c, v) = (places.len, size.channels, size.tile);
-        let (to, from, rows) = (self.at(places), self.at(statistics), int(size.rows));
+        let (to, from, rows) = (self.at(places).at, self.at(statistics), int(size.rows));
         let arguments: [&dyn Argument; 4] = [&to, &from, &rows, &int(told)];
         self.queue.launch("labelled_rows", [1, 1, 1], [32, 1, 1], 0, &arguments);
         let (x, places) = (self.at(h), to);
         let arguments: [&dyn Argument; 5] = [&self.at(gathered), &x, &places, &int(told), &int(c)];
         self.queue.columns("gather_rows", [told, 1], c, &arguments);
-        self.product(y, [(gathered, false), (w, true)], [told, c, v], bias, false);
+        self.product(y, [(gathered, false), (w, true)], [told, c, v], None, false);
+        if let Some(bias) = bias {
+            let (y, bias) = (self.at(y), self.at(bias));
+            let arguments: [&dyn Argument; 4] = [&y, &bias, &int(told), &int(v)];
+            self.queue.columns("add_bias", [told, 1], v, &arguments);
+        }
     }
 
     /// dh = `before` (or nothing) + scale d w, dw (+)= scale dᵀ h, with d of the cross entropy.
@@ -95,7 +100,7 @@ impl On<'_> {
             self.product(logits, [(h, false), (w, true)], [r, c, v], None, false);
             let s = self.at(of_rows(statistics, &rows, STATISTICS));
             let (to, from) = (self.at(d), self.at(logits));
-            let bias = bias.map_or(NULL, |bias| self.at(bias));
+            let bias = self.maybe(bias);
             let [count, tile, first] = [r, v, size.first].map(int);
             let arguments: [&dyn Argument; 8] =
                 [&to, &s, &from, &bias, &count, &tile, &first, &scale];

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use l2l_actors::ports::{Lane, Trouble};
 
+use crate::models::Dtype;
+
 /// A place in the device's memory.
 pub(super) type Address = u64;
 
@@ -32,7 +34,14 @@ impl Stream {
 /// What a kernel is given, as its text has it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// To what weights and activations are: the text's `T`.
+    Elements,
+    /// To floats.
+    Floats,
+    /// To anything else.
     Pointer,
+    /// None: where any may be.
+    Null,
     Int,
     Long,
     Float,
@@ -64,7 +73,11 @@ impl Launch<'_> {
     /// Refuses what is not what the kernel's text declares.
     pub(super) fn check(&self, parameters: &[Kind]) -> Result<(), Trouble> {
         let given: Vec<_> = self.arguments.iter().map(|one| one.kind()).collect();
-        if given == parameters {
+        let fits = |(given, declared): (&Kind, &Kind)| {
+            let is_pointer = matches!(declared, Kind::Elements | Kind::Floats | Kind::Pointer);
+            given == declared || *given == Kind::Null && is_pointer
+        };
+        if given.len() == parameters.len() && given.iter().zip(parameters).all(fits) {
             return Ok(());
         }
         Err(format!("it takes {parameters:?} and was given {given:?}").into())
@@ -79,17 +92,35 @@ impl Launch<'_> {
 /// Bytes that products may take beside their matrices.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
-/// A matrix of a product, row by row.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Matrix {
+/// A tensor in the device's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
     pub(super) at: Address,
+    pub(super) of: Dtype,
+}
+
+impl Place {
+    /// None.
+    pub(super) const NULL: Place = Place { at: 0, of: Dtype::F32 };
+
+    /// So many elements on.
+    pub(super) fn behind(self, elements: usize) -> Place {
+        Place { at: self.at + (elements * self.of.size()) as Address, ..self }
+    }
+}
+
+/// A matrix of a product, row by row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Matrix {
+    pub(super) at: Place,
     /// Elements from a row to the next.
     pub(super) stride: usize,
     /// True when the product reads it turned.
     pub(super) turned: bool,
 }
 
-/// c (+)= a b + bias, in f32. a: (rows, inner); b: (inner, columns); c: (rows, columns); bias: (columns).
+/// c (+)= a b + bias, summed in f32. a: (rows, inner); b: (inner, columns); c: (rows, columns); bias:
+/// (columns). a and b are of one kind, c and the bias of another or the same.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Product {
     pub(super) rows: usize,
@@ -97,8 +128,8 @@ pub(super) struct Product {
     pub(super) columns: usize,
     pub(super) a: Matrix,
     pub(super) b: Matrix,
-    pub(super) c: Address,
-    pub(super) bias: Option<Address>,
+    pub(super) c: Place,
+    pub(super) bias: Option<Place>,
     pub(super) accumulate: bool,
 }
 

@@ -10,12 +10,13 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Instant;
 
+use half::bf16;
 use l2l_actors::ports::Trouble;
 use libloading::Library;
 
-use super::driver::{Address, Driver, Launch, Product, Stream};
+use super::driver::{Address, Driver, Launch, Matrix, Place, Product, Stream};
 use super::texts::{self, Declared, PRELUDE};
-use crate::models::Own;
+use crate::models::{Dtype, Own};
 
 type Emulate =
     unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
@@ -24,7 +25,7 @@ type Emulate =
 type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
 /// Builds them; `None` where there is no compiler.
-fn kernels(own: &[Own]) -> Option<Kernels> {
+fn kernels(own: &[Own], of: Dtype) -> Option<Kernels> {
     if Command::new("c++").arg("--version").output().is_err() {
         eprintln!("without c++ the CUDA device is not tested");
         return None;
@@ -32,9 +33,9 @@ fn kernels(own: &[Own]) -> Option<Kernels> {
     // Tests run side by side: one of them builds.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().expect("a text that does not compile fails all tests");
-    let texts = texts::all(own).expect("kernels that are declared");
+    let texts = texts::all(own, of).expect("kernels that are declared");
     let built: Vec<PathBuf> = std::thread::scope(|scope| {
-        let builds = texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text)));
+        let builds = texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text, of)));
         let builds: Vec<_> = builds.collect();
         builds.into_iter().map(|build| build.join().expect("it compiles")).collect()
     });
@@ -48,24 +49,24 @@ fn kernels(own: &[Own]) -> Option<Kernels> {
 }
 
 /// Compiles a text, unless it was before.
-fn build(name: &str, text: &str) -> PathBuf {
-    let declared = texts::declared(text).expect("kernels that are declared");
+fn build(name: &str, text: &str, of: Dtype) -> PathBuf {
+    let declared = texts::declared(text, of).expect("kernels that are declared");
     let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
     let emulator = include_str!("kernels/emulator.h");
     let all = [emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
     let digest = xxhash_rust::xxh3::xxh3_64(all.as_bytes());
     let here = std::env::current_exe().expect("a test runs from a file");
     let folder = here.parent().expect("in a folder").to_path_buf();
-    let path = folder.join(format!("emulated-{name}-{digest:016x}.so"));
+    let path = folder.join(format!("emulated-{name}-{of:?}-{digest:016x}.so"));
     if !path.exists() {
-        let own = format!("{name}-{}", std::process::id());
+        let own = format!("{name}-{of:?}-{}", std::process::id());
         let (source, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
         std::fs::write(&source, all).expect("room on a disk");
         let run = |arguments: &[&str], paths: &[&Path]| {
             let mut command = Command::new("c++");
             command.args(arguments).args(paths).output().expect("a compiler")
         };
-        let arguments = ["-std=c++20", "-O2", "-shared", "-fPIC", "-o"];
+        let arguments = ["-std=c++20", "-O2", texts::element(of), "-shared", "-fPIC", "-o"];
         let output = run(&arguments, &[&made, &source]);
         assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
         std::fs::rename(&made, &path).expect("a folder of ours");
@@ -85,12 +86,12 @@ thread_local! {
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
 pub(in crate::devices) fn instead() -> bool {
     ASKED_FOR.set(true);
-    kernels(&[]).is_some()
+    kernels(&[], Dtype::F32).is_some()
 }
 
 /// A new one, where it was asked for.
-pub(super) fn asked_for(own: &[Own]) -> Option<Arc<dyn Driver>> {
-    let made = ASKED_FOR.get().then(|| Emulated::new(own))??;
+pub(super) fn asked_for(own: &[Own], of: Dtype) -> Option<Arc<dyn Driver>> {
+    let made = ASKED_FOR.get().then(|| Emulated::new(own, of))??;
     Some(Arc::new(made))
 }
 
@@ -141,14 +142,14 @@ struct Emulated {
 
 impl Emulated {
     /// `None` where there is no compiler.
-    fn new(own: &[Own]) -> Option<Emulated> {
+    fn new(own: &[Own], of: Dtype) -> Option<Emulated> {
         let streams = [(); 3].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue
         });
         Some(Emulated {
-            kernels: kernels(own)?,
+            kernels: kernels(own, of)?,
             memory: Mutex::default(),
             streams,
             events: Mutex::default(),
@@ -188,6 +189,34 @@ impl Drop for Emulated {
     /// The memory goes next.
     fn drop(&mut self) {
         self.finish();
+    }
+}
+
+/// What is there.
+///
+/// # Safety
+/// A number is, and nobody writes it.
+unsafe fn number(place: Place) -> f32 {
+    // SAFETY: by the caller.
+    unsafe {
+        match place.of {
+            Dtype::F32 => *(place.at as *const f32),
+            Dtype::Bf16 => (*(place.at as *const bf16)).to_f32(),
+        }
+    }
+}
+
+/// Writes it.
+///
+/// # Safety
+/// Nobody else has the place.
+unsafe fn put(place: Place, value: f32) {
+    // SAFETY: by the caller.
+    unsafe {
+        match place.of {
+            Dtype::F32 => *(place.at as *mut f32) = value,
+            Dtype::Bf16 => *(place.at as *mut bf16) = bf16::from_f32(value),
+        }
     }
 }
 
@@ -271,20 +300,20 @@ impl Driver for Emulated {
     fn product(&self, on: Stream, product: &Product, _: Address) -> Result<(), Trouble> {
         let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
         self.queue(on, move || {
-            let at = |matrix: super::driver::Matrix, row: usize, column: usize| {
+            let at = |matrix: Matrix, row: usize, column: usize| {
                 let (row, column) = if matrix.turned { (column, row) } else { (row, column) };
                 // SAFETY: whoever multiplies says where matrices are.
-                f64::from(unsafe { *(matrix.at as *const f32).add(row * matrix.stride + column) })
+                f64::from(unsafe { number(matrix.at.behind(row * matrix.stride + column)) })
             };
             for row in 0..rows {
                 for column in 0..columns {
                     let sum: f64 = (0..inner).map(|k| at(a, row, k) * at(b, k, column)).sum();
                     // SAFETY: as above.
                     unsafe {
-                        let c = (c as *mut f32).add(row * columns + column);
-                        let bias = bias.map_or(0.0, |bias| *(bias as *const f32).add(column));
-                        let before = if accumulate { *c } else { 0.0 };
-                        *c = (f64::from(before) + sum + f64::from(bias)) as f32;
+                        let c = c.behind(row * columns + column);
+                        let bias = bias.map_or(0.0, |bias| number(bias.behind(column)));
+                        let before = if accumulate { number(c) } else { 0.0 };
+                        put(c, (f64::from(before) + sum + f64::from(bias)) as f32);
                     }
                 }
             }

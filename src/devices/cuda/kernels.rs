@@ -1,12 +1,12 @@
 //! What layers ask for, as launches: resolves views to addresses, hands out scratch.
 
 use super::cross_entropy::{Rescore, chunk_of};
-use super::driver::{Address, Argument, Driver};
-use super::launches::{self as with, FLOAT, NEIGHBOURS, NULL, PART, Queue, int, long, parts_of};
+use super::driver::{Address, Argument, Driver, Place};
+use super::launches::{self as with, NEIGHBOURS, PART, Queue, int, long, parts_of};
 use super::notes::Notes;
 use crate::models::{
-    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
-    Rotary, Rows, Scores, Scratch, View,
+    Activation, Apart, Attention, ClassLoss, Dropout, Dtype, Kernels, Linear, Loss, Norm, Own,
+    Places, Rotary, Rows, Scores, Scratch, View,
 };
 
 /// Kernels on a device's memory; without a device, only what they would take of the workspace.
@@ -22,12 +22,12 @@ pub(super) struct On<'a> {
 }
 
 impl On<'_> {
-    pub(super) fn at(&self, view: View) -> Address {
-        self.memory + (view.at * FLOAT) as Address
+    pub(super) fn at(&self, view: View) -> Place {
+        Place { at: self.memory, of: view.of }.behind(view.at)
     }
 
-    pub(super) fn maybe(&self, view: Option<View>) -> Address {
-        view.map_or(NULL, |view| self.at(view))
+    pub(super) fn maybe(&self, view: Option<View>) -> Place {
+        view.map_or(Place::NULL, |view| self.at(view))
     }
 
     /// One way or the other, with blocks for so many rows.
@@ -46,7 +46,7 @@ impl On<'_> {
     }
 
     pub(super) fn copy(&self, to: View, from: View) {
-        self.queue.copy(self.at(to), self.at(from), to.len * FLOAT);
+        self.queue.copy(self.at(to), self.at(from), to.len);
     }
 }
 
@@ -91,7 +91,7 @@ impl Kernels for CudaKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
-        let parts = scratch.take(db.map_or(0, |_| parts_of(size.rows) * size.outputs));
+        let parts = scratch.take_floats(db.map_or(0, |_| parts_of(size.rows) * size.outputs));
         let Some(on) = &self.on else { return };
         on.linear_backward([dx, dw], [dy, x, w], size, accumulate);
         if let Some(db) = db {
@@ -133,7 +133,7 @@ impl Kernels for CudaKernels<'_> {
     ) {
         let (count, c) = (parts_of(size.rows), size.channels);
         let scratch = scratch.nested();
-        let parts = scratch.take(count * 2 * c);
+        let parts = scratch.take_floats(count * 2 * c);
         let Some(on) = &self.on else { return };
         let (parts, dy, x, s) = (on.at(parts), on.at(dy), on.at(x), on.at(statistics));
         let ((rows, channels, rms), part) = (with::norm(&size), int(PART));
@@ -141,7 +141,7 @@ impl Kernels for CudaKernels<'_> {
         on.queue.columns("norm_parts", [count, 1], c, &arguments);
         on.queue.fold(on.at(dgamma), parts, [count, 2 * c, c], accumulate);
         if let Some(dbeta) = dbeta {
-            let betas = parts + (c * FLOAT) as Address;
+            let betas = parts.behind(c);
             on.queue.fold(on.at(dbeta), betas, [count, 2 * c, c], accumulate);
         }
         let (dx, residual, gamma) = (on.at(dx), on.maybe(residual), on.at(gamma));
@@ -221,14 +221,14 @@ impl Kernels for CudaKernels<'_> {
         let (rows, d) = (size.rows.count(), size.head_size);
         let count = parts_of(rows);
         let scratch = scratch.nested();
-        let parts = scratch.take(count * 2 * d);
+        let parts = scratch.take_floats(count * 2 * d);
         let Some(on) = &self.on else { return };
         let (parts, dx, x, s) = (on.at(parts), on.at(dx), on.at(x), on.at(statistics));
         let (r, part, sizes) = (int(rows), int(PART), with::attention(&size));
         let arguments: [&dyn Argument; 7] = [&parts, &dx, &x, &s, &r, &part, &sizes];
         on.queue.launch("head_norm_parts", [count, 2, 1], [256, 1, 1], 0, &arguments);
         for (dgamma, at) in dgamma.into_iter().zip([0, d]) {
-            let parts = parts + (at * FLOAT) as Address;
+            let parts = parts.behind(at);
             on.queue.fold(on.at(dgamma), parts, [count, 2 * d, d], accumulate);
         }
         let [q, k] = gamma.map(|gamma| on.at(gamma));
@@ -269,7 +269,7 @@ impl Kernels for CudaKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
-        let delta = scratch.take(size.rows.count() * size.heads);
+        let delta = scratch.take_floats(size.rows.count() * size.heads);
         let Some(on) = &self.on else { return };
         on.attention_backward([dqkv, delta], [dy, y, lse, qkv], apart, &size);
     }
@@ -282,10 +282,20 @@ impl Kernels for CudaKernels<'_> {
     fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>) {
         let Some(on) = &self.on else { return };
         if dropout.is_some() {
-            on.queue.drop([on.at(y), on.at(x), NULL], rows, y.len / rows.count(), dropout);
+            on.queue.drop([on.at(y), on.at(x), Place::NULL], rows, y.len / rows.count(), dropout);
         } else if y != x {
             on.copy(y, x);
         }
+    }
+
+    fn cast(&self, y: View, x: View) {
+        let Some(on) = &self.on else { return };
+        let kernel = match (y.of, x.of) {
+            (to, from) if to == from => return on.copy(y, x),
+            (Dtype::F32, _) => "to_floats",
+            _ => "from_floats",
+        };
+        on.queue.each(kernel, x.len, NEIGHBOURS, &[&on.at(y), &on.at(x), &long(x.len)]);
     }
 
     fn first_rows(&self, y: View, x: View, rows: Rows) {
@@ -344,7 +354,8 @@ impl Kernels for CudaKernels<'_> {
 
     fn clear(&self, y: View) {
         let Some(on) = &self.on else { return };
-        on.queue.each("clear_floats", y.len, NEIGHBOURS, &[&on.at(y), &long(y.len)]);
+        let kernel = if y.of == Dtype::F32 { "clear_floats" } else { "clear" };
+        on.queue.each(kernel, y.len, NEIGHBOURS, &[&on.at(y), &long(y.len)]);
     }
 
     fn add_types(&self, y: View, w: View, kinds: &[u8]) {
@@ -366,7 +377,7 @@ impl Kernels for CudaKernels<'_> {
         let (rows, c) = (kinds.len(), dy.len / kinds.len());
         let (count, chunks) = (dw.len / c, parts_of(rows));
         let scratch = scratch.nested();
-        let parts = scratch.take(chunks * dw.len);
+        let parts = scratch.take_floats(chunks * dw.len);
         let Some(on) = &self.on else { return };
         let (parts, dy, kinds) = (on.at(parts), on.at(dy), on.notes.kinds(kinds));
         let [r, channels, kinds_there, part] = [rows, c, count, PART].map(int);
@@ -414,7 +425,7 @@ impl Kernels for CudaKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let scratch = scratch.nested();
-        let logits = scratch.take(chunk_of(size.rows) * size.tile);
+        let logits = scratch.take_floats(chunk_of(size.rows) * size.tile);
         let Some(on) = &self.on else { return };
         on.score([out, logits], [statistics, h, w], bias, &size);
     }
@@ -431,7 +442,7 @@ impl Kernels for CudaKernels<'_> {
     ) {
         let told = y.len / size.tile;
         let scratch = scratch.nested();
-        let (places, gathered) = (scratch.take(told), scratch.take(told * size.channels));
+        let (places, gathered) = (scratch.take_floats(told), scratch.take(told * size.channels));
         let Some(on) = &self.on else { return };
         on.logits([y, places, gathered], [statistics, h, w], bias, &size);
     }
@@ -453,8 +464,8 @@ impl Kernels for CudaKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let (scratch, chunk) = (scratch.nested(), chunk_of(size.rows));
-        let [logits, d] = [(); 2].map(|()| scratch.take(chunk * size.tile));
-        let parts = scratch.take(dbias.map_or(0, |_| parts_of(chunk) * size.tile));
+        let (logits, d) = (scratch.take_floats(chunk * size.tile), scratch.take(chunk * size.tile));
+        let parts = scratch.take_floats(dbias.map_or(0, |_| parts_of(chunk) * size.tile));
         let Some(on) = &self.on else { return };
         on.score_backward(
             &Rescore { dh, dw, dbias, before, statistics, h, w, bias },

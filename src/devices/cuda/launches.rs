@@ -5,12 +5,26 @@ use std::cell::RefCell;
 
 use l2l_actors::ports::Trouble;
 
-use super::driver::{Address, Argument, Driver, Kind, Launch, Product, Stream};
-use crate::models::{Activation, Attention, Dropout, Norm, Rotary, Rows};
+use super::driver::{Address, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use crate::models::{Activation, Attention, Dropout, Dtype, Norm, Rotary, Rows};
+
+impl Argument for Place {
+    fn kind(&self) -> Kind {
+        match (self.at, self.of) {
+            (0, _) => Kind::Null,
+            (_, Dtype::F32) => Kind::Floats,
+            (_, Dtype::Bf16) => Kind::Elements,
+        }
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::bytes_of(&self.at)
+    }
+}
 
 impl Argument for Address {
     fn kind(&self) -> Kind {
-        Kind::Pointer
+        if *self == NULL { Kind::Null } else { Kind::Pointer }
     }
 
     fn bytes(&self) -> &[u8] {
@@ -235,7 +249,7 @@ impl<'a> Queue<'a> {
     /// y = a + dropout(x), without `a` where that is null.
     pub(super) fn drop(
         &self,
-        [y, x, a]: [Address; 3],
+        [y, x, a]: [Place; 3],
         rows: Rows,
         channels: usize,
         masked: Option<Dropout>,
@@ -250,15 +264,17 @@ impl<'a> Queue<'a> {
         self.go(|| self.driver.product(Stream::Compute, product, self.workspace), "product");
     }
 
-    pub(super) fn copy(&self, to: Address, from: Address, bytes: usize) {
-        self.go(|| self.driver.copy(Stream::Compute, to, from, bytes), "copy");
+    pub(super) fn copy(&self, to: Place, from: Place, len: usize) {
+        assert_eq!(to.of, from.of, "a copy casts nothing");
+        let bytes = len * to.of.size();
+        self.go(|| self.driver.copy(Stream::Compute, to.at, from.at, bytes), "copy");
     }
 
     /// out (+)= the sum of `count` parts, `stride` apart.
     pub(super) fn fold(
         &self,
-        out: Address,
-        parts: Address,
+        out: Place,
+        parts: Place,
         [count, stride, length]: [usize; 3],
         accumulate: bool,
     ) {

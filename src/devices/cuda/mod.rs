@@ -34,12 +34,12 @@ pub(super) use kernels::CudaKernels;
 pub(super) use libraries::libraries;
 pub(super) use real::gpus;
 
-use self::driver::{Address, Driver, Event, Stream, WORKSPACE};
+use self::driver::{Address, Driver, Event, Place, Stream, WORKSPACE};
 use self::launches::FLOAT;
 use self::notes::Notes;
 use super::Device;
 use crate::arena::Arena;
-use crate::config::{Config, DeviceConfig, Plan};
+use crate::config::{Config, Plan};
 use crate::error::Error;
 use crate::machine::{Check, GpuRates};
 use crate::models::{Kernels, Micro, Model, Own, Part, Rows, View};
@@ -113,7 +113,7 @@ impl Cuda {
         let memory = driver.allocate(floats * FLOAT)?;
         let notes = View { len: beside.len - OF_PRODUCTS, ..beside };
         let behind = memory + ((notes.at + notes.len) * FLOAT) as Address;
-        let all = View { at: 0, len: ON_THEIR_WAY * notes.len };
+        let all = View::floats(0, ON_THEIR_WAY * notes.len);
         let mut desk = Arena::new(all.len)?;
         // Rather early than late: nothing that waited for the device began before it ended.
         let at = Instant::now();
@@ -136,7 +136,7 @@ impl Cuda {
     }
 
     fn address(&self, view: View) -> Address {
-        self.memory + (view.at * FLOAT) as Address
+        Place { at: self.memory, of: view.of }.behind(view.at).at
     }
 }
 
@@ -148,12 +148,13 @@ fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
 
 /// Every kernel of the GPU that a config says, against the CPU's.
 pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    check::all(driver(config, &[])?, seed).map_err(Error::failed)
+    check::all(driver(config, &[])?, config.device.dtype, seed).map_err(Error::failed)
 }
 
 /// How fast the link and the products of the GPU are that a config says.
 pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
-    rates::measure(&driver(config, &[])?, 64 << 20, 8192).map_err(Error::failed)
+    rates::measure(&driver(config, &[])?, config.device.dtype, 64 << 20, 8192)
+        .map_err(Error::failed)
 }
 
 /// Floats that it takes beside what is computed: for notes of a micro-batch, and for products.
@@ -175,12 +176,10 @@ pub(super) fn open(config: &Config, model: &Model, plan: &Plan) -> Result<Box<dy
 
 fn driver(config: &Config, own: &[Own]) -> Result<Arc<dyn Driver>, Error> {
     #[cfg(test)]
-    if let Some(emulated) = emulated::asked_for(own) {
+    if let Some(emulated) = emulated::asked_for(own, config.device.dtype) {
         return Ok(emulated);
     }
-    let DeviceConfig { ordinal, cuda_libraries, kernel_cache, .. } = &config.device;
-    let (folder, kept) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
-    let real = real::Real::open(*ordinal, folder, kept, own);
+    let real = real::Real::open(&config.device, own);
     let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
     Ok(Arc::new(real.map_err(refused)?))
 }
@@ -226,7 +225,7 @@ impl Device for Cuda {
             *computed += 1;
             *computed % ON_THEIR_WAY
         };
-        let place = View { at: turn * self.notes.len, len: self.notes.len };
+        let place = View::floats(turn * self.notes.len, self.notes.len);
         // SAFETY: of operations that are not done, each has a place of its own.
         let desk = unsafe { self.desk.write(place) };
         let notes = Notes::write(micro, desk, self.address(self.notes));

@@ -10,11 +10,14 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use l2l_actors::ports::Trouble;
 
-use super::driver::{Address, Product, WORKSPACE};
+use super::driver::{Address, Matrix, Product, WORKSPACE};
+use crate::models::Dtype;
 
 /// What an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
+    /// Of what is multiplied, and of what comes out.
+    of: [Dtype; 2],
     sizes: [usize; 3],
     strides: [usize; 2],
     turned: [bool; 2],
@@ -46,9 +49,13 @@ struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
     /// Of a matrix by columns, which is one by rows turned.
-    fn new(rows: usize, columns: usize, stride: usize) -> Result<Layout, result::CublasError> {
-        let kind = sys::cudaDataType_t::CUDA_R_32F;
-        let made = result::create_matrix_layout(kind, rows as u64, columns as u64, stride as i64)?;
+    fn new(
+        of: Dtype,
+        [rows, columns]: [usize; 2],
+        stride: usize,
+    ) -> Result<Layout, result::CublasError> {
+        let made =
+            result::create_matrix_layout(kind(of), rows as u64, columns as u64, stride as i64)?;
         Ok(Layout(made))
     }
 }
@@ -84,8 +91,8 @@ impl Products {
     ) -> Result<(), Trouble> {
         let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let kind = sys::cudaDataType_t::CUDA_R_32F;
-        let description = Description(result::create_matmul_desc(compute, kind)?);
+        let description = Description(result::create_matmul_desc(compute, kind(Dtype::F32))?);
+        assert_eq!(a.at.of, b.at.of, "factors are of one kind");
         let set = |what, value: *const c_void, bytes| {
             // SAFETY: the description is there, and the value is of this attribute.
             unsafe { result::set_matmul_desc_attribute(description.0, what, value, bytes) }
@@ -103,15 +110,17 @@ impl Products {
             let (what, bytes) = (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, size_of_val(&epilogue));
             set(what, (&raw const epilogue).cast(), bytes)?;
             let what = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-            set(what, (&raw const bias).cast(), size_of_val(&bias))?;
+            set(what, (&raw const bias.at).cast(), size_of_val(&bias.at))?;
+            assert_eq!(bias.of, c.of, "what is added is of the product's kind");
         }
-        let of = |matrix: super::driver::Matrix, rows: usize, columns: usize| {
+        let of = |matrix: Matrix, rows: usize, columns: usize| {
             let (columns, rows) = if matrix.turned { (rows, columns) } else { (columns, rows) };
-            Layout::new(columns, rows, matrix.stride)
+            Layout::new(matrix.at.of, [columns, rows], matrix.stride)
         };
         let (of_a, of_b) = (of(a, rows, inner)?, of(b, inner, columns)?);
-        let of_c = Layout::new(columns, rows, columns)?;
+        let of_c = Layout::new(c.of, [columns, rows], columns)?;
         let key = Key {
+            of: [a.at.of, c.of],
             sizes: [rows, inner, columns],
             strides: [a.stride, b.stride],
             turned: [a.turned, b.turned],
@@ -122,7 +131,7 @@ impl Products {
             Some(algorithm) => *algorithm,
             None => {
                 let layouts = [of_b.0, of_a.0, of_c.0];
-                let strides = [b.stride, a.stride, columns];
+                let strides = [(b.stride, b.at.of), (a.stride, a.at.of), (columns, c.of)];
                 let algorithm = self.choose(&description, layouts, strides)?;
                 chosen.insert(key, algorithm);
                 algorithm
@@ -137,13 +146,13 @@ impl Products {
                 description.0,
                 (&raw const one).cast(),
                 (&raw const beta).cast(),
-                b.at as *const c_void,
+                b.at.at as *const c_void,
                 of_b.0,
-                a.at as *const c_void,
+                a.at.at as *const c_void,
                 of_a.0,
-                c as *const c_void,
+                c.at as *const c_void,
                 of_c.0,
-                c as *mut c_void,
+                c.at as *mut c_void,
                 of_c.0,
                 &raw const algorithm,
                 workspace as *mut c_void,
@@ -160,7 +169,7 @@ impl Products {
         &self,
         description: &Description,
         [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
-        strides: [usize; 3],
+        strides: [(usize, Dtype); 3],
     ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
         let preference = Preference(result::create_matmul_pref()?);
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
@@ -194,10 +203,18 @@ impl Products {
     }
 }
 
-/// Bytes that every row of a matrix is aligned to: tensors begin at multiples of 64.
-fn alignment(stride: usize) -> u32 {
-    let bytes = stride * size_of::<f32>();
-    1 << bytes.trailing_zeros().min(6)
+/// The library's name for a kind.
+fn kind(of: Dtype) -> sys::cudaDataType_t {
+    match of {
+        Dtype::F32 => sys::cudaDataType_t::CUDA_R_32F,
+        Dtype::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+    }
+}
+
+/// Bytes that every row of a matrix is aligned to: tensors begin at multiples of 16 elements.
+fn alignment((stride, of): (usize, Dtype)) -> u32 {
+    let bytes = stride * of.size();
+    1 << bytes.trailing_zeros().min((16 * of.size()).trailing_zeros())
 }
 
 impl Drop for Products {

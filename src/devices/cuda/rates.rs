@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use l2l_actors::ports::Trouble;
 
-use super::driver::{Driver, Event, Matrix, Product, Stream, WORKSPACE};
+use super::driver::{Driver, Event, Matrix, Place, Product, Stream, WORKSPACE};
 use super::launches::FLOAT;
 use crate::arena::Arena;
 use crate::machine::GpuRates;
-use crate::models::View;
+use crate::models::{Dtype, View};
 
 /// The median seconds of some runs, the first not counted.
 fn median(mut run: impl FnMut() -> Result<f64, Trouble>) -> Result<f64, Trouble> {
@@ -19,12 +19,13 @@ fn median(mut run: impl FnMut() -> Result<f64, Trouble>) -> Result<f64, Trouble>
     Ok(all[2])
 }
 
-/// Copies so many floats, and multiplies square matrices of this size.
+/// Copies so many floats, and multiplies square matrices of this size and kind.
 ///
 /// # Errors
 /// The driver's.
 pub(super) fn measure(
     driver: &Arc<dyn Driver>,
+    of: Dtype,
     floats: usize,
     size: usize,
 ) -> Result<GpuRates, Trouble> {
@@ -33,7 +34,7 @@ pub(super) fn measure(
     let workspace = driver.allocate(WORKSPACE)?;
     let mut host = Arena::new(floats)?;
     // Pages that were never written are not there.
-    let values = host.values_mut(View { at: 0, len: floats });
+    let values = host.values_mut(View::floats(0, floats));
     values.fill(0.5);
     let (at, bytes) = (values.as_mut_ptr().cast::<u8>(), size_of_val(values));
     let copies = || -> Result<[f64; 2], Trouble> {
@@ -58,12 +59,12 @@ pub(super) fn measure(
         }
         Err(_) => None, // the system has not that much to give
     };
-    let of = |index: usize| Matrix {
-        at: memory + (index * matrix * FLOAT) as u64,
+    let matrix_of = |index: usize| Matrix {
+        at: Place { at: memory, of }.behind(index * matrix),
         stride: size,
         turned: false,
     };
-    let (a, b, c) = (of(0), of(1), of(2).at);
+    let (a, b, c) = (matrix_of(0), matrix_of(1), matrix_of(2).at);
     let product =
         Product { rows: size, inner: size, columns: size, a, b, c, bias: None, accumulate: false };
     let seconds = median(|| {

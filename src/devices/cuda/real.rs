@@ -13,11 +13,15 @@ use super::driver::{Address, Driver, Kind, Launch, Product, Stream};
 use super::libraries;
 use super::product::Products;
 use super::texts;
+use crate::config::DeviceConfig;
 use crate::machine::{Gpu, Library};
-use crate::models::Own;
+use crate::models::{Dtype, Own};
 
 /// The oldest architecture that kernels are written for.
 const OLDEST: u32 = 75;
+
+/// The same for bf16.
+const OLDEST_OF_BF16: u32 = 80;
 
 /// Bytes of shared memory that a block may have without asking.
 const SHARED: u32 = 48 << 10;
@@ -80,12 +84,9 @@ impl Real {
     ///
     /// # Errors
     /// What is missing, and what to do.
-    pub(super) fn open(
-        ordinal: usize,
-        folder: Option<&Path>,
-        kept: Option<&Path>,
-        own: &[Own],
-    ) -> Result<Real, Trouble> {
+    pub(super) fn open(config: &DeviceConfig, own: &[Own]) -> Result<Real, Trouble> {
+        let DeviceConfig { ordinal, dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
+        let (folder, kept) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
         let gpus = gpus()?;
         let Some(gpu) = gpus.get(ordinal) else {
@@ -98,6 +99,14 @@ impl Real {
         if gpu.architecture < OLDEST {
             return Err(format!(
                 "{} is of architecture {}, and kernels are for {OLDEST} and newer",
+                gpu.name, gpu.architecture
+            )
+            .into());
+        }
+        if dtype == Dtype::Bf16 && gpu.architecture < OLDEST_OF_BF16 {
+            return Err(format!(
+                "{} is of architecture {}, and bf16 needs {OLDEST_OF_BF16} or newer: set \
+                 device.dtype = \"f32\"",
                 gpu.name, gpu.architecture
             )
             .into());
@@ -119,7 +128,7 @@ impl Real {
         for stream in &mut real.streams {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
-        real.load_kernels(gpu.architecture, &nvrtc, kept, own)?;
+        real.load_kernels(gpu.architecture, dtype, &nvrtc, kept, own)?;
         real.products = Some(Products::new()?);
         Ok(real)
     }
@@ -133,15 +142,16 @@ impl Real {
     fn load_kernels(
         &mut self,
         architecture: u32,
+        of: Dtype,
         nvrtc: &Library,
         kept: Option<&Path>,
         own: &[Own],
     ) -> Result<(), Trouble> {
-        let texts = texts::all(own)?;
+        let texts = texts::all(own, of)?;
         let version = nvrtc.version.expect("it is there");
         let codes: Vec<_> = std::thread::scope(|scope| {
             let compiles = texts.iter().map(|(name, text, _)| {
-                scope.spawn(move || compile::cubin(name, text, architecture, version, kept))
+                scope.spawn(move || compile::cubin(name, text, of, architecture, version, kept))
             });
             let compiles: Vec<_> = compiles.collect();
             compiles.into_iter().map(|one| one.join().expect("a compiler returns")).collect()

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::config::{DeviceKind, ScheduleKind};
 use crate::data::Batches;
 use crate::models::{
-    Backward, Block, Final, Forward, Keep, Kernels, Layer, Model, Own, Stem, Tensor,
+    Backward, Block, Dtype, Final, Forward, Keep, Kernels, Layer, Model, Own, Stem, Tensor,
 };
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
@@ -94,11 +94,15 @@ fn every_kernel_is_the_cpus() {
     if !emulated::instead() {
         return;
     }
-    let checks = super::check(&config(DeviceKind::Cuda), 7).expect("it is emulated");
-    assert!(checks.len() > 20);
-    for check in checks {
-        println!("{check:?}");
-        assert!(check.off < 2e-5, "{check:?}");
+    for (dtype, most) in [(Dtype::F32, 2e-5), (Dtype::Bf16, 2e-2)] {
+        let mut config = config(DeviceKind::Cuda);
+        config.device.dtype = dtype;
+        let checks = super::check(&config, 7).expect("it is emulated");
+        assert!(checks.len() > 20);
+        for check in checks {
+            println!("{dtype:?} {check:?}");
+            assert!(check.off < most, "{check:?}");
+        }
     }
 }
 
@@ -128,7 +132,7 @@ impl Layer for Halves {
         vec![HALF]
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep) -> usize {
+    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
         0
     }
 
@@ -168,8 +172,8 @@ fn rates_are_measured() {
     if !emulated::instead() {
         return;
     }
-    let driver = emulated::asked_for(&[]).expect("it was asked for");
-    let rates = super::rates::measure(&driver, 1000, 8).expect("it is emulated");
+    let driver = emulated::asked_for(&[], Dtype::F32).expect("it was asked for");
+    let rates = super::rates::measure(&driver, Dtype::F32, 1000, 8).expect("it is emulated");
     assert!(rates.product > 0.0 && rates.pageable.iter().all(|rate| *rate > 0.0));
 }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use l2l_actors::ports::Trouble;
 
 use super::driver::Kind;
-use crate::models::Own;
+use crate::models::{Dtype, Own};
 
 /// What stands before each other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
@@ -31,20 +31,37 @@ pub(super) struct Declared {
     pub(super) parameters: Vec<Kind>,
 }
 
-/// The kernels of a text, in its order, but for those that floats do not need.
+/// Where what is only for floats begins, and what is only for numbers of 16 bits, up to the text's end.
+const PARTS: [&str; 2] =
+    ["#if defined EMULATOR || !defined HAS_TENSOR_CORES", "#ifdef HAS_TENSOR_CORES"];
+
+/// The kernels of a text that such weights and activations take, in its order.
 ///
 /// # Errors
 /// It is not written as our texts are.
-pub(super) fn declared(text: &str) -> Result<Vec<Declared>, Trouble> {
-    let here = text.lines().take_while(|line| !line.starts_with("#ifdef HAS_TENSOR_CORES"));
+pub(super) fn declared(text: &str, of: Dtype) -> Result<Vec<Declared>, Trouble> {
+    let [plain, cores] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
+    let parts = match of {
+        Dtype::F32 => [&text[..cores], ""],
+        Dtype::Bf16 => [&text[..plain], &text[cores.max(plain)..]],
+    };
+    let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =
-        here.map(|line| line.split_once("//").map_or(line, |(code, _)| code)).collect();
+        lines.map(|line| line.split_once("//").map_or(line, |(code, _)| code)).collect();
     let bare = bare.join(" ");
-    bare.split("__global__ void").skip(1).map(kernel).collect()
+    bare.split("__global__ void").skip(1).map(|text| kernel(text, of)).collect()
+}
+
+/// What the texts' `ELEMENT` is.
+pub(super) fn element(of: Dtype) -> &'static str {
+    match of {
+        Dtype::F32 => "-DELEMENT=32",
+        Dtype::Bf16 => "-DELEMENT=16",
+    }
 }
 
 /// One, from behind what it returns on.
-fn kernel(text: &str) -> Result<Declared, Trouble> {
+fn kernel(text: &str, of: Dtype) -> Result<Declared, Trouble> {
     let cut = || -> Trouble { "a kernel's declaration does not end".into() };
     let text = text.trim_start();
     let text = match text.strip_prefix("__launch_bounds__") {
@@ -53,7 +70,7 @@ fn kernel(text: &str) -> Result<Declared, Trouble> {
     };
     let (name, rest) = text.split_once('(').ok_or_else(cut)?;
     let (parameters, _) = rest.split_once(')').ok_or_else(cut)?;
-    let parameters = parameters.split(',').map(kind).collect::<Result<_, _>>();
+    let parameters = parameters.split(',').map(|one| kind(one, of)).collect::<Result<_, _>>();
     let parameters = parameters.map_err(|error| format!("{}: {error}", name.trim()))?;
     Ok(Declared { name: name.trim().into(), parameters })
 }
@@ -65,16 +82,16 @@ type Text = (&'static str, &'static str, Vec<Declared>);
 ///
 /// # Errors
 /// One's own is not in its text, or is called as another.
-pub(super) fn all(own: &[Own]) -> Result<Vec<Text>, Trouble> {
+pub(super) fn all(own: &[Own], of: Dtype) -> Result<Vec<Text>, Trouble> {
     let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
-        let kernels = declared(text)?;
+        let kernels = declared(text, of)?;
         known.extend(kernels.iter().map(|kernel| kernel.name.clone()));
         all.push((name, text, kernels));
     }
     for Own { name, text, .. } in own {
-        let mut kernels = declared(text)?;
+        let mut kernels = declared(text, of)?;
         kernels.retain(|kernel| kernel.name == *name);
         if kernels.is_empty() {
             return Err(format!("the text of {name} declares no kernel of that name").into());
@@ -94,10 +111,15 @@ pub(super) fn all(own: &[Own]) -> Result<Vec<Text>, Trouble> {
 }
 
 /// What a parameter is.
-fn kind(parameter: &str) -> Result<Kind, Trouble> {
+fn kind(parameter: &str, of: Dtype) -> Result<Kind, Trouble> {
     let parameter = parameter.trim();
-    if parameter.contains('*') {
-        return Ok(Kind::Pointer);
+    if let Some((to, _)) = parameter.split_once('*') {
+        let to = to.trim();
+        return Ok(match to.strip_prefix("const ").unwrap_or(to).trim() {
+            "T" if of != Dtype::F32 => Kind::Elements,
+            "T" | "float" => Kind::Floats,
+            _ => Kind::Pointer,
+        });
     }
     Ok(match parameter.rsplit_once(' ').map(|(kind, _)| kind.trim()) {
         Some("int") => Kind::Int,

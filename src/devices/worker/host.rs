@@ -4,14 +4,16 @@
 use std::ops::Range;
 use std::time::Instant;
 
+use half::bf16;
 use l2l_actors::ports::{Operation, Source, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Version, Visit};
 
 use super::{Goal, Remembered, StepData, Worker};
 use crate::config::Recall;
 use crate::devices::cpu::{classes, cross_entropy, embedding};
-use crate::models::{Rows, STATISTICS, View};
-use crate::optimizers::Update;
+use crate::models::{Rows, STATISTICS, Tensor, View};
+use crate::optimizers::planes::published;
+use crate::optimizers::{Planes, Update};
 use crate::stash;
 use crate::telemetry::NotFinite;
 
@@ -34,6 +36,7 @@ impl Worker {
         let data = self.step(step.number);
         // SAFETY: the ring has it read before this gather, and not after.
         let table = unsafe { self.host.read(self.read_slot(slot)) };
+        let table = &table[..self.block_len(block)];
         let index = visit.blocks().iter().position(|&id| id == block).expect("a block of its");
         for m in visit.micro_batches.clone() {
             let (_, first, rows) = data.micro(m, &step.plan.schedule);
@@ -47,7 +50,7 @@ impl Worker {
         }
     }
 
-    /// Copies the rows of a micro-batch's tokens that lie in a tile.
+    /// Copies the rows of a micro-batch's tokens that lie in a tile, which `table` is the block of.
     #[allow(clippy::too_many_arguments, reason = "what both gathers share")]
     fn gather_tile(
         &self,
@@ -63,22 +66,21 @@ impl Worker {
         // SAFETY: the ring has nobody read this place before its gather has ended.
         let x = unsafe { arena.write(x) };
         let (tile, channels) = (self.model.tiles[tile], self.model.shape.hidden);
-        let table = &table[..tile.rows * channels];
-        let sequence = rows.positions * channels;
+        let (rows_of_tile, sequence) = (tile.rows * channels, rows.positions * channels);
         self.threads.install(|| {
             if x.len() == rows.sequences * sequence {
-                embedding::gather(x, tokens, table, tile.first, channels);
-            } else {
-                for (x, tokens) in
-                    stash::packed_mut(x, rows.sequences).zip(tokens.chunks_exact(rows.positions))
-                {
-                    embedding::gather_packed(
-                        &mut x[..sequence],
-                        tokens,
-                        table,
-                        tile.first,
-                        channels,
-                    );
+                let table = &table[..rows_of_tile];
+                return embedding::gather(x, tokens, table, tile.first, channels, |x| x);
+            }
+            let tokens = tokens.chunks_exact(rows.positions);
+            for (x, tokens) in stash::packed_mut(x, rows.sequences).zip(tokens) {
+                let (x, first) = (&mut x[..sequence], tile.first);
+                if self.eps.in_planes {
+                    let table = &published(table)[..rows_of_tile];
+                    embedding::gather(x, tokens, table, first, channels, |x| x);
+                } else {
+                    let table = &table[..rows_of_tile];
+                    embedding::gather(x, tokens, table, first, channels, bf16::from_f32);
                 }
             }
         });
@@ -299,23 +301,41 @@ impl Worker {
         };
         let (learning_rate, level) = (self.step(version).learning_rate, self.level);
         let update = |updates| Update { step: updates, learning_rate, scale, level };
-        let rule = &self.rule;
         if let Some((parameters, states)) = parts.split_first_mut() {
             let update = update(self.file().updates_of(block));
             let states = &mut states[..self.eps.states()];
-            self.threads.install(|| rule.apply(tensors, parameters, states, gradient, update));
+            self.apply(tensors, parameters, states, gradient, update);
         } else {
             let mut lease = self.eps.memory().write(block, version);
             let lease = &mut *lease;
             let update = update(lease.updates);
             let mut states: Vec<&mut [f32]> =
                 lease.states.iter_mut().map(Vec::as_mut_slice).collect();
-            let parameters = &mut lease.parameters;
-            self.threads.install(|| rule.apply(tensors, parameters, &mut states, gradient, update));
+            self.apply(tensors, &mut lease.parameters, &mut states, gradient, update);
             lease.version = version + 1;
             lease.updates += 1;
         }
         super::take_as_long(begin, size_of_val(gradient) as u64, self.update_rate);
         Ok(squares)
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        masters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let rule = &self.rule;
+        self.threads.install(|| {
+            if self.eps.in_planes {
+                let desk = &mut self.desk.lock().expect("nothing panics inside");
+                let planes = &mut Planes::of(masters);
+                rule.apply_in_planes(tensors, planes, states, gradient, update, desk);
+            } else {
+                rule.apply(tensors, masters, states, gradient, update);
+            }
+        });
     }
 }

@@ -12,9 +12,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use half::bf16;
 use l2l_actors::Record;
 use l2l_actors::ports::{Lane, Operation, Placed, Step, Trouble, Work};
-use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
+use l2l_actors::schedule::{MicroBatch, Phase, Version, Visit};
 use l2l_actors::threads::{Hands, Pending};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -25,9 +26,9 @@ use super::Device;
 use crate::arena::Arena;
 use crate::config::{Carries, Config, Plan};
 use crate::data::Batch;
-use crate::eps::{Eps, Which};
+use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Keep, Kernels, Micro, Model, Part, Rows, View};
+use crate::models::{Draw, Dtype, Keep, Kernels, Micro, Model, Part, Rows, View};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
@@ -107,6 +108,8 @@ pub(crate) struct Worker {
     told: Mutex<Vec<f32>>,
     /// What the head read.
     pub(crate) encoded: Mutex<Vec<f32>>,
+    /// For an update rule that wants masters put together.
+    desk: Mutex<Vec<f32>>,
     pub(crate) used: Arc<Used>,
     pub(crate) ledger: Arc<Ledger>,
 }
@@ -127,13 +130,11 @@ impl Worker {
         let host = Arena::new(plan.layout.host_end);
         let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
         let mut host = host.map_err(no_memory)?;
-        device.pin(host.values_mut(View { at: 0, len: plan.layout.host_end }));
+        device.pin(host.values_mut(View::floats(0, plan.layout.host_end)));
         if eps.file().is_none() {
-            for block in (0..model.blocks.len() as u32).map(BlockId) {
-                eps.fill(block, Which::Parameter, |masters| device.pin(masters))
-                    .map_err(Error::failed)?;
-            }
+            eps.memory().places(|masters| device.pin(masters));
         }
+        let desk = if eps.in_planes && plan.trains() { rule.desk(plan.layout.block) } else { 0 };
         Ok(Worker {
             eps,
             rule,
@@ -151,6 +152,7 @@ impl Worker {
             steps: Mutex::default(),
             told: Mutex::default(),
             encoded: Mutex::default(),
+            desk: Mutex::new(vec![0.0; desk]),
             used: Arc::default(),
             ledger: Arc::new(Ledger::new(model.parts.len(), observers)),
             model,
@@ -232,6 +234,7 @@ impl Worker {
                 past,
                 draw: (data.goal == Goal::Train).then_some(draw),
             },
+            dtype: self.plan.dtype,
             weights: self.weights(block, weights[0]),
             gradient: gradients.first().map(|one| self.gradient(block, one.slot)),
             accumulate: accumulate.unwrap_or(false),
@@ -247,7 +250,13 @@ impl Worker {
         let first_head = self.model.parts.iter().position(Part::is_head);
         if data.goal == Goal::Encode && first_head == Some(visit.layer.0 as usize) {
             let read = self.device.read_back(stay.reads[0])?;
-            self.encoded.lock().expect("nothing panics inside").extend(read);
+            let mut encoded = self.encoded.lock().expect("nothing panics inside");
+            match self.plan.dtype {
+                Dtype::F32 => encoded.extend(read),
+                Dtype::Bf16 => {
+                    encoded.extend(bytemuck::cast_slice(&read).iter().map(|x: &bf16| x.to_f32()));
+                }
+            }
         }
         let run = |kernels: &dyn Kernels| visit::run(&self.model, visit, kernels, &stay);
         let used = self.device.compute(&stay.micro, &run)?;
@@ -329,11 +338,12 @@ impl Worker {
                     // SAFETY: the ring has it read before this upload, and not after.
                     Some(read) => {
                         let read = unsafe { self.host.read(self.read_slot(read)) };
-                        self.upload(slot, &read[..slot.len], true)?;
+                        self.upload(slot, &read[..slot.of.floats(slot.len)], true)?;
                     }
                     None => {
                         let lease = self.eps.memory().read(block, version);
-                        self.upload(slot, &lease.parameters, true)?;
+                        let published = &lease.parameters[..slot.of.floats(slot.len)];
+                        self.upload(slot, published, true)?;
                     }
                 }
             }

@@ -12,35 +12,36 @@ use crate::models::View;
 
 impl Worker {
     pub(super) fn weights(&self, block: BlockId, slot: u32) -> View {
-        let at = self.plan.layout.weights + slot as usize * self.plan.layout.block;
-        View { at, len: self.block_len(block) }
+        let (layout, of) = (&self.plan.layout, self.plan.dtype);
+        let at = layout.weights + slot as usize * layout.published;
+        View::floats(at, layout.published).place(self.block_len(block), of)
     }
 
     pub(super) fn gradient(&self, block: BlockId, slot: u32) -> View {
         let at = self.plan.layout.gradients + slot as usize * self.plan.layout.block;
-        View { at, len: self.block_len(block) }
+        View::floats(at, self.block_len(block))
     }
 
     pub(super) fn landing(&self, block: BlockId, slot: u32) -> View {
-        View { at: slot as usize * self.plan.layout.host_block, len: self.block_len(block) }
+        View::floats(slot as usize * self.plan.layout.host_block, self.block_len(block))
     }
 
     /// A landing block to its end: of a file, pages are read and written.
     pub(super) fn whole_landing(&self, slot: u32) -> View {
         let len = self.plan.layout.host_block;
-        View { at: slot as usize * len, len }
+        View::floats(slot as usize * len, len)
     }
 
     /// With the EPS on file, a slot that blocks are read to.
     pub(super) fn read_slot(&self, slot: u32) -> View {
         let len = self.plan.layout.host_block;
-        View { at: self.plan.layout.reads + slot as usize * len, len }
+        View::floats(self.plan.layout.reads + slot as usize * len, len)
     }
 
     /// And one for a block with its states, and its gradient behind them where that waits.
     pub(super) fn state_slot(&self, slot: u32) -> View {
         let len = self.plan.state_parts() * self.plan.layout.host_block;
-        View { at: self.plan.layout.states + slot as usize * len, len }
+        View::floats(self.plan.layout.states + slot as usize * len, len)
     }
 
     /// The EPS's file.
@@ -52,20 +53,20 @@ impl Worker {
         crate::models::block_len(self.eps.tensors(block))
     }
 
-    /// The slot of a boundary; every boundary fills one.
+    /// The slot of a boundary, in floats whatever it holds; every boundary fills one.
     pub(super) fn boundary(&self, from: usize, placed: &Placed, len: usize) -> View {
         let [slot] = placed.slots[..] else { unreachable!("a boundary fills one slot") };
         assert!(len <= self.plan.layout.boundary, "{len} floats in a slot for a boundary");
-        View { at: from + slot as usize * self.plan.layout.boundary, len }
+        View::floats(from + slot as usize * self.plan.layout.boundary, len)
     }
 
     /// The arena that has the stash, and a place in it.
     pub(super) fn stash(&self, (at, len): (usize, usize)) -> (&Arena, View) {
         if self.plan.stash_on_device {
             let memory = self.device.stash().expect("the plan has it there");
-            (memory, View { at: self.plan.layout.stash + at, len })
+            (memory, View::floats(self.plan.layout.stash + at, len))
         } else {
-            (&self.host, View { at: self.plan.layout.host_stash + at, len })
+            (&self.host, View::floats(self.plan.layout.host_stash + at, len))
         }
     }
 

@@ -86,6 +86,7 @@ impl Subject for Small {
                 Eps::on_file(&model, 2, file.expect("a place for files"))
             }
         };
+        let eps = eps.published_as(config.device.dtype);
         let (plan, rate) = (Arc::new(plan), config.learning_rate(100));
         let worker = Worker::new(&config, model, plan, rule, rate, eps, Vec::new());
         let worker = worker.expect("memory and threads");

@@ -4,16 +4,19 @@ use l2l_actors::schedule::Visit;
 
 use super::is_backward;
 use crate::models::{
-    Backward, Draw, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS, STRETCH,
-    Scratch, Tile, View, block_len,
+    Backward, Draw, Dtype, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS,
+    STRETCH, Scratch, Tile, View, block_len,
 };
 
 /// What a micro-batch brings to a visit, and where it leaves what.
 pub(super) struct Stay<'a> {
     pub(super) micro: Micro<'a>,
+    /// What weights and activations are.
+    pub(super) dtype: Dtype,
     pub(super) weights: View,
     pub(super) gradient: Option<View>,
     pub(super) accumulate: bool,
+    /// Slots of boundaries, in floats whatever they hold.
     pub(super) reads: Vec<View>,
     pub(super) writes: Vec<View>,
     pub(super) scale: f32,
@@ -40,25 +43,41 @@ fn go(
     kernels: &dyn Kernels,
     stay: &Stay<'_>,
 ) -> usize {
-    let Stay { micro, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
+    let Stay { micro, dtype, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
     let Stay { scale, tells, keep, remembers, workspace, carried, .. } = *stay;
-    let scratch = &Scratch::new(workspace);
+    let scratch = &Scratch::new(workspace, dtype);
+    let hidden = |slot: View, of: Dtype| slot.place(micro.rows.count() * model.shape.hidden, of);
+    let head_gradient = model.head_gradient(dtype);
     match (&model.parts[layer], backward) {
         (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
         (Part::Stack(layer), false) => {
-            let (x, y, more) = (reads[0], writes[0], writes.get(1).copied());
-            let past = reads.get(1).copied();
-            let (kept, memory) = match more {
-                Some(fresh) if remembers => (None, Some(Memory { fresh, past })),
+            let (x, y) = (hidden(reads[0], dtype), hidden(writes[0], dtype));
+            let remembered = |slot: &View| {
+                let (floats, width) = (Dtype::F32.size() * slot.len, layer.remembered());
+                slot.place(floats / dtype.size() / width * width, dtype)
+            };
+            let (kept, memory) = match writes.get(1).copied() {
+                Some(fresh) if remembers => {
+                    let (fresh, past) = (remembered(&fresh), reads.get(1).map(remembered));
+                    (None, Some(Memory { fresh, past }))
+                }
                 kept => (kept.map(|view| (keep, view)), None),
             };
             let pass = Forward { micro, weights, x, y, kept, memory, carried, scratch };
             layer.forward(kernels, &pass);
         }
-        (Part::Stack(layer), true) => {
-            let (x, dy) = (reads[0], reads[reads.len() - 1]);
+        (Part::Stack(of), true) => {
+            let x = hidden(reads[0], dtype);
             let kept = (reads.len() == 3).then(|| (keep, reads[1]));
-            let dx = writes.first().copied();
+            let dx = writes.first().map(|slot| hidden(*slot, dtype));
+            let is_last = model.parts.get(layer + 1).is_some_and(Part::is_head);
+            let given = if is_last { head_gradient } else { dtype };
+            let mut dy = hidden(reads[reads.len() - 1], given);
+            if given != dtype {
+                let cast = scratch.take(dy.len);
+                kernels.cast(cast, dy);
+                dy = cast;
+            }
             let pass = Backward {
                 micro,
                 weights,
@@ -71,37 +90,39 @@ fn go(
                 carried,
                 scratch,
             };
-            layer.backward(kernels, &pass);
+            of.backward(kernels, &pass);
         }
         (Part::Classes(classes), false) => {
             let told = tells.then_some(writes[0]);
-            let views = [writes[writes.len() - 1], reads[1], reads[0]];
+            let views = [writes[writes.len() - 1], reads[1], hidden(reads[0], dtype)];
             classes.forward(kernels, &micro, weights, views, told, scratch);
         }
         (Part::Classes(classes), true) => {
-            let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
-            let views = [writes[0], reads[1], reads[0]];
+            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
+            let views = [hidden(writes[0], head_gradient), reads[1], hidden(reads[0], dtype)];
             classes.backward(kernels, &micro, weights, gradient, views, scale, accumulate, scratch);
         }
         (&Part::Head(tile), false) => {
             let (w, bias) = head_views(model, tile, weights);
             let size = model.scores(tile, micro.rows.count());
-            let (out, statistics, h) = (writes[writes.len() - 1], reads[1], reads[0]);
+            let (out, statistics) = (writes[writes.len() - 1], reads[1]);
+            let h = hidden(reads[0], dtype);
             if tells {
                 kernels.logits(writes[0], statistics, h, w, bias, size, scratch);
-                kernels.dropped(out, statistics, micro.rows, None);
+                kernels.cast(out, statistics);
             } else {
                 kernels.score(out, statistics, h, w, bias, size, scratch);
             }
         }
         (&Part::Head(tile), true) => {
-            let gradient = gradient.unwrap_or_else(|| scratch.take(weights.len));
+            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
             let (w, bias) = head_views(model, tile, weights);
             let (dw, dbias) = head_views(model, tile, gradient);
-            let (h, statistics, before) = (reads[0], reads[1], reads.get(2).copied());
+            let (h, statistics) = (hidden(reads[0], dtype), reads[1]);
+            let before = reads.get(2).map(|slot| hidden(*slot, head_gradient));
             let size = model.scores(tile, micro.rows.count());
             kernels.score_backward(
-                writes[0],
+                hidden(writes[0], head_gradient),
                 dw,
                 dbias,
                 before,
@@ -131,28 +152,29 @@ fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
 /// a stretch may need more than those of a sequence that is cut. `kernels` have no memory.
 pub(crate) fn workspace(
     kernels: &dyn Kernels,
+    dtype: Dtype,
     model: &Model,
     sequences: usize,
     positions: usize,
     keep: Option<Keep>,
     trains: bool,
 ) -> usize {
-    let lengths = [positions, positions.min(STRETCH)];
-    let needs =
-        lengths.map(|positions| workspace_of(kernels, model, sequences, positions, keep, trains));
+    let needs = [positions, positions.min(STRETCH)].map(|positions| {
+        workspace_of(kernels, dtype, model, Rows { sequences, positions }, keep, trains)
+    });
     needs[0].max(needs[1])
 }
 
 /// Found by walking every layer both ways on a device without memory.
 fn workspace_of(
     kernels: &dyn Kernels,
+    dtype: Dtype,
     model: &Model,
-    sequences: usize,
-    positions: usize,
+    rows: Rows,
     keep: Option<Keep>,
     trains: bool,
 ) -> usize {
-    let rows = Rows { sequences, positions };
+    let Rows { sequences, positions } = rows;
     let lengths = vec![positions; sequences];
     let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0, first_position: 0 });
     let kinds = vec![0; rows.count()];
@@ -164,7 +186,7 @@ fn workspace_of(
         let (kept, is_tile) = match part {
             Part::Embedding => continue,
             Part::Stack(layer) => {
-                let kept = keep.map_or(0, |keep| layer.kept_len(positions, keep));
+                let kept = keep.map_or(0, |keep| layer.kept_len(positions, keep, dtype));
                 (kept * sequences, false)
             }
             Part::Head(_) | Part::Classes(_) => (0, true),
@@ -175,9 +197,9 @@ fn workspace_of(
             let mut at = 0;
             let mut place = |len: usize| {
                 at += len;
-                View { at: at - len, len }
+                View::floats(at - len, len)
             };
-            let (weights, gradient) = (place(block), place(block));
+            let (weights, gradient) = (place(block).place(block, dtype), place(block));
             let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
             // Who only looks keeps nothing, whatever training keeps.
             let kept = (backward && kept > 0).then(|| place(kept));
@@ -189,12 +211,13 @@ fn workspace_of(
                 (true, true) => (vec![x, statistics[0], dy], vec![y]),
             };
             let carried = match part {
-                Part::Stack(layer) => place(layer.carried_len(positions, backward)),
+                Part::Stack(layer) => place(layer.carried_len(positions, backward, dtype)),
                 _ => place(0),
             };
             let workspace = place(usize::MAX / 4);
             let stay = Stay {
                 micro,
+                dtype,
                 weights,
                 gradient: backward.then_some(gradient),
                 accumulate: false,

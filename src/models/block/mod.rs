@@ -4,7 +4,7 @@
 mod stage;
 
 use self::stage::{Kept, Keys, Stage};
-use super::kernels::{Apart, Attention, Dropout, Kernels, Linear, Norm, Rows, View};
+use super::kernels::{Apart, Attention, Dropout, Dtype, Kernels, Linear, Norm, Rows, View};
 use super::layer::{
     Backward, Forward, Init, Keep, Kind, Layer, Memory, Micro, STRETCH, Scratch, Stretch, Tensor,
     tensor_views,
@@ -62,27 +62,41 @@ impl Block {
         scratch: &Scratch<'_>,
     ) -> Kept {
         let shape = &self.shape;
-        let stashed = memory.map(|(_, view)| Scratch::new(view));
+        let stashed = memory.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let place = |is_kept: bool, width: usize| match &stashed {
             Some(stashed) if is_kept => stretch.of(stashed.take(rows.count() * width), width),
             _ => scratch.take(stretch.rows.len() * width),
         };
+        let place_floats = |is_kept: bool, width: usize| match &stashed {
+            Some(stashed) if is_kept => {
+                stretch.of(stashed.take_floats(rows.count() * width), width)
+            }
+            _ => scratch.take_floats(stretch.rows.len() * width),
+        };
         let attention = matches!(memory, Some((Keep::All, _)));
+        let normed_heads = shape.heads + shape.kv_heads;
         Kept {
-            norm1: place(true, 2),
+            norm1: place_floats(true, 2),
             qkv: place(attention, shape.qkv()),
-            heads: shape.qk_norm.then(|| place(attention, shape.heads + shape.kv_heads)),
+            heads: shape.qk_norm.then(|| place_floats(attention, normed_heads)),
             mixed: place(attention, shape.mixed()),
-            lse: place(attention, shape.heads),
+            lse: place_floats(attention, shape.heads),
             middle: place(true, shape.hidden),
-            norm2: place(true, 2),
+            norm2: place_floats(true, 2),
             up: place(true, shape.up()),
             end: shape.post_norm.then(|| place(true, shape.hidden)),
         }
     }
 
     /// Where a stretch's keys and values go and come from.
-    fn keys(&self, stretch: &Stretch, rows: Rows, memory: Option<Memory>, carried: View) -> Keys {
+    fn keys(
+        &self,
+        stretch: &Stretch,
+        rows: Rows,
+        memory: Option<Memory>,
+        carried: View,
+        scratch: &Scratch<'_>,
+    ) -> Keys {
         let Some((sequence, [past])) = stretch.part_of else {
             let (fresh, past) = memory.map_or((None, None), |one| (Some(one.fresh), one.past));
             return Keys { fresh, past, all: None };
@@ -91,7 +105,7 @@ impl Block {
         let len = rows.positions * width;
         let of_sequence = match memory {
             Some(memory) => memory.fresh.part(sequence * len..(sequence + 1) * len),
-            None => carried.part(0..len),
+            None => Scratch::new(carried, scratch.dtype()).take(len),
         };
         let fresh = Some(of_sequence.part(past * width..to * width));
         Keys { fresh, past: None, all: Some(of_sequence.part(0..to * width)) }
@@ -227,23 +241,24 @@ impl Layer for Block {
         self.shape.mixed()
     }
 
-    fn kept_len(&self, positions: usize, keep: Keep) -> usize {
+    fn kept_len(&self, positions: usize, keep: Keep, of: Dtype) -> usize {
         let shape = &self.shape;
         let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
         let end = if shape.post_norm { shape.hidden } else { 0 };
-        let attention = match keep {
-            Keep::All => shape.qkv() + heads + shape.mixed() + shape.heads,
-            Keep::AllButAttention => 0,
+        let [attention, statistics] = match keep {
+            Keep::All => [shape.qkv() + shape.mixed(), heads + shape.heads],
+            Keep::AllButAttention => [0, 0],
         };
-        let row = 4 + attention + shape.hidden + shape.up();
+        let numbers = positions * (attention + shape.hidden + shape.up() + end);
         // Each of nine views is aligned for itself; a sequence pays for all of it.
-        positions * (row + end) + 9 * 16
+        of.floats(numbers) + positions * (4 + statistics) + 9 * 16
     }
 
-    fn carried_len(&self, positions: usize, trains: bool) -> usize {
+    fn carried_len(&self, positions: usize, trains: bool, of: Dtype) -> usize {
         let is_cut = self.shape.causal && positions > STRETCH;
-        let sides = if trains { 2 } else { 1 };
-        if is_cut { sides * positions * self.remembered() } else { 0 }
+        let numbers = positions * self.remembered();
+        let gradients = if trains { numbers } else { 0 };
+        if is_cut { of.floats(numbers).next_multiple_of(16) + gradients } else { 0 }
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
@@ -251,7 +266,7 @@ impl Layer for Block {
         let w = self.parts(weights);
         for stretch in &self.stretches(micro) {
             let scratch = &scratch.nested();
-            let keys = self.keys(stretch, micro.rows, memory, carried);
+            let keys = self.keys(stretch, micro.rows, memory, carried, scratch);
             let stage = self.stage(k, &w, stretch, micro, x, kept, keys, scratch);
             stage.forward(stretch.of(y, self.shape.hidden), scratch);
         }
@@ -263,7 +278,7 @@ impl Layer for Block {
         let Backward { ref micro, weights, gradient, x, kept, dy, dx, carried, scratch, .. } =
             *pass;
         let (w, c) = (self.parts(weights), self.shape.hidden);
-        let d = self.parts(gradient.unwrap_or_else(|| scratch.take(weights.len)));
+        let d = self.parts(gradient.unwrap_or_else(|| scratch.take_floats(weights.len)));
         let keep = kept.map(|(keep, _)| keep);
         let mut accumulate = pass.accumulate;
         let sequence = |stretch: &Stretch| stretch.part_of.map(|(sequence, _)| sequence);
@@ -272,7 +287,7 @@ impl Layer for Block {
             let (last, others) = stretches.split_last().expect("a chunk has one");
             for stretch in others {
                 let scratch = &scratch.nested();
-                let keys = self.keys(stretch, micro.rows, None, carried);
+                let keys = self.keys(stretch, micro.rows, None, carried, scratch);
                 let stage = self.stage(k, &w, stretch, micro, x, kept, keys, scratch);
                 if keep == Some(Keep::All) {
                     stage.seen()
@@ -282,10 +297,11 @@ impl Layer for Block {
             }
             for stretch in stretches.iter().rev() {
                 let scratch = &scratch.nested();
-                let keys = self.keys(stretch, micro.rows, None, carried);
+                let keys = self.keys(stretch, micro.rows, None, carried, scratch);
                 let apart = keys.all.map(|kv| {
-                    let behind = micro.rows.positions * self.remembered();
-                    let dkv = carried.part(behind..behind + kv.len);
+                    let room = Scratch::new(carried, scratch.dtype());
+                    room.take(micro.rows.positions * self.remembered());
+                    let dkv = room.take_floats(kv.len);
                     Apart { kv, dkv, accumulate: stretch.rows != last.rows }
                 });
                 let stage = self.stage(k, &w, stretch, micro, x, kept, keys, scratch);

@@ -15,6 +15,38 @@ extern "C" __global__ void clear(T* y, long long n) { clear_all(y, n); }
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void clear_floats(float* y, long long n) { clear_all(y, n); }
 
+template <class To, class From>
+__device__ inline void cast_all(To* y, const From* x, long long n) {
+    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at < n) {
+        const int count = static_cast<int>(min(n - at, 4LL));
+        write(y + at, read(x + at, count), count);
+    }
+}
+
+// y = x.
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void to_floats(float* y, const T* x, long long n) { cast_all(y, x, n); }
+
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast_all(y, x, n); }
+
+// y += bias. y: (rows, columns); bias: (columns).
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void add_bias(float* y, const T* bias, int rows, int columns) {
+    const int column = my_column(), count = columns - column;
+    if (count <= 0) {
+        return;
+    }
+    y += static_cast<long long>(blockIdx.x) * columns + column;
+    Four value = read(y, count);
+    const Four more = read(bias + column, count);
+    for (int i = 0; i < 4; ++i) {
+        value.of[i] += more.of[i];
+    }
+    write(y, value, count);
+}
+
 // y = a + dropout(x), without `a` if that is null; y may be either. (rows, channels); a sequence is
 // `positions` rows.
 // launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
