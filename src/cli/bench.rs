@@ -10,7 +10,7 @@ use super::{Common, Ended};
 /// Steps when the config names none; the first is not counted.
 const STEPS: u64 = 6;
 
-pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
+pub(super) fn bench(common: &Common, copies: bool) -> Result<Ended, Error> {
     let (mut config, layers) = common.read(None, None)?;
     if config.step.steps.is_none() && config.step.epochs.is_none() {
         config.step.steps = Some(STEPS);
@@ -22,7 +22,7 @@ pub(super) fn bench(common: &Common) -> Result<Ended, Error> {
         let mut screen =
             Screen::new(Journal::open(&config.log)?, config.log.format, 0, prepared.steps, 0);
         let (mut first, mut rest) = (None, Vec::new());
-        let summary = runtime()?.block_on(only_steps(&config, prepared, |report| {
+        let summary = runtime()?.block_on(only_steps(&config, prepared, copies, |report| {
             screen.step(report);
             if first.is_none() {
                 first = Some(*report);

@@ -14,14 +14,15 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
     let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let seed = seed.map_or(0, |time| time.as_nanos() as u64);
     let checks = machine::check_kernels(&config, seed)?;
-    for machine::Check { kernel, cases, off } in &checks {
+    for machine::Check { kernel, cases, off, most } in &checks {
         if config.log.format == Format::Json {
             print(json!({
                 "event": "check",
                 "kernel": kernel,
                 "cases": cases,
                 "off": off,
-                "tolerance": machine::Check::MOST,
+                "dtype": config.device.dtype,
+                "tolerance": most,
                 "seed": seed,
             }));
         } else {
@@ -70,6 +71,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
                 "pageable_bytes_per_second": rates.pageable,
                 "pinned_bytes_per_second": rates.pinned,
                 "matmul_flops_per_second": rates.product,
+                "dtype": config.device.dtype,
             })),
         }));
         return Ok(());
@@ -125,7 +127,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
             let told = |[up, down]: [f64; 2]| format!("{:.1} up, {:.1} down", up / 1e9, down / 1e9);
             let pinned = pinned.map_or("none to be had".into(), told);
             line("  link, GB/s", format!("pinned {pinned}; pageable {}", told(pageable)));
-            line("  product", format!("{:.1} TFLOP/s, f32", product / 1e12));
+            line("  product", format!("{:.1} TFLOP/s, {}", product / 1e12, config.device.dtype));
         }
         Some(Err(error)) => line("  not usable", error.to_string()),
         None => {}

@@ -49,7 +49,7 @@ enum Command {
     /// Says what a run would hold and move, and starts nothing.
     Plan(PlanArguments),
     /// Trains for a few steps and says how fast, beside what the machine can do.
-    Bench(Common),
+    Bench(BenchArguments),
     /// Tries depths, micro-batches and the stash's place, and writes the config that was best.
     Tune(TuneArguments),
     /// Writes the dashboards, rules and table of metrics that go with this program.
@@ -93,6 +93,16 @@ struct TrainArguments {
     resume: bool,
     #[command(flatten)]
     observe: ObserveArguments,
+}
+
+#[derive(Args)]
+struct BenchArguments {
+    #[command(flatten)]
+    common: Common,
+    /// Leaves out all copies between host and device but the first step's, to tell what time they cost:
+    /// what is computed then means nothing.
+    #[arg(long)]
+    without_copies: bool,
 }
 
 #[derive(Args)]
@@ -272,7 +282,9 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Plan(arguments) => plan::plan(&arguments)?,
         Command::Tune(arguments) => tune::tune(&arguments)?,
         Command::Dashboards { to } => dashboards::write(&to)?,
-        Command::Bench(common) => return bench::bench(&common),
+        Command::Bench(BenchArguments { common, without_copies }) => {
+            return bench::bench(&common, !without_copies);
+        }
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
         Command::Doctor(DoctorArguments { common, check: true }) => doctor::check(&common)?,
         Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,

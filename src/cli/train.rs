@@ -342,13 +342,16 @@ impl Run<'_> {
     }
 }
 
-/// Steps of `bench`: no looks, no checkpoints.
+/// Steps of `bench`: no looks, no checkpoints, and copies if they are wanted.
 pub(super) async fn only_steps(
     config: &Config,
     prepared: Prepared,
+    copies: bool,
     mut each: impl FnMut(&StepReport),
 ) -> Result<Summary, Error> {
-    let mut trainer = Trainer::builder(config.clone()).steps(prepared.steps).trial().start()?;
+    let builder = Trainer::builder(config.clone()).steps(prepared.steps).trial();
+    let builder = if copies { builder } else { builder.without_copies() };
+    let mut trainer = builder.start()?;
     let mut batches = Batches::start(config, prepared.train, 0)?;
     for _ in 0..prepared.steps {
         each(&trainer.step(batches.next().await?).await?);

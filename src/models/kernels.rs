@@ -7,6 +7,7 @@
 //! Weights and what goes from layer to layer are of the device's [`Dtype`]. Gradients of weights, statistics,
 //! log-sum-exps, `dkv` of [`Apart`], and a head's `dh` and logits are floats, whatever that is.
 
+use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
@@ -40,6 +41,15 @@ impl Dtype {
     /// Floats that so many numbers take the place of.
     pub fn floats(self, len: usize) -> usize {
         (len * self.size()).div_ceil(Dtype::F32.size())
+    }
+}
+
+impl fmt::Display for Dtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Dtype::F32 => "f32",
+            Dtype::Bf16 => "bf16",
+        })
     }
 }
 

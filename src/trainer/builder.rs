@@ -31,6 +31,7 @@ pub struct Builder {
     resume: Option<PathBuf>,
     goes_on: bool,
     is_trial: bool,
+    copies: bool,
     observers: Vec<Arc<dyn Observe>>,
 }
 
@@ -47,6 +48,7 @@ impl Builder {
             resume: None,
             goes_on: false,
             is_trial: false,
+            copies: true,
             observers,
         }
     }
@@ -96,6 +98,13 @@ impl Builder {
         self
     }
 
+    /// Leaves out all copies between host and device but those of the first step, to tell what time they
+    /// cost. What such a run computes means nothing, and its losses are 0.
+    pub fn without_copies(mut self) -> Builder {
+        self.copies = false;
+        self.trial()
+    }
+
     /// Lets somebody hear of every operation as it ends.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
         self.observers.push(observer);
@@ -110,8 +119,8 @@ impl Builder {
     /// # Panics
     /// There is no tokio runtime.
     pub fn start(self) -> Result<Trainer, Error> {
-        let Builder { config, model, rule, steps, data, resume, goes_on, is_trial, observers } =
-            self;
+        let Builder { config, model, rule, steps, data, resume, goes_on, .. } = self;
+        let (is_trial, copies, observers) = (self.is_trial, self.copies, self.observers);
         config.check()?;
         let model = match model {
             Some(model) => model,
@@ -150,8 +159,9 @@ impl Builder {
         };
         let checked = resume.as_deref().map(|from| checkpoint::check(from, run)).transpose()?;
         let (eps, found) = open_eps(&config, &model, &plan, &resume, goes_on, is_trial)?;
-        let worker =
+        let mut worker =
             Worker::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
+        worker.copies = copies;
         match (found, checked, &config.model.path) {
             (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
             (None, Some(checked), _) => progress = checkpoint::read(checked, run, worker.eps())?,

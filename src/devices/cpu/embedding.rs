@@ -110,28 +110,37 @@ pub(in crate::devices) fn gather<Y: Send, X: Copy + Sync>(
     });
 }
 
-/// Adds gradients to the rows of those tokens that lie in a tile, in order.
-pub(in crate::devices) fn scatter(
+/// Runs of a tile's rows that are added to at once.
+const RUNS: usize = 64;
+
+/// Adds gradients to the rows of those tokens that lie in a tile, each row's in the tokens' order.
+/// `gradient`: of a token by its index, `cast` to floats.
+pub(in crate::devices) fn scatter<'d, D: Copy + 'd>(
     level: Level,
     dtile: &mut [f32],
-    tokens: impl Iterator<Item = Option<u32>>,
-    dy: &[f32],
+    tokens: &[Option<u32>],
+    gradient: impl Fn(usize) -> &'d [D] + Sync,
     first: usize,
     channels: usize,
+    cast: impl Fn(D) -> f32 + Sync,
 ) {
-    let rows = dtile.len() / channels;
-    level.run(
-        #[inline(always)]
-        || {
-            for (token, dy) in tokens.zip(dy.chunks_exact(channels)) {
-                let row = token.and_then(|token| (token as usize).checked_sub(first));
-                if let Some(row) = row.filter(|&row| row < rows) {
-                    let to = &mut dtile[row * channels..][..channels];
-                    to.iter_mut().zip(dy).for_each(|(to, dy)| *to += dy);
+    let run = (dtile.len() / channels).div_ceil(RUNS).max(1);
+    let runs = dtile.par_chunks_mut(run * channels).enumerate();
+    runs.for_each(|(index, rows)| {
+        let first = first + index * run;
+        level.run(
+            #[inline(always)]
+            || {
+                for (at, token) in tokens.iter().enumerate() {
+                    let row = token.and_then(|token| (token as usize).checked_sub(first));
+                    if let Some(row) = row.filter(|&row| row < rows.len() / channels) {
+                        let to = &mut rows[row * channels..][..channels];
+                        to.iter_mut().zip(gradient(at)).for_each(|(to, &dy)| *to += cast(dy));
+                    }
                 }
-            }
-        },
-    );
+            },
+        );
+    });
 }
 
 #[cfg(test)]
@@ -182,7 +191,9 @@ mod tests {
         for (first, to) in [(0, 3), (3, 5)] {
             gather(&mut y, &tokens, &table.narrow[first * c..to * c], first, c, |x| x);
             let known = tokens.iter().enumerate().map(|(at, &token)| (at != 1).then_some(token));
-            scatter(Level::best(), &mut dtable[first * c..to * c], known, &dy.narrow, first, c);
+            let (known, dtile) = (known.collect::<Vec<_>>(), &mut dtable[first * c..to * c]);
+            let gradient = |at: usize| &dy.narrow[at * c..][..c];
+            scatter(Level::best(), dtile, &known, gradient, first, c, |dy| dy);
         }
         for (at, &token) in tokens.iter().enumerate() {
             assert_eq!(y[at * c..][..c], table.narrow[token as usize * c..][..c]);

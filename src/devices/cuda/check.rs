@@ -518,6 +518,10 @@ fn run(
 /// # Errors
 /// The driver's.
 pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
+    let most = match kind {
+        Dtype::F32 => 2e-5,
+        Dtype::Bf16 => 2e-2,
+    };
     let document = |from, to| Document { from, to };
     let documents: Vec<Document> =
         [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
@@ -539,7 +543,7 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
                 .map_err(|error| format!("{}: {error}", case.name))?;
             match checks.iter_mut().find(|check| check.kernel == case.name) {
                 Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
-                None => checks.push(Check { kernel: case.name, cases: 1, off }),
+                None => checks.push(Check { kernel: case.name, cases: 1, off, most }),
             }
         }
         Ok(())

@@ -7,9 +7,10 @@ use super::kernels::On;
 use super::launches::int;
 use crate::models::{STATISTICS, Scores, View};
 
-/// Positions that are scored at once, of so many: by shape alone.
+/// Positions that are scored at once, of so many: by shape alone. Each time, a tile's weights and the
+/// gradient of them are walked through: the more positions, the less that costs.
 pub(super) fn chunk_of(rows: usize) -> usize {
-    rows.min(128)
+    rows.min(2048)
 }
 
 /// What a tile's backward writes, and reads.

@@ -7,6 +7,7 @@ use std::time::Instant;
 use half::bf16;
 use l2l_actors::ports::{Operation, Source, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Version, Visit};
+use rayon::prelude::*;
 
 use super::{Goal, Remembered, StepData, Worker};
 use crate::config::Recall;
@@ -16,6 +17,9 @@ use crate::optimizers::planes::published;
 use crate::optimizers::{Planes, Update};
 use crate::stash;
 use crate::telemetry::NotFinite;
+
+/// Floats that a thread copies at once.
+const COPIED: usize = 1 << 18;
 
 impl Worker {
     /// Embeddings and fresh statistics of a micro-batch.
@@ -195,20 +199,19 @@ impl Worker {
         }
         let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
         let table = &mut gradient[..tile.rows * channels];
-        let (level, mut known) = (self.level, data.batch.known());
-        let sequence = data.batch.positions * channels;
-        if dx.len() == data.batch.lengths.len() * sequence {
-            embedding::scatter(level, table, known, dx, tile.first, channels);
-        } else {
-            let mut row = vec![0.0; channels];
-            for dx in stash::packed(dx, data.batch.lengths.len()) {
-                for dx in dx[..sequence].chunks_exact(channels) {
-                    row.iter_mut().zip(dx).for_each(|(row, dx)| *row = dx.to_f32());
-                    let token = known.next().into_iter();
-                    embedding::scatter(level, table, token, &row, tile.first, channels);
-                }
+        let (level, first, known) = (self.level, tile.first, &*data.known);
+        let (sequences, positions) = (data.batch.lengths.len(), data.batch.positions);
+        self.threads.install(|| {
+            if dx.len() == sequences * positions * channels {
+                let of = |at: usize| &dx[at * channels..][..channels];
+                embedding::scatter(level, table, known, of, first, channels, |dx| dx);
+            } else {
+                let packed: Vec<&[bf16]> = stash::packed(dx, sequences).collect();
+                let of =
+                    |at: usize| &packed[at / positions][at % positions * channels..][..channels];
+                embedding::scatter(level, table, known, of, first, channels, bf16::to_f32);
             }
-        }
+        });
         let tensors = self.eps.tensors(block);
         self.threads.install(|| self.rule.measure(tensors, gradient))
     }
@@ -256,8 +259,12 @@ impl Worker {
         // SAFETY: the ring holds the landing block for this operation.
         let landed = unsafe { self.host.read(self.landing(block, slot)) };
         let mut region = self.eps.memory().region_mut(block);
-        region.copy_from_slice(landed);
-        self.threads.install(|| self.rule.measure(self.eps.tensors(block), &region))
+        let region = &mut region[..];
+        self.threads.install(|| {
+            let chunks = region.par_chunks_mut(COPIED).zip(landed.par_chunks(COPIED));
+            chunks.for_each(|(to, from)| to.copy_from_slice(from));
+            self.rule.measure(self.eps.tensors(block), region)
+        })
     }
 
     pub(super) fn update(

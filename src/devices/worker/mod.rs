@@ -71,6 +71,8 @@ pub(crate) struct Remembered {
 struct StepData {
     number: Version,
     batch: Batch,
+    /// Its tokens; padding is none.
+    known: Vec<Option<u32>>,
     goal: Goal,
     trained: u64,
     stash: StashLayout,
@@ -108,6 +110,8 @@ pub(crate) struct Worker {
     told: Mutex<Vec<f32>>,
     /// What the head read.
     pub(crate) encoded: Mutex<Vec<f32>>,
+    /// Whether steps behind the first copy anything between host and device.
+    pub(crate) copies: bool,
     /// For an update rule that wants masters put together.
     desk: Mutex<Vec<f32>>,
     pub(crate) used: Arc<Used>,
@@ -152,6 +156,7 @@ impl Worker {
             steps: Mutex::default(),
             told: Mutex::default(),
             encoded: Mutex::default(),
+            copies: true,
             desk: Mutex::new(vec![0.0; desk]),
             used: Arc::default(),
             ledger: Arc::new(Ledger::new(model.parts.len(), observers)),
@@ -292,6 +297,7 @@ impl Hands for Worker {
             memory,
             scale: (1.0 / batch.labelled as f64) as f32,
             learning_rate: self.learning_rate.at(trained),
+            known: batch.known().collect(),
             batch,
             goal,
             trained,
@@ -329,6 +335,9 @@ impl Worker {
         let step = operation.step();
         let over_link = !self.plan.stash_on_device;
         let visit_of = |index: usize| &step.plan.schedule.visits[index];
+        if !self.copies && step.number > 0 && is_of_copies(operation.work()) {
+            return Ok(0.0);
+        }
         match *operation.work() {
             // What is copied from or to on the host is the operation's until it has ended: the ring
             // has nobody write or read it meanwhile.
@@ -429,6 +438,18 @@ impl Worker {
         }
         Ok(0.0)
     }
+}
+
+/// True for copies between host and device, and for what looks at those.
+fn is_of_copies(work: &Work) -> bool {
+    matches!(
+        work,
+        Work::UploadBlock { .. }
+            | Work::UploadBoundary { .. }
+            | Work::DownloadBoundary { .. }
+            | Work::DownloadGradient { .. }
+            | Work::Loss { .. }
+    )
 }
 
 /// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.

@@ -258,7 +258,9 @@ impl Layer for Block {
         let is_cut = self.shape.causal && positions > STRETCH;
         let numbers = positions * self.remembered();
         let gradients = if trains { numbers } else { 0 };
-        if is_cut { of.floats(numbers).next_multiple_of(16) + gradients } else { 0 }
+        let [values, gradients] =
+            [of.floats(numbers), gradients].map(|floats| floats.next_multiple_of(16));
+        if is_cut { values + gradients } else { 0 }
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
