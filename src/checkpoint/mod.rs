@@ -121,11 +121,17 @@ const MOST_STEPS: u64 = 1 << 40;
 
 /// Keys that a run may go on with other values of: they change when and where, not what; or what
 /// they change is looked at by itself.
-const FREE: [&str; 14] = [
+const FREE: [&str; 20] = [
     "checkpoint",
     "channels",
     "data.validation",
-    "device",
+    "device.cuda_libraries",
+    "device.kernel_cache",
+    "device.kind",
+    "device.link",
+    "device.memory",
+    "device.ordinal",
+    "device.threads",
     "eps",
     "log",
     "metrics",

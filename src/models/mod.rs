@@ -2,6 +2,7 @@
 
 mod block;
 mod classes;
+mod composed;
 mod ends;
 pub mod families;
 mod kernels;
@@ -14,6 +15,7 @@ mod shape;
 
 pub use block::Block;
 pub use classes::Classes;
+pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
 pub use kernels::{
     Activation, Apart, Attention, ClassLoss, Document, Dropout, Dtype, Kernels, Linear, Norm,

@@ -7,7 +7,8 @@ use std::path::Path;
 use crate::config::{DeviceKind, EpsTier, Recompute, ScheduleKind};
 use crate::data::Batches;
 use crate::models::{
-    Backward, Block, Dtype, Final, Forward, Keep, Kernels, Layer, Model, Own, Stem, Tensor,
+    Backward, Block, Composed, Derived, Dtype, Final, Forward, Keep, Kernels, Layer, Model,
+    Operations, Own, Stem, Tensor, Value,
 };
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
@@ -150,25 +151,88 @@ impl Layer for Halves {
     }
 }
 
+/// The same with a backward that is derived, to the square.
+struct Squares;
+
+const SQUARE: Own = Own {
+    name: "square",
+    text: SQUARES,
+    cpu: |writes, reads, numbers| {
+        writes[0].iter_mut().zip(reads[0]).for_each(|(y, x)| *y = numbers[0] * x * x);
+    },
+};
+
+const SQUARE_BACKWARD: Own = Own {
+    name: "square_backward",
+    text: SQUARES,
+    cpu: |writes, reads, numbers| {
+        let slopes = reads[0].iter().zip(reads[1]);
+        writes[0].iter_mut().zip(slopes).for_each(|(dx, (dy, x))| *dx = 2.0 * numbers[0] * x * dy);
+    },
+};
+
+const SQUARES: &str = r#"
+extern "C" __global__ void square(T* y, const T* x, long long count, float factor) {
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) {
+        y[at] = put(factor * get(x[at]) * get(x[at]));
+    }
+}
+
+extern "C" __global__ void square_backward(T* dx, const T* dy, const T* x, long long count, float factor) {
+    const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (at < count) {
+        dx[at] = put(2.0f * factor * get(x[at]) * get(dy[at]));
+    }
+}"#;
+
+impl Composed for Squares {
+    fn tensors(&self) -> Vec<Tensor> {
+        Vec::new()
+    }
+
+    fn index(&self) -> u32 {
+        5
+    }
+
+    fn channels(&self) -> usize {
+        24
+    }
+
+    fn own_kernels(&self) -> Vec<Own> {
+        vec![SQUARE, SQUARE_BACKWARD]
+    }
+
+    fn compose(&self, ops: &mut Operations<'_>, x: Value) -> Value {
+        let dropped = ops.dropout(x, 0.1);
+        let squared = ops.own(&SQUARE, &SQUARE_BACKWARD, dropped, &[0.3]);
+        ops.add(x, squared)
+    }
+}
+
 #[test]
 fn kernels_of_ones_own_run() {
     if !emulated::instead() {
         return;
     }
-    let of = |kind| {
-        let config = config(kind);
+    let of = |kind, dtype| {
+        let mut config = config(kind);
+        config.device.dtype = dtype;
         let shape = crate::shape_of(&config).expect("a shape of ours");
         let stack: Vec<Box<dyn Layer>> = vec![
             Box::new(Stem { index: 1, shape }),
             Box::new(Halves),
+            Box::new(Derived(Squares)),
             Box::new(Block { index: 3, number: 0, shape }),
             Box::new(Final { shape }),
         ];
         run_on(Trainer::builder(config.clone()).model(Model::of(shape, stack)), &config, 3)
     };
-    let (cuda, _) = of(DeviceKind::Cuda).expect("a case of ours");
-    let (cpu, _) = of(DeviceKind::Cpu).expect("a case of ours");
-    close(&cuda, &cpu, Dtype::F32, "the CPU");
+    let (cpu, _) = of(DeviceKind::Cpu, Dtype::F32).expect("a case of ours");
+    for dtype in KINDS {
+        let (cuda, _) = of(DeviceKind::Cuda, dtype).expect("a case of ours");
+        close(&cuda, &cpu, dtype, "the CPU");
+    }
 }
 
 #[test]
