@@ -445,6 +445,22 @@ def row_slopes(f, x, step=1e-5):
     return np.stack(columns, 1)
 
 
+def check_casts(device, random, n):
+    x, y = device.elements(noise(random, n)), device.floats_out(n)
+    device.launch("to_floats", y, x, n)
+    device.expect(y, x.wide, 0)
+    x, y = device.floats(noise(random, n)), device.out(n)
+    device.launch("from_floats", y, x, n)
+    device.same(y, device.elements(x.wide).bits)
+
+
+def check_bias(device, random, rows, channels):
+    y, bias = device.floats(noise(random, rows, channels), changes=True), device.elements(noise(random, channels))
+    expected = y.wide + bias.wide
+    device.launch("add_bias", y, bias, rows, channels)
+    device.expect(y, expected, 1e-6)
+
+
 def check_clear(device, random, n):
     y, floats = device.out(n), device.floats_out(n)
     device.launch("clear", y, n)
@@ -727,6 +743,12 @@ def check_rows(device, random, rows, channels, count):
     x, y = device.elements(noise(random, rows, channels)), device.out(count, channels)
     device.launch("gather_rows", y, x, places, count, channels)
     device.same(y, np.where(labelled[:, None] >= 0, x.bits[labelled], np.zeros((), x.bits.dtype)))
+    sums = device.floats(noise(random, rows, channels), changes=True)
+    added = device.floats(noise(random, count, channels))
+    expected = sums.wide.copy()
+    expected[labelled[labelled >= 0]] += added.wide[labelled >= 0]
+    device.launch("add_rows", sums, added, places, count, channels)
+    device.expect(sums, expected, 1e-6)
 
 
 def check_remember(device, random, rows, packed, width):
@@ -795,6 +817,8 @@ def checks():
 
     own = [
         ("elementwise", check_clear, n),
+        ("elementwise", check_casts, n),
+        ("elementwise", check_bias, rows),
         ("elementwise", check_drop, each(drops, probabilities)),
         ("elementwise", check_drop, each(drops, probability=[0.5], has_a=[True], in_place=[True])),
         ("elementwise", check_identity, [{}]),

@@ -221,11 +221,13 @@ pub struct Apart {
     pub accumulate: bool,
 }
 
-/// Sizes of a head tile.
+/// Sizes of a head tile, and what it is to do.
 #[derive(Clone, Copy, Debug)]
 pub struct Scores {
     /// R.
     pub rows: usize,
+    /// How many of them have a label.
+    pub labelled: usize,
     /// C.
     pub channels: usize,
     /// V.

@@ -188,10 +188,10 @@ impl Model {
         if self.shape.scores_tokens() { Dtype::F32 } else { of }
     }
 
-    /// Sizes of a head tile for so many rows.
-    pub fn scores(&self, tile: Tile, rows: usize) -> Scores {
+    /// Sizes of a head tile for so many rows, of which so many have a label.
+    pub fn scores(&self, tile: Tile, rows: usize, labelled: usize) -> Scores {
         let Tile { first, rows: height } = tile;
-        Scores { rows, channels: self.shape.hidden, tile: height, first }
+        Scores { rows, labelled, channels: self.shape.hidden, tile: height, first }
     }
 
     /// Model FLOPs of training on sequences of these lengths, `labelled` of whose positions are

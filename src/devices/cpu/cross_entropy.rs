@@ -254,7 +254,7 @@ mod tests {
                 let mut statistics = vec![0.0; rows * STATISTICS];
                 let positions = statistics.chunks_exact_mut(STATISTICS).zip(&labels);
                 positions.for_each(|(statistics, &label)| begin(statistics, label));
-                let size = |first, tile| Scores { rows, channels: c, tile, first };
+                let size = |first, tile| Scores { rows, labelled: rows, channels: c, tile, first };
                 for &(first, tile) in &tiles {
                     let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };

@@ -348,7 +348,7 @@ impl<'c> Cases<'c> {
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
         let told = labels.iter().filter(|label| **label >= 0).count();
         for (channels, tile, first) in [(5, 21, 0), (12, 9, 21)] {
-            let size = Scores { rows: r, channels, tile, first };
+            let size = Scores { rows: r, labelled: told, channels, tile, first };
             self.case("score", |p| {
                 let statistics = p.floats(r * STATISTICS, 1.5);
                 let out = p.floats_out(r * STATISTICS);

@@ -1,11 +1,11 @@
-//! Softmax cross entropy over tiles of the vocabulary: logits exist for some positions × one tile.
+//! Softmax cross entropy over tiles of the vocabulary: logits exist for some labelled positions × one tile.
 
 use std::ops::Range;
 
-use super::driver::Argument;
+use super::driver::{Address, Argument};
 use super::kernels::On;
-use super::launches::int;
-use crate::models::{STATISTICS, Scores, View};
+use super::launches::{FLOAT, NEIGHBOURS, int, long};
+use crate::models::{Dtype, Scores, View};
 
 /// Positions that are scored at once, of so many: by shape alone. Each time, a tile's weights and the
 /// gradient of them are walked through: the more positions, the less that costs.
@@ -25,35 +25,63 @@ pub(super) struct Rescore {
     pub(super) bias: Option<View>,
 }
 
-/// Rows that are scored at once.
+/// Scratch of a tile: where labelled rows are, some of them side by side, and their logits.
+pub(super) struct Labelled {
+    pub(super) places: View,
+    pub(super) h: View,
+    pub(super) logits: View,
+}
+
+/// Labelled rows that are scored at once.
 fn chunks(size: &Scores) -> impl Iterator<Item = Range<usize>> {
-    let (rows, chunk) = (size.rows, chunk_of(size.rows));
+    let (rows, chunk) = (size.labelled, chunk_of(size.rows).max(1));
     (0..rows).step_by(chunk).map(move |from| from..rows.min(from + chunk))
 }
 
-/// Some rows of a tensor of so many columns.
-fn of_rows(view: View, rows: &Range<usize>, columns: usize) -> View {
-    view.part(rows.start * columns..rows.end * columns)
-}
-
 impl On<'_> {
+    /// Finds the first so many labelled rows.
+    fn find(&self, places: View, statistics: View, rows: usize, count: usize) {
+        let (to, from) = (self.at(places).at, self.at(statistics));
+        let arguments: [&dyn Argument; 4] = [&to, &from, &int(rows), &int(count)];
+        self.queue.launch("labelled_rows", [1, 1, 1], [32, 1, 1], 0, &arguments);
+    }
+
+    /// Where those from this one on are found.
+    fn from(&self, places: View, first: usize) -> Address {
+        self.at(places).at + (first * FLOAT) as Address
+    }
+
+    /// Copies rows that were found to where they stand side by side.
+    fn gather(&self, to: View, x: View, places: Address, [count, channels]: [usize; 2]) {
+        let (to, x) = (self.at(to), self.at(x));
+        let arguments: [&dyn Argument; 5] = [&to, &x, &places, &int(count), &int(channels)];
+        self.queue.columns("gather_rows", [count, 1], channels, &arguments);
+    }
+
+    /// Some labelled rows side by side, and their logits.
+    fn logits_of(&self, [h, w]: [View; 2], rows: &Range<usize>, to: &Labelled, size: &Scores) {
+        let (c, v) = (size.channels, size.tile);
+        self.gather(to.h, h, self.from(to.places, rows.start), [rows.len(), c]);
+        self.product(to.logits, [(to.h, false), (w, true)], [rows.len(), c, v], None, false);
+    }
+
     /// Takes a tile into the statistics of each labelled position.
     pub(super) fn score(
         &self,
-        [out, logits]: [View; 2],
+        out: View,
         [statistics, h, w]: [View; 3],
         bias: Option<View>,
+        scratch: &Labelled,
         size: &Scores,
     ) {
         self.copy(out, statistics);
-        let (c, v) = (size.channels, size.tile);
+        self.find(scratch.places, statistics, size.rows, size.labelled);
         for rows in chunks(size) {
-            let h = of_rows(h, &rows, c);
-            self.product(logits, [(h, false), (w, true)], [rows.len(), c, v], None, false);
-            let out = self.at(of_rows(out, &rows, STATISTICS));
-            let (logits, bias) = (self.at(logits), self.maybe(bias));
-            let [r, tile, first] = [rows.len(), v, size.first].map(int);
-            let arguments: [&dyn Argument; 6] = [&out, &logits, &bias, &r, &tile, &first];
+            self.logits_of([h, w], &rows, scratch, size);
+            let (out, places) = (self.at(out), self.from(scratch.places, rows.start));
+            let (logits, bias) = (self.at(scratch.logits), self.maybe(bias));
+            let [r, tile, first] = [rows.len(), size.tile, size.first].map(int);
+            let arguments: [&dyn Argument; 7] = [&out, &logits, &bias, &places, &r, &tile, &first];
             self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
         }
     }
@@ -67,12 +95,8 @@ impl On<'_> {
         size: &Scores,
     ) {
         let (told, c, v) = (places.len, size.channels, size.tile);
-        let (to, from, rows) = (self.at(places).at, self.at(statistics), int(size.rows));
-        let arguments: [&dyn Argument; 4] = [&to, &from, &rows, &int(told)];
-        self.queue.launch("labelled_rows", [1, 1, 1], [32, 1, 1], 0, &arguments);
-        let (x, places) = (self.at(h), to);
-        let arguments: [&dyn Argument; 5] = [&self.at(gathered), &x, &places, &int(told), &int(c)];
-        self.queue.columns("gather_rows", [told, 1], c, &arguments);
+        self.find(places, statistics, size.rows, told);
+        self.gather(gathered, h, self.from(places, 0), [told, c]);
         self.product(y, [(gathered, false), (w, true)], [told, c, v], None, false);
         if let Some(bias) = bias {
             let (y, bias) = (self.at(y), self.at(bias));
@@ -85,33 +109,46 @@ impl On<'_> {
     pub(super) fn score_backward(
         &self,
         views: &Rescore,
-        [logits, d, parts]: [View; 3],
+        scratch: &Labelled,
+        [d, dh_of_rows, parts]: [View; 3],
         scale: f32,
         size: &Scores,
-        accumulate: bool,
+        mut accumulate: bool,
     ) {
         let Rescore { dh, dw, dbias, before, statistics, h, w, bias } = *views;
         let (c, v) = (size.channels, size.tile);
-        if let Some(before) = before {
-            self.copy(dh, before);
+        match before {
+            Some(before) => self.copy(dh, before),
+            None => self.clear(dh),
         }
-        let mut accumulate = accumulate;
+        if size.labelled == 0 && !accumulate {
+            [Some(dw), dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
+        }
+        self.find(scratch.places, statistics, size.rows, size.labelled);
         for rows in chunks(size) {
-            let (r, h, dh) = (rows.len(), of_rows(h, &rows, c), of_rows(dh, &rows, c));
-            self.product(logits, [(h, false), (w, true)], [r, c, v], None, false);
-            let s = self.at(of_rows(statistics, &rows, STATISTICS));
-            let (to, from) = (self.at(d), self.at(logits));
+            let (r, places) = (rows.len(), self.from(scratch.places, rows.start));
+            self.logits_of([h, w], &rows, scratch, size);
+            let (to, from, s) = (self.at(d), self.at(scratch.logits), self.at(statistics));
             let bias = self.maybe(bias);
             let [count, tile, first] = [r, v, size.first].map(int);
-            let arguments: [&dyn Argument; 8] =
-                [&to, &s, &from, &bias, &count, &tile, &first, &scale];
+            let arguments: [&dyn Argument; 9] =
+                [&to, &s, &from, &bias, &places, &count, &tile, &first, &scale];
             self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
-            self.product(dh, [(d, false), (w, false)], [r, v, c], None, before.is_some());
-            self.product(dw, [(d, true), (h, false)], [v, r, c], None, accumulate);
+            self.product(dh_of_rows, [(d, false), (w, false)], [r, v, c], None, false);
+            let (to, from) = (self.at(dh), self.at(dh_of_rows));
+            let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
+            self.queue.columns("add_rows", [r, 1], c, &arguments);
+            self.product(dw, [(d, true), (scratch.h, false)], [v, r, c], None, accumulate);
             if let Some(dbias) = dbias {
                 self.sum_columns(dbias, d, [r, v], parts, accumulate);
             }
             accumulate = true;
         }
+    }
+
+    /// y = 0.
+    pub(super) fn clear(&self, y: View) {
+        let kernel = if y.of == Dtype::F32 { "clear_floats" } else { "clear" };
+        self.queue.each(kernel, y.len, NEIGHBOURS, &[&self.at(y), &long(y.len)]);
     }
 }

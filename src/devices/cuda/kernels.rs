@@ -1,6 +1,6 @@
 //! What layers ask for, as launches: resolves views to addresses, hands out scratch.
 
-use super::cross_entropy::{Rescore, chunk_of};
+use super::cross_entropy::{Labelled, Rescore, chunk_of};
 use super::driver::{Address, Argument, Driver, Place};
 use super::launches::{self as with, NEIGHBOURS, PART, Queue, int, long, parts_of};
 use super::notes::Notes;
@@ -354,8 +354,7 @@ impl Kernels for CudaKernels<'_> {
 
     fn clear(&self, y: View) {
         let Some(on) = &self.on else { return };
-        let kernel = if y.of == Dtype::F32 { "clear_floats" } else { "clear" };
-        on.queue.each(kernel, y.len, NEIGHBOURS, &[&on.at(y), &long(y.len)]);
+        on.clear(y);
     }
 
     fn add_types(&self, y: View, w: View, kinds: &[u8]) {
@@ -424,10 +423,9 @@ impl Kernels for CudaKernels<'_> {
         size: Scores,
         scratch: &Scratch<'_>,
     ) {
-        let scratch = scratch.nested();
-        let logits = scratch.take_floats(chunk_of(size.rows) * size.tile);
+        let labelled = labelled(&scratch.nested(), &size);
         let Some(on) = &self.on else { return };
-        on.score([out, logits], [statistics, h, w], bias, &size);
+        on.score(out, [statistics, h, w], bias, &labelled, &size);
     }
 
     fn logits(
@@ -464,15 +462,28 @@ impl Kernels for CudaKernels<'_> {
         scratch: &Scratch<'_>,
     ) {
         let (scratch, chunk) = (scratch.nested(), chunk_of(size.rows));
-        let (logits, d) = (scratch.take_floats(chunk * size.tile), scratch.take(chunk * size.tile));
+        let labelled = labelled(&scratch, &size);
+        let d = scratch.take(chunk * size.tile);
+        let dh_of_rows = scratch.take_floats(chunk * size.channels);
         let parts = scratch.take_floats(dbias.map_or(0, |_| parts_of(chunk) * size.tile));
         let Some(on) = &self.on else { return };
         on.score_backward(
             &Rescore { dh, dw, dbias, before, statistics, h, w, bias },
-            [logits, d, parts],
+            &labelled,
+            [d, dh_of_rows, parts],
             scale,
             &size,
             accumulate,
         );
+    }
+}
+
+/// Room for what a tile does to labelled rows.
+fn labelled(scratch: &Scratch<'_>, size: &Scores) -> Labelled {
+    let chunk = chunk_of(size.rows);
+    Labelled {
+        places: scratch.take_floats(size.rows),
+        h: scratch.take(chunk * size.channels),
+        logits: scratch.take_floats(chunk * size.tile),
     }
 }

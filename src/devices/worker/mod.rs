@@ -224,6 +224,7 @@ impl Worker {
         let (lengths, first_sequence, rows) = data.micro(*micro_batch, &step.plan.schedule);
         let first_row = first_sequence as usize * rows.positions;
         let kinds = &data.batch.kinds[first_row..first_row + rows.count()];
+        let targets = &data.batch.targets[first_row..first_row + rows.count()];
         let documents = data.batch.documents.get(first_row..first_row + rows.count());
         let documents = documents.unwrap_or_default();
         let sequences = first_sequence as usize..first_sequence as usize + rows.sequences;
@@ -239,6 +240,7 @@ impl Worker {
                 past,
                 draw: (data.goal == Goal::Train).then_some(draw),
             },
+            labelled: targets.iter().filter(|target| **target >= 0).count(),
             dtype: self.plan.dtype,
             weights: self.weights(block, weights[0]),
             gradient: gradients.first().map(|one| self.gradient(block, one.slot)),

@@ -11,6 +11,8 @@ use crate::models::{
 /// What a micro-batch brings to a visit, and where it leaves what.
 pub(super) struct Stay<'a> {
     pub(super) micro: Micro<'a>,
+    /// Its positions that have a label.
+    pub(super) labelled: usize,
     /// What weights and activations are.
     pub(super) dtype: Dtype,
     pub(super) weights: View,
@@ -43,7 +45,9 @@ fn go(
     kernels: &dyn Kernels,
     stay: &Stay<'_>,
 ) -> usize {
-    let Stay { micro, dtype, weights, gradient, accumulate, ref reads, ref writes, .. } = *stay;
+    let Stay {
+        micro, labelled, dtype, weights, gradient, accumulate, ref reads, ref writes, ..
+    } = *stay;
     let Stay { scale, tells, keep, remembers, workspace, carried, .. } = *stay;
     let scratch = &Scratch::new(workspace, dtype);
     let hidden = |slot: View, of: Dtype| slot.place(micro.rows.count() * model.shape.hidden, of);
@@ -104,7 +108,7 @@ fn go(
         }
         (&Part::Head(tile), false) => {
             let (w, bias) = head_views(model, tile, weights);
-            let size = model.scores(tile, micro.rows.count());
+            let size = model.scores(tile, micro.rows.count(), labelled);
             let (out, statistics) = (writes[writes.len() - 1], reads[1]);
             let h = hidden(reads[0], dtype);
             if tells {
@@ -120,7 +124,7 @@ fn go(
             let (dw, dbias) = head_views(model, tile, gradient);
             let (h, statistics) = (hidden(reads[0], dtype), reads[1]);
             let before = reads.get(2).map(|slot| hidden(*slot, head_gradient));
-            let size = model.scores(tile, micro.rows.count());
+            let size = model.scores(tile, micro.rows.count(), labelled);
             kernels.score_backward(
                 hidden(writes[0], head_gradient),
                 dw,
@@ -217,6 +221,7 @@ fn workspace_of(
             let workspace = place(usize::MAX / 4);
             let stay = Stay {
                 micro,
+                labelled: rows.count(),
                 dtype,
                 weights,
                 gradient: backward.then_some(gradient),

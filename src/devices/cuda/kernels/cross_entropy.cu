@@ -31,12 +31,18 @@ __device__ inline float block_max(float x) {
     return warp_max(lane < warps ? maxima[lane] : -infinity());
 }
 
-// Takes a tile into the statistics. out: (rows, 4); logits: (rows, tile); bias: (tile) or null. `first`:
-// the tile's first column in the vocabulary.
+// Takes a tile into the statistics of some rows. out: (R, 4); logits: (rows, tile); bias: (tile) or null.
+// places: which row of out each of the logits' rows is; -1: none. `first`: the tile's first column in the
+// vocabulary.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
-    score_rows(float* out, const float* logits, const T* bias, int rows, int tile, int first) {
-    float* const statistics = out + 4 * static_cast<long long>(blockIdx.x);
+    score_rows(float* out, const float* logits, const T* bias, const int* places, int rows, int tile,
+               int first) {
+    const long long row = places[blockIdx.x];
+    if (row < 0) {
+        return;
+    }
+    float* const statistics = out + 4 * row;
     const int label = __float_as_int(statistics[3]), target = label - first;
     if (label < 0) {
         return;
@@ -69,15 +75,16 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// d = scale (softmax − one for the label); 0 without a label. From complete statistics; d: (rows, tile).
+// d = scale (softmax − one for the label); 0 without a label. From complete statistics, (R, 4); d: (rows,
+// tile); places: as above.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
-    score_gradient(T* d, const float* statistics, const float* logits, const T* bias, int rows, int tile,
-                   int first, float scale) {
-    const long long row = blockIdx.x;
-    const int label = __float_as_int(statistics[4 * row + 3]), target = label - first;
+    score_gradient(T* d, const float* statistics, const float* logits, const T* bias, const int* places,
+                   int rows, int tile, int first, float scale) {
+    const long long row = blockIdx.x, place = places[row];
+    const int label = place < 0 ? -1 : __float_as_int(statistics[4 * place + 3]), target = label - first;
     const bool is_labelled = label >= 0;
-    const float lse = is_labelled ? statistics[4 * row] + logf(statistics[4 * row + 1]) : 0.0f;
+    const float lse = is_labelled ? statistics[4 * place] + logf(statistics[4 * place + 1]) : 0.0f;
     for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
         Four values = {};
         if (is_labelled) {

@@ -33,3 +33,20 @@ extern "C" __global__ void gather_rows(T* y, const T* x, const int* places, int 
     const Four value = row < 0 ? Four{} : read(x + row * channels + column, some);
     write(y + place * channels + column, value, some);
 }
+
+// The other way: adds rows that stand side by side to those of y, each to its own; none where there is none.
+// launch: grid (count, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void add_rows(float* y, const float* x, const int* places, int count, int channels) {
+    const long long place = blockIdx.x;
+    const int column = my_column(), some = channels - column;
+    if (place >= count || some <= 0 || places[place] < 0) {
+        return;
+    }
+    y += static_cast<long long>(places[place]) * channels + column;
+    Four sum = read(y, some);
+    const Four more = read(x + place * channels + column, some);
+    for (int i = 0; i < 4; ++i) {
+        sum.of[i] += more.of[i];
+    }
+    write(y, sum, some);
+}
