@@ -559,7 +559,7 @@ def memory():
         planned = found["device_bytes"]["total"]
         row(f"{layers} layers: driver's count - plan - context", (held - planned - context) / 2**20, "MiB", target="0",
             counted_bytes=held, planned_bytes=planned, terms=found["device_bytes"]["terms"], how=how)
-    terms, one = found["device_bytes"]["terms"], found["largest_layer"]["bytes"] / 4
+    terms, one = found["device_bytes"]["terms"], found["largest_layer"]["parameters"]
     row("weights and gradients on the device", (terms["weights"] + terms["gradients"]) / one,
         "bytes a parameter of the largest layer", target="12 (bf16), 16 (f32)", largest=found["largest_layer"])
 

@@ -132,7 +132,8 @@ impl RateArguments {
 pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<&Outlook>) {
     let rule = config.update_rule();
     let misfits = plan.misfits(model, &rule);
-    let (layer, bytes) = largest_layer(model);
+    let (layer, parameters) = largest_layer(model);
+    let bytes = (parameters * config.device.dtype.size()) as u64;
     let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
     let least = least.map(|least| least.device_bytes());
     let ceiling = plan.budget().filter(|_| plan.trains());
@@ -148,14 +149,14 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
             "why_not": misfits,
             "parameters": model.parameters(),
             "device_bytes": terms(&plan.device, plan.device_bytes()),
-            "pinned_bytes": 0, // the CPU device has the host's memory
+            "pinned_bytes": plan.pinned_bytes,
             "host_bytes": terms(&plan.host, plan.host_bytes()),
             "file_bytes": terms(&plan.file, plan.file_bytes()),
             "upload_bytes": plan.upload_bytes,
             "download_bytes": plan.download_bytes,
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
-            "largest_layer": { "layer": layer, "bytes": bytes },
+            "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
             "smallest_device_bytes": least,
             "largest_micro_batch": most,
         });
@@ -227,20 +228,20 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
     }
 }
 
-/// The layer with the most parameters, and their bytes.
-fn largest_layer(model: &Model) -> (String, u64) {
+/// The layer with the most parameters, and how many.
+fn largest_layer(model: &Model) -> (String, usize) {
     let of = |(index, blocks): (usize, &Vec<_>)| {
         let blocks = blocks.iter().map(|&BlockId(block)| &model.blocks[block as usize]);
         let part = &model.parts[index];
-        let (what, floats): (_, usize) = match part {
+        let (what, parameters): (_, usize) = match part {
             // It is met a tile at a time.
             Part::Embedding => ("embedding", blocks.map(|tensors| block_len(tensors)).max()?),
             Part::Stack(_) => ("stack", blocks.map(|tensors| block_len(tensors)).sum()),
             Part::Head(_) => ("head", blocks.map(|tensors| block_len(tensors)).sum()),
             Part::Classes(_) => ("classes", blocks.map(|tensors| block_len(tensors)).sum()),
         };
-        Some((format!("layer {index} ({what})"), (floats * size_of::<f32>()) as u64))
+        Some((format!("layer {index} ({what})"), parameters))
     };
     let all = model.part_blocks.iter().enumerate().filter_map(of);
-    all.max_by_key(|(_, bytes)| *bytes).expect("a model has layers")
+    all.max_by_key(|(_, parameters)| *parameters).expect("a model has layers")
 }

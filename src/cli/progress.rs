@@ -152,6 +152,7 @@ fn step_event(report: &StepReport) -> Value {
         "learning_rate": report.learning_rate,
         "grad_norm": report.grad_norm,
         "tokens": report.tokens,
+        "model_flops": report.model_flops,
         "seconds": report.seconds,
         "exposed_wait_seconds": report.exposed_wait_seconds,
         "device_peak_bytes": report.device_peak_bytes,

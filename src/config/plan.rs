@@ -6,7 +6,7 @@ use std::fmt;
 use l2l_actors::schedule::{self, BlockId, Capacities, Pools, Schedule};
 
 use super::walk::{Purpose, Walk, schedule_of};
-use super::{ByteSize, ChannelsConfig, Config, EpsTier, StashPlace};
+use super::{ByteSize, ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
 use crate::error::Error;
@@ -64,6 +64,8 @@ pub struct Plan {
     pub host: Vec<Term>,
     /// That of files, with the EPS there.
     pub file: Vec<Term>,
+    /// Of the host's bytes those that a GPU copies from and to, to be pinned where the system lets them.
+    pub pinned_bytes: u64,
     /// Bytes to the device in a step of the longest sequences.
     pub upload_bytes: u64,
     /// Bytes from it.
@@ -226,6 +228,7 @@ impl Plan {
         let carried = carried.max().unwrap_or(0).next_multiple_of(16);
         let rows = Rows { sequences: largest, positions };
         let beside = devices::beside(config, rows).next_multiple_of(16);
+        let notes = devices::beside_on_host(config, rows);
         let memory_floats = memory.map_or(0, |memory| memory.floats().next_multiple_of(16));
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let place_in = |end: &mut usize, floats: usize| {
@@ -306,9 +309,11 @@ impl Plan {
         }
         let desk = rule.filter(|_| dtype == Dtype::Bf16).map_or(0, |rule| rule.desk(block));
         host.extend([landing, stash]);
-        if desk > 0 {
-            host.push(term("desk", desk));
-        }
+        let beside = [term("desk", desk), term("notes", notes)];
+        host.extend(beside.into_iter().filter(|term| term.bytes > 0));
+        let is_pinned = config.device.kind == DeviceKind::Cuda;
+        let copied = host_end + notes + if on_file { 0 } else { masters };
+        let pinned_bytes = if is_pinned { copied as u64 * FLOAT } else { 0 };
         if memory.is_some() {
             device.push(term("memory", on(true, memory_floats)));
             host.push(term("memory", on(false, memory_floats)));
@@ -316,6 +321,7 @@ impl Plan {
         let plan = Plan {
             device,
             host,
+            pinned_bytes,
             upload_bytes: traffic.weights.saturating_add(traffic.inputs),
             file,
             download_bytes: traffic.gradients.saturating_add(traffic.outputs),

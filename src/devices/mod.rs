@@ -118,6 +118,18 @@ pub(crate) fn beside(config: &Config, rows: Rows) -> usize {
     }
 }
 
+/// Floats of the host that it takes for that.
+pub(crate) fn beside_on_host(config: &Config, rows: Rows) -> usize {
+    match config.device.kind {
+        #[cfg(feature = "cuda")]
+        DeviceKind::Cuda => cuda::beside_on_host(rows),
+        _ => {
+            _ = rows;
+            0
+        }
+    }
+}
+
 /// See [`machine::cuda_libraries`].
 pub(crate) fn cuda_libraries(folder: Option<&Path>) -> Vec<machine::Library> {
     #[cfg(feature = "cuda")]

@@ -1,9 +1,10 @@
 //! The head of whole sequences: their first position, a transform, and scores of classes or one
 //! value (Devlin et al. 2019).
 
-use super::kernels::{Activation, ClassLoss, Kernels, Linear, Rows, View};
+use super::kernels::{Activation, ClassLoss, Kernels, Linear, Rows};
 use super::layer::{Init, Kind, Micro, Scratch, Tensor, tensor_views};
 use super::shape::{Head, Shape};
+use super::view::View;
 
 /// A head of a shape that classifies.
 #[derive(Clone, Debug)]

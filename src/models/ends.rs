@@ -1,10 +1,11 @@
 //! What stands before the first block and behind the last.
 
-use super::kernels::{Activation, Dtype, Kernels, Linear, Norm, Rows, View};
+use super::kernels::{Activation, Kernels, Linear, Norm, Rows};
 use super::layer::{
     Backward, Forward, Init, Keep, Kind, Layer, Micro, Scratch, Tensor, tensor_views,
 };
 use super::shape::Shape;
+use super::view::{Dtype, View};
 
 fn norm_of(shape: &Shape, rows: Rows) -> Norm {
     let Shape { hidden: channels, norm_epsilon: epsilon, rms_norm: rms, .. } = *shape;

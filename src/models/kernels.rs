@@ -4,90 +4,14 @@
 //! channels of a head, N outputs, V vocabulary rows of a tile, R = B · T rows. All tensors are row-major. Outputs come first, then inputs,
 //! then sizes. Where a gradient of weights is `accumulate`d, the first call of a step replaces it.
 //!
-//! Weights and what goes from layer to layer are of the device's [`Dtype`]. Gradients of weights, statistics,
+//! Weights and what goes from layer to layer are of the device's [`Dtype`](super::Dtype). Gradients of weights, statistics,
 //! log-sum-exps, `dkv` of [`Apart`], and a head's `dh` and logits are floats, whatever that is.
-
-use std::fmt;
-use std::ops::Range;
-
-use serde::{Deserialize, Serialize};
 
 use super::layer::Scratch;
 use super::loss::Loss;
 use super::own::Own;
 use super::rotary::Rotary;
-
-/// What numbers are made of.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum Dtype {
-    /// 32-bit floats.
-    #[default]
-    F32,
-    /// Brain floats: the upper half of an f32.
-    Bf16,
-}
-
-impl Dtype {
-    /// Bytes of a number.
-    pub fn size(self) -> usize {
-        match self {
-            Dtype::F32 => 4,
-            Dtype::Bf16 => 2,
-        }
-    }
-
-    /// Floats that so many numbers take the place of.
-    pub fn floats(self, len: usize) -> usize {
-        (len * self.size()).div_ceil(Dtype::F32.size())
-    }
-}
-
-impl fmt::Display for Dtype {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
-        })
-    }
-}
-
-/// A range of a device's memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct View {
-    /// Its first element, counted from the memory's begin in elements as its own.
-    pub at: usize,
-    /// Its elements.
-    pub len: usize,
-    /// What they are.
-    pub of: Dtype,
-}
-
-impl View {
-    /// Floats.
-    pub fn floats(at: usize, len: usize) -> View {
-        View { at, len, of: Dtype::F32 }
-    }
-
-    /// The first `len` numbers of these in the place that begins with its first float.
-    ///
-    /// # Panics
-    /// It has not that many, or is of no floats.
-    pub fn place(self, len: usize, of: Dtype) -> View {
-        assert!(self.of == Dtype::F32 && of.floats(len) <= self.len, "{len} {of:?} in {self:?}");
-        View { at: self.at * (Dtype::F32.size() / of.size()), len, of }
-    }
-
-    /// A part of it.
-    ///
-    /// # Panics
-    /// The part lies outside.
-    pub fn part(self, range: Range<usize>) -> View {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {self:?}");
-        View { at: self.at + range.start, len: range.end - range.start, ..self }
-    }
-}
+use super::view::View;
 
 /// Draws a layer's dropout masks: the same numbers whenever they are asked for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -422,7 +346,7 @@ pub trait Kernels {
     /// y = dropout(x), the mask as in [`residual`](Kernels::residual); y may be x.
     fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>);
 
-    /// y = x, of which one may be floats where the other is of the device's [`Dtype`].
+    /// y = x, of which one may be floats where the other is of the device's [`Dtype`](super::Dtype).
     fn cast(&self, y: View, x: View);
 
     /// y: (B, C), the first rows of x: (B, T, C).

@@ -7,8 +7,9 @@
 use std::cell::Cell;
 use std::ops::Range;
 
-use super::kernels::{Document, Dropout, Dtype, Kernels, Places, Rows, View};
+use super::kernels::{Document, Dropout, Kernels, Places, Rows};
 use super::own::Own;
+use super::view::{Dtype, View};
 
 /// How a tensor begins in a model of random weights.
 #[derive(Clone, Copy, Debug, PartialEq)]

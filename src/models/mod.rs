@@ -12,14 +12,15 @@ mod model;
 mod own;
 mod rotary;
 mod shape;
+mod view;
 
 pub use block::Block;
 pub use classes::Classes;
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
 pub use kernels::{
-    Activation, Apart, Attention, ClassLoss, Document, Dropout, Dtype, Kernels, Linear, Norm,
-    Places, Rows, STATISTICS, Scores, View,
+    Activation, Apart, Attention, ClassLoss, Document, Dropout, Kernels, Linear, Norm, Places,
+    Rows, STATISTICS, Scores,
 };
 pub use layer::{
     Backward, Draw, Forward, Init, Keep, Kind, Layer, Memory, Micro, STRETCH, Scratch, Stretch,
@@ -30,3 +31,4 @@ pub use model::{Model, Part, Tile};
 pub use own::{OnCpu, Own};
 pub use rotary::{Rotary, RotaryScaling};
 pub use shape::{Dropouts, Head, Shape};
+pub use view::{Dtype, View};

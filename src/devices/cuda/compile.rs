@@ -41,6 +41,14 @@ pub(super) fn cubin(
             return Ok(code.to_vec());
         }
     }
+    let known = architectures();
+    if !known.is_empty() && !known.contains(&architecture) {
+        return Err(format!(
+            "NVRTC {}.{} does not know sm_{architecture}, only {known:?}: install a newer one",
+            nvrtc.0, nvrtc.1
+        )
+        .into());
+    }
     let mut code = compile(name, &all, &options)?;
     if let (Some(folder), Some(path)) = (kept, path) {
         let digest = xxh3_64(&code).to_le_bytes();
@@ -50,6 +58,22 @@ pub(super) fn cubin(
         code.truncate(code.len() - digest.len());
     }
     Ok(code)
+}
+
+/// What the compiler knows; none where it does not say.
+fn architectures() -> Vec<u32> {
+    let mut count = 0;
+    // SAFETY: the library is there, and writes what it is given places for.
+    unsafe {
+        if sys::nvrtcGetNumSupportedArchs(&mut count).result().is_err() {
+            return Vec::new();
+        }
+        let mut all = vec![0; count as usize];
+        match sys::nvrtcGetSupportedArchs(all.as_mut_ptr()).result() {
+            Ok(()) => all.into_iter().map(|one| one as u32).collect(),
+            Err(_) => Vec::new(),
+        }
+    }
 }
 
 fn compile(name: &str, text: &str, options: &[String]) -> Result<Vec<u8>, Trouble> {

@@ -37,37 +37,35 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
     let mut index = 0;
     INSTALL.map(|(name, install)| {
         let is_present = present[index];
-        let is_there =
-            is_present() || (index > 0 && folder.is_some_and(|f| load(f, name)) && is_present());
+        let is_there = is_present()
+            || (index > 0 && folder.is_some_and(|folder| load(folder, name, 4)) && is_present());
         let version = is_there.then(|| version(index)).flatten();
         index += 1;
         Found { name, path: version.and_then(|_| loaded(name)), version, install }
     })
 }
 
-/// Loads the first of a name in a folder and those in it; then the loader knows it by its name alone.
-fn load(folder: &Path, name: &str) -> bool {
-    let Some(path) = find(folder, name, 4) else { return false };
-    // SAFETY: as above; it stays for as long as the program.
-    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
-    library.map(std::mem::forget).is_ok()
-}
-
-/// A file of this name, in any version, not too deep below a folder.
-fn find(folder: &Path, name: &str, depth: usize) -> Option<PathBuf> {
-    let mut folders = Vec::new();
-    for entry in fs::read_dir(folder).ok()?.flatten() {
+/// Loads the first of a name, in any version, that can be loaded in a folder or not too deep below it; then
+/// the loader knows it by its name alone.
+fn load(folder: &Path, name: &str, depth: usize) -> bool {
+    let (mut files, mut folders) = (Vec::new(), Vec::new());
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let (path, file) = (entry.path(), entry.file_name());
         let rest = file.to_str().and_then(|file| file.strip_prefix(name));
-        if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) {
-            return Some(path);
-        }
         if path.is_dir() {
             folders.push(path);
+        } else if rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('.')) {
+            files.push(path);
         }
     }
+    files.sort();
     folders.sort();
-    folders.iter().filter(|_| depth > 0).find_map(|folder| find(folder, name, depth - 1))
+    let loads = |path: &PathBuf| {
+        // SAFETY: as above; it stays for as long as the program.
+        let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+        library.map(std::mem::forget).is_ok()
+    };
+    files.iter().any(loads) || depth > 0 && folders.iter().any(|one| load(one, name, depth - 1))
 }
 
 /// What this process has loaded of a name.

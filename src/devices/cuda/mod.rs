@@ -162,6 +162,11 @@ pub(super) fn beside(rows: Rows) -> usize {
     Notes::len(rows).next_multiple_of(16) + OF_PRODUCTS
 }
 
+/// Floats of the host where notes wait for their copies.
+pub(super) fn beside_on_host(rows: Rows) -> usize {
+    ON_THEIR_WAY * Notes::len(rows).next_multiple_of(16)
+}
+
 /// The GPU that a config says, with memory as it was planned.
 pub(super) fn open(config: &Config, model: &Model, plan: &Plan) -> Result<Box<dyn Device>, Error> {
     let own = model.parts.iter().flat_map(|part| match part {

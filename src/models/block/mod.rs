@@ -4,12 +4,13 @@
 mod stage;
 
 use self::stage::{Kept, Keys, Stage};
-use super::kernels::{Apart, Attention, Dropout, Dtype, Kernels, Linear, Norm, Rows, View};
+use super::kernels::{Apart, Attention, Dropout, Kernels, Linear, Norm, Rows};
 use super::layer::{
     Backward, Forward, Init, Keep, Kind, Layer, Memory, Micro, STRETCH, Scratch, Stretch, Tensor,
     tensor_views,
 };
 use super::shape::Shape;
+use super::view::{Dtype, View};
 
 /// A block of a shape, by its number.
 #[derive(Clone, Debug)]

@@ -1,9 +1,10 @@
 //! One stretch of a micro-batch through a block: what runs on which views, forward and backward.
 
 use super::{Block, Parts};
-use crate::models::kernels::{Apart, Kernels, View};
+use crate::models::kernels::{Apart, Kernels};
 use crate::models::layer::{Keep, Micro, Scratch};
 use crate::models::shape::Shape;
+use crate::models::view::View;
 
 /// What a block's forward leaves for its backward.
 pub(super) struct Kept {

@@ -1,28 +1,10 @@
-//! Every kernel against the CPU's: the same values in the same places of two memories, one call on each,
-//! and then all of both memories, so that what was not to be written is seen, too. The CPU's own are held
-//! against f64 by their tests.
+//! The cases: every kernel, at sizes that are no round numbers.
 
-use std::sync::Arc;
-
-use half::bf16;
-use half::slice::HalfFloatSliceExt;
-use l2l_actors::ports::Trouble;
-
-use super::Cuda;
-use super::driver::Driver;
-use crate::arena::Arena;
-use crate::devices::Device;
-use crate::devices::cpu::CpuKernels;
-use crate::machine::Check;
+use super::FLOATS;
 use crate::models::{
-    Activation, Apart, Attention, ClassLoss, CrossEntropy, Document, Draw, Dtype, Kernels, Linear,
-    Micro, Norm, Places, Rotary, RotaryScaling, Rows, STATISTICS, Scores, Scratch, View,
+    Activation, Apart, Attention, ClassLoss, CrossEntropy, Dtype, Kernels, Linear, Micro, Norm,
+    Places, Rotary, RotaryScaling, STATISTICS, Scores, Scratch, View,
 };
-use crate::random;
-use crate::simd::Level;
-
-/// Floats of a case's memory.
-const FLOATS: usize = 1 << 21;
 
 /// Floats between places, which nobody writes.
 const GUARD: usize = 16;
@@ -78,27 +60,27 @@ impl Layout {
 type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
 
 /// A case's places in one memory, and what it runs there.
-struct Side<'c> {
+pub(super) struct Side<'c> {
     /// Behind the last place.
-    end: usize,
-    begins: Vec<(View, f32)>,
-    call: Call<'c>,
+    pub(super) end: usize,
+    pub(super) begins: Vec<(View, f32)>,
+    pub(super) call: Call<'c>,
 }
 
 /// A case: a name, and what is in the memories of the device and of the CPU.
-struct Case<'c> {
-    name: &'static str,
-    sides: [Side<'c>; 2],
+pub(super) struct Case<'c> {
+    pub(super) name: &'static str,
+    pub(super) sides: [Side<'c>; 2],
     /// Labels of statistics, where they are read, and in which place.
-    statistics: Option<(usize, Vec<i32>)>,
+    pub(super) statistics: Option<(usize, Vec<i32>)>,
 }
 
 /// All cases of micro-batches of one kind.
-struct Cases<'c> {
+pub(super) struct Cases<'c> {
     /// What the device's weights and activations are.
-    of: Dtype,
-    micro: Micro<'c>,
-    all: Vec<Case<'c>>,
+    pub(super) of: Dtype,
+    pub(super) micro: Micro<'c>,
+    pub(super) all: Vec<Case<'c>>,
 }
 
 impl<'c> Cases<'c> {
@@ -137,7 +119,7 @@ impl<'c> Cases<'c> {
         }
     }
 
-    fn of_rows(&mut self) {
+    pub(super) fn of_rows(&mut self) {
         let (micro, rows) = (self.micro, self.micro.rows);
         let r = rows.count();
         for (inputs, outputs, turned) in [(7, 5, false), (36, 20, true)] {
@@ -257,7 +239,7 @@ impl<'c> Cases<'c> {
         }
     }
 
-    fn of_heads(&mut self) {
+    pub(super) fn of_heads(&mut self) {
         let r = self.micro.rows.count();
         for heads in [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256]] {
             let size = self.attention(heads);
@@ -320,7 +302,7 @@ impl<'c> Cases<'c> {
     }
 
     /// A stretch behind 64 positions.
-    fn of_stretches(&mut self) {
+    pub(super) fn of_stretches(&mut self) {
         let r = self.micro.rows.count();
         let size = self.attention([4, 2, 6]);
         let (packed, width, mixed) =
@@ -341,7 +323,7 @@ impl<'c> Cases<'c> {
         }
     }
 
-    fn of_ends(&mut self) {
+    pub(super) fn of_ends(&mut self) {
         let rows = self.micro.rows;
         let r = rows.count();
         let labels: Vec<i32> =
@@ -411,165 +393,4 @@ impl<'c> Cases<'c> {
             self.labelled(0, of_rows);
         }
     }
-}
-
-/// What a place holds, whatever it is of.
-fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
-    match view.of {
-        Dtype::F32 => memory.values(view).to_vec(),
-        Dtype::Bf16 => {
-            let place = View::floats(view.at / 2, view.of.floats(view.len));
-            let all: &[bf16] = bytemuck::cast_slice(memory.values(place));
-            all[..view.len].iter().map(|value| value.to_f32()).collect()
-        }
-    }
-}
-
-/// Puts numbers there.
-fn put(memory: &mut Arena, view: View, values: &[f32]) {
-    match view.of {
-        Dtype::F32 => memory.fill(view, values),
-        Dtype::Bf16 => {
-            let place = View::floats(view.at / 2, view.of.floats(view.len));
-            let all: &mut [bf16] = bytemuck::cast_slice_mut(memory.values_mut(place));
-            all[..view.len].convert_from_f32_slice(values);
-        }
-    }
-}
-
-/// What a memory is before anything is put there.
-const UNTOUCHED: f32 = -777.0;
-
-/// A case's memory: the same numbers for both sides, such as both can hold.
-fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena, Trouble> {
-    let mut memory = Arena::new(FLOATS)?;
-    let mut state = seed;
-    memory.values_mut(View::floats(0, side.end)).fill(UNTOUCHED);
-    for (index, (view, center)) in side.begins.iter().enumerate() {
-        let mut values: Vec<f32> = (0..view.len)
-            .map(|_| {
-                let value = (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32;
-                let value = center + value - 1.0;
-                if of == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value }
-            })
-            .collect();
-        if let Some((of_statistics, labels)) = &case.statistics
-            && *of_statistics == index
-        {
-            let rows = values.chunks_exact_mut(STATISTICS);
-            rows.zip(labels).for_each(|(row, label)| row[3] = f32::from_bits(*label as u32));
-        }
-        put(&mut memory, *view, &values);
-    }
-    Ok(memory)
-}
-
-/// Runs a case on both; the largest difference, to the largest value.
-fn run(
-    device: &Cuda,
-    of: Dtype,
-    micro: &Micro<'_>,
-    case: &Case<'_>,
-    seed: u64,
-) -> Result<f64, Trouble> {
-    let [on_device, on_cpu] = &case.sides;
-    let workspace = View::floats(FLOATS / 2, FLOATS / 2);
-    let mut memory = begin(case, on_device, of, seed)?;
-    let all = View::floats(0, on_device.end);
-    device.upload(all, memory.values(all))?;
-    device.driver.finish();
-    device.compute(micro, &|kernels| {
-        let scratch = Scratch::new(workspace, of);
-        (on_device.call)(kernels, &scratch);
-        scratch.peak()
-    })?;
-    memory.fill(all, &device.read_back(all)?);
-    let mut oracle = begin(case, on_cpu, of, seed)?;
-    let kernels = CpuKernels { memory: Some(&oracle), level: Level::best() };
-    (on_cpu.call)(&kernels, &Scratch::new(workspace, Dtype::F32));
-    let mut worst = 0.0_f64;
-    for ((view, _), (beside, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
-        let (found, expected) = (numbers(&mut memory, *view), numbers(&mut oracle, *beside));
-        for (found, expected) in found.iter().zip(&expected) {
-            if found.to_bits() != expected.to_bits() && found != expected {
-                let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);
-                worst = if off.is_nan() { f64::INFINITY } else { worst.max(off) };
-            }
-        }
-    }
-    // What lies between places was to stay.
-    for (view, _) in &on_device.begins {
-        put(&mut memory, *view, &vec![0.0; view.len]);
-    }
-    let is_place = |at: usize| {
-        let mut places = on_device.begins.iter().map(|(view, _)| {
-            let from = view.at * view.of.size() / Dtype::F32.size();
-            from..from + view.of.floats(view.len)
-        });
-        places.any(|place| place.contains(&at))
-    };
-    let values = memory.values(all);
-    let touched = (0..values.len()).any(|at| values[at] != UNTOUCHED && !is_place(at));
-    Ok(if touched { f64::INFINITY } else { worst })
-}
-
-/// Every kernel on a driver's device, at odd sizes, with fresh values.
-///
-/// # Errors
-/// The driver's.
-pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
-    let most = match kind {
-        Dtype::F32 => 2e-5,
-        Dtype::Bf16 => 2e-2,
-    };
-    let document = |from, to| Document { from, to };
-    let documents: Vec<Document> =
-        [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
-    let kinds: Vec<u8> = (0..210).map(|row| (row % 3 == 0).into()).collect();
-    let draw = Some(Draw { seed, step: 3, first_sequence: 2, first_position: 0 });
-    let of = |sequences, positions| Rows { sequences, positions };
-    let batches = [
-        (of(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
-        (of(3, 7), &[7, 7, 7][..], &documents[..], &[][..]),
-        (of(1, 130), &[127][..], &[][..], &[][..]),
-        (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
-    ];
-    let beside = View::floats(FLOATS, super::beside(of(1, 210)));
-    let device = Cuda::new(driver, FLOATS + beside.len, beside)?;
-    let mut checks: Vec<Check> = Vec::new();
-    let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
-        for (index, case) in cases.all.iter().enumerate() {
-            let off = run(&device, kind, &cases.micro, case, seed + index as u64)
-                .map_err(|error| format!("{}: {error}", case.name))?;
-            match checks.iter_mut().find(|check| check.kernel == case.name) {
-                Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
-                None => checks.push(Check { kernel: case.name, cases: 1, off, most }),
-            }
-        }
-        Ok(())
-    };
-    for (rows, lengths, documents, past) in batches {
-        let kinds = &kinds[..rows.count()];
-        let micro = Micro { rows, lengths, kinds, documents, past, draw };
-        let mut cases = Cases { of: kind, micro, all: Vec::new() };
-        cases.of_rows();
-        cases.of_heads();
-        if past.is_empty() {
-            cases.of_ends();
-        }
-        go(cases)?;
-    }
-    let behind = draw.map(|draw| Draw { first_position: 64, ..draw });
-    let micro = Micro {
-        rows: of(1, 70),
-        lengths: &[134],
-        kinds: &kinds[..70],
-        documents: &[],
-        past: &[64],
-        draw: behind,
-    };
-    let mut cases = Cases { of: kind, micro, all: Vec::new() };
-    cases.of_stretches();
-    go(cases)?;
-    Ok(checks)
 }

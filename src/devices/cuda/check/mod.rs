@@ -1,0 +1,186 @@
+//! Every kernel against the CPU's: the same values in the same places of two memories, one call on each,
+//! and then all of both memories, so that what was not to be written is seen, too. The CPU's own are held
+//! against f64 by their tests.
+
+mod cases;
+
+use std::sync::Arc;
+
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use l2l_actors::ports::Trouble;
+
+use self::cases::{Case, Cases, Side};
+use super::Cuda;
+use super::driver::Driver;
+use crate::arena::Arena;
+use crate::devices::Device;
+use crate::devices::cpu::CpuKernels;
+use crate::machine::Check;
+use crate::models::{Document, Draw, Dtype, Micro, Rows, STATISTICS, Scratch, View};
+use crate::random;
+use crate::simd::Level;
+
+/// Floats of a case's memory.
+const FLOATS: usize = 1 << 21;
+
+/// What a place holds, whatever it is of.
+fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
+    match view.of {
+        Dtype::F32 => memory.values(view).to_vec(),
+        Dtype::Bf16 => {
+            let place = View::floats(view.at / 2, view.of.floats(view.len));
+            let all: &[bf16] = bytemuck::cast_slice(memory.values(place));
+            all[..view.len].iter().map(|value| value.to_f32()).collect()
+        }
+    }
+}
+
+/// Puts numbers there.
+fn put(memory: &mut Arena, view: View, values: &[f32]) {
+    match view.of {
+        Dtype::F32 => memory.fill(view, values),
+        Dtype::Bf16 => {
+            let place = View::floats(view.at / 2, view.of.floats(view.len));
+            let all: &mut [bf16] = bytemuck::cast_slice_mut(memory.values_mut(place));
+            all[..view.len].convert_from_f32_slice(values);
+        }
+    }
+}
+
+/// What a memory is before anything is put there.
+const UNTOUCHED: f32 = -777.0;
+
+/// A case's memory: the same numbers for both sides, such as both can hold.
+fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena, Trouble> {
+    let mut memory = Arena::new(FLOATS)?;
+    let mut state = seed;
+    memory.values_mut(View::floats(0, side.end)).fill(UNTOUCHED);
+    for (index, (view, center)) in side.begins.iter().enumerate() {
+        let mut values: Vec<f32> = (0..view.len)
+            .map(|_| {
+                let value = (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32;
+                let value = center + value - 1.0;
+                if of == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value }
+            })
+            .collect();
+        if let Some((of_statistics, labels)) = &case.statistics
+            && *of_statistics == index
+        {
+            let rows = values.chunks_exact_mut(STATISTICS);
+            rows.zip(labels).for_each(|(row, label)| row[3] = f32::from_bits(*label as u32));
+        }
+        put(&mut memory, *view, &values);
+    }
+    Ok(memory)
+}
+
+/// Runs a case on both; the largest difference, to the largest value.
+fn run(
+    device: &Cuda,
+    of: Dtype,
+    micro: &Micro<'_>,
+    case: &Case<'_>,
+    seed: u64,
+) -> Result<f64, Trouble> {
+    let [on_device, on_cpu] = &case.sides;
+    let workspace = View::floats(FLOATS / 2, FLOATS / 2);
+    let mut memory = begin(case, on_device, of, seed)?;
+    let all = View::floats(0, on_device.end);
+    device.upload(all, memory.values(all))?;
+    device.driver.finish();
+    device.compute(micro, &|kernels| {
+        let scratch = Scratch::new(workspace, of);
+        (on_device.call)(kernels, &scratch);
+        scratch.peak()
+    })?;
+    memory.fill(all, &device.read_back(all)?);
+    let mut oracle = begin(case, on_cpu, of, seed)?;
+    let kernels = CpuKernels { memory: Some(&oracle), level: Level::best() };
+    (on_cpu.call)(&kernels, &Scratch::new(workspace, Dtype::F32));
+    let mut worst = 0.0_f64;
+    for ((view, _), (beside, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
+        let (found, expected) = (numbers(&mut memory, *view), numbers(&mut oracle, *beside));
+        for (found, expected) in found.iter().zip(&expected) {
+            if found.to_bits() != expected.to_bits() && found != expected {
+                let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);
+                worst = if off.is_nan() { f64::INFINITY } else { worst.max(off) };
+            }
+        }
+    }
+    // What lies between places was to stay.
+    for (view, _) in &on_device.begins {
+        put(&mut memory, *view, &vec![0.0; view.len]);
+    }
+    let is_place = |at: usize| {
+        let mut places = on_device.begins.iter().map(|(view, _)| {
+            let from = view.at * view.of.size() / Dtype::F32.size();
+            from..from + view.of.floats(view.len)
+        });
+        places.any(|place| place.contains(&at))
+    };
+    let values = memory.values(all);
+    let touched = (0..values.len()).any(|at| values[at] != UNTOUCHED && !is_place(at));
+    Ok(if touched { f64::INFINITY } else { worst })
+}
+
+/// Every kernel on a driver's device, at odd sizes, with fresh values.
+///
+/// # Errors
+/// The driver's.
+pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
+    let most = match kind {
+        Dtype::F32 => 2e-5,
+        Dtype::Bf16 => 2e-2,
+    };
+    let document = |from, to| Document { from, to };
+    let documents: Vec<Document> =
+        [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
+    let kinds: Vec<u8> = (0..210).map(|row| (row % 3 == 0).into()).collect();
+    let draw = Some(Draw { seed, step: 3, first_sequence: 2, first_position: 0 });
+    let of = |sequences, positions| Rows { sequences, positions };
+    let batches = [
+        (of(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
+        (of(3, 7), &[7, 7, 7][..], &documents[..], &[][..]),
+        (of(1, 130), &[127][..], &[][..], &[][..]),
+        (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
+    ];
+    let beside = View::floats(FLOATS, super::beside(of(1, 210)));
+    let device = Cuda::new(driver, FLOATS + beside.len, beside)?;
+    let mut checks: Vec<Check> = Vec::new();
+    let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
+        for (index, case) in cases.all.iter().enumerate() {
+            let off = run(&device, kind, &cases.micro, case, seed + index as u64)
+                .map_err(|error| format!("{}: {error}", case.name))?;
+            match checks.iter_mut().find(|check| check.kernel == case.name) {
+                Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
+                None => checks.push(Check { kernel: case.name, cases: 1, off, most }),
+            }
+        }
+        Ok(())
+    };
+    for (rows, lengths, documents, past) in batches {
+        let kinds = &kinds[..rows.count()];
+        let micro = Micro { rows, lengths, kinds, documents, past, draw };
+        let mut cases = Cases { of: kind, micro, all: Vec::new() };
+        cases.of_rows();
+        cases.of_heads();
+        if past.is_empty() {
+            cases.of_ends();
+        }
+        go(cases)?;
+    }
+    let behind = draw.map(|draw| Draw { first_position: 64, ..draw });
+    let micro = Micro {
+        rows: of(1, 70),
+        lengths: &[134],
+        kinds: &kinds[..70],
+        documents: &[],
+        past: &[64],
+        draw: behind,
+    };
+    let mut cases = Cases { of: kind, micro, all: Vec::new() };
+    cases.of_stretches();
+    go(cases)?;
+    Ok(checks)
+}
