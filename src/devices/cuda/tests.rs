@@ -6,6 +6,7 @@ use std::path::Path;
 
 use crate::config::{DeviceKind, EpsTier, Recompute, ScheduleKind};
 use crate::data::Batches;
+use crate::inference::{Generator, Room, Sampling};
 use crate::models::{
     Backward, Block, Composed, Derived, Dtype, Final, Forward, Keep, Kernels, Layer, Model,
     Operations, Own, Stem, Tensor, Value,
@@ -340,4 +341,51 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
         after += 1 + after / 9;
     }
     emulated::fail_after(MANY);
+}
+
+/// Greedy text is that of the goldens in f32; in bf16 it begins like it.
+#[test]
+fn text_goes_on() {
+    if !emulated::instead() {
+        return;
+    }
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    for family in ["gpt2", "mistral", "qwen3"] {
+        let folder =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/generate").join(family);
+        let text = std::fs::read_to_string(folder.join("golden.json")).expect("it is committed");
+        let golden: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        let lists = |key: &str| -> Vec<Vec<u32>> {
+            serde_json::from_value(golden[key].clone()).expect("lists of tokens")
+        };
+        let (prompts, greedy) = (lists("prompts"), lists("greedy"));
+        let prompt = prompts.iter().map(Vec::len).max().expect("a prompt");
+        let most = 6;
+        for of in KINDS {
+            let mut config = Config::default();
+            (config.device.kind, config.device.dtype) = (DeviceKind::Cuda, of);
+            config.model.path = Some(folder.clone());
+            config.step.micro_batch = 2;
+            let room = Room { prompts: prompts.len(), prompt, tokens: prompt + most };
+            let mut found = vec![Vec::new(); prompts.len()];
+            runtime.block_on(async {
+                let mut generator = Generator::start(config, room).expect("a case of ours");
+                let each = |prompt: usize, token: u32, _| {
+                    found[prompt].push(token);
+                    true
+                };
+                let how = Sampling::default();
+                generator.generate(&prompts, most, how, &[], each).await.expect("good prompts");
+                generator.stop().await.expect("a clean end");
+            });
+            let alike = |(found, greedy): (&Vec<u32>, &Vec<u32>)| {
+                found.iter().zip(greedy).take_while(|(found, greedy)| found == greedy).count()
+            };
+            let alike: Vec<usize> = found.iter().zip(&greedy).map(alike).collect();
+            println!("{family} in {of}: {alike:?} of {most}");
+            assert!(of != Dtype::F32 || alike.iter().all(|count| *count == most), "{family}");
+            let all: usize = alike.iter().sum();
+            assert!(2 * all >= most * prompts.len(), "{family} in {of}: {alike:?}");
+        }
+    }
 }
