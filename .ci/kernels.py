@@ -537,10 +537,11 @@ def check_fold(device, random, count, length, gap, accumulate):
 
 
 def check_column_parts(device, random, rows, channels, chunk):
-    x = device.elements(noise(random, rows, channels))
-    parts = device.floats_out(-(-rows // chunk), channels)
-    device.launch("column_parts", parts, x, rows, channels, chunk)
-    device.expect(parts, chunks_of(x.wide, chunk), 1e-6)
+    for stride in (channels, channels + 3):
+        x = device.elements(noise(random, rows, stride))
+        parts = device.floats_out(-(-rows // chunk), channels)
+        device.launch("column_parts", parts, x, rows, channels, stride, chunk)
+        device.expect(parts, chunks_of(x.wide[:, :channels], chunk), 1e-6)
 
 
 def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_place=False):

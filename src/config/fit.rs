@@ -80,8 +80,11 @@ impl Plan {
         let [device, host] = terms;
         let remedy = match host.name {
             "masters" | "moments" | "gradient_regions" => "eps.tier = \"file\" puts it on a disk",
-            "stash" => {
+            "stash" if is_shared => {
                 "a smaller step.batch, data.sequence_length or stash.dtype = \"bf16\" make it smaller"
+            }
+            "stash" => {
+                "a smaller step.batch, data.sequence_length or device.dtype = \"bf16\" make it smaller"
             }
             _ => "a smaller model, step.batch or step.micro_batch would do",
         };

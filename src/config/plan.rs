@@ -160,7 +160,12 @@ impl Plan {
             _ => None,
         });
         let layers = remembered.clone().filter(|&floats| floats > 0).count();
-        let width = remembered.max().unwrap_or(0);
+        let width = remembered.clone().max().unwrap_or(0);
+        if remembered.filter(|&floats| floats > 0).any(|floats| floats != width) {
+            let problem =
+                "cannot go on with text: its layers remember keys and values of different widths";
+            return Err(Error::refused(format_args!("the model {problem}")));
+        }
         let memory = Memory { layers, sequences, capacity, width };
         Plan::of(config, model, None, &[read, write], Some(memory))
     }
@@ -211,7 +216,10 @@ impl Plan {
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let dtype = config.device.dtype;
         if dtype == Dtype::Bf16 && !model.shape.hidden.is_multiple_of(2) {
-            let problem = format_args!("is bf16: a width of {} is odd", model.shape.hidden);
+            let problem = format_args!(
+                "is bf16, and the model's width of {} is odd: set \"f32\"",
+                model.shape.hidden
+            );
             return Err(Error::config("device.dtype", problem));
         }
         let block = model.blocks.iter().map(|tensors| block_len(tensors)).max().unwrap_or(0);

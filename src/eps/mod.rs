@@ -11,6 +11,7 @@ mod file;
 mod index;
 mod memory;
 
+use half::bf16;
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
@@ -146,11 +147,9 @@ impl Eps {
         if !self.in_planes || which != Which::Parameter {
             return self.look_as_it_is(id, which, see);
         }
-        let mut masters = vec![0.0; block_len(self.tensors(id))];
-        self.look_as_it_is(id, which, |place| {
-            let mut place = place[..masters.len()].to_vec();
-            Planes::of(&mut place).join_to(&mut masters);
-        })?;
+        let mut place = self.look_as_it_is(id, which, <[f32]>::to_vec)?;
+        let planes = Planes::of(&mut place[..block_len(&self.tensors[id.0 as usize])]);
+        let masters: Vec<f32> = planes.masters().collect();
         Ok(see(&masters))
     }
 
@@ -179,12 +178,17 @@ impl Eps {
         if !self.in_planes || which != Which::Parameter {
             return self.fill_as_it_is(id, which, write);
         }
-        let mut masters = vec![0.0; block_len(self.tensors(id))];
+        let len = block_len(self.tensors(id));
         self.fill_as_it_is(id, which, |place| {
-            let mut planes = Planes::of(&mut place[..masters.len()]);
-            planes.join_to(&mut masters);
+            let Planes { published, rest } = &mut Planes::of(&mut place[..len]);
+            let planes = published.iter_mut().zip(rest.iter_mut());
+            let join = |(published, rest): (&mut bf16, &mut i16)| Planes::join(*published, *rest);
+            let mut masters: Vec<f32> = planes.map(join).collect();
             write(&mut masters);
-            planes.split_from(&masters);
+            let planes = published.iter_mut().zip(rest.iter_mut());
+            for ((published, rest), master) in planes.zip(masters) {
+                (*published, *rest) = Planes::split(master);
+            }
         })
     }
 

@@ -227,6 +227,10 @@ impl Layer for Final {
         all
     }
 
+    fn takes_floats(&self) -> bool {
+        true
+    }
+
     fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
         0
     }
@@ -254,7 +258,12 @@ impl Layer for Final {
             let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
             let dx = dx.map(|dx| stretch.of(dx, c));
             let dx = dx.unwrap_or_else(|| scratch.take(rows.count() * c));
-            let [x, dy] = [x, dy].map(|view| stretch.of(view, c));
+            let [x, mut dy] = [x, dy].map(|view| stretch.of(view, c));
+            if dy.of != x.of {
+                let floats = dy;
+                dy = scratch.take(floats.len);
+                k.cast(dy, floats);
+            }
             self.backward_of(k, [&views, &d], [x, dy, dx], rows, accumulate, scratch);
             accumulate = true;
         }

@@ -316,6 +316,11 @@ pub trait Layer: Send + Sync {
         0
     }
 
+    /// Whether its backward casts `dy` by itself, which a head's tiles hand on in floats.
+    fn takes_floats(&self) -> bool {
+        false
+    }
+
     /// Kernels of its own that it runs, so that a device can make them ready.
     fn own_kernels(&self) -> Vec<Own> {
         Vec::new()

@@ -2,7 +2,7 @@
 //! the f32. A device that computes in bf16 is sent the one as it lies there; both give the master back,
 //! to the bit, in as many bytes.
 //!
-//! That holds because what is published is rounded to nearest, ties away from zero: then the rest of the
+//! (A master that is no number comes back as one that is none.) That holds because what is published is rounded to nearest, ties away from zero: then the rest of the
 //! bits is a number of 16 bits with a sign. (With ties to even it would need one more.)
 
 use half::bf16;
@@ -25,7 +25,9 @@ impl<'a> Planes<'a> {
     pub fn split(master: f32) -> (bf16, i16) {
         let bits = master.to_bits();
         let published = (bits.wrapping_add(0x8000) >> 16) as u16;
-        (bf16::from_bits(published), bits as i16)
+        let (published, rest) =
+            if master.is_nan() { (bf16::NAN.to_bits(), 0) } else { (published, bits as i16) };
+        (bf16::from_bits(published), rest)
     }
 
     /// The master.
@@ -41,6 +43,12 @@ impl<'a> Planes<'a> {
         let (published, rest) =
             (bytemuck::cast_slice_mut(published), bytemuck::cast_slice_mut(rest));
         Planes { published, rest }
+    }
+
+    /// The masters, one by one.
+    pub fn masters(&self) -> impl Iterator<Item = f32> {
+        let planes = self.published.iter().zip(self.rest.iter());
+        planes.map(|(&published, &rest)| Planes::join(published, rest))
     }
 
     /// Puts the masters together.
@@ -84,7 +92,8 @@ mod tests {
             for lower in 0..=u32::from(u16::MAX) {
                 let master = f32::from_bits(upper << 16 | lower);
                 let (published, rest) = Planes::split(master);
-                assert_eq!(Planes::join(published, rest).to_bits(), master.to_bits());
+                let back = Planes::join(published, rest);
+                assert!(back.to_bits() == master.to_bits() || back.is_nan() && master.is_nan());
                 if !master.is_finite() || published.is_infinite() {
                     continue;
                 }

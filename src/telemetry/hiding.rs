@@ -5,7 +5,7 @@
 //! summed over the layers: pools let one layer's spare time serve the next. The lane that asks for most
 //! decides. What a step's ends leave exposed, a [`Forecast`](super::Forecast) shows.
 
-use l2l_actors::schedule::{BoundaryId, Phase};
+use l2l_actors::schedule::{Block, BoundaryId, Phase};
 use serde::Serialize;
 
 use super::forecast::Rates;
@@ -57,9 +57,10 @@ impl Hiding {
             let at = usize::from(backward);
             compute[at] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
             let of_blocks = visit.blocks().iter().map(|&id| schedule.block(id));
-            let (bytes, state) = of_blocks.fold((0.0, 0.0), |(bytes, state), block| {
-                (bytes + block.bytes as f64, state + block.state_bytes as f64)
-            });
+            let sum = |of: fn(&Block) -> u64| of_blocks.clone().map(of).sum::<u64>() as f64;
+            let (published, state) = (sum(|block| block.bytes), sum(|block| block.state_bytes));
+            // Masters are as many bytes as their gradient.
+            let bytes = sum(|block| block.gradient_bytes);
             let through = |boundaries: &[BoundaryId]| -> f64 {
                 let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_per_sequence as f64;
                 boundaries.iter().map(bytes).sum()
@@ -70,7 +71,7 @@ impl Hiding {
             let waits = f64::from(u8::from(deferred)) * bytes;
             let file = bytes + updates * 2.0 * state + waits;
             let moved = [
-                (bytes / rates.link[0], through(&visit.reads) / up),
+                (published / rates.link[0], through(&visit.reads) / up),
                 (lands * bytes / rates.link[1], through(&visit.writes) / down),
                 (lands * waits / rates.reduce, 0.0),
                 (updates * bytes / rates.update, 0.0),

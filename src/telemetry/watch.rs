@@ -256,7 +256,8 @@ impl Watch {
         let peak = |name: &str| pools.iter().find(|pool| pool.name == name).map(|pool| pool.peak);
         let floats = |name: &str| match name {
             "workspace" => self.0.used.workspace() as usize,
-            "weights" | "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
+            "weights" => peak(name).unwrap_or(0) as usize * layout.published,
+            "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
             "inputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
             "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary + layout.carried.len,
             "driver" => layout.beside.len,

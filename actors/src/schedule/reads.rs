@@ -20,7 +20,8 @@ pub(super) fn on_file(
         traffic.read = traffic.read.saturating_add(if reads { bytes } else { 0 });
         traffic.written = traffic.written.saturating_add(if writes { bytes } else { 0 });
     };
-    blocks.for_each(|id| sum(id, |block| block.bytes, true, false));
+    // As many bytes as their gradient, whatever is published of them.
+    blocks.for_each(|id| sum(id, |block| block.gradient_bytes, true, false));
     updates.iter().for_each(|&id| sum(id, |block| block.state_bytes, true, true));
     for reduction in reductions {
         if let Reduction::Gradient { block, joins: true } = *reduction {

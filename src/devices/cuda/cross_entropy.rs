@@ -5,12 +5,19 @@ use std::ops::Range;
 use super::driver::{Address, Argument};
 use super::kernels::On;
 use super::launches::{FLOAT, NEIGHBOURS, int, long};
+use super::linear::Table;
 use crate::models::{Dtype, Scores, View};
 
 /// Positions that are scored at once, of so many: by shape alone. Each time, a tile's weights and the
 /// gradient of them are walked through: the more positions, the less that costs.
 pub(super) fn chunk_of(rows: usize) -> usize {
     rows.min(2048)
+}
+
+/// Elements from a row of a tile's logits to the next: what it takes for products to read them in whole
+/// pieces, whatever the tile is.
+pub(super) fn stride_of(size: &Scores) -> usize {
+    size.tile.next_multiple_of(8)
 }
 
 /// What a tile's backward writes, and reads.
@@ -43,7 +50,7 @@ impl On<'_> {
     fn find(&self, places: View, statistics: View, rows: usize, count: usize) {
         let (to, from) = (self.at(places).at, self.at(statistics));
         let arguments: [&dyn Argument; 4] = [&to, &from, &int(rows), &int(count)];
-        self.queue.launch("labelled_rows", [1, 1, 1], [32, 1, 1], 0, &arguments);
+        self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, &arguments);
     }
 
     /// Where those from this one on are found.
@@ -62,7 +69,8 @@ impl On<'_> {
     fn logits_of(&self, [h, w]: [View; 2], rows: &Range<usize>, to: &Labelled, size: &Scores) {
         let (c, v) = (size.channels, size.tile);
         self.gather(to.h, h, self.from(to.places, rows.start), [rows.len(), c]);
-        self.product(to.logits, [(to.h, false), (w, true)], [rows.len(), c, v], None, false);
+        let (logits, h) = (Table::of(to.logits, stride_of(size)), Table::of(to.h, c));
+        self.product(logits, [h, Table::of(w, c).turned()], [rows.len(), c, v], None, false);
     }
 
     /// Takes a tile into the statistics of each labelled position.
@@ -80,8 +88,10 @@ impl On<'_> {
             self.logits_of([h, w], &rows, scratch, size);
             let (out, places) = (self.at(out), self.from(scratch.places, rows.start));
             let (logits, bias) = (self.at(scratch.logits), self.maybe(bias));
-            let [r, tile, first] = [rows.len(), size.tile, size.first].map(int);
-            let arguments: [&dyn Argument; 7] = [&out, &logits, &bias, &places, &r, &tile, &first];
+            let [r, tile, stride, first] =
+                [rows.len(), size.tile, stride_of(size), size.first].map(int);
+            let arguments: [&dyn Argument; 8] =
+                [&out, &logits, &bias, &places, &r, &tile, &stride, &first];
             self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
         }
     }
@@ -97,7 +107,8 @@ impl On<'_> {
         let (told, c, v) = (places.len, size.channels, size.tile);
         self.find(places, statistics, size.rows, told);
         self.gather(gathered, h, self.from(places, 0), [told, c]);
-        self.product(y, [(gathered, false), (w, true)], [told, c, v], None, false);
+        let (x, w) = (Table::of(gathered, c), Table::of(w, c).turned());
+        self.product(Table::of(y, v), [x, w], [told, c, v], None, false);
         if let Some(bias) = bias {
             let (y, bias) = (self.at(y), self.at(bias));
             let arguments: [&dyn Argument; 4] = [&y, &bias, &int(told), &int(v)];
@@ -130,17 +141,19 @@ impl On<'_> {
             self.logits_of([h, w], &rows, scratch, size);
             let (to, from, s) = (self.at(d), self.at(scratch.logits), self.at(statistics));
             let bias = self.maybe(bias);
-            let [count, tile, first] = [r, v, size.first].map(int);
-            let arguments: [&dyn Argument; 9] =
-                [&to, &s, &from, &bias, &places, &count, &tile, &first, &scale];
+            let [count, tile, stride, first] = [r, v, stride_of(size), size.first].map(int);
+            let arguments: [&dyn Argument; 10] =
+                [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale];
             self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
-            self.product(dh_of_rows, [(d, false), (w, false)], [r, v, c], None, false);
+            let (slopes, weights) = (Table::of(d, stride_of(size)), Table::of(w, c));
+            self.product(Table::of(dh_of_rows, c), [slopes, weights], [r, v, c], None, false);
             let (to, from) = (self.at(dh), self.at(dh_of_rows));
             let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
             self.queue.columns("add_rows", [r, 1], c, &arguments);
-            self.product(dw, [(d, true), (scratch.h, false)], [v, r, c], None, accumulate);
+            let factors = [slopes.turned(), Table::of(scratch.h, c)];
+            self.product(Table::of(dw, c), factors, [v, r, c], None, accumulate);
             if let Some(dbias) = dbias {
-                self.sum_columns(dbias, d, [r, v], parts, accumulate);
+                self.sum_columns(dbias, slopes, [r, v], parts, accumulate);
             }
             accumulate = true;
         }

@@ -129,6 +129,8 @@ pub(super) struct Product {
     pub(super) a: Matrix,
     pub(super) b: Matrix,
     pub(super) c: Place,
+    /// Elements from a row of c to the next.
+    pub(super) stride: usize,
     pub(super) bias: Option<Place>,
     pub(super) accumulate: bool,
 }

@@ -298,7 +298,7 @@ impl Driver for Emulated {
     }
 
     fn product(&self, on: Stream, product: &Product, _: Address) -> Result<(), Trouble> {
-        let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
+        let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
         self.queue(on, move || {
             let at = |matrix: Matrix, row: usize, column: usize| {
                 let (row, column) = if matrix.turned { (column, row) } else { (row, column) };
@@ -310,7 +310,7 @@ impl Driver for Emulated {
                     let sum: f64 = (0..inner).map(|k| at(a, row, k) * at(b, k, column)).sum();
                     // SAFETY: as above.
                     unsafe {
-                        let c = c.behind(row * columns + column);
+                        let c = c.behind(row * stride + column);
                         let bias = bias.map_or(0.0, |bias| number(bias.behind(column)));
                         let before = if accumulate { number(c) } else { 0.0 };
                         put(c, (f64::from(before) + sum + f64::from(bias)) as f32);

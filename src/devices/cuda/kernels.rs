@@ -1,8 +1,9 @@
 //! What layers ask for, as launches: resolves views to addresses, hands out scratch.
 
-use super::cross_entropy::{Labelled, Rescore, chunk_of};
+use super::cross_entropy::{Labelled, Rescore, chunk_of, stride_of};
 use super::driver::{Address, Argument, Driver, Place};
 use super::launches::{self as with, NEIGHBOURS, PART, Queue, int, long, parts_of};
+use super::linear::Table;
 use super::notes::Notes;
 use crate::models::{
     Activation, Apart, Attention, ClassLoss, Dropout, Dtype, Kernels, Linear, Loss, Norm, Own,
@@ -95,6 +96,7 @@ impl Kernels for CudaKernels<'_> {
         let Some(on) = &self.on else { return };
         on.linear_backward([dx, dw], [dy, x, w], size, accumulate);
         if let Some(db) = db {
+            let dy = Table::of(dy, size.outputs);
             on.sum_columns(db, dy, [size.rows, size.outputs], parts, accumulate);
         }
     }
@@ -463,7 +465,7 @@ impl Kernels for CudaKernels<'_> {
     ) {
         let (scratch, chunk) = (scratch.nested(), chunk_of(size.rows));
         let labelled = labelled(&scratch, &size);
-        let d = scratch.take(chunk * size.tile);
+        let d = scratch.take(chunk * stride_of(&size));
         let dh_of_rows = scratch.take_floats(chunk * size.channels);
         let parts = scratch.take_floats(dbias.map_or(0, |_| parts_of(chunk) * size.tile));
         let Some(on) = &self.on else { return };
@@ -484,6 +486,6 @@ fn labelled(scratch: &Scratch<'_>, size: &Scores) -> Labelled {
     Labelled {
         places: scratch.take_floats(size.rows),
         h: scratch.take(chunk * size.channels),
-        logits: scratch.take_floats(chunk * size.tile),
+        logits: scratch.take_floats(chunk * stride_of(size)),
     }
 }

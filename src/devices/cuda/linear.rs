@@ -5,31 +5,48 @@ use super::kernels::On;
 use super::launches::{PART, int, parts_of};
 use crate::models::{Linear, View};
 
-impl On<'_> {
-    fn matrix(&self, view: View, stride: usize, turned: bool) -> Matrix {
-        Matrix { at: self.at(view), stride, turned }
+/// Rows of a tensor, so many elements apart; a product may read them turned.
+#[derive(Clone, Copy)]
+pub(super) struct Table {
+    view: View,
+    stride: usize,
+    turned: bool,
+}
+
+impl Table {
+    pub(super) fn of(view: View, stride: usize) -> Table {
+        Table { view, stride, turned: false }
     }
 
-    /// c (+)= a b + bias, of matrices that lie close: `turned` ones with columns for rows. The sizes are
-    /// rows, inner and columns.
+    pub(super) fn turned(self) -> Table {
+        Table { turned: !self.turned, ..self }
+    }
+}
+
+impl On<'_> {
+    fn matrix(&self, table: Table) -> Matrix {
+        Matrix { at: self.at(table.view), stride: table.stride, turned: table.turned }
+    }
+
+    /// c (+)= a b + bias. The sizes are rows, inner and columns.
     pub(super) fn product(
         &self,
-        c: View,
-        [(a, a_turned), (b, b_turned)]: [(View, bool); 2],
+        c: Table,
+        [a, b]: [Table; 2],
         [rows, inner, columns]: [usize; 3],
         bias: Option<View>,
         accumulate: bool,
     ) {
-        let a = self.matrix(a, if a_turned { rows } else { inner }, a_turned);
-        let b = self.matrix(b, if b_turned { inner } else { columns }, b_turned);
-        let (c, bias) = (self.at(c), bias.map(|bias| self.at(bias)));
-        self.queue.product(&Product { rows, inner, columns, a, b, c, bias, accumulate });
+        let [a, b] = [a, b].map(|table| self.matrix(table));
+        let (stride, c, bias) = (c.stride, self.at(c.view), bias.map(|bias| self.at(bias)));
+        self.queue.product(&Product { rows, inner, columns, a, b, c, stride, bias, accumulate });
     }
 
     /// y = x w + b.
     pub(super) fn linear(&self, y: View, x: View, w: View, b: Option<View>, size: Linear) {
-        let Linear { rows, inputs, outputs, turned } = size;
-        self.product(y, [(x, false), (w, turned)], [rows, inputs, outputs], b, false);
+        let Linear { rows, inputs, outputs, .. } = size;
+        let (y, x) = (Table::of(y, outputs), Table::of(x, inputs));
+        self.product(y, [x, weights(w, size)], [rows, inputs, outputs], b, false);
     }
 
     /// dx = dy wᵀ, dw (+)= xᵀ dy.
@@ -41,25 +58,33 @@ impl On<'_> {
         accumulate: bool,
     ) {
         let Linear { rows, inputs, outputs, turned } = size;
-        self.product(dx, [(dy, false), (w, !turned)], [rows, outputs, inputs], None, false);
+        let [dx, x] = [dx, x].map(|view| Table::of(view, inputs));
+        let dy = Table::of(dy, outputs);
+        let w = weights(w, size).turned();
+        self.product(dx, [dy, w], [rows, outputs, inputs], None, false);
         let ((a, m), (b, n)) =
             if turned { ((dy, outputs), (x, inputs)) } else { ((x, inputs), (dy, outputs)) };
-        self.product(dw, [(a, true), (b, false)], [m, rows, n], None, accumulate);
+        self.product(Table::of(dw, n), [a.turned(), b], [m, rows, n], None, accumulate);
     }
 
     /// out (+)= the sum over rows of x, over some rows at a time, then in order.
     pub(super) fn sum_columns(
         &self,
         out: View,
-        x: View,
+        x: Table,
         [rows, columns]: [usize; 2],
         parts: View,
         accumulate: bool,
     ) {
         let (count, to) = (parts_of(rows), self.at(parts));
-        let arguments: [&dyn Argument; 5] =
-            [&to, &self.at(x), &int(rows), &int(columns), &int(PART)];
+        let (x, [r, c, stride, part]) = (self.at(x.view), [rows, columns, x.stride, PART].map(int));
+        let arguments: [&dyn Argument; 6] = [&to, &x, &r, &c, &stride, &part];
         self.queue.columns("column_parts", [count, 1], columns, &arguments);
         self.queue.fold(self.at(out), to, [count, columns, columns], accumulate);
     }
+}
+
+/// w as the product of a layer reads it.
+fn weights(w: View, size: Linear) -> Table {
+    if size.turned { Table::of(w, size.inputs).turned() } else { Table::of(w, size.outputs) }
 }

@@ -6,6 +6,7 @@ use std::ffi::c_void;
 use std::mem::size_of_val;
 use std::sync::Mutex;
 
+use bytemuck::bytes_of;
 use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use l2l_actors::ports::Trouble;
@@ -19,7 +20,7 @@ struct Key {
     /// Of what is multiplied, and of what comes out.
     of: [Dtype; 2],
     sizes: [usize; 3],
-    strides: [usize; 2],
+    strides: [usize; 3],
     turned: [bool; 2],
     has_bias: bool,
 }
@@ -89,7 +90,7 @@ impl Products {
         workspace: Address,
         stream: CUstream,
     ) -> Result<(), Trouble> {
-        let Product { rows, inner, columns, a, b, c, bias, accumulate } = *product;
+        let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let description = Description(result::create_matmul_desc(compute, kind(Dtype::F32))?);
         assert_eq!(a.at.of, b.at.of, "factors are of one kind");
@@ -118,11 +119,11 @@ impl Products {
             Layout::new(matrix.at.of, [columns, rows], matrix.stride)
         };
         let (of_a, of_b) = (of(a, rows, inner)?, of(b, inner, columns)?);
-        let of_c = Layout::new(c.of, [columns, rows], columns)?;
+        let of_c = Layout::new(c.of, [columns, rows], stride)?;
         let key = Key {
             of: [a.at.of, c.of],
             sizes: [rows, inner, columns],
-            strides: [a.stride, b.stride],
+            strides: [a.stride, b.stride, stride],
             turned: [a.turned, b.turned],
             has_bias: bias.is_some(),
         };
@@ -131,7 +132,7 @@ impl Products {
             Some(algorithm) => *algorithm,
             None => {
                 let layouts = [of_b.0, of_a.0, of_c.0];
-                let strides = [(b.stride, b.at.of), (a.stride, a.at.of), (columns, c.of)];
+                let strides = [(b.stride, b.at.of), (a.stride, a.at.of), (stride, c.of)];
                 let algorithm = self.choose(&description, layouts, strides)?;
                 chosen.insert(key, algorithm);
                 algorithm
@@ -173,30 +174,25 @@ impl Products {
     ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
         let preference = Preference(result::create_matmul_pref()?);
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        let what = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
         let bytes = WORKSPACE as u64;
+        // Partial sums are floats, and are added in one order.
+        let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
         let [of_a, of_b, of_c] = strides.map(alignment);
-        for (what, alignment) in [
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, of_a),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, of_b),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, of_c),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, of_c),
-        ] {
-            let value = (&raw const alignment).cast();
+        let of: [(_, &[u8]); 6] = [
+            (Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, bytes_of(&bytes)),
+            (Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, bytes_of(&scheme)),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, bytes_of(&of_a)),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, bytes_of(&of_b)),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, bytes_of(&of_c)),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, bytes_of(&of_c)),
+        ];
+        for (what, value) in of {
+            let at = value.as_ptr().cast();
             // SAFETY: the preference is there, and the value is of this attribute.
-            unsafe {
-                result::set_matmul_pref_attribute(
-                    preference.0,
-                    what,
-                    value,
-                    size_of_val(&alignment),
-                )?;
-            }
+            unsafe { result::set_matmul_pref_attribute(preference.0, what, at, value.len())? };
         }
         // SAFETY: all descriptions are there.
         let found = unsafe {
-            let value = (&raw const bytes).cast();
-            result::set_matmul_pref_attribute(preference.0, what, value, size_of_val(&bytes))?;
             result::get_matmul_algo_heuristic(self.handle, description.0, a, b, c, c, preference.0)?
         };
         Ok(found.algo)

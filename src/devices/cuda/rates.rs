@@ -81,8 +81,17 @@ pub(super) fn measure(
         turned: false,
     };
     let (a, b, c) = (matrix_of(0), matrix_of(1), matrix_of(2).at);
-    let product =
-        Product { rows: size, inner: size, columns: size, a, b, c, bias: None, accumulate: false };
+    let product = Product {
+        rows: size,
+        inner: size,
+        columns: size,
+        a,
+        b,
+        c,
+        stride: size,
+        bias: None,
+        accumulate: false,
+    };
     let seconds = median(|| {
         let begin = Event::record(driver, Stream::Compute)?;
         driver.product(Stream::Compute, &product, workspace)?;

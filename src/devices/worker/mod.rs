@@ -28,7 +28,7 @@ use crate::config::{Carries, Config, Plan};
 use crate::data::Batch;
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Dtype, Keep, Kernels, Micro, Model, Part, Rows, View};
+use crate::models::{Draw, Dtype, Keep, Kernels, Micro, Model, Part, Rows, STATISTICS, View};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
@@ -333,11 +333,28 @@ impl Hands for Worker {
 }
 
 impl Worker {
+    /// True for copies between host and device, and for what looks at those. Statistics are copied all
+    /// the same: they have labels, which kernels go by, and are small.
+    fn is_left_out(&self, operation: &Operation) -> bool {
+        match operation.work() {
+            Work::UploadBoundary { inputs: placed, .. }
+            | Work::DownloadBoundary { outputs: placed, .. } => {
+                let step = operation.step();
+                let positions = self.step(step.number).batch.positions;
+                let bytes = step.plan.schedule.boundary(placed.boundary).bytes_per_sequence;
+                bytes as usize != positions * STATISTICS * size_of::<f32>()
+            }
+            Work::UploadBlock { .. } | Work::DownloadGradient { .. } => true,
+            Work::Loss { .. } | Work::Scatter { .. } => true,
+            _ => false,
+        }
+    }
+
     fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
         let step = operation.step();
         let over_link = !self.plan.stash_on_device;
         let visit_of = |index: usize| &step.plan.schedule.visits[index];
-        if !self.copies && step.number > 0 && is_of_copies(operation.work()) {
+        if !self.copies && step.number > 0 && self.is_left_out(operation) {
             return Ok(0.0);
         }
         match *operation.work() {
@@ -440,18 +457,6 @@ impl Worker {
         }
         Ok(0.0)
     }
-}
-
-/// True for copies between host and device, and for what looks at those.
-fn is_of_copies(work: &Work) -> bool {
-    matches!(
-        work,
-        Work::UploadBlock { .. }
-            | Work::UploadBoundary { .. }
-            | Work::DownloadBoundary { .. }
-            | Work::DownloadGradient { .. }
-            | Work::Loss { .. }
-    )
 }
 
 /// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.

@@ -77,7 +77,7 @@ fn go(
             let is_last = model.parts.get(layer + 1).is_some_and(Part::is_head);
             let given = if is_last { head_gradient } else { dtype };
             let mut dy = hidden(reads[reads.len() - 1], given);
-            if given != dtype {
+            if given != dtype && !of.takes_floats() {
                 let cast = scratch.take(dy.len);
                 kernels.cast(cast, dy);
                 dy = cast;

@@ -31,13 +31,14 @@ __device__ inline float block_max(float x) {
     return warp_max(lane < warps ? maxima[lane] : -infinity());
 }
 
-// Takes a tile into the statistics of some rows. out: (R, 4); logits: (rows, tile); bias: (tile) or null.
+// Takes a tile into the statistics of some rows. out: (R, 4); logits: (rows, tile), rows
+// `stride` apart; bias: (tile) or null.
 // places: which row of out each of the logits' rows is; -1: none. `first`: the tile's first column in the
 // vocabulary.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     score_rows(float* out, const float* logits, const T* bias, const int* places, int rows, int tile,
-               int first) {
+               int stride, int first) {
     const long long row = places[blockIdx.x];
     if (row < 0) {
         return;
@@ -47,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (label < 0) {
         return;
     }
-    logits += static_cast<long long>(blockIdx.x) * tile;
+    logits += static_cast<long long>(blockIdx.x) * stride;
     // Each thread has a maximum and a sum of its own, and looks at a logit once.
     float most = -infinity(), sum = 0.0f;
     for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
@@ -80,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(256)
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     score_gradient(T* d, const float* statistics, const float* logits, const T* bias, const int* places,
-                   int rows, int tile, int first, float scale) {
+                   int rows, int tile, int stride, int first, float scale) {
     const long long row = blockIdx.x, place = places[row];
     const int label = place < 0 ? -1 : __float_as_int(statistics[4 * place + 3]), target = label - first;
     const bool is_labelled = label >= 0;
@@ -88,11 +89,11 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
         Four values = {};
         if (is_labelled) {
-            values = biased(logits + row * tile, bias, column, tile);
+            values = biased(logits + row * stride, bias, column, tile);
             for (int i = 0; i < 4; ++i) {
                 values.of[i] = scale * (expf(values.of[i] - lse) - (column + i == target ? 1.0f : 0.0f));
             }
         }
-        write(d + row * tile + column, values, min(4, tile - column));
+        write(d + row * stride + column, values, min(4, tile - column));
     }
 }

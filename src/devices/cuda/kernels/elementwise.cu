@@ -217,7 +217,8 @@ __device__ inline Four sum_of_rows(const T* x, long long from, long long to, int
 
 // Partial sums of columns, `chunk` rows each. parts: (ceil(rows / chunk), columns).
 // launch: grid (ceil(rows / chunk), ceil(columns / 1024)), block (threads(columns))
-extern "C" __global__ void column_parts(float* parts, const T* x, int rows, int columns, int chunk) {
+extern "C" __global__ void column_parts(float* parts, const T* x, int rows, int columns, int stride,
+                                        int chunk) {
     const int column = my_column(), count = columns - column;
     if (count <= 0) {
         return;
@@ -225,7 +226,7 @@ extern "C" __global__ void column_parts(float* parts, const T* x, int rows, int 
     const long long from = static_cast<long long>(blockIdx.x) * chunk;
     const long long to = min(from + chunk, static_cast<long long>(rows));
     x += column;
-    const Four sum = are_packed(x, count, columns) ? sum_of_rows<true>(x, from, to, columns, count)
-                                                   : sum_of_rows<false>(x, from, to, columns, count);
+    const Four sum = are_packed(x, count, stride) ? sum_of_rows<true>(x, from, to, stride, count)
+                                                  : sum_of_rows<false>(x, from, to, stride, count);
     write(parts + static_cast<long long>(blockIdx.x) * columns + column, sum, count);
 }

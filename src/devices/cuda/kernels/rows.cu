@@ -2,21 +2,32 @@
 
 // Rows whose statistics have a label, in order, as many as there is room for; -1 behind the last. Statistics:
 // (rows, 4), a label's bits in the fourth.
-// launch: grid (1), block (32)
+// launch: grid (1), block (512)
 extern "C" __global__ void labelled_rows(int* places, const float* statistics, int rows, int count) {
-    const int lane = threadIdx.x;
+    __shared__ int counts[WARP];
+    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     int found = 0;
-    for (int from = 0; from < rows; from += WARP) {
-        const int row = from + lane;
+    for (int from = 0; from < rows; from += blockDim.x) {
+        const int row = from + threadIdx.x;
         const bool has = row < rows && __float_as_int(statistics[4LL * row + 3]) >= 0;
         const unsigned all = __ballot_sync(FULL_MASK, has);
-        const int place = found + __popc(all & ((1U << lane) - 1));
+        if (lane == 0) {
+            counts[warp] = __popc(all);
+        }
+        __syncthreads();
+        int before = 0, here = 0;
+        for (int other = 0; other < warps; ++other) {
+            before += other < warp ? counts[other] : 0;
+            here += counts[other];
+        }
+        __syncthreads(); // nobody counts anew before all have read
+        const int place = found + before + __popc(all & ((1U << lane) - 1));
         if (has && place < count) {
             places[place] = row;
         }
-        found += __popc(all);
+        found += here;
     }
-    for (int place = found + lane; place < count; place += WARP) {
+    for (int place = found + threadIdx.x; place < count; place += blockDim.x) {
         places[place] = -1;
     }
 }
