@@ -732,14 +732,14 @@ def check_classes(device, random, sequences, positions, labels, is_value, scale=
     device.expect(d, scale * row_slopes(losses, scores.wide), 2e-6)
 
 
-def check_rows(device, random, rows, channels, count):
+def check_rows(device, random, rows, channels, count, first):
     statistics = device.floats(noise(random, rows, 4))
     statistics.bits[:, 3] = random.choice([-100, 0, 7], rows).astype(np.int32).view(np.float32)
     statistics.before = statistics.all.copy()
     places = device.integers(np.full(count, 99), changes=True)
-    labelled = np.flatnonzero(statistics.bits[:, 3].view(np.int32) >= 0)[:count]
+    labelled = np.flatnonzero(statistics.bits[:, 3].view(np.int32) >= 0)[first : first + count]
     labelled = np.concatenate([labelled, np.full(count - len(labelled), -1)])
-    device.launch("labelled_rows", places, statistics, rows, count)
+    device.launch("labelled_rows", places, statistics, rows, first, count)
     device.same(places, labelled)
     x, y = device.elements(noise(random, rows, channels)), device.out(count, channels)
     device.launch("gather_rows", y, x, places, count, channels)
@@ -835,7 +835,7 @@ def checks():
         ("embedding", check_kinds, each(rows, kinds)),
         ("classes", check_first_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
-        ("rows", check_rows, each(rows, count=[1, 5, 100])),
+        ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("past", check_remember, remembered),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::driver::{Address, Argument};
 use super::kernels::On;
-use super::launches::{FLOAT, NEIGHBOURS, int, long};
+use super::launches::{NEIGHBOURS, int, long};
 use super::linear::Table;
 use crate::models::{Dtype, Scores, View};
 
@@ -46,16 +46,13 @@ fn chunks(size: &Scores) -> impl Iterator<Item = Range<usize>> {
 }
 
 impl On<'_> {
-    /// Finds the first so many labelled rows.
-    fn find(&self, places: View, statistics: View, rows: usize, count: usize) {
+    /// Finds some of so many rows' labelled ones.
+    fn find(&self, places: View, statistics: View, rows: usize, of: &Range<usize>) -> Address {
         let (to, from) = (self.at(places).at, self.at(statistics));
-        let arguments: [&dyn Argument; 4] = [&to, &from, &int(rows), &int(count)];
+        let [rows, first, count] = [rows, of.start, of.len()].map(int);
+        let arguments: [&dyn Argument; 5] = [&to, &from, &rows, &first, &count];
         self.queue.launch("labelled_rows", [1, 1, 1], [512, 1, 1], 0, &arguments);
-    }
-
-    /// Where those from this one on are found.
-    fn from(&self, places: View, first: usize) -> Address {
-        self.at(places).at + (first * FLOAT) as Address
+        to
     }
 
     /// Copies rows that were found to where they stand side by side.
@@ -65,12 +62,20 @@ impl On<'_> {
         self.queue.columns("gather_rows", [count, 1], channels, &arguments);
     }
 
-    /// Some labelled rows side by side, and their logits.
-    fn logits_of(&self, [h, w]: [View; 2], rows: &Range<usize>, to: &Labelled, size: &Scores) {
+    /// Some labelled rows side by side, and their logits; where they are.
+    fn logits_of(
+        &self,
+        [statistics, h, w]: [View; 3],
+        rows: &Range<usize>,
+        to: &Labelled,
+        size: &Scores,
+    ) -> Address {
         let (c, v) = (size.channels, size.tile);
-        self.gather(to.h, h, self.from(to.places, rows.start), [rows.len(), c]);
+        let places = self.find(to.places, statistics, size.rows, rows);
+        self.gather(to.h, h, places, [rows.len(), c]);
         let (logits, h) = (Table::of(to.logits, stride_of(size)), Table::of(to.h, c));
         self.product(logits, [h, Table::of(w, c).turned()], [rows.len(), c, v], None, false);
+        places
     }
 
     /// Takes a tile into the statistics of each labelled position.
@@ -83,11 +88,9 @@ impl On<'_> {
         size: &Scores,
     ) {
         self.copy(out, statistics);
-        self.find(scratch.places, statistics, size.rows, size.labelled);
         for rows in chunks(size) {
-            self.logits_of([h, w], &rows, scratch, size);
-            let (out, places) = (self.at(out), self.from(scratch.places, rows.start));
-            let (logits, bias) = (self.at(scratch.logits), self.maybe(bias));
+            let places = self.logits_of([statistics, h, w], &rows, scratch, size);
+            let (out, logits, bias) = (self.at(out), self.at(scratch.logits), self.maybe(bias));
             let [r, tile, stride, first] =
                 [rows.len(), size.tile, stride_of(size), size.first].map(int);
             let arguments: [&dyn Argument; 8] =
@@ -105,8 +108,8 @@ impl On<'_> {
         size: &Scores,
     ) {
         let (told, c, v) = (places.len, size.channels, size.tile);
-        self.find(places, statistics, size.rows, told);
-        self.gather(gathered, h, self.from(places, 0), [told, c]);
+        let places = self.find(places, statistics, size.rows, &(0..told));
+        self.gather(gathered, h, places, [told, c]);
         let (x, w) = (Table::of(gathered, c), Table::of(w, c).turned());
         self.product(Table::of(y, v), [x, w], [told, c, v], None, false);
         if let Some(bias) = bias {
@@ -135,10 +138,9 @@ impl On<'_> {
         if size.labelled == 0 && !accumulate {
             [Some(dw), dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
         }
-        self.find(scratch.places, statistics, size.rows, size.labelled);
         for rows in chunks(size) {
-            let (r, places) = (rows.len(), self.from(scratch.places, rows.start));
-            self.logits_of([h, w], &rows, scratch, size);
+            let r = rows.len();
+            let places = self.logits_of([statistics, h, w], &rows, scratch, size);
             let (to, from, s) = (self.at(d), self.at(scratch.logits), self.at(statistics));
             let bias = self.maybe(bias);
             let [count, tile, stride, first] = [r, v, stride_of(size), size.first].map(int);

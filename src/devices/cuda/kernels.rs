@@ -484,7 +484,7 @@ impl Kernels for CudaKernels<'_> {
 fn labelled(scratch: &Scratch<'_>, size: &Scores) -> Labelled {
     let chunk = chunk_of(size.rows);
     Labelled {
-        places: scratch.take_floats(size.rows),
+        places: scratch.take_floats(chunk),
         h: scratch.take(chunk * size.channels),
         logits: scratch.take_floats(chunk * stride_of(size)),
     }

@@ -323,9 +323,9 @@ impl<'c> Cases<'c> {
         }
     }
 
-    pub(super) fn of_ends(&mut self) {
-        let rows = self.micro.rows;
-        let r = rows.count();
+    /// Tiles of a vocabulary.
+    pub(super) fn of_tiles(&mut self) {
+        let r = self.micro.rows.count();
         let labels: Vec<i32> =
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
         let told = labels.iter().filter(|label| **label >= 0).count();
@@ -375,6 +375,12 @@ impl<'c> Cases<'c> {
                 self.labelled(0, labels.clone());
             }
         }
+    }
+
+    /// Losses of whole sequences.
+    pub(super) fn of_classes(&mut self) {
+        let rows = self.micro.rows;
+        let r = rows.count();
         for (labels, is_value) in [(4, false), (1, true)] {
             let size = ClassLoss { rows, labels, is_value };
             let of_rows = (0..r as i32).map(|row| row % 4).collect::<Vec<_>>();

@@ -1,9 +1,10 @@
 // Rows of tensors that are asked for.
 
-// Rows whose statistics have a label, in order, as many as there is room for; -1 behind the last. Statistics:
-// (rows, 4), a label's bits in the fourth.
+// Rows whose statistics have a label, in order, from the `first` of them on, as many as there is room for; -1
+// behind the last. Statistics: (rows, 4), a label's bits in the fourth.
 // launch: grid (1), block (512)
-extern "C" __global__ void labelled_rows(int* places, const float* statistics, int rows, int count) {
+extern "C" __global__ void labelled_rows(int* places, const float* statistics, int rows, int first,
+                                         int count) {
     __shared__ int counts[WARP];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, warps = blockDim.x / WARP;
     int found = 0;
@@ -21,13 +22,13 @@ extern "C" __global__ void labelled_rows(int* places, const float* statistics, i
             here += counts[other];
         }
         __syncthreads(); // nobody counts anew before all have read
-        const int place = found + before + __popc(all & ((1U << lane) - 1));
-        if (has && place < count) {
+        const int place = found + before + __popc(all & ((1U << lane) - 1)) - first;
+        if (has && 0 <= place && place < count) {
             places[place] = row;
         }
         found += here;
     }
-    for (int place = found + threadIdx.x; place < count; place += blockDim.x) {
+    for (int place = max(found - first, 0) + threadIdx.x; place < count; place += blockDim.x) {
         places[place] = -1;
     }
 }
