@@ -180,6 +180,13 @@ fn what_contradicts_itself() {
             "device.link is emulated on the CPU alone",
         ),
         ("device.kind = \"cuda\"\nstash.place = \"device\"", "line 2: stash.place is the host"),
+        ("device.kind = \"cuda\"\nstash.dtype = \"bf16\"", "line 2: stash.dtype is the device's"),
+        ("device.dtype = \"bf16\"", "line 1: device.dtype is bf16, and the CPU computes in f32"),
+        ("device.dtype = \"f16\"", "device.dtype: unknown variant `f16`, expected `f32` or `bf16`"),
+        (
+            "device = { kind = \"cuda\", dtype = \"bf16\" }\nmodel = { hidden = 21, heads = 3 }",
+            "device.dtype is bf16, and the model's width of 21 is odd",
+        ),
     ] {
         refused(&folder, config, &[says]);
     }

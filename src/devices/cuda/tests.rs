@@ -11,6 +11,7 @@ use crate::models::{
     Backward, Block, Composed, Derived, Dtype, Final, Forward, Keep, Kernels, Layer, Model,
     Operations, Own, Stem, Tensor, Value,
 };
+use crate::optimizers::{AdamW, Update, UpdateRule};
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
 
@@ -341,6 +342,39 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
         after += 1 + after / 9;
     }
     emulated::fail_after(MANY);
+}
+
+/// A rule that knows nothing of planes: masters are put together for it.
+struct Plain(AdamW);
+
+impl UpdateRule for Plain {
+    fn states(&self) -> usize {
+        self.0.states()
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        self.0.apply(tensors, parameters, states, gradient, update);
+    }
+}
+
+#[test]
+fn a_rule_of_ones_own_moves_masters_in_planes() {
+    if !emulated::instead() {
+        return;
+    }
+    let mut config = config(DeviceKind::Cuda);
+    config.device.dtype = Dtype::Bf16;
+    let (steps, end) = run(config.clone(), 3).expect("a case of ours");
+    let own = Trainer::builder(config.clone()).update_rule(Plain(config.update_rule()));
+    let (own_steps, own_end) = run_on(own, &config, 3).expect("a case of ours");
+    assert_eq!((steps, end.weights_digest), (own_steps, own_end.weights_digest));
 }
 
 /// Greedy text is that of the goldens in f32; in bf16 it begins like it.
