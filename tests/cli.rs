@@ -255,9 +255,22 @@ fn plan_bench_doctor_and_the_rest() {
     }
     assert!(summary["exposed_wait_fraction"].as_f64().is_some_and(|share| share < 1.0));
     assert!(!folder.path().join("checkpoints").exists(), "a bench leaves nothing");
+    // Labels are copied all the same, or classes would be of other numbers' bits.
+    for model in ["tied", "bert-classes"] {
+        let path = format!("model.path=tests/goldens/{model}");
+        let data = format!("data.train=tests/goldens/{model}/data.jsonl");
+        let sets =
+            ["--set", &path, "--set", &data, "--set", "step.steps=5", "--set", "step.batch=5"];
+        good(
+            &[&["bench", "--without-copies"][..], &sets, &["--set", "step.micro_batch=2"]].concat(),
+        );
+    }
     assert!(good(&["doctor"]).contains("libcuda.so"));
     let doctor = events(&good(&["doctor", "--format", "json"]));
-    assert!(doctor[0]["matmul_flops_per_second"].as_f64() > Some(0.0));
+    for rate in ["matmul_flops_per_second", "adamw_bytes_per_second", "adamw_bf16_bytes_per_second"]
+    {
+        assert!(doctor[0][rate].as_f64() > Some(0.0), "{rate}");
+    }
     assert!(good(&["completions", "bash"]).contains("l2l"));
     let shown: Value = serde_json::from_str(&good(&["config", "show", &config])).expect("JSON");
     assert_eq!((&shown["step"]["batch"], &shown["step"]["seed"]), (&4.into(), &0.into()));
