@@ -234,7 +234,8 @@ pub struct DeviceConfig {
     pub memory: ByteSize,
     /// What weights and activations on the device are made of; masters, the optimizer's states and gradients
     /// are f32 whatever it is. `bf16` is for `cuda`: half the bytes of weights and activations, on the
-    /// device, in the stash and over the link, and tensor cores; a master is then the bf16 that is published and what that leaves of it.
+    /// device, in the stash and over the link, and tensor cores; a master is then the bf16 that is published
+    /// and what that leaves of it.
     pub dtype: Dtype,
     /// Threads; all cores when absent.
     pub threads: Option<usize>,

@@ -11,7 +11,6 @@ mod file;
 mod index;
 mod memory;
 
-use half::bf16;
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
@@ -180,13 +179,11 @@ impl Eps {
         }
         let len = block_len(self.tensors(id));
         self.fill_as_it_is(id, which, |place| {
-            let Planes { published, rest } = &mut Planes::of(&mut place[..len]);
-            let planes = published.iter_mut().zip(rest.iter_mut());
-            let join = |(published, rest): (&mut bf16, &mut i16)| Planes::join(*published, *rest);
-            let mut masters: Vec<f32> = planes.map(join).collect();
+            let planes = Planes::of(&mut place[..len]);
+            let mut masters: Vec<f32> = planes.masters().collect();
             write(&mut masters);
-            let planes = published.iter_mut().zip(rest.iter_mut());
-            for ((published, rest), master) in planes.zip(masters) {
+            let Planes { published, rest } = planes;
+            for ((published, rest), master) in published.iter_mut().zip(rest).zip(masters) {
                 (*published, *rest) = Planes::split(master);
             }
         })

@@ -2,8 +2,9 @@
 //! the f32. A device that computes in bf16 is sent the one as it lies there; both give the master back,
 //! to the bit, in as many bytes.
 //!
-//! (A master that is no number comes back as one that is none.) That holds because what is published is rounded to nearest, ties away from zero: then the rest of the
-//! bits is a number of 16 bits with a sign. (With ties to even it would need one more.)
+//! That holds because what is published is rounded to nearest, ties away from zero: then the rest of
+//! the bits is a number of 16 bits with a sign. (With ties to even it would need one more.) A master
+//! that is not a number comes back as not a number, of other bits perhaps.
 
 use half::bf16;
 use rayon::prelude::*;
@@ -45,7 +46,7 @@ impl<'a> Planes<'a> {
         Planes { published, rest }
     }
 
-    /// The masters, one by one.
+    /// The masters, one by one: for who has no pool of threads.
     pub fn masters(&self) -> impl Iterator<Item = f32> {
         let planes = self.published.iter().zip(self.rest.iter());
         planes.map(|(&published, &rest)| Planes::join(published, rest))
