@@ -5,10 +5,17 @@
 GPT-2 of 12 x 512, vocabulary 8192, batch 32 x 128, micro-batches of 8, two threads each. transformers:
 eager attention, fp32, fused AdamW, gradient accumulation. Each round starts both processes anew; the
 ratio is of medians of step times behind the first step; losses of both are printed side by side.
+
+    python benches/transformers_peer.py --against PROGRAM [PAIRS]
+
+compares this build with another one instead, say with the one before a change: the same shape with
+random weights, relay, with and without recomputation. Both run by turns; the ratio is the median of
+the pairs' ratios. This needs neither torch nor transformers.
 """
 
 import json
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
@@ -17,6 +24,7 @@ import time
 
 ROUNDS, STEPS, BATCH, MICRO, LENGTH, THREADS = 3, 4, 32, 8, 128, 2
 RATE, DECAY = 3e-4, 0.01
+PROGRAM = pathlib.Path(__file__).parent.parent / "target/release/l2l"
 
 
 def prepare(folder):
@@ -55,18 +63,17 @@ def peer(folder):
         print(json.dumps({"event": "step", "loss": total, "seconds": time.perf_counter() - begin}), flush=True)
 
 
-def ours(folder, recompute, schedule):
+def ours(folder, recompute, schedule, model, program=PROGRAM):
     config = folder / f"{schedule}-{recompute}.toml"
     config.write_text(f"""
-model.path = "{folder}"
+model = {model}
 data = {{ train = "{folder}/data.jsonl", shuffle = false }}
 step = {{ batch = {BATCH}, micro_batch = {MICRO}, steps = {STEPS} }}
 optimizer = {{ learning_rate = {RATE}, weight_decay = {DECAY} }}
 device.threads = {THREADS}
 schedule = {{ kind = "{schedule}", recompute = {str(recompute).lower()} }}
 """)
-    binary = pathlib.Path(__file__).parent.parent / "target/release/l2l"
-    return [binary, "train", config, "--format", "json"]
+    return [program, "train", config, "--format", "json"]
 
 
 def run(command):
@@ -95,16 +102,45 @@ def product_rate():
     return statistics.median(rates)
 
 
+def against(program, pairs):
+    """This build and another one by turns; tokens a second, and the median of the pairs' ratios."""
+    model = ("{ preset = 'gpt2', layers = 12, hidden = 512, heads = 8, vocabulary = 8192, "
+             f"positions = {LENGTH}, dropout = 0.0 }}")
+    programs = {"other": program, "this": PROGRAM}
+    numbers = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        lines = ({"input_ids": [numbers.randrange(8192) for _ in range(LENGTH)]}
+                 for _ in range(BATCH * STEPS))
+        (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for recompute in (False, True):
+            rates = {name: [] for name in programs}
+            losses = {}
+            for pair in range(pairs):
+                # Who is first changes from pair to pair: the machine may drift.
+                for name in sorted(programs, reverse=pair % 2 == 1):
+                    command = ours(folder, recompute, "relay", model, programs[name])
+                    losses[name], seconds, *_ = run(command)
+                    rates[name].append(BATCH * LENGTH / seconds)
+            assert losses["other"] == losses["this"], losses
+            ratios = [this / other for this, other in zip(rates["this"], rates["other"])]
+            medians = {name: statistics.median(all) for name, all in rates.items()}
+            print(f"recompute = {recompute}: this {medians['this']:.0f} tokens/s, "
+                  f"other {medians['other']:.0f}, this ÷ other {statistics.median(ratios):.3f} "
+                  f"(pairs {min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         prepare(folder)
+        model = f'{{ path = "{folder}" }}'
         ways = {
             "transformers": [sys.executable, __file__, str(folder)],
-            "relay": ours(folder, False, "relay"),
-            "relay, recomputing": ours(folder, True, "relay"),
-            "resident": ours(folder, False, "resident"),
-            "resident, recomputing": ours(folder, True, "resident"),
+            "relay": ours(folder, False, "relay", model),
+            "relay, recomputing": ours(folder, True, "relay", model),
+            "resident": ours(folder, False, "resident", model),
+            "resident, recomputing": ours(folder, True, "resident", model),
         }
         results = {name: [] for name in ways}
         for _ in range(ROUNDS):
@@ -126,4 +162,10 @@ def main():
 
 
 if __name__ == "__main__":
-    peer(pathlib.Path(sys.argv[1])) if len(sys.argv) > 1 else main()
+    match sys.argv[1:]:
+        case ["--against", program, *pairs]:
+            against(pathlib.Path(program), int(pairs[0]) if pairs else 5)
+        case [folder]:
+            peer(pathlib.Path(folder))
+        case _:
+            main()
