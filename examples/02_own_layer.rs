@@ -3,10 +3,11 @@
 //! `cargo run --release --example 02_own_layer`
 
 use l2l::data::Batches;
+use l2l::kernels::{Activation, Kernels, Linear, Rows};
 use l2l::models::{
-    Activation, Backward, Block, Dtype, Final, Forward, Init, Keep, Kernels, Kind, Layer, Linear,
-    Model, Rows, Stem, Tensor, View, tensor_views,
+    Backward, Block, Final, Forward, Init, Keep, Kind, Layer, Model, Stem, Tensor, tensor_views,
 };
+use l2l::tensor::{Dtype, View};
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
 

@@ -4,7 +4,8 @@
 //! `cargo run --release --example 04_own_loss`
 
 use l2l::data::Batches;
-use l2l::models::{Loss, Model};
+use l2l::kernels::Loss;
+use l2l::models::Model;
 use l2l::testing::check_loss;
 use l2l::{Config, Trainer, shape_of};
 

@@ -5,9 +5,9 @@
 
 use l2l::config::DeviceKind;
 use l2l::data::Batches;
-use l2l::models::{
-    Backward, Block, Dtype, Final, Forward, Keep, Kernels, Layer, Model, Own, Rows, Stem, Tensor,
-};
+use l2l::kernels::{Kernels, Own, Rows};
+use l2l::models::{Backward, Block, Final, Forward, Keep, Layer, Model, Stem, Tensor};
+use l2l::tensor::Dtype;
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
 

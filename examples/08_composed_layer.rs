@@ -4,9 +4,10 @@
 //! `cargo run --release --example 08_composed_layer`
 
 use l2l::data::Batches;
+use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
 use l2l::models::{
-    Activation, Block, Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations,
-    Rotary, RotaryScaling, Rows, Stem, Tensor, Value,
+    Block, Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Stem, Tensor,
+    Value,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};

@@ -13,27 +13,50 @@
 
 pub use l2l_actors as actors;
 
-mod arena;
-pub mod checkpoint;
-pub mod config;
-pub mod data;
-mod devices;
-mod eps;
 mod error;
-pub mod hf;
-pub mod inference;
-pub mod machine;
-pub mod models;
-pub mod optimizers;
 mod random;
 mod simd;
+
+pub mod tensor;
+
+pub mod kernels;
+
+pub mod models;
+
+pub mod optimizers;
+
+pub mod config;
+
+pub mod eps;
+
+pub mod hf;
+
+pub mod data;
+
+pub mod machine;
+
+pub mod devices;
+
 mod stash;
+
+pub mod plan;
+
+mod worker;
+
 pub mod telemetry;
-pub mod testing;
+
+pub mod checkpoint;
+
 mod trainer;
 
-pub use config::{Config, Plan, shape_of};
+pub mod inference;
+
+pub mod testing;
+
+pub use config::Config;
 pub use error::Error;
+pub use hf::shape_of;
+pub use plan::Plan;
 pub use trainer::{Bottleneck, Builder, StepReport, Summary, Trainer, state_on_file};
 
 /// The page's program compiles.

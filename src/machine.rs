@@ -1,16 +1,10 @@
-//! What this machine has: memory as the system tells it, and rates as they are measured.
+//! What the system says of this machine and this process: memory, limits, cores.
+//!
+//! Rates are measured where the measured thing is: products in [`devices`](crate::devices), updates
+//! in [`optimizers`](crate::optimizers), the disk in [`eps`](crate::eps).
 
-use std::path::{Path, PathBuf};
-use std::time::Instant;
-use std::{fs, io};
-
-use crate::config::{Config, DeviceKind};
-use crate::devices::{self, cpu};
-use crate::eps;
-use crate::error::Error;
-use crate::models::{Init, Kind, Tensor};
-use crate::optimizers::{Planes, Update, UpdateRule};
-use crate::simd::Level;
+use std::fs;
+use std::path::Path;
 
 /// Bytes that a line of one of the system's tables says.
 fn kibibytes(file: &str, label: &str) -> Option<u64> {
@@ -95,15 +89,6 @@ pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
     Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-/// Bytes a second that the disk under a folder writes and reads in order: past the system's cache, where
-/// its file system lets us.
-///
-/// # Errors
-/// The disk's.
-pub fn disk_bytes_per_second(folder: &Path) -> io::Result<(f64, f64)> {
-    eps::disk_rates(folder)
-}
-
 /// What the system says of this process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Process {
@@ -155,185 +140,4 @@ pub fn cores() -> usize {
 /// The vector instructions that loops run with here.
 pub fn vector_instructions() -> &'static str {
     crate::simd::Level::best().name()
-}
-
-/// FLOP/s of a large f32 product on so many threads: the best of a few.
-///
-/// # Errors
-/// The system gives no threads.
-pub fn product_flops_per_second(threads: usize) -> Result<f64, crate::Error> {
-    const SIZE: usize = 1024;
-    const ROUNDS: usize = 8;
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(crate::Error::failed)?;
-    let (a, b) = (vec![0.5_f32; SIZE * SIZE], vec![0.25_f32; SIZE * SIZE]);
-    let mut c = vec![0.0_f32; SIZE * SIZE];
-    let mut best = f64::INFINITY;
-    for _ in 0..ROUNDS {
-        let begin = Instant::now();
-        pool.install(|| cpu::product(&mut c, &a, &b, SIZE));
-        best = best.min(begin.elapsed().as_secs_f64());
-    }
-    Ok(2.0 * (SIZE as f64).powi(3) / best)
-}
-
-/// Bytes a second that an update of parameters moves on so many threads (a += b over arrays far
-/// larger than caches): the best of a few.
-///
-/// # Errors
-/// The system gives no threads.
-pub fn stream_bytes_per_second(threads: usize) -> Result<f64, crate::Error> {
-    use rayon::prelude::*;
-    const FLOATS: usize = 16 << 20;
-    const CHUNK: usize = 1 << 14;
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(crate::Error::failed)?;
-    let (mut a, b) = (vec![0.5_f32; FLOATS], vec![0.25_f32; FLOATS]);
-    let mut best = f64::INFINITY;
-    for _ in 0..5 {
-        let begin = Instant::now();
-        pool.install(|| {
-            a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).for_each(|(a, b)| {
-                a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
-            });
-        });
-        best = best.min(begin.elapsed().as_secs_f64());
-    }
-    Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
-}
-
-/// Bytes a second that AdamW's update moves on so many threads, of blocks far larger than caches: 28 a
-/// parameter, whether masters are f32 or lie in two planes. The best of a few.
-///
-/// # Errors
-/// The system gives no threads.
-pub fn update_bytes_per_second(threads: usize, in_planes: bool) -> Result<f64, Error> {
-    const PARAMETERS: usize = 16 << 20;
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::failed)?;
-    let rule = Config::default().update_rule();
-    let (kind, init, joined) = (Kind::Weight, Init::Zeros, false);
-    let tensors = [Tensor { name: "w".into(), shape: vec![PARAMETERS], kind, init, joined }];
-    let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
-    let mut best = f64::INFINITY;
-    for step in 0..5 {
-        let update = Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best() };
-        let states = &mut [&mut m[..], &mut v[..]];
-        let begin = Instant::now();
-        pool.install(|| {
-            if in_planes {
-                let planes = &mut Planes::of(&mut masters);
-                rule.apply_in_planes(&tensors, planes, states, &gradient, update, &mut []);
-            } else {
-                rule.apply(&tensors, &mut masters, states, &gradient, update);
-            }
-        });
-        best = best.min(begin.elapsed().as_secs_f64());
-    }
-    Ok((7 * PARAMETERS * size_of::<f32>()) as f64 / best)
-}
-
-/// A library of CUDA's, and what it was found to be.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Library {
-    /// Its file's name without version.
-    pub name: &'static str,
-    /// The file that was loaded, where the system tells.
-    pub path: Option<PathBuf>,
-    /// Its version; `None`: it is not there, or cannot be loaded.
-    pub version: Option<(u32, u32)>,
-    /// What to do where it is not there.
-    pub install: &'static str,
-}
-
-/// A GPU, as the driver tells it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Gpu {
-    /// Its name.
-    pub name: String,
-    /// Its architecture: 90 of 9.0.
-    pub architecture: u32,
-    /// Bytes of memory.
-    pub memory: u64,
-}
-
-/// The libraries that a CUDA device needs, looked for on the loader's path, then in a folder: the driver
-/// first. None: this program was built without.
-pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
-    devices::cuda_libraries(folder)
-}
-
-/// The GPUs that the driver tells of; none where there is no driver.
-///
-/// # Errors
-/// The driver's.
-pub fn gpus() -> Result<Vec<Gpu>, Error> {
-    devices::gpus().map_err(Error::failed)
-}
-
-/// How a kernel of a GPU compares with the CPU's.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Check {
-    /// Its name.
-    pub kernel: &'static str,
-    /// Sizes that it was run at.
-    pub cases: usize,
-    /// The largest difference, relative to values above 1; infinite where it wrote what is not its own.
-    pub off: f64,
-    /// The most that it may be: in bf16, some roundings.
-    pub most: f64,
-}
-
-impl Check {
-    /// Fails for the first that is off by more.
-    ///
-    /// # Errors
-    /// Which, and by how much.
-    pub fn judge(checks: &[Check]) -> Result<(), Error> {
-        match checks.iter().find(|check| check.off > check.most) {
-            None => Ok(()),
-            Some(Check { kernel, off, most, .. }) => {
-                Err(Error::failed(format_args!("{kernel} is off by {off:e}, of at most {most:e}")))
-            }
-        }
-    }
-}
-
-/// Runs every kernel of the GPU that a config says against the CPU's, at odd sizes, on values of this
-/// seed.
-///
-/// # Errors
-/// There is no such GPU, or it failed.
-pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    devices::check_kernels(config, seed)
-}
-
-/// How fast a GPU is, as measured.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GpuRates {
-    /// Bytes a second to the device and from it, of memory as it comes.
-    pub pageable: [f64; 2],
-    /// The same of pinned memory, where the system gives some.
-    pub pinned: Option<[f64; 2]>,
-    /// FLOP/s of a large product of the config's `device.dtype`.
-    pub product: f64,
-}
-
-/// Measures link and products of the GPU that a config says.
-///
-/// # Errors
-/// There is no such GPU, or it failed.
-pub fn gpu_rates(config: &Config) -> Result<GpuRates, Error> {
-    devices::gpu_rates(config)
-}
-
-/// FLOP/s of a large product on the device that a config says.
-///
-/// # Errors
-/// There is no such device, or it failed.
-pub fn device_flops_per_second(config: &Config) -> Result<f64, Error> {
-    match config.device.kind {
-        DeviceKind::Cpu => product_flops_per_second(config.device.threads.unwrap_or_else(cores)),
-        DeviceKind::Cuda => Ok(gpu_rates(config)?.product),
-    }
 }

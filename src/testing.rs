@@ -1,13 +1,12 @@
 //! For layers of one's own: whether their backward is their forward's gradient.
 
-use crate::arena::Arena;
 use crate::devices::cpu::CpuKernels;
-use crate::models::{
-    Backward, Draw, Dtype, Forward, Init, Keep, Layer, Loss, Micro, Rows, Scratch, View, block_len,
-    tensor_ranges,
-};
+use crate::kernels::{Draw, Loss, Micro, Rows};
+use crate::models::{Backward, Forward, Init, Keep, Layer, block_len, tensor_ranges};
 use crate::random;
 use crate::simd::Level;
+use crate::tensor::Arena;
+use crate::tensor::{Dtype, Scratch, View};
 
 /// What a check found wrong.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -270,10 +269,9 @@ pub fn check_loss(loss: &dyn Loss) -> Result<(), Mismatch> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::{CrossEntropy, Kernels, STRETCH};
     use crate::models::families::{self, gpt2};
-    use crate::models::{
-        Block, CrossEntropy, Dropouts, Kernels, Model, Part, STRETCH, Shape, Tensor,
-    };
+    use crate::models::{Block, Dropouts, Model, Part, Shape, Tensor};
 
     const ROWS: Rows = Rows { sequences: 3, positions: 7 };
 

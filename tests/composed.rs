@@ -2,9 +2,10 @@
 //! written by hand.
 
 use l2l::data::Batches;
+use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
 use l2l::models::{
-    Activation, Block, Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations,
-    Rotary, RotaryScaling, Rows, Shape, Stem, Tensor, Value,
+    Block, Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Shape, Stem,
+    Tensor, Value,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};

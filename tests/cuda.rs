@@ -39,7 +39,7 @@ fn driver(version: u32, error: u32) -> String {
 
 #[test]
 fn what_is_missing_is_said() {
-    if !l2l::machine::gpus().unwrap_or_default().is_empty() {
+    if !l2l::devices::gpus().unwrap_or_default().is_empty() {
         return; // here nothing is missing
     }
     let folder = tempfile::tempdir().expect("a place for files");

@@ -1,6 +1,6 @@
 //! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
 
-use l2l::{Error, StepReport, machine};
+use l2l::{Error, StepReport, devices};
 
 use super::journal::Journal;
 use super::progress::Screen;
@@ -17,7 +17,7 @@ pub(super) fn bench(common: &Common, copies: bool) -> Result<Ended, Error> {
     }
     (config.checkpoint, config.validation) = Default::default();
     let run = || {
-        let product = machine::device_flops_per_second(&config)?;
+        let product = devices::device_flops_per_second(&config)?;
         let prepared = Prepared::new(config.clone())?;
         let mut screen =
             Screen::new(Journal::open(&config.log)?, config.log.format, 0, prepared.steps, 0);

@@ -3,7 +3,7 @@
 use std::time::SystemTime;
 
 use l2l::config::{ByteSize, Format};
-use l2l::{Error, machine};
+use l2l::{Error, devices, eps, machine, optimizers};
 use serde_json::{Value, json};
 
 use super::{Common, print};
@@ -13,8 +13,8 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
     let (config, _) = common.read(None, None)?;
     let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let seed = seed.map_or(0, |time| time.as_nanos() as u64);
-    let checks = machine::check_kernels(&config, seed)?;
-    for machine::Check { kernel, cases, off, most } in &checks {
+    let checks = devices::check_kernels(&config, seed)?;
+    for devices::Check { kernel, cases, off, most } in &checks {
         if config.log.format == Format::Json {
             print(json!({
                 "event": "check",
@@ -29,22 +29,22 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
             print(format_args!("{kernel:<26} {cases:>3} sizes, off by {off:.1e} at most"));
         }
     }
-    machine::Check::judge(&checks)
+    devices::Check::judge(&checks)
 }
 
 pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     let (config, _) = common.read(None, None)?;
     let format = config.log.format;
     let threads = machine::cores();
-    let product = machine::product_flops_per_second(threads)?;
-    let stream = machine::stream_bytes_per_second(threads)?;
-    let updates = [false, true].map(|planes| machine::update_bytes_per_second(threads, planes));
+    let product = devices::product_flops_per_second(threads)?;
+    let stream = optimizers::stream_bytes_per_second(threads)?;
+    let updates = [false, true].map(|planes| optimizers::update_bytes_per_second(threads, planes));
     let [update, update_in_planes] = [&updates[0], &updates[1]].map(|rate| rate.as_ref().ok());
-    let disk = machine::disk_bytes_per_second(&std::env::temp_dir());
-    let found = machine::cuda_libraries(config.device.cuda_libraries.as_deref());
-    let gpus = machine::gpus();
+    let disk = eps::disk_bytes_per_second(&std::env::temp_dir());
+    let found = devices::cuda_libraries(config.device.cuda_libraries.as_deref());
+    let gpus = devices::gpus();
     let has_gpu = gpus.as_ref().is_ok_and(|gpus| !gpus.is_empty());
-    let rates = has_gpu.then(|| machine::gpu_rates(&config));
+    let rates = has_gpu.then(|| devices::gpu_rates(&config));
     if format == Format::Json {
         let cuda = found.iter().map(|one| {
             let version = one.version.map(|(major, minor)| format!("{major}.{minor}"));
@@ -105,7 +105,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
         }
         Err(error) => line("disk", format!("not measured: {error}")),
     }
-    for machine::Library { name, path, version, install } in &found {
+    for devices::Library { name, path, version, install } in &found {
         let place = path.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
         line(
             name,
@@ -121,7 +121,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
         }
         Ok(gpus) if gpus.is_empty() => line("cuda", "no device".into()),
         Ok(gpus) => {
-            for (ordinal, machine::Gpu { name, architecture, memory }) in gpus.iter().enumerate() {
+            for (ordinal, devices::Gpu { name, architecture, memory }) in gpus.iter().enumerate() {
                 let memory = ByteSize::from(*memory);
                 line(
                     &format!("cuda device {ordinal}"),
@@ -132,7 +132,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
         Err(error) => line("cuda", error.to_string()),
     }
     match rates {
-        Some(Ok(machine::GpuRates { pageable, pinned, product })) => {
+        Some(Ok(devices::GpuRates { pageable, pinned, product })) => {
             let told = |[up, down]: [f64; 2]| format!("{:.1} up, {:.1} down", up / 1e9, down / 1e9);
             let pinned = pinned.map_or("none to be had".into(), told);
             line("  link, GB/s", format!("pinned {pinned}; pageable {}", told(pageable)));

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use l2l::telemetry::{Trace, Watch, report};
-use l2l::{Builder, Config, Error, StepReport, machine};
+use l2l::{Builder, Config, Error, StepReport, devices, machine};
 use serde_json::{Value, json};
 
 use super::{ObserveArguments, say};
@@ -51,7 +51,7 @@ impl Observers {
             }
         }
         let wanted = served.is_there() || report.is_some();
-        let light = wanted.then(|| machine::device_flops_per_second(config)).transpose()?;
+        let light = wanted.then(|| devices::device_flops_per_second(config)).transpose()?;
         Ok(Observers { served, trace, report: report.clone(), watch: None, light })
     }
 

@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
-use l2l::config::{DeviceKind, EpsTier, Format, Term};
+use l2l::config::{DeviceKind, EpsTier, Format};
 use l2l::models::{Model, Part, block_len};
+use l2l::plan::Term;
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
-use l2l::{Config, Error, Plan, machine, shape_of};
+use l2l::{Config, Error, Plan, devices, eps, machine, optimizers, shape_of};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
@@ -81,18 +82,18 @@ pub(super) fn rates(
     let threads = config.device.threads.unwrap_or_else(machine::cores);
     let on_gpu = config.device.kind == DeviceKind::Cuda;
     let asks = on_gpu && (tflops.is_none() || link_gbps.is_none());
-    let gpu = asks.then(|| machine::gpu_rates(config)).transpose().map_err(|error| {
+    let gpu = asks.then(|| devices::gpu_rates(config)).transpose().map_err(|error| {
         let remedy = "give --tflops and --link-gbps to forecast for a GPU that is elsewhere";
         Error::Refused(format!("{error}; {remedy}"))
     })?;
     let flops = match (tflops, &gpu) {
         (Some(rate), _) => rate * 1e12,
         (None, Some(gpu)) => gpu.product,
-        (None, None) => machine::product_flops_per_second(threads)?,
+        (None, None) => devices::product_flops_per_second(threads)?,
     };
     let host = match host_gbps {
         Some(rate) => rate * 1e9,
-        None => machine::stream_bytes_per_second(threads)?,
+        None => optimizers::stream_bytes_per_second(threads)?,
     };
     let link = match (link_gbps, &gpu) {
         (Some(rate), _) => rate * 1e9,
@@ -109,7 +110,7 @@ pub(super) fn rates(
         (None, Some(folder)) => {
             let there = folder.ancestors().find(|path| path.is_dir());
             let there = there.unwrap_or(Path::new("."));
-            match machine::disk_bytes_per_second(there) {
+            match eps::disk_bytes_per_second(there) {
                 Ok((written, read)) => 2.0 / (1.0 / written + 1.0 / read),
                 Err(error) => {
                     say(format_args!("{}: {error}: its disk was not measured", there.display()));

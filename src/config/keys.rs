@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{ByteSize, DataConfig, ScheduleConfig};
-use crate::models::Dtype;
+use crate::tensor::Dtype;
 
 /// All of it.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]

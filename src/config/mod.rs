@@ -1,13 +1,9 @@
 //! The config as written: every key, its default, and what it must be. The plan is made from it.
 
 mod data;
-mod fit;
 mod keys;
-mod plan;
 mod schedule;
-mod shape;
 mod sizes;
-mod walk;
 
 use std::path::Path;
 
@@ -17,16 +13,13 @@ pub use keys::{
     Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
     StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
 };
-pub use plan::{Plan, Term};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
-pub use shape::shape_of;
 pub use sizes::ByteSize;
-pub(crate) use walk::{Carries, Purpose, Recall, Walk, schedule_of};
 
 use crate::error::Error;
-pub use crate::models::Dtype;
 use crate::models::Shape;
 use crate::optimizers::{AdamW, Decay, LearningRate};
+pub use crate::tensor::Dtype;
 
 impl Config {
     /// Reads and checks a file.

@@ -10,8 +10,9 @@ use tokio::sync::mpsc::{self, Receiver};
 
 use super::dataset::{Dataset, Order};
 use super::{Batch, Sequence};
-use crate::config::{Config, shape_of};
+use crate::config::Config;
 use crate::error::Error;
+use crate::hf::shape_of;
 
 /// An endless stream of batches. Dropping it ends its thread.
 pub struct Batches {

@@ -20,9 +20,9 @@ pub use vocabulary::Vocabulary;
 
 use std::borrow::Borrow;
 
-use crate::config::Plan;
 use crate::error::Error;
-use crate::models::{Document, Head, Model};
+use crate::kernels::Document;
+use crate::models::{Head, Model};
 
 /// The project's own source and documentation, one file behind the other.
 pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
@@ -224,9 +224,15 @@ impl Batch {
         begins.map(|(_, document)| (document.to - document.from) as usize).collect()
     }
 
-    /// Refuses what a plan of so many sequences was not made for, whoever made the batch.
-    pub(crate) fn check(&self, model: &Model, plan: &Plan, sequences: usize) -> Result<(), Error> {
-        let (vocabulary, longest) = (model.shape.vocabulary, plan.positions);
+    /// Refuses a batch that the model cannot read, or of more than the planned `sequences`, or
+    /// longer than the planned `longest` sequence.
+    pub(crate) fn check(
+        &self,
+        model: &Model,
+        longest: usize,
+        sequences: usize,
+    ) -> Result<(), Error> {
+        let vocabulary = model.shape.vocabulary;
         let has = self.lengths.len();
         if has == 0 || has > sequences || self.lengths.contains(&0) {
             return Err(Error::refused(format_args!(

@@ -2,8 +2,11 @@
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
-mod cuda;
-mod worker;
+pub(crate) mod cuda;
+#[cfg(not(feature = "cuda"))]
+#[path = "no_cuda.rs"]
+pub(crate) mod cuda;
+mod probe;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -13,15 +16,17 @@ use l2l_actors::ports::{Operation, Trouble};
 use l2l_actors::threads::Pending;
 use rayon::ThreadPool;
 
-pub(crate) use cpu::HEAD_LIMIT;
-pub(crate) use worker::{Goal, Remembered, Turn, Used, Worker, take_as_long, workspace};
+pub use cpu::product_flops_per_second;
+pub use probe::{Check, Gpu, GpuRates, Library};
 
-use crate::arena::Arena;
-use crate::config::{Config, DeviceKind, Plan};
+use crate::config::{Config, DeviceKind};
 use crate::error::Error;
+use crate::kernels::{Kernels, Micro, Rows};
 use crate::machine;
-use crate::models::{Kernels, Micro, Model, Rows, View};
+use crate::models::Model;
 use crate::simd::Level;
+use crate::tensor::Arena;
+use crate::tensor::View;
 
 /// Memory in slots, copies to and from it, and kernels on it. Three lanes use it at once, each slot at a
 /// time of one operation's.
@@ -72,16 +77,18 @@ pub(crate) trait Device: Send + Sync + 'static {
     }
 }
 
-/// The device that a config says, with memory as it was planned.
-fn open(
+/// The device that a config names, with memory for so many floats, of which `overhead` is the
+/// device's own.
+pub(crate) fn open(
     config: &Config,
     model: &Model,
-    plan: &Plan,
+    floats: usize,
+    overhead: View,
     threads: &Arc<ThreadPool>,
 ) -> Result<Box<dyn Device>, Error> {
     match config.device.kind {
         DeviceKind::Cpu => {
-            let memory = cpu::Cpu::new(plan.layout.end, threads);
+            let memory = cpu::Cpu::new(floats, threads);
             let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
             Ok(Box::new(memory.map_err(no_memory)?))
         }
@@ -89,93 +96,77 @@ fn open(
             let problem = "is cuda: a loss of one's own runs on the cpu";
             Err(Error::config("device.kind", problem))
         }
-        #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => cuda::open(config, model, plan),
-        #[cfg(not(feature = "cuda"))]
-        DeviceKind::Cuda => Err(without_cuda()),
+        DeviceKind::Cuda => cuda::open(config, model, floats, overhead),
     }
 }
 
-/// Kernels of the device that a config says, on no memory: they tell how much workspace they take.
+/// Kernels of the device that a config says, without memory: they measure how much workspace they
+/// take.
 pub(crate) fn kernels_to_plan(config: &Config) -> Box<dyn Kernels> {
     match config.device.kind {
-        #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => Box::new(cuda::CudaKernels::to_plan()),
-        _ => Box::new(cpu::CpuKernels { memory: None, level: Level::Portable }),
+        DeviceKind::Cuda => cuda::kernels_to_plan(),
+        DeviceKind::Cpu => Box::new(cpu::CpuKernels { memory: None, level: Level::Portable }),
     }
 }
 
-/// Floats that such a device takes beside what is computed: to tell its kernels what a micro-batch is, and
-/// for products.
-pub(crate) fn beside(config: &Config, rows: Rows) -> usize {
+/// Device memory outside the plan's slots, in floats: batch metadata and the matrix library's
+/// workspace.
+pub(crate) fn overhead(config: &Config, rows: Rows) -> usize {
     match config.device.kind {
-        #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => cuda::beside(rows),
-        _ => {
-            _ = rows;
-            0
-        }
+        DeviceKind::Cuda => cuda::overhead(rows),
+        DeviceKind::Cpu => 0,
     }
 }
 
-/// Floats of the host that it takes for that.
-pub(crate) fn beside_on_host(config: &Config, rows: Rows) -> usize {
+/// Host memory that the device takes for batch metadata on its way, in floats.
+pub(crate) fn overhead_on_host(config: &Config, rows: Rows) -> usize {
     match config.device.kind {
-        #[cfg(feature = "cuda")]
-        DeviceKind::Cuda => cuda::beside_on_host(rows),
-        _ => {
-            _ = rows;
-            0
+        DeviceKind::Cuda => cuda::overhead_on_host(rows),
+        DeviceKind::Cpu => 0,
+    }
+}
+
+/// The libraries that a CUDA device needs, the driver first: searched on the loader's path, then in
+/// a folder. Empty when this program was built without CUDA.
+pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
+    cuda::libraries(folder).into()
+}
+
+/// The GPUs that the driver reports; none where there is no driver.
+///
+/// # Errors
+/// The driver's.
+pub fn gpus() -> Result<Vec<Gpu>, Error> {
+    let has_driver = cuda_libraries(None).first().is_some_and(|driver| driver.version.is_some());
+    if has_driver { cuda::gpus().map_err(Error::failed) } else { Ok(Vec::new()) }
+}
+
+/// Runs every kernel of the GPU that a config names against the CPU's, at odd sizes, on values of
+/// this seed.
+///
+/// # Errors
+/// There is no such GPU, or it failed.
+pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
+    cuda::check(config, seed)
+}
+
+/// Measures link and products of the GPU that a config names.
+///
+/// # Errors
+/// There is no such GPU, or it failed.
+pub fn gpu_rates(config: &Config) -> Result<GpuRates, Error> {
+    cuda::rates(config)
+}
+
+/// FLOP/s of a large product on the device that a config names.
+///
+/// # Errors
+/// There is no such device, or it failed.
+pub fn device_flops_per_second(config: &Config) -> Result<f64, Error> {
+    match config.device.kind {
+        DeviceKind::Cpu => {
+            product_flops_per_second(config.device.threads.unwrap_or_else(machine::cores))
         }
+        DeviceKind::Cuda => Ok(gpu_rates(config)?.product),
     }
-}
-
-/// See [`machine::cuda_libraries`].
-pub(crate) fn cuda_libraries(folder: Option<&Path>) -> Vec<machine::Library> {
-    #[cfg(feature = "cuda")]
-    return cuda::libraries(folder).into();
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = folder;
-        Vec::new()
-    }
-}
-
-/// See [`machine::gpus`].
-pub(crate) fn gpus() -> Result<Vec<machine::Gpu>, Trouble> {
-    #[cfg(feature = "cuda")]
-    if cuda::libraries(None)[0].version.is_some() {
-        return cuda::gpus();
-    }
-    Ok(Vec::new())
-}
-
-/// See [`machine::check_kernels`].
-pub(crate) fn check_kernels(config: &Config, seed: u64) -> Result<Vec<machine::Check>, Error> {
-    #[cfg(feature = "cuda")]
-    return cuda::check(config, seed);
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = (config, seed);
-        Err(without_cuda())
-    }
-}
-
-/// See [`machine::gpu_rates`].
-pub(crate) fn gpu_rates(config: &Config) -> Result<machine::GpuRates, Error> {
-    #[cfg(feature = "cuda")]
-    return cuda::rates(config);
-    #[cfg(not(feature = "cuda"))]
-    {
-        _ = config;
-        Err(without_cuda())
-    }
-}
-
-/// What is said where it was left out.
-#[cfg(not(feature = "cuda"))]
-fn without_cuda() -> Error {
-    let problem = "is cuda: this program was built without it; build it with its default features, or \
-                   with `--features cuda`";
-    Error::config("device.kind", problem)
 }

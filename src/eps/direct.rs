@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use xxhash_rust::xxh3::Xxh3;
 
-use crate::arena::Arena;
-use crate::models::View;
+use crate::tensor::Arena;
+use crate::tensor::View;
 
 /// What places in the file, addresses of memory and lengths are multiples of, for the disk's sake.
 const PAGE: usize = 4096;
@@ -120,7 +120,7 @@ impl Direct {
 ///
 /// # Errors
 /// The disk's.
-pub(crate) fn disk_rates(folder: &Path) -> io::Result<(f64, f64)> {
+pub fn disk_bytes_per_second(folder: &Path) -> io::Result<(f64, f64)> {
     const CHUNKS: u64 = 64;
     let mut chunk = Arena::new(CHUNK / size_of::<f32>())?;
     let chunk = chunk.values_mut(View::floats(0, CHUNK / size_of::<f32>()));

@@ -13,8 +13,9 @@ use serde_json::Value;
 use super::Which;
 use super::direct::{Direct, PAGE_FLOATS};
 use super::index::{Entry, Index};
-use crate::arena::Arena;
-use crate::models::{Model, View, block_len};
+use crate::models::{Model, block_len};
+use crate::tensor::Arena;
+use crate::tensor::View;
 
 /// A state that a folder holds.
 #[derive(Clone, Debug)]

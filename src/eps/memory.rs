@@ -7,8 +7,8 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use l2l_actors::schedule::{BlockId, Version};
 
 use super::Which;
-use crate::arena::Pages;
 use crate::models::{Tensor, block_len};
+use crate::tensor::Pages;
 
 /// One block of the model.
 #[derive(Debug)]

@@ -14,13 +14,14 @@ mod memory;
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
-pub(crate) use direct::disk_rates;
+pub use direct::disk_bytes_per_second;
 pub(crate) use file::{FileTier, Folder, Found, found, part_floats};
 pub(crate) use memory::Memory;
 
 use crate::error::Error;
-use crate::models::{Dtype, Model, Tensor, block_len, tensor_ranges};
+use crate::models::{Model, Tensor, block_len, tensor_ranges};
 use crate::optimizers::Planes;
+use crate::tensor::Dtype;
 
 /// Which of the numbers that belong to each parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -7,6 +7,7 @@ mod config;
 mod export;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+mod shape;
 mod text;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
@@ -22,6 +23,7 @@ pub(crate) use config::{
 pub use export::export;
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
+pub use shape::shape_of;
 pub use text::{Encoded, Message, Written};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;

@@ -2,11 +2,13 @@
 
 use super::Rest;
 use super::quality::{Agreement, Confusion, Quality};
-use crate::config::{Config, Plan, Purpose, shape_of};
+use crate::config::Config;
 use crate::data::Batch;
-use crate::devices::Goal;
 use crate::error::Error;
+use crate::hf::shape_of;
 use crate::models::{Head, Model};
+use crate::plan::{Plan, Purpose};
+use crate::worker::Goal;
 
 /// What an evaluation found.
 #[derive(Clone, Debug, PartialEq)]
@@ -133,7 +135,7 @@ impl Evaluator {
         };
         for batch in batches {
             let batch = batch?;
-            batch.check(&self.rest.model, &self.rest.plan, self.rest.config.step.batch)?;
+            batch.check(&self.rest.model, self.rest.plan.positions, self.rest.config.step.batch)?;
             let labels = found.meet(&batch);
             let (loss, scores) = self.rest.turn(batch, goal, purpose, Vec::new()).await?;
             found.take(&labels, loss, &scores);

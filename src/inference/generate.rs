@@ -6,11 +6,13 @@
 //! for the device generates, too.
 
 use super::{Dice, Rest, Sampling};
-use crate::config::{Config, Plan, Purpose, shape_of};
+use crate::config::Config;
 use crate::data::Batch;
-use crate::devices::{Goal, Remembered};
 use crate::error::Error;
+use crate::hf::shape_of;
 use crate::models::{Head, Model};
+use crate::plan::{Plan, Purpose};
+use crate::worker::{Goal, Remembered};
 
 /// What a generator has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +114,7 @@ impl Generator {
             })
             .collect();
         let mut batch = Batch::to_continue(prompts);
-        batch.check(&self.rest.model, &self.rest.plan, sequences)?;
+        batch.check(&self.rest.model, self.rest.plan.positions, sequences)?;
         while !writing.is_empty() {
             let lengths = batch.lengths.clone();
             let past = writing.iter().map(|one| one.past).max().unwrap_or(0);

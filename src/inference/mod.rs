@@ -18,14 +18,15 @@ pub use quality::{Agreement, Confusion, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
-use crate::config::{Config, EpsTier, ModelConfig, Plan, Purpose, Walk};
+use crate::config::{Config, EpsTier, ModelConfig};
 use crate::data::Batch;
-use crate::devices::{Goal, Remembered, Turn, Worker};
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::hf;
 use crate::models::Model;
+use crate::plan::{Plan, Purpose, Walk};
 use crate::trainer::{Ring, Walked, start_ring};
+use crate::worker::{Goal, Remembered, Turn, Worker};
 
 /// A model on its device's ring.
 struct Rest {

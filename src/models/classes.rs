@@ -1,10 +1,12 @@
 //! The head of whole sequences: their first position, a transform, and scores of classes or one
 //! value (Devlin et al. 2019).
 
-use super::kernels::{Activation, ClassLoss, Kernels, Linear, Rows};
-use super::layer::{Init, Kind, Micro, Scratch, Tensor, tensor_views};
+use super::layer::{Init, Kind, Tensor, tensor_views};
 use super::shape::{Head, Shape};
-use super::view::View;
+use crate::kernels::Micro;
+use crate::kernels::{Activation, ClassLoss, Dropout, Kernels, Linear, Rows};
+use crate::tensor::Scratch;
+use crate::tensor::View;
 
 /// A head of a shape that classifies.
 #[derive(Clone, Debug)]
@@ -90,7 +92,7 @@ impl Classes {
         walked
     }
 
-    fn drops(&self, micro: &Micro<'_>) -> [Option<super::Dropout>; 2] {
+    fn drops(&self, micro: &Micro<'_>) -> [Option<Dropout>; 2] {
         let p = self.shape.dropout.classifier;
         let before = if self.shape.names.class_drops_first { p } else { 0.0 };
         [micro.dropout(before, self.index, 0), micro.dropout(p, self.index, 1)]

@@ -1,11 +1,11 @@
 //! What stands before the first block and behind the last.
 
-use super::kernels::{Activation, Kernels, Linear, Norm, Rows};
-use super::layer::{
-    Backward, Forward, Init, Keep, Kind, Layer, Micro, Scratch, Tensor, tensor_views,
-};
+use super::layer::{Backward, Forward, Init, Keep, Kind, Layer, Tensor, tensor_views};
 use super::shape::Shape;
-use super::view::{Dtype, View};
+use crate::kernels::Micro;
+use crate::kernels::{Activation, Kernels, Linear, Norm, Rows};
+use crate::tensor::Scratch;
+use crate::tensor::{Dtype, View};
 
 fn norm_of(shape: &Shape, rows: Rows) -> Norm {
     let Shape { hidden: channels, norm_epsilon: epsilon, rms_norm: rms, .. } = *shape;

@@ -7,12 +7,12 @@ use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingL
 use super::block::Block;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
-use super::kernels::{STATISTICS, Scores};
 use super::layer::{Init, Keep, Kind, Layer, Tensor, block_len};
-use super::loss::{CrossEntropy, Loss};
 use super::shape::Shape;
-use super::view::Dtype;
 use crate::error::Error;
+use crate::kernels::{CrossEntropy, Loss};
+use crate::kernels::{STATISTICS, Scores};
+use crate::tensor::Dtype;
 
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! What a model is, as plain data: sizes, and which of the shared parts it is made of.
 
 use super::families::Names;
-use super::kernels::Activation;
-use super::rotary::Rotary;
+use crate::kernels::Activation;
+use crate::kernels::Rotary;
 
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]

@@ -3,12 +3,14 @@
 mod adamw;
 pub(crate) mod planes;
 mod rate;
+mod rates;
 
 use rayon::prelude::*;
 
 pub use adamw::AdamW;
 pub use planes::Planes;
 pub use rate::{Decay, LearningRate};
+pub use rates::{stream_bytes_per_second, update_bytes_per_second};
 
 use crate::models::{Tensor, tensor_ranges};
 use crate::simd::Level;

@@ -9,9 +9,10 @@ use l2l_actors::schedule::Phase;
 use l2l_actors::{Record, Relay, virtual_time};
 
 use super::{Ledger, Slice, Tally};
-use crate::config::{Config, Plan, Purpose, StashPlace, Walk, schedule_of};
+use crate::config::{Config, StashPlace};
 use crate::error::Error;
 use crate::models::{Keep, Kind, Model, Part, Tensor};
+use crate::plan::{Plan, Purpose, Walk, schedule_of};
 use crate::trainer::ring_of;
 
 /// How fast lanes are. Times are in seconds, rates in bytes a second.

@@ -9,9 +9,10 @@ use l2l_actors::schedule::{Block, BoundaryId, Phase};
 use serde::Serialize;
 
 use super::forecast::Rates;
-use crate::config::{Config, EpsTier, Plan, Purpose, Walk, schedule_of};
+use crate::config::{Config, EpsTier};
 use crate::error::Error;
 use crate::models::Model;
+use crate::plan::{Plan, Purpose, Walk, schedule_of};
 
 /// What a step needs for its lanes to hide.
 #[derive(Clone, Debug, PartialEq, Serialize)]

@@ -9,8 +9,8 @@ use serde::Serialize;
 use super::ledger::Ledger;
 use super::story::{FAULTS, Story, unix_seconds};
 use super::{Point, Slice, State, Tally, WaitCause};
-use crate::config::Plan;
-use crate::devices::Used;
+use crate::plan::Plan;
+use crate::worker::Used;
 
 /// Watches a run, also while somebody else drives it, and after its end.
 #[derive(Clone)]
@@ -264,7 +264,7 @@ impl Watch {
             _ if plan.stash_on_device => plan.stash_floats,
             _ => 0,
         };
-        let term = |term: &crate::config::Term| MemoryView {
+        let term = |term: &crate::plan::Term| MemoryView {
             kind: term.name,
             used: (floats(term.name) * size_of::<f32>()) as u64,
             planned: term.bytes,

@@ -11,15 +11,17 @@ use l2l_actors::{Config as RingConfig, Relay};
 
 use super::Trainer;
 use crate::checkpoint::{self, Identity, Progress};
-use crate::config::{Config, EpsTier, Labels, Plan, shape_of};
-use crate::devices::Worker;
+use crate::config::{Config, EpsTier, Labels};
 use crate::eps::{self, Eps, FileTier, Folder, Found};
 use crate::error::Error;
 use crate::hf;
+use crate::hf::shape_of;
 use crate::machine::available_memory as available;
 use crate::models::{Model, Part};
 use crate::optimizers::UpdateRule;
+use crate::plan::Plan;
 use crate::telemetry::{Observe, Story, Watch, Watched, made_up_name, seconds_of};
+use crate::worker::Worker;
 
 /// What a trainer is made of. What is not given comes from the config.
 pub struct Builder {

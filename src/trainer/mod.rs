@@ -19,16 +19,16 @@ pub(crate) use builder::{Ring, ring_of, start_ring};
 pub use report::{Bottleneck, StepReport, Summary};
 
 use crate::checkpoint::{self, Identity, Progress};
-use crate::config::{Carries, Config, Plan, Purpose, Term, Walk, schedule_of};
+use crate::config::Config;
 use crate::data::Batch;
-use crate::devices::take_as_long;
-use crate::devices::{Goal, Turn, Worker};
 use crate::error::Error;
 use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::Model;
 use crate::optimizers::LearningRate;
+use crate::plan::{Carries, Plan, Purpose, Term, Walk, schedule_of};
 use crate::telemetry::{Point, Slice, State, Watch, unix_seconds};
+use crate::worker::{Goal, Turn, Worker, take_as_long};
 
 /// A run.
 ///
@@ -251,7 +251,7 @@ impl Trainer {
     /// One walk of the ring.
     async fn turn(&mut self, batch: Batch, goal: Goal) -> Result<Resolved, Error> {
         self.account();
-        batch.check(&self.model, &self.plan, self.config.step.batch)?;
+        batch.check(&self.model, self.plan.positions, self.config.step.batch)?;
         let trains = goal == Goal::Train;
         let purpose = match goal {
             Goal::Train => Purpose::Train { states: self.worker().eps().states() },

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::math::{erf, exp, tanh};
-use crate::models::Activation;
+use crate::kernels::Activation;
 use crate::simd::Level;
 
 /// Elements one task takes.

@@ -11,13 +11,10 @@ use super::dropout::Row;
 use super::linear::{Matrix, small};
 use super::math::{dot, exp, largest, sum};
 use super::scattered::Scattered;
-use crate::models::Attention;
+use crate::kernels::{Attention, HEAD_LIMIT};
 use crate::simd::Level;
 
 const TILE: usize = 64;
-
-/// The largest head.
-pub(super) const HEAD_LIMIT: usize = 256;
 
 /// One head of one sequence. Positions are those of the sequence: its queries begin behind `past`.
 #[derive(Clone, Copy)]

@@ -1,7 +1,7 @@
 //! First positions of sequences, and losses of whole sequences.
 
 use super::cross_entropy::label_of;
-use crate::models::{ClassLoss, Rows, STATISTICS};
+use crate::kernels::{ClassLoss, Rows, STATISTICS};
 
 /// y: (B, C), the first rows of x: (B, T, C).
 pub(super) fn first_rows(y: &mut [f32], x: &[f32], rows: Rows) {
@@ -26,7 +26,7 @@ fn firsts<'s>(statistics: &'s [f32], size: &ClassLoss) -> impl Iterator<Item = &
 }
 
 /// A sequence's loss, from complete statistics of a position; `None` of other positions.
-pub(in crate::devices) fn loss_of(statistics: &[f32]) -> Option<f32> {
+pub(crate) fn loss_of(statistics: &[f32]) -> Option<f32> {
     (statistics[1] == 1.0).then_some(statistics[0])
 }
 

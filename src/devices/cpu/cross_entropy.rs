@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use super::linear::{Matrix, matmul, transpose};
 use super::math::{exp, largest, sum};
-use crate::models::{Loss, STATISTICS, Scores};
+use crate::kernels::{Loss, STATISTICS, Scores};
 use crate::simd::Level;
 
 /// Labelled positions that are scored at once.
@@ -19,12 +19,12 @@ pub(super) fn label_of(statistics: &[f32]) -> i32 {
 }
 
 /// Statistics before the first tile.
-pub(in crate::devices) fn begin(statistics: &mut [f32], label: i32) {
+pub(crate) fn begin(statistics: &mut [f32], label: i32) {
     statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
 }
 
 /// A labelled position's loss, from complete statistics.
-pub(in crate::devices) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
+pub(crate) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
     let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
     (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
 }
@@ -225,7 +225,7 @@ pub(super) fn backward(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::models::CrossEntropy;
+    use crate::kernels::CrossEntropy;
 
     /// Sum of the losses of labelled rows, from all of the vocabulary at once.
     fn plain(h: &[f64], w: &[f64], bias: &[f64], labels: &[i32], c: usize) -> f64 {

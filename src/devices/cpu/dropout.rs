@@ -6,7 +6,7 @@
 
 use rayon::prelude::*;
 
-use crate::models::{Dropout, Rows};
+use crate::kernels::{Dropout, Rows};
 use crate::simd::Level;
 
 #[inline(always)]

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use crate::models::Places;
+use crate::kernels::Places;
 use crate::simd::Level;
 
 /// y = x + w by position. x, y: (B, T, C); w: (positions, C).
@@ -93,7 +93,7 @@ pub(super) fn add_types_backward(
 
 /// Copies the rows of those tokens that lie in a tile, rows `first..` of the vocabulary, each number as
 /// `cast` makes it.
-pub(in crate::devices) fn gather<Y: Send, X: Copy + Sync>(
+pub(crate) fn gather<Y: Send, X: Copy + Sync>(
     y: &mut [Y],
     tokens: &[u32],
     tile: &[X],
@@ -115,7 +115,7 @@ const RUNS: usize = 64;
 
 /// Adds gradients to the rows of those tokens that lie in a tile, each row's in the tokens' order.
 /// `gradient`: of a token by its index, `cast` to floats.
-pub(in crate::devices) fn scatter<'d, D: Copy + 'd>(
+pub(crate) fn scatter<'d, D: Copy + 'd>(
     level: Level,
     dtile: &mut [f32],
     tokens: &[Option<u32>],
@@ -147,7 +147,7 @@ pub(in crate::devices) fn scatter<'d, D: Copy + 'd>(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::models::{Document, Rows};
+    use crate::kernels::{Document, Rows};
 
     #[test]
     fn positions_are_added_and_summed() {

@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::linear::add_parts;
 use super::math::{dot, dot_with};
-use crate::models::Attention;
+use crate::kernels::Attention;
 use crate::simd::Level;
 
 /// Rows that one partial sum of dγ takes: by shape, never by threads.
@@ -112,7 +112,7 @@ fn backward_head(dx: &mut [f32], dgamma: &mut [f32], x: &[f32], gamma: &[f32], r
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::models::Rows;
+    use crate::kernels::Rows;
 
     const EPSILON: f32 = 1e-5;
 

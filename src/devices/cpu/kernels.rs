@@ -4,12 +4,13 @@ use super::{
     activation, attention, classes, cross_entropy, dropout, embedding, head_norm, linear, norm,
     past, rotary,
 };
-use crate::arena::Arena;
-use crate::models::{
+use crate::kernels::{
     Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
-    Rotary, Rows, STATISTICS, Scores, Scratch, View,
+    Rotary, Rows, STATISTICS, Scores,
 };
 use crate::simd::Level;
+use crate::tensor::Arena;
+use crate::tensor::{Scratch, View};
 
 /// Kernels on a device's memory; without memory, only what they would take of the workspace.
 #[derive(Clone, Copy, Debug)]

@@ -10,7 +10,7 @@ use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
 use super::scattered::Scattered;
-use crate::models::Linear;
+use crate::kernels::Linear;
 use crate::simd::Level;
 
 const TILE_ROWS: usize = 256;

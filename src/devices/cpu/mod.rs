@@ -5,10 +5,10 @@
 
 mod activation;
 mod attention;
-pub(super) mod classes;
-pub(super) mod cross_entropy;
+pub(crate) mod classes;
+pub(crate) mod cross_entropy;
 mod dropout;
-pub(super) mod embedding;
+pub(crate) mod embedding;
 mod head_norm;
 mod kernels;
 mod linear;
@@ -17,6 +17,7 @@ mod norm;
 #[cfg(test)]
 mod oracle;
 mod past;
+mod rates;
 mod rotary;
 mod scattered;
 
@@ -26,21 +27,20 @@ use l2l_actors::ports::Trouble;
 use rayon::ThreadPool;
 
 pub(crate) use kernels::CpuKernels;
+pub use rates::product_flops_per_second;
 
 use super::Device;
-use crate::arena::Arena;
-use crate::models::{Kernels, Micro, View};
+use crate::kernels::{Kernels, Micro};
 use crate::simd::Level;
 use crate::stash;
+use crate::tensor::Arena;
+use crate::tensor::View;
 
 /// c = a b, square, of this size: to measure how fast products are.
-pub(crate) fn product(c: &mut [f32], a: &[f32], b: &[f32], size: usize) {
+fn product(c: &mut [f32], a: &[f32], b: &[f32], size: usize) {
     let (a, b) = (linear::Matrix::rows(a, size), linear::Matrix::rows(b, size));
     linear::matmul(c, a, b, (size, size, size), false);
 }
-
-/// The largest head that the kernels have room for.
-pub(crate) const HEAD_LIMIT: usize = attention::HEAD_LIMIT;
 
 /// See the [module](self).
 pub(super) struct Cpu {

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 
 use super::linear::add_parts;
 use super::math::{dot, sum};
-use crate::models::Norm;
+use crate::kernels::Norm;
 use crate::simd::Level;
 
 /// Rows that one partial sum of dγ and dβ takes: by shape, never by threads.

@@ -4,7 +4,7 @@
 use rayon::prelude::*;
 
 use super::math::{dot, exp, largest, sum};
-use crate::models::Attention;
+use crate::kernels::Attention;
 use crate::simd::Level;
 
 /// Keys that are looked at together.
@@ -85,7 +85,7 @@ mod tests {
     use super::super::attention;
     use super::super::oracle::noise;
     use super::*;
-    use crate::models::Rows;
+    use crate::kernels::Rows;
 
     /// What comes behind a past sees what it would have seen all at once.
     #[test]

@@ -3,11 +3,11 @@
 
 use rayon::prelude::*;
 
-use crate::models::{Attention, Rotary};
+use crate::kernels::{Attention, Rotary};
 use crate::simd::Level;
 
 /// Channels of the largest head, halved.
-const PAIRS: usize = super::attention::HEAD_LIMIT / 2;
+const PAIRS: usize = crate::kernels::HEAD_LIMIT / 2;
 
 /// Turns queries and keys in place, forward or back. qkv: (R, (H + 2K) D).
 pub(super) fn rotate(
@@ -51,7 +51,7 @@ pub(super) fn rotate(
 mod tests {
     use super::super::oracle::{close, noise};
     use super::*;
-    use crate::models::{RotaryScaling, Rows};
+    use crate::kernels::{RotaryScaling, Rows};
 
     fn size(
         heads: usize,

@@ -3,7 +3,8 @@
 use super::driver::Argument;
 use super::kernels::On;
 use super::launches::{self as with, int, long};
-use crate::models::{Apart, Attention, Dtype, View};
+use crate::kernels::{Apart, Attention};
+use crate::tensor::{Dtype, View};
 
 /// A kernel with a block for each tile of a head, as the text says.
 #[derive(Clone, Copy)]

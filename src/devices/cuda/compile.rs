@@ -9,7 +9,7 @@ use l2l_actors::ports::Trouble;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::texts::{PRELUDE, element};
-use crate::models::Dtype;
+use crate::tensor::Dtype;
 
 /// Machine code of a text for an architecture (`90`), from the folder where it is kept if it is there.
 ///

@@ -6,7 +6,8 @@ use super::driver::{Address, Argument};
 use super::kernels::On;
 use super::launches::{NEIGHBOURS, int, long};
 use super::linear::Table;
-use crate::models::{Dtype, Scores, View};
+use crate::kernels::Scores;
+use crate::tensor::{Dtype, View};
 
 /// Positions that are scored at once, of so many: by shape alone. Each time, a tile's weights and the
 /// gradient of them are walked through: the more positions, the less that costs.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use l2l_actors::ports::{Lane, Trouble};
 
-use crate::models::Dtype;
+use crate::tensor::Dtype;
 
 /// A place in the device's memory.
 pub(super) type Address = u64;

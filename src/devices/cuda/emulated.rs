@@ -16,7 +16,8 @@ use libloading::Library;
 
 use super::driver::{Address, Driver, Launch, Matrix, Place, Product, Stream};
 use super::texts::{self, Declared, PRELUDE};
-use crate::models::{Dtype, Own};
+use crate::kernels::Own;
+use crate::tensor::Dtype;
 
 type Emulate =
     unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
@@ -84,7 +85,7 @@ thread_local! {
 }
 
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
-pub(in crate::devices) fn instead() -> bool {
+pub(crate) fn instead() -> bool {
     ASKED_FOR.set(true);
     kernels(&[], Dtype::F32).is_some()
 }

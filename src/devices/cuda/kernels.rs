@@ -5,10 +5,11 @@ use super::driver::{Address, Argument, Driver, Place};
 use super::launches::{self as with, NEIGHBOURS, PART, Queue, int, long, parts_of};
 use super::linear::Table;
 use super::notes::Notes;
-use crate::models::{
-    Activation, Apart, Attention, ClassLoss, Dropout, Dtype, Kernels, Linear, Loss, Norm, Own,
-    Places, Rotary, Rows, Scores, Scratch, View,
+use crate::kernels::{
+    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
+    Rotary, Rows, Scores,
 };
+use crate::tensor::{Dtype, Scratch, View};
 
 /// Kernels on a device's memory; without a device, only what they would take of the workspace.
 pub(crate) struct CudaKernels<'a> {

@@ -6,7 +6,8 @@ use std::cell::RefCell;
 use l2l_actors::ports::Trouble;
 
 use super::driver::{Address, Argument, Driver, Kind, Launch, Place, Product, Stream};
-use crate::models::{Activation, Attention, Dropout, Dtype, Norm, Rotary, Rows};
+use crate::kernels::{Activation, Attention, Dropout, Norm, Rotary, Rows};
+use crate::tensor::Dtype;
 
 impl Argument for Place {
     fn kind(&self) -> Kind {

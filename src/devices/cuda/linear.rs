@@ -3,7 +3,8 @@
 use super::driver::{Argument, Matrix, Product};
 use super::kernels::On;
 use super::launches::{PART, int, parts_of};
-use crate::models::{Linear, View};
+use crate::kernels::Linear;
+use crate::tensor::View;
 
 /// Rows of a tensor, so many elements apart; a product may read them turned.
 #[derive(Clone, Copy)]

@@ -9,7 +9,7 @@ mod compile;
 mod cross_entropy;
 mod driver;
 #[cfg(test)]
-pub(super) mod emulated;
+pub(crate) mod emulated;
 mod kernels;
 mod launches;
 mod libraries;
@@ -30,19 +30,20 @@ use l2l_actors::fence::Done;
 use l2l_actors::ports::{Operation, Trouble};
 use l2l_actors::threads::Pending;
 
-pub(super) use kernels::CudaKernels;
+use kernels::CudaKernels;
 pub(super) use libraries::libraries;
 pub(super) use real::gpus;
 
 use self::driver::{Address, Driver, Event, Place, Stream, WORKSPACE};
 use self::launches::FLOAT;
 use self::notes::Notes;
-use super::Device;
-use crate::arena::Arena;
-use crate::config::{Config, Plan};
+use super::{Check, Device, GpuRates};
+use crate::config::Config;
 use crate::error::Error;
-use crate::machine::{Check, GpuRates};
-use crate::models::{Kernels, Micro, Model, Own, Part, Rows, View};
+use crate::kernels::{Kernels, Micro, Own, Rows};
+use crate::models::{Model, Part};
+use crate::tensor::Arena;
+use crate::tensor::View;
 
 /// Micro-batches whose notes are on their way at once, at most.
 const ON_THEIR_WAY: usize = 8;
@@ -108,10 +109,10 @@ impl Clock {
 }
 
 impl Cuda {
-    /// With memory for so many floats, of which some are [`beside`] what is computed.
-    fn new(driver: Arc<dyn Driver>, floats: usize, beside: View) -> Result<Cuda, Trouble> {
+    /// With memory for so many floats, of which some are [`overhead`] what is computed.
+    fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, Trouble> {
         let memory = driver.allocate(floats * FLOAT)?;
-        let notes = View { len: beside.len - OF_PRODUCTS, ..beside };
+        let notes = View { len: overhead.len - OF_PRODUCTS, ..overhead };
         let behind = memory + ((notes.at + notes.len) * FLOAT) as Address;
         let all = View::floats(0, ON_THEIR_WAY * notes.len);
         let mut desk = Arena::new(all.len)?;
@@ -157,24 +158,34 @@ pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
         .map_err(Error::failed)
 }
 
+/// Kernels without memory, to size the workspace.
+pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
+    Box::new(CudaKernels::to_plan())
+}
+
 /// Floats that it takes beside what is computed: for notes of a micro-batch, and for products.
-pub(super) fn beside(rows: Rows) -> usize {
+pub(super) fn overhead(rows: Rows) -> usize {
     Notes::len(rows).next_multiple_of(16) + OF_PRODUCTS
 }
 
 /// Floats of the host where notes wait for their copies.
-pub(super) fn beside_on_host(rows: Rows) -> usize {
+pub(super) fn overhead_on_host(rows: Rows) -> usize {
     ON_THEIR_WAY * Notes::len(rows).next_multiple_of(16)
 }
 
 /// The GPU that a config says, with memory as it was planned.
-pub(super) fn open(config: &Config, model: &Model, plan: &Plan) -> Result<Box<dyn Device>, Error> {
+pub(super) fn open(
+    config: &Config,
+    model: &Model,
+    floats: usize,
+    overhead: View,
+) -> Result<Box<dyn Device>, Error> {
     let own = model.parts.iter().flat_map(|part| match part {
         Part::Stack(layer) => layer.own_kernels(),
         _ => Vec::new(),
     });
     let driver = driver(config, &own.collect::<Vec<_>>())?;
-    let made = Cuda::new(driver, plan.layout.end, plan.layout.beside);
+    let made = Cuda::new(driver, floats, overhead);
     let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
     Ok(Box::new(made.map_err(refused)?))
 }

@@ -2,7 +2,7 @@
 
 use super::driver::Address;
 use super::launches::{FLOAT, NULL};
-use crate::models::{Document, Micro, Rows};
+use crate::kernels::{Document, Micro, Rows};
 
 /// What a micro-batch is, in the device's memory: lengths, pasts, documents, kinds of tokens. The host's
 /// slices say which part of it is meant.

@@ -12,7 +12,7 @@ use cudarc::driver::sys::CUstream;
 use l2l_actors::ports::Trouble;
 
 use super::driver::{Address, Matrix, Product, WORKSPACE};
-use crate::models::Dtype;
+use crate::tensor::Dtype;
 
 /// What an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

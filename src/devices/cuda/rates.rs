@@ -8,10 +8,10 @@ use l2l_actors::ports::Trouble;
 
 use super::driver::{Driver, Event, Matrix, Place, Product, Stream, WORKSPACE};
 use super::launches::FLOAT;
-use crate::arena::Arena;
-use crate::machine::GpuRates;
-use crate::models::{Dtype, View};
+use crate::devices::GpuRates;
 use crate::random;
+use crate::tensor::Arena;
+use crate::tensor::{Dtype, View};
 
 /// The median seconds of some runs, the first not counted.
 fn median(mut run: impl FnMut() -> Result<f64, Trouble>) -> Result<f64, Trouble> {

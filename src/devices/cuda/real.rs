@@ -14,8 +14,9 @@ use super::libraries;
 use super::product::Products;
 use super::texts;
 use crate::config::DeviceConfig;
-use crate::machine::{Gpu, Library};
-use crate::models::{Dtype, Own};
+use crate::devices::{Gpu, Library};
+use crate::kernels::Own;
+use crate::tensor::Dtype;
 
 /// The oldest architecture that kernels are written for.
 const OLDEST: u32 = 75;

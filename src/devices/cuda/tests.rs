@@ -7,11 +7,13 @@ use std::path::Path;
 use crate::config::{DeviceKind, EpsTier, Recompute, ScheduleKind};
 use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
+use crate::kernels::{Kernels, Own};
 use crate::models::{
-    Backward, Block, Composed, Derived, Dtype, Final, Forward, Keep, Kernels, Layer, Model,
-    Operations, Own, Stem, Tensor, Value,
+    Backward, Block, Composed, Derived, Final, Forward, Keep, Layer, Model, Operations, Stem,
+    Tensor, Value,
 };
 use crate::optimizers::{AdamW, Update, UpdateRule};
+use crate::tensor::Dtype;
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
 

@@ -5,7 +5,8 @@ use std::collections::BTreeSet;
 use l2l_actors::ports::Trouble;
 
 use super::driver::Kind;
-use crate::models::{Dtype, Own};
+use crate::kernels::Own;
+use crate::tensor::Dtype;
 
 /// What stands before each other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");

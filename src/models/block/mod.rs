@@ -4,13 +4,12 @@
 mod stage;
 
 use self::stage::{Kept, Keys, Stage};
-use super::kernels::{Apart, Attention, Dropout, Kernels, Linear, Norm, Rows};
-use super::layer::{
-    Backward, Forward, Init, Keep, Kind, Layer, Memory, Micro, STRETCH, Scratch, Stretch, Tensor,
-    tensor_views,
-};
+use super::layer::{Backward, Forward, Init, Keep, Kind, Layer, Memory, Tensor, tensor_views};
 use super::shape::Shape;
-use super::view::{Dtype, View};
+use crate::kernels::{Apart, Attention, Dropout, Kernels, Linear, Norm, Rows};
+use crate::kernels::{Micro, STRETCH, Stretch};
+use crate::tensor::Scratch;
+use crate::tensor::{Dtype, View};
 
 /// A block of a shape, by its number.
 #[derive(Clone, Debug)]

@@ -1,10 +1,12 @@
 //! One stretch of a micro-batch through a block: what runs on which views, forward and backward.
 
 use super::{Block, Parts};
-use crate::models::kernels::{Apart, Kernels};
-use crate::models::layer::{Keep, Micro, Scratch};
+use crate::kernels::Micro;
+use crate::kernels::{Apart, Kernels};
+use crate::models::layer::Keep;
 use crate::models::shape::Shape;
-use crate::models::view::View;
+use crate::tensor::Scratch;
+use crate::tensor::View;
 
 /// What a block's forward leaves for its backward.
 pub(super) struct Kept {

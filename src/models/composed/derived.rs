@@ -1,12 +1,14 @@
 //! The layer of what is composed: walks it forward, and what was noted of it back.
 
 use super::{Composed, Derived, Operation, Operations, Value};
-use crate::models::kernels::{Attention, Kernels, Rows};
+use crate::kernels::Micro;
+use crate::kernels::Own;
+use crate::kernels::{Attention, Kernels, Rows};
 use crate::models::layer::{
-    Backward, Forward, Keep, Layer, Memory, Micro, Scratch, Tensor, block_len, tensor_views,
+    Backward, Forward, Keep, Layer, Memory, Tensor, block_len, tensor_views,
 };
-use crate::models::own::Own;
-use crate::models::view::{Dtype, View};
+use crate::tensor::Scratch;
+use crate::tensor::{Dtype, View};
 
 /// The gradient of a value, as far as it is known.
 #[derive(Clone, Copy)]

@@ -8,11 +8,13 @@
 
 mod derived;
 
-use crate::models::kernels::{Activation, Attention, Dropout, Kernels, Linear, Norm, Rows};
-use crate::models::layer::{Memory, Micro, Scratch, Tensor};
-use crate::models::own::Own;
-use crate::models::rotary::Rotary;
-use crate::models::view::View;
+use crate::kernels::Micro;
+use crate::kernels::Own;
+use crate::kernels::Rotary;
+use crate::kernels::{Activation, Attention, Dropout, Kernels, Linear, Norm, Rows};
+use crate::models::layer::{Memory, Tensor};
+use crate::tensor::Scratch;
+use crate::tensor::View;
 
 /// A layer as its forward says.
 pub trait Composed: Send + Sync {

@@ -4,7 +4,8 @@ use serde_json::{Value, json};
 
 use super::read::{Keys, activation, architecture, number, only, read_head, size, write_labels};
 use super::{NONE, Names};
-use crate::models::{Activation, Dropouts, Head, Shape};
+use crate::kernels::Activation;
+use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "distilbert",

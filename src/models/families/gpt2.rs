@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 
 use super::read::{Keys, activation, flag, number, only, size, size_or_none};
 use super::{NONE, Names};
-use crate::models::{Activation, Dropouts, Head, Shape};
+use crate::kernels::Activation;
+use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names {
     family: "gpt2",

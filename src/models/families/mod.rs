@@ -13,8 +13,8 @@ mod roberta;
 
 use serde_json::{Map, Value, json};
 
-use super::kernels::Activation;
 use super::shape::Shape;
+use crate::kernels::Activation;
 
 /// What the tensors of a family are called; `{}` is a block's number.
 #[derive(Debug)]

@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value};
 
-use crate::models::{Activation, Head, Rotary, RotaryScaling, Shape};
+use crate::kernels::{Activation, Rotary, RotaryScaling};
+use crate::models::{Head, Shape};
 
 /// A `config.json`'s keys.
 pub(super) type Keys = Map<String, Value>;

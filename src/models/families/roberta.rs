@@ -5,7 +5,8 @@ use serde_json::Value;
 use super::bert::{read_shared, write_shared};
 use super::read::{Keys, size_or_none};
 use super::{NONE, Names};
-use crate::models::{Activation, Shape};
+use crate::kernels::Activation;
+use crate::models::Shape;
 
 pub(super) static NAMES: Names = Names {
     family: "roberta",

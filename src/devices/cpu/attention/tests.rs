@@ -3,7 +3,7 @@
 use super::*;
 use crate::devices::cpu::oracle::{close, differences, noise};
 use crate::devices::cpu::past;
-use crate::models::{Document, Dropout, Rows};
+use crate::kernels::{Document, Dropout, Rows};
 
 /// The masks are the kernel's own; what is done with them is not.
 fn plain(qkv: &[f64], size: &Attention<'_>) -> Vec<f64> {

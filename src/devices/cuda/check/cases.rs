@@ -1,10 +1,11 @@
 //! The cases: every kernel, at sizes that are no round numbers.
 
 use super::FLOATS;
-use crate::models::{
-    Activation, Apart, Attention, ClassLoss, CrossEntropy, Dtype, Kernels, Linear, Micro, Norm,
-    Places, Rotary, RotaryScaling, STATISTICS, Scores, Scratch, View,
+use crate::kernels::{
+    Activation, Apart, Attention, ClassLoss, CrossEntropy, Kernels, Linear, Micro, Norm, Places,
+    Rotary, RotaryScaling, STATISTICS, Scores,
 };
+use crate::tensor::{Dtype, Scratch, View};
 
 /// Floats between places, which nobody writes.
 const GUARD: usize = 16;

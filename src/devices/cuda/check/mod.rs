@@ -13,13 +13,14 @@ use l2l_actors::ports::Trouble;
 use self::cases::{Case, Cases, Side};
 use super::Cuda;
 use super::driver::Driver;
-use crate::arena::Arena;
+use crate::devices::Check;
 use crate::devices::Device;
 use crate::devices::cpu::CpuKernels;
-use crate::machine::Check;
-use crate::models::{Document, Draw, Dtype, Micro, Rows, STATISTICS, Scratch, View};
+use crate::kernels::{Document, Draw, Micro, Rows, STATISTICS};
 use crate::random;
 use crate::simd::Level;
+use crate::tensor::Arena;
+use crate::tensor::{Dtype, Scratch, View};
 
 /// Floats of a case's memory.
 const FLOATS: usize = 1 << 21;
@@ -157,7 +158,7 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
         (of(1, 130), &[127][..], &[][..], &[][..]),
         (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
     ];
-    let beside = View::floats(FLOATS, super::beside(of(1, LONG)));
+    let beside = View::floats(FLOATS, super::overhead(of(1, LONG)));
     let device = Cuda::new(driver, FLOATS + beside.len, beside)?;
     let mut checks: Vec<Check> = Vec::new();
     let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {

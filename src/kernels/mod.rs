@@ -4,84 +4,20 @@
 //! channels of a head, N outputs, V vocabulary rows of a tile, R = B · T rows. All tensors are row-major. Outputs come first, then inputs,
 //! then sizes. Where a gradient of weights is `accumulate`d, the first call of a step replaces it.
 //!
-//! Weights and what goes from layer to layer are of the device's [`Dtype`](super::Dtype). Gradients of weights, statistics,
+//! Weights and what goes from layer to layer are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of weights, statistics,
 //! log-sum-exps, `dkv` of [`Apart`], and a head's `dh` and logits are floats, whatever that is.
 
-use super::layer::Scratch;
-use super::loss::Loss;
-use super::own::Own;
-use super::rotary::Rotary;
-use super::view::View;
+mod batch;
+mod loss;
+mod own;
+mod rotary;
 
-/// Draws a layer's dropout masks: the same numbers whenever they are asked for.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Dropout {
-    /// Probability of zero, below 1.
-    pub probability: f32,
-    /// The run's seed.
-    pub seed: u64,
-    /// The step.
-    pub step: u64,
-    /// The layer, and which of its dropouts.
-    pub site: u32,
-    /// The index in the step of the micro-batch's first sequence.
-    pub first_sequence: u32,
-    /// The position in its sequence of the micro-batch's first row.
-    pub first_position: u32,
-}
+pub use batch::{Document, Draw, Dropout, Micro, Places, Rows, STRETCH, Stretch};
+pub use loss::{CrossEntropy, Loss};
+pub use own::{OnCpu, Own};
+pub use rotary::{Rotary, RotaryScaling};
 
-/// Sizes of one micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rows {
-    /// B.
-    pub sequences: usize,
-    /// T.
-    pub positions: usize,
-}
-
-impl Rows {
-    /// R.
-    pub fn count(self) -> usize {
-        self.sequences * self.positions
-    }
-}
-
-/// Where a document begins and ends in its sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Document {
-    /// Its first position.
-    pub from: u32,
-    /// The position behind its last.
-    pub to: u32,
-}
-
-/// Which position of its document each row of a micro-batch is.
-#[derive(Clone, Copy, Debug)]
-pub struct Places<'a> {
-    /// B and T.
-    pub rows: Rows,
-    /// The document of each position, those that came before included; empty: a sequence is one.
-    /// (B, past + T).
-    pub documents: &'a [Document],
-    /// Positions of each sequence that came before; empty: none. (B).
-    pub past: &'a [usize],
-}
-
-impl Places<'_> {
-    /// The position of a row.
-    pub fn of(&self, row: usize) -> usize {
-        let (sequence, at) = (row / self.rows.positions, row % self.rows.positions);
-        let past = self.past.get(sequence).copied().unwrap_or(0);
-        let place = sequence * (past + self.rows.positions) + past + at;
-        let from = self.documents.get(place).map_or(0, |document| document.from as usize);
-        past + at - from
-    }
-
-    /// True when a row's position is its place in its sequence.
-    pub fn is_plain(&self) -> bool {
-        self.documents.is_empty() && self.past.is_empty()
-    }
-}
+use crate::tensor::{Scratch, View};
 
 /// Sizes of a product.
 #[derive(Clone, Copy, Debug)]
@@ -230,6 +166,9 @@ impl Activation {
 /// Floats of a position's head statistics: running maximum, sum, target's logit, label.
 pub const STATISTICS: usize = 4;
 
+/// The most channels of a head that kernels have room for.
+pub const HEAD_LIMIT: usize = 256;
+
 /// What a device can do.
 pub trait Kernels {
     /// y = x w + b. y: (R, N); x: (R, C); w: (C, N), or (N, C) turned; b: (N).
@@ -346,7 +285,7 @@ pub trait Kernels {
     /// y = dropout(x), the mask as in [`residual`](Kernels::residual); y may be x.
     fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>);
 
-    /// y = x, of which one may be floats where the other is of the device's [`Dtype`](super::Dtype).
+    /// y = x, of which one may be floats where the other is of the device's [`Dtype`](crate::tensor::Dtype).
     fn cast(&self, y: View, x: View);
 
     /// y: (B, C), the first rows of x: (B, T, C).
@@ -369,7 +308,7 @@ pub trait Kernels {
         size: ClassLoss,
     );
 
-    /// A kernel of one's own, which its layer has [told of](super::Layer::own_kernels).
+    /// A kernel of one's own, which its layer has [told of](crate::models::Layer::own_kernels).
     fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]);
 
     /// y = 0.

@@ -6,9 +6,9 @@ use l2l_actors::ports::{Operation, Placed, Work};
 use l2l_actors::schedule::BlockId;
 
 use super::Worker;
-use crate::arena::Arena;
 use crate::eps::FileTier;
-use crate::models::View;
+use crate::tensor::Arena;
+use crate::tensor::View;
 
 impl Worker {
     pub(super) fn weights(&self, block: BlockId, slot: u32) -> View {

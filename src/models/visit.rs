@@ -1,41 +1,39 @@
 //! One micro-batch at one visit: which views are what to the layer that is visited.
 
-use l2l_actors::schedule::Visit;
+use l2l_actors::schedule::{Phase, Visit};
 
-use super::is_backward;
-use crate::models::{
-    Backward, Draw, Dtype, Forward, Keep, Kernels, Memory, Micro, Model, Part, Rows, STATISTICS,
-    STRETCH, Scratch, Tile, View, block_len,
-};
+use crate::kernels::{Draw, Kernels, Micro, Rows, STATISTICS, STRETCH};
+use crate::models::{Backward, Forward, Keep, Memory, Model, Part, Tile, block_len};
+use crate::tensor::{Dtype, Scratch, View};
 
 /// What a micro-batch brings to a visit, and where it leaves what.
-pub(super) struct Stay<'a> {
-    pub(super) micro: Micro<'a>,
+pub(crate) struct Stay<'a> {
+    pub(crate) micro: Micro<'a>,
     /// Its positions that have a label.
-    pub(super) labelled: usize,
+    pub(crate) labelled: usize,
     /// What weights and activations are.
-    pub(super) dtype: Dtype,
-    pub(super) weights: View,
-    pub(super) gradient: Option<View>,
-    pub(super) accumulate: bool,
+    pub(crate) dtype: Dtype,
+    pub(crate) weights: View,
+    pub(crate) gradient: Option<View>,
+    pub(crate) accumulate: bool,
     /// Slots of boundaries, in floats whatever they hold.
-    pub(super) reads: Vec<View>,
-    pub(super) writes: Vec<View>,
-    pub(super) scale: f32,
+    pub(crate) reads: Vec<View>,
+    pub(crate) writes: Vec<View>,
+    pub(crate) scale: f32,
     /// True when heads tell logits, or scores, in front of their statistics.
-    pub(super) tells: bool,
+    pub(crate) tells: bool,
     /// What is kept in the stash, if anything is.
-    pub(super) keep: Keep,
+    pub(crate) keep: Keep,
     /// True when layers tell what they remember behind their output.
-    pub(super) remembers: bool,
-    pub(super) workspace: View,
+    pub(crate) remembers: bool,
+    pub(crate) workspace: View,
     /// What stretches of a long sequence leave to each other.
-    pub(super) carried: View,
+    pub(crate) carried: View,
 }
 
 /// Runs it; floats of workspace that were in use at once, at most.
-pub(super) fn run(model: &Model, visit: &Visit, kernels: &dyn Kernels, stay: &Stay<'_>) -> usize {
-    go(model, visit.layer.0 as usize, is_backward(visit), kernels, stay)
+pub(crate) fn run(model: &Model, visit: &Visit, kernels: &dyn Kernels, stay: &Stay<'_>) -> usize {
+    go(model, visit.layer.0 as usize, visit.phase == Phase::Backward, kernels, stay)
 }
 
 fn go(

@@ -10,13 +10,15 @@ use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Version, Visit};
 use rayon::prelude::*;
 
 use super::{Goal, Remembered, StepData, Worker};
-use crate::config::Recall;
 use crate::devices::cpu::{classes, cross_entropy, embedding};
-use crate::models::{Rows, STATISTICS, Tensor, View};
+use crate::kernels::{Rows, STATISTICS};
+use crate::models::Tensor;
 use crate::optimizers::planes::published;
 use crate::optimizers::{Planes, Update};
+use crate::plan::Recall;
 use crate::stash;
 use crate::telemetry::NotFinite;
+use crate::tensor::View;
 
 /// Floats that a thread copies at once.
 const COPIED: usize = 1 << 18;

@@ -8,10 +8,11 @@ use std::collections::BTreeMap;
 
 use l2l_actors::schedule::{self, BlockId, Boundary, BoundaryId, Schedule, Selection};
 
-use super::{Config, ScheduleKind, StashDtype};
+use crate::config::{Config, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Dtype, Head, Keep, Model, Part};
+use crate::models::{Head, Keep, Model, Part};
 use crate::stash;
+use crate::tensor::Dtype;
 
 /// What a walk is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! The shape of the model that a config names.
 
-use super::{Config, Labels, Task};
-use crate::devices::HEAD_LIMIT;
+use crate::config::{Config, Labels, Task};
 use crate::error::Error;
 use crate::hf;
+use crate::kernels::HEAD_LIMIT;
 use crate::models::{Dropouts, Head, Shape, families};
 
 /// The shape of the model a config names.

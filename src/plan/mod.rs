@@ -1,18 +1,23 @@
 //! The plan: every byte that will be held, one named term per holder, summed before anything is
 //! allocated; and where in the device's memory each slot lies.
 
+mod fit;
+mod walk;
+
 use std::fmt;
 
 use l2l_actors::schedule::{self, BlockId, Capacities, Pools, Schedule};
 
-use super::walk::{Purpose, Walk, schedule_of};
-use super::{ByteSize, ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
+use crate::config::{ByteSize, ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
 use crate::error::Error;
-use crate::models::{Dtype, Model, Part, Rows, Tensor, View, block_len};
+use crate::kernels::Rows;
+use crate::models::{self, Model, Part, Tensor, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
+use crate::tensor::{Dtype, View};
+pub(crate) use walk::{Carries, Purpose, Recall, Walk, schedule_of};
 
 /// What holds memory, and how much.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -227,7 +232,7 @@ impl Plan {
         let keep = config.schedule.recompute.keep();
         let workspace = {
             let kernels = devices::kernels_to_plan(config);
-            devices::workspace(&*kernels, dtype, model, largest, positions, keep, trains)
+            models::workspace(&*kernels, dtype, model, largest, positions, keep, trains)
         };
         let carried = model.parts.iter().map(|part| match part {
             Part::Stack(layer) => layer.carried_len(positions, trains, dtype),
@@ -235,8 +240,8 @@ impl Plan {
         });
         let carried = carried.max().unwrap_or(0).next_multiple_of(16);
         let rows = Rows { sequences: largest, positions };
-        let beside = devices::beside(config, rows).next_multiple_of(16);
-        let notes = devices::beside_on_host(config, rows);
+        let beside = devices::overhead(config, rows).next_multiple_of(16);
+        let notes = devices::overhead_on_host(config, rows);
         let memory_floats = memory.map_or(0, |memory| memory.floats().next_multiple_of(16));
         let (gradients, reduced) = if trains { (pools.gradients, pools.reduced) } else { (0, 0) };
         let place_in = |end: &mut usize, floats: usize| {

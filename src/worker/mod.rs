@@ -6,7 +6,6 @@ mod host;
 mod slots;
 #[cfg(test)]
 mod tests;
-mod visit;
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
@@ -15,24 +14,25 @@ use std::time::{Duration, Instant};
 use half::bf16;
 use l2l_actors::Record;
 use l2l_actors::ports::{Lane, Operation, Placed, Step, Trouble, Work};
-use l2l_actors::schedule::{MicroBatch, Phase, Version, Visit};
+use l2l_actors::schedule::{MicroBatch, Version};
 use l2l_actors::threads::{Hands, Pending};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-pub(crate) use counts::Used;
-pub(crate) use visit::workspace;
-
-use super::Device;
-use crate::arena::Arena;
-use crate::config::{Carries, Config, Plan};
+use crate::config::Config;
 use crate::data::Batch;
+use crate::devices::{self, Device};
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::models::{Draw, Dtype, Keep, Kernels, Micro, Model, Part, Rows, STATISTICS, View};
+use crate::kernels::{Draw, Kernels, Micro, Rows, STATISTICS};
+use crate::models::{self, Keep, Model, Part, Stay};
 use crate::optimizers::{LearningRate, UpdateRule};
+use crate::plan::{Carries, Plan};
 use crate::simd::Level;
 use crate::stash::{self, StashLayout};
 use crate::telemetry::{Ledger, NotFinite, Observe, Slice};
+use crate::tensor::Arena;
+use crate::tensor::{Dtype, View};
+pub(crate) use counts::Used;
 
 /// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -130,7 +130,8 @@ impl Worker {
         observers: Vec<Arc<dyn Observe>>,
     ) -> Result<Worker, Error> {
         let threads = Arc::new(threads(config)?);
-        let device = super::open(config, &model, &plan, &threads)?;
+        let (floats, overhead) = (plan.layout.end, plan.layout.beside);
+        let device = devices::open(config, &model, floats, overhead, &threads)?;
         let host = Arena::new(plan.layout.host_end);
         let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
         let mut host = host.map_err(no_memory)?;
@@ -231,7 +232,7 @@ impl Worker {
         let past = data.past.get(sequences).unwrap_or_default();
         let draw = Draw { seed: self.seed, step: data.trained, first_sequence, first_position: 0 };
         let accumulate = gradients.first().map(|one| !one.first);
-        let stay = visit::Stay {
+        let stay = Stay {
             micro: Micro {
                 rows,
                 lengths,
@@ -265,7 +266,7 @@ impl Worker {
                 }
             }
         }
-        let run = |kernels: &dyn Kernels| visit::run(&self.model, visit, kernels, &stay);
+        let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &stay);
         let used = self.device.compute(&stay.micro, &run)?;
         self.used.workspace.fetch_max(used as u64, Relaxed);
         Ok(())
@@ -465,11 +466,6 @@ pub(crate) fn take_as_long(begin: Instant, bytes: u64, rate: Option<f64>) {
         let takes = Duration::from_secs_f64(bytes as f64 / rate);
         std::thread::sleep(takes.saturating_sub(begin.elapsed()));
     }
-}
-
-/// Which way a visit goes, for what is common to both.
-fn is_backward(visit: &Visit) -> bool {
-    visit.phase == Phase::Backward
 }
 
 /// The host's threads: of kernels where they run there, and of updates.

@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use crate::models::{Dtype, View};
+use crate::tensor::{Dtype, View};
 
 /// Floats on pages of their own, in huge ones where the system has them to give.
 #[derive(Debug)]

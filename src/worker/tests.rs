@@ -8,13 +8,12 @@ use l2l_actors::schedule::{Capacities, Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
 use super::{Goal, Turn, Worker};
-use crate::config::{
-    ChannelsConfig, Config, EpsTier, Plan, Purpose, Recompute, StashPlace, Walk, schedule_of,
-    shape_of,
-};
+use crate::config::{ChannelsConfig, Config, EpsTier, Recompute, StashPlace};
 use crate::data::{Batch, Dataset};
 use crate::eps::{Eps, FileTier, Folder};
+use crate::hf::shape_of;
 use crate::models::Model;
+use crate::plan::{Plan, Purpose, Walk, schedule_of};
 
 /// A model small enough to be run a thousand times.
 struct Small {

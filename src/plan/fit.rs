@@ -3,10 +3,12 @@
 
 use std::path::Path;
 
-use super::{ByteSize, Config, DeviceKind, Plan, Term};
+use crate::config::{ByteSize, Config, DeviceKind};
+use crate::devices;
 use crate::machine;
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
+use crate::plan::{Plan, Term};
 
 /// What a process takes beside its plan: code, stacks, batches on their way, what is told of it.
 const PROGRAM: u64 = 150 << 20;
@@ -61,7 +63,7 @@ impl Plan {
     /// Bytes of the GPU that it is for, where the driver tells.
     pub(crate) fn gpu_bytes(&self) -> Option<u64> {
         let device = &self.config.device;
-        let gpus = (device.kind == DeviceKind::Cuda).then(machine::gpus)?.ok()?;
+        let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
         Some(gpus.get(device.ordinal)?.memory)
     }
 
@@ -121,9 +123,9 @@ impl Plan {
         let mut least = config.clone();
         least.step.micro_batch = 1;
         least.step.batch = 1;
-        least.schedule = super::ScheduleConfig::default();
-        least.stash.place = super::StashPlace::Host;
-        let one = super::ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
+        least.schedule = crate::config::ScheduleConfig::default();
+        least.stash.place = crate::config::StashPlace::Host;
+        let one = crate::config::ChannelsConfig { weights: 1, gradients: 1, reduced: 1, stash: 1 };
         least.channels = one;
         Plan::new(&least, model, rule).ok()
     }
@@ -139,8 +141,8 @@ impl Plan {
             let mut config = self.config.clone();
             config.step.micro_batch = sequences;
             // Where nothing of the device grows with the batch, the smallest tells.
-            let grows = config.stash.place == super::StashPlace::Device
-                || config.schedule.kind == super::ScheduleKind::Resident;
+            let grows = config.stash.place == crate::config::StashPlace::Device
+                || config.schedule.kind == crate::config::ScheduleKind::Resident;
             config.step.batch = if grows { config.step.batch.max(sequences) } else { sequences };
             let plan = Plan::new(&config, model, rule);
             plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)

@@ -1,0 +1,52 @@
+//! What stands for the CUDA device in a program that was built without it: the same names, each of
+//! which refuses.
+
+use std::path::Path;
+
+use l2l_actors::ports::Trouble;
+
+use super::{Check, Device, Gpu, GpuRates, Library};
+use crate::config::Config;
+use crate::error::Error;
+use crate::kernels::{Kernels, Rows};
+use crate::models::Model;
+use crate::tensor::View;
+
+fn left_out() -> Error {
+    let problem = "is cuda: this program was built without it; build it with its default features, \
+                   or with `--features cuda`";
+    Error::config("device.kind", problem)
+}
+
+pub(super) fn open(_: &Config, _: &Model, _: usize, _: View) -> Result<Box<dyn Device>, Error> {
+    Err(left_out())
+}
+
+/// The plan is made before the device is opened, which refuses: the CPU's kernels stand in.
+pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
+    Box::new(super::cpu::CpuKernels { memory: None, level: crate::simd::Level::Portable })
+}
+
+pub(super) fn overhead(_: Rows) -> usize {
+    0
+}
+
+pub(super) fn overhead_on_host(_: Rows) -> usize {
+    0
+}
+
+pub(super) fn libraries(_: Option<&Path>) -> [Library; 0] {
+    []
+}
+
+pub(super) fn gpus() -> Result<Vec<Gpu>, Trouble> {
+    Ok(Vec::new())
+}
+
+pub(super) fn check(_: &Config, _: u64) -> Result<Vec<Check>, Error> {
+    Err(left_out())
+}
+
+pub(super) fn rates(_: &Config) -> Result<GpuRates, Error> {
+    Err(left_out())
+}

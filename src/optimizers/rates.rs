@@ -1,0 +1,67 @@
+//! How fast this machine updates parameters.
+
+use std::time::Instant;
+
+use rayon::ThreadPoolBuilder;
+
+use super::{AdamW, Planes, Update, UpdateRule};
+use crate::error::Error;
+use crate::models::{Init, Kind, Tensor};
+use crate::simd::Level;
+
+/// Bytes a second that an update of parameters moves on so many threads (a += b over arrays far
+/// larger than caches): the best of a few.
+///
+/// # Errors
+/// The system gives no threads.
+pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
+    use rayon::prelude::*;
+    const FLOATS: usize = 16 << 20;
+    const CHUNK: usize = 1 << 14;
+    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(Error::failed)?;
+    let (mut a, b) = (vec![0.5_f32; FLOATS], vec![0.25_f32; FLOATS]);
+    let mut best = f64::INFINITY;
+    for _ in 0..5 {
+        let begin = Instant::now();
+        pool.install(|| {
+            a.par_chunks_mut(CHUNK).zip(b.par_chunks(CHUNK)).for_each(|(a, b)| {
+                a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+            });
+        });
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
+}
+
+/// Bytes a second that AdamW's update moves on so many threads, of blocks far larger than caches: 28 a
+/// parameter, whether masters are f32 or lie in two planes. The best of a few.
+///
+/// # Errors
+/// The system gives no threads.
+pub fn update_bytes_per_second(threads: usize, in_planes: bool) -> Result<f64, Error> {
+    const PARAMETERS: usize = 16 << 20;
+    let pool = ThreadPoolBuilder::new().num_threads(threads).build();
+    let pool = pool.map_err(Error::failed)?;
+    let (betas, epsilon, weight_decay) = ((0.9, 0.999), 1e-8, 0.01);
+    let rule = AdamW { betas, epsilon, weight_decay, no_decay: Vec::new() };
+    let (kind, init, joined) = (Kind::Weight, Init::Zeros, false);
+    let tensors = [Tensor { name: "w".into(), shape: vec![PARAMETERS], kind, init, joined }];
+    let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
+    let mut best = f64::INFINITY;
+    for step in 0..5 {
+        let update = Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best() };
+        let states = &mut [&mut m[..], &mut v[..]];
+        let begin = Instant::now();
+        pool.install(|| {
+            if in_planes {
+                let planes = &mut Planes::of(&mut masters);
+                rule.apply_in_planes(&tensors, planes, states, &gradient, update, &mut []);
+            } else {
+                rule.apply(&tensors, &mut masters, states, &gradient, update);
+            }
+        });
+        best = best.min(begin.elapsed().as_secs_f64());
+    }
+    Ok((7 * PARAMETERS * size_of::<f32>()) as f64 / best)
+}
