@@ -5,12 +5,10 @@
 //! downloaded after it ran, and it ran after all inputs of the visits before it had arrived. What
 //! the host reads (loss, scatter) keeps its place.
 //!
-//! A boundary may be *packed*: of half the size, each number rounded to bf16.
+//! A boundary may be *packed*: each number is rounded to bf16 (`tensor::packed`).
 
 use std::collections::HashMap;
 
-use half::bf16;
-use half::slice::HalfFloatSliceExt;
 use l2l_actors::schedule::{BoundaryId, MicroBatch, Schedule};
 
 /// Where each boundary lies, in floats.
@@ -83,35 +81,4 @@ pub(crate) fn layout(
     }
     let places = places.into_iter().map(Option::unwrap_or_default).collect();
     StashLayout { places, before, floats }
-}
-
-/// Bytes of so many floats when they are packed: whole floats again.
-pub(crate) fn packed_bytes(floats: usize) -> u64 {
-    (floats.div_ceil(2) * size_of::<f32>()) as u64
-}
-
-/// The numbers of each of so many sequences in a packed place; the last may be nobody's.
-pub(crate) fn packed(place: &[f32], sequences: usize) -> impl Iterator<Item = &[bf16]> {
-    place.chunks_exact(place.len() / sequences).map(bytemuck::cast_slice)
-}
-
-/// The same to write.
-pub(crate) fn packed_mut(place: &mut [f32], sequences: usize) -> impl Iterator<Item = &mut [bf16]> {
-    place.chunks_exact_mut(place.len() / sequences).map(bytemuck::cast_slice_mut)
-}
-
-/// Packs so many sequences.
-pub(crate) fn pack(place: &mut [f32], from: &[f32], sequences: usize) {
-    let floats = from.len() / sequences;
-    for (place, from) in packed_mut(place, sequences).zip(from.chunks_exact(floats)) {
-        place[..floats].convert_from_f32_slice(from);
-    }
-}
-
-/// Unpacks so many sequences.
-pub(crate) fn unpack(to: &mut [f32], place: &[f32], sequences: usize) {
-    let floats = to.len() / sequences;
-    for (place, to) in packed(place, sequences).zip(to.chunks_exact_mut(floats)) {
-        place[..floats].convert_to_f32_slice(to);
-    }
 }

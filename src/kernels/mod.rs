@@ -166,6 +166,11 @@ impl Activation {
 /// Floats of a position's head statistics: running maximum, sum, target's logit, label.
 pub const STATISTICS: usize = 4;
 
+/// The label of a position's statistics, whose bits the fourth float holds; negative: none.
+pub fn label_of(statistics: &[f32]) -> i32 {
+    statistics[3].to_bits() as i32
+}
+
 /// The most channels of a head that kernels have room for.
 pub const HEAD_LIMIT: usize = 256;
 

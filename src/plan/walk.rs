@@ -11,8 +11,7 @@ use l2l_actors::schedule::{self, BlockId, Boundary, BoundaryId, Schedule, Select
 use crate::config::{Config, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::models::{Head, Keep, Model, Part};
-use crate::stash;
-use crate::tensor::Dtype;
+use crate::tensor::{Dtype, packed_bytes};
 
 /// What a walk is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,7 +77,7 @@ pub(crate) fn schedule_of(
     let dtype = config.device.dtype;
     let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Keep::All), states, dtype);
     if config.stash.dtype == StashDtype::Bf16 {
-        ring.hidden.stashed_per_sequence = stash::packed_bytes(walk.positions * model.shape.hidden);
+        ring.hidden.stashed_per_sequence = packed_bytes(walk.positions * model.shape.hidden);
     }
     let sizes = micro_batches(walk.sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);

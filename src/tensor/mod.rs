@@ -1,9 +1,11 @@
 //! Memory by number: what a view is of, workspace, and the one allocation that slots are ranges of.
 
 mod arena;
+mod packed;
 mod scratch;
 mod view;
 
 pub(crate) use arena::{Arena, Pages};
+pub(crate) use packed::{pack, packed, packed_bytes, packed_mut, unpack};
 pub use scratch::Scratch;
 pub use view::{Dtype, View};

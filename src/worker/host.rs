@@ -9,16 +9,15 @@ use l2l_actors::ports::{Operation, Source, Step, Trouble, Work};
 use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Version, Visit};
 use rayon::prelude::*;
 
+use super::host_math::{begin_statistics, gather, scatter, sequence_loss, token_loss};
 use super::{Goal, Remembered, StepData, Worker};
-use crate::devices::cpu::{classes, cross_entropy, embedding};
 use crate::kernels::{Rows, STATISTICS};
 use crate::models::Tensor;
 use crate::optimizers::planes::published;
 use crate::optimizers::{Planes, Update};
 use crate::plan::Recall;
-use crate::stash;
 use crate::telemetry::NotFinite;
-use crate::tensor::View;
+use crate::tensor::{View, packed, packed_mut};
 
 /// Floats that a thread copies at once.
 const COPIED: usize = 1 << 18;
@@ -76,17 +75,17 @@ impl Worker {
         self.threads.install(|| {
             if x.len() == rows.sequences * sequence {
                 let table = &table[..rows_of_tile];
-                return embedding::gather(x, tokens, table, tile.first, channels, |x| x);
+                return gather(x, tokens, table, tile.first, channels, |x| x);
             }
             let tokens = tokens.chunks_exact(rows.positions);
-            for (x, tokens) in stash::packed_mut(x, rows.sequences).zip(tokens) {
+            for (x, tokens) in packed_mut(x, rows.sequences).zip(tokens) {
                 let (x, first) = (&mut x[..sequence], tile.first);
                 if self.eps.in_planes {
                     let table = &published(table)[..rows_of_tile];
-                    embedding::gather(x, tokens, table, first, channels, |x| x);
+                    gather(x, tokens, table, first, channels, |x| x);
                 } else {
                     let table = &table[..rows_of_tile];
-                    embedding::gather(x, tokens, table, first, channels, bf16::from_f32);
+                    gather(x, tokens, table, first, channels, bf16::from_f32);
                 }
             }
         });
@@ -97,7 +96,7 @@ impl Worker {
         // SAFETY: as above.
         let statistics = unsafe { arena.write(statistics) };
         let positions = statistics.chunks_exact_mut(STATISTICS).zip(&data.batch.targets[range]);
-        positions.for_each(|(statistics, &target)| cross_entropy::begin(statistics, target));
+        positions.for_each(|(statistics, &target)| begin_statistics(statistics, target));
     }
 
     /// A micro-batch's share of the loss.
@@ -115,9 +114,9 @@ impl Worker {
         }
         let of_position = |statistics: &[f32]| {
             if self.model.shape.scores_tokens() {
-                cross_entropy::loss_of(statistics, &*self.model.loss)
+                token_loss(statistics, &*self.model.loss)
             } else {
-                classes::loss_of(statistics)
+                sequence_loss(statistics)
             }
         };
         let losses = statistics.filter_map(of_position);
@@ -206,12 +205,11 @@ impl Worker {
         self.threads.install(|| {
             if dx.len() == sequences * positions * channels {
                 let of = |at: usize| &dx[at * channels..][..channels];
-                embedding::scatter(level, table, known, of, first, channels, |dx| dx);
+                scatter(level, table, known, of, first, channels, |dx| dx);
             } else {
-                let packed: Vec<&[bf16]> = stash::packed(dx, sequences).collect();
-                let of =
-                    |at: usize| &packed[at / positions][at % positions * channels..][..channels];
-                embedding::scatter(level, table, known, of, first, channels, bf16::to_f32);
+                let dx: Vec<&[bf16]> = packed(dx, sequences).collect();
+                let of = |at: usize| &dx[at / positions][at % positions * channels..][..channels];
+                scatter(level, table, known, of, first, channels, bf16::to_f32);
             }
         });
         let tensors = self.eps.tensors(block);

@@ -3,6 +3,7 @@
 
 mod counts;
 mod host;
+mod host_math;
 mod slots;
 #[cfg(test)]
 mod tests;

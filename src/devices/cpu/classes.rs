@@ -1,7 +1,6 @@
 //! First positions of sequences, and losses of whole sequences.
 
-use super::cross_entropy::label_of;
-use crate::kernels::{ClassLoss, Rows, STATISTICS};
+use crate::kernels::{ClassLoss, Rows, STATISTICS, label_of};
 
 /// y: (B, C), the first rows of x: (B, T, C).
 pub(super) fn first_rows(y: &mut [f32], x: &[f32], rows: Rows) {
@@ -23,11 +22,6 @@ pub(super) fn first_rows_backward(dx: &mut [f32], dy: &[f32], rows: Rows) {
 /// Statistics of the first position of each sequence.
 fn firsts<'s>(statistics: &'s [f32], size: &ClassLoss) -> impl Iterator<Item = &'s [f32]> {
     statistics.chunks_exact(size.rows.positions * STATISTICS).map(|all| &all[..STATISTICS])
-}
-
-/// A sequence's loss, from complete statistics of a position; `None` of other positions.
-pub(crate) fn loss_of(statistics: &[f32]) -> Option<f32> {
-    (statistics[1] == 1.0).then_some(statistics[0])
 }
 
 /// log Σ exp.
@@ -84,7 +78,6 @@ pub(super) fn backward(
 
 #[cfg(test)]
 mod tests {
-    use super::super::cross_entropy::begin;
     use super::super::oracle::{close, differences, noise};
     use super::*;
 
@@ -100,7 +93,8 @@ mod tests {
             for (at, statistics) in statistics.chunks_exact_mut(STATISTICS).enumerate() {
                 let label =
                     if is_value { values[at / 2].to_bits() as i32 } else { classes[at / 2] };
-                begin(statistics, if at % 2 == 0 { label } else { -100 });
+                let label = if at % 2 == 0 { label } else { -100 };
+                statistics[3] = f32::from_bits(label as u32);
             }
             let plain = |scores: &[f64]| -> f64 {
                 let of = |(at, scores): (usize, &[f64])| {
@@ -114,8 +108,8 @@ mod tests {
             };
             let before = statistics.clone();
             forward(&mut statistics, &scores.narrow, &size);
-            let found = statistics.chunks_exact(STATISTICS).filter_map(loss_of);
-            let loss: f64 = found.map(f64::from).sum();
+            let found = statistics.chunks_exact(STATISTICS).filter(|of| of[1] == 1.0);
+            let loss: f64 = found.map(|of| f64::from(of[0])).sum();
             assert!((loss - plain(&scores.wide)).abs() < 1e-5, "{loss}");
             let mut d = vec![f32::NAN; 3 * labels];
             backward(&mut d, &scores.narrow, &before, 1.0, &size);

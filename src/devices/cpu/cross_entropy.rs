@@ -7,27 +7,11 @@ use rayon::prelude::*;
 
 use super::linear::{Matrix, matmul, transpose};
 use super::math::{exp, largest, sum};
-use crate::kernels::{Loss, STATISTICS, Scores};
+use crate::kernels::{Loss, STATISTICS, Scores, label_of};
 use crate::simd::Level;
 
 /// Labelled positions that are scored at once.
 const CHUNK: usize = 128;
-
-/// The label of a position's statistics; negative: none.
-pub(super) fn label_of(statistics: &[f32]) -> i32 {
-    statistics[3].to_bits() as i32
-}
-
-/// Statistics before the first tile.
-pub(crate) fn begin(statistics: &mut [f32], label: i32) {
-    statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
-}
-
-/// A labelled position's loss, from complete statistics.
-pub(crate) fn loss_of(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
-    let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
-    (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
-}
 
 /// The next labelled rows from `from` on, at most a chunk of them; how many.
 fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
@@ -253,7 +237,10 @@ mod tests {
             for level in Level::all() {
                 let mut statistics = vec![0.0; rows * STATISTICS];
                 let positions = statistics.chunks_exact_mut(STATISTICS).zip(&labels);
-                positions.for_each(|(statistics, &label)| begin(statistics, label));
+                positions.for_each(|(statistics, &label)| {
+                    let label = f32::from_bits(label as u32);
+                    statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, label]);
+                });
                 let size = |first, tile| Scores { rows, labelled: rows, channels: c, tile, first };
                 for &(first, tile) in &tiles {
                     let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
@@ -261,9 +248,8 @@ mod tests {
                     let mut memory = vec![f32::NAN; forward_scratch(&size)];
                     forward(level, &mut statistics, &h.narrow, head, &size, &mut memory);
                 }
-                let losses = statistics
-                    .chunks_exact(STATISTICS)
-                    .filter_map(|of_row| loss_of(of_row, &CrossEntropy));
+                let labelled = statistics.chunks_exact(STATISTICS).filter(|of| label_of(of) >= 0);
+                let losses = labelled.map(|of| CrossEntropy.value(of[0] + of[1].ln(), of[2]));
                 let loss: f64 = losses.map(f64::from).sum();
                 let expected = plain(&h.wide, &w.wide, &bias.wide, &labels, c);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");

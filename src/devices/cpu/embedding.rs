@@ -1,4 +1,4 @@
-//! Rows of tables: tokens on the host, positions on the device.
+//! Rows of tables that are added: positions and kinds of tokens.
 
 use rayon::prelude::*;
 
@@ -91,58 +91,6 @@ pub(super) fn add_types_backward(
     );
 }
 
-/// Copies the rows of those tokens that lie in a tile, rows `first..` of the vocabulary, each number as
-/// `cast` makes it.
-pub(crate) fn gather<Y: Send, X: Copy + Sync>(
-    y: &mut [Y],
-    tokens: &[u32],
-    tile: &[X],
-    first: usize,
-    channels: usize,
-    cast: impl Fn(X) -> Y + Sync,
-) {
-    let rows = tile.len() / channels;
-    y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
-        if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
-            let row = &tile[row * channels..][..channels];
-            y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x));
-        }
-    });
-}
-
-/// Runs of a tile's rows that are added to at once.
-const RUNS: usize = 64;
-
-/// Adds gradients to the rows of those tokens that lie in a tile, each row's in the tokens' order.
-/// `gradient`: of a token by its index, `cast` to floats.
-pub(crate) fn scatter<'d, D: Copy + 'd>(
-    level: Level,
-    dtile: &mut [f32],
-    tokens: &[Option<u32>],
-    gradient: impl Fn(usize) -> &'d [D] + Sync,
-    first: usize,
-    channels: usize,
-    cast: impl Fn(D) -> f32 + Sync,
-) {
-    let run = (dtile.len() / channels).div_ceil(RUNS).max(1);
-    let runs = dtile.par_chunks_mut(run * channels).enumerate();
-    runs.for_each(|(index, rows)| {
-        let first = first + index * run;
-        level.run(
-            #[inline(always)]
-            || {
-                for (at, token) in tokens.iter().enumerate() {
-                    let row = token.and_then(|token| (token as usize).checked_sub(first));
-                    if let Some(row) = row.filter(|&row| row < rows.len() / channels) {
-                        let to = &mut rows[row * channels..][..channels];
-                        to.iter_mut().zip(gradient(at)).for_each(|(to, &dy)| *to += cast(dy));
-                    }
-                }
-            },
-        );
-    });
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::oracle::{close, differences, noise};
@@ -180,25 +128,5 @@ mod tests {
             add_positions_backward(level, &mut dw, &dy.narrow, &places, false);
             close(&dw, &differences(&w.wide, loss), 1e-5);
         }
-    }
-
-    #[test]
-    fn tokens_are_gathered_and_scattered_tile_by_tile() {
-        let (c, tokens) = (2, [4_u32, 0, 4, 2]);
-        let table = noise(5 * c, 1);
-        let dy = noise(tokens.len() * c, 2);
-        let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
-        for (first, to) in [(0, 3), (3, 5)] {
-            gather(&mut y, &tokens, &table.narrow[first * c..to * c], first, c, |x| x);
-            let known = tokens.iter().enumerate().map(|(at, &token)| (at != 1).then_some(token));
-            let (known, dtile) = (known.collect::<Vec<_>>(), &mut dtable[first * c..to * c]);
-            let gradient = |at: usize| &dy.narrow[at * c..][..c];
-            scatter(Level::best(), dtile, &known, gradient, first, c, |dy| dy);
-        }
-        for (at, &token) in tokens.iter().enumerate() {
-            assert_eq!(y[at * c..][..c], table.narrow[token as usize * c..][..c]);
-        }
-        assert_eq!(dtable[..2 * c], [0.0; 4], "token 0 is padding here, token 1 is not met");
-        assert_eq!(dtable[4 * c], dy.narrow[0] + dy.narrow[2 * c]);
     }
 }

@@ -5,10 +5,10 @@
 
 mod activation;
 mod attention;
-pub(crate) mod classes;
-pub(crate) mod cross_entropy;
+mod classes;
+mod cross_entropy;
 mod dropout;
-pub(crate) mod embedding;
+mod embedding;
 mod head_norm;
 mod kernels;
 mod linear;
@@ -32,9 +32,7 @@ pub use rates::product_flops_per_second;
 use super::Device;
 use crate::kernels::{Kernels, Micro};
 use crate::simd::Level;
-use crate::stash;
-use crate::tensor::Arena;
-use crate::tensor::View;
+use crate::tensor::{Arena, View, pack, unpack};
 
 /// c = a b, square, of this size: to measure how fast products are.
 fn product(c: &mut [f32], a: &[f32], b: &[f32], size: usize) {
@@ -74,13 +72,13 @@ impl Device for Cpu {
 
     fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), Trouble> {
         // SAFETY: as for other uploads.
-        stash::unpack(unsafe { self.memory.write(to) }, from, sequences);
+        unpack(unsafe { self.memory.write(to) }, from, sequences);
         Ok(())
     }
 
     fn download_packed(&self, to: &mut [f32], from: View, sequences: usize) -> Result<(), Trouble> {
         // SAFETY: as for other downloads.
-        stash::pack(to, unsafe { self.memory.read(from) }, sequences);
+        pack(to, unsafe { self.memory.read(from) }, sequences);
         Ok(())
     }
 

@@ -1,0 +1,118 @@
+//! What the host computes of a step by itself: embedding rows, their gradients, and losses.
+//!
+//! The host owns the vocabulary's table and the labels. So no device has a kernel for this, and the
+//! same loops run whatever the device is.
+
+use rayon::prelude::*;
+
+use crate::kernels::{Loss, label_of};
+use crate::simd::Level;
+
+/// Copies the rows of those tokens that lie in a tile, which holds rows `first..` of the
+/// vocabulary. `cast` converts each number. y: (tokens, channels); tile: (rows, channels).
+pub(super) fn gather<Y: Send, X: Copy + Sync>(
+    y: &mut [Y],
+    tokens: &[u32],
+    tile: &[X],
+    first: usize,
+    channels: usize,
+    cast: impl Fn(X) -> Y + Sync,
+) {
+    let rows = tile.len() / channels;
+    y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
+        if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
+            let row = &tile[row * channels..][..channels];
+            y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x));
+        }
+    });
+}
+
+/// A tile is cut into this many runs of rows; each run is added to by one thread.
+const RUNS: usize = 64;
+
+/// Adds gradients to the rows of those tokens that lie in a tile. Each row's gradients are added in
+/// the order of the tokens. `gradient` returns the gradient of a token by its index; `cast` converts
+/// each number to f32.
+pub(super) fn scatter<'d, D: Copy + 'd>(
+    level: Level,
+    dtile: &mut [f32],
+    tokens: &[Option<u32>],
+    gradient: impl Fn(usize) -> &'d [D] + Sync,
+    first: usize,
+    channels: usize,
+    cast: impl Fn(D) -> f32 + Sync,
+) {
+    let run = (dtile.len() / channels).div_ceil(RUNS).max(1);
+    let runs = dtile.par_chunks_mut(run * channels).enumerate();
+    runs.for_each(|(index, rows)| {
+        let first = first + index * run;
+        level.run(
+            #[inline(always)]
+            || {
+                for (at, token) in tokens.iter().enumerate() {
+                    let row = token.and_then(|token| (token as usize).checked_sub(first));
+                    if let Some(row) = row.filter(|&row| row < rows.len() / channels) {
+                        let to = &mut rows[row * channels..][..channels];
+                        to.iter_mut().zip(gradient(at)).for_each(|(to, &dy)| *to += cast(dy));
+                    }
+                }
+            },
+        );
+    });
+}
+
+/// Writes the statistics of a position as they are before the first tile of the head.
+pub(super) fn begin_statistics(statistics: &mut [f32], label: i32) {
+    statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, f32::from_bits(label as u32)]);
+}
+
+/// The loss of a labelled position, from its complete statistics; `None` without a label.
+pub(super) fn token_loss(statistics: &[f32], loss: &dyn Loss) -> Option<f32> {
+    let [most, sum, target, _] = *statistics else { unreachable!("four floats a position") };
+    (label_of(statistics) >= 0).then(|| loss.value(most + sum.ln(), target))
+}
+
+/// The loss of a sequence, which the class head puts into the statistics of its first position;
+/// `None` for all other positions.
+pub(super) fn sequence_loss(statistics: &[f32]) -> Option<f32> {
+    (statistics[1] == 1.0).then_some(statistics[0])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::CrossEntropy;
+
+    #[test]
+    fn tokens_are_gathered_and_scattered_tile_by_tile() {
+        let (c, tokens) = (2, [4_u32, 0, 4, 2]);
+        let table: Vec<f32> = (0..10).map(|at| at as f32 + 0.25).collect();
+        let dy: Vec<f32> = (0..8).map(|at| 0.5 - at as f32).collect();
+        let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
+        for (first, to) in [(0, 3), (3, 5)] {
+            gather(&mut y, &tokens, &table[first * c..to * c], first, c, |x| x);
+            let known = tokens.iter().enumerate().map(|(at, &token)| (at != 1).then_some(token));
+            let (known, dtile) = (known.collect::<Vec<_>>(), &mut dtable[first * c..to * c]);
+            let gradient = |at: usize| &dy[at * c..][..c];
+            scatter(Level::best(), dtile, &known, gradient, first, c, |dy| dy);
+        }
+        for (at, &token) in tokens.iter().enumerate() {
+            assert_eq!(y[at * c..][..c], table[token as usize * c..][..c]);
+        }
+        assert_eq!(dtable[..2 * c], [0.0; 4], "token 0 is padding here, token 1 does not occur");
+        assert_eq!(dtable[4 * c], dy[0] + dy[2 * c]);
+    }
+
+    #[test]
+    fn losses_are_those_of_complete_statistics() {
+        let mut statistics = [f32::NAN; 4];
+        begin_statistics(&mut statistics, 3);
+        assert_eq!(label_of(&statistics), 3);
+        assert_eq!(sequence_loss(&statistics), None);
+        statistics[..3].copy_from_slice(&[2.0, 1.0, 0.5]);
+        assert_eq!(token_loss(&statistics, &CrossEntropy), Some(1.5));
+        assert_eq!(sequence_loss(&statistics), Some(2.0));
+        begin_statistics(&mut statistics, -100);
+        assert_eq!(token_loss(&statistics, &CrossEntropy), None);
+    }
+}
