@@ -5,7 +5,7 @@
 use l2l::data::Batches;
 use l2l::kernels::{Activation, Kernels, Linear, Rows};
 use l2l::models::{
-    Backward, Block, Final, Forward, Init, Keep, Kind, Layer, Model, Stem, Tensor, tensor_views,
+    Backward, Block, Final, Forward, Init, Kind, Layer, Model, Save, Stem, Tensor, tensor_views,
 };
 use l2l::tensor::{Dtype, View};
 use l2l::testing::check_gradients;
@@ -20,11 +20,11 @@ struct Adapter {
 
 impl Adapter {
     fn down(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.channels, outputs: self.bottleneck, turned: false }
+        Linear { rows, inputs: self.channels, outputs: self.bottleneck, transposed: false }
     }
 
     fn up(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.bottleneck, outputs: self.channels, turned: false }
+        Linear { rows, inputs: self.bottleneck, outputs: self.channels, transposed: false }
     }
 
     fn parts(&self, block: View) -> [View; 4] {
@@ -51,32 +51,32 @@ impl Layer for Adapter {
     }
 
     /// Nothing: the backward computes the little it needs again.
-    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { micro, weights, x, y, scratch, .. } = *pass;
-        let ([a, b, c, d], rows) = (self.parts(weights), micro.rows.count());
+        let Forward { batch, weights, x, y, scratch, .. } = *pass;
+        let ([a, b, c, d], rows) = (self.parts(weights), batch.rows.count());
         let narrow = scratch.take(rows * self.bottleneck);
         let bent = scratch.take(rows * self.bottleneck);
-        let added = scratch.take(y.len);
+        let added = scratch.take(y.len());
         k.linear(narrow, x, a, Some(b), self.down(rows));
         k.activate(bent, narrow, Activation::GeluTanh);
         k.linear(added, bent, c, Some(d), self.up(rows));
-        k.residual(y, x, added, micro.rows, None);
+        k.residual(y, x, added, batch.rows, None);
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { micro, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let ([a, b, c, _], rows) = (self.parts(weights), micro.rows.count());
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
+        let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let ([a, b, c, _], rows) = (self.parts(weights), batch.rows.count());
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
         let [da, db, dc, dd] = self.parts(gradient);
-        let dx = dx.unwrap_or_else(|| scratch.take(dy.len));
+        let dx = dx.unwrap_or_else(|| scratch.take(dy.len()));
         let narrow = scratch.take(rows * self.bottleneck);
         let bent = scratch.take(rows * self.bottleneck);
         let dnarrow = scratch.take(rows * self.bottleneck);
-        let through = scratch.take(dy.len);
+        let through = scratch.take(dy.len());
         k.linear(narrow, x, a, Some(b), self.down(rows));
         k.activate(bent, narrow, Activation::GeluTanh);
         k.linear_backward(dnarrow, dc, Some(dd), dy, bent, c, self.up(rows), accumulate, scratch);
@@ -92,7 +92,7 @@ impl Layer for Adapter {
             accumulate,
             scratch,
         );
-        k.residual(dx, dy, through, micro.rows, None);
+        k.residual(dx, dy, through, batch.rows, None);
     }
 }
 

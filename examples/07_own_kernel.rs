@@ -5,14 +5,14 @@
 
 use l2l::config::DeviceKind;
 use l2l::data::Batches;
-use l2l::kernels::{Kernels, Own, Rows};
-use l2l::models::{Backward, Block, Final, Forward, Keep, Layer, Model, Stem, Tensor};
+use l2l::kernels::{CustomKernel, Kernels, Rows};
+use l2l::models::{Backward, Block, Final, Forward, Layer, Model, Save, Stem, Tensor};
 use l2l::tensor::Dtype;
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
 
 /// y = x + s max(x, 0)².
-const FORWARD: Own = Own {
+const FORWARD: CustomKernel = CustomKernel {
     name: "squared_relu",
     text: r#"
 extern "C" __global__ void squared_relu(T* y, const T* x, long long count, float scale) {
@@ -30,7 +30,7 @@ extern "C" __global__ void squared_relu(T* y, const T* x, long long count, float
 };
 
 /// dx = dy (1 + 2 s max(x, 0)).
-const BACKWARD: Own = Own {
+const BACKWARD: CustomKernel = CustomKernel {
     name: "squared_relu_backward",
     text: r#"
 extern "C" __global__ void squared_relu_backward(T* dx, const T* dy, const T* x, long long count, float scale) {
@@ -56,11 +56,11 @@ impl Layer for Squares {
         Vec::new()
     }
 
-    fn own_kernels(&self) -> Vec<Own> {
+    fn custom_kernels(&self) -> Vec<CustomKernel> {
         vec![FORWARD, BACKWARD]
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
         0
     }
 
@@ -69,7 +69,7 @@ impl Layer for Squares {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len));
+        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len()));
         k.own(&BACKWARD, &[dx], &[pass.dy, pass.x], &SCALE);
     }
 }

@@ -61,8 +61,8 @@ impl Composed for Gated {
         let mixed = ops.attention(qkv, heads);
         let wide = ops.linear(mixed, 2, Some(3), false);
         let gated = ops.gate(wide, Activation::Silu);
-        let kept = ops.dropout(gated, 0.1);
-        ops.add(x, kept)
+        let saved = ops.dropout(gated, 0.1);
+        ops.add(x, saved)
     }
 }
 

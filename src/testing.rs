@@ -1,8 +1,8 @@
 //! For layers of one's own: whether their backward is their forward's gradient.
 
 use crate::devices::cpu::CpuKernels;
-use crate::kernels::{Draw, Loss, Micro, Rows};
-use crate::models::{Backward, Forward, Init, Keep, Layer, block_len, tensor_ranges};
+use crate::kernels::{BatchView, DropoutKey, Loss, Rows};
+use crate::models::{Backward, Forward, Init, Layer, Save, block_len, tensor_ranges};
 use crate::random;
 use crate::simd::Level;
 use crate::tensor::Arena;
@@ -44,8 +44,8 @@ struct Bench<'l> {
     y: View,
     dy: View,
     dx: View,
-    kept: View,
-    carried: View,
+    saved: View,
+    chunk_state: View,
     workspace: View,
 }
 
@@ -60,8 +60,8 @@ impl<'l> Bench<'l> {
         let (block, hidden) = (block_len(&layer.tensors()), rows.count() * channels);
         let (weights, gradient) = (place(block), place(block));
         let [x, y, dy, dx] = [hidden; 4].map(&mut place);
-        let kept = place(layer.kept_len(rows.positions, Keep::All, Dtype::F32) * rows.sequences);
-        let carried = place(layer.carried_len(rows.positions, true, Dtype::F32));
+        let saved = place(layer.saved_len(rows.positions, Save::All, Dtype::F32) * rows.sequences);
+        let chunk_state = place(layer.chunk_state_len(rows.positions, true, Dtype::F32));
         let at = end;
         // The last sequence is shorter: its end is padding.
         let mut lengths = vec![rows.positions; rows.sequences];
@@ -81,56 +81,56 @@ impl<'l> Bench<'l> {
             y,
             dy,
             dx,
-            kept,
-            carried,
+            saved,
+            chunk_state,
             workspace,
         };
         // The same walk without memory tells how much it needs.
         let needs = bench.forward(None, None).max(bench.backward(None, None, false));
-        bench.workspace.len = needs;
+        bench.workspace = View::floats(at, needs);
         bench.memory = Arena::new(at + needs).expect("memory for a check");
         bench
     }
 
-    fn micro(&self) -> Micro<'_> {
-        let draw = Some(Draw { seed: 7, step: 3, first_sequence: 2, first_position: 0 });
-        Micro {
+    fn batch(&self) -> BatchView<'_> {
+        let key = Some(DropoutKey { seed: 7, step: 3, first_sequence: 2, first_position: 0 });
+        BatchView {
             rows: self.rows,
             lengths: &self.lengths,
             kinds: &self.kinds,
             documents: &[],
             past: &[],
-            draw,
+            key,
         }
     }
 
-    fn kept(&self, keeps: Option<Keep>) -> Option<(Keep, View)> {
-        keeps.map(|keep| (keep, self.kept)).filter(|(_, view)| view.len > 0)
+    fn saved(&self, keeps: Option<Save>) -> Option<(Save, View)> {
+        keeps.map(|save| (save, self.saved)).filter(|(_, view)| view.len() > 0)
     }
 
-    fn forward(&self, memory: Option<&Arena>, keeps: Option<Keep>) -> usize {
+    fn forward(&self, memory: Option<&Arena>, keeps: Option<Save>) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
-        let (micro, kept) = (self.micro(), self.kept(keeps));
-        let (weights, x, y, carried) = (self.weights, self.x, self.y, self.carried);
-        let pass = Forward { micro, weights, x, y, kept, memory: None, carried, scratch };
+        let (batch, saved) = (self.batch(), self.saved(keeps));
+        let (weights, x, y, chunk_state) = (self.weights, self.x, self.y, self.chunk_state);
+        let pass = Forward { batch, weights, x, y, saved, memory: None, chunk_state, scratch };
         self.layer.forward(&kernels, &pass);
         scratch.peak()
     }
 
-    fn backward(&self, memory: Option<&Arena>, keeps: Option<Keep>, accumulate: bool) -> usize {
+    fn backward(&self, memory: Option<&Arena>, keeps: Option<Save>, accumulate: bool) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let pass = Backward {
-            micro: self.micro(),
+            batch: self.batch(),
             weights: self.weights,
             gradient: Some(self.gradient),
             accumulate,
             x: self.x,
-            kept: self.kept(keeps),
+            saved: self.saved(keeps),
             dy: self.dy,
             dx: Some(self.dx),
-            carried: self.carried,
+            chunk_state: self.chunk_state,
             scratch,
         };
         self.layer.backward(&kernels, &pass);
@@ -162,7 +162,7 @@ impl<'l> Bench<'l> {
 pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result<(), Mismatch> {
     let mut bench = Bench::new(layer, channels, rows);
     let tensors = layer.tensors();
-    let mut weights = vec![0.0; bench.weights.len];
+    let mut weights = vec![0.0; bench.weights.len()];
     for (index, (tensor, range)) in tensors.iter().zip(tensor_ranges(&tensors)).enumerate() {
         let center = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
         let noise = noise(100 + index as u64, range.len());
@@ -170,12 +170,12 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
             *weight = center + 0.3 * noise;
         }
     }
-    let x = noise(1, bench.x.len);
-    let dy = noise(2, bench.dy.len);
+    let x = noise(1, bench.x.len());
+    let dy = noise(2, bench.dy.len());
     bench.memory.fill(bench.weights, &weights);
     bench.memory.fill(bench.x, &x);
     bench.memory.fill(bench.dy, &dy);
-    bench.memory.fill(bench.gradient, &vec![f32::NAN; bench.gradient.len]);
+    bench.memory.fill(bench.gradient, &vec![f32::NAN; bench.gradient.len()]);
     bench.backward(Some(&bench.memory), None, false);
     let (dx, gradient) =
         (bench.memory.values(bench.dx).to_vec(), bench.memory.values(bench.gradient).to_vec());
@@ -215,22 +215,22 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
     let same = |name: &str, one: &[f32], other: &[f32]| {
         let differs = one.iter().zip(other).find(|(one, other)| one.to_bits() != other.to_bits());
         differs.map_or(Ok(()), |(one, other)| {
-            let what = format!("{name}, recomputed and kept");
+            let what = format!("{name}, recomputed and saved");
             Err(Mismatch { what, backward: f64::from(*one), forward: f64::from(*other) })
         })
     };
-    for keep in [Keep::AllButAttention, Keep::All] {
+    for save in [Save::AllButAttention, Save::All] {
         bench.memory.fill(bench.weights, &weights);
         bench.memory.fill(bench.x, &x);
-        bench.forward(Some(&bench.memory), Some(keep));
-        bench.backward(Some(&bench.memory), Some(keep), false);
+        bench.forward(Some(&bench.memory), Some(save));
+        bench.backward(Some(&bench.memory), Some(save), false);
         same("the input", &dx, bench.memory.values(bench.dx))?;
-        let kept = bench.memory.values(bench.gradient).to_vec();
+        let saved = bench.memory.values(bench.gradient).to_vec();
         for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
-            same(&tensor.name, &gradient[range.clone()], &kept[range])?;
+            same(&tensor.name, &gradient[range.clone()], &saved[range])?;
         }
     }
-    bench.backward(Some(&bench.memory), Some(Keep::All), true);
+    bench.backward(Some(&bench.memory), Some(Save::All), true);
     let twice = bench.memory.values(bench.gradient).to_vec();
     for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
         for (once, twice) in gradient[range.clone()].iter().zip(&twice[range]) {
@@ -269,7 +269,7 @@ pub fn check_loss(loss: &dyn Loss) -> Result<(), Mismatch> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::{CrossEntropy, Kernels, STRETCH};
+    use crate::kernels::{CHUNK_POSITIONS, CrossEntropy, Kernels};
     use crate::models::families::{self, gpt2};
     use crate::models::{Block, Dropouts, Model, Part, Shape, Tensor};
 
@@ -317,7 +317,7 @@ mod tests {
         check_loss(&CrossEntropy).expect("a loss of ours");
     }
 
-    /// Sequences that are walked in stretches, the last of them ragged.
+    /// Sequences that are walked in chunks, the last of them ragged.
     #[test]
     fn stretches_pass() {
         let decoder = |kind: &str| {
@@ -330,10 +330,10 @@ mod tests {
             families::read(&config).expect("a config of ours")
         };
         let plain = Shape { dropout: small().dropout, ..gpt2([1, 6, 2, 10, 9, 5000]) };
-        for (shape, sequences, stretches) in
+        for (shape, sequences, chunks) in
             [(plain, 1, 1), (decoder("mistral"), 1, 2), (decoder("llama"), 2, 1)]
         {
-            let rows = Rows { sequences, positions: stretches * STRETCH + 70 };
+            let rows = Rows { sequences, positions: chunks * CHUNK_POSITIONS + 70 };
             for part in &Model::new(shape).parts {
                 if let Part::Stack(layer) = part {
                     let checked = check_gradients(&**layer, shape.hidden, rows);
@@ -351,8 +351,8 @@ mod tests {
             self.0.tensors()
         }
 
-        fn kept_len(&self, positions: usize, keep: Keep, of: Dtype) -> usize {
-            self.0.kept_len(positions, keep, of)
+        fn saved_len(&self, positions: usize, save: Save, of: Dtype) -> usize {
+            self.0.saved_len(positions, save, of)
         }
 
         fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>) {
@@ -364,7 +364,7 @@ mod tests {
             if self.1 {
                 pass.accumulate = false;
             } else {
-                pass.micro.draw = None;
+                pass.batch.key = None;
             }
             self.0.backward(kernels, &pass);
         }

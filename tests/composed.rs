@@ -56,9 +56,9 @@ impl Composed for Everything {
         let square = ops.linear(normed, 2, Some(3), false);
         let bent = ops.activate(square, Activation::Tanh);
         let again = ops.linear(bent, 2, None, false);
-        let kept = ops.dropout(again, 0.3);
-        let _nowhere = ops.activate(kept, Activation::Relu);
-        let twice = ops.add(kept, kept);
+        let saved = ops.dropout(again, 0.3);
+        let _nowhere = ops.activate(saved, Activation::Relu);
+        let twice = ops.add(saved, saved);
         let qkv = ops.linear(twice, 4, None, false);
         let mixed = ops.attention(qkv, heads);
         let wide = ops.linear(mixed, 5, None, true);
@@ -98,7 +98,7 @@ impl Composed for Composition {
             norm_epsilon,
             activation,
             dropout,
-            turned,
+            transposed,
             ..
         } = self.0.shape;
         let of_heads = Heads {
@@ -111,17 +111,17 @@ impl Composed for Composition {
             dropout: dropout.attention,
         };
         let normed = ops.norm(x, 0, Some(1), norm_epsilon, false);
-        let qkv = ops.linear(normed, 2, Some(3), turned);
+        let qkv = ops.linear(normed, 2, Some(3), transposed);
         let mixed = ops.attention(qkv, of_heads);
-        let projected = ops.linear(mixed, 4, Some(5), turned);
-        let kept = ops.dropout(projected, dropout.projection);
-        let middle = ops.add(x, kept);
+        let projected = ops.linear(mixed, 4, Some(5), transposed);
+        let saved = ops.dropout(projected, dropout.projection);
+        let middle = ops.add(x, saved);
         let normed = ops.norm(middle, 6, Some(7), norm_epsilon, false);
-        let wide = ops.linear(normed, 8, Some(9), turned);
+        let wide = ops.linear(normed, 8, Some(9), transposed);
         let bent = ops.activate(wide, activation);
-        let narrow = ops.linear(bent, 10, Some(11), turned);
-        let kept = ops.dropout(narrow, dropout.feed_forward);
-        ops.add(middle, kept)
+        let narrow = ops.linear(bent, 10, Some(11), transposed);
+        let saved = ops.dropout(narrow, dropout.feed_forward);
+        ops.add(middle, saved)
     }
 }
 
@@ -149,7 +149,7 @@ async fn a_composed_block_trains_as_the_one_by_hand() {
                 Box::new(block(number))
             }
         };
-        told.push((layer(0).remembered(), layer(0).attention_channels(), layer(0).products()));
+        told.push((layer(0).kv_width(), layer(0).attention_channels(), layer(0).products()));
         let stack: Vec<Box<dyn Layer>> =
             vec![Box::new(Stem { index: 1, shape }), layer(0), layer(1), Box::new(Final { shape })];
         let mut batches = Batches::open(&config).expect("random data");

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::models::Keep;
+use crate::models::Save;
 
 /// `[schedule]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
@@ -48,11 +48,11 @@ impl Recompute {
     pub const ATTENTION: Recompute = Recompute::Part(RecomputedPart::Attention);
 
     /// What waits in the stash, if anything.
-    pub fn keep(self) -> Option<Keep> {
+    pub fn keep(self) -> Option<Save> {
         match self {
             Recompute::Layer(true) => None,
-            Recompute::Layer(false) => Some(Keep::All),
-            Recompute::Part(RecomputedPart::Attention) => Some(Keep::AllButAttention),
+            Recompute::Layer(false) => Some(Save::All),
+            Recompute::Part(RecomputedPart::Attention) => Some(Save::AllButAttention),
         }
     }
 }

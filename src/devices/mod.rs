@@ -21,7 +21,7 @@ pub use probe::{Check, Gpu, GpuRates, Library};
 
 use crate::config::{Config, DeviceKind};
 use crate::error::Error;
-use crate::kernels::{Kernels, Micro, Rows};
+use crate::kernels::{BatchView, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
@@ -49,7 +49,7 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Runs kernels on what a micro-batch is; what `run` says.
     fn compute(
         &self,
-        micro: &Micro<'_>,
+        batch: &BatchView<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, Trouble>;
 

@@ -76,7 +76,7 @@ impl Places<'_> {
 
 /// What a micro-batch is to a layer.
 #[derive(Clone, Copy, Debug)]
-pub struct Micro<'a> {
+pub struct BatchView<'a> {
     /// Its sizes.
     pub rows: Rows,
     /// Tokens of each sequence.
@@ -88,53 +88,53 @@ pub struct Micro<'a> {
     /// As [`Places::past`].
     pub past: &'a [usize],
     /// What dropout masks are drawn from; `None`: nothing is dropped.
-    pub draw: Option<Draw>,
+    pub key: Option<DropoutKey>,
 }
 
 /// Positions of a sequence that are walked at once, at most, where none sees those behind it. A
 /// longer sequence takes no more workspace than this. Whole tiles of attention.
-pub const STRETCH: usize = 2048;
+pub const CHUNK_POSITIONS: usize = 2048;
 
 /// Rows of a micro-batch that are walked at once: all of them, or positions of one sequence.
 #[derive(Clone, Debug)]
-pub struct Stretch {
+pub struct SequenceChunk {
     /// The rows.
     pub rows: Range<usize>,
     /// Of which sequence, and how many of its positions came before; `None`: they are all rows.
     pub part_of: Option<(usize, [usize; 1])>,
 }
 
-impl Stretch {
+impl SequenceChunk {
     /// Its rows of a (R, `width`) tensor.
     pub fn of(&self, view: View, width: usize) -> View {
         view.part(self.rows.start * width..self.rows.end * width)
     }
 
     /// What the micro-batch is to it.
-    pub fn micro<'a>(&'a self, whole: &Micro<'a>) -> Micro<'a> {
+    pub fn batch<'a>(&'a self, whole: &BatchView<'a>) -> BatchView<'a> {
         let Some((sequence, ref past)) = self.part_of else { return *whole };
-        let Micro { rows: Rows { positions, .. }, lengths, kinds, documents, .. } = *whole;
+        let BatchView { rows: Rows { positions, .. }, lengths, kinds, documents, .. } = *whole;
         let to = past[0] + self.rows.len();
         let documents = documents.get(sequence * positions..sequence * positions + to);
-        let draw = whole.draw.map(|draw| Draw {
-            first_sequence: draw.first_sequence + sequence as u32,
+        let key = whole.key.map(|key| DropoutKey {
+            first_sequence: key.first_sequence + sequence as u32,
             first_position: past[0] as u32,
-            ..draw
+            ..key
         });
-        Micro {
+        BatchView {
             rows: Rows { sequences: 1, positions: self.rows.len() },
             lengths: &lengths[sequence..=sequence],
             kinds: &kinds[self.rows.clone()],
             documents: documents.unwrap_or_default(),
             past,
-            draw,
+            key,
         }
     }
 }
 
 /// What dropout masks are drawn from, but for the site.
 #[derive(Clone, Copy, Debug)]
-pub struct Draw {
+pub struct DropoutKey {
     /// The run's seed.
     pub seed: u64,
     /// The step.
@@ -145,18 +145,18 @@ pub struct Draw {
     pub first_position: u32,
 }
 
-impl<'a> Micro<'a> {
-    /// Its rows, cut where sequences are longer than a [`STRETCH`], and may be cut.
-    pub fn stretches(&self, may_be_cut: bool) -> Vec<Stretch> {
+impl<'a> BatchView<'a> {
+    /// Its rows, cut where sequences are longer than a [`CHUNK_POSITIONS`], and may be cut.
+    pub fn chunks(&self, may_be_cut: bool) -> Vec<SequenceChunk> {
         let Rows { sequences, positions } = self.rows;
-        if !may_be_cut || positions <= STRETCH {
-            return vec![Stretch { rows: 0..self.rows.count(), part_of: None }];
+        if !may_be_cut || positions <= CHUNK_POSITIONS {
+            return vec![SequenceChunk { rows: 0..self.rows.count(), part_of: None }];
         }
-        let pasts = || (0..positions).step_by(STRETCH);
+        let pasts = || (0..positions).step_by(CHUNK_POSITIONS);
         let of_sequence = |sequence: usize| {
-            pasts().map(move |past| Stretch {
+            pasts().map(move |past| SequenceChunk {
                 rows: sequence * positions + past
-                    ..sequence * positions + positions.min(past + STRETCH),
+                    ..sequence * positions + positions.min(past + CHUNK_POSITIONS),
                 part_of: Some((sequence, [past])),
             })
         };
@@ -170,8 +170,8 @@ impl<'a> Micro<'a> {
 
     /// The dropout of one site of a layer, if it drops anything.
     pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout> {
-        let Draw { seed, step, first_sequence, first_position } =
-            self.draw.filter(|_| probability > 0.0)?;
+        let DropoutKey { seed, step, first_sequence, first_position } =
+            self.key.filter(|_| probability > 0.0)?;
         let site = layer * 8 + site;
         Some(Dropout { probability, seed, step, site, first_sequence, first_position })
     }

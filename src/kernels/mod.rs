@@ -12,9 +12,11 @@ mod loss;
 mod own;
 mod rotary;
 
-pub use batch::{Document, Draw, Dropout, Micro, Places, Rows, STRETCH, Stretch};
+pub use batch::{
+    BatchView, CHUNK_POSITIONS, Document, Dropout, DropoutKey, Places, Rows, SequenceChunk,
+};
 pub use loss::{CrossEntropy, Loss};
-pub use own::{OnCpu, Own};
+pub use own::{CpuFunction, CustomKernel};
 pub use rotary::{Rotary, RotaryScaling};
 
 use crate::tensor::{Scratch, View};
@@ -29,7 +31,7 @@ pub struct Linear {
     /// N.
     pub outputs: usize,
     /// True when w is (N, C) and not (C, N).
-    pub turned: bool,
+    pub transposed: bool,
 }
 
 /// Sizes of a norm.
@@ -103,7 +105,7 @@ impl<'a> Attention<'a> {
     }
 
     /// 2 K D: channels of keys and values side by side.
-    pub fn remembered(&self) -> usize {
+    pub fn kv_width(&self) -> usize {
         2 * self.kv_heads * self.head_size
     }
 
@@ -313,8 +315,8 @@ pub trait Kernels {
         size: ClassLoss,
     );
 
-    /// A kernel of one's own, which its layer has [told of](crate::models::Layer::own_kernels).
-    fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]);
+    /// A kernel of one's own, which its layer has [told of](crate::models::Layer::custom_kernels).
+    fn own(&self, kernel: &CustomKernel, writes: &[View], reads: &[View], numbers: &[f32]);
 
     /// y = 0.
     fn clear(&self, y: View);

@@ -3,7 +3,7 @@
 
 use super::layer::{Init, Kind, Tensor, tensor_views};
 use super::shape::{Head, Shape};
-use crate::kernels::Micro;
+use crate::kernels::BatchView;
 use crate::kernels::{Activation, ClassLoss, Dropout, Kernels, Linear, Rows};
 use crate::tensor::Scratch;
 use crate::tensor::View;
@@ -39,7 +39,7 @@ impl Classes {
     }
 
     fn size(&self, rows: Rows, outputs: usize) -> Linear {
-        Linear { rows: rows.sequences, inputs: self.shape.hidden, outputs, turned: true }
+        Linear { rows: rows.sequences, inputs: self.shape.hidden, outputs, transposed: true }
     }
 
     /// The tensors of its block.
@@ -68,34 +68,34 @@ impl Classes {
     fn walk(
         &self,
         k: &dyn Kernels,
-        micro: &Micro<'_>,
+        batch: &BatchView<'_>,
         w: &[View],
         h: View,
         scratch: &Scratch<'_>,
     ) -> Walked {
-        let (b, c) = (micro.rows.sequences, self.shape.hidden);
+        let (b, c) = (batch.rows.sequences, self.shape.hidden);
         let walked = Walked {
             first: scratch.take(b * c),
             sum: scratch.take(b * c),
             pooled: scratch.take(b * c),
             scores: scratch.take(b * self.labels()),
         };
-        let [before, behind] = self.drops(micro);
+        let [before, behind] = self.drops(batch);
         let one = Rows { sequences: b, positions: 1 };
-        k.first_rows(walked.first, h, micro.rows);
+        k.first_rows(walked.first, h, batch.rows);
         k.dropped(walked.first, walked.first, one, before);
-        k.linear(walked.sum, walked.first, w[0], Some(w[1]), self.size(micro.rows, c));
+        k.linear(walked.sum, walked.first, w[0], Some(w[1]), self.size(batch.rows, c));
         k.activate(walked.pooled, walked.sum, self.curve());
         k.dropped(walked.pooled, walked.pooled, one, behind);
-        let size = self.size(micro.rows, self.labels());
+        let size = self.size(batch.rows, self.labels());
         k.linear(walked.scores, walked.pooled, w[2], Some(w[3]), size);
         walked
     }
 
-    fn drops(&self, micro: &Micro<'_>) -> [Option<Dropout>; 2] {
+    fn drops(&self, batch: &BatchView<'_>) -> [Option<Dropout>; 2] {
         let p = self.shape.dropout.classifier;
         let before = if self.shape.names.class_drops_first { p } else { 0.0 };
-        [micro.dropout(before, self.index, 0), micro.dropout(p, self.index, 1)]
+        [batch.dropout(before, self.index, 0), batch.dropout(p, self.index, 1)]
     }
 
     /// Puts each sequence's loss into the statistics of its first position, and its scores to
@@ -103,18 +103,18 @@ impl Classes {
     pub fn forward(
         &self,
         k: &dyn Kernels,
-        micro: &Micro<'_>,
+        batch: &BatchView<'_>,
         weights: View,
         [out, statistics, h]: [View; 3],
         told: Option<View>,
         scratch: &Scratch<'_>,
     ) {
         let w = tensor_views(&self.tensors(), weights);
-        let walked = self.walk(k, micro, &w, h, scratch);
+        let walked = self.walk(k, batch, &w, h, scratch);
         if let Some(told) = told {
             k.cast(told, walked.scores);
         }
-        k.class_loss(out, statistics, walked.scores, self.loss(micro.rows));
+        k.class_loss(out, statistics, walked.scores, self.loss(batch.rows));
     }
 
     /// dh from the statistics' labels; the block's gradient.
@@ -122,7 +122,7 @@ impl Classes {
     pub fn backward(
         &self,
         k: &dyn Kernels,
-        micro: &Micro<'_>,
+        batch: &BatchView<'_>,
         weights: View,
         gradient: View,
         [dh, statistics, h]: [View; 3],
@@ -130,16 +130,16 @@ impl Classes {
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let (b, c) = (micro.rows.sequences, self.shape.hidden);
+        let (b, c) = (batch.rows.sequences, self.shape.hidden);
         let w = tensor_views(&self.tensors(), weights);
         let d = tensor_views(&self.tensors(), gradient);
-        let walked = self.walk(k, micro, &w, h, scratch);
-        let [before, behind] = self.drops(micro);
+        let walked = self.walk(k, batch, &w, h, scratch);
+        let [before, behind] = self.drops(batch);
         let one = Rows { sequences: b, positions: 1 };
         let dscores = scratch.take(b * self.labels());
         let (dpooled, dfirst) = (scratch.take(b * c), scratch.take(b * c));
-        k.class_loss_backward(dscores, walked.scores, statistics, scale, self.loss(micro.rows));
-        let size = self.size(micro.rows, self.labels());
+        k.class_loss_backward(dscores, walked.scores, statistics, scale, self.loss(batch.rows));
+        let size = self.size(batch.rows, self.labels());
         let pooled = walked.pooled;
         k.linear_backward(
             dpooled,
@@ -154,7 +154,7 @@ impl Classes {
         );
         k.dropped(dpooled, dpooled, one, behind);
         k.activate_backward(dpooled, walked.sum, self.curve());
-        let size = self.size(micro.rows, c);
+        let size = self.size(batch.rows, c);
         let first = walked.first;
         k.linear_backward(
             dfirst,
@@ -168,6 +168,6 @@ impl Classes {
             scratch,
         );
         k.dropped(dfirst, dfirst, one, before);
-        k.first_rows_backward(dh, dfirst, micro.rows);
+        k.first_rows_backward(dh, dfirst, batch.rows);
     }
 }

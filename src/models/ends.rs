@@ -1,8 +1,8 @@
 //! What stands before the first block and behind the last.
 
-use super::layer::{Backward, Forward, Init, Keep, Kind, Layer, Tensor, tensor_views};
+use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor, tensor_views};
 use super::shape::Shape;
-use crate::kernels::Micro;
+use crate::kernels::BatchView;
 use crate::kernels::{Activation, Kernels, Linear, Norm, Rows};
 use crate::tensor::Scratch;
 use crate::tensor::{Dtype, View};
@@ -91,46 +91,46 @@ impl Layer for Stem {
         0
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { micro, weights, x, y, scratch, .. } = *pass;
+        let Forward { batch, weights, x, y, scratch, .. } = *pass;
         let w = self.parts(weights);
-        let sum = if w.norm.is_some() { scratch.take(y.len) } else { y };
-        self.sum(k, &w, sum, x, &micro);
+        let sum = if w.norm.is_some() { scratch.take(y.len()) } else { y };
+        self.sum(k, &w, sum, x, &batch);
         if let Some((gamma, beta)) = w.norm {
-            let statistics = scratch.take_floats(2 * micro.rows.count());
-            k.norm(y, statistics, sum, gamma, beta, norm_of(&self.shape, micro.rows));
+            let statistics = scratch.take_floats(2 * batch.rows.count());
+            k.norm(y, statistics, sum, gamma, beta, norm_of(&self.shape, batch.rows));
         }
-        let dropout = micro.dropout(self.shape.dropout.embedding, self.index, 0);
+        let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
         if dropout.is_some() {
-            k.dropped(y, y, micro.rows, dropout);
+            k.dropped(y, y, batch.rows, dropout);
         }
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { micro, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
+        let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
         let (w, d) = (self.parts(weights), self.parts(gradient));
-        let dropout = micro.dropout(self.shape.dropout.embedding, self.index, 0);
-        let dx = dx.unwrap_or_else(|| scratch.take(dy.len));
+        let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
+        let dx = dx.unwrap_or_else(|| scratch.take(dy.len()));
         match (w.norm, d.norm) {
             (Some((gamma, beta)), Some((dgamma, dbeta))) => {
                 let (sum, y, dsum) =
-                    (scratch.take(x.len), scratch.take(x.len), scratch.take(x.len));
-                let statistics = scratch.take_floats(2 * micro.rows.count());
-                let size = norm_of(&self.shape, micro.rows);
-                self.sum(k, &w, sum, x, &micro);
+                    (scratch.take(x.len()), scratch.take(x.len()), scratch.take(x.len()));
+                let statistics = scratch.take_floats(2 * batch.rows.count());
+                let size = norm_of(&self.shape, batch.rows);
+                self.sum(k, &w, sum, x, &batch);
                 k.norm(y, statistics, sum, gamma, beta, size);
-                k.dropped(dsum, dy, micro.rows, dropout);
+                k.dropped(dsum, dy, batch.rows, dropout);
                 k.norm_backward(
                     dx, dgamma, dbeta, None, dsum, sum, statistics, gamma, size, accumulate,
                     scratch,
                 );
             }
-            _ => k.dropped(dx, dy, micro.rows, dropout),
+            _ => k.dropped(dx, dy, batch.rows, dropout),
         }
         if let (Some(whole), Some(before)) = (d.positions, self.shape.learned_positions) {
             // Rows before the first position are nobody's.
@@ -138,23 +138,23 @@ impl Layer for Stem {
             if before > 0 && !accumulate {
                 k.clear(rows.part(0..before * self.shape.hidden));
             }
-            k.add_positions_backward(whole, dx, micro.places(), accumulate);
+            k.add_positions_backward(whole, dx, batch.places(), accumulate);
         }
         if let Some(kinds) = d.kinds {
-            k.add_types_backward(kinds, dx, micro.kinds, accumulate, scratch);
+            k.add_types_backward(kinds, dx, batch.kinds, accumulate, scratch);
         }
     }
 }
 
 impl Stem {
     /// The sum of the three.
-    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, micro: &Micro<'_>) {
+    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, batch: &BatchView<'_>) {
         match w.positions {
-            Some(table) => k.add_positions(y, x, table, micro.places()),
-            None => k.dropped(y, x, micro.rows, None),
+            Some(table) => k.add_positions(y, x, table, batch.places()),
+            None => k.dropped(y, x, batch.rows, None),
         }
         if let Some(table) = w.kinds {
-            k.add_types(y, table, micro.kinds);
+            k.add_types(y, table, batch.kinds);
         }
     }
 }
@@ -173,8 +173,8 @@ impl Final {
     }
 
     fn linear(&self, rows: Rows) -> Linear {
-        let Shape { hidden, turned, .. } = self.shape;
-        Linear { rows: rows.count(), inputs: hidden, outputs: hidden, turned }
+        let Shape { hidden, transposed, .. } = self.shape;
+        Linear { rows: rows.count(), inputs: hidden, outputs: hidden, transposed }
     }
 
     /// The transform's curve.
@@ -194,7 +194,7 @@ impl Final {
         if !self.shape.masked_head() {
             return (x, None);
         }
-        let (sum, bent) = (scratch.take(x.len), scratch.take(x.len));
+        let (sum, bent) = (scratch.take(x.len()), scratch.take(x.len()));
         k.linear(sum, x, views[0], Some(views[1]), self.linear(rows));
         k.activate(bent, sum, self.curve());
         (bent, Some(sum))
@@ -231,17 +231,17 @@ impl Layer for Final {
         true
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref micro, weights, x, y, scratch, .. } = *pass;
+        let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
         let views = tensor_views(&self.tensors(), weights);
         let (gamma, beta) = (views[self.norm_at()], views.get(self.norm_at() + 1).copied());
-        for stretch in micro.stretches(true) {
-            let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
-            let [x, y] = [x, y].map(|view| stretch.of(view, self.shape.hidden));
+        for chunk in batch.chunks(true) {
+            let (scratch, rows) = (&scratch.nested(), chunk.batch(batch).rows);
+            let [x, y] = [x, y].map(|view| chunk.of(view, self.shape.hidden));
             let (read, _) = self.before_norm(k, &views, x, rows, scratch);
             let statistics = scratch.take_floats(2 * rows.count());
             k.norm(y, statistics, read, gamma, beta, norm_of(&self.shape, rows));
@@ -249,19 +249,19 @@ impl Layer for Final {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref micro, weights, gradient, mut accumulate, x, dy, dx, .. } = *pass;
+        let Backward { ref batch, weights, gradient, mut accumulate, x, dy, dx, .. } = *pass;
         let (scratch, c) = (pass.scratch, self.shape.hidden);
         let views = tensor_views(&self.tensors(), weights);
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
         let d = tensor_views(&self.tensors(), gradient);
-        for stretch in micro.stretches(true) {
-            let (scratch, rows) = (&scratch.nested(), stretch.micro(micro).rows);
-            let dx = dx.map(|dx| stretch.of(dx, c));
+        for chunk in batch.chunks(true) {
+            let (scratch, rows) = (&scratch.nested(), chunk.batch(batch).rows);
+            let dx = dx.map(|dx| chunk.of(dx, c));
             let dx = dx.unwrap_or_else(|| scratch.take(rows.count() * c));
-            let [x, mut dy] = [x, dy].map(|view| stretch.of(view, c));
-            if dy.of != x.of {
+            let [x, mut dy] = [x, dy].map(|view| chunk.of(view, c));
+            if dy.dtype != x.dtype {
                 let floats = dy;
-                dy = scratch.take(floats.len);
+                dy = scratch.take(floats.len());
                 k.cast(dy, floats);
             }
             self.backward_of(k, [&views, &d], [x, dy, dx], rows, accumulate, scratch);
@@ -271,7 +271,7 @@ impl Layer for Final {
 }
 
 impl Final {
-    /// Of one stretch: x, dy and dx are its own. The tensors and their gradients.
+    /// Of one chunk: x, dy and dx are its own. The tensors and their gradients.
     fn backward_of(
         &self,
         k: &dyn Kernels,
@@ -281,13 +281,13 @@ impl Final {
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let (y, statistics) = (scratch.take(dy.len), scratch.take_floats(2 * rows.count()));
+        let (y, statistics) = (scratch.take(dy.len()), scratch.take_floats(2 * rows.count()));
         let (norm, at) = (norm_of(&self.shape, rows), self.norm_at());
         let (gamma, beta) = (views[at], views.get(at + 1).copied());
         let (dgamma, dbeta) = (d[at], d.get(at + 1).copied());
         let (read, sum) = self.before_norm(k, views, x, rows, scratch);
         k.norm(y, statistics, read, gamma, beta, norm);
-        let dread = if sum.is_some() { scratch.take(dy.len) } else { dx };
+        let dread = if sum.is_some() { scratch.take(dy.len()) } else { dx };
         k.norm_backward(
             dread, dgamma, dbeta, None, dy, read, statistics, gamma, norm, accumulate, scratch,
         );

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use crate::kernels::{Kernels, Micro, Own};
+use crate::kernels::{BatchView, CustomKernel, Kernels};
 use crate::tensor::{Dtype, Scratch, View};
 
 /// How a tensor begins in a model of random weights.
@@ -33,7 +33,7 @@ pub enum Kind {
 
 /// Which intermediates wait in the stash from forward to backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keep {
+pub enum Save {
     /// All.
     All,
     /// All but attention's: its norm, queries, keys, values, and what it comes to are computed again.
@@ -71,7 +71,7 @@ impl Tensor {
 #[derive(Debug)]
 pub struct Forward<'a> {
     /// The micro-batch.
-    pub micro: Micro<'a>,
+    pub batch: BatchView<'a>,
     /// The layer's block.
     pub weights: View,
     /// What comes in. (R, C).
@@ -79,19 +79,19 @@ pub struct Forward<'a> {
     /// What goes out. (R, C).
     pub y: View,
     /// Where to keep intermediates, in floats, and which, unless all are recomputed.
-    pub kept: Option<(Keep, View)>,
+    pub saved: Option<(Save, View)>,
     /// What attention is to remember of this micro-batch, and what it remembers of those before
     /// it, when tokens come a few at a time. See [`Kernels::attention_to_past`].
-    pub memory: Option<Memory>,
-    /// What stretches leave to later ones, as long as the layer asked for.
-    pub carried: View,
+    pub memory: Option<KvCache>,
+    /// What chunks leave to later ones, as long as the layer asked for.
+    pub chunk_state: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
 
 /// A layer's memory of a micro-batch's sequences.
 #[derive(Clone, Copy, Debug)]
-pub struct Memory {
+pub struct KvCache {
     /// Where its keys and values go. (R, 2 K D).
     pub fresh: View,
     /// Those from before, if there are any. (B, P, 2 K D).
@@ -102,7 +102,7 @@ pub struct Memory {
 #[derive(Debug)]
 pub struct Backward<'a> {
     /// The micro-batch.
-    pub micro: Micro<'a>,
+    pub batch: BatchView<'a>,
     /// The layer's block.
     pub weights: View,
     /// Its gradient; `None` when it is frozen.
@@ -112,13 +112,13 @@ pub struct Backward<'a> {
     /// What came in. (R, C).
     pub x: View,
     /// What was kept, unless all is recomputed.
-    pub kept: Option<(Keep, View)>,
+    pub saved: Option<(Save, View)>,
     /// The gradient of what went out. (R, C).
     pub dy: View,
     /// Where the gradient of `x` goes, if anybody needs it.
     pub dx: Option<View>,
     /// As in [`Forward`].
-    pub carried: View,
+    pub chunk_state: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
@@ -135,7 +135,7 @@ pub trait Layer: Send + Sync {
     }
 
     /// Numbers that its attention remembers of a position; 0: it remembers nothing.
-    fn remembered(&self) -> usize {
+    fn kv_width(&self) -> usize {
         0
     }
 
@@ -150,20 +150,20 @@ pub trait Layer: Send + Sync {
     }
 
     /// Kernels of its own that it runs, so that a device can make them ready.
-    fn own_kernels(&self) -> Vec<Own> {
+    fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()
     }
 
-    /// Floats that [stretches](Micro::stretches) of one sequence of so many `positions` leave to
+    /// Floats that [chunks](BatchView::chunks) of one sequence of so many `positions` leave to
     /// each other, in training or without, on a device of this kind; 0: it walks all at once, or they
     /// leave nothing.
-    fn carried_len(&self, _positions: usize, _trains: bool, _of: Dtype) -> usize {
+    fn chunk_state_len(&self, _positions: usize, _trains: bool, _of: Dtype) -> usize {
         0
     }
 
     /// Floats that what it keeps for one sequence of `positions` takes, when it is to keep this, on a
     /// device of this kind.
-    fn kept_len(&self, positions: usize, keep: Keep, of: Dtype) -> usize;
+    fn saved_len(&self, positions: usize, save: Save, of: Dtype) -> usize;
 
     /// Runs it.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
@@ -187,7 +187,7 @@ pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
     let mut views: Vec<View> = Vec::new();
     for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
         match views.last_mut().filter(|_| tensor.joined) {
-            Some(last) => last.len += range.len(),
+            Some(last) => last.columns += range.len(),
             None => views.push(block.part(range)),
         }
     }

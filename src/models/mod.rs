@@ -15,9 +15,9 @@ pub use classes::Classes;
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
 pub use layer::{
-    Backward, Forward, Init, Keep, Kind, Layer, Memory, Tensor, block_len, tensor_ranges,
+    Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,
 };
 pub use model::{Model, Part, Tile};
 pub use shape::{Dropouts, Head, Shape};
-pub(crate) use visit::{Stay, run, workspace};
+pub(crate) use visit::{VisitArgs, run, workspace};

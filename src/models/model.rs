@@ -7,7 +7,7 @@ use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingL
 use super::block::Block;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
-use super::layer::{Init, Keep, Kind, Layer, Tensor, block_len};
+use super::layer::{Init, Kind, Layer, Save, Tensor, block_len};
 use super::shape::Shape;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss};
@@ -145,7 +145,7 @@ impl Model {
     pub fn for_ring(
         &self,
         positions: usize,
-        keep: Keep,
+        save: Save,
         states: usize,
         of: Dtype,
     ) -> l2l_actors::schedule::Model {
@@ -154,11 +154,11 @@ impl Model {
             Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes }
         };
         let hidden = positions * self.shape.hidden;
-        let kept = self.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(layer.kept_len(positions, keep, of)),
+        let saved = self.parts.iter().filter_map(|part| match part {
+            Part::Stack(layer) => Some(layer.saved_len(positions, save, of)),
             _ => None,
         });
-        let kept = kept.max().unwrap_or(0);
+        let saved = saved.max().unwrap_or(0);
         let block = |tensors: &Vec<Tensor>| {
             let gradient_bytes = (block_len(tensors) * size_of::<f32>()) as u64;
             let bytes = (block_len(tensors) * of.size()) as u64;
@@ -172,13 +172,13 @@ impl Model {
                 Part::Head(_) | Part::Classes(_) => Role::Tile,
             },
             blocks: blocks.clone(),
-            keeps: matches!(part, Part::Stack(layer) if layer.kept_len(positions, keep, of) > 0),
+            keeps: matches!(part, Part::Stack(layer) if layer.saved_len(positions, save, of) > 0),
         });
         l2l_actors::schedule::Model {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
             hidden: boundary(1, of.floats(hidden)),
-            intermediates: boundary(1, kept),
+            intermediates: boundary(1, saved),
             statistics: boundary(1, positions * STATISTICS),
             head_gradient: boundary(1, self.head_gradient(of).floats(hidden)),
         }

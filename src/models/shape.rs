@@ -81,7 +81,7 @@ pub struct Shape {
     /// True when the feed-forward multiplies a gate with what it gates (Shazeer 2020).
     pub gated: bool,
     /// True when weights of products are (outputs, inputs), as PyTorch's linear layers are.
-    pub turned: bool,
+    pub transposed: bool,
     /// Dropout.
     pub dropout: Dropouts,
     /// True when head and embedding are one.

@@ -2,13 +2,13 @@
 
 use l2l_actors::schedule::{Phase, Visit};
 
-use crate::kernels::{Draw, Kernels, Micro, Rows, STATISTICS, STRETCH};
-use crate::models::{Backward, Forward, Keep, Memory, Model, Part, Tile, block_len};
+use crate::kernels::{BatchView, CHUNK_POSITIONS, DropoutKey, Kernels, Rows, STATISTICS};
+use crate::models::{Backward, Forward, KvCache, Model, Part, Save, Tile, block_len};
 use crate::tensor::{Dtype, Scratch, View};
 
 /// What a micro-batch brings to a visit, and where it leaves what.
-pub(crate) struct Stay<'a> {
-    pub(crate) micro: Micro<'a>,
+pub(crate) struct VisitArgs<'a> {
+    pub(crate) batch: BatchView<'a>,
     /// Its positions that have a label.
     pub(crate) labelled: usize,
     /// What weights and activations are.
@@ -23,16 +23,21 @@ pub(crate) struct Stay<'a> {
     /// True when heads tell logits, or scores, in front of their statistics.
     pub(crate) tells: bool,
     /// What is kept in the stash, if anything is.
-    pub(crate) keep: Keep,
+    pub(crate) save: Save,
     /// True when layers tell what they remember behind their output.
     pub(crate) remembers: bool,
     pub(crate) workspace: View,
-    /// What stretches of a long sequence leave to each other.
-    pub(crate) carried: View,
+    /// What chunks of a long sequence leave to each other.
+    pub(crate) chunk_state: View,
 }
 
 /// Runs it; floats of workspace that were in use at once, at most.
-pub(crate) fn run(model: &Model, visit: &Visit, kernels: &dyn Kernels, stay: &Stay<'_>) -> usize {
+pub(crate) fn run(
+    model: &Model,
+    visit: &Visit,
+    kernels: &dyn Kernels,
+    stay: &VisitArgs<'_>,
+) -> usize {
     go(model, visit.layer.0 as usize, visit.phase == Phase::Backward, kernels, stay)
 }
 
@@ -41,55 +46,63 @@ fn go(
     layer: usize,
     backward: bool,
     kernels: &dyn Kernels,
-    stay: &Stay<'_>,
+    stay: &VisitArgs<'_>,
 ) -> usize {
-    let Stay {
-        micro, labelled, dtype, weights, gradient, accumulate, ref reads, ref writes, ..
+    let VisitArgs {
+        batch,
+        labelled,
+        dtype,
+        weights,
+        gradient,
+        accumulate,
+        ref reads,
+        ref writes,
+        ..
     } = *stay;
-    let Stay { scale, tells, keep, remembers, workspace, carried, .. } = *stay;
+    let VisitArgs { scale, tells, save, remembers, workspace, chunk_state, .. } = *stay;
     let scratch = &Scratch::new(workspace, dtype);
-    let hidden = |slot: View, of: Dtype| slot.place(micro.rows.count() * model.shape.hidden, of);
+    let hidden = |slot: View, of: Dtype| slot.hold(batch.rows.count() * model.shape.hidden, of);
     let head_gradient = model.head_gradient(dtype);
     match (&model.parts[layer], backward) {
         (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
         (Part::Stack(layer), false) => {
             let (x, y) = (hidden(reads[0], dtype), hidden(writes[0], dtype));
-            let remembered = |slot: &View| {
-                let (floats, width) = (Dtype::F32.size() * slot.len, layer.remembered());
-                slot.place(floats / dtype.size() / width * width, dtype)
+            let kv_width = |slot: &View| {
+                let (floats, width) = (Dtype::F32.size() * slot.len(), layer.kv_width());
+                slot.hold(floats / dtype.size() / width * width, dtype)
             };
-            let (kept, memory) = match writes.get(1).copied() {
+            let (saved, memory) = match writes.get(1).copied() {
                 Some(fresh) if remembers => {
-                    let (fresh, past) = (remembered(&fresh), reads.get(1).map(remembered));
-                    (None, Some(Memory { fresh, past }))
+                    let (fresh, past) = (kv_width(&fresh), reads.get(1).map(kv_width));
+                    (None, Some(KvCache { fresh, past }))
                 }
-                kept => (kept.map(|view| (keep, view)), None),
+                saved => (saved.map(|view| (save, view)), None),
             };
-            let pass = Forward { micro, weights, x, y, kept, memory, carried, scratch };
+            let pass = Forward { batch, weights, x, y, saved, memory, chunk_state, scratch };
             layer.forward(kernels, &pass);
         }
         (Part::Stack(of), true) => {
             let x = hidden(reads[0], dtype);
-            let kept = (reads.len() == 3).then(|| (keep, reads[1]));
+            let saved = (reads.len() == 3).then(|| (save, reads[1]));
             let dx = writes.first().map(|slot| hidden(*slot, dtype));
             let is_last = model.parts.get(layer + 1).is_some_and(Part::is_head);
             let given = if is_last { head_gradient } else { dtype };
             let mut dy = hidden(reads[reads.len() - 1], given);
             if given != dtype && !of.takes_floats() {
-                let cast = scratch.take(dy.len);
+                let cast = scratch.take(dy.len());
                 kernels.cast(cast, dy);
                 dy = cast;
             }
             let pass = Backward {
-                micro,
+                batch,
                 weights,
                 gradient,
                 accumulate,
                 x,
-                kept,
+                saved,
                 dy,
                 dx,
-                carried,
+                chunk_state,
                 scratch,
             };
             of.backward(kernels, &pass);
@@ -97,16 +110,16 @@ fn go(
         (Part::Classes(classes), false) => {
             let told = tells.then_some(writes[0]);
             let views = [writes[writes.len() - 1], reads[1], hidden(reads[0], dtype)];
-            classes.forward(kernels, &micro, weights, views, told, scratch);
+            classes.forward(kernels, &batch, weights, views, told, scratch);
         }
         (Part::Classes(classes), true) => {
-            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
+            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
             let views = [hidden(writes[0], head_gradient), reads[1], hidden(reads[0], dtype)];
-            classes.backward(kernels, &micro, weights, gradient, views, scale, accumulate, scratch);
+            classes.backward(kernels, &batch, weights, gradient, views, scale, accumulate, scratch);
         }
         (&Part::Head(tile), false) => {
             let (w, bias) = head_views(model, tile, weights);
-            let size = model.scores(tile, micro.rows.count(), labelled);
+            let size = model.scores(tile, batch.rows.count(), labelled);
             let (out, statistics) = (writes[writes.len() - 1], reads[1]);
             let h = hidden(reads[0], dtype);
             if tells {
@@ -117,12 +130,12 @@ fn go(
             }
         }
         (&Part::Head(tile), true) => {
-            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
+            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
             let (w, bias) = head_views(model, tile, weights);
             let (dw, dbias) = head_views(model, tile, gradient);
             let (h, statistics) = (hidden(reads[0], dtype), reads[1]);
             let before = reads.get(2).map(|slot| hidden(*slot, head_gradient));
-            let size = model.scores(tile, micro.rows.count(), labelled);
+            let size = model.scores(tile, batch.rows.count(), labelled);
             kernels.score_backward(
                 hidden(writes[0], head_gradient),
                 dw,
@@ -151,18 +164,18 @@ fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
 }
 
 /// Floats of workspace that one micro-batch of at most so many positions needs. All at once, those of
-/// a stretch may need more than those of a sequence that is cut. `kernels` have no memory.
+/// a chunk may need more than those of a sequence that is cut. `kernels` have no memory.
 pub(crate) fn workspace(
     kernels: &dyn Kernels,
     dtype: Dtype,
     model: &Model,
     sequences: usize,
     positions: usize,
-    keep: Option<Keep>,
+    save: Option<Save>,
     trains: bool,
 ) -> usize {
-    let needs = [positions, positions.min(STRETCH)].map(|positions| {
-        workspace_of(kernels, dtype, model, Rows { sequences, positions }, keep, trains)
+    let needs = [positions, positions.min(CHUNK_POSITIONS)].map(|positions| {
+        workspace_of(kernels, dtype, model, Rows { sequences, positions }, save, trains)
     });
     needs[0].max(needs[1])
 }
@@ -173,23 +186,23 @@ fn workspace_of(
     dtype: Dtype,
     model: &Model,
     rows: Rows,
-    keep: Option<Keep>,
+    save: Option<Save>,
     trains: bool,
 ) -> usize {
     let Rows { sequences, positions } = rows;
     let lengths = vec![positions; sequences];
-    let draw = Some(Draw { seed: 0, step: 0, first_sequence: 0, first_position: 0 });
+    let key = Some(DropoutKey { seed: 0, step: 0, first_sequence: 0, first_position: 0 });
     let kinds = vec![0; rows.count()];
     let (documents, past) = (&[], &[]);
-    let micro = Micro { rows, lengths: &lengths, kinds: &kinds, documents, past, draw };
+    let batch = BatchView { rows, lengths: &lengths, kinds: &kinds, documents, past, key };
     let hidden = rows.count() * model.shape.hidden;
     let mut most = 0;
     for (layer, (part, blocks)) in model.parts.iter().zip(&model.part_blocks).enumerate() {
-        let (kept, is_tile) = match part {
+        let (saved, is_tile) = match part {
             Part::Embedding => continue,
             Part::Stack(layer) => {
-                let kept = keep.map_or(0, |keep| layer.kept_len(positions, keep, dtype));
-                (kept * sequences, false)
+                let saved = save.map_or(0, |save| layer.saved_len(positions, save, dtype));
+                (saved * sequences, false)
             }
             Part::Head(_) | Part::Classes(_) => (0, true),
         };
@@ -201,24 +214,24 @@ fn workspace_of(
                 at += len;
                 View::floats(at - len, len)
             };
-            let (weights, gradient) = (place(block).place(block, dtype), place(block));
+            let (weights, gradient) = (place(block).hold(block, dtype), place(block));
             let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
             // Who only looks keeps nothing, whatever training keeps.
-            let kept = (backward && kept > 0).then(|| place(kept));
+            let saved = (backward && saved > 0).then(|| place(saved));
             let statistics = [place(rows.count() * STATISTICS), place(rows.count() * STATISTICS)];
             let (reads, writes) = match (is_tile, backward) {
-                (false, false) => (vec![x], [y].into_iter().chain(kept).collect()),
-                (false, true) => ([x].into_iter().chain(kept).chain([dy]).collect(), vec![y]),
+                (false, false) => (vec![x], [y].into_iter().chain(saved).collect()),
+                (false, true) => ([x].into_iter().chain(saved).chain([dy]).collect(), vec![y]),
                 (true, false) => (vec![x, statistics[0]], vec![statistics[1]]),
                 (true, true) => (vec![x, statistics[0], dy], vec![y]),
             };
-            let carried = match part {
-                Part::Stack(layer) => place(layer.carried_len(positions, backward, dtype)),
+            let chunk_state = match part {
+                Part::Stack(layer) => place(layer.chunk_state_len(positions, backward, dtype)),
                 _ => place(0),
             };
             let workspace = place(usize::MAX / 4);
-            let stay = Stay {
-                micro,
+            let stay = VisitArgs {
+                batch,
                 labelled: rows.count(),
                 dtype,
                 weights,
@@ -228,10 +241,10 @@ fn workspace_of(
                 writes,
                 scale: 1.0,
                 tells: false,
-                keep: keep.unwrap_or(Keep::All),
+                save: save.unwrap_or(Save::All),
                 remembers: false,
                 workspace,
-                carried,
+                chunk_state,
             };
             most = most.max(go(model, layer, backward, kernels, &stay));
         }

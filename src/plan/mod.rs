@@ -42,7 +42,7 @@ pub(crate) struct Layout {
     pub(crate) inputs: usize,
     pub(crate) outputs: usize,
     /// Keys, values and their gradients that stretches of a long sequence leave to each other.
-    pub(crate) carried: View,
+    pub(crate) chunk_state: View,
     pub(crate) workspace: View,
     /// What a device takes beside what is computed.
     pub(crate) beside: View,
@@ -161,7 +161,7 @@ impl Plan {
         let past = capacity.saturating_sub(1);
         let write = Walk { sequences, positions: 1, purpose: Purpose::Remember { past } };
         let remembered = model.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(config.device.dtype.floats(layer.remembered())),
+            Part::Stack(layer) => Some(config.device.dtype.floats(layer.kv_width())),
             _ => None,
         });
         let layers = remembered.clone().filter(|&floats| floats > 0).count();
@@ -234,11 +234,11 @@ impl Plan {
             let kernels = devices::kernels_to_plan(config);
             models::workspace(&*kernels, dtype, model, largest, positions, keep, trains)
         };
-        let carried = model.parts.iter().map(|part| match part {
-            Part::Stack(layer) => layer.carried_len(positions, trains, dtype),
+        let chunk_state = model.parts.iter().map(|part| match part {
+            Part::Stack(layer) => layer.chunk_state_len(positions, trains, dtype),
             _ => 0,
         });
-        let carried = carried.max().unwrap_or(0).next_multiple_of(16);
+        let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(16);
         let rows = Rows { sequences: largest, positions };
         let beside = devices::overhead(config, rows).next_multiple_of(16);
         let notes = devices::overhead_on_host(config, rows);
@@ -267,7 +267,7 @@ impl Plan {
             gradients: place(gradients as usize * block),
             inputs: place(pools.inputs as usize * boundary),
             outputs: place(pools.outputs as usize * boundary),
-            carried: View::floats(place(carried), carried),
+            chunk_state: View::floats(place(chunk_state), chunk_state),
             workspace: View::floats(place(workspace), workspace),
             beside: View::floats(place(beside), beside),
             stash: place(if stash_on_device { in_stash } else { 0 }),
@@ -295,7 +295,7 @@ impl Plan {
             term("weights", pools.weights as usize * published),
             term("gradients", gradients as usize * block),
             term("inputs", pools.inputs as usize * boundary),
-            term("outputs", pools.outputs as usize * boundary + carried),
+            term("outputs", pools.outputs as usize * boundary + chunk_state),
             term("workspace", workspace),
             term("stash", on(true, stash_floats)),
         ];

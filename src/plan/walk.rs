@@ -10,7 +10,7 @@ use l2l_actors::schedule::{self, BlockId, Boundary, BoundaryId, Schedule, Select
 
 use crate::config::{Config, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Head, Keep, Model, Part};
+use crate::models::{Head, Model, Part, Save};
 use crate::tensor::{Dtype, packed_bytes};
 
 /// What a walk is for.
@@ -75,7 +75,7 @@ pub(crate) fn schedule_of(
         _ => 0,
     };
     let dtype = config.device.dtype;
-    let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Keep::All), states, dtype);
+    let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Save::All), states, dtype);
     if config.stash.dtype == StashDtype::Bf16 {
         ring.hidden.stashed_per_sequence = packed_bytes(walk.positions * model.shape.hidden);
     }
@@ -144,7 +144,7 @@ fn remember(
     [positions, past]: [usize; 2],
 ) {
     let remembered = model.parts.iter().enumerate().filter_map(|(layer, part)| match part {
-        Part::Stack(of) if of.remembered() > 0 => Some((layer, of.remembered())),
+        Part::Stack(of) if of.kv_width() > 0 => Some((layer, of.kv_width())),
         _ => None,
     });
     for (index, (layer, width)) in remembered.enumerate() {

@@ -11,7 +11,7 @@ use l2l_actors::{Record, Relay, virtual_time};
 use super::{Ledger, Slice, Tally};
 use crate::config::{Config, StashPlace};
 use crate::error::Error;
-use crate::models::{Keep, Kind, Model, Part, Tensor};
+use crate::models::{Kind, Model, Part, Save, Tensor};
 use crate::plan::{Plan, Purpose, Walk, schedule_of};
 use crate::trainer::ring_of;
 
@@ -74,10 +74,10 @@ impl Rates {
             // Products, and what is read and written at least.
             let forward = 2.0 * products / flops + 2.0 * bytes / host;
             let again = match (part.is_head(), config.schedule.recompute.keep()) {
-                (true, _) | (_, Some(Keep::All)) => 0.0,
+                (true, _) | (_, Some(Save::All)) => 0.0,
                 (_, None) => 1.0,
                 // Attention's products are about a third of a block's.
-                (_, Some(Keep::AllButAttention)) => 1.0 / 3.0,
+                (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
             };
             compute.insert((index as u32, false), forward);
             compute.insert((index as u32, true), (2.0 + again) * forward);

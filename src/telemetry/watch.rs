@@ -259,8 +259,10 @@ impl Watch {
             "weights" => peak(name).unwrap_or(0) as usize * layout.published,
             "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
             "inputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
-            "outputs" => peak(name).unwrap_or(0) as usize * layout.boundary + layout.carried.len,
-            "driver" => layout.beside.len,
+            "outputs" => {
+                peak(name).unwrap_or(0) as usize * layout.boundary + layout.chunk_state.len()
+            }
+            "driver" => layout.beside.len(),
             _ if plan.stash_on_device => plan.stash_floats,
             _ => 0,
         };

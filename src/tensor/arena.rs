@@ -74,8 +74,8 @@ impl Arena {
     }
 
     fn check(&self, view: View) {
-        assert_eq!(view.of, Dtype::F32, "floats are read as floats");
-        let end = view.at.checked_add(view.len);
+        assert_eq!(view.dtype, Dtype::F32, "floats are read as floats");
+        let end = view.at.checked_add(view.len());
         assert!(end.is_some_and(|end| end <= self.length), "{view:?} of {} floats", self.length);
     }
 
@@ -104,7 +104,7 @@ impl Arena {
         self.check(view);
         // SAFETY: inside, by the check; aligned, for a page is; initialised, for pages are zeroed;
         // not written meanwhile, by the caller.
-        unsafe { std::slice::from_raw_parts(self.base.add(view.at), view.len) }
+        unsafe { std::slice::from_raw_parts(self.base.add(view.at), view.len()) }
     }
 
     /// The floats of a view, to write.
@@ -115,6 +115,6 @@ impl Arena {
     pub(crate) unsafe fn write(&self, view: View) -> &mut [f32] {
         self.check(view);
         // SAFETY: as in `read`, and nobody else has it, by the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.base.add(view.at), view.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.base.add(view.at), view.len()) }
     }
 }

@@ -8,7 +8,7 @@ use super::view::{Dtype, View};
 /// so the same walk on a device that does nothing tells how much a layer needs.
 #[derive(Debug)]
 pub struct Scratch<'a> {
-    of: Dtype,
+    dtype: Dtype,
     /// All of these count floats.
     at: usize,
     capacity: usize,
@@ -19,17 +19,17 @@ pub struct Scratch<'a> {
 
 impl Scratch<'_> {
     /// All of a workspace, which is of floats, to take numbers from that are of a kind.
-    pub fn new(workspace: View, of: Dtype) -> Scratch<'static> {
-        assert_eq!(workspace.of, Dtype::F32, "a workspace is of floats");
+    pub fn new(workspace: View, dtype: Dtype) -> Scratch<'static> {
+        assert_eq!(workspace.dtype, Dtype::F32, "a workspace is of floats");
         let (used, peak) = (Cell::new(0), Cell::new(0));
-        Scratch { of, at: workspace.at, capacity: workspace.len, used, peak, outer: None }
+        Scratch { dtype, at: workspace.at, capacity: workspace.len(), used, peak, outer: None }
     }
 
     /// What is left of it, for somebody who gives it back before anybody takes more.
     pub fn nested(&self) -> Scratch<'_> {
         let (at, capacity) = (self.at + self.used.get(), self.capacity - self.used.get());
         let (used, peak) = (Cell::new(0), Cell::new(0));
-        Scratch { of: self.of, at, capacity, used, peak, outer: Some(self) }
+        Scratch { dtype: self.dtype, at, capacity, used, peak, outer: Some(self) }
     }
 
     /// The next `len` elements of the device's [`Dtype`], aligned.
@@ -37,7 +37,7 @@ impl Scratch<'_> {
     /// # Panics
     /// The plan was made for less.
     pub fn take(&self, len: usize) -> View {
-        self.take_floats(self.of.floats(len)).place(len, self.of)
+        self.take_floats(self.dtype.floats(len)).hold(len, self.dtype)
     }
 
     /// The next `len` floats, aligned.
@@ -62,7 +62,7 @@ impl Scratch<'_> {
 
     /// What the device's numbers are.
     pub fn dtype(&self) -> Dtype {
-        self.of
+        self.dtype
     }
 
     /// The most floats that were taken at once.

@@ -1,11 +1,11 @@
-//! Where numbers are in a device's memory, and what they are made of.
+//! Where a tensor is in a device's memory, its shape and its dtype.
 
 use std::fmt;
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// What numbers are made of.
+/// The type of a tensor's elements.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -18,7 +18,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of a number.
+    /// Bytes of an element.
     pub fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
@@ -26,7 +26,7 @@ impl Dtype {
         }
     }
 
-    /// Floats that so many numbers take the place of.
+    /// Floats whose memory `len` elements take, rounded up.
     pub fn floats(self, len: usize) -> usize {
         (len * self.size()).div_ceil(Dtype::F32.size())
     }
@@ -41,38 +41,79 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// A range of a device's memory.
+/// A matrix in a device's memory: rows of columns, without gaps. A vector is one row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
-    /// Its first element, counted from the memory's begin in elements as its own.
+    /// Its first element, counted in elements of its own dtype from the begin of the memory.
     pub at: usize,
-    /// Its elements.
-    pub len: usize,
-    /// What they are.
-    pub of: Dtype,
+    /// Rows. Tensors of more dimensions have all but the last here: (B, T, C) has B · T rows.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
+    /// The type of its elements.
+    pub dtype: Dtype,
 }
 
 impl View {
-    /// Floats.
+    /// A vector of floats.
     pub fn floats(at: usize, len: usize) -> View {
-        View { at, len, of: Dtype::F32 }
+        View { at, rows: 1, columns: len, dtype: Dtype::F32 }
     }
 
-    /// The first `len` numbers of these in the place that begins with its first float.
-    ///
-    /// # Panics
-    /// It has not that many, or is of no floats.
-    pub fn place(self, len: usize, of: Dtype) -> View {
-        assert!(self.of == Dtype::F32 && of.floats(len) <= self.len, "{len} {of:?} in {self:?}");
-        View { at: self.at * (Dtype::F32.size() / of.size()), len, of }
+    /// Its elements.
+    pub fn len(self) -> usize {
+        self.rows * self.columns
     }
 
-    /// A part of it.
+    /// True when it has no element.
+    pub fn is_empty(self) -> bool {
+        self.len() == 0
+    }
+
+    /// A vector of the first `len` elements of a dtype in the memory of these floats.
     ///
     /// # Panics
-    /// The part lies outside.
+    /// They do not fit, or these are no floats.
+    pub fn hold(self, len: usize, dtype: Dtype) -> View {
+        let fits = self.dtype == Dtype::F32 && dtype.floats(len) <= self.len();
+        assert!(fits, "{len} of {dtype} do not fit in {self}");
+        let at = self.at * (Dtype::F32.size() / dtype.size());
+        View { at, rows: 1, columns: len, dtype }
+    }
+
+    /// The same elements in rows of this many columns.
+    ///
+    /// # Panics
+    /// Its elements do not make whole rows.
+    pub fn with_columns(self, columns: usize) -> View {
+        let rows = if columns == 0 { 0 } else { self.len() / columns };
+        assert_eq!(rows * columns, self.len(), "{self} has no whole rows of {columns}");
+        View { rows, columns, ..self }
+    }
+
+    /// A vector of some of its elements.
+    ///
+    /// # Panics
+    /// The range lies outside.
     pub fn part(self, range: Range<usize>) -> View {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {self:?}");
-        View { at: self.at + range.start, len: range.end - range.start, ..self }
+        assert!(range.start <= range.end && range.end <= self.len(), "{range:?} of {self}");
+        let (at, columns) = (self.at + range.start, range.end - range.start);
+        View { at, rows: 1, columns, ..self }
+    }
+
+    /// Some of its rows.
+    ///
+    /// # Panics
+    /// The range lies outside.
+    pub fn row_range(self, range: Range<usize>) -> View {
+        let (rows, columns) = (range.end - range.start, self.columns);
+        let elements = self.part(range.start * columns..range.end * columns);
+        View { rows, columns, ..elements }
+    }
+}
+
+impl fmt::Display for View {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "({}, {}) of {} at {}", self.rows, self.columns, self.dtype, self.at)
     }
 }

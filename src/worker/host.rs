@@ -152,7 +152,7 @@ impl Worker {
         slot: View,
         sequences: Range<usize>,
     ) -> Result<(), Trouble> {
-        let width = slot.len / sequences.len();
+        let width = slot.len() / sequences.len();
         let over_link = !self.plan.stash_on_device;
         for (index, sequence) in sequences.enumerate() {
             let Remembered { slot: place, past } = data.memory[sequence];

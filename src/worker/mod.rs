@@ -24,8 +24,8 @@ use crate::data::Batch;
 use crate::devices::{self, Device};
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::kernels::{Draw, Kernels, Micro, Rows, STATISTICS};
-use crate::models::{self, Keep, Model, Part, Stay};
+use crate::kernels::{BatchView, DropoutKey, Kernels, Rows, STATISTICS};
+use crate::models::{self, Model, Part, Save, VisitArgs};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Carries, Plan};
 use crate::simd::Level;
@@ -95,7 +95,7 @@ pub(crate) struct Worker {
     rule: Box<dyn UpdateRule>,
     learning_rate: LearningRate,
     clip_norm: Option<f64>,
-    keep: Keep,
+    save: Save,
     seed: u64,
     /// Landing blocks, blocks of a file, and the stash unless it is on the device.
     host: Arena,
@@ -146,7 +146,7 @@ impl Worker {
             rule,
             learning_rate,
             clip_norm: config.optimizer.clip_norm,
-            keep: config.schedule.recompute.keep().unwrap_or(Keep::All),
+            save: config.schedule.recompute.keep().unwrap_or(Save::All),
             seed: config.step.seed,
             device,
             host,
@@ -231,16 +231,17 @@ impl Worker {
         let documents = documents.unwrap_or_default();
         let sequences = first_sequence as usize..first_sequence as usize + rows.sequences;
         let past = data.past.get(sequences).unwrap_or_default();
-        let draw = Draw { seed: self.seed, step: data.trained, first_sequence, first_position: 0 };
+        let key =
+            DropoutKey { seed: self.seed, step: data.trained, first_sequence, first_position: 0 };
         let accumulate = gradients.first().map(|one| !one.first);
-        let stay = Stay {
-            micro: Micro {
+        let args = VisitArgs {
+            batch: BatchView {
                 rows,
                 lengths,
                 kinds,
                 documents,
                 past,
-                draw: (data.goal == Goal::Train).then_some(draw),
+                key: (data.goal == Goal::Train).then_some(key),
             },
             labelled: targets.iter().filter(|target| **target >= 0).count(),
             dtype: self.plan.dtype,
@@ -251,14 +252,14 @@ impl Worker {
             writes: outputs.iter().map(|p| sized(self.plan.layout.outputs, p)).collect(),
             scale: data.scale,
             tells: data.goal == Goal::Tell,
-            keep: self.keep,
+            save: self.save,
             remembers: !data.memory.is_empty(),
             workspace: self.plan.layout.workspace,
-            carried: self.plan.layout.carried,
+            chunk_state: self.plan.layout.chunk_state,
         };
         let first_head = self.model.parts.iter().position(Part::is_head);
         if data.goal == Goal::Encode && first_head == Some(visit.layer.0 as usize) {
-            let read = self.device.read_back(stay.reads[0])?;
+            let read = self.device.read_back(args.reads[0])?;
             let mut encoded = self.encoded.lock().expect("nothing panics inside");
             match self.plan.dtype {
                 Dtype::F32 => encoded.extend(read),
@@ -267,8 +268,8 @@ impl Worker {
                 }
             }
         }
-        let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &stay);
-        let used = self.device.compute(&stay.micro, &run)?;
+        let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &args);
+        let used = self.device.compute(&args.batch, &run)?;
         self.used.workspace.fetch_max(used as u64, Relaxed);
         Ok(())
     }
@@ -368,11 +369,11 @@ impl Worker {
                     // SAFETY: the ring has it read before this upload, and not after.
                     Some(read) => {
                         let read = unsafe { self.host.read(self.read_slot(read)) };
-                        self.upload(slot, &read[..slot.of.floats(slot.len)], true)?;
+                        self.upload(slot, &read[..slot.dtype.floats(slot.len())], true)?;
                     }
                     None => {
                         let lease = self.eps.memory().read(block, version);
-                        let published = &lease.parameters[..slot.of.floats(slot.len)];
+                        let published = &lease.parameters[..slot.dtype.floats(slot.len())];
                         self.upload(slot, published, true)?;
                     }
                 }
@@ -388,7 +389,7 @@ impl Worker {
                 let slot = self.boundary_slot(operation, self.plan.layout.inputs, inputs);
                 // SAFETY: the stash's place has been written and is not written before this ends.
                 let place = unsafe { arena.read(place) };
-                if slot.len == place.len() {
+                if slot.len() == place.len() {
                     self.upload(slot, place, over_link)?;
                 } else {
                     let sequences = step.plan.schedule.micro_batches[micro_batch as usize];
@@ -408,7 +409,7 @@ impl Worker {
                 let slot = self.boundary_slot(operation, self.plan.layout.outputs, outputs);
                 // SAFETY: as for uploads, the other way.
                 let place = unsafe { arena.write(place) };
-                if slot.len == place.len() {
+                if slot.len() == place.len() {
                     self.download(place, slot, over_link)?;
                 } else {
                     let bytes = size_of_val(place) as u64;

@@ -14,7 +14,7 @@ impl Worker {
     pub(super) fn weights(&self, block: BlockId, slot: u32) -> View {
         let (layout, of) = (&self.plan.layout, self.plan.dtype);
         let at = layout.weights + slot as usize * layout.published;
-        View::floats(at, layout.published).place(self.block_len(block), of)
+        View::floats(at, layout.published).hold(self.block_len(block), of)
     }
 
     pub(super) fn gradient(&self, block: BlockId, slot: u32) -> View {

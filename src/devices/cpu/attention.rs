@@ -75,7 +75,7 @@ impl Head<'_> {
 
     /// Channels from one position's keys to the next one's.
     fn stride(&self) -> usize {
-        if self.apart { self.size.remembered() } else { self.size.packed() }
+        if self.apart { self.size.kv_width() } else { self.size.packed() }
     }
 
     /// Where this head's key (0) or value (1) of a position begins.
@@ -368,11 +368,11 @@ pub(super) fn backward(
             for tile in head.query_tiles(seen) {
                 let queries = Span::tile(tile, head.end());
                 pair.fill(level, &head, inputs, queries, seen);
-                let turned = |x| Matrix::rows(x, TILE).transposed();
+                let transposed = |x| Matrix::rows(x, TILE).transposed();
                 let (dy, q) = (head.columns(inputs.dy, queries), head.queries(inputs.qkv, queries));
                 let sizes = (seen.len(), queries.len(), d);
-                small(&mut dv, d, turned(&pair.p), dy, sizes, true);
-                small(&mut dk, d, turned(&pair.ds), q, sizes, true);
+                small(&mut dv, d, transposed(&pair.p), dy, sizes, true);
+                small(&mut dk, d, transposed(&pair.ds), q, sizes, true);
             }
         }
         write(&head, 0, keys, &dk);

@@ -156,7 +156,7 @@ pub(super) fn backward(
     let (c, v) = (size.channels, size.tile);
     let (gathered, scratch) = scratch.split_at_mut(CHUNK * c);
     let (moved, scratch) = scratch.split_at_mut(CHUNK * c);
-    let (logits, turned) = scratch.split_at_mut(CHUNK * v);
+    let (logits, transposed) = scratch.split_at_mut(CHUNK * v);
     let (mut from, mut rows, mut accumulate) = (0, [0; CHUNK], accumulate);
     loop {
         let count = labelled(statistics, &mut from, &mut rows);
@@ -186,9 +186,9 @@ pub(super) fn backward(
         for (moved, &row) in moved.chunks_exact(c).zip(&rows[..count]) {
             dh[row * c..][..c].iter_mut().zip(moved).for_each(|(dh, moved)| *dh += moved);
         }
-        let turned = &mut turned[..count * v];
-        transpose(turned, logits, count, v);
-        matmul(dw, Matrix::rows(turned, count), h, (v, count, c), accumulate);
+        let transposed = &mut transposed[..count * v];
+        transpose(transposed, logits, count, v);
+        matmul(dw, Matrix::rows(transposed, count), h, (v, count, c), accumulate);
         if let Some(dbias) = &mut dbias {
             if !accumulate {
                 dbias.fill(0.0);

@@ -5,8 +5,8 @@ use super::{
     past, rotary,
 };
 use crate::kernels::{
-    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
-    Rotary, Rows, STATISTICS, Scores,
+    Activation, Apart, Attention, ClassLoss, CustomKernel, Dropout, Kernels, Linear, Loss, Norm,
+    Places, Rotary, Rows, STATISTICS, Scores,
 };
 use crate::simd::Level;
 use crate::tensor::Arena;
@@ -52,7 +52,7 @@ impl<'a, const N: usize> Call<'a, N> {
 }
 
 fn are_apart(a: &View, b: &View) -> bool {
-    a.at + a.len <= b.at || b.at + b.len <= a.at
+    a.at + a.len() <= b.at || b.at + b.len() <= a.at
 }
 
 /// A view that may not be there: one of nothing.
@@ -314,7 +314,7 @@ impl Kernels for CpuKernels<'_> {
         classes::backward(dscores, call.read(scores), call.read(statistics), scale, &size);
     }
 
-    fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]) {
+    fn own(&self, kernel: &CustomKernel, writes: &[View], reads: &[View], numbers: &[f32]) {
         for (index, write) in writes.iter().enumerate() {
             for other in writes[index + 1..].iter().chain(reads) {
                 assert!(are_apart(write, other), "{write:?} is written, {other:?} is in use");
@@ -354,7 +354,7 @@ impl Kernels for CpuKernels<'_> {
     ) {
         let Some(call) = self.call([dw], &[dy]) else { return };
         let [dw] = call.write();
-        let channels = dy.len / kinds.len();
+        let channels = dy.len() / kinds.len();
         embedding::add_types_backward(self.level, dw, call.read(dy), kinds, channels, accumulate);
     }
 
@@ -426,7 +426,7 @@ impl Kernels for CpuKernels<'_> {
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        debug_assert_eq!(statistics.len, size.rows * STATISTICS);
+        debug_assert_eq!(statistics.len(), size.rows * STATISTICS);
         let scratch = scratch.nested();
         let memory = scratch.take(cross_entropy::backward_scratch(&size));
         let reads = [statistics, h, w, before.unwrap_or(h), or_nothing(bias)];

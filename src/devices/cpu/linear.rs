@@ -111,7 +111,7 @@ pub(super) fn transpose(t: &mut [f32], x: &[f32], rows: usize, columns: usize) {
 
 /// w as (inputs, outputs), however it lies.
 fn upright<'w>(w: &'w [f32], size: &Linear) -> Matrix<'w> {
-    if size.turned {
+    if size.transposed {
         Matrix::rows(w, size.inputs).transposed()
     } else {
         Matrix::rows(w, size.outputs)
@@ -132,7 +132,7 @@ pub(super) fn forward(y: &mut [f32], x: &[f32], w: &[f32], b: Option<&[f32]>, si
 
 /// Floats of scratch that [`backward`] needs: x (or dy) transposed, partial sums of db.
 pub(super) fn scratch(size: &Linear) -> usize {
-    let turns = if size.turned { size.outputs } else { size.inputs };
+    let turns = if size.transposed { size.outputs } else { size.inputs };
     (size.rows * turns).max(sum_scratch(size.rows, size.outputs))
 }
 
@@ -160,12 +160,12 @@ pub(super) fn backward(
     accumulate: bool,
     scratch: &mut [f32],
 ) {
-    let Linear { rows, inputs, outputs, turned } = *size;
+    let Linear { rows, inputs, outputs, transposed } = *size;
     if let Some(db) = db {
         sum_rows(level, db, dy, rows, accumulate, &mut scratch[..sum_scratch(rows, outputs)]);
     }
     let (left, left_by, right, right_by) =
-        if turned { (dy, outputs, x, inputs) } else { (x, inputs, dy, outputs) };
+        if transposed { (dy, outputs, x, inputs) } else { (x, inputs, dy, outputs) };
     let side = &mut scratch[..rows * left_by];
     transpose(side, left, rows, left_by);
     let (side, right) = (Matrix::rows(side, rows), Matrix::rows(right, right_by));
@@ -228,8 +228,9 @@ mod tests {
     use super::*;
 
     fn plain(x: &[f64], w: &[f64], b: &[f64], size: Linear) -> Vec<f64> {
-        let Linear { rows: r, inputs: c, outputs: n, turned } = size;
-        let weight = |i: usize, out: usize| if turned { w[out * c + i] } else { w[i * n + out] };
+        let Linear { rows: r, inputs: c, outputs: n, transposed } = size;
+        let weight =
+            |i: usize, out: usize| if transposed { w[out * c + i] } else { w[i * n + out] };
         let at = |row: usize, out: usize| {
             b[out] + (0..c).map(|i| x[row * c + i] * weight(i, out)).sum::<f64>()
         };
@@ -239,8 +240,8 @@ mod tests {
     #[test]
     fn forward_and_backward_are_the_plain_ones() {
         let sizes = [(1, 1, 1), (5, 7, 3), (130, 33, 17), (300, 20, 530)];
-        for ((r, c, n), turned) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
-            let size = Linear { rows: r, inputs: c, outputs: n, turned };
+        for ((r, c, n), transposed) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
+            let size = Linear { rows: r, inputs: c, outputs: n, transposed };
             let (x, w, b) = (noise(r * c, 1), noise(c * n, 2), noise(n, 3));
             for level in Level::all() {
                 let mut y = vec![f32::NAN; r * n];

@@ -30,7 +30,7 @@ pub(crate) use kernels::CpuKernels;
 pub use rates::product_flops_per_second;
 
 use super::Device;
-use crate::kernels::{Kernels, Micro};
+use crate::kernels::{BatchView, Kernels};
 use crate::simd::Level;
 use crate::tensor::{Arena, View, pack, unpack};
 
@@ -89,7 +89,7 @@ impl Device for Cpu {
 
     fn compute(
         &self,
-        _micro: &Micro<'_>,
+        _micro: &BatchView<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, Trouble> {
         let kernels = CpuKernels { memory: Some(&self.memory), level: self.level };

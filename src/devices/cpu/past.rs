@@ -12,14 +12,14 @@ const TILE: usize = 64;
 
 /// Keys and values of each position. y: (R, 2 K D); qkv: (R, (H + 2K) D).
 pub(super) fn remember(y: &mut [f32], qkv: &[f32], size: &Attention<'_>) {
-    let rows = y.chunks_exact_mut(size.remembered()).zip(qkv.chunks_exact(size.packed()));
-    rows.for_each(|(y, qkv)| y.copy_from_slice(&qkv[size.packed() - size.remembered()..]));
+    let rows = y.chunks_exact_mut(size.kv_width()).zip(qkv.chunks_exact(size.packed()));
+    rows.for_each(|(y, qkv)| y.copy_from_slice(&qkv[size.packed() - size.kv_width()..]));
 }
 
 /// The other way: the gradients of keys and values go beside those of their queries.
 pub(super) fn recall(qkv: &mut [f32], kv: &[f32], size: &Attention<'_>) {
-    let rows = qkv.chunks_exact_mut(size.packed()).zip(kv.chunks_exact(size.remembered()));
-    rows.for_each(|(qkv, kv)| qkv[size.packed() - size.remembered()..].copy_from_slice(kv));
+    let rows = qkv.chunks_exact_mut(size.packed()).zip(kv.chunks_exact(size.kv_width()));
+    rows.for_each(|(qkv, kv)| qkv[size.packed() - size.kv_width()..].copy_from_slice(kv));
 }
 
 /// Attention of each query to its sequence's past and to what came with it, up to itself. y:
@@ -38,9 +38,9 @@ pub(super) fn attention(
         let (sequence, at) = (row / positions, row % positions);
         let (before, shared) = (size.past[sequence], head * size.kv_heads / size.heads);
         // A position's keys and values: remembered, or beside its queries.
-        let remembered = |key: usize| -> &[f32] {
+        let kv_width = |key: usize| -> &[f32] {
             match key.checked_sub(before) {
-                None => &past[sequence * of_sequence + key * size.remembered()..],
+                None => &past[sequence * of_sequence + key * size.kv_width()..],
                 Some(new) => {
                     let row = sequence * positions + new;
                     &qkv[row * size.packed() + size.heads * d..]
@@ -62,7 +62,7 @@ pub(super) fn attention(
                     let mut p = [0.0; TILE];
                     let p = &mut p[..keys.len()];
                     for (p, key) in p.iter_mut().zip(keys.clone()) {
-                        *p = scale * dot(q, &remembered(key)[k..k + d]);
+                        *p = scale * dot(q, &kv_width(key)[k..k + d]);
                     }
                     let new = most.max(largest(p));
                     let shrink = exp(most - new);
@@ -70,7 +70,7 @@ pub(super) fn attention(
                     (most, total) = (new, total * shrink + sum(p));
                     y.iter_mut().for_each(|y| *y *= shrink);
                     for (&p, key) in p.iter().zip(keys) {
-                        let v = &remembered(key)[v..v + d];
+                        let v = &kv_width(key)[v..v + d];
                         y.iter_mut().zip(v).for_each(|(y, v)| *y += p * v);
                     }
                 }
@@ -108,7 +108,7 @@ mod tests {
             let qkv = noise(rows.count() * all.packed(), 1).narrow;
             let (mut y, mut lse) =
                 (vec![0.0; rows.count() * heads * d], vec![0.0; rows.count() * heads]);
-            let mut kv = vec![0.0; rows.count() * all.remembered()];
+            let mut kv = vec![0.0; rows.count() * all.kv_width()];
             for new in [1, 3] {
                 let past = lengths.map(|length| length - new);
                 let rows = Rows { sequences: 3, positions: new };

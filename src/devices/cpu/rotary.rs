@@ -23,7 +23,7 @@ pub(super) fn rotate(
     for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
         *to = frequency;
     }
-    let turned = (size.heads + size.kv_heads) * d;
+    let transposed = (size.heads + size.kv_heads) * d;
     qkv.par_chunks_mut(size.packed()).enumerate().for_each(|(row, qkv)| {
         let position = places.of(row) as f32;
         let (mut cos, mut sin) = ([0.0; PAIRS], [0.0; PAIRS]);
@@ -35,7 +35,7 @@ pub(super) fn rotate(
         level.run(
             #[inline(always)]
             || {
-                for head in qkv[..turned].chunks_exact_mut(d) {
+                for head in qkv[..transposed].chunks_exact_mut(d) {
                     let (first, second) = head.split_at_mut(pairs);
                     let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
                     for ((a, b), (cos, sin)) in pairs {

@@ -86,7 +86,7 @@ impl On<'_> {
         kv: Option<View>,
         size: &Attention<'_>,
     ) {
-        let [forward, ..] = passes(qkv.of, size.head_size);
+        let [forward, ..] = passes(qkv.dtype, size.head_size);
         let (y, lse, qkv, kv) = (self.at(y), self.at(lse), self.at(qkv), self.maybe(kv));
         let (lengths, documents) =
             (self.notes.lengths(size.lengths), self.notes.documents(size.documents));
@@ -103,7 +103,7 @@ impl On<'_> {
         apart: Option<Apart>,
         size: &Attention<'_>,
     ) {
-        let [_, to_keys, to_queries] = passes(qkv.of, size.head_size);
+        let [_, to_keys, to_queries] = passes(qkv.dtype, size.head_size);
         let sizes = with::attention(size);
         let (dqkv, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
         let (delta, qkv) = (self.at(delta), self.at(qkv));
@@ -125,7 +125,7 @@ impl On<'_> {
     }
 
     pub(super) fn attention_to_past(&self, y: View, qkv: View, past: View, size: &Attention<'_>) {
-        let capacity = past.len / size.rows.sequences / size.remembered();
+        let capacity = past.len() / size.rows.sequences / size.kv_width();
         let (y, qkv, kv, pasts) =
             (self.at(y), self.at(qkv), self.at(past), self.notes.pasts(size.past));
         let (capacity, sizes) = (int(capacity), with::attention(size));
@@ -156,7 +156,7 @@ impl On<'_> {
         from: View,
         size: &Attention<'_>,
     ) {
-        let (rows, width) = (size.rows.count(), size.remembered());
+        let (rows, width) = (size.rows.count(), size.kv_width());
         let (to, from, r) = (self.at(to), self.at(from), long(rows));
         let arguments: [&dyn Argument; 5] = [&to, &from, &r, &int(size.packed()), &int(width)];
         self.queue.columns(kernel, [rows, 1], width, &arguments);

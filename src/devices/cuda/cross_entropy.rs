@@ -75,7 +75,7 @@ impl On<'_> {
         let places = self.find(to.places, statistics, size.rows, rows);
         self.gather(to.h, h, places, [rows.len(), c]);
         let (logits, h) = (Table::of(to.logits, stride_of(size)), Table::of(to.h, c));
-        self.product(logits, [h, Table::of(w, c).turned()], [rows.len(), c, v], None, false);
+        self.product(logits, [h, Table::of(w, c).transposed()], [rows.len(), c, v], None, false);
         places
     }
 
@@ -108,10 +108,10 @@ impl On<'_> {
         bias: Option<View>,
         size: &Scores,
     ) {
-        let (told, c, v) = (places.len, size.channels, size.tile);
+        let (told, c, v) = (places.len(), size.channels, size.tile);
         let places = self.find(places, statistics, size.rows, &(0..told));
         self.gather(gathered, h, places, [told, c]);
-        let (x, w) = (Table::of(gathered, c), Table::of(w, c).turned());
+        let (x, w) = (Table::of(gathered, c), Table::of(w, c).transposed());
         self.product(Table::of(y, v), [x, w], [told, c, v], None, false);
         if let Some(bias) = bias {
             let (y, bias) = (self.at(y), self.at(bias));
@@ -153,7 +153,7 @@ impl On<'_> {
             let (to, from) = (self.at(dh), self.at(dh_of_rows));
             let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
             self.queue.columns("add_rows", [r, 1], c, &arguments);
-            let factors = [slopes.turned(), Table::of(scratch.h, c)];
+            let factors = [slopes.transposed(), Table::of(scratch.h, c)];
             self.product(Table::of(dw, c), factors, [v, r, c], None, accumulate);
             if let Some(dbias) = dbias {
                 self.sum_columns(dbias, slopes, [r, v], parts, accumulate);
@@ -164,7 +164,7 @@ impl On<'_> {
 
     /// y = 0.
     pub(super) fn clear(&self, y: View) {
-        let kernel = if y.of == Dtype::F32 { "clear_floats" } else { "clear" };
-        self.queue.each(kernel, y.len, NEIGHBOURS, &[&self.at(y), &long(y.len)]);
+        let kernel = if y.dtype == Dtype::F32 { "clear_floats" } else { "clear" };
+        self.queue.each(kernel, y.len(), NEIGHBOURS, &[&self.at(y), &long(y.len())]);
     }
 }

@@ -96,16 +96,16 @@ pub(super) const WORKSPACE: usize = 32 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) at: Address,
-    pub(super) of: Dtype,
+    pub(super) dtype: Dtype,
 }
 
 impl Place {
     /// None.
-    pub(super) const NULL: Place = Place { at: 0, of: Dtype::F32 };
+    pub(super) const NULL: Place = Place { at: 0, dtype: Dtype::F32 };
 
     /// So many elements on.
     pub(super) fn behind(self, elements: usize) -> Place {
-        Place { at: self.at + (elements * self.of.size()) as Address, ..self }
+        Place { at: self.at + (elements * self.dtype.size()) as Address, ..self }
     }
 }
 
@@ -116,7 +116,7 @@ pub(super) struct Matrix {
     /// Elements from a row to the next.
     pub(super) stride: usize,
     /// True when the product reads it turned.
-    pub(super) turned: bool,
+    pub(super) transposed: bool,
 }
 
 /// c (+)= a b + bias, summed in f32. a: (rows, inner); b: (inner, columns); c: (rows, columns); bias:

@@ -16,7 +16,7 @@ use libloading::Library;
 
 use super::driver::{Address, Driver, Launch, Matrix, Place, Product, Stream};
 use super::texts::{self, Declared, PRELUDE};
-use crate::kernels::Own;
+use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
 type Emulate =
@@ -26,7 +26,7 @@ type Emulate =
 type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
 /// Builds them; `None` where there is no compiler.
-fn kernels(own: &[Own], of: Dtype) -> Option<Kernels> {
+fn kernels(own: &[CustomKernel], of: Dtype) -> Option<Kernels> {
     if Command::new("c++").arg("--version").output().is_err() {
         eprintln!("without c++ the CUDA device is not tested");
         return None;
@@ -91,7 +91,7 @@ pub(crate) fn instead() -> bool {
 }
 
 /// A new one, where it was asked for.
-pub(super) fn asked_for(own: &[Own], of: Dtype) -> Option<Arc<dyn Driver>> {
+pub(super) fn asked_for(own: &[CustomKernel], of: Dtype) -> Option<Arc<dyn Driver>> {
     let made = ASKED_FOR.get().then(|| Emulated::new(own, of))??;
     Some(Arc::new(made))
 }
@@ -143,7 +143,7 @@ struct Emulated {
 
 impl Emulated {
     /// `None` where there is no compiler.
-    fn new(own: &[Own], of: Dtype) -> Option<Emulated> {
+    fn new(own: &[CustomKernel], of: Dtype) -> Option<Emulated> {
         let streams = [(); 3].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
@@ -200,7 +200,7 @@ impl Drop for Emulated {
 unsafe fn number(place: Place) -> f32 {
     // SAFETY: by the caller.
     unsafe {
-        match place.of {
+        match place.dtype {
             Dtype::F32 => *(place.at as *const f32),
             Dtype::Bf16 => (*(place.at as *const bf16)).to_f32(),
         }
@@ -214,7 +214,7 @@ unsafe fn number(place: Place) -> f32 {
 unsafe fn put(place: Place, value: f32) {
     // SAFETY: by the caller.
     unsafe {
-        match place.of {
+        match place.dtype {
             Dtype::F32 => *(place.at as *mut f32) = value,
             Dtype::Bf16 => *(place.at as *mut bf16) = bf16::from_f32(value),
         }
@@ -302,7 +302,7 @@ impl Driver for Emulated {
         let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
         self.queue(on, move || {
             let at = |matrix: Matrix, row: usize, column: usize| {
-                let (row, column) = if matrix.turned { (column, row) } else { (row, column) };
+                let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
                 // SAFETY: whoever multiplies says where matrices are.
                 f64::from(unsafe { number(matrix.at.behind(row * matrix.stride + column)) })
             };

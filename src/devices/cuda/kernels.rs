@@ -6,8 +6,8 @@ use super::launches::{self as with, NEIGHBOURS, PART, Queue, int, long, parts_of
 use super::linear::Table;
 use super::notes::Notes;
 use crate::kernels::{
-    Activation, Apart, Attention, ClassLoss, Dropout, Kernels, Linear, Loss, Norm, Own, Places,
-    Rotary, Rows, Scores,
+    Activation, Apart, Attention, ClassLoss, CustomKernel, Dropout, Kernels, Linear, Loss, Norm,
+    Places, Rotary, Rows, Scores,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -25,7 +25,7 @@ pub(super) struct On<'a> {
 
 impl On<'_> {
     pub(super) fn at(&self, view: View) -> Place {
-        Place { at: self.memory, of: view.of }.behind(view.at)
+        Place { at: self.memory, dtype: view.dtype }.behind(view.at)
     }
 
     pub(super) fn maybe(&self, view: Option<View>) -> Place {
@@ -48,7 +48,7 @@ impl On<'_> {
     }
 
     pub(super) fn copy(&self, to: View, from: View) {
-        self.queue.copy(self.at(to), self.at(from), to.len);
+        self.queue.copy(self.at(to), self.at(from), to.len());
     }
 }
 
@@ -155,20 +155,21 @@ impl Kernels for CudaKernels<'_> {
 
     fn activate(&self, y: View, x: View, form: Activation) {
         let Some(on) = &self.on else { return };
-        let arguments: [&dyn Argument; 4] = [&on.at(y), &on.at(x), &long(x.len), &with::form(form)];
-        on.queue.each("activate", x.len, NEIGHBOURS, &arguments);
+        let arguments: [&dyn Argument; 4] =
+            [&on.at(y), &on.at(x), &long(x.len()), &with::form(form)];
+        on.queue.each("activate", x.len(), NEIGHBOURS, &arguments);
     }
 
     fn activate_backward(&self, dx: View, x: View, form: Activation) {
         let Some(on) = &self.on else { return };
         let arguments: [&dyn Argument; 4] =
-            [&on.at(dx), &on.at(x), &long(x.len), &with::form(form)];
-        on.queue.each("activate_backward", x.len, NEIGHBOURS, &arguments);
+            [&on.at(dx), &on.at(x), &long(x.len()), &with::form(form)];
+        on.queue.each("activate_backward", x.len(), NEIGHBOURS, &arguments);
     }
 
     fn gate(&self, y: View, x: View, channels: usize, form: Activation) {
         let Some(on) = &self.on else { return };
-        let rows = y.len / channels;
+        let rows = y.len() / channels;
         let arguments: [&dyn Argument; 5] =
             [&on.at(y), &on.at(x), &int(rows), &int(channels), &with::form(form)];
         on.queue.columns("gate", [rows, 1], channels, &arguments);
@@ -176,7 +177,7 @@ impl Kernels for CudaKernels<'_> {
 
     fn gate_backward(&self, dx: View, dy: View, x: View, channels: usize, form: Activation) {
         let Some(on) = &self.on else { return };
-        let rows = dy.len / channels;
+        let rows = dy.len() / channels;
         let (dx, dy, x) = (on.at(dx), on.at(dy), on.at(x));
         let arguments: [&dyn Argument; 6] =
             [&dx, &dy, &x, &int(rows), &int(channels), &with::form(form)];
@@ -279,13 +280,13 @@ impl Kernels for CudaKernels<'_> {
 
     fn residual(&self, y: View, a: View, x: View, rows: Rows, dropout: Option<Dropout>) {
         let Some(on) = &self.on else { return };
-        on.queue.drop([on.at(y), on.at(x), on.at(a)], rows, y.len / rows.count(), dropout);
+        on.queue.drop([on.at(y), on.at(x), on.at(a)], rows, y.len() / rows.count(), dropout);
     }
 
     fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>) {
         let Some(on) = &self.on else { return };
         if dropout.is_some() {
-            on.queue.drop([on.at(y), on.at(x), Place::NULL], rows, y.len / rows.count(), dropout);
+            on.queue.drop([on.at(y), on.at(x), Place::NULL], rows, y.len() / rows.count(), dropout);
         } else if y != x {
             on.copy(y, x);
         }
@@ -293,22 +294,22 @@ impl Kernels for CudaKernels<'_> {
 
     fn cast(&self, y: View, x: View) {
         let Some(on) = &self.on else { return };
-        let kernel = match (y.of, x.of) {
+        let kernel = match (y.dtype, x.dtype) {
             (to, from) if to == from => return on.copy(y, x),
             (Dtype::F32, _) => "to_floats",
             _ => "from_floats",
         };
-        on.queue.each(kernel, x.len, NEIGHBOURS, &[&on.at(y), &on.at(x), &long(x.len)]);
+        on.queue.each(kernel, x.len(), NEIGHBOURS, &[&on.at(y), &on.at(x), &long(x.len())]);
     }
 
     fn first_rows(&self, y: View, x: View, rows: Rows) {
         let Some(on) = &self.on else { return };
-        on.first_rows("first_rows", [y, x], rows, y.len / rows.sequences, rows.sequences);
+        on.first_rows("first_rows", [y, x], rows, y.len() / rows.sequences, rows.sequences);
     }
 
     fn first_rows_backward(&self, dx: View, dy: View, rows: Rows) {
         let Some(on) = &self.on else { return };
-        let channels = dy.len / rows.sequences;
+        let channels = dy.len() / rows.sequences;
         on.first_rows("first_rows_backward", [dx, dy], rows, channels, rows.count());
     }
 
@@ -343,10 +344,10 @@ impl Kernels for CudaKernels<'_> {
         on.queue.launch("class_loss_backward", grid, [32, 1, 1], 0, &arguments);
     }
 
-    fn own(&self, kernel: &Own, writes: &[View], reads: &[View], numbers: &[f32]) {
+    fn own(&self, kernel: &CustomKernel, writes: &[View], reads: &[View], numbers: &[f32]) {
         let Some(on) = &self.on else { return };
         let places: Vec<_> = writes.iter().chain(reads).map(|view| on.at(*view)).collect();
-        let count = writes[0].len;
+        let count = writes[0].len();
         let elements = long(count);
         let mut arguments: Vec<&dyn Argument> = Vec::new();
         arguments.extend(places.iter().map(|place| place as &dyn Argument));
@@ -362,7 +363,7 @@ impl Kernels for CudaKernels<'_> {
 
     fn add_types(&self, y: View, w: View, kinds: &[u8]) {
         let Some(on) = &self.on else { return };
-        let (rows, channels) = (kinds.len(), y.len / kinds.len());
+        let (rows, channels) = (kinds.len(), y.len() / kinds.len());
         let (y, w, kinds) = (on.at(y), on.at(w), on.notes.kinds(kinds));
         let arguments: [&dyn Argument; 5] = [&y, &w, &kinds, &int(rows), &int(channels)];
         on.queue.columns("add_kinds", [rows, 1], channels, &arguments);
@@ -376,23 +377,23 @@ impl Kernels for CudaKernels<'_> {
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let (rows, c) = (kinds.len(), dy.len / kinds.len());
-        let (count, chunks) = (dw.len / c, parts_of(rows));
+        let (rows, c) = (kinds.len(), dy.len() / kinds.len());
+        let (count, chunks) = (dw.len() / c, parts_of(rows));
         let scratch = scratch.nested();
-        let parts = scratch.take_floats(chunks * dw.len);
+        let parts = scratch.take_floats(chunks * dw.len());
         let Some(on) = &self.on else { return };
         let (parts, dy, kinds) = (on.at(parts), on.at(dy), on.notes.kinds(kinds));
         let [r, channels, kinds_there, part] = [rows, c, count, PART].map(int);
         let arguments: [&dyn Argument; 7] =
             [&parts, &dy, &kinds, &r, &channels, &kinds_there, &part];
         on.queue.columns("kind_parts", [chunks, count], c, &arguments);
-        on.queue.fold(on.at(dw), parts, [chunks, dw.len, dw.len], accumulate);
+        on.queue.fold(on.at(dw), parts, [chunks, dw.len(), dw.len()], accumulate);
     }
 
     fn add_positions(&self, y: View, x: View, w: View, places: Places<'_>) {
         let Some(on) = &self.on else { return };
         let Rows { sequences, positions } = places.rows;
-        let channels = y.len / places.rows.count();
+        let channels = y.len() / places.rows.count();
         let (y, x, w) = (on.at(y), on.at(x), on.at(w));
         let (documents, pasts) =
             (on.notes.documents(places.documents), on.notes.pasts(places.past));
@@ -405,8 +406,8 @@ impl Kernels for CudaKernels<'_> {
     fn add_positions_backward(&self, dw: View, dy: View, places: Places<'_>, accumulate: bool) {
         let Some(on) = &self.on else { return };
         let Rows { sequences, positions } = places.rows;
-        let channels = dy.len / places.rows.count();
-        let table = dw.len / channels;
+        let channels = dy.len() / places.rows.count();
+        let table = dw.len() / channels;
         let (dw, dy, documents) = (on.at(dw), on.at(dy), on.notes.documents(places.documents));
         let past = places.past.first().copied().unwrap_or(0);
         let [past, b, t, c, rows] = [past, sequences, positions, channels, table].map(int);
@@ -441,7 +442,7 @@ impl Kernels for CudaKernels<'_> {
         size: Scores,
         scratch: &Scratch<'_>,
     ) {
-        let told = y.len / size.tile;
+        let told = y.len() / size.tile;
         let scratch = scratch.nested();
         let (places, gathered) = (scratch.take_floats(told), scratch.take(told * size.channels));
         let Some(on) = &self.on else { return };

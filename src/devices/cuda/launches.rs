@@ -11,7 +11,7 @@ use crate::tensor::Dtype;
 
 impl Argument for Place {
     fn kind(&self) -> Kind {
-        match (self.at, self.of) {
+        match (self.at, self.dtype) {
             (0, _) => Kind::Null,
             (_, Dtype::F32) => Kind::Floats,
             (_, Dtype::Bf16) => Kind::Elements,
@@ -266,8 +266,8 @@ impl<'a> Queue<'a> {
     }
 
     pub(super) fn copy(&self, to: Place, from: Place, len: usize) {
-        assert_eq!(to.of, from.of, "a copy casts nothing");
-        let bytes = len * to.of.size();
+        assert_eq!(to.dtype, from.dtype, "a copy casts nothing");
+        let bytes = len * to.dtype.size();
         self.go(|| self.driver.copy(Stream::Compute, to.at, from.at, bytes), "copy");
     }
 

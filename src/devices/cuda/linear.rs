@@ -11,22 +11,22 @@ use crate::tensor::View;
 pub(super) struct Table {
     view: View,
     stride: usize,
-    turned: bool,
+    transposed: bool,
 }
 
 impl Table {
     pub(super) fn of(view: View, stride: usize) -> Table {
-        Table { view, stride, turned: false }
+        Table { view, stride, transposed: false }
     }
 
-    pub(super) fn turned(self) -> Table {
-        Table { turned: !self.turned, ..self }
+    pub(super) fn transposed(self) -> Table {
+        Table { transposed: !self.transposed, ..self }
     }
 }
 
 impl On<'_> {
     fn matrix(&self, table: Table) -> Matrix {
-        Matrix { at: self.at(table.view), stride: table.stride, turned: table.turned }
+        Matrix { at: self.at(table.view), stride: table.stride, transposed: table.transposed }
     }
 
     /// c (+)= a b + bias. The sizes are rows, inner and columns.
@@ -58,14 +58,14 @@ impl On<'_> {
         size: Linear,
         accumulate: bool,
     ) {
-        let Linear { rows, inputs, outputs, turned } = size;
+        let Linear { rows, inputs, outputs, transposed } = size;
         let [dx, x] = [dx, x].map(|view| Table::of(view, inputs));
         let dy = Table::of(dy, outputs);
-        let w = weights(w, size).turned();
+        let w = weights(w, size).transposed();
         self.product(dx, [dy, w], [rows, outputs, inputs], None, false);
         let ((a, m), (b, n)) =
-            if turned { ((dy, outputs), (x, inputs)) } else { ((x, inputs), (dy, outputs)) };
-        self.product(Table::of(dw, n), [a.turned(), b], [m, rows, n], None, accumulate);
+            if transposed { ((dy, outputs), (x, inputs)) } else { ((x, inputs), (dy, outputs)) };
+        self.product(Table::of(dw, n), [a.transposed(), b], [m, rows, n], None, accumulate);
     }
 
     /// out (+)= the sum over rows of x, over some rows at a time, then in order.
@@ -87,5 +87,9 @@ impl On<'_> {
 
 /// w as the product of a layer reads it.
 fn weights(w: View, size: Linear) -> Table {
-    if size.turned { Table::of(w, size.inputs).turned() } else { Table::of(w, size.outputs) }
+    if size.transposed {
+        Table::of(w, size.inputs).transposed()
+    } else {
+        Table::of(w, size.outputs)
+    }
 }

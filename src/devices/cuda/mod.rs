@@ -40,12 +40,12 @@ use self::notes::Notes;
 use super::{Check, Device, GpuRates};
 use crate::config::Config;
 use crate::error::Error;
-use crate::kernels::{Kernels, Micro, Own, Rows};
+use crate::kernels::{BatchView, CustomKernel, Kernels, Rows};
 use crate::models::{Model, Part};
 use crate::tensor::Arena;
 use crate::tensor::View;
 
-/// Micro-batches whose notes are on their way at once, at most.
+/// BatchView-batches whose notes are on their way at once, at most.
 const ON_THEIR_WAY: usize = 8;
 
 /// Bytes that the workspace of products is aligned to.
@@ -112,10 +112,10 @@ impl Cuda {
     /// With memory for so many floats, of which some are [`overhead`] what is computed.
     fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, Trouble> {
         let memory = driver.allocate(floats * FLOAT)?;
-        let notes = View { len: overhead.len - OF_PRODUCTS, ..overhead };
-        let behind = memory + ((notes.at + notes.len) * FLOAT) as Address;
-        let all = View::floats(0, ON_THEIR_WAY * notes.len);
-        let mut desk = Arena::new(all.len)?;
+        let notes = overhead.part(0..overhead.len() - OF_PRODUCTS);
+        let behind = memory + ((notes.at + notes.len()) * FLOAT) as Address;
+        let all = View::floats(0, ON_THEIR_WAY * notes.len());
+        let mut desk = Arena::new(all.len())?;
         // Rather early than late: nothing that waited for the device began before it ended.
         let at = Instant::now();
         let event = Event::record(&driver, Stream::Compute)?;
@@ -137,7 +137,7 @@ impl Cuda {
     }
 
     fn address(&self, view: View) -> Address {
-        Place { at: self.memory, of: view.of }.behind(view.at).at
+        Place { at: self.memory, dtype: view.dtype }.behind(view.at).at
     }
 }
 
@@ -181,7 +181,7 @@ pub(super) fn open(
     overhead: View,
 ) -> Result<Box<dyn Device>, Error> {
     let own = model.parts.iter().flat_map(|part| match part {
-        Part::Stack(layer) => layer.own_kernels(),
+        Part::Stack(layer) => layer.custom_kernels(),
         _ => Vec::new(),
     });
     let driver = driver(config, &own.collect::<Vec<_>>())?;
@@ -190,7 +190,7 @@ pub(super) fn open(
     Ok(Box::new(made.map_err(refused)?))
 }
 
-fn driver(config: &Config, own: &[Own]) -> Result<Arc<dyn Driver>, Error> {
+fn driver(config: &Config, own: &[CustomKernel]) -> Result<Arc<dyn Driver>, Error> {
     #[cfg(test)]
     if let Some(emulated) = emulated::asked_for(own, config.device.dtype) {
         return Ok(emulated);
@@ -220,9 +220,9 @@ impl Device for Cuda {
     }
 
     fn read_back(&self, view: View) -> Result<Vec<f32>, Trouble> {
-        let mut values = vec![0.0_f32; view.len];
+        let mut values = vec![0.0_f32; view.len()];
         let to = values.as_mut_ptr().cast();
-        self.driver.copy_out(Stream::Compute, to, self.address(view), view.len * FLOAT)?;
+        self.driver.copy_out(Stream::Compute, to, self.address(view), view.len() * FLOAT)?;
         let told = Event::record(&self.driver, Stream::Compute)
             .and_then(|event| self.driver.synchronize(event.id));
         if told.is_err() {
@@ -233,7 +233,7 @@ impl Device for Cuda {
 
     fn compute(
         &self,
-        micro: &Micro<'_>,
+        batch: &BatchView<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, Trouble> {
         let turn = {
@@ -241,10 +241,10 @@ impl Device for Cuda {
             *computed += 1;
             *computed % ON_THEIR_WAY
         };
-        let place = View::floats(turn * self.notes.len, self.notes.len);
+        let place = View::floats(turn * self.notes.len(), self.notes.len());
         // SAFETY: of operations that are not done, each has a place of its own.
         let desk = unsafe { self.desk.write(place) };
-        let notes = Notes::write(micro, desk, self.address(self.notes));
+        let notes = Notes::write(batch, desk, self.address(self.notes));
         let from = desk.as_ptr().cast();
         let bytes = notes.floats * FLOAT;
         self.driver.copy_in(Stream::Compute, self.address(self.notes), from, bytes)?;

@@ -2,7 +2,7 @@
 
 use super::driver::Address;
 use super::launches::{FLOAT, NULL};
-use crate::kernels::{Document, Micro, Rows};
+use crate::kernels::{BatchView, Document, Rows};
 
 /// What a micro-batch is, in the device's memory: lengths, pasts, documents, kinds of tokens. The host's
 /// slices say which part of it is meant.
@@ -22,8 +22,8 @@ impl Notes {
     }
 
     /// Writes them, for what will be copied to `at`.
-    pub(super) fn write(micro: &Micro<'_>, desk: &mut [f32], at: Address) -> Notes {
-        let Micro { rows, lengths, past, documents, kinds, .. } = *micro;
+    pub(super) fn write(batch: &BatchView<'_>, desk: &mut [f32], at: Address) -> Notes {
+        let BatchView { rows, lengths, past, documents, kinds, .. } = *batch;
         let floats = Notes::len(rows);
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut desk[..floats]);
         let (of_sequences, rest) = words.split_at_mut(2 * rows.sequences);

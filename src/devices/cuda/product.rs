@@ -21,7 +21,7 @@ struct Key {
     of: [Dtype; 2],
     sizes: [usize; 3],
     strides: [usize; 3],
-    turned: [bool; 2],
+    transposed: [bool; 2],
     has_bias: bool,
 }
 
@@ -93,7 +93,7 @@ impl Products {
         let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let description = Description(result::create_matmul_desc(compute, kind(Dtype::F32))?);
-        assert_eq!(a.at.of, b.at.of, "factors are of one kind");
+        assert_eq!(a.at.dtype, b.at.dtype, "factors are of one kind");
         let set = |what, value: *const c_void, bytes| {
             // SAFETY: the description is there, and the value is of this attribute.
             unsafe { result::set_matmul_desc_attribute(description.0, what, value, bytes) }
@@ -103,8 +103,8 @@ impl Products {
             (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
             (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
         ] {
-            let turned = i32::from(matrix.turned); // CUBLAS_OP_N, CUBLAS_OP_T
-            set(what, (&raw const turned).cast(), size_of_val(&turned))?;
+            let transposed = i32::from(matrix.transposed); // CUBLAS_OP_N, CUBLAS_OP_T
+            set(what, (&raw const transposed).cast(), size_of_val(&transposed))?;
         }
         if let Some(bias) = bias {
             let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
@@ -112,19 +112,19 @@ impl Products {
             set(what, (&raw const epilogue).cast(), bytes)?;
             let what = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
             set(what, (&raw const bias.at).cast(), size_of_val(&bias.at))?;
-            assert_eq!(bias.of, c.of, "what is added is of the product's kind");
+            assert_eq!(bias.dtype, c.dtype, "what is added is of the product's kind");
         }
         let of = |matrix: Matrix, rows: usize, columns: usize| {
-            let (columns, rows) = if matrix.turned { (rows, columns) } else { (columns, rows) };
-            Layout::new(matrix.at.of, [columns, rows], matrix.stride)
+            let (columns, rows) = if matrix.transposed { (rows, columns) } else { (columns, rows) };
+            Layout::new(matrix.at.dtype, [columns, rows], matrix.stride)
         };
         let (of_a, of_b) = (of(a, rows, inner)?, of(b, inner, columns)?);
-        let of_c = Layout::new(c.of, [columns, rows], stride)?;
+        let of_c = Layout::new(c.dtype, [columns, rows], stride)?;
         let key = Key {
-            of: [a.at.of, c.of],
+            of: [a.at.dtype, c.dtype],
             sizes: [rows, inner, columns],
             strides: [a.stride, b.stride, stride],
-            turned: [a.turned, b.turned],
+            transposed: [a.transposed, b.transposed],
             has_bias: bias.is_some(),
         };
         let mut chosen = self.chosen.lock().expect("nothing panics inside");
@@ -132,7 +132,7 @@ impl Products {
             Some(algorithm) => *algorithm,
             None => {
                 let layouts = [of_b.0, of_a.0, of_c.0];
-                let strides = [(b.stride, b.at.of), (a.stride, a.at.of), (stride, c.of)];
+                let strides = [(b.stride, b.at.dtype), (a.stride, a.at.dtype), (stride, c.dtype)];
                 let algorithm = self.choose(&description, layouts, strides)?;
                 chosen.insert(key, algorithm);
                 algorithm

@@ -76,9 +76,9 @@ pub(super) fn measure(
     }
     driver.finish();
     let matrix_of = |index: usize| Matrix {
-        at: Place { at: memory, of }.behind(index * matrix),
+        at: Place { at: memory, dtype: of }.behind(index * matrix),
         stride: size,
-        turned: false,
+        transposed: false,
     };
     let (a, b, c) = (matrix_of(0), matrix_of(1), matrix_of(2).at);
     let product = Product {

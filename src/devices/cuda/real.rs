@@ -15,7 +15,7 @@ use super::product::Products;
 use super::texts;
 use crate::config::DeviceConfig;
 use crate::devices::{Gpu, Library};
-use crate::kernels::Own;
+use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
 /// The oldest architecture that kernels are written for.
@@ -85,7 +85,7 @@ impl Real {
     ///
     /// # Errors
     /// What is missing, and what to do.
-    pub(super) fn open(config: &DeviceConfig, own: &[Own]) -> Result<Real, Trouble> {
+    pub(super) fn open(config: &DeviceConfig, own: &[CustomKernel]) -> Result<Real, Trouble> {
         let DeviceConfig { ordinal, dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
         let (folder, kept) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
@@ -146,7 +146,7 @@ impl Real {
         of: Dtype,
         nvrtc: &Library,
         kept: Option<&Path>,
-        own: &[Own],
+        own: &[CustomKernel],
     ) -> Result<(), Trouble> {
         let texts = texts::all(own, of)?;
         let version = nvrtc.version.expect("it is there");

@@ -7,9 +7,9 @@ use std::path::Path;
 use crate::config::{DeviceKind, EpsTier, Recompute, ScheduleKind};
 use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
-use crate::kernels::{Kernels, Own};
+use crate::kernels::{CustomKernel, Kernels};
 use crate::models::{
-    Backward, Block, Composed, Derived, Final, Forward, Keep, Layer, Model, Operations, Stem,
+    Backward, Block, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem,
     Tensor, Value,
 };
 use crate::optimizers::{AdamW, Update, UpdateRule};
@@ -118,7 +118,7 @@ fn every_kernel_is_the_cpus() {
 /// Halves what comes, by a kernel of its own.
 struct Halves;
 
-const HALF: Own = Own {
+const HALF: CustomKernel = CustomKernel {
     name: "times",
     text: r#"
 extern "C" __global__ void times(T* y, const T* x, long long count, float factor) {
@@ -137,11 +137,11 @@ impl Layer for Halves {
         Vec::new()
     }
 
-    fn own_kernels(&self) -> Vec<Own> {
+    fn custom_kernels(&self) -> Vec<CustomKernel> {
         vec![HALF]
     }
 
-    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
         0
     }
 
@@ -150,7 +150,7 @@ impl Layer for Halves {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len));
+        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len()));
         k.own(&HALF, &[dx], &[pass.dy], &[0.5]);
     }
 }
@@ -158,7 +158,7 @@ impl Layer for Halves {
 /// The same with a backward that is derived, to the square.
 struct Squares;
 
-const SQUARE: Own = Own {
+const SQUARE: CustomKernel = CustomKernel {
     name: "square",
     text: SQUARES,
     cpu: |writes, reads, numbers| {
@@ -166,7 +166,7 @@ const SQUARE: Own = Own {
     },
 };
 
-const SQUARE_BACKWARD: Own = Own {
+const SQUARE_BACKWARD: CustomKernel = CustomKernel {
     name: "square_backward",
     text: SQUARES,
     cpu: |writes, reads, numbers| {
@@ -203,7 +203,7 @@ impl Composed for Squares {
         24
     }
 
-    fn own_kernels(&self) -> Vec<Own> {
+    fn custom_kernels(&self) -> Vec<CustomKernel> {
         vec![SQUARE, SQUARE_BACKWARD]
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use l2l_actors::ports::Trouble;
 
 use super::driver::Kind;
-use crate::kernels::Own;
+use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
 /// What stands before each other text.
@@ -83,7 +83,7 @@ type Text = (&'static str, &'static str, Vec<Declared>);
 ///
 /// # Errors
 /// One's own is not in its text, or is called as another.
-pub(super) fn all(own: &[Own], of: Dtype) -> Result<Vec<Text>, Trouble> {
+pub(super) fn all(own: &[CustomKernel], of: Dtype) -> Result<Vec<Text>, Trouble> {
     let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
@@ -91,7 +91,7 @@ pub(super) fn all(own: &[Own], of: Dtype) -> Result<Vec<Text>, Trouble> {
         known.extend(kernels.iter().map(|kernel| kernel.name.clone()));
         all.push((name, text, kernels));
     }
-    for Own { name, text, .. } in own {
+    for CustomKernel { name, text, .. } in own {
         let mut kernels = declared(text, of)?;
         kernels.retain(|kernel| kernel.name == *name);
         if kernels.is_empty() {

@@ -4,10 +4,10 @@
 mod stage;
 
 use self::stage::{Kept, Keys, Stage};
-use super::layer::{Backward, Forward, Init, Keep, Kind, Layer, Memory, Tensor, tensor_views};
+use super::layer::{Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, tensor_views};
 use super::shape::Shape;
 use crate::kernels::{Apart, Attention, Dropout, Kernels, Linear, Norm, Rows};
-use crate::kernels::{Micro, STRETCH, Stretch};
+use crate::kernels::{BatchView, CHUNK_POSITIONS, SequenceChunk};
 use crate::tensor::Scratch;
 use crate::tensor::{Dtype, View};
 
@@ -53,27 +53,25 @@ impl Block {
         }
     }
 
-    /// Where a stretch's intermediates are: those that are kept in `memory`, the others in workspace.
-    fn kept(
+    /// Where a chunk's intermediates are: those that are kept in `memory`, the others in workspace.
+    fn saved(
         &self,
-        stretch: &Stretch,
+        chunk: &SequenceChunk,
         rows: Rows,
-        memory: Option<(Keep, View)>,
+        memory: Option<(Save, View)>,
         scratch: &Scratch<'_>,
     ) -> Kept {
         let shape = &self.shape;
         let stashed = memory.map(|(_, view)| Scratch::new(view, scratch.dtype()));
         let place = |is_kept: bool, width: usize| match &stashed {
-            Some(stashed) if is_kept => stretch.of(stashed.take(rows.count() * width), width),
-            _ => scratch.take(stretch.rows.len() * width),
+            Some(stashed) if is_kept => chunk.of(stashed.take(rows.count() * width), width),
+            _ => scratch.take(chunk.rows.len() * width),
         };
         let place_floats = |is_kept: bool, width: usize| match &stashed {
-            Some(stashed) if is_kept => {
-                stretch.of(stashed.take_floats(rows.count() * width), width)
-            }
-            _ => scratch.take_floats(stretch.rows.len() * width),
+            Some(stashed) if is_kept => chunk.of(stashed.take_floats(rows.count() * width), width),
+            _ => scratch.take_floats(chunk.rows.len() * width),
         };
-        let attention = matches!(memory, Some((Keep::All, _)));
+        let attention = matches!(memory, Some((Save::All, _)));
         let normed_heads = shape.heads + shape.kv_heads;
         Kept {
             norm1: place_floats(true, 2),
@@ -88,46 +86,46 @@ impl Block {
         }
     }
 
-    /// Where a stretch's keys and values go and come from.
+    /// Where a chunk's keys and values go and come from.
     fn keys(
         &self,
-        stretch: &Stretch,
+        chunk: &SequenceChunk,
         rows: Rows,
-        memory: Option<Memory>,
-        carried: View,
+        memory: Option<KvCache>,
+        chunk_state: View,
         scratch: &Scratch<'_>,
     ) -> Keys {
-        let Some((sequence, [past])) = stretch.part_of else {
+        let Some((sequence, [past])) = chunk.part_of else {
             let (fresh, past) = memory.map_or((None, None), |one| (Some(one.fresh), one.past));
             return Keys { fresh, past, all: None };
         };
-        let (width, to) = (self.remembered(), past + stretch.rows.len());
+        let (width, to) = (self.kv_width(), past + chunk.rows.len());
         let len = rows.positions * width;
         let of_sequence = match memory {
             Some(memory) => memory.fresh.part(sequence * len..(sequence + 1) * len),
-            None => Scratch::new(carried, scratch.dtype()).take(len),
+            None => Scratch::new(chunk_state, scratch.dtype()).take(len),
         };
         let fresh = Some(of_sequence.part(past * width..to * width));
         Keys { fresh, past: None, all: Some(of_sequence.part(0..to * width)) }
     }
 
-    fn stretches(&self, micro: &Micro<'_>) -> Vec<Stretch> {
-        micro.stretches(self.shape.causal && micro.past.iter().all(|past| *past == 0))
+    fn chunks(&self, batch: &BatchView<'_>) -> Vec<SequenceChunk> {
+        batch.chunks(self.shape.causal && batch.past.iter().all(|past| *past == 0))
     }
 
-    fn attention<'a>(&self, micro: &Micro<'a>) -> Attention<'a> {
+    fn attention<'a>(&self, batch: &BatchView<'a>) -> Attention<'a> {
         let Shape { heads, kv_heads, head_size, causal, window, dropout, .. } = self.shape;
         Attention {
-            rows: micro.rows,
+            rows: batch.rows,
             heads,
             kv_heads,
             head_size,
             causal,
             window: window.filter(|(_, from)| self.number >= *from).map(|(window, _)| window),
-            lengths: micro.lengths,
-            documents: micro.documents,
-            past: micro.past,
-            dropout: micro.dropout(dropout.attention, self.index, 0),
+            lengths: batch.lengths,
+            documents: batch.documents,
+            past: batch.past,
+            dropout: batch.dropout(dropout.attention, self.index, 0),
         }
     }
 
@@ -137,38 +135,38 @@ impl Block {
     }
 
     fn linear(&self, rows: Rows, inputs: usize, outputs: usize) -> Linear {
-        Linear { rows: rows.count(), inputs, outputs, turned: self.shape.turned }
+        Linear { rows: rows.count(), inputs, outputs, transposed: self.shape.transposed }
     }
 
     /// Dropout of attention's output and of the feed-forward's.
-    fn drops(&self, micro: &Micro<'_>) -> [Option<Dropout>; 2] {
+    fn drops(&self, batch: &BatchView<'_>) -> [Option<Dropout>; 2] {
         let dropout = self.shape.dropout;
         [(dropout.projection, 1), (dropout.feed_forward, 2)]
-            .map(|(probability, site)| micro.dropout(probability, self.index, site))
+            .map(|(probability, site)| batch.dropout(probability, self.index, site))
     }
 
-    /// Begins a stretch: takes what its forward and its backward share.
+    /// Begins a chunk: takes what its forward and its backward share.
     #[allow(clippy::too_many_arguments, reason = "what forward and backward are given alike")]
     fn stage<'a>(
         &'a self,
         k: &'a dyn Kernels,
         w: &'a Parts,
-        stretch: &'a Stretch,
-        micro: &Micro<'a>,
+        chunk: &'a SequenceChunk,
+        batch: &BatchView<'a>,
         x: View,
-        kept: Option<(Keep, View)>,
+        saved: Option<(Save, View)>,
         keys: Keys,
         scratch: &Scratch<'_>,
     ) -> Stage<'a> {
-        let r = stretch.rows.len();
+        let r = chunk.rows.len();
         let place = if self.shape.qk_norm { r * self.shape.qkv() } else { 0 };
         Stage {
             block: self,
             k,
             w,
-            micro: stretch.micro(micro),
-            x: stretch.of(x, self.shape.hidden),
-            kept: self.kept(stretch, micro.rows, kept, scratch),
+            batch: chunk.batch(batch),
+            x: chunk.of(x, self.shape.hidden),
+            saved: self.saved(chunk, batch.rows, saved, scratch),
             n: scratch.take(r * self.shape.hidden),
             place: scratch.take(place),
             keys,
@@ -179,7 +177,7 @@ impl Block {
 impl Layer for Block {
     fn tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, heads, kv_heads, head_size: d, .. } = self.shape;
-        let Shape { initializer_range, layers, rms_norm, biases, turned, .. } = self.shape;
+        let Shape { initializer_range, layers, rms_norm, biases, transposed, .. } = self.shape;
         let named = |name: &str, part: &str| {
             format!("{}.{part}", name.replace("{}", &self.number.to_string()))
         };
@@ -205,7 +203,8 @@ impl Layer for Block {
         // Products that read the same lie one behind the other, as one.
         let linear = |all: &mut Vec<Tensor>, parts: &[(&str, usize)], inputs, bias: bool, init| {
             for (index, (name, outputs)) in parts.iter().enumerate() {
-                let shape = if turned { vec![*outputs, inputs] } else { vec![inputs, *outputs] };
+                let shape =
+                    if transposed { vec![*outputs, inputs] } else { vec![inputs, *outputs] };
                 let (name, kind, joined) = (named(name, "weight"), Kind::Weight, index > 0);
                 all.push(Tensor { name, shape, kind, init, joined });
             }
@@ -233,7 +232,7 @@ impl Layer for Block {
         all
     }
 
-    fn remembered(&self) -> usize {
+    fn kv_width(&self) -> usize {
         2 * self.shape.kv_heads * self.shape.head_size
     }
 
@@ -241,22 +240,22 @@ impl Layer for Block {
         self.shape.mixed()
     }
 
-    fn kept_len(&self, positions: usize, keep: Keep, of: Dtype) -> usize {
+    fn saved_len(&self, positions: usize, save: Save, of: Dtype) -> usize {
         let shape = &self.shape;
         let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
         let end = if shape.post_norm { shape.hidden } else { 0 };
-        let [attention, statistics] = match keep {
-            Keep::All => [shape.qkv() + shape.mixed(), heads + shape.heads],
-            Keep::AllButAttention => [0, 0],
+        let [attention, statistics] = match save {
+            Save::All => [shape.qkv() + shape.mixed(), heads + shape.heads],
+            Save::AllButAttention => [0, 0],
         };
         let numbers = positions * (attention + shape.hidden + shape.up() + end);
         // Each of nine views is aligned for itself; a sequence pays for all of it.
         of.floats(numbers) + positions * (4 + statistics) + 9 * 16
     }
 
-    fn carried_len(&self, positions: usize, trains: bool, of: Dtype) -> usize {
-        let is_cut = self.shape.causal && positions > STRETCH;
-        let numbers = positions * self.remembered();
+    fn chunk_state_len(&self, positions: usize, trains: bool, of: Dtype) -> usize {
+        let is_cut = self.shape.causal && positions > CHUNK_POSITIONS;
+        let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
         let [values, gradients] =
             [of.floats(numbers), gradients].map(|floats| floats.next_multiple_of(16));
@@ -264,53 +263,54 @@ impl Layer for Block {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref micro, weights, x, y, kept, memory, carried, scratch } = *pass;
+        let Forward { ref batch, weights, x, y, saved, memory, chunk_state, scratch } = *pass;
         let w = self.parts(weights);
-        for stretch in &self.stretches(micro) {
+        for chunk in &self.chunks(batch) {
             let scratch = &scratch.nested();
-            let keys = self.keys(stretch, micro.rows, memory, carried, scratch);
-            let stage = self.stage(k, &w, stretch, micro, x, kept, keys, scratch);
-            stage.forward(stretch.of(y, self.shape.hidden), scratch);
+            let keys = self.keys(chunk, batch.rows, memory, chunk_state, scratch);
+            let stage = self.stage(k, &w, chunk, batch, x, saved, keys, scratch);
+            stage.forward(chunk.of(y, self.shape.hidden), scratch);
         }
     }
 
-    /// A sequence in stretches is walked from its end: then keys and values of a stretch have all
+    /// A sequence in chunks is walked from its end: then keys and values of a chunk have all
     /// that later queries give them when it comes. All keys and values are made before.
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref micro, weights, gradient, x, kept, dy, dx, carried, scratch, .. } =
-            *pass;
+        let Backward {
+            ref batch, weights, gradient, x, saved, dy, dx, chunk_state, scratch, ..
+        } = *pass;
         let (w, c) = (self.parts(weights), self.shape.hidden);
-        let d = self.parts(gradient.unwrap_or_else(|| scratch.take_floats(weights.len)));
-        let keep = kept.map(|(keep, _)| keep);
+        let d = self.parts(gradient.unwrap_or_else(|| scratch.take_floats(weights.len())));
+        let save = saved.map(|(save, _)| save);
         let mut accumulate = pass.accumulate;
-        let sequence = |stretch: &Stretch| stretch.part_of.map(|(sequence, _)| sequence);
-        let stretches = self.stretches(micro);
-        for stretches in stretches.chunk_by(|a, b| sequence(a) == sequence(b)) {
-            let (last, others) = stretches.split_last().expect("a chunk has one");
-            for stretch in others {
+        let sequence = |chunk: &SequenceChunk| chunk.part_of.map(|(sequence, _)| sequence);
+        let chunks = self.chunks(batch);
+        for chunks in chunks.chunk_by(|a, b| sequence(a) == sequence(b)) {
+            let (last, others) = chunks.split_last().expect("a chunk has one");
+            for chunk in others {
                 let scratch = &scratch.nested();
-                let keys = self.keys(stretch, micro.rows, None, carried, scratch);
-                let stage = self.stage(k, &w, stretch, micro, x, kept, keys, scratch);
-                if keep == Some(Keep::All) {
+                let keys = self.keys(chunk, batch.rows, None, chunk_state, scratch);
+                let stage = self.stage(k, &w, chunk, batch, x, saved, keys, scratch);
+                if save == Some(Save::All) {
                     stage.seen()
                 } else {
                     stage.project()
                 };
             }
-            for stretch in stretches.iter().rev() {
+            for chunk in chunks.iter().rev() {
                 let scratch = &scratch.nested();
-                let keys = self.keys(stretch, micro.rows, None, carried, scratch);
+                let keys = self.keys(chunk, batch.rows, None, chunk_state, scratch);
                 let apart = keys.all.map(|kv| {
-                    let room = Scratch::new(carried, scratch.dtype());
-                    room.take(micro.rows.positions * self.remembered());
-                    let dkv = room.take_floats(kv.len);
-                    Apart { kv, dkv, accumulate: stretch.rows != last.rows }
+                    let room = Scratch::new(chunk_state, scratch.dtype());
+                    room.take(batch.rows.positions * self.kv_width());
+                    let dkv = room.take_floats(kv.len());
+                    Apart { kv, dkv, accumulate: chunk.rows != last.rows }
                 });
-                let stage = self.stage(k, &w, stretch, micro, x, kept, keys, scratch);
-                let dx = dx.map(|dx| stretch.of(dx, c));
-                let dx = dx.unwrap_or_else(|| scratch.take(stretch.rows.len() * c));
-                let dy = stretch.of(dy, c);
-                stage.backward(&d, keep, dy, dx, apart, accumulate, scratch);
+                let stage = self.stage(k, &w, chunk, batch, x, saved, keys, scratch);
+                let dx = dx.map(|dx| chunk.of(dx, c));
+                let dx = dx.unwrap_or_else(|| scratch.take(chunk.rows.len() * c));
+                let dy = chunk.of(dy, c);
+                stage.backward(&d, save, dy, dx, apart, accumulate, scratch);
                 accumulate = true;
             }
         }

@@ -1,9 +1,9 @@
-//! One stretch of a micro-batch through a block: what runs on which views, forward and backward.
+//! One chunk of a micro-batch through a block: what runs on which views, forward and backward.
 
 use super::{Block, Parts};
-use crate::kernels::Micro;
+use crate::kernels::BatchView;
 use crate::kernels::{Apart, Kernels};
-use crate::models::layer::Keep;
+use crate::models::layer::Save;
 use crate::models::shape::Shape;
 use crate::tensor::Scratch;
 use crate::tensor::View;
@@ -28,18 +28,18 @@ pub(super) struct Keys {
     pub(super) fresh: Option<View>,
     /// Those from before, in a cache.
     pub(super) past: Option<View>,
-    /// All up to these, when a sequence is walked in stretches. (past + T, 2 K D).
+    /// All up to these, when a sequence is walked in chunks. (past + T, 2 K D).
     pub(super) all: Option<View>,
 }
 
-/// What forward and backward of a stretch share.
+/// What forward and backward of a chunk share.
 pub(super) struct Stage<'a> {
     pub(super) block: &'a Block,
     pub(super) k: &'a dyn Kernels,
     pub(super) w: &'a Parts,
-    pub(super) micro: Micro<'a>,
+    pub(super) batch: BatchView<'a>,
     pub(super) x: View,
-    pub(super) kept: Kept,
+    pub(super) saved: Kept,
     /// (R, C), used in between; behind a walk what the feed-forward reads.
     pub(super) n: View,
     /// Where attention's normed queries and keys are, if they are not where they are kept.
@@ -51,49 +51,49 @@ impl Stage<'_> {
     /// All of the forward that the backward needs.
     fn walk(&self) {
         self.attend();
-        let Stage { block, k, w, x, ref kept, n, .. } = *self;
-        let (rows, c) = (self.micro.rows, block.shape.hidden);
+        let Stage { block, k, w, x, ref saved, n, .. } = *self;
+        let (rows, c) = (self.batch.rows, block.shape.hidden);
         let size = block.linear(rows, block.shape.mixed(), c);
-        k.linear(n, kept.mixed, w.projection.0, w.projection.1, size);
-        k.residual(kept.middle, x, n, rows, block.drops(&self.micro)[0]);
+        k.linear(n, saved.mixed, w.projection.0, w.projection.1, size);
+        k.residual(saved.middle, x, n, rows, block.drops(&self.batch)[0]);
         self.middle_norm();
-        k.linear(kept.up, n, w.up.0, w.up.1, block.linear(rows, c, block.shape.up()));
+        k.linear(saved.up, n, w.up.0, w.up.1, block.linear(rows, c, block.shape.up()));
     }
 
     /// Of that, attention's: what it reads, and what it comes to.
     fn attend(&self) {
-        let Stage { k, ref kept, keys, .. } = *self;
-        let (qkv, size) = (self.project(), self.block.attention(&self.micro));
+        let Stage { k, ref saved, keys, .. } = *self;
+        let (qkv, size) = (self.project(), self.block.attention(&self.batch));
         match keys.past {
-            Some(past) => k.attention_to_past(kept.mixed, qkv, past, size),
-            None => k.attention(kept.mixed, kept.lse, qkv, keys.all, size),
+            Some(past) => k.attention_to_past(saved.mixed, qkv, past, size),
+            None => k.attention(saved.mixed, saved.lse, qkv, keys.all, size),
         }
     }
 
     /// Queries, keys and values as attention sees them.
     pub(super) fn project(&self) -> View {
-        let Stage { block, k, w, x, ref kept, n, .. } = *self;
+        let Stage { block, k, w, x, ref saved, n, .. } = *self;
         let Shape { hidden: c, post_norm, .. } = block.shape;
-        let rows = self.micro.rows;
+        let rows = self.batch.rows;
         let mut read = x;
         if !post_norm {
-            k.norm(n, kept.norm1, x, w.norm1.0, w.norm1.1, block.norm(rows));
+            k.norm(n, saved.norm1, x, w.norm1.0, w.norm1.1, block.norm(rows));
             read = n;
         }
-        k.linear(kept.qkv, read, w.qkv.0, w.qkv.1, block.linear(rows, c, block.shape.qkv()));
+        k.linear(saved.qkv, read, w.qkv.0, w.qkv.1, block.linear(rows, c, block.shape.qkv()));
         if let (Some(rotary), None) = (&block.shape.rotary, w.qk_norm) {
-            k.rotate(kept.qkv, rotary, block.attention(&self.micro), false);
+            k.rotate(saved.qkv, rotary, block.attention(&self.batch), false);
         }
         self.seen()
     }
 
     /// The same from as they are kept; what is to be remembered of them is.
     pub(super) fn seen(&self) -> View {
-        let Stage { block, k, w, ref kept, place, .. } = *self;
-        let size = block.attention(&self.micro);
-        let mut qkv = kept.qkv;
-        if let (Some(gammas), Some(heads)) = (w.qk_norm, kept.heads) {
-            k.head_norm(place, heads, kept.qkv, gammas, block.shape.norm_epsilon, size);
+        let Stage { block, k, w, ref saved, place, .. } = *self;
+        let size = block.attention(&self.batch);
+        let mut qkv = saved.qkv;
+        if let (Some(gammas), Some(heads)) = (w.qk_norm, saved.heads) {
+            k.head_norm(place, heads, saved.qkv, gammas, block.shape.norm_epsilon, size);
             if let Some(rotary) = &block.shape.rotary {
                 k.rotate(place, rotary, size, false);
             }
@@ -107,81 +107,90 @@ impl Stage<'_> {
 
     /// What the feed-forward reads: the norm behind attention's sum, or before the feed-forward.
     fn middle_norm(&self) {
-        let Stage { block, k, w, ref kept, n, .. } = *self;
+        let Stage { block, k, w, ref saved, n, .. } = *self;
         let ((gamma, beta), statistics) =
-            if block.shape.post_norm { (w.norm1, kept.norm1) } else { (w.norm2, kept.norm2) };
-        k.norm(n, statistics, kept.middle, gamma, beta, block.norm(self.micro.rows));
+            if block.shape.post_norm { (w.norm1, saved.norm1) } else { (w.norm2, saved.norm2) };
+        k.norm(n, statistics, saved.middle, gamma, beta, block.norm(self.batch.rows));
     }
 
     /// The feed-forward's curve, gated or not.
     fn curve(&self, wide: View) {
         let Shape { intermediate, gated, activation, .. } = self.block.shape;
         if gated {
-            self.k.gate(wide, self.kept.up, intermediate, activation);
+            self.k.gate(wide, self.saved.up, intermediate, activation);
         } else {
-            self.k.activate(wide, self.kept.up, activation);
+            self.k.activate(wide, self.saved.up, activation);
         }
     }
 
     pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
         self.walk();
-        let Stage { block, k, w, ref kept, n, .. } = *self;
+        let Stage { block, k, w, ref saved, n, .. } = *self;
         let Shape { hidden: c, intermediate: i, .. } = block.shape;
-        let rows = self.micro.rows;
+        let rows = self.batch.rows;
         let wide = scratch.take(rows.count() * i);
         self.curve(wide);
         let size = block.linear(rows, i, c);
-        let drop = block.drops(&self.micro)[1];
-        let Some(end) = kept.end else {
+        let drop = block.drops(&self.batch)[1];
+        let Some(end) = saved.end else {
             k.linear(n, wide, w.down.0, w.down.1, size);
-            k.residual(y, kept.middle, n, rows, drop);
+            k.residual(y, saved.middle, n, rows, drop);
             return;
         };
         k.linear(y, wide, w.down.0, w.down.1, size);
         k.residual(end, n, y, rows, drop);
-        k.norm(y, kept.norm2, end, w.norm2.0, w.norm2.1, block.norm(rows));
+        k.norm(y, saved.norm2, end, w.norm2.0, w.norm2.1, block.norm(rows));
     }
 
-    /// `dy` and `dx` are the stretch's; `keep`: what was kept.
+    /// `dy` and `dx` are the chunk's; `keep`: what was kept.
     #[allow(clippy::too_many_arguments, reason = "all that a backward has beside its forward")]
     pub(super) fn backward(
         &self,
         d: &Parts,
-        keep: Option<Keep>,
+        save: Option<Save>,
         dy: View,
         dx: View,
         apart: Option<Apart>,
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let Stage { block, k, w, x, ref kept, n, place, .. } = *self;
+        let Stage { block, k, w, x, ref saved, n, place, .. } = *self;
         let Shape { hidden: c, intermediate: i, gated, activation, post_norm, .. } = block.shape;
-        let (rows, norm) = (self.micro.rows, block.norm(self.micro.rows));
+        let (rows, norm) = (self.batch.rows, block.norm(self.batch.rows));
         let r = rows.count();
         let (wide, dup) = (scratch.take(r * i), scratch.take(r * block.shape.up()));
         let (narrow, dmiddle) = (scratch.take(r * c), scratch.take(r * c));
-        match keep {
+        match save {
             None => self.walk(),
-            Some(Keep::All) => self.middle_norm(),
-            Some(Keep::AllButAttention) => {
+            Some(Save::All) => self.middle_norm(),
+            Some(Save::AllButAttention) => {
                 self.attend();
                 self.middle_norm();
             }
         }
         self.curve(wide);
-        let drops = block.drops(&self.micro);
+        let drops = block.drops(&self.batch);
         // Behind the feed-forward: dend is the gradient of its sum.
         let mut dend = dy;
-        if let Some(end) = kept.end {
-            if keep.is_none() {
+        if let Some(end) = saved.end {
+            if save.is_none() {
                 k.linear(narrow, wide, w.down.0, w.down.1, block.linear(rows, i, c));
                 k.residual(end, n, narrow, rows, drops[1]);
-                k.norm(narrow, kept.norm2, end, w.norm2.0, w.norm2.1, norm);
+                k.norm(narrow, saved.norm2, end, w.norm2.0, w.norm2.1, norm);
             }
             dend = scratch.take(r * c);
             let (dgamma, dbeta) = d.norm2;
             k.norm_backward(
-                dend, dgamma, dbeta, None, dy, end, kept.norm2, w.norm2.0, norm, accumulate,
+                dend,
+                dgamma,
+                dbeta,
+                None,
+                dy,
+                end,
+                saved.norm2,
+                w.norm2.0,
+                norm,
+                accumulate,
                 scratch,
             );
         }
@@ -191,10 +200,10 @@ impl Stage<'_> {
         if gated {
             let dwide = scratch.take(r * i);
             k.linear_backward(dwide, dw, db, narrow, wide, w.down.0, size, accumulate, scratch);
-            k.gate_backward(dup, dwide, kept.up, i, activation);
+            k.gate_backward(dup, dwide, saved.up, i, activation);
         } else {
             k.linear_backward(dup, dw, db, narrow, wide, w.down.0, size, accumulate, scratch);
-            k.activate_backward(dup, kept.up, activation);
+            k.activate_backward(dup, saved.up, activation);
         }
         let size = block.linear(rows, c, block.shape.up());
         let (dw, db) = d.up;
@@ -203,9 +212,9 @@ impl Stage<'_> {
         // To the sum behind attention, by the norm that the feed-forward read.
         let ((dgamma, dbeta), gamma, statistics) = if post_norm {
             k.residual(narrow, dend, narrow, rows, None);
-            (d.norm1, w.norm1.0, kept.norm1)
+            (d.norm1, w.norm1.0, saved.norm1)
         } else {
-            (d.norm2, w.norm2.0, kept.norm2)
+            (d.norm2, w.norm2.0, saved.norm2)
         };
         let residual = (!post_norm).then_some(dend);
         k.norm_backward(
@@ -214,7 +223,7 @@ impl Stage<'_> {
             dbeta,
             residual,
             narrow,
-            kept.middle,
+            saved.middle,
             statistics,
             gamma,
             norm,
@@ -228,27 +237,27 @@ impl Stage<'_> {
         let (dw, db) = d.projection;
         let dmixed = scratch.take(r * block.shape.mixed());
         let weight = w.projection.0;
-        k.linear_backward(dmixed, dw, db, narrow, kept.mixed, weight, size, accumulate, scratch);
-        let (dqkv, attention) = (scratch.take(r * block.shape.qkv()), block.attention(&self.micro));
-        let qkv = if keep == Some(Keep::All) {
+        k.linear_backward(dmixed, dw, db, narrow, saved.mixed, weight, size, accumulate, scratch);
+        let (dqkv, attention) = (scratch.take(r * block.shape.qkv()), block.attention(&self.batch));
+        let qkv = if save == Some(Save::All) {
             self.seen()
         } else if block.shape.qk_norm {
             place
         } else {
-            kept.qkv
+            saved.qkv
         };
-        k.attention_backward(dqkv, dmixed, kept.mixed, kept.lse, qkv, apart, attention, scratch);
+        k.attention_backward(dqkv, dmixed, saved.mixed, saved.lse, qkv, apart, attention, scratch);
         if let Some(Apart { dkv, .. }) = apart {
             // What later queries gave has come; these are the last.
-            let len = r * attention.remembered();
-            k.recall(dqkv, dkv.part(dkv.len - len..dkv.len), attention);
+            let len = r * attention.kv_width();
+            k.recall(dqkv, dkv.part(dkv.len() - len..dkv.len()), attention);
         }
         if let Some(rotary) = &block.shape.rotary {
             k.rotate(dqkv, rotary, attention, true);
         }
-        if let (Some(dgammas), Some(gammas), Some(heads)) = (d.qk_norm, w.qk_norm, kept.heads) {
+        if let (Some(dgammas), Some(gammas), Some(heads)) = (d.qk_norm, w.qk_norm, saved.heads) {
             k.head_norm_backward(
-                dqkv, dgammas, kept.qkv, heads, gammas, attention, accumulate, scratch,
+                dqkv, dgammas, saved.qkv, heads, gammas, attention, accumulate, scratch,
             );
         }
         let size = block.linear(rows, c, block.shape.qkv());
@@ -258,10 +267,10 @@ impl Stage<'_> {
             k.residual(dx, dmiddle, narrow, rows, None);
             return;
         }
-        k.norm(n, kept.norm1, x, w.norm1.0, w.norm1.1, norm);
+        k.norm(n, saved.norm1, x, w.norm1.0, w.norm1.1, norm);
         k.linear_backward(narrow, dw, db, dqkv, n, w.qkv.0, size, accumulate, scratch);
         let (dgamma, dbeta) = d.norm1;
-        let (residual, statistics) = (Some(dmiddle), kept.norm1);
+        let (residual, statistics) = (Some(dmiddle), saved.norm1);
         k.norm_backward(
             dx, dgamma, dbeta, residual, narrow, x, statistics, w.norm1.0, norm, accumulate,
             scratch,

@@ -1,11 +1,11 @@
 //! The layer of what is composed: walks it forward, and what was noted of it back.
 
 use super::{Composed, Derived, Operation, Operations, Value};
-use crate::kernels::Micro;
-use crate::kernels::Own;
+use crate::kernels::BatchView;
+use crate::kernels::CustomKernel;
 use crate::kernels::{Attention, Kernels, Rows};
 use crate::models::layer::{
-    Backward, Forward, Keep, Layer, Memory, Tensor, block_len, tensor_views,
+    Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
 };
 use crate::tensor::Scratch;
 use crate::tensor::{Dtype, View};
@@ -35,14 +35,14 @@ impl Back<'_, '_> {
             self.slopes[to.0] = Some(Slope { view, is_own });
             return;
         };
-        let sum = if is_own { view } else { self.scratch.take(view.len) };
+        let sum = if is_own { view } else { self.scratch.take(view.len()) };
         self.k.residual(sum, known.view, view, self.noted.rows(), None);
         self.slopes[to.0] = Some(Slope { view: sum, is_own: true });
     }
 
     /// Room for the gradient of a value.
     fn room(&self, of: Value) -> View {
-        self.scratch.take(self.noted.of(of).0.len)
+        self.scratch.take(self.noted.of(of).0.len())
     }
 
     /// What an operation may write over that holds the gradient of what it wrote.
@@ -50,7 +50,7 @@ impl Back<'_, '_> {
         if dy.is_own {
             return dy.view;
         }
-        let copy = self.scratch.take(dy.view.len);
+        let copy = self.scratch.take(dy.view.len());
         self.k.dropped(copy, dy.view, self.noted.rows(), None);
         copy
     }
@@ -129,7 +129,7 @@ impl Back<'_, '_> {
                 }
                 self.give(x, dx, true);
             }
-            Operation::Own { x, ref back, ref numbers } => {
+            Operation::CustomKernel { x, ref back, ref numbers } => {
                 let dx = self.room(x);
                 k.own(back, &[dx], &[dy.view, of(x)], numbers);
                 self.give(x, dx, true);
@@ -143,14 +143,14 @@ impl<C: Composed> Derived<C> {
     fn walk<'a>(
         &self,
         kernels: Option<&'a dyn Kernels>,
-        micro: Micro<'a>,
+        batch: BatchView<'a>,
         [weights, x]: [View; 2],
-        memory: Option<Memory>,
+        memory: Option<KvCache>,
         scratch: &'a Scratch<'a>,
     ) -> (Operations<'a>, Value) {
         let mut operations = Operations {
             kernels,
-            micro,
+            batch,
             weights: tensor_views(&self.0.tensors(), weights),
             scratch,
             layer: self.0.index(),
@@ -166,12 +166,12 @@ impl<C: Composed> Derived<C> {
     /// Sums something over its attentions, of which it has none, one or more.
     fn of_attentions(&self, of: impl Fn(&Attention<'_>) -> usize) -> usize {
         let rows = Rows { sequences: 1, positions: 1 };
-        let micro =
-            Micro { rows, lengths: &[1], kinds: &[0], documents: &[], past: &[], draw: None };
+        let batch =
+            BatchView { rows, lengths: &[1], kinds: &[0], documents: &[], past: &[], key: None };
         let scratch = Scratch::new(View::floats(0, usize::MAX / 8), Dtype::F32);
         let weights = View::floats(0, block_len(&self.0.tensors()));
         let x = View::floats(0, self.0.channels());
-        let (operations, _) = self.walk(None, micro, [weights, x], None, &scratch);
+        let (operations, _) = self.walk(None, batch, [weights, x], None, &scratch);
         let attentions = operations.noted.iter().filter_map(|(operation, _)| match operation {
             Operation::Attend { size, .. } => Some(of(size)),
             _ => None,
@@ -185,33 +185,33 @@ impl<C: Composed> Layer for Derived<C> {
         self.0.tensors()
     }
 
-    fn remembered(&self) -> usize {
-        self.of_attentions(|size| size.remembered())
+    fn kv_width(&self) -> usize {
+        self.of_attentions(|size| size.kv_width())
     }
 
     fn attention_channels(&self) -> usize {
         self.of_attentions(|size| size.heads * size.head_size)
     }
 
-    fn own_kernels(&self) -> Vec<Own> {
-        self.0.own_kernels()
+    fn custom_kernels(&self) -> Vec<CustomKernel> {
+        self.0.custom_kernels()
     }
 
     /// Nothing: its backward computes all again.
-    fn kept_len(&self, _positions: usize, _keep: Keep, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { micro, weights, x, y, memory, scratch, .. } = *pass;
-        let (operations, end) = self.walk(Some(k), micro, [weights, x], memory, scratch);
-        k.dropped(y, operations.of(end).0, micro.rows, None);
+        let Forward { batch, weights, x, y, memory, scratch, .. } = *pass;
+        let (operations, end) = self.walk(Some(k), batch, [weights, x], memory, scratch);
+        k.dropped(y, operations.of(end).0, batch.rows, None);
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { micro, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len));
-        let (noted, end) = self.walk(Some(k), micro, [weights, x], None, scratch);
+        let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
+        let (noted, end) = self.walk(Some(k), batch, [weights, x], None, scratch);
         let tensors = tensor_views(&self.0.tensors(), gradient);
         let tensors = tensors.into_iter().map(|view| (view, accumulate)).collect();
         let slopes = vec![None; noted.values.len()];
@@ -229,7 +229,7 @@ impl<C: Composed> Layer for Derived<C> {
             }
         }
         match (dx, back.slopes[0]) {
-            (Some(dx), Some(slope)) => k.dropped(dx, slope.view, micro.rows, None),
+            (Some(dx), Some(slope)) => k.dropped(dx, slope.view, batch.rows, None),
             (Some(dx), None) => k.clear(dx),
             (None, _) => {}
         }

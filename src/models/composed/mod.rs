@@ -8,11 +8,11 @@
 
 mod derived;
 
-use crate::kernels::Micro;
-use crate::kernels::Own;
+use crate::kernels::BatchView;
+use crate::kernels::CustomKernel;
 use crate::kernels::Rotary;
 use crate::kernels::{Activation, Attention, Dropout, Kernels, Linear, Norm, Rows};
-use crate::models::layer::{Memory, Tensor};
+use crate::models::layer::{KvCache, Tensor};
 use crate::tensor::Scratch;
 use crate::tensor::View;
 
@@ -29,7 +29,7 @@ pub trait Composed: Send + Sync {
     fn channels(&self) -> usize;
 
     /// Kernels of its own that it runs, forward and backward.
-    fn own_kernels(&self) -> Vec<Own> {
+    fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()
     }
 
@@ -68,13 +68,13 @@ pub struct Heads {
 pub struct Operations<'a> {
     /// None: nothing runs, it is noted alone.
     kernels: Option<&'a dyn Kernels>,
-    micro: Micro<'a>,
+    batch: BatchView<'a>,
     weights: Vec<View>,
     scratch: &'a Scratch<'a>,
     layer: u32,
     /// Dropouts so far.
     sites: u32,
-    memory: Option<Memory>,
+    memory: Option<KvCache>,
     /// Views and widths.
     values: Vec<(View, usize)>,
     noted: Vec<(Operation<'a>, Value)>,
@@ -119,16 +119,16 @@ enum Operation<'a> {
         size: Attention<'a>,
         rotary: Option<Rotary>,
     },
-    Own {
+    CustomKernel {
         x: Value,
-        back: Own,
+        back: CustomKernel,
         numbers: Vec<f32>,
     },
 }
 
 impl<'a> Operations<'a> {
     fn rows(&self) -> Rows {
-        self.micro.rows
+        self.batch.rows
     }
 
     fn of(&self, value: Value) -> (View, usize) {
@@ -156,14 +156,14 @@ impl<'a> Operations<'a> {
         let site = self.sites;
         self.sites += 1;
         assert!(site < 8, "a layer has eight dropouts at most");
-        self.micro.dropout(probability, self.layer, site)
+        self.batch.dropout(probability, self.layer, site)
     }
 
     /// x w + b, by the tensors of these indices. w: (C, N), or (N, C) `turned`; b: (N).
-    pub fn linear(&mut self, x: Value, w: usize, b: Option<usize>, turned: bool) -> Value {
+    pub fn linear(&mut self, x: Value, w: usize, b: Option<usize>, transposed: bool) -> Value {
         let (from, inputs) = self.of(x);
-        let outputs = self.weights[w].len / inputs;
-        let size = Linear { rows: self.rows().count(), inputs, outputs, turned };
+        let outputs = self.weights[w].len() / inputs;
+        let size = Linear { rows: self.rows().count(), inputs, outputs, transposed };
         let (y, to) = self.value(outputs);
         let (weight, bias) = (self.weights[w], b.map(|b| self.weights[b]));
         self.run(|k| k.linear(to, from, weight, bias, size));
@@ -227,7 +227,7 @@ impl<'a> Operations<'a> {
     /// The width is another; or text is generated, and the layer has another attention: one remembers.
     pub fn attention(&mut self, x: Value, heads: Heads) -> Value {
         let Heads { heads: h, kv_heads, head_size, causal, window, rotary, dropout } = heads;
-        let Micro { rows, lengths, documents, past, .. } = self.micro;
+        let BatchView { rows, lengths, documents, past, .. } = self.batch;
         let dropout = self.drops(dropout);
         let size = Attention {
             rows,
@@ -247,7 +247,7 @@ impl<'a> Operations<'a> {
         let seen = match &rotary {
             None => from,
             Some(rotary) => {
-                let seen = self.scratch.take(from.len);
+                let seen = self.scratch.take(from.len());
                 self.run(|k| {
                     k.dropped(seen, from, rows, None);
                     k.rotate(seen, rotary, size, false);
@@ -273,10 +273,16 @@ impl<'a> Operations<'a> {
 
     /// A kernel of one's own, of as many elements as it reads: it writes y and reads x. Its backward writes dx
     /// and reads dy and x. Both get the numbers.
-    pub fn own(&mut self, kernel: &Own, back: &Own, x: Value, numbers: &[f32]) -> Value {
+    pub fn own(
+        &mut self,
+        kernel: &CustomKernel,
+        back: &CustomKernel,
+        x: Value,
+        numbers: &[f32],
+    ) -> Value {
         let (from, width) = self.of(x);
         let (y, to) = self.value(width);
         self.run(|k| k.own(kernel, &[to], &[from], numbers));
-        self.note(Operation::Own { x, back: *back, numbers: numbers.to_vec() }, y)
+        self.note(Operation::CustomKernel { x, back: *back, numbers: numbers.to_vec() }, y)
     }
 }

@@ -64,7 +64,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
         biases: [true; 3],
         activation: activation(keys, "hidden_act", "gelu")?,
         gated: false,
-        turned: true,
+        transposed: true,
         dropout: Dropouts {
             embedding: residual,
             attention: number(keys, "attention_probs_dropout_prob", 0.1)?,

@@ -62,7 +62,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         biases: [true; 3],
         activation: activation(keys, "activation", "gelu")?,
         gated: false,
-        turned: true,
+        transposed: true,
         dropout: Dropouts {
             embedding: residual,
             attention: number(keys, "attention_dropout", 0.1)?,

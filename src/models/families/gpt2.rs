@@ -49,7 +49,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         biases: [true; 3],
         activation: Activation::GeluTanh,
         gated: false,
-        turned: false,
+        transposed: false,
         dropout: Dropouts::default(),
         tied: true,
         head: Head::Tokens,

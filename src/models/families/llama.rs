@@ -52,7 +52,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
         biases: [false; 3],
         activation: activation(keys, "hidden_act", "silu")?,
         gated: true,
-        turned: true,
+        transposed: true,
         dropout: Dropouts {
             attention: number(keys, "attention_dropout", 0.0)?,
             ..Dropouts::default()

@@ -1,4 +1,4 @@
-//! Attention against the plain one, in f64, and in stretches against all at once.
+//! Attention against the plain one, in f64, and in chunks against all at once.
 
 use super::*;
 use crate::devices::cpu::oracle::{close, differences, noise};
@@ -135,7 +135,7 @@ fn check_stretches(
     size: &Attention<'_>,
 ) {
     let (t, h, c) = (size.rows.positions, size.heads, size.heads * size.head_size);
-    let (packed, width) = (size.packed(), size.remembered());
+    let (packed, width) = (size.packed(), size.kv_width());
     for sequence in 0..size.rows.sequences {
         let of = |x: &[f32], width: usize| x[sequence * t * width..][..t * width].to_vec();
         let (y, dqkv, qkv, dy) = (of(y, c), of(dqkv, packed), of(qkv, packed), of(dy, c));

@@ -2,8 +2,8 @@
 
 use super::FLOATS;
 use crate::kernels::{
-    Activation, Apart, Attention, ClassLoss, CrossEntropy, Kernels, Linear, Micro, Norm, Places,
-    Rotary, RotaryScaling, STATISTICS, Scores,
+    Activation, Apart, Attention, BatchView, ClassLoss, CrossEntropy, Kernels, Linear, Norm,
+    Places, Rotary, RotaryScaling, STATISTICS, Scores,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -13,7 +13,7 @@ const GUARD: usize = 16;
 /// Hands out places of a memory.
 struct Layout {
     /// What weights and activations are.
-    of: Dtype,
+    dtype: Dtype,
     end: usize,
     /// Places and what they begin with, from −1 to 1 about a center.
     begins: Vec<(View, f32)>,
@@ -22,7 +22,7 @@ struct Layout {
 impl Layout {
     fn place(&mut self, len: usize, of: Dtype, center: f32) -> View {
         let floats = of.floats(len);
-        let view = View::floats(self.end, floats).place(len, of);
+        let view = View::floats(self.end, floats).hold(len, of);
         self.end = (self.end + floats + GUARD).next_multiple_of(16);
         assert!(self.end <= FLOATS / 2, "a case is small");
         self.begins.push((view, center));
@@ -30,7 +30,7 @@ impl Layout {
     }
 
     fn about(&mut self, len: usize, center: f32) -> View {
-        self.place(len, self.of, center)
+        self.place(len, self.dtype, center)
     }
 
     /// To read.
@@ -79,8 +79,8 @@ pub(super) struct Case<'c> {
 /// All cases of micro-batches of one kind.
 pub(super) struct Cases<'c> {
     /// What the device's weights and activations are.
-    pub(super) of: Dtype,
-    pub(super) micro: Micro<'c>,
+    pub(super) dtype: Dtype,
+    pub(super) batch: BatchView<'c>,
     pub(super) all: Vec<Case<'c>>,
 }
 
@@ -89,8 +89,8 @@ impl<'c> Cases<'c> {
     where
         C: Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c,
     {
-        let sides = [self.of, Dtype::F32].map(|of| {
-            let mut places = Layout { of, end: GUARD, begins: Vec::new() };
+        let sides = [self.dtype, Dtype::F32].map(|of| {
+            let mut places = Layout { dtype: of, end: GUARD, begins: Vec::new() };
             let call = Box::new(make(&mut places));
             let Layout { end, begins, .. } = places;
             Side { end, begins, call: call as Call<'c> }
@@ -105,7 +105,7 @@ impl<'c> Cases<'c> {
 
     /// Sizes of attention, of heads like these.
     fn attention(&self, [heads, kv_heads, head_size]: [usize; 3]) -> Attention<'c> {
-        let Micro { rows, lengths, documents, past, .. } = self.micro;
+        let BatchView { rows, lengths, documents, past, .. } = self.batch;
         Attention {
             rows,
             heads,
@@ -116,15 +116,15 @@ impl<'c> Cases<'c> {
             lengths,
             documents,
             past,
-            dropout: self.micro.dropout(0.2, 3, 0),
+            dropout: self.batch.dropout(0.2, 3, 0),
         }
     }
 
     pub(super) fn of_rows(&mut self) {
-        let (micro, rows) = (self.micro, self.micro.rows);
+        let (batch, rows) = (self.batch, self.batch.rows);
         let r = rows.count();
-        for (inputs, outputs, turned) in [(7, 5, false), (36, 20, true)] {
-            let size = Linear { rows: r, inputs, outputs, turned };
+        for (inputs, outputs, transposed) in [(7, 5, false), (36, 20, true)] {
+            let size = Linear { rows: r, inputs, outputs, transposed };
             self.case("linear", |p| {
                 let (y, x, w, b) =
                     (p.out(r * outputs), p.of(r * inputs), p.of(inputs * outputs), p.of(outputs));
@@ -180,7 +180,7 @@ impl<'c> Cases<'c> {
             });
         }
         for probability in [0.0, 0.3] {
-            let dropout = micro.dropout(probability, 2, 1);
+            let dropout = batch.dropout(probability, 2, 1);
             self.case("residual", |p| {
                 let (y, a, x) = (p.out(r * c), p.of(r * c), p.of(r * c));
                 move |k, _| k.residual(y, a, x, rows, dropout)
@@ -197,7 +197,7 @@ impl<'c> Cases<'c> {
                 k.clear(z);
             }
         });
-        if !micro.past.is_empty() {
+        if !batch.past.is_empty() {
             return;
         }
         self.case("cast", |p| {
@@ -216,12 +216,12 @@ impl<'c> Cases<'c> {
             let (dx, dy) = (p.out(r * c), p.of(rows.sequences * c));
             move |k, _| k.first_rows_backward(dx, dy, rows)
         });
-        let kinds = micro.kinds;
+        let kinds = batch.kinds;
         self.case("add_types", |p| {
             let (y, w) = (p.of(r * c), p.of(2 * c));
             move |k, _| k.add_types(y, w, kinds)
         });
-        let places: Places<'c> = micro.places();
+        let places: Places<'c> = batch.places();
         let table = rows.positions + 3;
         self.case("add_positions", |p| {
             let (y, x, w) = (p.out(r * c), p.of(r * c), p.of(table * c));
@@ -241,7 +241,7 @@ impl<'c> Cases<'c> {
     }
 
     pub(super) fn of_heads(&mut self) {
-        let r = self.micro.rows.count();
+        let r = self.batch.rows.count();
         for heads in [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256]] {
             let size = self.attention(heads);
             let (packed, normed, d) = (size.packed(), size.heads + size.kv_heads, size.head_size);
@@ -267,16 +267,16 @@ impl<'c> Cases<'c> {
                 }
             });
             self.case("remember", |p| {
-                let (y, qkv) = (p.out(r * size.remembered()), p.of(r * packed));
+                let (y, qkv) = (p.out(r * size.kv_width()), p.of(r * packed));
                 move |k, _| k.remember(y, qkv, size)
             });
             self.case("recall", |p| {
-                let (qkv, kv) = (p.of(r * packed), p.floats(r * size.remembered(), 0.0));
+                let (qkv, kv) = (p.of(r * packed), p.floats(r * size.kv_width(), 0.0));
                 move |k, _| k.recall(qkv, kv, size)
             });
-            if !self.micro.past.is_empty() {
-                let most = self.micro.past.iter().max().copied().unwrap_or(0) + 1;
-                let past = self.micro.rows.sequences * most * size.remembered();
+            if !self.batch.past.is_empty() {
+                let most = self.batch.past.iter().max().copied().unwrap_or(0) + 1;
+                let past = self.batch.rows.sequences * most * size.kv_width();
                 self.case("attention_to_past", |p| {
                     let (y, qkv, past) = (p.out(r * mixed), p.of(r * packed), p.of(past));
                     move |k, _| k.attention_to_past(y, qkv, past, size)
@@ -302,12 +302,11 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// A stretch behind 64 positions.
+    /// A chunk behind 64 positions.
     pub(super) fn of_stretches(&mut self) {
-        let r = self.micro.rows.count();
+        let r = self.batch.rows.count();
         let size = self.attention([4, 2, 6]);
-        let (packed, width, mixed) =
-            (size.packed(), size.remembered(), size.heads * size.head_size);
+        let (packed, width, mixed) = (size.packed(), size.kv_width(), size.heads * size.head_size);
         let all = (64 + r) * width;
         for accumulate in [false, true] {
             self.case("attention_backward, apart", |p| {
@@ -326,7 +325,7 @@ impl<'c> Cases<'c> {
 
     /// Tiles of a vocabulary.
     pub(super) fn of_tiles(&mut self) {
-        let r = self.micro.rows.count();
+        let r = self.batch.rows.count();
         let labels: Vec<i32> =
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
         let told = labels.iter().filter(|label| **label >= 0).count();
@@ -380,7 +379,7 @@ impl<'c> Cases<'c> {
 
     /// Losses of whole sequences.
     pub(super) fn of_classes(&mut self) {
-        let rows = self.micro.rows;
+        let rows = self.batch.rows;
         let r = rows.count();
         for (labels, is_value) in [(4, false), (1, true)] {
             let size = ClassLoss { rows, labels, is_value };

@@ -16,7 +16,7 @@ use super::driver::Driver;
 use crate::devices::Check;
 use crate::devices::Device;
 use crate::devices::cpu::CpuKernels;
-use crate::kernels::{Document, Draw, Micro, Rows, STATISTICS};
+use crate::kernels::{BatchView, Document, DropoutKey, Rows, STATISTICS};
 use crate::random;
 use crate::simd::Level;
 use crate::tensor::Arena;
@@ -27,24 +27,24 @@ const FLOATS: usize = 1 << 21;
 
 /// What a place holds, whatever it is of.
 fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
-    match view.of {
+    match view.dtype {
         Dtype::F32 => memory.values(view).to_vec(),
         Dtype::Bf16 => {
-            let place = View::floats(view.at / 2, view.of.floats(view.len));
+            let place = View::floats(view.at / 2, view.dtype.floats(view.len()));
             let all: &[bf16] = bytemuck::cast_slice(memory.values(place));
-            all[..view.len].iter().map(|value| value.to_f32()).collect()
+            all[..view.len()].iter().map(|value| value.to_f32()).collect()
         }
     }
 }
 
 /// Puts numbers there.
 fn put(memory: &mut Arena, view: View, values: &[f32]) {
-    match view.of {
+    match view.dtype {
         Dtype::F32 => memory.fill(view, values),
         Dtype::Bf16 => {
-            let place = View::floats(view.at / 2, view.of.floats(view.len));
+            let place = View::floats(view.at / 2, view.dtype.floats(view.len()));
             let all: &mut [bf16] = bytemuck::cast_slice_mut(memory.values_mut(place));
-            all[..view.len].convert_from_f32_slice(values);
+            all[..view.len()].convert_from_f32_slice(values);
         }
     }
 }
@@ -58,7 +58,7 @@ fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena
     let mut state = seed;
     memory.values_mut(View::floats(0, side.end)).fill(UNTOUCHED);
     for (index, (view, center)) in side.begins.iter().enumerate() {
-        let mut values: Vec<f32> = (0..view.len)
+        let mut values: Vec<f32> = (0..view.len())
             .map(|_| {
                 let value = (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32;
                 let value = center + value - 1.0;
@@ -83,7 +83,7 @@ const LONG: usize = 3000;
 fn run(
     device: &Cuda,
     of: Dtype,
-    micro: &Micro<'_>,
+    batch: &BatchView<'_>,
     case: &Case<'_>,
     seed: u64,
 ) -> Result<f64, Trouble> {
@@ -93,7 +93,7 @@ fn run(
     let all = View::floats(0, on_device.end);
     device.upload(all, memory.values(all))?;
     device.driver.finish();
-    device.compute(micro, &|kernels| {
+    device.compute(batch, &|kernels| {
         let scratch = Scratch::new(workspace, of);
         (on_device.call)(kernels, &scratch);
         scratch.peak()
@@ -114,12 +114,12 @@ fn run(
     }
     // What lies between places was to stay.
     for (view, _) in &on_device.begins {
-        put(&mut memory, *view, &vec![0.0; view.len]);
+        put(&mut memory, *view, &vec![0.0; view.len()]);
     }
     let is_place = |at: usize| {
         let mut places = on_device.begins.iter().map(|(view, _)| {
-            let from = view.at * view.of.size() / Dtype::F32.size();
-            from..from + view.of.floats(view.len)
+            let from = view.at * view.dtype.size() / Dtype::F32.size();
+            from..from + view.dtype.floats(view.len())
         });
         places.any(|place| place.contains(&at))
     };
@@ -129,9 +129,9 @@ fn run(
     let mut ends = on_device
         .begins
         .iter()
-        .filter(|(view, _)| view.of != Dtype::F32 && !view.len.is_multiple_of(2));
+        .filter(|(view, _)| view.dtype != Dtype::F32 && !view.len().is_multiple_of(2));
     let spilt = ends.any(|(view, _)| {
-        let last = values[(view.at + view.len) / 2].to_bits();
+        let last = values[(view.at + view.len()) / 2].to_bits();
         last >> 16 != UNTOUCHED.to_bits() >> 16
     });
     Ok(if touched || spilt { f64::INFINITY } else { worst })
@@ -150,7 +150,7 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
     let documents: Vec<Document> =
         [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
     let kinds: Vec<u8> = (0..LONG).map(|row| (row % 3 == 0).into()).collect();
-    let draw = Some(Draw { seed, step: 3, first_sequence: 2, first_position: 0 });
+    let key = Some(DropoutKey { seed, step: 3, first_sequence: 2, first_position: 0 });
     let of = |sequences, positions| Rows { sequences, positions };
     let batches = [
         (of(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
@@ -159,11 +159,11 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
         (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
     ];
     let beside = View::floats(FLOATS, super::overhead(of(1, LONG)));
-    let device = Cuda::new(driver, FLOATS + beside.len, beside)?;
+    let device = Cuda::new(driver, FLOATS + beside.len(), beside)?;
     let mut checks: Vec<Check> = Vec::new();
     let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
         for (index, case) in cases.all.iter().enumerate() {
-            let off = run(&device, kind, &cases.micro, case, seed + index as u64)
+            let off = run(&device, kind, &cases.batch, case, seed + index as u64)
                 .map_err(|error| format!("{}: {error}", case.name))?;
             match checks.iter_mut().find(|check| check.kernel == case.name) {
                 Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
@@ -174,8 +174,8 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
     };
     for (rows, lengths, documents, past) in batches {
         let kinds = &kinds[..rows.count()];
-        let micro = Micro { rows, lengths, kinds, documents, past, draw };
-        let mut cases = Cases { of: kind, micro, all: Vec::new() };
+        let batch = BatchView { rows, lengths, kinds, documents, past, key };
+        let mut cases = Cases { dtype: kind, batch, all: Vec::new() };
         cases.of_rows();
         cases.of_heads();
         if past.is_empty() {
@@ -184,21 +184,21 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
         }
         go(cases)?;
     }
-    let behind = draw.map(|draw| Draw { first_position: 64, ..draw });
-    let micro = Micro {
+    let behind = key.map(|key| DropoutKey { first_position: 64, ..key });
+    let batch = BatchView {
         rows: of(1, 70),
         lengths: &[134],
         kinds: &kinds[..70],
         documents: &[],
         past: &[64],
-        draw: behind,
+        key: behind,
     };
-    let mut cases = Cases { of: kind, micro, all: Vec::new() };
+    let mut cases = Cases { dtype: kind, batch, all: Vec::new() };
     cases.of_stretches();
     go(cases)?;
     let (rows, kinds, documents, past) = (of(1, LONG), &kinds[..], &[][..], &[][..]);
-    let micro = Micro { rows, lengths: &[LONG], kinds, documents, past, draw };
-    let mut cases = Cases { of: kind, micro, all: Vec::new() };
+    let batch = BatchView { rows, lengths: &[LONG], kinds, documents, past, key };
+    let mut cases = Cases { dtype: kind, batch, all: Vec::new() };
     cases.of_tiles();
     go(cases)?;
     Ok(checks)
