@@ -64,3 +64,8 @@ impl From<l2l_actors::Error> for Error {
         }
     }
 }
+
+/// A loss or a gradient that is no number: the error of the operation that met it.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}: the learning rate may be too high")]
+pub(crate) struct NotFinite(pub(crate) String);

@@ -43,6 +43,8 @@ pub mod plan;
 
 mod worker;
 
+mod engine;
+
 pub mod telemetry;
 
 pub mod checkpoint;
@@ -54,10 +56,11 @@ pub mod inference;
 pub mod testing;
 
 pub use config::Config;
+pub use engine::{Bottleneck, StepReport, Summary};
 pub use error::Error;
 pub use hf::shape_of;
 pub use plan::Plan;
-pub use trainer::{Bottleneck, Builder, StepReport, Summary, Trainer, state_on_file};
+pub use trainer::{Builder, Trainer, state_on_file};
 
 /// The page's program compiles.
 #[cfg(doctest)]

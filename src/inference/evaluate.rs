@@ -8,7 +8,6 @@ use crate::error::Error;
 use crate::hf::shape_of;
 use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
-use crate::worker::Goal;
 
 /// What an evaluation found.
 #[derive(Clone, Debug, PartialEq)]
@@ -128,17 +127,13 @@ impl Evaluator {
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
-        let mut found = Evaluation::begin(self.rest.model.shape.head);
-        let (goal, purpose) = match found.quality {
-            Some(_) => (Goal::Tell, Purpose::Tell),
-            None => (Goal::Evaluate, Purpose::Evaluate),
-        };
+        let mut found = Evaluation::begin(self.rest.model().shape.head);
+        let purpose = if found.quality.is_some() { Purpose::Score } else { Purpose::Evaluate };
         for batch in batches {
             let batch = batch?;
-            batch.check(&self.rest.model, self.rest.plan.positions, self.rest.config.step.batch)?;
             let labels = found.meet(&batch);
-            let (loss, scores) = self.rest.turn(batch, goal, purpose, Vec::new()).await?;
-            found.take(&labels, loss, &scores);
+            let outcome = self.rest.engine.run(batch, purpose, Vec::new()).await?;
+            found.take(&labels, outcome.loss, &outcome.logits);
         }
         Ok(found.end())
     }

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::hf::shape_of;
 use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
-use crate::worker::{Goal, Remembered};
+use crate::worker::CacheSlot;
 
 /// What a generator has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,15 +114,14 @@ impl Generator {
             })
             .collect();
         let mut batch = Batch::to_continue(prompts);
-        batch.check(&self.rest.model, self.rest.plan.positions, sequences)?;
         while !writing.is_empty() {
             let lengths = batch.lengths.clone();
             let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
             let past = past.next_multiple_of(STRIDE).min(tokens - 1);
-            let places = writing.iter().map(|one| Remembered { slot: one.index, past: one.past });
-            let (places, purpose) = (places.collect(), Purpose::Remember { past });
-            let (_, logits) = self.rest.turn(batch, Goal::Tell, purpose, places).await?;
-            let vocabulary = self.rest.model.shape.vocabulary;
+            let places = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.past });
+            let (places, purpose) = (places.collect(), Purpose::Generate { cached: past });
+            let logits = self.rest.engine.run(batch, purpose, places).await?.logits;
+            let vocabulary = self.rest.model().shape.vocabulary;
             let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
             if logits.iter().any(|logit| !logit.is_finite()) {
                 return Err(Error::failed("the model's logits are not finite: are its weights?"));

@@ -9,9 +9,6 @@ mod sampling;
 use std::path::Path;
 use std::sync::Arc;
 
-use l2l_actors::Relay;
-use l2l_actors::threads::ThreadLanes;
-
 pub use evaluate::{Evaluation, Evaluator};
 pub use generate::{Ended, Generator, Room};
 pub use quality::{Agreement, Confusion, Quality};
@@ -19,23 +16,18 @@ pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
 use crate::config::{Config, EpsTier, ModelConfig};
-use crate::data::Batch;
+use crate::engine::Engine;
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::hf;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, Walk};
-use crate::trainer::{Ring, Walked, start_ring};
-use crate::worker::{Goal, Remembered, Turn, Worker};
+use crate::plan::Plan;
+use crate::telemetry::Ledger;
+use crate::worker::{Parts, Worker};
 
-/// A model on its device's ring.
+/// A model at rest, on its device's ring.
 struct Rest {
-    config: Config,
-    model: Arc<Model>,
-    plan: Arc<Plan>,
-    relay: Relay<ThreadLanes<Worker>>,
-    lanes: Arc<ThreadLanes<Worker>>,
-    walked: Option<Walked>,
+    engine: Engine,
 }
 
 /// Lets a config load a model from a directory, a checkpoint's say, whatever it named before.
@@ -66,34 +58,29 @@ impl Rest {
             None => Eps::in_memory(&model, 0, |_| false),
         };
         let eps = eps.published_as(config.device.dtype);
-        let worker =
-            Worker::new(&config, model.clone(), plan.clone(), rule, rate, eps, Vec::new())?;
+        let ledger = Arc::new(Ledger::new(model.parts.len(), Vec::new()));
+        let parts = Parts {
+            model: model.clone(),
+            plan,
+            rule,
+            learning_rate: rate,
+            eps,
+            records: ledger,
+            copies: true,
+        };
+        let worker = Worker::new(&config, parts)?;
         worker.eps().randomise(config.step.seed)?;
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
             hf::load(path, &model, worker.eps(), false)?;
         }
-        let Ring { relay, lanes } = start_ring(&config, &model, &plan, worker)?;
-        Ok(Rest { config, model, plan, relay, lanes, walked: None })
+        Ok(Rest { engine: Engine::start(config, worker, 0)? })
     }
 
-    /// One walk of the ring: the loss, and what the head told.
-    async fn turn(
-        &mut self,
-        batch: Batch,
-        goal: Goal,
-        purpose: Purpose,
-        memory: Vec<Remembered>,
-    ) -> Result<(f64, Vec<f32>), Error> {
-        let walk = Walk { sequences: batch.lengths.len(), positions: batch.positions, purpose };
-        let walked = Walked::of(&mut self.walked, walk, &self.config, &self.model)?;
-        let turn = Turn { batch, goal, trained: 0, carries: walked.carries.clone(), memory };
-        let resolved = self.relay.step(&walked.schedule, turn).await?;
-        self.lanes.hands().ledger.resolves(self.relay.resolved_at());
-        let told = self.lanes.hands().take_told();
-        Ok((resolved.loss, told))
+    fn model(&self) -> &Model {
+        &self.engine.model
     }
 
     async fn stop(self) -> Result<(), Error> {
-        Ok(self.relay.stop().await?)
+        self.engine.stop().await.map(drop)
     }
 }

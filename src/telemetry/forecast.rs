@@ -10,10 +10,10 @@ use l2l_actors::{Record, Relay, virtual_time};
 
 use super::{Ledger, Slice, Tally};
 use crate::config::{Config, StashPlace};
+use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{Kind, Model, Part, Save, Tensor};
-use crate::plan::{Plan, Purpose, Walk, schedule_of};
-use crate::trainer::ring_of;
+use crate::plan::{Plan, Purpose, StepShape, schedule_of};
 
 /// How fast lanes are. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
@@ -143,7 +143,7 @@ impl Rates {
         if hosts.1 > 0.0 {
             rates.host = hosts.0 / hosts.1;
         }
-        let block = plan.layout.block as f64 * size_of::<f32>() as f64;
+        let block = plan.largest_block as f64 * size_of::<f32>() as f64;
         for (rate, kinds) in
             [(&mut rates.reduce, &["reduce", "scatter"][..]), (&mut rates.update, &["update"])]
         {
@@ -227,11 +227,11 @@ impl Forecast {
     pub fn of(config: &Config, model: &Model, rates: &Rates) -> Result<Forecast, Error> {
         let plan = Plan::new(config, model, &config.update_rule())?;
         let (sequences, positions) = (config.step.batch, plan.positions);
-        let walk = Walk { sequences, positions, purpose: Purpose::Train { states: plan.states } };
-        let (schedule, _) = schedule_of(config, model, walk)?;
+        let step = StepShape { sequences, positions, purpose: Purpose::Train };
+        let (schedule, _) = schedule_of(config, model, step, plan.states)?;
         let (rates, on_device) = (rates.clone(), plan.stash_on_device);
         let run = virtual_time::run(
-            ring_of(model, &plan, None),
+            ring_config(model, &plan, None),
             move |operation| rates.time(operation, on_device),
             async move |mut relay: Relay<_>| {
                 let observer = relay.observer();

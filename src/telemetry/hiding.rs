@@ -12,7 +12,7 @@ use super::forecast::Rates;
 use crate::config::{Config, EpsTier};
 use crate::error::Error;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, Walk, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, schedule_of};
 
 /// What a step needs for its lanes to hide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -50,9 +50,9 @@ impl Hiding {
         let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
         let (mut shares, mut compute) = ([[Share::default(); LANES.len()]; 2], [0.0; 2]);
         // One sequence: each layer is visited once each way.
-        let purpose = Purpose::Train { states: plan.states };
-        let walk = Walk { sequences: 1, positions: plan.positions, purpose };
-        let (schedule, _) = schedule_of(config, model, walk)?;
+        let (positions, purpose) = (plan.positions, Purpose::Train);
+        let step = StepShape { sequences: 1, positions, purpose };
+        let (schedule, _) = schedule_of(config, model, step, plan.states)?;
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
             let backward = visit.phase == Phase::Backward;
             let at = usize::from(backward);

@@ -14,9 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
+use l2l_actors::Record;
 use l2l_actors::ports::Lane;
+use l2l_actors::schedule::Plan;
 
 use super::{Observe, Slice};
+use crate::worker::Records;
 
 /// What the compute lane stood still for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -337,6 +340,20 @@ impl Inner {
             add(WaitCause::of(link.lane.expect("it was looked at")), link.begin);
             released_by = link.released_by;
         }
+    }
+}
+
+impl Records for Ledger {
+    fn begun(&self, now: Duration, step: u64, trains: bool) {
+        self.begins(now, step, trains);
+    }
+
+    fn ended(&self, record: &Record, plan: &Plan) {
+        self.heard(&Slice::of(record, plan));
+    }
+
+    fn resolved(&self, now: Duration) {
+        self.resolves(now);
     }
 }
 

@@ -37,8 +37,8 @@ pub use publish::{Histograms, describe, publish};
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
 pub use slice::{Observe, Slice};
-pub(crate) use story::{NotFinite, Story, seconds_of, unix_seconds};
 pub use story::{Point, State, made_up_name};
+pub(crate) use story::{Story, seconds_of, unix_seconds};
 pub use trace::Trace;
 pub(crate) use watch::Watched;
 pub use watch::{ActorView, ChannelView, LaneView, LayerView, MemoryView, View, Watch};

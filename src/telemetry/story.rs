@@ -7,7 +7,8 @@ use l2l_actors::Problem;
 use l2l_actors::ports::Trouble;
 use serde::Serialize;
 
-use crate::trainer::StepReport;
+use crate::engine::StepReport;
+use crate::error::NotFinite;
 
 /// What a run is at.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -83,11 +84,6 @@ impl Curve {
 
 /// Kinds of faults: what a step came to that was no number, an error, a panic, a standstill.
 pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
-
-/// A loss, or a gradient, that is no number.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}: the learning rate may be too high")]
-pub(crate) struct NotFinite(pub(crate) String);
 
 /// See the [module](self).
 #[derive(Clone, Debug)]

@@ -252,26 +252,19 @@ impl Watch {
     /// High-water marks of the device's memory, term by term.
     pub(crate) fn device_memory(&self) -> Vec<MemoryView> {
         let pools = self.0.observer.pools();
-        let (plan, layout) = (&self.0.plan, &self.0.plan.layout);
-        let peak = |name: &str| pools.iter().find(|pool| pool.name == name).map(|pool| pool.peak);
-        let floats = |name: &str| match name {
-            "workspace" => self.0.used.workspace() as usize,
-            "weights" => peak(name).unwrap_or(0) as usize * layout.published,
-            "gradients" => peak(name).unwrap_or(0) as usize * layout.block,
-            "inputs" => peak(name).unwrap_or(0) as usize * layout.boundary,
-            "outputs" => {
-                peak(name).unwrap_or(0) as usize * layout.boundary + layout.chunk_state.len()
-            }
-            "driver" => layout.beside.len(),
-            _ if plan.stash_on_device => plan.stash_floats,
-            _ => 0,
+        let peak = |name: &str| {
+            pools.iter().find(|pool| pool.name == name).map_or(0, |pool| pool.peak as usize)
         };
-        let term = |term: &crate::plan::Term| MemoryView {
-            kind: term.name,
-            used: (floats(term.name) * size_of::<f32>()) as u64,
-            planned: term.bytes,
-        };
-        plan.device.iter().map(term).collect()
+        let plan = &self.0.plan;
+        let used = plan.regions.peaks(peak, self.0.used.workspace() as usize);
+        let terms = used.into_iter().zip(&plan.device);
+        terms
+            .map(|(used, planned)| MemoryView {
+                kind: planned.name,
+                used: used.bytes,
+                planned: planned.bytes,
+            })
+            .collect()
     }
 
     /// The run now, with slices of so many of its last steps.

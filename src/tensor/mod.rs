@@ -1,11 +1,15 @@
 //! Memory by number: what a view is of, workspace, and the one allocation that slots are ranges of.
 
 mod arena;
+mod lease;
 mod packed;
 mod scratch;
+mod slots;
 mod view;
 
 pub(crate) use arena::{Arena, Pages};
+pub(crate) use lease::Lease;
 pub(crate) use packed::{pack, packed, packed_bytes, packed_mut, unpack};
 pub use scratch::Scratch;
+pub(crate) use slots::Slots;
 pub use view::{Dtype, View};

@@ -6,12 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use l2l_actors::schedule::BlockId;
-use l2l_actors::threads::ThreadLanes;
-use l2l_actors::{Config as RingConfig, Relay};
 
 use super::Trainer;
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Config, EpsTier, Labels};
+use crate::engine::Engine;
 use crate::eps::{self, Eps, FileTier, Folder, Found};
 use crate::error::Error;
 use crate::hf;
@@ -20,8 +19,8 @@ use crate::machine::available_memory as available;
 use crate::models::{Model, Part};
 use crate::optimizers::UpdateRule;
 use crate::plan::Plan;
-use crate::telemetry::{Observe, Story, Watch, Watched, made_up_name, seconds_of};
-use crate::worker::Worker;
+use crate::telemetry::{Ledger, Observe, Story, Watch, Watched, made_up_name, seconds_of};
+use crate::worker::{Parts, Worker};
 
 /// What a trainer is made of. What is not given comes from the config.
 pub struct Builder {
@@ -161,9 +160,17 @@ impl Builder {
         };
         let checked = resume.as_deref().map(|from| checkpoint::check(from, run)).transpose()?;
         let (eps, found) = open_eps(&config, &model, &plan, &resume, goes_on, is_trial)?;
-        let mut worker =
-            Worker::new(&config, model.clone(), plan.clone(), rule, learning_rate, eps, observers)?;
-        worker.copies = copies;
+        let ledger = Arc::new(Ledger::new(model.parts.len(), observers));
+        let worker = Parts {
+            model: model.clone(),
+            plan: plan.clone(),
+            rule,
+            learning_rate,
+            eps,
+            records: ledger.clone(),
+            copies,
+        };
+        let worker = Worker::new(&config, worker)?;
         match (found, checked, &config.model.path) {
             (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
             (None, Some(checked), _) => progress = checkpoint::read(checked, run, worker.eps())?,
@@ -177,7 +184,7 @@ impl Builder {
             file.remember(checkpoint::remembered(run, &progress));
             file.seal(progress.step).map_err(Error::failed)?;
         }
-        let Ring { relay, lanes } = start_ring(&config, &model, &plan, worker)?;
+        let engine = Engine::start(config.clone(), worker, progress.step)?;
         let now = Instant::now();
         let mut story = Story::new(learning_rate.steps);
         story.resumed = progress.step;
@@ -188,10 +195,10 @@ impl Builder {
         story.checkpoint = written.map(seconds_of);
         let watch = Watch(Arc::new(Watched {
             run: config.metrics.run.clone().unwrap_or_else(made_up_name),
-            ledger: lanes.hands().ledger.clone(),
-            used: lanes.hands().used.clone(),
+            ledger: ledger.clone(),
+            used: engine.worker().used().clone(),
             story: Mutex::new(story),
-            observer: relay.observer(),
+            observer: engine.observer(),
             plan: plan.clone(),
             link: config.device.link.clone(),
             layers: layers(&model),
@@ -210,14 +217,9 @@ impl Builder {
             learning_rate,
             came_with,
             data,
-            relay,
-            lanes,
-            schedules: [None, None],
+            engine,
+            ledger,
             progress,
-            begun: 0,
-            pending: None,
-            last_trained: false,
-            visits: 0,
             begin: now,
             last_end: now,
             last_disk: Duration::ZERO,
@@ -283,37 +285,6 @@ fn layers(model: &Model) -> Vec<(bool, bool)> {
         (!matches!(part, Part::Embedding), new > 0)
     };
     parts.map(of).collect()
-}
-
-/// Actors, and the lanes that they queue on.
-pub(crate) struct Ring {
-    pub(crate) relay: Relay<ThreadLanes<Worker>>,
-    pub(crate) lanes: Arc<ThreadLanes<Worker>>,
-}
-
-/// Starts lanes and actors of a plan, on the caller's tokio.
-pub(crate) fn start_ring(
-    config: &Config,
-    model: &Model,
-    plan: &Plan,
-    worker: Worker,
-) -> Result<Ring, Error> {
-    let lanes = Arc::new(ThreadLanes::start(worker).map_err(Error::failed)?);
-    let ring = ring_of(model, plan, Some(Duration::from_secs_f64(config.watchdog.seconds)));
-    Ok(Ring { relay: Relay::start(ring, lanes.clone()), lanes })
-}
-
-/// A ring for a model's plan.
-pub(crate) fn ring_of(model: &Model, plan: &Plan, watchdog: Option<Duration>) -> RingConfig {
-    RingConfig {
-        pools: plan.pools,
-        blocks: model.blocks.len() as u32,
-        max_layers: model.parts.len() as u32,
-        max_micro_batches: plan.micro_batches.len() as u32,
-        deferred: plan.deferred,
-        watchdog,
-        drill: None,
-    }
 }
 
 /// Training steps of the state that a config's `eps.path` holds; `None` where there is none, or the

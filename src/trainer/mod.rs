@@ -1,7 +1,7 @@
 //! A training run: a model, its update rule, a device and a ring, driven a batch at a time.
 
+mod bottleneck;
 mod builder;
-mod report;
 mod sample;
 
 use std::path::Path;
@@ -9,26 +9,22 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_core::Stream;
-use l2l_actors::ports::{Lane, Lanes};
-use l2l_actors::schedule::{Schedule, Version};
-use l2l_actors::threads::ThreadLanes;
-use l2l_actors::{Relay, Resolved};
+use l2l_actors::ports::Lane;
 
 pub use builder::{Builder, state_on_file};
-pub(crate) use builder::{Ring, ring_of, start_ring};
-pub use report::{Bottleneck, StepReport, Summary};
 
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::Config;
 use crate::data::Batch;
+use crate::engine::{Engine, Outcome, StepReport, Summary};
 use crate::error::Error;
 use crate::hf;
 use crate::inference::Evaluation;
 use crate::models::Model;
 use crate::optimizers::LearningRate;
-use crate::plan::{Carries, Plan, Purpose, Term, Walk, schedule_of};
-use crate::telemetry::{Point, Slice, State, Watch, unix_seconds};
-use crate::worker::{Goal, Turn, Worker, take_as_long};
+use crate::plan::{Plan, Purpose, Term};
+use crate::telemetry::{Ledger, Point, Slice, State, Watch, unix_seconds};
+use crate::worker::{Worker, take_as_long};
 
 /// A run.
 ///
@@ -50,47 +46,15 @@ pub struct Trainer {
     /// The `config.json` that the model was read with, or null.
     came_with: serde_json::Value,
     data: String,
-    relay: Relay<ThreadLanes<Worker>>,
-    lanes: Arc<ThreadLanes<Worker>>,
-    /// The last schedule that trained, and the last that did not.
-    schedules: [Option<Walked>; 2],
+    engine: Engine,
+    ledger: Arc<Ledger>,
     progress: Progress,
-    /// Steps of the ring that are accounted for.
-    begun: Version,
-    /// Whether the turn that was handed to the ring last trains.
-    pending: Option<bool>,
-    /// Whether the turn that began last trains.
-    last_trained: bool,
-    visits: u64,
     begin: Instant,
     last_end: Instant,
     /// What the disk had taken by then.
     last_disk: Duration,
     watch: Watch,
     disk_rate: Option<f64>,
-}
-
-/// A schedule and what it was made for.
-pub(crate) struct Walked {
-    walk: Walk,
-    pub(crate) schedule: Schedule,
-    pub(crate) carries: Arc<Carries>,
-}
-
-impl Walked {
-    /// The one that is kept, made anew when it is for another walk.
-    pub(crate) fn of<'w>(
-        kept: &'w mut Option<Walked>,
-        walk: Walk,
-        config: &Config,
-        model: &Model,
-    ) -> Result<&'w Walked, Error> {
-        if kept.as_ref().is_none_or(|kept| kept.walk != walk) {
-            let (schedule, carries) = schedule_of(config, model, walk)?;
-            *kept = Some(Walked { walk, schedule, carries: Arc::new(carries) });
-        }
-        Ok(kept.as_ref().expect("it was just made"))
-    }
 }
 
 impl Trainer {
@@ -130,7 +94,7 @@ impl Trainer {
 
     /// Notes the loss of a validation; true when it is the best so far.
     pub fn note(&mut self, loss: f64) -> bool {
-        self.account();
+        self.refresh();
         let is_best = self.progress.note(loss);
         if let Some(file) = self.worker().eps().file() {
             file.remember(checkpoint::remembered(self.identity(), &self.progress));
@@ -170,8 +134,8 @@ impl Trainer {
         let tokens = batch.token_count();
         let model_flops = self.model.training_flops(&batch.document_lengths(), batch.labelled);
         self.watch.story().state = State::Training;
-        let (before, began) = (self.watch.tally(), self.lanes.now());
-        let resolved = self.turn(batch, Goal::Train).await?;
+        let (before, began) = (self.watch.tally(), self.engine.now());
+        let resolved = self.run(batch, Purpose::Train).await?;
         let now = Instant::now();
         let seconds = (now - std::mem::replace(&mut self.last_end, now)).as_secs_f64();
         let (step, tally) = (self.progress.step, self.watch.tally());
@@ -187,12 +151,12 @@ impl Trainer {
             model_flops,
             seconds,
             exposed_wait_seconds: waited.iter().sum::<Duration>().as_secs_f64(),
-            bottleneck: Bottleneck::of(seconds, waited, of_disk),
+            bottleneck: bottleneck::of_step(seconds, waited, of_disk),
             device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
         };
         let mut story = self.watch.story();
         story.stepped(&report);
-        story.bound(self.begun - 1, began, self.lanes.now());
+        story.bound(self.engine.begun() - 1, began, self.engine.now());
         drop(story);
         Ok(report)
     }
@@ -230,13 +194,13 @@ impl Trainer {
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
         let mut found = Evaluation::begin(self.model.shape.head);
-        let goal = if found.quality.is_some() { Goal::Tell } else { Goal::Evaluate };
+        let purpose = if found.quality.is_some() { Purpose::Score } else { Purpose::Evaluate };
         let before = std::mem::replace(&mut self.watch.story().state, State::Validating);
         for batch in batches {
             let batch = batch?;
             let labels = found.meet(&batch);
-            let resolved = self.turn(batch, goal).await?;
-            found.take(&labels, resolved.loss, &self.worker().take_told());
+            let outcome = self.run(batch, purpose).await?;
+            found.take(&labels, outcome.loss, &outcome.logits);
         }
         let found = found.end();
         let mut story = self.watch.story();
@@ -248,59 +212,27 @@ impl Trainer {
         Ok(found)
     }
 
-    /// One walk of the ring.
-    async fn turn(&mut self, batch: Batch, goal: Goal) -> Result<Resolved, Error> {
-        self.account();
-        batch.check(&self.model, self.plan.positions, self.config.step.batch)?;
-        let trains = goal == Goal::Train;
-        let purpose = match goal {
-            Goal::Train => Purpose::Train { states: self.worker().eps().states() },
-            Goal::Evaluate | Goal::Encode => Purpose::Evaluate,
-            Goal::Tell => Purpose::Tell,
-        };
-        let walk = Walk { sequences: batch.lengths.len(), positions: batch.positions, purpose };
-        let cached = &mut self.schedules[usize::from(trains)];
-        let walked = Walked::of(cached, walk, &self.config, &self.model)?;
-        self.visits += walked.schedule.visits.len() as u64;
-        self.pending = Some(trains);
-        let carries = walked.carries.clone();
-        let turn = Turn { batch, goal, trained: self.progress.step, carries, memory: Vec::new() };
-        let resolved = self.relay.step(&walked.schedule, turn).await;
-        self.account();
-        let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
-        self.worker().ledger.resolves(end);
-        resolved.map_err(|error| self.in_steps(error))
+    /// One step of the ring.
+    async fn run(&mut self, batch: Batch, purpose: Purpose) -> Result<Outcome, Error> {
+        let outcome = self.engine.run(batch, purpose, Vec::new()).await;
+        self.refresh();
+        outcome.inspect_err(|error| self.note_failure(error))
     }
 
-    /// An error of the ring, which counts turns, told in training steps.
-    fn in_steps(&self, error: l2l_actors::Error) -> Error {
-        use l2l_actors::{Error::Failed, Integrity::Whole};
-        if let Failed { cause, .. } = &error {
+    /// Counts a step whose future was dropped after it began.
+    fn refresh(&mut self) {
+        self.engine.refresh();
+        self.progress.step = self.engine.trained();
+    }
+
+    fn note_failure(&self, error: &Error) {
+        if let Error::Ring(l2l_actors::Error::Failed { cause, .. }) = error {
             self.watch.story().failed(&cause.problem);
         }
-        match error {
-            Failed { cause, integrity: Whole(version) } => {
-                // Whole it is as of the last turn, or of the one before it.
-                let undone = u64::from(version < self.begun && self.last_trained);
-                let integrity = Whole(self.progress.step - undone);
-                Error::Ring(Failed { cause, integrity })
-            }
-            error => error.into(),
-        }
-    }
-
-    /// Counts the turn that was handed over last, if it has begun: also when nobody waited for it.
-    fn account(&mut self) {
-        if self.relay.begun() > self.begun {
-            self.begun = self.relay.begun();
-            self.last_trained = self.pending == Some(true);
-            self.progress.step += u64::from(self.last_trained);
-        }
-        self.pending = None;
     }
 
     fn worker(&self) -> &Worker {
-        self.lanes.hands()
+        self.engine.worker()
     }
 
     /// The high-water mark of each term of the plan's device: slots handed out at once at most,
@@ -312,9 +244,9 @@ impl Trainer {
 
     /// Waits for every update.
     async fn settle(&mut self) -> Result<(), Error> {
-        let settled = self.relay.settle().await;
-        self.account();
-        settled.map_err(|error| self.in_steps(error))
+        let settled = self.engine.settle().await;
+        self.refresh();
+        settled.inspect_err(|error| self.note_failure(error))
     }
 
     /// A parameter by its name in a checkpoint of the family: its sizes and values, as of now.
@@ -345,23 +277,23 @@ impl Trainer {
         self.settle().await?;
         let run = self.identity();
         let before = std::mem::replace(&mut self.watch.story().state, State::Checkpointing);
-        let (began, begin) = (Instant::now(), self.lanes.now());
+        let (began, begin) = (Instant::now(), self.engine.now());
         let written = checkpoint::write(directory, run, self.worker().eps(), &self.progress);
         let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
         take_as_long(began, bytes, self.disk_rate);
-        self.worker().ledger.heard(&Slice {
+        self.ledger.heard(&Slice {
             number: None,
             lane: Lane::File,
             kind: "checkpoint",
-            step: self.begun.saturating_sub(1),
+            step: self.engine.begun().saturating_sub(1),
             layer: None,
             phase: None,
             micro_batch: None,
             block: None,
-            version: Some(self.begun),
+            version: Some(self.engine.begun()),
             bytes,
             begin,
-            end: self.lanes.now(),
+            end: self.engine.now(),
             released_by: None,
         });
         let mut story = self.watch.story();
@@ -383,9 +315,10 @@ impl Trainer {
     /// # Errors
     /// The ring failed.
     pub async fn stop(mut self) -> Result<Summary, Error> {
-        self.account();
-        let Trainer { relay, lanes, progress, begin, visits, watch, .. } = self;
-        relay.stop().await?;
+        self.refresh();
+        let Trainer { engine, progress, begin, watch, .. } = self;
+        let visits = engine.visits();
+        let lanes = engine.stop().await?;
         watch.ended();
         let worker = lanes.hands();
         Ok(Summary {
@@ -393,8 +326,8 @@ impl Trainer {
             seconds: begin.elapsed().as_secs_f64(),
             weights_digest: worker.eps().digest()?,
             visits,
-            bytes_uploaded: worker.used.uploaded(),
-            bytes_downloaded: worker.used.downloaded(),
+            bytes_uploaded: worker.used().uploaded(),
+            bytes_downloaded: worker.used().downloaded(),
         })
     }
 }

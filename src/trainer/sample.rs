@@ -1,9 +1,11 @@
 //! Text from a model in training, a token a walk of the ring.
 
-use super::{Error, Goal, Trainer};
+use super::Trainer;
 use crate::data::Batch;
+use crate::error::Error;
 use crate::inference::{Dice, Sampling};
 use crate::models::Head;
+use crate::plan::Purpose;
 
 impl Trainer {
     /// What the head reads of a batch: (sequences, positions, channels), with padding. Training's
@@ -12,8 +14,7 @@ impl Trainer {
     /// # Errors
     /// As [`step`](Trainer::step).
     pub async fn encode(&mut self, batch: Batch) -> Result<Vec<f32>, Error> {
-        self.turn(batch, Goal::Encode).await?;
-        Ok(std::mem::take(&mut *self.worker().encoded.lock().expect("nothing panics inside")))
+        Ok(self.run(batch, Purpose::Encode).await?.hidden)
     }
 
     /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length`
@@ -40,8 +41,7 @@ impl Trainer {
         for _ in 0..count {
             let view = tokens.len().min(self.plan.positions);
             let batch = Batch::to_continue(&[&tokens[tokens.len() - view..]]);
-            self.turn(batch, Goal::Tell).await?;
-            let logits = self.worker().take_told();
+            let logits = self.run(batch, Purpose::Score).await?.logits;
             tokens.push(dice.draw(&logits));
         }
         Ok(tokens.split_off(prompt.len()))

@@ -7,13 +7,14 @@ use l2l_actors::conformance::{Report, Subject, check};
 use l2l_actors::schedule::{Capacities, Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
-use super::{Goal, Turn, Worker};
+use super::{Parts, StepInput, Worker};
 use crate::config::{ChannelsConfig, Config, EpsTier, Recompute, StashPlace};
 use crate::data::{Batch, Dataset};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, Walk, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, schedule_of};
+use crate::telemetry::Ledger;
 
 /// A model small enough to be run a thousand times.
 struct Small {
@@ -54,8 +55,8 @@ impl Subject for Small {
     type Ports = ThreadLanes<Worker>;
 
     fn schedule(&self) -> Schedule {
-        let walk = Walk { sequences: 3, positions: 4, purpose: Purpose::Train { states: 2 } };
-        schedule_of(&self.config, &self.model(), walk).expect("a model of ours").0
+        let step = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
+        schedule_of(&self.config, &self.model(), step, 2).expect("a model of ours").0
     }
 
     fn pools(&self, schedule: &Schedule, depths: &Capacities) -> Pools {
@@ -86,24 +87,26 @@ impl Subject for Small {
             }
         };
         let eps = eps.published_as(config.device.dtype);
-        let (plan, rate) = (Arc::new(plan), config.learning_rate(100));
-        let worker = Worker::new(&config, model, plan, rule, rate, eps, Vec::new());
+        let records = Arc::new(Ledger::new(model.parts.len(), Vec::new()));
+        let (plan, learning_rate) = (Arc::new(plan), config.learning_rate(100));
+        let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };
+        let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(1).expect("room on a disk");
         Arc::new(ThreadLanes::start(worker).expect("threads"))
     }
 
-    fn batch(&self, step: Version) -> Turn {
+    fn batch(&self, step: Version) -> StepInput {
         let shape = shape_of(&self.config).expect("a shape of ours");
         let (data, _) = Dataset::open(&self.config, &shape).expect("random data");
         let sequence = |index| data.sequence(index).expect("random data");
         let sequences: Vec<_> = (3 * step..3 * step + 3).map(sequence).collect();
-        Turn {
+        StepInput {
             batch: Batch::new(&sequences),
-            goal: Goal::Train,
+            purpose: Purpose::Train,
             trained: step,
             carries: Arc::default(),
-            memory: Vec::new(),
+            cache: Vec::new(),
         }
     }
 }

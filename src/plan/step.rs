@@ -13,28 +13,39 @@ use crate::error::Error;
 use crate::models::{Head, Model, Part, Save};
 use crate::tensor::{Dtype, packed_bytes};
 
-/// What a walk is for.
+/// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Purpose {
-    /// To learn.
-    Train {
-        /// Of the update rule, beside each parameter.
-        states: usize,
-    },
-    /// The loss alone.
+    /// Loss, gradients and updates.
+    Train,
+    /// The loss alone; without dropout, as all that follow.
     Evaluate,
-    /// Logits of one labelled position a sequence, or scores of each sequence.
-    Tell,
-    /// The same; layers remember what they see, and see so many positions from before.
-    Remember {
-        /// Of the sequence that has the most.
-        past: usize,
+    /// What the head reads: the hidden states of the last layer.
+    Encode,
+    /// Logits of one labelled position a sequence, or the scores of each sequence beside its loss.
+    Score,
+    /// The same, with a KV cache: new keys and values leave, cached ones come.
+    Generate {
+        /// Positions that the longest sequence has in the cache, or more.
+        cached: usize,
     },
 }
 
-/// What a step walks over.
+impl Purpose {
+    /// Whether parameters are updated.
+    pub(crate) fn trains(self) -> bool {
+        self == Purpose::Train
+    }
+
+    /// Whether logits, or scores, leave the device.
+    pub(crate) fn scores(self) -> bool {
+        matches!(self, Purpose::Score | Purpose::Generate { .. })
+    }
+}
+
+/// Sizes of a step's batch, and what the step is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Walk {
+pub(crate) struct StepShape {
     pub(crate) sequences: usize,
     pub(crate) positions: usize,
     pub(crate) purpose: Purpose,
@@ -63,26 +74,25 @@ fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
     (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
 }
 
-/// The schedule of a walk, and what it carries.
+/// The schedule of a step, and what it carries. `states`: of the update rule, for each parameter.
 pub(crate) fn schedule_of(
     config: &Config,
     model: &Model,
-    walk: Walk,
+    step: StepShape,
+    states: usize,
 ) -> Result<(Schedule, Carries), Error> {
+    let StepShape { sequences, positions, purpose } = step;
     let keep = config.schedule.recompute.keep();
-    let states = match walk.purpose {
-        Purpose::Train { states } => states,
-        _ => 0,
-    };
+    let states = if purpose.trains() { states } else { 0 };
     let dtype = config.device.dtype;
-    let mut ring = model.for_ring(walk.positions, keep.unwrap_or(Save::All), states, dtype);
+    let mut ring = model.for_ring(positions, keep.unwrap_or(Save::All), states, dtype);
     if config.stash.dtype == StashDtype::Bf16 {
-        ring.hidden.stashed_per_sequence = packed_bytes(walk.positions * model.shape.hidden);
+        ring.hidden.stashed_per_sequence = packed_bytes(positions * model.shape.hidden);
     }
-    let sizes = micro_batches(walk.sequences, config.step.micro_batch);
+    let sizes = micro_batches(sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
     selection.recompute = keep.is_none();
-    if !matches!(walk.purpose, Purpose::Train { .. }) {
+    if !purpose.trains() {
         selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
     }
     let mut schedule = match config.schedule.kind {
@@ -90,13 +100,11 @@ pub(crate) fn schedule_of(
         ScheduleKind::Resident => schedule::resident(&ring, &selection)?,
     };
     let mut carries = Carries::default();
-    match walk.purpose {
-        Purpose::Train { .. } | Purpose::Evaluate => {}
-        Purpose::Tell => tell(&mut schedule, &mut carries, model),
-        Purpose::Remember { past } => {
-            tell(&mut schedule, &mut carries, model);
-            remember(&mut schedule, &mut carries, model, dtype, [walk.positions, past]);
-        }
+    if purpose.scores() {
+        tell(&mut schedule, &mut carries, model);
+    }
+    if let Purpose::Generate { cached } = purpose {
+        remember(&mut schedule, &mut carries, model, dtype, [positions, cached]);
     }
     Ok((schedule, carries))
 }

@@ -1,8 +1,4 @@
-//! What a trainer tells of its steps and of the whole run.
-
-use std::time::Duration;
-
-use crate::telemetry::WaitCause;
+//! What is reported of each step, and of a whole run.
 
 /// What a step did.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -50,25 +46,6 @@ impl Bottleneck {
     /// Its name in events and on pages.
     pub fn name(self) -> &'static str {
         ["compute", "upload", "download", "host", "update", "disk"][self as usize]
-    }
-
-    /// Of what was waited for in so much time, by [`WaitCause`], and what checkpoints took of it. Kernels
-    /// are to blame when nothing else has a tenth of the time.
-    pub(super) fn of(
-        seconds: f64,
-        waited: [Duration; WaitCause::ALL.len()],
-        disk: Duration,
-    ) -> Bottleneck {
-        let of = |cause: WaitCause| waited[cause as usize];
-        let most = [
-            (Bottleneck::Upload, of(WaitCause::Upload)),
-            (Bottleneck::Download, of(WaitCause::Download)),
-            (Bottleneck::Host, of(WaitCause::Host) + of(WaitCause::Ring)),
-            (Bottleneck::Update, of(WaitCause::Update)),
-            (Bottleneck::Disk, disk + of(WaitCause::File)),
-        ];
-        let most = most.into_iter().max_by_key(|(_, time)| *time).expect("there are some");
-        if most.1.as_secs_f64() < 0.1 * seconds { Bottleneck::Compute } else { most.0 }
     }
 }
 

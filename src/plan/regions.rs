@@ -1,0 +1,235 @@
+//! The one list of memory: who holds how much, and where. Addresses, the plan's terms, the pinned
+//! share and the high-water marks all follow from it.
+
+use super::Term;
+use crate::tensor::{Slots, View};
+
+/// Who holds memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Holder {
+    /// Published blocks on the device.
+    Weights,
+    /// Gradient accumulators on the device.
+    Gradients,
+    /// Boundaries that a visit reads.
+    Inputs,
+    /// Boundaries that a visit writes.
+    Outputs,
+    /// Keys, values and their gradients, passed between chunks of one long sequence.
+    ChunkState,
+    /// Intermediates of the kernels that run.
+    Workspace,
+    /// What a device takes for itself.
+    Overhead,
+    /// Boundaries between visits.
+    Stash,
+    /// Keys and values of all layers and sequences, while text is generated.
+    KvCache,
+    /// Landing blocks: gradients on their way to the EPS.
+    Landing,
+    /// Blocks read from the EPS's file.
+    FileReads,
+    /// Blocks with their optimizer states, read from the EPS's file to be updated.
+    FileStates,
+    /// The file tier's own buffer.
+    FileBuffer,
+    /// Master weights.
+    Masters,
+    /// The optimizer's states.
+    Moments,
+    /// Gradients that wait for the norm, or for another contribution.
+    GradientRegions,
+    /// Masters put together from two planes, for an update rule that wants them whole.
+    UnpackedMasters,
+    /// Lengths, kinds and documents of micro-batches, on their way to a device.
+    BatchMetadata,
+}
+
+/// Where memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// The device's arena.
+    Device,
+    /// The worker's arena on the host.
+    Host,
+    /// Elsewhere on the host: the EPS's own, or the device's.
+    HostOwn,
+    /// A file.
+    File,
+}
+
+/// Memory of one holder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Region {
+    pub(crate) holder: Holder,
+    pub(crate) place: Place,
+    /// Its address in the arena, if it is in one.
+    pub(crate) slots: Slots,
+}
+
+/// See the [module](self).
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Regions {
+    list: Vec<Region>,
+    device_end: usize,
+    host_end: usize,
+}
+
+/// Regions begin at a multiple of so many floats: a cache line.
+const ALIGNED: usize = 16;
+
+/// Names of the terms of each place, in the order in which plans show them.
+const DEVICE_TERMS: [&str; 8] =
+    ["weights", "gradients", "inputs", "outputs", "workspace", "stash", "driver", "memory"];
+const HOST_TERMS: [&str; 11] = [
+    "file_reads",
+    "file_states",
+    "file_desk",
+    "masters",
+    "moments",
+    "gradient_regions",
+    "landing",
+    "stash",
+    "desk",
+    "notes",
+    "memory",
+];
+const FILE_TERMS: [&str; 3] = ["masters", "moments", "gradient_regions"];
+
+const FLOAT: u64 = size_of::<f32>() as u64;
+
+impl Holder {
+    /// The plan's term it counts to: a name that tools rely on.
+    fn term(self) -> &'static str {
+        match self {
+            Holder::Weights => "weights",
+            Holder::Gradients => "gradients",
+            Holder::Inputs => "inputs",
+            Holder::Outputs | Holder::ChunkState => "outputs",
+            Holder::Workspace => "workspace",
+            Holder::Overhead => "driver",
+            Holder::Stash => "stash",
+            Holder::KvCache => "memory",
+            Holder::Landing => "landing",
+            Holder::FileReads => "file_reads",
+            Holder::FileStates => "file_states",
+            Holder::FileBuffer => "file_desk",
+            Holder::Masters => "masters",
+            Holder::Moments => "moments",
+            Holder::GradientRegions => "gradient_regions",
+            Holder::UnpackedMasters => "desk",
+            Holder::BatchMetadata => "notes",
+        }
+    }
+
+    /// The ring's pool that hands its slots out, if one does.
+    fn pool(self) -> Option<&'static str> {
+        match self {
+            Holder::Weights | Holder::Gradients | Holder::Inputs | Holder::Outputs => {
+                Some(self.term())
+            }
+            _ => None,
+        }
+    }
+}
+
+impl Regions {
+    /// Adds a region, behind those of its arena that were added before.
+    pub(super) fn add(&mut self, holder: Holder, place: Place, count: usize, slot_floats: usize) {
+        let end = match place {
+            Place::Device => &mut self.device_end,
+            Place::Host => &mut self.host_end,
+            Place::HostOwn | Place::File => &mut 0,
+        };
+        let slots = Slots { at: *end, count, slot_floats };
+        *end += slots.floats().next_multiple_of(ALIGNED);
+        self.list.push(Region { holder, place, slots });
+    }
+
+    /// Adds a region that is told of only if there is something in it.
+    pub(super) fn add_if_any(&mut self, holder: Holder, place: Place, floats: usize) {
+        if floats > 0 {
+            self.add(holder, place, 1, floats);
+        }
+    }
+
+    fn find(&self, holder: Holder, place: Place) -> Option<&Region> {
+        self.list.iter().find(|region| region.holder == holder && region.place == place)
+    }
+
+    /// A holder's slots in an arena; of one that holds nothing there, none.
+    pub(crate) fn slots(&self, holder: Holder, place: Place) -> Slots {
+        self.find(holder, place).map_or(Slots::default(), |region| region.slots)
+    }
+
+    /// All of a holder's memory on the device.
+    pub(crate) fn on_device(&self, holder: Holder) -> View {
+        self.slots(holder, Place::Device).all()
+    }
+
+    /// Floats of the device's arena.
+    pub(crate) fn device_floats(&self) -> usize {
+        self.device_end
+    }
+
+    /// Floats of the worker's arena on the host.
+    pub(crate) fn host_floats(&self) -> usize {
+        self.host_end
+    }
+
+    /// Bytes of the host that a GPU copies from and to: the arena, masters and batch metadata.
+    pub(super) fn copied_bytes(&self) -> u64 {
+        let is_copied = |region: &&Region| {
+            region.place == Place::HostOwn
+                && matches!(region.holder, Holder::Masters | Holder::BatchMetadata)
+        };
+        let own: usize =
+            self.list.iter().filter(is_copied).map(|region| region.slots.floats()).sum();
+        (self.host_end + own) as u64 * FLOAT
+    }
+
+    /// Terms of the device, of the host, and of files.
+    pub(super) fn terms(&self) -> [Vec<Term>; 3] {
+        let planned = |region: &Region| region.slots.floats();
+        [
+            self.sums(&DEVICE_TERMS, &[Place::Device], planned),
+            self.sums(&HOST_TERMS, &[Place::Host, Place::HostOwn], planned),
+            self.sums(&FILE_TERMS, &[Place::File], planned),
+        ]
+    }
+
+    /// High-water marks of the device's terms: slots that pools handed out at once, at most;
+    /// floats of workspace that were in use at once; all of what is always in use.
+    pub(crate) fn peaks(
+        &self,
+        slots_of_pool: impl Fn(&str) -> usize,
+        workspace: usize,
+    ) -> Vec<Term> {
+        let used = |region: &Region| match (region.holder, region.holder.pool()) {
+            (_, Some(pool)) => slots_of_pool(pool) * region.slots.slot_floats,
+            (Holder::Workspace, _) => workspace,
+            _ => region.slots.floats(),
+        };
+        self.sums(&DEVICE_TERMS, &[Place::Device], used)
+    }
+
+    /// A term for each name that has a region, even an empty one, in these places.
+    fn sums(
+        &self,
+        names: &[&'static str],
+        places: &[Place],
+        floats: impl Fn(&Region) -> usize,
+    ) -> Vec<Term> {
+        let mut terms = Vec::new();
+        for &name in names {
+            let of_term =
+                |region: &&Region| places.contains(&region.place) && region.holder.term() == name;
+            let mut regions = self.list.iter().filter(of_term).peekable();
+            if regions.peek().is_some() {
+                let floats: u64 = regions.map(|region| floats(region) as u64).sum();
+                terms.push(Term { name, bytes: floats * FLOAT });
+            }
+        }
+        terms
+    }
+}

@@ -1,0 +1,297 @@
+//! How a plan is made, in four questions: which schedules are walked, how many slots the pools need,
+//! which regions of memory that makes, and how many bytes a step moves.
+
+use l2l_actors::schedule::{self, Capacities, Pools, Schedule};
+
+use super::regions::{Holder, Place, Regions};
+use super::{KvCache, Plan, StepShape, schedule_of};
+use crate::config::{ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
+use crate::devices;
+use crate::eps::part_floats;
+use crate::error::Error;
+use crate::kernels::Rows;
+use crate::models::{self, Model, Part, block_len};
+use crate::optimizers::UpdateRule;
+use crate::stash;
+use crate::tensor::Dtype;
+
+/// What a plan is made of.
+pub(super) struct Sizing<'a> {
+    pub(super) config: &'a Config,
+    pub(super) model: &'a Model,
+    /// The update rule, of a plan that trains.
+    pub(super) rule: Option<&'a dyn UpdateRule>,
+    /// Steps that will be run, the first the one with the longest sequences.
+    pub(super) steps: &'a [StepShape],
+    pub(super) cache: Option<KvCache>,
+}
+
+/// The schedules of all steps, and the most they need.
+struct Schedules {
+    all: Vec<Schedule>,
+    /// Floats of an input or output slot.
+    boundary: usize,
+    stash: usize,
+}
+
+/// Sizes of the model's blocks, in floats.
+struct Blocks {
+    /// The largest, as masters and gradients are.
+    largest: usize,
+    /// The largest, as it is published to the device.
+    published: usize,
+    /// The largest, as it lies on the host: on file in whole pages.
+    on_host: usize,
+    /// All of them, on the host.
+    all: usize,
+    /// Those whose gradient waits in a region.
+    regions: usize,
+}
+
+impl Sizing<'_> {
+    pub(super) fn plan(self) -> Result<Plan, Error> {
+        let StepShape { sequences, positions, .. } = self.steps[0];
+        check_sizes(self.config, self.model, self.steps[0])?;
+        let schedules = self.schedules()?;
+        let pools = self.pools(&schedules.all);
+        // What moves: in a run its step; in generation what it ends with, a step with a full cache.
+        let shown = if self.trains() { 0 } else { self.steps.len() - 1 };
+        let schedule = schedules.all[shown].clone();
+        let micro_batches = schedule.micro_batches.clone();
+        let walked = schedule::Plan::new(schedule, pools)?;
+        let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(self.deferred()));
+        self.check_dtype()?;
+        let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
+        let blocks = self.blocks();
+        let regions =
+            self.regions(&schedules, &pools, &blocks, Rows { sequences: largest, positions });
+        let [device, host, file] = regions.terms();
+        let is_pinned = self.config.device.kind == DeviceKind::Cuda;
+        let plan = Plan {
+            device,
+            host,
+            file,
+            pinned_bytes: if is_pinned { regions.copied_bytes() } else { 0 },
+            upload_bytes: traffic.weights.saturating_add(traffic.inputs),
+            download_bytes: traffic.gradients.saturating_add(traffic.outputs),
+            read_bytes: file_bytes.0,
+            written_bytes: file_bytes.1,
+            positions,
+            micro_batches,
+            sequences,
+            pools,
+            regions,
+            cache: self.cache,
+            trains: self.trains(),
+            dtype: self.config.device.dtype,
+            stash_on_device: self.stash_on_device(),
+            deferred: self.deferred(),
+            states: self.states(),
+            largest_block: blocks.largest,
+            tied_tiles: self.tied_tiles(),
+            config: self.config.clone(),
+        };
+        // What is allocated is what was planned, to the byte.
+        assert_eq!(plan.device_bytes(), (plan.regions.device_floats() * FLOAT) as u64);
+        Ok(plan)
+    }
+
+    fn trains(&self) -> bool {
+        self.rule.is_some()
+    }
+
+    fn states(&self) -> usize {
+        self.rule.map_or(0, UpdateRule::states)
+    }
+
+    fn deferred(&self) -> bool {
+        self.trains() && self.config.optimizer.clip_norm.is_some()
+    }
+
+    fn on_file(&self) -> bool {
+        self.config.eps.tier == EpsTier::File
+    }
+
+    fn stash_on_device(&self) -> bool {
+        self.config.stash.place == StashPlace::Device
+    }
+
+    fn tied_tiles(&self) -> usize {
+        let tied = self.model.shape.tied && self.model.shape.scores_tokens();
+        if tied || !self.on_file() { self.model.tiles.len() } else { 0 }
+    }
+
+    fn schedules(&self) -> Result<Schedules, Error> {
+        let mut schedules = Schedules { all: Vec::new(), boundary: 0, stash: 0 };
+        for step in self.steps {
+            let (schedule, carries) = schedule_of(self.config, self.model, *step, self.states())?;
+            let is_elsewhere = |id| carries.recalls.contains_key(&id);
+            schedules.stash = schedules.stash.max(stash::layout(&schedule, is_elsewhere).floats);
+            let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
+            let bytes = |boundary: &schedule::Boundary| boundary.bytes_per_sequence as usize;
+            let bytes = schedule.boundaries.iter().map(bytes).max().unwrap_or(0);
+            let floats = (bytes / FLOAT * largest).next_multiple_of(16);
+            schedules.boundary = schedules.boundary.max(floats);
+            schedules.all.push(schedule);
+        }
+        Ok(schedules)
+    }
+
+    fn pools(&self, schedules: &[Schedule]) -> Pools {
+        let ChannelsConfig { weights, gradients, reduced, stash } = self.config.channels;
+        let depths = Capacities { weights, gradients, reduced, stash };
+        let pools_of = |schedule: &Schedule| {
+            let pools = Pools::of(schedule, &depths);
+            if self.on_file() { pools.on_file(schedule) } else { pools }
+        };
+        let first = pools_of(&schedules[0]);
+        match self.cache {
+            None => first,
+            Some(_) => schedules.iter().map(pools_of).fold(first, Pools::max),
+        }
+    }
+
+    fn blocks(&self) -> Blocks {
+        let lengths: Vec<usize> = self.model.blocks.iter().map(|block| block_len(block)).collect();
+        let largest = lengths.iter().copied().max().unwrap_or(0);
+        let on_host = |floats: usize| if self.on_file() { part_floats(floats) } else { floats };
+        let tied = self.tied_tiles();
+        let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
+        let waiting = lengths.iter().enumerate().filter(|(index, _)| waits(*index));
+        Blocks {
+            largest,
+            published: self.config.device.dtype.floats(largest).next_multiple_of(16),
+            on_host: on_host(largest),
+            all: lengths.iter().map(|&floats| on_host(floats)).sum(),
+            regions: waiting.map(|(_, &floats)| on_host(floats)).sum(),
+        }
+    }
+
+    fn regions(
+        &self,
+        schedules: &Schedules,
+        pools: &Pools,
+        blocks: &Blocks,
+        rows: Rows,
+    ) -> Regions {
+        let mut regions = Regions::default();
+        self.device_regions(&mut regions, schedules, pools, blocks, rows);
+        self.host_regions(&mut regions, pools, blocks);
+        let cache = self.cache.as_ref().map(KvCache::floats);
+        // The stash is named on both sides, though one has all of it.
+        for place in [Place::Device, Place::Host] {
+            let is_here = (place == Place::Device) == self.stash_on_device();
+            let floats = |floats: usize| if is_here { floats } else { 0 };
+            regions.add(Holder::Stash, place, 1, floats(schedules.stash));
+            if let Some(cache) = cache {
+                regions.add(Holder::KvCache, place, 1, floats(cache));
+            }
+        }
+        self.eps_regions(&mut regions, blocks);
+        let rule = self.rule.filter(|_| self.config.device.dtype == Dtype::Bf16);
+        let unpacked = rule.map_or(0, |rule| rule.desk(blocks.largest));
+        regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
+        let metadata = devices::overhead_on_host(self.config, rows);
+        regions.add_if_any(Holder::BatchMetadata, Place::HostOwn, metadata);
+        regions
+    }
+
+    fn device_regions(
+        &self,
+        regions: &mut Regions,
+        schedules: &Schedules,
+        pools: &Pools,
+        blocks: &Blocks,
+        rows: Rows,
+    ) {
+        let (model, config, trains) = (self.model, self.config, self.trains());
+        let (dtype, save) = (config.device.dtype, config.schedule.recompute.keep());
+        let Rows { sequences, positions } = rows;
+        let chunk_state = model.parts.iter().map(|part| match part {
+            Part::Stack(layer) => layer.chunk_state_len(positions, trains, dtype),
+            _ => 0,
+        });
+        let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(16);
+        let kernels = devices::kernels_to_plan(config);
+        let workspace =
+            models::workspace(&*kernels, dtype, model, sequences, positions, save, trains);
+        let gradients = if trains { pools.gradients as usize } else { 0 };
+        let overhead = devices::overhead(config, rows).next_multiple_of(16);
+        let mut add = |holder, count: usize, floats| {
+            regions.add(holder, Place::Device, count, floats);
+        };
+        add(Holder::Weights, pools.weights as usize, blocks.published);
+        add(Holder::Gradients, gradients, blocks.largest);
+        add(Holder::Inputs, pools.inputs as usize, schedules.boundary);
+        add(Holder::Outputs, pools.outputs as usize, schedules.boundary);
+        add(Holder::ChunkState, 1, chunk_state);
+        add(Holder::Workspace, 1, workspace);
+        regions.add_if_any(Holder::Overhead, Place::Device, overhead);
+    }
+
+    fn host_regions(&self, regions: &mut Regions, pools: &Pools, blocks: &Blocks) {
+        let reduced = if self.trains() { pools.reduced as usize } else { 0 };
+        regions.add(Holder::Landing, Place::Host, reduced, blocks.on_host);
+        if self.on_file() {
+            let states = if self.trains() { pools.states as usize } else { 0 };
+            let parts = 1 + self.states() + usize::from(self.deferred());
+            regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
+            regions.add(Holder::FileStates, Place::Host, states, parts * blocks.on_host);
+            regions.add(Holder::FileBuffer, Place::HostOwn, 1, blocks.on_host);
+        }
+    }
+
+    /// Masters, moments and waiting gradients, in memory or on file.
+    fn eps_regions(&self, regions: &mut Regions, blocks: &Blocks) {
+        let place = if self.on_file() { Place::File } else { Place::HostOwn };
+        // On file a block is there twice, as it is and as it was, unless it never changes.
+        let copies = if self.on_file() && self.trains() { 2 } else { 1 };
+        regions.add(Holder::Masters, place, copies, blocks.all);
+        regions.add(Holder::Moments, place, copies * self.states(), blocks.all);
+        regions.add(Holder::GradientRegions, place, 1, blocks.regions);
+    }
+
+    fn check_dtype(&self) -> Result<(), Error> {
+        let width = self.model.shape.hidden;
+        if self.config.device.dtype == Dtype::Bf16 && !width.is_multiple_of(2) {
+            let problem =
+                format_args!("is bf16, and the model's width of {width} is odd: set \"f32\"");
+            return Err(Error::config("device.dtype", problem));
+        }
+        Ok(())
+    }
+}
+
+const FLOAT: usize = size_of::<f32>();
+
+/// Refuses what no machine could hold before anything is sized by it.
+fn check_sizes(
+    config: &Config,
+    model: &Model,
+    StepShape { sequences, positions, .. }: StepShape,
+) -> Result<(), Error> {
+    const VISITS: u128 = 1 << 22;
+    const FLOATS: u128 = 1 << 44;
+    let shape = &model.shape;
+    let turns = sequences.div_ceil(config.step.micro_batch) as u128;
+    let visits = turns.saturating_mul(model.parts.len() as u128);
+    if visits > VISITS {
+        return Err(Error::refused(format_args!(
+            "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
+             make step.micro_batch larger or step.batch smaller",
+            model.parts.len()
+        )));
+    }
+    let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
+    let rows = sequences as u128 * positions as u128;
+    let floats = rows.saturating_mul(width).saturating_mul(model.parts.len() as u128);
+    if floats > FLOATS {
+        return Err(Error::refused(format_args!(
+            "a step of {rows} positions through {} layers of width {} needs more memory than there \
+             is: make step.batch, data.sequence_length or the model smaller",
+            model.parts.len(),
+            shape.hidden
+        )));
+    }
+    Ok(())
+}

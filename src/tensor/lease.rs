@@ -1,0 +1,37 @@
+//! Leases: what one operation of the ring may do with an arena.
+
+use super::arena::Arena;
+use super::view::View;
+
+/// The right to read and write the slots that the ring granted to one operation.
+///
+/// The ring gives slots away by credit: while an operation runs, nobody else touches what it writes,
+/// and nobody writes what it reads (crate `l2l-actors`, kept by fences and tested there). A lease
+/// turns that promise, made once, into slices.
+#[derive(Clone, Copy)]
+pub(crate) struct Lease<'a> {
+    arena: &'a Arena,
+}
+
+impl<'a> Lease<'a> {
+    /// A lease of an arena, for one operation.
+    ///
+    /// # Safety
+    /// Whoever has it reads and writes only views of slots that the ring granted to its operation:
+    /// while the slices live, nobody else writes what is read here, or touches what is written here.
+    pub(crate) unsafe fn new(arena: &'a Arena) -> Lease<'a> {
+        Lease { arena }
+    }
+
+    /// The floats of a view.
+    pub(crate) fn read(&self, view: View) -> &'a [f32] {
+        // SAFETY: nobody writes them meanwhile, by the promise of `new`.
+        unsafe { self.arena.read(view) }
+    }
+
+    /// The floats of a view, to write.
+    pub(crate) fn write(&self, view: View) -> &'a mut [f32] {
+        // SAFETY: nobody else touches them meanwhile, by the promise of `new`.
+        unsafe { self.arena.write(view) }
+    }
+}

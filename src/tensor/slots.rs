@@ -1,0 +1,44 @@
+//! A region of memory, cut into equal slots.
+
+use super::view::View;
+
+/// Where a region's slots lie in its arena. All sizes are in floats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Slots {
+    /// The first float of the first slot.
+    pub(crate) at: usize,
+    /// Slots.
+    pub(crate) count: usize,
+    /// Floats of each.
+    pub(crate) slot_floats: usize,
+}
+
+impl Slots {
+    /// The first `len` floats of a slot.
+    ///
+    /// # Panics
+    /// There is no such slot, or it is smaller.
+    pub(crate) fn slot(&self, slot: u32, len: usize) -> View {
+        let slot = slot as usize;
+        assert!(slot < self.count && len <= self.slot_floats, "{len} floats of {slot} of {self:?}");
+        View::floats(self.at + slot * self.slot_floats, len)
+    }
+
+    /// A slot to its end.
+    ///
+    /// # Panics
+    /// There is no such slot.
+    pub(crate) fn whole(&self, slot: u32) -> View {
+        self.slot(slot, self.slot_floats)
+    }
+
+    /// All slots.
+    pub(crate) fn all(&self) -> View {
+        View::floats(self.at, self.floats())
+    }
+
+    /// Floats of all slots.
+    pub(crate) fn floats(&self) -> usize {
+        self.count * self.slot_floats
+    }
+}

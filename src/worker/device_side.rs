@@ -1,0 +1,199 @@
+//! The device's side: which view of its memory a slot is, copies over the link, and kernels.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use l2l_actors::ports::{Operation, Placed, Trouble};
+use l2l_actors::threads::Pending;
+
+use super::{Used, take_as_long};
+use crate::config::Config;
+use crate::devices::Device;
+use crate::error::Error;
+use crate::kernels::{BatchView, Kernels};
+use crate::models::Save;
+use crate::plan::{Holder, Place, Plan};
+use crate::tensor::{Dtype, Slots, View};
+
+/// See the [module](self).
+pub(super) struct DeviceSide {
+    device: Box<dyn Device>,
+    weights: Slots,
+    gradients: Slots,
+    inputs: Slots,
+    outputs: Slots,
+    pub(super) chunk_state: View,
+    pub(super) workspace: View,
+    pub(super) dtype: Dtype,
+    /// What waits in the stash of a layer's intermediates, if anything does.
+    pub(super) save: Save,
+    pub(super) seed: u64,
+    /// Bytes a second of an emulated link.
+    link: Option<f64>,
+    /// Whether boundaries cross the link: the stash is on the host.
+    boundaries_cross: bool,
+    used: Arc<Used>,
+}
+
+/// Whether a copy crosses the link between host and device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Crosses {
+    /// A block or a gradient: always.
+    Always,
+    /// A boundary: unless the stash is on the device.
+    UnlessStashedThere,
+}
+
+impl DeviceSide {
+    pub(super) fn new(
+        config: &Config,
+        device: Box<dyn Device>,
+        plan: &Plan,
+        used: &Arc<Used>,
+    ) -> Result<DeviceSide, Error> {
+        let slots = |holder| plan.regions.slots(holder, Place::Device);
+        Ok(DeviceSide {
+            device,
+            weights: slots(Holder::Weights),
+            gradients: slots(Holder::Gradients),
+            inputs: slots(Holder::Inputs),
+            outputs: slots(Holder::Outputs),
+            chunk_state: plan.regions.on_device(Holder::ChunkState),
+            workspace: plan.regions.on_device(Holder::Workspace),
+            dtype: plan.dtype,
+            save: config.schedule.recompute.keep().unwrap_or(Save::All),
+            seed: config.step.seed,
+            link: config.link_bytes_per_second()?,
+            boundaries_cross: !plan.stash_on_device,
+            used: used.clone(),
+        })
+    }
+
+    /// The device itself.
+    pub(super) fn device(&self) -> &dyn Device {
+        &*self.device
+    }
+
+    /// A weight slot that holds a published block of so many numbers.
+    pub(super) fn weights(&self, slot: u32, len: usize) -> View {
+        self.weights.whole(slot).hold(len, self.dtype)
+    }
+
+    /// The gradient accumulator of a block of so many numbers.
+    pub(super) fn gradient(&self, slot: u32, len: usize) -> View {
+        self.gradients.slot(slot, len)
+    }
+
+    /// The input slot of a boundary, in floats whatever it holds.
+    pub(super) fn input(&self, placed: &Placed, floats: usize) -> View {
+        boundary(&self.inputs, placed, floats)
+    }
+
+    /// The output slot of a boundary, in floats whatever it holds.
+    pub(super) fn output(&self, placed: &Placed, floats: usize) -> View {
+        boundary(&self.outputs, placed, floats)
+    }
+
+    /// Copies floats to the device.
+    pub(super) fn upload(&self, to: View, from: &[f32], crosses: Crosses) -> Result<(), Trouble> {
+        let copy = || self.device.upload(to, from);
+        self.moves(copy, size_of_val(from), &self.used.uploaded, crosses)
+    }
+
+    /// Copies floats from the device.
+    pub(super) fn download(
+        &self,
+        to: &mut [f32],
+        from: View,
+        crosses: Crosses,
+    ) -> Result<(), Trouble> {
+        let bytes = size_of_val(to);
+        let copy = || self.device.download(to, from);
+        self.moves(copy, bytes, &self.used.downloaded, crosses)
+    }
+
+    /// Copies a boundary to its slot, whose numbers may be packed in the stash.
+    pub(super) fn upload_stashed(
+        &self,
+        to: View,
+        from: &[f32],
+        sequences: usize,
+    ) -> Result<(), Trouble> {
+        let crosses = Crosses::UnlessStashedThere;
+        if to.len() == from.len() {
+            return self.upload(to, from, crosses);
+        }
+        let unpack = || self.device.upload_packed(to, from, sequences);
+        self.moves(unpack, size_of_val(from), &self.used.uploaded, crosses)
+    }
+
+    /// Copies a boundary from its slot to the stash, which may pack its numbers.
+    pub(super) fn download_stashed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        sequences: usize,
+    ) -> Result<(), Trouble> {
+        let crosses = Crosses::UnlessStashedThere;
+        if from.len() == to.len() {
+            return self.download(to, from, crosses);
+        }
+        let bytes = size_of_val(to);
+        let pack = || self.device.download_packed(to, from, sequences);
+        self.moves(pack, bytes, &self.used.downloaded, crosses)
+    }
+
+    /// Moves bytes, counts them, and takes as long as an emulated link would.
+    fn moves(
+        &self,
+        copy: impl FnOnce() -> Result<(), Trouble>,
+        bytes: usize,
+        count: &AtomicU64,
+        crosses: Crosses,
+    ) -> Result<(), Trouble> {
+        let begin = Instant::now();
+        copy()?;
+        count.fetch_add(bytes as u64, Relaxed);
+        let over_link = crosses == Crosses::Always || self.boundaries_cross;
+        take_as_long(begin, bytes as u64, self.link.filter(|_| over_link));
+        Ok(())
+    }
+
+    /// Runs kernels on a micro-batch; `run` returns the floats of workspace it used at once.
+    pub(super) fn compute(
+        &self,
+        batch: &BatchView<'_>,
+        run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
+    ) -> Result<(), Trouble> {
+        let used = self.device.compute(batch, run)?;
+        self.used.workspace.fetch_max(used as u64, Relaxed);
+        Ok(())
+    }
+
+    /// Whether the device keeps the order of its own queues. See [`Device::issues`].
+    pub(super) fn issues(&self) -> bool {
+        self.device.issues()
+    }
+
+    /// See [`Device::begins`].
+    pub(super) fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
+        self.device.begins(operation)
+    }
+
+    /// See [`Device::ends`].
+    pub(super) fn ends(
+        &self,
+        operation: &Operation,
+        value: f64,
+        now: Duration,
+    ) -> Result<Pending, Trouble> {
+        self.device.ends(operation, value, now)
+    }
+}
+
+/// Every boundary fills one slot.
+fn boundary(slots: &Slots, placed: &Placed, floats: usize) -> View {
+    let [slot] = placed.slots[..] else { unreachable!("a boundary fills one slot") };
+    slots.slot(slot, floats)
+}

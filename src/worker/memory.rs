@@ -1,0 +1,114 @@
+//! Memory on the host that operations share, by slot: landing blocks, blocks of a file, the stash
+//! and the KV cache. The last two may be on the device.
+
+use crate::devices::Device;
+use crate::error::Error;
+use crate::plan::{Holder, Place, Plan};
+use crate::tensor::{Arena, Lease, Slots, View};
+
+/// See the [module](self).
+pub(super) struct Memory {
+    arena: Arena,
+    landing: Slots,
+    reads: Slots,
+    states: Slots,
+    stash: Slots,
+    cache: Slots,
+    stash_on_device: bool,
+}
+
+/// Memory of the host, leased to one operation.
+pub(super) struct HostLease<'a> {
+    memory: &'a Memory,
+    arena: Lease<'a>,
+    /// The arena that has the stash and the KV cache.
+    stash: Lease<'a>,
+}
+
+impl Memory {
+    /// All of it, zeroed, and pinned where the device wants that.
+    ///
+    /// # Errors
+    /// The system has not that much.
+    pub(super) fn new(plan: &Plan, device: &dyn Device) -> Result<Memory, Error> {
+        let regions = &plan.regions;
+        let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
+        let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
+        device.pin(arena.values_mut(View::floats(0, regions.host_floats())));
+        let stash = if plan.stash_on_device { Place::Device } else { Place::Host };
+        Ok(Memory {
+            arena,
+            landing: regions.slots(Holder::Landing, Place::Host),
+            reads: regions.slots(Holder::FileReads, Place::Host),
+            states: regions.slots(Holder::FileStates, Place::Host),
+            stash: regions.slots(Holder::Stash, stash),
+            cache: regions.slots(Holder::KvCache, stash),
+            stash_on_device: plan.stash_on_device,
+        })
+    }
+
+    /// A lease for the operation that runs on the calling lane.
+    pub(super) fn lease<'a>(&'a self, device: &'a dyn Device) -> HostLease<'a> {
+        let stash = if self.stash_on_device {
+            device.stash().expect("the plan has the stash on the device")
+        } else {
+            &self.arena
+        };
+        // SAFETY: the worker asks for slots, boundaries and cached positions that its operation names
+        // or that its visit reads and writes; these the ring grants: it lets nobody else write them
+        // before the operation has ended, nor read what the operation writes.
+        let (arena, stash) = unsafe { (Lease::new(&self.arena), Lease::new(stash)) };
+        HostLease { memory: self, arena, stash }
+    }
+}
+
+impl<'a> HostLease<'a> {
+    /// The first `len` floats of a landing block.
+    pub(super) fn landing(&self, slot: u32, len: usize) -> &'a mut [f32] {
+        self.arena.write(self.memory.landing.slot(slot, len))
+    }
+
+    /// A landing block to its end: with the EPS on file, whole pages are read and written.
+    pub(super) fn whole_landing(&self, slot: u32) -> &'a mut [f32] {
+        self.arena.write(self.memory.landing.whole(slot))
+    }
+
+    /// A published block as it was read from the EPS's file.
+    pub(super) fn read_slot(&self, slot: u32) -> &'a [f32] {
+        self.arena.read(self.memory.reads.whole(slot))
+    }
+
+    /// The same, to be read to.
+    pub(super) fn read_slot_mut(&self, slot: u32) -> &'a mut [f32] {
+        self.arena.write(self.memory.reads.whole(slot))
+    }
+
+    /// A block with its optimizer states, and its gradient behind them where that waits.
+    pub(super) fn state_slot(&self, slot: u32) -> &'a mut [f32] {
+        self.arena.write(self.memory.states.whole(slot))
+    }
+
+    /// A boundary in the stash, by its first float and floats.
+    pub(super) fn stashed(&self, place: (usize, usize)) -> &'a [f32] {
+        self.stash.read(self.in_stash(place))
+    }
+
+    /// The same, to write.
+    pub(super) fn stashed_mut(&self, place: (usize, usize)) -> &'a mut [f32] {
+        self.stash.write(self.in_stash(place))
+    }
+
+    /// So many floats of the KV cache.
+    pub(super) fn cached(&self, at: usize, len: usize) -> &'a [f32] {
+        self.stash.read(self.memory.cache.all().part(at..at + len))
+    }
+
+    /// The same, to write.
+    pub(super) fn cached_mut(&self, at: usize, len: usize) -> &'a mut [f32] {
+        self.stash.write(self.memory.cache.all().part(at..at + len))
+    }
+
+    fn in_stash(&self, (at, len): (usize, usize)) -> View {
+        self.memory.stash.all().part(at..at + len)
+    }
+}

@@ -1,0 +1,134 @@
+//! A step as the lanes see it: its batch, what it is for, and what it leaves for the caller.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex};
+
+use l2l_actors::ports::Step;
+use l2l_actors::schedule::{MicroBatch, Schedule, Version};
+
+use crate::data::Batch;
+use crate::kernels::Rows;
+use crate::optimizers::LearningRate;
+use crate::plan::{Carries, Purpose};
+use crate::stash::{self, StashLayout};
+
+/// What a step of the ring is given.
+#[derive(Clone, Debug)]
+pub(crate) struct StepInput {
+    pub(crate) batch: Batch,
+    pub(crate) purpose: Purpose,
+    /// Training steps before it: the ring's own number counts other steps, and begins anew.
+    pub(crate) trained: u64,
+    /// What its schedule carries beside activations.
+    pub(crate) carries: Arc<Carries>,
+    /// The KV cache slot of each sequence, of a step that generates.
+    pub(crate) cache: Vec<CacheSlot>,
+}
+
+/// A sequence's slot of the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CacheSlot {
+    pub(crate) slot: usize,
+    /// Positions that are cached.
+    pub(crate) cached: usize,
+}
+
+/// A step in the ring.
+pub(super) struct StepState {
+    pub(super) number: Version,
+    pub(super) batch: Batch,
+    /// Its tokens; padding is none.
+    pub(super) tokens: Vec<Option<u32>>,
+    pub(super) purpose: Purpose,
+    pub(super) trained: u64,
+    pub(super) stash: StashLayout,
+    pub(super) carries: Arc<Carries>,
+    pub(super) cache: Vec<CacheSlot>,
+    /// Cached positions of each sequence.
+    pub(super) cached: Vec<usize>,
+    /// 1 ÷ labelled positions.
+    pub(super) scale: f32,
+    pub(super) learning_rate: f64,
+}
+
+/// One micro-batch of a step.
+pub(super) struct MicroBatchRows {
+    pub(super) rows: Rows,
+    /// Its sequences among the step's.
+    pub(super) sequences: Range<usize>,
+    /// Its positions among the step's.
+    pub(super) positions: Range<usize>,
+}
+
+impl StepState {
+    pub(super) fn new(step: &Step, input: StepInput, rate: LearningRate) -> StepState {
+        let StepInput { batch, purpose, trained, carries, cache } = input;
+        let is_elsewhere = |id| carries.recalls.contains_key(&id);
+        StepState {
+            number: step.number,
+            stash: stash::layout(&step.plan.schedule, is_elsewhere),
+            cached: cache.iter().map(|one| one.cached).collect(),
+            carries,
+            cache,
+            scale: (1.0 / batch.labelled as f64) as f32,
+            learning_rate: rate.at(trained),
+            tokens: batch.known().collect(),
+            batch,
+            purpose,
+            trained,
+        }
+    }
+
+    /// Where a micro-batch lies in the step's batch.
+    pub(super) fn rows(&self, m: MicroBatch, schedule: &Schedule) -> MicroBatchRows {
+        let before: u32 = schedule.micro_batches[..m as usize].iter().sum();
+        let (first, count) = (before as usize, schedule.micro_batches[m as usize] as usize);
+        let rows = Rows { sequences: count, positions: self.batch.positions };
+        let from = first * rows.positions;
+        MicroBatchRows {
+            rows,
+            sequences: first..first + count,
+            positions: from..from + rows.count(),
+        }
+    }
+}
+
+/// The step that computes, and the one before, whose updates may still run.
+#[derive(Default)]
+pub(super) struct Steps(Mutex<[Option<Arc<StepState>>; 2]>);
+
+impl Steps {
+    pub(super) fn begin(&self, state: StepState) {
+        let mut steps = self.0.lock().expect("nothing panics inside");
+        steps.swap(0, 1);
+        steps[0] = Some(Arc::new(state));
+    }
+
+    /// The step of this number.
+    ///
+    /// # Panics
+    /// It is neither of the two.
+    pub(super) fn of(&self, number: Version) -> Arc<StepState> {
+        let steps = self.0.lock().expect("nothing panics inside");
+        let found = steps.iter().flatten().find(|step| step.number == number);
+        found.expect("an operation's step has begun").clone()
+    }
+}
+
+/// What a step leaves for the caller, beside loss and norm.
+#[derive(Default)]
+pub(super) struct Results {
+    /// Logits of each labelled position, or scores of each sequence, in order.
+    pub(super) logits: Mutex<Vec<f32>>,
+    /// What the head read.
+    pub(super) hidden: Mutex<Vec<f32>>,
+}
+
+impl Results {
+    /// Takes both, and leaves nothing.
+    pub(super) fn take(&self) -> (Vec<f32>, Vec<f32>) {
+        let take =
+            |of: &Mutex<Vec<f32>>| std::mem::take(&mut *of.lock().expect("nothing panics inside"));
+        (take(&self.logits), take(&self.hidden))
+    }
+}

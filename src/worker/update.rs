@@ -1,0 +1,104 @@
+//! Updates: the gradient's norm looked at, the learning rate and the clip factor applied, masters and
+//! states moved to their next version, in memory or where they were read to from a file.
+
+use std::time::Instant;
+
+use l2l_actors::ports::{Source, Trouble};
+use l2l_actors::schedule::{BlockId, Version};
+
+use super::host_side::HostSide;
+use super::memory::HostLease;
+use super::{not_finite, take_as_long};
+use crate::models::Tensor;
+use crate::optimizers::{Planes, Update};
+
+impl HostSide {
+    /// Moves a block to its next version; its gradient's sum of squares.
+    ///
+    /// # Errors
+    /// The gradient is not finite.
+    #[allow(clippy::too_many_arguments, reason = "all that an update operation says")]
+    pub(super) fn update(
+        &self,
+        host: &HostLease<'_>,
+        block: BlockId,
+        version: Version,
+        gradient: Source,
+        states: Option<u32>,
+        norm: Option<f64>,
+        learning_rate: f64,
+    ) -> Result<f64, Trouble> {
+        let begin = Instant::now();
+        let (tensors, len) = (self.eps.tensors(block), self.block_len(block));
+        // With the EPS on file: masters, states, and the gradient if it waited there.
+        let mut parts: Vec<&mut [f32]> = match states {
+            Some(slot) => {
+                let parts = host.state_slot(slot).chunks_mut(self.file_part);
+                parts.map(|part| &mut part[..len]).collect()
+            }
+            None => Vec::new(),
+        };
+        let (region, waited);
+        let gradient = match gradient {
+            Source::Landing(slot) => &*host.landing(slot, len),
+            Source::Region if states.is_some() => {
+                waited = parts.pop().expect("a slot has a part for what waited");
+                &*waited
+            }
+            Source::Region => {
+                region = self.eps.memory().region(block);
+                &region[..]
+            }
+        };
+        let squares = self.measure(block, gradient);
+        if !squares.is_finite() || norm.is_some_and(|norm| !norm.is_finite()) {
+            return Err(not_finite("the gradient is not finite".into()));
+        }
+        let (scale, level) = (self.clip_factor(norm), self.level);
+        let update = |updates| Update { step: updates, learning_rate, scale, level };
+        if let Some((masters, states)) = parts.split_first_mut() {
+            let update = update(self.file().updates_of(block));
+            let states = &mut states[..self.eps.states()];
+            self.apply(tensors, masters, states, gradient, update);
+        } else {
+            let mut lease = self.eps.memory().write(block, version);
+            let lease = &mut *lease;
+            let update = update(lease.updates);
+            let mut states: Vec<&mut [f32]> =
+                lease.states.iter_mut().map(Vec::as_mut_slice).collect();
+            self.apply(tensors, &mut lease.parameters, &mut states, gradient, update);
+            lease.version = version + 1;
+            lease.updates += 1;
+        }
+        take_as_long(begin, size_of_val(gradient) as u64, self.update_rate);
+        Ok(squares)
+    }
+
+    /// What gradients are multiplied by, as PyTorch's `clip_grad_norm_` does.
+    fn clip_factor(&self, norm: Option<f64>) -> f32 {
+        match (norm, self.clip_norm) {
+            (Some(norm), Some(clip)) => (clip / (norm + 1e-6)).min(1.0) as f32,
+            _ => 1.0,
+        }
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        masters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let rule = &self.rule;
+        self.threads.install(|| {
+            if self.eps.in_planes {
+                let unpacked = &mut self.unpacked.lock().expect("nothing panics inside");
+                let planes = &mut Planes::of(masters);
+                rule.apply_in_planes(tensors, planes, states, gradient, update, unpacked);
+            } else {
+                rule.apply(tensors, masters, states, gradient, update);
+            }
+        });
+    }
+}
