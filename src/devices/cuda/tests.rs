@@ -74,7 +74,7 @@ fn close(found: &[[f64; 2]], expected: &[[f64; 2]], of: Dtype, what: &str) {
 
 const KINDS: [Dtype; 2] = [Dtype::F32, Dtype::Bf16];
 
-/// A case of PyTorch's, as `tests/pytorch.rs` has it.
+/// A case of PyTorch's, as `tests/integration/pytorch.rs` has it.
 fn golden(name: &str) -> (Config, Vec<[f64; 2]>) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
     let text = std::fs::read_to_string(folder.join("golden.json")).expect("it is committed");

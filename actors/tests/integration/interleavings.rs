@@ -9,13 +9,11 @@
 //! free, a race between lanes or a skipped version panics, and a lost slot ends in a state that
 //! cannot move.
 
-mod common;
-
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use common::*;
+use crate::common::*;
 use l2l_actors::Relay;
 use l2l_actors::schedule::{Schedule, relay, resident};
 use l2l_actors::virtual_time::{Move, VirtualLanes, World};

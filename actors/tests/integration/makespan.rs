@@ -5,12 +5,10 @@
 //! order of its one taker. It is written as recurrences over ends of operations, with no message,
 //! task, fence or event in it.
 
-mod common;
-
 use std::collections::{HashMap, VecDeque};
 
-use common::times::*;
-use common::*;
+use crate::common::times::*;
+use crate::common::*;
 use l2l_actors::ports::{Lane, Work};
 use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Piece, Plan, Reduction, relay};
 use l2l_actors::virtual_time::Record;

@@ -1,11 +1,9 @@
 //! The suite for implementations of the ports, run on the two kinds of lanes this crate has.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::rehearsal::Rehearsal;
-use common::*;
+use crate::common::rehearsal::Rehearsal;
+use crate::common::*;
 use l2l_actors::conformance::{Main, Report, Subject, check};
 use l2l_actors::schedule::{Capacities, Pools, Schedule, Version, relay};
 use l2l_actors::threads::ThreadLanes;

@@ -1,8 +1,6 @@
 //! The EPS on file: the same bits as in memory, a state that survives a kill at any moment, faults of
 //! disks told and not trained on.
 
-mod program;
-
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::process::ExitStatusExt;
@@ -10,7 +8,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::sync::LazyLock;
 
-use program::{events, good, l2l, of_kind, output};
+use crate::program::{events, good, l2l, of_kind, output};
 use serde_json::Value;
 
 /// A small run with a tied vocabulary of several tiles.

@@ -1,5 +1,4 @@
 //! Data of every kind comes to the tokens and labels that transformers makes of it.
-#![cfg(feature = "tokenizers")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

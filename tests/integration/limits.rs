@@ -1,11 +1,9 @@
 //! No run is killed for what was known before it: under a limit of the system's, a config is refused or it
 //! finishes, and takes no more memory than its plan says.
 
-mod program;
-
 use std::process::{Command, Output};
 
-use program::{events, good, of_kind};
+use crate::program::{events, good, of_kind};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -92,7 +90,7 @@ fn a_refusal_says_what_would_fit() {
     std::fs::write(&file, text).expect("it is ours");
     let config = file.display().to_string();
     let refused = |settings: &[(&str, String)]| {
-        let output = program::output(&arguments("train", &config, settings));
+        let output = crate::program::output(&arguments("train", &config, settings));
         assert_eq!(output.status.code(), Some(2));
         String::from_utf8(output.stderr).expect("text")
     };
@@ -105,7 +103,7 @@ fn a_refusal_says_what_would_fit() {
             ("step.micro_batch", micro_batch.to_string()),
             ("step.steps", "1".to_string()),
         ];
-        let output = program::output(&arguments("train", &config, &settings));
+        let output = crate::program::output(&arguments("train", &config, &settings));
         assert_eq!(output.status.code(), code, "{}", String::from_utf8_lossy(&output.stderr));
     }
     let said = refused(&[("device.memory", "1MiB".into())]);

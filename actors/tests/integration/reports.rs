@@ -1,11 +1,9 @@
 //! What the ring says of itself: times that sum up, and texts that name what is there.
 
-mod common;
-
 use std::time::Duration;
 
-use common::times::Times;
-use common::*;
+use crate::common::times::Times;
+use crate::common::*;
 use l2l_actors::meter::Spent;
 use l2l_actors::pool::{Content, Pool};
 use l2l_actors::schedule::{BlockId, Capacities, relay};

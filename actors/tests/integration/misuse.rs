@@ -1,12 +1,10 @@
 //! What a caller may do to a relay that is not in the book: nothing hangs, nothing is lost.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::rehearsal::Rehearsal;
-use common::*;
+use crate::common::rehearsal::Rehearsal;
+use crate::common::*;
 use l2l_actors::schedule::{Capacities, Plan, Pools, Schedule, Visit, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::VirtualLanes;

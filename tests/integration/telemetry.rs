@@ -1,6 +1,5 @@
 //! What is told of a run is true: times are measured and add up, bytes are the schedule's, series are
 //! few, and nobody who looks changes or delays what is trained.
-#![cfg(feature = "prometheus")]
 
 use std::io::{Read, Write};
 use std::net::TcpStream;

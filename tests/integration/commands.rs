@@ -1,12 +1,9 @@
 //! `l2l data`, `eval` and `generate` as their users meet them.
-#![cfg(feature = "cli")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-mod program;
-
-use program::{events, good, output};
+use crate::program::{events, good, output};
 use serde_json::{Value, json};
 
 fn goldens(path: &str) -> String {

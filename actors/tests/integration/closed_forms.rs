@@ -1,11 +1,9 @@
 //! What overlap must give, as formulas: each for 300 random rings in virtual time.
 
-mod common;
-
 use std::time::Duration;
 
-use common::times::*;
-use common::*;
+use crate::common::times::*;
+use crate::common::*;
 use l2l_actors::ports::{Lane, Work};
 use l2l_actors::schedule::{BlockId, LayerId, Phase, Plan, Schedule, relay};
 use l2l_actors::virtual_time::Record;

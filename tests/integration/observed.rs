@@ -1,14 +1,11 @@
 //! Looking at a run from the command line: what is written is true, and what cannot be written is
 //! said before anything starts.
-#![cfg(feature = "cli")]
 
 use std::fs;
 use std::net::TcpListener;
 use std::path::Path;
 
-mod program;
-
-use program::{events, good, output};
+use crate::program::{events, good, output};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -1,9 +1,7 @@
 //! Every rule a schedule can break is refused, with the visit that breaks it; and what a plan
 //! decides: residency, gradients' spans, traffic.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use l2l_actors::schedule::{
     Block, BlockId, BoundaryId, Capacities, Layer, LayerId, Needs, Phase, Place, Plan, Pools,
     Refusal, Role, Schedule, Visit, relay, resident,

@@ -1,12 +1,9 @@
 //! Every recipe runs, at tiny size: shown, trained, evaluated.
-#![cfg(feature = "cli")]
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-mod program;
-
-use program::good;
+use crate::program::good;
 use serde_json::{Value, json};
 
 fn root(path: &str) -> PathBuf {

@@ -1,10 +1,8 @@
 //! No deadlock, for any depth of any pool: random models, depths, times and orders of moves.
 
-mod common;
-
 use std::sync::{Arc, Mutex};
 
-use common::*;
+use crate::common::*;
 use l2l_actors::schedule::{BlockId, Capacities, Plan, Pools, Schedule, relay, resident};
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::{Config, Relay};

@@ -1,9 +1,7 @@
 //! Slots in use never exceed their pools and reach them; pools do not grow with depth or batch;
 //! steps may be of any subset, in any order.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use l2l_actors::schedule::{BlockId, Capacities, Pools, relay};
 use l2l_actors::virtual_time;
 use l2l_actors::{Config, Error};

@@ -6,9 +6,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-mod program;
-
-use program::{events, good, l2l, of_kind, output};
+use crate::program::{events, good, l2l, of_kind, output};
 use serde_json::Value;
 use tempfile::TempDir;
 

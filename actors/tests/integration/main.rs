@@ -1,0 +1,17 @@
+//! The tests of the ring in one program, because each test program is linked anew.
+//!
+//! One file: `cargo test -p l2l-actors --test integration makespan::`. `tests/failure.rs` is a program
+//! of its own: it counts the threads of its process and replaces the panic hook.
+
+mod bounds;
+mod closed_forms;
+#[path = "../common/mod.rs"]
+mod common;
+mod conformance;
+mod deadlock;
+mod hangs;
+mod interleavings;
+mod makespan;
+mod misuse;
+mod reports;
+mod rules;

@@ -1,0 +1,39 @@
+//! All integration tests in one program, because every test program links the whole library.
+//!
+//! One file: `cargo test --test integration exact::`. Two tests are programs of their own:
+//! `tests/memory.rs` replaces the allocator, `tests/tidy.rs` needs nothing of the library.
+
+#[cfg(feature = "cli")]
+mod bad_input;
+#[cfg(feature = "cli")]
+mod cli;
+#[cfg(feature = "cli")]
+mod commands;
+mod composed;
+#[cfg(feature = "cli")]
+mod cuda;
+mod embedding;
+mod evaluate;
+mod exact;
+mod generate;
+#[cfg(feature = "cli")]
+mod hostile_weights;
+#[cfg(feature = "cli")]
+mod limits;
+#[cfg(feature = "cli")]
+mod observed;
+mod packing;
+mod plan;
+#[cfg(feature = "cli")]
+mod program;
+mod pytorch;
+#[cfg(feature = "cli")]
+mod recipes;
+mod resume;
+mod slim;
+#[cfg(feature = "prometheus")]
+mod telemetry;
+#[cfg(feature = "tokenizers")]
+mod text;
+#[cfg(feature = "cli")]
+mod tiers;
