@@ -1,5 +1,5 @@
-//! The command line: `train`, `data`, `eval`, `generate`, `plan`, `bench`, `tune`, and what helps with
-//! them.
+//! The command line: it parses arguments and config layers, calls the library, and shows what it
+//! returns. One file a command.
 
 mod bench;
 mod dashboards;
@@ -38,33 +38,33 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Trains; without a config, a small model on this project's own text.
+    /// Train a model; without a config, a small GPT on this project's own text.
     Train(TrainArguments),
-    /// Shows what the model will see: sequences as text, how long they are, how much is padding.
+    /// Show the sequences that the model will see, their lengths and the share of padding.
     Data(DataArguments),
-    /// Says how good a run's model, or the one a config loads, is on what was kept aside.
+    /// Evaluate a run's model, or the one that the config loads, on the validation set.
     Eval(EvalArguments),
-    /// Continues text by a run's model, or the one a config loads.
+    /// Continue text with a run's model, or with the one that the config loads.
     Generate(GenerateArguments),
-    /// Says what a run would hold and move, and starts nothing.
+    /// Report the memory and the traffic of a run without starting it.
     Plan(PlanArguments),
-    /// Trains for a few steps and says how fast, beside what the machine can do.
+    /// Train a few steps and report the speed, beside that of this machine's matrix product.
     Bench(BenchArguments),
-    /// Tries depths, micro-batches and the stash's place, and writes the config that was best.
+    /// Try channel depths, micro-batches and places of the stash, and write the best config.
     Tune(TuneArguments),
-    /// Writes the dashboards, rules and table of metrics that go with this program.
+    /// Write the Grafana dashboards, Prometheus rules and alerts that belong to this program.
     Dashboards {
-        /// The folder they go to.
+        /// The folder to write to.
         #[arg(long, value_name = "DIRECTORY")]
         to: PathBuf,
     },
-    /// Writes a run's model, or the one a config loads, to a directory for other tools.
+    /// Write a run's model, or the one that the config loads, to a directory for other tools.
     Export(Export),
-    /// Says what this machine has.
+    /// Report this machine's cores, memory and rates, and what is missing for CUDA.
     Doctor(DoctorArguments),
-    /// Shows the config as it is resolved, its schema, or the reference of its keys.
+    /// Print the resolved config, its JSON schema, or the reference of all keys.
     Config(ConfigArguments),
-    /// Prints a completion script for a shell.
+    /// Print a completion script for a shell.
     Completions {
         /// The shell.
         shell: Shell,
@@ -75,10 +75,10 @@ enum Command {
 struct Common {
     /// The config file; every key has a default.
     config: Option<PathBuf>,
-    /// Sets a key, over file and environment.
+    /// Set a key; overrides the file and the environment. May be repeated.
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
-    /// What is printed.
+    /// Format of the output: the key `log.format`.
     #[arg(long, value_enum)]
     format: Option<Format>,
 }
@@ -87,8 +87,8 @@ struct Common {
 struct TrainArguments {
     #[command(flatten)]
     common: Common,
-    /// Goes on from the newest checkpoint in `checkpoint.directory`, or from `eps.path` where that is as
-    /// far.
+    /// Continue the last run: from the newest checkpoint in `checkpoint.directory`, or from `eps.path`
+    /// if its state is at least as new.
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -99,21 +99,21 @@ struct TrainArguments {
 struct BenchArguments {
     #[command(flatten)]
     common: Common,
-    /// Leaves out all copies between host and device but the first step's, to tell what time they cost:
-    /// what is computed then means nothing.
+    /// Leave out all copies between host and device after the first step, to show what they cost. The
+    /// losses then mean nothing.
     #[arg(long)]
     without_copies: bool,
 }
 
 #[derive(Args)]
 struct ObserveArguments {
-    /// Serves metrics and a live page there: the key `metrics.listen`.
+    /// Serve metrics and a live page at this address: the key `metrics.listen`.
     #[arg(long, value_name = "ADDRESS")]
     metrics: Option<String>,
-    /// Writes the timeline of all operations to this file, for Perfetto and Chrome.
+    /// Write the timeline of all operations to this file, for Perfetto or Chrome.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// Writes a report, `report.html`, to this folder at the end.
+    /// Write a report, `report.html`, to this folder at the end.
     #[arg(long, value_name = "DIRECTORY")]
     report: Option<PathBuf>,
 }
@@ -122,11 +122,11 @@ struct ObserveArguments {
 struct PlanArguments {
     #[command(flatten)]
     common: Common,
-    /// Draws a step in virtual time, as SVG.
+    /// Draw a step, simulated in virtual time, to this SVG file.
     #[arg(long, value_name = "FILE")]
     draw: Option<PathBuf>,
-    /// Forecasts a step with rates that are measured here (that of the disk with an unnamed file of 256
-    /// MiB in `eps.path`); those given below are taken as given.
+    /// Forecast a step with this machine's rates. They are measured, the disk's with an unnamed file of
+    /// 256 MiB in `eps.path`; the rates given below are not.
     #[arg(long)]
     forecast: bool,
     #[command(flatten)]
@@ -135,16 +135,16 @@ struct PlanArguments {
 
 #[derive(Args, Default)]
 struct RateArguments {
-    /// TFLOP/s of the device; as this machine's product has when absent.
+    /// TFLOP/s of the device [default: measured on this machine].
     #[arg(long, value_name = "RATE")]
     tflops: Option<f64>,
-    /// GB/s of the link, each way; of `device.link`, or of this machine's memory when absent.
+    /// GB/s of the link, each way [default: `device.link`, else measured].
     #[arg(long, value_name = "RATE")]
     link_gbps: Option<f64>,
-    /// GB/s of the host's memory; of this machine's when absent.
+    /// GB/s of host memory [default: measured].
     #[arg(long, value_name = "RATE")]
     host_gbps: Option<f64>,
-    /// GB/s of the disk under `eps.path`; as measured there when absent.
+    /// GB/s of the disk of `eps.path` [default: measured].
     #[arg(long, value_name = "RATE")]
     disk_gbps: Option<f64>,
 }
@@ -153,13 +153,13 @@ struct RateArguments {
 struct TuneArguments {
     #[command(flatten)]
     common: Common,
-    /// The tuned config; stdout when absent.
+    /// Write the tuned config to this file instead of printing it.
     #[arg(long, value_name = "FILE")]
     to: Option<PathBuf>,
-    /// Steps of a trial that count.
+    /// Steps of a trial, after one that does not count.
     #[arg(long, value_name = "N", default_value_t = 3)]
     steps: u64,
-    /// Times that each candidate is tried.
+    /// Number of trials of each candidate.
     #[arg(long, value_name = "N", default_value_t = 3)]
     rounds: usize,
 }
@@ -168,10 +168,10 @@ struct TuneArguments {
 struct DataArguments {
     #[command(flatten)]
     common: Common,
-    /// So many sequences are shown.
+    /// Number of sequences to show.
     #[arg(long, value_name = "N", default_value_t = 3)]
     rows: u64,
-    /// Instead, the first batches of training, token by token, as JSON.
+    /// Print the first N training batches token by token, as JSON, instead.
     #[arg(long, value_name = "N")]
     batches: Option<u64>,
 }
@@ -180,10 +180,10 @@ struct DataArguments {
 struct EvalArguments {
     #[command(flatten)]
     common: Common,
-    /// Of the run's checkpoints the best, and not the newest.
+    /// Use the run's best checkpoint instead of the newest.
     #[arg(long)]
     best: bool,
-    /// Only so many batches of `step.batch` sequences; all there are when absent.
+    /// Number of batches of `step.batch` sequences [default: all].
     #[arg(long, value_name = "N")]
     batches: Option<u64>,
 }
@@ -192,37 +192,37 @@ struct EvalArguments {
 struct GenerateArguments {
     #[command(flatten)]
     common: Common,
-    /// The text to go on from; several are continued together. From stdin when there is none.
+    /// A text to continue; may be repeated. Read from standard input when there is none.
     #[arg(long, value_name = "TEXT")]
     prompt: Vec<String>,
-    /// A .jsonl of more: `{"prompt"}`, `{"messages"}` or `{"input_ids"}`.
+    /// A .jsonl file of prompts: `{"prompt"}`, `{"messages"}` or `{"input_ids"}`.
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
-    /// Each prompt is what a user says to the assistant, by the model's chat template.
+    /// Treat each prompt as a user's message, through the model's chat template.
     #[arg(long)]
     chat: bool,
-    /// Tokens that are generated at most; 128, or what the model has positions for, when absent.
+    /// Most tokens to generate [default: 128, or as many as the model has positions for].
     #[arg(long, value_name = "N")]
     tokens: Option<usize>,
-    /// How bold the draws are; 0: always the likeliest token.
+    /// Sampling temperature; 0 always takes the most probable token.
     #[arg(long, value_name = "T", default_value_t = 0.0)]
     temperature: f32,
-    /// Draws from so many of the likeliest tokens; 0: from all.
+    /// Sample from the K most probable tokens; 0 means from all.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Draws from the likeliest tokens that are so likely together.
+    /// Sample from the most probable tokens whose probabilities add up to P.
     #[arg(long, value_name = "P", default_value_t = 1.0)]
     top_p: f32,
-    /// What chance is drawn from; `step.seed` when absent.
+    /// Seed of the sampling [default: `step.seed`].
     #[arg(long)]
     seed: Option<u64>,
-    /// Goes on where the model says that a text ends.
+    /// Continue past the model's end-of-text token.
     #[arg(long)]
     ignore_end: bool,
-    /// Of the run's checkpoints the best, and not the newest.
+    /// Use the run's best checkpoint instead of the newest.
     #[arg(long)]
     best: bool,
-    /// Says what it would hold and move, and generates nothing.
+    /// Report memory and traffic, and generate nothing.
     #[arg(long)]
     plan: bool,
 }
@@ -231,10 +231,10 @@ struct GenerateArguments {
 struct Export {
     #[command(flatten)]
     common: Common,
-    /// The new directory.
+    /// The directory to create.
     #[arg(long, value_name = "DIRECTORY")]
     to: PathBuf,
-    /// Of the run's checkpoints the best, and not the newest.
+    /// Use the run's best checkpoint instead of the newest.
     #[arg(long)]
     best: bool,
 }
@@ -243,7 +243,7 @@ struct Export {
 struct DoctorArguments {
     #[command(flatten)]
     common: Common,
-    /// Runs every kernel of the GPU (`device.ordinal`) against the CPU's, at odd sizes, on fresh values.
+    /// Run every kernel of the GPU (`device.ordinal`) against the CPU's, at odd sizes, on random values.
     #[arg(long)]
     check: bool,
 }
@@ -256,11 +256,11 @@ struct ConfigArguments {
 
 #[derive(Subcommand)]
 enum What {
-    /// The config as it is resolved, as JSON.
+    /// Print the resolved config as JSON.
     Show(Common),
-    /// A JSON schema of config files.
+    /// Print a JSON schema of config files.
     Schema,
-    /// A page with every key.
+    /// Print a page with every key: CONFIG.md.
     Reference,
 }
 
@@ -268,7 +268,7 @@ enum What {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ended {
     Well,
-    /// By a signal, cleanly.
+    /// By a signal, after a clean end.
     Interrupted,
 }
 
@@ -306,12 +306,12 @@ pub(crate) fn run() -> Result<Ended, Error> {
     Ok(Ended::Well)
 }
 
-/// What `train` does without a config.
+/// The config of `train` without a config file.
 pub(crate) const BUILT_IN: &str = include_str!("../../examples/built_in.toml");
 
 impl Common {
-    /// The config of file, environment and flags, and where each value is from. Without a file,
-    /// `built_in` stands for one.
+    /// Resolves the config from file, environment and flags, and where each value comes from. Without
+    /// a file, `built_in` takes its place.
     fn read(
         &self,
         built_in: Option<&str>,
@@ -340,7 +340,7 @@ impl Common {
     }
 }
 
-/// Where the model of a config's run is: a checkpoint, the newest or the best, or what it loads.
+/// The directory of a run's model: its newest or best checkpoint, or else `model.path`.
 fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
     match (&config.checkpoint.directory, &config.model.path) {
         (Some(directory), _) if directory.is_dir() => {
@@ -348,40 +348,45 @@ fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
             let found = if best { keeper.best() } else { keeper.newest() };
             found.ok_or_else(|| {
                 let kind = if best { "best checkpoint" } else { "checkpoint" };
-                Error::Refused(format!("{}: no {kind} in it", directory.display()))
+                Error::Refused(format!(
+                    "checkpoint.directory {}: there is no {kind} in it",
+                    directory.display()
+                ))
             })
         }
         (Some(directory), _) => {
             let at = directory.display();
-            Err(Error::Refused(format!("{at}: no such directory of checkpoints")))
+            Err(Error::Refused(format!(
+                "checkpoint.directory {at} does not exist: train first, or leave the key out"
+            )))
         }
         (None, Some(path)) => Ok(path.clone()),
         (None, None) => {
-            let what = "which model? Set checkpoint.directory, or model.path";
+            let what = "no model is named: set checkpoint.directory or model.path";
             Err(Error::Refused(what.into()))
         }
     }
 }
 
-/// Lets a config load the model of its run; where that is.
+/// Makes a config load the model of its run, and returns where that is.
 fn load(config: &mut Config, best: bool) -> Result<PathBuf, Error> {
     let from = model_of(config, best)?;
     inference::load_from(config, &from);
     Ok(from)
 }
 
-/// Says a line to whoever watches; that nobody can hear it is no failure.
+/// Prints a line to standard error. A closed standard error is not a failure.
 pub(crate) fn say(line: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr().lock(), "{line}");
 }
 
-/// Prints a line at once; a reader that has gone away is no failure of the run.
+/// Prints a line and flushes it. A reader that has gone away is not a failure of the run.
 fn print(line: impl std::fmt::Display) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
-/// Where compiled kernels are kept when nobody says where: in the user's cache.
+/// The default of `device.kernel_cache`: a folder in the user's cache.
 fn kernel_cache() -> Option<PathBuf> {
     let of =
         |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());

@@ -1,4 +1,4 @@
-//! The config's JSON schema, and the page of its keys made from it.
+//! The config's JSON schema, and the reference page generated from it.
 
 use std::fmt::Write;
 
@@ -11,16 +11,16 @@ pub(super) fn schema() -> String {
     serde_json::to_string_pretty(&schema).expect("a schema is JSON")
 }
 
-/// A page with every key, its default and what it means.
+/// A page with every key, its default and its meaning.
 pub(super) fn page() -> String {
     let schema = schemars::schema_for!(Config).to_value();
     let defaults = serde_json::to_value(Config::default()).expect("a config is plain data");
     let mut page = String::from(
         "# Configuration\n\n\
-         Every key of a config file, made from `src/config` by `l2l config reference`. A\n\
-         value is taken from `--set section.key=value`, else from the environment\n\
-         (`L2L__SECTION__KEY`), else from the file, else it is the default. `l2l config show` prints\n\
-         a config as it is resolved, `l2l config schema` a JSON schema for editors.\n",
+         Every key of a config file. This page is generated from `src/config` by `l2l config\n\
+         reference`. A value comes from `--set section.key=value`; else from the environment\n\
+         (`L2L__SECTION__KEY`); else from the file; else it is the default. `l2l config show` prints\n\
+         the resolved config, and `l2l config schema` prints a JSON schema for editors.\n",
     );
     let sections = schema["properties"].as_object().into_iter().flatten();
     for (section, of_section) in sections {
@@ -48,7 +48,7 @@ fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
 
-/// What a `$ref`, or a single `allOf` of one, refers to.
+/// The schema that a `$ref`, or an `allOf` of one `$ref`, refers to.
 fn resolve<'s>(schema: &'s Value, of: &'s Value) -> &'s Value {
     let reference = of["$ref"].as_str().or_else(|| of["allOf"][0]["$ref"].as_str());
     match reference.and_then(|reference| reference.strip_prefix('#')) {
@@ -57,7 +57,7 @@ fn resolve<'s>(schema: &'s Value, of: &'s Value) -> &'s Value {
     }
 }
 
-/// The values an enumeration has.
+/// The values of an enumeration.
 fn choices(schema: &Value, of: &Value) -> Vec<String> {
     let resolved = resolve(schema, of);
     let listed = resolved["enum"].as_array().into_iter().flatten();

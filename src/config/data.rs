@@ -1,4 +1,4 @@
-//! The keys of `[data]`: what is trained on, and how it becomes sequences.
+//! The keys of `[data]`: the training and validation data, and how they become sequences.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,36 +7,39 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DataConfig {
-    /// `built-in`: the project's own source and documentation. Or a file, or a folder of them:
-    /// `.txt` and `.md`, text, through the model's `tokenizer.json`, or by bytes when it has none;
-    /// `.jsonl`, a sequence a line (`text`, with `text_pair` and `label` where whole sequences are
-    /// scored; `messages`; `prompt` and `completion`; or `input_ids`, with `labels`, not shifted,
-    /// -100 is not scored, or `label`, and `token_type_ids`); `.bin`, tokens of two bytes. Or
-    /// `random`. Or a list of these, each a name or `{ path = "...", weight = 2.0 }`: an epoch
-    /// sees each of its sequences so often.
+    /// The training data: `built-in` (this project's own source and documentation), `random`
+    /// tokens, a file, a folder of files, or a list of these. `.txt` and `.md` are text, read with
+    /// the model's `tokenizer.json`, or as bytes if it has none. `.jsonl` has one sequence a line:
+    /// `text` (with `text_pair` and `label` for classification), `messages`, `prompt` and
+    /// `completion`, or `input_ids` (with `labels`, not shifted, where -100 is not scored, or
+    /// `label`, and `token_type_ids`). `.bin` is tokens of two bytes. An entry of a list is a name
+    /// or `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many
+    /// times.
     pub train: Files,
-    /// What is kept aside: others, of the same kinds.
+    /// The validation data, in the same formats as `train`.
     pub validation: Option<Files>,
-    /// Or the share of `train` that is kept aside, spread evenly over it; 0.1 of text and 0 of
-    /// other data when absent.
+    /// Instead of `validation`: the fraction of `train` that becomes the validation set, spread
+    /// evenly over it. When absent, 0.1 for text files and 0 for other data.
     pub validation_split: Option<f64>,
-    /// Tokens of a sequence at most; the model's positions, up to 1024, when absent.
+    /// Length of the longest sequence, in tokens; when absent, the model's `positions`, at most
+    /// 1024.
     pub sequence_length: Option<usize>,
-    /// Whether sequences are drawn in an order of their own each epoch.
+    /// Shuffles the sequences in each epoch.
     pub shuffle: bool,
-    /// What happens to a sequence that is longer than `sequence_length`; a file of text always
-    /// goes on in the next.
+    /// What to do with a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
+    /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.
     pub too_long: TooLong,
-    /// Whether several short texts share a sequence, each blind to the others and with positions
-    /// of its own.
+    /// Packs several short texts into one sequence. They do not attend to each other, and each
+    /// begins at position 0.
     pub packing: bool,
-    /// Whether texts that share a sequence see those before them, as one text.
+    /// With `packing`: texts in one sequence attend to those before them, as one text with running
+    /// positions.
     pub attend_across: bool,
-    /// Whether a text to learn to write ends with the tokenizer's end-of-text token; a
-    /// `completion` always does.
+    /// Adds the tokenizer's end-of-text token after each text of a causal model, so that it learns
+    /// where texts end. A `completion` always gets it.
     pub end_of_text: bool,
-    /// The share of a text's tokens that a masked language model has to find: of these, 8 in 10
-    /// are masked and 1 is another token.
+    /// Fraction of the tokens that a masked language model must predict. Of these, 80 % are masked,
+    /// 10 % are replaced by another token and 10 % stay; masks are drawn anew in each epoch.
     pub mask_probability: f64,
 }
 
@@ -58,33 +61,33 @@ impl Default for DataConfig {
 }
 
 impl DataConfig {
-    /// Names the built-in corpus.
+    /// The name of the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
 }
 
-/// What data is named by: one file, or several.
+/// The names of data: one, or a list.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "expected a name, or a list of names and { path, weight }")]
 pub enum Files {
-    /// One.
+    /// One name.
     One(String),
-    /// Several.
+    /// A list.
     Several(Vec<DataFile>),
 }
 
-/// One of several files.
+/// One entry of a list.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "expected a name, or { path, weight }")]
 pub enum DataFile {
-    /// By its name.
+    /// A name.
     Named(String),
-    /// With a weight.
+    /// A name with a weight.
     Weighted {
-        /// Its name.
+        /// The file or folder.
         path: String,
-        /// How often an epoch sees each of its sequences.
+        /// How many times an epoch sees each of its sequences.
         weight: f64,
     },
 }
@@ -102,7 +105,7 @@ impl From<String> for Files {
 }
 
 impl Files {
-    /// Each name, and its weight.
+    /// The names with their weights.
     pub fn each(&self) -> Vec<(&str, f64)> {
         match self {
             Files::One(name) => vec![(name, 1.0)],
@@ -116,7 +119,7 @@ impl Files {
         }
     }
 
-    /// True for this one name.
+    /// True if this is the only name.
     pub fn is(&self, name: &str) -> bool {
         matches!(self, Files::One(one) if one == name)
     }
@@ -134,11 +137,11 @@ impl std::fmt::Display for Files {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum TooLong {
-    /// It is refused.
+    /// Refuse it.
     #[default]
     Error,
-    /// Its end is cut off; of a pair that of the longer text.
+    /// Cut its end off; of a pair, the end of the longer text.
     Cut,
-    /// It goes on in sequences of its own: `text` alone.
+    /// Continue it in further sequences; only for `text`.
     Split,
 }

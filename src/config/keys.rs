@@ -1,5 +1,5 @@
-//! Every key of the config, with its default and what it means: the schema and the reference page
-//! are made from this file.
+//! Every key of the config, its default and its meaning. The JSON schema and CONFIG.md are
+//! generated from this file, so the doc comments here are what users read.
 
 use std::path::PathBuf;
 
@@ -8,38 +8,38 @@ use serde::{Deserialize, Serialize};
 use super::{ByteSize, DataConfig, ScheduleConfig};
 use crate::tensor::Dtype;
 
-/// All of it.
+/// A whole config file.
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// What is trained.
+    /// The model to train: its weights or its shape, and its task.
     pub model: ModelConfig,
-    /// On what.
+    /// The text or tokens to train on, and how they become sequences.
     pub data: DataConfig,
-    /// One step, and how many.
+    /// The size of a training step, and the number of steps.
     pub step: StepConfig,
-    /// The update rule.
+    /// The optimizer and its learning rate.
     pub optimizer: OptimizerConfig,
-    /// The device.
+    /// The device that computes the layers.
     pub device: DeviceConfig,
-    /// The order of visits.
+    /// The order in which the device visits layers, and what backward recomputes.
     pub schedule: ScheduleConfig,
-    /// Where boundaries wait.
+    /// The activations that wait between forward and backward.
     pub stash: StashConfig,
-    /// Depths of the ring's pools.
+    /// The number of slots of each kind. More slots allow more overlap and take more memory.
     pub channels: ChannelsConfig,
-    /// The host's eager param-server.
+    /// The eager param-server (EPS): weights and optimizer state on the host.
     pub eps: EpsConfig,
-    /// Looking at what was kept aside.
+    /// The loss on data that is not trained on, measured during training.
     pub validation: ValidationConfig,
-    /// What survives the run.
+    /// Checkpoints: complete states that a later run can resume from.
     pub checkpoint: CheckpointConfig,
-    /// Where others look in.
+    /// Metrics for Prometheus, and the live page.
     pub metrics: MetricsConfig,
-    /// When a standstill is a failure.
+    /// The watchdog: it ends a run in which nothing moves.
     pub watchdog: WatchdogConfig,
-    /// What is printed.
+    /// What is printed, and which log files are written.
     pub log: LogConfig,
 }
 
@@ -48,51 +48,53 @@ pub struct Config {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ModelConfig {
-    /// A directory with `config.json` and `model.safetensors`, as transformers writes it.
+    /// A directory with `config.json` and `model.safetensors`, as transformers writes it. The
+    /// model's sizes, weights and tokenizer come from there.
     pub path: Option<PathBuf>,
-    /// Whether the weights are random all the same: then the directory gives shape and tokenizer
-    /// alone.
+    /// With `path`: start from random weights, and take only the shape and the tokenizer from the
+    /// directory. Without `path` the weights are always random.
     pub random_weights: bool,
-    /// Random weights of a known shape, `gpt-small` without a path: `gpt2` to `gpt2-xl`,
-    /// `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
+    /// A known shape with random weights; `gpt-small` when neither this nor `path` is set. Presets:
+    /// `gpt2` to `gpt2-xl`, `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
     /// `turing-nlg-17b`, `gpt3-175b`.
     pub preset: Option<String>,
-    /// Transformer blocks. This and the sizes below override a preset's.
+    /// Number of transformer blocks. This key and the sizes below override those of the preset.
     pub layers: Option<usize>,
-    /// Channels of the residual stream: a multiple of `heads`.
+    /// Width of the residual stream: a multiple of `heads`.
     pub hidden: Option<usize>,
-    /// Attention heads.
+    /// Number of attention heads.
     pub heads: Option<usize>,
-    /// Heads of keys and values, where a family shares them; as many as `heads` when absent.
+    /// Number of key and value heads, in families with grouped-query attention; equal to `heads`
+    /// when absent.
     pub kv_heads: Option<usize>,
-    /// Channels of the feed-forward; 4 × `hidden` when that is given and this is not.
+    /// Width of the feed-forward layer; 4 × `hidden` if `hidden` is set and this key is not.
     pub intermediate: Option<usize>,
-    /// Tokens there are.
+    /// Number of tokens in the vocabulary.
     pub vocabulary: Option<usize>,
-    /// The longest sequence.
+    /// Length of the longest sequence that the model can read, in tokens.
     pub positions: Option<usize>,
     /// Probability of every dropout, in [0, 1); the model's own when absent.
     pub dropout: Option<f32>,
-    /// What the model is trained to do; what its family does when absent.
+    /// What the model is trained to predict; when absent, what its family usually predicts.
     pub task: Option<Task>,
-    /// Classes of `sequence-classification`: how many, 1 for a value, or a list of their names;
-    /// what the model says when absent.
+    /// Classes of `sequence-classification`: their number, or a list of their names. 1 means one
+    /// real value (regression). When absent, the model's own, else 2.
     pub labels: Option<Labels>,
 }
 
-/// The classes of whole sequences.
+/// The classes of sequences, or one value.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged, expecting = "expected how many there are, or a list of their names")]
+#[serde(untagged, expecting = "expected the number of classes, or a list of their names")]
 pub enum Labels {
-    /// How many; 1: a value.
+    /// Their number; 1: one real value.
     Count(usize),
-    /// What each is called.
+    /// Their names.
     Names(Vec<String>),
 }
 
 impl Labels {
-    /// How many there are.
+    /// The number of classes.
     pub fn count(&self) -> usize {
         match self {
             Labels::Count(count) => *count,
@@ -108,14 +110,14 @@ impl Labels {
 pub enum Task {
     /// To predict the next token.
     CausalLm,
-    /// To predict tokens that are labelled.
+    /// To predict masked tokens.
     MaskedLm,
-    /// To predict a class, or a value, of each sequence.
+    /// To predict a class, or a real value, for each sequence.
     SequenceClassification,
 }
 
 impl Task {
-    /// Its name.
+    /// Its name in config files.
     pub fn name(self) -> &'static str {
         match self {
             Task::CausalLm => "causal-lm",
@@ -130,15 +132,17 @@ impl Task {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StepConfig {
-    /// Sequences a step.
+    /// Sequences in one step. Device memory does not grow with it while the stash is on the host.
     pub batch: usize,
-    /// Sequences of a micro-batch; the last of a step may have fewer.
+    /// Sequences that the device computes at once; the last micro-batch of a step may have fewer.
+    /// It decides how much memory activations take on the device.
     pub micro_batch: usize,
-    /// Steps of the run; 100 when neither these nor `epochs` are given.
+    /// Number of steps of the run; 100 when neither this nor `epochs` is set.
     pub steps: Option<u64>,
-    /// Or how often it sees all of its data.
+    /// Length of the run in passes over the training data, instead of `steps`; 0.5 is half a pass.
     pub epochs: Option<f64>,
-    /// What all chance is drawn from: weights, order of data, dropout.
+    /// Seed of all random numbers: initial weights, order of the data, masked tokens, dropout. The
+    /// same seed gives the same run, bit for bit.
     pub seed: u64,
 }
 
@@ -153,26 +157,32 @@ impl Default for StepConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct OptimizerConfig {
-    /// The update rule.
+    /// The update rule. A program that uses the library may bring its own.
     pub kind: OptimizerKind,
-    /// The learning rate at its highest.
+    /// The highest learning rate, reached at the end of the warm-up.
     pub learning_rate: f64,
-    /// What the learning rate does behind the warm-up.
+    /// Shape of the learning rate after the warm-up: `constant`; `linear` or `cosine` decay to
+    /// `min_learning_rate`; `wsd` (warm-up, stable, decay) is constant for nine tenths of the steps
+    /// after the warm-up, then decays linearly.
     pub schedule: RateSchedule,
-    /// Steps in which the learning rate rises from 0.
+    /// Steps in which the learning rate rises linearly from 0.
     pub warmup_steps: u64,
-    /// The learning rate at the end of the run, unless it is constant.
+    /// Learning rate at the end of the run; not used by the `constant` schedule.
     pub min_learning_rate: f64,
-    /// Decay of the first and the second moment.
+    /// Decay rates of AdamW's first and second moment.
     pub betas: (f64, f64),
-    /// Added to the root of the second moment.
+    /// Term added to the denominator of AdamW's update, for numerical stability.
     pub epsilon: f64,
-    /// Decay of parameters a step, times the learning rate.
+    /// Decoupled weight decay: each step multiplies a weight by 1 − `learning_rate` ×
+    /// `weight_decay`.
     pub weight_decay: f64,
-    /// Tensors that do not decay: kinds (`bias`, `norm`, `weight`), or patterns of names with `*`.
+    /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or patterns of tensor names
+    /// with `*`. Biases and norms are not decayed by default, as is usual for transformers.
     pub no_decay: Vec<String>,
-    /// The most the global gradient norm may be; a larger one is scaled down, exactly. Not clipped
-    /// when absent: then each block is updated as soon as its gradient is complete.
+    /// Largest global gradient norm; larger gradients are scaled down to it, exactly. Without it,
+    /// each block is updated as soon as its gradient is complete. With it, gradients wait on the
+    /// host (4 bytes a parameter) until the norm is known, and updates run under the next forward
+    /// pass.
     pub clip_norm: Option<f64>,
 }
 
@@ -193,7 +203,7 @@ impl Default for OptimizerConfig {
     }
 }
 
-/// The update rules there are.
+/// The built-in update rules.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -202,7 +212,7 @@ pub enum OptimizerKind {
     Adamw,
 }
 
-/// What the learning rate does behind the warm-up.
+/// Shape of the learning rate after the warm-up: see [`crate::optimizers::Decay`].
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -219,31 +229,31 @@ pub enum RateSchedule {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DeviceConfig {
-    /// Where layers are computed.
+    /// The device that computes layers.
     pub kind: DeviceKind,
-    /// Which of several GPUs, as the driver counts them.
+    /// Number of the GPU, as the driver counts them from 0.
     pub ordinal: usize,
-    /// A folder with CUDA's libraries, where they are not on the loader's path: that of the wheels
-    /// `nvidia-cuda-nvrtc` and `nvidia-cublas`, say. It is searched with the folders in it.
+    /// Folder with CUDA's libraries if they are not on the loader's path, for instance the one of
+    /// the Python wheels `nvidia-cuda-nvrtc` and `nvidia-cublas`. Its subfolders are searched, too.
     pub cuda_libraries: Option<PathBuf>,
-    /// A folder where compiled kernels are kept from run to run; the command line has one in the user's
-    /// cache.
+    /// Folder that keeps compiled GPU kernels between runs. The command line sets it to a folder in
+    /// the user's cache; the library keeps none when it is absent.
     pub kernel_cache: Option<PathBuf>,
-    /// A ceiling of the device's memory, in bytes or with a unit (`12GiB`); a plan above it is
-    /// refused. `auto`: what the plan needs.
+    /// Ceiling of device memory, in bytes or with a unit (`12GiB`). A run that needs more is
+    /// refused before it starts. `auto`: no ceiling but the memory of the machine.
     pub memory: ByteSize,
-    /// What weights and activations on the device are made of; masters, the optimizer's states and gradients
-    /// are f32 whatever it is. `bf16` is for `cuda`: half the bytes of weights and activations, on the
-    /// device, in the stash and over the link, and tensor cores; a master is then the bf16 that is published
-    /// and what that leaves of it.
+    /// Data type of weights and activations on the device. `bf16` needs `cuda`: it halves weights
+    /// and activations on the device, in the stash and over the link, and uses tensor cores. Master
+    /// weights, optimizer state and gradients of weights are f32 in both cases.
     pub dtype: Dtype,
-    /// Threads; all cores when absent.
+    /// Threads for computing and for updates; all cores when absent. Results do not depend on it.
     pub threads: Option<usize>,
-    /// Emulated: a transfer takes at least as long as over a link this fast, say `12GB/s`.
+    /// For experiments on the CPU: emulates a slow link, so that each transfer takes at least as
+    /// long as at this rate, for instance `12GB/s`.
     pub link: Option<String>,
 }
 
-/// The devices there are.
+/// The kinds of device.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
@@ -251,7 +261,7 @@ pub enum DeviceKind {
     /// The host's processor.
     #[default]
     Cpu,
-    /// An NVIDIA GPU; what it needs is loaded when it is asked for (`l2l doctor` says what is missing).
+    /// An NVIDIA GPU. CUDA is loaded at run time; `l2l doctor` says what is missing.
     Cuda,
 }
 
@@ -260,12 +270,13 @@ pub enum DeviceKind {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StashConfig {
-    /// Where activations wait between two visits: on the host (`auto` too), so that the device's
-    /// memory does not grow with depth or batch; or on the device.
+    /// Where activations wait between forward and backward. `host` (and `auto`) keeps device memory
+    /// independent of depth and batch size; `device` saves transfers, and its memory grows with
+    /// both.
     pub place: StashPlace,
-    /// What activations and their gradients are made of while they wait: `f32`, exact; `bf16`, of half
-    /// the size on the host and over the link, each rounded. Intermediates that are kept and what heads
-    /// hand on stay exact.
+    /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
+    /// its transfers and rounds each value; `f32` is exact. Saved activations inside a layer and
+    /// the values of the output head stay exact. On `cuda` it follows `device.dtype`.
     pub dtype: StashDtype,
 }
 
@@ -277,7 +288,7 @@ pub enum StashDtype {
     /// 32-bit floats.
     #[default]
     F32,
-    /// Brain floats.
+    /// 16-bit brain floats.
     Bf16,
 }
 
@@ -286,12 +297,12 @@ pub enum StashDtype {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum StashPlace {
-    /// The host.
+    /// On the host.
     #[default]
     Auto,
-    /// In the device's memory, which then grows with depth.
+    /// On the device, whose memory then grows with depth and batch size.
     Device,
-    /// In the host's.
+    /// On the host.
     Host,
 }
 
@@ -300,13 +311,14 @@ pub enum StashPlace {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ChannelsConfig {
-    /// Blocks on the device at once: 1 runs, 2 let a block arrive under the layer before it.
+    /// Weight slots on the device. 1 works; 2 let the next block arrive while a layer computes.
     pub weights: u32,
-    /// Gradient accumulators on the device: 2 let one leave under the next layer.
+    /// Gradient slots on the device. 2 let one gradient leave while the next layer computes.
     pub gradients: u32,
-    /// Gradients on the host that wait to be added or applied.
+    /// Slots on the host for gradients that wait to be added or applied. 2 let one arrive while
+    /// another is used.
     pub reduced: u32,
-    /// Activations fetched ahead, beyond those in use.
+    /// Slots for activations that are fetched ahead, beyond those in use.
     pub stash: u32,
 }
 
@@ -321,15 +333,16 @@ impl Default for ChannelsConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct EpsConfig {
-    /// Where masters and the optimizer's state are: in the host's memory, or in a file, of which the
-    /// host sees a few blocks at a time.
+    /// Where weights, optimizer state and waiting gradients live: `memory`, or a `file` of which a
+    /// few blocks at a time are in memory.
     pub tier: EpsTier,
-    /// The folder of the file, for one run at a time; when the updates of a step are done
-    /// it holds a state that `--resume` goes on from.
+    /// Folder of the file of `tier = "file"`. One run uses it at a time, and `--resume` continues
+    /// from it without a checkpoint.
     pub path: Option<PathBuf>,
-    /// Emulated: an update takes at least as long as at so many bytes of gradient, say `1GB/s`.
+    /// For experiments: emulates a slow optimizer, so that each update takes at least as long as at
+    /// this many bytes of gradient a second, for instance `1GB/s`.
     pub update_rate: Option<String>,
-    /// Emulated: checkpoints are written, and a file is read and written, no faster than this, say
+    /// For experiments: emulates a slow disk for checkpoints and for `tier = "file"`, for instance
     /// `200MB/s`.
     pub disk_rate: Option<String>,
 }
@@ -339,10 +352,10 @@ pub struct EpsConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum EpsTier {
-    /// The host's memory.
+    /// In host memory.
     #[default]
     Memory,
-    /// A file.
+    /// In a file.
     File,
 }
 
@@ -351,7 +364,8 @@ pub enum EpsTier {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct WatchdogConfig {
-    /// The run fails, naming who waits for what, when nothing moved for this long.
+    /// Seconds without any progress after which the run fails and reports which actor waits for
+    /// what. Raise it if single operations take longer than the default of a minute.
     pub seconds: f64,
 }
 
@@ -366,11 +380,12 @@ impl Default for WatchdogConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ValidationConfig {
-    /// Steps between two looks; at the end only when absent.
+    /// Steps between validations; when absent there is one, at the end of the run.
     pub every_steps: Option<u64>,
-    /// Batches of `step.batch` sequences at a look, or all there are if that is less.
+    /// Batches of `step.batch` sequences in a validation; fewer if the validation set is smaller.
     pub batches: u64,
-    /// Training stops early when so many looks in a row brought nothing better.
+    /// Number of validations in a row without a better loss after which training stops early; never
+    /// when absent.
     pub patience: Option<u64>,
 }
 
@@ -385,11 +400,11 @@ impl Default for ValidationConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct CheckpointConfig {
-    /// Where checkpoints go; none are written when absent.
+    /// Directory of the run's checkpoints; none are written when absent. One run uses it at a time.
     pub directory: Option<PathBuf>,
-    /// Steps between two; at the end only when absent.
+    /// Steps between checkpoints; when absent there is one, at the end of the run.
     pub every_steps: Option<u64>,
-    /// How many of the newest are kept, beside the best.
+    /// Number of newest checkpoints to keep. The one with the best validation loss is kept as well.
     pub keep: usize,
 }
 
@@ -404,13 +419,15 @@ impl Default for CheckpointConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct MetricsConfig {
-    /// Address to serve metrics and a live page at, say `127.0.0.1:9464`.
+    /// Address that serves metrics and a live page, for instance `127.0.0.1:9464`; nothing is
+    /// served when absent.
     pub listen: Option<String>,
-    /// Whether others than this machine may be listened to.
+    /// Allows `listen` to be an address that other machines can reach. Off by default, because
+    /// there is no password.
     pub public: bool,
-    /// A file that the last metrics go to, for a run that ends between two scrapes.
+    /// File that receives the final metrics, for a run that ends between two scrapes.
     pub file: Option<PathBuf>,
-    /// The run's name; made up when absent.
+    /// Name of the run, a label of every metric; a random name when absent.
     pub run: Option<String>,
 }
 
@@ -419,11 +436,11 @@ pub struct MetricsConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct LogConfig {
-    /// Lines to read, or one JSON object a line.
+    /// Format of what is printed: lines for people, or one JSON object a line.
     pub format: Format,
-    /// A file that the JSON lines go to, whatever is printed; a run that goes on adds to it.
+    /// File that receives the JSON lines, whatever is printed. A resumed run appends to it.
     pub file: Option<PathBuf>,
-    /// A folder that an event file for TensorBoard goes to.
+    /// Folder that receives an event file for TensorBoard.
     pub tensorboard: Option<PathBuf>,
 }
 
@@ -432,7 +449,7 @@ pub struct LogConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema, clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
-    /// Lines to read.
+    /// Lines for people.
     #[default]
     Pretty,
     /// One JSON object a line.

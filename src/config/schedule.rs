@@ -1,4 +1,4 @@
-//! `[schedule]`: in which order visits come, and what they compute again.
+//! The keys of `[schedule]`: the order of visits, and what backward recomputes.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,11 +9,13 @@ use crate::models::Save;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ScheduleConfig {
-    /// `relay`: all micro-batches through a layer, then the next. `resident`: one micro-batch
-    /// through all layers, then the next, as ordinary training does.
+    /// `relay`: all micro-batches through a layer, then the next layer (L2L). `resident`: one
+    /// micro-batch through all layers, then the next one, as ordinary training does. Both give the
+    /// same result, bit for bit.
     pub kind: ScheduleKind,
-    /// True: backward computes a layer's intermediates again. False: they wait in the stash.
-    /// `attention`: attention's are computed again, the feed-forward's wait.
+    /// What backward recomputes. `true`: everything inside a layer, so only the activations between
+    /// layers are stored. `false`: nothing; all saved activations wait in the stash. `attention`:
+    /// attention only; those of the feed-forward layer wait.
     pub recompute: Recompute,
 }
 
@@ -28,26 +30,26 @@ impl Default for ScheduleConfig {
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "expected true, false or \"attention\"")]
 pub enum Recompute {
-    /// All of a layer, or nothing.
+    /// The whole layer, or nothing.
     Layer(bool),
-    /// A part of it.
+    /// A part of the layer.
     Part(RecomputedPart),
 }
 
-/// What alone is computed again.
+/// The part of a layer that is recomputed.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum RecomputedPart {
-    /// Attention.
+    /// The attention half.
     Attention,
 }
 
 impl Recompute {
-    /// Attention alone.
+    /// Only attention is recomputed.
     pub const ATTENTION: Recompute = Recompute::Part(RecomputedPart::Attention);
 
-    /// What waits in the stash, if anything.
+    /// The activations that wait in the stash, if any.
     pub fn keep(self) -> Option<Save> {
         match self {
             Recompute::Layer(true) => None,
@@ -63,7 +65,7 @@ impl From<bool> for Recompute {
     }
 }
 
-/// The schedules there are.
+/// The kinds of schedule.
 #[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(rename_all = "kebab-case")]

@@ -1,4 +1,4 @@
-//! Sizes of memory as people write them.
+//! Sizes of memory as people write them: `auto`, bytes, or a number with a unit.
 
 use std::fmt;
 use std::str::FromStr;
@@ -61,7 +61,7 @@ impl schemars::JsonSchema for ByteSize {
 }
 
 impl ByteSize {
-    /// The bytes; `None`: auto.
+    /// The number of bytes; `None` for `auto`.
     pub fn bytes(self) -> Option<u64> {
         self.0
     }
@@ -93,7 +93,7 @@ impl FromStr for ByteSize {
             Ok(ByteSize(Some(bytes as u64)))
         } else {
             Err(format!(
-                "{text:?} is no size: write \"auto\", bytes, or a number with a unit (\"12GiB\")"
+                "{text:?} is not a size: write \"auto\", bytes, or a number with a unit (\"12GiB\")"
             ))
         }
     }

@@ -131,7 +131,7 @@ fn what_cannot_be_generated_is_refused() {
     let gpt2 = format!("model.path={}", goldens("generate/gpt2"));
     let chat = ["generate", "--set", &gpt2, "--chat", "--prompt", "a"];
     refused(&chat, "no chat template");
-    refused(&["generate", "--prompt", "a"], "which model?");
+    refused(&["generate", "--prompt", "a"], "no model is named");
     let bert = format!("model.path={}", goldens("text/wordpiece"));
     refused(&["generate", "--set", &bert, "--prompt", "a"], "models that predict the next");
 }
@@ -160,6 +160,6 @@ fn a_run_is_evaluated_and_continued() {
         good(&["eval", &config, "--set", &run, "--best", "--batches", "1"]).contains("perplexity")
     );
     good(&["generate", &config, "--set", &run, "--prompt", "//! The", "--tokens", "8"]);
-    refused(&["eval", &config], "which model?");
-    refused(&["eval", &config, "--set", "checkpoint.directory=/none"], "no such directory");
+    refused(&["eval", &config], "no model is named");
+    refused(&["eval", &config, "--set", "checkpoint.directory=/none"], "does not exist");
 }
