@@ -7,7 +7,7 @@ fn main() {
     let root = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let mut files = Vec::new();
     // A packaged crate has no folder of the other crate: its corpus is smaller.
-    for name in ["README.md", "ARCHITECTURE.md", "src", "actors", "tests"] {
+    for name in ["README.md", "ARCHITECTURE.md", "docs", "src", "actors", "tests"] {
         if root.join(name).exists() {
             println!("cargo::rerun-if-changed={name}");
             walk(&root.join(name), &mut files);

@@ -1,4 +1,4 @@
-"""The README's table of plans: which model and settings fit which machine, in f32, and from how many tokens a
+"""The table of plans in docs/memory.md: which model and settings fit which machine, in f32, and from how many tokens a
 step on transfers and updates hide.
 
     cargo build --release && python3 benches/plans.py

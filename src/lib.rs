@@ -62,7 +62,12 @@ pub use hf::shape_of;
 pub use plan::Plan;
 pub use trainer::{Builder, Trainer, state_on_file};
 
-/// The page's program compiles.
+/// The programs in README.md compile.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 pub struct Readme;
+
+/// The programs in docs/embedding.md compile.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/embedding.md")]
+pub struct Embedding;

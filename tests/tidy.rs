@@ -112,3 +112,37 @@ fn nothing_is_left_open() {
         [concat!("TO", "DO"), concat!("FIX", "ME"), concat!("XX", "X"), concat!("#[ign", "ore")];
     refuse("no open ends", |_, text| marks.iter().any(|mark| text.contains(mark)));
 }
+
+/// Pages of documentation, relative to the workspace's root.
+fn pages() -> Vec<PathBuf> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut folders: Vec<PathBuf> = vec![root.into()];
+    let mut pages = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).expect("a folder of ours is readable") {
+            let path = entry.expect("a folder of ours is readable").path();
+            let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+            if path.is_dir() && !name.starts_with('.') && name != "target" && name != "shared" {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "md") {
+                pages.push(path);
+            }
+        }
+    }
+    assert!(pages.len() > 10, "the walk found the pages");
+    pages
+}
+
+#[test]
+fn links_lead_somewhere() {
+    for page in pages() {
+        let text = fs::read_to_string(&page).expect("a page of ours is UTF-8");
+        let folder = page.parent().expect("a page is in a folder");
+        let targets = text.split("](").skip(1).filter_map(|rest| rest.split(')').next());
+        for target in targets.filter(|target| !target.contains("://")) {
+            let file = target.split('#').next().unwrap_or_default();
+            let exists = file.is_empty() || folder.join(file).exists();
+            assert!(exists, "{}: the link to {target} leads nowhere", page.display());
+        }
+    }
+}
