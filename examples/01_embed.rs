@@ -1,4 +1,4 @@
-//! Embeds the relay in an application: a model, batches, steps, a weight, a checkpoint.
+//! Trains in a program of your own: a model, batches, steps, one weight, a checkpoint.
 //!
 //! `cargo run --release --example 01_embed`
 
@@ -7,15 +7,15 @@ use l2l::{Config, Error, Trainer};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Error> {
-    let mut config = Config::default(); // every key has a default; `Config::read` takes a file
+    let mut config = Config::default(); // every key has a default; `Config::read` reads a file
     config.model.layers = Some(2);
     config.data.sequence_length = Some(64);
     config.step.batch = 8;
     config.step.micro_batch = 4;
-    config.channels.weights = 2; // blocks on the device at once
+    config.channels.weights = 2; // weight slots on the device
 
-    let mut batches = Batches::open(&config)?; // or any stream, or Batch::new(&sequences)
-    let mut trainer = Trainer::start(config)?; // on this tokio
+    let mut batches = Batches::open(&config)?; // or any stream of batches, or Batch::new(&sequences)
+    let mut trainer = Trainer::start(config)?; // runs on this tokio runtime
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}, norm {:.3}", report.step, report.loss, report.grad_norm);
@@ -25,7 +25,7 @@ async fn main() -> Result<(), Error> {
     println!("a norm's scale {shape:?} begins with {:.4}", values[0]);
 
     let place = std::env::temp_dir().join("l2l-example-checkpoint");
-    trainer.checkpoint(&place).await?; // Trainer::builder(config).resume(&place).start() goes on
+    trainer.checkpoint(&place).await?; // Trainer::builder(config).resume(&place).start() resumes
     println!("a checkpoint, which transformers reads too: {}", place.display());
 
     let summary = trainer.stop().await?;

@@ -1,4 +1,5 @@
-//! A layer of one's own: a bottleneck adapter (Houlsby et al. 2019) behind each block of a GPT-2.
+//! A layer of your own: a bottleneck adapter (Houlsby et al. 2019) after each block of a GPT-2. Its
+//! backward is written by hand and checked against finite differences.
 //!
 //! `cargo run --release --example 02_own_layer`
 

@@ -1,4 +1,4 @@
-//! An update rule of one's own: Lion (Chen et al. 2023), one moment a parameter.
+//! An update rule of your own: Lion (Chen et al. 2023), with one moment for each parameter.
 //!
 //! `cargo run --release --example 03_own_update_rule`
 

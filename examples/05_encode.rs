@@ -1,7 +1,7 @@
-//! What an encoder makes of sequences: hidden states, through the same ring that trains.
+//! Hidden states of an encoder, computed by the same ring that trains.
 //!
-//! `cargo run --release --example 05_encode -- MODEL_DIRECTORY TOKENS.jsonl` prints a line of
-//! (tokens × channels) for each line of `[101, 2023, ...]`; without arguments, it encodes a few
+//! `cargo run --release --example 05_encode -- MODEL_DIRECTORY TOKENS.jsonl` prints one line of
+//! (tokens × channels) for each line of token ids `[101, 2023, ...]`. Without arguments it encodes three
 //! tokens with a small random BERT.
 
 use std::fs;
@@ -13,7 +13,7 @@ use l2l::{Config, Trainer};
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut config = Config::default();
-    config.model.task = Some(Task::SequenceClassification); // its head is not looked at
+    config.model.task = Some(Task::SequenceClassification); // `encode` does not use the head
     config.data.sequence_length = Some(64);
     config.step.batch = 1;
     let arguments: Vec<String> = std::env::args().skip(1).collect();

@@ -1,8 +1,7 @@
-//! Watching a run from the program that trains: a recorder of one's own, or the plain numbers.
+//! Watches a run from the program that trains: through a metrics recorder, or as plain numbers.
 //!
-//! `cargo run --example 06_watch`. The library installs no recorder and opens no port: here, the
-//! `metrics` crate's recorder is whichever the application has, and a view is serialised for
-//! whatever server it has.
+//! `cargo run --example 06_watch`. The library installs no recorder and opens no port. Your program
+//! passes its own recorder of the `metrics` crate, or serialises a view for its own server.
 
 use std::sync::Arc;
 
@@ -25,7 +24,7 @@ fn config() -> Config {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Error> {
-    // Any `metrics::Recorder`: what the application installed, or this one with our buckets.
+    // Any `metrics::Recorder` will do: the one your program installed, or this one with our buckets.
     let recorder = recorder();
     let histograms = Histograms::new("example", &recorder);
 
@@ -33,12 +32,12 @@ async fn main() -> Result<(), Error> {
     let mut batches = Batches::open(&config)?;
     let builder = Trainer::builder(config).observe(histograms.clone() as Arc<_>);
     let mut trainer = builder.start()?;
-    let watch = trainer.watch(); // to be cloned, sent to other tasks, and kept after the end
+    let watch = trainer.watch(); // may be cloned, sent to other tasks, and kept after the end
     for _ in 0..5 {
         let report = trainer.step(batches.next().await?).await?;
         histograms.step(report.seconds);
         println!(
-            "step {}: {:.3} s, held up most by {}",
+            "step {}: {:.3} s, bottleneck {}",
             report.step,
             report.seconds,
             report.bottleneck.name()
@@ -46,11 +45,11 @@ async fn main() -> Result<(), Error> {
     }
     trainer.stop().await?;
 
-    // When somebody scrapes: a view is published, and the recorder has it.
+    // When Prometheus scrapes: take a view and publish it to the recorder.
     let view = watch.view(0);
     publish(&view, &recorder);
-    println!("{} series' lines", recorder.handle().render().lines().count());
-    // Or without any recorder.
+    println!("{} lines of metrics", recorder.handle().render().lines().count());
+    // Or read the view without any recorder.
     for layer in view.layers.iter().filter(|layer| layer.on_device) {
         println!("layer {}: overlap {:.2}", layer.layer, layer.overlap.unwrap_or(1.0));
     }

@@ -1,5 +1,5 @@
-//! A layer made of operations, whose backward is derived: gated attention beside the residual stream,
-//! checked by finite differences, then trained between the model's own blocks.
+//! A layer composed of operations, whose backward is derived: gated attention added to the residual
+//! stream. It is checked by finite differences, then trained between the model's own blocks.
 //!
 //! `cargo run --release --example 08_composed_layer`
 
@@ -12,7 +12,7 @@ use l2l::models::{
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
 
-/// x + out(attention(...) · silu(gate)): one head reads a norm, beside a gate of it.
+/// y = x + dropout(silu(gate) · up), where gate and up are a projection of one attention head.
 struct Gated {
     index: u32,
     channels: usize,

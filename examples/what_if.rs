@@ -1,7 +1,7 @@
-//! Asks the ring about a machine that need not exist: a GPT-3 shape on one device behind PCIe.
+//! Simulates a machine that you do not have: a GPT-3 shape on one device behind PCIe.
 //!
-//! `cargo run --release --example what_if`. No tensors: each operation takes the time that its
-//! bytes or FLOPs would take, and the ring decides what overlaps.
+//! `cargo run --release --example what_if`. There are no tensors: each operation takes the time
+//! that its bytes or FLOPs would take, and the ring decides what overlaps.
 
 use std::time::Duration;
 
