@@ -164,7 +164,7 @@ fn what_contradicts_itself() {
     for (config, says) in [
         ("step = { steps = 3, epochs = 1 }", "step.epochs is given beside step.steps"),
         ("data.train = \"random\"\nstep.epochs = 1", "line 2: step.epochs of random data"),
-        ("validation.patience = 2", "validation.patience counts looks that do not happen"),
+        ("validation.patience = 2", "validation.patience counts validations that never happen"),
         ("checkpoint.every_steps = 2", "checkpoint.every_steps has no place to write to"),
         (
             "data.train = \"random\"\n[validation]\nevery_steps = 2",

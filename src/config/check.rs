@@ -1,0 +1,203 @@
+//! What each key must be by itself, and which keys contradict each other. Whether the model and the
+//! machine allow what the keys say is the plan's question.
+
+use super::{
+    ChannelsConfig, Config, DataConfig, DeviceKind, EpsTier, Files, Labels, OptimizerConfig,
+    StashDtype, StashPlace, StepConfig, ValidationConfig,
+};
+use crate::error::Error;
+use crate::tensor::Dtype;
+
+/// Refuses a key that is not what it must be.
+fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
+    if holds { Ok(()) } else { Err(Error::config(key, format_args!("must be {be}"))) }
+}
+
+/// Refuses a key that contradicts another.
+fn refuse(contradicts: bool, key: &str, problem: &str) -> Result<(), Error> {
+    if contradicts { Err(Error::config(key, problem)) } else { Ok(()) }
+}
+
+fn is_positive(value: f64) -> bool {
+    value.is_finite() && value > 0.0
+}
+
+fn is_not_negative(value: f64) -> bool {
+    value.is_finite() && value >= 0.0
+}
+
+impl Config {
+    /// Checks what each key must be.
+    ///
+    /// # Errors
+    /// The first that is not.
+    pub fn check(&self) -> Result<(), Error> {
+        self.step.check()?;
+        self.data.check()?;
+        self.optimizer.check()?;
+        self.channels.check()?;
+        self.check_model()?;
+        self.check_run()?;
+        self.check_device()?;
+        self.check_contradictions()?;
+        self.link_bytes_per_second()?;
+        self.update_bytes_per_second()?;
+        self.disk_bytes_per_second().map(|_| ())
+    }
+
+    fn check_model(&self) -> Result<(), Error> {
+        let dropout = self.model.dropout.unwrap_or(0.0);
+        must((0.0..1.0).contains(&dropout), "model.dropout", "in [0, 1)")?;
+        let names = match &self.model.labels {
+            Some(Labels::Names(names)) => &names[..],
+            _ => &[],
+        };
+        let differs = |at: usize| !names[at].is_empty() && !names[..at].contains(&names[at]);
+        must((0..names.len()).all(differs), "model.labels", "names that differ, none empty")
+    }
+
+    /// Validation, checkpoints, the watchdog.
+    fn check_run(&self) -> Result<(), Error> {
+        let ValidationConfig { every_steps, batches, patience } = self.validation;
+        must(every_steps != Some(0), "validation.every_steps", "at least 1")?;
+        must(batches >= 1, "validation.batches", "at least 1")?;
+        must(batches <= 1 << 30, "validation.batches", "at most 1073741824")?;
+        must(patience != Some(0), "validation.patience", "at least 1")?;
+        must(self.checkpoint.every_steps != Some(0), "checkpoint.every_steps", "at least 1")?;
+        must(self.checkpoint.keep >= 1, "checkpoint.keep", "at least 1")?;
+        must(is_positive(self.watchdog.seconds), "watchdog.seconds", "above 0")?;
+        must(self.watchdog.seconds <= 1e9, "watchdog.seconds", "at most 1e9")
+    }
+
+    fn check_device(&self) -> Result<(), Error> {
+        let threads = self.device.threads;
+        must(threads != Some(0), "device.threads", "at least 1")?;
+        must(threads.is_none_or(|threads| threads <= 1024), "device.threads", "at most 1024")?;
+        let on_cuda = self.device.kind == DeviceKind::Cuda;
+        let in_bf16 = self.device.dtype == Dtype::Bf16;
+        refuse(
+            on_cuda && self.device.link.is_some(),
+            "device.link",
+            "is emulated on the CPU alone: leave it out, or set device.kind = \"cpu\"",
+        )?;
+        refuse(
+            on_cuda && self.stash.place == StashPlace::Device,
+            "stash.place",
+            "is the host with device.kind = \"cuda\": set \"host\"",
+        )?;
+        refuse(
+            on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
+            "stash.dtype",
+            "is the device's with device.kind = \"cuda\": set device.dtype = \"bf16\", or leave it \
+             out",
+        )?;
+        refuse(
+            in_bf16 && !on_cuda,
+            "device.dtype",
+            "is bf16, and the CPU computes in f32: set device.kind = \"cuda\", or leave it out \
+             (stash.dtype = \"bf16\" halves the stash)",
+        )
+    }
+
+    fn check_contradictions(&self) -> Result<(), Error> {
+        refuse(
+            self.model.path.is_some() && self.model.preset.is_some(),
+            "model.preset",
+            "is given beside model.path: give one of them",
+        )?;
+        refuse(
+            self.model.random_weights && self.model.path.is_none(),
+            "model.random_weights",
+            "is for a directory's shape: set model.path",
+        )?;
+        refuse(
+            self.step.steps.is_some() && self.step.epochs.is_some(),
+            "step.epochs",
+            "is given beside step.steps: give one of them",
+        )?;
+        refuse(
+            self.validation.patience.is_some() && self.validation.every_steps.is_none(),
+            "validation.patience",
+            "counts validations that never happen: set validation.every_steps",
+        )?;
+        refuse(
+            self.checkpoint.every_steps.is_some() && self.checkpoint.directory.is_none(),
+            "checkpoint.every_steps",
+            "has no place to write to: set checkpoint.directory",
+        )?;
+        refuse(
+            self.eps.tier == EpsTier::File && self.eps.path.is_none(),
+            "eps.path",
+            "is missing: with eps.tier = \"file\" it is the folder to hold the file",
+        )?;
+        refuse(
+            self.eps.path.as_ref().is_some_and(|path| path.as_os_str().is_empty()),
+            "eps.path",
+            "is empty: give a folder",
+        )?;
+        refuse(
+            self.data.attend_across && !self.data.packing,
+            "data.attend_across",
+            "is about texts that share a sequence: set data.packing",
+        )
+    }
+}
+
+impl StepConfig {
+    fn check(&self) -> Result<(), Error> {
+        let Self { batch, micro_batch, steps, epochs, .. } = *self;
+        must(batch >= 1, "step.batch", "at least 1")?;
+        must(batch <= 1 << 20, "step.batch", "at most 1048576")?;
+        must(micro_batch >= 1, "step.micro_batch", "at least 1")?;
+        must(steps != Some(0), "step.steps", "at least 1")?;
+        must(steps.is_none_or(|steps| steps <= 1 << 40), "step.steps", "at most 1099511627776")?;
+        must(epochs.is_none_or(is_positive), "step.epochs", "above 0")?;
+        must(epochs.is_none_or(|epochs| epochs <= 1e9), "step.epochs", "at most 1e9")
+    }
+}
+
+impl DataConfig {
+    fn check(&self) -> Result<(), Error> {
+        let split = self.validation_split.unwrap_or(0.0);
+        must((0.0..1.0).contains(&split), "data.validation_split", "in [0, 1)")?;
+        must(self.sequence_length != Some(0), "data.sequence_length", "at least 1")?;
+        let mask = self.mask_probability;
+        let be = "above 0 and at most 1";
+        must(mask > 0.0 && mask <= 1.0, "data.mask_probability", be)?;
+        let is_weight = |(_, weight): (&str, f64)| (1e-6..=1e6).contains(&weight);
+        let have_weights = |files: &Files| files.each().into_iter().all(is_weight);
+        let be = "of weights from 1e-6 to 1e6";
+        must(have_weights(&self.train), "data.train", be)?;
+        must(self.validation.as_ref().is_none_or(have_weights), "data.validation", be)?;
+        must(!self.train.each().is_empty(), "data.train", "at least one file")
+    }
+}
+
+impl OptimizerConfig {
+    fn check(&self) -> Result<(), Error> {
+        let Self { learning_rate, min_learning_rate, betas, epsilon, .. } = *self;
+        let (rate, decay, clip) = (learning_rate, self.weight_decay, self.clip_norm);
+        let is_share = |beta: f64| (0.0..1.0).contains(&beta);
+        let finite = "a finite number, at least 0";
+        must(is_not_negative(rate), "optimizer.learning_rate", finite)?;
+        must(is_not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0")?;
+        let be = "two numbers in [0, 1)";
+        must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
+        must(is_positive(epsilon), "optimizer.epsilon", "above 0")?;
+        must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
+        let be = "at least 1e-45, for it is used in f32";
+        must(epsilon as f32 > 0.0, "optimizer.epsilon", be)?;
+        must(is_not_negative(decay), "optimizer.weight_decay", finite)?;
+        must(clip.is_none_or(is_positive), "optimizer.clip_norm", "above 0")?;
+        must(clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30")
+    }
+}
+
+impl ChannelsConfig {
+    fn check(&self) -> Result<(), Error> {
+        must(self.weights >= 1, "channels.weights", "at least 1")?;
+        must(self.gradients >= 1, "channels.gradients", "at least 1")?;
+        must(self.reduced >= 1, "channels.reduced", "at least 1")?;
+        must(self.stash >= 1, "channels.stash", "at least 1")
+    }
+}
