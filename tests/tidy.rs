@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 
 /// Files with `unsafe` in them. Add one with its reason, or better, do without.
 const MAY_BE_UNSAFE: [&str; 17] = [
-    "src/arena.rs",                  // one allocation, handed out by range
+    "src/tensor/arena.rs",           // one allocation, handed out by range
+    "src/tensor/lease.rs",           // slots that the ring granted
     "src/devices/cpu/attention.rs",  // columns of a head, written by several threads
     "src/devices/cpu/kernels.rs",    // views, resolved
     "src/devices/cpu/linear.rs",     // tiles of a product
@@ -16,8 +17,7 @@ const MAY_BE_UNSAFE: [&str; 17] = [
     "src/devices/cuda/mod.rs",       // notes that are on their way
     "src/devices/cuda/product.rs",   // calls of cuBLASLt
     "src/devices/cuda/real.rs",      // calls of the driver
-    "src/devices/worker/host.rs",    // the stash, and what is remembered
-    "src/devices/worker/mod.rs",     // the same, and blocks that were read
+    "src/worker/memory.rs",          // the one lease of an operation
     "src/devices/cpu/scattered.rs",  // pieces of a slice
     "src/hf/weights.rs",             // a file as memory
     "benches/matmul/src/main.rs",    // candidates that take pointers
@@ -145,4 +145,61 @@ fn links_lead_somewhere() {
             assert!(exists, "{}: the link to {target} leads nowhere", page.display());
         }
     }
+}
+
+/// The rooms of ARCHITECTURE.md's table, from the ground up.
+fn rooms() -> Vec<String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("ARCHITECTURE.md");
+    let page = fs::read_to_string(path).expect("it is there");
+    let section = page.split("## Rooms").nth(1).expect("it has a section of rooms");
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let rows = section.lines().filter_map(|line| line.strip_prefix("| `")?.split_once('`'));
+    let rooms: Vec<String> = rows.map(|(room, _)| room.trim_end_matches('/').into()).collect();
+    assert!(rooms.len() > 20, "the table was found");
+    rooms
+}
+
+/// What a line imports of this crate: `crate::{a, b}` and `crate::a::B`, or `l2l::` in the program.
+fn imported(line: &str) -> Vec<&str> {
+    let code = line.split("//").next().unwrap_or_default();
+    let mut names = Vec::new();
+    for root in ["crate::", "l2l::"] {
+        for (at, _) in code.match_indices(root) {
+            let rest = &code[at + root.len()..];
+            let is_word = |c: char| c.is_alphanumeric() || c == '_';
+            match rest.strip_prefix('{') {
+                Some(list) => names.extend(
+                    list.split(['{', '}', ',', ' '])
+                        .map(|name| name.split("::").next().unwrap_or_default()),
+                ),
+                None => names.push(&rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())]),
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn imports_run_downward() {
+    let rooms = rooms();
+    let place = |room: &str| rooms.iter().position(|known| known == room);
+    let mut offenders = Vec::new();
+    for (path, text) in rust_files() {
+        let Ok(inside) = path.strip_prefix("src") else { continue };
+        let room = inside.components().next().expect("a file has a name").as_os_str();
+        let room = room.to_string_lossy().trim_end_matches(".rs").to_string();
+        if ["lib", "main"].contains(&room.as_str()) {
+            continue;
+        }
+        let own = place(&room).unwrap_or_else(|| panic!("{room} is in no row of ARCHITECTURE.md"));
+        // Tests may look at everything: modules of tests, and what stands behind them in a file.
+        let is_test = path.ends_with("tests.rs");
+        let code = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
+        for name in code.lines().filter(|_| !is_test).flat_map(imported) {
+            if place(name).is_some_and(|other| other > own) {
+                offenders.push(format!("{} imports {name}", path.display()));
+            }
+        }
+    }
+    assert!(offenders.is_empty(), "imports that run upward: {offenders:#?}");
 }

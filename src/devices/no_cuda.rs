@@ -50,3 +50,12 @@ pub(super) fn check(_: &Config, _: u64) -> Result<Vec<Check>, Error> {
 pub(super) fn rates(_: &Config) -> Result<GpuRates, Error> {
     Err(left_out())
 }
+
+/// The emulated driver, which is left out, too.
+#[cfg(test)]
+pub(crate) mod emulated {
+    /// Whether tests on it can run here.
+    pub(crate) fn instead() -> bool {
+        false
+    }
+}

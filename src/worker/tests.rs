@@ -112,7 +112,6 @@ impl Subject for Small {
 }
 
 /// Streams, events and kernels of a GPU that is emulated.
-#[cfg(feature = "cuda")]
 #[test]
 fn the_cuda_device_conforms() {
     if !crate::devices::cuda::emulated::instead() {
