@@ -38,8 +38,8 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     let threads = machine::cores();
     let product = devices::product_flops_per_second(threads)?;
     let stream = optimizers::stream_bytes_per_second(threads)?;
-    let updates = [false, true].map(|planes| optimizers::update_bytes_per_second(threads, planes));
-    let [update, update_in_planes] = [&updates[0], &updates[1]].map(|rate| rate.as_ref().ok());
+    let updates = [false, true].map(|split| optimizers::update_bytes_per_second(threads, split));
+    let [update, update_split] = [&updates[0], &updates[1]].map(|rate| rate.as_ref().ok());
     let disk = eps::disk_bytes_per_second(&std::env::temp_dir());
     let found = devices::cuda_libraries(config.device.cuda_libraries.as_deref());
     let gpus = devices::gpus();
@@ -66,7 +66,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
             "matmul_flops_per_second": product,
             "stream_bytes_per_second": stream,
             "adamw_bytes_per_second": update,
-            "adamw_bf16_bytes_per_second": update_in_planes,
+            "adamw_bf16_bytes_per_second": update_split,
             "disk_write_bytes_per_second": disk.as_ref().ok().map(|(write, _)| write),
             "disk_read_bytes_per_second": disk.as_ref().ok().map(|(_, read)| read),
             "cuda_libraries": cuda.collect::<serde_json::Map<String, Value>>(),
@@ -89,9 +89,9 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     line("  available", size(machine::available_memory()));
     line("product of matrices", format!("{:.0} GFLOP/s, f32, {threads} threads", product / 1e9));
     line("memory stream", format!("{:.1} GB/s, {threads} threads", stream / 1e9));
-    if let (Some(update), Some(in_planes)) = (update, update_in_planes) {
-        let [of, of_planes] = [update, in_planes].map(|rate| rate / 1e9);
-        let told = format!("{of:.1} GB/s; with device.dtype = \"bf16\" {of_planes:.1}");
+    if let (Some(update), Some(split)) = (update, update_split) {
+        let [of, of_split] = [update, split].map(|rate| rate / 1e9);
+        let told = format!("{of:.1} GB/s; with device.dtype = \"bf16\" {of_split:.1}");
         line("  AdamW's update", told);
     }
     match disk {

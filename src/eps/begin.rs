@@ -35,7 +35,7 @@ impl Eps {
     /// The file cannot be written.
     pub(crate) fn randomise(&self, seed: u64) -> Result<(), Error> {
         for (index, tensors) in self.tensors.iter().enumerate() {
-            self.fill(BlockId(index as u32), Which::Parameter, |parameters| {
+            self.write_with(BlockId(index as u32), Which::Parameter, |parameters| {
                 for (number, (tensor, range)) in
                     tensors.iter().zip(tensor_ranges(tensors)).enumerate()
                 {

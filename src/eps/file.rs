@@ -61,7 +61,7 @@ pub(crate) struct FileTier {
     places: Places,
     now: Mutex<Now>,
     /// One part of a block, between steps.
-    desk: Mutex<Arena>,
+    buffer: Mutex<Arena>,
     /// Held as long as this is.
     _lock: Option<File>,
 }
@@ -235,10 +235,10 @@ impl FileTier {
     ) -> io::Result<FileTier> {
         let file = Direct::new(file);
         file.reserve(places.bytes)?;
-        let desk = Mutex::new(Arena::new(places.largest())?);
+        let buffer = Mutex::new(Arena::new(places.largest())?);
         let blocks = places.blocks.len();
         let now = Mutex::new(Now { versions: vec![0; blocks], regions: vec![0; blocks], index });
-        Ok(FileTier { file, folder, places, now, desk, _lock: lock })
+        Ok(FileTier { file, folder, places, now, buffer, _lock: lock })
     }
 
     fn now(&self) -> MutexGuard<'_, Now> {
@@ -431,30 +431,30 @@ impl FileTier {
         index.write(folder).map_err(failed)
     }
 
-    pub(super) fn look<R>(
+    pub(super) fn read_with<R>(
         &self,
         id: BlockId,
         which: Which,
-        see: impl FnOnce(&[f32]) -> R,
+        read: impl FnOnce(&[f32]) -> R,
     ) -> io::Result<R> {
-        let mut desk = self.desk.lock().expect("nobody panicked inside");
+        let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.now().index.blocks[id.0 as usize].clone();
         let (_, floats) = self.places.blocks[id.0 as usize];
-        let to = desk.values_mut(View::floats(0, floats));
+        let to = buffer.values_mut(View::floats(0, floats));
         self.part(id, &entry, which.part(), to, ALONE)?;
-        Ok(see(to))
+        Ok(read(to))
     }
 
-    pub(super) fn fill(
+    pub(super) fn write_with(
         &self,
         id: BlockId,
         which: Which,
         write: impl FnOnce(&mut [f32]),
     ) -> io::Result<()> {
-        let mut desk = self.desk.lock().expect("nobody panicked inside");
+        let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let (entry, part) = (self.now().index.blocks[id.0 as usize].clone(), which.part());
         let (at, floats) = self.places.of(id, entry.copy, part);
-        let to = desk.values_mut(View::floats(0, floats));
+        let to = buffer.values_mut(View::floats(0, floats));
         self.part(id, &entry, part, to, ALONE)?;
         write(to);
         let digest = self.file.write(at, to, ALONE).map_err(|error| self.located(id, error))?;

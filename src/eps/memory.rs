@@ -64,15 +64,20 @@ impl Memory {
         }
     }
 
-    pub(super) fn look<R>(&self, id: BlockId, which: Which, see: impl FnOnce(&[f32]) -> R) -> R {
+    pub(super) fn read_with<R>(
+        &self,
+        id: BlockId,
+        which: Which,
+        read: impl FnOnce(&[f32]) -> R,
+    ) -> R {
         let block = self.blocks[id.0 as usize].read().expect("nobody panicked inside");
-        see(match which {
+        read(match which {
             Which::Parameter => &block.parameters,
             Which::State(index) => &block.states[index],
         })
     }
 
-    pub(super) fn fill(&self, id: BlockId, which: Which, write: impl FnOnce(&mut [f32])) {
+    pub(super) fn write_with(&self, id: BlockId, which: Which, write: impl FnOnce(&mut [f32])) {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
         write(match which {
             Which::Parameter => &mut block.parameters,
@@ -81,9 +86,9 @@ impl Memory {
     }
 
     /// Shows each block's masters as they lie there, before the first step.
-    pub(crate) fn places(&self, mut see: impl FnMut(&mut [f32])) {
+    pub(crate) fn places(&self, mut read: impl FnMut(&mut [f32])) {
         for block in &self.blocks {
-            see(&mut block.write().expect("nobody panicked inside").parameters);
+            read(&mut block.write().expect("nobody panicked inside").parameters);
         }
     }
 

@@ -20,7 +20,7 @@ pub(crate) use memory::Memory;
 
 use crate::error::Error;
 use crate::models::{Model, Tensor, block_len, tensor_ranges};
-use crate::optimizers::Planes;
+use crate::optimizers::SplitMasters;
 use crate::tensor::Dtype;
 
 /// Which of the numbers that belong to each parameter.
@@ -57,8 +57,8 @@ enum Tier {
 pub(crate) struct Eps {
     tensors: Vec<Vec<Tensor>>,
     states: usize,
-    /// Whether masters lie in [planes](Planes).
-    pub(crate) in_planes: bool,
+    /// Whether masters are [split](SplitMasters).
+    pub(crate) split: bool,
     tier: Tier,
 }
 
@@ -67,18 +67,18 @@ impl Eps {
     /// needed.
     pub(crate) fn in_memory(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
         let tier = Tier::Memory(Memory::new(&model.blocks, states, region));
-        Eps { tensors: model.blocks.clone(), states, in_planes: false, tier }
+        Eps { tensors: model.blocks.clone(), states, split: false, tier }
     }
 
     /// Blocks on file.
     pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
-        Eps { tensors: model.blocks.clone(), states, in_planes: false, tier }
+        Eps { tensors: model.blocks.clone(), states, split: false, tier }
     }
 
     /// The same for a device of this kind; zeros are zeros for all.
     pub(crate) fn published_as(self, dtype: Dtype) -> Eps {
-        Eps { in_planes: dtype == Dtype::Bf16, ..self }
+        Eps { split: dtype == Dtype::Bf16, ..self }
     }
 
     /// The tier in memory, for the lanes of a ring whose blocks are there.
@@ -134,63 +134,64 @@ impl Eps {
         &self.tensors[id.0 as usize]
     }
 
-    /// Shows a part of a block, while no step is on its way.
+    /// Reads a part of a block, while no step runs.
     ///
     /// # Errors
     /// It cannot be read from its file, or is not what was written.
-    pub(crate) fn look<R>(
+    pub(crate) fn read_with<R>(
         &self,
         id: BlockId,
         which: Which,
-        see: impl FnOnce(&[f32]) -> R,
+        read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
-        if !self.in_planes || which != Which::Parameter {
-            return self.look_as_it_is(id, which, see);
+        if !self.split || which != Which::Parameter {
+            return self.read_stored(id, which, read);
         }
-        let mut place = self.look_as_it_is(id, which, <[f32]>::to_vec)?;
-        let planes = Planes::of(&mut place[..block_len(&self.tensors[id.0 as usize])]);
-        let masters: Vec<f32> = planes.masters().collect();
-        Ok(see(&masters))
+        let mut place = self.read_stored(id, which, <[f32]>::to_vec)?;
+        let split = SplitMasters::of(&mut place[..block_len(&self.tensors[id.0 as usize])]);
+        let masters: Vec<f32> = split.masters().collect();
+        Ok(read(&masters))
     }
 
-    fn look_as_it_is<R>(
+    fn read_stored<R>(
         &self,
         id: BlockId,
         which: Which,
-        see: impl FnOnce(&[f32]) -> R,
+        read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
         match &self.tier {
-            Tier::Memory(memory) => Ok(memory.look(id, which, see)),
-            Tier::File(file) => file.look(id, which, see).map_err(Error::failed),
+            Tier::Memory(memory) => Ok(memory.read_with(id, which, read)),
+            Tier::File(file) => file.read_with(id, which, read).map_err(Error::failed),
         }
     }
 
-    /// Lets somebody write a part of a block, before the first step.
+    /// Writes a part of a block, before the first step.
     ///
     /// # Errors
-    /// It cannot be read or written, or somebody's own.
-    pub(crate) fn fill(
+    /// It cannot be read or written.
+    pub(crate) fn write_with(
         &self,
         id: BlockId,
         which: Which,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
-        if !self.in_planes || which != Which::Parameter {
-            return self.fill_as_it_is(id, which, write);
+        if !self.split || which != Which::Parameter {
+            return self.write_stored(id, which, write);
         }
         let len = block_len(self.tensors(id));
-        self.fill_as_it_is(id, which, |place| {
-            let planes = Planes::of(&mut place[..len]);
-            let mut masters: Vec<f32> = planes.masters().collect();
+        self.write_stored(id, which, |place| {
+            let split = SplitMasters::of(&mut place[..len]);
+            let mut masters: Vec<f32> = split.masters().collect();
             write(&mut masters);
-            let Planes { published, rest } = planes;
-            for ((published, rest), master) in published.iter_mut().zip(rest).zip(masters) {
-                (*published, *rest) = Planes::split(master);
+            let SplitMasters { published, remainder } = split;
+            for ((published, remainder), master) in published.iter_mut().zip(remainder).zip(masters)
+            {
+                (*published, *remainder) = SplitMasters::split(master);
             }
         })
     }
 
-    fn fill_as_it_is(
+    fn write_stored(
         &self,
         id: BlockId,
         which: Which,
@@ -198,17 +199,17 @@ impl Eps {
     ) -> Result<(), Error> {
         match &self.tier {
             Tier::Memory(memory) => {
-                memory.fill(id, which, write);
+                memory.write_with(id, which, write);
                 Ok(())
             }
-            Tier::File(file) => file.fill(id, which, write).map_err(Error::failed),
+            Tier::File(file) => file.write_with(id, which, write).map_err(Error::failed),
         }
     }
 
     /// SHA-256 of all masters, block by block, tensor by tensor, as little-endian f32.
     ///
     /// # Errors
-    /// As [`look`](Eps::look).
+    /// As [`read_with`](Eps::read_with).
     pub(crate) fn digest(&self) -> Result<String, Error> {
         self.digest_of(0)
     }
@@ -216,7 +217,7 @@ impl Eps {
     /// The same of masters and optimizer states.
     ///
     /// # Errors
-    /// As [`look`](Eps::look).
+    /// As [`read_with`](Eps::read_with).
     pub(crate) fn full_digest(&self) -> Result<String, Error> {
         self.digest_of(self.states)
     }
@@ -225,7 +226,7 @@ impl Eps {
         let mut hasher = Sha256::new();
         for (index, tensors) in self.tensors.iter().enumerate() {
             for which in Which::all(states) {
-                self.look(BlockId(index as u32), which, |values| {
+                self.read_with(BlockId(index as u32), which, |values| {
                     for range in tensor_ranges(tensors) {
                         values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
                     }

@@ -159,7 +159,7 @@ fn read(
         }
     }
     for ((block, which), parts) in blocks {
-        eps.fill(block, which, |values| {
+        eps.write_with(block, which, |values| {
             for (name, range, from) in parts {
                 decode(&mut values[range], &found(name).expect("it was checked"), from);
             }
@@ -336,7 +336,7 @@ fn write(path: &Path, wholes: Wholes, eps: &Eps) -> Result<(), Error> {
     file.write_all(&header).map_err(io)?;
     for whole in wholes.values() {
         for (block, range) in &whole.parts {
-            let written = eps.look(*block, whole.which, |values| {
+            let written = eps.read_with(*block, whole.which, |values| {
                 let mut values = values[range.clone()].iter();
                 values.try_for_each(|value| file.write_all(&value.to_le_bytes()))
             })?;
@@ -361,7 +361,7 @@ pub(crate) fn tensor(
         whole.ok_or_else(|| Error::refused(format_args!("the model has no tensor {name:?}")))?;
     let mut all = Vec::new();
     for (block, range) in &whole.parts {
-        eps.look(*block, whole.which, |values| all.extend_from_slice(&values[range.clone()]))?;
+        eps.read_with(*block, whole.which, |values| all.extend_from_slice(&values[range.clone()]))?;
     }
     Ok((whole.shape, all))
 }

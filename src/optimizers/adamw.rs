@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, Planes, Update, UpdateRule};
+use super::{CHUNK, SplitMasters, Update, UpdateRule};
 use crate::models::{Kind, Tensor, tensor_ranges};
 
 /// Decoupled weight decay; two moments a parameter.
@@ -119,32 +119,33 @@ impl UpdateRule for AdamW {
         }
     }
 
-    fn apply_in_planes(
+    fn apply_split(
         &self,
         tensors: &[Tensor],
-        planes: &mut Planes<'_>,
+        split: &mut SplitMasters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
-        _desk: &mut [f32],
+        _unpacked: &mut [f32],
     ) {
         let [m, v] = states else { unreachable!("two moments") };
         for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
             let factors = self.factors(tensor, update);
-            let published = planes.published[range.clone()].par_chunks_mut(CHUNK);
-            let rest = planes.rest[range.clone()].par_chunks_mut(CHUNK);
+            let published = split.published[range.clone()].par_chunks_mut(CHUNK);
+            let remainder = split.remainder[range.clone()].par_chunks_mut(CHUNK);
             let m = m[range.clone()].par_chunks_mut(CHUNK);
             let v = v[range.clone()].par_chunks_mut(CHUNK);
             let g = gradient[range].par_chunks(CHUNK);
-            let all = published.zip(rest).zip(m).zip(v).zip(g);
-            all.for_each(|((((published, rest), m), v), g)| {
+            let all = published.zip(remainder).zip(m).zip(v).zip(g);
+            all.for_each(|((((published, remainder), m), v), g)| {
                 update.level.run(
                     #[inline(always)]
                     || {
-                        let p = published.iter_mut().zip(rest);
-                        for ((((published, rest), m), v), &g) in p.zip(m).zip(v).zip(g) {
-                            let p = factors.moved(Planes::join(*published, *rest), m, v, g);
-                            (*published, *rest) = Planes::split(p);
+                        let p = published.iter_mut().zip(remainder);
+                        for ((((published, remainder), m), v), &g) in p.zip(m).zip(v).zip(g) {
+                            let p =
+                                factors.moved(SplitMasters::join(*published, *remainder), m, v, g);
+                            (*published, *remainder) = SplitMasters::split(p);
                         }
                     },
                 );
@@ -152,7 +153,7 @@ impl UpdateRule for AdamW {
         }
     }
 
-    fn desk(&self, _parameters: usize) -> usize {
+    fn unpacked_len(&self, _parameters: usize) -> usize {
         0
     }
 }

@@ -1,16 +1,16 @@
 //! Update rules: what a gradient does to a block. No lanes, no tasks: mathematics on slices.
 
 mod adamw;
-pub(crate) mod planes;
 mod rate;
 mod rates;
+pub(crate) mod split;
 
 use rayon::prelude::*;
 
 pub use adamw::AdamW;
-pub use planes::Planes;
 pub use rate::{Decay, LearningRate};
 pub use rates::{stream_bytes_per_second, update_bytes_per_second};
+pub use split::SplitMasters;
 
 use crate::models::{Tensor, tensor_ranges};
 use crate::simd::Level;
@@ -18,7 +18,7 @@ use crate::simd::Level;
 /// Elements one task takes, and one partial sum: by shape, never by threads.
 const CHUNK: usize = 16384;
 
-/// What an update is told.
+/// What an update depends on beside the gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
     /// Updates of the block before this one.
@@ -57,26 +57,27 @@ pub trait UpdateRule: Send + Sync {
         update: Update,
     );
 
-    /// The same where masters lie in two planes, as those of a device of bf16 do. A rule that moves each
-    /// number by itself does it there; for others, masters are put together on a `desk` of as many floats
-    /// as [`desk`](UpdateRule::desk) says.
-    fn apply_in_planes(
+    /// The same for [split masters](SplitMasters), which a device of bf16 has. A rule that updates
+    /// each number by itself overrides it. For others the masters are unpacked, into as many floats as
+    /// [`unpacked_len`](UpdateRule::unpacked_len) says.
+    fn apply_split(
         &self,
         tensors: &[Tensor],
-        planes: &mut Planes<'_>,
+        split: &mut SplitMasters<'_>,
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
-        desk: &mut [f32],
+        unpacked: &mut [f32],
     ) {
-        let masters = &mut desk[..gradient.len()];
-        planes.join_to(masters);
+        let masters = &mut unpacked[..gradient.len()];
+        split.join_to(masters);
         self.apply(tensors, masters, states, gradient, update);
-        planes.split_from(masters);
+        split.split_from(masters);
     }
 
-    /// Floats of a desk for blocks of at most so many parameters in planes.
-    fn desk(&self, parameters: usize) -> usize {
+    /// Floats that [`apply_split`](UpdateRule::apply_split) unpacks masters into, for blocks of at most
+    /// so many parameters.
+    fn unpacked_len(&self, parameters: usize) -> usize {
         parameters
     }
 }

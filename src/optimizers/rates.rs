@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use rayon::ThreadPoolBuilder;
 
-use super::{AdamW, Planes, Update, UpdateRule};
+use super::{AdamW, SplitMasters, Update, UpdateRule};
 use crate::error::Error;
 use crate::models::{Init, Kind, Tensor};
 use crate::simd::Level;
@@ -35,11 +35,11 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
 }
 
 /// Bytes a second that AdamW's update moves on so many threads, of blocks far larger than caches: 28 a
-/// parameter, whether masters are f32 or lie in two planes. The best of a few.
+/// parameter, with masters as f32 or split. The best of a few.
 ///
 /// # Errors
 /// The system gives no threads.
-pub fn update_bytes_per_second(threads: usize, in_planes: bool) -> Result<f64, Error> {
+pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error> {
     const PARAMETERS: usize = 16 << 20;
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(Error::failed)?;
@@ -54,9 +54,9 @@ pub fn update_bytes_per_second(threads: usize, in_planes: bool) -> Result<f64, E
         let states = &mut [&mut m[..], &mut v[..]];
         let begin = Instant::now();
         pool.install(|| {
-            if in_planes {
-                let planes = &mut Planes::of(&mut masters);
-                rule.apply_in_planes(&tensors, planes, states, &gradient, update, &mut []);
+            if split {
+                let masters = &mut SplitMasters::of(&mut masters);
+                rule.apply_split(&tensors, masters, states, &gradient, update, &mut []);
             } else {
                 rule.apply(&tensors, &mut masters, states, &gradient, update);
             }

@@ -39,7 +39,7 @@ pub(crate) enum Holder {
     Moments,
     /// Gradients that wait for the norm, or for another contribution.
     GradientRegions,
-    /// Masters put together from two planes, for an update rule that wants them whole.
+    /// Split masters as f32, for an update rule that wants them whole.
     UnpackedMasters,
     /// Lengths, kinds and documents of micro-batches, on their way to a device.
     BatchMetadata,

@@ -189,7 +189,7 @@ impl Sizing<'_> {
         }
         self.eps_regions(&mut regions, blocks);
         let rule = self.rule.filter(|_| self.config.device.dtype == Dtype::Bf16);
-        let unpacked = rule.map_or(0, |rule| rule.desk(blocks.largest));
+        let unpacked = rule.map_or(0, |rule| rule.unpacked_len(blocks.largest));
         regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
         let metadata = devices::overhead_on_host(self.config, rows);
         regions.add_if_any(Holder::BatchMetadata, Place::HostOwn, metadata);

@@ -17,7 +17,7 @@ use crate::error::Error;
 use crate::kernels::STATISTICS;
 use crate::models::block_len;
 use crate::optimizers::UpdateRule;
-use crate::optimizers::planes::published;
+use crate::optimizers::split::published;
 use crate::plan::Plan;
 use crate::simd::Level;
 use crate::tensor::{packed, packed_mut};
@@ -34,7 +34,7 @@ pub(super) struct HostSide {
     pub(super) disk_rate: Option<f64>,
     /// Floats of one part of a block of a file: masters, or one of its states.
     pub(super) file_part: usize,
-    /// Masters put together from two planes, for an update rule that wants them whole.
+    /// Split masters as f32, for an update rule that wants them whole.
     pub(super) unpacked: Mutex<Vec<f32>>,
 }
 
@@ -49,8 +49,8 @@ impl HostSide {
         eps: Eps,
         threads: &Arc<ThreadPool>,
     ) -> Result<HostSide, Error> {
-        let is_split = eps.in_planes && plan.trains();
-        let unpacked = if is_split { rule.desk(plan.largest_block) } else { 0 };
+        let is_split = eps.split && plan.trains();
+        let unpacked = if is_split { rule.unpacked_len(plan.largest_block) } else { 0 };
         Ok(HostSide {
             eps,
             rule,
@@ -192,7 +192,7 @@ impl Worker {
             let tokens = tokens.chunks_exact(lies.rows.positions);
             for (x, tokens) in packed_mut(x, lies.rows.sequences).zip(tokens) {
                 let (x, first) = (&mut x[..sequence], tile.first);
-                if self.host.eps.in_planes {
+                if self.host.eps.split {
                     let table = &published(table)[..floats];
                     host_math::gather(x, tokens, table, first, channels, |x| x);
                 } else {

@@ -10,7 +10,7 @@ use super::host_side::HostSide;
 use super::memory::HostLease;
 use super::{not_finite, take_as_long};
 use crate::models::Tensor;
-use crate::optimizers::{Planes, Update};
+use crate::optimizers::{SplitMasters, Update};
 
 impl HostSide {
     /// Moves a block to its next version; its gradient's sum of squares.
@@ -92,10 +92,10 @@ impl HostSide {
     ) {
         let rule = &self.rule;
         self.threads.install(|| {
-            if self.eps.in_planes {
+            if self.eps.split {
                 let unpacked = &mut self.unpacked.lock().expect("nothing panics inside");
-                let planes = &mut Planes::of(masters);
-                rule.apply_in_planes(tensors, planes, states, gradient, update, unpacked);
+                let masters = &mut SplitMasters::of(masters);
+                rule.apply_split(tensors, masters, states, gradient, update, unpacked);
             } else {
                 rule.apply(tensors, masters, states, gradient, update);
             }

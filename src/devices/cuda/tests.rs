@@ -346,7 +346,7 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
     emulated::fail_after(MANY);
 }
 
-/// A rule that knows nothing of planes: masters are put together for it.
+/// A rule that knows nothing of split masters: they are unpacked for it.
 struct Plain(AdamW);
 
 impl UpdateRule for Plain {
@@ -367,7 +367,7 @@ impl UpdateRule for Plain {
 }
 
 #[test]
-fn a_rule_of_ones_own_moves_masters_in_planes() {
+fn a_rule_of_ones_own_moves_split_masters() {
     if !emulated::instead() {
         return;
     }

@@ -1,79 +1,81 @@
-//! Masters in two planes of 16 bits: what is published of each, a brain float, and what that leaves of
-//! the f32. A device that computes in bf16 is sent the one as it lies there; both give the master back,
-//! to the bit, in as many bytes.
+//! Split masters: each f32 master as two 16-bit halves, the published bf16 and the bits that it leaves.
+//! A device that computes in bf16 is sent the published half as it lies there. Both halves give the
+//! master back, to the bit, in as many bytes.
 //!
-//! That holds because what is published is rounded to nearest, ties away from zero: then the rest of
-//! the bits is a number of 16 bits with a sign. (With ties to even it would need one more.) A master
-//! that is not a number comes back as not a number, of other bits perhaps.
+//! That holds because the published half is rounded to nearest, ties away from zero: then the
+//! remaining bits are a signed 16-bit number. (With ties to even they would need one bit more.) A
+//! master that is NaN comes back as NaN, perhaps of other bits.
 
 use half::bf16;
 use rayon::prelude::*;
 
 use super::CHUNK;
 
-/// The planes of a block.
+/// The two halves of a block's masters.
 #[derive(Debug)]
-pub struct Planes<'a> {
-    /// What is published.
+pub struct SplitMasters<'a> {
+    /// The published half.
     pub published: &'a mut [bf16],
-    /// What that leaves.
-    pub rest: &'a mut [i16],
+    /// The bits that it leaves.
+    pub remainder: &'a mut [i16],
 }
 
-impl<'a> Planes<'a> {
-    /// What is published of a master, and what that leaves.
+impl<'a> SplitMasters<'a> {
+    /// A master's published half, and the bits that it leaves.
     #[inline(always)]
     pub fn split(master: f32) -> (bf16, i16) {
         let bits = master.to_bits();
         let published = (bits.wrapping_add(0x8000) >> 16) as u16;
-        let (published, rest) =
+        let (published, remainder) =
             if master.is_nan() { (bf16::NAN.to_bits(), 0) } else { (published, bits as i16) };
-        (bf16::from_bits(published), rest)
+        (bf16::from_bits(published), remainder)
     }
 
     /// The master.
     #[inline(always)]
-    pub fn join(published: bf16, rest: i16) -> f32 {
+    pub fn join(published: bf16, remainder: i16) -> f32 {
         let upper = u32::from(published.to_bits()) << 16;
-        f32::from_bits(upper.wrapping_add_signed(i32::from(rest)))
+        f32::from_bits(upper.wrapping_add_signed(i32::from(remainder)))
     }
 
-    /// Those that fill the place of as many floats, an even number of them.
-    pub fn of(place: &'a mut [f32]) -> Planes<'a> {
-        let (published, rest) = place.split_at_mut(place.len() / 2);
-        let (published, rest) =
-            (bytemuck::cast_slice_mut(published), bytemuck::cast_slice_mut(rest));
-        Planes { published, rest }
+    /// The halves of as many masters as `place` has floats, an even number.
+    pub fn of(place: &'a mut [f32]) -> SplitMasters<'a> {
+        let (published, remainder) = place.split_at_mut(place.len() / 2);
+        let (published, remainder) =
+            (bytemuck::cast_slice_mut(published), bytemuck::cast_slice_mut(remainder));
+        SplitMasters { published, remainder }
     }
 
-    /// The masters, one by one: for who has no pool of threads.
+    /// The masters, one by one, on the calling thread.
     pub fn masters(&self) -> impl Iterator<Item = f32> {
-        let planes = self.published.iter().zip(self.rest.iter());
-        planes.map(|(&published, &rest)| Planes::join(published, rest))
+        let halves = self.published.iter().zip(self.remainder.iter());
+        halves.map(|(&published, &remainder)| SplitMasters::join(published, remainder))
     }
 
-    /// Puts the masters together.
+    /// Writes the masters as f32.
     pub fn join_to(&self, masters: &mut [f32]) {
-        let planes = self.published.par_chunks(CHUNK).zip(self.rest.par_chunks(CHUNK));
-        masters.par_chunks_mut(CHUNK).zip(planes).for_each(|(masters, (published, rest))| {
-            for ((master, &published), &rest) in masters.iter_mut().zip(published).zip(rest) {
-                *master = Planes::join(published, rest);
+        let halves = self.published.par_chunks(CHUNK).zip(self.remainder.par_chunks(CHUNK));
+        masters.par_chunks_mut(CHUNK).zip(halves).for_each(|(masters, (published, remainder))| {
+            for ((master, &published), &remainder) in
+                masters.iter_mut().zip(published).zip(remainder)
+            {
+                *master = SplitMasters::join(published, remainder);
             }
         });
     }
 
-    /// Takes them apart.
+    /// Splits f32 masters.
     pub fn split_from(&mut self, masters: &[f32]) {
-        let planes = self.published.par_chunks_mut(CHUNK).zip(self.rest.par_chunks_mut(CHUNK));
-        masters.par_chunks(CHUNK).zip(planes).for_each(|(masters, (published, rest))| {
-            for ((&master, published), rest) in masters.iter().zip(published).zip(rest) {
-                (*published, *rest) = Planes::split(master);
+        let halves = self.published.par_chunks_mut(CHUNK).zip(self.remainder.par_chunks_mut(CHUNK));
+        masters.par_chunks(CHUNK).zip(halves).for_each(|(masters, (published, remainder))| {
+            for ((&master, published), remainder) in masters.iter().zip(published).zip(remainder) {
+                (*published, *remainder) = SplitMasters::split(master);
             }
         });
     }
 }
 
-/// What is published of each master, in the place of a block in planes that may only be read.
+/// The published half of a block's masters, to read.
 pub(crate) fn published(place: &[f32]) -> &[bf16] {
     bytemuck::cast_slice(&place[..place.len() / 2])
 }
@@ -92,8 +94,8 @@ mod tests {
         for upper in edges.into_iter().chain(some) {
             for lower in 0..=u32::from(u16::MAX) {
                 let master = f32::from_bits(upper << 16 | lower);
-                let (published, rest) = Planes::split(master);
-                let back = Planes::join(published, rest);
+                let (published, remainder) = SplitMasters::split(master);
+                let back = SplitMasters::join(published, remainder);
                 assert!(back.to_bits() == master.to_bits() || back.is_nan() && master.is_nan());
                 if !master.is_finite() || published.is_infinite() {
                     continue;
@@ -114,10 +116,10 @@ mod tests {
     fn a_block_in_planes_is_the_block() {
         let masters: Vec<f32> = (0..40_000).map(|i| (i as f32 * 0.37).sin()).collect();
         let mut place = vec![f32::NAN; masters.len()];
-        let mut planes = Planes::of(&mut place);
-        planes.split_from(&masters);
+        let mut halves = SplitMasters::of(&mut place);
+        halves.split_from(&masters);
         let mut back = vec![0.0; masters.len()];
-        planes.join_to(&mut back);
+        halves.join_to(&mut back);
         assert_eq!(back, masters);
         assert!(
             published(&place)
