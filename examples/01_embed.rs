@@ -14,7 +14,7 @@ async fn main() -> Result<(), Error> {
     config.step.micro_batch = 4;
     config.channels.weights = 2; // weight slots on the device
 
-    let mut batches = Batches::open(&config)?; // or any stream of batches, or Batch::new(&sequences)
+    let mut batches = Batches::open(&config)?; // or any stream, or Batch::new(&sequences)
     let mut trainer = Trainer::start(config)?; // runs on this tokio runtime
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;

@@ -1,5 +1,5 @@
-//! A loss of your own: cross entropy with a penalty on the softmax's normaliser (z-loss, as in PaLM,
-//! Chowdhery et al. 2022).
+//! A loss of your own: cross entropy with a penalty on the softmax's normaliser (z-loss, as in
+//! PaLM, Chowdhery et al. 2022).
 //!
 //! `cargo run --release --example 04_own_loss`
 

@@ -1,8 +1,8 @@
 //! Hidden states of an encoder, computed by the same ring that trains.
 //!
 //! `cargo run --release --example 05_encode -- MODEL_DIRECTORY TOKENS.jsonl` prints one line of
-//! (tokens × channels) for each line of token ids `[101, 2023, ...]`. Without arguments it encodes three
-//! tokens with a small random BERT.
+//! (tokens × channels) for each line of token ids `[101, 2023, ...]`. Without arguments it encodes
+//! three tokens with a small random BERT.
 
 use std::fs;
 

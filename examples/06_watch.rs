@@ -24,7 +24,7 @@ fn config() -> Config {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Error> {
-    // Any `metrics::Recorder` will do: the one your program installed, or this one with our buckets.
+    // Any `metrics::Recorder` will do: the one your program has, or this one with our buckets.
     let recorder = recorder();
     let histograms = Histograms::new("example", &recorder);
 

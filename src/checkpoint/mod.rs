@@ -229,9 +229,11 @@ pub(crate) fn recall(
     let rest: Rest = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
     is_of(&rest, &run)
-        .map_err(|why| refuse(format!("{why}: set it back, or remove the folder")))?;
+        .map_err(|why| refuse(format!("{why}. Set it back, or remove the folder")))?;
     if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
-        return Err(refuse("holds the state of a model of another shape".into()));
+        let what = "it holds the state of a model of another shape: set the model back, or remove \
+                    the folder";
+        return Err(refuse(what.into()));
     }
     Ok(Progress { step, ..rest.progress })
 }
@@ -295,18 +297,21 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let rest: Rest = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
     is_of(&rest, &run)
-        .map_err(|why| refuse(format!("{why}: set it back, or do without --resume")))?;
+        .map_err(|why| refuse(format!("{why}. Set it back, or start without --resume")))?;
     // As far as a config.json tells them apart.
     let written = |shape| families::write(shape, &Value::Null);
     if written(&hf::read_shape(directory)?) != written(&run.model.shape) {
-        return Err(refuse("of a model of another shape".into()));
+        return Err(refuse("it is of a model of another shape".into()));
     }
     let (found, blocks) = (rest.updates.len(), run.model.blocks.len());
     if found != blocks {
-        return Err(refuse(format!("{found} blocks, the model has {blocks}")));
+        return Err(refuse(format!("it has {found} blocks, and the model has {blocks}")));
     }
     if rest.progress.step > MOST_STEPS {
-        return Err(refuse(format!("{} steps, of at most {MOST_STEPS}", rest.progress.step)));
+        return Err(refuse(format!(
+            "it is at step {}, and a run has at most {MOST_STEPS}",
+            rest.progress.step
+        )));
     }
     Ok(Checked { directory, rest })
 }
@@ -325,7 +330,9 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     eps.set_updates(&rest.updates);
     if rest.sealed(eps)? != rest.seal {
         return Err(refuse(
-            "it is not what was written: remove it to go on from the one before".into(),
+            "it is damaged: its content is not what was written. Remove it to resume from the one \
+             before it"
+                .into(),
         ));
     }
     Ok(rest.progress)
@@ -334,11 +341,14 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
 /// Whether this run can go on from what was remembered; else why not.
 fn is_of(rest: &Rest, run: &Identity<'_>) -> Result<(), String> {
     if rest.format != FORMAT {
-        return Err(format!("format {}, this program reads {FORMAT}", rest.format));
+        return Err(format!(
+            "it has format {}, and this program reads format {FORMAT}",
+            rest.format
+        ));
     }
     match &differences(rest, run)[..] {
         [] => Ok(()),
-        differ => Err(format!("made by another run: {}", differ.join("; "))),
+        differ => Err(format!("it was made by another run: {}", differ.join("; "))),
     }
 }
 

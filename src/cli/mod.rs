@@ -87,8 +87,8 @@ struct Common {
 struct TrainArguments {
     #[command(flatten)]
     common: Common,
-    /// Continue the last run: from the newest checkpoint in `checkpoint.directory`, or from `eps.path`
-    /// if its state is at least as new.
+    /// Continue the last run: from the newest checkpoint in `checkpoint.directory`, or from
+    /// `eps.path` if its state is at least as new.
     #[arg(long)]
     resume: bool,
     #[command(flatten)]
@@ -99,8 +99,8 @@ struct TrainArguments {
 struct BenchArguments {
     #[command(flatten)]
     common: Common,
-    /// Leave out all copies between host and device after the first step, to show what they cost. The
-    /// losses then mean nothing.
+    /// Leave out all copies between host and device after the first step, to show what they cost.
+    /// The losses then mean nothing.
     #[arg(long)]
     without_copies: bool,
 }
@@ -125,8 +125,8 @@ struct PlanArguments {
     /// Draw a step, simulated in virtual time, to this SVG file.
     #[arg(long, value_name = "FILE")]
     draw: Option<PathBuf>,
-    /// Forecast a step with this machine's rates. They are measured, the disk's with an unnamed file of
-    /// 256 MiB in `eps.path`; the rates given below are not.
+    /// Forecast a step with this machine's rates. They are measured (the disk's with an unnamed
+    /// file of 256 MiB in `eps.path`), except those given below.
     #[arg(long)]
     forecast: bool,
     #[command(flatten)]
@@ -243,7 +243,8 @@ struct Export {
 struct DoctorArguments {
     #[command(flatten)]
     common: Common,
-    /// Run every kernel of the GPU (`device.ordinal`) against the CPU's, at odd sizes, on random values.
+    /// Run every kernel of the GPU (`device.ordinal`) against the CPU's, at odd sizes, on random
+    /// values.
     #[arg(long)]
     check: bool,
 }
@@ -310,8 +311,8 @@ pub(crate) fn run() -> Result<Ended, Error> {
 pub(crate) const BUILT_IN: &str = include_str!("../../examples/built_in.toml");
 
 impl Common {
-    /// Resolves the config from file, environment and flags, and where each value comes from. Without
-    /// a file, `built_in` takes its place.
+    /// Resolves the config from file, environment and flags, and where each value comes from.
+    /// Without a file, `built_in` takes its place.
     fn read(
         &self,
         built_in: Option<&str>,

@@ -19,7 +19,8 @@ pub(super) fn page() -> String {
         "# Configuration\n\n\
          Every key of a config file. This page is generated from `src/config` by `l2l config\n\
          reference`. A value comes from `--set section.key=value`; else from the environment\n\
-         (`L2L__SECTION__KEY`); else from the file; else it is the default. `l2l config show` prints\n\
+         (`L2L__SECTION__KEY`); else from the file; else it is the default. `l2l config show` \
+         prints\n\
          the resolved config, and `l2l config schema` prints a JSON schema for editors.\n",
     );
     let sections = schema["properties"].as_object().into_iter().flatten();

@@ -87,7 +87,8 @@ impl Batches {
     /// # Errors
     /// The data cannot be read any more, or has no label.
     pub async fn next(&mut self) -> Result<Batch, Error> {
-        let none = || Err(Error::failed("the data ended with an error that was reported before"));
+        let none =
+            || Err(Error::failed("the data has ended with an error that was reported before"));
         self.ready.recv().await.unwrap_or_else(none)
     }
 }

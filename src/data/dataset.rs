@@ -51,7 +51,7 @@ impl Dataset {
         let looked_at = config.validation.batches.saturating_mul(config.step.batch as u64);
         match aside {
             Some(aside) if !aside.has_labels(looked_at) => Err(Error::refused(format_args!(
-                "data {}: no sequence that is looked at has a label",
+                "data {}: no sequence of the validation set has a label",
                 aside.name
             ))),
             aside => Ok((train, aside)),
@@ -70,7 +70,7 @@ impl Dataset {
                 Ok(only)
             }
             None => Dataset::open(config, shape)?.1.ok_or_else(|| {
-                let problem = "is needed: what is to be looked at? Or set data.validation_split";
+                let problem = "is missing: name the data to evaluate, or set data.validation_split";
                 Error::config("data.validation", problem)
             }),
         }
@@ -83,7 +83,7 @@ impl Dataset {
             if data.validation_split.is_some() {
                 return Err(Error::config(
                     "data.validation_split",
-                    "is given beside data.validation: give one of them",
+                    "is set together with data.validation: set only one of them",
                 ));
             }
             let validation = Dataset::named(config, shape, files, !config.step.seed)?;
@@ -105,7 +105,7 @@ impl Dataset {
         if aside >= all {
             return Err(Error::config(
                 "data.validation_split",
-                format_args!("is {split}: of {all} sequences it leaves none to train on"),
+                format_args!("is {split}: of {all} sequences this leaves none to train on"),
             ));
         }
         let mut of_aside = Vec::new();
@@ -176,7 +176,7 @@ impl Dataset {
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
             if name == "random" {
-                return Err(Error::refused("data random: it stands alone, or not at all"));
+                return Err(Error::refused("data random: it cannot be combined with other data"));
             }
             sources.push(Source::new(files::open(name, &reader)?, weight));
         }
@@ -191,7 +191,8 @@ impl Dataset {
             return Ok(());
         }
         if !shape.scores_tokens() {
-            let problem = "puts several texts into a sequence, and this model scores whole ones";
+            let problem = "puts several texts into one sequence, and this model has one label \
+                           for each sequence";
             return Err(Error::config("data.packing", problem));
         }
         let positions = config.sequence_length(shape)?;
@@ -376,7 +377,7 @@ fn label_names(config: &Config) -> Result<Vec<String>, Error> {
         let own = own.join(", ");
         return Err(Error::config(
             "model.labels",
-            format_args!("has another order than the model's own, which are {own}"),
+            format_args!("must have the order of the model's own labels, {own}"),
         ));
     }
     Ok(names.clone())

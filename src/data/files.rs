@@ -39,7 +39,9 @@ pub(super) struct Opened {
 pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     let refuse = |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
     let spooling = Spooling::new().map_err(|error| {
-        Error::failed(format_args!("no temporary file for data (TMPDIR says where): {error}"))
+        Error::failed(format_args!(
+            "cannot make a temporary file for the data (set TMPDIR to choose its folder): {error}"
+        ))
     })?;
     let pool = ThreadPoolBuilder::new().build().map_err(Error::failed)?;
     let mut opening = Opening { reader, pool, spooling, hasher: Sha256::new() };
@@ -65,9 +67,9 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     let spool = spooling.finish().map_err(|error| refuse(&error))?;
     if spool.len() == 0 {
         return Err(refuse(&if is_text {
-            "it is too short: no two tokens in it"
+            "it is too short: it has fewer than two tokens"
         } else {
-            "no sequence in it"
+            "there is no sequence in it"
         }));
     }
     let digest: String =
@@ -84,7 +86,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
     if !path.is_dir() {
         if !extension(path).is_some_and(|known| KNOWN.contains(&known)) {
             return Err(format!(
-                "what kind of data is this? It must be a .{} file, a folder of them, \"random\" or \
+                "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
                  \"{}\"",
                 KNOWN.join(", ."),
                 DataConfig::BUILT_IN
@@ -122,7 +124,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
     if found.is_empty() { Err(NOTHING.into()) } else { Ok(found) }
 }
 
-const NOTHING: &str = "no .txt, .md, .jsonl or .bin file in this folder";
+const NOTHING: &str = "there is no .txt, .md, .jsonl or .bin file in this folder";
 
 /// A name while it is read.
 struct Opening<'r> {
@@ -165,7 +167,7 @@ impl Opening<'_> {
                         break;
                     }
                     LINE_BYTES => {
-                        let what = format_args!("longer than {LINE_BYTES} bytes");
+                        let what = format_args!("it is longer than {LINE_BYTES} bytes");
                         return Err(refuse(number, &what));
                     }
                     _ => {}
@@ -179,7 +181,7 @@ impl Opening<'_> {
                 if line.trim_ascii().is_empty() {
                     blank = blank.or(Some(number));
                 } else if let Some(blank) = blank {
-                    return Err(refuse(blank, &"it is empty: a line is a JSON object"));
+                    return Err(refuse(blank, &"it is empty: each line must be a JSON object"));
                 } else {
                     lines.push((number, line));
                 }
@@ -187,8 +189,8 @@ impl Opening<'_> {
             let reader = self.reader;
             let read = |(number, line): &(u64, Vec<u8>)| {
                 let line = std::str::from_utf8(line);
-                let line =
-                    line.map_err(|error| refuse(*number, &format_args!("not UTF-8: {error}")))?;
+                let line = line
+                    .map_err(|error| refuse(*number, &format_args!("it is not UTF-8: {error}")))?;
                 reader.read(line.trim()).map_err(|what| refuse(*number, &what))
             };
             let read: Vec<Result<Vec<Sequence>, Error>> =
@@ -209,8 +211,8 @@ impl Opening<'_> {
         let reader = self.reader;
         if matches!(reader.predicts, Predicts::Class | Predicts::Value) {
             return Err(refuse(
-                &"text has no labels, and this model scores whole sequences: give a .jsonl of text \
-                  and label",
+                &"text files have no labels, and this model classifies sequences: give a .jsonl \
+                  file with text and label",
             ));
         }
         let wrap = match &reader.vocabulary {
@@ -236,7 +238,7 @@ impl Opening<'_> {
                 Vocabulary::Bytes => Ok(piece.iter().map(|&byte| u32::from(byte)).collect()),
                 words => {
                     let text = std::str::from_utf8(piece).map_err(|error| {
-                        format!("not UTF-8 at its byte {}", at + error.valid_up_to())
+                        format!("it is not UTF-8 at byte {}", at + error.valid_up_to())
                     })?;
                     Ok(words.encode(text, None, false)?.tokens)
                 }
@@ -261,7 +263,7 @@ impl Opening<'_> {
         let refuse =
             |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
         if self.reader.predicts != Predicts::Next {
-            return Err(refuse(&"bare tokens are for models that predict the next one"));
+            return Err(refuse(&"a .bin file is only for models that predict the next token"));
         }
         let mut windows = Windows::new(self.reader, Default::default()).map_err(|w| refuse(&w))?;
         windows.behind.clear();
@@ -277,7 +279,7 @@ impl Opening<'_> {
             self.hasher.update(&bytes);
             let (pairs, rest) = bytes.as_chunks::<2>();
             if !rest.is_empty() {
-                return Err(refuse(&"an odd number of bytes: a token is two of them"));
+                return Err(refuse(&"it has an odd number of bytes, and a token is two bytes"));
             }
             let tokens: Vec<u32> =
                 pairs.iter().map(|&pair| u32::from(u16::from_le_bytes(pair))).collect();
@@ -314,7 +316,7 @@ impl Windows {
         if reader.predicts == Predicts::Own {
             let room = positions.saturating_sub(wrap.0.len() + wrap.1.len());
             if room == 0 {
-                return Err(format!("{positions} positions hold no text"));
+                return Err(format!("data.sequence_length of {positions} leaves no room for text"));
             }
             return Ok(Windows {
                 waiting: Vec::new(),
@@ -325,7 +327,10 @@ impl Windows {
             });
         }
         if positions < 2 {
-            return Err("data.sequence_length must be at least 2: a token predicts the next".into());
+            return Err(
+                "data.sequence_length must be at least 2, because each token predicts the next one"
+                    .into(),
+            );
         }
         let (waiting, mut behind) = wrap;
         if reader.end_of_text {

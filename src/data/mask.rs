@@ -22,8 +22,8 @@ impl Mask {
         let mask = tokenizer.and_then(crate::hf::Tokenizer::mask);
         let (Some(tokenizer), Some(mask)) = (tokenizer, mask) else {
             return Err(Error::refused(
-                "masks are drawn by a tokenizer that names its mask_token: the model's directory \
-                 has none; give it .jsonl of input_ids and labels",
+                "masking needs a tokenizer with a mask_token, and the model's directory has none: \
+                 add one, or give .jsonl files of input_ids and labels",
             ));
         };
         let tokens = tokenizer.vocabulary();

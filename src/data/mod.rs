@@ -236,12 +236,12 @@ impl Batch {
         let has = self.lengths.len();
         if has == 0 || has > sequences || self.lengths.contains(&0) {
             return Err(Error::refused(format_args!(
-                "a batch of {has} sequences, some of them perhaps empty: step.batch is {sequences}"
+                "a batch of {has} sequences: it must have 1 to {sequences} (step.batch), none empty"
             )));
         }
         if self.positions > longest {
             return Err(Error::refused(format_args!(
-                "a sequence of {} tokens: the plan was made for {longest} at most",
+                "a sequence of {} tokens: the plan was made for at most {longest}",
                 self.positions
             )));
         }
@@ -258,7 +258,7 @@ impl Batch {
         }
         if let Some(label) = self.targets.iter().find(is_bad) {
             return Err(Error::refused(format_args!(
-                "label {label} is none that the model knows (vocabulary of {vocabulary})"
+                "label {label} is outside the vocabulary of {vocabulary}"
             )));
         }
         if self.labelled == 0 {

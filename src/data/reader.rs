@@ -54,7 +54,7 @@ impl Reader {
     /// The sequences of a line: one, unless it is split.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
         if !line.starts_with('{') {
-            return Err("it is no JSON object".into());
+            return Err("it is not a JSON object".into());
         }
         // The file's line is said by who has it.
         let plain =
@@ -70,26 +70,33 @@ impl Reader {
             given.into_iter().filter(|(_, is)| *is).map(|(name, _)| name).collect();
         let [kind] = given[..] else {
             return Err(if given.is_empty() {
-                "it needs text, messages, prompt and completion, or input_ids".into()
+                "it needs one of text, messages, prompt with completion, or input_ids".into()
             } else {
-                format!("it has {}: which is it?", given.join(" and "))
+                format!("it has {}: give only one of them", given.join(" and "))
             });
         };
         line.goes_with(kind)?;
         let whole = match (self.scores_sequences(), line.label.as_ref()) {
             (true, None) => {
-                return Err("label is missing: the model scores whole sequences".into());
+                return Err(
+                    "label is missing: this model is trained on one label for each sequence".into(),
+                );
             }
-            (false, Some(_)) => return Err("label: the model scores tokens, by labels".into()),
+            (false, Some(_)) => {
+                return Err(
+                    "label: this model is trained on tokens; give input_ids with labels, or text"
+                        .into(),
+                );
+            }
             (true, Some(label)) => Some(self.label(label)?),
             (false, None) => None,
         };
         match kind {
             "text" => self.text(&line, whole),
             "input_ids" => self.ids(line, whole).map(|one| vec![one]),
-            _ if self.predicts != Predicts::Next => {
-                Err(format!("{kind}: the model does not predict the next token"))
-            }
+            _ if self.predicts != Predicts::Next => Err(format!(
+                "{kind}: this model does not predict the next token; give text or input_ids"
+            )),
             "messages" => self.chat(&line.messages.unwrap_or_default()).map(|one| vec![one]),
             _ => self.completion(&line).map(|one| vec![one]),
         }
@@ -110,12 +117,16 @@ impl Reader {
             (Predicts::Value, Label::Number(value)) if (*value as f32).is_finite() => {
                 Ok((*value as f32).to_bits() as i32)
             }
-            (Predicts::Value, Label::Number(value)) => Err(format!("label {value} is no value")),
-            (Predicts::Value, Label::Name(name)) => Err(format!("label {name:?} is no value")),
+            (Predicts::Value, Label::Number(value)) => {
+                Err(format!("label {value} is not a finite number"))
+            }
+            (Predicts::Value, Label::Name(name)) => {
+                Err(format!("label {name:?} is not a number, and this model predicts a value"))
+            }
             (_, Label::Number(number)) => {
                 let class = (0..classes).find(|&class| class as f64 == *number);
                 class.map(|class| class as i32).ok_or_else(|| {
-                    format!("label {number} is none of the {classes} classes, from 0 on")
+                    format!("label {number} is none of the {classes} classes, which count from 0")
                 })
             }
             (_, Label::Name(name)) => {
@@ -123,7 +134,7 @@ impl Reader {
                 class.map(|class| class as i32).ok_or_else(|| {
                     if self.names.is_empty() {
                         format!(
-                            "label {name:?}: nobody says what classes are called: set model.labels"
+                            "label {name:?}: the classes have no names: list them in model.labels"
                         )
                     } else {
                         format!("label {name:?} is none of {}", self.names.join(", "))
@@ -139,7 +150,7 @@ impl Reader {
             return Err("text is empty".into());
         }
         if line.text_pair.is_some() && whole.is_none() {
-            return Err("text_pair: the model does not score pairs of texts".into());
+            return Err("text_pair: only models that classify sequences read pairs of texts".into());
         }
         let pair = line.text_pair.as_deref();
         let encoded = match (self.vocabulary.tokenizer(), self.too_long) {
@@ -190,7 +201,10 @@ impl Reader {
             _ => (tokens, self.positions),
         };
         if room == 0 {
-            return Err(format!("{} positions hold no text", self.positions));
+            return Err(format!(
+                "data.sequence_length of {} leaves no room for text",
+                self.positions
+            ));
         }
         let piece = |piece: &[u32]| match self.predicts {
             Predicts::Own => [&before, piece, &behind].concat(),
@@ -207,7 +221,7 @@ impl Reader {
                 tokens.push(end);
                 Ok(())
             }
-            None => Err("the tokenizer names no eos_token: set data.end_of_text = false".into()),
+            None => Err("the tokenizer has no eos_token: set data.end_of_text = false".into()),
         }
     }
 
@@ -251,7 +265,7 @@ impl Reader {
             .collect();
         let sequence = Sequence { tokens, labels, ..Sequence::default() };
         if sequence.labelled(self.predicts) == 0 {
-            return Err("nothing of it is learnt: what is to be learnt is empty, or cut off".into());
+            return Err("nothing of it is learnt: the part to learn is empty or was cut off".into());
         }
         Ok(sequence)
     }
@@ -262,7 +276,8 @@ impl Reader {
             return Ok(());
         }
         Err(format!(
-            "{tokens} tokens, of at most {most}: set data.too_long = \"cut\" to cut them off"
+            "it has {tokens} tokens, and data.sequence_length allows {most}: set \
+             data.too_long = \"cut\" to cut the rest off"
         ))
     }
 
@@ -271,10 +286,12 @@ impl Reader {
         let mut ids = input_ids.unwrap_or_default();
         match (&labels, whole) {
             (Some(_), Some(_)) => {
-                return Err("labels: the model scores whole sequences by label".into());
+                return Err("labels: this model is trained on one label for each sequence".into());
             }
             (None, None) if self.predicts == Predicts::Own => {
-                return Err("labels is missing: which tokens are masked, and what they were".into());
+                let what = "labels is missing: the original tokens at masked positions, and -100 \
+                            elsewhere";
+                return Err(what.into());
             }
             _ => {}
         }
@@ -295,7 +312,7 @@ impl Reader {
         let kinds = self.kinds;
         let is_kind = |kind: &i64| (0..kinds.clamp(1, 256) as i64).contains(kind);
         if let Some((at, kind)) = types.iter().enumerate().find(|(_, kind)| !is_kind(kind)) {
-            return Err(format!("token type {kind} at {at}: the model has {kinds}"));
+            return Err(format!("token type {kind} at {at}: the model has {kinds} types"));
         }
         if self.too_long != TooLong::Cut {
             self.fits(ids.len())?;

@@ -31,8 +31,8 @@ impl Vocabulary {
                 Vocabulary::Bytes
             } else {
                 Vocabulary::Unknown(format!(
-                    "text is read by bytes, the model knows {known} tokens: model.vocabulary must \
-                     be at least {BYTES}"
+                    "text is read as bytes, and the model knows {known} tokens: model.vocabulary \
+                     must be at least {BYTES}"
                 ))
             });
         };
@@ -42,7 +42,7 @@ impl Vocabulary {
             Err(error) => Vocabulary::Unknown(error.to_string()),
             Ok(None) if known == BYTES || hf::reads_bytes(path) => Vocabulary::Bytes,
             Ok(None) => Vocabulary::Unknown(format!(
-                "text needs a tokenizer: there is no tokenizer.json in {}",
+                "text needs a tokenizer, and there is no tokenizer.json in {}",
                 path.display()
             )),
         })
@@ -62,7 +62,7 @@ impl Vocabulary {
             Vocabulary::Words(tokenizer) => tokenizer.encode(text, pair, specials),
             Vocabulary::Unknown(why) => Err(why.clone()),
             Vocabulary::Bytes if pair.is_some() => {
-                Err("text_pair: nothing tells two texts apart when they are read by bytes".into())
+                Err("text_pair: two texts cannot be told apart when text is read as bytes".into())
             }
             Vocabulary::Bytes => Ok(Encoded {
                 tokens: text.bytes().map(u32::from).collect(),

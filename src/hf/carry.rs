@@ -1,5 +1,5 @@
-//! Files of a transformers' directory that are no weights: carried along, so that what is written is
-//! used as what was read.
+//! Copies the other files of a transformers directory (tokenizer, chat template), so that a written
+//! model is used as the one that was read.
 
 use std::fs;
 use std::io;
@@ -56,7 +56,7 @@ pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(),
     match named.chain(listed).chain(added).max().filter(|&id| id >= vocabulary as u64) {
         None => Ok(()),
         Some(id) => Err(refuse(format!(
-            "it has token {id}, the model knows {vocabulary}: they are not of one model"
+            "it has token {id}, the model knows {vocabulary} tokens: they do not belong together"
         ))),
     }
 }

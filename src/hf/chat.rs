@@ -100,14 +100,17 @@ impl Template {
     /// that it cannot be told what the assistant wrote.
     pub fn write(&self, messages: &[Message]) -> Result<Written, String> {
         if let Some(at) = messages.iter().position(|one| one.content.contains(MARKS)) {
-            return Err(format!("message {at} has a character of private use, U+E000 or U+E001"));
+            return Err(format!(
+                "message {at} contains U+E000 or U+E001, reserved characters of private use"
+            ));
         }
         match messages.last() {
             None => return Err("messages is empty".into()),
             Some(last) if !is_learnt(last) => {
                 return Err(format!(
-                    "the chat is unterminated: its last message is of role {:?}, so nobody \
-                     answers; end it with one of role \"assistant\", or leave it out",
+                    "the chat is unterminated: its last message has the role {:?}, so there is no \
+                     answer to learn; end it with a message of the role \"assistant\", or leave \
+                     it out",
                     last.role
                 ));
             }
@@ -126,8 +129,8 @@ impl Template {
             let with = self.render(&messages[..=at], false)?;
             if !with.starts_with(&before) || !all.starts_with(&with) {
                 return Err(format!(
-                    "the chat template writes earlier turns anew when it comes to message {at}, so \
-                     what the assistant wrote cannot be told: mark it in the template, with \
+                    "the chat template changes earlier turns when it comes to message {at}, so the \
+                     assistant's text cannot be found: mark it in the template with \
                      {{% generation %}} and {{% endgeneration %}}"
                 ));
             }
@@ -262,7 +265,8 @@ mod tests {
     fn or_what_the_template_marks() {
         let source = "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n    \
                       {%- generation -%}\n    {{ m.content + eos_token }}\n    \
-                      {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n{%- endfor %}";
+                      {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n\
+                      {%- endfor %}";
         let specials = Map::from_iter([("eos_token".to_string(), Value::from("</s>"))]);
         let template = Template::new(source, specials).expect("good");
         let messages =

@@ -15,17 +15,17 @@ use crate::error::Error;
 pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Error> {
     let is_new = fs::read_dir(to).map_or(!to.exists(), |mut entries| entries.next().is_none());
     if !is_new {
-        let what = "it is there already: give a new directory";
+        let what = "it exists already: give a new directory";
         return Err(Error::refused(format_args!("{}: {what}", to.display())));
     }
     if !from.join("config.json").is_file() {
-        let what = "no model to export: no config.json in it";
+        let what = "there is no model to export: config.json is missing";
         return Err(Error::refused(format_args!("{}: {what}", from.display())));
     }
     let mut names = vec!["config.json".to_string()];
     for weights in weight_files(from)? {
         let name = weights.file_name().and_then(|name| name.to_str()).map(str::to_string);
-        names.push(name.ok_or_else(|| Error::refused("a file's name is not UTF-8"))?);
+        names.push(name.ok_or_else(|| Error::refused("the name of a weights file is not UTF-8"))?);
     }
     let index = "model.safetensors.index.json";
     names.extend(

@@ -34,14 +34,14 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
         Some(path) => hf::read_shape(path)?,
         None => families::preset(preset).ok_or_else(|| {
             let known = families::PRESETS.join(", ");
-            Error::config("model.preset", format_args!("is {preset:?}: known are {known}"))
+            Error::config("model.preset", format_args!("is {preset:?}: known presets are {known}"))
         })?,
     };
     let heads_before = shape.heads;
     if model.path.is_some() && model.kv_heads.is_some() {
         return Err(Error::config(
             "model.kv_heads",
-            "is given beside model.path, which has its own",
+            "is set together with model.path, which has its own: leave it out",
         ));
     }
     let overrides = [
@@ -59,7 +59,8 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
         match given {
             Some(_) if model.path.is_some() => {
                 return Err(Error::refused(
-                    "model.path has its own sizes: leave out layers, hidden, heads, kv_heads, intermediate, vocabulary and positions",
+                    "model.path has its own sizes: leave out layers, hidden, heads, kv_heads, \
+                     intermediate, vocabulary and positions",
                 ));
             }
             Some(given) => *size = given,
@@ -110,7 +111,7 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
             let (task, can, family) = (task.name(), can.join(" or "), shape.names.family);
             Err(Error::config(
                 "model.task",
-                format_args!("is {task:?}: a {family} model does {can}"),
+                format_args!("is {task:?}: a {family} model can only do {can}"),
             ))
         }
     }
@@ -141,19 +142,21 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
     if !is_even || head_size > HEAD_LIMIT || head_size == 0 {
         let problem = format_args!(
             "is {hidden}, model.heads {heads}: hidden must be a multiple of heads, and at most \
-             {HEAD_LIMIT} times as much"
+             {HEAD_LIMIT} times heads"
         );
         return Err(Error::config("model.hidden", problem));
     }
     if kv_heads == 0 || heads % kv_heads != 0 || (kv_heads != heads && names.qkv.len() == 1) {
         let problem = format_args!(
-            "is {kv_heads}, model.heads {heads}: heads must be a multiple of it, and as many in a \
-             family that does not share them"
+            "is {kv_heads}, model.heads {heads}: heads must be a multiple of it, and equal to it \
+             in a family without grouped-query attention"
         );
         return Err(Error::config("model.kv_heads", problem));
     }
     if shape.rotary.is_some() && head_size % 2 != 0 {
-        let problem = format_args!("of {head_size} channels cannot be turned in pairs");
+        let problem = format_args!(
+            "of {head_size} channels cannot be rotated in pairs: the head size must be even"
+        );
         return Err(Error::config("model.heads", problem));
     }
     if shape.window.is_some_and(|(window, _)| window == 0) {

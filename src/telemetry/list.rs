@@ -90,7 +90,8 @@ pub const METRICS: &[Metric] = &[
     counter("l2l_visit_seconds_total", Unit::Seconds, &["layer", "phase", "lane"],
         "Time that visits of a layer took on a lane"),
     counter("l2l_exposed_wait_seconds_total", Unit::Seconds, &["layer", "cause"],
-        "Time in which the compute lane was idle at a layer, waiting for transfers or for the host"),
+        "Time in which the compute lane was idle at a layer, waiting for \
+         transfers or for the host"),
     counter("l2l_transfer_seconds_total", Unit::Seconds, &["layer"],
         "Time of a layer's transfers, to the device and from it"),
     counter("l2l_block_updates_total", Unit::Count, &["layer"],
@@ -100,10 +101,12 @@ pub const METRICS: &[Metric] = &[
     counter("l2l_lane_seconds_total", Unit::Seconds, &["lane"],
         "Time that a lane was busy with training"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
-        "Time in which the compute lane was idle, by the lane that it waited for. `ring` is the latency \
-         of the actors. Between training steps: `checkpoint`, and `outside` for the rest"),
+        "Time in which the compute lane was idle, by the lane that it waited \
+         for. `ring` is the latency of the actors. Between training steps: \
+         `checkpoint`, and `outside` for the rest"),
     counter("l2l_actor_seconds_total", Unit::Seconds, &["actor", "state"],
-        "Time that an actor was busy, starved (waiting for actors before it) or blocked (by those after it)"),
+        "Time that an actor was busy, starved (waiting for actors before it) or \
+         blocked (by those after it)"),
     gauge("l2l_channel_depth", Unit::Count, &["channel"],
         "Slots in use"),
     gauge("l2l_channel_capacity", Unit::Count, &["channel"],
@@ -113,7 +116,8 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_device_memory_bytes", Unit::Bytes, &["device", "kind"],
         "Highest use of device memory so far"),
     gauge("l2l_device_memory_budget_bytes", Unit::Bytes, &["device"],
-        "Device memory that may be used: the ceiling, or else what was free at the start"),
+        "Device memory that may be used: the ceiling, or else what was free at \
+         the start"),
     gauge("l2l_host_memory_bytes", Unit::Bytes, &["kind"],
         "Host memory in use, by its holder in the plan"),
     gauge("l2l_step", Unit::Count, &[],
@@ -123,7 +127,8 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_state", Unit::None, &["state"],
         "1 for the present state of the run"),
     gauge("l2l_last_step_timestamp_seconds", Unit::Seconds, &[],
-        "Time at which the last step ended; before the first step, at which the run began"),
+        "Time at which the last step ended; before the first step, at which the \
+         run began"),
     gauge("l2l_last_step_seconds", Unit::Seconds, &[],
         "Time from the end of the last step but one to the end of the last"),
     Metric { name: "l2l_step_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
@@ -141,15 +146,18 @@ pub const METRICS: &[Metric] = &[
     gauge("l2l_tokens_per_second", Unit::Count, &[],
         "Tokens a second in the last step"),
     counter("l2l_model_flops_total", Unit::Count, &[],
-        "FLOPs of the model: 6 × weights met by each token, and attention; without recomputation and padding"),
+        "FLOPs of the model: 6 × weights met by each token, and attention; \
+         without recomputation and padding"),
     gauge("l2l_speed_of_light_ratio", Unit::Ratio, &[],
         "Model FLOP/s of the last step ÷ those of a large product on this machine"),
     gauge("l2l_checkpoint_last_success_timestamp_seconds", Unit::Seconds, &[],
-        "Time of the last checkpoint; before the first, the time at which the run began; 0 if it writes none"),
+        "Time of the last checkpoint; before the first, the time at which the \
+         run began; 0 if it writes none"),
     counter("l2l_checkpoint_failures_total", Unit::Count, &[],
         "Checkpoints that could not be written"),
     counter("l2l_faults_total", Unit::Count, &["kind"],
-        "Failures: a loss or gradient that is not finite, an error, a panic, a hang"),
+        "Failures: a loss or gradient that is not finite, an error, a panic, a \
+         hang"),
     gauge("l2l_build_info", Unit::None, &["version"],
         "1, with the program's version as label"),
     gauge("l2l_run_info", Unit::None, &["device", "link"],

@@ -126,7 +126,7 @@ fn labels_and_weights_of_data() {
     refused(&folder, weight, &["data.train must be of weights"]);
     refused(&folder, "data.train = []", &["data.train must be at least one file"]);
     refused(&folder, "data.train = [1]", &["data.train", "a list of names"]);
-    refused(&folder, "data.train = [\"random\"]", &["it stands alone"]);
+    refused(&folder, "data.train = [\"random\"]", &["cannot be combined"]);
     refused(&folder, "data.attend_across = true", &["set data.packing"]);
     refused(&folder, "data.mask_probability = 0", &["data.mask_probability must be"]);
     let here = folder.path().display();
@@ -333,7 +333,7 @@ fn configs_of_other_families() {
         ("llama", |c| c["rope_scaling"] = json!("x"), "rope_scaling is \"x\""),
         ("llama", |c| c["hidden_act"] = json!("mish"), "known are gelu"),
         ("llama", |c| c["num_key_value_heads"] = json!(3), "model.kv_heads"),
-        ("llama", |c| c["head_dim"] = json!(7), "turned in pairs"),
+        ("llama", |c| c["head_dim"] = json!(7), "rotated in pairs"),
         (
             "qwen2",
             |c| c["layer_types"] = json!(["sliding_attention", "full_attention"]),

@@ -217,12 +217,12 @@ fn bad_lines_are_refused() {
     let good = "{\"text\": \"a word\"}\n";
     let cases: Vec<(&str, Option<Task>, String, &str)> = vec![
         ("bpe", None, format!("{good}\n{good}"), "line 2: it is empty"),
-        ("bpe", None, "{}".into(), "line 1: it needs text"),
-        ("bpe", None, "[\"text\"]".into(), "line 1: it is no JSON object"),
+        ("bpe", None, "{}".into(), "line 1: it needs one of text"),
+        ("bpe", None, "[\"text\"]".into(), "line 1: it is not a JSON object"),
         ("bpe", None, format!("{good}{{\"text\": 1}}"), "line 2: invalid type: integer `1`"),
         ("bpe", None, r#"{"text": "a", "text": "b"}"#.into(), "duplicate field `text`"),
         ("bpe", None, format!("{good}{{\"text\": \"\"}}"), "line 2: text is empty"),
-        ("bpe", None, r#"{"text": "a", "prompt": "b"}"#.into(), "text and prompt: which is it"),
+        ("bpe", None, r#"{"text": "a", "prompt": "b"}"#.into(), "text and prompt: give only one"),
         ("bpe", None, r#"{"text": "a", "labels": [1]}"#.into(), "labels goes with input_ids"),
         ("bpe", None, r#"{"prompt": "a"}"#.into(), "completion is missing"),
         ("bpe", None, r#"{"prompt": "a", "completion": ""}"#.into(), "completion is empty"),

@@ -1,43 +1,49 @@
-//! Recording rules, alerts with what to do about them, and promtool's tests of both.
+//! Recording rules, alerts with their runbooks, and promtool's tests of both.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-/// Recording rules, in order: names, and what they are.
+/// Recording rules, in order: their names and expressions.
 pub(super) const RECORDED: &[(&str, &str)] = &[
     (
         "l2l:layer_overlap:ratio",
-        "clamp_min(1 - sum by (run, layer) (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[5m])) \
-         / sum by (run, layer) (rate(l2l_transfer_seconds_total[5m])), 0)",
+        "clamp_min(1 - sum by (run, layer) \
+            (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[5m])) / sum by (run, \
+            layer) (rate(l2l_transfer_seconds_total[5m])), 0)",
     ),
     (
         "l2l:overlap:ratio",
-        "clamp_min(1 - sum by (run) (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[5m])) \
-         / sum by (run) (rate(l2l_transfer_seconds_total[5m])), 0)",
+        "clamp_min(1 - sum by (run) \
+            (rate(l2l_exposed_wait_seconds_total{cause=\"transfer\"}[5m])) / sum by (run) \
+            (rate(l2l_transfer_seconds_total[5m])), 0)",
     ),
     (
         "l2l:compute_lane:rate",
         "sum by (run) (rate(l2l_compute_wait_seconds_total[5m])) + sum by (run) \
-         (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m]))",
+            (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m]))",
     ),
     (
         "l2l:exposed_wait:ratio",
-        "sum by (run) (rate(l2l_compute_wait_seconds_total{cause!~\"outside|checkpoint\"}[5m])) / on (run) \
-         l2l:compute_lane:rate",
+        "sum by (run) \
+            (rate(l2l_compute_wait_seconds_total{cause!~\"outside|checkpoint\"}[5m])) / on \
+            (run) l2l:compute_lane:rate",
     ),
     (
         "l2l:wait:share",
-        "(sum by (run, cause) (rate(l2l_compute_wait_seconds_total{cause!~\"outside|checkpoint|file|host|ring\"}[5m])) or \
-         label_replace(sum by (run) (rate(l2l_compute_wait_seconds_total{cause=~\"host|ring\"}[5m])), \
-         \"cause\", \"host\", \"\", \"\") or \
-         label_replace(sum by (run) (rate(l2l_compute_wait_seconds_total{cause=~\"checkpoint|file\"}[5m])), \
-         \"cause\", \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
+        "(sum by (run, cause) \
+            (rate(l2l_compute_wait_seconds_total{\
+         cause!~\"outside|checkpoint|file|host|ring\"}[5m])) \
+            or label_replace(sum by (run) \
+            (rate(l2l_compute_wait_seconds_total{cause=~\"host|ring\"}[5m])), \"cause\", \
+            \"host\", \"\", \"\") or label_replace(sum by (run) \
+            (rate(l2l_compute_wait_seconds_total{cause=~\"checkpoint|file\"}[5m])), \
+            \"cause\", \"disk\", \"\", \"\")) / on (run) group_left () l2l:compute_lane:rate",
     ),
     (
         "l2l:bottleneck:share",
         "topk by (run) (1, l2l:wait:share > 0.1) or on (run) label_replace(sum by (run) \
-         (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m])) / on (run) l2l:compute_lane:rate, \
-         \"cause\", \"compute\", \"\", \"\")",
+            (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m])) / on (run) \
+            l2l:compute_lane:rate, \"cause\", \"compute\", \"\", \"\")",
     ),
 ];
 
@@ -57,117 +63,279 @@ struct Alert {
     silent: &'static [Series],
 }
 
-#[rustfmt::skip]
 const ALERTS: &[Alert] = &[
     Alert {
         name: "L2lStalled",
-        expression: "(time() - l2l_last_step_timestamp_seconds > 60 + 5 * l2l_step_seconds_sum / clamp_min(l2l_step_seconds_count, 1) + 600 * (l2l_step_seconds_count == bool 0)) and on (run) (sum by (run) (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
-        after: "1m", severity: "critical",
+        expression: "(time() - l2l_last_step_timestamp_seconds > 60 + 5 * l2l_step_seconds_sum / \
+            clamp_min(l2l_step_seconds_count, 1) + 600 * (l2l_step_seconds_count == bool \
+            0)) and on (run) (sum by (run) \
+            (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
+        after: "1m",
+        severity: "critical",
         summary: "no step for five times as long as a step takes",
-        means: "The run is training, validating or writing a checkpoint, and its last step ended more than a minute and five mean steps ago (the first step has ten minutes more). If nothing moved at all, the watchdog (`watchdog.seconds`) would have ended the run. So something moves very slowly: the machine is busy with something else, or a disk does not answer.",
-        todo: &["Open the live page or the dashboard *l2l: channels*: which actor is starved, which is blocked?", "`l2l_lane_seconds_total` shows which lane still works.", "Check the machine: swapped memory, other processes, a disk that hangs.", "If you stopped the process (with a debugger or `SIGSTOP`), let it continue."],
-        fires: &[("l2l_last_step_timestamp_seconds{run=\"r\"}", "0x20"), ("l2l_step_seconds_sum{run=\"r\"}", "10x20"), ("l2l_step_seconds_count{run=\"r\"}", "10x20"), ("l2l_state{run=\"r\",state=\"training\"}", "1x20")],
-        silent: &[("l2l_last_step_timestamp_seconds{run=\"r\"}", "0+60x20"), ("l2l_step_seconds_sum{run=\"r\"}", "10+60x20"), ("l2l_step_seconds_count{run=\"r\"}", "10+60x20"), ("l2l_state{run=\"r\",state=\"training\"}", "1x20")],
+        means: "The run is training, validating or writing a checkpoint, and its last step \
+            ended more than a minute and five mean steps ago (the first step has ten \
+            minutes more). If nothing moved at all, the watchdog (`watchdog.seconds`) would \
+            have ended the run. So something moves very slowly: the machine is busy with \
+            something else, or a disk does not answer.",
+        todo: &[
+            "Open the live page or the dashboard *l2l: channels*: which actor is starved, \
+            which is blocked?",
+            "`l2l_lane_seconds_total` shows which lane still works.",
+            "Check the machine: swapped memory, other processes, a disk that hangs.",
+            "If you stopped the process (with a debugger or `SIGSTOP`), let it continue.",
+        ],
+        fires: &[
+            ("l2l_last_step_timestamp_seconds{run=\"r\"}", "0x20"),
+            ("l2l_step_seconds_sum{run=\"r\"}", "10x20"),
+            ("l2l_step_seconds_count{run=\"r\"}", "10x20"),
+            ("l2l_state{run=\"r\",state=\"training\"}", "1x20"),
+        ],
+        silent: &[
+            ("l2l_last_step_timestamp_seconds{run=\"r\"}", "0+60x20"),
+            ("l2l_step_seconds_sum{run=\"r\"}", "10+60x20"),
+            ("l2l_step_seconds_count{run=\"r\"}", "10+60x20"),
+            ("l2l_state{run=\"r\",state=\"training\"}", "1x20"),
+        ],
     },
     Alert {
         name: "L2lExposedWaitHigh",
         expression: "l2l:exposed_wait:ratio > 0.25",
-        after: "5m", severity: "warning",
+        after: "5m",
+        severity: "warning",
         summary: "the device is idle for more than a quarter of the time",
-        means: "The compute lane waits within steps. `l2l:wait:share` shows what for: `upload`, `download`, `host`, `update`, or `ring` (the latency of the actors, visible when layers are tiny).",
-        todo: &["Run `l2l tune CONFIG.toml`: it tries channel depths, micro-batches and places of the stash.", "upload: raise `channels.weights` from 1 to 2, or `step.batch`, so that each visit is longer.", "download: raise `channels.gradients`, or set `stash.place = \"device\"`.", "update: raise `channels.reduced` or `step.batch`, or set `optimizer.clip_norm`, which moves updates under the next forward pass.", "host: raise `step.micro_batch`, so that there are fewer operations."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+1x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+29x20")],
-        silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+1x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+56x20")],
+        means: "The compute lane waits within steps. `l2l:wait:share` shows what for: `upload`, \
+            `download`, `host`, `update`, or `ring` (the latency of the actors, visible \
+            when layers are tiny).",
+        todo: &[
+            "Run `l2l tune CONFIG.toml`: it tries channel depths, micro-batches and places \
+            of the stash.",
+            "upload: raise `channels.weights` from 1 to 2, or `step.batch`, so that each \
+            visit is longer.",
+            "download: raise `channels.gradients`, or set `stash.place = \"device\"`.",
+            "update: raise `channels.reduced` or `step.batch`, or set `optimizer.clip_norm`, \
+            which moves updates under the next forward pass.",
+            "host: raise `step.micro_batch`, so that there are fewer operations.",
+        ],
+        fires: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+1x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+29x20"),
+        ],
+        silent: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+1x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+56x20"),
+        ],
     },
     Alert {
         name: "L2lLinkBound",
         expression: "sum by (run) (l2l:bottleneck:share{cause=~\"upload|download\"}) > 0.25",
-        after: "5m", severity: "warning",
+        after: "5m",
+        severity: "warning",
         summary: "transfers slow the run down",
-        means: "The compute lane waits for transfers over the link for more than a quarter of the time.",
-        todo: &["Raise `step.batch`: visits become longer, and each block crosses the link as often as before.", "Set `channels.weights = 2`: a block then arrives while the layer before it computes.", "Set `stash.place = \"device\"` if the device has the memory: activations then do not cross the link."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"host\"}", "0+1x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"ring\"}", "0+1x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
-        silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"update\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
+        means: "The compute lane waits for transfers over the link for more than a quarter of \
+            the time.",
+        todo: &[
+            "Raise `step.batch`: visits become longer, and each block crosses the link as \
+            often as before.",
+            "Set `channels.weights = 2`: a block then arrives while the layer before it \
+            computes.",
+            "Set `stash.place = \"device\"` if the device has the memory: activations then \
+            do not cross the link.",
+        ],
+        fires: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"host\"}", "0+1x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"ring\"}", "0+1x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+        ],
+        silent: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"update\"}", "0+30x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+        ],
     },
     Alert {
         name: "L2lUpdateBound",
         expression: "sum by (run) (l2l:bottleneck:share{cause=~\"update|host\"}) > 0.25",
-        after: "5m", severity: "warning",
+        after: "5m",
+        severity: "warning",
         summary: "updates or sums on the host slow the run down",
-        means: "The compute lane waits for updates or for other work of the host for more than a quarter of the time.",
-        todo: &["Raise `step.batch`: there are as many updates, for more tokens.", "Raise `channels.reduced` and `channels.gradients`: more gradients can wait without stopping the device.", "Set `optimizer.clip_norm`: updates then run under the next forward pass."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"update\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
-        silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20")],
+        means: "The compute lane waits for updates or for other work of the host for more than \
+            a quarter of the time.",
+        todo: &[
+            "Raise `step.batch`: there are as many updates, for more tokens.",
+            "Raise `channels.reduced` and `channels.gradients`: more gradients can wait \
+            without stopping the device.",
+            "Set `optimizer.clip_norm`: updates then run under the next forward pass.",
+        ],
+        fires: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"update\"}", "0+30x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+        ],
+        silent: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+30x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+        ],
     },
     Alert {
         name: "L2lDiskBound",
         expression: "sum by (run) (l2l:bottleneck:share{cause=\"disk\"}) > 0.25",
-        after: "5m", severity: "warning",
+        after: "5m",
+        severity: "warning",
         summary: "the disk slows the run down",
-        means: "More than a quarter of the time goes to checkpoints, or to waiting for the file of `eps.tier = \"file\"`, and more than to any other wait of the compute lane.",
-        todo: &["Raise `checkpoint.every_steps`.", "With `eps.tier = \"file\"`: raise `step.batch`, so that reads and writes are hidden. `l2l plan --forecast` prints how many tokens a step that takes.", "Move `checkpoint.directory` or `eps.path` to a faster disk; `l2l doctor` measures one."],
-        fires: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"file\"}", "0+10x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"checkpoint\"}", "0+20x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+7x20")],
-        silent: &[("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"), ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+50x20"), ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"file\"}", "0+3x20")],
+        means: "More than a quarter of the time goes to checkpoints, or to waiting for the file \
+            of `eps.tier = \"file\"`, and more than to any other wait of the compute lane.",
+        todo: &[
+            "Raise `checkpoint.every_steps`.",
+            "With `eps.tier = \"file\"`: raise `step.batch`, so that reads and writes are \
+            hidden. `l2l plan --forecast` prints how many tokens a step that takes.",
+            "Move `checkpoint.directory` or `eps.path` to a faster disk; `l2l doctor` \
+            measures one.",
+        ],
+        fires: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"file\"}", "0+10x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"checkpoint\"}", "0+20x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"outside\"}", "0+7x20"),
+        ],
+        silent: &[
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"upload\"}", "0+3x20"),
+            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+50x20"),
+            ("l2l_compute_wait_seconds_total{run=\"r\",cause=\"file\"}", "0+3x20"),
+        ],
     },
     Alert {
         name: "L2lLossNotFinite",
-        expression: "(l2l_loss != l2l_loss) or (abs(l2l_loss) == Inf) or (increase(l2l_faults_total{kind=\"not_finite\"}[5m]) > 0)",
-        after: "0s", severity: "critical",
+        expression: "(l2l_loss != l2l_loss) or (abs(l2l_loss) == Inf) or \
+            (increase(l2l_faults_total{kind=\"not_finite\"}[5m]) > 0)",
+        after: "0s",
+        severity: "critical",
         summary: "the loss or a gradient is not finite",
-        means: "A step gave NaN or infinity. The run stops there, and its error says whether the model is whole. The last checkpoint is whole.",
-        todo: &["Start a new run from the last checkpoint (`model.path`) with a smaller `optimizer.learning_rate`.", "Set `optimizer.clip_norm = 1.0` and `optimizer.warmup_steps`: they keep early steps small.", "Check the data with `l2l data`."],
+        means: "A step gave NaN or infinity. The run stops there, and its error says whether \
+            the model is whole. The last checkpoint is whole.",
+        todo: &[
+            "Start a new run from the last checkpoint (`model.path`) with a smaller \
+            `optimizer.learning_rate`.",
+            "Set `optimizer.clip_norm = 1.0` and `optimizer.warmup_steps`: they keep early \
+            steps small.",
+            "Check the data with `l2l data`.",
+        ],
         fires: &[("l2l_loss{run=\"r\"}", "2 NaN NaN NaN NaN NaN NaN NaN NaN NaN NaN")],
-        silent: &[("l2l_loss{run=\"r\"}", "2-0.1x20"), ("l2l_faults_total{run=\"r\",kind=\"not_finite\"}", "0x20")],
+        silent: &[
+            ("l2l_loss{run=\"r\"}", "2-0.1x20"),
+            ("l2l_faults_total{run=\"r\",kind=\"not_finite\"}", "0x20"),
+        ],
     },
     Alert {
         name: "L2lMemoryAtCeiling",
-        expression: "sum by (run, device) (l2l_device_memory_bytes) / on (run, device) l2l_device_memory_budget_bytes > 0.98",
-        after: "1m", severity: "info",
+        expression: "sum by (run, device) (l2l_device_memory_bytes) / on (run, device) \
+            l2l_device_memory_budget_bytes > 0.98",
+        after: "1m",
+        severity: "info",
         summary: "device memory is used up to its ceiling",
-        means: "The plan is at the ceiling. The run cannot exceed it, and takes no more memory later; but there is none left for more slots.",
-        todo: &["`l2l plan CONFIG.toml` shows which part is the largest.", "Lower `step.micro_batch` or `channels` if something else needs the device."],
-        fires: &[("l2l_device_memory_bytes{run=\"r\",device=\"cpu0\",kind=\"weights\"}", "60x20"), ("l2l_device_memory_bytes{run=\"r\",device=\"cpu0\",kind=\"inputs\"}", "39x20"), ("l2l_device_memory_budget_bytes{run=\"r\",device=\"cpu0\"}", "100x20")],
-        silent: &[("l2l_device_memory_bytes{run=\"r\",device=\"cpu0\",kind=\"weights\"}", "60x20"), ("l2l_device_memory_budget_bytes{run=\"r\",device=\"cpu0\"}", "100x20")],
+        means: "The plan is at the ceiling. The run cannot exceed it, and takes no more memory \
+            later; but there is none left for more slots.",
+        todo: &[
+            "`l2l plan CONFIG.toml` shows which part is the largest.",
+            "Lower `step.micro_batch` or `channels` if something else needs the device.",
+        ],
+        fires: &[
+            ("l2l_device_memory_bytes{run=\"r\",device=\"cpu0\",kind=\"weights\"}", "60x20"),
+            ("l2l_device_memory_bytes{run=\"r\",device=\"cpu0\",kind=\"inputs\"}", "39x20"),
+            ("l2l_device_memory_budget_bytes{run=\"r\",device=\"cpu0\"}", "100x20"),
+        ],
+        silent: &[
+            ("l2l_device_memory_bytes{run=\"r\",device=\"cpu0\",kind=\"weights\"}", "60x20"),
+            ("l2l_device_memory_budget_bytes{run=\"r\",device=\"cpu0\"}", "100x20"),
+        ],
     },
     Alert {
         name: "L2lCheckpointOld",
-        expression: "(time() - l2l_checkpoint_last_success_timestamp_seconds > 21600) and on (run) (l2l_checkpoint_last_success_timestamp_seconds > 0) and on (run) (sum by (run) (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
-        after: "5m", severity: "warning",
+        expression: "(time() - l2l_checkpoint_last_success_timestamp_seconds > 21600) and on (run) \
+            (l2l_checkpoint_last_success_timestamp_seconds > 0) and on (run) (sum by (run) \
+            (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
+        after: "5m",
+        severity: "warning",
         summary: "the last checkpoint is more than six hours old",
-        means: "A failure now would cost more than six hours of steps. If the run has no checkpoint yet, the time counts from its start.",
-        todo: &["Lower `checkpoint.every_steps`.", "Ctrl-C finishes the step, writes a checkpoint and ends the run; `--resume` continues it."],
-        fires: &[("l2l_checkpoint_last_success_timestamp_seconds{run=\"r\"}", "1x500"), ("l2l_state{run=\"r\",state=\"training\"}", "1x500")],
-        silent: &[("l2l_checkpoint_last_success_timestamp_seconds{run=\"r\"}", "0x500"), ("l2l_state{run=\"r\",state=\"training\"}", "1x500")],
+        means: "A failure now would cost more than six hours of steps. If the run has no \
+            checkpoint yet, the time counts from its start.",
+        todo: &[
+            "Lower `checkpoint.every_steps`.",
+            "Ctrl-C finishes the step, writes a checkpoint and ends the run; `--resume` \
+            continues it.",
+        ],
+        fires: &[
+            ("l2l_checkpoint_last_success_timestamp_seconds{run=\"r\"}", "1x500"),
+            ("l2l_state{run=\"r\",state=\"training\"}", "1x500"),
+        ],
+        silent: &[
+            ("l2l_checkpoint_last_success_timestamp_seconds{run=\"r\"}", "0x500"),
+            ("l2l_state{run=\"r\",state=\"training\"}", "1x500"),
+        ],
     },
     Alert {
         name: "L2lCheckpointFailed",
         expression: "increase(l2l_checkpoint_failures_total[15m]) > 0",
-        after: "0s", severity: "critical",
+        after: "0s",
+        severity: "critical",
         summary: "a checkpoint could not be written",
         means: "The run ends with the error. Earlier checkpoints are untouched.",
-        todo: &["The error says why: the disk is full, or the directory is no longer writable.", "When that is repaired, `--resume` continues from the last checkpoint."],
+        todo: &[
+            "The error says why: the disk is full, or the directory is no longer writable.",
+            "When that is repaired, `--resume` continues from the last checkpoint.",
+        ],
         fires: &[("l2l_checkpoint_failures_total{run=\"r\"}", "0 0 0 1x20")],
         silent: &[("l2l_checkpoint_failures_total{run=\"r\"}", "0x20")],
     },
     Alert {
         name: "L2lVanished",
-        expression: "(last_over_time(l2l_step[15m]) < last_over_time(l2l_steps_target[15m])) unless on (run) l2l_step",
-        after: "1m", severity: "critical",
+        expression: "(last_over_time(l2l_step[15m]) < \
+                     last_over_time(l2l_steps_target[15m])) unless \
+            on (run) l2l_step",
+        after: "1m",
+        severity: "critical",
         summary: "the run disappeared before its last step",
-        means: "The run was scraped within the last quarter of an hour, was not finished, and no longer answers. It failed, it was stopped (by hand, or early by `validation.patience`), or the system ended it (for instance for lack of memory). A run that fails waits up to 15 s for one more scrape, so its last samples show the kind of failure (`l2l_faults_total`); a run that the system ended leaves no trace.",
-        todo: &["Read its output: it says what failed, and whether the model is whole.", "Read the system's log: it says whether memory ran out.", "`--resume` continues from the last checkpoint."],
-        fires: &[("l2l_step{run=\"r\"}", "1 2 3 4 5 stale"), ("l2l_steps_target{run=\"r\"}", "100x4 stale")],
-        silent: &[("l2l_step{run=\"r\"}", "1 2 3 4 100 stale"), ("l2l_steps_target{run=\"r\"}", "100x4 stale")],
+        means: "The run was scraped within the last quarter of an hour, was not finished, and \
+            no longer answers. It failed, it was stopped (by hand, or early by \
+            `validation.patience`), or the system ended it (for instance for lack of \
+            memory). A run that fails waits up to 15 s for one more scrape, so its last \
+            samples show the kind of failure (`l2l_faults_total`); a run that the system \
+            ended leaves no trace.",
+        todo: &[
+            "Read its output: it says what failed, and whether the model is whole.",
+            "Read the system's log: it says whether memory ran out.",
+            "`--resume` continues from the last checkpoint.",
+        ],
+        fires: &[
+            ("l2l_step{run=\"r\"}", "1 2 3 4 5 stale"),
+            ("l2l_steps_target{run=\"r\"}", "100x4 stale"),
+        ],
+        silent: &[
+            ("l2l_step{run=\"r\"}", "1 2 3 4 100 stale"),
+            ("l2l_steps_target{run=\"r\"}", "100x4 stale"),
+        ],
     },
     Alert {
         name: "L2lWatchdog",
         expression: "increase(l2l_faults_total{kind=\"hang\"}[15m]) > 0",
-        after: "0s", severity: "critical",
+        after: "0s",
+        severity: "critical",
         summary: "the watchdog ended a run in which nothing moved",
-        means: "For `watchdog.seconds` no operation ended and no actor made progress. The error names which actor waited for what.",
-        todo: &["The snapshot in the error shows which operation had begun and not ended.", "A machine that slept, or a process that was stopped, looks the same. If operations are that slow, raise `watchdog.seconds`.", "Otherwise it is a bug: please report the snapshot."],
+        means: "For `watchdog.seconds` no operation ended and no actor made progress. The error \
+            names which actor waited for what.",
+        todo: &[
+            "The snapshot in the error shows which operation had begun and not ended.",
+            "A machine that slept, or a process that was stopped, looks the same. If \
+            operations are that slow, raise `watchdog.seconds`.",
+            "Otherwise it is a bug: please report the snapshot.",
+        ],
         fires: &[("l2l_faults_total{run=\"r\",kind=\"hang\"}", "0 0 0 1x20")],
-        silent: &[("l2l_faults_total{run=\"r\",kind=\"hang\"}", "0x20"), ("l2l_faults_total{run=\"r\",kind=\"error\"}", "0 0 0 1x20")],
+        silent: &[
+            ("l2l_faults_total{run=\"r\",kind=\"hang\"}", "0x20"),
+            ("l2l_faults_total{run=\"r\",kind=\"error\"}", "0 0 0 1x20"),
+        ],
     },
 ];
 
@@ -177,8 +345,8 @@ pub(super) fn queries() -> Vec<&'static str> {
     recorded.chain(ALERTS.iter().map(|alert| alert.expression)).collect()
 }
 
-/// When promtool looks: late enough for any of them.
-fn looked_at(alert: &Alert) -> &'static str {
+/// The time at which promtool evaluates the alert: late enough for any of them.
+fn evaluated_at(alert: &Alert) -> &'static str {
     if alert.fires[0].1.ends_with("x500") { "400m" } else { "10m" }
 }
 
@@ -208,11 +376,12 @@ pub(super) fn files() -> BTreeMap<String, String> {
                 let (series, values) = (quoted(series), quoted(values));
                 let _ = writeln!(tests, "      - series: {series}\n        values: {values}");
             }
-            let at = looked_at(alert);
+            let at = evaluated_at(alert);
             let _ = writeln!(
                 tests,
-                "    promql_expr_test:\n      - expr: count(ALERTS{{alertname=\"{name}\",\
-                 alertstate=\"firing\"}})\n        eval_time: {at}"
+                "    promql_expr_test:\n      - expr: \
+                 count(ALERTS{{alertname=\"{name}\",alertstate=\"firing\"}})\n        \
+                 eval_time: {at}"
             );
             match does {
                 "fires" => tests.push_str("        exp_samples: [{ labels: \"{}\", value: 1 }]\n"),
@@ -221,8 +390,8 @@ pub(super) fn files() -> BTreeMap<String, String> {
         }
         let steps = alert.todo.iter().map(|step| format!("- {step}\n")).collect::<String>();
         let page = format!(
-            "# {name}\n\n{}: {summary}.\n\n## What it means\n\n{}\n\n## What to do\n\n{steps}\n## The \
-             rule\n\n```promql\n{expression}\n```\n",
+            "# {name}\n\n{}: {summary}.\n\n## What it means\n\n{}\n\n## What to \
+                do\n\n{steps}\n## The rule\n\n```promql\n{expression}\n```\n",
             severity[..1].to_uppercase() + &severity[1..],
             alert.means,
         );
