@@ -1,4 +1,4 @@
-//! `l2l data`: what the model will see, before anything is trained.
+//! `l2l data`: shows the sequences that the model will see, before anything is trained.
 
 use l2l::data::{Batches, Dataset, Overview, Predicts, Sequence};
 use l2l::{Error, config::Format, shape_of};
@@ -36,14 +36,14 @@ pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
             }
         }
         if !is_json {
-            print("⟦ ⟧ is learnt");
+            print("⟦ ⟧ marks what the model learns to predict");
         }
         Ok(())
     };
     run().map_err(|error| layers.locate(error))
 }
 
-/// Labels as tools expect them: of whole sequences one each.
+/// Labels as other tools expect them: one for each sequence, or one for each token.
 fn labels(sequence: &Sequence, predicts: Predicts) -> serde_json::Value {
     match predicts {
         Predicts::Class => json!(sequence.labels[0]),
@@ -104,10 +104,10 @@ fn overview_event(part: &str, data: &Dataset, overview: &Overview) -> serde_json
 fn show(part: &str, data: &Dataset, overview: &Overview) {
     let Overview { sequences, tokens, labelled, longest, lengths, padding_share } = overview;
     print(format_args!("{part}: {}", data.name()));
-    let of = if data.len().is_none() { " looked at, of endless" } else { "" };
+    let of = if data.len().is_none() { " shown of endless data" } else { "" };
     print(format_args!("  {sequences} sequences{of}, {tokens} tokens, the longest {longest}"));
     print(format_args!(
-        "  {labelled} are learnt, {:.1} % of a batch is padding",
+        "  {labelled} are learnt; {:.1} % of a batch is padding",
         100.0 * padding_share
     ));
     let most = lengths.iter().map(|(_, count)| *count).max().unwrap_or(1).max(1);
@@ -117,7 +117,7 @@ fn show(part: &str, data: &Dataset, overview: &Overview) {
     }
 }
 
-/// A sequence as text, what is learnt in brackets.
+/// A sequence as text, with brackets around what is learnt.
 fn shown(data: &Dataset, sequence: &Sequence) -> String {
     let decode = |tokens: &[u32]| data.vocabulary().decode(tokens, true);
     let predicts = data.predicts();
@@ -137,7 +137,7 @@ fn shown(data: &Dataset, sequence: &Sequence) -> String {
             text += &decode(&sequence.tokens[span]);
             continue;
         }
-        // What stands there, where something else is to be found.
+        // Of a masked token, show what the model sees and then the label.
         let hidden = predicts == Predicts::Own;
         let labels: Vec<u32> = sequence.labels[span.clone()].iter().map(|&l| l as u32).collect();
         let there = if hidden { decode(&sequence.tokens[span]) } else { String::new() };

@@ -1,4 +1,4 @@
-//! `l2l doctor`: what this machine has for training.
+//! `l2l doctor`: reports what this machine has for training, and how fast it is.
 
 use std::time::SystemTime;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::{Common, print};
 
-/// Every kernel of the GPU against the CPU's.
+/// Compares every kernel of the GPU with the CPU's.
 pub(super) fn check(common: &Common) -> Result<(), Error> {
     let (config, _) = common.read(None, None)?;
     let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -26,7 +26,7 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
                 "seed": seed,
             }));
         } else {
-            print(format_args!("{kernel:<26} {cases:>3} sizes, off by {off:.1e} at most"));
+            print(format_args!("{kernel:<26} {cases:>3} sizes, largest deviation {off:.1e}"));
         }
     }
     devices::Check::judge(&checks)
@@ -87,7 +87,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     line("vector instructions", machine::vector_instructions().into());
     line("memory", size(machine::total_memory()));
     line("  available", size(machine::available_memory()));
-    line("product of matrices", format!("{:.0} GFLOP/s, f32, {threads} threads", product / 1e9));
+    line("matrix product", format!("{:.0} GFLOP/s, f32, {threads} threads", product / 1e9));
     line("memory stream", format!("{:.1} GB/s, {threads} threads", stream / 1e9));
     if let (Some(update), Some(split)) = (update, update_split) {
         let [of, of_split] = [update, split].map(|rate| rate / 1e9);
@@ -117,7 +117,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     }
     match gpus {
         Ok(gpus) if gpus.is_empty() && found.is_empty() => {
-            line("cuda", "this program was built without it".into());
+            line("cuda", "this program was built without the feature cuda".into());
         }
         Ok(gpus) if gpus.is_empty() => line("cuda", "no device".into()),
         Ok(gpus) => {
@@ -134,7 +134,7 @@ pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     match rates {
         Some(Ok(devices::GpuRates { pageable, pinned, product })) => {
             let told = |[up, down]: [f64; 2]| format!("{:.1} up, {:.1} down", up / 1e9, down / 1e9);
-            let pinned = pinned.map_or("none to be had".into(), told);
+            let pinned = pinned.map_or("not available".into(), told);
             line("  link, GB/s", format!("pinned {pinned}; pageable {}", told(pageable)));
             line("  product", format!("{:.1} TFLOP/s, {}", product / 1e12, config.device.dtype));
         }

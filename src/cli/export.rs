@@ -1,4 +1,4 @@
-//! `l2l export`: a run's model, or one that was loaded, as a directory of its own.
+//! `l2l export`: writes a run's model, or the one that the config loads, to a new directory.
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! The config from where it is written: file < environment < flags, each value with its origin, so
-//! that an error can say where a bad value came from and which key an unknown one was to be.
+//! Resolves the config: file < environment < flags. Each value keeps its origin, so that an error
+//! can say where a bad value was written, and which key an unknown one was probably meant to be.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,7 @@ enum Origin {
 }
 
 impl Origin {
-    /// True when both are of one file, or both of the environment, or both flags.
+    /// True if both are of the same file, both of the environment, or both flags.
     fn is_of_the_layer_of(&self, other: &Origin) -> bool {
         match (self, other) {
             (Origin::File { path: one, .. }, Origin::File { path: other, .. }) => one == other,
@@ -47,7 +47,7 @@ impl fmt::Display for Origin {
     }
 }
 
-/// What environment variables of ours begin with: `L2L__STEP__BATCH` is `step.batch`.
+/// The prefix of our environment variables: `L2L__STEP__BATCH` is `step.batch`.
 const PREFIX: &str = "L2L__";
 
 /// Values by key, each from the last layer that has it.
@@ -61,7 +61,7 @@ impl Layers {
         Layers { values: BTreeMap::new(), known: known_keys() }
     }
 
-    /// A file's.
+    /// Adds the values of a file.
     pub(super) fn file(&mut self, path: &Path) -> Result<(), Error> {
         let refuse =
             |what: &dyn fmt::Display| refused(format_args!("config {}: {what}", path.display()));
@@ -69,7 +69,7 @@ impl Layers {
         self.text(path, &text)
     }
 
-    /// A file's, already read.
+    /// Adds the values of a file that was already read.
     pub(super) fn text(&mut self, path: &Path, text: &str) -> Result<(), Error> {
         let bad = |error: toml::de::Error| {
             let line = error.span().map_or(1, |span| line_of(text, span.start));
@@ -86,7 +86,7 @@ impl Layers {
         Ok(())
     }
 
-    /// The environment's.
+    /// Adds the values of the environment.
     pub(super) fn environment(
         &mut self,
         variables: impl Iterator<Item = (String, String)>,
@@ -100,15 +100,17 @@ impl Layers {
         Ok(())
     }
 
-    /// A flag's: `key=value`.
+    /// Adds the value of `--set key=value`.
     pub(super) fn flag(&mut self, text: &str) -> Result<(), Error> {
         let Some((key, value)) = text.split_once('=') else {
-            return Err(refused(format_args!("--set {text}: write key=value, say step.batch=8")));
+            return Err(refused(format_args!(
+                "--set {text}: write key=value, for example step.batch=8"
+            )));
         };
         self.set(key.trim(), parse(value.trim()), Origin::Flag(format!("--set {text}")))
     }
 
-    /// A flag's of its own.
+    /// Adds the value of a flag that has a key of its own, such as `--format`.
     pub(super) fn own_flag(&mut self, flag: &str, key: &str, value: Option<String>) {
         if let Some(value) = value {
             self.values.insert(key.into(), (Value::String(value), Origin::Flag(flag.into())));
@@ -117,7 +119,7 @@ impl Layers {
 
     fn set(&mut self, key: &str, value: Value, origin: Origin) -> Result<(), Error> {
         if self.known.iter().any(|known| known == key) {
-            // How long a run is can be said in two ways: a later layer's way wins.
+            // steps and epochs both set the length of a run: the later layer wins.
             let other = match key {
                 "step.epochs" => "step.steps",
                 "step.steps" => "step.epochs",
@@ -143,7 +145,7 @@ impl Layers {
         Err(refused(format_args!("{origin}: {what}")))
     }
 
-    /// All of them over the defaults.
+    /// The config: all values over the defaults.
     pub(super) fn config(&self) -> Result<Config, Error> {
         let mut all = Table::new();
         for (key, (value, _)) in &self.values {
@@ -153,7 +155,7 @@ impl Layers {
             section.insert(key.into(), value.clone());
         }
         let mut read = serde_path_to_error::deserialize(Value::Table(all.clone()));
-        // What looked like a number may have been meant as a text.
+        // A value that looks like a number may be meant as text.
         while let Err(error) = &read {
             let key = error.path().to_string();
             let text = self.values.get(&key).and_then(|(_, origin)| origin.text());
@@ -172,7 +174,7 @@ impl Layers {
             let key = error.path().to_string();
             let text = error.inner().to_string();
             let what = text.lines().next().unwrap_or_default();
-            // What an array holds is written where the array is.
+            // The elements of an array have the origin of the array.
             let whole = key.split('[').next().unwrap_or(&key);
             let at = self.origin(whole);
             refused(format_args!("{at}{whole}: {what}"))
@@ -185,7 +187,7 @@ impl Layers {
         self.values.get(key).map(|(_, origin)| format!("{origin}: ")).unwrap_or_default()
     }
 
-    /// Says where the key that an error is about was written.
+    /// Adds to an error about a key where that key was written.
     pub(super) fn locate(&self, error: Error) -> Error {
         match error {
             Error::Config { key, problem } => {
@@ -204,7 +206,7 @@ fn line_of(text: &str, at: usize) -> usize {
     text.bytes().take(at).filter(|&byte| byte == b'\n').count() + 1
 }
 
-/// Leaves of a table and where they are written.
+/// The leaves of a table, and where they are written.
 fn flatten(
     prefix: &str,
     values: &Table,
@@ -214,7 +216,7 @@ fn flatten(
     for (key, spanned) in spans.iter() {
         let (name, at) = (format!("{prefix}{}", key.get_ref()), Spanned::span(key).start);
         match (&values[key.get_ref().as_ref()], spanned.get_ref()) {
-            // An empty table is somebody's mistake, unless it is a section.
+            // An empty table is a mistake, unless it is a section.
             (Value::Table(values), DeValue::Table(spans))
                 if is_section(&name) || !values.is_empty() =>
             {
@@ -225,13 +227,13 @@ fn flatten(
     }
 }
 
-/// True for the name of a section of the config.
+/// True if this is the name of a section.
 fn is_section(name: &str) -> bool {
     let all = serde_json::to_value(Config::default()).expect("a config is plain data");
     all.get(name).is_some_and(serde_json::Value::is_object)
 }
 
-/// A value as TOML has it; what is none is a text.
+/// Parses a value as TOML; anything else is text.
 fn parse(text: &str) -> Value {
     let line = toml::from_str::<Table>(&format!("value = {text}")).ok();
     let value = line.filter(|table| table.len() == 1).and_then(|mut table| table.remove("value"));
@@ -247,13 +249,13 @@ fn known_keys() -> Vec<String> {
         .collect()
 }
 
-/// The known key that a wrong one is most like: as a whole, or but for its section.
+/// The known key that is most similar to a wrong one, with its section or without.
 fn nearest<'k>(key: &str, known: &'k [String]) -> Option<&'k String> {
     let last = |key: &str| key.rsplit('.').next().unwrap_or_default().to_string();
     let likeness = |known: &&String| {
         let whole = strsim::jaro_winkler(key, known);
         let end = strsim::jaro_winkler(&last(key), &last(known));
-        // The same section counts when the ends are alike.
+        // If the ends are alike, the same section decides.
         let section = f64::from(key.split('.').next() == known.split('.').next());
         whole.max(0.97 * end + 0.03 * section)
     };
@@ -350,7 +352,7 @@ mod tests {
             ("[bogus]", &[], &[], "run.toml, line 1: unknown key bogus"),
             ("[validation.more]", &[], &[], "line 1: unknown key validation.more"),
             ("step.batch = {}", &[], &[], "line 1: step.batch: invalid type: map"),
-            ("step = { steps = 1, epochs = 1 }", &[], &[], "line 1: step.epochs is given beside"),
+            ("step = { steps = 1, epochs = 1 }", &[], &[], "line 1: step.epochs is set together"),
             (
                 "device.memory = -1",
                 &[],

@@ -1,4 +1,4 @@
-//! `l2l plan`: what a run would hold and move.
+//! `l2l plan`: the memory and the traffic of a run, before it starts.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
     }
 }
 
-/// A step as rates have it.
+/// A step simulated with given rates.
 pub(super) struct Outlook {
     forecast: Forecast,
     eager: Hiding,
@@ -62,7 +62,7 @@ fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Resul
     std::fs::write(to, telemetry::draw(&title, &forecast.slices)).map_err(refused)
 }
 
-/// Rates as arguments say, and else as this machine has them.
+/// The rates of the arguments; rates that are not given are measured.
 pub(super) fn rates(
     config: &Config,
     model: &Model,
@@ -83,7 +83,7 @@ pub(super) fn rates(
     let on_gpu = config.device.kind == DeviceKind::Cuda;
     let asks = on_gpu && (tflops.is_none() || link_gbps.is_none());
     let gpu = asks.then(|| devices::gpu_rates(config)).transpose().map_err(|error| {
-        let remedy = "give --tflops and --link-gbps to forecast for a GPU that is elsewhere";
+        let remedy = "give --tflops and --link-gbps to forecast for a GPU of another machine";
         Error::Refused(format!("{error}; {remedy}"))
     })?;
     let flops = match (tflops, &gpu) {
@@ -113,7 +113,7 @@ pub(super) fn rates(
             match eps::disk_bytes_per_second(there) {
                 Ok((written, read)) => 2.0 / (1.0 / written + 1.0 / read),
                 Err(error) => {
-                    say(format_args!("{}: {error}: its disk was not measured", there.display()));
+                    say(format_args!("{}: cannot measure this disk: {error}", there.display()));
                     return Ok(rates);
                 }
             }
@@ -129,7 +129,7 @@ impl RateArguments {
     }
 }
 
-/// Shows what a plan holds and moves; of training also what would fit, and how a step would go.
+/// Shows a plan; for training also what would fit and, with rates, how a step would go.
 pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<&Outlook>) {
     let rule = config.update_rule();
     let misfits = plan.misfits(model, &rule);
@@ -195,18 +195,18 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
     }
     number("largest layer", bytes, &format!("bytes, {layer}"));
     if let Some(least) = least {
-        number("least device", least, "bytes: micro-batch and depths of 1");
+        number("least device", least, "bytes, with a micro-batch and channels of 1");
     }
     match (ceiling, most) {
         (Some(_), Some(most)) => {
-            number("largest micro-batch", most as u64, "under device.memory, of a batch as large")
+            number("largest micro-batch", most as u64, "sequences, under device.memory")
         }
-        (Some(_), None) => print("no micro-batch fits device.memory with these depths"),
+        (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
         (None, _) => {}
     }
     if let Some(Outlook { forecast, eager, deferred }) = outlook {
         print(format_args!(
-            "a step takes {:.4} s in virtual time, of which kernels wait {:.4} s",
+            "a step takes {:.4} s in virtual time; the device waits {:.4} s of it",
             forecast.seconds,
             forecast.exposed_seconds()
         ));
@@ -214,11 +214,12 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
             let Hiding { lane, phase, tokens } = hiding;
             match tokens {
                 Some(tokens) => print(format_args!(
-                    "{how} updates and transfers hide from {tokens} tokens a step ({lane}, {phase})"
+                    "{how}: updates and transfers are hidden from {tokens} tokens a step on \
+                     ({lane}, {phase})"
                 )),
                 None => print(format_args!(
-                    "{how}: never hides: in {phase} each token takes longer on the lane of {lane} than \
-                     to compute"
+                    "{how}: never hidden: in {phase} each token takes longer on the {lane} lane \
+                     than to compute"
                 )),
             }
         }
@@ -229,13 +230,13 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
     }
 }
 
-/// The layer with the most parameters, and how many.
+/// The layer with the most parameters, and their number.
 fn largest_layer(model: &Model) -> (String, usize) {
     let of = |(index, blocks): (usize, &Vec<_>)| {
         let blocks = blocks.iter().map(|&BlockId(block)| &model.blocks[block as usize]);
         let part = &model.parts[index];
         let (what, parameters): (_, usize) = match part {
-            // It is met a tile at a time.
+            // The device holds one tile of it at a time.
             Part::Embedding => ("embedding", blocks.map(|tensors| block_len(tensors)).max()?),
             Part::Stack(_) => ("stack", blocks.map(|tensors| block_len(tensors)).sum()),
             Part::Head(_) => ("head", blocks.map(|tensors| block_len(tensors)).sum()),

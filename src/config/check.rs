@@ -78,18 +78,18 @@ impl Config {
         refuse(
             on_cuda && self.device.link.is_some(),
             "device.link",
-            "is emulated on the CPU alone: leave it out, or set device.kind = \"cpu\"",
+            "is only emulated on the CPU: leave it out, or set device.kind = \"cpu\"",
         )?;
         refuse(
             on_cuda && self.stash.place == StashPlace::Device,
             "stash.place",
-            "is the host with device.kind = \"cuda\": set \"host\"",
+            "must be \"host\" with device.kind = \"cuda\"",
         )?;
         refuse(
             on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
             "stash.dtype",
-            "is the device's with device.kind = \"cuda\": set device.dtype = \"bf16\", or leave it \
-             out",
+            "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", or leave \
+             it out",
         )?;
         refuse(
             in_bf16 && !on_cuda,
@@ -103,17 +103,17 @@ impl Config {
         refuse(
             self.model.path.is_some() && self.model.preset.is_some(),
             "model.preset",
-            "is given beside model.path: give one of them",
+            "is set together with model.path: set only one of them",
         )?;
         refuse(
             self.model.random_weights && self.model.path.is_none(),
             "model.random_weights",
-            "is for a directory's shape: set model.path",
+            "needs a directory that gives the shape: set model.path",
         )?;
         refuse(
             self.step.steps.is_some() && self.step.epochs.is_some(),
             "step.epochs",
-            "is given beside step.steps: give one of them",
+            "is set together with step.steps: set only one of them",
         )?;
         refuse(
             self.validation.patience.is_some() && self.validation.every_steps.is_none(),
@@ -128,7 +128,7 @@ impl Config {
         refuse(
             self.eps.tier == EpsTier::File && self.eps.path.is_none(),
             "eps.path",
-            "is missing: with eps.tier = \"file\" it is the folder to hold the file",
+            "is missing: with eps.tier = \"file\" it names the folder of the file",
         )?;
         refuse(
             self.eps.path.as_ref().is_some_and(|path| path.as_os_str().is_empty()),
@@ -138,7 +138,7 @@ impl Config {
         refuse(
             self.data.attend_across && !self.data.packing,
             "data.attend_across",
-            "is about texts that share a sequence: set data.packing",
+            "needs texts that share a sequence: set data.packing",
         )
     }
 }
@@ -185,7 +185,7 @@ impl OptimizerConfig {
         must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
         must(is_positive(epsilon), "optimizer.epsilon", "above 0")?;
         must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
-        let be = "at least 1e-45, for it is used in f32";
+        let be = "at least 1e-45, because it is used in f32";
         must(epsilon as f32 > 0.0, "optimizer.epsilon", be)?;
         must(is_not_negative(decay), "optimizer.weight_decay", finite)?;
         must(clip.is_none_or(is_positive), "optimizer.clip_norm", "above 0")?;

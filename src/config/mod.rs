@@ -84,7 +84,7 @@ impl Config {
         if positions == 0 || positions > shape.positions {
             let most = shape.positions;
             let problem =
-                format_args!("is {positions}: it must be 1 to the model's {most} positions");
+                format_args!("is {positions}: it must be from 1 to the model's {most} positions");
             return Err(Error::config("data.sequence_length", problem));
         }
         Ok(positions)
@@ -100,7 +100,7 @@ impl Config {
             (None, _) => Ok(self.step.steps.unwrap_or(DEFAULT)),
             (Some(_), None) => Err(Error::config(
                 "step.epochs",
-                "of random data, which has no end: set step.steps",
+                "cannot count random data, which has no end: set step.steps",
             )),
             (Some(epochs), Some(count)) => {
                 Ok(((epochs * count as f64 / self.step.batch as f64).ceil() as u64).max(1))
@@ -159,7 +159,7 @@ mod tests {
             ("[channels]\nstash = 0", "channels.stash must be at least 1"),
             ("[device]\nlink = \"fast\"", "\"12GB/s\""),
             ("[device]\nmemory = \"12 apples\"", "12 apples"),
-            ("[model]\npath = \"x\"\npreset = \"gpt-small\"", "give one of them"),
+            ("[model]\npath = \"x\"\npreset = \"gpt-small\"", "set only one of them"),
         ] {
             let error = Config::parse(text).expect_err(text).to_string();
             assert!(error.contains(says), "{error}");

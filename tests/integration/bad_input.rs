@@ -162,8 +162,11 @@ fn texts() {
 fn what_contradicts_itself() {
     let folder = folder();
     for (config, says) in [
-        ("step = { steps = 3, epochs = 1 }", "step.epochs is given beside step.steps"),
-        ("data.train = \"random\"\nstep.epochs = 1", "line 2: step.epochs of random data"),
+        ("step = { steps = 3, epochs = 1 }", "step.epochs is set together with step.steps"),
+        (
+            "data.train = \"random\"\nstep.epochs = 1",
+            "line 2: step.epochs cannot count random data",
+        ),
         ("validation.patience = 2", "validation.patience counts validations that never happen"),
         ("checkpoint.every_steps = 2", "checkpoint.every_steps has no place to write to"),
         (
@@ -177,10 +180,16 @@ fn what_contradicts_itself() {
         ("device.kind = \"gpu\"", "device.kind: unknown variant `gpu`, expected `cpu` or `cuda`"),
         (
             "device = { kind = \"cuda\", link = \"1GB/s\" }",
-            "device.link is emulated on the CPU alone",
+            "device.link is only emulated on the CPU",
         ),
-        ("device.kind = \"cuda\"\nstash.place = \"device\"", "line 2: stash.place is the host"),
-        ("device.kind = \"cuda\"\nstash.dtype = \"bf16\"", "line 2: stash.dtype is the device's"),
+        (
+            "device.kind = \"cuda\"\nstash.place = \"device\"",
+            "line 2: stash.place must be \"host\"",
+        ),
+        (
+            "device.kind = \"cuda\"\nstash.dtype = \"bf16\"",
+            "line 2: stash.dtype follows device.dtype",
+        ),
         ("device.dtype = \"bf16\"", "line 1: device.dtype is bf16, and the CPU computes in f32"),
         ("device.dtype = \"f16\"", "device.dtype: unknown variant `f16`, expected `f32` or `bf16`"),
         (

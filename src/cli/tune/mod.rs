@@ -1,8 +1,10 @@
-//! `l2l tune`: which depths, micro-batch and place of the stash are best here.
+//! `l2l tune`: finds the channel depths, the micro-batch and the place of the stash that are best
+//! on this machine.
 //!
-//! A first trial measures how fast each lane is; virtual time, with those rates, says which settings
-//! could be better; these are tried for real, in turns with the user's own. What is better by more
-//! than trials differ among themselves is kept, and of equals the one that takes less memory.
+//! A first trial measures how fast each lane is. A simulation in virtual time with those rates
+//! finds settings that could be better. These are tried, in turns with the user's own. A setting
+//! wins if it is faster by more than trials differ among themselves; of equals, the one with less
+//! memory.
 
 mod tell;
 mod trial;
@@ -23,21 +25,21 @@ use super::{RateArguments, TuneArguments, print, say};
 use tell::{conclude, tell, tuned};
 use trial::{Settings, Trial, best_of};
 
-/// Depths that are as good as any, and what smaller ones are tried.
+/// Depths (weights, gradients, reduced, stash) that are surely large enough, and smaller ones.
 const GENEROUS: [u32; 4] = [3, 3, 4, 16];
 const SMALLER: [&[u32]; 4] = [&[1, 2], &[1, 2], &[1, 2], &[1, 2, 4, 8]];
 
-/// Times of virtual time that count as equal.
+/// Simulated times that differ by less than this factor count as equal.
 const EQUAL: f64 = 1.01;
 
-/// Candidates that are tried for real, beside the user's own.
+/// Candidates that are tried, besides the user's own settings.
 const CANDIDATES: usize = 4;
 
 pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let TuneArguments { common, to, steps, rounds } = arguments;
     let (mut config, layers) = common.read(None, None)?;
     let (text, format) = (source(common.config.as_deref())?, config.log.format);
-    // What the file says by itself, whatever was set over it.
+    // The settings of the file itself, without the environment and flags.
     let written = Config::parse(&text).map_or_else(|_| Settings::of(&config), |c| Settings::of(&c));
     if let Some(to) = to {
         let refused = |error| Error::Refused(format!("--to {}: {error}", to.display()));
@@ -101,7 +103,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     run().map_err(|error| layers.locate(error))
 }
 
-/// The nearest folder above a place that is there.
+/// The nearest existing folder above a path.
 fn parent_of(place: &Path) -> PathBuf {
     let found = place.ancestors().find(|folder| folder.is_dir());
     found.map_or_else(std::env::temp_dir, Path::to_path_buf)
@@ -115,7 +117,7 @@ fn source(path: Option<&Path>) -> Result<String, Error> {
 
 /// The same batches for all trials.
 async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error> {
-    let mut batches = Batches::open(config)?; // as in training, and no more of them
+    let mut batches = Batches::open(config)?; // the same batches as in training
     let mut taken = Vec::new();
     for _ in 0..count {
         taken.push(batches.next().await?);
@@ -123,7 +125,7 @@ async fn first_batches(config: &Config, count: u64) -> Result<Vec<Batch>, Error>
     Ok(taken)
 }
 
-/// Everything that a trial did.
+/// Collects every operation of a trial.
 #[derive(Default)]
 struct Slices(Mutex<Vec<Slice>>);
 
@@ -136,11 +138,11 @@ impl Observe for Slices {
 struct Tried {
     trial: Trial,
     slices: Vec<Slice>,
-    /// Seconds that a checkpoint took.
+    /// Seconds of a checkpoint.
     checkpoint: Option<f64>,
 }
 
-/// One trial: a step that does not count, and those that do.
+/// One trial: one step that does not count, then those that do.
 fn try_once(
     config: &Config,
     settings: Settings,
@@ -184,8 +186,8 @@ fn try_once(
     })
 }
 
-/// Settings that virtual time thinks best, with what it predicts: for each micro-batch and place, the
-/// smallest depths that are as good as generous ones, within the ceiling.
+/// The best settings by simulation, with their predicted times: for each micro-batch and place, the
+/// smallest depths that are as good as generous ones and fit the ceiling.
 fn candidates(
     config: &Config,
     model: &Model,
@@ -209,7 +211,7 @@ fn candidates(
             let mut at = Settings { micro_batch, place, depths: GENEROUS };
             let mut best = predict(&at);
             if best.is_none() {
-                // Not all of it fits: as much as the user's own, then.
+                // Generous depths do not fit: take the user's own.
                 at.depths = own.depths;
                 best = predict(&at);
             }
@@ -252,8 +254,8 @@ mod tests {
         config
     }
 
-    /// Bound by the link, by updates, by kernels: what comes first is as good as the best of all
-    /// depths there are, and no depth of it could be smaller.
+    /// Bound by the link, by updates or by kernels: the first candidate is as good as the best of
+    /// all depths.
     #[test]
     fn virtual_time_leads_to_the_best_depths() {
         let (config, own) = (config(), Settings::of(&config()));

@@ -1,4 +1,4 @@
-//! What `tune` says: each trial, what was kept and why, and the config it writes.
+//! The output of `l2l tune`: each trial, the settings that won and why, and the tuned config.
 
 use l2l::config::{ByteSize, Format, StashPlace};
 use l2l::{Bottleneck, Error};
@@ -23,7 +23,7 @@ pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
         }));
     }
     say(format_args!(
-        "round {round}: {seconds:.3} s a step, {} by {}, {}: {}",
+        "round {round}: {seconds:.3} s a step, device {}, bottleneck {}, {}: {}",
         ByteSize::from(trial.device_bytes),
         trial.bottleneck.name(),
         match trial.predicted.is_finite() {
@@ -34,7 +34,7 @@ pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
     ));
 }
 
-/// What was found, and why.
+/// Reports the settings that won, and why.
 pub(super) fn conclude(
     format: Format,
     trials: &[Trial],
@@ -48,11 +48,12 @@ pub(super) fn conclude(
     let of_disk = of_disk.filter(|disk| *disk > kept.exposed * step);
     let bottleneck = of_disk.map_or(own.bottleneck, |_| Bottleneck::Disk).name();
     let why = if best == 0 {
-        "no other was as fast in less memory, or faster by more than rounds differ".to_string()
+        "no other setting was faster by more than rounds differ, or as fast with less memory"
+            .to_string()
     } else if own.is_as_fast_as(kept) {
         format!(
-            "as fast ({step:.3} s a step against {:.3}, rounds differ by {:.3} and {:.3}), and it \
-             takes {} of the device against {}",
+            "it is as fast ({step:.3} s a step, before {:.3}; rounds differ by {:.3} and {:.3}) \
+             and takes {} of the device, before {}",
             own.median(),
             kept.spread(),
             own.spread(),
@@ -61,7 +62,8 @@ pub(super) fn conclude(
         )
     } else {
         format!(
-            "{step:.3} s a step against {:.3}, which is more than rounds differ ({:.3} and {:.3})",
+            "{step:.3} s a step, before {:.3}; the difference is more than rounds differ ({:.3} \
+             and {:.3})",
             own.median(),
             kept.spread(),
             own.spread()
@@ -69,8 +71,8 @@ pub(super) fn conclude(
     };
     let advice = of_disk.map(|disk| {
         format!(
-            "a checkpoint costs {disk:.3} s a step: checkpoint.every_steps {} times as large would \
-             make it a twentieth",
+            "checkpoints cost {disk:.3} s a step; with checkpoint.every_steps {} times as large \
+             they cost a twentieth of the time",
             (disk / (0.05 * step)).ceil()
         )
     });
@@ -87,11 +89,11 @@ pub(super) fn conclude(
             "advice": advice, "config": config,
         }));
     }
-    say(format_args!("bottleneck {bottleneck}; kept {}: {why}", kept.settings));
+    say(format_args!("bottleneck {bottleneck}; chosen: {}: {why}", kept.settings));
     advice.into_iter().for_each(say);
 }
 
-/// The user's own text with what was changed.
+/// The user's config text with the changed values.
 pub(super) fn tuned(
     text: &str,
     written: &Settings,
@@ -105,7 +107,7 @@ pub(super) fn tuned(
         match section.as_table_like_mut() {
             Some(section) => {
                 let mut new = new;
-                // With the blanks and the comment that the old one had.
+                // Keep the blanks and the comment of the old value.
                 if let Some(old) = section.get(key).and_then(Item::as_value) {
                     *new.decor_mut() = old.decor().clone();
                 }
@@ -115,7 +117,7 @@ pub(super) fn tuned(
         }
     }
     Ok(format!(
-        "# l2l tune: {:.3} s a step, {:.3} s before; {} of the device, {} before.\n{document}",
+        "# l2l tune: {:.3} s a step, {:.3} s before; {} of device memory, {} before.\n{document}",
         kept.median(),
         first.median(),
         ByteSize::from(kept.device_bytes),

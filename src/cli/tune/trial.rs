@@ -1,9 +1,9 @@
-//! What is tuned, and how trials of it are compared.
+//! The settings that `l2l tune` varies, and how their trials are compared.
 
 use l2l::config::StashPlace;
 use l2l::{Bottleneck, Config};
 
-/// What is tuned.
+/// The settings that are tuned.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Settings {
     pub(super) micro_batch: usize,
@@ -12,7 +12,7 @@ pub(super) struct Settings {
     pub(super) depths: [u32; 4],
 }
 
-/// What trials of one candidate came to.
+/// The trials of one candidate.
 pub(super) struct Trial {
     pub(super) settings: Settings,
     pub(super) predicted: f64,
@@ -86,7 +86,7 @@ impl Trial {
         seconds[seconds.len() / 2]
     }
 
-    /// How far its rounds lie apart: half of it.
+    /// Half the distance between the slowest and the fastest round.
     pub(super) fn spread(&self) -> f64 {
         let most = self.seconds.iter().copied().fold(f64::MIN, f64::max);
         let least = self.seconds.iter().copied().fold(f64::MAX, f64::min);
