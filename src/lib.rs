@@ -60,7 +60,9 @@ pub use engine::{Bottleneck, StepReport, Summary};
 pub use error::Error;
 pub use hf::shape_of;
 pub use plan::Plan;
-pub use trainer::{Builder, Trainer, state_on_file};
+pub use trainer::{
+    Builder, Callbacks, End, Fit, Fitted, Message, Prepared, StopRequest, Trainer, state_on_file,
+};
 
 /// The programs in README.md compile.
 #[cfg(doctest)]

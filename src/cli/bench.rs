@@ -1,11 +1,13 @@
 //! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
 
-use l2l::{Error, StepReport, devices};
+use l2l::data::{Batches, Dataset};
+use l2l::telemetry::EventLog;
+use l2l::{Config, Error, StepReport, Summary, Trainer, devices, shape_of};
+use serde_json::{Value, json};
 
-use super::journal::Journal;
 use super::progress::Screen;
-use super::train::{Prepared, only_steps, runtime};
-use super::{Common, Ended};
+use super::train::runtime;
+use super::{Common, Ended, say};
 
 /// Steps when the config names none; the first is not counted.
 const STEPS: u64 = 6;
@@ -18,30 +20,62 @@ pub(super) fn bench(common: &Common, copies: bool) -> Result<Ended, Error> {
     (config.checkpoint, config.validation) = Default::default();
     let run = || {
         let product = devices::device_flops_per_second(&config)?;
-        let prepared = Prepared::new(config.clone())?;
-        let mut screen =
-            Screen::new(Journal::open(&config.log)?, config.log.format, 0, prepared.steps, 0);
-        let (mut first, mut rest) = (None, Vec::new());
-        let summary = runtime()?.block_on(only_steps(&config, prepared, copies, |report| {
+        let (train, _) = Dataset::open(&config, &shape_of(&config)?)?;
+        let steps = config.steps(train.len())?;
+        Batches::check(&config, &train, steps)?;
+        let mut log = EventLog::open(&config.log)?;
+        let mut screen = Screen::new(config.log.format, 0, steps, 0);
+        let mut reports = Vec::new();
+        let show = |report: &StepReport| {
+            report_event(&mut log, &screen, &report.event());
             screen.step(report);
-            if first.is_none() {
-                first = Some(*report);
-            } else {
-                rest.push(*report);
-            }
-        }))?;
-        // A first step makes schedules and touches memory for the first time.
-        let counted = if rest.is_empty() { first.into_iter().collect() } else { rest };
-        let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
-        let seconds = sum(|report| report.seconds);
-        let more = [
-            ("tokens_per_second", sum(|report| report.tokens as f64) / seconds),
-            ("model_flops_per_second", sum(|report| report.model_flops) / seconds),
-            ("matmul_flops_per_second", product),
-            ("exposed_wait_fraction", sum(|report| report.exposed_wait_seconds) / seconds),
-        ];
-        screen.summary(&summary, config.device.link.as_deref(), &more);
+            reports.push(*report);
+        };
+        let summary = runtime()?.block_on(all_steps(&config, train, steps, copies, show))?;
+        let more = rates(&reports, product);
+        let link = config.device.link.as_deref();
+        let mut event = summary.event(link);
+        more.iter().for_each(|(name, value)| event[name] = json!(value));
+        report_event(&mut log, &screen, &event);
+        screen.summary(&summary, link, &more);
         Ok(Ended::Well)
     };
     run().map_err(|error| layers.locate(error))
+}
+
+fn report_event(log: &mut EventLog, screen: &Screen, event: &Value) {
+    log.write(event).into_iter().for_each(say);
+    screen.event(event);
+}
+
+/// How fast the steps were. The first makes schedules and touches memory for the first time: it is
+/// not counted, unless it is the only one.
+fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
+    let counted = if reports.len() > 1 { &reports[1..] } else { reports };
+    let sum = |of: fn(&StepReport) -> f64| counted.iter().map(of).sum::<f64>();
+    let seconds = sum(|report| report.seconds);
+    [
+        ("tokens_per_second", sum(|report| report.tokens as f64) / seconds),
+        ("model_flops_per_second", sum(|report| report.model_flops) / seconds),
+        ("matmul_flops_per_second", product),
+        ("exposed_wait_fraction", sum(|report| report.exposed_wait_seconds) / seconds),
+    ]
+}
+
+/// Training steps alone, without validation and checkpoints, and with copies if they are wanted.
+async fn all_steps(
+    config: &Config,
+    train: Dataset,
+    steps: u64,
+    copies: bool,
+    mut show: impl FnMut(&StepReport),
+) -> Result<Summary, Error> {
+    let builder = Trainer::builder(config.clone()).steps(steps).trial();
+    let builder = if copies { builder } else { builder.without_copies() };
+    let mut trainer = builder.start()?;
+    let mut batches = Batches::start(config, train, 0)?;
+    for _ in 0..steps {
+        show(&trainer.step(batches.next().await?).await?);
+    }
+    trainer.stop().await
 }

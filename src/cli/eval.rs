@@ -1,11 +1,9 @@
 //! `l2l eval`: how good a model is on what was kept aside.
 
-use std::sync::atomic::Ordering::Relaxed;
-
 use l2l::config::{Format, Labels};
 use l2l::data::Dataset;
 use l2l::inference::{Evaluation, Evaluator, Quality};
-use l2l::{Config, Error, shape_of};
+use l2l::{Config, Error, StopRequest, shape_of};
 use serde_json::json;
 
 use super::{Ended, EvalArguments, load, print, train};
@@ -18,13 +16,14 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
         let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
         let batches = arguments.batches.unwrap_or(most);
         let found = train::runtime()?.block_on(async {
-            let stop = train::on_signal();
+            let stop = StopRequest::new();
+            train::stop_on_signal(&stop);
             let mut evaluator = Evaluator::start(config.clone())?;
             let in_order = data.in_order(config.step.batch, batches);
-            let found = evaluator.evaluate(in_order.take_while(|_| !stop.load(Relaxed))).await;
+            let found = evaluator.evaluate(in_order.take_while(|_| !stop.is_requested())).await;
             let found = found?;
             evaluator.stop().await?;
-            Ok::<_, Error>((!stop.load(Relaxed)).then_some(found))
+            Ok::<_, Error>((!stop.is_requested()).then_some(found))
         })?;
         let Some(found) = found else { return Ok(Ended::Interrupted) };
         if found.labelled == 0 {

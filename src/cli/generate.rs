@@ -1,14 +1,13 @@
 //! `l2l generate`: text from a model, as it comes.
 
 use std::io::{IsTerminal, Read, Write};
-use std::sync::atomic::Ordering::Relaxed;
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
 use l2l::hf::{self, Message};
 use l2l::inference::{self, Generator, Room, Sampling};
 use l2l::models::Model;
-use l2l::{Config, Error, shape_of};
+use l2l::{Config, Error, StopRequest, shape_of};
 use serde::Deserialize;
 use serde_json::json;
 
@@ -42,18 +41,19 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         let how = Sampling { temperature, top_k, top_p, seed };
         how.check()?;
         train::runtime()?.block_on(async {
-            let stop = train::on_signal();
+            let stop = StopRequest::new();
+            train::stop_on_signal(&stop);
             let mut page = Page::new(&config, &vocabulary, &prompts);
             let mut generator = Generator::start(config.clone(), room)?;
             let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
                 page.take(prompt, token, ended, ends.contains(&token));
-                !stop.load(Relaxed)
+                !stop.is_requested()
             };
             let done = generator.generate(&prompts, most, how, &ends, each).await;
             page.end();
             done?;
             generator.stop().await?;
-            Ok(if stop.load(Relaxed) { Ended::Interrupted } else { Ended::Well })
+            Ok(if stop.is_requested() { Ended::Interrupted } else { Ended::Well })
         })
     };
     run().map_err(|error| layers.locate(error))

@@ -8,7 +8,6 @@ mod doctor;
 mod eval;
 mod export;
 mod generate;
-mod journal;
 mod layers;
 mod observe;
 mod plan;

@@ -10,11 +10,18 @@
 //! A lane tells each operation as it ends, a [`Slice`]; the ledger adds it up; whoever looks takes a
 //! [`View`] of the run through its [`Watch`]. Training never waits for whoever looks.
 
+#[cfg(feature = "prometheus")]
+mod exporter;
+#[cfg(not(feature = "prometheus"))]
+#[path = "no_exporter.rs"]
+mod exporter;
+mod files;
 mod forecast;
 mod gantt;
 mod hiding;
 mod ledger;
 mod list;
+mod log;
 mod page;
 #[cfg(feature = "metrics")]
 mod publish;
@@ -22,16 +29,19 @@ mod publish;
 mod server;
 mod slice;
 mod story;
+mod tensorboard;
 mod trace;
 mod watch;
 
+pub(crate) use exporter::Exporter;
 pub use forecast::{Forecast, Rates};
 pub use gantt::draw;
 pub use hiding::Hiding;
 pub use l2l_actors::ports::Lane;
 pub use ledger::{LaneTally, LayerTally, Ledger, Tally, WaitCause};
 pub use list::{Kind, METRICS, Metric, Unit, samples};
-pub use page::{live, report};
+pub use log::EventLog;
+pub use page::{Report, live};
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};
 #[cfg(feature = "prometheus")]

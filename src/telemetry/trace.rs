@@ -18,7 +18,6 @@ use l2l_actors::ports::Lane;
 use serde_json::{Value, json};
 
 use super::{Observe, Slice};
-use crate::error::Error;
 
 /// Slices that wait to be written, at most.
 const QUEUE: usize = 1 << 14;
@@ -40,19 +39,15 @@ impl Trace {
     ///
     /// # Errors
     /// It cannot be written.
-    pub fn create(path: &Path, run: &str) -> Result<Arc<Trace>, Error> {
-        let refused =
-            |error: io::Error| Error::refused(format_args!("--trace {}: {error}", path.display()));
+    pub fn create(path: &Path, run: &str) -> io::Result<Arc<Trace>> {
         let mut open = File::options();
-        let file = open.create(true).write(true).truncate(false).open(path).map_err(refused)?;
+        let file = open.create(true).write(true).truncate(false).open(path)?;
         let (slices, received) = sync_channel(QUEUE);
         let left_out = Arc::new(AtomicU64::new(0));
         let missed = left_out.clone();
         let (done, writer) = channel();
         let (named, run) = (std::thread::Builder::new().name("l2l-trace".into()), run.to_string());
-        named
-            .spawn(move || _ = done.send(write(&file, &run, &received, &missed)))
-            .map_err(refused)?;
+        named.spawn(move || _ = done.send(write(&file, &run, &received, &missed)))?;
         let (slices, writer) = (Mutex::new(Some(slices)), Mutex::new(Some(writer)));
         Ok(Arc::new(Trace { slices, writer, left_out }))
     }
@@ -61,13 +56,13 @@ impl Trace {
     ///
     /// # Errors
     /// It could not be written.
-    pub fn finish(&self) -> Result<u64, Error> {
+    pub fn finish(&self) -> io::Result<u64> {
         self.slices.lock().expect("nothing panics inside").take();
         let writer = self.writer.lock().expect("nothing panics inside").take();
         if let Some(writer) = writer {
-            let slow = || format!("what it is on does not take it: given up after {PATIENCE:?}");
-            let written = writer.recv_timeout(PATIENCE).map_err(|_| Error::failed(slow()))?;
-            written.map_err(Error::failed)?;
+            let slow = || format!("the disk is too slow: given up after {PATIENCE:?}");
+            let written = writer.recv_timeout(PATIENCE);
+            written.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, slow()))??;
         }
         Ok(self.left_out.load(Relaxed))
     }

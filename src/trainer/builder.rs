@@ -24,8 +24,8 @@ use crate::worker::{Parts, Worker};
 
 /// What a trainer is made of. What is not given comes from the config.
 pub struct Builder {
-    config: Config,
-    model: Option<Model>,
+    pub(super) config: Config,
+    pub(super) model: Option<Model>,
     rule: Option<Box<dyn UpdateRule>>,
     steps: Option<u64>,
     data: String,
@@ -110,6 +110,11 @@ impl Builder {
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
         self.observers.push(observer);
         self
+    }
+
+    /// Whether [`resume`](Builder::resume) or [`go_on`](Builder::go_on) was called.
+    pub(super) fn says_where_it_begins(&self) -> bool {
+        self.resume.is_some() || self.goes_on
     }
 
     /// Makes everything: memory, weights, threads, tasks on the caller's tokio.

@@ -2,6 +2,8 @@
 
 mod bottleneck;
 mod builder;
+mod events;
+mod fit;
 mod sample;
 
 use std::path::Path;
@@ -12,6 +14,7 @@ use futures_core::Stream;
 use l2l_actors::ports::Lane;
 
 pub use builder::{Builder, state_on_file};
+pub use fit::{Callbacks, End, Fit, Fitted, Message, Prepared, StopRequest};
 
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::Config;
@@ -58,7 +61,9 @@ pub struct Trainer {
 }
 
 impl Trainer {
-    /// Makes a trainer of what a config names.
+    /// Makes a trainer of what a config names, to be driven step by step. Its caller decides when
+    /// it is validated and saved: the keys of `validation`, `checkpoint`, `log` and `metrics` are
+    /// what [`fit`](Trainer::fit) acts on.
     ///
     /// # Errors
     /// As [`Builder::start`].

@@ -15,6 +15,8 @@ mod cuda;
 mod embedding;
 mod evaluate;
 mod exact;
+#[cfg(all(feature = "cli", feature = "prometheus"))]
+mod fit;
 mod generate;
 #[cfg(feature = "cli")]
 mod hostile_weights;

@@ -1,0 +1,55 @@
+//! What a run reports, as JSON: one object for each step, each validation and the end. Names of
+//! fields are a contract with the tools that read them.
+
+use serde_json::{Value, json};
+
+use crate::engine::{StepReport, Summary};
+use crate::inference::Evaluation;
+use crate::machine;
+
+impl StepReport {
+    /// The step as an event, with the memory that the process has now.
+    pub fn event(&self) -> Value {
+        json!({
+            "event": "step",
+            "step": self.step,
+            "loss": self.loss,
+            "learning_rate": self.learning_rate,
+            "grad_norm": self.grad_norm,
+            "tokens": self.tokens,
+            "model_flops": self.model_flops,
+            "seconds": self.seconds,
+            "exposed_wait_seconds": self.exposed_wait_seconds,
+            "device_peak_bytes": self.device_peak_bytes,
+            "host_rss_bytes": machine::resident_memory(),
+        })
+    }
+}
+
+impl Evaluation {
+    /// The evaluation as a validation event, after a training step.
+    pub fn event(&self, step: u64) -> Value {
+        let mut event = json!({ "event": "validation", "step": step });
+        self.values().iter().for_each(|(name, value)| event[*name] = json!(value));
+        event
+    }
+}
+
+impl Summary {
+    /// The summary as an event. `link` is the emulated link, `device.link`.
+    pub fn event(&self, link: Option<&str>) -> Value {
+        let mut event = json!({
+            "event": "summary",
+            "steps": self.steps,
+            "seconds": self.seconds,
+            "weights_digest": self.weights_digest,
+            "visits": self.visits,
+            "bytes_uploaded": self.bytes_uploaded,
+            "bytes_downloaded": self.bytes_downloaded,
+        });
+        if let Some(link) = link {
+            event["link"] = json!(link);
+        }
+        event
+    }
+}

@@ -1,0 +1,284 @@
+//! A whole run as its config says: data, steps, validation, early stopping, checkpoints, the log
+//! and metrics. The command line's `train` is this, with the terminal as its callbacks.
+//!
+//! A run is prepared first: what can be wrong with its data and directories is found before
+//! anything is made.
+
+mod callbacks;
+mod resume;
+mod run;
+
+use std::sync::Arc;
+
+pub use callbacks::{Callbacks, Message, StopRequest};
+use resume::Beginning;
+use run::Run;
+
+use super::{Builder, Trainer, state_on_file};
+use crate::checkpoint::Keeper;
+use crate::config::{Config, DataConfig, EpsTier};
+use crate::data::{Baseline, Batches, Dataset, baselines};
+use crate::devices;
+use crate::engine::Summary;
+use crate::error::Error;
+use crate::hf::shape_of;
+use crate::telemetry::{EventLog, Exporter, Observe, made_up_name};
+
+/// A run that is about to be prepared. See [`Trainer::fit`].
+pub struct Fit {
+    builder: Builder,
+    resume: bool,
+    stop: StopRequest,
+    measures_peak: bool,
+}
+
+/// A run whose data and directories are open.
+pub struct Prepared {
+    builder: Builder,
+    train: Dataset,
+    steps: u64,
+    between: Between,
+    beginning: Beginning,
+    resume: bool,
+    stop: StopRequest,
+    measures_peak: bool,
+    warnings: Vec<String>,
+}
+
+/// What happens between training steps.
+struct Between {
+    validation: Option<Dataset>,
+    /// Of the built-in text: the losses that counting bytes gives.
+    baseline: Option<Baseline>,
+    keeper: Option<Keeper>,
+}
+
+/// How a run ended well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// All its steps were done.
+    Complete,
+    /// Validation brought nothing better for too long: `validation.patience`.
+    Early,
+    /// A [`StopRequest`] ended it.
+    Stopped,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Fitted {
+    /// How it ended.
+    pub end: End,
+    /// Its last summary.
+    pub summary: Summary,
+    /// The last validation loss, if there was a validation.
+    pub validation_loss: Option<f64>,
+}
+
+impl Trainer {
+    /// A whole run as a config says. [`Fit::run`] trains on `data.train` for all steps, with
+    /// `validation.*`, `checkpoint.*`, `log.*` and `metrics.*`.
+    pub fn fit(config: Config) -> Fit {
+        Trainer::builder(config).fit()
+    }
+}
+
+impl Builder {
+    /// A whole run of the trainer that this builder makes. See [`Trainer::fit`].
+    pub fn fit(self) -> Fit {
+        Fit { builder: self, resume: false, stop: StopRequest::new(), measures_peak: false }
+    }
+}
+
+impl Fit {
+    /// Whether it resumes from the newest state of its `checkpoint.directory` or `eps.path`. Where
+    /// there is none yet, it begins.
+    pub fn resume(mut self, resume: bool) -> Fit {
+        self.resume = resume;
+        self
+    }
+
+    /// Ends the run after its step, with a checkpoint, once the request is made.
+    pub fn stop(mut self, stop: StopRequest) -> Fit {
+        self.stop = stop;
+        self
+    }
+
+    /// Measures the device's fastest matrix product before the run, so that its
+    /// [`Watch`](crate::telemetry::Watch) can compare. A run with `metrics.listen` or
+    /// `metrics.file` always does.
+    pub fn measure_peak(mut self) -> Fit {
+        self.measures_peak = true;
+        self
+    }
+
+    /// Opens data and directories, and finds where the run begins. It reads files and blocks.
+    ///
+    /// # Errors
+    /// What is wrong with the config or what it names; nothing was started.
+    pub fn prepare(mut self) -> Result<Prepared, Error> {
+        self.builder.config.metrics.run.get_or_insert_with(made_up_name);
+        let config = &self.builder.config;
+        let shape = match &self.builder.model {
+            Some(model) => model.shape.clone(),
+            None => shape_of(config)?,
+        };
+        let (train, validation) = Dataset::open(config, &shape)?;
+        let steps = config.steps(train.len())?;
+        Batches::check(config, &train, steps)?;
+        let baseline = baseline(config, &train, validation.as_ref())?;
+        if validation.is_none() && config.validation.every_steps.is_some() {
+            let problem = "has nothing to look at: set data.validation or data.validation_split";
+            return Err(Error::config("validation.every_steps", problem));
+        }
+        let directory = config.checkpoint.directory.as_deref();
+        let keeper = directory.map(|at| Keeper::open(at, config.checkpoint.keep)).transpose()?;
+        let mut warnings = Vec::new();
+        let mut warn = |warning| warnings.push(warning);
+        let beginning = match self.builder.says_where_it_begins() {
+            true => Beginning::AsBuilt,
+            false => Beginning::find(config, keeper.as_ref(), self.resume, &mut warn)?,
+        };
+        Ok(Prepared {
+            train,
+            steps,
+            between: Between { validation, baseline, keeper },
+            beginning,
+            resume: self.resume,
+            stop: self.stop,
+            measures_peak: self.measures_peak,
+            warnings,
+            builder: self.builder,
+        })
+    }
+
+    /// Prepares the run and trains, on the caller's tokio.
+    ///
+    /// # Errors
+    /// As [`prepare`](Fit::prepare) and [`Prepared::run`].
+    pub async fn run(self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
+        self.prepare()?.run(callbacks).await
+    }
+}
+
+/// The losses to compare with, where a run trains on the built-in text.
+fn baseline(
+    config: &Config,
+    train: &Dataset,
+    validation: Option<&Dataset>,
+) -> Result<Option<Baseline>, Error> {
+    let is_built_in = config.data.train.is(DataConfig::BUILT_IN);
+    let Some(validation) = validation.filter(|held| is_built_in && held.is_bytes()) else {
+        return Ok(None);
+    };
+    let most = config.validation.batches.saturating_mul(config.step.batch as u64);
+    baselines(train, validation, most).map(Some)
+}
+
+impl Prepared {
+    /// Lets an observer hear of every operation.
+    pub fn observe(mut self, observer: Arc<dyn Observe>) -> Prepared {
+        self.builder = self.builder.observe(observer);
+        self
+    }
+
+    /// The steps of the run.
+    pub fn steps(&self) -> u64 {
+        self.steps
+    }
+
+    /// Makes the trainer and trains, on the caller's tokio. A run that fails in a step for a reason
+    /// other than the ring writes a checkpoint of the steps before.
+    ///
+    /// # Errors
+    /// What the config asks for cannot be made, and no step was done; or training failed.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub async fn run(mut self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
+        for warning in std::mem::take(&mut self.warnings) {
+            callbacks.message(&Message::Warning(warning));
+        }
+        let config = self.builder.config.clone();
+        let name = config.metrics.run.clone().expect("a prepared run has a name");
+        let exporter = Exporter::open(&config.metrics, &name)?;
+        if let Some(address) = exporter.address() {
+            callbacks.message(&Message::Listening(address));
+        }
+        let (run, batches) = self.start(&exporter, callbacks)?;
+        let watch = run.trainer.watch();
+        let outcome = run.finish(batches).await;
+        match &outcome {
+            Ok(_) => watch.ended(),
+            Err(_) => watch.failed(),
+        }
+        if let (Err(_), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
+            let text = format!("eps.path holds the state after step {step}: go on with --resume");
+            callbacks.message(&Message::Warning(text));
+        }
+        callbacks.ended(outcome.as_ref().map(|fitted| &fitted.summary));
+        if let Some(warning) = exporter.write_file() {
+            callbacks.message(&Message::Warning(warning));
+        }
+        if outcome.is_err() {
+            // It blocks its thread, which is not to be one of the caller's.
+            _ = tokio::task::spawn_blocking(move || exporter.wait_for_last_scrape()).await;
+        }
+        outcome
+    }
+
+    /// Makes the trainer, opens the log, and begins to make batches.
+    fn start<'r>(
+        self,
+        exporter: &'r Exporter,
+        callbacks: &'r mut dyn Callbacks,
+    ) -> Result<(Run<'r>, Batches), Error> {
+        let Prepared { builder, train, steps, between, beginning, stop, .. } = self;
+        let config = builder.config.clone();
+        let measures_peak = self.measures_peak || exporter.is_active();
+        let peak = measures_peak.then(|| devices::device_flops_per_second(&config)).transpose()?;
+        if self.resume && matches!(beginning, Beginning::New) {
+            let text = "--resume: there is no checkpoint yet, so this run begins";
+            callbacks.message(&Message::Warning(text.into()));
+        }
+        let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
+        let data = keeps_state.then(|| train.fingerprint());
+        let trainer = start_trainer(builder, steps, data, beginning, exporter)?;
+        if trainer.reads_through_cache() {
+            let text =
+                "eps.path: no direct requests there, so the file goes through the system's cache";
+            callbacks.message(&Message::Warning(text.into()));
+        }
+        peak.into_iter().for_each(|peak| trainer.watch().light(peak));
+        exporter.show(&trainer.watch());
+        let log = EventLog::open(&config.log)?;
+        let batches = Batches::start(&config, train, trainer.progress().step)?;
+        callbacks.started(&trainer, steps);
+        let (saved, validated) = (None, None);
+        let run = Run { trainer, steps, between, log, exporter, callbacks, stop, saved, validated };
+        Ok((run, batches))
+    }
+}
+
+/// Starts the trainer where the run begins.
+fn start_trainer(
+    builder: Builder,
+    steps: u64,
+    data: Option<String>,
+    beginning: Beginning,
+    exporter: &Exporter,
+) -> Result<Trainer, Error> {
+    let mut builder = builder.steps(steps);
+    if let Some(data) = data {
+        builder = builder.data(data);
+    }
+    builder = match beginning {
+        Beginning::New | Beginning::AsBuilt => builder,
+        Beginning::Checkpoint(directory) => builder.resume(directory),
+        Beginning::StateOnFile => builder.go_on(),
+    };
+    if let Some(observer) = exporter.observer() {
+        builder = builder.observe(observer);
+    }
+    builder.start()
+}

@@ -1,0 +1,65 @@
+//! Where a run begins: with a new model, at a checkpoint, or at the state that `eps.path` holds.
+
+use std::path::PathBuf;
+
+use crate::checkpoint::Keeper;
+use crate::config::{Config, EpsTier};
+use crate::error::Error;
+use crate::trainer::state_on_file;
+
+/// See the [module](self).
+pub(super) enum Beginning {
+    New,
+    /// Where the builder was told to resume from.
+    AsBuilt,
+    Checkpoint(PathBuf),
+    /// The state in the EPS's own file.
+    StateOnFile,
+}
+
+impl Beginning {
+    /// What a run resumes from: of checkpoints and the state on file, whichever has more steps. A
+    /// run that does not resume must not find the checkpoints of another. `warn` is called when
+    /// the state on file cannot be used and a checkpoint takes its place.
+    ///
+    /// # Errors
+    /// There is nothing that it could ever resume from; there is a run that it would overwrite.
+    pub(super) fn find(
+        config: &Config,
+        keeper: Option<&Keeper>,
+        resume: bool,
+        warn: &mut dyn FnMut(String),
+    ) -> Result<Beginning, Error> {
+        let checkpoint = keeper.and_then(Keeper::newest);
+        if !resume {
+            state_on_file(config)?; // it must be readable, also for a run that does not use it
+            return match checkpoint {
+                None => Ok(Beginning::New),
+                Some(found) => Err(Error::config(
+                    "checkpoint.directory",
+                    format_args!(
+                        "has the checkpoints of a run, {} the newest: go on with --resume, or give \
+                         this run another directory",
+                        found.display()
+                    ),
+                )),
+            };
+        }
+        let checkpoint_step = keeper.and_then(Keeper::newest_step);
+        let on_file = match state_on_file(config) {
+            Err(error) if checkpoint_step.is_some() => {
+                warn(format!("{error}: goes on from a checkpoint"));
+                None
+            }
+            found => found?,
+        };
+        if on_file.is_some_and(|step| checkpoint_step.is_none_or(|other| other <= step)) {
+            return Ok(Beginning::StateOnFile);
+        }
+        if keeper.is_none() && config.eps.tier == EpsTier::Memory {
+            let what = "--resume: from where? Set checkpoint.directory, or eps.tier to file";
+            return Err(Error::refused(what));
+        }
+        Ok(checkpoint.map_or(Beginning::New, Beginning::Checkpoint))
+    }
+}

@@ -1,0 +1,213 @@
+//! A run on its way: steps, with validations and checkpoints between them, and a clean end.
+
+use serde_json::{Value, json};
+
+use super::{Between, Callbacks, End, Fitted, Message, StopRequest};
+use crate::data::{Baseline, Batches};
+use crate::error::Error;
+use crate::telemetry::{EventLog, Exporter};
+use crate::trainer::Trainer;
+
+/// See the [module](self).
+pub(super) struct Run<'r> {
+    pub(super) trainer: Trainer,
+    pub(super) steps: u64,
+    pub(super) between: Between,
+    pub(super) log: EventLog,
+    pub(super) exporter: &'r Exporter,
+    pub(super) callbacks: &'r mut dyn Callbacks,
+    pub(super) stop: StopRequest,
+    /// The step of the last checkpoint.
+    pub(super) saved: Option<u64>,
+    /// The step and the loss of the last validation.
+    pub(super) validated: Option<(u64, f64)>,
+}
+
+impl Run<'_> {
+    /// Trains to the end, and ends the trainer.
+    pub(super) async fn finish(mut self, mut batches: Batches) -> Result<Fitted, Error> {
+        let first = self.trainer.progress().step;
+        if first > 0 {
+            self.info(format!("goes on from step {first}"));
+        }
+        let trained = self.all_steps(&mut batches).await;
+        drop(batches);
+        let step = self.trainer.progress().step;
+        if let Err(error) = trained {
+            // The model is whole unless the ring failed: the steps before need not be lost.
+            if !matches!(error, Error::Ring(_)) && step > first {
+                self.save().await?;
+            }
+            return Err(error);
+        }
+        if self.is_out_of_patience() {
+            self.info(format!("stops early at step {step}: no look was better"));
+        }
+        if step > first {
+            self.save().await?;
+        }
+        self.validate_at_the_end(step).await?;
+        let (is_stopped, is_early) = (self.stop.is_requested(), self.is_out_of_patience());
+        let link = self.trainer.config().device.link.clone();
+        let Run { trainer, mut log, callbacks, validated, .. } = self;
+        let summary = trainer.stop().await?;
+        report(&mut log, callbacks, &summary.event(link.as_deref()));
+        let end = match (is_stopped, is_early) {
+            (true, _) => End::Stopped,
+            (false, true) => End::Early,
+            (false, false) => End::Complete,
+        };
+        Ok(Fitted { end, summary, validation_loss: validated.map(|(_, loss)| loss) })
+    }
+
+    /// Whether too many validations in a row brought nothing better.
+    fn is_out_of_patience(&self) -> bool {
+        let patience = self.trainer.config().validation.patience;
+        patience.is_some_and(|most| self.trainer.progress().looks_since >= most)
+    }
+
+    /// All steps, with validations and checkpoints between them.
+    async fn all_steps(&mut self, batches: &mut Batches) -> Result<(), Error> {
+        let config = self.trainer.config();
+        let (validate_every, save_every) =
+            (config.validation.every_steps, config.checkpoint.every_steps);
+        let is_due =
+            |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
+        // A stop may have cut off the validation of the step that this run resumes from.
+        let (first, last) = (self.trainer.progress().step, self.trainer.progress().looked_at);
+        if first > 0 && is_due(validate_every, first) && last != Some(first) {
+            self.validate_and_note().await?;
+        }
+        let steps = self.steps;
+        while self.trainer.progress().step < steps
+            && !self.is_out_of_patience()
+            && !self.stop.is_requested()
+        {
+            let step = self.step(batches).await?;
+            if is_due(validate_every, step) && !self.validate_and_note().await? {
+                break;
+            }
+            if is_due(save_every, step) {
+                self.save().await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One training step; its number.
+    async fn step(&mut self, batches: &mut Batches) -> Result<u64, Error> {
+        let report = self.trainer.step(batches.next().await?).await?;
+        self.report(&report.event());
+        self.callbacks.step(&report);
+        self.exporter.step(report.seconds);
+        Ok(report.step)
+    }
+
+    /// A validation that counts for patience and for the best checkpoint. False when a stop cut it
+    /// off.
+    async fn validate_and_note(&mut self) -> Result<bool, Error> {
+        let Some(loss) = self.validate().await? else { return Ok(false) };
+        if self.trainer.note(loss) {
+            self.save_best().await?;
+        }
+        Ok(true)
+    }
+
+    /// The loss on the validation set; `None` when a stop cut the validation off.
+    async fn validate(&mut self) -> Result<Option<f64>, Error> {
+        let config = self.trainer.config();
+        let (batch, batches) = (config.step.batch, config.validation.batches);
+        let data = self.between.validation.as_ref().expect("a run validates where it has data");
+        let stop = self.stop.clone();
+        let batches = data.in_order(batch, batches).take_while(|_| !stop.is_requested());
+        let evaluation = self.trainer.evaluate(batches).await?;
+        if self.stop.is_requested() {
+            return Ok(None);
+        }
+        let step = self.trainer.progress().step;
+        self.report(&evaluation.event(step));
+        self.callbacks.validation(step, &evaluation);
+        self.validated = Some((step, evaluation.loss));
+        Ok(Some(evaluation.loss))
+    }
+
+    /// The last validation, unless the last step had one, and what it is compared with.
+    async fn validate_at_the_end(&mut self, step: u64) -> Result<(), Error> {
+        if self.between.validation.is_none() || self.stop.is_requested() {
+            return Ok(());
+        }
+        let loss = match self.validated {
+            Some((at, loss)) if at == step => Some(loss),
+            _ => self.validate().await?,
+        };
+        match (loss, self.between.baseline) {
+            (Some(loss), Some(baseline)) => self.compare(loss, baseline).await,
+            _ => Ok(()),
+        }
+    }
+
+    /// Writes a checkpoint of this step, unless it is there.
+    async fn save(&mut self) -> Result<(), Error> {
+        let Some(keeper) = &self.between.keeper else { return Ok(()) };
+        let step = self.trainer.progress().step;
+        if self.saved != Some(step) {
+            let directory = keeper.place(step);
+            self.trainer.checkpoint(&directory).await?;
+            self.saved = Some(step);
+            self.callbacks.checkpoint(&directory);
+        }
+        keeper.tidy()
+    }
+
+    /// Writes the best checkpoint, and removes the one that was the best before.
+    async fn save_best(&mut self) -> Result<(), Error> {
+        let Some(keeper) = &self.between.keeper else { return Ok(()) };
+        let step = self.trainer.progress().step;
+        let directory = keeper.best_place(step);
+        self.trainer.checkpoint(&directory).await?;
+        self.callbacks.checkpoint(&directory);
+        keeper.tidy_best(step)
+    }
+
+    /// Compares the model of the built-in text with counting, and shows a sample of its text.
+    async fn compare(&mut self, loss: f64, baseline: Baseline) -> Result<(), Error> {
+        let Baseline { unigram, bigram } = baseline;
+        self.report(&json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }));
+        self.info(format!(
+            "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting pairs \
+             {bigram:.4}"
+        ));
+        const PROMPT: &str = "//! The ";
+        const LENGTH: u64 = 240;
+        let mut tokens: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
+        for drawn in 0..LENGTH {
+            if self.stop.is_requested() {
+                return Ok(());
+            }
+            let seed = self.trainer.config().step.seed.wrapping_add(drawn);
+            tokens.extend(self.trainer.sample(&tokens, 1, 0.7, seed).await?);
+        }
+        let drawn = tokens[PROMPT.len()..].iter();
+        let text: Vec<u8> = drawn.map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();
+        let text = String::from_utf8_lossy(&text);
+        self.report(&json!({ "event": "sample", "prompt": PROMPT, "text": text }));
+        self.info(format!("a sample, from {PROMPT:?} on:\n{PROMPT}{text}"));
+        Ok(())
+    }
+
+    fn report(&mut self, event: &Value) {
+        report(&mut self.log, self.callbacks, event);
+    }
+
+    fn info(&mut self, text: String) {
+        self.callbacks.message(&Message::Info(text));
+    }
+}
+
+/// Writes an event to the log, and hands it to the program.
+fn report(log: &mut EventLog, callbacks: &mut dyn Callbacks, event: &Value) {
+    for warning in log.write(event) {
+        callbacks.message(&Message::Warning(warning));
+    }
+    callbacks.event(event);
+}
