@@ -4,7 +4,9 @@
 //! `cargo run --release --example 02_own_layer`
 
 use l2l::data::Batches;
-use l2l::kernels::{Activation, Kernels, Linear, Rows};
+use l2l::kernels::{
+    Activate, ActivateBackward, Activation, Kernels, Linear, LinearBackward, Residual, Rows,
+};
 use l2l::models::{
     Backward, Block, Final, Forward, Init, Kind, Layer, Model, Save, Stem, Tensor, tensor_views,
 };
@@ -20,14 +22,6 @@ struct Adapter {
 }
 
 impl Adapter {
-    fn down(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.channels, outputs: self.bottleneck, transposed: false }
-    }
-
-    fn up(&self, rows: usize) -> Linear {
-        Linear { rows, inputs: self.bottleneck, outputs: self.channels, transposed: false }
-    }
-
     fn parts(&self, block: View) -> [View; 4] {
         tensor_views(&self.tensors(), block).try_into().expect("four tensors")
     }
@@ -51,49 +45,61 @@ impl Layer for Adapter {
         ]
     }
 
-    /// Nothing: the backward computes the little it needs again.
-    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
+    /// Nothing: the backward recomputes the little that it needs.
+    fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { batch, weights, x, y, scratch, .. } = *pass;
-        let ([a, b, c, d], rows) = (self.parts(weights), batch.rows.count());
-        let narrow = scratch.take(rows * self.bottleneck);
-        let bent = scratch.take(rows * self.bottleneck);
-        let added = scratch.take(y.len());
-        k.linear(narrow, x, a, Some(b), self.down(rows));
-        k.activate(bent, narrow, Activation::GeluTanh);
-        k.linear(added, bent, c, Some(d), self.up(rows));
-        k.residual(y, x, added, batch.rows, None);
+        let Forward { weights, x, y, scratch, .. } = *pass;
+        let [a, b, c, d] = self.parts(weights);
+        let narrow = scratch.take(x.rows, self.bottleneck);
+        let activated = scratch.take_like(narrow);
+        let added = scratch.take_like(y);
+        let (activation, transposed) = (Activation::GeluTanh, false);
+        k.linear(&Linear { y: narrow, x, w: a, bias: Some(b), transposed });
+        k.activate(&Activate { y: activated, x: narrow, activation });
+        k.linear(&Linear { y: added, x: activated, w: c, bias: Some(d), transposed });
+        k.residual(&Residual { y, a: x, x: added, dropout: None });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let ([a, b, c, _], rows) = (self.parts(weights), batch.rows.count());
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
+        let Backward { weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let [a, b, c, _] = self.parts(weights);
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
         let [da, db, dc, dd] = self.parts(gradient);
-        let dx = dx.unwrap_or_else(|| scratch.take(dy.len()));
-        let narrow = scratch.take(rows * self.bottleneck);
-        let bent = scratch.take(rows * self.bottleneck);
-        let dnarrow = scratch.take(rows * self.bottleneck);
-        let through = scratch.take(dy.len());
-        k.linear(narrow, x, a, Some(b), self.down(rows));
-        k.activate(bent, narrow, Activation::GeluTanh);
-        k.linear_backward(dnarrow, dc, Some(dd), dy, bent, c, self.up(rows), accumulate, scratch);
-        k.activate_backward(dnarrow, narrow, Activation::GeluTanh);
-        k.linear_backward(
-            through,
-            da,
-            Some(db),
-            dnarrow,
-            x,
-            a,
-            self.down(rows),
+        let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
+        let narrow = scratch.take(x.rows, self.bottleneck);
+        let activated = scratch.take_like(narrow);
+        let dnarrow = scratch.take_like(narrow);
+        let dadded = scratch.take_like(dy);
+        let (activation, transposed) = (Activation::GeluTanh, false);
+        k.linear(&Linear { y: narrow, x, w: a, bias: Some(b), transposed });
+        k.activate(&Activate { y: activated, x: narrow, activation });
+        let up = LinearBackward {
+            dx: dnarrow,
+            dw: dc,
+            dbias: Some(dd),
+            dy,
+            x: activated,
+            w: c,
+            transposed,
             accumulate,
-            scratch,
-        );
-        k.residual(dx, dy, through, batch.rows, None);
+        };
+        k.linear_backward(&up, scratch);
+        k.activate_backward(&ActivateBackward { dx: dnarrow, x: narrow, activation });
+        let down = LinearBackward {
+            dx: dadded,
+            dw: da,
+            dbias: Some(db),
+            dy: dnarrow,
+            x,
+            w: a,
+            transposed,
+            accumulate,
+        };
+        k.linear_backward(&down, scratch);
+        k.residual(&Residual { y: dx, a: dy, x: dadded, dropout: None });
     }
 }
 

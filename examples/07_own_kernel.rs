@@ -1,11 +1,11 @@
-//! A kernel of your own: the squared ReLU (So et al. 2021), for the CPU and, as CUDA text, for a
-//! GPU; and a layer that runs it.
+//! A custom kernel: the squared ReLU (So et al. 2021), for a CPU and, as CUDA text, for a GPU; and
+//! a layer that runs it.
 //!
 //! `cargo run --release --example 07_own_kernel`; with `cuda` behind it, on a GPU.
 
 use l2l::config::DeviceKind;
 use l2l::data::Batches;
-use l2l::kernels::{CustomKernel, Kernels, Rows};
+use l2l::kernels::{Custom, CustomKernel, Kernels, Rows};
 use l2l::models::{Backward, Block, Final, Forward, Layer, Model, Save, Stem, Tensor};
 use l2l::tensor::Dtype;
 use l2l::testing::check_gradients;
@@ -33,8 +33,7 @@ extern "C" __global__ void squared_relu(T* y, const T* x, long long count, float
 const BACKWARD: CustomKernel = CustomKernel {
     name: "squared_relu_backward",
     text: r#"
-extern "C" __global__ void squared_relu_backward(T* dx, const T* dy, const T* x, long long count,
-                                                 float scale) {
+extern "C" __global__ void squared_relu_backward(T* dx, const T* dy, const T* x, long long count, float scale) {
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at < count) {
         dx[at] = put(get(dy[at]) * (1.0f + 2.0f * scale * fmaxf(get(x[at]), 0.0f)));
@@ -61,17 +60,20 @@ impl Layer for Squares {
         vec![FORWARD, BACKWARD]
     }
 
-    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        k.own(&FORWARD, &[pass.y], &[pass.x], &SCALE);
+        let (kernel, numbers) = (&FORWARD, &SCALE[..]);
+        k.custom(&Custom { kernel, writes: &[pass.y], reads: &[pass.x], numbers });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len()));
-        k.own(&BACKWARD, &[dx], &[pass.dy, pass.x], &SCALE);
+        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take_like(pass.dy));
+        let (kernel, numbers) = (&BACKWARD, &SCALE[..]);
+        let reads = &[pass.dy, pass.x];
+        k.custom(&Custom { kernel, writes: &[dx], reads, numbers });
     }
 }
 

@@ -1,7 +1,7 @@
 //! For layers of one's own: whether their backward is their forward's gradient.
 
 use crate::devices::cpu::CpuKernels;
-use crate::kernels::{BatchView, DropoutKey, Loss, Rows};
+use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{Backward, Forward, Init, Layer, Save, block_len, tensor_ranges};
 use crate::random;
 use crate::simd::Level;
@@ -59,7 +59,7 @@ impl<'l> Bench<'l> {
         };
         let (block, hidden) = (block_len(&layer.tensors()), rows.count() * channels);
         let (weights, gradient) = (place(block), place(block));
-        let [x, y, dy, dx] = [hidden; 4].map(&mut place);
+        let [x, y, dy, dx] = [hidden; 4].map(|len| place(len).with_columns(channels));
         let saved = place(layer.saved_len(rows.positions, Save::All, Dtype::F32) * rows.sequences);
         let chunk_state = place(layer.chunk_state_len(rows.positions, true, Dtype::F32));
         let at = end;
@@ -93,15 +93,15 @@ impl<'l> Bench<'l> {
     }
 
     fn batch(&self) -> BatchView<'_> {
-        let key = Some(DropoutKey { seed: 7, step: 3, first_sequence: 2, first_position: 0 });
-        BatchView {
+        let metadata = BatchMetadata {
             rows: self.rows,
             lengths: &self.lengths,
             kinds: &self.kinds,
             documents: &[],
-            past: &[],
-            key,
-        }
+            cached: &[],
+            dropout_key: Some(DropoutKey { seed: 7, step: 3, first_sequence: 2 }),
+        };
+        metadata.view()
     }
 
     fn saved(&self, keeps: Option<Save>) -> Option<(Save, View)> {
@@ -113,7 +113,7 @@ impl<'l> Bench<'l> {
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let (batch, saved) = (self.batch(), self.saved(keeps));
         let (weights, x, y, chunk_state) = (self.weights, self.x, self.y, self.chunk_state);
-        let pass = Forward { batch, weights, x, y, saved, memory: None, chunk_state, scratch };
+        let pass = Forward { batch, weights, x, y, saved, kv_cache: None, chunk_state, scratch };
         self.layer.forward(&kernels, &pass);
         scratch.peak()
     }
@@ -351,8 +351,8 @@ mod tests {
             self.0.tensors()
         }
 
-        fn saved_len(&self, positions: usize, save: Save, of: Dtype) -> usize {
-            self.0.saved_len(positions, save, of)
+        fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
+            self.0.saved_len(positions, save, dtype)
         }
 
         fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>) {
@@ -364,7 +364,8 @@ mod tests {
             if self.1 {
                 pass.accumulate = false;
             } else {
-                pass.batch.key = None;
+                let metadata = *pass.batch.metadata();
+                pass.batch = BatchMetadata { dropout_key: None, ..metadata }.view();
             }
             self.0.backward(kernels, &pass);
         }

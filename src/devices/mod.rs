@@ -1,4 +1,4 @@
-//! Devices: what the ring's lanes are made of.
+//! Devices: their memory, copies and kernels, which the ring's lanes run on.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -21,15 +21,15 @@ pub use probe::{Check, Gpu, GpuRates, Library};
 
 use crate::config::{Config, DeviceKind};
 use crate::error::Error;
-use crate::kernels::{BatchView, Kernels, Rows};
+use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
 use crate::tensor::Arena;
 use crate::tensor::View;
 
-/// Memory in slots, copies to and from it, and kernels on it. Three lanes use it at once, each slot at a
-/// time of one operation's.
+/// Memory in slots, copies to and from it, and kernels on it. Three lanes use a device at once; a
+/// slot belongs to one operation at a time.
 pub(crate) trait Device: Send + Sync + 'static {
     /// Copies to a slot.
     fn upload(&self, to: View, from: &[f32]) -> Result<(), Trouble>;
@@ -37,26 +37,26 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Copies from a slot.
     fn download(&self, to: &mut [f32], from: View) -> Result<(), Trouble>;
 
-    /// Copies to a slot from a stash of bf16.
+    /// Copies to a slot from a packed place of the stash.
     fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), Trouble>;
 
-    /// Copies from a slot to a stash of bf16.
+    /// Copies from a slot to a packed place of the stash.
     fn download_packed(&self, to: &mut [f32], from: View, sequences: usize) -> Result<(), Trouble>;
 
-    /// What a slot holds, now.
+    /// The floats that a slot holds; waits for the device.
     fn read_back(&self, view: View) -> Result<Vec<f32>, Trouble>;
 
-    /// Runs kernels on what a micro-batch is; what `run` says.
+    /// Calls `run` with kernels for a micro-batch, and returns what `run` returns.
     fn compute(
         &self,
-        batch: &BatchView<'_>,
+        batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, Trouble>;
 
-    /// Its memory, where the host may write it: there a stash can be.
+    /// Its memory, where the host may write it: the stash can be there.
     fn stash(&self) -> Option<&Arena>;
 
-    /// Hears of memory of the host that copies will use.
+    /// Prepares memory of the host that copies will use.
     fn pin(&self, memory: &mut [f32]) {
         _ = memory;
     }
@@ -66,12 +66,12 @@ pub(crate) trait Device: Send + Sync + 'static {
         false
     }
 
-    /// Has what the operation's lane does from now on wait for all that the operation waits on.
+    /// Makes the operation's lane wait, from now on, for all that the operation waits on.
     fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
         unreachable!("{} is not issued", operation.work())
     }
 
-    /// Marks the end of what the operation is, of this value. It is `now`.
+    /// Marks the end of the operation's work, whose result is `value`, at the time `now`.
     fn ends(&self, operation: &Operation, value: f64, now: Duration) -> Result<Pending, Trouble> {
         unreachable!("{} of {value} at {now:?} is not issued", operation.work())
     }

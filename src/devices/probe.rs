@@ -35,7 +35,8 @@ pub struct Check {
     pub kernel: &'static str,
     /// Sizes that it was run at.
     pub cases: usize,
-    /// The largest difference, relative to values above 1; infinite where it wrote what is not its own.
+    /// The largest difference, relative to values above 1; infinite where it wrote what is not its
+    /// own.
     pub off: f64,
     /// The most that it may be: in bf16, some roundings.
     pub most: f64,

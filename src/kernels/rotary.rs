@@ -1,4 +1,8 @@
-//! Positions by rotation: how fast each pair of channels turns.
+//! Positions by rotation (Su et al. 2021): how fast each pair of channels rotates.
+
+use super::attention::AttentionShape;
+use super::check::Check;
+use crate::tensor::View;
 
 /// Positions by rotation of pairs of channels (Su et al. 2021).
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,5 +57,26 @@ impl Rotary {
                 }
             }
         })
+    }
+}
+
+/// Rotates queries and keys by their positions, in place.
+#[derive(Clone, Copy, Debug)]
+pub struct Rotate<'a> {
+    /// Input and output. (R, (H + 2 K) D).
+    pub qkv: View,
+    /// How fast each pair of channels rotates.
+    pub rotary: &'a Rotary,
+    /// Sizes, and the positions.
+    pub shape: AttentionShape<'a>,
+    /// True: by the opposite angles, as for gradients.
+    pub inverse: bool,
+}
+
+impl Rotate<'_> {
+    /// Panics unless the shape is right.
+    pub fn check(&self) {
+        let Rotate { qkv, shape, .. } = *self;
+        Check("rotate").view("qkv", qkv, [shape.rows().count(), shape.qkv_width()], qkv.dtype);
     }
 }

@@ -3,10 +3,11 @@
 
 use super::layer::{Init, Kind, Tensor, tensor_views};
 use super::shape::{Head, Shape};
-use crate::kernels::BatchView;
-use crate::kernels::{Activation, ClassLoss, Dropout, Kernels, Linear, Rows};
-use crate::tensor::Scratch;
-use crate::tensor::View;
+use crate::kernels::{
+    Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
+    ClassLossBackward, Dropout, FirstRows, FirstRowsBackward, Kernels, Linear, LinearBackward,
+};
+use crate::tensor::{Scratch, View};
 
 /// A head of a shape that classifies.
 #[derive(Clone, Debug)]
@@ -17,12 +18,54 @@ pub struct Classes {
     pub shape: Shape,
 }
 
-/// What the forward leaves for the backward.
-struct Walked {
-    first: View,  // (B, C), of the first positions, dropped where a family drops them
-    sum: View,    // (B, C), before the curve
-    pooled: View, // (B, C), behind it, dropped
-    scores: View, // (B, L)
+/// The arguments of its forward on one micro-batch.
+#[derive(Clone, Copy, Debug)]
+pub struct ClassesForward<'a> {
+    /// Output: the statistics, with each sequence's loss in those of its first position. (R, 4).
+    pub out: View,
+    /// Output: each sequence's scores in floats, if somebody asks for them. (B, L).
+    pub scores: Option<View>,
+    /// The micro-batch.
+    pub batch: BatchView<'a>,
+    /// The head's block.
+    pub weights: View,
+    /// Labels. (R, 4).
+    pub statistics: View,
+    /// What the head reads. (R, C).
+    pub h: View,
+}
+
+/// The arguments of its backward on one micro-batch.
+#[derive(Clone, Copy, Debug)]
+pub struct ClassesBackward<'a> {
+    /// Output: the gradient of `h`. (R, C).
+    pub dh: View,
+    /// Output: the block's gradient.
+    pub gradient: View,
+    /// The micro-batch.
+    pub batch: BatchView<'a>,
+    /// The head's block.
+    pub weights: View,
+    /// Labels. (R, 4).
+    pub statistics: View,
+    /// What the head reads. (R, C).
+    pub h: View,
+    /// The factor of a sequence's loss.
+    pub scale: f32,
+    /// True when the gradient is added to; false when it is replaced.
+    pub accumulate: bool,
+}
+
+/// Activations of the head, recomputed by its backward.
+struct Activations {
+    /// The first positions, behind the first dropout. (B, C).
+    first: View,
+    /// The transform before its activation function. (B, C).
+    sum: View,
+    /// The transform, behind the second dropout. (B, C).
+    pooled: View,
+    /// (B, L).
+    scores: View,
 }
 
 impl Classes {
@@ -33,13 +76,8 @@ impl Classes {
         }
     }
 
-    fn loss(&self, rows: Rows) -> ClassLoss {
-        let is_value = matches!(self.shape.head, Head::Classes { is_value: true, .. });
-        ClassLoss { rows, labels: self.labels(), is_value }
-    }
-
-    fn size(&self, rows: Rows, outputs: usize) -> Linear {
-        Linear { rows: rows.sequences, inputs: self.shape.hidden, outputs, transposed: true }
+    fn is_value(&self) -> bool {
+        matches!(self.shape.head, Head::Classes { is_value: true, .. })
     }
 
     /// The tensors of its block.
@@ -61,113 +99,86 @@ impl Classes {
         [linear(names.class_dense, c), linear(names.class_out, self.labels())].concat()
     }
 
-    fn curve(&self) -> Activation {
+    fn activation(&self) -> Activation {
         self.shape.names.class_activation
     }
 
-    fn walk(
+    fn activations(
         &self,
         k: &dyn Kernels,
         batch: &BatchView<'_>,
         w: &[View],
         h: View,
         scratch: &Scratch<'_>,
-    ) -> Walked {
-        let (b, c) = (batch.rows.sequences, self.shape.hidden);
-        let walked = Walked {
-            first: scratch.take(b * c),
-            sum: scratch.take(b * c),
-            pooled: scratch.take(b * c),
-            scores: scratch.take(b * self.labels()),
+    ) -> Activations {
+        let (b, c) = (batch.rows().sequences, self.shape.hidden);
+        let all = Activations {
+            first: scratch.take(b, c),
+            sum: scratch.take(b, c),
+            pooled: scratch.take(b, c),
+            scores: scratch.take(b, self.labels()),
         };
-        let [before, behind] = self.drops(batch);
-        let one = Rows { sequences: b, positions: 1 };
-        k.first_rows(walked.first, h, batch.rows);
-        k.dropped(walked.first, walked.first, one, before);
-        k.linear(walked.sum, walked.first, w[0], Some(w[1]), self.size(batch.rows, c));
-        k.activate(walked.pooled, walked.sum, self.curve());
-        k.dropped(walked.pooled, walked.pooled, one, behind);
-        let size = self.size(batch.rows, self.labels());
-        k.linear(walked.scores, walked.pooled, w[2], Some(w[3]), size);
-        walked
+        let Activations { first, sum, pooled, scores } = all;
+        let [before, behind] = self.dropouts(batch);
+        k.first_rows(&FirstRows { y: first, x: h });
+        k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
+        k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
+        k.activate(&Activate { y: pooled, x: sum, activation: self.activation() });
+        k.dropout(&ApplyDropout { y: pooled, x: pooled, dropout: behind });
+        k.linear(&Linear { y: scores, x: pooled, w: w[2], bias: Some(w[3]), transposed: true });
+        all
     }
 
-    fn drops(&self, batch: &BatchView<'_>) -> [Option<Dropout>; 2] {
+    /// The dropouts before the transform and behind it, of one position of each sequence.
+    fn dropouts(&self, batch: &BatchView<'_>) -> [Option<Dropout>; 2] {
         let p = self.shape.dropout.classifier;
         let before = if self.shape.names.class_drops_first { p } else { 0.0 };
         [batch.dropout(before, self.index, 0), batch.dropout(p, self.index, 1)]
+            .map(|dropout| dropout.map(|dropout| Dropout { positions: 1, ..dropout }))
     }
 
-    /// Puts each sequence's loss into the statistics of its first position, and its scores to
-    /// `told`, (B, L), if somebody asks for them.
-    pub fn forward(
-        &self,
-        k: &dyn Kernels,
-        batch: &BatchView<'_>,
-        weights: View,
-        [out, statistics, h]: [View; 3],
-        told: Option<View>,
-        scratch: &Scratch<'_>,
-    ) {
+    /// Each sequence's loss, and its scores.
+    pub fn forward(&self, k: &dyn Kernels, pass: &ClassesForward<'_>, scratch: &Scratch<'_>) {
+        let ClassesForward { out, ref batch, weights, statistics, h, .. } = *pass;
         let w = tensor_views(&self.tensors(), weights);
-        let walked = self.walk(k, batch, &w, h, scratch);
-        if let Some(told) = told {
-            k.cast(told, walked.scores);
+        let Activations { scores, .. } = self.activations(k, batch, &w, h, scratch);
+        if let Some(y) = pass.scores {
+            k.cast(&Cast { y, x: scores });
         }
-        k.class_loss(out, statistics, walked.scores, self.loss(batch.rows));
+        k.class_loss(&ClassLoss { out, statistics, scores, is_value: self.is_value() });
     }
 
-    /// dh from the statistics' labels; the block's gradient.
-    #[allow(clippy::too_many_arguments, reason = "as a tile's")]
-    pub fn backward(
-        &self,
-        k: &dyn Kernels,
-        batch: &BatchView<'_>,
-        weights: View,
-        gradient: View,
-        [dh, statistics, h]: [View; 3],
-        scale: f32,
-        accumulate: bool,
-        scratch: &Scratch<'_>,
-    ) {
-        let (b, c) = (batch.rows.sequences, self.shape.hidden);
-        let w = tensor_views(&self.tensors(), weights);
-        let d = tensor_views(&self.tensors(), gradient);
-        let walked = self.walk(k, batch, &w, h, scratch);
-        let [before, behind] = self.drops(batch);
-        let one = Rows { sequences: b, positions: 1 };
-        let dscores = scratch.take(b * self.labels());
-        let (dpooled, dfirst) = (scratch.take(b * c), scratch.take(b * c));
-        k.class_loss_backward(dscores, walked.scores, statistics, scale, self.loss(batch.rows));
-        let size = self.size(batch.rows, self.labels());
-        let pooled = walked.pooled;
-        k.linear_backward(
-            dpooled,
-            d[2],
-            Some(d[3]),
-            dscores,
-            pooled,
-            w[2],
-            size,
-            accumulate,
-            scratch,
-        );
-        k.dropped(dpooled, dpooled, one, behind);
-        k.activate_backward(dpooled, walked.sum, self.curve());
-        let size = self.size(batch.rows, c);
-        let first = walked.first;
-        k.linear_backward(
-            dfirst,
-            d[0],
-            Some(d[1]),
-            dpooled,
-            first,
-            w[0],
-            size,
-            accumulate,
-            scratch,
-        );
-        k.dropped(dfirst, dfirst, one, before);
-        k.first_rows_backward(dh, dfirst, batch.rows);
+    /// The gradients of `h` and of the block.
+    pub fn backward(&self, k: &dyn Kernels, pass: &ClassesBackward<'_>, scratch: &Scratch<'_>) {
+        let ClassesBackward { dh, gradient, ref batch, weights, statistics, h, .. } = *pass;
+        let (w, d) =
+            (tensor_views(&self.tensors(), weights), tensor_views(&self.tensors(), gradient));
+        let Activations { first, sum, pooled, scores } = self.activations(k, batch, &w, h, scratch);
+        let [before, behind] = self.dropouts(batch);
+        let dscores = scratch.take_like(scores);
+        let (dpooled, dfirst) = (scratch.take_like(pooled), scratch.take_like(first));
+        let (scale, is_value) = (pass.scale, self.is_value());
+        let loss = ClassLossBackward { dscores, scores, statistics, scale, is_value };
+        k.class_loss_backward(&loss);
+        let linear_backward = |dx: View, dy: View, x: View, at: usize| {
+            let op = LinearBackward {
+                dx,
+                dw: d[at],
+                dbias: Some(d[at + 1]),
+                dy,
+                x,
+                w: w[at],
+                transposed: true,
+                accumulate: pass.accumulate,
+            };
+            k.linear_backward(&op, scratch);
+        };
+        linear_backward(dpooled, dscores, pooled, 2);
+        k.dropout(&ApplyDropout { y: dpooled, x: dpooled, dropout: behind });
+        let activation = self.activation();
+        k.activate_backward(&ActivateBackward { dx: dpooled, x: sum, activation });
+        linear_backward(dfirst, dpooled, first, 0);
+        k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
+        k.first_rows_backward(&FirstRowsBackward { dx: dh, dy: dfirst });
     }
 }

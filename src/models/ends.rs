@@ -1,16 +1,13 @@
-//! What stands before the first block and behind the last.
+//! The layers before the first block and behind the last.
 
 use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor, tensor_views};
 use super::shape::Shape;
-use crate::kernels::BatchView;
-use crate::kernels::{Activation, Kernels, Linear, Norm, Rows};
-use crate::tensor::Scratch;
-use crate::tensor::{Dtype, View};
-
-fn norm_of(shape: &Shape, rows: Rows) -> Norm {
-    let Shape { hidden: channels, norm_epsilon: epsilon, rms_norm: rms, .. } = *shape;
-    Norm { rows: rows.count(), channels, epsilon, rms }
-}
+use crate::kernels::{
+    Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
+    AddTokenTypesBackward, ApplyDropout, BatchView, Cast, Clear, Kernels, Linear, LinearBackward,
+    Norm, NormBackward,
+};
+use crate::tensor::{Dtype, Scratch, View};
 
 /// A norm's scale and, by its kind, shift.
 fn norm_tensors(name: &str, shape: &Shape) -> Vec<Tensor> {
@@ -25,8 +22,8 @@ fn norm_tensors(name: &str, shape: &Shape) -> Vec<Tensor> {
     [named("weight", Init::Ones)].into_iter().chain(shift).collect()
 }
 
-/// Adds positions and kinds of tokens, and norms, where a family has them: what stands between the
-/// embedding and the first block.
+/// The layer between the embedding and the first block: adds positions and kinds of tokens, and
+/// norms, where a family has them.
 #[derive(Clone, Debug)]
 pub struct Stem {
     /// The layer's index, for dropout.
@@ -55,14 +52,49 @@ impl Stem {
     }
 
     fn parts(&self, block: View) -> StemParts {
-        let Shape { hidden, positions, learned_positions, token_types, rms_norm, .. } = self.shape;
+        let Shape { positions, learned_positions, token_types, rms_norm, .. } = self.shape;
         let mut views = tensor_views(&self.tensors(), block).into_iter();
         let mut next = || views.next().expect("as `tensors` lists them");
         StemParts {
-            positions: learned_positions
-                .map(|before| next().part(before * hidden..(before + positions) * hidden)),
+            positions: learned_positions.map(|before| next().row_range(before..before + positions)),
             kinds: (token_types > 0).then(&mut next),
             norm: self.has_norm().then(|| (next(), (!rms_norm).then(&mut next))),
+        }
+    }
+
+    /// The sum of embedding, positions and kinds of tokens.
+    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, batch: &BatchView<'_>) {
+        let batch = *batch;
+        match w.positions {
+            Some(table) => k.add_positions(&AddPositions { y, x, table, batch }),
+            None => k.dropout(&ApplyDropout { y, x, dropout: None }),
+        }
+        if let Some(table) = w.kinds {
+            k.add_token_types(&AddTokenTypes { y, table, batch });
+        }
+    }
+
+    /// The gradients of the tables from that of the sum.
+    fn tables_backward(
+        &self,
+        k: &dyn Kernels,
+        d: &StemParts,
+        gradient: View,
+        dy: View,
+        pass: &Backward<'_>,
+    ) {
+        let Backward { batch, accumulate, scratch, .. } = *pass;
+        if let (Some(dtable), Some(before)) = (d.positions, self.shape.learned_positions) {
+            // No token has a position before the first.
+            let rows = tensor_views(&self.tensors(), gradient)[0];
+            if before > 0 && !accumulate {
+                k.clear(&Clear { y: rows.row_range(0..before) });
+            }
+            k.add_positions_backward(&AddPositionsBackward { dtable, dy, batch, accumulate });
+        }
+        if let Some(dtable) = d.kinds {
+            let op = AddTokenTypesBackward { dtable, dy, batch, accumulate };
+            k.add_token_types_backward(&op, scratch);
         }
     }
 }
@@ -91,72 +123,68 @@ impl Layer for Stem {
         0
     }
 
-    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { batch, weights, x, y, scratch, .. } = *pass;
         let w = self.parts(weights);
-        let sum = if w.norm.is_some() { scratch.take(y.len()) } else { y };
+        let sum = if w.norm.is_some() { scratch.take_like(y) } else { y };
         self.sum(k, &w, sum, x, &batch);
         if let Some((gamma, beta)) = w.norm {
-            let statistics = scratch.take_floats(2 * batch.rows.count());
-            k.norm(y, statistics, sum, gamma, beta, norm_of(&self.shape, batch.rows));
+            let statistics = scratch.take_floats(x.rows, 2);
+            k.norm(&norm(&self.shape, y, statistics, sum, gamma, beta));
         }
         let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
         if dropout.is_some() {
-            k.dropped(y, y, batch.rows, dropout);
+            k.dropout(&ApplyDropout { y, x: y, dropout });
         }
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
         let (w, d) = (self.parts(weights), self.parts(gradient));
         let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
-        let dx = dx.unwrap_or_else(|| scratch.take(dy.len()));
-        match (w.norm, d.norm) {
-            (Some((gamma, beta)), Some((dgamma, dbeta))) => {
-                let (sum, y, dsum) =
-                    (scratch.take(x.len()), scratch.take(x.len()), scratch.take(x.len()));
-                let statistics = scratch.take_floats(2 * batch.rows.count());
-                let size = norm_of(&self.shape, batch.rows);
-                self.sum(k, &w, sum, x, &batch);
-                k.norm(y, statistics, sum, gamma, beta, size);
-                k.dropped(dsum, dy, batch.rows, dropout);
-                k.norm_backward(
-                    dx, dgamma, dbeta, None, dsum, sum, statistics, gamma, size, accumulate,
-                    scratch,
-                );
-            }
-            _ => k.dropped(dx, dy, batch.rows, dropout),
+        let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
+        if let (Some((gamma, beta)), Some((dgamma, dbeta))) = (w.norm, d.norm) {
+            let (sum, y, dsum) = (scratch.take_like(x), scratch.take_like(x), scratch.take_like(x));
+            let statistics = scratch.take_floats(x.rows, 2);
+            self.sum(k, &w, sum, x, &batch);
+            k.norm(&norm(&self.shape, y, statistics, sum, gamma, beta));
+            k.dropout(&ApplyDropout { y: dsum, x: dy, dropout });
+            let op = NormBackward {
+                dx,
+                dgamma,
+                dbeta,
+                residual: None,
+                dy: dsum,
+                x: sum,
+                statistics,
+                gamma,
+                rms: self.shape.rms_norm,
+                accumulate,
+            };
+            k.norm_backward(&op, scratch);
+        } else {
+            k.dropout(&ApplyDropout { y: dx, x: dy, dropout });
         }
-        if let (Some(whole), Some(before)) = (d.positions, self.shape.learned_positions) {
-            // Rows before the first position are nobody's.
-            let rows = tensor_views(&self.tensors(), gradient)[0];
-            if before > 0 && !accumulate {
-                k.clear(rows.part(0..before * self.shape.hidden));
-            }
-            k.add_positions_backward(whole, dx, batch.places(), accumulate);
-        }
-        if let Some(kinds) = d.kinds {
-            k.add_types_backward(kinds, dx, batch.kinds, accumulate, scratch);
-        }
+        self.tables_backward(k, &d, gradient, dx, pass);
     }
 }
 
-impl Stem {
-    /// The sum of the three.
-    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, batch: &BatchView<'_>) {
-        match w.positions {
-            Some(table) => k.add_positions(y, x, table, batch.places()),
-            None => k.dropped(y, x, batch.rows, None),
-        }
-        if let Some(table) = w.kinds {
-            k.add_types(y, table, batch.kinds);
-        }
-    }
+/// The norm of a shape.
+fn norm(
+    shape: &Shape,
+    y: View,
+    statistics: View,
+    x: View,
+    gamma: View,
+    beta: Option<View>,
+) -> Norm {
+    let Shape { norm_epsilon: epsilon, rms_norm: rms, .. } = *shape;
+    Norm { y, statistics, x, gamma, beta, epsilon, rms }
 }
 
 /// The norm in front of the head, or the head's transform.
@@ -172,32 +200,27 @@ impl Final {
         shape.masked_head() || !shape.names.final_norm.is_empty()
     }
 
-    fn linear(&self, rows: Rows) -> Linear {
-        let Shape { hidden, transposed, .. } = self.shape;
-        Linear { rows: rows.count(), inputs: hidden, outputs: hidden, transposed }
-    }
-
-    /// The transform's curve.
-    fn curve(&self) -> Activation {
+    /// The transform's activation function.
+    fn activation(&self) -> Activation {
         self.shape.names.transform_activation.unwrap_or(self.shape.activation)
     }
 
-    /// What the norm reads: x, or its transform, with the transform's sum before the curve.
-    fn before_norm(
+    /// What the norm reads: x, or its transform; and the transform before its activation function.
+    fn norm_input(
         &self,
         k: &dyn Kernels,
         views: &[View],
         x: View,
-        rows: Rows,
         scratch: &Scratch<'_>,
     ) -> (View, Option<View>) {
         if !self.shape.masked_head() {
             return (x, None);
         }
-        let (sum, bent) = (scratch.take(x.len()), scratch.take(x.len()));
-        k.linear(sum, x, views[0], Some(views[1]), self.linear(rows));
-        k.activate(bent, sum, self.curve());
-        (bent, Some(sum))
+        let (sum, activated) = (scratch.take_like(x), scratch.take_like(x));
+        let transposed = self.shape.transposed;
+        k.linear(&Linear { y: sum, x, w: views[0], bias: Some(views[1]), transposed });
+        k.activate(&Activate { y: activated, x: sum, activation: self.activation() });
+        (activated, Some(sum))
     }
 
     /// Where the norm's tensors begin among the views.
@@ -231,7 +254,7 @@ impl Layer for Final {
         true
     }
 
-    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
 
@@ -240,61 +263,78 @@ impl Layer for Final {
         let views = tensor_views(&self.tensors(), weights);
         let (gamma, beta) = (views[self.norm_at()], views.get(self.norm_at() + 1).copied());
         for chunk in batch.chunks(true) {
-            let (scratch, rows) = (&scratch.nested(), chunk.batch(batch).rows);
-            let [x, y] = [x, y].map(|view| chunk.of(view, self.shape.hidden));
-            let (read, _) = self.before_norm(k, &views, x, rows, scratch);
-            let statistics = scratch.take_floats(2 * rows.count());
-            k.norm(y, statistics, read, gamma, beta, norm_of(&self.shape, rows));
+            let scratch = &scratch.nested();
+            let [x, y] = [x, y].map(|view| chunk.rows_of(view));
+            let (input, _) = self.norm_input(k, &views, x, scratch);
+            let statistics = scratch.take_floats(x.rows, 2);
+            k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
         }
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { ref batch, weights, gradient, mut accumulate, x, dy, dx, .. } = *pass;
-        let (scratch, c) = (pass.scratch, self.shape.hidden);
+        let scratch = pass.scratch;
         let views = tensor_views(&self.tensors(), weights);
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
         let d = tensor_views(&self.tensors(), gradient);
         for chunk in batch.chunks(true) {
-            let (scratch, rows) = (&scratch.nested(), chunk.batch(batch).rows);
-            let dx = dx.map(|dx| chunk.of(dx, c));
-            let dx = dx.unwrap_or_else(|| scratch.take(rows.count() * c));
-            let [x, mut dy] = [x, dy].map(|view| chunk.of(view, c));
+            let scratch = &scratch.nested();
+            let [x, mut dy] = [x, dy].map(|view| chunk.rows_of(view));
+            let dx = dx.map(|dx| chunk.rows_of(dx)).unwrap_or_else(|| scratch.take_like(x));
             if dy.dtype != x.dtype {
                 let floats = dy;
-                dy = scratch.take(floats.len());
-                k.cast(dy, floats);
+                dy = scratch.take_like(floats);
+                k.cast(&Cast { y: dy, x: floats });
             }
-            self.backward_of(k, [&views, &d], [x, dy, dx], rows, accumulate, scratch);
+            self.chunk_backward(k, [&views, &d], [x, dy, dx], accumulate, scratch);
             accumulate = true;
         }
     }
 }
 
 impl Final {
-    /// Of one chunk: x, dy and dx are its own. The tensors and their gradients.
-    fn backward_of(
+    /// Of one chunk: `x`, `dy` and `dx` are its own. The tensors and their gradients.
+    fn chunk_backward(
         &self,
         k: &dyn Kernels,
         [views, d]: [&[View]; 2],
         [x, dy, dx]: [View; 3],
-        rows: Rows,
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
-        let (y, statistics) = (scratch.take(dy.len()), scratch.take_floats(2 * rows.count()));
-        let (norm, at) = (norm_of(&self.shape, rows), self.norm_at());
+        let (y, statistics) = (scratch.take_like(dy), scratch.take_floats(x.rows, 2));
+        let at = self.norm_at();
         let (gamma, beta) = (views[at], views.get(at + 1).copied());
-        let (dgamma, dbeta) = (d[at], d.get(at + 1).copied());
-        let (read, sum) = self.before_norm(k, views, x, rows, scratch);
-        k.norm(y, statistics, read, gamma, beta, norm);
-        let dread = if sum.is_some() { scratch.take(dy.len()) } else { dx };
-        k.norm_backward(
-            dread, dgamma, dbeta, None, dy, read, statistics, gamma, norm, accumulate, scratch,
-        );
+        let (input, sum) = self.norm_input(k, views, x, scratch);
+        k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
+        let dinput = if sum.is_some() { scratch.take_like(dy) } else { dx };
+        let op = NormBackward {
+            dx: dinput,
+            dgamma: d[at],
+            dbeta: d.get(at + 1).copied(),
+            residual: None,
+            dy,
+            x: input,
+            statistics,
+            gamma,
+            rms: self.shape.rms_norm,
+            accumulate,
+        };
+        k.norm_backward(&op, scratch);
         if let Some(sum) = sum {
-            k.activate_backward(dread, sum, self.curve());
-            let size = self.linear(rows);
-            k.linear_backward(dx, d[0], Some(d[1]), dread, x, views[0], size, accumulate, scratch);
+            let activation = self.activation();
+            k.activate_backward(&ActivateBackward { dx: dinput, x: sum, activation });
+            let op = LinearBackward {
+                dx,
+                dw: d[0],
+                dbias: Some(d[1]),
+                dy: dinput,
+                x,
+                w: views[0],
+                transposed: self.shape.transposed,
+                accumulate,
+            };
+            k.linear_backward(&op, scratch);
         }
     }
 }

@@ -1,15 +1,15 @@
 //! What a layer is: tensors, and what it does to one micro-batch forward and backward.
 //!
 //! A layer says which kernels run on which views; it holds no memory. Between forward and backward
-//! it keeps nothing but its input and what it writes to `kept` when nothing is recomputed, so
-//! recomputing or not is one choice in one place and gives the same bits.
+//! it keeps its input, and what it writes to `saved` when activations are not recomputed. So
+//! recomputation is one choice in one place, and gives the same bits.
 
 use std::ops::Range;
 
 use crate::kernels::{BatchView, CustomKernel, Kernels};
 use crate::tensor::{Dtype, Scratch, View};
 
-/// How a tensor begins in a model of random weights.
+/// The initial values of a tensor in a model of random weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// 0.
@@ -20,23 +20,23 @@ pub enum Init {
     Normal(f32),
 }
 
-/// What a tensor is to weight decay.
+/// The kind of a tensor, for weight decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Of a product, or an embedding.
+    /// Of a matrix product, or an embedding.
     Weight,
-    /// Added.
+    /// A bias.
     Bias,
     /// Scale or shift of a norm.
     Norm,
 }
 
-/// Which intermediates wait in the stash from forward to backward.
+/// Which activations are saved from forward to backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Save {
     /// All.
     All,
-    /// All but attention's: its norm, queries, keys, values, and what it comes to are computed again.
+    /// All but attention's: its norm, queries, keys, values and output are recomputed.
     AllButAttention,
 }
 
@@ -47,9 +47,9 @@ pub struct Tensor {
     pub name: String,
     /// Its sizes, outermost first.
     pub shape: Vec<usize>,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
-    /// How it begins.
+    /// Its initial values.
     pub init: Init,
     /// True when it lies right behind the one before, so that both are one matrix of a product.
     pub joined: bool,
@@ -67,38 +67,37 @@ impl Tensor {
     }
 }
 
-/// One micro-batch forward.
+/// The arguments of a layer's forward on one micro-batch.
 #[derive(Debug)]
 pub struct Forward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
     /// The layer's block.
     pub weights: View,
-    /// What comes in. (R, C).
+    /// Input. (R, C).
     pub x: View,
-    /// What goes out. (R, C).
+    /// Output. (R, C).
     pub y: View,
-    /// Where to keep intermediates, in floats, and which, unless all are recomputed.
+    /// Where to save activations, in floats, and which; `None`: all are recomputed.
     pub saved: Option<(Save, View)>,
-    /// What attention is to remember of this micro-batch, and what it remembers of those before
-    /// it, when tokens come a few at a time. See [`Kernels::attention_to_past`].
-    pub memory: Option<KvCache>,
-    /// What chunks leave to later ones, as long as the layer asked for.
+    /// The KV cache, when tokens come a few at a time.
+    pub kv_cache: Option<KvCache>,
+    /// What the chunks of a sequence leave to later chunks, as long as the layer asked for.
     pub chunk_state: View,
     /// Workspace.
     pub scratch: &'a Scratch<'a>,
 }
 
-/// A layer's memory of a micro-batch's sequences.
+/// A layer's KV cache for the sequences of a micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct KvCache {
-    /// Where its keys and values go. (R, 2 K D).
-    pub fresh: View,
-    /// Those from before, if there are any. (B, P, 2 K D).
-    pub past: Option<View>,
+    /// Where the new keys and values go. (R, 2 K D).
+    pub new: View,
+    /// Keys and values of earlier positions, if there are any. (B P, 2 K D).
+    pub cached: Option<View>,
 }
 
-/// One micro-batch backward.
+/// The arguments of a layer's backward on one micro-batch.
 #[derive(Debug)]
 pub struct Backward<'a> {
     /// The micro-batch.
@@ -109,11 +108,11 @@ pub struct Backward<'a> {
     pub gradient: Option<View>,
     /// True when the gradient holds contributions of this step already.
     pub accumulate: bool,
-    /// What came in. (R, C).
+    /// The forward's input. (R, C).
     pub x: View,
-    /// What was kept, unless all is recomputed.
+    /// The activations that were saved; `None`: all are recomputed.
     pub saved: Option<(Save, View)>,
-    /// The gradient of what went out. (R, C).
+    /// The gradient of the output. (R, C).
     pub dy: View,
     /// Where the gradient of `x` goes, if anybody needs it.
     pub dx: Option<View>,
@@ -134,7 +133,7 @@ pub trait Layer: Send + Sync {
         self.tensors().iter().map(weights).sum()
     }
 
-    /// Numbers that its attention remembers of a position; 0: it remembers nothing.
+    /// Numbers that its KV cache holds for each position; 0: it has none.
     fn kv_width(&self) -> usize {
         0
     }
@@ -144,31 +143,32 @@ pub trait Layer: Send + Sync {
         0
     }
 
-    /// Whether its backward casts `dy` by itself, which a head's tiles hand on in floats.
+    /// Whether its backward accepts `dy` in floats on a device of another dtype, as a head's tiles
+    /// sum it.
     fn takes_floats(&self) -> bool {
         false
     }
 
-    /// Kernels of its own that it runs, so that a device can make them ready.
+    /// Kernels of its own that it runs, so that a device can compile them.
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()
     }
 
-    /// Floats that [chunks](BatchView::chunks) of one sequence of so many `positions` leave to
-    /// each other, in training or without, on a device of this kind; 0: it walks all at once, or they
-    /// leave nothing.
-    fn chunk_state_len(&self, _positions: usize, _trains: bool, _of: Dtype) -> usize {
+    /// Floats that the [chunks](BatchView::chunks) of one sequence of so many `positions` leave to
+    /// each other, in training or without, for elements of this dtype. 0: it walks the whole
+    /// sequence at once, or its chunks leave nothing.
+    fn chunk_state_len(&self, _positions: usize, _trains: bool, _dtype: Dtype) -> usize {
         0
     }
 
-    /// Floats that what it keeps for one sequence of `positions` takes, when it is to keep this, on a
-    /// device of this kind.
-    fn saved_len(&self, positions: usize, save: Save, of: Dtype) -> usize;
+    /// Floats that the saved activations of one sequence of `positions` take, for elements of this
+    /// dtype.
+    fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
 
-    /// Runs it.
+    /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
-    /// Runs it back.
+    /// Computes `dx` and the gradient of the block.
     fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>);
 }
 
@@ -182,13 +182,19 @@ pub fn tensor_ranges(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
     })
 }
 
-/// Views of a block's tensors, in their order; joined ones are one.
+/// Views of a block's tensors, in their order. Joined tensors are one view, with the rows of all;
+/// or, where they are vectors, with the elements of all.
 pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
     let mut views: Vec<View> = Vec::new();
     for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+        let is_vector = tensor.shape.len() == 1;
         match views.last_mut().filter(|_| tensor.joined) {
-            Some(last) => last.columns += range.len(),
-            None => views.push(block.part(range)),
+            Some(last) if is_vector => last.columns += range.len(),
+            Some(last) => last.rows += tensor.shape[0],
+            None => {
+                let rows = if is_vector { 1 } else { tensor.shape[0] };
+                views.push(block.part(range.clone()).with_columns(range.len() / rows));
+            }
         }
     }
     views

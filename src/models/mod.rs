@@ -11,7 +11,7 @@ mod shape;
 mod visit;
 
 pub use block::Block;
-pub use classes::Classes;
+pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
 pub use layer::{

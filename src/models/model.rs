@@ -10,8 +10,7 @@ use super::ends::{Final, Stem};
 use super::layer::{Init, Kind, Layer, Save, Tensor, block_len};
 use super::shape::Shape;
 use crate::error::Error;
-use crate::kernels::{CrossEntropy, Loss};
-use crate::kernels::{STATISTICS, Scores};
+use crate::kernels::{CrossEntropy, Loss, STATISTICS};
 use crate::tensor::Dtype;
 
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
@@ -140,14 +139,15 @@ impl Model {
         Model { shape, parts, part_blocks, blocks, tiles, loss }
     }
 
-    /// What the ring sees, for sequences of so many positions, of which layers keep what they are to
-    /// if they keep anything, and for updates with so many states.
+    /// The model as the ring schedules it: blocks, layers and bytes of each sequence, for sequences
+    /// of `positions` tokens, this choice of saved activations, and update rules with `states`
+    /// states.
     pub fn for_ring(
         &self,
         positions: usize,
         save: Save,
         states: usize,
-        of: Dtype,
+        dtype: Dtype,
     ) -> l2l_actors::schedule::Model {
         let boundary = |slots: u32, floats: usize| {
             let bytes = (floats * size_of::<f32>()) as u64;
@@ -155,13 +155,13 @@ impl Model {
         };
         let hidden = positions * self.shape.hidden;
         let saved = self.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(layer.saved_len(positions, save, of)),
+            Part::Stack(layer) => Some(layer.saved_len(positions, save, dtype)),
             _ => None,
         });
         let saved = saved.max().unwrap_or(0);
         let block = |tensors: &Vec<Tensor>| {
             let gradient_bytes = (block_len(tensors) * size_of::<f32>()) as u64;
-            let bytes = (block_len(tensors) * of.size()) as u64;
+            let bytes = (block_len(tensors) * dtype.size()) as u64;
             let state_bytes = gradient_bytes * (1 + states as u64);
             BlockSize { bytes, gradient_bytes, state_bytes, frozen: false }
         };
@@ -172,27 +172,21 @@ impl Model {
                 Part::Head(_) | Part::Classes(_) => Role::Tile,
             },
             blocks: blocks.clone(),
-            keeps: matches!(part, Part::Stack(layer) if layer.saved_len(positions, save, of) > 0),
+            keeps: matches!(part, Part::Stack(layer) if layer.saved_len(positions, save, dtype) > 0),
         });
         l2l_actors::schedule::Model {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
-            hidden: boundary(1, of.floats(hidden)),
+            hidden: boundary(1, dtype.floats(hidden)),
             intermediates: boundary(1, saved),
             statistics: boundary(1, positions * STATISTICS),
-            head_gradient: boundary(1, self.head_gradient(of).floats(hidden)),
+            head_gradient: boundary(1, self.head_gradient(dtype).floats(hidden)),
         }
     }
 
-    /// What the gradient that a head hands on is: that of tiles is a sum over them, in floats.
-    pub fn head_gradient(&self, of: Dtype) -> Dtype {
-        if self.shape.scores_tokens() { Dtype::F32 } else { of }
-    }
-
-    /// Sizes of a head tile for so many rows, of which so many have a label.
-    pub fn scores(&self, tile: Tile, rows: usize, labelled: usize) -> Scores {
-        let Tile { first, rows: height } = tile;
-        Scores { rows, labelled, channels: self.shape.hidden, tile: height, first }
+    /// The dtype of the head's gradient: tiles sum theirs in floats.
+    pub fn head_gradient(&self, dtype: Dtype) -> Dtype {
+        if self.shape.scores_tokens() { Dtype::F32 } else { dtype }
     }
 
     /// Model FLOPs of training on sequences of these lengths, `labelled` of whose positions are

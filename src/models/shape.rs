@@ -109,7 +109,7 @@ impl Shape {
     }
 
     /// Channels of attention's output before its projection.
-    pub fn mixed(&self) -> usize {
+    pub fn attention_width(&self) -> usize {
         self.heads * self.head_size
     }
 

@@ -1,17 +1,23 @@
-//! One micro-batch at one visit: which views are what to the layer that is visited.
+//! One micro-batch at one visit: which views are the inputs and outputs of the visited layer.
 
 use l2l_actors::schedule::{Phase, Visit};
 
-use crate::kernels::{BatchView, CHUNK_POSITIONS, DropoutKey, Kernels, Rows, STATISTICS};
-use crate::models::{Backward, Forward, KvCache, Model, Part, Save, Tile, block_len};
+use crate::kernels::{
+    BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, DropoutKey, Kernels, Logits, Rows, STATISTICS,
+    Score, ScoreBackward,
+};
+use crate::models::{
+    Backward, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer, Model, Part, Save,
+    Tile, block_len,
+};
 use crate::tensor::{Dtype, Scratch, View};
 
-/// What a micro-batch brings to a visit, and where it leaves what.
+/// The arguments of a visit for one micro-batch.
 pub(crate) struct VisitArgs<'a> {
     pub(crate) batch: BatchView<'a>,
     /// Its positions that have a label.
     pub(crate) labelled: usize,
-    /// What weights and activations are.
+    /// The dtype of weights and activations.
     pub(crate) dtype: Dtype,
     pub(crate) weights: View,
     pub(crate) gradient: Option<View>,
@@ -20,151 +26,228 @@ pub(crate) struct VisitArgs<'a> {
     pub(crate) reads: Vec<View>,
     pub(crate) writes: Vec<View>,
     pub(crate) scale: f32,
-    /// True when heads tell logits, or scores, in front of their statistics.
-    pub(crate) tells: bool,
-    /// What is kept in the stash, if anything is.
+    /// True when heads write logits, or scores, in front of their statistics.
+    pub(crate) writes_logits: bool,
+    /// Which activations are saved, if any are.
     pub(crate) save: Save,
-    /// True when layers tell what they remember behind their output.
-    pub(crate) remembers: bool,
+    /// True when layers write new keys and values behind their output.
+    pub(crate) writes_kv: bool,
     pub(crate) workspace: View,
-    /// What chunks of a long sequence leave to each other.
+    /// What the chunks of a long sequence leave to each other.
     pub(crate) chunk_state: View,
 }
 
-/// Runs it; floats of workspace that were in use at once, at most.
+/// Runs the visited layer. Returns the most floats of workspace that were in use at once.
 pub(crate) fn run(
     model: &Model,
     visit: &Visit,
     kernels: &dyn Kernels,
-    stay: &VisitArgs<'_>,
+    args: &VisitArgs<'_>,
 ) -> usize {
-    go(model, visit.layer.0 as usize, visit.phase == Phase::Backward, kernels, stay)
+    let backward = visit.phase == Phase::Backward;
+    VisitRun::new(model, visit.layer.0 as usize, kernels, args).run(backward)
 }
 
-fn go(
-    model: &Model,
+/// A visit while it runs.
+struct VisitRun<'r> {
+    model: &'r Model,
     layer: usize,
-    backward: bool,
-    kernels: &dyn Kernels,
-    stay: &VisitArgs<'_>,
-) -> usize {
-    let VisitArgs {
-        batch,
-        labelled,
-        dtype,
-        weights,
-        gradient,
-        accumulate,
-        ref reads,
-        ref writes,
-        ..
-    } = *stay;
-    let VisitArgs { scale, tells, save, remembers, workspace, chunk_state, .. } = *stay;
-    let scratch = &Scratch::new(workspace, dtype);
-    let hidden = |slot: View, of: Dtype| slot.hold(batch.rows.count() * model.shape.hidden, of);
-    let head_gradient = model.head_gradient(dtype);
-    match (&model.parts[layer], backward) {
-        (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
-        (Part::Stack(layer), false) => {
-            let (x, y) = (hidden(reads[0], dtype), hidden(writes[0], dtype));
-            let kv_width = |slot: &View| {
-                let (floats, width) = (Dtype::F32.size() * slot.len(), layer.kv_width());
-                slot.hold(floats / dtype.size() / width * width, dtype)
-            };
-            let (saved, memory) = match writes.get(1).copied() {
-                Some(fresh) if remembers => {
-                    let (fresh, past) = (kv_width(&fresh), reads.get(1).map(kv_width));
-                    (None, Some(KvCache { fresh, past }))
-                }
-                saved => (saved.map(|view| (save, view)), None),
-            };
-            let pass = Forward { batch, weights, x, y, saved, memory, chunk_state, scratch };
-            layer.forward(kernels, &pass);
+    k: &'r dyn Kernels,
+    args: &'r VisitArgs<'r>,
+    scratch: Scratch<'static>,
+}
+
+impl<'r> VisitRun<'r> {
+    fn new(
+        model: &'r Model,
+        layer: usize,
+        k: &'r dyn Kernels,
+        args: &'r VisitArgs<'r>,
+    ) -> VisitRun<'r> {
+        let scratch = Scratch::new(args.workspace, args.dtype);
+        VisitRun { model, layer, k, args, scratch }
+    }
+
+    fn run(&self, backward: bool) -> usize {
+        match (&self.model.parts[self.layer], backward) {
+            (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
+            (Part::Stack(layer), false) => self.layer_forward(&**layer),
+            (Part::Stack(layer), true) => self.layer_backward(&**layer),
+            (Part::Classes(classes), false) => self.classes_forward(classes),
+            (Part::Classes(classes), true) => self.classes_backward(classes),
+            (&Part::Head(tile), false) => self.tile_forward(tile),
+            (&Part::Head(tile), true) => self.tile_backward(tile),
         }
-        (Part::Stack(of), true) => {
-            let x = hidden(reads[0], dtype);
-            let saved = (reads.len() == 3).then(|| (save, reads[1]));
-            let dx = writes.first().map(|slot| hidden(*slot, dtype));
-            let is_last = model.parts.get(layer + 1).is_some_and(Part::is_head);
-            let given = if is_last { head_gradient } else { dtype };
-            let mut dy = hidden(reads[reads.len() - 1], given);
-            if given != dtype && !of.takes_floats() {
-                let cast = scratch.take(dy.len());
-                kernels.cast(cast, dy);
-                dy = cast;
+        self.scratch.peak()
+    }
+
+    /// The hidden states, or their gradient, that a slot holds. (R, C).
+    fn hidden(&self, slot: View, dtype: Dtype) -> View {
+        slot.hold(self.args.batch.rows().count(), self.model.shape.hidden, dtype)
+    }
+
+    /// The keys and values that a slot holds. (positions, 2 K D).
+    fn kv(&self, slot: View, width: usize) -> View {
+        let elements = Dtype::F32.size() * slot.len() / self.args.dtype.size();
+        slot.hold(elements / width, width, self.args.dtype)
+    }
+
+    /// The head's statistics that a slot holds. (R, 4).
+    fn statistics(&self, slot: View) -> View {
+        slot.with_columns(STATISTICS)
+    }
+
+    fn last_write(&self) -> View {
+        *self.args.writes.last().expect("a visit writes")
+    }
+
+    /// The block's gradient; of a frozen block, in workspace.
+    fn gradient(&self) -> View {
+        let VisitArgs { gradient, weights, .. } = *self.args;
+        gradient.unwrap_or_else(|| self.scratch.take_floats(1, weights.len()))
+    }
+
+    fn layer_forward(&self, layer: &dyn Layer) {
+        let VisitArgs { batch, dtype, weights, ref reads, ref writes, .. } = *self.args;
+        let VisitArgs { save, writes_kv, chunk_state, .. } = *self.args;
+        let (saved, kv_cache) = match writes.get(1).copied() {
+            Some(new) if writes_kv => {
+                let kv = |slot: View| self.kv(slot, layer.kv_width());
+                let cached = reads.get(1).map(|slot| kv(*slot));
+                (None, Some(KvCache { new: kv(new), cached }))
             }
-            let pass = Backward {
-                batch,
-                weights,
-                gradient,
-                accumulate,
-                x,
-                saved,
-                dy,
-                dx,
-                chunk_state,
-                scratch,
-            };
-            of.backward(kernels, &pass);
+            saved => (saved.map(|view| (save, view)), None),
+        };
+        let pass = Forward {
+            batch,
+            weights,
+            x: self.hidden(reads[0], dtype),
+            y: self.hidden(writes[0], dtype),
+            saved,
+            kv_cache,
+            chunk_state,
+            scratch: &self.scratch,
+        };
+        layer.forward(self.k, &pass);
+    }
+
+    fn layer_backward(&self, layer: &dyn Layer) {
+        let VisitArgs { batch, dtype, weights, gradient, accumulate, .. } = *self.args;
+        let VisitArgs { ref reads, ref writes, save, chunk_state, .. } = *self.args;
+        let is_last = self.model.parts.get(self.layer + 1).is_some_and(Part::is_head);
+        let given = if is_last { self.model.head_gradient(dtype) } else { dtype };
+        let mut dy = self.hidden(reads[reads.len() - 1], given);
+        if given != dtype && !layer.takes_floats() {
+            let cast = self.scratch.take_like(dy);
+            self.k.cast(&Cast { y: cast, x: dy });
+            dy = cast;
         }
-        (Part::Classes(classes), false) => {
-            let told = tells.then_some(writes[0]);
-            let views = [writes[writes.len() - 1], reads[1], hidden(reads[0], dtype)];
-            classes.forward(kernels, &batch, weights, views, told, scratch);
-        }
-        (Part::Classes(classes), true) => {
-            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
-            let views = [hidden(writes[0], head_gradient), reads[1], hidden(reads[0], dtype)];
-            classes.backward(kernels, &batch, weights, gradient, views, scale, accumulate, scratch);
-        }
-        (&Part::Head(tile), false) => {
-            let (w, bias) = head_views(model, tile, weights);
-            let size = model.scores(tile, batch.rows.count(), labelled);
-            let (out, statistics) = (writes[writes.len() - 1], reads[1]);
-            let h = hidden(reads[0], dtype);
-            if tells {
-                kernels.logits(writes[0], statistics, h, w, bias, size, scratch);
-                kernels.cast(out, statistics);
-            } else {
-                kernels.score(out, statistics, h, w, bias, size, scratch);
-            }
-        }
-        (&Part::Head(tile), true) => {
-            let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
-            let (w, bias) = head_views(model, tile, weights);
-            let (dw, dbias) = head_views(model, tile, gradient);
-            let (h, statistics) = (hidden(reads[0], dtype), reads[1]);
-            let before = reads.get(2).map(|slot| hidden(*slot, head_gradient));
-            let size = model.scores(tile, batch.rows.count(), labelled);
-            kernels.score_backward(
-                hidden(writes[0], head_gradient),
-                dw,
-                dbias,
-                before,
-                statistics,
-                h,
-                w,
-                bias,
-                &*model.loss,
-                scale,
-                size,
-                accumulate,
-                scratch,
-            );
+        let pass = Backward {
+            batch,
+            weights,
+            gradient,
+            accumulate,
+            x: self.hidden(reads[0], dtype),
+            saved: (reads.len() == 3).then(|| (save, reads[1])),
+            dy,
+            dx: writes.first().map(|slot| self.hidden(*slot, dtype)),
+            chunk_state,
+            scratch: &self.scratch,
+        };
+        layer.backward(self.k, &pass);
+    }
+
+    fn classes_forward(&self, classes: &Classes) {
+        let VisitArgs { batch, dtype, weights, ref reads, ref writes, .. } = *self.args;
+        let sequences = batch.rows().sequences;
+        let scores = |slot: View| slot.with_columns(slot.len() / sequences);
+        let pass = ClassesForward {
+            out: self.statistics(self.last_write()),
+            scores: self.args.writes_logits.then(|| scores(writes[0])),
+            batch,
+            weights,
+            statistics: self.statistics(reads[1]),
+            h: self.hidden(reads[0], dtype),
+        };
+        classes.forward(self.k, &pass, &self.scratch);
+    }
+
+    fn classes_backward(&self, classes: &Classes) {
+        let VisitArgs { batch, dtype, weights, ref reads, ref writes, .. } = *self.args;
+        let pass = ClassesBackward {
+            gradient: self.gradient(),
+            dh: self.hidden(writes[0], self.model.head_gradient(dtype)),
+            batch,
+            weights,
+            statistics: self.statistics(reads[1]),
+            h: self.hidden(reads[0], dtype),
+            scale: self.args.scale,
+            accumulate: self.args.accumulate,
+        };
+        classes.backward(self.k, &pass, &self.scratch);
+    }
+
+    fn tile_forward(&self, tile: Tile) {
+        let VisitArgs { dtype, weights, labelled, ref reads, ref writes, .. } = *self.args;
+        let (w, bias) = head_views(self.model, tile, weights);
+        let out = self.statistics(self.last_write());
+        let statistics = self.statistics(reads[1]);
+        let h = self.hidden(reads[0], dtype);
+        if self.args.writes_logits {
+            let y = writes[0].with_columns(tile.rows);
+            self.k.logits(&Logits { y, statistics, h, w, bias }, &self.scratch);
+            self.k.cast(&Cast { y: out, x: statistics });
+        } else {
+            let score = Score { out, statistics, h, w, bias, first: tile.first, labelled };
+            self.k.score(&score, &self.scratch);
         }
     }
-    scratch.peak()
+
+    fn tile_backward(&self, tile: Tile) {
+        let VisitArgs { dtype, weights, labelled, accumulate, scale, .. } = *self.args;
+        let VisitArgs { ref reads, ref writes, .. } = *self.args;
+        let head_gradient = self.model.head_gradient(dtype);
+        let (w, bias) = head_views(self.model, tile, weights);
+        let (dw, dbias) = head_views(self.model, tile, self.gradient());
+        let op = ScoreBackward {
+            dh: self.hidden(writes[0], head_gradient),
+            dw,
+            dbias,
+            dh_before: reads.get(2).map(|slot| self.hidden(*slot, head_gradient)),
+            statistics: self.statistics(reads[1]),
+            h: self.hidden(reads[0], dtype),
+            w,
+            bias,
+            loss: &*self.model.loss,
+            scale,
+            first: tile.first,
+            labelled,
+            accumulate,
+        };
+        self.k.score_backward(&op, &self.scratch);
+    }
 }
 
 /// The table of a head's tile, and its bias by token.
 fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
     let table = tile.rows * model.shape.hidden;
     let bias = table.next_multiple_of(16);
-    (block.part(0..table), model.shape.masked_head().then(|| block.part(bias..bias + tile.rows)))
+    let bias = model.shape.masked_head().then(|| block.part(bias..bias + tile.rows));
+    (block.part(0..table).with_columns(model.shape.hidden), bias)
 }
 
-/// Floats of workspace that one micro-batch of at most so many positions needs. All at once, those of
-/// a chunk may need more than those of a sequence that is cut. `kernels` have no memory.
+/// What workspace is measured for.
+#[derive(Clone, Copy)]
+struct Measure<'m> {
+    kernels: &'m dyn Kernels,
+    dtype: Dtype,
+    model: &'m Model,
+    save: Option<Save>,
+}
+
+/// Floats of workspace that one micro-batch of at most so many positions needs. The chunks of a
+/// sequence that is cut may need less than the longest sequence that is not. `kernels` have no
+/// memory.
 pub(crate) fn workspace(
     kernels: &dyn Kernels,
     dtype: Dtype,
@@ -174,80 +257,79 @@ pub(crate) fn workspace(
     save: Option<Save>,
     trains: bool,
 ) -> usize {
-    let needs = [positions, positions.min(CHUNK_POSITIONS)].map(|positions| {
-        workspace_of(kernels, dtype, model, Rows { sequences, positions }, save, trains)
-    });
+    let measure = Measure { kernels, dtype, model, save };
+    let needs = [positions, positions.min(CHUNK_POSITIONS)]
+        .map(|positions| measure.workspace(Rows { sequences, positions }, trains));
     needs[0].max(needs[1])
 }
 
-/// Found by walking every layer both ways on a device without memory.
-fn workspace_of(
-    kernels: &dyn Kernels,
-    dtype: Dtype,
-    model: &Model,
-    rows: Rows,
-    save: Option<Save>,
-    trains: bool,
-) -> usize {
-    let Rows { sequences, positions } = rows;
-    let lengths = vec![positions; sequences];
-    let key = Some(DropoutKey { seed: 0, step: 0, first_sequence: 0, first_position: 0 });
-    let kinds = vec![0; rows.count()];
-    let (documents, past) = (&[], &[]);
-    let batch = BatchView { rows, lengths: &lengths, kinds: &kinds, documents, past, key };
-    let hidden = rows.count() * model.shape.hidden;
-    let mut most = 0;
-    for (layer, (part, blocks)) in model.parts.iter().zip(&model.part_blocks).enumerate() {
-        let (saved, is_tile) = match part {
-            Part::Embedding => continue,
+impl Measure<'_> {
+    /// Walks every layer both ways on a device without memory.
+    fn workspace(&self, rows: Rows, trains: bool) -> usize {
+        let lengths = vec![rows.positions; rows.sequences];
+        let kinds = vec![0; rows.count()];
+        let batch = BatchMetadata {
+            rows,
+            lengths: &lengths,
+            kinds: &kinds,
+            documents: &[],
+            cached: &[],
+            dropout_key: Some(DropoutKey { seed: 0, step: 0, first_sequence: 0 }),
+        };
+        let passes = if trains { &[false, true][..] } else { &[false] };
+        let layers = 0..self.model.parts.len();
+        let visits = layers.flat_map(|layer| passes.iter().map(move |&backward| (layer, backward)));
+        let needs = visits.map(|(layer, backward)| self.visit(batch.view(), layer, backward));
+        needs.max().unwrap_or(0)
+    }
+
+    /// Floats of workspace that one visit needs. Its views overlap nothing.
+    fn visit(&self, batch: BatchView<'_>, layer: usize, backward: bool) -> usize {
+        let Measure { kernels, dtype, model, save } = *self;
+        let Rows { sequences, positions } = batch.rows();
+        let (saved, chunk_state, is_tile) = match &model.parts[layer] {
+            Part::Embedding => return 0,
             Part::Stack(layer) => {
                 let saved = save.map_or(0, |save| layer.saved_len(positions, save, dtype));
-                (saved * sequences, false)
+                (saved * sequences, layer.chunk_state_len(positions, backward, dtype), false)
             }
-            Part::Head(_) | Part::Classes(_) => (0, true),
+            Part::Head(_) | Part::Classes(_) => (0, 0, true),
         };
-        let block = block_len(&model.blocks[blocks[0].0 as usize]);
-        for &backward in if trains { &[false, true][..] } else { &[false] } {
-            // Views that overlap nothing.
-            let mut at = 0;
-            let mut place = |len: usize| {
-                at += len;
-                View::floats(at - len, len)
-            };
-            let (weights, gradient) = (place(block).hold(block, dtype), place(block));
-            let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
-            // Who only looks keeps nothing, whatever training keeps.
-            let saved = (backward && saved > 0).then(|| place(saved));
-            let statistics = [place(rows.count() * STATISTICS), place(rows.count() * STATISTICS)];
-            let (reads, writes) = match (is_tile, backward) {
-                (false, false) => (vec![x], [y].into_iter().chain(saved).collect()),
-                (false, true) => ([x].into_iter().chain(saved).chain([dy]).collect(), vec![y]),
-                (true, false) => (vec![x, statistics[0]], vec![statistics[1]]),
-                (true, true) => (vec![x, statistics[0], dy], vec![y]),
-            };
-            let chunk_state = match part {
-                Part::Stack(layer) => place(layer.chunk_state_len(positions, backward, dtype)),
-                _ => place(0),
-            };
-            let workspace = place(usize::MAX / 4);
-            let stay = VisitArgs {
-                batch,
-                labelled: rows.count(),
-                dtype,
-                weights,
-                gradient: backward.then_some(gradient),
-                accumulate: false,
-                reads,
-                writes,
-                scale: 1.0,
-                tells: false,
-                save: save.unwrap_or(Save::All),
-                remembers: false,
-                workspace,
-                chunk_state,
-            };
-            most = most.max(go(model, layer, backward, kernels, &stay));
-        }
+        let block = block_len(&model.blocks[model.part_blocks[layer][0].0 as usize]);
+        let hidden = batch.rows().count() * model.shape.hidden;
+        let statistics = batch.rows().count() * STATISTICS;
+        let mut at = 0;
+        let mut place = |len: usize| {
+            at += len;
+            View::floats(at - len, len)
+        };
+        let (weights, gradient) = (place(block).hold(1, block, dtype), place(block));
+        let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
+        // An evaluation saves nothing, whatever training saves.
+        let saved = (backward && saved > 0).then(|| place(saved));
+        let statistics = [place(statistics), place(statistics)];
+        let (reads, writes) = match (is_tile, backward) {
+            (false, false) => (vec![x], [y].into_iter().chain(saved).collect()),
+            (false, true) => ([x].into_iter().chain(saved).chain([dy]).collect(), vec![y]),
+            (true, false) => (vec![x, statistics[0]], vec![statistics[1]]),
+            (true, true) => (vec![x, statistics[0], dy], vec![y]),
+        };
+        let args = VisitArgs {
+            batch,
+            labelled: batch.rows().count(),
+            dtype,
+            weights,
+            gradient: backward.then_some(gradient),
+            accumulate: false,
+            reads,
+            writes,
+            scale: 1.0,
+            writes_logits: false,
+            save: save.unwrap_or(Save::All),
+            writes_kv: false,
+            chunk_state: place(chunk_state),
+            workspace: place(usize::MAX / 4),
+        };
+        VisitRun::new(model, layer, kernels, &args).run(backward)
     }
-    most
 }

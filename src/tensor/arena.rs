@@ -1,7 +1,7 @@
 //! All tensor memory of a device: one allocation, made at start, read and written by range.
 //!
-//! The ring gives ranges away: while an operation runs, the slots it writes are its own and those
-//! it reads are written by nobody (crate `l2l-actors`, kept by credits and fences and tested
+//! The ring grants ranges: while an operation runs, nobody else touches the slots it writes, and
+//! nobody writes those it reads (crate `l2l-actors`, kept by credits and fences and tested
 //! there). What is left to this file is that ranges lie inside.
 
 use std::cell::UnsafeCell;
@@ -12,7 +12,7 @@ use memmap2::{MmapMut, MmapOptions};
 
 use crate::tensor::{Dtype, View};
 
-/// Floats on pages of their own, in huge ones where the system has them to give.
+/// Floats on pages of their own, in huge pages where the system has them.
 #[derive(Debug)]
 pub(crate) struct Pages {
     memory: MmapMut,
@@ -20,10 +20,10 @@ pub(crate) struct Pages {
 }
 
 impl Pages {
-    /// Zeros.
+    /// So many zeros.
     ///
     /// # Errors
-    /// The system has not that much.
+    /// The system does not have that much.
     pub(crate) fn new(length: usize) -> io::Result<Pages> {
         let bytes = length * size_of::<f32>();
         let memory = MmapOptions::new().len(bytes.max(1)).map_anon()?;
@@ -66,7 +66,7 @@ impl Arena {
     /// Zeroed memory for so many floats.
     ///
     /// # Errors
-    /// The system has not that much.
+    /// The system does not have that much.
     pub(crate) fn new(length: usize) -> io::Result<Arena> {
         let mut memory = Pages::new(length)?;
         let base = memory.as_mut_ptr();

@@ -5,9 +5,9 @@ use super::view::View;
 
 /// The right to read and write the slots that the ring granted to one operation.
 ///
-/// The ring gives slots away by credit: while an operation runs, nobody else touches what it writes,
-/// and nobody writes what it reads (crate `l2l-actors`, kept by fences and tested there). A lease
-/// turns that promise, made once, into slices.
+/// The ring gives slots away by credit: while an operation runs, nobody else touches what it
+/// writes, and nobody writes what it reads (crate `l2l-actors`, kept by fences and tested there). A
+/// lease turns that promise, made once, into slices.
 #[derive(Clone, Copy)]
 pub(crate) struct Lease<'a> {
     arena: &'a Arena,

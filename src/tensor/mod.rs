@@ -1,4 +1,5 @@
-//! Memory by number: what a view is of, workspace, and the one allocation that slots are ranges of.
+//! Tensors in a device's memory: views with shape and dtype, workspace, and the one allocation
+//! whose ranges are slots.
 
 mod arena;
 mod lease;

@@ -4,12 +4,12 @@ use std::cell::Cell;
 
 use super::view::{Dtype, View};
 
-/// A stack of views in a device's workspace, let go of all at once. Its height is its only state,
-/// so the same walk on a device that does nothing tells how much a layer needs.
+/// A stack of views in a device's workspace, all given back at once. Its height is its only state.
+/// So the same walk over a device without memory measures how much workspace a layer needs.
 #[derive(Debug)]
 pub struct Scratch<'a> {
     dtype: Dtype,
-    /// All of these count floats.
+    /// This and the following counts are in floats.
     at: usize,
     capacity: usize,
     used: Cell<usize>,
@@ -18,39 +18,52 @@ pub struct Scratch<'a> {
 }
 
 impl Scratch<'_> {
-    /// All of a workspace, which is of floats, to take numbers from that are of a kind.
+    /// All of a workspace, which is a vector of floats, for elements of this dtype.
     pub fn new(workspace: View, dtype: Dtype) -> Scratch<'static> {
-        assert_eq!(workspace.dtype, Dtype::F32, "a workspace is of floats");
+        assert_eq!(workspace.dtype, Dtype::F32, "a workspace holds floats");
         let (used, peak) = (Cell::new(0), Cell::new(0));
         Scratch { dtype, at: workspace.at, capacity: workspace.len(), used, peak, outer: None }
     }
 
-    /// What is left of it, for somebody who gives it back before anybody takes more.
+    /// The rest of it, for a callee that gives its views back before the caller takes more.
     pub fn nested(&self) -> Scratch<'_> {
         let (at, capacity) = (self.at + self.used.get(), self.capacity - self.used.get());
         let (used, peak) = (Cell::new(0), Cell::new(0));
         Scratch { dtype: self.dtype, at, capacity, used, peak, outer: Some(self) }
     }
 
-    /// The next `len` elements of the device's [`Dtype`], aligned.
+    /// The next (`rows`, `columns`) elements of the device's [`Dtype`], aligned.
     ///
     /// # Panics
-    /// The plan was made for less.
-    pub fn take(&self, len: usize) -> View {
-        self.take_floats(self.dtype.floats(len)).hold(len, self.dtype)
+    /// The workspace is too small: the plan was made for less.
+    pub fn take(&self, rows: usize, columns: usize) -> View {
+        let floats = self.dtype.floats(rows * columns);
+        self.take_vector(floats).hold(rows, columns, self.dtype)
     }
 
-    /// The next `len` floats, aligned.
+    /// The next (`rows`, `columns`) floats, aligned.
     ///
     /// # Panics
     /// As [`take`](Scratch::take).
-    pub fn take_floats(&self, len: usize) -> View {
+    pub fn take_floats(&self, rows: usize, columns: usize) -> View {
+        View { rows, columns, ..self.take_vector(rows * columns) }
+    }
+
+    /// Elements of the device's [`Dtype`] in the shape of another view.
+    ///
+    /// # Panics
+    /// As [`take`](Scratch::take).
+    pub fn take_like(&self, view: View) -> View {
+        self.take(view.rows, view.columns)
+    }
+
+    fn take_vector(&self, floats: usize) -> View {
         let from = self.used.get();
-        let to = from + len.next_multiple_of(16);
-        assert!(to <= self.capacity, "workspace of {} asked for {to}", self.capacity);
+        let to = from + floats.next_multiple_of(16);
+        assert!(to <= self.capacity, "workspace of {} floats, {to} are needed", self.capacity);
         self.used.set(to);
         self.rise(to);
-        View::floats(self.at + from, len)
+        View::floats(self.at + from, floats)
     }
 
     fn rise(&self, height: usize) {
@@ -60,7 +73,7 @@ impl Scratch<'_> {
         }
     }
 
-    /// What the device's numbers are.
+    /// The dtype of the device's elements.
     pub fn dtype(&self) -> Dtype {
         self.dtype
     }

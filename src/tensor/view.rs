@@ -70,15 +70,14 @@ impl View {
         self.len() == 0
     }
 
-    /// A vector of the first `len` elements of a dtype in the memory of these floats.
+    /// The first (`rows`, `columns`) elements of a dtype in the memory of these floats.
     ///
     /// # Panics
     /// They do not fit, or these are no floats.
-    pub fn hold(self, len: usize, dtype: Dtype) -> View {
-        let fits = self.dtype == Dtype::F32 && dtype.floats(len) <= self.len();
-        assert!(fits, "{len} of {dtype} do not fit in {self}");
-        let at = self.at * (Dtype::F32.size() / dtype.size());
-        View { at, rows: 1, columns: len, dtype }
+    pub fn hold(self, rows: usize, columns: usize, dtype: Dtype) -> View {
+        let fits = self.dtype == Dtype::F32 && dtype.floats(rows * columns) <= self.len();
+        assert!(fits, "({rows}, {columns}) of {dtype} do not fit in {self}");
+        View { at: self.at * (Dtype::F32.size() / dtype.size()), rows, columns, dtype }
     }
 
     /// The same elements in rows of this many columns.

@@ -11,7 +11,7 @@ use super::{Used, take_as_long};
 use crate::config::Config;
 use crate::devices::Device;
 use crate::error::Error;
-use crate::kernels::{BatchView, Kernels};
+use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Save;
 use crate::plan::{Holder, Place, Plan};
 use crate::tensor::{Dtype, Slots, View};
@@ -77,7 +77,7 @@ impl DeviceSide {
 
     /// A weight slot that holds a published block of so many numbers.
     pub(super) fn weights(&self, slot: u32, len: usize) -> View {
-        self.weights.whole(slot).hold(len, self.dtype)
+        self.weights.whole(slot).hold(1, len, self.dtype)
     }
 
     /// The gradient accumulator of a block of so many numbers.
@@ -163,7 +163,7 @@ impl DeviceSide {
     /// Runs kernels on a micro-batch; `run` returns the floats of workspace it used at once.
     pub(super) fn compute(
         &self,
-        batch: &BatchView<'_>,
+        batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<(), Trouble> {
         let used = self.device.compute(batch, run)?;

@@ -8,7 +8,7 @@ use l2l_actors::schedule::{BlockId, MicroBatch};
 use super::device_side::Crosses;
 use super::step::StepState;
 use super::{CacheSlot, Worker};
-use crate::kernels::{BatchView, DropoutKey, Kernels};
+use crate::kernels::{BatchMetadata, DropoutKey, Kernels};
 use crate::models::{self, Part, VisitArgs, block_len};
 use crate::plan::{Purpose, Recall};
 use crate::tensor::{Dtype, View};
@@ -115,18 +115,18 @@ impl Worker {
             seed: self.device.seed,
             step: state.trained,
             first_sequence: rows.sequences.start as u32,
-            first_position: 0,
         };
         let len = self.block_len(block);
+        let batch = BatchMetadata {
+            rows: rows.rows,
+            lengths: &state.batch.lengths[rows.sequences.clone()],
+            kinds: &state.batch.kinds[rows.positions.clone()],
+            documents: documents.unwrap_or_default(),
+            cached: state.cached.get(rows.sequences.clone()).unwrap_or_default(),
+            dropout_key: state.purpose.trains().then_some(key),
+        };
         let args = VisitArgs {
-            batch: BatchView {
-                rows: rows.rows,
-                lengths: &state.batch.lengths[rows.sequences.clone()],
-                kinds: &state.batch.kinds[rows.positions.clone()],
-                documents: documents.unwrap_or_default(),
-                past: state.cached.get(rows.sequences.clone()).unwrap_or_default(),
-                key: state.purpose.trains().then_some(key),
-            },
+            batch: batch.view(),
             labelled: targets.iter().filter(|target| **target >= 0).count(),
             dtype: self.device.dtype,
             weights: self.device.weights(weights[0], len),
@@ -139,9 +139,9 @@ impl Worker {
                 .map(|placed| self.device.output(placed, floats_of(operation, placed, m)))
                 .collect(),
             scale: state.scale,
-            tells: state.purpose.scores(),
+            writes_logits: state.purpose.scores(),
             save: self.device.save,
-            remembers: !state.cache.is_empty(),
+            writes_kv: !state.cache.is_empty(),
             workspace: self.device.workspace,
             chunk_state: self.device.chunk_state,
         };
@@ -149,7 +149,7 @@ impl Worker {
             self.keep_hidden(visit.layer.0 as usize, &args)?;
         }
         let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &args);
-        self.device.compute(&args.batch, &run)
+        self.device.compute(&batch, &run)
     }
 
     /// Keeps what the head reads, at the head's first visit.

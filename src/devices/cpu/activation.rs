@@ -1,10 +1,39 @@
-//! The curves of feed-forwards and their derivatives, alone and as gates.
+//! Activation functions and their derivatives, alone and as gates.
 
 use rayon::prelude::*;
 
+use super::kernels::CpuKernels;
 use super::math::{erf, exp, tanh};
-use crate::kernels::Activation;
+use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 use crate::simd::Level;
+
+pub(super) fn activate(on: &CpuKernels<'_>, &Activate { y, x, activation }: &Activate) {
+    let Some(call) = on.call([y], &[x]) else { return };
+    let [y] = call.write();
+    forward(on.level, y, call.read(x), activation);
+}
+
+pub(super) fn activate_backward(on: &CpuKernels<'_>, op: &ActivateBackward) {
+    let ActivateBackward { dx, x, activation } = *op;
+    let Some(call) = on.call([dx], &[x]) else { return };
+    let [dx] = call.write();
+    backward(on.level, dx, call.read(x), activation);
+}
+
+pub(super) fn gate(on: &CpuKernels<'_>, &Gate { y, x, activation }: &Gate) {
+    let Some(call) = on.call([y], &[x]) else { return };
+    let channels = y.columns;
+    let [y] = call.write();
+    gated(on.level, y, call.read(x), channels, activation);
+}
+
+pub(super) fn gate_backward(on: &CpuKernels<'_>, op: &GateBackward) {
+    let GateBackward { dx, dy, x, activation } = *op;
+    let Some(call) = on.call([dx], &[dy, x]) else { return };
+    let channels = dy.columns;
+    let [dx] = call.write();
+    gated_backward(on.level, dx, call.read(dy), call.read(x), channels, activation);
+}
 
 /// Elements one task takes.
 const PIECE: usize = 8192;
@@ -68,7 +97,7 @@ fn slope_of_tanh(x: f32) -> f32 {
     1.0 - t * t
 }
 
-/// Runs a loop with the curve, or its slope, that a form names: one loop compiled for each.
+/// Runs a loop with an activation function, or with its derivative. One loop is compiled for each.
 macro_rules! with {
     ($form:expr, $slope:expr, |$f:ident| $body:expr) => {
         match ($form, $slope) {
@@ -117,7 +146,7 @@ macro_rules! with {
 }
 
 /// y = f(x).
-pub(super) fn forward(level: Level, y: &mut [f32], x: &[f32], form: Activation) {
+fn forward(level: Level, y: &mut [f32], x: &[f32], form: Activation) {
     y.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(y, x)| {
         level.run(
             #[inline(always)]
@@ -127,7 +156,7 @@ pub(super) fn forward(level: Level, y: &mut [f32], x: &[f32], form: Activation) 
 }
 
 /// dx = dx f′(x): `dx` holds dy before.
-pub(super) fn backward(level: Level, dx: &mut [f32], x: &[f32], form: Activation) {
+fn backward(level: Level, dx: &mut [f32], x: &[f32], form: Activation) {
     dx.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(dx, x)| {
         level.run(
             #[inline(always)]
@@ -137,7 +166,7 @@ pub(super) fn backward(level: Level, dx: &mut [f32], x: &[f32], form: Activation
 }
 
 /// y = f(gate) up. y: (R, I); x: (R, 2 I), gate and up side by side.
-pub(super) fn gate(level: Level, y: &mut [f32], x: &[f32], i: usize, form: Activation) {
+fn gated(level: Level, y: &mut [f32], x: &[f32], i: usize, form: Activation) {
     y.par_chunks_mut(i).zip(x.par_chunks(2 * i)).for_each(|(y, x)| {
         let (gate, up) = x.split_at(i);
         level.run(
@@ -152,14 +181,7 @@ pub(super) fn gate(level: Level, y: &mut [f32], x: &[f32], i: usize, form: Activ
 }
 
 /// dx from dy. dx, x: (R, 2 I); dy: (R, I).
-pub(super) fn gate_backward(
-    level: Level,
-    dx: &mut [f32],
-    dy: &[f32],
-    x: &[f32],
-    i: usize,
-    form: Activation,
-) {
+fn gated_backward(level: Level, dx: &mut [f32], dy: &[f32], x: &[f32], i: usize, form: Activation) {
     let rows = dx.par_chunks_mut(2 * i).zip(dy.par_chunks(i)).zip(x.par_chunks(2 * i));
     rows.for_each(|((dx, dy), x)| {
         let ((dgate, dup), (gate, up)) = (dx.split_at_mut(i), x.split_at(i));
@@ -208,7 +230,7 @@ mod tests {
     fn gates_are_the_plain_ones() {
         let (rows, i) = (5, 7);
         let (x, dy) = (noise(rows * 2 * i, 1), noise(rows * i, 2));
-        let gated = |x: &[f64], form| -> Vec<f64> {
+        let plain_gate = |x: &[f64], form| -> Vec<f64> {
             let row =
                 |x: &[f64]| (0..i).map(|at| plain(x[at], form) * x[i + at]).collect::<Vec<_>>();
             x.chunks(2 * i).flat_map(row).collect()
@@ -217,12 +239,13 @@ mod tests {
             FORMS.into_iter().flat_map(|f| Level::all().into_iter().map(move |l| (f, l)))
         {
             let mut y = vec![f32::NAN; rows * i];
-            gate(level, &mut y, &x.narrow, i, form);
-            close(&y, &gated(&x.wide, form), 1e-5);
+            gated(level, &mut y, &x.narrow, i, form);
+            close(&y, &plain_gate(&x.wide, form), 1e-5);
             let mut dx = vec![f32::NAN; rows * 2 * i];
-            gate_backward(level, &mut dx, &dy.narrow, &x.narrow, i, form);
-            let loss =
-                |x: &[f64]| gated(x, form).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>();
+            gated_backward(level, &mut dx, &dy.narrow, &x.narrow, i, form);
+            let loss = |x: &[f64]| {
+                plain_gate(x, form).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
+            };
             close(&dx, &differences(&x.wide, loss), 1e-5);
         }
     }

@@ -8,21 +8,51 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::dropout::Row;
+use super::kernels::{CpuKernels, or_nothing};
 use super::linear::{Matrix, small};
 use super::math::{dot, exp, largest, sum};
 use super::scattered::Scattered;
-use crate::kernels::{Attention, HEAD_LIMIT};
+use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT};
 use crate::simd::Level;
+use crate::tensor::Scratch;
 
 const TILE: usize = 64;
 
-/// One head of one sequence. Positions are those of the sequence: its queries begin behind `past`.
+pub(super) fn attention(on: &CpuKernels<'_>, op: &Attention<'_>) {
+    let Attention { y, lse, qkv, kv, ref shape } = *op;
+    let Some(call) = on.call([y, lse], &[qkv, or_nothing(kv)]) else { return };
+    let [y, lse] = call.write();
+    forward(on.level, y, lse, call.read(qkv), call.read_if(kv), shape);
+}
+
+pub(super) fn attention_backward(
+    on: &CpuKernels<'_>,
+    op: &AttentionBackward<'_>,
+    scratch: &Scratch<'_>,
+) {
+    let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
+    let scratch = scratch.nested();
+    let delta_view = scratch.take(shape.rows().count(), shape.heads);
+    let (kv, dkv) = (chunk_kv.map(|one| one.kv), or_nothing(chunk_kv.map(|one| one.dkv)));
+    let reads = [dy, y, lse, qkv, or_nothing(kv)];
+    let Some(call) = on.call([dqkv, delta_view, dkv], &reads) else { return };
+    let [dqkv, sums, dkv] = call.write();
+    let dy = call.read(dy);
+    delta(on.level, sums, call.read(y), dy, shape);
+    let (lse, qkv, kv) = (call.read(lse), call.read(qkv), call.read_if(kv));
+    let dkv = chunk_kv.map(|one| (dkv, one.accumulate));
+    let inputs = Inputs { dy, lse, qkv, kv, delta: sums };
+    backward(on.level, dqkv, dkv, &inputs, shape);
+}
+
+/// One head of one sequence. Positions count from the begin of the sequence: the queries stand
+/// behind the `before` positions that a chunk has before it.
 #[derive(Clone, Copy)]
 struct Head<'a> {
-    size: &'a Attention<'a>,
-    past: usize,
-    /// Whether keys and values are not beside their queries.
-    apart: bool,
+    size: &'a AttentionShape<'a>,
+    before: usize,
+    /// Whether keys and values are in a tensor of their own, not beside their queries.
+    own_kv: bool,
     sequence: usize,
     head: usize,
 }
@@ -50,17 +80,17 @@ impl Span {
 
 impl Head<'_> {
     fn channels(&self) -> usize {
-        self.size.heads * self.size.head_size
+        self.size.width()
     }
 
     /// The position behind the last.
     fn end(&self) -> usize {
-        self.past + self.size.rows.positions
+        self.before + self.size.rows().positions
     }
 
     /// The row of a query.
     fn row(&self, position: usize) -> usize {
-        self.sequence * self.size.rows.positions + position - self.past
+        self.sequence * self.size.rows().positions + position - self.before
     }
 
     /// Where this head's columns of a query begin in a (R, H D) tensor.
@@ -70,25 +100,25 @@ impl Head<'_> {
 
     /// Where this head's query of a position begins.
     fn at_query(&self, position: usize) -> usize {
-        self.row(position) * self.size.packed() + self.head * self.size.head_size
+        self.row(position) * self.size.qkv_width() + self.head * self.size.head_size
     }
 
     /// Channels from one position's keys to the next one's.
     fn stride(&self) -> usize {
-        if self.apart { self.size.kv_width() } else { self.size.packed() }
+        if self.own_kv { self.size.kv_width() } else { self.size.qkv_width() }
     }
 
     /// Where this head's key (0) or value (1) of a position begins.
     fn at_key(&self, position: usize, which: usize) -> usize {
-        let Attention { heads, kv_heads, head_size, .. } = *self.size;
-        let before = if self.apart { 0 } else { heads };
-        let head = before + which * kv_heads + self.head * kv_heads / heads;
+        let AttentionShape { heads, kv_heads, head_size, .. } = *self.size;
+        let queries = if self.own_kv { 0 } else { heads };
+        let head = queries + which * kv_heads + self.head * kv_heads / heads;
         (self.sequence * self.end() + position) * self.stride() + head * head_size
     }
 
     /// Queries of some positions.
     fn queries<'q>(&self, qkv: &'q [f32], span: Span) -> Matrix<'q> {
-        Matrix::rows(&qkv[self.at_query(span.from)..], self.size.packed())
+        Matrix::rows(&qkv[self.at_query(span.from)..], self.size.qkv_width())
     }
 
     /// Keys (0) or values (1) of some positions.
@@ -103,17 +133,17 @@ impl Head<'_> {
 
     /// Index of a query in a (B, H, T) tensor.
     fn statistic(&self, position: usize) -> usize {
-        let Attention { rows, heads, .. } = self.size;
-        (self.sequence * heads + self.head) * rows.positions + position - self.past
+        let positions = self.size.rows().positions;
+        (self.sequence * self.size.heads + self.head) * positions + position - self.before
     }
 
     fn length(&self) -> usize {
-        self.size.lengths[self.sequence].clamp(1, self.end())
+        self.size.batch.lengths()[self.sequence].clamp(1, self.end())
     }
 
     /// The document of a position: the first of its positions, and the one behind its last.
     fn document(&self, position: usize) -> (usize, usize) {
-        let document = self.size.documents.get(self.sequence * self.end() + position);
+        let document = self.size.batch.document(self.sequence, position);
         document.map_or((0, self.length()), |one| (one.from as usize, one.to as usize))
     }
 
@@ -143,7 +173,7 @@ impl Head<'_> {
         let end = if end >= self.length() { self.end() } else { end };
         let end =
             self.size.window.map_or(end, |window| end.min((keys.to - 1).saturating_add(window)));
-        Span::tiles(first.max(self.past), end.min(self.end()))
+        Span::tiles(first.max(self.before), end.min(self.end()))
     }
 
     fn scale(&self) -> f32 {
@@ -170,7 +200,7 @@ impl Head<'_> {
     fn drop_out(&self, p: &mut [f32], queries: Span, keys: Span) {
         let Some(dropout) = &self.size.dropout else { return };
         for (index, row) in p.chunks_mut(TILE).take(queries.len()).enumerate() {
-            let query = (self.head as u32) << 20 | (queries.from - self.past + index) as u32;
+            let query = (self.head as u32) << 20 | (queries.from - self.before + index) as u32;
             let mask = Row::new(dropout, self.sequence, query);
             for column in (0..keys.len()).step_by(4) {
                 let factors = mask.factors(keys.from + column);
@@ -180,47 +210,47 @@ impl Head<'_> {
     }
 }
 
-/// Positions that came before: of each sequence the same, whole tiles of them.
-fn past(size: &Attention<'_>) -> usize {
-    let past = size.past.first().copied().unwrap_or(0);
-    assert!(past % TILE == 0 && size.past.iter().all(|other| *other == past), "{:?}", size.past);
-    past
+/// Positions before the queries: the same for each sequence, and whole tiles.
+fn positions_before(size: &AttentionShape<'_>) -> usize {
+    let before = size.batch.same_positions_before();
+    assert!(before.is_multiple_of(TILE), "{before} positions before a chunk are no whole tiles");
+    before
 }
 
-/// Runs `of` for every `heads`-th of every sequence and every tile of its positions from `first`.
+/// Runs `of` for every `heads`-th head of every sequence and every tile of positions from `first`.
 fn each_tile(
-    size: &Attention<'_>,
-    apart: bool,
+    size: &AttentionShape<'_>,
+    own_kv: bool,
     heads: usize,
     first: usize,
     of: impl Fn(Head<'_>, Span) + Sync,
 ) {
-    let past = past(size);
-    let end = past + size.rows.positions;
+    let before = positions_before(size);
+    let end = before + size.rows().positions;
     let tiles = Span::tiles(first, end);
     let of_sequence = size.heads / heads;
-    let tasks = size.rows.sequences * of_sequence * tiles.len();
+    let tasks = size.rows().sequences * of_sequence * tiles.len();
     (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
         let (head, tile) = (task / tiles.len(), tiles.start + task % tiles.len());
         let (sequence, head) = (head / of_sequence, head % of_sequence * heads);
-        of(Head { size, past, apart, sequence, head }, Span::tile(tile, end));
+        of(Head { size, before, own_kv, sequence, head }, Span::tile(tile, end));
     });
 }
 
-/// y and log-sum-exp of the scores. `kv`: keys and values, if they are not beside the queries.
+/// y and log-sum-exp of the scores. `kv`: keys and values, where they are in a tensor of their own.
 pub(super) fn forward(
     level: Level,
     y: &mut [f32],
     lse: &mut [f32],
     qkv: &[f32],
     kv: Option<&[f32]>,
-    size: &Attention<'_>,
+    size: &AttentionShape<'_>,
 ) {
     let (y, lse, d) = (Scattered::new(y), Scattered::new(lse), size.head_size);
-    let (apart, kv) = (kv.is_some(), kv.unwrap_or(qkv));
-    each_tile(size, apart, 1, past(size), |head, queries| {
+    let (own_kv, kv) = (kv.is_some(), kv.unwrap_or(qkv));
+    each_tile(size, own_kv, 1, positions_before(size), |head, queries| {
         let mut p = [0.0_f32; TILE * TILE];
-        let mut mixed = [0.0_f32; TILE * HEAD_LIMIT];
+        let mut output = [0.0_f32; TILE * HEAD_LIMIT];
         let (mut most, mut total) = ([f32::NEG_INFINITY; TILE], [0.0_f32; TILE]);
         let end = head.keys_end(queries);
         for tile in head.key_tiles(queries, end) {
@@ -237,13 +267,13 @@ pub(super) fn forward(
                         p.iter_mut().for_each(|p| *p = exp(*p - new));
                         total[index] = total[index] * shrink + sum(p);
                         most[index] = new;
-                        mixed[index * d..][..d].iter_mut().for_each(|y| *y *= shrink);
+                        output[index * d..][..d].iter_mut().for_each(|y| *y *= shrink);
                     }
                 },
             );
             head.drop_out(&mut p, queries, keys);
             let v = head.keys(kv, 1, keys);
-            small(&mut mixed, d, Matrix::rows(&p, TILE), v, (queries.len(), keys.len(), d), true);
+            small(&mut output, d, Matrix::rows(&p, TILE), v, (queries.len(), keys.len(), d), true);
         }
         for index in 0..queries.len() {
             let position = queries.from + index;
@@ -256,8 +286,8 @@ pub(super) fn forward(
                 lse[0] = f32::INFINITY;
                 continue;
             }
-            let mixed = &mixed[index * d..][..d];
-            y.iter_mut().zip(mixed).for_each(|(y, mixed)| *y = mixed / total[index]);
+            let output = &output[index * d..][..d];
+            y.iter_mut().zip(output).for_each(|(y, output)| *y = output / total[index]);
             lse[0] = most[index] + total[index].ln();
         }
     });
@@ -265,14 +295,14 @@ pub(super) fn forward(
 
 /// What the backward reads.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs<'a> {
-    pub(super) dy: &'a [f32],
-    pub(super) lse: &'a [f32],
-    pub(super) qkv: &'a [f32],
-    /// Keys and values, if they are not beside the queries.
-    pub(super) kv: Option<&'a [f32]>,
+struct Inputs<'a> {
+    dy: &'a [f32],
+    lse: &'a [f32],
+    qkv: &'a [f32],
+    /// Keys and values, where they are in a tensor of their own.
+    kv: Option<&'a [f32]>,
     /// Σ y dy of each query and head.
-    pub(super) delta: &'a [f32],
+    delta: &'a [f32],
 }
 
 impl<'a> Inputs<'a> {
@@ -283,15 +313,15 @@ impl<'a> Inputs<'a> {
 }
 
 /// delta of [`Inputs`]: (B, H, T).
-pub(super) fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size: &Attention<'_>) {
-    let (past, d) = (past(size), size.head_size);
-    delta.par_chunks_mut(size.rows.positions).enumerate().for_each(|(index, delta)| {
+fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size: &AttentionShape<'_>) {
+    let (before, d) = (positions_before(size), size.head_size);
+    delta.par_chunks_mut(size.rows().positions).enumerate().for_each(|(index, delta)| {
         let (sequence, head) = (index / size.heads, index % size.heads);
-        let head = Head { size, past, apart: false, sequence, head };
+        let head = Head { size, before, own_kv: false, sequence, head };
         level.run(
             #[inline(always)]
             || {
-                for (position, delta) in (past..).zip(delta) {
+                for (position, delta) in (before..).zip(delta) {
                     let at = head.at(position);
                     *delta = dot(&y[at..at + d], &dy[at..at + d]);
                 }
@@ -300,7 +330,7 @@ pub(super) fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size
     });
 }
 
-/// Probabilities, dropped ones, and gradients of the scores, of one pair of tiles.
+/// Probabilities and gradients of the scores of one pair of tiles.
 struct Pair {
     p: [f32; TILE * TILE],
     ds: [f32; TILE * TILE],
@@ -333,15 +363,16 @@ impl Pair {
     }
 }
 
-/// dqkv; with keys and values apart, what they get goes to (or, as is said, is added to) `dkv`.
-pub(super) fn backward(
+/// dqkv. Where keys and values are in a tensor of their own, their gradients replace `dkv`, or are
+/// added to it if the flag says so.
+fn backward(
     level: Level,
     dqkv: &mut [f32],
     dkv: Option<(&mut [f32], bool)>,
     inputs: &Inputs<'_>,
-    size: &Attention<'_>,
+    size: &AttentionShape<'_>,
 ) {
-    let (dqkv, d, apart) = (Scattered::new(dqkv), size.head_size, inputs.kv.is_some());
+    let (dqkv, d, own_kv) = (Scattered::new(dqkv), size.head_size, inputs.kv.is_some());
     let accumulate = dkv.as_ref().is_some_and(|(_, accumulate)| *accumulate);
     let dkv = dkv.map(|(dkv, _)| Scattered::new(dkv));
     let dkv = dkv.as_ref().unwrap_or(&dqkv);
@@ -358,7 +389,7 @@ pub(super) fn backward(
     };
     // Keys and values gather from all heads of queries that they serve, in order.
     let group = size.heads / size.kv_heads;
-    each_tile(size, apart, group, 0, |first, keys| {
+    each_tile(size, own_kv, group, 0, |first, keys| {
         let head = first;
         let seen = Span { to: keys.to.min(head.length()), ..keys };
         let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
@@ -378,7 +409,7 @@ pub(super) fn backward(
         write(&head, 0, keys, &dk);
         write(&head, 1, keys, &dv);
     });
-    each_tile(size, apart, 1, past(size), |head, queries| {
+    each_tile(size, own_kv, 1, positions_before(size), |head, queries| {
         let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
         let mut dq = [0.0; TILE * HEAD_LIMIT];
         let end = head.keys_end(queries);

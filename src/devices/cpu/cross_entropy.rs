@@ -1,17 +1,61 @@
 //! Softmax cross entropy over tiles of the vocabulary, with a running log-sum-exp.
 //!
-//! A tile adds itself to each labelled position's statistics (maximum, sum, target's logit,
-//! label); positions without a label are skipped. Logits exist for 128 positions × one tile.
+//! A tile adds itself to each labelled position's statistics (maximum, sum, target's logit, label).
+//! Positions without a label are skipped. Logits exist for 128 positions and one tile at a time.
 
 use rayon::prelude::*;
 
+use super::kernels::{CpuKernels, or_nothing};
 use super::linear::{Matrix, matmul, transpose};
 use super::math::{exp, largest, sum};
-use crate::kernels::{Loss, STATISTICS, Scores, label_of};
+use crate::kernels::{Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, label_of};
 use crate::simd::Level;
+use crate::tensor::Scratch;
 
 /// Labelled positions that are scored at once.
 const CHUNK: usize = 128;
+
+pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
+    let Score { out, statistics, h, w, bias, .. } = *op;
+    let (scratch, size) = (scratch.nested(), op.size());
+    let memory = scratch.take(1, forward_scratch(&size));
+    let reads = [statistics, h, w, or_nothing(bias)];
+    let Some(call) = on.call([out, memory], &reads) else { return };
+    let [out, memory] = call.write();
+    out.copy_from_slice(call.read(statistics));
+    let head = Head { w: call.read(w), bias: call.read_if(bias) };
+    forward(on.level, out, call.read(h), head, &size, memory);
+}
+
+pub(super) fn logits(on: &CpuKernels<'_>, op: &Logits, scratch: &Scratch<'_>) {
+    let Logits { y, statistics, h, w, bias } = *op;
+    let (scratch, size) = (scratch.nested(), op.size());
+    let memory = scratch.take(1, logits_scratch(&size));
+    let reads = [statistics, h, w, or_nothing(bias)];
+    let Some(call) = on.call([y, memory], &reads) else { return };
+    let [y, memory] = call.write();
+    let head = Head { w: call.read(w), bias: call.read_if(bias) };
+    labelled_logits(y, call.read(statistics), call.read(h), head, &size, memory);
+}
+
+pub(super) fn score_backward(on: &CpuKernels<'_>, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+    let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, loss, scale, .. } = *op;
+    let (scratch, size) = (scratch.nested(), op.size());
+    let memory = scratch.take(1, backward_scratch(&size));
+    let reads = [statistics, h, w, dh_before.unwrap_or(h), or_nothing(bias)];
+    let writes = [dh, dw, or_nothing(dbias), memory];
+    let Some(call) = on.call(writes, &reads) else { return };
+    let [dh, dw, dbias_or_nothing, memory] = call.write();
+    match dh_before {
+        Some(before) => dh.copy_from_slice(call.read(before)),
+        None => dh.fill(0.0),
+    }
+    let head = Head { w: call.read(w), bias: call.read_if(bias) };
+    let (statistics, h) = (call.read(statistics), call.read(h));
+    let inputs = Inputs { statistics, h, head, loss, scale };
+    let gradients = Gradients { dh, dw, dbias: dbias.map(|_| dbias_or_nothing) };
+    backward(on.level, gradients, inputs, &size, op.accumulate, memory);
+}
 
 /// The next labelled rows from `from` on, at most a chunk of them; how many.
 fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> usize {
@@ -26,7 +70,7 @@ fn labelled(statistics: &[f32], from: &mut usize, rows: &mut [usize; CHUNK]) -> 
     count
 }
 
-/// Copies rows of h to where they stand side by side.
+/// Copies rows of h side by side.
 fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
     for (to, &row) in to.chunks_exact_mut(channels).zip(rows) {
         to.copy_from_slice(&h[row * channels..][..channels]);
@@ -35,15 +79,15 @@ fn gather(to: &mut [f32], h: &[f32], rows: &[usize], channels: usize) {
 
 /// A tile of the head.
 #[derive(Clone, Copy)]
-pub(super) struct Head<'a> {
+struct Head<'a> {
     /// (V, C).
-    pub(super) w: &'a [f32],
+    w: &'a [f32],
     /// (V).
-    pub(super) bias: Option<&'a [f32]>,
+    bias: Option<&'a [f32]>,
 }
 
 /// Logits of some rows of h, side by side. logits: (rows, V).
-fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &Scores) {
+fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &ScoreSize) {
     let (c, v) = (size.channels, size.tile);
     if let Some(bias) = head.bias {
         logits.chunks_exact_mut(v).for_each(|row| row.copy_from_slice(bias));
@@ -53,17 +97,17 @@ fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &
 }
 
 /// Floats of scratch that [`forward`] needs.
-pub(super) fn forward_scratch(size: &Scores) -> usize {
+fn forward_scratch(size: &ScoreSize) -> usize {
     CHUNK * (size.channels + size.tile)
 }
 
-/// Takes the tile into the statistics in `out`.
-pub(super) fn forward(
+/// Adds the tile to the statistics in `out`.
+fn forward(
     level: Level,
     out: &mut [f32],
     h: &[f32],
     head: Head<'_>,
-    size: &Scores,
+    size: &ScoreSize,
     scratch: &mut [f32],
 ) {
     let (c, v) = (size.channels, size.tile);
@@ -99,18 +143,18 @@ pub(super) fn forward(
     }
 }
 
-/// Floats of scratch that [`logits`] needs.
-pub(super) fn logits_scratch(size: &Scores) -> usize {
+/// Floats of scratch that [`labelled_logits`] needs.
+fn logits_scratch(size: &ScoreSize) -> usize {
     CHUNK * size.channels
 }
 
 /// Logits of the labelled rows, in order. y: (labelled rows, V).
-pub(super) fn logits(
+fn labelled_logits(
     y: &mut [f32],
     statistics: &[f32],
     h: &[f32],
     head: Head<'_>,
-    size: &Scores,
+    size: &ScoreSize,
     gathered: &mut [f32],
 ) {
     let (mut from, mut rows) = (0, [0; CHUNK]);
@@ -123,33 +167,33 @@ pub(super) fn logits(
 }
 
 /// Floats of scratch that [`backward`] needs.
-pub(super) fn backward_scratch(size: &Scores) -> usize {
+fn backward_scratch(size: &ScoreSize) -> usize {
     CHUNK * 2 * (size.channels + size.tile)
 }
 
 /// What the backward reads.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs<'a> {
-    pub(super) statistics: &'a [f32],
-    pub(super) h: &'a [f32],
-    pub(super) head: Head<'a>,
-    pub(super) loss: &'a dyn Loss,
-    pub(super) scale: f32,
+struct Inputs<'a> {
+    statistics: &'a [f32],
+    h: &'a [f32],
+    head: Head<'a>,
+    loss: &'a dyn Loss,
+    scale: f32,
 }
 
 /// What the backward writes.
-pub(super) struct Gradients<'a> {
-    pub(super) dh: &'a mut [f32],
-    pub(super) dw: &'a mut [f32],
-    pub(super) dbias: Option<&'a mut [f32]>,
+struct Gradients<'a> {
+    dh: &'a mut [f32],
+    dw: &'a mut [f32],
+    dbias: Option<&'a mut [f32]>,
 }
 
 /// dh += scale d w, dw (+)= scale dᵀ h, with d the loss's gradient of the logits.
-pub(super) fn backward(
+fn backward(
     level: Level,
     Gradients { dh, dw, mut dbias }: Gradients<'_>,
     Inputs { statistics, h, head, loss, scale }: Inputs<'_>,
-    size: &Scores,
+    size: &ScoreSize,
     accumulate: bool,
     scratch: &mut [f32],
 ) {
@@ -241,7 +285,8 @@ mod tests {
                     let label = f32::from_bits(label as u32);
                     statistics.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0, label]);
                 });
-                let size = |first, tile| Scores { rows, labelled: rows, channels: c, tile, first };
+                let size =
+                    |first, tile| ScoreSize { rows, labelled: rows, channels: c, tile, first };
                 for &(first, tile) in &tiles {
                     let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };

@@ -1,4 +1,4 @@
-//! Dropout (Srivastava et al. 2014) by a counter: a mask is a function of where it is asked for.
+//! Dropout (Srivastava et al. 2014) by a counter: a mask is a function of its position.
 //!
 //! Philox 4×32 with ten rounds (Salmon et al. 2011), keyed by seed, counted by (channel ÷ 4,
 //! position, sequence, site and step), so that a recomputed forward and the backward draw the
@@ -6,8 +6,30 @@
 
 use rayon::prelude::*;
 
-use crate::kernels::{Dropout, Rows};
+use super::kernels::CpuKernels;
+use crate::kernels::{ApplyDropout, Dropout, Residual};
 use crate::simd::Level;
+
+pub(super) fn dropout(on: &CpuKernels<'_>, &ApplyDropout { y, x, dropout }: &ApplyDropout) {
+    if y != x {
+        let Some(call) = on.call([y], &[x]) else { return };
+        let [y] = call.write();
+        y.copy_from_slice(call.read(x));
+    }
+    if let Some(dropout) = dropout {
+        let Some(call) = on.call([y], &[]) else { return };
+        let channels = y.columns;
+        let [y] = call.write();
+        apply(on.level, y, channels, &dropout);
+    }
+}
+
+pub(super) fn residual(on: &CpuKernels<'_>, &Residual { y, a, x, dropout: mask }: &Residual) {
+    dropout(on, &ApplyDropout { y, x, dropout: mask });
+    let Some(call) = on.call([y], &[a]) else { return };
+    let [y] = call.write();
+    add(on.level, y, call.read(a));
+}
 
 #[inline(always)]
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
@@ -35,11 +57,12 @@ pub(super) struct Row {
 }
 
 impl Row {
-    /// Of one row of one sequence; `row` is a position, or a head and a query, counted from the first
-    /// position.
+    /// The draws of one row of one sequence. `row` is a position, or a head and a query, counted
+    /// from the first position.
     #[inline(always)]
     pub(super) fn new(dropout: &Dropout, sequence: usize, row: u32) -> Row {
-        let Dropout { probability, seed, step, site, first_sequence, first_position } = *dropout;
+        let Dropout { probability, seed, step, site, first_sequence, first_position, .. } =
+            *dropout;
         let (sequence, row) = (first_sequence + sequence as u32, first_position + row);
         Row {
             key: [seed as u32, (seed >> 32) as u32 ^ (step >> 32) as u32],
@@ -67,17 +90,10 @@ impl Row {
     }
 }
 
-/// Applies `of(values of y, sequence, position)` to each row of y, in parallel.
-fn each_row(y: &mut [f32], rows: Rows, of: impl Fn(&mut [f32], usize, usize) + Sync) {
-    let channels = y.len() / rows.count();
+/// y *= mask, row by row. y: (R, C).
+fn apply(level: Level, y: &mut [f32], channels: usize, dropout: &Dropout) {
     y.par_chunks_mut(channels).enumerate().for_each(|(row, y)| {
-        of(y, row / rows.positions, row % rows.positions);
-    });
-}
-
-/// y *= mask, row by row.
-pub(super) fn apply(level: Level, y: &mut [f32], rows: Rows, dropout: &Dropout) {
-    each_row(y, rows, |y, sequence, position| {
+        let (sequence, position) = (row / dropout.positions, row % dropout.positions);
         level.run(
             #[inline(always)]
             || Row::new(dropout, sequence, position as u32).apply(y),
@@ -86,7 +102,7 @@ pub(super) fn apply(level: Level, y: &mut [f32], rows: Rows, dropout: &Dropout) 
 }
 
 /// y += x.
-pub(super) fn add(level: Level, y: &mut [f32], x: &[f32]) {
+fn add(level: Level, y: &mut [f32], x: &[f32]) {
     const PIECE: usize = 16384;
     y.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(y, x)| {
         level.run(
@@ -101,7 +117,15 @@ mod tests {
     use super::*;
 
     fn dropout(probability: f32) -> Dropout {
-        Dropout { probability, seed: 7, step: 3, site: 11, first_sequence: 0, first_position: 0 }
+        Dropout {
+            probability,
+            seed: 7,
+            step: 3,
+            site: 11,
+            first_sequence: 0,
+            first_position: 0,
+            positions: 5,
+        }
     }
 
     #[test]
@@ -115,24 +139,22 @@ mod tests {
 
     #[test]
     fn a_mask_depends_on_its_place_alone() {
-        let rows = Rows { sequences: 4, positions: 5 };
         let mut all = vec![1.0; 4 * 5 * 10];
-        apply(Level::best(), &mut all, rows, &dropout(0.3));
+        apply(Level::best(), &mut all, 10, &dropout(0.3));
         let mut later = vec![1.0; 2 * 5 * 10];
         let from_two = Dropout { first_sequence: 2, ..dropout(0.3) };
-        apply(Level::Portable, &mut later, Rows { sequences: 2, ..rows }, &from_two);
+        apply(Level::Portable, &mut later, 10, &from_two);
         assert_eq!(all[2 * 5 * 10..], later);
         let mut behind = vec![1.0; 3 * 10];
-        let (rows, first_position) = (Rows { sequences: 1, positions: 3 }, 2);
-        apply(Level::best(), &mut behind, rows, &Dropout { first_position, ..from_two });
+        let chunk = Dropout { first_position: 2, positions: 3, ..from_two };
+        apply(Level::best(), &mut behind, 10, &chunk);
         assert_eq!(all[(2 * 5 + 2) * 10..][..30], behind);
     }
 
     #[test]
     fn it_drops_what_it_should_and_keeps_the_mean() {
-        let rows = Rows { sequences: 100, positions: 10 };
         let mut y = vec![1.0; 100_000];
-        apply(Level::best(), &mut y, rows, &dropout(0.1));
+        apply(Level::best(), &mut y, 100, &Dropout { positions: 10, ..dropout(0.1) });
         let dropped = y.iter().filter(|&&y| y == 0.0).count();
         assert!((9_500..10_500).contains(&dropped), "{dropped} of 100000");
         assert!(y.iter().all(|&y| y == 0.0 || y == 1.0 / 0.9));

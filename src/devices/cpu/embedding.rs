@@ -1,19 +1,46 @@
-//! Rows of tables that are added: positions and kinds of tokens.
+//! Rows of tables that are added: by position, and by kind of token.
 
 use rayon::prelude::*;
 
-use crate::kernels::Places;
+use super::kernels::CpuKernels;
+use crate::kernels::{
+    AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward, BatchView,
+};
 use crate::simd::Level;
 
+pub(super) fn add_token_types(on: &CpuKernels<'_>, op: &AddTokenTypes<'_>) {
+    let AddTokenTypes { y, table, batch } = *op;
+    let Some(call) = on.call([y], &[table]) else { return };
+    let channels = y.columns;
+    let [y] = call.write();
+    add_types(on.level, y, call.read(table), batch.kinds(), channels);
+}
+
+pub(super) fn add_token_types_backward(on: &CpuKernels<'_>, op: &AddTokenTypesBackward<'_>) {
+    let AddTokenTypesBackward { dtable, dy, batch, accumulate } = *op;
+    let Some(call) = on.call([dtable], &[dy]) else { return };
+    let [dtable] = call.write();
+    sum_types(on.level, dtable, call.read(dy), batch.kinds(), dy.columns, accumulate);
+}
+
+pub(super) fn add_positions(on: &CpuKernels<'_>, op: &AddPositions<'_>) {
+    let AddPositions { y, x, table, ref batch } = *op;
+    let Some(call) = on.call([y], &[x, table]) else { return };
+    let [y] = call.write();
+    add_rows(on.level, y, call.read(x), call.read(table), batch);
+}
+
+pub(super) fn add_positions_backward(on: &CpuKernels<'_>, op: &AddPositionsBackward<'_>) {
+    let AddPositionsBackward { dtable, dy, ref batch, accumulate } = *op;
+    let Some(call) = on.call([dtable], &[dy]) else { return };
+    let [dtable] = call.write();
+    sum_rows(on.level, dtable, call.read(dy), batch, accumulate);
+}
+
 /// y = x + w by position. x, y: (B, T, C); w: (positions, C).
-pub(super) fn add_positions(
-    level: Level,
-    y: &mut [f32],
-    x: &[f32],
-    w: &[f32],
-    places: &Places<'_>,
-) {
-    let (width, rows) = (y.len() / places.rows.sequences, places.rows.positions);
+fn add_rows(level: Level, y: &mut [f32], x: &[f32], w: &[f32], batch: &BatchView<'_>) {
+    let rows = batch.rows().positions;
+    let width = y.len() / batch.rows().sequences;
     let channels = width / rows;
     let sequences = y.par_chunks_mut(width).zip(x.par_chunks(width)).enumerate();
     sequences.for_each(|(sequence, (y, x))| {
@@ -22,7 +49,8 @@ pub(super) fn add_positions(
             || {
                 let pairs = y.chunks_exact_mut(channels).zip(x.chunks_exact(channels));
                 for (at, (y, x)) in pairs.enumerate() {
-                    let w = &w[places.of(sequence * rows + at) * channels..][..channels];
+                    let position = batch.position_in_document(sequence * rows + at);
+                    let w = &w[position * channels..][..channels];
                     for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
                         *y = x + w;
                     }
@@ -33,14 +61,8 @@ pub(super) fn add_positions(
 }
 
 /// dw (+)= Σ over rows of each position of dy, in order.
-pub(super) fn add_positions_backward(
-    level: Level,
-    dw: &mut [f32],
-    dy: &[f32],
-    places: &Places<'_>,
-    accumulate: bool,
-) {
-    let channels = dy.len() / places.rows.count();
+fn sum_rows(level: Level, dw: &mut [f32], dy: &[f32], batch: &BatchView<'_>, accumulate: bool) {
+    let channels = dy.len() / batch.rows().count();
     level.run(
         #[inline(always)]
         || {
@@ -48,7 +70,7 @@ pub(super) fn add_positions_backward(
                 dw.fill(0.0);
             }
             for (row, dy) in dy.chunks_exact(channels).enumerate() {
-                let dw = &mut dw[places.of(row) * channels..][..channels];
+                let dw = &mut dw[batch.position_in_document(row) * channels..][..channels];
                 dw.iter_mut().zip(dy).for_each(|(dw, dy)| *dw += dy);
             }
         },
@@ -56,7 +78,7 @@ pub(super) fn add_positions_backward(
 }
 
 /// y += w by kind of token. y: (R, C); w: (kinds, C).
-pub(super) fn add_types(level: Level, y: &mut [f32], w: &[f32], kinds: &[u8], channels: usize) {
+fn add_types(level: Level, y: &mut [f32], w: &[f32], kinds: &[u8], channels: usize) {
     level.run(
         #[inline(always)]
         || {
@@ -69,7 +91,7 @@ pub(super) fn add_types(level: Level, y: &mut [f32], w: &[f32], kinds: &[u8], ch
 }
 
 /// dw (+)= Σ of dy over rows of each kind, in order.
-pub(super) fn add_types_backward(
+fn sum_types(
     level: Level,
     dw: &mut [f32],
     dy: &[f32],
@@ -95,26 +117,30 @@ pub(super) fn add_types_backward(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::kernels::{Document, Rows};
+    use crate::kernels::{BatchMetadata, Document, Rows};
 
     #[test]
     fn positions_are_added_and_summed() {
         let (b, t, c) = (3, 2, 5);
-        let rows = Rows { sequences: b, positions: t };
-        let plain = Places { rows, documents: &[], past: &[] };
-        check_positions(plain, c, |row| row % t);
-        check_positions(Places { past: &[1, 0, 2], ..plain }, c, |row| {
-            row % t + [1, 0, 2][row / t]
-        });
+        let plain = BatchMetadata {
+            rows: Rows { sequences: b, positions: t },
+            lengths: &[t; 3],
+            kinds: &[],
+            documents: &[],
+            cached: &[],
+            dropout_key: None,
+        };
+        check_positions(plain.view(), c, |row| row % t);
+        let cached = BatchMetadata { cached: &[1, 0, 2], ..plain };
+        check_positions(cached.view(), c, |row| row % t + [1, 0, 2][row / t]);
         let [all, first, second] = [(0, 2), (0, 1), (1, 2)].map(|(from, to)| Document { from, to });
         let documents = [all, all, first, second, all, all];
-        check_positions(Places { documents: &documents, ..plain }, c, |row| {
-            [0, 1, 0, 0, 0, 1][row]
-        });
+        let packed = BatchMetadata { documents: &documents, ..plain };
+        check_positions(packed.view(), c, |row| [0, 1, 0, 0, 0, 1][row]);
     }
 
-    fn check_positions(places: Places<'_>, c: usize, position: impl Fn(usize) -> usize) {
-        let (b, t) = (places.rows.sequences, places.rows.positions);
+    fn check_positions(batch: BatchView<'_>, c: usize, position: impl Fn(usize) -> usize) {
+        let Rows { sequences: b, positions: t } = batch.rows();
         let (x, w, dy) = (noise(b * t * c, 1), noise(4 * c, 2), noise(b * t * c, 3));
         let plain = |w: &[f64]| -> Vec<f64> {
             x.wide.iter().enumerate().map(|(i, x)| x + w[position(i / c) * c + i % c]).collect()
@@ -122,10 +148,10 @@ mod tests {
         let loss = |w: &[f64]| plain(w).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>();
         for level in Level::all() {
             let mut y = vec![f32::NAN; b * t * c];
-            add_positions(level, &mut y, &x.narrow, &w.narrow, &places);
+            add_rows(level, &mut y, &x.narrow, &w.narrow, &batch);
             close(&y, &plain(&w.wide), 1e-6);
             let mut dw = vec![f32::NAN; 4 * c];
-            add_positions_backward(level, &mut dw, &dy.narrow, &places, false);
+            sum_rows(level, &mut dw, &dy.narrow, &batch, false);
             close(&dw, &differences(&w.wide, loss), 1e-5);
         }
     }

@@ -2,32 +2,61 @@
 
 use rayon::prelude::*;
 
+use super::kernels::CpuKernels;
 use super::linear::add_parts;
 use super::math::{dot, dot_with};
-use crate::kernels::Attention;
+use crate::kernels::{AttentionShape, HeadNorm, HeadNormBackward};
 use crate::simd::Level;
+use crate::tensor::Scratch;
 
 /// Rows that one partial sum of dγ takes: by shape, never by threads.
 const SUM_ROWS: usize = 64;
 
+pub(super) fn head_norm(on: &CpuKernels<'_>, op: &HeadNorm<'_>) {
+    let HeadNorm { y, statistics, x, gamma, epsilon, ref shape } = *op;
+    let Some(call) = on.call([y, statistics], &[x, gamma.query, gamma.key]) else { return };
+    let [y, statistics] = call.write();
+    let gamma = [gamma.query, gamma.key].map(|gamma| call.read(gamma));
+    forward(on.level, y, statistics, call.read(x), gamma, epsilon, shape);
+}
+
+pub(super) fn head_norm_backward(
+    on: &CpuKernels<'_>,
+    op: &HeadNormBackward<'_>,
+    scratch: &Scratch<'_>,
+) {
+    let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate } = *op;
+    let scratch = scratch.nested();
+    let memory = scratch.take(1, scratch_len(shape));
+    let writes = [dx, dgamma.query, dgamma.key, memory];
+    let Some(call) = on.call(writes, &[x, statistics, gamma.query, gamma.key]) else { return };
+    let [dx, dquery, dkey, memory] = call.write();
+    let inputs = Inputs {
+        x: call.read(x),
+        statistics: call.read(statistics),
+        gamma: [gamma.query, gamma.key].map(|gamma| call.read(gamma)),
+    };
+    backward(on.level, dx, [dquery, dkey], inputs, shape, accumulate, memory);
+}
+
 /// y = γ x rstd by head; values are copied. `statistics`: (R, H + K), rstd.
-pub(super) fn forward(
+fn forward(
     level: Level,
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
     gamma: [&[f32]; 2],
     epsilon: f32,
-    size: &Attention<'_>,
+    shape: &AttentionShape<'_>,
 ) {
-    let (width, d, normed) = (size.packed(), size.head_size, size.heads + size.kv_heads);
+    let (width, d, normed) = (shape.qkv_width(), shape.head_size, shape.heads + shape.kv_heads);
     let rows = y.par_chunks_mut(width).zip(statistics.par_chunks_mut(normed));
     rows.zip(x.par_chunks(width)).for_each(|((y, statistics), x)| {
         level.run(
             #[inline(always)]
             || {
                 for (head, statistic) in statistics.iter_mut().enumerate() {
-                    let gamma = gamma[usize::from(head >= size.heads)];
+                    let gamma = gamma[usize::from(head >= shape.heads)];
                     let (y, x) = (&mut y[head * d..][..d], &x[head * d..][..d]);
                     *statistic = 1.0 / (dot(x, x) / d as f32 + epsilon).sqrt();
                     let all = y.iter_mut().zip(x).zip(gamma);
@@ -40,29 +69,29 @@ pub(super) fn forward(
 }
 
 /// Floats of scratch that [`backward`] needs.
-pub(super) fn scratch(size: &Attention<'_>) -> usize {
-    size.rows.count().div_ceil(SUM_ROWS) * 2 * size.head_size
+fn scratch_len(shape: &AttentionShape<'_>) -> usize {
+    shape.rows().count().div_ceil(SUM_ROWS) * 2 * shape.head_size
 }
 
 /// What the backward reads.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs<'a> {
-    pub(super) x: &'a [f32],
-    pub(super) statistics: &'a [f32],
-    pub(super) gamma: [&'a [f32]; 2],
+struct Inputs<'a> {
+    x: &'a [f32],
+    statistics: &'a [f32],
+    gamma: [&'a [f32]; 2],
 }
 
 /// dx from dy, which it holds before; dγ (+)= ….
-pub(super) fn backward(
+fn backward(
     level: Level,
     dx: &mut [f32],
     dgamma: [&mut [f32]; 2],
     inputs: Inputs<'_>,
-    size: &Attention<'_>,
+    shape: &AttentionShape<'_>,
     accumulate: bool,
     scratch: &mut [f32],
 ) {
-    let (width, d, normed) = (size.packed(), size.head_size, size.heads + size.kv_heads);
+    let (width, d, normed) = (shape.qkv_width(), shape.head_size, shape.heads + shape.kv_heads);
     let (q_parts, k_parts) = scratch.split_at_mut(scratch.len() / 2);
     let parts = q_parts.par_chunks_mut(d).zip(k_parts.par_chunks_mut(d));
     let chunks = dx.par_chunks_mut(width * SUM_ROWS).zip(parts).enumerate();
@@ -76,7 +105,7 @@ pub(super) fn backward(
                     let row = chunk * SUM_ROWS + index;
                     let x = &inputs.x[row * width..][..width];
                     for head in 0..normed {
-                        let is_key = head >= size.heads;
+                        let is_key = head >= shape.heads;
                         let part = if is_key { &mut *k_part } else { &mut *q_part };
                         let gamma = inputs.gamma[usize::from(is_key)];
                         let rstd = inputs.statistics[row * normed + head];
@@ -112,20 +141,20 @@ fn backward_head(dx: &mut [f32], dgamma: &mut [f32], x: &[f32], gamma: &[f32], r
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::kernels::Rows;
+    use crate::kernels::{BatchMetadata, Rows};
 
     const EPSILON: f32 = 1e-5;
 
-    fn plain(x: &[f64], gamma: [&[f64]; 2], size: &Attention<'_>) -> Vec<f64> {
-        let d = size.head_size;
+    fn plain(x: &[f64], gamma: [&[f64]; 2], shape: &AttentionShape<'_>) -> Vec<f64> {
+        let d = shape.head_size;
         let head = |(index, x): (usize, &[f64])| -> Vec<f64> {
-            let head = index % (size.heads + 2 * size.kv_heads);
-            if head >= size.heads + size.kv_heads {
+            let head = index % (shape.heads + 2 * shape.kv_heads);
+            if head >= shape.heads + shape.kv_heads {
                 return x.to_vec();
             }
             let square = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
             let rstd = 1.0 / (square + f64::from(EPSILON)).sqrt();
-            let gamma = gamma[usize::from(head >= size.heads)];
+            let gamma = gamma[usize::from(head >= shape.heads)];
             x.iter().zip(gamma).map(|(x, g)| x * rstd * g).collect()
         };
         x.chunks(d).enumerate().flat_map(head).collect()
@@ -133,35 +162,40 @@ mod tests {
 
     #[test]
     fn forward_and_backward_are_the_plain_ones() {
-        let size = Attention {
+        let batch = BatchMetadata {
             rows: Rows { sequences: 2, positions: 35 },
+            lengths: &[],
+            kinds: &[],
+            documents: &[],
+            cached: &[],
+            dropout_key: None,
+        };
+        let shape = AttentionShape {
+            batch: batch.view(),
             heads: 2,
             kv_heads: 1,
             head_size: 3,
             causal: true,
             window: None,
-            lengths: &[],
-            documents: &[],
-            past: &[],
             dropout: None,
         };
-        let len = size.rows.count() * size.packed();
+        let len = shape.rows().count() * shape.qkv_width();
         let (x, dy) = (noise(len, 1), noise(len, 2));
         let (q, k) = (noise(3, 3), noise(3, 4));
         for level in Level::all() {
             let mut y = vec![f32::NAN; len];
-            let mut statistics = vec![f32::NAN; size.rows.count() * 3];
+            let mut statistics = vec![f32::NAN; shape.rows().count() * 3];
             let gamma = [&q.narrow[..], &k.narrow];
-            forward(level, &mut y, &mut statistics, &x.narrow, gamma, EPSILON, &size);
-            close(&y, &plain(&x.wide, [&q.wide, &k.wide], &size), 1e-5);
+            forward(level, &mut y, &mut statistics, &x.narrow, gamma, EPSILON, &shape);
+            close(&y, &plain(&x.wide, [&q.wide, &k.wide], &shape), 1e-5);
             let mut dx = dy.narrow.clone();
             let (mut dq, mut dk) = (vec![f32::NAN; 3], vec![f32::NAN; 3]);
             let inputs = Inputs { x: &x.narrow, statistics: &statistics, gamma };
-            let mut memory = vec![f32::NAN; scratch(&size)];
+            let mut memory = vec![f32::NAN; scratch_len(&shape)];
             let dgamma = [&mut dq[..], &mut dk];
-            backward(level, &mut dx, dgamma, inputs, &size, false, &mut memory);
+            backward(level, &mut dx, dgamma, inputs, &shape, false, &mut memory);
             let loss = |x: &[f64], q: &[f64], k: &[f64]| {
-                plain(x, [q, k], &size).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
+                plain(x, [q, k], &shape).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>()
             };
             close(&dx, &differences(&x.wide, |x| loss(x, &q.wide, &k.wide)), 1e-4);
             close(&dq, &differences(&q.wide, |q| loss(&x.wide, q, &k.wide)), 1e-4);

@@ -1,18 +1,20 @@
-//! The kernels on views of the arena: resolves views, hands out scratch, and says who may write.
+//! The kernels on views of the arena: checks operations, resolves views and says who may write.
 
 use super::{
-    activation, attention, classes, cross_entropy, dropout, embedding, head_norm, linear, norm,
-    past, rotary,
+    activation, attention, classes, copy, cross_entropy, custom, dropout, embedding, head_norm,
+    kv_cache, linear, norm, rotary,
 };
 use crate::kernels::{
-    Activation, Apart, Attention, ClassLoss, CustomKernel, Dropout, Kernels, Linear, Loss, Norm,
-    Places, Rotary, Rows, STATISTICS, Scores,
+    Activate, ActivateBackward, AddPositions, AddPositionsBackward, AddTokenTypes,
+    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
+    ClassLoss, ClassLossBackward, Clear, Custom, FirstRows, FirstRowsBackward, Gate, GateBackward,
+    HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward,
+    ReadKv, Residual, Rotate, Score, ScoreBackward, WriteKv,
 };
 use crate::simd::Level;
-use crate::tensor::Arena;
-use crate::tensor::{Scratch, View};
+use crate::tensor::{Arena, Scratch, View};
 
-/// Kernels on a device's memory; without memory, only what they would take of the workspace.
+/// Kernels on a device's memory; without memory, they only take their workspace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct CpuKernels<'a> {
     pub(crate) memory: Option<&'a Arena>,
@@ -20,431 +22,233 @@ pub(crate) struct CpuKernels<'a> {
 }
 
 /// Views resolved for one call.
-struct Call<'a, const N: usize> {
+pub(super) struct Call<'a, const N: usize> {
     memory: &'a Arena,
     writes: [View; N],
 }
 
 impl<'a> CpuKernels<'a> {
-    /// Begins a call that writes these views and reads others.
-    fn call<const N: usize>(&self, writes: [View; N], reads: &[View]) -> Option<Call<'a, N>> {
-        for (index, write) in writes.iter().enumerate() {
-            for other in writes[index + 1..].iter().chain(reads) {
-                assert!(are_apart(write, other), "{write:?} is written, {other:?} is in use");
-            }
-        }
+    /// Begins a call that writes some views and reads others; `None` without memory.
+    pub(super) fn call<const N: usize>(
+        &self,
+        writes: [View; N],
+        reads: &[View],
+    ) -> Option<Call<'a, N>> {
+        check_apart(&writes, reads);
         self.memory.map(|memory| Call { memory, writes })
     }
 }
 
 impl<'a, const N: usize> Call<'a, N> {
-    fn read(&self, view: View) -> &'a [f32] {
-        // SAFETY: `call` has seen that no view this call writes overlaps it, and the ring that no
-        // other operation writes it.
+    pub(super) fn read(&self, view: View) -> &'a [f32] {
+        // SAFETY: `call` checked that no view which this call writes overlaps it, and the ring lets
+        // no other operation write it.
         unsafe { self.memory.read(view) }
     }
 
-    fn write(&self) -> [&'a mut [f32]; N] {
-        // SAFETY: `call` has seen that the views do not overlap each other or one that is read,
+    pub(super) fn read_if(&self, view: Option<View>) -> Option<&'a [f32]> {
+        view.map(|view| self.read(view))
+    }
+
+    pub(super) fn write(&self) -> [&'a mut [f32]; N] {
+        // SAFETY: `call` checked that the views overlap neither each other nor one that is read,
         // and the ring gives them to no other operation.
         self.writes.map(|view| unsafe { self.memory.write(view) })
     }
 }
 
-fn are_apart(a: &View, b: &View) -> bool {
-    a.at + a.len() <= b.at || b.at + b.len() <= a.at
+impl CpuKernels<'_> {
+    /// Calls a function with the floats of some views; does nothing without memory.
+    pub(super) fn with_slices(
+        &self,
+        writes: &[View],
+        reads: &[View],
+        function: impl FnOnce(&mut [&mut [f32]], &[&[f32]]),
+    ) {
+        check_apart(writes, reads);
+        let Some(memory) = self.memory else { return };
+        // SAFETY: views that are written overlap no others, and the ring gives them to no other
+        // operation.
+        let mut outputs: Vec<_> =
+            writes.iter().map(|view| unsafe { memory.write(*view) }).collect();
+        // SAFETY: no view that is read is written here, and the ring lets no other operation write
+        // it.
+        let inputs: Vec<_> = reads.iter().map(|view| unsafe { memory.read(*view) }).collect();
+        function(&mut outputs, &inputs);
+    }
 }
 
-/// A view that may not be there: one of nothing.
-fn or_nothing(view: Option<View>) -> View {
+/// Panics when a view that is written overlaps another one.
+fn check_apart(writes: &[View], reads: &[View]) {
+    let are_apart = |a: &View, b: &View| a.at + a.len() <= b.at || b.at + b.len() <= a.at;
+    for (index, write) in writes.iter().enumerate() {
+        for other in writes[index + 1..].iter().chain(reads) {
+            assert!(are_apart(write, other), "{write} is written, and {other} is in use");
+        }
+    }
+}
+
+/// An optional view, or a view of nothing.
+pub(super) fn or_nothing(view: Option<View>) -> View {
     view.unwrap_or(View::floats(0, 0))
 }
 
 impl Kernels for CpuKernels<'_> {
-    fn linear(&self, y: View, x: View, w: View, b: Option<View>, size: Linear) {
-        let Some(call) = self.call([y], &[x, w, or_nothing(b)]) else { return };
-        let [y] = call.write();
-        linear::forward(y, call.read(x), call.read(w), b.map(|b| call.read(b)), &size);
+    fn linear(&self, op: &Linear) {
+        op.check();
+        linear::linear(self, op);
     }
 
-    fn linear_backward(
-        &self,
-        dx: View,
-        dw: View,
-        db: Option<View>,
-        dy: View,
-        x: View,
-        w: View,
-        size: Linear,
-        accumulate: bool,
-        scratch: &Scratch<'_>,
-    ) {
-        let scratch = scratch.nested();
-        let memory = scratch.take(linear::scratch(&size));
-        let writes = [dx, dw, or_nothing(db), memory];
-        let Some(call) = self.call(writes, &[dy, x, w]) else { return };
-        let [dx, dw, db_or_nothing, memory] = call.write();
-        let gradients = linear::Gradients { dx, dw, db: db.map(|_| db_or_nothing) };
-        let inputs = linear::Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
-        linear::backward(self.level, gradients, inputs, &size, accumulate, memory);
+    fn linear_backward(&self, op: &LinearBackward, scratch: &Scratch<'_>) {
+        op.check();
+        linear::linear_backward(self, op, scratch);
     }
 
-    fn norm(
-        &self,
-        y: View,
-        statistics: View,
-        x: View,
-        gamma: View,
-        beta: Option<View>,
-        size: Norm,
-    ) {
-        let Some(call) = self.call([y, statistics], &[x, gamma, or_nothing(beta)]) else { return };
-        let [y, statistics] = call.write();
-        let affine = (call.read(gamma), beta.map(|beta| call.read(beta)));
-        norm::forward(self.level, y, statistics, call.read(x), affine, size);
+    fn norm(&self, op: &Norm) {
+        op.check();
+        norm::norm(self, op);
     }
 
-    fn norm_backward(
-        &self,
-        dx: View,
-        dgamma: View,
-        dbeta: Option<View>,
-        residual: Option<View>,
-        dy: View,
-        x: View,
-        statistics: View,
-        gamma: View,
-        size: Norm,
-        accumulate: bool,
-        scratch: &Scratch<'_>,
-    ) {
-        let scratch = scratch.nested();
-        let memory = scratch.take(norm::scratch(size.rows, size.channels));
-        let reads = [dy, x, statistics, gamma, residual.unwrap_or(dy)];
-        let writes = [dx, dgamma, or_nothing(dbeta), memory];
-        let Some(call) = self.call(writes, &reads) else { return };
-        let [dx, dgamma, dbeta_or_nothing, memory] = call.write();
-        let inputs = norm::Inputs {
-            residual: residual.map(|view| call.read(view)),
-            dy: call.read(dy),
-            x: call.read(x),
-            statistics: call.read(statistics),
-            gamma: call.read(gamma),
-            rms: size.rms,
-        };
-        let gradients = (dgamma, dbeta.map(|_| dbeta_or_nothing));
-        norm::backward(self.level, dx, gradients, inputs, accumulate, memory);
+    fn norm_backward(&self, op: &NormBackward, scratch: &Scratch<'_>) {
+        op.check();
+        norm::norm_backward(self, op, scratch);
     }
 
-    fn activate(&self, y: View, x: View, form: Activation) {
-        let Some(call) = self.call([y], &[x]) else { return };
-        let [y] = call.write();
-        activation::forward(self.level, y, call.read(x), form);
+    fn activate(&self, op: &Activate) {
+        op.check();
+        activation::activate(self, op);
     }
 
-    fn activate_backward(&self, dx: View, x: View, form: Activation) {
-        let Some(call) = self.call([dx], &[x]) else { return };
-        let [dx] = call.write();
-        activation::backward(self.level, dx, call.read(x), form);
+    fn activate_backward(&self, op: &ActivateBackward) {
+        op.check();
+        activation::activate_backward(self, op);
     }
 
-    fn gate(&self, y: View, x: View, channels: usize, form: Activation) {
-        let Some(call) = self.call([y], &[x]) else { return };
-        let [y] = call.write();
-        activation::gate(self.level, y, call.read(x), channels, form);
+    fn gate(&self, op: &Gate) {
+        op.check();
+        activation::gate(self, op);
     }
 
-    fn gate_backward(&self, dx: View, dy: View, x: View, channels: usize, form: Activation) {
-        let Some(call) = self.call([dx], &[dy, x]) else { return };
-        let [dx] = call.write();
-        activation::gate_backward(self.level, dx, call.read(dy), call.read(x), channels, form);
+    fn gate_backward(&self, op: &GateBackward) {
+        op.check();
+        activation::gate_backward(self, op);
     }
 
-    fn rotate(&self, qkv: View, rotary: &Rotary, size: Attention<'_>, back: bool) {
-        let Some(call) = self.call([qkv], &[]) else { return };
-        let [qkv] = call.write();
-        rotary::rotate(self.level, qkv, rotary, &size, back);
+    fn rotate(&self, op: &Rotate<'_>) {
+        op.check();
+        rotary::rotate(self, op);
     }
 
-    fn head_norm(
-        &self,
-        y: View,
-        statistics: View,
-        x: View,
-        gamma: [View; 2],
-        epsilon: f32,
-        size: Attention<'_>,
-    ) {
-        let Some(call) = self.call([y, statistics], &[x, gamma[0], gamma[1]]) else { return };
-        let [y, statistics] = call.write();
-        let gamma = gamma.map(|gamma| call.read(gamma));
-        head_norm::forward(self.level, y, statistics, call.read(x), gamma, epsilon, &size);
+    fn head_norm(&self, op: &HeadNorm<'_>) {
+        op.check();
+        head_norm::head_norm(self, op);
     }
 
-    fn head_norm_backward(
-        &self,
-        dx: View,
-        dgamma: [View; 2],
-        x: View,
-        statistics: View,
-        gamma: [View; 2],
-        size: Attention<'_>,
-        accumulate: bool,
-        scratch: &Scratch<'_>,
-    ) {
-        let scratch = scratch.nested();
-        let memory = scratch.take(head_norm::scratch(&size));
-        let (writes, reads) =
-            ([dx, dgamma[0], dgamma[1], memory], [x, statistics, gamma[0], gamma[1]]);
-        let Some(call) = self.call(writes, &reads) else { return };
-        let [dx, dq, dk, memory] = call.write();
-        let inputs = head_norm::Inputs {
-            x: call.read(x),
-            statistics: call.read(statistics),
-            gamma: gamma.map(|gamma| call.read(gamma)),
-        };
-        head_norm::backward(self.level, dx, [dq, dk], inputs, &size, accumulate, memory);
+    fn head_norm_backward(&self, op: &HeadNormBackward<'_>, scratch: &Scratch<'_>) {
+        op.check();
+        head_norm::head_norm_backward(self, op, scratch);
     }
 
-    fn attention(&self, y: View, lse: View, qkv: View, kv: Option<View>, size: Attention<'_>) {
-        let Some(call) = self.call([y, lse], &[qkv, or_nothing(kv)]) else { return };
-        let [y, lse] = call.write();
-        let kv = kv.map(|kv| call.read(kv));
-        attention::forward(self.level, y, lse, call.read(qkv), kv, &size);
+    fn attention(&self, op: &Attention<'_>) {
+        op.check();
+        attention::attention(self, op);
     }
 
-    fn remember(&self, y: View, qkv: View, size: Attention<'_>) {
-        let Some(call) = self.call([y], &[qkv]) else { return };
-        let [y] = call.write();
-        past::remember(y, call.read(qkv), &size);
+    fn attention_backward(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
+        op.check();
+        attention::attention_backward(self, op, scratch);
     }
 
-    fn recall(&self, qkv: View, kv: View, size: Attention<'_>) {
-        let Some(call) = self.call([qkv], &[kv]) else { return };
-        let [qkv] = call.write();
-        past::recall(qkv, call.read(kv), &size);
+    fn write_kv(&self, op: &WriteKv<'_>) {
+        op.check();
+        kv_cache::write_kv(self, op);
     }
 
-    fn attention_to_past(&self, y: View, qkv: View, past: View, size: Attention<'_>) {
-        let Some(call) = self.call([y], &[qkv, past]) else { return };
-        let [y] = call.write();
-        past::attention(self.level, y, call.read(qkv), call.read(past), &size);
+    fn read_kv(&self, op: &ReadKv<'_>) {
+        op.check();
+        kv_cache::read_kv(self, op);
     }
 
-    fn attention_backward(
-        &self,
-        dqkv: View,
-        dy: View,
-        y: View,
-        lse: View,
-        qkv: View,
-        apart: Option<Apart>,
-        size: Attention<'_>,
-        scratch: &Scratch<'_>,
-    ) {
-        let scratch = scratch.nested();
-        let delta = scratch.take(size.rows.count() * size.heads);
-        let (kv, dkv) = (apart.map(|apart| apart.kv), or_nothing(apart.map(|apart| apart.dkv)));
-        let reads = [dy, y, lse, qkv, or_nothing(kv)];
-        let Some(call) = self.call([dqkv, delta, dkv], &reads) else { return };
-        let [dqkv, delta, dkv] = call.write();
-        let dy = call.read(dy);
-        attention::delta(self.level, delta, call.read(y), dy, &size);
-        let (lse, qkv, kv) = (call.read(lse), call.read(qkv), kv.map(|kv| call.read(kv)));
-        let dkv = apart.map(|apart| (dkv, apart.accumulate));
-        let inputs = attention::Inputs { dy, lse, qkv, kv, delta };
-        attention::backward(self.level, dqkv, dkv, &inputs, &size);
+    fn cached_attention(&self, op: &CachedAttention<'_>) {
+        op.check();
+        kv_cache::cached_attention(self, op);
     }
 
-    fn residual(&self, y: View, a: View, x: View, rows: Rows, dropout: Option<Dropout>) {
-        self.dropped(y, x, rows, dropout);
-        let Some(call) = self.call([y], &[a]) else { return };
-        let [y] = call.write();
-        dropout::add(self.level, y, call.read(a));
+    fn dropout(&self, op: &ApplyDropout) {
+        op.check();
+        dropout::dropout(self, op);
     }
 
-    fn dropped(&self, y: View, x: View, rows: Rows, dropout: Option<Dropout>) {
-        if y != x {
-            let Some(call) = self.call([y], &[x]) else { return };
-            let [y] = call.write();
-            y.copy_from_slice(call.read(x));
-        }
-        if let Some(dropout) = dropout {
-            let Some(call) = self.call([y], &[]) else { return };
-            let [y] = call.write();
-            dropout::apply(self.level, y, rows, &dropout);
-        }
+    fn residual(&self, op: &Residual) {
+        op.check();
+        dropout::residual(self, op);
     }
 
-    fn cast(&self, y: View, x: View) {
-        let Some(call) = self.call([y], &[x]) else { return };
-        let [y] = call.write();
-        y.copy_from_slice(call.read(x));
+    fn cast(&self, op: &Cast) {
+        op.check();
+        copy::cast(self, op);
     }
 
-    fn first_rows(&self, y: View, x: View, rows: Rows) {
-        let Some(call) = self.call([y], &[x]) else { return };
-        let [y] = call.write();
-        classes::first_rows(y, call.read(x), rows);
+    fn clear(&self, op: &Clear) {
+        copy::clear(self, op);
     }
 
-    fn first_rows_backward(&self, dx: View, dy: View, rows: Rows) {
-        let Some(call) = self.call([dx], &[dy]) else { return };
-        let [dx] = call.write();
-        classes::first_rows_backward(dx, call.read(dy), rows);
+    fn first_rows(&self, op: &FirstRows) {
+        op.check();
+        classes::first_rows(self, op);
     }
 
-    fn class_loss(&self, out: View, statistics: View, scores: View, size: ClassLoss) {
-        let Some(call) = self.call([out], &[statistics, scores]) else { return };
-        let [out] = call.write();
-        out.copy_from_slice(call.read(statistics));
-        classes::forward(out, call.read(scores), &size);
+    fn first_rows_backward(&self, op: &FirstRowsBackward) {
+        op.check();
+        classes::first_rows_backward(self, op);
     }
 
-    fn class_loss_backward(
-        &self,
-        dscores: View,
-        scores: View,
-        statistics: View,
-        scale: f32,
-        size: ClassLoss,
-    ) {
-        let Some(call) = self.call([dscores], &[scores, statistics]) else { return };
-        let [dscores] = call.write();
-        classes::backward(dscores, call.read(scores), call.read(statistics), scale, &size);
+    fn class_loss(&self, op: &ClassLoss) {
+        op.check();
+        classes::class_loss(self, op);
     }
 
-    fn own(&self, kernel: &CustomKernel, writes: &[View], reads: &[View], numbers: &[f32]) {
-        for (index, write) in writes.iter().enumerate() {
-            for other in writes[index + 1..].iter().chain(reads) {
-                assert!(are_apart(write, other), "{write:?} is written, {other:?} is in use");
-            }
-        }
-        let Some(memory) = self.memory else { return };
-        // SAFETY: as in `call`.
-        let (mut writes, reads): (Vec<_>, Vec<_>) = unsafe {
-            (
-                writes.iter().map(|view| memory.write(*view)).collect(),
-                reads.iter().map(|view| memory.read(*view)).collect(),
-            )
-        };
-        (kernel.cpu)(&mut writes, &reads, numbers);
+    fn class_loss_backward(&self, op: &ClassLossBackward) {
+        op.check();
+        classes::class_loss_backward(self, op);
     }
 
-    fn clear(&self, y: View) {
-        let Some(call) = self.call([y], &[]) else { return };
-        let [y] = call.write();
-        y.fill(0.0);
+    fn add_token_types(&self, op: &AddTokenTypes<'_>) {
+        op.check();
+        embedding::add_token_types(self, op);
     }
 
-    fn add_types(&self, y: View, w: View, kinds: &[u8]) {
-        let Some(call) = self.call([y], &[w]) else { return };
-        let [y] = call.write();
-        let channels = y.len() / kinds.len();
-        embedding::add_types(self.level, y, call.read(w), kinds, channels);
+    fn add_token_types_backward(&self, op: &AddTokenTypesBackward<'_>, _: &Scratch<'_>) {
+        op.check();
+        embedding::add_token_types_backward(self, op);
     }
 
-    fn add_types_backward(
-        &self,
-        dw: View,
-        dy: View,
-        kinds: &[u8],
-        accumulate: bool,
-        _: &Scratch<'_>,
-    ) {
-        let Some(call) = self.call([dw], &[dy]) else { return };
-        let [dw] = call.write();
-        let channels = dy.len() / kinds.len();
-        embedding::add_types_backward(self.level, dw, call.read(dy), kinds, channels, accumulate);
+    fn add_positions(&self, op: &AddPositions<'_>) {
+        op.check();
+        embedding::add_positions(self, op);
     }
 
-    fn add_positions(&self, y: View, x: View, w: View, places: Places<'_>) {
-        let Some(call) = self.call([y], &[x, w]) else { return };
-        let [y] = call.write();
-        embedding::add_positions(self.level, y, call.read(x), call.read(w), &places);
+    fn add_positions_backward(&self, op: &AddPositionsBackward<'_>) {
+        op.check();
+        embedding::add_positions_backward(self, op);
     }
 
-    fn add_positions_backward(&self, dw: View, dy: View, places: Places<'_>, accumulate: bool) {
-        let Some(call) = self.call([dw], &[dy]) else { return };
-        let [dw] = call.write();
-        embedding::add_positions_backward(self.level, dw, call.read(dy), &places, accumulate);
+    fn score(&self, op: &Score, scratch: &Scratch<'_>) {
+        op.check();
+        cross_entropy::score(self, op, scratch);
     }
 
-    fn score(
-        &self,
-        out: View,
-        statistics: View,
-        h: View,
-        w: View,
-        bias: Option<View>,
-        size: Scores,
-        scratch: &Scratch<'_>,
-    ) {
-        let scratch = scratch.nested();
-        let memory = scratch.take(cross_entropy::forward_scratch(&size));
-        let reads = [statistics, h, w, or_nothing(bias)];
-        let Some(call) = self.call([out, memory], &reads) else { return };
-        let [out, memory] = call.write();
-        out.copy_from_slice(call.read(statistics));
-        let head = cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) };
-        cross_entropy::forward(self.level, out, call.read(h), head, &size, memory);
+    fn logits(&self, op: &Logits, scratch: &Scratch<'_>) {
+        op.check();
+        cross_entropy::logits(self, op, scratch);
     }
 
-    fn logits(
-        &self,
-        y: View,
-        statistics: View,
-        h: View,
-        w: View,
-        bias: Option<View>,
-        size: Scores,
-        scratch: &Scratch<'_>,
-    ) {
-        let scratch = scratch.nested();
-        let memory = scratch.take(cross_entropy::logits_scratch(&size));
-        let reads = [statistics, h, w, or_nothing(bias)];
-        let Some(call) = self.call([y, memory], &reads) else { return };
-        let [y, memory] = call.write();
-        let head = cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) };
-        let (statistics, h) = (call.read(statistics), call.read(h));
-        cross_entropy::logits(y, statistics, h, head, &size, memory);
+    fn score_backward(&self, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+        op.check();
+        cross_entropy::score_backward(self, op, scratch);
     }
 
-    fn score_backward(
-        &self,
-        dh: View,
-        dw: View,
-        dbias: Option<View>,
-        before: Option<View>,
-        statistics: View,
-        h: View,
-        w: View,
-        bias: Option<View>,
-        loss: &dyn Loss,
-        scale: f32,
-        size: Scores,
-        accumulate: bool,
-        scratch: &Scratch<'_>,
-    ) {
-        debug_assert_eq!(statistics.len(), size.rows * STATISTICS);
-        let scratch = scratch.nested();
-        let memory = scratch.take(cross_entropy::backward_scratch(&size));
-        let reads = [statistics, h, w, before.unwrap_or(h), or_nothing(bias)];
-        let writes = [dh, dw, or_nothing(dbias), memory];
-        let Some(call) = self.call(writes, &reads) else { return };
-        let [dh, dw, dbias_or_nothing, memory] = call.write();
-        match before {
-            Some(before) => dh.copy_from_slice(call.read(before)),
-            None => dh.fill(0.0),
-        }
-        let inputs = cross_entropy::Inputs {
-            statistics: call.read(statistics),
-            h: call.read(h),
-            head: cross_entropy::Head { w: call.read(w), bias: bias.map(|bias| call.read(bias)) },
-            loss,
-            scale,
-        };
-        let gradients = cross_entropy::Gradients { dh, dw, dbias: dbias.map(|_| dbias_or_nothing) };
-        cross_entropy::backward(self.level, gradients, inputs, &size, accumulate, memory);
+    fn custom(&self, op: &Custom<'_>) {
+        custom::custom(self, op);
     }
 }

@@ -9,15 +9,37 @@ use faer::linalg::matmul::matmul as product;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
+use super::kernels::{CpuKernels, or_nothing};
 use super::scattered::Scattered;
-use crate::kernels::Linear;
+use crate::kernels::{Linear, LinearBackward, LinearSize};
 use crate::simd::Level;
+use crate::tensor::Scratch;
 
 const TILE_ROWS: usize = 256;
 const TILE_COLUMNS: usize = 512;
 
 /// Rows that one partial sum over rows takes: by shape, never by threads.
 const SUM_ROWS: usize = 64;
+
+pub(super) fn linear(on: &CpuKernels<'_>, op: &Linear) {
+    let Linear { y, x, w, bias, .. } = *op;
+    let Some(call) = on.call([y], &[x, w, or_nothing(bias)]) else { return };
+    let [y] = call.write();
+    forward(y, call.read(x), call.read(w), call.read_if(bias), &op.size());
+}
+
+pub(super) fn linear_backward(on: &CpuKernels<'_>, op: &LinearBackward, scratch: &Scratch<'_>) {
+    let LinearBackward { dx, dw, dbias, dy, x, w, accumulate, .. } = *op;
+    let size = op.size();
+    let scratch = scratch.nested();
+    let memory = scratch.take(1, scratch_len(&size));
+    let writes = [dx, dw, or_nothing(dbias), memory];
+    let Some(call) = on.call(writes, &[dy, x, w]) else { return };
+    let [dx, dw, dbias_or_nothing, memory] = call.write();
+    let gradients = Gradients { dx, dw, db: dbias.map(|_| dbias_or_nothing) };
+    let inputs = Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
+    backward(on.level, gradients, inputs, &size, accumulate, memory);
+}
 
 /// A matrix in a slice: element (i, j) at `i * rows_by + j * columns_by`.
 #[derive(Clone, Copy)]
@@ -109,8 +131,8 @@ pub(super) fn transpose(t: &mut [f32], x: &[f32], rows: usize, columns: usize) {
     });
 }
 
-/// w as (inputs, outputs), however it lies.
-fn upright<'w>(w: &'w [f32], size: &Linear) -> Matrix<'w> {
+/// w as (inputs, outputs), whether it is transposed or not.
+fn upright<'w>(w: &'w [f32], size: &LinearSize) -> Matrix<'w> {
     if size.transposed {
         Matrix::rows(w, size.inputs).transposed()
     } else {
@@ -119,8 +141,8 @@ fn upright<'w>(w: &'w [f32], size: &Linear) -> Matrix<'w> {
 }
 
 /// y = x w + b.
-pub(super) fn forward(y: &mut [f32], x: &[f32], w: &[f32], b: Option<&[f32]>, size: &Linear) {
-    let Linear { rows, inputs, outputs, .. } = *size;
+fn forward(y: &mut [f32], x: &[f32], w: &[f32], b: Option<&[f32]>, size: &LinearSize) {
+    let LinearSize { rows, inputs, outputs, .. } = *size;
     if let Some(b) = b {
         y.par_chunks_mut(outputs * SUM_ROWS).for_each(|rows| {
             rows.chunks_exact_mut(outputs).for_each(|row| row.copy_from_slice(b));
@@ -131,36 +153,36 @@ pub(super) fn forward(y: &mut [f32], x: &[f32], w: &[f32], b: Option<&[f32]>, si
 }
 
 /// Floats of scratch that [`backward`] needs: x (or dy) transposed, partial sums of db.
-pub(super) fn scratch(size: &Linear) -> usize {
+fn scratch_len(size: &LinearSize) -> usize {
     let turns = if size.transposed { size.outputs } else { size.inputs };
     (size.rows * turns).max(sum_scratch(size.rows, size.outputs))
 }
 
 /// What the backward writes.
-pub(super) struct Gradients<'a> {
-    pub(super) dx: &'a mut [f32],
-    pub(super) dw: &'a mut [f32],
-    pub(super) db: Option<&'a mut [f32]>,
+struct Gradients<'a> {
+    dx: &'a mut [f32],
+    dw: &'a mut [f32],
+    db: Option<&'a mut [f32]>,
 }
 
 /// What the backward reads.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs<'a> {
-    pub(super) dy: &'a [f32],
-    pub(super) x: &'a [f32],
-    pub(super) w: &'a [f32],
+struct Inputs<'a> {
+    dy: &'a [f32],
+    x: &'a [f32],
+    w: &'a [f32],
 }
 
-/// dx = dy wᵀ, dw (+)= xᵀ dy (turned: dyᵀ x), db (+)= Σ dy.
-pub(super) fn backward(
+/// dx = dy wᵀ, dw (+)= xᵀ dy (transposed: dyᵀ x), db (+)= Σ dy.
+fn backward(
     level: Level,
     Gradients { dx, dw, db }: Gradients<'_>,
     Inputs { dy, x, w }: Inputs<'_>,
-    size: &Linear,
+    size: &LinearSize,
     accumulate: bool,
     scratch: &mut [f32],
 ) {
-    let Linear { rows, inputs, outputs, transposed } = *size;
+    let LinearSize { rows, inputs, outputs, transposed } = *size;
     if let Some(db) = db {
         sum_rows(level, db, dy, rows, accumulate, &mut scratch[..sum_scratch(rows, outputs)]);
     }
@@ -227,8 +249,8 @@ mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
 
-    fn plain(x: &[f64], w: &[f64], b: &[f64], size: Linear) -> Vec<f64> {
-        let Linear { rows: r, inputs: c, outputs: n, transposed } = size;
+    fn plain(x: &[f64], w: &[f64], b: &[f64], size: LinearSize) -> Vec<f64> {
+        let LinearSize { rows: r, inputs: c, outputs: n, transposed } = size;
         let weight =
             |i: usize, out: usize| if transposed { w[out * c + i] } else { w[i * n + out] };
         let at = |row: usize, out: usize| {
@@ -241,7 +263,7 @@ mod tests {
     fn forward_and_backward_are_the_plain_ones() {
         let sizes = [(1, 1, 1), (5, 7, 3), (130, 33, 17), (300, 20, 530)];
         for ((r, c, n), transposed) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
-            let size = Linear { rows: r, inputs: c, outputs: n, transposed };
+            let size = LinearSize { rows: r, inputs: c, outputs: n, transposed };
             let (x, w, b) = (noise(r * c, 1), noise(c * n, 2), noise(n, 3));
             for level in Level::all() {
                 let mut y = vec![f32::NAN; r * n];
@@ -255,7 +277,7 @@ mod tests {
                 let gradients = |accumulate: bool, start: f32| {
                     let mut dx = vec![f32::NAN; r * c];
                     let (mut dw, mut db) = (vec![start; c * n], vec![start; n]);
-                    let mut memory = vec![f32::NAN; scratch(&size)];
+                    let mut memory = vec![f32::NAN; scratch_len(&size)];
                     let gradients = Gradients { dx: &mut dx, dw: &mut dw, db: Some(&mut db) };
                     let inputs = Inputs { dy: &dy.narrow, x: &x.narrow, w: &w.narrow };
                     backward(level, gradients, inputs, &size, accumulate, &mut memory);

@@ -1,22 +1,24 @@
 //! The CPU as a device: lanes are threads over one rayon pool, memory is one arena.
 //!
-//! A copy that another device would make over a link is a copy here too, between the host's
-//! memory and the arena, so that everything the ring does is done and can be measured.
+//! A copy that another device would make over a link is a copy here too, between the host's memory
+//! and the arena. So everything that the ring does happens, and can be measured.
 
 mod activation;
 mod attention;
 mod classes;
+mod copy;
 mod cross_entropy;
+mod custom;
 mod dropout;
 mod embedding;
 mod head_norm;
 mod kernels;
+mod kv_cache;
 mod linear;
 mod math;
 mod norm;
 #[cfg(test)]
 mod oracle;
-mod past;
 mod rates;
 mod rotary;
 mod scattered;
@@ -30,7 +32,7 @@ pub(crate) use kernels::CpuKernels;
 pub use rates::product_flops_per_second;
 
 use super::Device;
-use crate::kernels::{BatchView, Kernels};
+use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
 use crate::tensor::{Arena, View, pack, unpack};
 
@@ -55,8 +57,8 @@ impl Cpu {
     }
 }
 
-// The ring gives slots away: an upload's is its own, and so is what kernels write; what a download or
-// a kernel reads is written by nobody.
+// The ring grants slots: only one operation touches the slot that it uploads to or that its kernels
+// write, and nobody writes a slot that a download or a kernel reads.
 impl Device for Cpu {
     fn upload(&self, to: View, from: &[f32]) -> Result<(), Trouble> {
         // SAFETY: the ring gives the slot to this upload alone.
@@ -89,7 +91,7 @@ impl Device for Cpu {
 
     fn compute(
         &self,
-        _micro: &BatchView<'_>,
+        _micro: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, Trouble> {
         let kernels = CpuKernels { memory: Some(&self.memory), level: self.level };

@@ -3,22 +3,53 @@
 
 use rayon::prelude::*;
 
+use super::kernels::{CpuKernels, or_nothing};
 use super::linear::add_parts;
 use super::math::{dot, sum};
-use crate::kernels::Norm;
+use crate::kernels::{Norm, NormBackward};
 use crate::simd::Level;
+use crate::tensor::Scratch;
 
 /// Rows that one partial sum of dγ and dβ takes: by shape, never by threads.
 const SUM_ROWS: usize = 64;
 
+pub(super) fn norm(on: &CpuKernels<'_>, op: &Norm) {
+    let Norm { y, statistics, x, gamma, beta, epsilon, rms } = *op;
+    let Some(call) = on.call([y, statistics], &[x, gamma, or_nothing(beta)]) else { return };
+    let [y, statistics] = call.write();
+    let affine = (call.read(gamma), call.read_if(beta));
+    forward(on.level, y, statistics, call.read(x), affine, epsilon, rms);
+}
+
+pub(super) fn norm_backward(on: &CpuKernels<'_>, op: &NormBackward, scratch: &Scratch<'_>) {
+    let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
+    let scratch = scratch.nested();
+    let memory = scratch.take(1, scratch_len(x.rows, x.columns));
+    let reads = [dy, x, statistics, gamma, residual.unwrap_or(dy)];
+    let writes = [dx, dgamma, or_nothing(dbeta), memory];
+    let Some(call) = on.call(writes, &reads) else { return };
+    let [dx, dgamma, dbeta_or_nothing, memory] = call.write();
+    let inputs = Inputs {
+        residual: call.read_if(residual),
+        dy: call.read(dy),
+        x: call.read(x),
+        statistics: call.read(statistics),
+        gamma: call.read(gamma),
+        rms: op.rms,
+    };
+    let gradients = (dgamma, dbeta.map(|_| dbeta_or_nothing));
+    backward(on.level, dx, gradients, inputs, op.accumulate, memory);
+}
+
 /// y = γ (x − mean) rstd + β; `statistics` gets mean and rstd of each row.
-pub(super) fn forward(
+fn forward(
     level: Level,
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
     (gamma, beta): (&[f32], Option<&[f32]>),
-    Norm { epsilon, rms, .. }: Norm,
+    epsilon: f32,
+    rms: bool,
 ) {
     let c = gamma.len();
     let chunks = y.par_chunks_mut(c * SUM_ROWS).zip(statistics.par_chunks_mut(2 * SUM_ROWS));
@@ -43,23 +74,23 @@ pub(super) fn forward(
 }
 
 /// Floats of scratch that [`backward`] needs.
-pub(super) fn scratch(rows: usize, channels: usize) -> usize {
+fn scratch_len(rows: usize, channels: usize) -> usize {
     rows.div_ceil(SUM_ROWS) * 2 * channels
 }
 
 /// What the backward reads.
 #[derive(Clone, Copy)]
-pub(super) struct Inputs<'a> {
-    pub(super) residual: Option<&'a [f32]>,
-    pub(super) dy: &'a [f32],
-    pub(super) x: &'a [f32],
-    pub(super) statistics: &'a [f32],
-    pub(super) gamma: &'a [f32],
-    pub(super) rms: bool,
+struct Inputs<'a> {
+    residual: Option<&'a [f32]>,
+    dy: &'a [f32],
+    x: &'a [f32],
+    statistics: &'a [f32],
+    gamma: &'a [f32],
+    rms: bool,
 }
 
 /// dx = residual + …; dγ and dβ (+)= …, summed over 64 rows at a time, then in order.
-pub(super) fn backward(
+fn backward(
     level: Level,
     dx: &mut [f32],
     (dgamma, dbeta): (&mut [f32], Option<&mut [f32]>),
@@ -142,13 +173,12 @@ mod tests {
     fn forward_and_backward_are_the_plain_ones() {
         let sizes = [(1, 2), (3, 7), (5, 48), (150, 5)];
         for ((rows, c), rms) in sizes.into_iter().flat_map(|s| [(s, false), (s, true)]) {
-            let size = Norm { rows, channels: c, epsilon: EPSILON, rms };
             let (x, gamma, beta) = (noise(rows * c, 1), noise(c, 2), noise(c, 3));
             let (dy, residual) = (noise(rows * c, 4), noise(rows * c, 5));
             for level in Level::all() {
                 let (mut y, mut statistics) = (vec![f32::NAN; rows * c], vec![f32::NAN; 2 * rows]);
                 let affine = (&gamma.narrow[..], Some(&beta.narrow[..]));
-                forward(level, &mut y, &mut statistics, &x.narrow, affine, size);
+                forward(level, &mut y, &mut statistics, &x.narrow, affine, EPSILON, rms);
                 close(&y, &plain(&x.wide, &gamma.wide, &beta.wide, rms), 1e-5);
 
                 let mut dx = vec![f32::NAN; rows * c];
@@ -161,7 +191,7 @@ mod tests {
                     gamma: &gamma.narrow,
                     rms,
                 };
-                let mut memory = vec![f32::NAN; scratch(rows, c)];
+                let mut memory = vec![f32::NAN; scratch_len(rows, c)];
                 let gradients = (&mut dgamma[..], Some(&mut dbeta[..]));
                 backward(level, &mut dx, gradients, inputs, false, &mut memory);
                 let loss = |x: &[f64], gamma: &[f64], beta: &[f64]| {

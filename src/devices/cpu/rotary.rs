@@ -3,29 +3,37 @@
 
 use rayon::prelude::*;
 
-use crate::kernels::{Attention, Rotary};
+use super::kernels::CpuKernels;
+use crate::kernels::{AttentionShape, Rotary, Rotate};
 use crate::simd::Level;
 
 /// Channels of the largest head, halved.
 const PAIRS: usize = crate::kernels::HEAD_LIMIT / 2;
 
-/// Turns queries and keys in place, forward or back. qkv: (R, (H + 2K) D).
-pub(super) fn rotate(
+pub(super) fn rotate(on: &CpuKernels<'_>, op: &Rotate<'_>) {
+    let Rotate { qkv, rotary, ref shape, inverse } = *op;
+    let Some(call) = on.call([qkv], &[]) else { return };
+    let [qkv] = call.write();
+    rotate_all(on.level, qkv, rotary, shape, inverse);
+}
+
+/// Rotates queries and keys in place, forward or back. qkv: (R, (H + 2K) D).
+fn rotate_all(
     level: Level,
     qkv: &mut [f32],
     rotary: &Rotary,
-    size: &Attention<'_>,
+    shape: &AttentionShape<'_>,
     back: bool,
 ) {
-    let (d, places) = (size.head_size, size.places());
+    let d = shape.head_size;
     let pairs = d / 2;
     let mut frequencies = [0.0; PAIRS];
     for (to, frequency) in frequencies.iter_mut().zip(rotary.frequencies(d)) {
         *to = frequency;
     }
-    let transposed = (size.heads + size.kv_heads) * d;
-    qkv.par_chunks_mut(size.packed()).enumerate().for_each(|(row, qkv)| {
-        let position = places.of(row) as f32;
+    let rotated = (shape.heads + shape.kv_heads) * d;
+    qkv.par_chunks_mut(shape.qkv_width()).enumerate().for_each(|(row, qkv)| {
+        let position = shape.batch.position_in_document(row) as f32;
         let (mut cos, mut sin) = ([0.0; PAIRS], [0.0; PAIRS]);
         for pair in 0..pairs {
             // The angle in f32, as transformers has it; its sine and cosine exactly.
@@ -35,7 +43,7 @@ pub(super) fn rotate(
         level.run(
             #[inline(always)]
             || {
-                for head in qkv[..transposed].chunks_exact_mut(d) {
+                for head in qkv[..rotated].chunks_exact_mut(d) {
                     let (first, second) = head.split_at_mut(pairs);
                     let pairs = first.iter_mut().zip(second).zip(cos.iter().zip(&sin));
                     for ((a, b), (cos, sin)) in pairs {
@@ -51,39 +59,44 @@ pub(super) fn rotate(
 mod tests {
     use super::super::oracle::{close, noise};
     use super::*;
-    use crate::kernels::{RotaryScaling, Rows};
+    use crate::kernels::{BatchMetadata, RotaryScaling, Rows};
 
-    fn size(
+    fn shape(
         heads: usize,
         kv_heads: usize,
         head_size: usize,
         positions: usize,
-    ) -> Attention<'static> {
-        Attention {
+    ) -> AttentionShape<'static> {
+        let batch = BatchMetadata {
             rows: Rows { sequences: 2, positions },
+            lengths: &[],
+            kinds: &[],
+            documents: &[],
+            cached: &[],
+            dropout_key: None,
+        };
+        AttentionShape {
+            batch: batch.view(),
             heads,
             kv_heads,
             head_size,
             causal: true,
             window: None,
-            lengths: &[],
-            documents: &[],
-            past: &[],
             dropout: None,
         }
     }
 
     #[test]
-    fn it_turns_queries_and_keys_and_back() {
+    fn it_rotates_queries_and_keys_and_back() {
         let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::None };
-        let size = size(3, 1, 4, 5);
-        let x = noise(size.rows.count() * size.packed(), 1);
+        let shape = shape(3, 1, 4, 5);
+        let x = noise(shape.rows().count() * shape.qkv_width(), 1);
         for level in Level::all() {
             let mut y = x.narrow.clone();
-            rotate(level, &mut y, &rotary, &size, false);
+            rotate_all(level, &mut y, &rotary, &shape, false);
             let expected: Vec<f64> = (0..x.wide.len())
                 .map(|at| {
-                    let (row, column) = (at / size.packed(), at % size.packed());
+                    let (row, column) = (at / shape.qkv_width(), at % shape.qkv_width());
                     let (head, i) = (column / 4, column % 4);
                     if head >= 4 {
                         return x.wide[at];
@@ -94,7 +107,7 @@ mod tests {
                 })
                 .collect();
             close(&y, &expected, 1e-6);
-            rotate(level, &mut y, &rotary, &size, true);
+            rotate_all(level, &mut y, &rotary, &shape, true);
             close(&y, &x.wide, 1e-6);
         }
     }

@@ -1,4 +1,4 @@
-//! Kernels compiled for a device's architecture, and kept from run to run.
+//! Compiles kernels for a device's architecture, and caches them between runs.
 
 use std::ffi::{CString, c_char};
 use std::fs;
@@ -11,28 +11,28 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::texts::{PRELUDE, element};
 use crate::tensor::Dtype;
 
-/// Machine code of a text for an architecture (`90`), from the folder where it is kept if it is there.
+/// Machine code of a text for an architecture (`90`), from the cache folder if it is there.
 ///
 /// # Errors
 /// What the compiler says.
 pub(super) fn cubin(
     name: &str,
     text: &str,
-    of: Dtype,
+    dtype: Dtype,
     architecture: u32,
     nvrtc: (u32, u32),
-    kept: Option<&Path>,
+    cache: Option<&Path>,
 ) -> Result<Vec<u8>, Trouble> {
     let all = [PRELUDE, text].join("\n");
     let options = [
         format!("--gpu-architecture=sm_{architecture}"),
         "--std=c++17".into(),
         "--fmad=true".into(),
-        element(of).into(),
+        element(dtype).into(),
     ];
     let identity = format!("{} {} {}.{}", options.join(" "), all, nvrtc.0, nvrtc.1);
     let file = format!("{name}-{architecture}-{:016x}.cubin", xxh3_64(identity.as_bytes()));
-    let path = kept.map(|folder| folder.join(file));
+    let path = cache.map(|folder| folder.join(file));
     if let Some(code) = path.as_ref().and_then(|path| fs::read(path).ok()) {
         // What a kill cut off does not end with its digest.
         if let Some((code, digest)) = code.split_last_chunk::<8>()
@@ -50,7 +50,7 @@ pub(super) fn cubin(
         .into());
     }
     let mut code = compile(name, &all, &options)?;
-    if let (Some(folder), Some(path)) = (kept, path) {
+    if let (Some(folder), Some(path)) = (cache, path) {
         let digest = xxh3_64(&code).to_le_bytes();
         code.extend(digest);
         // Without a folder to keep it in it is compiled again next time.

@@ -1,53 +1,81 @@
-//! Softmax cross entropy over tiles of the vocabulary: logits exist for some labelled positions × one tile.
+//! Softmax cross entropy over tiles of the vocabulary: logits exist for some labelled positions and
+//! one tile at a time.
 
 use std::ops::Range;
 
 use super::driver::{Address, Argument};
 use super::kernels::On;
-use super::launches::{NEIGHBOURS, int, long};
+use super::launches::{int, parts_of};
 use super::linear::Table;
-use crate::kernels::Scores;
-use crate::tensor::{Dtype, View};
+use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize};
+use crate::tensor::{Scratch, View};
 
-/// Positions that are scored at once, of so many: by shape alone. Each time, a tile's weights and the
-/// gradient of them are walked through: the more positions, the less that costs.
-pub(super) fn chunk_of(rows: usize) -> usize {
+/// Positions that are scored at once, out of so many: from shapes alone. Each time, a tile's
+/// weights and their gradient are read: the more positions at once, the less that costs.
+fn chunk_of(rows: usize) -> usize {
     rows.min(2048)
 }
 
-/// Elements from a row of a tile's logits to the next: what it takes for products to read them in whole
-/// pieces, whatever the tile is.
-pub(super) fn stride_of(size: &Scores) -> usize {
+/// Elements from a row of a tile's logits to the next: a multiple of 8, so that products read
+/// aligned rows whatever the tile is.
+fn stride_of(size: &ScoreSize) -> usize {
     size.tile.next_multiple_of(8)
 }
 
-/// What a tile's backward writes, and reads.
-pub(super) struct Rescore {
-    pub(super) dh: View,
-    pub(super) dw: View,
-    pub(super) dbias: Option<View>,
-    pub(super) before: Option<View>,
-    pub(super) statistics: View,
-    pub(super) h: View,
-    pub(super) w: View,
-    pub(super) bias: Option<View>,
+/// Workspace of a tile.
+pub(super) struct Labelled {
+    /// The rows that have a label.
+    places: View,
+    /// Some of these rows side by side. (chunk, C).
+    h: View,
+    /// Their logits. (chunk, V), a stride apart.
+    logits: View,
 }
 
-/// Scratch of a tile: where labelled rows are, some of them side by side, and their logits.
-pub(super) struct Labelled {
-    pub(super) places: View,
-    pub(super) h: View,
-    pub(super) logits: View,
+impl Labelled {
+    pub(super) fn take(size: &ScoreSize, scratch: &Scratch<'_>) -> Labelled {
+        let chunk = chunk_of(size.rows);
+        Labelled {
+            places: scratch.take_floats(1, chunk),
+            h: scratch.take(chunk, size.channels),
+            logits: scratch.take_floats(chunk, stride_of(size)),
+        }
+    }
+}
+
+/// Workspace of a tile's backward.
+pub(super) struct BackwardScratch {
+    labelled: Labelled,
+    /// Gradients of the logits. (chunk, V), a stride apart.
+    dlogits: View,
+    /// dh of the labelled rows side by side: floats. (chunk, C).
+    dh: View,
+    /// Partial sums of dbias.
+    parts: View,
+}
+
+impl BackwardScratch {
+    pub(super) fn take(op: &ScoreBackward<'_>, scratch: &Scratch<'_>) -> BackwardScratch {
+        let size = op.size();
+        let chunk = chunk_of(size.rows);
+        let sums = op.dbias.map_or(0, |_| parts_of(chunk));
+        BackwardScratch {
+            labelled: Labelled::take(&size, scratch),
+            dlogits: scratch.take(chunk, stride_of(&size)),
+            dh: scratch.take_floats(chunk, size.channels),
+            parts: scratch.take_floats(sums, size.tile),
+        }
+    }
 }
 
 /// Labelled rows that are scored at once.
-fn chunks(size: &Scores) -> impl Iterator<Item = Range<usize>> {
+fn chunks(size: &ScoreSize) -> impl Iterator<Item = Range<usize>> {
     let (rows, chunk) = (size.labelled, chunk_of(size.rows).max(1));
     (0..rows).step_by(chunk).map(move |from| from..rows.min(from + chunk))
 }
 
 impl On<'_> {
-    /// Finds some of so many rows' labelled ones.
+    /// Finds the labelled rows of this range, among all labelled rows.
     fn find(&self, places: View, statistics: View, rows: usize, of: &Range<usize>) -> Address {
         let (to, from) = (self.at(places).at, self.at(statistics));
         let [rows, first, count] = [rows, of.start, of.len()].map(int);
@@ -56,42 +84,36 @@ impl On<'_> {
         to
     }
 
-    /// Copies rows that were found to where they stand side by side.
+    /// Copies the rows that were found side by side.
     fn gather(&self, to: View, x: View, places: Address, [count, channels]: [usize; 2]) {
         let (to, x) = (self.at(to), self.at(x));
         let arguments: [&dyn Argument; 5] = [&to, &x, &places, &int(count), &int(channels)];
         self.queue.columns("gather_rows", [count, 1], channels, &arguments);
     }
 
-    /// Some labelled rows side by side, and their logits; where they are.
+    /// Copies some labelled rows side by side and computes their logits; returns which rows.
     fn logits_of(
         &self,
         [statistics, h, w]: [View; 3],
         rows: &Range<usize>,
         to: &Labelled,
-        size: &Scores,
     ) -> Address {
-        let (c, v) = (size.channels, size.tile);
-        let places = self.find(to.places, statistics, size.rows, rows);
-        self.gather(to.h, h, places, [rows.len(), c]);
-        let (logits, h) = (Table::of(to.logits, stride_of(size)), Table::of(to.h, c));
-        self.product(logits, [h, Table::of(w, c).transposed()], [rows.len(), c, v], None, false);
+        let places = self.find(to.places, statistics, h.rows, rows);
+        self.gather(to.h, h, places, [rows.len(), h.columns]);
+        let (logits, h) = (Table::of(to.logits), Table::of(to.h));
+        let sizes = [rows.len(), w.columns, w.rows];
+        self.product(logits, [h, Table::of(w).transposed()], sizes, None, false);
         places
     }
 
     /// Takes a tile into the statistics of each labelled position.
-    pub(super) fn score(
-        &self,
-        out: View,
-        [statistics, h, w]: [View; 3],
-        bias: Option<View>,
-        scratch: &Labelled,
-        size: &Scores,
-    ) {
+    pub(super) fn score(&self, op: &Score, scratch: &Labelled) {
+        let Score { out, statistics, h, w, bias, .. } = *op;
+        let size = &op.size();
         self.copy(out, statistics);
         for rows in chunks(size) {
-            let places = self.logits_of([statistics, h, w], &rows, scratch, size);
-            let (out, logits, bias) = (self.at(out), self.at(scratch.logits), self.maybe(bias));
+            let places = self.logits_of([statistics, h, w], &rows, scratch);
+            let (out, logits, bias) = (self.at(out), self.at(scratch.logits), self.at_if(bias));
             let [r, tile, stride, first] =
                 [rows.len(), size.tile, stride_of(size), size.first].map(int);
             let arguments: [&dyn Argument; 8] =
@@ -101,70 +123,62 @@ impl On<'_> {
     }
 
     /// Logits of the labelled positions, in order. `places` and `gathered` are scratch.
-    pub(super) fn logits(
-        &self,
-        [y, places, gathered]: [View; 3],
-        [statistics, h, w]: [View; 3],
-        bias: Option<View>,
-        size: &Scores,
-    ) {
-        let (told, c, v) = (places.len(), size.channels, size.tile);
-        let places = self.find(places, statistics, size.rows, &(0..told));
-        self.gather(gathered, h, places, [told, c]);
-        let (x, w) = (Table::of(gathered, c), Table::of(w, c).transposed());
-        self.product(Table::of(y, v), [x, w], [told, c, v], None, false);
+    pub(super) fn logits(&self, op: &Logits, places: View, gathered: View) {
+        let Logits { y, statistics, h, w, bias } = *op;
+        let (count, c, v) = (y.rows, h.columns, w.rows);
+        let places = self.find(places, statistics, h.rows, &(0..count));
+        self.gather(gathered, h, places, [count, c]);
+        let factors = [Table::of(gathered), Table::of(w).transposed()];
+        self.product(Table::of(y), factors, [count, c, v], None, false);
         if let Some(bias) = bias {
             let (y, bias) = (self.at(y), self.at(bias));
-            let arguments: [&dyn Argument; 4] = [&y, &bias, &int(told), &int(v)];
-            self.queue.columns("add_bias", [told, 1], v, &arguments);
+            let arguments: [&dyn Argument; 4] = [&y, &bias, &int(count), &int(v)];
+            self.queue.columns("add_bias", [count, 1], v, &arguments);
         }
     }
 
-    /// dh = `before` (or nothing) + scale d w, dw (+)= scale dᵀ h, with d of the cross entropy.
-    pub(super) fn score_backward(
-        &self,
-        views: &Rescore,
-        scratch: &Labelled,
-        [d, dh_of_rows, parts]: [View; 3],
-        scale: f32,
-        size: &Scores,
-        mut accumulate: bool,
-    ) {
-        let Rescore { dh, dw, dbias, before, statistics, h, w, bias } = *views;
-        let (c, v) = (size.channels, size.tile);
-        match before {
+    /// dh = `dh_before` (or 0) + scale d w, dw (+)= scale dᵀ h, with d of the cross entropy.
+    pub(super) fn score_backward(&self, op: &ScoreBackward<'_>, scratch: &BackwardScratch) {
+        let ScoreBackward { dh, dw, dbias, dh_before, mut accumulate, .. } = *op;
+        match dh_before {
             Some(before) => self.copy(dh, before),
             None => self.clear(dh),
         }
-        if size.labelled == 0 && !accumulate {
+        if op.labelled == 0 && !accumulate {
             [Some(dw), dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
         }
-        for rows in chunks(size) {
-            let r = rows.len();
-            let places = self.logits_of([statistics, h, w], &rows, scratch, size);
-            let (to, from, s) = (self.at(d), self.at(scratch.logits), self.at(statistics));
-            let bias = self.maybe(bias);
-            let [count, tile, stride, first] = [r, v, stride_of(size), size.first].map(int);
-            let arguments: [&dyn Argument; 10] =
-                [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale];
-            self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
-            let (slopes, weights) = (Table::of(d, stride_of(size)), Table::of(w, c));
-            self.product(Table::of(dh_of_rows, c), [slopes, weights], [r, v, c], None, false);
-            let (to, from) = (self.at(dh), self.at(dh_of_rows));
-            let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
-            self.queue.columns("add_rows", [r, 1], c, &arguments);
-            let factors = [slopes.transposed(), Table::of(scratch.h, c)];
-            self.product(Table::of(dw, c), factors, [v, r, c], None, accumulate);
-            if let Some(dbias) = dbias {
-                self.sum_columns(dbias, slopes, [r, v], parts, accumulate);
-            }
+        for rows in chunks(&op.size()) {
+            self.score_backward_of(op, &rows, scratch, accumulate);
             accumulate = true;
         }
     }
 
-    /// y = 0.
-    pub(super) fn clear(&self, y: View) {
-        let kernel = if y.dtype == Dtype::F32 { "clear_floats" } else { "clear" };
-        self.queue.each(kernel, y.len(), NEIGHBOURS, &[&self.at(y), &long(y.len())]);
+    /// The same of some labelled rows.
+    fn score_backward_of(
+        &self,
+        op: &ScoreBackward<'_>,
+        rows: &Range<usize>,
+        scratch: &BackwardScratch,
+        accumulate: bool,
+    ) {
+        let ScoreBackward { dh, dw, dbias, statistics, h, w, bias, scale, first, .. } = *op;
+        let (r, c, v) = (rows.len(), h.columns, w.rows);
+        let places = self.logits_of([statistics, h, w], rows, &scratch.labelled);
+        let (to, from) = (self.at(scratch.dlogits), self.at(scratch.labelled.logits));
+        let (s, bias) = (self.at(statistics), self.at_if(bias));
+        let [count, tile, stride, first] = [r, v, scratch.dlogits.columns, first].map(int);
+        let arguments: [&dyn Argument; 10] =
+            [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale];
+        self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
+        let dlogits = Table::of(scratch.dlogits);
+        self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);
+        let (to, from) = (self.at(dh), self.at(scratch.dh));
+        let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
+        self.queue.columns("add_rows", [r, 1], c, &arguments);
+        let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];
+        self.product(Table::of(dw), factors, [v, r, c], None, accumulate);
+        if let Some(dbias) = dbias {
+            self.sum_columns(dbias, dlogits, [r, v], scratch.parts, accumulate);
+        }
     }
 }

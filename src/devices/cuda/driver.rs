@@ -1,5 +1,5 @@
-//! What is asked of a CUDA driver: one memory, copies, launches and products in order on three
-//! streams, and events between them. No call waits for the device but where it says so.
+//! What the device asks of a CUDA driver: one memory; copies, launches and products, in order on
+//! three streams; and events between the streams. Only calls that say so wait for the device.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use l2l_actors::ports::{Lane, Trouble};
 
 use crate::tensor::Dtype;
 
-/// A place in the device's memory.
+/// An address in the device's memory.
 pub(super) type Address = u64;
 
 /// An in-order queue of the device.
@@ -20,7 +20,7 @@ pub(super) enum Stream {
 }
 
 impl Stream {
-    /// That of a lane.
+    /// The stream of a lane.
     pub(super) fn of(lane: Lane) -> Stream {
         match lane {
             Lane::Upload => Stream::Upload,
@@ -31,16 +31,16 @@ impl Stream {
     }
 }
 
-/// What a kernel is given, as its text has it.
+/// The type of a kernel's parameter, as its text declares it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
-    /// To what weights and activations are: the text's `T`.
+    /// A pointer to the device's elements: the text's `T`.
     Elements,
-    /// To floats.
+    /// A pointer to floats.
     Floats,
-    /// To anything else.
+    /// Any other pointer.
     Pointer,
-    /// None: where any may be.
+    /// Null, where any pointer may be.
     Null,
     Int,
     Long,
@@ -51,26 +51,26 @@ pub(super) enum Kind {
 
 /// One argument of a kernel.
 pub(super) trait Argument {
-    /// What it is.
+    /// Its type.
     fn kind(&self) -> Kind;
 
     /// Its bytes.
     fn bytes(&self) -> &[u8];
 }
 
-/// A kernel on so many blocks of so many threads.
+/// A kernel, on so many blocks of so many threads.
 #[derive(Clone, Copy)]
 pub(super) struct Launch<'a> {
     pub(super) kernel: &'static str,
     pub(super) grid: [u32; 3],
     pub(super) block: [u32; 3],
-    /// Bytes of shared memory beside what the text declares.
+    /// Bytes of shared memory in addition to those that the text declares.
     pub(super) shared: u32,
     pub(super) arguments: &'a [&'a dyn Argument],
 }
 
 impl Launch<'_> {
-    /// Refuses what is not what the kernel's text declares.
+    /// Refuses arguments that are not of the types that the kernel's text declares.
     pub(super) fn check(&self, parameters: &[Kind]) -> Result<(), Trouble> {
         let given: Vec<_> = self.arguments.iter().map(|one| one.kind()).collect();
         let fits = |(given, declared): (&Kind, &Kind)| {
@@ -89,7 +89,7 @@ impl Launch<'_> {
     }
 }
 
-/// Bytes that products may take beside their matrices.
+/// Bytes of workspace of a matrix product.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
 /// A tensor in the device's memory.
@@ -100,10 +100,10 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// None.
+    /// The null address.
     pub(super) const NULL: Place = Place { at: 0, dtype: Dtype::F32 };
 
-    /// So many elements on.
+    /// The tensor that begins so many elements later.
     pub(super) fn behind(self, elements: usize) -> Place {
         Place { at: self.at + (elements * self.dtype.size()) as Address, ..self }
     }
@@ -115,12 +115,12 @@ pub(super) struct Matrix {
     pub(super) at: Place,
     /// Elements from a row to the next.
     pub(super) stride: usize,
-    /// True when the product reads it turned.
+    /// True when the product reads it transposed.
     pub(super) transposed: bool,
 }
 
-/// c (+)= a b + bias, summed in f32. a: (rows, inner); b: (inner, columns); c: (rows, columns); bias:
-/// (columns). a and b are of one kind, c and the bias of another or the same.
+/// c (+)= a b + bias, summed in f32. a: (rows, inner); b: (inner, columns); c: (rows, columns);
+/// bias: (columns). a and b have one dtype; c and the bias have that one or another.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Product {
     pub(super) rows: usize,
@@ -135,13 +135,13 @@ pub(super) struct Product {
     pub(super) accumulate: bool,
 }
 
-/// A driver and one device of its. Whoever gives it memory of the host keeps that until the work is
-/// done, and lets nobody write what is read, or touch what is written.
+/// A driver and one of its devices. A caller that passes host memory keeps it until the work is
+/// done. Until then nobody writes what is read, and nobody touches what is written.
 pub(super) trait Driver: Send + Sync + 'static {
-    /// Memory, all of it zero.
+    /// Allocates memory, all zero.
     fn allocate(&self, bytes: usize) -> Result<Address, Trouble>;
 
-    /// Lets the device reach the host's memory by itself; without, copies take a way round.
+    /// Pins memory of the host, so that the device can copy it directly.
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), Trouble>;
 
     /// Undoes [`pin`](Driver::pin).
@@ -169,26 +169,26 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it.
     fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), Trouble>;
 
-    /// An event that is reached when all that the stream was given until now is done.
+    /// Records an event, which is reached when all work queued on the stream until now is done.
     fn record(&self, on: Stream) -> Result<u64, Trouble>;
 
-    /// Has what the stream is given from now on wait for an event.
+    /// Makes work that is queued on the stream from now on wait for an event.
     fn wait(&self, on: Stream, event: u64) -> Result<(), Trouble>;
 
     /// Waits for an event.
     fn synchronize(&self, event: u64) -> Result<(), Trouble>;
 
-    /// Waits for all streams, whatever went wrong.
+    /// Waits for all streams, even after an error.
     fn finish(&self);
 
-    /// Seconds from one event, which is reached, to another.
+    /// Seconds from one event to another; both are reached.
     fn seconds(&self, from: u64, to: u64) -> Result<f64, Trouble>;
 
-    /// Lets go of an event.
+    /// Frees an event.
     fn forget(&self, event: u64);
 }
 
-/// An event that is let go of when nobody has it.
+/// An event that is freed when its last owner drops it.
 pub(super) struct Event {
     pub(super) id: u64,
     driver: Arc<dyn Driver>,

@@ -1,5 +1,5 @@
-//! A driver without a device: streams are threads that run the kernels' own texts, compiled for this
-//! machine. It proves, where there is no GPU, what is launched on what and in which order.
+//! A driver without a device: streams are threads that run the kernels' own texts, compiled for
+//! this machine. It proves, where there is no GPU, what is launched on what and in which order.
 
 use std::cell::Cell;
 use std::collections::HashMap;
@@ -26,7 +26,7 @@ type Emulate =
 type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
 /// Builds them; `None` where there is no compiler.
-fn kernels(own: &[CustomKernel], of: Dtype) -> Option<Kernels> {
+fn kernels(own: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
     if Command::new("c++").arg("--version").output().is_err() {
         eprintln!("without c++ the CUDA device is not tested");
         return None;
@@ -34,9 +34,10 @@ fn kernels(own: &[CustomKernel], of: Dtype) -> Option<Kernels> {
     // Tests run side by side: one of them builds.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().expect("a text that does not compile fails all tests");
-    let texts = texts::all(own, of).expect("kernels that are declared");
+    let texts = texts::all(own, dtype).expect("kernels that are declared");
     let built: Vec<PathBuf> = std::thread::scope(|scope| {
-        let builds = texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text, of)));
+        let builds =
+            texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text, dtype)));
         let builds: Vec<_> = builds.collect();
         builds.into_iter().map(|build| build.join().expect("it compiles")).collect()
     });
@@ -50,24 +51,24 @@ fn kernels(own: &[CustomKernel], of: Dtype) -> Option<Kernels> {
 }
 
 /// Compiles a text, unless it was before.
-fn build(name: &str, text: &str, of: Dtype) -> PathBuf {
-    let declared = texts::declared(text, of).expect("kernels that are declared");
+fn build(name: &str, text: &str, dtype: Dtype) -> PathBuf {
+    let declared = texts::declared(text, dtype).expect("kernels that are declared");
     let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
     let emulator = include_str!("kernels/emulator.h");
     let all = [emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
     let digest = xxhash_rust::xxh3::xxh3_64(all.as_bytes());
     let here = std::env::current_exe().expect("a test runs from a file");
     let folder = here.parent().expect("in a folder").to_path_buf();
-    let path = folder.join(format!("emulated-{name}-{of:?}-{digest:016x}.so"));
+    let path = folder.join(format!("emulated-{name}-{dtype:?}-{digest:016x}.so"));
     if !path.exists() {
-        let own = format!("{name}-{of:?}-{}", std::process::id());
+        let own = format!("{name}-{dtype:?}-{}", std::process::id());
         let (source, made) = (folder.join(format!("{own}.cpp")), folder.join(format!("{own}.so")));
         std::fs::write(&source, all).expect("room on a disk");
         let run = |arguments: &[&str], paths: &[&Path]| {
             let mut command = Command::new("c++");
             command.args(arguments).args(paths).output().expect("a compiler")
         };
-        let arguments = ["-std=c++20", "-O2", texts::element(of), "-shared", "-fPIC", "-o"];
+        let arguments = ["-std=c++20", "-O2", texts::element(dtype), "-shared", "-fPIC", "-o"];
         let output = run(&arguments, &[&made, &source]);
         assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
         std::fs::rename(&made, &path).expect("a folder of ours");
@@ -91,8 +92,8 @@ pub(crate) fn instead() -> bool {
 }
 
 /// A new one, where it was asked for.
-pub(super) fn asked_for(own: &[CustomKernel], of: Dtype) -> Option<Arc<dyn Driver>> {
-    let made = ASKED_FOR.get().then(|| Emulated::new(own, of))??;
+pub(super) fn asked_for(own: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn Driver>> {
+    let made = ASKED_FOR.get().then(|| Emulated::new(own, dtype))??;
     Some(Arc::new(made))
 }
 
@@ -143,14 +144,14 @@ struct Emulated {
 
 impl Emulated {
     /// `None` where there is no compiler.
-    fn new(own: &[CustomKernel], of: Dtype) -> Option<Emulated> {
+    fn new(own: &[CustomKernel], dtype: Dtype) -> Option<Emulated> {
         let streams = [(); 3].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue
         });
         Some(Emulated {
-            kernels: kernels(own, of)?,
+            kernels: kernels(own, dtype)?,
             memory: Mutex::default(),
             streams,
             events: Mutex::default(),

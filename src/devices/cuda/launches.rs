@@ -1,12 +1,12 @@
-//! How kernels are launched: one typed place for each, with the sizes of its grid. What stands here is
-//! what `kernels/*.cu` declare, and a test compares the two.
+//! How kernels are launched: the types of arguments, and the shapes of grids. The arguments are
+//! those that `kernels/*.cu` declare; every launch is compared with the text.
 
 use std::cell::RefCell;
 
 use l2l_actors::ports::Trouble;
 
 use super::driver::{Address, Argument, Driver, Kind, Launch, Place, Product, Stream};
-use crate::kernels::{Activation, Attention, Dropout, Norm, Rotary, Rows};
+use crate::kernels::{Activation, AttentionShape, Dropout, Rotary};
 use crate::tensor::Dtype;
 
 impl Argument for Place {
@@ -63,7 +63,7 @@ impl Argument for f32 {
     }
 }
 
-/// A structure of the text, in words of four bytes.
+/// A struct of the text, in words of four bytes.
 pub(super) struct Words<const N: usize> {
     name: &'static str,
     words: [u32; N],
@@ -79,14 +79,14 @@ impl<const N: usize> Argument for Words<N> {
     }
 }
 
-/// The text's `Dropout`; nothing is dropped without.
-pub(super) fn dropout(dropout: Option<Dropout>) -> Words<7> {
-    Words { name: "Dropout", words: dropout.map_or([0; 7], dropout_words) }
+/// The text's `Dropout`; all zero when nothing is dropped.
+pub(super) fn dropout_words(dropout: Option<Dropout>) -> Words<7> {
+    Words { name: "Dropout", words: dropout.map_or([0; 7], mask_words) }
 }
 
-/// As the CPU's masks have it.
-fn dropout_words(dropout: Dropout) -> [u32; 7] {
-    let Dropout { probability, seed, step, site, first_sequence, first_position } = dropout;
+/// The words of a mask, computed as on the CPU.
+fn mask_words(dropout: Dropout) -> [u32; 7] {
+    let Dropout { probability, seed, step, site, first_sequence, first_position, .. } = dropout;
     [
         seed as u32,
         (seed >> 32) as u32 ^ (step >> 32) as u32,
@@ -99,22 +99,22 @@ fn dropout_words(dropout: Dropout) -> [u32; 7] {
 }
 
 /// The text's `Attention`.
-pub(super) fn attention(size: &Attention<'_>) -> Words<16> {
-    let past = size.past.first().copied().unwrap_or(0);
+pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<16> {
+    let rows = shape.rows();
     let words = [
-        size.rows.sequences,
-        size.rows.positions,
-        past,
-        size.heads,
-        size.kv_heads,
-        size.head_size,
-        usize::from(size.causal),
-        size.window.unwrap_or(0),
+        rows.sequences,
+        rows.positions,
+        shape.batch.positions_before(0),
+        shape.heads,
+        shape.kv_heads,
+        shape.head_size,
+        usize::from(shape.causal),
+        shape.window.unwrap_or(0),
     ];
     let mut all = [0; 16];
     all[..8].copy_from_slice(&words.map(|word| u32::try_from(word).expect("sizes are checked")));
-    all[8] = (1.0 / (size.head_size as f32).sqrt()).to_bits();
-    all[9..].copy_from_slice(&size.dropout.map_or([0; 7], dropout_words));
+    all[8] = (1.0 / (shape.head_size as f32).sqrt()).to_bits();
+    all[9..].copy_from_slice(&shape.dropout.map_or([0; 7], mask_words));
     Words { name: "Attention", words: all }
 }
 
@@ -127,18 +127,18 @@ pub(super) fn frequencies(rotary: &Rotary, head_size: usize) -> Words<128> {
     Words { name: "Frequencies", words }
 }
 
-/// A size as the text has it.
+/// A size, as an `int` of the text.
 pub(super) fn int(size: usize) -> i32 {
     i32::try_from(size).expect("sizes are checked")
 }
 
-/// The same, of a whole tensor.
+/// The size of a whole tensor, as a `long long` of the text.
 pub(super) fn long(size: usize) -> i64 {
     size as i64
 }
 
-/// The number that the text has for a curve.
-pub(super) fn form(activation: Activation) -> i32 {
+/// The number that the text has for an activation function.
+pub(super) fn activation_number(activation: Activation) -> i32 {
     match activation {
         Activation::GeluErf => 0,
         Activation::GeluTanh => 1,
@@ -148,15 +148,15 @@ pub(super) fn form(activation: Activation) -> i32 {
     }
 }
 
-/// Channels, heads' channels or columns that one thread has.
+/// Channels or columns that one thread computes.
 pub(super) const NEIGHBOURS: usize = 4;
 
-/// Threads of a block that walks a row of so many channels, as the text says.
+/// Threads of a block that walks a row of so many channels, as the text expects.
 pub(super) fn threads(channels: usize) -> u32 {
     (32 * channels.div_ceil(32 * NEIGHBOURS)).min(256) as u32
 }
 
-/// Rows of one partial sum: by shape, never by what the device is.
+/// Rows of one partial sum: from shapes alone, whatever the device is.
 pub(super) const PART: usize = 64;
 
 /// Partial sums over so many rows.
@@ -167,13 +167,13 @@ pub(super) fn parts_of(rows: usize) -> usize {
 /// Bytes of a float.
 pub(super) const FLOAT: usize = size_of::<f32>();
 
-/// No address: the text's null.
+/// The null address.
 pub(super) const NULL: Address = 0;
 
-/// Launches on the compute stream. The first error is kept, and nothing is launched behind it.
+/// Launches on the compute stream. After the first error, nothing more is launched.
 pub(super) struct Queue<'a> {
     driver: &'a dyn Driver,
-    /// That of products.
+    /// The workspace of matrix products.
     workspace: Address,
     failed: RefCell<Option<Trouble>>,
 }
@@ -183,7 +183,7 @@ impl<'a> Queue<'a> {
         Queue { driver, workspace, failed: RefCell::default() }
     }
 
-    /// How it went.
+    /// The first error.
     pub(super) fn end(self) -> Result<(), Trouble> {
         self.failed.into_inner().map_or(Ok(()), Err)
     }
@@ -195,7 +195,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Of so many blocks of so many threads.
+    /// Launches a kernel on so many blocks of so many threads.
     pub(super) fn launch(
         &self,
         kernel: &'static str,
@@ -212,7 +212,7 @@ impl<'a> Queue<'a> {
         }
     }
 
-    /// Of a thread for each of so many elements, or for so many of them.
+    /// Launches a kernel with a thread for each `of_thread` elements.
     pub(super) fn each(
         &self,
         kernel: &'static str,
@@ -224,7 +224,7 @@ impl<'a> Queue<'a> {
         self.launch(kernel, [blocks, 1, 1], [256, 1, 1], 0, arguments);
     }
 
-    /// Of a block for each of so many rows, which walks all of it.
+    /// Launches a kernel with a block for each row, which walks the whole row.
     pub(super) fn rows(
         &self,
         kernel: &'static str,
@@ -235,7 +235,7 @@ impl<'a> Queue<'a> {
         self.launch(kernel, [rows, 1, 1], [threads(channels), 1, 1], 0, arguments);
     }
 
-    /// Of blocks for each of so many rows, or runs of rows, which share its channels.
+    /// Launches a kernel with blocks for each row, or run of rows, that share its channels.
     pub(super) fn columns(
         &self,
         kernel: &'static str,
@@ -245,20 +245,6 @@ impl<'a> Queue<'a> {
     ) {
         let grid = [rows, channels.div_ceil(256 * NEIGHBOURS), layers];
         self.launch(kernel, grid, [threads(channels), 1, 1], 0, arguments);
-    }
-
-    /// y = a + dropout(x), without `a` where that is null.
-    pub(super) fn drop(
-        &self,
-        [y, x, a]: [Place; 3],
-        rows: Rows,
-        channels: usize,
-        masked: Option<Dropout>,
-    ) {
-        let [r, positions, c] = [rows.count(), rows.positions, channels].map(int);
-        let masked = dropout(masked);
-        let arguments: [&dyn Argument; 7] = [&y, &x, &a, &r, &positions, &c, &masked];
-        self.columns("drop", [rows.count(), 1], channels, &arguments);
     }
 
     pub(super) fn product(&self, product: &Product) {
@@ -283,9 +269,4 @@ impl<'a> Queue<'a> {
         let (len, accumulate) = (int(length), i32::from(accumulate));
         self.each("fold", length, 1, &[&out, &parts, &count, &stride, &len, &accumulate]);
     }
-}
-
-/// The sizes of a norm, as its kernels take them.
-pub(super) fn norm(size: &Norm) -> (i32, i32, i32) {
-    (int(size.rows), int(size.channels), i32::from(size.rms))
 }

@@ -1,4 +1,5 @@
-//! CUDA's libraries: found, or said what to install; loaded when they are asked for, and not before.
+//! CUDA's libraries: found, or said what to install; loaded when they are asked for, and not
+//! before.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -45,8 +46,8 @@ pub(in crate::devices) fn libraries(folder: Option<&Path>) -> [Found; 3] {
     })
 }
 
-/// Loads the first of a name, in any version, that can be loaded in a folder or not too deep below it; then
-/// the loader knows it by its name alone.
+/// Loads the first of a name, in any version, that can be loaded in a folder or not too deep below
+/// it; then the loader knows it by its name alone.
 fn load(folder: &Path, name: &str, depth: usize) -> bool {
     let (mut files, mut folders) = (Vec::new(), Vec::new());
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {

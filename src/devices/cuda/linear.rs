@@ -3,10 +3,10 @@
 use super::driver::{Argument, Matrix, Product};
 use super::kernels::On;
 use super::launches::{PART, int, parts_of};
-use crate::kernels::Linear;
-use crate::tensor::View;
+use crate::kernels::{Linear, LinearBackward, LinearSize};
+use crate::tensor::{Scratch, View};
 
-/// Rows of a tensor, so many elements apart; a product may read them turned.
+/// Rows of a tensor, so many elements apart; a product may read it transposed.
 #[derive(Clone, Copy)]
 pub(super) struct Table {
     view: View,
@@ -15,8 +15,9 @@ pub(super) struct Table {
 }
 
 impl Table {
-    pub(super) fn of(view: View, stride: usize) -> Table {
-        Table { view, stride, transposed: false }
+    /// All of a view.
+    pub(super) fn of(view: View) -> Table {
+        Table { view, stride: view.columns, transposed: false }
     }
 
     pub(super) fn transposed(self) -> Table {
@@ -43,29 +44,27 @@ impl On<'_> {
         self.queue.product(&Product { rows, inner, columns, a, b, c, stride, bias, accumulate });
     }
 
-    /// y = x w + b.
-    pub(super) fn linear(&self, y: View, x: View, w: View, b: Option<View>, size: Linear) {
-        let Linear { rows, inputs, outputs, .. } = size;
-        let (y, x) = (Table::of(y, outputs), Table::of(x, inputs));
-        self.product(y, [x, weights(w, size)], [rows, inputs, outputs], b, false);
+    /// y = x w + bias.
+    pub(super) fn linear(&self, op: &Linear) {
+        let LinearSize { rows, inputs, outputs, .. } = op.size();
+        let (y, x) = (Table::of(op.y), Table::of(op.x));
+        let w = weights(op.w, op.transposed);
+        self.product(y, [x, w], [rows, inputs, outputs], op.bias, false);
     }
 
-    /// dx = dy wᵀ, dw (+)= xᵀ dy.
-    pub(super) fn linear_backward(
-        &self,
-        [dx, dw]: [View; 2],
-        [dy, x, w]: [View; 3],
-        size: Linear,
-        accumulate: bool,
-    ) {
-        let Linear { rows, inputs, outputs, transposed } = size;
-        let [dx, x] = [dx, x].map(|view| Table::of(view, inputs));
-        let dy = Table::of(dy, outputs);
-        let w = weights(w, size).transposed();
+    /// dx = dy wᵀ, dw (+)= xᵀ dy, dbias (+)= Σ dy by partial sums.
+    pub(super) fn linear_backward(&self, op: &LinearBackward, parts: View) {
+        let LinearBackward { dx, dw, dbias, dy, x, w, transposed, accumulate } = *op;
+        let LinearSize { rows, inputs, outputs, .. } = op.size();
+        let [dx, x, dy] = [dx, x, dy].map(Table::of);
+        let w = weights(w, transposed).transposed();
         self.product(dx, [dy, w], [rows, outputs, inputs], None, false);
         let ((a, m), (b, n)) =
             if transposed { ((dy, outputs), (x, inputs)) } else { ((x, inputs), (dy, outputs)) };
-        self.product(Table::of(dw, n), [a.transposed(), b], [m, rows, n], None, accumulate);
+        self.product(Table::of(dw), [a.transposed(), b], [m, rows, n], None, accumulate);
+        if let Some(dbias) = dbias {
+            self.sum_columns(dbias, dy, [rows, outputs], parts, accumulate);
+        }
     }
 
     /// out (+)= the sum over rows of x, over some rows at a time, then in order.
@@ -85,11 +84,13 @@ impl On<'_> {
     }
 }
 
-/// w as the product of a layer reads it.
-fn weights(w: View, size: Linear) -> Table {
-    if size.transposed {
-        Table::of(w, size.inputs).transposed()
-    } else {
-        Table::of(w, size.outputs)
-    }
+/// w as the product of a layer reads it: (C, N).
+fn weights(w: View, transposed: bool) -> Table {
+    if transposed { Table::of(w).transposed() } else { Table::of(w) }
+}
+
+/// Partial sums of dbias.
+pub(super) fn backward_scratch(op: &LinearBackward, scratch: &Scratch<'_>) -> View {
+    let rows = op.dbias.map_or(0, |_| parts_of(op.dy.rows));
+    scratch.take_floats(rows, op.dy.columns)
 }

@@ -1,23 +1,33 @@
 //! An NVIDIA GPU as a device: lanes are streams, fences are events, memory is one allocation.
 //!
-//! Each stream is fed by its lane's thread, ahead of the device; nothing waits for the device but
-//! the threads that tell how operations ended. CUDA is loaded when it is asked for.
+//! The thread of a lane queues work on its stream, ahead of the device. Only the threads that
+//! report how operations ended wait for the device. CUDA is loaded when a config asks for it.
 
+mod activation;
 mod attention;
+mod batch_metadata;
 mod check;
+mod classes;
 mod compile;
+mod copy;
 mod cross_entropy;
+mod custom;
 mod driver;
+mod dropout;
+mod embedding;
 #[cfg(test)]
 pub(crate) mod emulated;
+mod head_norm;
 mod kernels;
+mod kv_cache;
 mod launches;
 mod libraries;
 mod linear;
-mod notes;
+mod norm;
 mod product;
 mod rates;
 mod real;
+mod rotary;
 #[cfg(test)]
 pub(super) mod tests;
 mod texts;
@@ -34,57 +44,58 @@ use kernels::CudaKernels;
 pub(super) use libraries::libraries;
 pub(super) use real::gpus;
 
+use self::batch_metadata::DeviceMetadata;
 use self::driver::{Address, Driver, Event, Place, Stream, WORKSPACE};
 use self::launches::FLOAT;
-use self::notes::Notes;
 use super::{Check, Device, GpuRates};
 use crate::config::Config;
 use crate::error::Error;
-use crate::kernels::{BatchView, CustomKernel, Kernels, Rows};
+use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
 use crate::models::{Model, Part};
 use crate::tensor::Arena;
 use crate::tensor::View;
 
-/// BatchView-batches whose notes are on their way at once, at most.
-const ON_THEIR_WAY: usize = 8;
+/// Micro-batches whose metadata is being copied at once, at most.
+const IN_FLIGHT: usize = 8;
 
-/// Bytes that the workspace of products is aligned to.
+/// Bytes that the workspace of matrix products is aligned to.
 const ALIGNED: usize = 256;
 
-/// Floats for it.
-const OF_PRODUCTS: usize = (ALIGNED + WORKSPACE) / FLOAT;
+/// Floats of that workspace.
+const PRODUCT_WORKSPACE: usize = (ALIGNED + WORKSPACE) / FLOAT;
 
 /// See the [module](self).
 pub(super) struct Cuda {
     driver: Arc<dyn Driver>,
     memory: Address,
-    /// Where notes go: in the device's memory, and on the host, [`ON_THEIR_WAY`] of them.
-    notes: View,
-    /// That of products.
+    /// Where the metadata of a micro-batch is in the device's memory.
+    metadata: View,
+    /// The workspace of matrix products.
     workspace: Address,
-    desk: Arena,
+    /// Metadata on its way to the device, from [`IN_FLIGHT`] places of the host in turn.
+    staging: Arena,
     computed: Mutex<usize>,
-    /// What is in the device's hands: the event at its end.
-    taken: Arc<Mutex<HashMap<u64, Arc<Event>>>>,
-    /// Where the operation that a stream is given now began.
+    /// The event at the end of each operation that was issued to the device and is not done.
+    issued: Arc<Mutex<HashMap<u64, Arc<Event>>>>,
+    /// The event at the begin of the operation that is being issued to each stream.
     begun: Mutex<[Option<Arc<Event>>; 3]>,
     clock: Arc<Mutex<Clock>>,
-    /// Memory of the host that is pinned.
+    /// Addresses of host memory that is pinned.
     pinned: Mutex<Vec<usize>>,
 }
 
-/// The most that two clocks drift apart, as a share.
+/// The most that the clocks of host and device drift apart, as a share of the time that passed.
 const DRIFT: f64 = 2e-4;
 
-/// An event, and when it was.
+/// An event, and the host's time when it was reached.
 struct Clock {
     event: Arc<Event>,
     at: Instant,
 }
 
 impl Clock {
-    /// When an event was that is reached. The longer ago the known one, the less sure: a float counts
-    /// milliseconds.
+    /// The time of an event that was reached. It is less exact the longer ago the known event was,
+    /// as the driver counts milliseconds in a float.
     fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
         let seconds = driver.seconds(self.event.id, event.id)?;
         let by = Duration::from_secs_f64(seconds.abs());
@@ -93,43 +104,44 @@ impl Clock {
         Ok(at)
     }
 
-    /// The same of an event that was waited for until now, which is known from then on. The device's
-    /// clock and the host's drift apart: it follows the host's, slowly, and is never ahead.
+    /// The time of an event that was waited for until now; it becomes the known event. The device's
+    /// clock drifts from the host's: the result follows the host's slowly, and is never ahead.
     fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
-        let (now, told) = (Instant::now(), self.time(driver, event)?);
-        let passed = told.saturating_duration_since(self.at);
+        let (now, by_device) = (Instant::now(), self.time(driver, event)?);
+        let passed = by_device.saturating_duration_since(self.at);
         if passed < Duration::from_secs(1) {
-            return Ok(told.min(now));
+            return Ok(by_device.min(now));
         }
-        let lag = now.saturating_duration_since(told);
-        let at = (told + lag.min(passed.mul_f64(DRIFT))).min(now);
+        let lag = now.saturating_duration_since(by_device);
+        let at = (by_device + lag.min(passed.mul_f64(DRIFT))).min(now);
         *self = Clock { event: event.clone(), at };
         Ok(at)
     }
 }
 
 impl Cuda {
-    /// With memory for so many floats, of which some are [`overhead`] what is computed.
+    /// With memory for so many floats, of which `overhead` is the device's own.
     fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, Trouble> {
         let memory = driver.allocate(floats * FLOAT)?;
-        let notes = overhead.part(0..overhead.len() - OF_PRODUCTS);
-        let behind = memory + ((notes.at + notes.len()) * FLOAT) as Address;
-        let all = View::floats(0, ON_THEIR_WAY * notes.len());
-        let mut desk = Arena::new(all.len())?;
-        // Rather early than late: nothing that waited for the device began before it ended.
+        let metadata = overhead.part(0..overhead.len() - PRODUCT_WORKSPACE);
+        let behind = memory + ((metadata.at + metadata.len()) * FLOAT) as Address;
+        let all = View::floats(0, IN_FLIGHT * metadata.len());
+        let mut staging = Arena::new(all.len())?;
+        // Before the event, not behind it: what waits for the device must not begin before it
+        // ended.
         let at = Instant::now();
         let event = Event::record(&driver, Stream::Compute)?;
         driver.synchronize(event.id)?;
         let clock = Arc::new(Mutex::new(Clock { event, at }));
-        let pinned = pin(&*driver, desk.values_mut(all)).into_iter().collect();
+        let pinned = pin(&*driver, staging.values_mut(all)).into_iter().collect();
         Ok(Cuda {
             driver,
             memory,
-            notes,
+            metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
-            desk,
+            staging,
             computed: Mutex::default(),
-            taken: Arc::default(),
+            issued: Arc::default(),
             begun: Mutex::default(),
             clock,
             pinned: Mutex::new(pinned),
@@ -141,39 +153,40 @@ impl Cuda {
     }
 }
 
-/// Pins memory of the host, where the system has that much to give; without, copies are slower.
+/// Pins memory of the host, where the system allows that much. Without it copies are slower.
 fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
     let (at, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
     (bytes > 0 && driver.pin(at, bytes).is_ok()).then_some(at as usize)
 }
 
-/// Every kernel of the GPU that a config says, against the CPU's.
+/// Compares every kernel on the GPU of a config with the CPU's.
 pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
     check::all(driver(config, &[])?, config.device.dtype, seed).map_err(Error::failed)
 }
 
-/// How fast the link and the products of the GPU are that a config says.
+/// Measures the link and the matrix products of the GPU of a config.
 pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
     rates::measure(&driver(config, &[])?, config.device.dtype, 64 << 20, 8192)
         .map_err(Error::failed)
 }
 
-/// Kernels without memory, to size the workspace.
+/// Kernels without memory, to measure the workspace.
 pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(CudaKernels::to_plan())
 }
 
-/// Floats that it takes beside what is computed: for notes of a micro-batch, and for products.
+/// Device memory outside the plan's slots, in floats: the metadata of a micro-batch, and the
+/// workspace of matrix products.
 pub(super) fn overhead(rows: Rows) -> usize {
-    Notes::len(rows).next_multiple_of(16) + OF_PRODUCTS
+    DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
 }
 
-/// Floats of the host where notes wait for their copies.
+/// Host memory in floats, for metadata that is being copied to the device.
 pub(super) fn overhead_on_host(rows: Rows) -> usize {
-    ON_THEIR_WAY * Notes::len(rows).next_multiple_of(16)
+    IN_FLIGHT * DeviceMetadata::len(rows).next_multiple_of(16)
 }
 
-/// The GPU that a config says, with memory as it was planned.
+/// The GPU of a config, with the memory that was planned.
 pub(super) fn open(
     config: &Config,
     model: &Model,
@@ -223,32 +236,33 @@ impl Device for Cuda {
         let mut values = vec![0.0_f32; view.len()];
         let to = values.as_mut_ptr().cast();
         self.driver.copy_out(Stream::Compute, to, self.address(view), view.len() * FLOAT)?;
-        let told = Event::record(&self.driver, Stream::Compute)
+        let copied = Event::record(&self.driver, Stream::Compute)
             .and_then(|event| self.driver.synchronize(event.id));
-        if told.is_err() {
+        if copied.is_err() {
             self.driver.finish(); // the copy may still be on its way
         }
-        told.map(|()| values)
+        copied.map(|()| values)
     }
 
     fn compute(
         &self,
-        batch: &BatchView<'_>,
+        batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, Trouble> {
-        let turn = {
+        let place = {
             let mut computed = self.computed.lock().expect("nothing panics inside");
             *computed += 1;
-            *computed % ON_THEIR_WAY
+            *computed % IN_FLIGHT
         };
-        let place = View::floats(turn * self.notes.len(), self.notes.len());
-        // SAFETY: of operations that are not done, each has a place of its own.
-        let desk = unsafe { self.desk.write(place) };
-        let notes = Notes::write(batch, desk, self.address(self.notes));
-        let from = desk.as_ptr().cast();
-        let bytes = notes.floats * FLOAT;
-        self.driver.copy_in(Stream::Compute, self.address(self.notes), from, bytes)?;
-        let kernels = CudaKernels::on(&*self.driver, self.memory, notes, self.workspace);
+        let place = View::floats(place * self.metadata.len(), self.metadata.len());
+        // SAFETY: fewer operations are in flight than there are places, so no copy still reads this
+        // one.
+        let host = unsafe { self.staging.write(place) };
+        let metadata = DeviceMetadata::write(batch, host, self.address(self.metadata));
+        let from = host.as_ptr().cast();
+        let bytes = metadata.floats * FLOAT;
+        self.driver.copy_in(Stream::Compute, self.address(self.metadata), from, bytes)?;
+        let kernels = CudaKernels::on(&*self.driver, self.memory, metadata, self.workspace);
         let used = run(&kernels);
         kernels.end()?;
         Ok(used)
@@ -270,8 +284,8 @@ impl Device for Cuda {
     fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
         let on = Stream::of(operation.work().lane());
         for fence in operation.waits().iter().filter(|fence| fence.reached().is_none()) {
-            // One that is not there was reached just now.
-            let event = self.taken().get(&fence.operation()).cloned();
+            // An operation without an event has just ended.
+            let event = self.issued().get(&fence.operation()).cloned();
             if let Some(event) = event {
                 self.driver.wait(on, event.id)?;
             }
@@ -287,15 +301,16 @@ impl Device for Cuda {
         let begun = begun.expect("what ends has begun");
         let ended = Event::record(&self.driver, on)?;
         let number = operation.number();
-        self.taken().insert(number, ended.clone());
-        let (driver, taken, clock) = (self.driver.clone(), self.taken.clone(), self.clock.clone());
+        self.issued().insert(number, ended.clone());
+        let (driver, issued, clock) =
+            (self.driver.clone(), self.issued.clone(), self.clock.clone());
         let origin = Instant::now().checked_sub(now).expect("lanes began after time did");
         Ok(Box::new(move || {
             let times = driver.synchronize(ended.id).and_then(|()| {
                 let mut clock = clock.lock().expect("nothing panics inside");
                 Ok([clock.time(&*driver, &begun)?, clock.reached(&*driver, &ended)?])
             });
-            taken.lock().expect("nothing panics inside").remove(&number);
+            issued.lock().expect("nothing panics inside").remove(&number);
             let [begin, end] = times?.map(|time| time.saturating_duration_since(origin));
             Ok(Done { begin, end: end.max(begin), value })
         }))
@@ -303,13 +318,13 @@ impl Device for Cuda {
 }
 
 impl Cuda {
-    fn taken(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Event>>> {
-        self.taken.lock().expect("nothing panics inside")
+    fn issued(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Event>>> {
+        self.issued.lock().expect("nothing panics inside")
     }
 }
 
 impl Drop for Cuda {
-    /// The host's memory goes next: nothing may be on its way to it or from it.
+    /// The host's memory is freed next, so no copy may still use it.
     fn drop(&mut self) {
         self.driver.finish();
         for &at in self.pinned.get_mut().expect("nothing panics inside").iter() {

@@ -1,5 +1,5 @@
-//! Products by cuBLASLt. Which algorithm a size takes follows from the library's own rule for it, never
-//! from timing.
+//! Products by cuBLASLt. Which algorithm a size takes follows from the library's own rule for it,
+//! never from timing.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -17,8 +17,8 @@ use crate::tensor::Dtype;
 /// What an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
-    /// Of what is multiplied, and of what comes out.
-    of: [Dtype; 2],
+    /// Of the factors, and of the product.
+    dtypes: [Dtype; 2],
     sizes: [usize; 3],
     strides: [usize; 3],
     transposed: [bool; 2],
@@ -33,15 +33,15 @@ pub(super) struct Products {
 
 // SAFETY: the library's handle may be used by any thread, one at a time; one lane does.
 unsafe impl Send for Products {}
-// SAFETY: as above.
+// SAFETY: one thread uses the handle at a time, as above.
 unsafe impl Sync for Products {}
 
-/// A description that goes when it is let go of.
+/// A description that is destroyed when it is dropped.
 struct Description(sys::cublasLtMatmulDesc_t);
 
 impl Drop for Description {
     fn drop(&mut self) {
-        // SAFETY: it was created, and goes once.
+        // SAFETY: it was created, and is destroyed once.
         _ = unsafe { result::destroy_matmul_desc(self.0) };
     }
 }
@@ -49,21 +49,21 @@ impl Drop for Description {
 struct Layout(sys::cublasLtMatrixLayout_t);
 
 impl Layout {
-    /// Of a matrix by columns, which is one by rows turned.
+    /// Of a matrix by columns, which is the transpose of one by rows.
     fn new(
-        of: Dtype,
+        dtype: Dtype,
         [rows, columns]: [usize; 2],
         stride: usize,
     ) -> Result<Layout, result::CublasError> {
         let made =
-            result::create_matrix_layout(kind(of), rows as u64, columns as u64, stride as i64)?;
+            result::create_matrix_layout(kind(dtype), rows as u64, columns as u64, stride as i64)?;
         Ok(Layout(made))
     }
 }
 
 impl Drop for Layout {
     fn drop(&mut self) {
-        // SAFETY: as above.
+        // SAFETY: it was created, and is destroyed once.
         _ = unsafe { result::destroy_matrix_layout(self.0) };
     }
 }
@@ -72,7 +72,7 @@ struct Preference(sys::cublasLtMatmulPreference_t);
 
 impl Drop for Preference {
     fn drop(&mut self) {
-        // SAFETY: as above.
+        // SAFETY: it was created, and is destroyed once.
         _ = unsafe { result::destroy_matmul_pref(self.0) };
     }
 }
@@ -83,64 +83,27 @@ impl Products {
         Ok(Products { handle: result::create_handle()?, chosen: Mutex::default() })
     }
 
-    /// Multiplies. The library has matrices by columns: what it is told to multiply is bᵀ aᵀ.
+    /// Multiplies. The library stores matrices by columns, so it is asked for bᵀ aᵀ.
     pub(super) fn run(
         &self,
         product: &Product,
         workspace: Address,
         stream: CUstream,
     ) -> Result<(), Trouble> {
-        let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let description = Description(result::create_matmul_desc(compute, kind(Dtype::F32))?);
-        assert_eq!(a.at.dtype, b.at.dtype, "factors are of one kind");
-        let set = |what, value: *const c_void, bytes| {
-            // SAFETY: the description is there, and the value is of this attribute.
-            unsafe { result::set_matmul_desc_attribute(description.0, what, value, bytes) }
-        };
-        use sys::cublasLtMatmulDescAttributes_t as Attribute;
-        for (what, matrix) in [
-            (Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b),
-            (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a),
-        ] {
-            let transposed = i32::from(matrix.transposed); // CUBLAS_OP_N, CUBLAS_OP_T
-            set(what, (&raw const transposed).cast(), size_of_val(&transposed))?;
-        }
-        if let Some(bias) = bias {
-            let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
-            let (what, bytes) = (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, size_of_val(&epilogue));
-            set(what, (&raw const epilogue).cast(), bytes)?;
-            let what = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
-            set(what, (&raw const bias.at).cast(), size_of_val(&bias.at))?;
-            assert_eq!(bias.dtype, c.dtype, "what is added is of the product's kind");
-        }
-        let of = |matrix: Matrix, rows: usize, columns: usize| {
+        let Product { rows, inner, columns, a, b, c, stride, accumulate, .. } = *product;
+        assert_eq!(a.at.dtype, b.at.dtype, "factors have one dtype");
+        let description = describe(product)?;
+        let layout = |matrix: Matrix, rows: usize, columns: usize| {
             let (columns, rows) = if matrix.transposed { (rows, columns) } else { (columns, rows) };
             Layout::new(matrix.at.dtype, [columns, rows], matrix.stride)
         };
-        let (of_a, of_b) = (of(a, rows, inner)?, of(b, inner, columns)?);
-        let of_c = Layout::new(c.dtype, [columns, rows], stride)?;
-        let key = Key {
-            of: [a.at.dtype, c.dtype],
-            sizes: [rows, inner, columns],
-            strides: [a.stride, b.stride, stride],
-            transposed: [a.transposed, b.transposed],
-            has_bias: bias.is_some(),
-        };
-        let mut chosen = self.chosen.lock().expect("nothing panics inside");
-        let algorithm = match chosen.get(&key) {
-            Some(algorithm) => *algorithm,
-            None => {
-                let layouts = [of_b.0, of_a.0, of_c.0];
-                let strides = [(b.stride, b.at.dtype), (a.stride, a.at.dtype), (stride, c.dtype)];
-                let algorithm = self.choose(&description, layouts, strides)?;
-                chosen.insert(key, algorithm);
-                algorithm
-            }
-        };
-        drop(chosen);
+        let (layout_a, layout_b) = (layout(a, rows, inner)?, layout(b, inner, columns)?);
+        let layout_c = Layout::new(c.dtype, [columns, rows], stride)?;
+        let layouts = [layout_b.0, layout_a.0, layout_c.0];
+        let algorithm = self.algorithm(product, &description, layouts)?;
         let (one, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
-        // SAFETY: all descriptions are there, and the matrices are where they say.
+        // SAFETY: all descriptions live until the call returns, and the matrices are where they
+        // say.
         unsafe {
             result::matmul(
                 self.handle,
@@ -148,13 +111,13 @@ impl Products {
                 (&raw const one).cast(),
                 (&raw const beta).cast(),
                 b.at.at as *const c_void,
-                of_b.0,
+                layout_b.0,
                 a.at.at as *const c_void,
-                of_a.0,
+                layout_a.0,
                 c.at as *const c_void,
-                of_c.0,
+                layout_c.0,
                 c.at as *mut c_void,
-                of_c.0,
+                layout_c.0,
                 &raw const algorithm,
                 workspace as *mut c_void,
                 WORKSPACE,
@@ -164,8 +127,34 @@ impl Products {
         Ok(())
     }
 
-    /// The first that the library names for a size: the same for the same library and device. It is told
-    /// how rows are aligned, wherever a matrix begins: by shape, so that bits do not depend on slots.
+    /// The algorithm of a size: chosen once, and then known.
+    fn algorithm(
+        &self,
+        product: &Product,
+        description: &Description,
+        layouts: [sys::cublasLtMatrixLayout_t; 3],
+    ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
+        let Product { rows, inner, columns, a, b, c, stride, bias, .. } = *product;
+        let key = Key {
+            dtypes: [a.at.dtype, c.dtype],
+            sizes: [rows, inner, columns],
+            strides: [a.stride, b.stride, stride],
+            transposed: [a.transposed, b.transposed],
+            has_bias: bias.is_some(),
+        };
+        let mut chosen = self.chosen.lock().expect("nothing panics inside");
+        if let Some(algorithm) = chosen.get(&key) {
+            return Ok(*algorithm);
+        }
+        let strides = [(b.stride, b.at.dtype), (a.stride, a.at.dtype), (stride, c.dtype)];
+        let algorithm = self.choose(description, layouts, strides)?;
+        chosen.insert(key, algorithm);
+        Ok(algorithm)
+    }
+
+    /// The first that the library names for a size: the same for the same library and device. It is
+    /// told how rows are aligned, wherever a matrix begins: by shape, so that bits do not depend on
+    /// slots.
     fn choose(
         &self,
         description: &Description,
@@ -199,23 +188,50 @@ impl Products {
     }
 }
 
-/// The library's name for a kind.
-fn kind(of: Dtype) -> sys::cudaDataType_t {
-    match of {
+/// Describes a product to the library: which factors are transposed, and the bias.
+fn describe(product: &Product) -> Result<Description, Trouble> {
+    use sys::cublasLtMatmulDescAttributes_t as Attribute;
+    let Product { a, b, c, bias, .. } = *product;
+    let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+    let description = Description(result::create_matmul_desc(compute, kind(Dtype::F32))?);
+    let set = |what, value: *const c_void, bytes| {
+        // SAFETY: the description lives, and the value is of this attribute's type.
+        unsafe { result::set_matmul_desc_attribute(description.0, what, value, bytes) }
+    };
+    for (what, matrix) in
+        [(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, b), (Attribute::CUBLASLT_MATMUL_DESC_TRANSB, a)]
+    {
+        let transposed = i32::from(matrix.transposed); // CUBLAS_OP_N, CUBLAS_OP_T
+        set(what, (&raw const transposed).cast(), size_of_val(&transposed))?;
+    }
+    if let Some(bias) = bias {
+        let epilogue = sys::cublasLtEpilogue_t::CUBLASLT_EPILOGUE_BIAS;
+        let (what, bytes) = (Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, size_of_val(&epilogue));
+        set(what, (&raw const epilogue).cast(), bytes)?;
+        let what = Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER;
+        set(what, (&raw const bias.at).cast(), size_of_val(&bias.at))?;
+        assert_eq!(bias.dtype, c.dtype, "a bias has the dtype of the product");
+    }
+    Ok(description)
+}
+
+/// The library's name for a dtype.
+fn kind(dtype: Dtype) -> sys::cudaDataType_t {
+    match dtype {
         Dtype::F32 => sys::cudaDataType_t::CUDA_R_32F,
         Dtype::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
     }
 }
 
 /// Bytes that every row of a matrix is aligned to: tensors begin at multiples of 16 elements.
-fn alignment((stride, of): (usize, Dtype)) -> u32 {
-    let bytes = stride * of.size();
-    1 << bytes.trailing_zeros().min((16 * of.size()).trailing_zeros())
+fn alignment((stride, dtype): (usize, Dtype)) -> u32 {
+    let bytes = stride * dtype.size();
+    1 << bytes.trailing_zeros().min((16 * dtype.size()).trailing_zeros())
 }
 
 impl Drop for Products {
     fn drop(&mut self) {
-        // SAFETY: it was created, and goes once.
+        // SAFETY: it was created, and is destroyed once.
         _ = unsafe { result::destroy_handle(self.handle) };
     }
 }

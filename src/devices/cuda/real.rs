@@ -40,8 +40,8 @@ pub(super) struct Real {
     events: Mutex<Vec<u64>>,
 }
 
-// SAFETY: the driver's handles may be used by any thread whose context is this one, which every call
-// sees to.
+// SAFETY: the driver's handles may be used by any thread whose context is this one, which every
+// call sees to.
 unsafe impl Send for Real {}
 // SAFETY: as above.
 unsafe impl Sync for Real {}
@@ -87,7 +87,7 @@ impl Real {
     /// What is missing, and what to do.
     pub(super) fn open(config: &DeviceConfig, own: &[CustomKernel]) -> Result<Real, Trouble> {
         let DeviceConfig { ordinal, dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
-        let (folder, kept) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
+        let (folder, cache) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
         let gpus = gpus()?;
         let Some(gpu) = gpus.get(ordinal) else {
@@ -129,7 +129,7 @@ impl Real {
         for stream in &mut real.streams {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
-        real.load_kernels(gpu.architecture, dtype, &nvrtc, kept, own)?;
+        real.load_kernels(gpu.architecture, dtype, &nvrtc, cache, own)?;
         real.products = Some(Products::new()?);
         Ok(real)
     }
@@ -137,22 +137,22 @@ impl Real {
     /// Makes this thread's calls those of the device's context.
     fn enter(&self) -> Result<(), Trouble> {
         // SAFETY: the context is there.
-        told(unsafe { result::ctx::set_current(self.context) })
+        checked(unsafe { result::ctx::set_current(self.context) })
     }
 
     fn load_kernels(
         &mut self,
         architecture: u32,
-        of: Dtype,
+        dtype: Dtype,
         nvrtc: &Library,
-        kept: Option<&Path>,
+        cache: Option<&Path>,
         own: &[CustomKernel],
     ) -> Result<(), Trouble> {
-        let texts = texts::all(own, of)?;
+        let texts = texts::all(own, dtype)?;
         let version = nvrtc.version.expect("it is there");
         let codes: Vec<_> = std::thread::scope(|scope| {
             let compiles = texts.iter().map(|(name, text, _)| {
-                scope.spawn(move || compile::cubin(name, text, of, architecture, version, kept))
+                scope.spawn(move || compile::cubin(name, text, dtype, architecture, version, cache))
             });
             let compiles: Vec<_> = compiles.collect();
             compiles.into_iter().map(|one| one.join().expect("a compiler returns")).collect()
@@ -177,7 +177,7 @@ impl Real {
     }
 }
 
-fn told(result: Result<(), result::DriverError>) -> Result<(), Trouble> {
+fn checked(result: Result<(), result::DriverError>) -> Result<(), Trouble> {
     Ok(result?)
 }
 
@@ -185,8 +185,8 @@ fn event_of(id: u64) -> sys::CUevent {
     id as usize as sys::CUevent
 }
 
-// SAFETY of all calls to the driver: its handles are there for as long as `self` is, and addresses are
-// what `allocate` gave, or the host's, which whoever copies keeps until the copy is done.
+// SAFETY of all calls to the driver: its handles are there for as long as `self` is, and addresses
+// are what `allocate` gave, or the host's, which whoever copies keeps until the copy is done.
 impl Driver for Real {
     fn allocate(&self, bytes: usize) -> Result<Address, Trouble> {
         self.enter()?;
@@ -210,7 +210,7 @@ impl Driver for Real {
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        told(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result() }) // PORTABLE
+        checked(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result() }) // PORTABLE
     }
 
     fn unpin(&self, at: *mut u8) {
@@ -229,7 +229,9 @@ impl Driver for Real {
     ) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        told(unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream(on)).result() })
+        checked(unsafe {
+            sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.stream(on)).result()
+        })
     }
 
     fn copy_out(
@@ -241,13 +243,15 @@ impl Driver for Real {
     ) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        told(unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream(on)).result() })
+        checked(unsafe {
+            sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream(on)).result()
+        })
     }
 
     fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        told(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream(on)) })
+        checked(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream(on)) })
     }
 
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
@@ -290,13 +294,13 @@ impl Driver for Real {
         self.enter()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: see above.
-        told(unsafe { result::stream::wait_event(self.stream(on), event_of(event), flags) })
+        checked(unsafe { result::stream::wait_event(self.stream(on), event_of(event), flags) })
     }
 
     fn synchronize(&self, event: u64) -> Result<(), Trouble> {
         self.enter()?;
         // SAFETY: see above.
-        told(unsafe { result::event::synchronize(event_of(event)) })
+        checked(unsafe { result::event::synchronize(event_of(event)) })
     }
 
     fn finish(&self) {

@@ -1,5 +1,5 @@
-//! The device on a driver that is emulated: whole models against PyTorch's goldens and against the CPU,
-//! relay against resident, and a driver that fails anywhere. What kernels compute alone,
+//! The device on a driver that is emulated: whole models against PyTorch's goldens and against the
+//! CPU, relay against resident, and a driver that fails anywhere. What kernels compute alone,
 //! `.ci/kernels.py` checks.
 
 use std::path::Path;
@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::config::{DeviceKind, EpsTier, Recompute, ScheduleKind};
 use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
-use crate::kernels::{CustomKernel, Kernels};
+use crate::kernels::{Custom, CustomKernel, Kernels};
 use crate::models::{
     Backward, Block, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem,
     Tensor, Value,
@@ -141,17 +141,19 @@ impl Layer for Halves {
         vec![HALF]
     }
 
-    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
+    fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        k.own(&HALF, &[pass.y], &[pass.x], &[0.5]);
+        let (kernel, numbers) = (&HALF, &[0.5][..]);
+        k.custom(&Custom { kernel, writes: &[pass.y], reads: &[pass.x], numbers });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take(pass.dy.len()));
-        k.own(&HALF, &[dx], &[pass.dy], &[0.5]);
+        let dx = pass.dx.unwrap_or_else(|| pass.scratch.take_like(pass.dy));
+        let (kernel, numbers) = (&HALF, &[0.5][..]);
+        k.custom(&Custom { kernel, writes: &[dx], reads: &[pass.dy], numbers });
     }
 }
 
@@ -209,7 +211,7 @@ impl Composed for Squares {
 
     fn compose(&self, ops: &mut Operations<'_>, x: Value) -> Value {
         let dropped = ops.dropout(x, 0.1);
-        let squared = ops.own(&SQUARE, &SQUARE_BACKWARD, dropped, &[0.3]);
+        let squared = ops.custom(&SQUARE, &SQUARE_BACKWARD, dropped, &[0.3]);
         ops.add(x, squared)
     }
 }

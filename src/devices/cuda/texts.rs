@@ -1,4 +1,4 @@
-//! The kernels' texts, and what they declare.
+//! The texts of the kernels, and the parameters that they declare.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::driver::Kind;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
-/// What stands before each other text.
+/// The text in front of each other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and text of each file of kernels.
@@ -32,17 +32,17 @@ pub(super) struct Declared {
     pub(super) parameters: Vec<Kind>,
 }
 
-/// Where what is only for floats begins, and what is only for numbers of 16 bits, up to the text's end.
+/// Where the part for floats begins, and the part for 16-bit numbers, which ends the text.
 const PARTS: [&str; 2] =
     ["#if defined EMULATOR || !defined HAS_TENSOR_CORES", "#ifdef HAS_TENSOR_CORES"];
 
-/// The kernels of a text that such weights and activations take, in its order.
+/// The kernels of a text for elements of a dtype, in its order.
 ///
 /// # Errors
-/// It is not written as our texts are.
-pub(super) fn declared(text: &str, of: Dtype) -> Result<Vec<Declared>, Trouble> {
+/// It is not written as the built-in texts are.
+pub(super) fn declared(text: &str, dtype: Dtype) -> Result<Vec<Declared>, Trouble> {
     let [plain, cores] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
-    let parts = match of {
+    let parts = match dtype {
         Dtype::F32 => [&text[..cores], ""],
         Dtype::Bf16 => [&text[..plain], &text[cores.max(plain)..]],
     };
@@ -50,19 +50,19 @@ pub(super) fn declared(text: &str, of: Dtype) -> Result<Vec<Declared>, Trouble> 
     let bare: Vec<&str> =
         lines.map(|line| line.split_once("//").map_or(line, |(code, _)| code)).collect();
     let bare = bare.join(" ");
-    bare.split("__global__ void").skip(1).map(|text| kernel(text, of)).collect()
+    bare.split("__global__ void").skip(1).map(|text| kernel(text, dtype)).collect()
 }
 
-/// What the texts' `ELEMENT` is.
-pub(super) fn element(of: Dtype) -> &'static str {
-    match of {
+/// The definition of the texts' `ELEMENT`.
+pub(super) fn element(dtype: Dtype) -> &'static str {
+    match dtype {
         Dtype::F32 => "-DELEMENT=32",
         Dtype::Bf16 => "-DELEMENT=16",
     }
 }
 
 /// One, from behind what it returns on.
-fn kernel(text: &str, of: Dtype) -> Result<Declared, Trouble> {
+fn kernel(text: &str, dtype: Dtype) -> Result<Declared, Trouble> {
     let cut = || -> Trouble { "a kernel's declaration does not end".into() };
     let text = text.trim_start();
     let text = match text.strip_prefix("__launch_bounds__") {
@@ -71,7 +71,7 @@ fn kernel(text: &str, of: Dtype) -> Result<Declared, Trouble> {
     };
     let (name, rest) = text.split_once('(').ok_or_else(cut)?;
     let (parameters, _) = rest.split_once(')').ok_or_else(cut)?;
-    let parameters = parameters.split(',').map(|one| kind(one, of)).collect::<Result<_, _>>();
+    let parameters = parameters.split(',').map(|one| kind(one, dtype)).collect::<Result<_, _>>();
     let parameters = parameters.map_err(|error| format!("{}: {error}", name.trim()))?;
     Ok(Declared { name: name.trim().into(), parameters })
 }
@@ -79,20 +79,20 @@ fn kernel(text: &str, of: Dtype) -> Result<Declared, Trouble> {
 /// A text's name, the text, and its kernels.
 type Text = (&'static str, &'static str, Vec<Declared>);
 
-/// The kernels of a text and of those of one's own, each with the text it is in.
+/// The built-in kernels and the custom ones, each with the text it is in.
 ///
 /// # Errors
-/// One's own is not in its text, or is called as another.
-pub(super) fn all(own: &[CustomKernel], of: Dtype) -> Result<Vec<Text>, Trouble> {
+/// A custom kernel is not in its text, or has the name of another.
+pub(super) fn all(own: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, Trouble> {
     let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
-        let kernels = declared(text, of)?;
+        let kernels = declared(text, dtype)?;
         known.extend(kernels.iter().map(|kernel| kernel.name.clone()));
         all.push((name, text, kernels));
     }
     for CustomKernel { name, text, .. } in own {
-        let mut kernels = declared(text, of)?;
+        let mut kernels = declared(text, dtype)?;
         kernels.retain(|kernel| kernel.name == *name);
         if kernels.is_empty() {
             return Err(format!("the text of {name} declares no kernel of that name").into());
@@ -111,13 +111,13 @@ pub(super) fn all(own: &[CustomKernel], of: Dtype) -> Result<Vec<Text>, Trouble>
     Ok(all)
 }
 
-/// What a parameter is.
-fn kind(parameter: &str, of: Dtype) -> Result<Kind, Trouble> {
+/// The type of a parameter.
+fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, Trouble> {
     let parameter = parameter.trim();
     if let Some((to, _)) = parameter.split_once('*') {
         let to = to.trim();
         return Ok(match to.strip_prefix("const ").unwrap_or(to).trim() {
-            "T" if of != Dtype::F32 => Kind::Elements,
+            "T" if dtype != Dtype::F32 => Kind::Elements,
             "T" | "float" => Kind::Floats,
             _ => Kind::Pointer,
         });

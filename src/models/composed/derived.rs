@@ -1,67 +1,72 @@
-//! The layer of what is composed: walks it forward, and what was noted of it back.
+//! The layer of a composition: runs it forward, and walks the recorded operations back.
 
 use super::{Composed, Derived, Operation, Operations, Value};
-use crate::kernels::BatchView;
-use crate::kernels::CustomKernel;
-use crate::kernels::{Attention, Kernels, Rows};
+use crate::kernels::{
+    ActivateBackward, ApplyDropout, AttentionBackward, AttentionShape, BatchMetadata, BatchView,
+    Clear, Custom, CustomKernel, GateBackward, Kernels, LinearBackward, NormBackward, Residual,
+    Rotate, Rows,
+};
 use crate::models::layer::{
     Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
 };
-use crate::tensor::Scratch;
-use crate::tensor::{Dtype, View};
+use crate::tensor::{Dtype, Scratch, View};
 
 /// The gradient of a value, as far as it is known.
 #[derive(Clone, Copy)]
-struct Slope {
+struct Gradient {
     view: View,
-    /// True: it may be written over, for nobody else reads it.
+    /// True: it may be overwritten, for nobody else reads it.
     is_own: bool,
 }
 
-/// The way back over what was noted.
-struct Back<'a, 'n> {
+/// The walk back over the recorded operations.
+struct Walk<'a, 'n> {
     k: &'n dyn Kernels,
-    noted: &'n Operations<'a>,
-    slopes: Vec<Option<Slope>>,
-    /// Gradients of the tensors, and whether each holds something of this step.
+    forward: &'n Operations<'a>,
+    /// The gradient of each value.
+    gradients: Vec<Option<Gradient>>,
+    /// Gradients of the tensors, and whether each holds contributions of this step.
     tensors: Vec<(View, bool)>,
     scratch: &'n Scratch<'n>,
 }
 
-impl Back<'_, '_> {
-    /// One more gradient of a value.
-    fn give(&mut self, to: Value, view: View, is_own: bool) {
-        let Some(known) = self.slopes[to.0] else {
-            self.slopes[to.0] = Some(Slope { view, is_own });
+impl Walk<'_, '_> {
+    /// Adds to the gradient of a value.
+    fn add(&mut self, to: Value, view: View, is_own: bool) {
+        let Some(known) = self.gradients[to.0] else {
+            self.gradients[to.0] = Some(Gradient { view, is_own });
             return;
         };
-        let sum = if is_own { view } else { self.scratch.take(view.len()) };
-        self.k.residual(sum, known.view, view, self.noted.rows(), None);
-        self.slopes[to.0] = Some(Slope { view: sum, is_own: true });
+        let sum = if is_own { view } else { self.scratch.take_like(view) };
+        self.k.residual(&Residual { y: sum, a: known.view, x: view, dropout: None });
+        self.gradients[to.0] = Some(Gradient { view: sum, is_own: true });
     }
 
-    /// Room for the gradient of a value.
-    fn room(&self, of: Value) -> View {
-        self.scratch.take(self.noted.of(of).0.len())
+    /// Workspace for the gradient of a value.
+    fn take_for(&self, value: Value) -> View {
+        self.scratch.take_like(self.forward.view(value))
     }
 
-    /// What an operation may write over that holds the gradient of what it wrote.
-    fn taken(&self, dy: Slope) -> View {
+    /// The gradient of an operation's output, to overwrite.
+    fn to_overwrite(&self, dy: Gradient) -> View {
         if dy.is_own {
             return dy.view;
         }
-        let copy = self.scratch.take(dy.view.len());
-        self.k.dropped(copy, dy.view, self.noted.rows(), None);
+        let copy = self.scratch.take_like(dy.view);
+        self.k.dropout(&ApplyDropout { y: copy, x: dy.view, dropout: None });
         copy
     }
 
-    /// Gradients of tensors that one operation has, and whether it adds to them.
-    fn gradients<const N: usize>(&mut self, of: [Option<usize>; N]) -> ([Option<View>; N], bool) {
-        let accumulate = of.iter().flatten().any(|&index| self.tensors[index].1);
-        let views = of.map(|index| {
+    /// Gradients of the tensors of one operation, and whether it adds to them.
+    fn gradients_of<const N: usize>(
+        &mut self,
+        tensors: [Option<usize>; N],
+    ) -> ([Option<View>; N], bool) {
+        let accumulate = tensors.iter().flatten().any(|&index| self.tensors[index].1);
+        let views = tensors.map(|index| {
             let (view, has) = &mut self.tensors[index?];
             if accumulate && !*has {
-                self.k.clear(*view);
+                self.k.clear(&Clear { y: *view });
             }
             *has = true;
             Some(*view)
@@ -69,83 +74,109 @@ impl Back<'_, '_> {
         (views, accumulate)
     }
 
-    /// From the gradient of what an operation wrote to those of what it read.
-    fn undo(&mut self, operation: &Operation<'_>, dy: Slope) {
-        let (k, noted, scratch) = (self.k, self.noted, self.scratch);
-        let of = |value: Value| noted.of(value).0;
+    /// From the gradient of an operation's output to those of its inputs.
+    fn step(&mut self, operation: &Operation<'_>, dy: Gradient) {
+        let (k, forward) = (self.k, self.forward);
         match *operation {
-            Operation::Linear { x, w, b, size } => {
-                let dx = self.room(x);
-                let ([dw, db], accumulate) = self.gradients([Some(w), b]);
-                let dw = dw.expect("it has one");
-                let weight = noted.weights[w];
-                k.linear_backward(dx, dw, db, dy.view, of(x), weight, size, accumulate, scratch);
-                self.give(x, dx, true);
+            Operation::Linear { x, w, bias, transposed } => {
+                self.linear(x, [Some(w), bias], transposed, dy.view);
             }
-            Operation::Norm { x, gamma, beta, size, statistics } => {
-                let dx = self.room(x);
-                let ([dgamma, dbeta], accumulate) = self.gradients([Some(gamma), beta]);
-                let dgamma = dgamma.expect("it has one");
-                let scale = noted.weights[gamma];
-                k.norm_backward(
-                    dx,
-                    dgamma,
-                    dbeta,
-                    None,
-                    dy.view,
-                    of(x),
-                    statistics,
-                    scale,
-                    size,
-                    accumulate,
-                    scratch,
-                );
-                self.give(x, dx, true);
+            Operation::Norm { x, gamma, beta, rms, statistics } => {
+                self.norm(x, [Some(gamma), beta], rms, statistics, dy.view);
             }
-            Operation::Activate { x, form } => {
-                let dx = self.taken(dy);
-                k.activate_backward(dx, of(x), form);
-                self.give(x, dx, true);
+            Operation::Activate { x, activation } => {
+                let dx = self.to_overwrite(dy);
+                k.activate_backward(&ActivateBackward { dx, x: forward.view(x), activation });
+                self.add(x, dx, true);
             }
-            Operation::Gate { x, form } => {
-                let dx = self.room(x);
-                k.gate_backward(dx, dy.view, of(x), noted.of(x).1 / 2, form);
-                self.give(x, dx, true);
+            Operation::Gate { x, activation } => {
+                let (dx, input) = (self.take_for(x), forward.view(x));
+                k.gate_backward(&GateBackward { dx, dy: dy.view, x: input, activation });
+                self.add(x, dx, true);
             }
             Operation::Add { a, b } => {
-                self.give(a, dy.view, false);
-                self.give(b, dy.view, false);
+                self.add(a, dy.view, false);
+                self.add(b, dy.view, false);
             }
-            Operation::Drop { x, dropout } => {
-                let dx = self.room(x);
-                k.dropped(dx, dy.view, noted.rows(), dropout);
-                self.give(x, dx, true);
+            Operation::Dropout { x, dropout } => {
+                let dx = self.take_for(x);
+                k.dropout(&ApplyDropout { y: dx, x: dy.view, dropout });
+                self.add(x, dx, true);
             }
-            Operation::Attend { x, y, seen, lse, size, ref rotary } => {
-                let dx = self.room(x);
-                k.attention_backward(dx, dy.view, of(y), lse, seen, None, size, scratch);
+            Operation::Attention { x, y, qkv, lse, shape, ref rotary } => {
+                let (dqkv, dy, y) = (self.take_for(x), dy.view, forward.view(y));
+                let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
+                k.attention_backward(&op, self.scratch);
                 if let Some(rotary) = rotary {
-                    k.rotate(dx, rotary, size, true);
+                    k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
                 }
-                self.give(x, dx, true);
+                self.add(x, dqkv, true);
             }
-            Operation::CustomKernel { x, ref back, ref numbers } => {
-                let dx = self.room(x);
-                k.own(back, &[dx], &[dy.view, of(x)], numbers);
-                self.give(x, dx, true);
+            Operation::Custom { x, ref backward, ref numbers } => {
+                let dx = self.take_for(x);
+                let reads = &[dy.view, forward.view(x)];
+                k.custom(&Custom { kernel: backward, writes: &[dx], reads, numbers });
+                self.add(x, dx, true);
             }
         }
+    }
+
+    /// The backward of a product with a weight and a bias.
+    fn linear(&mut self, x: Value, tensors: [Option<usize>; 2], transposed: bool, dy: View) {
+        let dx = self.take_for(x);
+        let ([dw, dbias], accumulate) = self.gradients_of(tensors);
+        let [w, _] = tensors;
+        let op = LinearBackward {
+            dx,
+            dw: dw.expect("a product has a weight"),
+            dbias,
+            dy,
+            x: self.forward.view(x),
+            w: self.forward.weights[w.expect("a product has a weight")],
+            transposed,
+            accumulate,
+        };
+        self.k.linear_backward(&op, self.scratch);
+        self.add(x, dx, true);
+    }
+
+    /// The backward of a norm with a scale and a shift.
+    fn norm(
+        &mut self,
+        x: Value,
+        tensors: [Option<usize>; 2],
+        rms: bool,
+        statistics: View,
+        dy: View,
+    ) {
+        let dx = self.take_for(x);
+        let ([dgamma, dbeta], accumulate) = self.gradients_of(tensors);
+        let [gamma, _] = tensors;
+        let op = NormBackward {
+            dx,
+            dgamma: dgamma.expect("a norm has a scale"),
+            dbeta,
+            residual: None,
+            dy,
+            x: self.forward.view(x),
+            statistics,
+            gamma: self.forward.weights[gamma.expect("a norm has a scale")],
+            rms,
+            accumulate,
+        };
+        self.k.norm_backward(&op, self.scratch);
+        self.add(x, dx, true);
     }
 }
 
 impl<C: Composed> Derived<C> {
-    /// The layer's forward, noted.
-    fn walk<'a>(
+    /// Runs the forward and records it.
+    fn record<'a>(
         &self,
         kernels: Option<&'a dyn Kernels>,
         batch: BatchView<'a>,
         [weights, x]: [View; 2],
-        memory: Option<KvCache>,
+        kv_cache: Option<KvCache>,
         scratch: &'a Scratch<'a>,
     ) -> (Operations<'a>, Value) {
         let mut operations = Operations {
@@ -155,25 +186,30 @@ impl<C: Composed> Derived<C> {
             scratch,
             layer: self.0.index(),
             sites: 0,
-            memory,
-            values: vec![(x, self.0.channels())],
-            noted: Vec::new(),
+            kv_cache,
+            values: vec![x],
+            recorded: Vec::new(),
         };
         let y = self.0.compose(&mut operations, Value(0));
         (operations, y)
     }
 
-    /// Sums something over its attentions, of which it has none, one or more.
-    fn of_attentions(&self, of: impl Fn(&Attention<'_>) -> usize) -> usize {
-        let rows = Rows { sequences: 1, positions: 1 };
-        let batch =
-            BatchView { rows, lengths: &[1], kinds: &[0], documents: &[], past: &[], key: None };
+    /// Sums a number over its attentions, of which it has none, one or more.
+    fn sum_attentions(&self, number: impl Fn(&AttentionShape<'_>) -> usize) -> usize {
+        let batch = BatchMetadata {
+            rows: Rows { sequences: 1, positions: 1 },
+            lengths: &[1],
+            kinds: &[0],
+            documents: &[],
+            cached: &[],
+            dropout_key: None,
+        };
         let scratch = Scratch::new(View::floats(0, usize::MAX / 8), Dtype::F32);
         let weights = View::floats(0, block_len(&self.0.tensors()));
         let x = View::floats(0, self.0.channels());
-        let (operations, _) = self.walk(None, batch, [weights, x], None, &scratch);
-        let attentions = operations.noted.iter().filter_map(|(operation, _)| match operation {
-            Operation::Attend { size, .. } => Some(of(size)),
+        let (operations, _) = self.record(None, batch.view(), [weights, x], None, &scratch);
+        let attentions = operations.recorded.iter().filter_map(|(operation, _)| match operation {
+            Operation::Attention { shape, .. } => Some(number(shape)),
             _ => None,
         });
         attentions.sum()
@@ -186,51 +222,51 @@ impl<C: Composed> Layer for Derived<C> {
     }
 
     fn kv_width(&self) -> usize {
-        self.of_attentions(|size| size.kv_width())
+        self.sum_attentions(|shape| shape.kv_width())
     }
 
     fn attention_channels(&self) -> usize {
-        self.of_attentions(|size| size.heads * size.head_size)
+        self.sum_attentions(|shape| shape.width())
     }
 
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         self.0.custom_kernels()
     }
 
-    /// Nothing: its backward computes all again.
-    fn saved_len(&self, _positions: usize, _keep: Save, _of: Dtype) -> usize {
+    /// Nothing: its backward recomputes all activations.
+    fn saved_len(&self, _positions: usize, _save: Save, _dtype: Dtype) -> usize {
         0
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { batch, weights, x, y, memory, scratch, .. } = *pass;
-        let (operations, end) = self.walk(Some(k), batch, [weights, x], memory, scratch);
-        k.dropped(y, operations.of(end).0, batch.rows, None);
+        let Forward { batch, weights, x, y, kv_cache, scratch, .. } = *pass;
+        let (operations, end) = self.record(Some(k), batch, [weights, x], kv_cache, scratch);
+        k.dropout(&ApplyDropout { y, x: operations.view(end), dropout: None });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(weights.len()));
-        let (noted, end) = self.walk(Some(k), batch, [weights, x], None, scratch);
+        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
+        let (forward, end) = self.record(Some(k), batch, [weights, x], None, scratch);
         let tensors = tensor_views(&self.0.tensors(), gradient);
         let tensors = tensors.into_iter().map(|view| (view, accumulate)).collect();
-        let slopes = vec![None; noted.values.len()];
-        let mut back = Back { k, noted: &noted, slopes, tensors, scratch };
-        back.give(end, dy, false);
-        for (operation, y) in noted.noted.iter().rev() {
-            // What leads nowhere has no gradient.
-            if let Some(dy) = back.slopes[y.0] {
-                back.undo(operation, dy);
+        let gradients = vec![None; forward.values.len()];
+        let mut walk = Walk { k, forward: &forward, gradients, tensors, scratch };
+        walk.add(end, dy, false);
+        for (operation, y) in forward.recorded.iter().rev() {
+            // A value that does not lead to the output has no gradient.
+            if let Some(dy) = walk.gradients[y.0] {
+                walk.step(operation, dy);
             }
         }
-        for &(view, has) in &back.tensors {
+        for &(y, has) in &walk.tensors {
             if !has {
-                k.clear(view);
+                k.clear(&Clear { y });
             }
         }
-        match (dx, back.slopes[0]) {
-            (Some(dx), Some(slope)) => k.dropped(dx, slope.view, batch.rows, None),
-            (Some(dx), None) => k.clear(dx),
+        match (dx, walk.gradients[0]) {
+            (Some(y), Some(known)) => k.dropout(&ApplyDropout { y, x: known.view, dropout: None }),
+            (Some(y), None) => k.clear(&Clear { y }),
             (None, _) => {}
         }
     }

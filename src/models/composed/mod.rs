@@ -1,25 +1,23 @@
-//! Layers made of operations: what a micro-batch goes through is written down once, forward, and its way
-//! back is derived.
+//! Layers made of operations: the forward is written once, and the backward is derived from it.
 //!
-//! An operation runs its kernel at once and is noted. Backward, a layer is walked again (so it keeps
-//! nothing), and then what was noted is walked from its end: each operation turns the gradient of what
-//! it wrote into those of what it read. So it costs what other layers cost that compute all again, and runs
-//! on every device.
+//! An operation runs its kernel at once and is recorded. The backward first runs the forward again
+//! (so nothing is saved), and then walks the recorded operations from their end: each computes the
+//! gradients of its inputs from the gradient of its output. So it costs what other layers cost that
+//! recompute their activations, and runs on every device.
 
 mod derived;
 
-use crate::kernels::BatchView;
-use crate::kernels::CustomKernel;
-use crate::kernels::Rotary;
-use crate::kernels::{Activation, Attention, Dropout, Kernels, Linear, Norm, Rows};
+use crate::kernels::{
+    Activate, Activation, ApplyDropout, Attention, AttentionShape, BatchView, CachedAttention,
+    Custom, CustomKernel, Dropout, Gate, Kernels, Linear, Norm, Residual, Rotary, Rotate, WriteKv,
+};
 use crate::models::layer::{KvCache, Tensor};
-use crate::tensor::Scratch;
-use crate::tensor::View;
+use crate::tensor::{Scratch, View};
 
-/// A layer as its forward says.
+/// A layer that is described by its forward.
 pub trait Composed: Send + Sync {
-    /// The tensors of its block. Operations name them by their index; those that are joined to the one
-    /// before count with it.
+    /// The tensors of its block. Operations name them by their index; those that are joined to the
+    /// one before count with it.
     fn tensors(&self) -> Vec<Tensor>;
 
     /// Its index, for dropout; no other layer's.
@@ -37,7 +35,7 @@ pub trait Composed: Send + Sync {
     fn compose(&self, ops: &mut Operations<'_>, x: Value) -> Value;
 }
 
-/// Makes a layer of one that is composed.
+/// The layer of a composition.
 #[derive(Clone, Copy, Debug)]
 pub struct Derived<C>(pub C);
 
@@ -45,7 +43,7 @@ pub struct Derived<C>(pub C);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Value(usize);
 
-/// How queries, keys and values that lie side by side become what attention mixes.
+/// The heads of an attention, and which keys a query sees.
 #[derive(Clone, Copy, Debug)]
 pub struct Heads {
     /// H.
@@ -58,15 +56,15 @@ pub struct Heads {
     pub causal: bool,
     /// How many positions one sees at most, itself included.
     pub window: Option<usize>,
-    /// How queries and keys are turned by their positions.
+    /// How queries and keys are rotated by their positions.
     pub rotary: Option<Rotary>,
     /// Dropout of the probabilities.
     pub dropout: f32,
 }
 
-/// What runs, and is noted, while a layer is composed.
+/// Runs and records the operations of a layer.
 pub struct Operations<'a> {
-    /// None: nothing runs, it is noted alone.
+    /// `None`: operations are recorded and do not run.
     kernels: Option<&'a dyn Kernels>,
     batch: BatchView<'a>,
     weights: Vec<View>,
@@ -74,10 +72,11 @@ pub struct Operations<'a> {
     layer: u32,
     /// Dropouts so far.
     sites: u32,
-    memory: Option<KvCache>,
-    /// Views and widths.
-    values: Vec<(View, usize)>,
-    noted: Vec<(Operation<'a>, Value)>,
+    kv_cache: Option<KvCache>,
+    /// The view of each value.
+    values: Vec<View>,
+    /// Each operation and its output.
+    recorded: Vec<(Operation<'a>, Value)>,
 }
 
 /// An operation, with what its backward reads.
@@ -85,53 +84,54 @@ enum Operation<'a> {
     Linear {
         x: Value,
         w: usize,
-        b: Option<usize>,
-        size: Linear,
+        bias: Option<usize>,
+        transposed: bool,
     },
     Norm {
         x: Value,
         gamma: usize,
         beta: Option<usize>,
-        size: Norm,
+        rms: bool,
         statistics: View,
     },
     Activate {
         x: Value,
-        form: Activation,
+        activation: Activation,
     },
     Gate {
         x: Value,
-        form: Activation,
+        activation: Activation,
     },
     Add {
         a: Value,
         b: Value,
     },
-    Drop {
+    Dropout {
         x: Value,
         dropout: Option<Dropout>,
     },
-    Attend {
+    Attention {
         x: Value,
         y: Value,
-        seen: View,
+        /// Queries, keys and values as attention sees them.
+        qkv: View,
         lse: View,
-        size: Attention<'a>,
+        shape: AttentionShape<'a>,
         rotary: Option<Rotary>,
     },
-    CustomKernel {
+    Custom {
         x: Value,
-        back: CustomKernel,
+        backward: CustomKernel,
         numbers: Vec<f32>,
     },
 }
 
 impl<'a> Operations<'a> {
-    fn rows(&self) -> Rows {
-        self.batch.rows
+    fn rows(&self) -> usize {
+        self.batch.rows().count()
     }
 
-    fn of(&self, value: Value) -> (View, usize) {
+    fn view(&self, value: Value) -> View {
         self.values[value.0]
     }
 
@@ -141,33 +141,33 @@ impl<'a> Operations<'a> {
         }
     }
 
+    /// A new value of this width, in workspace.
     fn value(&mut self, width: usize) -> (Value, View) {
-        let view = self.scratch.take(self.rows().count() * width);
-        self.values.push((view, width));
+        let view = self.scratch.take(self.rows(), width);
+        self.values.push(view);
         (Value(self.values.len() - 1), view)
     }
 
-    fn note(&mut self, operation: Operation<'a>, y: Value) -> Value {
-        self.noted.push((operation, y));
+    fn record(&mut self, operation: Operation<'a>, y: Value) -> Value {
+        self.recorded.push((operation, y));
         y
     }
 
-    fn drops(&mut self, probability: f32) -> Option<Dropout> {
+    fn next_dropout(&mut self, probability: f32) -> Option<Dropout> {
         let site = self.sites;
         self.sites += 1;
         assert!(site < 8, "a layer has eight dropouts at most");
         self.batch.dropout(probability, self.layer, site)
     }
 
-    /// x w + b, by the tensors of these indices. w: (C, N), or (N, C) `turned`; b: (N).
-    pub fn linear(&mut self, x: Value, w: usize, b: Option<usize>, transposed: bool) -> Value {
-        let (from, inputs) = self.of(x);
-        let outputs = self.weights[w].len() / inputs;
-        let size = Linear { rows: self.rows().count(), inputs, outputs, transposed };
-        let (y, to) = self.value(outputs);
-        let (weight, bias) = (self.weights[w], b.map(|b| self.weights[b]));
-        self.run(|k| k.linear(to, from, weight, bias, size));
-        self.note(Operation::Linear { x, w, b, size }, y)
+    /// x w + bias, by the tensors of these indices. w: (C, N), or (N, C) `transposed`; bias: (N).
+    pub fn linear(&mut self, x: Value, w: usize, bias: Option<usize>, transposed: bool) -> Value {
+        let (input, weight) = (self.view(x), self.weights[w]);
+        let (y, output) = self.value(if transposed { weight.rows } else { weight.columns });
+        let shift = bias.map(|bias| self.weights[bias]);
+        let op = Linear { y: output, x: input, w: weight, bias: shift, transposed };
+        self.run(|k| k.linear(&op));
+        self.record(Operation::Linear { x, w, bias, transposed }, y)
     }
 
     /// A norm by mean and deviation, or `rms`: by root mean square. gamma, beta: (C).
@@ -179,110 +179,111 @@ impl<'a> Operations<'a> {
         epsilon: f32,
         rms: bool,
     ) -> Value {
-        let ((from, channels), rows) = (self.of(x), self.rows().count());
-        let size = Norm { rows, channels, epsilon, rms };
-        let statistics = self.scratch.take_floats(2 * rows);
-        let (y, to) = self.value(channels);
-        let (scale, shift) = (self.weights[gamma], beta.map(|beta| self.weights[beta]));
-        self.run(|k| k.norm(to, statistics, from, scale, shift, size));
-        self.note(Operation::Norm { x, gamma, beta, size, statistics }, y)
+        let input = self.view(x);
+        let statistics = self.scratch.take_floats(input.rows, 2);
+        let (y, output) = self.value(input.columns);
+        let op = Norm {
+            y: output,
+            statistics,
+            x: input,
+            gamma: self.weights[gamma],
+            beta: beta.map(|beta| self.weights[beta]),
+            epsilon,
+            rms,
+        };
+        self.run(|k| k.norm(&op));
+        self.record(Operation::Norm { x, gamma, beta, rms, statistics }, y)
     }
 
     /// f(x).
-    pub fn activate(&mut self, x: Value, form: Activation) -> Value {
-        let (from, width) = self.of(x);
-        let (y, to) = self.value(width);
-        self.run(|k| k.activate(to, from, form));
-        self.note(Operation::Activate { x, form }, y)
+    pub fn activate(&mut self, x: Value, activation: Activation) -> Value {
+        let input = self.view(x);
+        let (y, output) = self.value(input.columns);
+        self.run(|k| k.activate(&Activate { y: output, x: input, activation }));
+        self.record(Operation::Activate { x, activation }, y)
     }
 
     /// f(gate) up, of half the width. x: gate and up side by side.
-    pub fn gate(&mut self, x: Value, form: Activation) -> Value {
-        let (from, width) = self.of(x);
-        let (y, to) = self.value(width / 2);
-        self.run(|k| k.gate(to, from, width / 2, form));
-        self.note(Operation::Gate { x, form }, y)
+    pub fn gate(&mut self, x: Value, activation: Activation) -> Value {
+        let input = self.view(x);
+        let (y, output) = self.value(input.columns / 2);
+        self.run(|k| k.gate(&Gate { y: output, x: input, activation }));
+        self.record(Operation::Gate { x, activation }, y)
     }
 
     /// a + b.
     pub fn add(&mut self, a: Value, b: Value) -> Value {
-        let ((first, width), (second, _), rows) = (self.of(a), self.of(b), self.rows());
-        let (y, to) = self.value(width);
-        self.run(|k| k.residual(to, first, second, rows, None));
-        self.note(Operation::Add { a, b }, y)
+        let (first, second) = (self.view(a), self.view(b));
+        let (y, output) = self.value(first.columns);
+        let op = Residual { y: output, a: first, x: second, dropout: None };
+        self.run(|k| k.residual(&op));
+        self.record(Operation::Add { a, b }, y)
     }
 
     /// x, of which a share of this probability is 0 in training.
     pub fn dropout(&mut self, x: Value, probability: f32) -> Value {
-        let ((from, width), rows) = (self.of(x), self.rows());
-        let dropout = self.drops(probability);
-        let (y, to) = self.value(width);
-        self.run(|k| k.dropped(to, from, rows, dropout));
-        self.note(Operation::Drop { x, dropout }, y)
+        let input = self.view(x);
+        let dropout = self.next_dropout(probability);
+        let (y, output) = self.value(input.columns);
+        self.run(|k| k.dropout(&ApplyDropout { y: output, x: input, dropout }));
+        self.record(Operation::Dropout { x, dropout }, y)
     }
 
     /// Scaled dot-product attention. (R, H D) of (R, (H + 2 K) D): queries, keys and values.
     ///
     /// # Panics
-    /// The width is another; or text is generated, and the layer has another attention: one remembers.
+    /// The width is another; or the layer has two attentions and a KV cache, which only one can use.
     pub fn attention(&mut self, x: Value, heads: Heads) -> Value {
-        let Heads { heads: h, kv_heads, head_size, causal, window, rotary, dropout } = heads;
-        let BatchView { rows, lengths, documents, past, .. } = self.batch;
-        let dropout = self.drops(dropout);
-        let size = Attention {
-            rows,
-            heads: h,
-            kv_heads,
-            head_size,
-            causal,
-            window,
-            lengths,
-            documents,
-            past,
-            dropout,
-        };
-        let (from, width) = self.of(x);
-        assert_eq!(width, size.packed(), "queries, keys and values side by side");
-        let lse = self.scratch.take_floats(rows.count() * h);
-        let seen = match &rotary {
-            None => from,
-            Some(rotary) => {
-                let seen = self.scratch.take(from.len());
-                self.run(|k| {
-                    k.dropped(seen, from, rows, None);
-                    k.rotate(seen, rotary, size, false);
-                });
-                seen
-            }
-        };
-        let (y, to) = self.value(h * head_size);
-        let is_first = !self.noted.iter().any(|(one, _)| matches!(one, Operation::Attend { .. }));
-        assert!(self.memory.is_none() || is_first, "one attention of a layer remembers");
-        let memory = self.memory;
+        let Heads { heads, kv_heads, head_size, causal, window, rotary, dropout } = heads;
+        let (batch, dropout) = (self.batch, self.next_dropout(dropout));
+        let shape = AttentionShape { batch, heads, kv_heads, head_size, causal, window, dropout };
+        let input = self.view(x);
+        assert_eq!(input.columns, shape.qkv_width(), "queries, keys and values side by side");
+        let lse = self.scratch.take_floats(input.rows, heads);
+        let qkv = self.rotated(input, rotary.as_ref(), shape);
+        let (y, output) = self.value(shape.width());
+        let is_attention =
+            |(one, _): &(Operation<'_>, Value)| matches!(one, Operation::Attention { .. });
+        let is_first = !self.recorded.iter().any(is_attention);
+        assert!(self.kv_cache.is_none() || is_first, "one attention of a layer has a KV cache");
+        let kv_cache = self.kv_cache;
         self.run(|k| {
-            if let Some(memory) = memory {
-                k.remember(memory.fresh, seen, size);
+            if let Some(KvCache { new, .. }) = kv_cache {
+                k.write_kv(&WriteKv { kv: new, qkv, shape });
             }
-            match memory.and_then(|memory| memory.past) {
-                Some(past) => k.attention_to_past(to, seen, past, size),
-                None => k.attention(to, lse, seen, None, size),
+            match kv_cache.and_then(|cache| cache.cached) {
+                Some(cache) => {
+                    k.cached_attention(&CachedAttention { y: output, qkv, cache, shape });
+                }
+                None => k.attention(&Attention { y: output, lse, qkv, kv: None, shape }),
             }
         });
-        self.note(Operation::Attend { x, y, seen, lse, size, rotary }, y)
+        self.record(Operation::Attention { x, y, qkv, lse, shape, rotary }, y)
     }
 
-    /// A kernel of one's own, of as many elements as it reads: it writes y and reads x. Its backward writes dx
-    /// and reads dy and x. Both get the numbers.
-    pub fn own(
+    /// Queries, keys and values as attention sees them: rotated, where they are to be.
+    fn rotated(&self, x: View, rotary: Option<&Rotary>, shape: AttentionShape<'_>) -> View {
+        let Some(rotary) = rotary else { return x };
+        let qkv = self.scratch.take_like(x);
+        self.run(|k| {
+            k.dropout(&ApplyDropout { y: qkv, x, dropout: None });
+            k.rotate(&Rotate { qkv, rotary, shape, inverse: false });
+        });
+        qkv
+    }
+
+    /// A custom kernel whose output has the shape of its input: it writes y and reads x. Its
+    /// backward writes dx and reads dy and x. Both are given the numbers.
+    pub fn custom(
         &mut self,
         kernel: &CustomKernel,
-        back: &CustomKernel,
+        backward: &CustomKernel,
         x: Value,
         numbers: &[f32],
     ) -> Value {
-        let (from, width) = self.of(x);
-        let (y, to) = self.value(width);
-        self.run(|k| k.own(kernel, &[to], &[from], numbers));
-        self.note(Operation::CustomKernel { x, back: *back, numbers: numbers.to_vec() }, y)
+        let input = self.view(x);
+        let (y, output) = self.value(input.columns);
+        self.run(|k| k.custom(&Custom { kernel, writes: &[output], reads: &[input], numbers }));
+        self.record(Operation::Custom { x, backward: *backward, numbers: numbers.to_vec() }, y)
     }
 }

@@ -1,25 +1,25 @@
 //! Attention against the plain one, in f64, and in chunks against all at once.
 
 use super::*;
+use crate::devices::cpu::kv_cache::{copy_from_qkv, copy_to_qkv};
 use crate::devices::cpu::oracle::{close, differences, noise};
-use crate::devices::cpu::past;
-use crate::kernels::{Document, Dropout, Rows};
+use crate::kernels::{BatchMetadata, Document, Dropout, Rows, SequenceChunk};
 
 /// The masks are the kernel's own; what is done with them is not.
-fn plain(qkv: &[f64], size: &Attention<'_>) -> Vec<f64> {
-    let (t, h, d) = (size.rows.positions, size.heads, size.head_size);
+fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
+    let (t, h, d) = (size.rows().positions, size.heads, size.head_size);
     let (c, k) = (h * d, size.kv_heads);
-    let mut y = vec![0.0; size.rows.count() * c];
-    for (sequence, head) in (0..size.rows.sequences * h).map(|i| (i / h, i % h)) {
+    let mut y = vec![0.0; size.rows().count() * c];
+    for (sequence, head) in (0..size.rows().sequences * h).map(|i| (i / h, i % h)) {
         let at = |position: usize, which: usize| {
             let column = [head, h + head / (h / k), h + k + head / (h / k)][which];
             let from = (sequence * t + position) * (h + 2 * k) * d + column * d;
             &qkv[from..from + d]
         };
         for query in 0..t {
-            let (from, end) = match size.documents.get(sequence * t + query) {
+            let (from, end) = match size.batch.document(sequence, query) {
                 Some(document) => (document.from as usize, document.to as usize),
-                None => (0, size.lengths[sequence]),
+                None => (0, size.batch.lengths()[sequence]),
             };
             let end = end.min(if size.causal { query + 1 } else { t });
             let score = |key| {
@@ -88,29 +88,41 @@ fn check_documents(
 ) {
     let lengths: Vec<usize> = (0..sequences).map(|b| t - (b * 3) % t).collect();
     let documents = if every.is_empty() { Vec::new() } else { cut(&lengths, t, every) };
-    let dropout =
-        Dropout { probability: p, seed: 1, step: 2, site: 3, first_sequence: 4, first_position: 0 };
-    let size = Attention {
+    let dropout = Dropout {
+        probability: p,
+        seed: 1,
+        step: 2,
+        site: 3,
+        first_sequence: 4,
+        first_position: 0,
+        positions: t,
+    };
+    let metadata = BatchMetadata {
         rows: Rows { sequences, positions: t },
+        lengths: &lengths,
+        kinds: &[],
+        documents: &documents,
+        cached: &[],
+        dropout_key: None,
+    };
+    let size = AttentionShape {
+        batch: metadata.view(),
         heads: h,
         kv_heads,
         head_size: d,
         causal,
         window,
-        lengths: &lengths,
-        documents: &documents,
-        past: &[],
         dropout: (p > 0.0).then_some(dropout),
     };
     let (r, c) = (sequences * t, h * d);
-    let (qkv, dy) = (noise(r * size.packed(), 1), noise(r * c, 2));
+    let (qkv, dy) = (noise(r * size.qkv_width(), 1), noise(r * c, 2));
     for level in Level::all() {
         let (mut y, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
         forward(level, &mut y, &mut lse, &qkv.narrow, None, &size);
         close(&y, &plain(&qkv.wide, &size), 1e-5);
         let mut sums = vec![f32::NAN; r * h];
         delta(level, &mut sums, &y, &dy.narrow, &size);
-        let mut dqkv = vec![f32::NAN; r * size.packed()];
+        let mut dqkv = vec![f32::NAN; r * size.qkv_width()];
         let (dy_all, qkv_all) = (&dy.narrow, &qkv.narrow);
         let inputs = Inputs { dy: dy_all, lse: &lse, qkv: qkv_all, kv: None, delta: &sums };
         backward(level, &mut dqkv, None, &inputs, &size);
@@ -122,44 +134,38 @@ fn check_documents(
         }
         assert!(dqkv.iter().all(|value| value.is_finite()));
         if causal {
-            check_stretches(level, [&y, &dqkv], [&qkv.narrow, &dy.narrow], &size);
+            check_chunks(level, [&y, &dqkv], [&qkv.narrow, &dy.narrow], &size);
         }
     }
 }
 
-/// A tile of queries at a time, keys and values apart, from the end: what all at once gives.
-fn check_stretches(
+/// A tile of queries at a time, keys and values in a tensor of their own, from the end: what all at
+/// once gives.
+fn check_chunks(
     level: Level,
     [y, dqkv]: [&[f32]; 2],
     [qkv, dy]: [&[f32]; 2],
-    size: &Attention<'_>,
+    size: &AttentionShape<'_>,
 ) {
-    let (t, h, c) = (size.rows.positions, size.heads, size.heads * size.head_size);
-    let (packed, width) = (size.packed(), size.kv_width());
-    for sequence in 0..size.rows.sequences {
+    let (t, h, c) = (size.rows().positions, size.heads, size.heads * size.head_size);
+    let (packed, width) = (size.qkv_width(), size.kv_width());
+    for sequence in 0..size.rows().sequences {
         let of = |x: &[f32], width: usize| x[sequence * t * width..][..t * width].to_vec();
         let (y, dqkv, qkv, dy) = (of(y, c), of(dqkv, packed), of(qkv, packed), of(dy, c));
         let mut kv = vec![0.0; t * width];
-        past::remember(&mut kv, &qkv, size);
+        copy_from_qkv(&mut kv, &qkv, size);
         let mut dkv = vec![f32::NAN; t * width];
         for from in (0..t).step_by(TILE).rev() {
             let to = t.min(from + TILE);
-            let rows = Rows { sequences: 1, positions: to - from };
-            let documents = size.documents.get(sequence * t..sequence * t + to);
             let dropout = size.dropout.map(|dropout| Dropout {
                 first_sequence: dropout.first_sequence + sequence as u32,
                 first_position: from as u32,
+                positions: to - from,
                 ..dropout
             });
-            let few = Attention {
-                rows,
-                lengths: &size.lengths[sequence..=sequence],
-                documents: documents.unwrap_or_default(),
-                past: &[from],
-                dropout,
-                ..*size
-            };
-            let r = rows.positions;
+            let batch = size.batch.chunk_of(SequenceChunk { sequence, from, to });
+            let few = AttentionShape { batch, dropout, ..*size };
+            let r = to - from;
             let (qkv, dy) = (&qkv[from * packed..to * packed], &dy[from * c..to * c]);
             let (mut found, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
             let before = Some(&kv[..to * width]);
@@ -171,7 +177,7 @@ fn check_stretches(
             let mut dq = vec![f32::NAN; r * packed];
             let dkv = &mut dkv[..to * width];
             backward(level, &mut dq, Some((dkv, to < t)), &inputs, &few);
-            past::recall(&mut dq, &dkv[from * width..], &few);
+            copy_to_qkv(&mut dq, &dkv[from * width..], &few);
             let expected: Vec<f64> =
                 dqkv[from * packed..to * packed].iter().map(|d| f64::from(*d)).collect();
             close(&dq, &expected, 1e-5);

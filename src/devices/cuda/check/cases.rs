@@ -1,68 +1,73 @@
-//! The cases: every kernel, at sizes that are no round numbers.
+//! The cases: every kernel, at odd sizes.
 
 use super::FLOATS;
 use crate::kernels::{
-    Activation, Apart, Attention, BatchView, ClassLoss, CrossEntropy, Kernels, Linear, Norm,
-    Places, Rotary, RotaryScaling, STATISTICS, Scores,
+    Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
+    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, AttentionShape, BatchView,
+    CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, FirstRows,
+    FirstRowsBackward, Gate, GateBackward, HeadNorm, HeadNormBackward, Kernels, Linear,
+    LinearBackward, Logits, Norm, NormBackward, QueryKey, ReadKv, Residual, Rotary, RotaryScaling,
+    Rotate, STATISTICS, Score, ScoreBackward, WriteKv,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
-/// Floats between places, which nobody writes.
+/// Floats between views, which nobody writes.
 const GUARD: usize = 16;
 
-/// Hands out places of a memory.
+/// Hands out views of a memory.
 struct Layout {
-    /// What weights and activations are.
+    /// The dtype of weights and activations.
     dtype: Dtype,
     end: usize,
-    /// Places and what they begin with, from −1 to 1 about a center.
+    /// Views, and the center of the values they begin with: from −1 to 1 about it.
     begins: Vec<(View, f32)>,
 }
 
 impl Layout {
-    fn place(&mut self, len: usize, of: Dtype, center: f32) -> View {
-        let floats = of.floats(len);
-        let view = View::floats(self.end, floats).hold(len, of);
+    fn place(&mut self, [rows, columns]: [usize; 2], dtype: Dtype, center: f32) -> View {
+        let floats = dtype.floats(rows * columns);
+        let view = View::floats(self.end, floats).hold(rows, columns, dtype);
         self.end = (self.end + floats + GUARD).next_multiple_of(16);
         assert!(self.end <= FLOATS / 2, "a case is small");
         self.begins.push((view, center));
         view
     }
 
-    fn about(&mut self, len: usize, center: f32) -> View {
-        self.place(len, self.dtype, center)
+    fn about(&mut self, shape: [usize; 2], center: f32) -> View {
+        self.place(shape, self.dtype, center)
     }
 
-    /// To read.
-    fn of(&mut self, len: usize) -> View {
-        self.about(len, 0.0)
+    /// A view to read.
+    fn input(&mut self, shape: [usize; 2]) -> View {
+        self.about(shape, 0.0)
     }
 
-    /// To write: what was there does not matter, and must be gone.
-    fn out(&mut self, len: usize) -> View {
-        self.about(len, f32::NAN)
-    }
-
-    fn of_all<const N: usize>(&mut self, len: usize) -> [View; N] {
-        [(); N].map(|()| self.of(len))
+    /// A view to write: its values before are NaN, and must be gone.
+    fn output(&mut self, shape: [usize; 2]) -> View {
+        self.about(shape, f32::NAN)
     }
 
     /// Floats, whatever the others are: statistics, sums, gradients of weights.
-    fn floats(&mut self, len: usize, center: f32) -> View {
-        self.place(len, Dtype::F32, center)
+    fn floats(&mut self, shape: [usize; 2], center: f32) -> View {
+        self.place(shape, Dtype::F32, center)
     }
 
-    fn floats_out(&mut self, len: usize) -> View {
-        self.floats(len, f32::NAN)
+    fn floats_output(&mut self, shape: [usize; 2]) -> View {
+        self.floats(shape, f32::NAN)
+    }
+
+    /// A gradient that is added to, or replaced.
+    fn gradient(&mut self, shape: [usize; 2], accumulate: bool) -> View {
+        self.floats(shape, if accumulate { 0.0 } else { f32::NAN })
     }
 }
 
-/// What a case runs, once its places are known.
+/// What a case runs, once its views are known.
 type Call<'c> = Box<dyn Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c>;
 
-/// A case's places in one memory, and what it runs there.
+/// A case's views in one memory, and what it runs there.
 pub(super) struct Side<'c> {
-    /// Behind the last place.
+    /// Behind the last view.
     pub(super) end: usize,
     pub(super) begins: Vec<(View, f32)>,
     pub(super) call: Call<'c>,
@@ -72,13 +77,13 @@ pub(super) struct Side<'c> {
 pub(super) struct Case<'c> {
     pub(super) name: &'static str,
     pub(super) sides: [Side<'c>; 2],
-    /// Labels of statistics, where they are read, and in which place.
+    /// The view that holds statistics, and their labels, where a case reads them.
     pub(super) statistics: Option<(usize, Vec<i32>)>,
 }
 
 /// All cases of micro-batches of one kind.
 pub(super) struct Cases<'c> {
-    /// What the device's weights and activations are.
+    /// The dtype of the device's weights and activations.
     pub(super) dtype: Dtype,
     pub(super) batch: BatchView<'c>,
     pub(super) all: Vec<Case<'c>>,
@@ -89,8 +94,8 @@ impl<'c> Cases<'c> {
     where
         C: Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c,
     {
-        let sides = [self.dtype, Dtype::F32].map(|of| {
-            let mut places = Layout { dtype: of, end: GUARD, begins: Vec::new() };
+        let sides = [self.dtype, Dtype::F32].map(|dtype| {
+            let mut places = Layout { dtype, end: GUARD, begins: Vec::new() };
             let call = Box::new(make(&mut places));
             let Layout { end, begins, .. } = places;
             Side { end, begins, call: call as Call<'c> }
@@ -98,226 +103,300 @@ impl<'c> Cases<'c> {
         self.all.push(Case { name, sides, statistics: None });
     }
 
-    /// The last case's statistics, the place of this number, with these labels.
+    /// Sets the labels of the last case's statistics, which are the view of this index.
     fn labelled(&mut self, index: usize, labels: Vec<i32>) {
         self.all.last_mut().expect("a case was made").statistics = Some((index, labels));
     }
 
-    /// Sizes of attention, of heads like these.
-    fn attention(&self, [heads, kv_heads, head_size]: [usize; 3]) -> Attention<'c> {
-        let BatchView { rows, lengths, documents, past, .. } = self.batch;
-        Attention {
-            rows,
+    /// Attention of heads like these.
+    fn attention(&self, [heads, kv_heads, head_size]: [usize; 3]) -> AttentionShape<'c> {
+        AttentionShape {
+            batch: self.batch,
             heads,
             kv_heads,
             head_size,
             causal: true,
             window: None,
-            lengths,
-            documents,
-            past,
             dropout: self.batch.dropout(0.2, 3, 0),
         }
     }
 
+    fn has_cached(&self) -> bool {
+        !self.batch.metadata().cached.is_empty()
+    }
+
+    /// All that treat rows alike.
     pub(super) fn of_rows(&mut self) {
-        let (batch, rows) = (self.batch, self.batch.rows);
-        let r = rows.count();
+        self.of_products();
+        self.of_norms();
+        self.of_activations();
+        self.of_dropouts();
+        self.case("clear", |p| {
+            let (y, z) = (p.output([1, 131]), p.floats_output([1, 131]));
+            move |k, _| {
+                k.clear(&Clear { y });
+                k.clear(&Clear { y: z });
+            }
+        });
+        if !self.has_cached() {
+            self.of_copies();
+            self.of_tables();
+        }
+    }
+
+    fn of_products(&mut self) {
+        let r = self.batch.rows().count();
         for (inputs, outputs, transposed) in [(7, 5, false), (36, 20, true)] {
-            let size = Linear { rows: r, inputs, outputs, transposed };
+            let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
             self.case("linear", |p| {
-                let (y, x, w, b) =
-                    (p.out(r * outputs), p.of(r * inputs), p.of(inputs * outputs), p.of(outputs));
-                move |k, _| k.linear(y, x, w, Some(b), size)
+                let (y, x) = (p.output([r, outputs]), p.input([r, inputs]));
+                let (w, bias) = (p.input(weights), Some(p.input([1, outputs])));
+                move |k, _| k.linear(&Linear { y, x, w, bias, transposed })
             });
             for accumulate in [false, true] {
                 self.case("linear_backward", |p| {
-                    let dx = p.out(r * inputs);
-                    let begin = if accumulate { 0.0 } else { f32::NAN };
-                    let (dw, db) = (p.floats(inputs * outputs, begin), p.floats(outputs, begin));
-                    let (dy, x, w) = (p.of(r * outputs), p.of(r * inputs), p.of(inputs * outputs));
-                    move |k, s| {
-                        k.linear_backward(dx, dw, Some(db), dy, x, w, size, accumulate, s);
-                    }
+                    let op = LinearBackward {
+                        dx: p.output([r, inputs]),
+                        dw: p.gradient(weights, accumulate),
+                        dbias: Some(p.gradient([1, outputs], accumulate)),
+                        dy: p.input([r, outputs]),
+                        x: p.input([r, inputs]),
+                        w: p.input(weights),
+                        transposed,
+                        accumulate,
+                    };
+                    move |k, scratch| k.linear_backward(&op, scratch)
                 });
             }
         }
+    }
+
+    fn of_norms(&mut self) {
+        let r = self.batch.rows().count();
         for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
-            let size = Norm { rows: r, channels: c, epsilon: 1e-5, rms };
             self.case("norm", |p| {
-                let (y, s) = (p.out(r * c), p.floats_out(2 * r));
-                let (x, g, b) = (p.of(r * c), p.about(c, 1.0), p.of(c));
-                move |k, _| k.norm(y, s, x, g, (!rms).then_some(b), size)
+                let (y, statistics) = (p.output([r, c]), p.floats_output([r, 2]));
+                let (x, gamma, beta) = (p.input([r, c]), p.about([1, c], 1.0), p.input([1, c]));
+                let beta = (!rms).then_some(beta);
+                let op = Norm { y, statistics, x, gamma, beta, epsilon: 1e-5, rms };
+                move |k, _| k.norm(&op)
             });
             self.case("norm_backward", |p| {
-                let begin = if accumulate { 0.0 } else { f32::NAN };
-                let (dx, dg, db) = (p.out(r * c), p.floats(c, begin), p.floats(c, begin));
-                let [a, dy, x] = p.of_all(r * c);
-                let (s, g) = (p.floats(2 * r, 1.5), p.about(c, 1.0));
-                let (db, a) = ((!rms).then_some(db), accumulate.then_some(a));
-                move |k, scratch| {
-                    k.norm_backward(dx, dg, db, a, dy, x, s, g, size, accumulate, scratch);
-                }
+                let dx = p.output([r, c]);
+                let dgamma = p.gradient([1, c], accumulate);
+                let dbeta = p.gradient([1, c], accumulate);
+                let [residual, dy, x] = [(); 3].map(|()| p.input([r, c]));
+                let op = NormBackward {
+                    dx,
+                    dgamma,
+                    dbeta: (!rms).then_some(dbeta),
+                    residual: accumulate.then_some(residual),
+                    dy,
+                    x,
+                    statistics: p.floats([r, 2], 1.5),
+                    gamma: p.about([1, c], 1.0),
+                    rms,
+                    accumulate,
+                };
+                move |k, scratch| k.norm_backward(&op, scratch)
             });
         }
-        let c = 13;
-        for (_, form) in Activation::ALL {
+    }
+
+    fn of_activations(&mut self) {
+        let (r, c) = (self.batch.rows().count(), 13);
+        for (_, activation) in Activation::ALL {
             self.case("activate", |p| {
-                let (y, x) = (p.out(r * c), p.of(r * c));
-                move |k, _| k.activate(y, x, form)
+                let (y, x) = (p.output([r, c]), p.input([r, c]));
+                move |k, _| k.activate(&Activate { y, x, activation })
             });
             self.case("activate_backward", |p| {
-                let [dx, x] = p.of_all(r * c);
-                move |k, _| k.activate_backward(dx, x, form)
+                let (dx, x) = (p.input([r, c]), p.input([r, c]));
+                move |k, _| k.activate_backward(&ActivateBackward { dx, x, activation })
             });
             self.case("gate", |p| {
-                let (y, x) = (p.out(r * c), p.of(2 * r * c));
-                move |k, _| k.gate(y, x, c, form)
+                let (y, x) = (p.output([r, c]), p.input([r, 2 * c]));
+                move |k, _| k.gate(&Gate { y, x, activation })
             });
             self.case("gate_backward", |p| {
-                let (dx, dy, x) = (p.out(2 * r * c), p.of(r * c), p.of(2 * r * c));
-                move |k, _| k.gate_backward(dx, dy, x, c, form)
+                let dx = p.output([r, 2 * c]);
+                let (dy, x) = (p.input([r, c]), p.input([r, 2 * c]));
+                move |k, _| k.gate_backward(&GateBackward { dx, dy, x, activation })
             });
         }
+    }
+
+    fn of_dropouts(&mut self) {
+        let (r, c) = (self.batch.rows().count(), 13);
         for probability in [0.0, 0.3] {
-            let dropout = batch.dropout(probability, 2, 1);
+            let dropout = self.batch.dropout(probability, 2, 1);
             self.case("residual", |p| {
-                let (y, a, x) = (p.out(r * c), p.of(r * c), p.of(r * c));
-                move |k, _| k.residual(y, a, x, rows, dropout)
+                let (y, a, x) = (p.output([r, c]), p.input([r, c]), p.input([r, c]));
+                move |k, _| k.residual(&Residual { y, a, x, dropout })
             });
-            self.case("dropped", |p| {
-                let (y, x) = (p.out(r * c), p.of(r * c));
-                move |k, _| k.dropped(y, x, rows, dropout)
+            self.case("dropout", |p| {
+                let (y, x) = (p.output([r, c]), p.input([r, c]));
+                move |k, _| k.dropout(&ApplyDropout { y, x, dropout })
             });
         }
-        self.case("clear", |p| {
-            let (y, z) = (p.out(131), p.floats_out(131));
-            move |k, _| {
-                k.clear(y);
-                k.clear(z);
-            }
-        });
-        if !batch.past.is_empty() {
-            return;
-        }
+    }
+
+    fn of_copies(&mut self) {
+        let (rows, c) = (self.batch.rows(), 13);
+        let (b, r) = (rows.sequences, rows.count());
         self.case("cast", |p| {
-            let (y, x) = (p.floats_out(133), p.of(133));
-            let (z, w) = (p.out(133), p.floats(133, 0.0));
+            let (y, x) = (p.floats_output([1, 133]), p.input([1, 133]));
+            let (z, w) = (p.output([1, 133]), p.floats([1, 133], 0.0));
             move |k, _| {
-                k.cast(y, x);
-                k.cast(z, w);
+                k.cast(&Cast { y, x });
+                k.cast(&Cast { y: z, x: w });
             }
         });
         self.case("first_rows", |p| {
-            let (y, x) = (p.out(rows.sequences * c), p.of(r * c));
-            move |k, _| k.first_rows(y, x, rows)
+            let (y, x) = (p.output([b, c]), p.input([r, c]));
+            move |k, _| k.first_rows(&FirstRows { y, x })
         });
         self.case("first_rows_backward", |p| {
-            let (dx, dy) = (p.out(r * c), p.of(rows.sequences * c));
-            move |k, _| k.first_rows_backward(dx, dy, rows)
+            let (dx, dy) = (p.output([r, c]), p.input([b, c]));
+            move |k, _| k.first_rows_backward(&FirstRowsBackward { dx, dy })
         });
-        let kinds = batch.kinds;
-        self.case("add_types", |p| {
-            let (y, w) = (p.of(r * c), p.of(2 * c));
-            move |k, _| k.add_types(y, w, kinds)
+    }
+
+    fn of_tables(&mut self) {
+        let (batch, c) = (self.batch, 13);
+        let (r, positions) = (batch.rows().count(), batch.rows().positions + 3);
+        self.case("add_token_types", |p| {
+            let (y, table) = (p.input([r, c]), p.input([2, c]));
+            move |k, _| k.add_token_types(&AddTokenTypes { y, table, batch })
         });
-        let places: Places<'c> = batch.places();
-        let table = rows.positions + 3;
         self.case("add_positions", |p| {
-            let (y, x, w) = (p.out(r * c), p.of(r * c), p.of(table * c));
-            move |k, _| k.add_positions(y, x, w, places)
+            let (y, x, table) = (p.output([r, c]), p.input([r, c]), p.input([positions, c]));
+            move |k, _| k.add_positions(&AddPositions { y, x, table, batch })
         });
         for accumulate in [false, true] {
-            let begin = if accumulate { 0.0 } else { f32::NAN };
-            self.case("add_types_backward", |p| {
-                let (dw, dy) = (p.floats(2 * c, begin), p.of(r * c));
-                move |k, s| k.add_types_backward(dw, dy, kinds, accumulate, s)
+            self.case("add_token_types_backward", |p| {
+                let (dtable, dy) = (p.gradient([2, c], accumulate), p.input([r, c]));
+                let op = AddTokenTypesBackward { dtable, dy, batch, accumulate };
+                move |k, scratch| k.add_token_types_backward(&op, scratch)
             });
             self.case("add_positions_backward", |p| {
-                let (dw, dy) = (p.floats(table * c, begin), p.of(r * c));
-                move |k, _| k.add_positions_backward(dw, dy, places, accumulate)
+                let (dtable, dy) = (p.gradient([positions, c], accumulate), p.input([r, c]));
+                let op = AddPositionsBackward { dtable, dy, batch, accumulate };
+                move |k, _| k.add_positions_backward(&op)
             });
         }
     }
 
     pub(super) fn of_heads(&mut self) {
-        let r = self.batch.rows.count();
         for heads in [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256]] {
-            let size = self.attention(heads);
-            let (packed, normed, d) = (size.packed(), size.heads + size.kv_heads, size.head_size);
-            let mixed = size.heads * d;
-            let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
-            for back in [false, true] {
-                self.case("rotate", |p| {
-                    let qkv = p.of(r * packed);
-                    move |k, _| k.rotate(qkv, &rotary, size, back)
-                });
-            }
-            self.case("head_norm", |p| {
-                let (y, s, x) = (p.out(r * packed), p.floats_out(r * normed), p.of(r * packed));
-                let gamma = [p.about(d, 1.0), p.about(d, 1.0)];
-                move |k, _| k.head_norm(y, s, x, gamma, 1e-5, size)
-            });
-            self.case("head_norm_backward", |p| {
-                let (dx, dgamma) = (p.of(r * packed), [p.floats_out(d), p.floats_out(d)]);
-                let (x, s) = (p.of(r * packed), p.floats(r * normed, 1.5));
-                let gamma = [p.about(d, 1.0), p.about(d, 1.0)];
-                move |k, scratch| {
-                    k.head_norm_backward(dx, dgamma, x, s, gamma, size, false, scratch);
-                }
-            });
-            self.case("remember", |p| {
-                let (y, qkv) = (p.out(r * size.kv_width()), p.of(r * packed));
-                move |k, _| k.remember(y, qkv, size)
-            });
-            self.case("recall", |p| {
-                let (qkv, kv) = (p.of(r * packed), p.floats(r * size.kv_width(), 0.0));
-                move |k, _| k.recall(qkv, kv, size)
-            });
-            if !self.batch.past.is_empty() {
-                let most = self.batch.past.iter().max().copied().unwrap_or(0) + 1;
-                let past = self.batch.rows.sequences * most * size.kv_width();
-                self.case("attention_to_past", |p| {
-                    let (y, qkv, past) = (p.out(r * mixed), p.of(r * packed), p.of(past));
-                    move |k, _| k.attention_to_past(y, qkv, past, size)
-                });
+            let shape = self.attention(heads);
+            self.of_rotations(shape);
+            self.of_head_norms(shape);
+            self.of_kv_copies(shape);
+            if self.has_cached() {
+                self.of_cached_attention(shape);
                 continue;
             }
             for (causal, window) in [(true, None), (false, None), (true, Some(3))] {
-                let size = Attention { causal, window, ..size };
-                self.case("attention", |p| {
-                    let (y, lse) = (p.out(r * mixed), p.floats_out(r * size.heads));
-                    let qkv = p.of(r * packed);
-                    move |k, _| k.attention(y, lse, qkv, None, size)
-                });
-                self.case("attention_backward", |p| {
-                    let (y, lse) = (p.out(r * mixed), p.floats_out(r * size.heads));
-                    let (dqkv, dy, qkv) = (p.out(r * packed), p.of(r * mixed), p.of(r * packed));
-                    move |k, s| {
-                        k.attention(y, lse, qkv, None, size);
-                        k.attention_backward(dqkv, dy, y, lse, qkv, None, size, s);
-                    }
-                });
+                self.of_attention(AttentionShape { causal, window, ..shape });
             }
         }
     }
 
-    /// A chunk behind 64 positions.
-    pub(super) fn of_stretches(&mut self) {
-        let r = self.batch.rows.count();
-        let size = self.attention([4, 2, 6]);
-        let (packed, width, mixed) = (size.packed(), size.kv_width(), size.heads * size.head_size);
-        let all = (64 + r) * width;
+    fn of_rotations(&mut self, shape: AttentionShape<'c>) {
+        let all = [shape.rows().count(), shape.qkv_width()];
+        let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
+        for inverse in [false, true] {
+            self.case("rotate", |p| {
+                let qkv = p.input(all);
+                move |k, _| k.rotate(&Rotate { qkv, rotary: &rotary, shape, inverse })
+            });
+        }
+    }
+
+    fn of_head_norms(&mut self, shape: AttentionShape<'c>) {
+        let (all, d) = ([shape.rows().count(), shape.qkv_width()], shape.head_size);
+        let heads = [shape.rows().count(), shape.heads + shape.kv_heads];
+        self.case("head_norm", |p| {
+            let (y, statistics, x) = (p.output(all), p.floats_output(heads), p.input(all));
+            let gamma = QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) };
+            let op = HeadNorm { y, statistics, x, gamma, epsilon: 1e-5, shape };
+            move |k, _| k.head_norm(&op)
+        });
+        self.case("head_norm_backward", |p| {
+            let op = HeadNormBackward {
+                dx: p.input(all),
+                dgamma: QueryKey { query: p.floats_output([1, d]), key: p.floats_output([1, d]) },
+                x: p.input(all),
+                statistics: p.floats(heads, 1.5),
+                gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
+                shape,
+                accumulate: false,
+            };
+            move |k, scratch| k.head_norm_backward(&op, scratch)
+        });
+    }
+
+    fn of_kv_copies(&mut self, shape: AttentionShape<'c>) {
+        let r = shape.rows().count();
+        self.case("write_kv", |p| {
+            let (kv, qkv) = (p.output([r, shape.kv_width()]), p.input([r, shape.qkv_width()]));
+            move |k, _| k.write_kv(&WriteKv { kv, qkv, shape })
+        });
+        self.case("read_kv", |p| {
+            let qkv = p.input([r, shape.qkv_width()]);
+            let kv = p.floats([r, shape.kv_width()], 0.0);
+            move |k, _| k.read_kv(&ReadKv { qkv, kv, shape })
+        });
+    }
+
+    fn of_cached_attention(&mut self, shape: AttentionShape<'c>) {
+        let (rows, cached) = (shape.rows(), self.batch.metadata().cached);
+        let room = cached.iter().max().copied().unwrap_or(0) + 1;
+        self.case("cached_attention", |p| {
+            let y = p.output([rows.count(), shape.width()]);
+            let qkv = p.input([rows.count(), shape.qkv_width()]);
+            let cache = p.input([rows.sequences * room, shape.kv_width()]);
+            move |k, _| k.cached_attention(&CachedAttention { y, qkv, cache, shape })
+        });
+    }
+
+    fn of_attention(&mut self, shape: AttentionShape<'c>) {
+        let r = shape.rows().count();
+        let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
+        self.case("attention", |p| {
+            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
+            let qkv = p.input(inputs);
+            move |k, _| k.attention(&Attention { y, lse, qkv, kv: None, shape })
+        });
+        self.case("attention_backward", |p| {
+            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
+            let (dqkv, dy, qkv) = (p.output(inputs), p.input(outputs), p.input(inputs));
+            let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
+            move |k, scratch| {
+                k.attention(&Attention { y, lse, qkv, kv: None, shape });
+                k.attention_backward(&op, scratch);
+            }
+        });
+    }
+
+    /// A chunk behind other positions of its sequence.
+    pub(super) fn of_chunks(&mut self) {
+        let r = self.batch.rows().count();
+        let shape = self.attention([4, 2, 6]);
+        let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
+        let all = [self.batch.same_positions_before() + r, shape.kv_width()];
         for accumulate in [false, true] {
-            self.case("attention_backward, apart", |p| {
-                let (y, lse) = (p.out(r * mixed), p.floats_out(r * size.heads));
-                let (dqkv, dy, qkv) = (p.of(r * packed), p.of(r * mixed), p.of(r * packed));
-                let kv = p.of(all);
-                let dkv = p.floats(all, if accumulate { 0.0 } else { f32::NAN });
-                let apart = Apart { kv, dkv, accumulate };
-                move |k, s| {
-                    k.attention(y, lse, qkv, Some(kv), size);
-                    k.attention_backward(dqkv, dy, y, lse, qkv, Some(apart), size, s);
+            self.case("attention_backward of a chunk", |p| {
+                let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
+                let (dqkv, dy, qkv) = (p.input(inputs), p.input(outputs), p.input(inputs));
+                let kv = p.input(all);
+                let dkv = p.gradient(all, accumulate);
+                let chunk_kv = Some(ChunkKv { kv, dkv, accumulate });
+                let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
+                move |k, scratch| {
+                    k.attention(&Attention { y, lse, qkv, kv: Some(kv), shape });
+                    k.attention_backward(&op, scratch);
                 }
             });
         }
@@ -325,52 +404,47 @@ impl<'c> Cases<'c> {
 
     /// Tiles of a vocabulary.
     pub(super) fn of_tiles(&mut self) {
-        let r = self.batch.rows.count();
+        let r = self.batch.rows().count();
         let labels: Vec<i32> =
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
-        let told = labels.iter().filter(|label| **label >= 0).count();
-        for (channels, tile, first) in [(5, 21, 0), (12, 9, 21)] {
-            let size = Scores { rows: r, labelled: told, channels, tile, first };
+        let labelled = labels.iter().filter(|label| **label >= 0).count();
+        for (c, tile, first) in [(5, 21, 0), (12, 9, 21)] {
             self.case("score", |p| {
-                let statistics = p.floats(r * STATISTICS, 1.5);
-                let out = p.floats_out(r * STATISTICS);
-                let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
-                move |k, s| k.score(out, statistics, h, w, Some(b), size, s)
+                let statistics = p.floats([r, STATISTICS], 1.5);
+                let out = p.floats_output([r, STATISTICS]);
+                let (h, w, bias) = (p.input([r, c]), p.input([tile, c]), Some(p.input([1, tile])));
+                let op = Score { out, statistics, h, w, bias, first, labelled };
+                move |k, scratch| k.score(&op, scratch)
             });
             self.labelled(0, labels.clone());
             self.case("logits", |p| {
-                let statistics = p.floats(r * STATISTICS, 1.5);
-                let y = p.floats_out(told * tile);
-                let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
-                move |k, s| k.logits(y, statistics, h, w, Some(b), size, s)
+                let statistics = p.floats([r, STATISTICS], 1.5);
+                let y = p.floats_output([labelled, tile]);
+                let (h, w, bias) = (p.input([r, c]), p.input([tile, c]), Some(p.input([1, tile])));
+                move |k, scratch| k.logits(&Logits { y, statistics, h, w, bias }, scratch)
             });
             self.labelled(0, labels.clone());
             for accumulate in [false, true] {
                 self.case("score_backward", |p| {
-                    let begin = if accumulate { 0.0 } else { f32::NAN };
-                    let statistics = p.floats(r * STATISTICS, 3.5);
-                    let dh = p.floats_out(r * channels);
-                    let before = p.floats(r * channels, 0.0);
-                    let (dw, db) = (p.floats(tile * channels, begin), p.floats(tile, begin));
-                    let (h, w, b) = (p.of(r * channels), p.of(tile * channels), p.of(tile));
-                    let before = accumulate.then_some(before);
-                    move |k, s| {
-                        k.score_backward(
-                            dh,
-                            dw,
-                            Some(db),
-                            before,
-                            statistics,
-                            h,
-                            w,
-                            Some(b),
-                            &CrossEntropy,
-                            0.1,
-                            size,
-                            accumulate,
-                            s,
-                        );
-                    }
+                    let statistics = p.floats([r, STATISTICS], 3.5);
+                    let dh = p.floats_output([r, c]);
+                    let before = p.floats([r, c], 0.0);
+                    let op = ScoreBackward {
+                        dh,
+                        dw: p.gradient([tile, c], accumulate),
+                        dbias: Some(p.gradient([1, tile], accumulate)),
+                        dh_before: accumulate.then_some(before),
+                        statistics,
+                        h: p.input([r, c]),
+                        w: p.input([tile, c]),
+                        bias: Some(p.input([1, tile])),
+                        loss: &CrossEntropy,
+                        scale: 0.1,
+                        first,
+                        labelled,
+                        accumulate,
+                    };
+                    move |k, scratch| k.score_backward(&op, scratch)
                 });
                 self.labelled(0, labels.clone());
             }
@@ -379,22 +453,22 @@ impl<'c> Cases<'c> {
 
     /// Losses of whole sequences.
     pub(super) fn of_classes(&mut self) {
-        let rows = self.batch.rows;
-        let r = rows.count();
+        let (r, b) = (self.batch.rows().count(), self.batch.rows().sequences);
         for (labels, is_value) in [(4, false), (1, true)] {
-            let size = ClassLoss { rows, labels, is_value };
             let of_rows = (0..r as i32).map(|row| row % 4).collect::<Vec<_>>();
             self.case("class_loss", |p| {
-                let statistics = p.floats(r * STATISTICS, 1.5);
-                let out = p.floats_out(r * STATISTICS);
-                let scores = p.of(rows.sequences * labels);
-                move |k, _| k.class_loss(out, statistics, scores, size)
+                let statistics = p.floats([r, STATISTICS], 1.5);
+                let out = p.floats_output([r, STATISTICS]);
+                let scores = p.input([b, labels]);
+                move |k, _| k.class_loss(&ClassLoss { out, statistics, scores, is_value })
             });
             self.labelled(0, of_rows.clone());
             self.case("class_loss_backward", |p| {
-                let statistics = p.floats(r * STATISTICS, 1.5);
-                let (d, scores) = (p.out(rows.sequences * labels), p.of(rows.sequences * labels));
-                move |k, _| k.class_loss_backward(d, scores, statistics, 0.3, size)
+                let statistics = p.floats([r, STATISTICS], 1.5);
+                let (dscores, scores) = (p.output([b, labels]), p.input([b, labels]));
+                let scale = 0.3;
+                let op = ClassLossBackward { dscores, scores, statistics, scale, is_value };
+                move |k, _| k.class_loss_backward(&op)
             });
             self.labelled(0, of_rows);
         }

@@ -1,6 +1,6 @@
-//! Every kernel against the CPU's: the same values in the same places of two memories, one call on each,
-//! and then all of both memories, so that what was not to be written is seen, too. The CPU's own are held
-//! against f64 by their tests.
+//! Compares every kernel with the CPU's: the same values in the same places of two memories, one
+//! call on each, and then all of both memories, so that wrong writes are seen, too. The CPU's
+//! kernels are compared with f64 by their tests.
 
 mod cases;
 
@@ -16,7 +16,9 @@ use super::driver::Driver;
 use crate::devices::Check;
 use crate::devices::Device;
 use crate::devices::cpu::CpuKernels;
-use crate::kernels::{BatchView, Document, DropoutKey, Rows, STATISTICS};
+use crate::kernels::{
+    BatchMetadata, BatchView, Document, DropoutKey, Rows, STATISTICS, SequenceChunk,
+};
 use crate::random;
 use crate::simd::Level;
 use crate::tensor::Arena;
@@ -25,7 +27,7 @@ use crate::tensor::{Dtype, Scratch, View};
 /// Floats of a case's memory.
 const FLOATS: usize = 1 << 21;
 
-/// What a place holds, whatever it is of.
+/// The numbers of a view, of any dtype.
 fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
     match view.dtype {
         Dtype::F32 => memory.values(view).to_vec(),
@@ -37,7 +39,7 @@ fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
     }
 }
 
-/// Puts numbers there.
+/// Writes the numbers of a view.
 fn put(memory: &mut Arena, view: View, values: &[f32]) {
     match view.dtype {
         Dtype::F32 => memory.fill(view, values),
@@ -49,11 +51,11 @@ fn put(memory: &mut Arena, view: View, values: &[f32]) {
     }
 }
 
-/// What a memory is before anything is put there.
+/// What memory holds before values are written.
 const UNTOUCHED: f32 = -777.0;
 
-/// A case's memory: the same numbers for both sides, such as both can hold.
-fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena, Trouble> {
+/// A case's memory: the same numbers for both sides, which both dtypes can hold.
+fn begin(case: &Case<'_>, side: &Side<'_>, dtype: Dtype, seed: u64) -> Result<Arena, Trouble> {
     let mut memory = Arena::new(FLOATS)?;
     let mut state = seed;
     memory.values_mut(View::floats(0, side.end)).fill(UNTOUCHED);
@@ -62,7 +64,7 @@ fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena
             .map(|_| {
                 let value = (random::next(&mut state) >> 40) as f32 / (1 << 23) as f32;
                 let value = center + value - 1.0;
-                if of == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value }
+                if dtype == Dtype::Bf16 { bf16::from_f32(value).to_f32() } else { value }
             })
             .collect();
         if let Some((of_statistics, labels)) = &case.statistics
@@ -76,35 +78,35 @@ fn begin(case: &Case<'_>, side: &Side<'_>, of: Dtype, seed: u64) -> Result<Arena
     Ok(memory)
 }
 
-/// Positions of a sequence of which not all are scored at once.
+/// Positions of a sequence that is so long that not all are scored at once.
 const LONG: usize = 3000;
 
-/// Runs a case on both; the largest difference, to the largest value.
+/// Runs a case on both devices; returns the largest difference, relative to values above 1.
 fn run(
     device: &Cuda,
-    of: Dtype,
+    dtype: Dtype,
     batch: &BatchView<'_>,
     case: &Case<'_>,
     seed: u64,
 ) -> Result<f64, Trouble> {
     let [on_device, on_cpu] = &case.sides;
     let workspace = View::floats(FLOATS / 2, FLOATS / 2);
-    let mut memory = begin(case, on_device, of, seed)?;
+    let mut memory = begin(case, on_device, dtype, seed)?;
     let all = View::floats(0, on_device.end);
     device.upload(all, memory.values(all))?;
     device.driver.finish();
-    device.compute(batch, &|kernels| {
-        let scratch = Scratch::new(workspace, of);
+    device.compute(batch.metadata(), &|kernels| {
+        let scratch = Scratch::new(workspace, dtype);
         (on_device.call)(kernels, &scratch);
         scratch.peak()
     })?;
     memory.fill(all, &device.read_back(all)?);
-    let mut oracle = begin(case, on_cpu, of, seed)?;
+    let mut oracle = begin(case, on_cpu, dtype, seed)?;
     let kernels = CpuKernels { memory: Some(&oracle), level: Level::best() };
     (on_cpu.call)(&kernels, &Scratch::new(workspace, Dtype::F32));
     let mut worst = 0.0_f64;
-    for ((view, _), (beside, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
-        let (found, expected) = (numbers(&mut memory, *view), numbers(&mut oracle, *beside));
+    for ((view, _), (other, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
+        let (found, expected) = (numbers(&mut memory, *view), numbers(&mut oracle, *other));
         for (found, expected) in found.iter().zip(&expected) {
             if found.to_bits() != expected.to_bits() && found != expected {
                 let off = f64::from(found - expected).abs() / f64::from(expected.abs()).max(1.0);
@@ -112,7 +114,7 @@ fn run(
             }
         }
     }
-    // What lies between places was to stay.
+    // The floats between the views must be untouched.
     for (view, _) in &on_device.begins {
         put(&mut memory, *view, &vec![0.0; view.len()]);
     }
@@ -125,7 +127,7 @@ fn run(
     };
     let values = memory.values(all);
     let touched = (0..values.len()).any(|at| values[at] != UNTOUCHED && !is_place(at));
-    // So was what is left of a float behind an odd number of halves.
+    // So must be the rest of a float behind an odd number of 16-bit elements.
     let mut ends = on_device
         .begins
         .iter()
@@ -141,8 +143,8 @@ fn run(
 ///
 /// # Errors
 /// The driver's.
-pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
-    let most = match kind {
+pub(super) fn all(driver: Arc<dyn Driver>, dtype: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
+    let most = match dtype {
         Dtype::F32 => 2e-5,
         Dtype::Bf16 => 2e-2,
     };
@@ -150,20 +152,20 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
     let documents: Vec<Document> =
         [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
     let kinds: Vec<u8> = (0..LONG).map(|row| (row % 3 == 0).into()).collect();
-    let key = Some(DropoutKey { seed, step: 3, first_sequence: 2, first_position: 0 });
-    let of = |sequences, positions| Rows { sequences, positions };
+    let dropout_key = Some(DropoutKey { seed, step: 3, first_sequence: 2 });
+    let rows = |sequences, positions| Rows { sequences, positions };
     let batches = [
-        (of(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
-        (of(3, 7), &[7, 7, 7][..], &documents[..], &[][..]),
-        (of(1, 130), &[127][..], &[][..], &[][..]),
-        (of(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
+        (rows(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
+        (rows(3, 7), &[7, 7, 7][..], &documents[..], &[][..]),
+        (rows(1, 130), &[127][..], &[][..], &[][..]),
+        (rows(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
     ];
-    let beside = View::floats(FLOATS, super::overhead(of(1, LONG)));
-    let device = Cuda::new(driver, FLOATS + beside.len(), beside)?;
+    let overhead = View::floats(FLOATS, super::overhead(rows(1, LONG)));
+    let device = Cuda::new(driver, FLOATS + overhead.len(), overhead)?;
     let mut checks: Vec<Check> = Vec::new();
     let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
         for (index, case) in cases.all.iter().enumerate() {
-            let off = run(&device, kind, &cases.batch, case, seed + index as u64)
+            let off = run(&device, dtype, &cases.batch, case, seed + index as u64)
                 .map_err(|error| format!("{}: {error}", case.name))?;
             match checks.iter_mut().find(|check| check.kernel == case.name) {
                 Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
@@ -172,33 +174,32 @@ pub(super) fn all(driver: Arc<dyn Driver>, kind: Dtype, seed: u64) -> Result<Vec
         }
         Ok(())
     };
-    for (rows, lengths, documents, past) in batches {
+    for (rows, lengths, documents, cached) in batches {
         let kinds = &kinds[..rows.count()];
-        let batch = BatchView { rows, lengths, kinds, documents, past, key };
-        let mut cases = Cases { dtype: kind, batch, all: Vec::new() };
+        let batch = BatchMetadata { rows, lengths, kinds, documents, cached, dropout_key };
+        let mut cases = Cases { dtype, batch: batch.view(), all: Vec::new() };
         cases.of_rows();
         cases.of_heads();
-        if past.is_empty() {
+        if cached.is_empty() {
             cases.of_tiles();
             cases.of_classes();
         }
         go(cases)?;
     }
-    let behind = key.map(|key| DropoutKey { first_position: 64, ..key });
-    let batch = BatchView {
-        rows: of(1, 70),
-        lengths: &[134],
-        kinds: &kinds[..70],
+    let long = BatchMetadata {
+        rows: rows(1, LONG),
+        lengths: &[LONG],
+        kinds: &kinds,
         documents: &[],
-        past: &[64],
-        key: behind,
+        cached: &[],
+        dropout_key,
     };
-    let mut cases = Cases { dtype: kind, batch, all: Vec::new() };
-    cases.of_stretches();
+    let some = BatchMetadata { rows: rows(1, 134), lengths: &[134], kinds: &kinds[..134], ..long };
+    let batch = some.view().chunk_of(SequenceChunk { sequence: 0, from: 64, to: 134 });
+    let mut cases = Cases { dtype, batch, all: Vec::new() };
+    cases.of_chunks();
     go(cases)?;
-    let (rows, kinds, documents, past) = (of(1, LONG), &kinds[..], &[][..], &[][..]);
-    let batch = BatchView { rows, lengths: &[LONG], kinds, documents, past, key };
-    let mut cases = Cases { dtype: kind, batch, all: Vec::new() };
+    let mut cases = Cases { dtype, batch: long.view(), all: Vec::new() };
     cases.of_tiles();
     go(cases)?;
     Ok(checks)

@@ -1,0 +1,158 @@
+//! The KV cache: keys and values of positions that were computed before, for tokens that come a few
+//! at a time. So nothing is computed twice.
+
+use rayon::prelude::*;
+
+use super::kernels::CpuKernels;
+use super::math::{dot, exp, largest, sum};
+use crate::kernels::{AttentionShape, CachedAttention, ReadKv, WriteKv};
+use crate::simd::Level;
+
+/// Keys that are scored together.
+const TILE: usize = 64;
+
+pub(super) fn write_kv(on: &CpuKernels<'_>, op: &WriteKv<'_>) {
+    let WriteKv { kv, qkv, ref shape } = *op;
+    let Some(call) = on.call([kv], &[qkv]) else { return };
+    let [kv] = call.write();
+    copy_from_qkv(kv, call.read(qkv), shape);
+}
+
+pub(super) fn read_kv(on: &CpuKernels<'_>, op: &ReadKv<'_>) {
+    let ReadKv { qkv, kv, ref shape } = *op;
+    let Some(call) = on.call([qkv], &[kv]) else { return };
+    let [qkv] = call.write();
+    copy_to_qkv(qkv, call.read(kv), shape);
+}
+
+pub(super) fn cached_attention(on: &CpuKernels<'_>, op: &CachedAttention<'_>) {
+    let CachedAttention { y, qkv, cache, ref shape } = *op;
+    let Some(call) = on.call([y], &[qkv, cache]) else { return };
+    let [y] = call.write();
+    attention(on.level, y, call.read(qkv), call.read(cache), shape);
+}
+
+/// Keys and values of each position. kv: (R, 2 K D); qkv: (R, (H + 2K) D).
+pub(super) fn copy_from_qkv(kv: &mut [f32], qkv: &[f32], shape: &AttentionShape<'_>) {
+    let rows = kv.chunks_exact_mut(shape.kv_width()).zip(qkv.chunks_exact(shape.qkv_width()));
+    rows.for_each(|(kv, qkv)| kv.copy_from_slice(&qkv[shape.width()..]));
+}
+
+/// The other way: keys and values, or their gradients, go beside their queries.
+pub(super) fn copy_to_qkv(qkv: &mut [f32], kv: &[f32], shape: &AttentionShape<'_>) {
+    let rows = qkv.chunks_exact_mut(shape.qkv_width()).zip(kv.chunks_exact(shape.kv_width()));
+    rows.for_each(|(qkv, kv)| qkv[shape.width()..].copy_from_slice(kv));
+}
+
+/// Attention of each query to the cached keys of its sequence and to the new ones, up to its own.
+/// y: (R, H D); qkv: (R, (H + 2K) D); cache: (B, P, 2 K D), of which each sequence uses as many
+/// positions as it has cached.
+fn attention(level: Level, y: &mut [f32], qkv: &[f32], cache: &[f32], size: &AttentionShape<'_>) {
+    let (d, positions) = (size.head_size, size.rows().positions);
+    let of_sequence = cache.len() / size.rows().sequences;
+    y.par_chunks_mut(d).enumerate().for_each(|(task, y)| {
+        let (row, head) = (task / size.heads, task % size.heads);
+        let (sequence, at) = (row / positions, row % positions);
+        let (cached, shared) =
+            (size.batch.positions_before(sequence), head * size.kv_heads / size.heads);
+        // A position's keys and values: in the cache, or beside its queries.
+        let kv_of = |key: usize| -> &[f32] {
+            match key.checked_sub(cached) {
+                None => &cache[sequence * of_sequence + key * size.kv_width()..],
+                Some(new) => {
+                    let row = sequence * positions + new;
+                    &qkv[row * size.qkv_width() + size.heads * d..]
+                }
+            }
+        };
+        let query = cached + at;
+        let q = &qkv[row * size.qkv_width() + head * d..][..d];
+        let (k, v) = (shared * d, (size.kv_heads + shared) * d);
+        let first = size.window.map_or(0, |window| (query + 1).saturating_sub(window));
+        let scale = 1.0 / (d as f32).sqrt();
+        level.run(
+            #[inline(always)]
+            || {
+                let (mut most, mut total) = (f32::NEG_INFINITY, 0.0_f32);
+                y.fill(0.0);
+                for tile in (first..=query).step_by(TILE) {
+                    let keys = tile..(tile + TILE).min(query + 1);
+                    let mut p = [0.0; TILE];
+                    let p = &mut p[..keys.len()];
+                    for (p, key) in p.iter_mut().zip(keys.clone()) {
+                        *p = scale * dot(q, &kv_of(key)[k..k + d]);
+                    }
+                    let new = most.max(largest(p));
+                    let shrink = exp(most - new);
+                    p.iter_mut().for_each(|p| *p = exp(*p - new));
+                    (most, total) = (new, total * shrink + sum(p));
+                    y.iter_mut().for_each(|y| *y *= shrink);
+                    for (&p, key) in p.iter().zip(keys) {
+                        let v = &kv_of(key)[v..v + d];
+                        y.iter_mut().zip(v).for_each(|(y, v)| *y += p * v);
+                    }
+                }
+                y.iter_mut().for_each(|y| *y /= total);
+            },
+        );
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::attention::forward;
+    use super::super::oracle::noise;
+    use super::*;
+    use crate::kernels::{BatchMetadata, Rows};
+
+    /// Attention to a cache is attention to all positions at once.
+    #[test]
+    fn it_is_attention_to_all_at_once() {
+        let (lengths, most, d) = ([7_usize, 90, 71], 90, 5);
+        for (heads, kv_heads, window) in [(2, 2, None), (4, 2, Some(66)), (3, 1, Some(1))] {
+            let rows = Rows { sequences: 3, positions: most };
+            let metadata = BatchMetadata {
+                rows,
+                lengths: &lengths,
+                kinds: &[],
+                documents: &[],
+                cached: &[],
+                dropout_key: None,
+            };
+            let all = AttentionShape {
+                batch: metadata.view(),
+                heads,
+                kv_heads,
+                head_size: d,
+                causal: true,
+                window,
+                dropout: None,
+            };
+            let qkv = noise(rows.count() * all.qkv_width(), 1).narrow;
+            let (mut y, mut lse) =
+                (vec![0.0; rows.count() * heads * d], vec![0.0; rows.count() * heads]);
+            let mut kv = vec![0.0; rows.count() * all.kv_width()];
+            for new in [1, 3] {
+                let cached = lengths.map(|length| length - new);
+                let rows = Rows { sequences: 3, positions: new };
+                let batch = BatchMetadata { rows, cached: &cached, ..metadata }.view();
+                let few = AttentionShape { batch, ..all };
+                let of = |sequence: usize| (sequence * most + cached[sequence]) * all.qkv_width();
+                let last = (0..3).flat_map(|s| &qkv[of(s)..][..new * all.qkv_width()]).copied();
+                let last: Vec<f32> = last.collect();
+                for level in Level::all() {
+                    forward(level, &mut y, &mut lse, &qkv, None, &all);
+                    copy_from_qkv(&mut kv, &qkv, &all);
+                    let mut found = vec![f32::NAN; rows.count() * heads * d];
+                    attention(level, &mut found, &last, &kv, &few);
+                    for s in 0..3 {
+                        let expected = &y[(s * most + cached[s]) * heads * d..][..new * heads * d];
+                        let found = &found[s * new * heads * d..][..new * heads * d];
+                        let off = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
+                        assert!(off.fold(0.0, f32::max) < 1e-5, "{heads} {new} {s}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! Rows of tables that are added: by position, and by kind of token.
+
+use super::driver::Argument;
+use super::kernels::On;
+use super::launches::{PART, int, parts_of};
+use crate::kernels::{
+    AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward, Rows,
+};
+use crate::tensor::{Scratch, View};
+
+/// Partial sums of the table's gradient.
+pub(super) fn backward_scratch(op: &AddTokenTypesBackward<'_>, scratch: &Scratch<'_>) -> View {
+    scratch.take_floats(parts_of(op.dy.rows), op.dtable.len())
+}
+
+impl On<'_> {
+    pub(super) fn add_token_types(&self, op: &AddTokenTypes<'_>) {
+        let AddTokenTypes { y, table, ref batch } = *op;
+        let (rows, channels) = (y.rows, y.columns);
+        let (y, table, kinds) = (self.at(y), self.at(table), self.metadata.kinds(batch));
+        let arguments: [&dyn Argument; 5] = [&y, &table, &kinds, &int(rows), &int(channels)];
+        self.queue.columns("add_kinds", [rows, 1], channels, &arguments);
+    }
+
+    pub(super) fn add_token_types_backward(&self, op: &AddTokenTypesBackward<'_>, parts: View) {
+        let AddTokenTypesBackward { dtable, dy, ref batch, accumulate } = *op;
+        let (chunks, len, c) = (parts.rows, dtable.len(), dy.columns);
+        let [r, channels, count, part] = [dy.rows, c, dtable.rows, PART].map(int);
+        let (parts, dy, kinds) = (self.at(parts), self.at(dy), self.metadata.kinds(batch));
+        let arguments: [&dyn Argument; 7] = [&parts, &dy, &kinds, &r, &channels, &count, &part];
+        self.queue.columns("kind_parts", [chunks, dtable.rows], c, &arguments);
+        self.queue.fold(self.at(dtable), parts, [chunks, len, len], accumulate);
+    }
+
+    pub(super) fn add_positions(&self, op: &AddPositions<'_>) {
+        let AddPositions { y, x, table, ref batch } = *op;
+        let (rows, channels) = (y.rows, y.columns);
+        let (y, x, table) = (self.at(y), self.at(x), self.at(table));
+        let (documents, cached) = (self.metadata.documents(batch), self.metadata.cached(batch));
+        let Rows { sequences, positions } = batch.rows();
+        let [before, b, t, c] =
+            [batch.positions_before(0), sequences, positions, channels].map(int);
+        let arguments: [&dyn Argument; 9] =
+            [&y, &x, &table, &documents, &cached, &before, &b, &t, &c];
+        self.queue.columns("add_positions", [rows, 1], channels, &arguments);
+    }
+
+    pub(super) fn add_positions_backward(&self, op: &AddPositionsBackward<'_>) {
+        let AddPositionsBackward { dtable, dy, ref batch, accumulate } = *op;
+        let (table, channels) = (dtable.rows, dy.columns);
+        let documents = self.metadata.documents(batch);
+        let (dtable, dy) = (self.at(dtable), self.at(dy));
+        let Rows { sequences, positions } = batch.rows();
+        let before = batch.positions_before(0);
+        let [before, b, t, c, rows] = [before, sequences, positions, channels, table].map(int);
+        let accumulate = i32::from(accumulate);
+        let arguments: [&dyn Argument; 9] =
+            [&dtable, &dy, &documents, &before, &b, &t, &c, &rows, &accumulate];
+        self.queue.columns("add_positions_backward", [table, 1], channels, &arguments);
+    }
+}

@@ -1,0 +1,45 @@
+//! Norms of heads: a warp for each head; gradients of scales in partial sums over rows.
+
+use super::driver::Argument;
+use super::kernels::On;
+use super::launches::{PART, attention_words, int, parts_of};
+use crate::kernels::{HeadNorm, HeadNormBackward};
+use crate::tensor::{Scratch, View};
+
+/// Heads that a block has.
+const OF_BLOCK: usize = 8;
+
+/// Partial sums of both dγ.
+pub(super) fn backward_scratch(op: &HeadNormBackward<'_>, scratch: &Scratch<'_>) -> View {
+    scratch.take_floats(parts_of(op.x.rows), 2 * op.shape.head_size)
+}
+
+impl On<'_> {
+    pub(super) fn head_norm(&self, op: &HeadNorm<'_>) {
+        let HeadNorm { y, statistics, x, gamma, epsilon, ref shape } = *op;
+        let heads = x.rows * (shape.heads + 2 * shape.kv_heads);
+        let (rows, sizes) = (int(x.rows), attention_words(shape));
+        let (y, s, x) = (self.at(y), self.at(statistics), self.at(x));
+        let (query, key) = (self.at(gamma.query), self.at(gamma.key));
+        let arguments: [&dyn Argument; 8] = [&y, &s, &x, &query, &key, &rows, &epsilon, &sizes];
+        let grid = [heads.div_ceil(OF_BLOCK), 1, 1];
+        self.queue.launch("head_norm", grid, [256, 1, 1], 0, &arguments);
+    }
+
+    pub(super) fn head_norm_backward(&self, op: &HeadNormBackward<'_>, parts: View) {
+        let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate } = *op;
+        let (rows, count, d) = (x.rows, parts.rows, shape.head_size);
+        let (parts, dx, x, s) = (self.at(parts), self.at(dx), self.at(x), self.at(statistics));
+        let (r, part, sizes) = (int(rows), int(PART), attention_words(shape));
+        let arguments: [&dyn Argument; 7] = [&parts, &dx, &x, &s, &r, &part, &sizes];
+        self.queue.launch("head_norm_parts", [count, 2, 1], [256, 1, 1], 0, &arguments);
+        for (dgamma, at) in [(dgamma.query, 0), (dgamma.key, d)] {
+            let parts = parts.behind(at);
+            self.queue.fold(self.at(dgamma), parts, [count, 2 * d, d], accumulate);
+        }
+        let (query, key) = (self.at(gamma.query), self.at(gamma.key));
+        let arguments: [&dyn Argument; 7] = [&dx, &x, &s, &query, &key, &r, &sizes];
+        let grid = [(rows * (shape.heads + shape.kv_heads)).div_ceil(OF_BLOCK), 1, 1];
+        self.queue.launch("head_norm_backward", grid, [256, 1, 1], 0, &arguments);
+    }
+}

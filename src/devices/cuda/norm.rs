@@ -1,0 +1,42 @@
+//! Norms: a block for each row; gradients of scales in partial sums over rows.
+
+use super::driver::Argument;
+use super::kernels::On;
+use super::launches::{PART, int, parts_of};
+use crate::kernels::{Norm, NormBackward};
+use crate::tensor::{Scratch, View};
+
+/// Partial sums of dγ and dβ.
+pub(super) fn backward_scratch(op: &NormBackward, scratch: &Scratch<'_>) -> View {
+    scratch.take_floats(parts_of(op.x.rows), 2 * op.x.columns)
+}
+
+impl On<'_> {
+    pub(super) fn norm(&self, op: &Norm) {
+        let Norm { y, statistics, x, gamma, beta, epsilon, rms } = *op;
+        let (rows, channels) = (x.rows, x.columns);
+        let (y, s, x) = (self.at(y), self.at(statistics), self.at(x));
+        let (gamma, beta) = (self.at(gamma), self.at_if(beta));
+        let (r, c, rms) = (int(rows), int(channels), i32::from(rms));
+        let arguments: [&dyn Argument; 9] = [&y, &s, &x, &gamma, &beta, &r, &c, &epsilon, &rms];
+        self.queue.rows("norm_forward", rows, channels, &arguments);
+    }
+
+    pub(super) fn norm_backward(&self, op: &NormBackward, parts: View) {
+        let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
+        let (rows, c, count, accumulate) = (x.rows, x.columns, parts.rows, op.accumulate);
+        let (parts, dy, x, s) = (self.at(parts), self.at(dy), self.at(x), self.at(statistics));
+        let (r, channels, rms, part) = (int(rows), int(c), i32::from(op.rms), int(PART));
+        let arguments: [&dyn Argument; 7] = [&parts, &dy, &x, &s, &r, &channels, &part];
+        self.queue.columns("norm_parts", [count, 1], c, &arguments);
+        self.queue.fold(self.at(dgamma), parts, [count, 2 * c, c], accumulate);
+        if let Some(dbeta) = dbeta {
+            let betas = parts.behind(c);
+            self.queue.fold(self.at(dbeta), betas, [count, 2 * c, c], accumulate);
+        }
+        let (dx, residual, gamma) = (self.at(dx), self.at_if(residual), self.at(gamma));
+        let arguments: [&dyn Argument; 9] =
+            [&dx, &residual, &dy, &x, &s, &gamma, &r, &channels, &rms];
+        self.queue.rows("norm_backward", rows, c, &arguments);
+    }
+}

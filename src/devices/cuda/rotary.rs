@@ -1,0 +1,19 @@
+//! Positions by rotation: a block for each row.
+
+use super::driver::Argument;
+use super::kernels::On;
+use super::launches::{attention_words, frequencies};
+use crate::kernels::Rotate;
+
+impl On<'_> {
+    pub(super) fn rotate(&self, op: &Rotate<'_>) {
+        let Rotate { qkv, rotary, ref shape, inverse } = *op;
+        let frequencies = frequencies(rotary, shape.head_size);
+        let documents = self.metadata.documents(&shape.batch);
+        let cached = self.metadata.cached(&shape.batch);
+        let (at, sizes, inverse) = (self.at(qkv), attention_words(shape), i32::from(inverse));
+        let arguments: [&dyn Argument; 6] =
+            [&at, &frequencies, &documents, &cached, &sizes, &inverse];
+        self.queue.launch("rotate", [qkv.rows, 1, 1], [256, 1, 1], 0, &arguments);
+    }
+}

@@ -1,0 +1,135 @@
+//! Scaled dot-product attention over whole micro-batches and over chunks of long sequences.
+
+use super::batch::{BatchView, Rows};
+use super::check::Check;
+use super::dropout::Dropout;
+use crate::tensor::{Dtype, View};
+
+/// The most channels of a head that kernels have room for.
+pub const HEAD_LIMIT: usize = 256;
+
+/// How queries, keys and values are laid out, and which keys a query sees.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionShape<'a> {
+    /// The rows, their documents, and the positions before them.
+    pub batch: BatchView<'a>,
+    /// H.
+    pub heads: usize,
+    /// K: heads of keys and values; each serves H ÷ K heads of queries.
+    pub kv_heads: usize,
+    /// D.
+    pub head_size: usize,
+    /// True when a query sees no later position.
+    pub causal: bool,
+    /// How many positions a query sees at most, its own included.
+    pub window: Option<usize>,
+    /// Dropout of the probabilities.
+    pub dropout: Option<Dropout>,
+}
+
+impl AttentionShape<'_> {
+    /// B and T.
+    pub fn rows(&self) -> Rows {
+        self.batch.rows()
+    }
+
+    /// H D: channels of the output.
+    pub fn width(&self) -> usize {
+        self.heads * self.head_size
+    }
+
+    /// 2 K D: channels of keys and values side by side.
+    pub fn kv_width(&self) -> usize {
+        2 * self.kv_heads * self.head_size
+    }
+
+    /// (H + 2 K) D: channels of queries, keys and values side by side.
+    pub fn qkv_width(&self) -> usize {
+        self.width() + self.kv_width()
+    }
+
+    /// Rows of the keys and values of a chunk's sequence up to its last position: B (before + T).
+    pub(super) fn kv_rows(&self) -> usize {
+        let Rows { sequences, positions } = self.rows();
+        sequences * (self.batch.same_positions_before() + positions)
+    }
+}
+
+/// Attention of each query to the keys and values of its sequence.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention<'a> {
+    /// Output. (R, H D).
+    pub y: View,
+    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out as (B, H, T).
+    pub lse: View,
+    /// Queries, keys and values side by side. (R, (H + 2 K) D).
+    pub qkv: View,
+    /// For a chunk: keys and values of its sequence up to its last position. The positions before
+    /// it are the same for all sequences, and whole tiles of 64; causal. (B (before + T), 2 K D).
+    pub kv: Option<View>,
+    /// Sizes.
+    pub shape: AttentionShape<'a>,
+}
+
+/// For a chunk: keys and values of its sequence up to its last position, and their gradients.
+#[derive(Clone, Copy, Debug)]
+pub struct ChunkKv {
+    /// Keys and values. (B (before + T), 2 K D).
+    pub kv: View,
+    /// Floats: their gradients. (B (before + T), 2 K D).
+    pub dkv: View,
+    /// True when `dkv` holds what later queries contributed already.
+    pub accumulate: bool,
+}
+
+/// dqkv from dy. For a chunk, the gradients of keys and values go to `chunk_kv` instead.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionBackward<'a> {
+    /// (R, (H + 2 K) D).
+    pub dqkv: View,
+    /// Keys, values and their gradients, for a chunk.
+    pub chunk_kv: Option<ChunkKv>,
+    /// (R, H D).
+    pub dy: View,
+    /// The forward's output. (R, H D).
+    pub y: View,
+    /// The forward's log-sum-exp. (R, H).
+    pub lse: View,
+    /// The forward's input. (R, (H + 2 K) D).
+    pub qkv: View,
+    /// Sizes.
+    pub shape: AttentionShape<'a>,
+}
+
+impl Attention<'_> {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let Attention { y, lse, qkv, kv, shape } = *self;
+        let (check, rows, dtype) = (Check("attention"), shape.rows().count(), qkv.dtype);
+        check.view("y", y, [rows, shape.width()], dtype);
+        check.view("lse", lse, [rows, shape.heads], Dtype::F32);
+        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
+        if let Some(kv) = kv {
+            check.view("kv", kv, [shape.kv_rows(), shape.kv_width()], dtype);
+        }
+    }
+}
+
+impl AttentionBackward<'_> {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape } = *self;
+        let (check, rows) = (Check("attention_backward"), shape.rows().count());
+        let dtype = qkv.dtype;
+        check.view("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
+        check.view("dy", dy, [rows, shape.width()], dtype);
+        check.view("y", y, [rows, shape.width()], dtype);
+        check.view("lse", lse, [rows, shape.heads], Dtype::F32);
+        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
+        if let Some(ChunkKv { kv, dkv, .. }) = chunk_kv {
+            let all = [shape.kv_rows(), shape.kv_width()];
+            check.view("kv", kv, all, dtype);
+            check.view("dkv", dkv, all, Dtype::F32);
+        }
+    }
+}

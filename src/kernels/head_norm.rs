@@ -1,0 +1,78 @@
+//! Norms of each head of queries and keys by root mean square (Henry et al. 2020, as in Qwen3).
+
+use super::attention::AttentionShape;
+use super::check::Check;
+use crate::tensor::{Dtype, View};
+
+/// A vector of D channels for queries, and one for keys.
+#[derive(Clone, Copy, Debug)]
+pub struct QueryKey<T = View> {
+    /// Of each head of queries.
+    pub query: T,
+    /// Of each head of keys.
+    pub key: T,
+}
+
+/// y = γ x rstd by head; values are copied.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNorm<'a> {
+    /// Output. (R, (H + 2 K) D).
+    pub y: View,
+    /// Floats: rstd of each head. (R, H + K).
+    pub statistics: View,
+    /// Input. (R, (H + 2 K) D).
+    pub x: View,
+    /// Scales. (1, D).
+    pub gamma: QueryKey,
+    /// Added to the mean square.
+    pub epsilon: f32,
+    /// Sizes.
+    pub shape: AttentionShape<'a>,
+}
+
+/// Its backward, in place: `dx` holds dy before; gradients of values stay. dγ (+)= ….
+#[derive(Clone, Copy, Debug)]
+pub struct HeadNormBackward<'a> {
+    /// (R, (H + 2 K) D).
+    pub dx: View,
+    /// Floats. (1, D).
+    pub dgamma: QueryKey,
+    /// The forward's input. (R, (H + 2 K) D).
+    pub x: View,
+    /// The forward's statistics. (R, H + K).
+    pub statistics: View,
+    /// Scales. (1, D).
+    pub gamma: QueryKey,
+    /// Sizes.
+    pub shape: AttentionShape<'a>,
+    /// True when `dgamma` is added to; false when it is replaced.
+    pub accumulate: bool,
+}
+
+impl HeadNorm<'_> {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let HeadNorm { y, statistics, x, gamma, shape, .. } = *self;
+        let (check, rows, dtype) = (Check("head_norm"), shape.rows().count(), x.dtype);
+        check.view("y", y, [rows, shape.qkv_width()], dtype);
+        check.view("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
+        check.view("x", x, [rows, shape.qkv_width()], dtype);
+        check.view("gamma.query", gamma.query, [1, shape.head_size], dtype);
+        check.view("gamma.key", gamma.key, [1, shape.head_size], dtype);
+    }
+}
+
+impl HeadNormBackward<'_> {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, .. } = *self;
+        let (check, rows, dtype) = (Check("head_norm_backward"), shape.rows().count(), x.dtype);
+        check.view("dx", dx, [rows, shape.qkv_width()], dtype);
+        check.view("dgamma.query", dgamma.query, [1, shape.head_size], Dtype::F32);
+        check.view("dgamma.key", dgamma.key, [1, shape.head_size], Dtype::F32);
+        check.view("x", x, [rows, shape.qkv_width()], dtype);
+        check.view("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
+        check.view("gamma.query", gamma.query, [1, shape.head_size], dtype);
+        check.view("gamma.key", gamma.key, [1, shape.head_size], dtype);
+    }
+}

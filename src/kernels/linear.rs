@@ -1,0 +1,92 @@
+//! Matrix products with weights.
+
+use super::check::Check;
+use crate::tensor::{Dtype, View};
+
+/// y = x w + bias.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear {
+    /// Output. (R, N).
+    pub y: View,
+    /// Input. (R, C).
+    pub x: View,
+    /// Weights. (C, N), or (N, C) where they are transposed.
+    pub w: View,
+    /// (1, N).
+    pub bias: Option<View>,
+    /// True when `w` is (N, C), as PyTorch stores it.
+    pub transposed: bool,
+}
+
+/// dx = dy wᵀ, dw (+)= xᵀ dy, dbias (+)= Σ dy.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearBackward {
+    /// (R, C).
+    pub dx: View,
+    /// Floats, of the shape of `w`.
+    pub dw: View,
+    /// Floats. (1, N).
+    pub dbias: Option<View>,
+    /// (R, N).
+    pub dy: View,
+    /// The forward's input. (R, C).
+    pub x: View,
+    /// As in [`Linear`].
+    pub w: View,
+    /// As in [`Linear`].
+    pub transposed: bool,
+    /// True when `dw` and `dbias` are added to; false when they are replaced.
+    pub accumulate: bool,
+}
+
+/// Sizes of a product.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct LinearSize {
+    /// R.
+    pub(crate) rows: usize,
+    /// C.
+    pub(crate) inputs: usize,
+    /// N.
+    pub(crate) outputs: usize,
+    /// True when w is (N, C) and not (C, N).
+    pub(crate) transposed: bool,
+}
+
+impl LinearSize {
+    fn weights(self) -> [usize; 2] {
+        let LinearSize { inputs, outputs, transposed, .. } = self;
+        if transposed { [outputs, inputs] } else { [inputs, outputs] }
+    }
+}
+
+impl Linear {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let (check, size, dtype) = (Check("linear"), self.size(), self.x.dtype);
+        check.view("y", self.y, [size.rows, size.outputs], dtype);
+        check.view("w", self.w, size.weights(), dtype);
+        check.optional("bias", self.bias, [1, size.outputs], dtype);
+    }
+
+    pub(crate) fn size(&self) -> LinearSize {
+        let Linear { y, x, transposed, .. } = *self;
+        LinearSize { rows: x.rows, inputs: x.columns, outputs: y.columns, transposed }
+    }
+}
+
+impl LinearBackward {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let (check, size, dtype) = (Check("linear_backward"), self.size(), self.x.dtype);
+        check.view("dx", self.dx, [size.rows, size.inputs], dtype);
+        check.view("dw", self.dw, size.weights(), Dtype::F32);
+        check.optional("dbias", self.dbias, [1, size.outputs], Dtype::F32);
+        check.view("dy", self.dy, [size.rows, size.outputs], dtype);
+        check.view("w", self.w, size.weights(), dtype);
+    }
+
+    pub(crate) fn size(&self) -> LinearSize {
+        let LinearBackward { dy, x, transposed, .. } = *self;
+        LinearSize { rows: x.rows, inputs: x.columns, outputs: dy.columns, transposed }
+    }
+}

@@ -1,0 +1,75 @@
+//! Norms over the channels of each row: by mean and deviation, or by root mean square.
+
+use super::check::Check;
+use crate::tensor::{Dtype, View};
+
+/// y = γ (x − mean) rstd + β.
+#[derive(Clone, Copy, Debug)]
+pub struct Norm {
+    /// Output. (R, C).
+    pub y: View,
+    /// Floats: mean (0 by root mean square) and rstd of each row. (R, 2).
+    pub statistics: View,
+    /// Input. (R, C).
+    pub x: View,
+    /// Scale. (1, C).
+    pub gamma: View,
+    /// Shift. (1, C).
+    pub beta: Option<View>,
+    /// Added to the variance, or to the mean square.
+    pub epsilon: f32,
+    /// True: by root mean square, without a mean.
+    pub rms: bool,
+}
+
+/// dx = `residual` + …, dγ (+)= …, dβ (+)= ….
+#[derive(Clone, Copy, Debug)]
+pub struct NormBackward {
+    /// (R, C).
+    pub dx: View,
+    /// Floats. (1, C).
+    pub dgamma: View,
+    /// Floats. (1, C).
+    pub dbeta: Option<View>,
+    /// The gradient of the residual stream, where `x` goes there, too. (R, C).
+    pub residual: Option<View>,
+    /// (R, C).
+    pub dy: View,
+    /// The forward's input. (R, C).
+    pub x: View,
+    /// The forward's statistics. (R, 2).
+    pub statistics: View,
+    /// Scale. (1, C).
+    pub gamma: View,
+    /// As in [`Norm`].
+    pub rms: bool,
+    /// True when `dgamma` and `dbeta` are added to; false when they are replaced.
+    pub accumulate: bool,
+}
+
+impl Norm {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let Norm { y, statistics, x, gamma, beta, .. } = *self;
+        let (check, dtype) = (Check("norm"), x.dtype);
+        check.view("y", y, [x.rows, x.columns], dtype);
+        check.view("statistics", statistics, [x.rows, 2], Dtype::F32);
+        check.view("gamma", gamma, [1, x.columns], dtype);
+        check.optional("beta", beta, [1, x.columns], dtype);
+    }
+}
+
+impl NormBackward {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *self;
+        let (check, dtype, shape) = (Check("norm_backward"), x.dtype, [x.rows, x.columns]);
+        check.view("dx", dx, shape, dtype);
+        check.view("dgamma", dgamma, [1, x.columns], Dtype::F32);
+        check.optional("dbeta", dbeta, [1, x.columns], Dtype::F32);
+        check.optional("residual", residual, shape, dtype);
+        check.view("dy", dy, shape, dtype);
+        check.view("statistics", statistics, [x.rows, 2], Dtype::F32);
+        check.view("gamma", gamma, [1, x.columns], dtype);
+    }
+}

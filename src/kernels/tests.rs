@@ -1,0 +1,256 @@
+//! Views that were swapped or are of a wrong shape or dtype are found, whatever the operation.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use super::*;
+use crate::tensor::{Dtype, View};
+
+const ROWS: Rows = Rows { sequences: 3, positions: 4 };
+/// R, C and N of the operations below: no two are the same, nor one twice another.
+const R: usize = 12;
+const C: usize = 7;
+const N: usize = 5;
+
+fn batch() -> BatchView<'static> {
+    let metadata = BatchMetadata {
+        rows: ROWS,
+        lengths: &[4; 3],
+        kinds: &[0; R],
+        documents: &[],
+        cached: &[],
+        dropout_key: None,
+    };
+    metadata.view()
+}
+
+fn shape() -> AttentionShape<'static> {
+    let (heads, kv_heads, head_size) = (6, 3, 4);
+    let (causal, window, dropout) = (true, None, None);
+    AttentionShape { batch: batch(), heads, kv_heads, head_size, causal, window, dropout }
+}
+
+/// A view of the device's dtype.
+fn element(rows: usize, columns: usize) -> View {
+    View { at: 0, rows, columns, dtype: Dtype::Bf16 }
+}
+
+/// A view of floats.
+fn float(rows: usize, columns: usize) -> View {
+    View { dtype: Dtype::F32, ..element(rows, columns) }
+}
+
+/// How a view may be wrong.
+const WRONGS: [(&str, fn(View) -> View); 4] = [
+    ("a row more", |view| View { rows: view.rows + 1, ..view }),
+    ("a column more", |view| View { columns: view.columns + 1, ..view }),
+    ("transposed", |view| View { rows: view.columns, columns: view.rows, ..view }),
+    ("of another dtype", |view| {
+        let is_float = view.dtype == Dtype::F32;
+        View { dtype: if is_float { Dtype::Bf16 } else { Dtype::F32 }, ..view }
+    }),
+];
+
+fn panics(call: impl FnOnce()) -> bool {
+    catch_unwind(AssertUnwindSafe(call)).is_err()
+}
+
+/// Checks an operation as it is, and with each listed view wrong in each way. The rows of a field
+/// in `any_rows`, and the dtype of one in `any_dtype`, are its own.
+macro_rules! found {
+    (
+        $op:expr, [$($($field:ident).+),*]
+        $(, any_rows: [$($rows:expr),*])? $(, any_dtype: [$($dtypes:expr),*])?
+    ) => {{
+        let right = $op;
+        right.check();
+        let any_rows: &[&str] = &[$($($rows),*)?];
+        let any_dtype: &[&str] = &[$($($dtypes),*)?];
+        $(
+            let field = stringify!($($field).+);
+            for (name, wrong) in WRONGS {
+                let is_free = name == "a row more" && any_rows.contains(&field)
+                    || name == "of another dtype" && any_dtype.contains(&field);
+                let mut op = right;
+                let view = found!(@view op.$($field).+);
+                let is_same = *view == wrong(*view);
+                *view = wrong(*view);
+                assert!(is_free || is_same || panics(|| op.check()), "{field}: {name}");
+            }
+        )*
+    }};
+    (@view $place:expr) => { Viewed::view(&mut $place) };
+}
+
+/// A field of an operation: a view, or one that may be absent.
+trait Viewed {
+    fn view(&mut self) -> &mut View;
+}
+
+impl Viewed for View {
+    fn view(&mut self) -> &mut View {
+        self
+    }
+}
+
+impl Viewed for Option<View> {
+    fn view(&mut self) -> &mut View {
+        self.as_mut().expect("the test sets it")
+    }
+}
+
+#[test]
+fn wrong_views_of_products_and_norms_are_found() {
+    for transposed in [false, true] {
+        let w = if transposed { [N, C] } else { [C, N] };
+        let (y, x, w) = (element(R, N), element(R, C), element(w[0], w[1]));
+        let bias = Some(element(1, N));
+        found!(Linear { y, x, w, bias, transposed }, [y, x, w, bias]);
+        let (dx, dw, dbias) = (x, View { dtype: Dtype::F32, ..w }, Some(float(1, N)));
+        let op = LinearBackward { dx, dw, dbias, dy: y, x, w, transposed, accumulate: false };
+        found!(op, [dx, dw, dbias, dy, x, w]);
+    }
+    let (y, statistics, x, gamma) = (element(R, C), float(R, 2), element(R, C), element(1, C));
+    let beta = Some(gamma);
+    let op = Norm { y, statistics, x, gamma, beta, epsilon: 1e-5, rms: false };
+    found!(op, [y, statistics, x, gamma, beta]);
+    let op = NormBackward {
+        dx: x,
+        dgamma: float(1, C),
+        dbeta: Some(float(1, C)),
+        residual: Some(x),
+        dy: y,
+        x,
+        statistics,
+        gamma,
+        rms: false,
+        accumulate: false,
+    };
+    found!(op, [dx, dgamma, dbeta, residual, dy, x, statistics, gamma]);
+}
+
+#[test]
+fn wrong_views_of_activations_and_dropouts_are_found() {
+    let (narrow, wide, activation) = (element(R, C), element(R, 2 * C), Activation::Silu);
+    found!(Activate { y: narrow, x: narrow, activation }, [y, x]);
+    found!(ActivateBackward { dx: narrow, x: narrow, activation }, [dx, x]);
+    found!(Gate { y: narrow, x: wide, activation }, [y, x]);
+    found!(GateBackward { dx: wide, dy: narrow, x: wide, activation }, [dx, dy, x]);
+    let dropout = Some(Dropout {
+        probability: 0.5,
+        seed: 0,
+        step: 0,
+        site: 0,
+        first_sequence: 0,
+        first_position: 0,
+        positions: ROWS.positions,
+    });
+    found!(Residual { y: narrow, a: narrow, x: narrow, dropout }, [y, a, x]);
+    found!(ApplyDropout { y: narrow, x: narrow, dropout }, [y, x]);
+    let rows = element(R + 1, C);
+    assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no sequence");
+    found!(Cast { y: float(R, C), x: narrow }, [y, x], any_dtype: ["y", "x"]);
+}
+
+#[test]
+fn wrong_views_of_attention_are_found() {
+    let shape = shape();
+    let (y, lse) = (element(R, shape.width()), float(R, shape.heads));
+    let qkv = element(R, shape.qkv_width());
+    found!(Attention { y, lse, qkv, kv: None, shape }, [y, lse, qkv]);
+    let (dqkv, dy) = (qkv, y);
+    let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
+    found!(op, [dqkv, dy, y, lse, qkv]);
+    let kv = element(R, shape.kv_width());
+    found!(WriteKv { kv, qkv, shape }, [kv, qkv]);
+    found!(ReadKv { qkv, kv, shape }, [qkv], any_dtype: ["qkv"]);
+    assert!(panics(|| ReadKv { qkv: kv, kv: qkv, shape }.check()), "swapped");
+    let cache = element(3 * 8, shape.kv_width());
+    found!(CachedAttention { y, qkv, cache, shape }, [y, qkv, cache]);
+    let rotary = &Rotary { theta: 100.0, scaling: RotaryScaling::None };
+    found!(Rotate { qkv, rotary, shape, inverse: false }, [qkv], any_dtype: ["qkv"]);
+    let one = element(1, shape.head_size);
+    let gamma = QueryKey { query: one, key: one };
+    let statistics = float(R, shape.heads + shape.kv_heads);
+    let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, epsilon: 1e-5, shape };
+    found!(op, [y, statistics, x, gamma.query, gamma.key]);
+    let one = float(1, shape.head_size);
+    let op = HeadNormBackward {
+        dx: qkv,
+        dgamma: QueryKey { query: one, key: one },
+        x: qkv,
+        statistics,
+        gamma,
+        shape,
+        accumulate: false,
+    };
+    found!(op, [dx, dgamma.query, dgamma.key, x, statistics, gamma.query, gamma.key]);
+}
+
+#[test]
+fn wrong_views_of_a_chunks_keys_and_values_are_found() {
+    let chunk = batch().chunk_of(SequenceChunk { sequence: 1, from: 2, to: 4 });
+    let shape = AttentionShape { batch: chunk, ..shape() };
+    let (y, lse) = (element(2, shape.width()), float(2, shape.heads));
+    let (qkv, kv) = (element(2, shape.qkv_width()), element(4, shape.kv_width()));
+    found!(Attention { y, lse, qkv, kv: Some(kv), shape }, [y, lse, qkv, kv]);
+    let right = ChunkKv { kv, dkv: float(4, shape.kv_width()), accumulate: false };
+    let backward = |chunk_kv| {
+        let (dqkv, dy, chunk_kv) = (qkv, y, Some(chunk_kv));
+        AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape }
+    };
+    backward(right).check();
+    for (name, wrong) in WRONGS {
+        let [kv, dkv] = [right.kv, right.dkv].map(wrong);
+        assert!(panics(|| backward(ChunkKv { kv, ..right }).check()), "kv: {name}");
+        assert!(panics(|| backward(ChunkKv { dkv, ..right }).check()), "dkv: {name}");
+    }
+}
+
+#[test]
+fn wrong_views_of_tables_are_found() {
+    let (batch, y, table) = (batch(), element(R, C), element(5, C));
+    found!(AddTokenTypes { y, table, batch }, [y, table], any_rows: ["table"]);
+    found!(AddPositions { y, x: y, table, batch }, [y, x, table], any_rows: ["table"]);
+    let (dtable, accumulate) = (float(5, C), false);
+    let op = AddTokenTypesBackward { dtable, dy: y, batch, accumulate };
+    found!(op, [dtable, dy], any_rows: ["dtable"], any_dtype: ["dy"]);
+    let op = AddPositionsBackward { dtable, dy: y, batch, accumulate };
+    found!(op, [dtable, dy], any_rows: ["dtable"], any_dtype: ["dy"]);
+}
+
+#[test]
+fn wrong_views_of_heads_are_found() {
+    let (h, w, bias) = (element(R, C), element(N, C), Some(element(1, N)));
+    let statistics = float(R, STATISTICS);
+    let op = Score { out: statistics, statistics, h, w, bias, first: 0, labelled: R };
+    found!(op, [out, statistics, h, w, bias]);
+    let op = Logits { y: float(8, N), statistics, h, w, bias };
+    found!(op, [y, statistics, h, w, bias], any_rows: ["y"]);
+    let op = ScoreBackward {
+        dh: float(R, C),
+        dw: float(N, C),
+        dbias: Some(float(1, N)),
+        dh_before: Some(float(R, C)),
+        statistics,
+        h,
+        w,
+        bias,
+        loss: &CrossEntropy,
+        scale: 1.0,
+        first: 0,
+        labelled: R,
+        accumulate: false,
+    };
+    found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
+
+    let (scores, is_value) = (element(3, N), false);
+    let (first, all) = (element(3, C), element(3 * 5, C));
+    found!(FirstRows { y: first, x: all }, [y, x]);
+    found!(FirstRowsBackward { dx: all, dy: first }, [dx, dy]);
+    let op = ClassLoss { out: statistics, statistics, scores, is_value };
+    found!(op, [out, statistics], any_rows: ["scores"]);
+    assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
+    let (dscores, scale) = (scores, 1.0);
+    let op = ClassLossBackward { dscores, scores, statistics, scale, is_value };
+    found!(op, [dscores, scores, statistics]);
+}

@@ -1,0 +1,263 @@
+//! The backward of a block on one chunk: the feed-forward's half, then attention's.
+
+use super::chunk::ChunkPass;
+use super::tensors::{Affine, Weights};
+use crate::kernels::{
+    ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, GateBackward, HeadNormBackward,
+    LinearBackward, NormBackward, ReadKv, Residual, Rotate,
+};
+use crate::models::layer::Save;
+use crate::models::shape::Shape;
+use crate::tensor::{Scratch, View};
+
+/// What a chunk's backward is given beside its forward.
+pub(super) struct ChunkGradients<'a> {
+    /// Gradients of the block's tensors.
+    pub(super) d: &'a Weights,
+    /// The gradient of the chunk's output. (R, C).
+    pub(super) dy: View,
+    /// Where the gradient of its input goes. (R, C).
+    pub(super) dx: View,
+    /// Keys, values and their gradients, for a chunk of a longer sequence.
+    pub(super) chunk_kv: Option<ChunkKv>,
+    /// What was saved; `None`: nothing.
+    pub(super) save: Option<Save>,
+    /// Whether gradients of tensors are added to.
+    pub(super) accumulate: bool,
+}
+
+/// Workspace that both halves use.
+#[derive(Clone, Copy)]
+struct Buffers {
+    /// The feed-forward behind its activation function. (R, I).
+    activated: View,
+    /// The gradient before the activation function. (R, I or 2 I).
+    dup: View,
+    /// The gradient of a branch's output, then of its input. (R, C).
+    dbranch: View,
+    /// The gradient of the residual stream behind attention. (R, C).
+    dattention_sum: View,
+}
+
+/// The backward of a product with some weights, whose gradients are `d`.
+struct Product {
+    dx: View,
+    d: Affine,
+    dy: View,
+    x: View,
+    w: Affine,
+}
+
+impl ChunkPass<'_> {
+    /// The gradient of the chunk's input, and of the block's tensors.
+    pub(super) fn backward(&self, g: &ChunkGradients<'_>, scratch: &Scratch<'_>) {
+        let Shape { hidden: c, intermediate: i, .. } = self.block.shape;
+        let r = self.batch.rows().count();
+        let buffers = Buffers {
+            activated: scratch.take(r, i),
+            dup: scratch.take(r, self.block.shape.up()),
+            dbranch: scratch.take(r, c),
+            dattention_sum: scratch.take(r, c),
+        };
+        match g.save {
+            None => self.recompute_all(),
+            Some(Save::All) => self.recompute_feed_forward_input(),
+            Some(Save::AllButAttention) => {
+                self.recompute_attention();
+                self.recompute_feed_forward_input();
+            }
+        }
+        self.activate(buffers.activated);
+        let dsum = self.last_norm_backward(g, buffers, scratch);
+        self.feed_forward_backward(g, buffers, dsum, scratch);
+        self.middle_norm_backward(g, buffers, dsum, scratch);
+        let dqkv = self.attention_backward(g, buffers, scratch);
+        self.qkv_backward(g, buffers, dqkv, scratch);
+    }
+
+    fn product_backward(&self, g: &ChunkGradients<'_>, op: &Product, scratch: &Scratch<'_>) {
+        let Product { dx, d, dy, x, w } = *op;
+        let op = LinearBackward {
+            dx,
+            dw: d.weight,
+            dbias: d.bias,
+            dy,
+            x,
+            w: w.weight,
+            transposed: self.block.shape.transposed,
+            accumulate: g.accumulate,
+        };
+        self.k.linear_backward(&op, scratch);
+    }
+
+    /// Back over the norm behind the feed-forward's sum, where there is one: the gradient of the
+    /// sum.
+    fn last_norm_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        buffers: Buffers,
+        scratch: &Scratch<'_>,
+    ) -> View {
+        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        let Some(sum) = saved.feed_forward_sum else { return g.dy };
+        if g.save.is_none() {
+            let output = buffers.dbranch;
+            self.linear(output, buffers.activated, w.down);
+            let dropout = block.feed_forward_dropout(batch);
+            k.residual(&Residual { y: sum, a: hidden, x: output, dropout });
+            self.norm(output, saved.norm2, sum, w.norm2);
+        }
+        let dsum = scratch.take_like(buffers.dbranch);
+        let op = NormBackward {
+            dx: dsum,
+            dgamma: g.d.norm2.weight,
+            dbeta: g.d.norm2.bias,
+            residual: None,
+            dy: g.dy,
+            x: sum,
+            statistics: saved.norm2,
+            gamma: w.norm2.weight,
+            rms: block.shape.rms_norm,
+            accumulate: g.accumulate,
+        };
+        k.norm_backward(&op, scratch);
+        dsum
+    }
+
+    /// From the gradient of the sum behind the feed-forward to that of what the feed-forward read,
+    /// in `dbranch`.
+    fn feed_forward_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        buffers: Buffers,
+        dsum: View,
+        scratch: &Scratch<'_>,
+    ) {
+        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        let Shape { gated, activation, .. } = block.shape;
+        let Buffers { activated, dup, dbranch, .. } = buffers;
+        let dropout = block.feed_forward_dropout(batch);
+        k.dropout(&ApplyDropout { y: dbranch, x: dsum, dropout });
+        let dactivated = if gated { scratch.take_like(activated) } else { dup };
+        let (dx, dy, x) = (dactivated, dbranch, activated);
+        self.product_backward(g, &Product { dx, d: g.d.down, dy, x, w: w.down }, scratch);
+        if gated {
+            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: saved.up, activation });
+        } else {
+            k.activate_backward(&ActivateBackward { dx: dup, x: saved.up, activation });
+        }
+        let (dx, dy, x) = (dbranch, dup, hidden);
+        self.product_backward(g, &Product { dx, d: g.d.up, dy, x, w: w.up }, scratch);
+    }
+
+    /// From the gradient of what the feed-forward read, in `dbranch`, to that of the sum behind
+    /// attention.
+    fn middle_norm_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        buffers: Buffers,
+        dsum: View,
+        scratch: &Scratch<'_>,
+    ) {
+        let ChunkPass { block, k, w, ref saved, .. } = *self;
+        let post_norm = block.shape.post_norm;
+        let dbranch = buffers.dbranch;
+        let (d, gamma, statistics) = if post_norm {
+            k.residual(&Residual { y: dbranch, a: dsum, x: dbranch, dropout: None });
+            (g.d.norm1, w.norm1.weight, saved.norm1)
+        } else {
+            (g.d.norm2, w.norm2.weight, saved.norm2)
+        };
+        let op = NormBackward {
+            dx: buffers.dattention_sum,
+            dgamma: d.weight,
+            dbeta: d.bias,
+            residual: (!post_norm).then_some(dsum),
+            dy: dbranch,
+            x: saved.attention_sum,
+            statistics,
+            gamma,
+            rms: block.shape.rms_norm,
+            accumulate: g.accumulate,
+        };
+        k.norm_backward(&op, scratch);
+    }
+
+    /// From the gradient of the sum behind attention to that of queries, keys and values as they
+    /// were projected.
+    fn attention_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        buffers: Buffers,
+        scratch: &Scratch<'_>,
+    ) -> View {
+        let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
+        let (dbranch, x) = (buffers.dbranch, buffers.dattention_sum);
+        k.dropout(&ApplyDropout { y: dbranch, x, dropout: block.attention_dropout(batch) });
+        let y = saved.attention_output;
+        let doutput = scratch.take_like(y);
+        let (dx, dy, x) = (doutput, dbranch, y);
+        let (d, w) = (g.d.projection, w.projection);
+        self.product_backward(g, &Product { dx, d, dy, x, w }, scratch);
+        let (dqkv, shape) = (scratch.take_like(saved.qkv), block.attention(batch));
+        let qkv = if g.save == Some(Save::All) {
+            self.qkv_for_attention()
+        } else if block.shape.qk_norm {
+            self.rotated
+        } else {
+            saved.qkv
+        };
+        let (chunk_kv, dy, lse) = (g.chunk_kv, doutput, saved.lse);
+        let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
+        k.attention_backward(&op, scratch);
+        if let Some(ChunkKv { dkv, .. }) = chunk_kv {
+            // Later queries have contributed before; these are the last.
+            let kv = dkv.row_range(dkv.rows - dqkv.rows..dkv.rows);
+            k.read_kv(&ReadKv { qkv: dqkv, kv, shape });
+        }
+        if let Some(rotary) = &block.shape.rotary {
+            k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
+        }
+        let norms = (g.d.qk_norm, self.w.qk_norm, saved.qk_norm);
+        if let (Some(dgamma), Some(gamma), Some(statistics)) = norms {
+            let (dx, x, accumulate) = (dqkv, saved.qkv, g.accumulate);
+            let op = HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, accumulate };
+            k.head_norm_backward(&op, scratch);
+        }
+        dqkv
+    }
+
+    /// From the gradient of queries, keys and values to that of the chunk's input.
+    fn qkv_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        buffers: Buffers,
+        dqkv: View,
+        scratch: &Scratch<'_>,
+    ) {
+        let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
+        let Buffers { dbranch, dattention_sum, .. } = buffers;
+        let product = Product { dx: dbranch, d: g.d.qkv, dy: dqkv, x, w: w.qkv };
+        if block.shape.post_norm {
+            self.product_backward(g, &product, scratch);
+            let (y, a) = (g.dx, dattention_sum);
+            k.residual(&Residual { y, a, x: dbranch, dropout: None });
+            return;
+        }
+        self.norm(hidden, saved.norm1, x, w.norm1);
+        self.product_backward(g, &Product { x: hidden, ..product }, scratch);
+        let op = NormBackward {
+            dx: g.dx,
+            dgamma: g.d.norm1.weight,
+            dbeta: g.d.norm1.bias,
+            residual: Some(dattention_sum),
+            dy: dbranch,
+            x,
+            statistics: saved.norm1,
+            gamma: w.norm1.weight,
+            rms: block.shape.rms_norm,
+            accumulate: g.accumulate,
+        };
+        k.norm_backward(&op, scratch);
+    }
+}

@@ -1,0 +1,149 @@
+//! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
+
+use super::Block;
+use super::saved::Activations;
+use super::tensors::{Affine, Weights};
+use crate::kernels::{
+    Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, Norm,
+    Residual, Rotate, WriteKv,
+};
+use crate::models::shape::Shape;
+use crate::tensor::{Scratch, View};
+
+/// Where keys and values are, if not beside their queries alone.
+#[derive(Clone, Copy)]
+pub(super) struct KvViews {
+    /// Where those of these rows are written. (R, 2 K D).
+    pub(super) new: Option<View>,
+    /// Those of earlier positions, in the KV cache. (B P, 2 K D).
+    pub(super) cached: Option<View>,
+    /// For a chunk: those of its sequence up to its last position. (before + T, 2 K D).
+    pub(super) chunk: Option<View>,
+}
+
+/// What forward and backward of a chunk share.
+pub(super) struct ChunkPass<'a> {
+    pub(super) block: &'a Block,
+    pub(super) k: &'a dyn Kernels,
+    pub(super) w: &'a Weights,
+    pub(super) batch: BatchView<'a>,
+    /// The chunk's input. (R, C).
+    pub(super) x: View,
+    /// Activations, saved or recomputed.
+    pub(super) saved: Activations,
+    /// Inputs and outputs of the branches, in turn. After [`recompute`](ChunkPass::recompute_all):
+    /// what the feed-forward reads. (R, C).
+    pub(super) hidden: View,
+    /// Queries and keys that were normed and rotated, where their heads are normed.
+    /// (R, (H + 2 K) D).
+    pub(super) rotated: View,
+    pub(super) kv: KvViews,
+}
+
+impl ChunkPass<'_> {
+    pub(super) fn linear(&self, y: View, x: View, w: Affine) {
+        let Affine { weight: w, bias } = w;
+        let transposed = self.block.shape.transposed;
+        self.k.linear(&Linear { y, x, w, bias, transposed });
+    }
+
+    pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine) {
+        let Affine { weight: gamma, bias: beta } = w;
+        let Shape { norm_epsilon: epsilon, rms_norm: rms, .. } = self.block.shape;
+        self.k.norm(&Norm { y, statistics, x, gamma, beta, epsilon, rms });
+    }
+
+    /// The chunk's output to `y`.
+    pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
+        self.recompute_all();
+        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        let activated = scratch.take(batch.rows().count(), block.shape.intermediate);
+        self.activate(activated);
+        let dropout = block.feed_forward_dropout(batch);
+        let Some(sum) = saved.feed_forward_sum else {
+            self.linear(hidden, activated, w.down);
+            k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
+            return;
+        };
+        self.linear(y, activated, w.down);
+        k.residual(&Residual { y: sum, a: hidden, x: y, dropout });
+        self.norm(y, saved.norm2, sum, w.norm2);
+    }
+
+    /// All activations that the backward needs, and what the feed-forward reads.
+    pub(super) fn recompute_all(&self) {
+        self.recompute_attention();
+        let ChunkPass { block, k, w, x, ref saved, hidden, ref batch, .. } = *self;
+        self.linear(hidden, saved.attention_output, w.projection);
+        let (y, dropout) = (saved.attention_sum, block.attention_dropout(batch));
+        k.residual(&Residual { y, a: x, x: hidden, dropout });
+        self.recompute_feed_forward_input();
+        self.linear(saved.up, hidden, w.up);
+    }
+
+    /// Attention's activations, from the chunk's input to attention's output.
+    pub(super) fn recompute_attention(&self) {
+        let ChunkPass { k, ref saved, kv, .. } = *self;
+        let (qkv, shape) = (self.project_qkv(), self.block.attention(&self.batch));
+        let (y, lse) = (saved.attention_output, saved.lse);
+        match kv.cached {
+            Some(cache) => k.cached_attention(&CachedAttention { y, qkv, cache, shape }),
+            None => k.attention(&Attention { y, lse, qkv, kv: kv.chunk, shape }),
+        }
+    }
+
+    /// Projects the chunk's input to queries, keys and values, as attention sees them.
+    pub(super) fn project_qkv(&self) -> View {
+        let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
+        let mut input = x;
+        if !block.shape.post_norm {
+            self.norm(hidden, saved.norm1, x, w.norm1);
+            input = hidden;
+        }
+        self.linear(saved.qkv, input, w.qkv);
+        if let (Some(rotary), None) = (&block.shape.rotary, w.qk_norm) {
+            let shape = block.attention(&self.batch);
+            k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
+        }
+        self.qkv_for_attention()
+    }
+
+    /// Queries, keys and values as attention sees them, recomputed from the saved projections.
+    /// Writes new keys and values to the KV cache.
+    pub(super) fn qkv_for_attention(&self) -> View {
+        let ChunkPass { block, k, w, ref saved, rotated, .. } = *self;
+        let shape = block.attention(&self.batch);
+        let mut qkv = saved.qkv;
+        if let (Some(gamma), Some(statistics)) = (w.qk_norm, saved.qk_norm) {
+            let (y, x, epsilon) = (rotated, saved.qkv, block.shape.norm_epsilon);
+            k.head_norm(&HeadNorm { y, statistics, x, gamma, epsilon, shape });
+            if let Some(rotary) = &block.shape.rotary {
+                k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });
+            }
+            qkv = rotated;
+        }
+        if let Some(kv) = self.kv.new {
+            k.write_kv(&WriteKv { kv, qkv, shape });
+        }
+        qkv
+    }
+
+    /// What the feed-forward reads: the norm behind attention's sum, or before the feed-forward.
+    pub(super) fn recompute_feed_forward_input(&self) {
+        let ChunkPass { block, w, ref saved, hidden, .. } = *self;
+        let (norm, statistics) =
+            if block.shape.post_norm { (w.norm1, saved.norm1) } else { (w.norm2, saved.norm2) };
+        self.norm(hidden, statistics, saved.attention_sum, norm);
+    }
+
+    /// The feed-forward's activation function, gated or not.
+    pub(super) fn activate(&self, y: View) {
+        let Shape { gated, activation, .. } = self.block.shape;
+        let x = self.saved.up;
+        if gated {
+            self.k.gate(&Gate { y, x, activation });
+        } else {
+            self.k.activate(&Activate { y, x, activation });
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! The activations that a block's forward leaves for its backward, saved or in workspace.
+
+use super::Block;
+use crate::kernels::BatchView;
+use crate::models::layer::Save;
+use crate::tensor::{Dtype, Scratch, View};
+
+/// Activations of one chunk.
+pub(super) struct Activations {
+    /// Statistics of the first norm. (R, 2).
+    pub(super) norm1: View,
+    /// Queries, keys and values: as attention sees them, unless their heads are normed after this.
+    /// (R, (H + 2K) D).
+    pub(super) qkv: View,
+    /// Statistics of the norms of heads. (R, H + K).
+    pub(super) qk_norm: Option<View>,
+    /// (R, H D).
+    pub(super) attention_output: View,
+    /// Log-sum-exp of attention's scores. (R, H).
+    pub(super) lse: View,
+    /// The residual stream behind attention. (R, C).
+    pub(super) attention_sum: View,
+    /// Statistics of the second norm. (R, 2).
+    pub(super) norm2: View,
+    /// The feed-forward before its activation function. (R, I or 2 I).
+    pub(super) up: View,
+    /// The residual stream behind the feed-forward, where a norm follows. (R, C).
+    pub(super) feed_forward_sum: Option<View>,
+}
+
+/// Hands out places for activations: for the rows of a chunk, in the stash or in workspace.
+struct Places<'s> {
+    chunk: &'s BatchView<'s>,
+    /// What is saved, of the whole micro-batch.
+    stashed: Option<Scratch<'static>>,
+    scratch: &'s Scratch<'s>,
+}
+
+impl Places<'_> {
+    fn take(&self, is_saved: bool, width: usize) -> View {
+        let all = self.chunk.metadata().rows.count();
+        match &self.stashed {
+            Some(stashed) if is_saved => self.chunk.rows_of(stashed.take(all, width)),
+            _ => self.scratch.take(self.chunk.rows().count(), width),
+        }
+    }
+
+    fn take_floats(&self, is_saved: bool, width: usize) -> View {
+        let all = self.chunk.metadata().rows.count();
+        match &self.stashed {
+            Some(stashed) if is_saved => self.chunk.rows_of(stashed.take_floats(all, width)),
+            _ => self.scratch.take_floats(self.chunk.rows().count(), width),
+        }
+    }
+}
+
+impl Block {
+    /// Where a chunk's activations are: those that are saved in `saved`, the others in workspace.
+    pub(super) fn activations(
+        &self,
+        chunk: &BatchView<'_>,
+        saved: Option<(Save, View)>,
+        scratch: &Scratch<'_>,
+    ) -> Activations {
+        let shape = &self.shape;
+        let stashed = saved.map(|(_, view)| Scratch::new(view, scratch.dtype()));
+        let places = Places { chunk, stashed, scratch };
+        let attention = matches!(saved, Some((Save::All, _)));
+        let heads = shape.heads + shape.kv_heads;
+        Activations {
+            norm1: places.take_floats(true, 2),
+            qkv: places.take(attention, shape.qkv()),
+            qk_norm: shape.qk_norm.then(|| places.take_floats(attention, heads)),
+            attention_output: places.take(attention, shape.attention_width()),
+            lse: places.take_floats(attention, shape.heads),
+            attention_sum: places.take(true, shape.hidden),
+            norm2: places.take_floats(true, 2),
+            up: places.take(true, shape.up()),
+            feed_forward_sum: shape.post_norm.then(|| places.take(true, shape.hidden)),
+        }
+    }
+
+    /// Floats that the saved activations of one sequence take.
+    pub(super) fn activations_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
+        let shape = &self.shape;
+        let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
+        let feed_forward_sum = if shape.post_norm { shape.hidden } else { 0 };
+        let [attention, statistics] = match save {
+            Save::All => [shape.qkv() + shape.attention_width(), heads + shape.heads],
+            Save::AllButAttention => [0, 0],
+        };
+        let numbers = positions * (attention + shape.hidden + shape.up() + feed_forward_sum);
+        // Each of nine views is aligned for itself; a sequence pays for all of it.
+        dtype.floats(numbers) + positions * (4 + statistics) + 9 * 16
+    }
+}
