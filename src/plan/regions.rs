@@ -233,3 +233,43 @@ impl Regions {
         terms
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_of_an_arena_do_not_overlap_and_sum_to_its_terms() {
+        let mut regions = Regions::default();
+        regions.add(Holder::Weights, Place::Device, 2, 48);
+        regions.add(Holder::Landing, Place::Host, 1, 32);
+        regions.add(Holder::Outputs, Place::Device, 3, 16);
+        regions.add(Holder::ChunkState, Place::Device, 1, 32);
+        regions.add(Holder::Masters, Place::HostOwn, 1, 80);
+        regions.add(Holder::Stash, Place::Device, 1, 0);
+        regions.add_if_any(Holder::Overhead, Place::Device, 0);
+        let [weights, outputs, chunk_state] =
+            [Holder::Weights, Holder::Outputs, Holder::ChunkState]
+                .map(|holder| regions.slots(holder, Place::Device));
+        assert_eq!([weights.at, outputs.at, chunk_state.at], [0, 96, 144]);
+        assert_eq!((regions.device_floats(), regions.host_floats()), (176, 32));
+        let [device, host, file] = regions.terms();
+        let named: Vec<_> = device.iter().map(|term| (term.name, term.bytes)).collect();
+        // What counts to one term is summed; an empty region is shown, and one that is not added is not.
+        assert_eq!(named, [("weights", 384), ("outputs", 320), ("stash", 0)]);
+        assert_eq!(device.iter().map(|term| term.bytes).sum::<u64>(), 176 * FLOAT);
+        assert_eq!(host.len() + file.len(), 2);
+        assert_eq!(regions.copied_bytes(), (32 + 80) * FLOAT);
+    }
+
+    #[test]
+    fn peaks_count_slots_that_were_handed_out() {
+        let mut regions = Regions::default();
+        regions.add(Holder::Weights, Place::Device, 4, 16);
+        regions.add(Holder::Workspace, Place::Device, 1, 64);
+        regions.add(Holder::Stash, Place::Device, 1, 32);
+        let peaks = regions.peaks(|pool| if pool == "weights" { 3 } else { 0 }, 40);
+        let bytes: Vec<_> = peaks.iter().map(|term| term.bytes / FLOAT).collect();
+        assert_eq!(bytes, [48, 40, 32]);
+    }
+}
