@@ -1,12 +1,14 @@
-//! What can go wrong, by what the caller can do about it.
+//! What can go wrong, by what the caller can do about it: a closed list to match on.
 
-use std::fmt;
+use std::{fmt, io};
 
-/// An error of this crate.
+use l2l_actors::Problem;
+
+/// An error of this crate. [`kind`](Error::kind) also looks into errors of the ring.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A key of the config that cannot be: nothing was started.
+    /// A key of the config has a value that cannot be.
     #[error("{key} {problem}")]
     Config {
         /// The key, with its section.
@@ -14,52 +16,234 @@ pub enum Error {
         /// What is wrong with it.
         problem: String,
     },
-    /// Bad arguments or input, or a plan that was refused: nothing was started.
+    /// A text that is no config.
     #[error("{0}")]
-    Refused(String),
+    ConfigText(String),
+    /// A bad argument of a call, or of the command line.
+    #[error("{0}")]
+    Argument(String),
+    /// The plan needs more than there is.
+    #[error("{0}")]
+    DoesNotFit(Misfit),
+    /// A batch that is not what the plan or the model is made for.
+    #[error("{0}")]
+    BadBatch(String),
+    /// Data that cannot be trained on.
+    #[error("data {file}{}: {problem}", .line.map(|l| format!(", line {l}")).unwrap_or_default())]
+    BadData {
+        /// The file, or the name of the data in the config.
+        file: String,
+        /// The line, from 1, where the file has lines.
+        line: Option<u64>,
+        /// What is wrong there.
+        problem: String,
+    },
+    /// A model, or a file of one, that cannot be used.
+    #[error("{place}: {problem}")]
+    BadModel {
+        /// The file, or the tensor.
+        place: String,
+        /// What is wrong there.
+        problem: String,
+    },
+    /// A checkpoint, or a state in `eps.path`, that this run cannot resume from.
+    #[error("{place}: {problem}")]
+    BadCheckpoint {
+        /// The checkpoint, or the folder of the state.
+        place: String,
+        /// What is wrong there.
+        problem: String,
+    },
+    /// A file or a folder that cannot be opened, read or written.
+    #[error("{place}: {source}")]
+    Storage {
+        /// Its path, with the key or the flag that names it.
+        place: String,
+        /// The system's error.
+        source: io::Error,
+        /// False when it was found before anything was started.
+        started: bool,
+    },
+    /// The device that the config names cannot be used.
+    #[error("device.kind = \"cuda\": {0}")]
+    NoDevice(String),
+    /// The device failed, or computes something else than it should.
+    #[error("{0}")]
+    Device(String),
+    /// A number that the model computed is infinite or not a number.
+    #[error("{0}")]
+    NotFinite(String),
+    /// A schedule that would never end with these pools of slots.
+    #[error(transparent)]
+    Schedule(l2l_actors::Refusal),
     /// The ring failed: by which actor, at which layer, in which operation.
     #[error(transparent)]
     Ring(l2l_actors::Error),
-    /// Something failed while running.
+    /// The system refused threads or memory that the plan counted on.
     #[error("{0}")]
-    Failed(String),
+    System(String),
+}
+
+/// The kinds of errors. An error of the ring has the kind of its cause, where that is one of these.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+#[allow(missing_docs, reason = "they are the variants of Error")]
+pub enum ErrorKind {
+    Config,
+    Argument,
+    DoesNotFit,
+    BadBatch,
+    BadData,
+    BadModel,
+    BadCheckpoint,
+    Storage,
+    /// A [`Storage`](ErrorKind::Storage) error because a disk or a quota is full.
+    StorageFull,
+    Device,
+    NotFinite,
+    Schedule,
+    /// An actor failed, hung or panicked for another reason.
+    Ring,
+    System,
+}
+
+/// What a plan needs and there is not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Misfit {
+    /// What there is too little of.
+    pub resource: Resource,
+    /// The plan's term that needs most of it, where it has terms.
+    pub largest_term: Option<&'static str>,
+    /// Bytes that are needed, or files.
+    pub needed: u64,
+    /// Bytes that are available, or files.
+    pub available: u64,
+    /// All of it as a sentence, with what would fit.
+    pub(crate) text: String,
+}
+
+/// What a plan needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Resource {
+    /// Memory of the device, or of its ceiling `device.memory`.
+    DeviceMemory,
+    /// Memory of the host, or of this process's limits.
+    HostMemory,
+    /// Room on the disk under `eps.path`.
+    Disk,
+    /// Files that a process may open.
+    OpenFiles,
+}
+
+impl fmt::Display for Misfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
 }
 
 impl Error {
-    /// A refusal: what, where, what to do.
-    pub(crate) fn refused(what: impl fmt::Display) -> Error {
-        Error::Refused(what.to_string())
-    }
-
-    /// A key that cannot be.
     pub(crate) fn config(key: &str, problem: impl fmt::Display) -> Error {
         Error::Config { key: key.into(), problem: problem.to_string() }
     }
 
-    /// A failure.
-    pub(crate) fn failed(what: impl fmt::Display) -> Error {
-        Error::Failed(what.to_string())
+    pub(crate) fn argument(problem: impl fmt::Display) -> Error {
+        Error::Argument(problem.to_string())
     }
 
-    /// The exit status of a command that ends with it.
+    pub(crate) fn bad_batch(problem: impl fmt::Display) -> Error {
+        Error::BadBatch(problem.to_string())
+    }
+
+    pub(crate) fn bad_data(file: impl fmt::Display, problem: impl fmt::Display) -> Error {
+        Error::BadData { file: file.to_string(), line: None, problem: problem.to_string() }
+    }
+
+    pub(crate) fn bad_model(place: impl fmt::Display, problem: impl fmt::Display) -> Error {
+        Error::BadModel { place: place.to_string(), problem: problem.to_string() }
+    }
+
+    pub(crate) fn bad_checkpoint(place: impl fmt::Display, problem: impl fmt::Display) -> Error {
+        Error::BadCheckpoint { place: place.to_string(), problem: problem.to_string() }
+    }
+
+    /// A file that failed while the run, or what was asked for, was on its way.
+    pub(crate) fn storage(place: impl fmt::Display, source: io::Error) -> Error {
+        Error::Storage { place: place.to_string(), source, started: true }
+    }
+
+    /// A file that was found to be unusable before anything was started.
+    pub(crate) fn unusable(place: impl fmt::Display, source: io::Error) -> Error {
+        Error::Storage { place: place.to_string(), source, started: false }
+    }
+
+    pub(crate) fn system(what: impl fmt::Display) -> Error {
+        Error::System(what.to_string())
+    }
+
+    /// What kind it is. Of the ring's errors: what kind its first cause is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Error::Config { .. } | Error::ConfigText(_) => ErrorKind::Config,
+            Error::Argument(_) => ErrorKind::Argument,
+            Error::DoesNotFit(_) => ErrorKind::DoesNotFit,
+            Error::BadBatch(_) => ErrorKind::BadBatch,
+            Error::BadData { .. } => ErrorKind::BadData,
+            Error::BadModel { .. } => ErrorKind::BadModel,
+            Error::BadCheckpoint { .. } => ErrorKind::BadCheckpoint,
+            Error::Storage { source, .. } => of_storage(source),
+            Error::NoDevice(_) | Error::Device(_) => ErrorKind::Device,
+            Error::NotFinite(_) => ErrorKind::NotFinite,
+            Error::Schedule(_) => ErrorKind::Schedule,
+            Error::Ring(error) => of_ring(error),
+            Error::System(_) => ErrorKind::System,
+        }
+    }
+
+    /// The exit status of a command that ends with it: 2 when nothing was started, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
-            Error::Config { .. } | Error::Refused(_) => 2,
-            Error::Ring(_) | Error::Failed(_) => 1,
+            Error::Storage { started, .. } => 2 - u8::from(*started),
+            Error::Device(_) | Error::NotFinite(_) | Error::Ring(_) | Error::System(_) => 1,
+            _ => 2,
         }
     }
 }
 
+fn of_storage(error: &io::Error) -> ErrorKind {
+    match error.kind() {
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => ErrorKind::StorageFull,
+        _ => ErrorKind::Storage,
+    }
+}
+
+/// The kind of the error that stopped the ring, or of what that error came from.
+fn of_ring(error: &l2l_actors::Error) -> ErrorKind {
+    let l2l_actors::Error::Failed { cause, .. } = error else { return ErrorKind::Ring };
+    let Problem::Error(first) = &cause.problem else { return ErrorKind::Ring };
+    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(first.as_ref());
+    while let Some(error) = next {
+        if let Some(error) = error.downcast_ref::<io::Error>() {
+            return of_storage(error);
+        }
+        if error.is::<NotFinite>() {
+            return ErrorKind::NotFinite;
+        }
+        next = error.source();
+    }
+    ErrorKind::Ring
+}
+
 impl From<l2l_actors::Refusal> for Error {
     fn from(refusal: l2l_actors::Refusal) -> Error {
-        Error::refused(refusal)
+        Error::Schedule(refusal)
     }
 }
 
 impl From<l2l_actors::Error> for Error {
     fn from(error: l2l_actors::Error) -> Error {
         match error {
-            l2l_actors::Error::Refused(refusal) => Error::refused(refusal),
+            l2l_actors::Error::Refused(refusal) => Error::Schedule(refusal),
             error => Error::Ring(error),
         }
     }

@@ -57,7 +57,7 @@ pub mod testing;
 
 pub use config::Config;
 pub use engine::{Bottleneck, StepReport, Summary};
-pub use error::Error;
+pub use error::{Error, ErrorKind, Misfit, Resource};
 pub use hf::shape_of;
 pub use plan::Plan;
 pub use trainer::{

@@ -114,9 +114,9 @@ impl Keeper {
 }
 
 fn let_go(checkpoints: Vec<(u64, PathBuf)>) -> Result<(), Error> {
-    checkpoints.into_iter().try_for_each(|(_, old)| {
-        remove(&old).map_err(|error| Error::failed(format_args!("{}: {error}", old.display())))
-    })
+    checkpoints
+        .into_iter()
+        .try_for_each(|(_, old)| remove(&old).map_err(|error| Error::storage(old.display(), error)))
 }
 
 /// The kind and step of a checkpoint's name.

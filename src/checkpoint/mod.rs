@@ -167,7 +167,7 @@ pub(crate) fn write(
     eps: &Eps,
     progress: &Progress,
 ) -> Result<(), Error> {
-    let failed = |error: io::Error| Error::failed(format_args!("{}: {error}", directory.display()));
+    let failed = |error: io::Error| Error::storage(directory.display(), error);
     recover(directory).map_err(failed)?;
     let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
     fs::create_dir_all(&partial).map_err(failed)?;
@@ -225,7 +225,7 @@ pub(crate) fn recall(
 ) -> Result<Progress, Error> {
     let place = run.config.eps.path.clone().unwrap_or_default();
     let refuse =
-        |what: String| Error::refused(format_args!("eps.path {}: {what}", place.display()));
+        |what: String| Error::bad_checkpoint(format_args!("eps.path {}", place.display()), what);
     let rest: Rest = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
     is_of(&rest, &run)
@@ -292,7 +292,7 @@ pub(crate) struct Checked<'c> {
 pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checked<'c>, Error> {
     let path = directory.join(REST);
     let refuse =
-        |what: String| Error::refused(format_args!("checkpoint {}: {what}", path.display()));
+        |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
     recover(directory).map_err(|error| refuse(error.to_string()))?;
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let rest: Rest = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
@@ -324,7 +324,7 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     let Checked { directory, rest } = checked;
     let path = directory.join(REST);
     let refuse =
-        |what: String| Error::refused(format_args!("checkpoint {}: {what}", path.display()));
+        |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
     hf::load(directory, run.model, eps, false)?;
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&rest.updates);

@@ -29,7 +29,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
         if found.labelled == 0 {
             let what =
                 format!("data {}: nothing to evaluate, no sequence has a label", data.name());
-            return Err(Error::Refused(what));
+            return Err(Error::Argument(what));
         }
         show(&config, &from, data.name(), &found);
         Ok(Ended::Well)

@@ -76,7 +76,7 @@ fn prompts(
     vocabulary: &Vocabulary,
     known: usize,
 ) -> Result<Vec<Vec<u32>>, Error> {
-    let refused = |what: String| Error::Refused(what);
+    let refused = |what: String| Error::Argument(what);
     let encode = |text: &str, is_chat: bool| {
         let encoded = if is_chat {
             let content = text.to_string();

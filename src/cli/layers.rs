@@ -199,7 +199,7 @@ impl Layers {
 }
 
 fn refused(what: impl fmt::Display) -> Error {
-    Error::Refused(what.to_string())
+    Error::Argument(what.to_string())
 }
 
 fn line_of(text: &str, at: usize) -> usize {

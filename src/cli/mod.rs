@@ -348,7 +348,7 @@ fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
             let found = if best { keeper.best() } else { keeper.newest() };
             found.ok_or_else(|| {
                 let kind = if best { "best checkpoint" } else { "checkpoint" };
-                Error::Refused(format!(
+                Error::Argument(format!(
                     "checkpoint.directory {}: there is no {kind} in it",
                     directory.display()
                 ))
@@ -356,14 +356,14 @@ fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
         }
         (Some(directory), _) => {
             let at = directory.display();
-            Err(Error::Refused(format!(
+            Err(Error::Argument(format!(
                 "checkpoint.directory {at} does not exist: train first, or leave the key out"
             )))
         }
         (None, Some(path)) => Ok(path.clone()),
         (None, None) => {
             let what = "no model is named: set checkpoint.directory or model.path";
-            Err(Error::Refused(what.into()))
+            Err(Error::Argument(what.into()))
         }
     }
 }

@@ -25,7 +25,7 @@ impl OutputFiles {
     pub(super) fn open(config: &Config, arguments: &ObserveArguments) -> Result<Self, Error> {
         let ObserveArguments { trace, report, .. } = arguments;
         let refused = |flag: &str, path: &Path, what: &dyn std::fmt::Display| {
-            Error::Refused(format!("{flag} {}: {what}", path.display()))
+            Error::Argument(format!("{flag} {}: {what}", path.display()))
         };
         let report = report.as_deref().map(|folder| match Report::create(folder) {
             Ok(report) => Ok((report, folder.to_path_buf())),

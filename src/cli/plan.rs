@@ -58,7 +58,7 @@ fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Resul
         config.step.micro_batch,
         forecast.seconds
     );
-    let refused = |error| Error::Refused(format!("--draw {}: {error}", to.display()));
+    let refused = |error| Error::Argument(format!("--draw {}: {error}", to.display()));
     std::fs::write(to, telemetry::draw(&title, &forecast.slices)).map_err(refused)
 }
 
@@ -76,7 +76,7 @@ pub(super) fn rates(
         ("disk-gbps", disk_gbps),
     ] {
         if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
-            return Err(Error::Refused(format!("--{name} must be from 1e-9 to 1e9")));
+            return Err(Error::Argument(format!("--{name} must be from 1e-9 to 1e9")));
         }
     }
     let threads = config.device.threads.unwrap_or_else(machine::cores);
@@ -84,7 +84,7 @@ pub(super) fn rates(
     let asks = on_gpu && (tflops.is_none() || link_gbps.is_none());
     let gpu = asks.then(|| devices::gpu_rates(config)).transpose().map_err(|error| {
         let remedy = "give --tflops and --link-gbps to forecast for a GPU of another machine";
-        Error::Refused(format!("{error}; {remedy}"))
+        Error::Argument(format!("{error}; {remedy}"))
     })?;
     let flops = match (tflops, &gpu) {
         (Some(rate), _) => rate * 1e12,
@@ -147,7 +147,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         let mut event = json!({
             "event": "plan",
             "fits": misfits.is_empty(),
-            "why_not": misfits,
+            "why_not": misfits.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "parameters": model.parameters(),
             "device_bytes": terms(&plan.device, plan.device_bytes()),
             "pinned_bytes": plan.pinned_bytes,

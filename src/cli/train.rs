@@ -14,7 +14,7 @@ use super::{BUILT_IN, Ended, TrainArguments, say};
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    runtime.map_err(|error| Error::Failed(format!("no runtime: {error}")))
+    runtime.map_err(|error| Error::System(format!("no runtime: {error}")))
 }
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {

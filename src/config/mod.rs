@@ -28,10 +28,9 @@ impl Config {
     /// # Errors
     /// The key, what it must be, and where it stands.
     pub fn read(path: &Path) -> Result<Config, Error> {
-        let at = path.display();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| Error::refused(format_args!("config {at}: {error}")))?;
-        Config::parse(&text).map_err(|error| Error::refused(format_args!("config {at}: {error}")))
+        let at = format!("config {}", path.display());
+        let text = std::fs::read_to_string(path).map_err(|error| Error::unusable(&at, error))?;
+        Config::parse(&text).map_err(|error| Error::ConfigText(format!("{at}: {error}")))
     }
 
     /// Parses and checks a text.
@@ -39,7 +38,8 @@ impl Config {
     /// # Errors
     /// As [`read`](Config::read).
     pub fn parse(text: &str) -> Result<Config, Error> {
-        let config: Config = toml::from_str(text).map_err(Error::refused)?;
+        let config: Result<Config, _> = toml::from_str(text);
+        let config = config.map_err(|error| Error::ConfigText(error.to_string()))?;
         config.check()?;
         Ok(config)
     }

@@ -25,7 +25,7 @@ pub(super) fn order(config: &Config) -> Order {
 
 fn unlabelled(name: &str, step: u64) -> Error {
     let step = step + 1;
-    Error::refused(format_args!("data {name}: no position of the batch of step {step} has a label"))
+    Error::bad_data(name, format_args!("no position of the batch of step {step} has a label"))
 }
 
 impl Batches {
@@ -78,7 +78,7 @@ impl Batches {
                 }
             }
         };
-        thread::Builder::new().name("l2l-data".into()).spawn(make).map_err(Error::failed)?;
+        thread::Builder::new().name("l2l-data".into()).spawn(make).map_err(Error::system)?;
         Ok(Batches { ready })
     }
 
@@ -88,7 +88,7 @@ impl Batches {
     /// The data cannot be read any more, or has no label.
     pub async fn next(&mut self) -> Result<Batch, Error> {
         let none =
-            || Err(Error::failed("the data has ended with an error that was reported before"));
+            || Err(Error::system("the data has ended with an error that was reported before"));
         self.ready.recv().await.unwrap_or_else(none)
     }
 }

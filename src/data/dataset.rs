@@ -50,10 +50,9 @@ impl Dataset {
         }
         let looked_at = config.validation.batches.saturating_mul(config.step.batch as u64);
         match aside {
-            Some(aside) if !aside.has_labels(looked_at) => Err(Error::refused(format_args!(
-                "data {}: no sequence of the validation set has a label",
-                aside.name
-            ))),
+            Some(aside) if !aside.has_labels(looked_at) => {
+                Err(Error::bad_data(&aside.name, "no sequence of the validation set has a label"))
+            }
             aside => Ok((train, aside)),
         }
     }
@@ -176,7 +175,7 @@ impl Dataset {
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
             if name == "random" {
-                return Err(Error::refused("data random: it cannot be combined with other data"));
+                return Err(Error::bad_data(name, "it cannot be combined with other data"));
             }
             sources.push(Source::new(files::open(name, &reader)?, weight));
         }
@@ -287,7 +286,7 @@ impl Dataset {
         let (source, at) = self.find(sources, index);
         let read = |row: u64| source.spool.read(source.place(row));
         let rows: Result<Vec<Sequence>, _> = source.rows_of(at).into_iter().map(read).collect();
-        let failed = |error| Error::failed(format_args!("data {}: {error}", self.name));
+        let failed = |error| Error::storage(format_args!("data {}", self.name), error);
         let mut rows = rows.map_err(failed)?;
         if let Some(mask) = &self.mask {
             for (row, one) in rows.iter_mut().enumerate().filter(|(_, one)| one.labels.is_empty()) {

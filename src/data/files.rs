@@ -37,13 +37,12 @@ pub(super) struct Opened {
 
 /// Reads everything of a name: a file, a folder, or the built-in corpus.
 pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
-    let refuse = |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
+    let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
     let spooling = Spooling::new().map_err(|error| {
-        Error::failed(format_args!(
-            "cannot make a temporary file for the data (set TMPDIR to choose its folder): {error}"
-        ))
+        let place = "cannot make a temporary file for the data (set TMPDIR to choose its folder)";
+        Error::storage(place, error)
     })?;
-    let pool = ThreadPoolBuilder::new().build().map_err(Error::failed)?;
+    let pool = ThreadPoolBuilder::new().build().map_err(Error::system)?;
     let mut opening = Opening { reader, pool, spooling, hasher: Sha256::new() };
     let mut is_text = true;
     if name == DataConfig::BUILT_IN {
@@ -51,7 +50,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     } else {
         for path in files(Path::new(name)).map_err(|error| refuse(&error))? {
             let at = path.display().to_string();
-            let refuse = |error| Error::refused(format_args!("data {at}: {error}"));
+            let refuse = |error| Error::unusable(format_args!("data {at}"), error);
             let mut file = BufReader::with_capacity(1 << 16, File::open(&path).map_err(refuse)?);
             match extension(&path) {
                 Some("jsonl") => {
@@ -145,13 +144,14 @@ impl Opening<'_> {
             false => sequence.labelled(predicts) > 0,
         };
         let pushed = self.spooling.push(sequence, is_labelled);
-        pushed.map_err(|error| Error::failed(format_args!("data {name}: {error}")))
+        pushed.map_err(|error| Error::storage(format_args!("data {name}"), error))
     }
 
     /// A `.jsonl` file's.
     fn lines(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let refuse = |number: u64, what: &dyn std::fmt::Display| {
-            Error::refused(format_args!("data {name}, line {number}: {what}"))
+            let (file, problem) = (name.to_string(), what.to_string());
+            Error::BadData { file, line: Some(number), problem }
         };
         let (mut number, mut at_end, mut blank) = (0, false, None);
         while !at_end {
@@ -206,8 +206,7 @@ impl Opening<'_> {
 
     /// A text's: windows of its tokens, one behind the other.
     fn text(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
-        let refuse =
-            |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
+        let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let reader = self.reader;
         if matches!(reader.predicts, Predicts::Class | Predicts::Value) {
             return Err(refuse(
@@ -260,8 +259,7 @@ impl Opening<'_> {
 
     /// A `.bin` file's: windows of its tokens, each two bytes, the lower first.
     fn pairs(&mut self, name: &str, file: &mut impl Read) -> Result<(), Error> {
-        let refuse =
-            |what: &dyn std::fmt::Display| Error::refused(format_args!("data {name}: {what}"));
+        let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         if self.reader.predicts != Predicts::Next {
             return Err(refuse(&"a .bin file is only for models that predict the next token"));
         }

@@ -21,7 +21,7 @@ impl Mask {
         let tokenizer = vocabulary.tokenizer();
         let mask = tokenizer.and_then(crate::hf::Tokenizer::mask);
         let (Some(tokenizer), Some(mask)) = (tokenizer, mask) else {
-            return Err(Error::refused(
+            return Err(Error::argument(
                 "masking needs a tokenizer with a mask_token, and the model's directory has none: \
                  add one, or give .jsonl files of input_ids and labels",
             ));

@@ -235,12 +235,12 @@ impl Batch {
         let vocabulary = model.shape.vocabulary;
         let has = self.lengths.len();
         if has == 0 || has > sequences || self.lengths.contains(&0) {
-            return Err(Error::refused(format_args!(
+            return Err(Error::bad_batch(format_args!(
                 "a batch of {has} sequences: it must have 1 to {sequences} (step.batch), none empty"
             )));
         }
         if self.positions > longest {
-            return Err(Error::refused(format_args!(
+            return Err(Error::bad_batch(format_args!(
                 "a sequence of {} tokens: the plan was made for at most {longest}",
                 self.positions
             )));
@@ -252,17 +252,17 @@ impl Batch {
         };
         let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
         if let Some(token) = self.tokens.iter().find(|token| !known(**token)) {
-            return Err(Error::refused(format_args!(
+            return Err(Error::bad_batch(format_args!(
                 "token {token} is outside the vocabulary of {vocabulary}"
             )));
         }
         if let Some(label) = self.targets.iter().find(is_bad) {
-            return Err(Error::refused(format_args!(
+            return Err(Error::bad_batch(format_args!(
                 "label {label} is outside the vocabulary of {vocabulary}"
             )));
         }
         if self.labelled == 0 {
-            return Err(Error::refused("no position of the batch has a label"));
+            return Err(Error::bad_batch("no position of the batch has a label"));
         }
         Ok(())
     }

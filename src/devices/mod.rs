@@ -89,7 +89,7 @@ pub(crate) fn open(
     match config.device.kind {
         DeviceKind::Cpu => {
             let memory = cpu::Cpu::new(floats, threads);
-            let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
+            let no_memory = |error| Error::system(format_args!("no memory: {error}"));
             Ok(Box::new(memory.map_err(no_memory)?))
         }
         DeviceKind::Cuda if !model.loss.is_cross_entropy() => {
@@ -138,7 +138,11 @@ pub fn cuda_libraries(folder: Option<&Path>) -> Vec<Library> {
 /// The driver's.
 pub fn gpus() -> Result<Vec<Gpu>, Error> {
     let has_driver = cuda_libraries(None).first().is_some_and(|driver| driver.version.is_some());
-    if has_driver { cuda::gpus().map_err(Error::failed) } else { Ok(Vec::new()) }
+    if has_driver {
+        cuda::gpus().map_err(|error| Error::Device(error.to_string()))
+    } else {
+        Ok(Vec::new())
+    }
 }
 
 /// Runs every kernel of the GPU that a config names against the CPU's, at odd sizes, on values of

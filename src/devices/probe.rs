@@ -51,7 +51,7 @@ impl Check {
         match checks.iter().find(|check| check.off > check.most) {
             None => Ok(()),
             Some(Check { kernel, off, most, .. }) => {
-                Err(Error::failed(format_args!("{kernel} is off by {off:e}, of at most {most:e}")))
+                Err(Error::Device(format!("{kernel} is off by {off:e}, of at most {most:e}")))
             }
         }
     }

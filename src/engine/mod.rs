@@ -70,7 +70,7 @@ impl Engine {
     /// The system gives no threads.
     pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
         let (model, plan) = (worker.model().clone(), worker.plan().clone());
-        let lanes = Arc::new(ThreadLanes::start(worker).map_err(Error::failed)?);
+        let lanes = Arc::new(ThreadLanes::start(worker).map_err(Error::system)?);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
         let relay = Relay::start(ring, lanes.clone());

@@ -161,7 +161,9 @@ impl Eps {
     ) -> Result<R, Error> {
         match &self.tier {
             Tier::Memory(memory) => Ok(memory.read_with(id, which, read)),
-            Tier::File(file) => file.read_with(id, which, read).map_err(Error::failed),
+            Tier::File(file) => {
+                file.read_with(id, which, read).map_err(|error| Error::storage("eps.path", error))
+            }
         }
     }
 
@@ -202,7 +204,9 @@ impl Eps {
                 memory.write_with(id, which, write);
                 Ok(())
             }
-            Tier::File(file) => file.write_with(id, which, write).map_err(Error::failed),
+            Tier::File(file) => {
+                file.write_with(id, which, write).map_err(|error| Error::storage("eps.path", error))
+            }
         }
     }
 

@@ -43,7 +43,7 @@ pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(),
     if !path.is_file() {
         return Ok(());
     }
-    let refuse = |what: String| Error::refused(format_args!("{}: {what}", path.display()));
+    let refuse = |what: String| Error::bad_model(path.display(), what);
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let all: Value = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
     let named = all["model"]["vocab"].as_object().into_iter().flatten();

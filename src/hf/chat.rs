@@ -52,8 +52,7 @@ impl Template {
         };
         let Some(source) = source else { return Ok(None) };
         let template = Template::new(&source, special_tokens.clone());
-        let refuse =
-            |error| Error::refused(format_args!("{}: chat template: {error}", at.display()));
+        let refuse = |error| Error::bad_model(at.display(), format_args!("chat template: {error}"));
         template.map(Some).map_err(refuse)
     }
 

@@ -15,7 +15,7 @@ use crate::models::{Shape, families};
 /// The file is not there, or is no JSON.
 pub(crate) fn read_config(directory: &Path) -> Result<Value, Error> {
     let path = directory.join("config.json");
-    let refuse = |what: String| Error::refused(format_args!("{}: {what}", path.display()));
+    let refuse = |what: String| Error::bad_model(path.display(), what);
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
 }
@@ -28,7 +28,7 @@ pub(crate) fn read_shape(directory: &Path) -> Result<Shape, Error> {
     let config = read_config(directory)?;
     let at = directory.join("config.json");
     let shape = families::read(&config);
-    let shape = shape.map_err(|what| Error::refused(format_args!("{}: {what}", at.display())))?;
+    let shape = shape.map_err(|what| Error::bad_model(at.display(), what))?;
     check_tokenizer(directory, shape.vocabulary)?;
     Ok(shape)
 }
@@ -93,5 +93,5 @@ pub(crate) fn write_config(directory: &Path, shape: &Shape, over: &Value) -> Res
     let config = families::write(shape, over);
     let text = serde_json::to_string_pretty(&config).expect("it is plain JSON");
     let written = fs::write(&path, text + "\n");
-    written.map_err(|error| Error::failed(format_args!("{}: {error}", path.display())))
+    written.map_err(|error| Error::storage(path.display(), error))
 }

@@ -16,16 +16,18 @@ pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Er
     let is_new = fs::read_dir(to).map_or(!to.exists(), |mut entries| entries.next().is_none());
     if !is_new {
         let what = "it exists already: give a new directory";
-        return Err(Error::refused(format_args!("{}: {what}", to.display())));
+        return Err(Error::argument(format_args!("{}: {what}", to.display())));
     }
     if !from.join("config.json").is_file() {
         let what = "there is no model to export: config.json is missing";
-        return Err(Error::refused(format_args!("{}: {what}", from.display())));
+        return Err(Error::bad_model(from.display(), what));
     }
     let mut names = vec!["config.json".to_string()];
     for weights in weight_files(from)? {
         let name = weights.file_name().and_then(|name| name.to_str()).map(str::to_string);
-        names.push(name.ok_or_else(|| Error::refused("the name of a weights file is not UTF-8"))?);
+        names.push(name.ok_or_else(|| {
+            Error::bad_model(from.display(), "a weights file's name is not UTF-8")
+        })?);
     }
     let index = "model.safetensors.index.json";
     names.extend(
@@ -53,6 +55,6 @@ pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Er
     })();
     copied.map_err(|error: std::io::Error| {
         let _ = fs::remove_dir_all(partial); // it may never have been made
-        Error::failed(format_args!("{}: {error}", to.display()))
+        Error::storage(to.display(), error)
     })
 }

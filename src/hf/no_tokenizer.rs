@@ -26,7 +26,7 @@ impl Tokenizer {
             return Ok(None);
         }
         let what = "this program was built without tokenizers: build it with feature `tokenizers`";
-        Err(Error::refused(format_args!("{}: {what}", path.display())))
+        Err(Error::bad_model(path.display(), what))
     }
 
     pub fn encode(&self, _: &str, _: Option<&str>, _: bool) -> Result<Encoded, String> {

@@ -15,7 +15,7 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
         // A key that was not set is the model's own.
         (Error::Config { key, problem }, Some(path)) if !is_set(config, &key) => {
             let file = path.join("config.json");
-            Error::refused(format_args!("{}: {key} {problem}", file.display()))
+            Error::bad_model(file.display(), format_args!("{key} {problem}"))
         }
         (error, _) => error,
     })
@@ -58,9 +58,10 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     for (size, given) in overrides {
         match given {
             Some(_) if model.path.is_some() => {
-                return Err(Error::refused(
-                    "model.path has its own sizes: leave out layers, hidden, heads, kv_heads, \
-                     intermediate, vocabulary and positions",
+                return Err(Error::config(
+                    "model.path",
+                    "has its own sizes: leave out layers, hidden, heads, kv_heads, intermediate, \
+                     vocabulary and positions",
                 ));
             }
             Some(given) => *size = given,

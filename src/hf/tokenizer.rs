@@ -34,9 +34,7 @@ impl Tokenizer {
         if !path.is_file() {
             return Ok(None);
         }
-        let refuse = |what: &dyn std::fmt::Display| {
-            Error::refused(format_args!("{}: {what}", path.display()))
-        };
+        let refuse = |what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
         let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|error| refuse(&error))?;
         // How long a sequence may be is the config's to say.
         inner.with_padding(None);
@@ -159,8 +157,8 @@ fn special_tokens(directory: &Path) -> Result<Map<String, Value>, Error> {
     for file in ["special_tokens_map.json", "tokenizer_config.json"] {
         let path = directory.join(file);
         let Ok(text) = fs::read_to_string(&path) else { continue };
-        let all: Value = serde_json::from_str(&text)
-            .map_err(|error| Error::refused(format_args!("{}: {error}", path.display())))?;
+        let all: Value =
+            serde_json::from_str(&text).map_err(|error| Error::bad_model(path.display(), error))?;
         for (role, token) in all.as_object().into_iter().flatten() {
             let content = token.get("content").unwrap_or(token);
             if role.ends_with("_token") && content.is_string() {

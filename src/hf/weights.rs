@@ -94,7 +94,7 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
-    let refuse = |what: String| Error::refused(format_args!("{}: {what}", index.display()));
+    let refuse = |what: String| Error::bad_model(index.display(), what);
     let text = std::fs::read_to_string(index).map_err(|error| refuse(error.to_string()))?;
     let index: Index = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
     let names: BTreeSet<String> = index.weight_map.into_values().collect();
@@ -119,9 +119,7 @@ fn read(
     eps: &Eps,
     begins: bool,
 ) -> Result<(), Error> {
-    let refuse = |path: &Path, what: &dyn std::fmt::Display| {
-        Error::refused(format_args!("{}: {what}", path.display()))
-    };
+    let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
     let mut maps = Vec::new();
     for path in files {
         let file = File::open(path).map_err(|error| refuse(path, &error))?;
@@ -302,7 +300,7 @@ fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Re
     let path = directory.join("model.safetensors.index.json");
     let text = serde_json::to_string_pretty(&index).expect("it is plain JSON");
     let written = std::fs::write(&path, text).and_then(|()| File::open(&path)?.sync_all());
-    written.map_err(|error| Error::failed(format_args!("{}: {error}", path.display())))
+    written.map_err(|error| Error::storage(path.display(), error))
 }
 
 /// Writes the optimizer's states.
@@ -317,8 +315,8 @@ pub(crate) fn save_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), E
 /// part of a block at a time passes through memory.
 fn write(path: &Path, wholes: Wholes, eps: &Eps) -> Result<(), Error> {
     let partial = path.with_extension("safetensors.partial");
-    let failed = |error: String| Error::failed(format_args!("{}: {error}", path.display()));
-    let io = |error: io::Error| failed(error.to_string());
+    let failed = |error: String| Error::bad_model(path.display(), error);
+    let io = |error: io::Error| Error::storage(path.display(), error);
     let mut file = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(io)?);
     let mut end = 0;
     let tensors = wholes.iter().map(|(name, whole)| {
@@ -358,7 +356,7 @@ pub(crate) fn tensor(
 ) -> Result<(Vec<usize>, Vec<f32>), Error> {
     let whole = wholes(model, Which::Parameter).remove(name);
     let whole =
-        whole.ok_or_else(|| Error::refused(format_args!("the model has no tensor {name:?}")))?;
+        whole.ok_or_else(|| Error::argument(format_args!("the model has no tensor {name:?}")))?;
     let mut all = Vec::new();
     for (block, range) in &whole.parts {
         eps.read_with(*block, whole.which, |values| all.extend_from_slice(&values[range.clone()]))?;

@@ -98,7 +98,7 @@ impl Generator {
             (1..=longest).contains(&prompt.len()) && prompt.len() + most <= tokens
         };
         if prompts.is_empty() || prompts.len() > sequences || !prompts.iter().all(fits) {
-            return Err(Error::refused(format_args!(
+            return Err(Error::argument(format_args!(
                 "{} prompts and {most} tokens behind each do not fit {:?}, or one is empty",
                 prompts.len(),
                 self.room
@@ -124,7 +124,9 @@ impl Generator {
             let vocabulary = self.rest.model().shape.vocabulary;
             let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
             if logits.iter().any(|logit| !logit.is_finite()) {
-                return Err(Error::failed("the model's logits are not finite: are its weights?"));
+                return Err(Error::NotFinite(
+                    "the model's logits are not finite: are its weights?".into(),
+                ));
             }
             let mut goes_on = Vec::new();
             for ((one, length), logits) in of_each {
@@ -161,18 +163,18 @@ fn prepare(config: &Config, room: Room) -> Result<(Model, Plan), Error> {
     config.check()?;
     let shape = shape_of(config)?;
     if shape.head != Head::Tokens {
-        return Err(Error::refused("tokens are drawn from models that predict the next one"));
+        return Err(Error::argument("tokens are drawn from models that predict the next one"));
     }
     let Room { prompts, prompt, tokens } = room;
     if tokens > shape.positions {
-        return Err(Error::refused(format_args!(
+        return Err(Error::argument(format_args!(
             "a prompt of {prompt} tokens and what is to come behind it are {tokens}: the model has \
              {} positions",
             shape.positions
         )));
     }
     if prompts == 0 || prompt == 0 || tokens < prompt {
-        return Err(Error::refused(format_args!("there is no room in {room:?}")));
+        return Err(Error::argument(format_args!("there is no room in {room:?}")));
     }
     let model = Model::new(shape);
     let plan = Plan::of_generation(config, &model, prompts, prompt, tokens)?;

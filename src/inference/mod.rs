@@ -42,13 +42,13 @@ impl Rest {
     fn start(config: Config, model: Model, plan: Plan) -> Result<Rest, Error> {
         let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
-            return Err(Error::refused(misfit));
+            return Err(Error::DoesNotFit(misfit));
         }
         let (model, plan) = (Arc::new(model), Arc::new(plan));
         let eps = match config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) {
             Some(path) => {
                 let refused =
-                    |error| Error::refused(format_args!("eps.path {}: {error}", path.display()));
+                    |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
                 Eps::on_file(
                     &model,
                     0,

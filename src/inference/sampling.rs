@@ -32,11 +32,11 @@ impl Sampling {
         let Sampling { temperature, top_p, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {
             let what = format_args!("a temperature of {temperature}: it must be 0 or more");
-            return Err(Error::refused(what));
+            return Err(Error::argument(what));
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
             let what = format_args!("a top-p of {top_p}: it must be above 0 and at most 1");
-            return Err(Error::refused(what));
+            return Err(Error::argument(what));
         }
         Ok(())
     }

@@ -223,7 +223,7 @@ impl Model {
             if !is_new || tensor.shape.is_empty() {
                 let Tensor { name, shape, .. } = tensor;
                 let what = "its name must be its own, and it must have sizes";
-                return Err(Error::refused(format_args!("tensor {name} of {shape:?}: {what}")));
+                return Err(Error::bad_model(format_args!("tensor {name} of {shape:?}"), what));
             }
         }
         Ok(())

@@ -19,7 +19,7 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
     const FLOATS: usize = 16 << 20;
     const CHUNK: usize = 1 << 14;
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::failed)?;
+    let pool = pool.map_err(Error::system)?;
     let (mut a, b) = (vec![0.5_f32; FLOATS], vec![0.25_f32; FLOATS]);
     let mut best = f64::INFINITY;
     for _ in 0..5 {
@@ -42,7 +42,7 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
 pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error> {
     const PARAMETERS: usize = 16 << 20;
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::failed)?;
+    let pool = pool.map_err(Error::system)?;
     let (betas, epsilon, weight_decay) = ((0.9, 0.999), 1e-8, 0.01);
     let rule = AdamW { betas, epsilon, weight_decay, no_decay: Vec::new() };
     let (kind, init, joined) = (Kind::Weight, Init::Zeros, false);

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use crate::config::{ByteSize, Config, DeviceKind};
 use crate::devices;
+use crate::error::{Misfit, Resource};
 use crate::machine;
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
@@ -23,12 +24,12 @@ const FILES: u64 = 64;
 impl Plan {
     /// Everything that does not fit: into the ceiling, or into this machine; each with what is largest
     /// in it and what would do.
-    pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<String> {
+    pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
         let all = [self.device_misfit(model, rule), self.host_misfit(), self.disk_misfit()];
         all.into_iter().flatten().chain(files_misfit()).collect()
     }
 
-    fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<String> {
+    fn device_misfit(&self, model: &Model, rule: &dyn UpdateRule) -> Option<Misfit> {
         let needed = self.device_bytes();
         let set = self.budget().map(|bytes| ("device.memory is", bytes));
         let is_less = |&(_, bytes): &(&str, u64)| bytes < needed;
@@ -55,9 +56,12 @@ impl Plan {
                 (None, None) => String::new(),
             };
         }
-        Some(format!(
+        let text = format!(
             "{what}; or give it {needed} bytes, or make step.micro_batch or channels smaller"
-        ))
+        );
+        let largest_term = Some(largest(&self.device).name);
+        let resource = Resource::DeviceMemory;
+        Some(Misfit { resource, largest_term, needed, available: ceiling, text })
     }
 
     /// Bytes of the GPU that it is for, where the driver tells.
@@ -67,7 +71,7 @@ impl Plan {
         Some(gpus.get(device.ordinal)?.memory)
     }
 
-    fn host_misfit(&self) -> Option<String> {
+    fn host_misfit(&self) -> Option<Misfit> {
         // The CPU device's memory is the host's.
         let is_shared = self.config.device.kind == DeviceKind::Cpu;
         let of_device = if is_shared { self.device_bytes() } else { 0 };
@@ -90,30 +94,43 @@ impl Plan {
             }
             _ => "a smaller model, step.batch or step.micro_batch would do",
         };
-        Some(format!(
-            "{by} {}, the plan needs {} and the program {}, most of it for {device} and {host}: {remedy}",
+        let text = format!(
+            "{by} {}, the plan needs {} and the program {}, most of it for {device} and {host}: \
+             {remedy}",
             ByteSize::from(available),
             ByteSize::from(planned),
             ByteSize::from(all - planned),
-        ))
+        );
+        let largest_term = [device, host].into_iter().max_by_key(|term| term.bytes);
+        Some(Misfit {
+            resource: Resource::HostMemory,
+            largest_term: largest_term.map(|term| term.name),
+            needed: all,
+            available,
+            text,
+        })
     }
 
-    fn disk_misfit(&self) -> Option<String> {
+    fn disk_misfit(&self) -> Option<Misfit> {
         let path = self.config.eps.path.as_ref().filter(|_| !self.file.is_empty())?;
         let needed = self.file_bytes();
         // What is there of a run before is used again, or makes way; of a model at rest it stays.
         let there = std::fs::metadata(path.join("blocks")).map_or(0, |file| file.len());
         let there = if self.trains { there } else { 0 };
         let free = machine::free_disk(nearest(path))?.saturating_add(there);
-        (free < needed).then(|| {
-            format!(
-                "eps.path {} has {} free, the plan needs {}, most of it for {}: give it another disk, or \
-                 make the model smaller",
+        let term = largest(&self.file);
+        (free < needed).then(|| Misfit {
+            resource: Resource::Disk,
+            largest_term: Some(term.name),
+            needed,
+            available: free,
+            text: format!(
+                "eps.path {} has {} free, the plan needs {}, most of it for {term}: give it \
+                 another disk, or make the model smaller",
                 path.display(),
                 ByteSize::from(free),
                 ByteSize::from(needed),
-                largest(&self.file),
-            )
+            ),
         })
     }
 
@@ -169,14 +186,18 @@ fn nearest(path: &Path) -> &Path {
     there.filter(|path| !path.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn files_misfit() -> Option<String> {
+fn files_misfit() -> Option<Misfit> {
     let machine::Process { open_files, most_files, .. } = machine::process()?;
-    (most_files < open_files + FILES).then(|| {
-        format!(
-            "this process may open {most_files} files and has {open_files}: a run needs {FILES} more \
-             (`ulimit -n {}` lets it)",
-            open_files + FILES
-        )
+    let needed = open_files + FILES;
+    (most_files < needed).then(|| Misfit {
+        resource: Resource::OpenFiles,
+        largest_term: None,
+        needed,
+        available: most_files,
+        text: format!(
+            "this process may open {most_files} files and has {open_files}: a run needs {FILES} \
+             more (`ulimit -n {needed}` lets it)"
+        ),
     })
 }
 

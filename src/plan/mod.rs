@@ -140,7 +140,7 @@ impl Plan {
         if widths.iter().any(|&floats| floats != width) {
             let problem = "the model cannot generate text: the keys and values of its layers have \
                            different widths";
-            return Err(Error::refused(problem));
+            return Err(Error::argument(problem));
         }
         let cache = KvCache { layers: widths.len(), sequences, capacity, width };
         let steps = &[first, last];

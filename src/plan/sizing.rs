@@ -276,7 +276,7 @@ fn check_sizes(
     let turns = sequences.div_ceil(config.step.micro_batch) as u128;
     let visits = turns.saturating_mul(model.parts.len() as u128);
     if visits > VISITS {
-        return Err(Error::refused(format_args!(
+        return Err(Error::argument(format_args!(
             "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
              make step.micro_batch larger or step.batch smaller",
             model.parts.len()
@@ -286,7 +286,7 @@ fn check_sizes(
     let rows = sequences as u128 * positions as u128;
     let floats = rows.saturating_mul(width).saturating_mul(model.parts.len() as u128);
     if floats > FLOATS {
-        return Err(Error::refused(format_args!(
+        return Err(Error::argument(format_args!(
             "a step of {rows} positions through {} layers of width {} needs more memory than there \
              is: make step.batch, data.sequence_length or the model smaller",
             model.parts.len(),

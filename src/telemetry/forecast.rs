@@ -246,7 +246,7 @@ impl Forecast {
             },
         );
         let (ended, records) =
-            run.map_err(|who| Error::failed(format_args!("virtual time stood still: {who:?}")))?;
+            run.map_err(|who| Error::system(format_args!("virtual time stood still: {who:?}")))?;
         let (plan, ends) = ended?;
         Ok(Forecast::told(&records, &plan, &ends, model.parts.len()))
     }

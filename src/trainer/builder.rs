@@ -136,7 +136,7 @@ impl Builder {
         let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
         let model = Arc::new(model);
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
-            return Err(Error::refused(misfit));
+            return Err(Error::DoesNotFit(misfit));
         }
         if steps.is_none() && config.step.epochs.is_some() {
             let problem = "counts data that a trainer does not see: set step.steps, or tell the \
@@ -187,7 +187,7 @@ impl Builder {
         }
         if let Some(file) = worker.eps().file() {
             file.remember(checkpoint::remembered(run, &progress));
-            file.seal(progress.step).map_err(Error::failed)?;
+            file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
         }
         let engine = Engine::start(config.clone(), worker, progress.step)?;
         let now = Instant::now();
@@ -251,9 +251,7 @@ fn open_eps(
         }
         return Ok((Eps::in_memory(model, states, region).published_as(dtype), None));
     };
-    let refused = |error: std::io::Error| {
-        Error::refused(format_args!("eps.path {}: {error}", path.display()))
-    };
+    let refused = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
     if is_trial {
         let file = FileTier::unnamed(path, model, true, states, region).map_err(refused)?;
         return Ok((Eps::on_file(model, states, file).published_as(dtype), None));
@@ -301,6 +299,6 @@ pub fn state_on_file(config: &Config) -> Result<Option<u64>, Error> {
     let path = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
     let Some(path) = path else { return Ok(None) };
     let found = eps::found(path);
-    let refused = |error| Error::refused(format_args!("eps.path {}: {error}", path.display()));
+    let refused = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
     Ok(found.map_err(refused)?.map(|found| found.step))
 }

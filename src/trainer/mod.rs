@@ -134,7 +134,7 @@ impl Trainer {
         if batch.lengths.len() != sequences {
             let has = batch.lengths.len();
             let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
-            return Err(Error::refused(what));
+            return Err(Error::bad_batch(what));
         }
         let tokens = batch.token_count();
         let model_flops = self.model.training_flops(&batch.document_lengths(), batch.labelled);

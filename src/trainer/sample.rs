@@ -30,12 +30,12 @@ impl Trainer {
         seed: u64,
     ) -> Result<Vec<u32>, Error> {
         if prompt.is_empty() {
-            return Err(Error::refused("a prompt has at least one token"));
+            return Err(Error::argument("a prompt has at least one token"));
         }
         let sampling = Sampling { temperature, seed, ..Sampling::default() };
         sampling.check()?;
         if self.model.shape.head != Head::Tokens {
-            return Err(Error::refused("tokens are drawn from models that predict the next one"));
+            return Err(Error::argument("tokens are drawn from models that predict the next one"));
         }
         let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(sampling, 0));
         for _ in 0..count {

@@ -32,7 +32,7 @@ impl Memory {
     /// The system has not that much.
     pub(super) fn new(plan: &Plan, device: &dyn Device) -> Result<Memory, Error> {
         let regions = &plan.regions;
-        let no_memory = |error| Error::failed(format_args!("no memory: {error}"));
+        let no_memory = |error| Error::system(format_args!("no memory: {error}"));
         let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
         device.pin(arena.values_mut(View::floats(0, regions.host_floats())));
         let stash = if plan.stash_on_device { Place::Device } else { Place::Host };

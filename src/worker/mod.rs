@@ -218,5 +218,5 @@ fn threads(config: &Config) -> Result<ThreadPool, Error> {
         .num_threads(config.device.threads.unwrap_or(cores))
         .thread_name(|index| format!("l2l-cpu-{index}"))
         .build()
-        .map_err(Error::failed)
+        .map_err(Error::system)
 }

@@ -13,6 +13,7 @@ mod composed;
 #[cfg(feature = "cli")]
 mod cuda;
 mod embedding;
+mod errors;
 mod evaluate;
 mod exact;
 #[cfg(all(feature = "cli", feature = "prometheus"))]

@@ -64,7 +64,7 @@ pub(super) fn write(folder: &Path) -> Result<(), Error> {
         let parent = path.parent().expect("it is in a folder");
         std::fs::create_dir_all(parent)
             .and_then(|()| std::fs::write(&path, text))
-            .map_err(|error| Error::Refused(format!("--to {}: {error}", path.display())))?;
+            .map_err(|error| Error::Argument(format!("--to {}: {error}", path.display())))?;
     }
     Ok(())
 }

@@ -42,11 +42,11 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     // The settings of the file itself, without the environment and flags.
     let written = Config::parse(&text).map_or_else(|_| Settings::of(&config), |c| Settings::of(&c));
     if let Some(to) = to {
-        let refused = |error| Error::Refused(format!("--to {}: {error}", to.display()));
+        let refused = |error| Error::Argument(format!("--to {}: {error}", to.display()));
         std::fs::OpenOptions::new().append(true).create(true).open(to).map_err(refused)?;
     }
     if *steps == 0 || *rounds == 0 {
-        return Err(Error::Refused("--steps and --rounds must be at least 1".into()));
+        return Err(Error::Argument("--steps and --rounds must be at least 1".into()));
     }
     let every = config.checkpoint.every_steps;
     let directory = config.checkpoint.directory.clone();
@@ -92,7 +92,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         conclude(format, &trials, best, disk, &text);
         match to {
             Some(path) => std::fs::write(path, text)
-                .map_err(|error| Error::Refused(format!("--to {}: {error}", path.display()))),
+                .map_err(|error| Error::Argument(format!("--to {}: {error}", path.display()))),
             None if format == Format::Pretty => {
                 print(text);
                 Ok(())
@@ -112,7 +112,7 @@ fn parent_of(place: &Path) -> PathBuf {
 fn source(path: Option<&Path>) -> Result<String, Error> {
     let Some(path) = path else { return Ok(String::new()) };
     std::fs::read_to_string(path)
-        .map_err(|error| Error::Refused(format!("{}: {error}", path.display())))
+        .map_err(|error| Error::Argument(format!("{}: {error}", path.display())))
 }
 
 /// The same batches for all trials.
@@ -161,7 +161,7 @@ fn try_once(
         let mut checkpoint = None;
         if let Some(place) = saves {
             let folder =
-                tempfile::tempdir_in(place).map_err(|error| Error::Failed(error.to_string()))?;
+                tempfile::tempdir_in(place).map_err(|error| Error::System(error.to_string()))?;
             let begin = Instant::now();
             trainer.checkpoint(&folder.path().join("trial")).await?;
             checkpoint = Some(begin.elapsed().as_secs_f64());

@@ -101,7 +101,7 @@ pub(super) fn tuned(
     first: &Trial,
 ) -> Result<String, Error> {
     let mut document: DocumentMut =
-        text.parse().map_err(|error| Error::Failed(format!("the config: {error}")))?;
+        text.parse().map_err(|error| Error::System(format!("the config: {error}")))?;
     for (section, key, new) in kept.settings.changes(written) {
         let section = document.entry(section).or_insert(Item::Table(Table::new()));
         match section.as_table_like_mut() {
@@ -113,7 +113,7 @@ pub(super) fn tuned(
                 }
                 section.insert(key, value(new));
             }
-            None => return Err(Error::Failed("the config has no such section".into())),
+            None => return Err(Error::System("the config has no such section".into())),
         }
     }
     Ok(format!(

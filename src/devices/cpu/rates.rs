@@ -13,7 +13,7 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
     const SIZE: usize = 1024;
     const ROUNDS: usize = 8;
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::failed)?;
+    let pool = pool.map_err(Error::system)?;
     let (a, b) = (vec![0.5_f32; SIZE * SIZE], vec![0.25_f32; SIZE * SIZE]);
     let mut c = vec![0.0_f32; SIZE * SIZE];
     let mut best = f64::INFINITY;

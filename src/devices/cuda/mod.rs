@@ -161,13 +161,14 @@ fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
 
 /// Compares every kernel on the GPU of a config with the CPU's.
 pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    check::all(driver(config, &[])?, config.device.dtype, seed).map_err(Error::failed)
+    check::all(driver(config, &[])?, config.device.dtype, seed)
+        .map_err(|error| Error::Device(error.to_string()))
 }
 
 /// Measures the link and the matrix products of the GPU of a config.
 pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
     rates::measure(&driver(config, &[])?, config.device.dtype, 64 << 20, 8192)
-        .map_err(Error::failed)
+        .map_err(|error| Error::Device(error.to_string()))
 }
 
 /// Kernels without memory, to measure the workspace.
@@ -199,7 +200,7 @@ pub(super) fn open(
     });
     let driver = driver(config, &own.collect::<Vec<_>>())?;
     let made = Cuda::new(driver, floats, overhead);
-    let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
+    let refused = |error: Trouble| Error::NoDevice(error.to_string());
     Ok(Box::new(made.map_err(refused)?))
 }
 
@@ -209,7 +210,7 @@ fn driver(config: &Config, own: &[CustomKernel]) -> Result<Arc<dyn Driver>, Erro
         return Ok(emulated);
     }
     let real = real::Real::open(&config.device, own);
-    let refused = |error| Error::refused(format_args!("device.kind = \"cuda\": {error}"));
+    let refused = |error: Trouble| Error::NoDevice(error.to_string());
     Ok(Arc::new(real.map_err(refused)?))
 }
 

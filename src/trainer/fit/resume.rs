@@ -58,7 +58,7 @@ impl Beginning {
         }
         if keeper.is_none() && config.eps.tier == EpsTier::Memory {
             let what = "--resume: from where? Set checkpoint.directory, or eps.tier to file";
-            return Err(Error::refused(what));
+            return Err(Error::argument(what));
         }
         Ok(checkpoint.map_or(Beginning::New, Beginning::Checkpoint))
     }
