@@ -25,8 +25,13 @@ fn arguments(command: &str, config: &str, settings: &[(&str, String)]) -> Vec<St
     all
 }
 
+fn config_of_cases() -> ProptestConfig {
+    let cases = if crate::whole() { 100 } else { 20 };
+    ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(cases) }
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(100) })]
+    #![proptest_config(config_of_cases())]
 
     #[test]
     fn a_config_is_refused_or_finishes(

@@ -40,3 +40,13 @@ mod telemetry;
 mod text;
 #[cfg(feature = "cli")]
 mod tiers;
+
+/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick answer.
+#[cfg(feature = "cli")]
+fn whole() -> bool {
+    match std::env::var("L2L_TESTS").as_deref() {
+        Err(_) => false,
+        Ok("whole") => true,
+        Ok(other) => panic!("L2L_TESTS is {other:?}, and can be \"whole\""),
+    }
+}

@@ -90,3 +90,12 @@ pub fn on_file(config: Config, schedule: &Schedule) -> Config {
 pub fn ticks(count: u64) -> Duration {
     Duration::from_nanos(count)
 }
+
+/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick answer.
+pub fn whole() -> bool {
+    match std::env::var("L2L_TESTS").as_deref() {
+        Err(_) => false,
+        Ok("whole") => true,
+        Ok(other) => panic!("L2L_TESTS is {other:?}, and can be \"whole\""),
+    }
+}
