@@ -5,8 +5,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use l2l::actors::ports::Lane;
-use l2l::telemetry::{Histograms, Ledger, Observe, Slice, Trace, recorder};
+use l2l::telemetry::{
+    Histograms, Lane, Ledger, Observe, Slice, SliceKind, Trace, WorkKind, recorder,
+};
 
 const ROUNDS: usize = 15;
 const OPERATIONS: u64 = 20_000;
@@ -14,11 +15,12 @@ const OPERATIONS: u64 = 20_000;
 /// Operations as a step has them: an upload, a kernel that waited for it, a download.
 fn slice(number: u64) -> Slice {
     let lane = [Lane::Upload, Lane::Compute, Lane::Download][number as usize % 3];
+    let kind = [WorkKind::Weights, WorkKind::Forward, WorkKind::Output][number as usize % 3];
     let begin = Duration::from_micros(100 * number);
     Slice {
         number: Some(number),
         lane,
-        kind: ["weights", "forward", "output"][number as usize % 3],
+        kind: SliceKind::Work(kind),
         step: number / 600,
         layer: Some((number / 12 % 50) as u32),
         phase: Some("forward"),

@@ -5,11 +5,12 @@
 
 use std::time::Duration;
 
-use l2l::actors::ports::{Lane, Operation, Work};
 use l2l::actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Layer, Model, Phase, Pools, Role, Selection, relay,
+    Block, BlockId, Boundary, Capacities, Layer, LayerKind, Model, Phase, Pools, Role, Selection,
+    relay,
 };
-use l2l::actors::{Config, Relay, virtual_time};
+use l2l::actors::work::{Lane, Work};
+use l2l::actors::{Config, Operation, Relay, virtual_time};
 
 const LAYERS: u32 = 96;
 const HIDDEN: u64 = 12288;
@@ -27,32 +28,32 @@ fn seconds(amount: f64, rate: f64) -> Duration {
 fn model() -> Model {
     let parameters = 12 * HIDDEN * HIDDEN;
     let stack = Block {
-        bytes: 2 * parameters,
+        weight_bytes: 2 * parameters,
         gradient_bytes: 4 * parameters,
-        state_bytes: 12 * parameters,
+        master_bytes: 4 * parameters,
+        state_bytes: 8 * parameters,
+        staged: false,
         frozen: false,
     };
-    let rows = Block { bytes: 2 * 50257 * HIDDEN, gradient_bytes: 0, state_bytes: 0, frozen: true };
-    let sized =
-        |slots, bytes| Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes };
-    let boundary = |slots| sized(slots, 2 * SEQUENCE * HIDDEN);
-    let layer = |index| Layer { role: Role::Stack, blocks: vec![BlockId(index)], keeps: true };
-    let embedding = Layer { role: Role::Embedding, blocks: vec![BlockId(0)], keeps: false };
+    let rows = Block { weight_bytes: 2 * 50257 * HIDDEN, frozen: true, ..stack };
+    let boundary = |role, slots| Boundary::plain(role, slots, 2 * SEQUENCE * HIDDEN);
+    let layer = |index| Layer { kind: LayerKind::Stack, blocks: vec![BlockId(index)], saves: true };
+    let embedding = Layer { kind: LayerKind::Embedding, blocks: vec![BlockId(0)], saves: false };
     Model {
         blocks: [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect(),
         layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),
-        hidden: boundary(1),
-        intermediates: boundary(16),
-        statistics: sized(1, 16 * SEQUENCE),
-        head_gradient: boundary(2),
+        hidden: boundary(Role::Hidden, 1),
+        saved_activations: boundary(Role::SavedActivations, 16),
+        statistics: Boundary::plain(Role::Statistics, 1, 16 * SEQUENCE),
+        head_gradient: boundary(Role::HeadGradient, 2),
     }
 }
 
 fn time(operation: &Operation) -> Duration {
     let plan = &operation.step().plan;
     match operation.work() {
-        Work::Compute { device_visit, .. } => {
-            let passes = match plan.visit(*device_visit).phase {
+        Work::Compute { phase, .. } => {
+            let passes = match phase {
                 Phase::Forward => 2,
                 Phase::Backward => 6, // recompute and two products
             };
@@ -63,7 +64,7 @@ fn time(operation: &Operation) -> Duration {
             let bytes = plan.schedule.block(*block).gradient_bytes; // of one of the 7 it touches
             seconds((7 * bytes) as f64, HOST_MEMORY)
         }
-        other => seconds(other.bytes(plan) as f64, LINK),
+        other => seconds(other.bytes(&plan.schedule) as f64, LINK),
     }
 }
 
@@ -81,7 +82,7 @@ fn main() {
             max_micro_batches: MICRO_BATCHES,
             deferred: false,
             watchdog: None,
-            drill: None,
+            inject: None,
         };
         let schedule = &schedule;
         let (_, records) = virtual_time::run(config, time, {

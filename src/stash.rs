@@ -37,11 +37,8 @@ impl StashLayout {
     }
 }
 
-/// Places every boundary of a schedule but those that have a place elsewhere.
-pub(crate) fn layout(
-    schedule: &Schedule,
-    is_elsewhere: impl Fn(BoundaryId) -> bool,
-) -> StashLayout {
+/// Places every boundary of a schedule but keys and values, whose place is the KV cache.
+pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let mut before = vec![0];
     for &sequences in &schedule.micro_batches {
         before.push(before[before.len() - 1] + sequences as usize);
@@ -63,7 +60,7 @@ pub(crate) fn layout(
             let stashed = schedule.boundary(id).stashed_per_sequence as usize;
             let per_sequence = stashed / size_of::<f32>();
             let place = &mut places[id.0 as usize];
-            if place.is_some() || is_elsewhere(id) {
+            if place.is_some() || schedule.boundary(id).role.is_kv() {
                 continue; // another micro-batch of it was written before
             }
             let at = free.entry(per_sequence).or_default().pop().unwrap_or_else(|| {

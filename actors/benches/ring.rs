@@ -10,12 +10,13 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use l2l_actors::fence::Done;
-use l2l_actors::ports::{Lanes, Operation, Ports, Step, Trouble};
+use l2l_actors::ports::{Lanes, Ports};
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Layer, Model, Pools, Role, Schedule, Selection, relay,
+    Block, BlockId, Boundary, Capacities, Layer, LayerKind, Model, Pools, Role, Schedule,
+    Selection, relay,
 };
-use l2l_actors::threads::{Hands, ThreadLanes};
-use l2l_actors::{Config, Relay};
+use l2l_actors::threads::{LaneWork, ThreadLanes};
+use l2l_actors::{BoxedError, Config, Operation, Relay, Step};
 
 const LAYERS: u32 = 96;
 const MICRO_BATCHES: u32 = 4;
@@ -23,21 +24,24 @@ const ROUNDS: usize = 15;
 const STEPS: usize = 5;
 
 fn schedule() -> Schedule {
-    let boundary = Boundary { slots: 1, bytes_per_sequence: 1, stashed_per_sequence: 1 };
-    let stack = |layer| Layer { role: Role::Stack, blocks: vec![BlockId(layer)], keeps: false };
+    let boundary = |role| Boundary::plain(role, 1, 1);
+    let layer = |kind, id| Layer { kind, blocks: vec![BlockId(id)], saves: false };
+    let stack = (1..=LAYERS).map(|id| layer(LayerKind::Stack, id));
+    let block = Block {
+        weight_bytes: 1,
+        gradient_bytes: 1,
+        master_bytes: 1,
+        state_bytes: 2,
+        staged: false,
+        frozen: false,
+    };
     let model = Model {
-        blocks: vec![
-            Block { bytes: 1, gradient_bytes: 1, state_bytes: 3, frozen: false };
-            LAYERS as usize + 1
-        ],
-        layers: [Layer { role: Role::Embedding, blocks: vec![BlockId(0)], keeps: false }]
-            .into_iter()
-            .chain((1..=LAYERS).map(stack))
-            .collect(),
-        hidden: boundary,
-        intermediates: boundary,
-        statistics: boundary,
-        head_gradient: boundary,
+        blocks: vec![block; LAYERS as usize + 1],
+        layers: [layer(LayerKind::Embedding, 0)].into_iter().chain(stack).collect(),
+        hidden: boundary(Role::Hidden),
+        saved_activations: boundary(Role::SavedActivations),
+        statistics: boundary(Role::Statistics),
+        head_gradient: boundary(Role::HeadGradient),
     };
     let selection = Selection::all(&model, vec![1; MICRO_BATCHES as usize]);
     relay(&model, &selection).expect("a model with an embedding and a stack")
@@ -75,12 +79,12 @@ impl Ports for Instantly {
 /// Threads that do nothing.
 struct Idle;
 
-impl Hands for Idle {
+impl LaneWork for Idle {
     type Batch = ();
 
     fn begin(&self, _step: &Arc<Step>, _batch: (), _now: Duration) {}
 
-    fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+    fn perform(&self, operation: &Operation) -> Result<f64, BoxedError> {
         black_box(operation);
         Ok(1.0)
     }
@@ -95,7 +99,7 @@ async fn step_time<P: Ports<Batch = ()>>(ports: Arc<P>, schedule: &Schedule) -> 
         max_micro_batches: MICRO_BATCHES,
         deferred: false,
         watchdog: None,
-        drill: None,
+        inject: None,
     };
     let mut relay = Relay::start(config, ports);
     let plan = relay.plan(schedule.clone()).expect("pools were made for it");
@@ -154,7 +158,7 @@ fn main() {
             let count = *lanes.operations.lock().expect("nothing panics inside");
             operations = count as f64 / (STEPS + 1) as f64 / visits;
             let message = micros(runtime.block_on(message_time()));
-            let lanes = Arc::new(ThreadLanes::start(Idle).expect("threads"));
+            let lanes = Arc::new(ThreadLanes::start(Idle, None).expect("threads"));
             on_threads.push(micros(runtime.block_on(step_time(lanes, &schedule))) / visits);
             bare.push(visit);
             messages.push(message);
@@ -164,7 +168,7 @@ fn main() {
         println!("{name}: {LAYERS} layers, {MICRO_BATCHES} micro-batches, median of {ROUNDS}");
         println!("  a visit ({operations:.1} operations), lanes that cost nothing: {visit:.1} µs");
         println!("  visits a second: {:.0}", 1e6 / visit);
-        println!("  a visit on five threads that do nothing: {:.1} µs", median(on_threads));
+        println!("  a visit on six threads that do nothing: {:.1} µs", median(on_threads));
         println!("  a message over the bare channel: {:.2} µs", median(messages));
         println!("  visit / message: {:.0}", median(ratios));
     }

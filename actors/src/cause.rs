@@ -1,7 +1,6 @@
 //! How a ring fails: who, where, why, and the switch that the first cause trips.
 
 use std::any::Any;
-use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
@@ -10,47 +9,12 @@ use std::time::Duration;
 
 use tokio::sync::SetOnce;
 
-use crate::ports::Trouble;
-use crate::report::Snapshot;
+use crate::names::ActorName;
+use crate::report::{Snapshot, Suspect};
 use crate::schedule::LayerId;
 
-/// The five actors.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum ActorName {
-    /// Uploads.
-    Prefetcher,
-    /// Computes.
-    Executor,
-    /// Downloads boundaries.
-    Stasher,
-    /// Downloads and joins gradients.
-    Reducer,
-    /// Updates.
-    Optimizer,
-}
-
-impl ActorName {
-    /// All actors, in flow order.
-    pub const ALL: [ActorName; 5] = [
-        ActorName::Prefetcher,
-        ActorName::Executor,
-        ActorName::Stasher,
-        ActorName::Reducer,
-        ActorName::Optimizer,
-    ];
-}
-
-impl fmt::Display for ActorName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ActorName::Prefetcher => "prefetcher",
-            ActorName::Executor => "executor",
-            ActorName::Stasher => "stasher",
-            ActorName::Reducer => "reducer",
-            ActorName::Optimizer => "optimizer",
-        })
-    }
-}
+/// An error of an actor, or of whoever does the work.
+pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Why something ended that should not have.
 #[derive(Debug, thiserror::Error)]
@@ -58,7 +22,7 @@ impl fmt::Display for ActorName {
 pub enum Problem {
     /// It returned an error.
     #[error("{0}")]
-    Error(#[from] Trouble),
+    Error(#[from] BoxedError),
     /// It panicked.
     #[error("panicked: {0}")]
     Panic(String),
@@ -71,8 +35,8 @@ pub enum Problem {
 }
 
 impl Problem {
-    /// What a caught panic said.
-    pub fn of_panic(payload: &(dyn Any + Send)) -> Problem {
+    /// A caught panic, with its message.
+    pub fn from_panic(payload: &(dyn Any + Send)) -> Problem {
         let text = payload.downcast_ref::<&str>().map(|text| (*text).to_string());
         let text = text.or_else(|| payload.downcast_ref::<String>().cloned());
         Problem::Panic(text.unwrap_or_else(|| "without a message".into()))
@@ -81,7 +45,7 @@ impl Problem {
 
 /// The first failure: who, where, doing what, why.
 #[derive(Debug, thiserror::Error)]
-#[error("{actor}{}, {operation}: {problem}", .layer.map(|l| format!(" at {l}")).unwrap_or_default())]
+#[error("{actor}{}, {operation}: {problem}", at(.layer))]
 pub struct Cause {
     /// The actor that failed, or whose operation did.
     pub actor: ActorName,
@@ -93,7 +57,20 @@ pub struct Cause {
     pub problem: Problem,
 }
 
-/// Trips once; the first cause stays.
+impl Cause {
+    /// A standstill, blamed on this suspect.
+    pub(crate) fn hang(suspect: Suspect, problem: Problem) -> Cause {
+        let Suspect { actor, layer, operation } = suspect;
+        Cause { actor, layer, operation, problem }
+    }
+}
+
+/// The layer, as a cause names it.
+fn at(layer: &Option<LayerId>) -> String {
+    layer.map(|layer| format!(" at {layer}")).unwrap_or_default()
+}
+
+/// The kill switch. It trips once, and the first cause stays.
 #[derive(Debug, Default)]
 pub(crate) struct Switch(SetOnce<Arc<Cause>>);
 

@@ -22,13 +22,17 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::cause::ActorName;
-use crate::crew::{Drill, Fault, Task};
+use crate::config::Config;
+use crate::context::{Fault, FaultInjection};
 use crate::fence::Fence;
 use crate::messages::Resolved;
-use crate::ports::{Lane, Lanes, Operation, Ports, Step};
-use crate::relay::{Config, Error, Integrity, Relay};
+use crate::names::ActorName;
+use crate::operation::{Operation, Step};
+use crate::ports::{Lanes, Ports};
+use crate::relay::{Error, Integrity, Relay};
 use crate::schedule::{Capacities, Pools, Schedule, Version};
+use crate::task::Task;
+use crate::work::Lane;
 
 /// An implementation under test.
 pub trait Subject {
@@ -37,11 +41,6 @@ pub trait Subject {
 
     /// What its steps run: small, with everything that the implementation supports.
     fn schedule(&self) -> Schedule;
-
-    /// Pools for it at these depths: on file or not.
-    fn pools(&self, schedule: &Schedule, depths: &Capacities) -> Pools {
-        Pools::of(schedule, depths)
-    }
 
     /// A new one, in the same state each time, with memory for these pools.
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports>;
@@ -102,20 +101,20 @@ pub fn check<S: Subject>(subject: &S) -> Report {
         }
         for actor in ActorName::ALL {
             for wait in 0.. {
-                let drill = Drill { actor, wait, fault: Fault::Error };
-                let run = Run::of(subject, 2, deferred, Some(drill), End::Stops);
+                let inject = FaultInjection { actor, wait, fault: Fault::Error };
+                let run = Run::of(subject, 2, deferred, Some(inject), End::Stops);
                 in_order(&run.queued);
                 match run.error {
                     None => break, // it has no more waits
                     Some(Error::Failed { cause, integrity }) => {
                         assert_eq!(cause.actor, actor, "{cause}");
                         let torn = matches!(integrity, Integrity::Torn(_));
-                        let whole = deferred && !run.on_file;
-                        assert!(!(whole && torn), "{drill:?}: a deferred step was torn");
-                        assert_eq!(run.held, 0, "{drill:?}: slots are held after the end");
+                        let whole = deferred && !run.is_staged;
+                        assert!(!(whole && torn), "{inject:?}: a deferred step was torn");
+                        assert_eq!(run.held, 0, "{inject:?}: slots are held after the end");
                         report.failures += 1;
                     }
-                    Some(error) => panic!("{drill:?}: {error}"),
+                    Some(error) => panic!("{inject:?}: {error}"),
                 }
             }
         }
@@ -148,7 +147,7 @@ struct Run {
     versions: Vec<Version>,
     held: usize,
     queued: Vec<Queued>,
-    on_file: bool,
+    is_staged: bool,
 }
 
 impl Run {
@@ -156,12 +155,13 @@ impl Run {
         subject: &S,
         depth: u32,
         deferred: bool,
-        drill: Option<Drill>,
+        inject: Option<FaultInjection>,
         end: End,
     ) -> Run {
         let schedule = subject.schedule();
         let depths = Capacities { weights: depth, gradients: depth, reduced: depth, stash: depth };
-        let pools = subject.pools(&schedule, &depths);
+        let pools = Pools::of(&schedule, &depths);
+        let is_staged = schedule.blocks.iter().any(|block| block.staged);
         let config = Config {
             pools,
             blocks: schedule.blocks.len() as u32,
@@ -169,7 +169,7 @@ impl Run {
             max_micro_batches: schedule.micro_batches.len() as u32,
             deferred,
             watchdog: None,
-            drill,
+            inject,
         };
         let inner = subject.ports(&pools);
         let ports = Arc::new(Watched { inner: inner.clone(), queued: watch::Sender::default() });
@@ -204,8 +204,7 @@ impl Run {
         let snapshot = observer.snapshot();
         let held = snapshot.pools.iter().flat_map(|pool| &pool.holders).flatten().count();
         let queued = ports.queued.send_replace(Vec::new());
-        let on_file = pools.is_on_file();
-        Run { resolved, error, versions: snapshot.versions, held, queued, on_file }
+        Run { resolved, error, versions: snapshot.versions, held, queued, is_staged }
     }
 }
 

@@ -9,16 +9,19 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::crew::{Actor, Desk};
+use crate::cause::BoxedError;
+use crate::context::Context;
 use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Inputs, Outputs, Weights};
+use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::ports::{Accumulate, Lane, Order, Placed, Step, Trouble, Work};
-use crate::schedule::{BlockId, BoundaryId, DeviceVisit, MicroBatch, Visit};
+use crate::schedule::{BlockId, BoundaryId, DeviceVisit, MicroBatch, Residence, Visit};
+use crate::task::Actor;
+use crate::work::{Accumulator, BlockUse, Lane, Placed, Work};
 
 pub(crate) struct Executor {
-    pub(crate) desk: Desk,
+    pub(crate) context: Context,
     pub(crate) weights: Inbox<Flow<Weights>>,
     pub(crate) inputs: Inbox<Inputs>,
     pub(crate) outputs: Outbox<Flow<Outputs>>,
@@ -31,9 +34,9 @@ pub(crate) struct Executor {
 
 #[async_trait]
 impl Actor for Executor {
-    async fn run(&mut self) -> Result<(), Trouble> {
+    async fn run(&mut self) -> Result<(), BoxedError> {
         loop {
-            match self.desk.recv(&mut self.weights, None).await? {
+            match self.context.recv(&mut self.weights, None).await? {
                 Flow::Begin(step) => self.walk(&step).await?,
                 Flow::Stop => {
                     self.outputs.send(Flow::Stop);
@@ -47,7 +50,7 @@ impl Actor for Executor {
 }
 
 impl Executor {
-    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), Trouble> {
+    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         // Without an output nothing waits for the Stasher, and its signals would pile up.
         let writes = |index: usize| !step.plan.visit(index).writes.is_empty();
         if (0..step.plan.device_visits.len()).any(writes) {
@@ -57,13 +60,13 @@ impl Executor {
         let mut ends: Vec<Fence> = Vec::new();
         for (index, resolved) in step.plan.device_visits.iter().enumerate() {
             let visit = step.plan.visit(index);
-            let Flow::Datum(weights) = self.desk.recv(&mut self.weights, Some(visit.layer)).await?
-            else {
+            let layer = Some(visit.layer);
+            let Flow::Datum(weights) = self.context.recv(&mut self.weights, layer).await? else {
                 unreachable!("a step has weights for each of its visits");
             };
             assert_eq!(weights.device_visit, index, "weights come in the order of visits");
             if let Some(end) = index.checked_sub(2).map(|before| &ends[before]) {
-                self.desk.fence(Lane::Compute, end, Some(visit.layer)).await?;
+                self.context.fence(Lane::Compute, end, layer).await?;
             }
             ends.push(self.visit(step, resolved, visit, weights).await?);
         }
@@ -72,74 +75,80 @@ impl Executor {
         Ok(())
     }
 
-    /// Queues all operations of one visit; its end.
+    /// Queues all operations of one visit; the fence of the last.
     async fn visit(
         &mut self,
         step: &Arc<Step>,
         resolved: &DeviceVisit,
         visit: &Visit,
         weights: Weights,
-    ) -> Result<Fence, Trouble> {
-        let slot_of = |(residence, held): (&crate::schedule::Residence, &Held)| {
-            held.slot(Content::Block(residence.block, step.number))
-        };
-        let slots: Vec<u32> =
-            resolved.residences.iter().zip(&weights.blocks).map(slot_of).collect();
-        for &(block, first) in resolved.accumulates.iter().filter(|(_, first)| *first) {
-            debug_assert!(first);
-            let content = Content::Gradient(block, step.number);
-            let pool = &mut self.gradient_slots;
-            let held = self.desk.acquire(pool, 1, content, Some(visit.layer)).await?;
-            self.open.extend(held.into_iter().map(|held| (block, held)));
-        }
+    ) -> Result<Fence, BoxedError> {
+        self.open_gradients(step, resolved, visit).await?;
         let (first, last) = (visit.micro_batches.start, visit.micro_batches.end - 1);
+        let mut blocks = self.block_uses(step, resolved, &weights);
         let mut end = None;
         for m in visit.micro_batches.clone() {
             let inputs = self.inputs(weights.device_visit, visit, m).await?;
             let outputs = self.outputs(step, visit, m).await?;
-            let place = |ids: &[BoundaryId], held: &[Vec<Held>]| {
-                let placed = ids.iter().zip(held).map(|(&boundary, held)| Placed {
-                    boundary,
-                    slots: held.iter().map(|h| h.slot(Content::Boundary(boundary, m))).collect(),
-                });
-                placed.collect::<Vec<_>>()
-            };
             let work = Work::Compute {
                 device_visit: weights.device_visit,
+                phase: visit.phase,
                 micro_batch: m,
-                weights: slots.clone(),
-                inputs: place(&visit.reads, &inputs.boundaries),
-                outputs: place(&visit.writes, &outputs),
-                gradients: self.accumulators(step, resolved, m == first),
+                blocks: blocks.clone(),
+                inputs: placed(&visit.reads, &inputs.boundaries, m),
+                outputs: placed(&visit.writes, &outputs, m),
             };
             let mut order = Order::at(step, visit, work);
             order.waits = inputs.arrived;
             order.holds = inputs.boundaries.into_iter().flatten().collect();
             if m == first {
                 order.waits.extend(weights.arrived.iter().cloned());
+                // The first operation of the step replaced what the accumulators held.
+                blocks
+                    .iter_mut()
+                    .filter_map(|of| of.gradient.as_mut())
+                    .for_each(|g| g.first = false);
             }
             if m == last {
                 order.holds.push(weights.credit.clone());
                 order.holds.extend(weights.blocks.iter().cloned());
             }
-            let computed = self.desk.queue(order);
-            if !outputs.is_empty() {
-                self.outputs.send(Flow::Datum(Outputs {
-                    device_visit: weights.device_visit,
-                    micro_batch: m,
-                    boundaries: outputs,
-                    computed: computed.clone(),
-                }));
-            }
+            let computed = self.context.queue(order);
+            self.send_outputs(weights.device_visit, m, outputs, &computed);
             end = Some(computed);
         }
         let end = end.expect("a visit has a micro-batch");
-        for &block in &resolved.closes {
-            let gradient = self.open.remove(&block).expect("the plan opens before it closes");
-            let computed = end.clone();
-            self.gradients.send(Flow::Datum(Gradients { block, gradient, computed }));
-        }
+        self.close_gradients(resolved, &end);
         Ok(end)
+    }
+
+    /// Takes an accumulator for each block to whose gradient this visit is the first to add.
+    async fn open_gradients(
+        &mut self,
+        step: &Step,
+        resolved: &DeviceVisit,
+        visit: &Visit,
+    ) -> Result<(), BoxedError> {
+        for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
+            let (content, pool) = (Content::Gradient(block, step.number), &mut self.gradient_slots);
+            let held = self.context.acquire_one(pool, content, Some(visit.layer)).await?;
+            self.open.insert(block, held);
+        }
+        Ok(())
+    }
+
+    /// Pairs each block of a visit with its weight slot and, if it trains, with its accumulator,
+    /// as the visit's first operation needs them.
+    fn block_uses(&self, step: &Step, resolved: &DeviceVisit, weights: &Weights) -> Vec<BlockUse> {
+        let of = |(&Residence { block, .. }, held): (&Residence, &Held)| {
+            let trained = resolved.accumulates.iter().find(|(trained, _)| *trained == block);
+            let gradient = trained.map(|&(_, first)| {
+                let slot = self.open[&block].slot(Content::Gradient(block, step.number));
+                Accumulator { slot, first }
+            });
+            BlockUse { block, weights: held.slot(Content::Block(block, step.number)), gradient }
+        };
+        resolved.residences.iter().zip(&weights.blocks).map(of).collect()
     }
 
     async fn inputs(
@@ -147,12 +156,12 @@ impl Executor {
         device_visit: usize,
         visit: &Visit,
         micro_batch: MicroBatch,
-    ) -> Result<Inputs, Trouble> {
+    ) -> Result<Inputs, BoxedError> {
         if visit.reads.is_empty() {
             let (boundaries, arrived) = (Vec::new(), Vec::new());
             return Ok(Inputs { device_visit, micro_batch, boundaries, arrived });
         }
-        let inputs = self.desk.recv(&mut self.inputs, Some(visit.layer)).await?;
+        let inputs = self.context.recv(&mut self.inputs, Some(visit.layer)).await?;
         let came = (inputs.device_visit, inputs.micro_batch);
         assert_eq!(came, (device_visit, micro_batch), "inputs come in the order of operations");
         Ok(inputs)
@@ -160,30 +169,49 @@ impl Executor {
 
     async fn outputs(
         &mut self,
-        step: &Arc<Step>,
+        step: &Step,
         visit: &Visit,
         micro_batch: MicroBatch,
-    ) -> Result<Vec<Vec<Held>>, Trouble> {
+    ) -> Result<Vec<Vec<Held>>, BoxedError> {
         let mut outputs = Vec::with_capacity(visit.writes.len());
         for &boundary in &visit.writes {
             let content = Content::Boundary(boundary, micro_batch);
             let count = step.plan.schedule.boundary(boundary).slots;
             let pool = &mut self.output_slots;
-            outputs.push(self.desk.acquire(pool, count, content, Some(visit.layer)).await?);
+            outputs.push(self.context.acquire(pool, count, content, Some(visit.layer)).await?);
         }
         Ok(outputs)
     }
 
-    fn accumulators(
+    fn send_outputs(
         &self,
-        step: &Step,
-        resolved: &DeviceVisit,
-        first_of_visit: bool,
-    ) -> Vec<Accumulate> {
-        let of = |&(block, first): &(BlockId, bool)| {
-            let slot = self.open[&block].slot(Content::Gradient(block, step.number));
-            Accumulate { block, slot, first: first && first_of_visit }
-        };
-        resolved.accumulates.iter().map(of).collect()
+        device_visit: usize,
+        micro_batch: MicroBatch,
+        boundaries: Vec<Vec<Held>>,
+        computed: &Fence,
+    ) {
+        if !boundaries.is_empty() {
+            let computed = computed.clone();
+            let outputs = Outputs { device_visit, micro_batch, boundaries, computed };
+            self.outputs.send(Flow::Datum(outputs));
+        }
     }
+
+    /// Sends the gradients that this visit completes to the Reducer.
+    fn close_gradients(&mut self, resolved: &DeviceVisit, end: &Fence) {
+        for &block in &resolved.closes {
+            let gradient = self.open.remove(&block).expect("the plan opens before it closes");
+            let computed = end.clone();
+            self.gradients.send(Flow::Datum(Gradients { block, gradient, computed }));
+        }
+    }
+}
+
+/// Boundaries of a micro-batch and their slots, as an operation names them.
+fn placed(ids: &[BoundaryId], held: &[Vec<Held>], m: MicroBatch) -> Vec<Placed> {
+    let slots = |boundary, held: &[Held]| {
+        held.iter().map(|held| held.slot(Content::Boundary(boundary, m))).collect()
+    };
+    let each = ids.iter().zip(held);
+    each.map(|(&boundary, held)| Placed { boundary, slots: slots(boundary, held) }).collect()
 }

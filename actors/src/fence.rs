@@ -5,8 +5,9 @@
 //! circular. A fence is reached once. One whose operation fails is never reached: the failure
 //! trips the kill switch, which ends every wait.
 //!
-//! A device with queues of its own may be handed an operation before those that it waits on are
-//! done, if they were handed over too: it keeps the order itself. An operation that was is *issued*.
+//! A device with queues of its own keeps the order of its operations itself. So an operation may be
+//! handed to it before those that it waits on are done, if they were handed over too: it is
+//! *issued* then.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +21,7 @@ pub struct Done {
     pub begin: Duration,
     /// When it ended.
     pub end: Duration,
-    /// A loss or a sum of squares, where [`Work`](crate::ports::Work) promises one; else 0.
+    /// A loss or a sum of squares, where [`Work`](crate::work::Work) promises one; else 0.
     pub value: f64,
 }
 

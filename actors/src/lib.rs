@@ -16,24 +16,44 @@
 //! 1. The [`Relay`] sends [`Begin`](messages::Flow::Begin); the Prefetcher walks the plan's list.
 //! 2. The Prefetcher awaits the fact [`Updated`](facts::Fact::Updated)` { block, version }`, takes
 //!    the [slot](pool::Held) that the plan names and a visit credit, queues
-//!    [`UploadBlock`](ports::Work::UploadBlock), and sends [`Weights`](messages::Weights) with the
+//!    [`UploadBlock`](work::Work::UploadBlock), and sends [`Weights`](messages::Weights) with the
 //!    slot and the upload's [fence](fence::Fence).
 //! 3. The Executor takes [`Inputs`](messages::Inputs) with it, one per micro-batch, acquires
-//!    outputs and a gradient slot, queues [`Compute`](ports::Work::Compute) for every micro-batch,
+//!    outputs and a gradient slot, queues [`Compute`](work::Work::Compute) for every micro-batch,
 //!    and sends [`Outputs`](messages::Outputs) to the Stasher, which queues downloads; each
 //!    becomes the fact [`Stashed`](facts::Fact::Stashed), which brings it back as an input.
 //! 4. When the last operation that adds to it is queued, the block's gradient rides in
 //!    [`Gradients`](messages::Gradients) to the Reducer, which takes a landing block and queues
-//!    [`DownloadGradient`](ports::Work::DownloadGradient), and [`Reduce`](ports::Work::Reduce)
+//!    [`DownloadGradient`](work::Work::DownloadGradient), and [`Reduce`](work::Work::Reduce)
 //!    where it must wait or be joined.
 //! 5. [`Reduced`](messages::Reduced) takes it to the Optimizer, which queues
-//!    [`Update`](ports::Work::Update); when that ends,
+//!    [`Update`](work::Work::Update); when that ends,
 //!    [`Updated`](facts::Fact::Updated)` { block, version + 1 }` is a fact. Once loss and norm are
 //!    known, [`Resolved`] goes to the relay.
 //!
 //! The protocol, edge by edge and pool by pool, is in the crate's `README.md`.
 
 pub mod schedule;
+pub mod work;
+
+pub mod facts;
+pub mod fence;
+pub mod mailbox;
+pub mod meter;
+pub mod pool;
+
+mod cause;
+mod names;
+mod operation;
+mod report;
+mod ring;
+
+pub mod ports;
+mod record;
+
+mod context;
+pub mod messages;
+mod task;
 
 mod prefetcher;
 
@@ -45,27 +65,25 @@ mod reducer;
 
 mod optimizer;
 
-mod cause;
-pub mod conformance;
-mod crew;
-pub mod facts;
-pub mod fence;
-pub mod mailbox;
-pub mod messages;
-pub mod meter;
-pub mod pool;
-pub mod ports;
-mod record;
+mod config;
+mod observer;
 mod relay;
-mod report;
+mod watchdog;
+mod wiring;
+
+pub mod conformance;
 pub mod threads;
 pub mod virtual_time;
-mod watchdog;
 
-pub use cause::{ActorName, Cause, Problem};
-pub use crew::{Drill, Fault, Task};
+pub use cause::{BoxedError, Cause, Problem};
+pub use config::Config;
+pub use context::{Fault, FaultInjection};
 pub use messages::Resolved;
-pub use record::Record;
-pub use relay::{Config, Error, Integrity, Relay};
-pub use report::{Doing, InFlight, Observer, Snapshot};
+pub use names::ActorName;
+pub use observer::Observer;
+pub use operation::{Operation, Step};
+pub use record::{Record, RecordSink};
+pub use relay::{Error, Integrity, Relay};
+pub use report::{Doing, InFlight, Snapshot};
 pub use schedule::{Plan, Refusal};
+pub use task::Task;

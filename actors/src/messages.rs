@@ -2,13 +2,13 @@
 //! [`Weights`] and [`Inputs`] → [`Outputs`] and [`Gradients`] → [`Reduced`] → the fact
 //! [`Updated`](crate::facts::Fact::Updated). Each message owns the slots it speaks of, and says
 //! with fences when what they hold is there. No caller ever holds one but [`Resolved`]; they are
-//! public to be read about.
+//! public as documentation.
 
 use std::sync::Arc;
 
 use crate::fence::Fence;
+use crate::operation::Step;
 use crate::pool::Held;
-use crate::ports::Step;
 use crate::schedule::{BlockId, MicroBatch, Version};
 
 /// What every edge of the main flow carries: a step begins, its data, its end, and the stop.

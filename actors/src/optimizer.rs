@@ -1,52 +1,66 @@
 //! Updates blocks and publishes them; knows a step's loss and norm.
 //!
 //! *Eager*: each block as soon as its gradient is complete. *Deferred*: all blocks once the norm
-//! is known, in forward order, just ahead of the next step's Prefetcher. From that moment the
-//! updates are committed: they are queued in one go, need nothing but the host, and lanes run
-//! them even when the ring is ending. So a deferred step either changes nothing or everything.
+//! is known, in forward order, just ahead of the next step's Prefetcher. Updates in memory are
+//! committed from that moment: they are queued in one go, need nothing but the host, and lanes run
+//! them even when the ring is ending. So such a step either changes nothing or everything.
 //!
-//! *With the EPS on file* a block's state is read to a slot, updated there and written beside what it
-//! was, one read ahead of the update that runs; a step's end is sealed behind its last write.
+//! The state of a staged block is read to a slot, updated there and written beside what it was,
+//! one read ahead of the update that runs. A step's end is sealed behind its last write; what was
+//! sealed before is whole on file until then.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::crew::{Actor, Desk};
+use crate::cause::BoxedError;
+use crate::context::Context;
 use crate::facts::Fact;
 use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Reduced, Resolved};
+use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::ports::{Lane, Order, Source, Step, Trouble, Work};
 use crate::reducer::layer_of;
 use crate::schedule::BlockId;
+use crate::task::Actor;
+use crate::work::{GradientAt, Lane, MasterAt, Stored, Work};
 
 pub(crate) struct Optimizer {
-    pub(crate) desk: Desk,
+    pub(crate) context: Context,
     pub(crate) reduced: Inbox<Flow<Reduced>>,
     pub(crate) resolved: Outbox<Resolved>,
     /// True when updates wait for the norm.
     pub(crate) deferred: bool,
-    /// With the EPS on file: slots for blocks with their states.
+    /// Staging slots for blocks with their states.
     pub(crate) state_slots: Pool,
-    /// And the update that runs in one, whose block is to be written.
+    /// The staged block that is being updated, and is to be written behind its update.
     pub(crate) updating: Option<Updating>,
 }
 
-/// A block that is moved on in a slot.
+/// A staged block that is moved on in its slot.
 pub(crate) struct Updating {
     block: BlockId,
-    states: Held,
+    state: Held,
     updated: Fence,
+}
+
+/// A gradient that is complete on the host, or will be.
+#[derive(Default)]
+struct Complete {
+    /// The landing block it lies in; none: its region.
+    landing: Option<Held>,
+    waits: Vec<Fence>,
+    /// The global norm, where the update waited for it.
+    norm: Option<f64>,
 }
 
 #[async_trait]
 impl Actor for Optimizer {
-    async fn run(&mut self) -> Result<(), Trouble> {
+    async fn run(&mut self) -> Result<(), BoxedError> {
         loop {
-            match self.desk.recv(&mut self.reduced, None).await? {
+            match self.context.recv(&mut self.reduced, None).await? {
                 Flow::Begin(step) => self.walk(&step).await?,
                 Flow::Stop => return Ok(()),
                 Flow::Datum(_) | Flow::End(_) => unreachable!("the walk takes all gradients"),
@@ -56,21 +70,18 @@ impl Actor for Optimizer {
 }
 
 impl Optimizer {
-    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), Trouble> {
+    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let mut losses = Vec::new();
         let mut squares = BTreeMap::new(); // block -> whose value is its sum of squares
         let last = loop {
-            match self.desk.recv(&mut self.reduced, None).await? {
+            match self.context.recv(&mut self.reduced, None).await? {
                 Flow::Datum(Reduced::Loss(fence)) => losses.push(fence),
+                Flow::Datum(Reduced::Gradient { block, reduced, .. }) if self.deferred => {
+                    squares.insert(block, reduced);
+                }
                 Flow::Datum(Reduced::Gradient { block, landing, reduced }) => {
-                    let measured = if self.deferred {
-                        reduced
-                    } else if step.plan.pools.is_on_file() {
-                        self.update_on_file(step, block, landing, vec![reduced], None).await?
-                    } else {
-                        self.update(step, block, landing, vec![reduced], None)
-                    };
-                    squares.insert(block, measured);
+                    let complete = Complete { landing, waits: vec![reduced], norm: None };
+                    squares.insert(block, self.update(step, block, complete).await?);
                 }
                 Flow::End(last) => break last,
                 Flow::Begin(_) | Flow::Stop => unreachable!("a step ends before anything else"),
@@ -80,114 +91,82 @@ impl Optimizer {
         let loss = self.sum(Lane::Host, losses).await?;
         let lane = if self.deferred { Lane::Host } else { Lane::Update };
         let norm = self.sum(lane, squares.into_values()).await?.sqrt();
-        self.desk.fence(Lane::Compute, &last, None).await?;
-        let resolved = Resolved { step: step.number, loss, norm };
-        if step.plan.pools.is_on_file() {
-            return self.end_on_file(step, resolved).await;
-        }
-        // No wait from here on: what is committed is queued whole.
-        if self.deferred {
-            for &block in &step.plan.updates {
-                self.update(step, block, None, Vec::new(), Some(norm));
-            }
-        }
-        self.carry(step);
-        self.desk.resolves();
-        self.resolved.send(resolved);
-        Ok(())
+        self.context.fence(Lane::Compute, &last, None).await?;
+        self.end(step, Resolved { step: step.number, loss, norm }).await
     }
 
-    /// The rest of a step on file. Updates that waited for the norm come as slots allow, under the
-    /// next step: what was sealed before is whole on file until all of it is there.
-    async fn end_on_file(&mut self, step: &Arc<Step>, resolved: Resolved) -> Result<(), Trouble> {
+    /// Resolves a step, and queues the updates that waited for its norm. In memory nothing here
+    /// waits, so all of them are queued or none; those of staged blocks come as slots allow, under
+    /// the next step.
+    async fn end(&mut self, step: &Arc<Step>, resolved: Resolved) -> Result<(), BoxedError> {
         self.carry(step);
-        self.desk.resolves();
+        self.context.resolves();
         self.resolved.send(resolved);
-        let late = if self.deferred { &step.plan.updates[..] } else { &[] };
+        let updates = &step.plan.updates;
+        let late = if self.deferred { &updates[..] } else { &[] };
         for &block in late {
-            self.update_on_file(step, block, None, Vec::new(), Some(resolved.norm)).await?;
+            let norm = Some(resolved.norm);
+            self.update(step, block, Complete { norm, ..Complete::default() }).await?;
         }
-        self.write(step).await?;
-        if !step.plan.updates.is_empty() {
-            self.desk.queue(Order::new(step, Work::Seal));
+        self.store(step).await?;
+        if updates.iter().any(|&id| step.plan.schedule.block(id).staged) {
+            self.context.queue(Order::new(step, Work::Seal));
         }
         Ok(())
     }
 
-    /// Reads a block's state, and has it updated there. The one before is written behind this read,
-    /// once its update has ended: the lane of files waits for nobody.
-    async fn update_on_file(
+    /// Queues the update of a block; the fence that reports its sum of squares. In memory it ends
+    /// the block's step; a staged block's state is read before and written behind.
+    async fn update(
         &mut self,
         step: &Arc<Step>,
         block: BlockId,
-        landing: Option<Held>,
-        waits: Vec<Fence>,
-        norm: Option<f64>,
-    ) -> Result<Fence, Trouble> {
+        complete: Complete,
+    ) -> Result<Fence, BoxedError> {
+        if step.plan.schedule.block(block).staged {
+            return self.update_staged(step, block, complete).await;
+        }
+        let mut order = order(step, block, MasterAt::Memory, complete);
+        order.raises = vec![Fact::Updated(block, step.number + 1)];
+        order.commits = self.deferred;
+        Ok(self.context.queue(order))
+    }
+
+    /// Reads a block's state, and has it updated there. The one before is written behind this
+    /// read, once its update has ended: the lane of files waits for nobody.
+    async fn update_staged(
+        &mut self,
+        step: &Arc<Step>,
+        block: BlockId,
+        mut complete: Complete,
+    ) -> Result<Fence, BoxedError> {
         let (version, layer) = (step.number, layer_of(step, block));
         let content = Content::Block(block, version);
-        let held = self.desk.acquire(&mut self.state_slots, 1, content, layer).await?;
-        let states = held.into_iter().next().expect("one slot was asked for");
-        let (slot, region) = (states.slot(content), landing.is_none());
-        let work = Work::ReadState { block, version, states: slot, region };
-        let read = self.desk.queue(Order::gradient(step, layer, work));
-        self.write(step).await?;
-        let mut order = self.order(step, block, landing, waits, norm);
-        if let Work::Update { states, .. } = &mut order.work {
-            *states = Some(slot);
-        }
-        order.waits.push(read);
-        let updated = self.desk.queue(order);
-        self.updating = Some(Updating { block, states, updated: updated.clone() });
+        let state = self.context.acquire_one(&mut self.state_slots, content, layer).await?;
+        let slot = state.slot(content);
+        let stored = Stored::State { with_gradient: complete.landing.is_none() };
+        let work = Work::Stage { block, version, stored, slot };
+        complete.waits.push(self.context.queue(Order::gradient(step, layer, work)));
+        self.store(step).await?;
+        let order = order(step, block, MasterAt::Slot(slot), complete);
+        let updated = self.context.queue(order);
+        self.updating = Some(Updating { block, state, updated: updated.clone() });
         Ok(updated)
     }
 
-    /// Writes the block that was updated last, unless it was.
-    async fn write(&mut self, step: &Arc<Step>) -> Result<(), Trouble> {
-        let Some(Updating { block, states, updated }) = self.updating.take() else { return Ok(()) };
+    /// Writes the staged block that was updated last, unless that was done.
+    async fn store(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
+        let Some(Updating { block, state, updated }) = self.updating.take() else { return Ok(()) };
         let (version, layer) = (step.number, layer_of(step, block));
-        self.desk.fence(Lane::Update, &updated, layer).await?;
-        let slot = states.slot(Content::Block(block, version));
-        let mut order =
-            Order::gradient(step, layer, Work::WriteState { block, version, states: slot });
-        order.holds = vec![states];
+        self.context.fence(Lane::Update, &updated, layer).await?;
+        let slot = state.slot(Content::Block(block, version));
+        let stored = Stored::State { with_gradient: false };
+        let work = Work::Store { block, version, stored, slot };
+        let mut order = Order::gradient(step, layer, work);
+        order.holds = vec![state];
         order.raises = vec![Fact::Updated(block, version + 1)];
-        self.desk.queue(order);
+        self.context.queue(order);
         Ok(())
-    }
-
-    fn update(
-        &self,
-        step: &Arc<Step>,
-        block: BlockId,
-        landing: Option<Held>,
-        waits: Vec<Fence>,
-        norm: Option<f64>,
-    ) -> Fence {
-        let mut order = self.order(step, block, landing, waits, norm);
-        order.raises = vec![Fact::Updated(block, step.number + 1)];
-        order.commits = self.deferred;
-        self.desk.queue(order)
-    }
-
-    fn order(
-        &self,
-        step: &Arc<Step>,
-        block: BlockId,
-        landing: Option<Held>,
-        waits: Vec<Fence>,
-        norm: Option<f64>,
-    ) -> Order {
-        let version = step.number;
-        let gradient = match &landing {
-            Some(held) => Source::Landing(held.slot(Content::Gradient(block, version))),
-            None => Source::Region,
-        };
-        let work = Work::Update { block, version, gradient, states: None, norm };
-        let mut order = Order::gradient(step, layer_of(step, block), work);
-        order.waits = waits;
-        order.holds = landing.into_iter().collect();
-        order
     }
 
     /// Publishes the blocks nobody updated: after the last use of this version.
@@ -196,18 +175,33 @@ impl Optimizer {
         let carried = step.plan.carried.iter();
         order.raises = carried.map(|&block| Fact::Updated(block, step.number + 1)).collect();
         order.commits = true;
-        self.desk.queue(order);
+        self.context.queue(order);
     }
 
     async fn sum(
         &mut self,
         lane: Lane,
         fences: impl IntoIterator<Item = Fence>,
-    ) -> Result<f64, Trouble> {
+    ) -> Result<f64, BoxedError> {
         let mut sum = 0.0;
         for fence in fences {
-            sum += self.desk.fence(lane, &fence, None).await?.value;
+            sum += self.context.fence(lane, &fence, None).await?.value;
         }
         Ok(sum)
     }
+}
+
+/// The update of a block whose master is at this place.
+fn order(step: &Arc<Step>, block: BlockId, master: MasterAt, complete: Complete) -> Order {
+    let Complete { landing, waits, norm } = complete;
+    let version = step.number;
+    let gradient = match &landing {
+        Some(held) => GradientAt::Landing(held.slot(Content::Gradient(block, version))),
+        None => GradientAt::Region,
+    };
+    let work = Work::Update { block, version, master, gradient, norm };
+    let mut order = Order::gradient(step, layer_of(step, block), work);
+    order.waits = waits;
+    order.holds = landing.into_iter().collect();
+    order
 }

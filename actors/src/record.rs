@@ -1,11 +1,15 @@
-//! One operation on the timeline, as any kind of lanes tells it.
+//! One operation on the timeline, as every kind of lanes reports it.
+//!
+//! All that is shown of a run (times, waits and their causes, forecasts) is made from records
+//! alone, so whoever does the work knows nothing of it.
 
 use std::time::Duration;
 
-use crate::cause::ActorName;
 use crate::fence::Done;
-use crate::ports::{Lane, Operation, Work};
-use crate::schedule::{LayerId, Phase, Version};
+use crate::names::ActorName;
+use crate::operation::Operation;
+use crate::schedule::{BlockId, LayerId, MicroBatch, Phase, Version};
+use crate::work::{Lane, Work, WorkKind};
 
 /// One operation on the timeline.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,6 +18,8 @@ pub struct Record {
     pub number: u64,
     /// Its lane.
     pub lane: Lane,
+    /// Its kind.
+    pub kind: WorkKind,
     /// Who queued it.
     pub actor: ActorName,
     /// Its step.
@@ -22,9 +28,13 @@ pub struct Record {
     pub layer: Option<LayerId>,
     /// The phase of the visit it serves, if one.
     pub phase: Option<Phase>,
+    /// The block it concerns, if one. Of a compute operation, the first of its visit.
+    pub block: Option<BlockId>,
+    /// The micro-batch it concerns, if one.
+    pub micro_batch: Option<MicroBatch>,
     /// What it did.
     pub work: Work,
-    /// Bytes it moved between host and device.
+    /// Bytes it moved between host and device, or between host and file.
     pub bytes: u64,
     /// When it was queued.
     pub queued: Duration,
@@ -37,15 +47,22 @@ pub struct Record {
     pub released_by: Option<u64>,
 }
 
-/// What runs on one lane, one after the other, made into records.
+/// Receives the record of each operation that ended well.
+pub trait RecordSink: Send + Sync + 'static {
+    /// Takes one record. It is called on the lane's own thread, before anyone who waits for the
+    /// operation goes on: be brief, and never wait.
+    fn record(&self, record: &Record);
+}
+
+/// Makes records of what runs on one lane, one operation after the other.
 #[derive(Debug, Default)]
 pub(crate) struct Scribe {
     last: Option<(Duration, u64)>,
 }
 
 impl Scribe {
-    /// What a device told of the lane's next operation, not before what it came behind: a device's clock
-    /// rounds.
+    /// The times of the lane's next operation as a device reports them, corrected so that it does
+    /// not begin before what it came behind: a device's clock rounds.
     pub(crate) fn in_order(&self, operation: &Operation, done: Done) -> Done {
         let waits = operation.waits().iter().filter_map(|fence| fence.reached());
         let ends = waits.map(|done| done.end).chain(self.last.map(|(end, _)| end));
@@ -65,15 +82,19 @@ impl Scribe {
         let asked = after.map(|number| (queued, number));
         let released_by = ends.chain(asked).chain(self.last).max().map(|(_, number)| number);
         self.last = Some((end, operation.number()));
+        let row = operation.work().row();
         Record {
             number: operation.number(),
-            lane: operation.work().lane(),
+            lane: row.lane,
+            kind: row.kind,
             actor: operation.actor(),
             step: operation.step().number,
             layer: operation.layer(),
             phase: operation.phase(),
+            block: row.block(),
+            micro_batch: row.micro_batch(),
             work: operation.work().clone(),
-            bytes: operation.work().bytes(&operation.step().plan),
+            bytes: row.bytes(&operation.step().plan.schedule),
             queued,
             begin,
             end,

@@ -4,23 +4,26 @@
 //! Executor closes them, and the host visits that read the stash (loss, scatter) once all of it
 //! has landed. An untied gradient of an eager step goes on in its landing block; one that must
 //! wait (for the norm, or for the embedding's share) is joined into its block's region first, so
-//! that no landing block is ever held by something that waits. With the EPS on file regions are
-//! there, too, written from landing blocks and read back into them.
+//! that no landing block is ever held by something that waits. The region of a staged block is
+//! written from a landing block and read back into one.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::crew::{Actor, Desk};
+use crate::cause::BoxedError;
+use crate::context::Context;
 use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
+use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::ports::{Lane, Order, Step, Trouble, Work};
 use crate::schedule::{BlockId, LayerId, Reduction};
+use crate::task::Actor;
+use crate::work::{GradientAt, Lane, Stored, Work};
 
 pub(crate) struct Reducer {
-    pub(crate) desk: Desk,
+    pub(crate) context: Context,
     pub(crate) gradients: Inbox<Flow<Gradients>>,
     pub(crate) reduced: Outbox<Flow<Reduced>>,
     pub(crate) landing: Pool,
@@ -30,9 +33,9 @@ pub(crate) struct Reducer {
 
 #[async_trait]
 impl Actor for Reducer {
-    async fn run(&mut self) -> Result<(), Trouble> {
+    async fn run(&mut self) -> Result<(), BoxedError> {
         loop {
-            match self.desk.recv(&mut self.gradients, None).await? {
+            match self.context.recv(&mut self.gradients, None).await? {
                 Flow::Begin(step) => self.walk(&step).await?,
                 Flow::Stop => {
                     self.reduced.send(Flow::Stop);
@@ -45,7 +48,7 @@ impl Actor for Reducer {
 }
 
 impl Reducer {
-    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), Trouble> {
+    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         self.reduced.send(Flow::Begin(step.clone()));
         for reduction in &step.plan.reductions {
             match *reduction {
@@ -54,142 +57,164 @@ impl Reducer {
                 Reduction::Scatter { visit } => self.scatter(step, visit).await?,
             }
         }
-        let Flow::End(last) = self.desk.recv(&mut self.gradients, None).await? else {
+        let Flow::End(last) = self.context.recv(&mut self.gradients, None).await? else {
             unreachable!("the walk takes all gradients");
         };
         self.reduced.send(Flow::End(last));
         Ok(())
     }
 
-    async fn land(&mut self, step: &Arc<Step>, block: BlockId, joins: bool) -> Result<(), Trouble> {
+    /// Downloads a gradient. One that waits for nothing is sent on in its landing block.
+    async fn land(
+        &mut self,
+        step: &Arc<Step>,
+        block: BlockId,
+        joins: bool,
+    ) -> Result<(), BoxedError> {
         let layer = layer_of(step, block);
-        let Flow::Datum(closed) = self.desk.recv(&mut self.gradients, layer).await? else {
+        let Flow::Datum(closed) = self.context.recv(&mut self.gradients, layer).await? else {
             unreachable!("the plan closes this gradient");
         };
         assert_eq!(closed.block, block, "gradients close in the order of visits");
         let content = Content::Gradient(block, step.number);
-        let held = self.desk.acquire(&mut self.landing, 1, content, layer).await?;
-        let landing = held.into_iter().next().expect("one slot was asked for");
+        let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
         let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));
         let work = Work::DownloadGradient { block, gradients, reduced };
         let mut order = Order::gradient(step, layer, work);
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];
-        let landed = self.desk.queue(order);
-        let on_file = step.plan.pools.is_on_file();
+        let landed = self.context.queue(order);
         if !joins && !self.deferred {
-            let landing = Some(landing);
-            self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced: landed }));
+            self.send(block, Some(landing), landed);
             return Ok(());
         }
-        let reduced = if on_file {
-            let mut measured = landed;
-            if !joins {
-                let mut order = Order::gradient(step, layer, Work::Measure { block, reduced });
-                order.waits = vec![measured];
-                measured = self.desk.queue(order);
-            }
-            self.store(step, layer, block, landing, &measured).await?;
-            measured
-        } else {
-            let mut order = Order::gradient(step, layer, Work::Reduce { block, reduced });
-            order.waits = vec![landed];
-            order.holds = vec![landing];
-            self.desk.queue(order)
-        };
+        let complete = self.to_region(step, (block, layer), landing, landed, joins).await?;
         if !joins {
-            self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing: None, reduced }));
+            self.send(block, None, complete);
         }
         Ok(())
     }
 
-    /// Puts a landing block into its region on file, once it holds what it is to hold: the lane of
+    /// Puts a landed gradient into its block's region, where it waits; the fence that reports its
+    /// sum of squares. What `joins` a scatter is measured there.
+    async fn to_region(
+        &mut self,
+        step: &Arc<Step>,
+        (block, layer): (BlockId, Option<LayerId>),
+        landing: Held,
+        landed: Fence,
+        joins: bool,
+    ) -> Result<Fence, BoxedError> {
+        let is_staged = step.plan.schedule.block(block).staged;
+        let reduced = landing.slot(Content::Gradient(block, step.number));
+        let complete = if joins && is_staged {
+            landed
+        } else {
+            let work = Work::Reduce { block, reduced, to_region: !is_staged };
+            let mut order = Order::gradient(step, layer, work);
+            order.waits = vec![landed];
+            order.holds = vec![landing.clone()];
+            self.context.queue(order)
+        };
+        if is_staged {
+            self.store(step, (block, layer), landing, &complete).await?;
+        }
+        Ok(complete)
+    }
+
+    /// Writes a landing block to its region on file, once it holds what it is to hold: the lane of
     /// files waits for nobody.
     async fn store(
         &mut self,
         step: &Arc<Step>,
-        layer: Option<LayerId>,
-        block: BlockId,
+        (block, layer): (BlockId, Option<LayerId>),
         landing: Held,
         complete: &Fence,
-    ) -> Result<(), Trouble> {
-        self.desk.fence(Lane::Host, complete, layer).await?;
-        let reduced = landing.slot(Content::Gradient(block, step.number));
-        let mut order = Order::gradient(step, layer, Work::WriteRegion { block, reduced });
+    ) -> Result<(), BoxedError> {
+        self.context.fence(Lane::Host, complete, layer).await?;
+        let (version, stored) = (step.number, Stored::Gradient);
+        let slot = landing.slot(Content::Gradient(block, version));
+        let work = Work::Store { block, version, stored, slot };
+        let mut order = Order::gradient(step, layer, work);
         order.holds = vec![landing];
-        self.desk.queue(order);
+        self.context.queue(order);
         Ok(())
     }
 
-    async fn loss(&mut self, step: &Arc<Step>, index: usize) -> Result<(), Trouble> {
+    /// Queues the loss of each micro-batch, once all that it reads has landed.
+    async fn loss(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
         self.all_stashed(step, index).await?;
         let visit = &step.plan.schedule.visits[index];
         for micro_batch in visit.micro_batches.clone() {
             let work = Work::Loss { visit: index, micro_batch };
-            let fence = self.desk.queue(Order::at(step, visit, work));
+            let fence = self.context.queue(Order::at(step, visit, work));
             self.reduced.send(Flow::Datum(Reduced::Loss(fence)));
         }
         Ok(())
     }
 
-    async fn scatter(&mut self, step: &Arc<Step>, index: usize) -> Result<(), Trouble> {
+    /// Queues a scatter for each block that trains, once all that it reads has landed.
+    async fn scatter(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
         self.all_stashed(step, index).await?;
         let schedule = &step.plan.schedule;
         let visit = &schedule.visits[index];
         for &block in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
+            // Its region may still feed the update of the step before.
+            self.context.published(block, step.number, Some(visit.layer)).await?;
             let joined =
                 |r: &Reduction| matches!(r, Reduction::Gradient { block: b, .. } if *b == block);
-            // Its region may still feed the update of the step before.
-            let version = step.number;
-            let updated = async |facts: &crate::facts::Facts| facts.updated(block, version).await;
-            self.desk.fact(Content::Block(block, version), Some(visit.layer), updated).await?;
             let first = !step.plan.reductions.iter().any(joined);
-            let (landing, reduced) = if step.plan.pools.is_on_file() {
-                self.scatter_landed(step, index, block, first).await?
+            if schedule.block(block).staged {
+                self.scatter_landed(step, index, block, first).await?;
             } else {
-                let work = Work::Scatter { visit: index, block, first, reduced: None };
-                (None, self.desk.queue(Order::at(step, visit, work)))
-            };
-            self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced }));
+                let gradient = GradientAt::Region;
+                let work = Work::Scatter { visit: index, block, first, gradient };
+                let scattered = self.context.queue(Order::at(step, visit, work));
+                self.send(block, None, scattered);
+            }
         }
         Ok(())
     }
 
-    /// A scatter whose block's region is on file: into a landing block, in which the gradient goes on
-    /// unless it must wait for the norm.
+    /// Scatters into a landing block, for a region that is on file. The gradient goes on in that
+    /// landing block unless it must wait for the norm.
     async fn scatter_landed(
         &mut self,
         step: &Arc<Step>,
         index: usize,
         block: BlockId,
         first: bool,
-    ) -> Result<(Option<Held>, Fence), Trouble> {
+    ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
         let (content, layer) = (Content::Gradient(block, step.number), Some(visit.layer));
-        let held = self.desk.acquire(&mut self.landing, 1, content, layer).await?;
-        let landing = held.into_iter().next().expect("one slot was asked for");
-        let reduced = landing.slot(content);
-        let work = Work::Scatter { visit: index, block, first, reduced: Some(reduced) };
-        let mut order = Order::at(step, visit, work);
+        let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
+        let (version, slot) = (step.number, landing.slot(content));
+        let gradient = GradientAt::Landing(slot);
+        let mut order =
+            Order::at(step, visit, Work::Scatter { visit: index, block, first, gradient });
         if !first {
-            let read = Order::at(step, visit, Work::ReadRegion { block, reduced });
-            order.waits.push(self.desk.queue(read));
+            let work = Work::Stage { block, version, stored: Stored::Gradient, slot };
+            order.waits.push(self.context.queue(Order::at(step, visit, work)));
         }
-        let scattered = self.desk.queue(order);
+        let scattered = self.context.queue(order);
         if !self.deferred {
-            return Ok((Some(landing), scattered));
+            self.send(block, Some(landing), scattered);
+            return Ok(());
         }
-        self.store(step, layer, block, landing, &scattered).await?;
-        Ok((None, scattered))
+        self.store(step, (block, layer), landing, &scattered).await?;
+        self.send(block, None, scattered);
+        Ok(())
+    }
+
+    fn send(&self, block: BlockId, landing: Option<Held>, reduced: Fence) {
+        self.reduced.send(Flow::Datum(Reduced::Gradient { block, landing, reduced }));
     }
 
     /// Waits until all that a host visit reads has landed.
-    async fn all_stashed(&mut self, step: &Arc<Step>, index: usize) -> Result<(), Trouble> {
+    async fn all_stashed(&mut self, step: &Arc<Step>, index: usize) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
         for m in visit.micro_batches.clone() {
-            let content = Content::Boundary(visit.reads[0], m);
-            let landed = async |facts: &crate::facts::Facts| facts.stashed(&visit.reads, m).await;
-            self.desk.fact(content, Some(visit.layer), landed).await?;
+            self.context.stashed(&visit.reads, m, Some(visit.layer)).await?;
         }
         Ok(())
     }

@@ -5,45 +5,26 @@
 //! may still be in flight are updates on the host, and the next step's Prefetcher follows them
 //! block by block.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::BTreeSet;
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
-use crate::cause::{ActorName, Cause, Problem, until};
-use crate::crew::{Desk, Drill, Ring, Task, task};
-use crate::executor::Executor;
-use crate::mailbox::{Inbox, Outbox, mailbox};
+use crate::cause::{Cause, Problem, until};
+use crate::config::Config;
+use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Resolved};
-use crate::optimizer::Optimizer;
-use crate::pool::Pool;
-use crate::ports::{Lanes, Ports, Step};
-use crate::prefetcher::Prefetcher;
-use crate::reducer::Reducer;
-use crate::report::{Observer, Snapshot};
-use crate::schedule::{Plan, Pools, Refusal, Schedule, Version};
-use crate::stasher::Stasher;
+use crate::names::ActorName;
+use crate::observer::Observer;
+use crate::operation::Step;
+use crate::ports::{Lanes, Ports};
+use crate::report::Snapshot;
+use crate::ring::Ring;
+use crate::schedule::{Plan, Refusal, Schedule, Version, VisitKind};
+use crate::task::Task;
 use crate::watchdog;
-
-/// What a ring is made with.
-#[derive(Clone, Debug)]
-pub struct Config {
-    /// Slots of every pool: [`Pools::of`] the largest schedule it will run.
-    pub pools: Pools,
-    /// Blocks of the model.
-    pub blocks: u32,
-    /// The most layers a step visits.
-    pub max_layers: u32,
-    /// The most micro-batches a step has.
-    pub max_micro_batches: u32,
-    /// False: eager, a block is updated as soon as its gradient is complete. True: deferred,
-    /// when the norm is known (clipping, loss scaling, skipping).
-    pub deferred: bool,
-    /// The ring fails when nothing moved for this long.
-    pub watchdog: Option<Duration>,
-    /// A failure to rehearse.
-    pub drill: Option<Drill>,
-}
+use crate::wiring::{Wired, wire};
 
 /// Whether the blocks in the EPS belong together.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -55,18 +36,26 @@ pub enum Integrity {
     Torn(Vec<Version>),
 }
 
+impl fmt::Display for Integrity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Integrity::Whole(version) => write!(f, "the model is whole, as of step {version}"),
+            Integrity::Torn(_) => {
+                write!(f, "the model is torn: go back to the last state that was kept")
+            }
+        }
+    }
+}
+
 /// How the relay can fail.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The step was not started; the relay goes on.
+    /// The step was not started; the relay can be used further.
     #[error(transparent)]
     Refused(#[from] Refusal),
     /// The relay has ended. Reported once.
-    #[error("{cause} ({})", match .integrity {
-        Integrity::Whole(version) => format!("the model is whole, as of step {version}"),
-        Integrity::Torn(_) => "the model is torn: go back to the last state that was kept".to_string(),
-    })]
+    #[error("{cause} ({integrity})")]
     Failed {
         /// The first failure.
         cause: Arc<Cause>,
@@ -106,86 +95,13 @@ impl<P: Ports> Relay<P> {
 
     /// Makes the ring without starting it, last to first: run the tasks on any executor.
     pub fn wire(config: Config, ports: Arc<P>) -> (Relay<P>, Vec<Task>) {
-        let Config { pools, deferred, drill, blocks, .. } = config;
         let lanes: Arc<dyn Lanes> = ports.clone();
-        let weight_slots = Pool::new("weights", pools.weights);
-        let visit_credits = Pool::new("visits", pools.visits);
-        let input_slots = Pool::new("inputs", pools.inputs);
-        let output_slots = Pool::new("outputs", pools.outputs);
-        let gradient_slots = Pool::new("gradients", pools.gradients);
-        let landing = Pool::new("reduced", pools.reduced);
-        let (read_slots, state_slots) =
-            (Pool::new("reads", pools.reads), Pool::new("states", pools.states));
-        let all =
-            [&weight_slots, &visit_credits, &input_slots, &output_slots, &gradient_slots, &landing];
-        let on_file = [&read_slots, &state_slots];
-        let on_file = on_file.into_iter().filter(|_| pools.is_on_file());
-        let gauges = all.into_iter().chain(on_file).map(Pool::gauge).collect();
-        let ring = Arc::new(Ring::new(blocks as usize, gauges, lanes.now()));
-        let desk = |name| Desk::new(name, &ring, &lanes, drill);
-
-        // Room: the credits a message carries, and Begin, End, Stop of the one unresolved step.
-        // A Reduced carries a landing slot, or is one of a block's or a micro-batch's per step.
-        const SIGNALS: usize = 3;
-        let outcomes = blocks as usize + config.max_micro_batches as usize;
-        let (to_relay, resolved) = mailbox("resolved", 1);
-        let (to_optimizer, reduced) = mailbox("reduced", outcomes + SIGNALS);
-        let (to_reducer, gradients) = mailbox("gradients", pools.gradients as usize + SIGNALS);
-        let (to_stasher, outputs) = mailbox("outputs", pools.outputs as usize + SIGNALS);
-        let (inputs_to_executor, inputs) = mailbox("inputs", pools.inputs as usize);
-        let (to_executor, weights) = mailbox("weights", pools.visits as usize + SIGNALS);
-        let (to_prefetcher, steps) = mailbox("steps", SIGNALS);
-
-        let optimizer = Optimizer {
-            desk: desk(ActorName::Optimizer),
-            reduced,
-            resolved: to_relay,
-            deferred,
-            state_slots,
-            updating: None,
-        };
-        let reducer = Reducer {
-            desk: desk(ActorName::Reducer),
-            gradients,
-            reduced: to_optimizer,
-            landing,
-            deferred,
-        };
-        let stasher = Stasher { desk: desk(ActorName::Stasher), outputs, step: None };
-        let executor = Executor {
-            desk: desk(ActorName::Executor),
-            weights,
-            inputs,
-            outputs: to_stasher,
-            gradients: to_reducer,
-            output_slots,
-            gradient_slots,
-            open: HashMap::new(),
-        };
-        let prefetcher = Prefetcher {
-            desk: desk(ActorName::Prefetcher),
-            inbox: steps,
-            weights: to_executor,
-            inputs: inputs_to_executor,
-            weight_slots,
-            visit_credits,
-            input_slots,
-            resident: vec![None; pools.weights as usize],
-            read_slots,
-            read: VecDeque::new(),
-        };
-        let tasks = vec![
-            task(ActorName::Optimizer, &ring, &lanes, optimizer),
-            task(ActorName::Stasher, &ring, &lanes, stasher),
-            task(ActorName::Reducer, &ring, &lanes, reducer),
-            task(ActorName::Executor, &ring, &lanes, executor),
-            task(ActorName::Prefetcher, &ring, &lanes, prefetcher),
-        ];
+        let Wired { ring, tasks, prefetcher, resolved } = wire(&config, &lanes);
         let relay = Relay {
             config,
             ports,
             ring,
-            prefetcher: to_prefetcher,
+            prefetcher,
             resolved,
             next: 0,
             unresolved: false,
@@ -196,7 +112,7 @@ impl<P: Ports> Relay<P> {
         (relay, tasks)
     }
 
-    /// Checks a schedule against this ring. A plan made once may be stepped many times.
+    /// Checks a schedule against this ring. A plan may be stepped many times.
     ///
     /// # Errors
     /// The rule it breaks and the visit that breaks it.
@@ -207,19 +123,15 @@ impl<P: Ports> Relay<P> {
 
     /// What this ring has room for.
     fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
-        let layers: BTreeSet<_> =
-            schedule.visits.iter().filter(|v| v.on_device()).map(|visit| visit.layer).collect();
-        let losses = schedule.visits.iter().filter(|visit| visit.is_loss());
+        let Config { blocks, max_layers, max_micro_batches, .. } = self.config;
+        let layers: BTreeSet<_> = schedule.device_visits().map(|visit| visit.layer).collect();
+        let losses = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Loss);
         let losses = losses.map(|visit| visit.micro_batches.len()).sum();
         let bounds = [
-            (
-                "blocks in the schedule (as the model has)",
-                schedule.blocks.len(),
-                self.config.blocks,
-            ),
-            ("layers at most", layers.len(), self.config.max_layers),
-            ("micro-batches at most", schedule.micro_batches.len(), self.config.max_micro_batches),
-            ("losses at most, one a micro-batch", losses, self.config.max_micro_batches),
+            ("blocks in the schedule (as the model has)", schedule.blocks.len(), blocks),
+            ("layers at most", layers.len(), max_layers),
+            ("micro-batches at most", schedule.micro_batches.len(), max_micro_batches),
+            ("losses at most, one a micro-batch", losses, max_micro_batches),
         ];
         for (index, (what, has, allowed)) in bounds.into_iter().enumerate() {
             let allowed = allowed as usize;
@@ -233,7 +145,8 @@ impl<P: Ports> Relay<P> {
 
     /// Runs one step and resolves when its loss and norm are known; updates may be in flight.
     ///
-    /// Cancelled, the step goes on; the next call waits for it first and its result is lost.
+    /// When it is cancelled, the step itself continues; the next call waits for it first, and its
+    /// result is lost.
     ///
     /// # Errors
     /// [`Error::Refused`] leaves everything as it was; any other error ends the relay.
@@ -332,7 +245,7 @@ impl<P: Ports> Relay<P> {
         }
     }
 
-    /// After the switch tripped: waits until all has ended, and tells why, once.
+    /// After the switch tripped: waits until all has ended, and reports why, once.
     async fn end(&mut self) -> Error {
         let cause = self.ring.switch.cause();
         let hung = cause.is_some_and(|cause| matches!(cause.problem, Problem::Hang(..)));
@@ -370,7 +283,7 @@ impl<P: Ports> Relay<P> {
     /// For whoever wants to look while another task drives the relay.
     pub fn observer(&self) -> Observer {
         let lanes: Arc<dyn Lanes> = self.ports.clone();
-        Observer { ring: self.ring.clone(), lanes: Arc::downgrade(&lanes) }
+        Observer::new(&self.ring, &lanes)
     }
 }
 

@@ -1,17 +1,18 @@
-//! The ring at one moment, for the watchdog and for whoever looks from outside.
+//! The ring at one moment: what each actor does, who holds which slot, what is queued.
+//!
+//! The watchdog reads it to say who is to blame for a standstill; anybody else reads it through an
+//! [`Observer`](crate::Observer).
 
 use std::fmt;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use crate::cause::{ActorName, Cause, Problem};
-use crate::crew::Ring;
 use crate::meter::{Spent, State};
-use crate::pool::{Gauge, Occupancy};
-use crate::ports::{Lane, Lanes};
+use crate::names::ActorName;
+use crate::pool::Occupancy;
 use crate::schedule::LayerId;
+use crate::work::Lane;
 
-/// What an actor is doing, for the watchdog.
+/// What an actor is doing.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Doing {
     /// Busy, starved or blocked.
@@ -43,18 +44,10 @@ pub struct InFlight {
     pub commits: bool,
 }
 
-impl InFlight {
-    /// True when the model is not to be trusted unless this ends well: an update that was begun,
-    /// or that will be.
-    pub(crate) fn may_tear(&self) -> bool {
-        self.lane == Lane::Update && (self.begun || self.commits)
-    }
-}
-
 /// The ring at one moment: who waits for what, who holds which slot, what is queued.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// Each actor, what it is doing, and its closed times.
+    /// Each actor, what it is doing, and the time it has spent in states that ended.
     pub actors: [(ActorName, Doing, Spent); 5],
     /// Each pool.
     pub pools: Vec<Occupancy>,
@@ -64,24 +57,36 @@ pub struct Snapshot {
     pub versions: Vec<u64>,
 }
 
+/// Who is to blame, where, and doing what.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Suspect {
+    pub(crate) actor: ActorName,
+    pub(crate) layer: Option<LayerId>,
+    pub(crate) operation: String,
+}
+
 impl Snapshot {
-    /// Whom a standstill is to be blamed on: a begun operation, else an actor that is not waiting,
-    /// else the oldest queued operation, else the actor that waits longest.
-    pub(crate) fn suspect(&self, problem: Problem) -> Cause {
+    /// Whom to blame for a standstill: a begun operation, else an actor that is not waiting, else
+    /// the oldest queued operation, else the actor that waits longest.
+    pub(crate) fn suspect(&self) -> Suspect {
         let begun = self.operations.iter().find(|operation| operation.begun);
         let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == State::Busy);
         let longest = || self.actors.iter().min_by_key(|(_, doing, _)| doing.since);
-        let of_actor = |(actor, doing, _): &(ActorName, Doing, Spent)| {
-            (*actor, doing.layer, format!("{:?}: {}", doing.state, doing.what))
+        let the_actor = |(actor, doing, _): &(ActorName, Doing, Spent)| Suspect {
+            actor: *actor,
+            layer: doing.layer,
+            operation: format!("{:?}: {}", doing.state, doing.what),
         };
-        let of_operation = |o: &InFlight| (o.actor, o.layer, o.operation.clone());
-        let (actor, layer, operation) = None
-            .or_else(|| begun.map(of_operation))
-            .or_else(|| busy().map(of_actor))
-            .or_else(|| self.operations.first().map(of_operation))
-            .or_else(|| longest().map(of_actor))
-            .expect("there are five actors");
-        Cause { actor, layer, operation, problem }
+        let the_operation = |o: &InFlight| Suspect {
+            actor: o.actor,
+            layer: o.layer,
+            operation: o.operation.clone(),
+        };
+        None.or_else(|| begun.map(the_operation))
+            .or_else(|| busy().map(the_actor))
+            .or_else(|| self.operations.first().map(the_operation))
+            .or_else(|| longest().map(the_actor))
+            .expect("there are five actors")
     }
 }
 
@@ -94,58 +99,13 @@ impl fmt::Display for Snapshot {
         for pool in &self.pools {
             let held: Vec<String> =
                 pool.holders.iter().flatten().map(|content| content.to_string()).collect();
-            writeln!(
-                f,
-                "pool {}: {} of {} [{}]",
-                pool.name,
-                held.len(),
-                pool.holders.len(),
-                held.join(", ")
-            )?;
+            let (name, all) = (pool.name, pool.holders.len());
+            writeln!(f, "pool {name}: {} of {all} [{}]", held.len(), held.join(", "))?;
         }
-        for operation in &self.operations {
-            let state = if operation.begun { "runs" } else { "queued" };
-            writeln!(
-                f,
-                "lane {}: {} ({state}, by {})",
-                operation.lane.name(),
-                operation.operation,
-                operation.actor
-            )?;
+        for InFlight { actor, lane, operation, begun, .. } in &self.operations {
+            let state = if *begun { "runs" } else { "queued" };
+            writeln!(f, "lane {}: {operation} ({state}, by {actor})", lane.name())?;
         }
         Ok(())
-    }
-}
-
-/// Looks at a ring from outside, also when another task drives it or it has ended.
-#[derive(Clone)]
-pub struct Observer {
-    pub(crate) ring: Arc<Ring>,
-    /// Not held: what they work on is not the observer's to keep.
-    pub(crate) lanes: Weak<dyn Lanes>,
-}
-
-impl Observer {
-    /// The ring now.
-    pub fn snapshot(&self) -> Snapshot {
-        self.ring.snapshot()
-    }
-
-    /// What each actor has spent until now. Its states sum to the time since it began.
-    pub fn spent(&self) -> [(ActorName, Spent); 5] {
-        self.ring.spent(self.now())
-    }
-
-    /// Each pool now.
-    pub fn pools(&self) -> Vec<Occupancy> {
-        self.ring.gauges.iter().map(Gauge::read).collect()
-    }
-
-    /// The lanes' clock; it stands still once they are gone.
-    pub fn now(&self) -> Duration {
-        match self.lanes.upgrade() {
-            Some(lanes) => lanes.now(),
-            None => self.ring.last_entered(),
-        }
     }
 }

@@ -1,27 +1,31 @@
-//! The downloading side of the activation loop: each boundary into the stash, each a fact.
+//! The downloading side of the activation loop: each boundary goes into the stash, and becomes a
+//! fact.
 
 use std::sync::Arc;
 
 use async_trait::async_trait;
 
-use crate::crew::{Actor, Desk};
+use crate::cause::BoxedError;
+use crate::context::Context;
 use crate::facts::Fact;
 use crate::mailbox::Inbox;
 use crate::messages::{Flow, Outputs};
+use crate::operation::{Order, Step};
 use crate::pool::Content;
-use crate::ports::{Order, Placed, Step, Trouble, Work};
+use crate::task::Actor;
+use crate::work::{Placed, Work};
 
 pub(crate) struct Stasher {
-    pub(crate) desk: Desk,
+    pub(crate) context: Context,
     pub(crate) outputs: Inbox<Flow<Outputs>>,
     pub(crate) step: Option<Arc<Step>>,
 }
 
 #[async_trait]
 impl Actor for Stasher {
-    async fn run(&mut self) -> Result<(), Trouble> {
+    async fn run(&mut self) -> Result<(), BoxedError> {
         loop {
-            match self.desk.recv(&mut self.outputs, None).await? {
+            match self.context.recv(&mut self.outputs, None).await? {
                 Flow::Begin(step) => self.step = Some(step),
                 Flow::Datum(outputs) => self.stash(outputs),
                 Flow::Stop => return Ok(()),
@@ -44,7 +48,7 @@ impl Stasher {
             order.waits = vec![outputs.computed.clone()];
             order.holds = held;
             order.raises = vec![Fact::Stashed(boundary, micro_batch)];
-            self.desk.queue(order);
+            self.context.queue(order);
         }
     }
 }

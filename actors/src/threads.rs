@@ -1,13 +1,14 @@
 //! Lanes made of threads: one per lane, doing work that blocks.
 //!
-//! A device implements [`Hands`], one function that does what an operation says, and gets lanes
+//! A device implements [`LaneWork`], one function that does what an operation says, and gets lanes
 //! with order, fences, panics and cancellation seen to. A thread that waits for a fence of
 //! another lane is parked, not spinning, and wakes for the kill switch too.
 //!
-//! A device with queues of its own takes the operations of its lanes as soon as those that they wait
-//! on were taken, and a second thread a lane waits for what it took.
+//! A device with queues of its own is issued the operations of its lanes as soon as those that they
+//! wait on were issued, and a second thread a lane waits for their ends.
 
 use std::future::Future;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::{Arc, Mutex};
@@ -18,19 +19,21 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::cause::Problem;
+use crate::cause::{BoxedError, Problem};
 use crate::fence::Done;
-use crate::ports::{Lane, Lanes, Operation, Ports, Step, Trouble};
-use crate::record::{Record, Scribe};
+use crate::operation::{Operation, Step};
+use crate::ports::{Lanes, Ports};
+use crate::record::{RecordSink, Scribe};
+use crate::work::Lane;
 
-/// Waits for work that a device took, and says how it went, in the lanes' time.
-pub type Pending = Box<dyn FnOnce() -> Result<Done, Trouble> + Send>;
+/// Waits for work that was issued to a device, and says how it ended, in the lanes' time.
+pub type Pending = Box<dyn FnOnce() -> Result<Done, BoxedError> + Send>;
 
-/// Operations that a lane's device has taken and not ended, beside the one that is waited for.
-const TAKEN: usize = 2;
+/// Operations of a lane that its device has and has not ended, beside the one that is waited for.
+const ISSUED: usize = 2;
 
 /// What does the work. Called by six threads at once, each with its lane's operations.
-pub trait Hands: Send + Sync + 'static {
+pub trait LaneWork: Send + Sync + 'static {
     /// See [`Ports::Batch`].
     type Batch: Send + 'static;
 
@@ -42,10 +45,10 @@ pub trait Hands: Send + Sync + 'static {
     ///
     /// # Errors
     /// Whatever went wrong; it ends the ring.
-    fn perform(&self, operation: &Operation) -> Result<f64, Trouble>;
+    fn perform(&self, operation: &Operation) -> Result<f64, BoxedError>;
 
-    /// Whether a lane's operations are taken by a device, which keeps their order: then they are
-    /// [issued](Hands::issue), and not performed.
+    /// Whether a device takes this lane's operations and keeps their order. Then they are
+    /// [issued](LaneWork::issue), and not performed.
     fn issues(&self, lane: Lane) -> bool {
         _ = lane;
         false
@@ -55,137 +58,148 @@ pub trait Hands: Send + Sync + 'static {
     ///
     /// # Errors
     /// Whatever went wrong; it ends the ring.
-    fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, Trouble> {
+    fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, BoxedError> {
         unreachable!("{} of {now:?} is performed", operation.work())
-    }
-
-    /// Hears of each operation that ended well, on its lane, before anyone who waits for it.
-    fn done(&self, operation: &Operation, record: Record) {
-        drop((operation, record));
     }
 }
 
 /// See the [module](self).
-pub struct ThreadLanes<H> {
-    hands: Arc<H>,
+pub struct ThreadLanes<W> {
+    work: Arc<W>,
     origin: Instant,
     /// One queue a lane; bounded by the slots and credits that operations hold. None: closed.
     queues: Mutex<Option<Vec<flume::Sender<Operation>>>>,
     alive: watch::Sender<usize>,
 }
 
-impl<H: Hands> ThreadLanes<H> {
-    /// Starts the threads.
+impl<W: LaneWork> ThreadLanes<W> {
+    /// Starts the threads. `records` receives the record of each operation that ended well.
     ///
     /// # Errors
     /// The system gives no thread.
-    pub fn start(hands: H) -> std::io::Result<ThreadLanes<H>> {
-        let (hands, origin) = (Arc::new(hands), Instant::now());
-        let alive = watch::Sender::new(0);
+    pub fn start(work: W, records: Option<Arc<dyn RecordSink>>) -> io::Result<ThreadLanes<W>> {
+        let (work, origin, alive) = (Arc::new(work), Instant::now(), watch::Sender::new(0));
         let mut queues = Vec::new();
         for lane in Lane::ALL {
             let (queue, operations) = flume::unbounded::<Operation>();
-            let named = |what: &str| thread::Builder::new().name(format!("l2l-{what}"));
-            let (worker, here) = (hands.clone(), Alive::new(&alive));
-            if !hands.issues(lane) {
-                named(lane.name()).spawn(move || {
-                    let _here = here; // told last, when the hands are gone
-                    let worker = worker;
-                    let mut scribe = Scribe::default();
-                    for operation in operations.iter() {
-                        run(&*worker, operation, origin, &mut scribe);
-                    }
+            let runner = || Runner {
+                work: work.clone(),
+                origin,
+                records: records.clone(),
+                scribe: Scribe::default(),
+            };
+            if work.issues(lane) {
+                let (issued, waited) = flume::bounded(ISSUED);
+                let (issuer, mut ender) = (runner(), runner());
+                spawn(lane.name(), &alive, move || {
+                    operations.iter().for_each(|operation| issuer.issue(operation, &issued));
+                })?;
+                spawn(&format!("{}-end", lane.name()), &alive, move || {
+                    waited.iter().for_each(|(operation, pending)| ender.end(operation, pending));
                 })?;
             } else {
-                let (taken, waited) = flume::bounded(TAKEN);
-                named(lane.name()).spawn(move || {
-                    let _here = here; // told last, when the hands are gone
-                    let worker = worker;
-                    for operation in operations.iter() {
-                        issue(&*worker, operation, origin, &taken);
-                    }
-                })?;
-                let (worker, here) = (hands.clone(), Alive::new(&alive));
-                named(&format!("{}-end", lane.name())).spawn(move || {
-                    let _here = here; // told last, when the hands are gone
-                    let worker = worker;
-                    let mut scribe = Scribe::default();
-                    for (operation, pending) in waited.iter() {
-                        end(&*worker, operation, pending, &mut scribe);
-                    }
+                let mut runner = runner();
+                spawn(lane.name(), &alive, move || {
+                    operations.iter().for_each(|operation| runner.run(operation));
                 })?;
             }
             queues.push(queue);
         }
-        Ok(ThreadLanes { hands, origin, queues: Mutex::new(Some(queues)), alive })
+        Ok(ThreadLanes { work, origin, queues: Mutex::new(Some(queues)), alive })
     }
 
     /// What does the work.
-    pub fn hands(&self) -> &H {
-        &self.hands
+    pub fn work(&self) -> &W {
+        &self.work
     }
 }
 
-/// Runs one operation, or drops it when the ring is ending.
-fn run<H: Hands>(hands: &H, operation: Operation, origin: Instant, scribe: &mut Scribe) {
-    if !block_on(operation.ready()) {
-        return;
-    }
-    operation.begun();
-    let begin = origin.elapsed();
-    let performed = catch_unwind(AssertUnwindSafe(|| hands.perform(&operation)));
-    let end = origin.elapsed();
-    if let Ok(Ok(_)) = performed {
-        hands.done(&operation, scribe.record(&operation, begin, end));
-    }
-    operation.finish(match performed {
-        Ok(Ok(value)) => Ok(Done { begin, end, value }),
-        Ok(Err(trouble)) => Err(Problem::Error(trouble)),
-        Err(payload) => Err(Problem::of_panic(&*payload)),
-    });
+/// Starts a thread that is counted as long as it runs.
+fn spawn(
+    name: &str,
+    alive: &watch::Sender<usize>,
+    run: impl FnOnce() + Send + 'static,
+) -> io::Result<()> {
+    let here = Alive::new(alive);
+    let thread = thread::Builder::new().name(format!("l2l-{name}"));
+    thread.spawn(move || {
+        let _here = here; // dropped last, when all that `run` owns is gone
+        run();
+    })?;
+    Ok(())
 }
 
-/// Hands one operation to the device, or drops it when the ring is ending.
-fn issue<H: Hands>(
-    hands: &H,
-    operation: Operation,
+/// What one thread of a lane works with.
+struct Runner<W> {
+    work: Arc<W>,
     origin: Instant,
-    taken: &flume::Sender<(Operation, Pending)>,
-) {
-    if !block_on(operation.issuable()) {
-        return;
-    }
-    operation.begun();
-    match catch_unwind(AssertUnwindSafe(|| hands.issue(&operation, origin.elapsed()))) {
-        Ok(Ok(pending)) => {
-            operation.issued();
-            _ = taken.send((operation, pending)); // a thread that is gone drops it
-        }
-        Ok(Err(trouble)) => operation.finish(Err(Problem::Error(trouble))),
-        Err(payload) => operation.finish(Err(Problem::of_panic(&*payload))),
-    }
+    records: Option<Arc<dyn RecordSink>>,
+    scribe: Scribe,
 }
 
-/// Waits for one operation that the device took.
-fn end<H: Hands>(hands: &H, operation: Operation, pending: Pending, scribe: &mut Scribe) {
-    let ended = catch_unwind(AssertUnwindSafe(pending));
-    // What it waited on is done, too, and is told so before.
-    if matches!(ended, Ok(Ok(_))) && !block_on(operation.ready()) {
-        return;
+/// What came of work: its value or times, an error, or a caught panic.
+type Caught<T> = thread::Result<Result<T, BoxedError>>;
+
+impl<W: LaneWork> Runner<W> {
+    /// Runs one operation, or drops it when the ring is ending.
+    fn run(&mut self, operation: Operation) {
+        if !block_on(operation.ready()) {
+            return;
+        }
+        operation.begun();
+        let begin = self.origin.elapsed();
+        let performed = catch_unwind(AssertUnwindSafe(|| self.work.perform(&operation)));
+        let end = self.origin.elapsed();
+        let done = |value| Done { begin, end, value };
+        self.finish(operation, performed.map(|performed| performed.map(done)));
     }
-    let ended = ended.map(|ended| ended.map(|done| scribe.in_order(&operation, done)));
-    if let Ok(Ok(Done { begin, end, .. })) = ended {
-        hands.done(&operation, scribe.record(&operation, begin, end));
+
+    /// Hands one operation to the device, or drops it when the ring is ending.
+    fn issue(&self, operation: Operation, issued: &flume::Sender<(Operation, Pending)>) {
+        if !block_on(operation.issuable()) {
+            return;
+        }
+        operation.begun();
+        let now = self.origin.elapsed();
+        match catch_unwind(AssertUnwindSafe(|| self.work.issue(&operation, now))) {
+            Ok(Ok(pending)) => {
+                operation.issued();
+                _ = issued.send((operation, pending)); // a thread that is gone drops it
+            }
+            Ok(Err(error)) => operation.finish(Err(Problem::Error(error))),
+            Err(payload) => operation.finish(Err(Problem::from_panic(&*payload))),
+        }
     }
-    operation.finish(match ended {
-        Ok(Ok(done)) => Ok(done),
-        Ok(Err(trouble)) => Err(Problem::Error(trouble)),
-        Err(payload) => Err(Problem::of_panic(&*payload)),
-    });
+
+    /// Waits for one operation that the device has.
+    fn end(&mut self, operation: Operation, pending: Pending) {
+        let ended = catch_unwind(AssertUnwindSafe(pending));
+        // What it waited on has ended on the device, too; its own thread reports that first.
+        if matches!(ended, Ok(Ok(_))) && !block_on(operation.ready()) {
+            return;
+        }
+        let in_order = |done| self.scribe.in_order(&operation, done);
+        let ended = ended.map(|ended| ended.map(in_order));
+        self.finish(operation, ended);
+    }
+
+    /// Hands on the record of an operation that ended well, and ends the operation.
+    fn finish(&mut self, operation: Operation, ended: Caught<Done>) {
+        let result = match ended {
+            Ok(Ok(done)) => {
+                let record = self.scribe.record(&operation, done.begin, done.end);
+                self.records.iter().for_each(|records| records.record(&record));
+                Ok(done)
+            }
+            Ok(Err(error)) => Err(Problem::Error(error)),
+            Err(payload) => Err(Problem::from_panic(&*payload)),
+        };
+        operation.finish(result);
+    }
 }
 
 #[async_trait]
-impl<H: Hands> Lanes for ThreadLanes<H> {
+impl<W: LaneWork> Lanes for ThreadLanes<W> {
     fn queue(&self, operation: Operation) {
         let lane = operation.work().lane();
         let queues = self.queues.lock().expect("nothing panics inside");
@@ -209,11 +223,11 @@ impl<H: Hands> Lanes for ThreadLanes<H> {
     }
 }
 
-impl<H: Hands> Ports for ThreadLanes<H> {
-    type Batch = H::Batch;
+impl<W: LaneWork> Ports for ThreadLanes<W> {
+    type Batch = W::Batch;
 
-    fn begin(&self, step: &Arc<Step>, batch: H::Batch) {
-        self.hands.begin(step, batch, self.now());
+    fn begin(&self, step: &Arc<Step>, batch: W::Batch) {
+        self.work.begin(step, batch, self.now());
     }
 }
 

@@ -1,7 +1,7 @@
 //! Fails a ring in which nothing moves.
 //!
 //! A thread, not a task: a task that blocks its executor would block a watchdog task with it. It
-//! ends when its leash is let go of, or when the ring has had as long again to end after a failure.
+//! ends when its leash is dropped, or when the ring has had as long again to end after a failure.
 //! A ring with nothing to do is idle, not hung.
 
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use flume::{RecvTimeoutError, Sender};
 
-use crate::cause::Problem;
-use crate::crew::Ring;
+use crate::cause::{Cause, Problem};
+use crate::ring::Ring;
 
 /// Keeps the watchdog alive.
 #[derive(Debug)]
@@ -28,7 +28,7 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
         let mut seen = (ring.progress(), Instant::now());
         while held.recv_timeout(patience / 4) == Err(RecvTimeoutError::Timeout) {
             if ring.switch.tripped() {
-                // Whoever waits for the end is told the cause even if the end does not come.
+                // Whoever waits for the end gets the cause even if the end does not come.
                 if held.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
                     _ = ring.given_up.set(());
                 }
@@ -40,7 +40,7 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
             } else if seen.1.elapsed() >= patience {
                 let snapshot = ring.snapshot();
                 let problem = Problem::Hang(patience, Box::new(snapshot.clone()));
-                ring.switch.trip(snapshot.suspect(problem));
+                ring.switch.trip(Cause::hang(snapshot.suspect(), problem));
             }
         }
     });

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 
 use common::rehearsal::{Event, Name, Rehearsal};
 use common::*;
-use l2l_actors::ports::{Lane, Work};
 use l2l_actors::schedule::{Capacities, LayerId, Schedule, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
-use l2l_actors::{ActorName, Config, Drill, Error, Fault, Integrity, Problem, Relay};
+use l2l_actors::work::{Lane, Work};
+use l2l_actors::{ActorName, Config, Error, Fault, FaultInjection, Integrity, Problem, Relay};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 
@@ -55,11 +55,11 @@ impl Mode {
 
 fn ring(mode: Mode) -> (Schedule, Config) {
     let model = model(2, 1, true);
+    let model = if mode.on_file { on_file(model) } else { model };
     let mut selection = everything(&model, 2);
     selection.frozen = vec![l2l_actors::schedule::BlockId(1)];
     let schedule = relay(&model, &selection).expect("a model of ours");
     let config = config(&schedule, &Capacities::default(), mode.deferred);
-    let config = if mode.on_file { on_file(config, &schedule) } else { config };
     (schedule, config)
 }
 
@@ -67,7 +67,7 @@ fn ring(mode: Mode) -> (Schedule, Config) {
 #[derive(Clone, Debug)]
 enum Injection {
     Operation(Box<Record>, Fault),
-    Actor(Drill),
+    Actor(FaultInjection),
 }
 
 /// Who is to be named.
@@ -81,8 +81,8 @@ struct Blame {
 /// All operations and all waits of the ring, and what is blamed for each failing.
 fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
     let (schedule, config) = ring(mode);
-    let drive = |drill| {
-        let (config, schedule) = (Config { drill, ..config.clone() }, schedule.clone());
+    let drive = |inject| {
+        let (config, schedule) = (Config { inject, ..config.clone() }, schedule.clone());
         virtual_time::run(
             config,
             |_| ticks(1),
@@ -116,15 +116,15 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
     for (actor, doing, _) in snapshot.actors {
         for wait in 0..doing.waits {
             // Where the actor is at this wait, virtual time knows: an error there ends the ring.
-            let drill = Drill { actor, wait, fault: Fault::Error };
-            let ((failure, _), _) = drive(Some(drill)).expect("it ends");
+            let inject = FaultInjection { actor, wait, fault: Fault::Error };
+            let ((failure, _), _) = drive(Some(inject)).expect("it ends");
             let Some(Error::Failed { cause, .. }) = failure else {
-                panic!("no failure for {drill:?}, but {failure:?}");
+                panic!("no failure for {inject:?}, but {failure:?}");
             };
             assert_eq!(cause.actor, actor);
             let (layer, what) = (cause.layer, cause.operation.clone());
-            let drill = Drill { fault, ..drill };
-            all.push((Injection::Actor(drill), Blame { actor, layer, what }));
+            let inject = FaultInjection { fault, ..inject };
+            all.push((Injection::Actor(inject), Blame { actor, layer, what }));
         }
     }
     all
@@ -179,17 +179,17 @@ async fn drive(mut relay: Relay<ThreadLanes<Rehearsal>>, schedule: &Schedule) ->
 /// Makes it happen, and looks at everything that must hold after.
 fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
     let (schedule, config) = ring(mode);
-    let (drill, event, fault) = match case {
-        Injection::Actor(drill) => (Some(*drill), None, drill.fault),
+    let (inject, event, fault) = match case {
+        Injection::Actor(inject) => (Some(*inject), None, inject.fault),
         Injection::Operation(record, fault) => {
             let name = Name::of(record.step, &record.work);
             (None, Some((name, Event::Fails(*fault))), *fault)
         }
     };
     let watchdog = (fault == Fault::Hang).then_some(PATIENCE);
-    let config = Config { drill, watchdog, ..config };
-    let hands = Rehearsal::new(schedule.blocks.len(), event);
-    let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+    let config = Config { inject, watchdog, ..config };
+    let work = Rehearsal::new(schedule.blocks.len(), event);
+    let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
     let begin = Instant::now();
     let error = runtime(threads).block_on(async {
         let relay = Relay::start(config, lanes.clone());
@@ -203,15 +203,15 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
     let Some(Error::Failed { cause, integrity }) = error else { panic!("{case:?}: {error:?}") };
     assert_eq!((cause.actor, cause.layer), (blame.actor, blame.layer), "{case:?}: {cause}");
     assert!(cause.operation.contains(&blame.what), "{case:?}: {cause}");
-    let told = match (&cause.problem, fault) {
-        (Problem::Error(trouble), Fault::Error) => trouble.to_string() == "a rehearsed error",
-        (Problem::Panic(text), Fault::Panic) => text == "a rehearsed panic",
+    let is_reported = match (&cause.problem, fault) {
+        (Problem::Error(error), Fault::Error) => error.to_string() == "an injected error",
+        (Problem::Panic(text), Fault::Panic) => text == "an injected panic",
         (Problem::Hang(..), Fault::Hang) => true,
         _ => false,
     };
-    assert!(told, "{case:?}: {cause}");
+    assert!(is_reported, "{case:?}: {cause}");
 
-    let versions = lanes.hands().versions();
+    let versions = lanes.work().versions();
     let whole = versions.iter().all(|&version| version == versions[0]);
     // Who knows what an update that did not end well has left behind.
     let in_update = matches!(case, Injection::Operation(record, _)
@@ -223,14 +223,14 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
         !mode.is_whole() || whole || in_update,
         "{mode:?}, {case:?}: a deferred step was torn: {integrity:?}"
     );
-    lanes.hands().release();
+    lanes.work().release();
 }
 
-/// A rehearsed panic is no news.
+/// An injected panic is no news.
 fn quietly<T>(run: impl FnOnce() -> T) -> T {
     std::panic::set_hook(Box::new(|info| {
         let text = info.payload().downcast_ref::<&str>().copied().unwrap_or_default();
-        if text != "a rehearsed panic" {
+        if text != "an injected panic" {
             eprintln!("{info}");
         }
     }));
@@ -349,16 +349,16 @@ fn drop_after(moves: usize, mode: Mode) -> bool {
 fn drop_at(name: Name, mode: Mode, threads: usize) {
     let (schedule, config) = ring(mode);
     let begun = Arc::new(Notify::new());
-    let hands =
-        Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Tells(begun.clone()))));
-    let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+    let work =
+        Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Notifies(begun.clone()))));
+    let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
     runtime(threads).block_on(async {
         let relay = Relay::start(config, lanes.clone());
         first(begun.notified(), drive(relay, &schedule)).await;
         tasks_gone().await;
     });
     soon("threads gone", || threads_of_ours() == 0);
-    let versions: BTreeSet<u64> = lanes.hands().versions().into_iter().collect();
+    let versions: BTreeSet<u64> = lanes.work().versions().into_iter().collect();
     assert!(!mode.is_whole() || versions.len() == 1, "{name:?}: a deferred step was torn");
 }
 
@@ -379,14 +379,14 @@ fn two_relays_in_one_process_do_not_know_each_other() {
     let _alone = alone();
     for threads in [0, 2] {
         let (schedule, config) = ring(MODES[1]);
-        let start = |drill| {
-            let hands = Rehearsal::new(schedule.blocks.len(), None);
-            let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
-            Relay::start(Config { drill, ..config.clone() }, lanes)
+        let start = |inject| {
+            let work = Rehearsal::new(schedule.blocks.len(), None);
+            let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
+            Relay::start(Config { inject, ..config.clone() }, lanes)
         };
         runtime(threads).block_on(async {
-            let drill = Drill { actor: ActorName::Reducer, wait: 7, fault: Fault::Error };
-            let (failing, mut sound) = (start(Some(drill)), start(None));
+            let inject = FaultInjection { actor: ActorName::Reducer, wait: 7, fault: Fault::Error };
+            let (failing, mut sound) = (start(Some(inject)), start(None));
             let other = schedule.clone();
             let failing = tokio::spawn(async move { drive(failing, &other).await });
             for step in 0..20 {
@@ -408,8 +408,8 @@ fn steps_start_no_thread_and_no_task() {
     let _alone = alone();
     for threads in [0, 2] {
         let (schedule, config) = ring(MODES[0]);
-        let hands = Rehearsal::new(schedule.blocks.len(), None);
-        let lanes = Arc::new(ThreadLanes::start(hands).expect("threads"));
+        let work = Rehearsal::new(schedule.blocks.len(), None);
+        let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
         runtime(threads).block_on(async {
             let mut relay = Relay::start(config, lanes);
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();

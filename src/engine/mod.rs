@@ -20,7 +20,7 @@ use crate::config::Config;
 use crate::data::Batch;
 use crate::error::Error;
 use crate::models::Model;
-use crate::plan::{Carries, Plan, Purpose, StepShape, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, schedule_of};
 use crate::worker::{CacheSlot, StepInput, Worker};
 
 /// See the [module](self).
@@ -47,7 +47,6 @@ pub(crate) struct Engine {
 struct Kept {
     shape: StepShape,
     schedule: Schedule,
-    carries: Arc<Carries>,
 }
 
 /// What a step came to.
@@ -70,7 +69,9 @@ impl Engine {
     /// The system gives no threads.
     pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
         let (model, plan) = (worker.model().clone(), worker.plan().clone());
-        let lanes = Arc::new(ThreadLanes::start(worker).map_err(Error::system)?);
+        let records = worker.records().clone();
+        let lanes = ThreadLanes::start(worker, Some(records)).map_err(Error::system)?;
+        let lanes = Arc::new(lanes);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
         let relay = Relay::start(ring, lanes.clone());
@@ -106,14 +107,13 @@ impl Engine {
         let kept = &mut self.schedules[usize::from(purpose.trains())];
         if kept.as_ref().is_none_or(|kept| kept.shape != shape) {
             let states = self.plan.states;
-            let (schedule, carries) = schedule_of(&self.config, &self.model, shape, states)?;
-            *kept = Some(Kept { shape, schedule, carries: Arc::new(carries) });
+            let schedule = schedule_of(&self.config, &self.model, shape, states)?;
+            *kept = Some(Kept { shape, schedule });
         }
-        let Kept { schedule, carries, .. } = kept.as_ref().expect("it was just made");
+        let Kept { schedule, .. } = kept.as_ref().expect("it was just made");
         self.visits += schedule.visits.len() as u64;
         self.pending = Some(purpose);
-        let (trained, carries) = (self.trained, carries.clone());
-        let input = StepInput { batch, purpose, trained, carries, cache };
+        let input = StepInput { batch, purpose, trained: self.trained, cache };
         let resolved = self.relay.step(schedule, input).await;
         self.account();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
@@ -174,7 +174,7 @@ impl Engine {
 
     /// The work behind the lanes.
     pub(crate) fn worker(&self) -> &Worker {
-        self.lanes.hands()
+        self.lanes.work()
     }
 
     /// Looks at the ring from outside, also after its end.
@@ -211,6 +211,6 @@ pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Duration>
         max_micro_batches: plan.micro_batches.len() as u32,
         deferred: plan.deferred,
         watchdog,
-        drill: None,
+        inject: None,
     }
 }

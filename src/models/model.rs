@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, Layer as RingLayer, Role};
+use l2l_actors::schedule::{
+    Block as BlockSize, BlockId, Boundary, Layer as RingLayer, LayerKind, Role,
+};
 
 use super::block::Block;
 use super::classes::Classes;
@@ -149,38 +151,42 @@ impl Model {
         states: usize,
         dtype: Dtype,
     ) -> l2l_actors::schedule::Model {
-        let boundary = |slots: u32, floats: usize| {
-            let bytes = (floats * size_of::<f32>()) as u64;
-            Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes }
+        let boundary = |role: Role, floats: usize| {
+            Boundary::plain(role, 1, (floats * size_of::<f32>()) as u64)
         };
         let hidden = positions * self.shape.hidden;
-        let saved = self.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(layer.saved_len(positions, save, dtype)),
-            _ => None,
-        });
-        let saved = saved.max().unwrap_or(0);
+        let saved_len = |part: &Part| match part {
+            Part::Stack(layer) => layer.saved_len(positions, save, dtype),
+            _ => 0,
+        };
+        let saved = self.parts.iter().map(saved_len).max().unwrap_or(0);
         let block = |tensors: &Vec<Tensor>| {
-            let gradient_bytes = (block_len(tensors) * size_of::<f32>()) as u64;
-            let bytes = (block_len(tensors) * dtype.size()) as u64;
-            let state_bytes = gradient_bytes * (1 + states as u64);
-            BlockSize { bytes, gradient_bytes, state_bytes, frozen: false }
+            let master_bytes = (block_len(tensors) * size_of::<f32>()) as u64;
+            BlockSize {
+                weight_bytes: (block_len(tensors) * dtype.size()) as u64,
+                gradient_bytes: master_bytes,
+                master_bytes,
+                state_bytes: master_bytes * states as u64,
+                staged: false,
+                frozen: false,
+            }
         };
         let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| RingLayer {
-            role: match part {
-                Part::Embedding => Role::Embedding,
-                Part::Stack(_) => Role::Stack,
-                Part::Head(_) | Part::Classes(_) => Role::Tile,
+            kind: match part {
+                Part::Embedding => LayerKind::Embedding,
+                Part::Stack(_) => LayerKind::Stack,
+                Part::Head(_) | Part::Classes(_) => LayerKind::Tile,
             },
             blocks: blocks.clone(),
-            keeps: matches!(part, Part::Stack(layer) if layer.saved_len(positions, save, dtype) > 0),
+            saves: saved_len(part) > 0,
         });
         l2l_actors::schedule::Model {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
-            hidden: boundary(1, dtype.floats(hidden)),
-            intermediates: boundary(1, saved),
-            statistics: boundary(1, positions * STATISTICS),
-            head_gradient: boundary(1, self.head_gradient(dtype).floats(hidden)),
+            hidden: boundary(Role::Hidden, dtype.floats(hidden)),
+            saved_activations: boundary(Role::SavedActivations, saved),
+            statistics: boundary(Role::Statistics, positions * STATISTICS),
+            head_gradient: boundary(Role::HeadGradient, self.head_gradient(dtype).floats(hidden)),
         }
     }
 

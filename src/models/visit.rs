@@ -1,6 +1,6 @@
 //! One micro-batch at one visit: which views are the inputs and outputs of the visited layer.
 
-use l2l_actors::schedule::{Phase, Visit};
+use l2l_actors::schedule::{Phase, Role, Visit};
 
 use crate::kernels::{
     BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, DropoutKey, Kernels, Logits, Rows, STATISTICS,
@@ -21,20 +21,56 @@ pub(crate) struct VisitArgs<'a> {
     pub(crate) dtype: Dtype,
     pub(crate) weights: View,
     pub(crate) gradient: Option<View>,
+    /// Whether the gradient is added to what the accumulator holds, or replaces it.
     pub(crate) accumulate: bool,
-    /// Slots of boundaries, in floats whatever they hold.
-    pub(crate) reads: Vec<View>,
-    pub(crate) writes: Vec<View>,
+    /// Boundaries that the visit reads, and those that it writes.
+    pub(crate) reads: BoundaryViews,
+    pub(crate) writes: BoundaryViews,
+    /// 1 ÷ labelled positions of the step.
     pub(crate) scale: f32,
-    /// True when heads write logits, or scores, in front of their statistics.
-    pub(crate) writes_logits: bool,
     /// Which activations are saved, if any are.
     pub(crate) save: Save,
-    /// True when layers write new keys and values behind their output.
-    pub(crate) writes_kv: bool,
     pub(crate) workspace: View,
     /// What the chunks of a long sequence leave to each other.
     pub(crate) chunk_state: View,
+}
+
+/// A slot for each role of boundaries that a visit has, in floats whatever it holds.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct BoundaryViews {
+    pub(crate) hidden: Option<View>,
+    pub(crate) hidden_gradient: Option<View>,
+    pub(crate) saved_activations: Option<View>,
+    pub(crate) statistics: Option<View>,
+    pub(crate) head_gradient: Option<View>,
+    pub(crate) logits: Option<View>,
+    pub(crate) cached_kv: Option<View>,
+    pub(crate) new_kv: Option<View>,
+}
+
+impl FromIterator<(Role, View)> for BoundaryViews {
+    fn from_iter<I: IntoIterator<Item = (Role, View)>>(boundaries: I) -> BoundaryViews {
+        let mut views = BoundaryViews::default();
+        for (role, view) in boundaries {
+            let place = match role {
+                Role::Hidden => &mut views.hidden,
+                Role::HiddenGradient => &mut views.hidden_gradient,
+                Role::SavedActivations => &mut views.saved_activations,
+                Role::Statistics => &mut views.statistics,
+                Role::HeadGradient => &mut views.head_gradient,
+                Role::Logits => &mut views.logits,
+                Role::CachedKv => &mut views.cached_kv,
+                Role::NewKv => &mut views.new_kv,
+            };
+            *place = Some(view);
+        }
+        views
+    }
+}
+
+/// A boundary that the schedule gives every visit of this kind.
+fn given(view: Option<View>) -> View {
+    view.expect("the schedule gives each visit the boundaries of its kind")
 }
 
 /// Runs the visited layer. Returns the most floats of workspace that were in use at once.
@@ -97,8 +133,15 @@ impl<'r> VisitRun<'r> {
         slot.with_columns(STATISTICS)
     }
 
-    fn last_write(&self) -> View {
-        *self.args.writes.last().expect("a visit writes")
+    /// The hidden states that the visit reads.
+    fn x(&self) -> View {
+        self.hidden(given(self.args.reads.hidden), self.args.dtype)
+    }
+
+    /// The gradient that a head's visit writes.
+    fn head_gradient(&self) -> View {
+        let dtype = self.model.head_gradient(self.args.dtype);
+        self.hidden(given(self.args.writes.head_gradient), dtype)
     }
 
     /// The block's gradient; of a frozen block, in workspace.
@@ -108,23 +151,16 @@ impl<'r> VisitRun<'r> {
     }
 
     fn layer_forward(&self, layer: &dyn Layer) {
-        let VisitArgs { batch, dtype, weights, ref reads, ref writes, .. } = *self.args;
-        let VisitArgs { save, writes_kv, chunk_state, .. } = *self.args;
-        let (saved, kv_cache) = match writes.get(1).copied() {
-            Some(new) if writes_kv => {
-                let kv = |slot: View| self.kv(slot, layer.kv_width());
-                let cached = reads.get(1).map(|slot| kv(*slot));
-                (None, Some(KvCache { new: kv(new), cached }))
-            }
-            saved => (saved.map(|view| (save, view)), None),
-        };
+        let VisitArgs { batch, dtype, weights, reads, writes, save, chunk_state, .. } = *self.args;
+        let kv = |slot: View| self.kv(slot, layer.kv_width());
+        let new_kv = writes.new_kv.map(kv);
         let pass = Forward {
             batch,
             weights,
-            x: self.hidden(reads[0], dtype),
-            y: self.hidden(writes[0], dtype),
-            saved,
-            kv_cache,
+            x: self.x(),
+            y: self.hidden(given(writes.hidden), dtype),
+            saved: writes.saved_activations.map(|view| (save, view)),
+            kv_cache: new_kv.map(|new| KvCache { new, cached: reads.cached_kv.map(kv) }),
             chunk_state,
             scratch: &self.scratch,
         };
@@ -133,54 +169,63 @@ impl<'r> VisitRun<'r> {
 
     fn layer_backward(&self, layer: &dyn Layer) {
         let VisitArgs { batch, dtype, weights, gradient, accumulate, .. } = *self.args;
-        let VisitArgs { ref reads, ref writes, save, chunk_state, .. } = *self.args;
-        let is_last = self.model.parts.get(self.layer + 1).is_some_and(Part::is_head);
-        let given = if is_last { self.model.head_gradient(dtype) } else { dtype };
-        let mut dy = self.hidden(reads[reads.len() - 1], given);
-        if given != dtype && !layer.takes_floats() {
-            let cast = self.scratch.take_like(dy);
-            self.k.cast(&Cast { y: cast, x: dy });
-            dy = cast;
-        }
+        let VisitArgs { reads, writes, save, chunk_state, .. } = *self.args;
+        let dy = match reads.head_gradient {
+            Some(slot) => self.head_gradient_for(layer, slot),
+            None => self.hidden(given(reads.hidden_gradient), dtype),
+        };
         let pass = Backward {
             batch,
             weights,
             gradient,
             accumulate,
-            x: self.hidden(reads[0], dtype),
-            saved: (reads.len() == 3).then(|| (save, reads[1])),
+            x: self.x(),
+            saved: reads.saved_activations.map(|view| (save, view)),
             dy,
-            dx: writes.first().map(|slot| self.hidden(*slot, dtype)),
+            dx: writes.hidden_gradient.map(|slot| self.hidden(slot, dtype)),
             chunk_state,
             scratch: &self.scratch,
         };
         layer.backward(self.k, &pass);
     }
 
+    /// The gradient that a head hands to this layer: cast to the device's dtype, unless it is of
+    /// that dtype or the layer takes floats.
+    fn head_gradient_for(&self, layer: &dyn Layer, slot: View) -> View {
+        let dtype = self.model.head_gradient(self.args.dtype);
+        let dy = self.hidden(slot, dtype);
+        if dtype == self.args.dtype || layer.takes_floats() {
+            return dy;
+        }
+        let cast = self.scratch.take_like(dy);
+        self.k.cast(&Cast { y: cast, x: dy });
+        cast
+    }
+
     fn classes_forward(&self, classes: &Classes) {
-        let VisitArgs { batch, dtype, weights, ref reads, ref writes, .. } = *self.args;
+        let VisitArgs { batch, weights, reads, writes, .. } = *self.args;
         let sequences = batch.rows().sequences;
         let scores = |slot: View| slot.with_columns(slot.len() / sequences);
         let pass = ClassesForward {
-            out: self.statistics(self.last_write()),
-            scores: self.args.writes_logits.then(|| scores(writes[0])),
+            out: self.statistics(given(writes.statistics)),
+            scores: writes.logits.map(scores),
             batch,
             weights,
-            statistics: self.statistics(reads[1]),
-            h: self.hidden(reads[0], dtype),
+            statistics: self.statistics(given(reads.statistics)),
+            h: self.x(),
         };
         classes.forward(self.k, &pass, &self.scratch);
     }
 
     fn classes_backward(&self, classes: &Classes) {
-        let VisitArgs { batch, dtype, weights, ref reads, ref writes, .. } = *self.args;
+        let VisitArgs { batch, weights, reads, .. } = *self.args;
         let pass = ClassesBackward {
             gradient: self.gradient(),
-            dh: self.hidden(writes[0], self.model.head_gradient(dtype)),
+            dh: self.head_gradient(),
             batch,
             weights,
-            statistics: self.statistics(reads[1]),
-            h: self.hidden(reads[0], dtype),
+            statistics: self.statistics(given(reads.statistics)),
+            h: self.x(),
             scale: self.args.scale,
             accumulate: self.args.accumulate,
         };
@@ -188,13 +233,13 @@ impl<'r> VisitRun<'r> {
     }
 
     fn tile_forward(&self, tile: Tile) {
-        let VisitArgs { dtype, weights, labelled, ref reads, ref writes, .. } = *self.args;
+        let VisitArgs { weights, labelled, reads, writes, .. } = *self.args;
         let (w, bias) = head_views(self.model, tile, weights);
-        let out = self.statistics(self.last_write());
-        let statistics = self.statistics(reads[1]);
-        let h = self.hidden(reads[0], dtype);
-        if self.args.writes_logits {
-            let y = writes[0].with_columns(tile.rows);
+        let out = self.statistics(given(writes.statistics));
+        let statistics = self.statistics(given(reads.statistics));
+        let h = self.x();
+        if let Some(logits) = writes.logits {
+            let y = logits.with_columns(tile.rows);
             self.k.logits(&Logits { y, statistics, h, w, bias }, &self.scratch);
             self.k.cast(&Cast { y: out, x: statistics });
         } else {
@@ -205,17 +250,17 @@ impl<'r> VisitRun<'r> {
 
     fn tile_backward(&self, tile: Tile) {
         let VisitArgs { dtype, weights, labelled, accumulate, scale, .. } = *self.args;
-        let VisitArgs { ref reads, ref writes, .. } = *self.args;
+        let reads = self.args.reads;
         let head_gradient = self.model.head_gradient(dtype);
         let (w, bias) = head_views(self.model, tile, weights);
         let (dw, dbias) = head_views(self.model, tile, self.gradient());
         let op = ScoreBackward {
-            dh: self.hidden(writes[0], head_gradient),
+            dh: self.head_gradient(),
             dw,
             dbias,
-            dh_before: reads.get(2).map(|slot| self.hidden(*slot, head_gradient)),
-            statistics: self.statistics(reads[1]),
-            h: self.hidden(reads[0], dtype),
+            dh_before: reads.head_gradient.map(|slot| self.hidden(slot, head_gradient)),
+            statistics: self.statistics(given(reads.statistics)),
+            h: self.x(),
             w,
             bias,
             loss: &*self.model.loss,
@@ -283,6 +328,11 @@ impl Measure<'_> {
         needs.max().unwrap_or(0)
     }
 
+    /// True for the layer below the head.
+    fn is_last(&self, layer: usize) -> bool {
+        self.model.parts.get(layer + 1).is_some_and(Part::is_head)
+    }
+
     /// Floats of workspace that one visit needs. Its views overlap nothing.
     fn visit(&self, batch: BatchView<'_>, layer: usize, backward: bool) -> usize {
         let Measure { kernels, dtype, model, save } = *self;
@@ -308,12 +358,18 @@ impl Measure<'_> {
         // An evaluation saves nothing, whatever training saves.
         let saved = (backward && saved > 0).then(|| place(saved));
         let statistics = [place(statistics), place(statistics)];
+        let dy_role =
+            if is_tile || self.is_last(layer) { Role::HeadGradient } else { Role::HiddenGradient };
+        let hidden = (Role::Hidden, x);
+        let saved = saved.map(|saved| (Role::SavedActivations, saved));
+        let [known, updated] = statistics.map(|statistics| (Role::Statistics, statistics));
         let (reads, writes) = match (is_tile, backward) {
-            (false, false) => (vec![x], [y].into_iter().chain(saved).collect()),
-            (false, true) => ([x].into_iter().chain(saved).chain([dy]).collect(), vec![y]),
-            (true, false) => (vec![x, statistics[0]], vec![statistics[1]]),
-            (true, true) => (vec![x, statistics[0], dy], vec![y]),
+            (false, false) => (vec![hidden], vec![(Role::Hidden, y)]),
+            (false, true) => (vec![hidden, (dy_role, dy)], vec![(Role::HiddenGradient, y)]),
+            (true, false) => (vec![hidden, known], vec![updated]),
+            (true, true) => (vec![hidden, known, (dy_role, dy)], vec![(dy_role, y)]),
         };
+        let reads = reads.into_iter().chain(saved).collect();
         let args = VisitArgs {
             batch,
             labelled: batch.rows().count(),
@@ -322,11 +378,9 @@ impl Measure<'_> {
             gradient: backward.then_some(gradient),
             accumulate: false,
             reads,
-            writes,
+            writes: writes.into_iter().collect(),
             scale: 1.0,
-            writes_logits: false,
             save: save.unwrap_or(Save::All),
-            writes_kv: false,
             chunk_state: place(chunk_state),
             workspace: place(usize::MAX / 4),
         };

@@ -12,7 +12,7 @@ use l2l_actors::schedule::{BlockId, Pools};
 
 pub(crate) use regions::{Holder, Place, Regions};
 use sizing::Sizing;
-pub(crate) use step::{Carries, Purpose, Recall, StepShape, schedule_of};
+pub(crate) use step::{Purpose, StepShape, schedule_of};
 
 use crate::config::{ByteSize, Config};
 use crate::error::Error;

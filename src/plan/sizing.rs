@@ -124,9 +124,8 @@ impl Sizing<'_> {
     fn schedules(&self) -> Result<Schedules, Error> {
         let mut schedules = Schedules { all: Vec::new(), boundary: 0, stash: 0 };
         for step in self.steps {
-            let (schedule, carries) = schedule_of(self.config, self.model, *step, self.states())?;
-            let is_elsewhere = |id| carries.recalls.contains_key(&id);
-            schedules.stash = schedules.stash.max(stash::layout(&schedule, is_elsewhere).floats);
+            let schedule = schedule_of(self.config, self.model, *step, self.states())?;
+            schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
             let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
             let bytes = |boundary: &schedule::Boundary| boundary.bytes_per_sequence as usize;
             let bytes = schedule.boundaries.iter().map(bytes).max().unwrap_or(0);
@@ -140,10 +139,7 @@ impl Sizing<'_> {
     fn pools(&self, schedules: &[Schedule]) -> Pools {
         let ChannelsConfig { weights, gradients, reduced, stash } = self.config.channels;
         let depths = Capacities { weights, gradients, reduced, stash };
-        let pools_of = |schedule: &Schedule| {
-            let pools = Pools::of(schedule, &depths);
-            if self.on_file() { pools.on_file(schedule) } else { pools }
-        };
+        let pools_of = |schedule: &Schedule| Pools::of(schedule, &depths);
         let first = pools_of(&schedules[0]);
         match self.cache {
             None => first,

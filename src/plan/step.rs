@@ -1,14 +1,15 @@
-//! The schedule of a walk of the ring: what it is for, and what it carries beside activations.
+//! The schedule of a step: what it is for, and what it carries beside activations.
 //!
-//! Two things ride along on a forward walk as boundaries like any other. *Logits* leave the head
-//! for the host. What attention *remembers* of positions that came before comes to a layer, and
-//! what is new of it leaves; its place outlives the step. So both pass through the same slots.
+//! Two things pass through the same slots as activations, as boundaries of roles of their own.
+//! *Logits* leave the head for the host. Keys and values of earlier positions come to a layer from
+//! the *KV cache*, and new ones leave for it; its place on the host outlives the step.
 
-use std::collections::BTreeMap;
+use l2l_actors::schedule::{
+    self, BlockId, Boundary, BoundaryId, Encoding, Model as RingModel, Role, Schedule, Selection,
+    VisitKind,
+};
 
-use l2l_actors::schedule::{self, BlockId, Boundary, BoundaryId, Schedule, Selection};
-
-use crate::config::{Config, ScheduleKind, StashDtype};
+use crate::config::{Config, EpsTier, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::models::{Head, Model, Part, Save};
 use crate::tensor::{Dtype, packed_bytes};
@@ -51,47 +52,24 @@ pub(crate) struct StepShape {
     pub(crate) purpose: Purpose,
 }
 
-/// What a boundary is to a layer's memory, the layers counted that have one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Recall {
-    /// From before.
-    Past(usize),
-    /// New.
-    Fresh(usize),
-}
-
-/// What a schedule carries beside activations and their gradients.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Carries {
-    /// Boundaries that tell logits, in order of the vocabulary, and floats of a sequence.
-    pub(crate) told: Vec<(BoundaryId, usize)>,
-    /// Boundaries that are memory.
-    pub(crate) recalls: BTreeMap<BoundaryId, Recall>,
-}
-
 /// Sequences of each micro-batch.
 fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
     (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
 }
 
-/// The schedule of a step, and what it carries. `states`: of the update rule, for each parameter.
+/// The schedule of a step. `states`: of the update rule, for each parameter.
 pub(crate) fn schedule_of(
     config: &Config,
     model: &Model,
     step: StepShape,
     states: usize,
-) -> Result<(Schedule, Carries), Error> {
+) -> Result<Schedule, Error> {
     let StepShape { sequences, positions, purpose } = step;
-    let keep = config.schedule.recompute.keep();
     let states = if purpose.trains() { states } else { 0 };
-    let dtype = config.device.dtype;
-    let mut ring = model.for_ring(positions, keep.unwrap_or(Save::All), states, dtype);
-    if config.stash.dtype == StashDtype::Bf16 {
-        ring.hidden.stashed_per_sequence = packed_bytes(positions * model.shape.hidden);
-    }
+    let ring = ring_model(config, model, positions, states);
     let sizes = micro_batches(sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
-    selection.recompute = keep.is_none();
+    selection.recompute = config.schedule.recompute.keep().is_none();
     if !purpose.trains() {
         selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
     }
@@ -99,31 +77,43 @@ pub(crate) fn schedule_of(
         ScheduleKind::Relay => schedule::relay(&ring, &selection)?,
         ScheduleKind::Resident => schedule::resident(&ring, &selection)?,
     };
-    let mut carries = Carries::default();
     if purpose.scores() {
-        tell(&mut schedule, &mut carries, model);
+        add_logits(&mut schedule, model);
     }
     if let Purpose::Generate { cached } = purpose {
-        remember(&mut schedule, &mut carries, model, dtype, [positions, cached]);
+        add_kv_cache(&mut schedule, model, config.device.dtype, [positions, cached]);
     }
-    Ok((schedule, carries))
+    Ok(schedule)
 }
 
-fn boundary(schedule: &mut Schedule, floats: usize) -> BoundaryId {
+/// The model as the ring schedules it, with this config's stash and tier.
+fn ring_model(config: &Config, model: &Model, positions: usize, states: usize) -> RingModel {
+    let save = config.schedule.recompute.keep().unwrap_or(Save::All);
+    let mut ring = model.for_ring(positions, save, states, config.device.dtype);
+    let packed = packed_bytes(positions * model.shape.hidden);
+    if config.stash.dtype == StashDtype::Bf16 && packed < ring.hidden.bytes_per_sequence {
+        ring.hidden.encoding = Encoding::PackedBf16;
+        ring.hidden.stashed_per_sequence = packed;
+    }
+    let staged = config.eps.tier == EpsTier::File;
+    ring.blocks.iter_mut().for_each(|block| block.staged = staged);
+    ring
+}
+
+fn boundary(schedule: &mut Schedule, role: Role, floats: usize) -> BoundaryId {
     let bytes_per_sequence = (floats * size_of::<f32>()) as u64;
-    let stashed_per_sequence = bytes_per_sequence;
-    schedule.boundaries.push(Boundary { slots: 1, bytes_per_sequence, stashed_per_sequence });
+    schedule.boundaries.push(Boundary::plain(role, 1, bytes_per_sequence));
     BoundaryId(schedule.boundaries.len() as u32 - 1)
 }
 
-/// Lets the host's loss read what somebody writes, and so wait for it.
-fn read_at_the_end(schedule: &mut Schedule, id: BoundaryId) {
-    let losses = schedule.visits.iter_mut().filter(|visit| visit.is_loss());
+/// Makes the loss read a boundary, so that the step waits until it is on the host.
+fn read_by_loss(schedule: &mut Schedule, id: BoundaryId) {
+    let losses = schedule.visits.iter_mut().filter(|visit| visit.kind == VisitKind::Loss);
     losses.for_each(|visit| visit.reads.push(id));
 }
 
-/// Every head writes its logits in front of its statistics, so that they land first.
-fn tell(schedule: &mut Schedule, carries: &mut Carries, model: &Model) {
+/// Every head writes logits. The loss reads them in the order of the vocabulary.
+fn add_logits(schedule: &mut Schedule, model: &Model) {
     for (layer, part) in model.parts.iter().enumerate() {
         let floats = match part {
             Part::Head(tile) => tile.rows,
@@ -133,41 +123,40 @@ fn tell(schedule: &mut Schedule, carries: &mut Carries, model: &Model) {
             },
             Part::Embedding | Part::Stack(_) => continue,
         };
-        let id = boundary(schedule, floats);
+        let id = boundary(schedule, Role::Logits, floats);
         let visits = schedule.visits.iter_mut();
         let heads = visits.filter(|visit| visit.on_device() && visit.layer.0 as usize == layer);
-        heads.for_each(|visit| visit.writes.insert(0, id));
-        read_at_the_end(schedule, id);
-        carries.told.push((id, floats));
+        heads.for_each(|visit| visit.writes.push(id));
+        read_by_loss(schedule, id);
     }
 }
 
-/// Every layer that remembers writes what is new, and reads what there is from before: the host
-/// has it, as if it were gathered.
-fn remember(
+/// Every layer with a KV cache reads the keys and values of `cached` positions, and writes those
+/// of this step's `positions`. The cached ones are on the host before the step, so a gather writes
+/// them for the schedule.
+fn add_kv_cache(
     schedule: &mut Schedule,
-    carries: &mut Carries,
     model: &Model,
     dtype: Dtype,
-    [positions, past]: [usize; 2],
+    [positions, cached]: [usize; 2],
 ) {
-    let remembered = model.parts.iter().enumerate().filter_map(|(layer, part)| match part {
-        Part::Stack(of) if of.kv_width() > 0 => Some((layer, of.kv_width())),
-        _ => None,
-    });
-    for (index, (layer, width)) in remembered.enumerate() {
-        let fresh = boundary(schedule, dtype.floats(positions * width));
-        carries.recalls.insert(fresh, Recall::Fresh(index));
-        let before = (past > 0).then(|| boundary(schedule, dtype.floats(past * width)));
-        carries.recalls.extend(before.map(|id| (id, Recall::Past(index))));
+    for (layer, part) in model.parts.iter().enumerate() {
+        let Part::Stack(stack) = part else { continue };
+        let width = stack.kv_width();
+        if width == 0 {
+            continue;
+        }
+        let new = boundary(schedule, Role::NewKv, dtype.floats(positions * width));
+        let floats = dtype.floats(cached * width);
+        let cached = (cached > 0).then(|| boundary(schedule, Role::CachedKv, floats));
         for visit in &mut schedule.visits {
             if visit.on_device() && visit.layer.0 as usize == layer {
-                visit.writes.push(fresh);
-                visit.reads.extend(before);
-            } else if !visit.on_device() && !visit.writes.is_empty() {
-                visit.writes.extend(before);
+                visit.writes.push(new);
+                visit.reads.extend(cached);
+            } else if visit.kind == VisitKind::Gather {
+                visit.writes.extend(cached);
             }
         }
-        read_at_the_end(schedule, fresh);
+        read_by_loss(schedule, new);
     }
 }

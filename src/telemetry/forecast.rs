@@ -4,11 +4,11 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use l2l_actors::ports::{Lane, Operation, Work};
-use l2l_actors::schedule::Phase;
-use l2l_actors::{Record, Relay, virtual_time};
+use l2l_actors::schedule::{Phase, Share};
+use l2l_actors::work::{Lane, Work, WorkKind};
+use l2l_actors::{Operation, Record, Relay, virtual_time};
 
-use super::{Ledger, Slice, Tally};
+use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
@@ -104,20 +104,20 @@ impl Rates {
                 (seconds + more.0, bytes + more.1, count + 1.0)
             })
         };
-        let set = |rate: &mut f64, kind: &str| {
+        let set = |rate: &mut f64, kind: WorkKind| {
             let (seconds, bytes, _) = time(&|slice| slice.kind == kind);
             if seconds > 0.0 && bytes > 0.0 {
                 *rate = bytes / seconds;
             }
         };
-        set(&mut rates.link[0], "weights");
-        set(&mut rates.link[1], "gradient");
+        set(&mut rates.link[0], WorkKind::Weights);
+        set(&mut rates.link[1], WorkKind::Gradient);
         let boundaries = match config.stash.place {
             StashPlace::Device => &mut rates.on_device,
             StashPlace::Auto | StashPlace::Host => &mut rates.boundaries,
         };
-        set(&mut boundaries[0], "input");
-        set(&mut boundaries[1], "output");
+        set(&mut boundaries[0], WorkKind::Input);
+        set(&mut boundaries[1], WorkKind::Output);
         if config.stash.place == StashPlace::Device {
             rates.boundaries = rates.link;
         }
@@ -135,7 +135,9 @@ impl Rates {
                     let sum = met.entry((layer, is_backward)).or_default();
                     *sum = (sum.0 + took, sum.1 + sequences(slice));
                 }
-                (_, "gather", _) => hosts = (hosts.0 + took, hosts.1 + sequences(slice)),
+                (_, SliceKind::Work(WorkKind::Gather), _) => {
+                    hosts = (hosts.0 + took, hosts.1 + sequences(slice))
+                }
                 _ => {}
             }
         }
@@ -144,10 +146,11 @@ impl Rates {
             rates.host = hosts.0 / hosts.1;
         }
         let block = plan.largest_block as f64 * size_of::<f32>() as f64;
-        for (rate, kinds) in
-            [(&mut rates.reduce, &["reduce", "scatter"][..]), (&mut rates.update, &["update"])]
-        {
-            let (seconds, _, count) = time(&|slice| kinds.contains(&slice.kind));
+        let reduces = &[WorkKind::Reduce, WorkKind::Scatter][..];
+        let updates = &[WorkKind::Update][..];
+        for (rate, kinds) in [(&mut rates.reduce, reduces), (&mut rates.update, updates)] {
+            let is_one = |slice: &Slice| kinds.iter().any(|&kind| slice.kind == kind);
+            let (seconds, _, count) = time(&is_one);
             if seconds > 0.0 {
                 *rate = count * block / seconds; // as if all blocks were as large as the largest
             }
@@ -157,40 +160,32 @@ impl Rates {
 
     fn time(&self, operation: &Operation, on_device: bool) -> Duration {
         let plan = &operation.step().plan;
-        let bytes = operation.work().bytes(plan) as f64;
+        let row = operation.work().row();
+        let bytes = row.bytes(&plan.schedule) as f64;
         let sequences = |m: u32| f64::from(plan.schedule.micro_batches[m as usize]);
         let boundaries = if on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
         let block = || largest().unwrap_or(0) as f64;
-        let seconds = match *operation.work() {
-            Work::UploadBlock { .. } => bytes / self.link[0],
-            Work::DownloadGradient { .. } => bytes / self.link[1],
-            Work::UploadBoundary { .. } => bytes / boundaries[0],
-            Work::DownloadBoundary { .. } => bytes / boundaries[1],
-            Work::Compute { device_visit, micro_batch, .. } => {
-                let visit = plan.visit(device_visit);
-                let key = (visit.layer.0, visit.phase == Phase::Backward);
+        let seconds = match (row.kind, operation.work()) {
+            (WorkKind::Weights, _) => bytes / self.link[0],
+            (WorkKind::Gradient, _) => bytes / self.link[1],
+            (WorkKind::Input, _) => bytes / boundaries[0],
+            (WorkKind::Output, _) => bytes / boundaries[1],
+            (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
+                let key = (plan.visit(device_visit).layer.0, phase == Phase::Backward);
                 self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch)
             }
-            Work::GatherBlock { visit, .. } => {
+            (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];
                 let all: u32 = plan.schedule.micro_batches.iter().sum();
                 self.host * f64::from(all) / visit.blocks().len() as f64
             }
-            Work::Gather { micro_batch, .. } | Work::Loss { micro_batch, .. } => {
-                self.host * sequences(micro_batch)
-            }
-            Work::Reduce { .. } | Work::Measure { .. } | Work::Scatter { .. } => {
-                block() / self.reduce
-            }
-            Work::ReadBlock { .. }
-            | Work::ReadRegion { .. }
-            | Work::WriteRegion { .. }
-            | Work::ReadState { .. }
-            | Work::WriteState { .. } => bytes / self.file,
-            Work::Seal => 0.0,
-            Work::Update { .. } => block() / self.update,
-            Work::Carry { .. } => 0.0,
+            (_, &Work::Gather { share: Share::MicroBatch(micro_batch), .. })
+            | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),
+            (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
+            (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
+            (WorkKind::Update, _) => block() / self.update,
+            _ => 0.0,
         };
         Duration::try_from_secs_f64(seconds).unwrap_or(ENDLESS)
     }
@@ -228,7 +223,7 @@ impl Forecast {
         let plan = Plan::new(config, model, &config.update_rule())?;
         let (sequences, positions) = (config.step.batch, plan.positions);
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
-        let (schedule, _) = schedule_of(config, model, step, plan.states)?;
+        let schedule = schedule_of(config, model, step, plan.states)?;
         let (rates, on_device) = (rates.clone(), plan.stash_on_device);
         let run = virtual_time::run(
             ring_config(model, &plan, None),
@@ -242,21 +237,16 @@ impl Forecast {
                     ends.push(observer.now());
                 }
                 relay.stop().await?;
-                Ok::<_, l2l_actors::Error>((plan, ends))
+                Ok::<_, l2l_actors::Error>(ends)
             },
         );
         let (ended, records) =
             run.map_err(|who| Error::system(format_args!("virtual time stood still: {who:?}")))?;
-        let (plan, ends) = ended?;
-        Ok(Forecast::told(&records, &plan, &ends, model.parts.len()))
+        let ends = ended?;
+        Ok(Forecast::of_records(&records, &ends, model.parts.len()))
     }
 
-    fn told(
-        records: &[Record],
-        plan: &l2l_actors::Plan,
-        ends: &[Duration],
-        layers: usize,
-    ) -> Forecast {
+    fn of_records(records: &[Record], ends: &[Duration], layers: usize) -> Forecast {
         let ledger = Ledger::new(layers, Vec::new());
         ledger.begins(Duration::ZERO, 0, true);
         let (mut slices, mut resolved) = (Vec::new(), ends.iter().copied().peekable());
@@ -265,7 +255,7 @@ impl Forecast {
                 ledger.resolves(end);
                 ledger.begins(end, 0, true);
             }
-            let slice = Slice::of(record, plan);
+            let slice = Slice::of(record);
             ledger.heard(&slice);
             if record.step as usize == STEPS - 1 {
                 slices.push(slice);

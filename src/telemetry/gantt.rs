@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use l2l_actors::ports::Lane;
+use l2l_actors::work::Lane;
 
 use super::Slice;
 
@@ -52,7 +52,7 @@ pub fn draw(title: &str, slices: &[Slice]) -> String {
                 (to - from).max(0.3),
                 ROW - 6.0,
                 colour(slice.layer, layers, slice.phase),
-                slice.kind,
+                slice.kind.name(),
                 layer.unwrap_or_default(),
                 micro.unwrap_or_default(),
                 duration(slice.took().as_secs_f64()),

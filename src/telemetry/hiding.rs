@@ -52,16 +52,17 @@ impl Hiding {
         // One sequence: each layer is visited once each way.
         let (positions, purpose) = (plan.positions, Purpose::Train);
         let step = StepShape { sequences: 1, positions, purpose };
-        let (schedule, _) = schedule_of(config, model, step, plan.states)?;
+        let schedule = schedule_of(config, model, step, plan.states)?;
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
             let backward = visit.phase == Phase::Backward;
             let at = usize::from(backward);
             compute[at] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
             let of_blocks = visit.blocks().iter().map(|&id| schedule.block(id));
             let sum = |of: fn(&Block) -> u64| of_blocks.clone().map(of).sum::<u64>() as f64;
-            let (published, state) = (sum(|block| block.bytes), sum(|block| block.state_bytes));
-            // Masters are as many bytes as their gradient.
-            let bytes = sum(|block| block.gradient_bytes);
+            let (weights, master) =
+                (sum(|block| block.weight_bytes), sum(|block| block.master_bytes));
+            let (gradient, state) =
+                (sum(|block| block.gradient_bytes), sum(|block| block.state_bytes));
             let through = |boundaries: &[BoundaryId]| -> f64 {
                 let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_per_sequence as f64;
                 boundaries.iter().map(bytes).sum()
@@ -69,13 +70,13 @@ impl Hiding {
             // Deferred updates run under the next forward.
             let updates = f64::from(u8::from(deferred != backward));
             let lands = f64::from(u8::from(backward));
-            let waits = f64::from(u8::from(deferred)) * bytes;
-            let file = bytes + updates * 2.0 * state + waits;
+            let waits = f64::from(u8::from(deferred)) * gradient;
+            let file = master + updates * 2.0 * (master + state) + waits;
             let moved = [
-                (published / rates.link[0], through(&visit.reads) / up),
-                (lands * bytes / rates.link[1], through(&visit.writes) / down),
+                (weights / rates.link[0], through(&visit.reads) / up),
+                (lands * gradient / rates.link[1], through(&visit.writes) / down),
                 (lands * waits / rates.reduce, 0.0),
-                (updates * bytes / rates.update, 0.0),
+                (updates * master / rates.update, 0.0),
                 (if on_file { file / rates.file } else { 0.0 }, 0.0),
             ];
             for (share, (fixed, each)) in shares[at].iter_mut().zip(moved) {

@@ -14,11 +14,10 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
-use l2l_actors::Record;
-use l2l_actors::ports::Lane;
-use l2l_actors::schedule::Plan;
+use l2l_actors::work::{Lane, WorkKind};
+use l2l_actors::{Record, RecordSink};
 
-use super::{Observe, Slice};
+use super::{Observe, Slice, SliceKind};
 use crate::worker::Records;
 
 /// What the compute lane stood still for.
@@ -306,8 +305,8 @@ impl Inner {
             (Lane::Upload, _) => 0,
             (Lane::Compute, _) => 1,
             (Lane::Download, _) => 2,
-            (Lane::Host, "gather" | "scatter") => 3,
-            (Lane::Update, "update") => {
+            (_, SliceKind::Work(WorkKind::Gather | WorkKind::Scatter)) => 3,
+            (_, SliceKind::Work(WorkKind::Update)) => {
                 of_layer.updates += 1;
                 return;
             }
@@ -343,13 +342,15 @@ impl Inner {
     }
 }
 
+impl RecordSink for Ledger {
+    fn record(&self, record: &Record) {
+        self.heard(&Slice::of(record));
+    }
+}
+
 impl Records for Ledger {
     fn begun(&self, now: Duration, step: u64, trains: bool) {
         self.begins(now, step, trains);
-    }
-
-    fn ended(&self, record: &Record, plan: &Plan) {
-        self.heard(&Slice::of(record, plan));
     }
 
     fn resolved(&self, now: Duration) {
@@ -365,7 +366,10 @@ mod tests {
         Slice {
             number: Some(number),
             lane,
-            kind: if lane == Lane::Update { "update" } else { "forward" },
+            kind: SliceKind::Work(match lane {
+                Lane::Update => WorkKind::Update,
+                _ => WorkKind::Forward,
+            }),
             step: 0,
             layer: Some(0),
             phase: Some("forward"),

@@ -37,7 +37,7 @@ pub(crate) use exporter::Exporter;
 pub use forecast::{Forecast, Rates};
 pub use gantt::draw;
 pub use hiding::Hiding;
-pub use l2l_actors::ports::Lane;
+pub use l2l_actors::work::{Lane, WorkKind};
 pub use ledger::{LaneTally, LayerTally, Ledger, Tally, WaitCause};
 pub use list::{Kind, METRICS, Metric, Unit, samples};
 pub use log::EventLog;
@@ -46,7 +46,7 @@ pub use page::{Report, live};
 pub use publish::{Histograms, describe, publish};
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
-pub use slice::{Observe, Slice};
+pub use slice::{Observe, Slice, SliceKind};
 pub use story::{Point, State, made_up_name};
 pub(crate) use story::{Story, seconds_of, unix_seconds};
 pub use trace::Trace;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use metrics::{Key, KeyName, Label, Level, Metadata, Recorder, SharedString};
 
-use l2l_actors::ports::Lane;
+use l2l_actors::work::Lane;
 
 use super::{Kind, METRICS, Metric, Observe, Slice, Unit, View, samples};
 

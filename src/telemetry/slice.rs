@@ -3,9 +3,34 @@
 use std::time::Duration;
 
 use l2l_actors::Record;
-use l2l_actors::ports::{Lane, Work};
-use l2l_actors::schedule::{Phase, Plan};
+use l2l_actors::schedule::Phase;
+use l2l_actors::work::{Lane, WorkKind};
 use serde::{Serialize, Serializer};
+
+/// What a piece of work was.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SliceKind {
+    /// An operation of the ring.
+    Work(WorkKind),
+    /// A checkpoint, written between steps.
+    Checkpoint,
+}
+
+impl SliceKind {
+    /// Its name in timelines and JSON: that of the work, or `checkpoint`.
+    pub fn name(self) -> &'static str {
+        match self {
+            SliceKind::Work(kind) => kind.name(),
+            SliceKind::Checkpoint => "checkpoint",
+        }
+    }
+}
+
+impl PartialEq<WorkKind> for SliceKind {
+    fn eq(&self, kind: &WorkKind) -> bool {
+        *self == SliceKind::Work(*kind)
+    }
+}
 
 /// One piece of work. Times are from an origin that all of a run share.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -15,9 +40,9 @@ pub struct Slice {
     /// Where it ran.
     #[serde(rename = "track", serialize_with = "name_of")]
     pub lane: Lane,
-    /// What it was: `weights`, `input`, `forward`, `backward`, `output`, `gradient`, `gather`,
-    /// `loss`, `reduce`, `scatter`, `update`, `carry`, `read`, `write`, `seal`, `checkpoint`.
-    pub kind: &'static str,
+    /// What it was.
+    #[serde(serialize_with = "kind_name")]
+    pub kind: SliceKind,
     /// The ring's step.
     pub step: u64,
     /// Index of its layer.
@@ -46,6 +71,10 @@ fn name_of<S: Serializer>(lane: &Lane, serializer: S) -> Result<S::Ok, S::Error>
     serializer.serialize_str(lane.name())
 }
 
+fn kind_name<S: Serializer>(kind: &SliceKind, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(kind.name())
+}
+
 fn seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(time.as_secs_f64())
 }
@@ -58,44 +87,18 @@ fn name(phase: Phase) -> &'static str {
 }
 
 impl Slice {
-    /// Of an operation of a step with this plan.
-    pub fn of(record: &Record, plan: &Plan) -> Slice {
-        let phase = record.phase.map(name);
-        let visited = |device_visit: usize| plan.visit(device_visit).blocks().first().copied();
-        let (kind, block, micro_batch) = match record.work {
-            Work::ReadBlock { block, .. }
-            | Work::ReadRegion { block, .. }
-            | Work::ReadState { block, .. } => ("read", Some(block), None),
-            Work::WriteRegion { block, .. } | Work::WriteState { block, .. } => {
-                ("write", Some(block), None)
-            }
-            Work::Seal => ("seal", None, None),
-            Work::GatherBlock { block, .. } => ("gather", Some(block), None),
-            Work::Measure { block, .. } => ("reduce", Some(block), None),
-            Work::UploadBlock { block, .. } => ("weights", Some(block), None),
-            Work::UploadBoundary { micro_batch, .. } => ("input", None, Some(micro_batch)),
-            Work::Compute { device_visit, micro_batch, .. } => {
-                (phase.unwrap_or("forward"), visited(device_visit), Some(micro_batch))
-            }
-            Work::DownloadBoundary { micro_batch, .. } => ("output", None, Some(micro_batch)),
-            Work::DownloadGradient { block, .. } => ("gradient", Some(block), None),
-            Work::Gather { micro_batch, .. } => ("gather", None, Some(micro_batch)),
-            Work::Loss { micro_batch, .. } => ("loss", None, Some(micro_batch)),
-            Work::Reduce { block, .. } => ("reduce", Some(block), None),
-            Work::Scatter { block, .. } => ("scatter", Some(block), None),
-            Work::Update { block, .. } => ("update", Some(block), None),
-            Work::Carry { .. } => ("carry", None, None),
-        };
+    /// Of an operation's record.
+    pub fn of(record: &Record) -> Slice {
         Slice {
             number: Some(record.number),
             lane: record.lane,
-            kind,
+            kind: SliceKind::Work(record.kind),
             step: record.step,
             layer: record.layer.map(|layer| layer.0),
-            phase,
-            micro_batch,
-            block: block.map(|block| block.0),
-            version: block.map(|_| record.step),
+            phase: record.phase.map(name),
+            micro_batch: record.micro_batch,
+            block: record.block.map(|block| block.0),
+            version: record.block.map(|_| record.step),
             bytes: record.bytes,
             begin: record.begin,
             end: record.end,

@@ -3,8 +3,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use l2l_actors::Problem;
-use l2l_actors::ports::Trouble;
+use l2l_actors::{BoxedError, Problem};
 use serde::Serialize;
 
 use crate::engine::StepReport;
@@ -172,7 +171,7 @@ impl Story {
 
     /// The ring failed.
     pub(crate) fn failed(&mut self, problem: &Problem) {
-        let is_not_finite = |trouble: &Trouble| trouble.downcast_ref::<NotFinite>().is_some();
+        let is_not_finite = |trouble: &BoxedError| trouble.downcast_ref::<NotFinite>().is_some();
         let kind = match problem {
             Problem::Error(trouble) if is_not_finite(trouble) => 0,
             Problem::Panic(_) => 2,

@@ -14,10 +14,10 @@ use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel}
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use l2l_actors::ports::Lane;
+use l2l_actors::work::{Lane, WorkKind};
 use serde_json::{Value, json};
 
-use super::{Observe, Slice};
+use super::{Observe, Slice, SliceKind};
 
 /// Slices that wait to be written, at most.
 const QUEUE: usize = 1 << 14;
@@ -146,9 +146,9 @@ impl Flows {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
         let tid = thread(slice.lane);
         let name = match (slice.layer, slice.micro_batch) {
-            (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind),
-            (Some(layer), None) => format!("{} {layer}", slice.kind),
-            _ => slice.kind.to_string(),
+            (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind.name()),
+            (Some(layer), None) => format!("{} {layer}", slice.kind.name()),
+            _ => slice.kind.name().to_string(),
         };
         let mut args = json!({ "step": slice.step, "bytes": slice.bytes });
         let mut add = |key: &str, value: Option<Value>| {
@@ -160,10 +160,11 @@ impl Flows {
         add("block", slice.block.map(Value::from));
         add("version", slice.version.map(Value::from));
         let mut events = vec![json!({
-            "ph": "X", "pid": PROCESS, "tid": tid, "name": name, "cat": slice.kind,
+            "ph": "X", "pid": PROCESS, "tid": tid, "name": name, "cat": slice.kind.name(),
             "ts": micros(slice.begin), "dur": micros(slice.took()), "args": args,
         })];
         let Some(block) = slice.block else { return events };
+        let SliceKind::Work(kind) = slice.kind else { return events };
         let mut arrow = |ph: &str, id: u64, kind: &str| {
             let mut event = json!({ "ph": ph, "pid": PROCESS, "tid": tid, "id": id, "name": kind,
                                     "cat": kind, "ts": micros(slice.begin) });
@@ -172,22 +173,22 @@ impl Flows {
             }
             events.push(event);
         };
-        match (slice.lane, slice.kind) {
-            (_, "weights") => {
+        match kind {
+            WorkKind::Weights => {
                 self.next += 1;
                 self.uploads.insert(block, self.next);
                 arrow("s", self.next, "upload to first use");
             }
-            (Lane::Compute, _) => {
+            WorkKind::Forward | WorkKind::Backward => {
                 let begun = self.uploads.remove(&block);
                 begun.into_iter().for_each(|id| arrow("f", id, "upload to first use"));
             }
-            (_, "gradient" | "scatter") => {
+            WorkKind::Gradient | WorkKind::Scatter => {
                 self.next += 1;
                 self.gradients.insert(block, self.next);
                 arrow("s", self.next, "gradient to update");
             }
-            (_, "update") => {
+            WorkKind::Update => {
                 let begun = self.gradients.remove(&block);
                 begun.into_iter().for_each(|id| arrow("f", id, "gradient to update"));
             }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
-use l2l_actors::ports::Lane;
+use l2l_actors::work::Lane;
 use l2l_actors::{Observer, pool};
 use serde::Serialize;
 

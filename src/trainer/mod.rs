@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_core::Stream;
-use l2l_actors::ports::Lane;
+use l2l_actors::work::Lane;
 
 pub use builder::{Builder, state_on_file};
 pub use fit::{Callbacks, End, Fit, Fitted, Message, Prepared, StopRequest};
@@ -26,7 +26,7 @@ use crate::inference::Evaluation;
 use crate::models::Model;
 use crate::optimizers::LearningRate;
 use crate::plan::{Plan, Purpose, Term};
-use crate::telemetry::{Ledger, Point, Slice, State, Watch, unix_seconds};
+use crate::telemetry::{Ledger, Point, Slice, SliceKind, State, Watch, unix_seconds};
 use crate::worker::{Worker, take_as_long};
 
 /// A run.
@@ -289,7 +289,7 @@ impl Trainer {
         self.ledger.heard(&Slice {
             number: None,
             lane: Lane::File,
-            kind: "checkpoint",
+            kind: SliceKind::Checkpoint,
             step: self.engine.begun().saturating_sub(1),
             layer: None,
             phase: None,
@@ -325,7 +325,7 @@ impl Trainer {
         let visits = engine.visits();
         let lanes = engine.stop().await?;
         watch.ended();
-        let worker = lanes.hands();
+        let worker = lanes.work();
         Ok(Summary {
             steps: progress.step,
             seconds: begin.elapsed().as_secs_f64(),

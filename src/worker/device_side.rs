@@ -4,8 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use l2l_actors::ports::{Operation, Placed, Trouble};
+use l2l_actors::schedule::Encoding;
 use l2l_actors::threads::Pending;
+use l2l_actors::work::Placed;
+use l2l_actors::{BoxedError, Operation};
 
 use super::{Used, take_as_long};
 use crate::config::Config;
@@ -96,7 +98,12 @@ impl DeviceSide {
     }
 
     /// Copies floats to the device.
-    pub(super) fn upload(&self, to: View, from: &[f32], crosses: Crosses) -> Result<(), Trouble> {
+    pub(super) fn upload(
+        &self,
+        to: View,
+        from: &[f32],
+        crosses: Crosses,
+    ) -> Result<(), BoxedError> {
         let copy = || self.device.upload(to, from);
         self.moves(copy, size_of_val(from), &self.used.uploaded, crosses)
     }
@@ -107,36 +114,38 @@ impl DeviceSide {
         to: &mut [f32],
         from: View,
         crosses: Crosses,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let bytes = size_of_val(to);
         let copy = || self.device.download(to, from);
         self.moves(copy, bytes, &self.used.downloaded, crosses)
     }
 
-    /// Copies a boundary to its slot, whose numbers may be packed in the stash.
+    /// Copies a boundary of so many sequences from the stash to its slot.
     pub(super) fn upload_stashed(
         &self,
         to: View,
         from: &[f32],
+        encoding: Encoding,
         sequences: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let crosses = Crosses::UnlessStashedThere;
-        if to.len() == from.len() {
+        if encoding == Encoding::Plain {
             return self.upload(to, from, crosses);
         }
         let unpack = || self.device.upload_packed(to, from, sequences);
         self.moves(unpack, size_of_val(from), &self.used.uploaded, crosses)
     }
 
-    /// Copies a boundary from its slot to the stash, which may pack its numbers.
+    /// Copies a boundary of so many sequences from its slot to the stash.
     pub(super) fn download_stashed(
         &self,
         to: &mut [f32],
         from: View,
+        encoding: Encoding,
         sequences: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let crosses = Crosses::UnlessStashedThere;
-        if from.len() == to.len() {
+        if encoding == Encoding::Plain {
             return self.download(to, from, crosses);
         }
         let bytes = size_of_val(to);
@@ -147,11 +156,11 @@ impl DeviceSide {
     /// Moves bytes, counts them, and takes as long as an emulated link would.
     fn moves(
         &self,
-        copy: impl FnOnce() -> Result<(), Trouble>,
+        copy: impl FnOnce() -> Result<(), BoxedError>,
         bytes: usize,
         count: &AtomicU64,
         crosses: Crosses,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let begin = Instant::now();
         copy()?;
         count.fetch_add(bytes as u64, Relaxed);
@@ -165,7 +174,7 @@ impl DeviceSide {
         &self,
         batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let used = self.device.compute(batch, run)?;
         self.used.workspace.fetch_max(used as u64, Relaxed);
         Ok(())
@@ -177,7 +186,7 @@ impl DeviceSide {
     }
 
     /// See [`Device::begins`].
-    pub(super) fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
+    pub(super) fn begins(&self, operation: &Operation) -> Result<(), BoxedError> {
         self.device.begins(operation)
     }
 
@@ -187,7 +196,7 @@ impl DeviceSide {
         operation: &Operation,
         value: f64,
         now: Duration,
-    ) -> Result<Pending, Trouble> {
+    ) -> Result<Pending, BoxedError> {
         self.device.ends(operation, value, now)
     }
 }

@@ -3,8 +3,11 @@
 use std::sync::{Arc, Mutex};
 
 use half::bf16;
-use l2l_actors::ports::{Operation, Step, Trouble, Work};
-use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Visit};
+use l2l_actors::schedule::{
+    BlockId, Boundary, BoundaryId, Encoding, MicroBatch, Role, Share, Visit,
+};
+use l2l_actors::work::{GradientAt, MasterAt, Work};
+use l2l_actors::{BoxedError, Operation, Step};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
@@ -20,7 +23,7 @@ use crate::optimizers::UpdateRule;
 use crate::optimizers::split::published;
 use crate::plan::Plan;
 use crate::simd::Level;
-use crate::tensor::{packed, packed_mut};
+use crate::tensor::{Dtype, packed, packed_mut};
 
 /// See the [module](self).
 pub(super) struct HostSide {
@@ -92,17 +95,13 @@ impl HostSide {
 
 impl Worker {
     /// The lanes of the host and of updates.
-    pub(super) fn on_host(&self, operation: &Operation) -> Result<f64, Trouble> {
+    pub(super) fn on_host(&self, operation: &Operation) -> Result<f64, BoxedError> {
         let step = operation.step();
         let host = self.memory.lease(self.device.device());
         let visit_of = |index: usize| &step.plan.schedule.visits[index];
         match *operation.work() {
-            Work::Gather { visit, micro_batch } => {
-                self.gather(step, &host, visit_of(visit), micro_batch);
-            }
-            Work::GatherBlock { visit, block, reads } => {
-                let table = &host.read_slot(reads)[..self.host.block_len(block)];
-                self.gather_block(step, &host, visit_of(visit), block, table);
+            Work::Gather { visit, share, master } => {
+                self.gather(step, &host, visit_of(visit), share, master);
             }
             Work::Loss { visit, micro_batch } => {
                 let loss = self.loss(step, &host, visit_of(visit), micro_batch);
@@ -111,22 +110,26 @@ impl Worker {
                 }
                 return Ok(loss);
             }
-            Work::Reduce { block, reduced } => {
+            Work::Reduce { block, reduced, to_region } => {
                 let landed = host.landing(reduced, self.host.block_len(block));
-                return Ok(self.host.reduce(block, landed));
+                return Ok(if to_region {
+                    self.host.reduce(block, landed)
+                } else {
+                    self.host.measure(block, landed)
+                });
             }
-            Work::Measure { block, reduced } => {
-                let landed = host.landing(reduced, self.host.block_len(block));
-                return Ok(self.host.measure(block, landed));
-            }
-            Work::Scatter { visit, block, first, reduced } => {
-                let len = self.host.block_len(block);
-                let landing = reduced.map(|slot| host.landing(slot, len));
+            Work::Scatter { visit, block, first, gradient } => {
+                let landing = match gradient {
+                    GradientAt::Landing(slot) => {
+                        Some(host.landing(slot, self.host.block_len(block)))
+                    }
+                    GradientAt::Region => None,
+                };
                 return Ok(self.scatter(step, &host, visit_of(visit), block, first, landing));
             }
-            Work::Update { block, version, gradient, states, norm } => {
+            Work::Update { block, version, master, gradient, norm } => {
                 let rate = self.steps.of(version).learning_rate;
-                return self.host.update(&host, block, version, gradient, states, norm, rate);
+                return self.host.update(&host, block, version, (master, gradient), norm, rate);
             }
             Work::Carry { version } => {
                 let eps = &self.host.eps;
@@ -137,55 +140,61 @@ impl Worker {
         Ok(0.0)
     }
 
-    /// Writes the embedding rows and the first statistics of a micro-batch.
-    fn gather(&self, step: &Step, host: &HostLease<'_>, visit: &Visit, m: MicroBatch) {
-        let state = self.steps.of(step.number);
-        for (tile, &block) in visit.blocks().iter().enumerate() {
-            let lease = self.host.eps.memory().read(block, step.number);
-            self.gather_tile(step, &state, host, visit.writes[0], m, tile, &lease.parameters);
-        }
-        self.begin_statistics(step, &state, host, visit.writes[1], m);
-    }
-
-    /// Writes the rows of one tile, as it was read, for all micro-batches; with the first tile, their
-    /// first statistics.
-    fn gather_block(
+    /// Writes a share of a gather: the embedding rows of its blocks, for its micro-batches. The
+    /// share with the visit's first block writes the first statistics.
+    fn gather(
         &self,
         step: &Step,
         host: &HostLease<'_>,
         visit: &Visit,
-        block: BlockId,
-        table: &[f32],
+        share: Share,
+        master: MasterAt,
     ) {
         let state = self.steps.of(step.number);
-        let tile = visit.blocks().iter().position(|&id| id == block).expect("a block of its");
-        for m in visit.micro_batches.clone() {
-            self.gather_tile(step, &state, host, visit.writes[0], m, tile, table);
-            if tile == 0 {
-                self.begin_statistics(step, &state, host, visit.writes[1], m);
+        let (blocks, micro_batches) = match &share {
+            Share::MicroBatch(m) => (visit.blocks(), *m..*m + 1),
+            Share::Block(block) => (std::slice::from_ref(block), visit.micro_batches.clone()),
+        };
+        for m in micro_batches {
+            for &block in blocks {
+                match master {
+                    MasterAt::Memory => {
+                        let lease = self.host.eps.memory().read(block, step.number);
+                        self.gather_block(step, &state, host, visit, m, (block, &lease.parameters));
+                    }
+                    MasterAt::Slot(slot) => {
+                        let table = &host.read_slot(slot)[..self.host.block_len(block)];
+                        self.gather_block(step, &state, host, visit, m, (block, table));
+                    }
+                }
+            }
+            if blocks.first() == visit.blocks().first() {
+                self.begin_statistics(step, &state, host, visit, m);
             }
         }
     }
 
-    /// Copies the rows of a micro-batch's tokens that lie in a tile, whose block `table` is.
-    #[allow(clippy::too_many_arguments, reason = "what both gathers share")]
-    fn gather_tile(
+    /// Copies the rows of a micro-batch's tokens that lie in a block's tile of the vocabulary.
+    fn gather_block(
         &self,
         step: &Step,
         state: &StepState,
         host: &HostLease<'_>,
-        to: BoundaryId,
+        visit: &Visit,
         m: MicroBatch,
-        tile: usize,
-        table: &[f32],
+        (block, table): (BlockId, &[f32]),
     ) {
-        let lies = state.rows(m, &step.plan.schedule);
+        let schedule = &step.plan.schedule;
+        let tile = visit.blocks().iter().position(|&id| id == block);
+        let tile = self.model.tiles[tile.expect("a share is of the visit's blocks")];
+        let lies = state.rows(m, schedule);
         let tokens = &state.batch.tokens[lies.positions.clone()];
-        let x = host.stashed_mut(state.stash.place(to, m));
-        let (tile, channels) = (self.model.tiles[tile], self.model.shape.hidden);
+        let id = schedule.with_role(&visit.writes, Role::Hidden).expect("a gather writes it");
+        let x = host.stashed_mut(state.stash.place(id, m));
+        let channels = self.model.shape.hidden;
         let (floats, sequence) = (tile.rows * channels, lies.rows.positions * channels);
         self.host.threads.install(|| {
-            if x.len() == lies.rows.sequences * sequence {
+            if !self.is_bf16(schedule.boundary(id)) {
                 let table = &table[..floats];
                 return host_math::gather(x, tokens, table, tile.first, channels, |x| x);
             }
@@ -203,31 +212,39 @@ impl Worker {
         });
     }
 
+    /// Whether the stash holds this boundary as bf16.
+    fn is_bf16(&self, boundary: &Boundary) -> bool {
+        self.device.dtype == Dtype::Bf16 || boundary.encoding == Encoding::PackedBf16
+    }
+
     fn begin_statistics(
         &self,
         step: &Step,
         state: &StepState,
         host: &HostLease<'_>,
-        to: BoundaryId,
+        visit: &Visit,
         m: MicroBatch,
     ) {
-        let targets = &state.batch.targets[state.rows(m, &step.plan.schedule).positions];
-        let statistics = host.stashed_mut(state.stash.place(to, m));
+        let schedule = &step.plan.schedule;
+        let targets = &state.batch.targets[state.rows(m, schedule).positions];
+        let id = schedule.with_role(&visit.writes, Role::Statistics).expect("a gather writes it");
+        let statistics = host.stashed_mut(state.stash.place(id, m));
         let positions = statistics.chunks_exact_mut(STATISTICS).zip(targets);
         positions.for_each(|(of_one, &target)| host_math::begin_statistics(of_one, target));
     }
 
     /// A micro-batch's share of the loss; keeps its logits, if they left the device.
     fn loss(&self, step: &Step, host: &HostLease<'_>, visit: &Visit, m: MicroBatch) -> f64 {
-        let state = self.steps.of(step.number);
+        let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
         let scores_tokens = self.model.shape.scores_tokens();
         if state.purpose.scores() {
-            self.keep_logits(&state, host, m);
+            self.keep_logits(step, &state, host, visit, m);
             if scores_tokens {
                 return 0.0; // the tiles wrote their logits and summed nothing
             }
         }
-        let statistics = host.stashed(state.stash.place(visit.reads[0], m));
+        let id = schedule.with_role(&visit.reads, Role::Statistics).expect("a loss reads it");
+        let statistics = host.stashed(state.stash.place(id, m));
         let of_position = |statistics: &[f32]| {
             if scores_tokens {
                 host_math::token_loss(statistics, &*self.model.loss)
@@ -240,15 +257,24 @@ impl Worker {
     }
 
     /// Keeps the logits of a micro-batch, sequence by sequence, tile after tile.
-    fn keep_logits(&self, state: &StepState, host: &HostLease<'_>, m: MicroBatch) {
+    fn keep_logits(
+        &self,
+        step: &Step,
+        state: &StepState,
+        host: &HostLease<'_>,
+        visit: &Visit,
+        m: MicroBatch,
+    ) {
+        let schedule = &step.plan.schedule;
+        let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
+        let tiles = visit.reads.iter().filter(is_logits);
+        let tiles: Vec<&[f32]> = tiles.map(|&id| host.stashed(state.stash.place(id, m))).collect();
+        let sequences = state.rows(m, schedule).rows.sequences;
         let mut logits = self.results.logits.lock().expect("nothing panics inside");
-        let tiles = state.carries.told.iter();
-        let tiles: Vec<(&[f32], usize)> =
-            tiles.map(|&(id, floats)| (host.stashed(state.stash.place(id, m)), floats)).collect();
-        let sequences = tiles.first().map_or(0, |(tile, floats)| tile.len() / floats);
         for sequence in 0..sequences {
-            for (tile, floats) in &tiles {
-                logits.extend(&tile[sequence * floats..][..*floats]);
+            for tile in &tiles {
+                let floats = tile.len() / sequences;
+                logits.extend(&tile[sequence * floats..][..floats]);
             }
         }
     }
@@ -264,8 +290,10 @@ impl Worker {
         first: bool,
         landing: Option<&mut [f32]>,
     ) -> f64 {
-        let state = self.steps.of(step.number);
-        let dx = host.stashed(state.stash.whole(visit.reads[0]));
+        let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
+        let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
+        let id = id.expect("a scatter reads it");
+        let dx = host.stashed(state.stash.whole(id));
         let mut region;
         let gradient = match landing {
             Some(landing) => landing,
@@ -282,7 +310,7 @@ impl Worker {
         let (level, first, tokens) = (self.host.level, tile.first, &*state.tokens);
         let (sequences, positions) = (state.batch.lengths.len(), state.batch.positions);
         self.host.threads.install(|| {
-            if dx.len() == sequences * positions * channels {
+            if !self.is_bf16(schedule.boundary(id)) {
                 let of = |at: usize| &dx[at * channels..][..channels];
                 host_math::scatter(level, table, tokens, of, first, channels, |dx| dx);
             } else {

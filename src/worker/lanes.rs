@@ -2,15 +2,16 @@
 //! operation's until it has ended: the ring lets nobody write or read it meanwhile.
 
 use half::bf16;
-use l2l_actors::ports::{Operation, Placed, Trouble, Work};
-use l2l_actors::schedule::{BlockId, MicroBatch};
+use l2l_actors::schedule::{BlockId, Boundary, MicroBatch, Role};
+use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
+use l2l_actors::{BoxedError, Operation};
 
 use super::device_side::Crosses;
 use super::step::StepState;
 use super::{CacheSlot, Worker};
-use crate::kernels::{BatchMetadata, DropoutKey, Kernels};
+use crate::kernels::Kernels;
 use crate::models::{self, Part, VisitArgs, block_len};
-use crate::plan::{Purpose, Recall};
+use crate::plan::Purpose;
 use crate::tensor::{Dtype, View};
 
 impl Worker {
@@ -19,34 +20,41 @@ impl Worker {
     }
 
     /// The upload lane.
-    pub(super) fn upload(&self, operation: &Operation) -> Result<(), Trouble> {
+    pub(super) fn upload(&self, operation: &Operation) -> Result<(), BoxedError> {
         let host = self.memory.lease(self.device.device());
         match *operation.work() {
-            Work::UploadBlock { block, version, reads, weights } => {
+            Work::UploadBlock { block, version, master, weights } => {
                 let slot = self.device.weights(weights, self.block_len(block));
                 let floats = slot.dtype.floats(slot.len());
-                if let Some(read) = reads {
-                    let read = host.read_slot(read);
-                    return self.device.upload(slot, &read[..floats], Crosses::Always);
+                match master {
+                    MasterAt::Slot(read) => {
+                        let read = &host.read_slot(read)[..floats];
+                        self.device.upload(slot, read, Crosses::Always)
+                    }
+                    MasterAt::Memory => {
+                        let lease = self.host.eps.memory().read(block, version);
+                        let published = &lease.parameters[..floats];
+                        self.device.upload(slot, published, Crosses::Always)
+                    }
                 }
-                let lease = self.host.eps.memory().read(block, version);
-                self.device.upload(slot, &lease.parameters[..floats], Crosses::Always)
             }
             Work::UploadBoundary { micro_batch, ref inputs } => {
                 let state = self.steps.of(operation.step().number);
                 let slot = self.device.input(inputs, floats_of(operation, inputs, micro_batch));
-                if let Some(&recall) = state.carries.recalls.get(&inputs.boundary) {
-                    return self.copy_cache(operation, &state, recall, slot, micro_batch);
+                let &Boundary { role, encoding, .. } = boundary_of(operation, inputs);
+                if role == Role::CachedKv {
+                    return self.read_kv(operation, &state, slot, micro_batch);
                 }
                 let from = host.stashed(state.stash.place(inputs.boundary, micro_batch));
-                self.device.upload_stashed(slot, from, sequences_of(operation, micro_batch))
+                let sequences = sequences_of(operation, micro_batch);
+                self.device.upload_stashed(slot, from, encoding, sequences)
             }
             ref other => unreachable!("{other} is not of the upload lane"),
         }
     }
 
     /// The download lane.
-    pub(super) fn download(&self, operation: &Operation) -> Result<(), Trouble> {
+    pub(super) fn download(&self, operation: &Operation) -> Result<(), BoxedError> {
         let host = self.memory.lease(self.device.device());
         match *operation.work() {
             Work::DownloadGradient { block, gradients, reduced } => {
@@ -57,91 +65,94 @@ impl Worker {
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let state = self.steps.of(operation.step().number);
                 let slot = self.device.output(outputs, floats_of(operation, outputs, micro_batch));
-                if let Some(&recall) = state.carries.recalls.get(&outputs.boundary) {
-                    return self.copy_cache(operation, &state, recall, slot, micro_batch);
+                let &Boundary { role, encoding, .. } = boundary_of(operation, outputs);
+                if role == Role::NewKv {
+                    return self.write_kv(operation, &state, slot, micro_batch);
                 }
                 let to = host.stashed_mut(state.stash.place(outputs.boundary, micro_batch));
-                self.device.download_stashed(to, slot, sequences_of(operation, micro_batch))
+                let sequences = sequences_of(operation, micro_batch);
+                self.device.download_stashed(to, slot, encoding, sequences)
             }
             ref other => unreachable!("{other} is not of the download lane"),
         }
     }
 
-    /// Copies the KV cache of a layer's micro-batch to the device, or its new keys and values from
-    /// there.
-    fn copy_cache(
+    /// Copies the cached keys and values of a layer's micro-batch to the device.
+    fn read_kv(
         &self,
         operation: &Operation,
         state: &StepState,
-        recall: Recall,
         slot: View,
         micro_batch: MicroBatch,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let host = self.memory.lease(self.device.device());
-        let sequences = state.rows(micro_batch, &operation.step().plan.schedule).sequences;
-        let (width, crosses) = (slot.len() / sequences.len(), Crosses::UnlessStashedThere);
-        for (index, sequence) in sequences.enumerate() {
-            let CacheSlot { slot: place, cached } = state.cache[sequence];
-            let on_device = slot.part(index * width..(index + 1) * width);
-            match recall {
-                Recall::Past(layer) => {
-                    let from = host.cached(self.plan.cached_at(layer, place, 0), width);
-                    self.device.upload(on_device, from, crosses)?;
-                }
-                Recall::Fresh(layer) => {
-                    let to = host.cached_mut(self.plan.cached_at(layer, place, cached), width);
-                    self.device.download(to, on_device, crosses)?;
-                }
-            }
+        let layer = self.cache_layer(operation);
+        for (on_device, CacheSlot { slot, .. }) in state.cached(operation, slot, micro_batch) {
+            let from = host.cached(self.plan.cached_at(layer, slot, 0), on_device.len());
+            self.device.upload(on_device, from, Crosses::UnlessStashedThere)?;
         }
         Ok(())
     }
 
+    /// Copies the new keys and values of a layer's micro-batch from the device, behind the cached
+    /// ones.
+    fn write_kv(
+        &self,
+        operation: &Operation,
+        state: &StepState,
+        slot: View,
+        micro_batch: MicroBatch,
+    ) -> Result<(), BoxedError> {
+        let host = self.memory.lease(self.device.device());
+        let layer = self.cache_layer(operation);
+        for (on_device, CacheSlot { slot, cached }) in state.cached(operation, slot, micro_batch) {
+            let to = host.cached_mut(self.plan.cached_at(layer, slot, cached), on_device.len());
+            self.device.download(to, on_device, Crosses::UnlessStashedThere)?;
+        }
+        Ok(())
+    }
+
+    /// Which of the layers with a KV cache an operation serves.
+    fn cache_layer(&self, operation: &Operation) -> usize {
+        let layer = operation.layer().expect("keys and values are of a layer").0 as usize;
+        let has_cache = |part: &&Part| matches!(part, Part::Stack(of) if of.kv_width() > 0);
+        self.model.parts[..layer].iter().filter(has_cache).count()
+    }
+
     /// The compute lane: one micro-batch at one visit.
-    pub(super) fn compute(&self, operation: &Operation) -> Result<(), Trouble> {
-        let Work::Compute { device_visit, micro_batch, weights, inputs, outputs, gradients } =
+    pub(super) fn compute(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let Work::Compute { device_visit, micro_batch, blocks, inputs, outputs, .. } =
             operation.work()
         else {
             unreachable!("a compute operation computes")
         };
+        let [BlockUse { block, weights, gradient }] = blocks[..] else {
+            unreachable!("every layer of this crate's models has one block")
+        };
         let (step, m) = (operation.step(), *micro_batch);
         let state = self.steps.of(step.number);
-        let visit = step.plan.visit(*device_visit);
-        let block = visit.blocks()[0];
-        let rows = state.rows(m, &step.plan.schedule);
-        let targets = &state.batch.targets[rows.positions.clone()];
-        let documents = state.batch.documents.get(rows.positions.clone());
-        let key = DropoutKey {
-            seed: self.device.seed,
-            step: state.trained,
-            first_sequence: rows.sequences.start as u32,
-        };
+        let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
         let len = self.block_len(block);
-        let batch = BatchMetadata {
-            rows: rows.rows,
-            lengths: &state.batch.lengths[rows.sequences.clone()],
-            kinds: &state.batch.kinds[rows.positions.clone()],
-            documents: documents.unwrap_or_default(),
-            cached: state.cached.get(rows.sequences.clone()).unwrap_or_default(),
-            dropout_key: state.purpose.trains().then_some(key),
+        let input = |placed| {
+            let slot = self.device.input(placed, floats_of(operation, placed, m));
+            (boundary_of(operation, placed).role, slot)
         };
+        let output = |placed| {
+            let slot = self.device.output(placed, floats_of(operation, placed, m));
+            (boundary_of(operation, placed).role, slot)
+        };
+        let batch = state.metadata(m, schedule, self.device.seed);
         let args = VisitArgs {
             batch: batch.view(),
-            labelled: targets.iter().filter(|target| **target >= 0).count(),
+            labelled: state.labelled(m, schedule),
             dtype: self.device.dtype,
-            weights: self.device.weights(weights[0], len),
-            gradient: gradients.first().map(|one| self.device.gradient(one.slot, len)),
-            accumulate: gradients.first().is_some_and(|one| !one.first),
-            reads: (inputs.iter())
-                .map(|placed| self.device.input(placed, floats_of(operation, placed, m)))
-                .collect(),
-            writes: (outputs.iter())
-                .map(|placed| self.device.output(placed, floats_of(operation, placed, m)))
-                .collect(),
+            weights: self.device.weights(weights, len),
+            gradient: gradient.map(|accumulator| self.device.gradient(accumulator.slot, len)),
+            accumulate: gradient.is_some_and(|accumulator| !accumulator.first),
+            reads: inputs.iter().map(input).collect(),
+            writes: outputs.iter().map(output).collect(),
             scale: state.scale,
-            writes_logits: state.purpose.scores(),
             save: self.device.save,
-            writes_kv: !state.cache.is_empty(),
             workspace: self.device.workspace,
             chunk_state: self.device.chunk_state,
         };
@@ -153,11 +164,12 @@ impl Worker {
     }
 
     /// Keeps what the head reads, at the head's first visit.
-    fn keep_hidden(&self, layer: usize, args: &VisitArgs<'_>) -> Result<(), Trouble> {
+    fn keep_hidden(&self, layer: usize, args: &VisitArgs<'_>) -> Result<(), BoxedError> {
         if self.model.parts.iter().position(Part::is_head) != Some(layer) {
             return Ok(());
         }
-        let read = self.device.device().read_back(args.reads[0])?;
+        let x = args.reads.hidden.expect("a head reads a hidden state");
+        let read = self.device.device().read_back(x)?;
         let mut hidden = self.results.hidden.lock().expect("nothing panics inside");
         match self.device.dtype {
             Dtype::F32 => hidden.extend(read),
@@ -167,6 +179,11 @@ impl Worker {
         }
         Ok(())
     }
+}
+
+/// What a boundary is.
+fn boundary_of<'o>(operation: &'o Operation, placed: &Placed) -> &'o Boundary {
+    operation.step().plan.schedule.boundary(placed.boundary)
 }
 
 /// Floats of one micro-batch of a boundary in its slot.

@@ -20,9 +20,10 @@ mod update;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use l2l_actors::Record;
-use l2l_actors::ports::{Lane, Operation, Step, Trouble, Work};
-use l2l_actors::threads::{Hands, Pending};
+use l2l_actors::schedule::Role;
+use l2l_actors::threads::{LaneWork, Pending};
+use l2l_actors::work::{Lane, Work};
+use l2l_actors::{BoxedError, Operation, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 pub(crate) use counts::Used;
@@ -37,7 +38,6 @@ use crate::config::Config;
 use crate::devices;
 use crate::eps::Eps;
 use crate::error::{Error, NotFinite};
-use crate::kernels::STATISTICS;
 use crate::models::Model;
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Holder, Plan};
@@ -128,6 +128,11 @@ impl Worker {
         self.results.take()
     }
 
+    /// What receives the records of the lanes.
+    pub(crate) fn records(&self) -> &Arc<dyn Records> {
+        &self.records
+    }
+
     /// Says that the last step's loss and norm are known.
     pub(crate) fn resolved(&self, now: Duration) {
         self.records.resolved(now);
@@ -143,9 +148,7 @@ impl Worker {
         match operation.work() {
             Work::UploadBoundary { inputs: placed, .. }
             | Work::DownloadBoundary { outputs: placed, .. } => {
-                let positions = self.steps.of(step.number).batch.positions;
-                let bytes = step.plan.schedule.boundary(placed.boundary).bytes_per_sequence;
-                bytes as usize != positions * STATISTICS * size_of::<f32>()
+                step.plan.schedule.boundary(placed.boundary).role != Role::Statistics
             }
             Work::UploadBlock { .. } | Work::DownloadGradient { .. } => true,
             Work::Loss { .. } | Work::Scatter { .. } => true,
@@ -154,7 +157,7 @@ impl Worker {
     }
 
     /// Does an operation's work, and returns its value.
-    fn work(&self, operation: &Operation) -> Result<f64, Trouble> {
+    fn work(&self, operation: &Operation) -> Result<f64, BoxedError> {
         if self.is_left_out(operation) {
             return Ok(0.0);
         }
@@ -168,18 +171,18 @@ impl Worker {
     }
 }
 
-impl Hands for Worker {
+impl LaneWork for Worker {
     type Batch = StepInput;
 
     fn begin(&self, step: &Arc<Step>, input: StepInput, now: Duration) {
-        // What a step left that nobody waited for is nobody's.
+        // Results of a step that nobody waited for are dropped.
         self.results.take();
         let trains = input.purpose.trains();
         self.steps.begin(StepState::new(step, input, self.learning_rate));
         self.records.begun(now, step.number, trains);
     }
 
-    fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+    fn perform(&self, operation: &Operation) -> Result<f64, BoxedError> {
         self.work(operation)
     }
 
@@ -187,19 +190,15 @@ impl Hands for Worker {
         self.device.issues() && [Lane::Upload, Lane::Compute, Lane::Download].contains(&lane)
     }
 
-    fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, Trouble> {
+    fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, BoxedError> {
         self.device.begins(operation)?;
         let value = self.work(operation)?;
         self.device.ends(operation, value, now)
     }
-
-    fn done(&self, operation: &Operation, record: Record) {
-        self.records.ended(&record, &operation.step().plan);
-    }
 }
 
 /// A loss or a norm that is no number, as an operation's error.
-fn not_finite(what: String) -> Trouble {
+fn not_finite(what: String) -> BoxedError {
     NotFinite(what).into()
 }
 

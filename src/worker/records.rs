@@ -1,17 +1,13 @@
-//! Who is told what the lanes did.
+//! What receives the records of a run.
 
 use std::time::Duration;
 
-use l2l_actors::Record;
-use l2l_actors::schedule::Plan;
+use l2l_actors::RecordSink;
 
-/// Hears of every step and every operation, on the thread that did the work.
-pub(crate) trait Records: Send + Sync + 'static {
+/// Receives the record of every operation from the lanes, and from here when steps begin and end.
+pub(crate) trait Records: RecordSink {
     /// A step begins.
     fn begun(&self, now: Duration, step: u64, trains: bool);
-
-    /// An operation of a step with this plan ended well.
-    fn ended(&self, record: &Record, plan: &Plan);
 
     /// The last step's loss and norm are known.
     fn resolved(&self, now: Duration);

@@ -3,14 +3,15 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use l2l_actors::ports::Step;
 use l2l_actors::schedule::{MicroBatch, Schedule, Version};
+use l2l_actors::{Operation, Step};
 
 use crate::data::Batch;
-use crate::kernels::Rows;
+use crate::kernels::{BatchMetadata, DropoutKey, Rows};
 use crate::optimizers::LearningRate;
-use crate::plan::{Carries, Purpose};
+use crate::plan::Purpose;
 use crate::stash::{self, StashLayout};
+use crate::tensor::View;
 
 /// What a step of the ring is given.
 #[derive(Clone, Debug)]
@@ -19,8 +20,6 @@ pub(crate) struct StepInput {
     pub(crate) purpose: Purpose,
     /// Training steps before it: the ring's own number counts other steps, and begins anew.
     pub(crate) trained: u64,
-    /// What its schedule carries beside activations.
-    pub(crate) carries: Arc<Carries>,
     /// The KV cache slot of each sequence, of a step that generates.
     pub(crate) cache: Vec<CacheSlot>,
 }
@@ -42,10 +41,9 @@ pub(super) struct StepState {
     pub(super) purpose: Purpose,
     pub(super) trained: u64,
     pub(super) stash: StashLayout,
-    pub(super) carries: Arc<Carries>,
     pub(super) cache: Vec<CacheSlot>,
     /// Cached positions of each sequence.
-    pub(super) cached: Vec<usize>,
+    pub(super) cached_positions: Vec<usize>,
     /// 1 ÷ labelled positions.
     pub(super) scale: f32,
     pub(super) learning_rate: f64,
@@ -62,13 +60,11 @@ pub(super) struct MicroBatchRows {
 
 impl StepState {
     pub(super) fn new(step: &Step, input: StepInput, rate: LearningRate) -> StepState {
-        let StepInput { batch, purpose, trained, carries, cache } = input;
-        let is_elsewhere = |id| carries.recalls.contains_key(&id);
+        let StepInput { batch, purpose, trained, cache } = input;
         StepState {
             number: step.number,
-            stash: stash::layout(&step.plan.schedule, is_elsewhere),
-            cached: cache.iter().map(|one| one.cached).collect(),
-            carries,
+            stash: stash::layout(&step.plan.schedule),
+            cached_positions: cache.iter().map(|one| one.cached).collect(),
             cache,
             scale: (1.0 / batch.labelled as f64) as f32,
             learning_rate: rate.at(trained),
@@ -90,6 +86,45 @@ impl StepState {
             sequences: first..first + count,
             positions: from..from + rows.count(),
         }
+    }
+
+    /// What layers see of a micro-batch. `seed`: of the run, for dropout.
+    pub(super) fn metadata(
+        &self,
+        m: MicroBatch,
+        schedule: &Schedule,
+        seed: u64,
+    ) -> BatchMetadata<'_> {
+        let MicroBatchRows { rows, sequences, positions } = self.rows(m, schedule);
+        let first_sequence = sequences.start as u32;
+        let key = DropoutKey { seed, step: self.trained, first_sequence };
+        BatchMetadata {
+            rows,
+            lengths: &self.batch.lengths[sequences.clone()],
+            kinds: &self.batch.kinds[positions.clone()],
+            documents: self.batch.documents.get(positions).unwrap_or_default(),
+            cached: self.cached_positions.get(sequences).unwrap_or_default(),
+            dropout_key: self.purpose.trains().then_some(key),
+        }
+    }
+
+    /// Positions of a micro-batch that have a label.
+    pub(super) fn labelled(&self, m: MicroBatch, schedule: &Schedule) -> usize {
+        let targets = &self.batch.targets[self.rows(m, schedule).positions];
+        targets.iter().filter(|target| **target >= 0).count()
+    }
+
+    /// Each sequence of a micro-batch: its part of a device slot, and its slot of the KV cache.
+    pub(super) fn cached(
+        &self,
+        operation: &Operation,
+        slot: View,
+        m: MicroBatch,
+    ) -> impl Iterator<Item = (View, CacheSlot)> {
+        let sequences = self.rows(m, &operation.step().plan.schedule).sequences;
+        let width = slot.len() / sequences.len();
+        let each = self.cache[sequences].iter().enumerate();
+        each.map(move |(nth, &cached)| (slot.part(nth * width..(nth + 1) * width), cached))
     }
 }
 

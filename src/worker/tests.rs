@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use l2l_actors::conformance::{Report, Subject, check};
-use l2l_actors::schedule::{Capacities, Pools, Schedule, Version};
+use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
 use super::{Parts, StepInput, Worker};
@@ -56,12 +56,7 @@ impl Subject for Small {
 
     fn schedule(&self) -> Schedule {
         let step = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
-        schedule_of(&self.config, &self.model(), step, 2).expect("a model of ours").0
-    }
-
-    fn pools(&self, schedule: &Schedule, depths: &Capacities) -> Pools {
-        let pools = Pools::of(schedule, depths);
-        if self.folder.is_some() { pools.on_file(schedule) } else { pools }
+        schedule_of(&self.config, &self.model(), step, 2).expect("a model of ours")
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -93,7 +88,7 @@ impl Subject for Small {
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(1).expect("room on a disk");
-        Arc::new(ThreadLanes::start(worker).expect("threads"))
+        Arc::new(ThreadLanes::start(worker, None).expect("threads"))
     }
 
     fn batch(&self, step: Version) -> StepInput {
@@ -105,7 +100,6 @@ impl Subject for Small {
             batch: Batch::new(&sequences),
             purpose: Purpose::Train,
             trained: step,
-            carries: Arc::default(),
             cache: Vec::new(),
         }
     }

@@ -1,10 +1,11 @@
-//! Updates: the gradient's norm looked at, the learning rate and the clip factor applied, masters and
-//! states moved to their next version, in memory or where they were read to from a file.
+//! Updates: the gradient is measured, the learning rate and the clip factor are applied, masters and
+//! states move to their next version, in memory or in the staging slot that they were read to.
 
 use std::time::Instant;
 
-use l2l_actors::ports::{Source, Trouble};
+use l2l_actors::BoxedError;
 use l2l_actors::schedule::{BlockId, Version};
+use l2l_actors::work::{GradientAt, MasterAt};
 
 use super::host_side::HostSide;
 use super::memory::HostLease;
@@ -17,35 +18,33 @@ impl HostSide {
     ///
     /// # Errors
     /// The gradient is not finite.
-    #[allow(clippy::too_many_arguments, reason = "all that an update operation says")]
     pub(super) fn update(
         &self,
         host: &HostLease<'_>,
         block: BlockId,
         version: Version,
-        gradient: Source,
-        states: Option<u32>,
+        (master, gradient): (MasterAt, GradientAt),
         norm: Option<f64>,
         learning_rate: f64,
-    ) -> Result<f64, Trouble> {
+    ) -> Result<f64, BoxedError> {
         let begin = Instant::now();
         let (tensors, len) = (self.eps.tensors(block), self.block_len(block));
-        // With the EPS on file: masters, states, and the gradient if it waited there.
-        let mut parts: Vec<&mut [f32]> = match states {
-            Some(slot) => {
+        // Of a staged block: masters, states, and the gradient if it waited on file.
+        let mut parts: Vec<&mut [f32]> = match master {
+            MasterAt::Slot(slot) => {
                 let parts = host.state_slot(slot).chunks_mut(self.file_part);
                 parts.map(|part| &mut part[..len]).collect()
             }
-            None => Vec::new(),
+            MasterAt::Memory => Vec::new(),
         };
         let (region, waited);
-        let gradient = match gradient {
-            Source::Landing(slot) => &*host.landing(slot, len),
-            Source::Region if states.is_some() => {
+        let gradient = match (gradient, master) {
+            (GradientAt::Landing(slot), _) => &*host.landing(slot, len),
+            (GradientAt::Region, MasterAt::Slot(_)) => {
                 waited = parts.pop().expect("a slot has a part for what waited");
                 &*waited
             }
-            Source::Region => {
+            (GradientAt::Region, MasterAt::Memory) => {
                 region = self.eps.memory().region(block);
                 &region[..]
             }

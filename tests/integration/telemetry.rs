@@ -10,8 +10,8 @@ use l2l::config::StashPlace;
 use l2l::data::Batches;
 use l2l::models::Model;
 use l2l::telemetry::{
-    Forecast, Lane, METRICS, Observe, Rates, Server, Slice, Trace, Unit, View, WaitCause, describe,
-    publish, samples,
+    Forecast, Lane, METRICS, Observe, Rates, Server, Slice, SliceKind, Trace, Unit, View,
+    WaitCause, WorkKind, describe, publish, samples,
 };
 use l2l::{Config, Plan, StepReport, Trainer, shape_of};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
@@ -123,7 +123,7 @@ fn times_add_up() {
         let of_lane = |name: &str| view.lanes.iter().find(|lane| lane.name == name).expect("it is");
         if link.is_some() {
             assert!(view.waited.iter().map(|(_, s)| s).sum::<f64>() > 0.0);
-            let weights = slices.iter().filter(|slice| slice.kind == "weights");
+            let weights = slices.iter().filter(|slice| slice.kind == WorkKind::Weights);
             let least = weights.map(|slice| slice.bytes).sum::<u64>() as f64 / 30e6;
             assert!(of_lane("upload").busy >= 0.99 * least, "{:?} {least}", of_lane("upload"));
         }
@@ -168,12 +168,12 @@ fn looks_are_no_training() {
 #[test]
 fn bytes_are_the_schedules() {
     let Ran { slices, views: [_, view], plan, .. } = run(config(3), 4, Vec::new());
-    let moved = |names: [&str; 2]| {
-        let of = slices.iter().filter(|slice| names.contains(&slice.kind));
+    let moved = |kinds: [WorkKind; 2]| {
+        let of = slices.iter().filter(|slice| kinds.iter().any(|&kind| slice.kind == kind));
         of.map(|slice| slice.bytes).sum::<u64>()
     };
-    assert_eq!(moved(["weights", "input"]), view.bytes_uploaded);
-    assert_eq!(moved(["output", "gradient"]), view.bytes_downloaded);
+    assert_eq!(moved([WorkKind::Weights, WorkKind::Input]), view.bytes_uploaded);
+    assert_eq!(moved([WorkKind::Output, WorkKind::Gradient]), view.bytes_downloaded);
     assert_eq!(view.bytes_uploaded, 4 * plan.upload_bytes);
     assert_eq!(view.bytes_downloaded, 4 * plan.download_bytes);
 }
@@ -231,7 +231,7 @@ fn memory_is_flat_over_a_million_observations() {
     let slice = |nanos: u64| Slice {
         number: None,
         lane: Lane::File,
-        kind: "checkpoint",
+        kind: SliceKind::Checkpoint,
         step: 0,
         layer: None,
         phase: None,
@@ -360,8 +360,8 @@ fn the_timeline_is_whole() {
         of("X").iter().map(|event| event["args"]["bytes"].as_u64().expect("some")).sum();
     assert_eq!(bytes, slices.iter().map(|slice| slice.bytes).sum::<u64>());
     let (starts, ends) = (of("s"), of("f"));
-    let uploads = slices.iter().filter(|slice| slice.kind == "weights").count();
-    let updates = slices.iter().filter(|slice| slice.kind == "update").count();
+    let uploads = slices.iter().filter(|slice| slice.kind == WorkKind::Weights).count();
+    let updates = slices.iter().filter(|slice| slice.kind == WorkKind::Update).count();
     assert_eq!(ends.len(), uploads + updates, "an arrow to each first use and to each update");
     for end in ends {
         let start = starts.iter().find(|start| start["id"] == end["id"]).expect("it begins");

@@ -3,145 +3,68 @@
 //! A schedule says *what* meets *what*, in which order; nothing in it runs. The generators
 //! ([`relay`], [`resident`]) are pure functions from a [`Model`] and a [`Selection`]; anyone may
 //! write another, or edit what they return. A [`Plan`] is a schedule that was checked, with every
-//! decision that would otherwise be taken at run time taken once: which slot a block takes, in
-//! what order the upload lane moves pieces, where gradients open, close and join. All actors walk
-//! the one plan, so nothing they do depends on timing.
+//! choice made once that would otherwise be made at run time: which slot a block takes, in what
+//! order the upload lane moves pieces, where gradients open, close and join. All actors walk the
+//! one plan, so nothing they do depends on timing.
 //!
 //! Room left on purpose. *Several devices*: a visit names its [`Place`]; each device walks the
 //! visits of its own. *Stages*: a boundary is written by one visit and read by others, wherever
 //! they are, so activations pass between devices through the stash. *Experts*: what a visit
-//! [`Needs`] is an open enum; blocks that a router chooses become a second variant.
+//! [`Needs`] is an open enum; blocks that a router chooses become a second variant. *Tiers*: each
+//! block says whether it is [staged](Block::staged); actors take it from the plan.
 
+mod boundary;
+mod device_visits;
 mod generate;
+mod ids;
+mod model;
+mod pieces;
 mod plan;
-mod reads;
+mod pools;
+mod reductions;
 mod replay;
 mod residency;
 mod rules;
+mod spans;
+mod traffic;
+mod visit;
 
 use std::fmt;
-use std::ops::Range;
 
-pub use generate::{Layer, Model, Role, Selection, relay, resident};
-pub use plan::{Capacities, DeviceVisit, Piece, Plan, Pools, Reduction, Traffic};
+pub use boundary::{Boundary, Encoding, Role};
+pub use device_visits::DeviceVisit;
+pub use generate::{relay, resident};
+pub use ids::{BlockId, BoundaryId, LayerId, MicroBatch, Version};
+pub use model::{Layer, LayerKind, Model, Selection};
+pub use pieces::{Piece, Share};
+pub use plan::Plan;
+pub use pools::{Capacities, Pools};
+pub use reductions::Reduction;
 pub use residency::Residence;
-
-/// A step's number, counted from 0; also the version of every block that step reads.
-pub type Version = u64;
-
-/// Index of a micro-batch within its step.
-pub type MicroBatch = u32;
-
-/// Index of a block in [`Schedule::blocks`]: the same in every step of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BlockId(pub u32);
-
-/// Index of a layer of the model: the same in every step of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct LayerId(pub u32);
-
-/// Index of a boundary in [`Schedule::boundaries`]: valid within one step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct BoundaryId(pub u32);
+pub use traffic::Traffic;
+pub use visit::{Needs, Phase, Place, Visit, VisitKind};
 
 /// Parameters that move and update together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// Bytes of the published copy: what one upload moves.
-    pub bytes: u64,
+    /// Bytes of the published copy, in the device's dtype: what one upload moves.
+    pub weight_bytes: u64,
     /// Bytes of the f32 gradient of the trainable part: what one download moves.
     pub gradient_bytes: u64,
-    /// Bytes of masters and optimizer state: what an update moves each way with the EPS on file.
+    /// Bytes of the f32 master: what one read of a staged block moves.
+    pub master_bytes: u64,
+    /// Bytes of the optimizer state. The update of a staged block moves them and the master, each
+    /// way.
     pub state_bytes: u64,
+    /// True when the EPS keeps the block in a file. Then its master, its optimizer state and its
+    /// gradient region pass through staging slots on the host.
+    pub staged: bool,
     /// True when this step computes no gradient for it.
     pub frozen: bool,
 }
 
-/// What a micro-batch carries from one visit to another, through the stash.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Boundary {
-    /// Slots of the input or output pool that one micro-batch of it fills, at least 1.
-    pub slots: u32,
-    /// Bytes of one sequence of it in a slot.
-    pub bytes_per_sequence: u64,
-    /// Bytes of one sequence of it in the stash, and on the way there.
-    pub stashed_per_sequence: u64,
-}
-
-/// Where a visit runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum Place {
-    /// The host lane: gather, scatter, loss.
-    Host,
-    /// The compute lane of this device. One device so far: 0.
-    Device(u8),
-}
-
-/// Direction of a visit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Phase {
-    /// Activations.
-    Forward,
-    /// Gradients.
-    Backward,
-}
-
-/// The blocks of a visit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Needs {
-    /// Known when the schedule is made.
-    Known(Vec<BlockId>),
-}
-
-/// One stay of a device, or of the host lane, at one layer.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Visit {
-    /// The layer visited.
-    pub layer: LayerId,
-    /// Forward or backward.
-    pub phase: Phase,
-    /// Where.
-    pub place: Place,
-    /// Which micro-batches, in this order.
-    pub micro_batches: Range<MicroBatch>,
-    /// Which blocks.
-    pub needs: Needs,
-    /// Boundaries each micro-batch brings.
-    pub reads: Vec<BoundaryId>,
-    /// Boundaries each micro-batch leaves behind.
-    pub writes: Vec<BoundaryId>,
-}
-
-impl Visit {
-    /// The blocks this visit is known to need.
-    pub fn blocks(&self) -> &[BlockId] {
-        let Needs::Known(blocks) = &self.needs;
-        blocks
-    }
-
-    /// True for the host visit that takes the loss: forward, of no block, reading only.
-    pub fn is_loss(&self) -> bool {
-        !self.on_device() && self.phase == Phase::Forward && self.writes.is_empty()
-    }
-
-    /// True for the host visit that gathers: forward, writing.
-    pub fn is_gather(&self) -> bool {
-        !self.on_device() && self.phase == Phase::Forward && !self.writes.is_empty()
-    }
-
-    /// True for a visit of a device, false for one of the host lane.
-    pub fn on_device(&self) -> bool {
-        matches!(self.place, Place::Device(_))
-    }
-}
-
-/// The visits of one step, in order, with the sizes of what they move.
-///
-/// Host visits come in three kinds, told apart by what they do: *gather* (forward, writes only),
-/// *loss* (forward, reads only) and *scatter* (backward, reads only; its blocks' gradients end
-/// there). The order of the visits of one place is the order they run in.
+/// The visits of one step, in order, with the sizes of what they move. The order of the visits of
+/// one place is the order in which they run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// Every block of the model, visited or not.
@@ -155,14 +78,19 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// The block's facts. Panics on an unknown id: a plan holds none.
+    /// The block of this id. Panics on an unknown id: a plan holds none.
     pub fn block(&self, id: BlockId) -> &Block {
         &self.blocks[id.0 as usize]
     }
 
-    /// The boundary's facts. Panics on an unknown id: a plan holds none.
+    /// The boundary of this id. Panics on an unknown id: a plan holds none.
     pub fn boundary(&self, id: BoundaryId) -> &Boundary {
         &self.boundaries[id.0 as usize]
+    }
+
+    /// The boundary of this role among those that a visit reads, or those that it writes.
+    pub fn with_role(&self, boundaries: &[BoundaryId], role: Role) -> Option<BoundaryId> {
+        boundaries.iter().copied().find(|&id| self.boundary(id).role == role)
     }
 
     /// Bytes of one micro-batch of a boundary in its slots.
@@ -183,9 +111,20 @@ impl Schedule {
         boundaries.iter().map(slots).fold(0, u32::saturating_add)
     }
 
+    /// The visits of devices, in order.
+    pub fn device_visits(&self) -> impl Iterator<Item = &Visit> {
+        self.visits.iter().filter(|visit| visit.on_device())
+    }
+
     /// True for a known block that computes a gradient.
     fn trains(&self, id: BlockId) -> bool {
         self.blocks.get(id.0 as usize).is_some_and(|block| !block.frozen)
+    }
+
+    /// How many of these blocks are staged; of unknown ones, none.
+    fn staged(&self, blocks: &[BlockId]) -> usize {
+        let is_staged = |id: &&BlockId| self.blocks.get(id.0 as usize).is_some_and(|b| b.staged);
+        blocks.iter().filter(is_staged).count()
     }
 }
 
@@ -215,32 +154,5 @@ impl fmt::Display for Refusal {
             Some(visit) => write!(f, "schedule refused at visit {visit}, {}", self.reason),
             None => write!(f, "schedule refused: {}", self.reason),
         }
-    }
-}
-
-impl fmt::Display for BlockId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "block {}", self.0)
-    }
-}
-
-impl fmt::Display for LayerId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "layer {}", self.0)
-    }
-}
-
-impl fmt::Display for BoundaryId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "boundary {}", self.0)
-    }
-}
-
-impl fmt::Display for Phase {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Phase::Forward => "forward",
-            Phase::Backward => "backward",
-        })
     }
 }

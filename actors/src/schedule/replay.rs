@@ -5,11 +5,58 @@
 //! whether the walk ends does not depend on timing, and one replay, in which lanes are as fast as
 //! they can be, decides for all. A property test holds it against the real ring.
 
-use super::*;
+use super::device_visits::DeviceVisit;
+use super::pieces::{Piece, Share};
+use super::pools::Pools;
+use super::reductions::Reduction;
+use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
+
+/// What the actors of a plan walk.
+#[derive(Clone, Copy)]
+pub(super) struct Walks<'p> {
+    pub(super) schedule: &'p Schedule,
+    pub(super) pools: &'p Pools,
+    pub(super) pieces: &'p [Piece],
+    pub(super) device_visits: &'p [DeviceVisit],
+    pub(super) reductions: &'p [Reduction],
+}
+
+impl Walks<'_> {
+    /// Refuses walks that do not end, naming the piece and the pool.
+    pub(super) fn replay(self) -> Result<(), Refusal> {
+        let boundaries = self.schedule.boundaries.len() * self.schedule.micro_batches.len();
+        let mut replay = Replay {
+            walks: self,
+            piece: 0,
+            announced: 0,
+            inputs_sent: 0,
+            inputs_used: 0,
+            input_slots: 0,
+            reads: 0,
+            visit: 0,
+            operation: 0,
+            open: 0,
+            closed: Vec::new(),
+            reduction: 0,
+            landed: vec![false; boundaries],
+        };
+        loop {
+            let prefetched = replay.prefetch();
+            let executed = replay.execute();
+            let reduced = replay.reduce();
+            let waiting = match (&prefetched, &executed, &reduced) {
+                (Ok(false), Ok(false), Ok(false)) => return Ok(()),
+                (Ok(true), ..) | (_, Ok(true), _) | (.., Ok(true)) => continue,
+                (Err(refusal), ..) | (_, Err(refusal), _) | (.., Err(refusal)) => refusal.clone(),
+            };
+            return Err(waiting);
+        }
+    }
+}
 
 /// Where each actor stands, and what is taken.
 struct Replay<'p> {
-    plan: &'p Plan,
+    walks: Walks<'p>,
     piece: usize,
     announced: usize,     // device visits whose weights were sent
     inputs_sent: usize,   // input messages sent
@@ -24,123 +71,104 @@ struct Replay<'p> {
     landed: Vec<bool>, // boundary × micro-batch
 }
 
-/// Refuses a plan whose walk does not end, naming the piece and the pool.
-pub(super) fn replay(plan: &Plan) -> Result<(), Refusal> {
-    let boundaries = plan.schedule.boundaries.len() * plan.schedule.micro_batches.len();
-    let mut replay = Replay {
-        plan,
-        piece: 0,
-        announced: 0,
-        inputs_sent: 0,
-        inputs_used: 0,
-        input_slots: 0,
-        reads: 0,
-        visit: 0,
-        operation: 0,
-        open: 0,
-        closed: Vec::new(),
-        reduction: 0,
-        landed: vec![false; boundaries],
-    };
-    loop {
-        let prefetched = replay.prefetch();
-        let executed = replay.execute();
-        let reduced = replay.reduce();
-        let waiting = match (&prefetched, &executed, &reduced) {
-            (Ok(false), Ok(false), Ok(false)) => return Ok(()),
-            (Ok(true), ..) | (_, Ok(true), _) | (.., Ok(true)) => continue,
-            (Err(refusal), ..) | (_, Err(refusal), _) | (.., Err(refusal)) => refusal.clone(),
-        };
-        return Err(waiting);
-    }
-}
-
 /// `Ok(true)`: moved. `Ok(false)`: at the end. `Err`: waits for what the refusal names.
 type Progress = Result<bool, Refusal>;
 
-impl Replay<'_> {
+impl<'p> Replay<'p> {
     fn cell(&self, id: BoundaryId, m: MicroBatch) -> usize {
-        id.0 as usize * self.plan.schedule.micro_batches.len() + m as usize
+        id.0 as usize * self.walks.schedule.micro_batches.len() + m as usize
     }
 
     fn all_landed(&self, visit: &Visit, m: MicroBatch) -> bool {
         visit.reads.iter().all(|&id| self.landed[self.cell(id, m)])
     }
 
-    fn waits(&self, visit: usize, piece: &str, pool: &str) -> Refusal {
-        let reason = format!("{piece} would wait for ever for {pool}");
-        Refusal::at(&self.plan.schedule, visit, reason)
-    }
-
-    fn gathered(&mut self, gather: &Visit) {
-        for m in gather.micro_batches.clone() {
-            for &id in &gather.writes {
-                let cell = self.cell(id, m);
-                self.landed[cell] = true;
-            }
+    fn land(&mut self, boundaries: &[BoundaryId], m: MicroBatch) {
+        for &id in boundaries {
+            let cell = self.cell(id, m);
+            self.landed[cell] = true;
         }
     }
 
+    fn device_visit(&self, index: usize) -> (&'p DeviceVisit, &'p Visit) {
+        let resolved = &self.walks.device_visits[index];
+        (resolved, &self.walks.schedule.visits[resolved.visit])
+    }
+
+    fn waits(&self, visit: usize, piece: &str, pool: &str) -> Refusal {
+        let reason = format!("{piece} would wait for ever for {pool}");
+        Refusal::at(self.walks.schedule, visit, reason)
+    }
+
     fn prefetch(&mut self) -> Progress {
-        let plan = self.plan;
-        let Some(&piece) = plan.pieces.get(self.piece) else { return Ok(false) };
+        let Some(&piece) = self.walks.pieces.get(self.piece) else { return Ok(false) };
         match piece {
-            Piece::Gather { visit } => self.gathered(&plan.schedule.visits[visit]),
-            Piece::Read { visit, .. } => {
-                if self.reads == plan.pools.reads {
+            Piece::Gather { visit, share } => self.gather(visit, share),
+            Piece::Stage { visit, .. } => {
+                if self.reads == self.walks.pools.reads {
                     return Err(self.waits(visit, "a read", "a slot of pool reads"));
                 }
                 self.reads += 1;
             }
-            Piece::GatherBlock { visit, block } => {
-                self.reads -= 1;
-                let gather = &plan.schedule.visits[visit];
-                if gather.blocks().last() == Some(&block) {
-                    self.gathered(gather);
-                }
-            }
-            Piece::Weights { device_visit } => {
-                let resolved = &plan.device_visits[device_visit];
-                if device_visit - self.visit >= plan.pools.visits as usize {
-                    return Err(self.waits(resolved.visit, "its weights", "a slot of pool visits"));
-                }
-                let freed =
-                    resolved.residences.iter().filter_map(|residence| residence.after).max();
-                if freed.is_some_and(|visit| visit >= self.visit) {
-                    return Err(self.waits(
-                        resolved.visit,
-                        "its weights",
-                        "a slot of pool weights",
-                    ));
-                }
-                if plan.pools.is_on_file() {
-                    let fetched = resolved.residences.iter().filter(|r| r.fetch).count();
-                    self.reads -= fetched as u32;
-                }
-                self.announced += 1;
-            }
-            Piece::Inputs { device_visit, micro_batch } => {
-                let index = plan.device_visits[device_visit].visit;
-                let visit = plan.visit(device_visit);
-                let slots = plan.schedule.slots(&visit.reads);
-                if !self.all_landed(visit, micro_batch) {
-                    return Err(self.waits(index, "an input", "what an earlier visit writes"));
-                }
-                if self.input_slots + slots > plan.pools.inputs {
-                    return Err(self.waits(index, "an input", "slots of pool inputs"));
-                }
-                self.input_slots += slots;
-                self.inputs_sent += 1;
-            }
+            Piece::Weights { device_visit } => self.announce(device_visit)?,
+            Piece::Inputs { device_visit, micro_batch } => self.bring(device_visit, micro_batch)?,
         }
         self.piece += 1;
         Ok(true)
     }
 
+    fn gather(&mut self, visit: usize, share: Share) {
+        let schedule = self.walks.schedule;
+        let gather = &schedule.visits[visit];
+        match share {
+            Share::MicroBatch(m) => self.land(&gather.writes, m),
+            Share::Block(block) => {
+                self.reads -= u32::from(schedule.block(block).staged);
+                if gather.blocks().last() == Some(&block) {
+                    gather.micro_batches.clone().for_each(|m| self.land(&gather.writes, m));
+                }
+            }
+        }
+    }
+
+    fn announce(&mut self, device_visit: usize) -> Result<(), Refusal> {
+        let Walks { schedule, pools, .. } = self.walks;
+        let (resolved, _) = self.device_visit(device_visit);
+        let waits = |pool| Err(self.waits(resolved.visit, "its weights", pool));
+        if device_visit - self.visit >= pools.visits as usize {
+            return waits("a slot of pool visits");
+        }
+        let freed = resolved.residences.iter().filter_map(|residence| residence.after).max();
+        if freed.is_some_and(|visit| visit >= self.visit) {
+            return waits("a slot of pool weights");
+        }
+        let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
+        let staged = fetched.filter(|residence| schedule.block(residence.block).staged).count();
+        self.reads -= staged as u32;
+        self.announced += 1;
+        Ok(())
+    }
+
+    fn bring(&mut self, device_visit: usize, m: MicroBatch) -> Result<(), Refusal> {
+        let Walks { schedule, pools, .. } = self.walks;
+        let (resolved, visit) = self.device_visit(device_visit);
+        let waits = |pool| Err(self.waits(resolved.visit, "an input", pool));
+        let slots = schedule.slots(&visit.reads);
+        if !self.all_landed(visit, m) {
+            return waits("what an earlier visit writes");
+        }
+        if self.input_slots + slots > pools.inputs {
+            return waits("slots of pool inputs");
+        }
+        self.input_slots += slots;
+        self.inputs_sent += 1;
+        Ok(())
+    }
+
     fn execute(&mut self) -> Progress {
-        let plan = self.plan;
-        let Some(resolved) = plan.device_visits.get(self.visit) else { return Ok(false) };
-        let visit = &plan.schedule.visits[resolved.visit];
+        let Walks { schedule, pools, device_visits, .. } = self.walks;
+        let Some(resolved) = device_visits.get(self.visit) else { return Ok(false) };
+        let visit = &schedule.visits[resolved.visit];
         if self.announced <= self.visit {
             return Err(self.waits(resolved.visit, "an operation", "its weights"));
         }
@@ -149,20 +177,17 @@ impl Replay<'_> {
         }
         if self.operation == 0 {
             let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count() as u32;
-            if self.open + opens > plan.pools.gradients {
+            if self.open + opens > pools.gradients {
                 return Err(self.waits(resolved.visit, "a gradient", "a slot of pool gradients"));
             }
             self.open += opens;
         }
         if !visit.reads.is_empty() {
             self.inputs_used += 1;
-            self.input_slots -= plan.schedule.slots(&visit.reads);
+            self.input_slots -= schedule.slots(&visit.reads);
         }
         let m = visit.micro_batches.start + self.operation as MicroBatch;
-        for &id in &visit.writes {
-            let cell = self.cell(id, m);
-            self.landed[cell] = true;
-        }
+        self.land(&visit.writes, m);
         self.operation += 1;
         if self.operation == visit.micro_batches.len() {
             self.closed.extend(&resolved.closes);
@@ -173,8 +198,7 @@ impl Replay<'_> {
     }
 
     fn reduce(&mut self) -> Progress {
-        let plan = self.plan;
-        let Some(&reduction) = plan.reductions.get(self.reduction) else { return Ok(false) };
+        let Some(&reduction) = self.walks.reductions.get(self.reduction) else { return Ok(false) };
         match reduction {
             Reduction::Gradient { block, .. } => {
                 let Some(at) = self.closed.iter().position(|&closed| closed == block) else {
@@ -184,13 +208,10 @@ impl Replay<'_> {
                 self.open -= 1;
             }
             Reduction::Loss { visit } | Reduction::Scatter { visit } => {
-                let host = &plan.schedule.visits[visit];
+                let host = &self.walks.schedule.visits[visit];
                 if host.micro_batches.clone().any(|m| !self.all_landed(host, m)) {
-                    return Err(self.waits(
-                        visit,
-                        "a host operation",
-                        "what an earlier visit writes",
-                    ));
+                    let boundary = "what an earlier visit writes";
+                    return Err(self.waits(visit, "a host operation", boundary));
                 }
             }
         }

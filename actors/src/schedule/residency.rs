@@ -1,9 +1,9 @@
 //! Which weight slot each block takes, decided once: the farthest next use is evicted.
 //!
 //! The future of a step is known, so Belady's rule applies as written (1966, "A study of
-//! replacement algorithms for a virtual-storage computer"): it fetches the fewest blocks. A step's versions
-//! are its own, so residency begins cold with each step. Ties (never used again) go to the slot
-//! that fell idle first, so that its upload can start earliest.
+//! replacement algorithms for a virtual-storage computer"): it fetches the fewest blocks. A step's
+//! versions are its own, so residency begins cold with each step. Ties (never used again) go to the
+//! slot that fell idle first, so that its upload can start earliest.
 
 use std::collections::HashMap;
 

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::*;
+use super::{BlockId, BoundaryId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind};
 
 /// Checks everything that does not depend on pools.
 pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
@@ -45,16 +45,44 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if let Some(id) = met.iter().find(|id| id.0 as usize >= schedule.boundaries.len()) {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.boundaries.len()));
     }
-    match (visit.place, visit.phase, visit.reads.is_empty(), visit.writes.is_empty()) {
-        (Place::Device(0), ..) => Ok(()),
-        (Place::Device(n), ..) => Err(format!("device {n}: this ring has device 0 only")),
-        (Place::Host, Phase::Forward, true, false) => Ok(()), // gather
-        (Place::Host, Phase::Forward, false, true) if visit.blocks().is_empty() => Ok(()), // loss
-        (Place::Host, Phase::Backward, false, true) => Ok(()), // scatter
-        (Place::Host, ..) => {
-            Err("a host visit gathers (writes only), scatters or takes the loss (read only)".into())
+    match visit.place {
+        Place::Device(n) if n > 0 => Err(format!("device {n}: this ring has device 0 only")),
+        _ => shape(visit).and_then(|()| roles(schedule, visit)),
+    }
+}
+
+/// What a visit reads and writes, and where it runs, is what its kind does.
+fn shape(visit: &Visit) -> Result<(), String> {
+    if visit.on_device() != visit.kind.on_device() {
+        let places = "a host visit gathers, scatters or takes the loss; a device visits layers";
+        return Err(format!("{:?} in the wrong place: {places}", visit.kind));
+    }
+    let (reads, writes) = (!visit.reads.is_empty(), !visit.writes.is_empty());
+    let is_right = match visit.kind {
+        VisitKind::Layer | VisitKind::Tile => true,
+        VisitKind::Gather => visit.phase == Phase::Forward && writes && !reads,
+        VisitKind::Loss => {
+            visit.phase == Phase::Forward && reads && !writes && visit.blocks().is_empty()
+        }
+        VisitKind::Scatter => visit.phase == Phase::Backward && reads && !writes,
+    };
+    let rule = "a gather writes only, a scatter reads only, a loss reads only and has no block";
+    if is_right { Ok(()) } else { Err(rule.into()) }
+}
+
+/// A visit of a device reads at most one boundary of each role, and writes at most one.
+fn roles(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
+    if !visit.on_device() {
+        return Ok(());
+    }
+    for boundaries in [&visit.reads, &visit.writes] {
+        let mut met = BTreeSet::new();
+        let role = |id: &BoundaryId| schedule.boundary(*id).role;
+        if let Some(role) = boundaries.iter().map(role).find(|&role| !met.insert(role)) {
+            return Err(format!("has two boundaries that are {role}"));
         }
     }
+    Ok(())
 }
 
 /// A boundary is written once, before it is read, and somebody reads it.
@@ -96,7 +124,7 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        let key = (visit.layer, visit.phase == Phase::Backward, visit.is_loss());
+        let key = (visit.layer, visit.phase == Phase::Backward, visit.kind);
         let expected = next.entry(key).or_insert(0);
         if visit.micro_batches.start != *expected {
             let reason = format!("starts at {}, expected {expected}", visit.micro_batches.start);
@@ -114,25 +142,24 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut last_backward = BTreeMap::new();
     let mut layer_of = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
+        for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
             if scattered.contains(&id) {
                 let reason = format!("meets {id} after its gradient was scattered");
                 return Err(Refusal::at(schedule, index, reason));
             }
-            match (visit.on_device(), visit.phase) {
-                (false, Phase::Backward)
-                    if visit.micro_batches.len() < schedule.micro_batches.len() =>
-                {
-                    let reason = "a scatter takes all micro-batches of the step at once";
-                    return Err(Refusal::at(schedule, index, reason));
+            match (visit.kind, visit.phase) {
+                (VisitKind::Scatter, _) => {
+                    if visit.micro_batches.len() < schedule.micro_batches.len() {
+                        let reason = "a scatter takes all micro-batches of the step at once";
+                        return Err(Refusal::at(schedule, index, reason));
+                    }
+                    scattered.insert(id);
                 }
-                (false, Phase::Backward) => _ = scattered.insert(id),
                 (_, Phase::Backward) => {
                     let layer = *layer_of.entry(id).or_insert(visit.layer);
                     if layer != visit.layer {
-                        let reason =
-                            format!("trains {id}, as {layer} does: the order of their sum");
-                        let reason = format!("{reason} would depend on the schedule");
+                        let order = "the order of their sum would depend on the schedule";
+                        let reason = format!("trains {id}, as {layer} does: {order}");
                         return Err(Refusal::at(schedule, index, reason));
                     }
                     last_backward.insert(id, index);
@@ -141,16 +168,21 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
             }
         }
     }
+    no_forward_after(schedule, &last_backward)
+}
+
+/// No forward visit meets a block behind the last backward visit that adds to its gradient.
+fn no_forward_after(
+    schedule: &Schedule,
+    last_backward: &BTreeMap<BlockId, usize>,
+) -> Result<(), Refusal> {
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for id in visit.blocks() {
-            let ended = last_backward.get(id).is_some_and(|&last| index > last);
-            if ended && visit.phase == Phase::Forward {
-                return Err(Refusal::at(
-                    schedule,
-                    index,
-                    format!("meets {id} after its gradient ended"),
-                ));
-            }
+        let ended = |id: &&BlockId| last_backward.get(id).is_some_and(|&last| index > last);
+        if let Some(id) = visit.blocks().iter().find(ended)
+            && visit.phase == Phase::Forward
+        {
+            let reason = format!("meets {id} after its gradient ended");
+            return Err(Refusal::at(schedule, index, reason));
         }
     }
     Ok(())
@@ -171,7 +203,7 @@ fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
             ends.extend(visit.blocks().iter().map(|&id| (id, index)));
         }
     }
-    let is_gather = |visit: &&Visit| !visit.on_device() && !visit.writes.is_empty();
+    let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
     for gather in schedule.visits.iter().filter(is_gather) {
         for &block in gather.blocks().iter().filter(|&&id| schedule.trains(id)) {
             let Some(&end) = ends.get(&block) else { continue };

@@ -9,8 +9,10 @@ use tokio::sync::watch;
 
 use super::memory::Memory;
 use crate::fence::Done;
-use crate::ports::{Lane, Lanes, Operation, Ports, Step, Work};
+use crate::operation::{Operation, Step};
+use crate::ports::{Lanes, Ports};
 use crate::record::{Record, Scribe};
+use crate::work::Lane;
 
 struct Queue {
     pending: VecDeque<Operation>,
@@ -40,7 +42,7 @@ pub struct VirtualLanes {
 }
 
 impl VirtualLanes {
-    /// Lanes on which each operation takes the time it is told.
+    /// Lanes on which each operation takes the time that `durations` says.
     pub fn new(durations: impl FnMut(&Operation) -> Duration + Send + 'static) -> VirtualLanes {
         let queue = || Queue { pending: VecDeque::new(), running: None, scribe: Scribe::default() };
         let inner = Inner {
@@ -57,7 +59,7 @@ impl VirtualLanes {
         self.inner.lock().expect("a misuse of memory panicked before")
     }
 
-    /// The timeline so far, in order of ends; it begins anew.
+    /// The timeline so far, in order of ends. The next one begins empty.
     pub fn take_records(&self) -> Vec<Record> {
         std::mem::take(&mut self.lock().records)
     }
@@ -106,15 +108,8 @@ impl VirtualLanes {
         inner.now = inner.now.max(end);
         inner.memory.end(&operation);
         inner.records.push(queue.scribe.record(&operation, begin, end));
-        drop(guard); // finishing wakes tasks and lets go of slots
-        let value = match operation.work() {
-            Work::Loss { .. }
-            | Work::Reduce { .. }
-            | Work::Measure { .. }
-            | Work::Scatter { .. }
-            | Work::Update { .. } => 1.0,
-            _ => 0.0,
-        };
+        drop(guard); // finishing wakes tasks and frees slots
+        let value = if operation.work().has_value() { 1.0 } else { 0.0 };
         operation.finish(Ok(Done { begin, end, value }));
         self.left.send_modify(|left| *left -= 1);
     }

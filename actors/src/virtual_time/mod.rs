@@ -1,14 +1,15 @@
 //! A device, an EPS and a clock without tensors.
 //!
-//! The same actors run on lanes that only count: each operation takes the time it is told, the
+//! The same actors run on lanes that only count: each operation takes the time it is given, the
 //! clock jumps from one end of an operation to the next when no actor can move, and every slot is
 //! checked for holding what the operation asks for ([`Memory`]). Deterministic, and fast enough to
 //! answer questions about machines nobody here owns. [`World`] is the executor under it: it polls
-//! actors and completes operations one move at a time, in time order or in any order it is told,
-//! which is how interleavings are explored.
+//! actors and completes operations one move at a time, in time order or in any other order, which
+//! is how interleavings are explored.
 
 mod lanes;
 mod memory;
+mod touch;
 mod world;
 
 use std::future::Future;
@@ -19,9 +20,10 @@ pub use lanes::VirtualLanes;
 pub use memory::Memory;
 pub use world::{Move, World};
 
-use crate::ports::Operation;
+use crate::config::Config;
+use crate::operation::Operation;
 pub use crate::record::Record;
-use crate::relay::{Config, Relay};
+use crate::relay::Relay;
 
 /// Runs a relay in virtual time: `main` drives it, each operation takes what `durations` says.
 /// Returns what `main` returned and the timeline.

@@ -7,12 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Wake, Waker};
 
 use super::lanes::VirtualLanes;
-use crate::ports::Lane;
+use crate::work::Lane;
 
 /// Something that can happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Move {
-    /// This task goes on to its next wait.
+    /// This task runs to its next wait.
     Poll(usize),
     /// This lane begins its next operation.
     Begin(Lane),
@@ -92,8 +92,8 @@ impl World {
         left.map(|task| task.name.clone()).collect()
     }
 
-    /// Runs in time: tasks take none, then lanes begin what they can, then the clock goes on to
-    /// the next end of an operation.
+    /// Runs in time: tasks take none, then lanes begin what they can, then the clock moves to the
+    /// next end of an operation.
     ///
     /// # Errors
     /// Nothing can move and these tasks have not ended.

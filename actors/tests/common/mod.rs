@@ -8,42 +8,47 @@ use std::time::Duration;
 
 use l2l_actors::Config;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Layer, LayerId, Model, Pools, Role, Schedule, Selection,
+    Block, BlockId, Boundary, Capacities, Layer, LayerId, LayerKind, Model, Pools, Role, Schedule,
+    Selection,
 };
 
 /// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles
 /// are the embedding's rows when tied.
 pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
-    let boundary = |slots| {
-        let bytes = 100 * u64::from(slots);
-        Boundary { slots, bytes_per_sequence: bytes, stashed_per_sequence: bytes }
-    };
+    let boundary = |role, slots| Boundary::plain(role, slots, 100 * u64::from(slots));
     let block = |index: u32| {
         let bytes = 1000 + u64::from(index);
-        Block { bytes, gradient_bytes: 2 * bytes, state_bytes: 6 * bytes, frozen: false }
+        Block {
+            weight_bytes: bytes,
+            gradient_bytes: 2 * bytes,
+            master_bytes: 3 * bytes,
+            state_bytes: 4 * bytes,
+            staged: false,
+            frozen: false,
+        }
     };
     let vocabulary = tiles.max(1);
     let rows: Vec<BlockId> = (0..vocabulary).map(BlockId).collect();
     let head = if tied { 0 } else { vocabulary + layers };
-    let mut all = vec![Layer { role: Role::Embedding, blocks: rows, keeps: false }];
+    let mut all = vec![Layer { kind: LayerKind::Embedding, blocks: rows, saves: false }];
     all.extend((0..layers).map(|layer| Layer {
-        role: Role::Stack,
+        kind: LayerKind::Stack,
         blocks: vec![BlockId(vocabulary + layer)],
-        keeps: true,
+        saves: true,
     }));
     all.extend((0..tiles).map(|tile| Layer {
-        role: Role::Tile,
+        kind: LayerKind::Tile,
         blocks: vec![BlockId(head + tile)],
-        keeps: false,
+        saves: false,
     }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
     Model {
         blocks: (0..blocks).map(block).collect(),
         layers: all,
-        hidden: boundary(1),
-        intermediates: boundary(3),
-        statistics: boundary(1),
-        head_gradient: boundary(2),
+        hidden: boundary(Role::Hidden, 1),
+        saved_activations: boundary(Role::SavedActivations, 3),
+        statistics: boundary(Role::Statistics, 1),
+        head_gradient: boundary(Role::HeadGradient, 2),
     }
 }
 
@@ -57,11 +62,11 @@ pub fn everything(model: &Model, micro_batches: u32) -> Selection {
 /// Stack layers `ids` of the model, with its embedding and all tiles.
 pub fn some(model: &Model, micro_batches: u32, ids: &[u32]) -> Selection {
     let mut selection = everything(model, micro_batches);
-    let is = |id: &LayerId, role| model.layers[id.0 as usize].role == role;
+    let is = |id: &LayerId, kind| model.layers[id.0 as usize].kind == kind;
     let ends: Vec<LayerId> = selection.layers.clone();
     selection.layers = vec![LayerId(0)];
     selection.layers.extend(ids.iter().map(|&id| LayerId(id + 1)));
-    selection.layers.extend(ends.into_iter().filter(|id| is(id, Role::Tile)));
+    selection.layers.extend(ends.into_iter().filter(|id| is(id, LayerKind::Tile)));
     selection
 }
 
@@ -78,13 +83,14 @@ pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> Confi
         max_micro_batches: 64,
         deferred,
         watchdog: None,
-        drill: None,
+        inject: None,
     }
 }
 
-/// The same ring with the EPS on file.
-pub fn on_file(config: Config, schedule: &Schedule) -> Config {
-    Config { pools: config.pools.on_file(schedule), ..config }
+/// The same model with all its blocks on file.
+pub fn on_file(mut model: Model) -> Model {
+    model.blocks.iter_mut().for_each(|block| block.staged = true);
+    model
 }
 
 pub fn ticks(count: u64) -> Duration {

@@ -1,4 +1,4 @@
-//! Hands without tensors for real threads: the memory oracle, and one operation that may fail.
+//! Work without tensors for real threads: the memory oracle, and one operation that may fail.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-use l2l_actors::Fault;
-use l2l_actors::ports::{Operation, Step, Trouble, Work};
 use l2l_actors::schedule::Version;
-use l2l_actors::threads::Hands;
+use l2l_actors::threads::LaneWork;
 use l2l_actors::virtual_time::Memory;
+use l2l_actors::work::{MasterAt, Stored, Work};
+use l2l_actors::{BoxedError, Fault, Operation, Step};
 use tokio::sync::Notify;
 
 /// Names an operation the same in every run: slots may differ, these do not.
@@ -37,7 +37,7 @@ impl Name {
 pub enum Event {
     Fails(Fault),
     /// Somebody waits for this, and then drops the relay.
-    Tells(Arc<Notify>),
+    Notifies(Arc<Notify>),
 }
 
 #[derive(Default)]
@@ -71,23 +71,23 @@ impl Rehearsal {
     }
 }
 
-impl Hands for Rehearsal {
+impl LaneWork for Rehearsal {
     type Batch = ();
 
     fn begin(&self, _step: &Arc<Step>, _batch: (), _now: Duration) {}
 
-    fn perform(&self, operation: &Operation) -> Result<f64, Trouble> {
+    fn perform(&self, operation: &Operation) -> Result<f64, BoxedError> {
         let work = operation.work();
         match &self.event {
             Some((name, event)) if *name == Name::of(operation.step().number, work) => {
                 match event {
-                    Event::Fails(Fault::Error) => return Err("a rehearsed error".into()),
-                    Event::Fails(Fault::Panic) => panic!("a rehearsed panic"),
+                    Event::Fails(Fault::Error) => return Err("an injected error".into()),
+                    Event::Fails(Fault::Panic) => panic!("an injected panic"),
                     Event::Fails(Fault::Hang) => {
                         self.hang(operation);
                         return Err("a hang that ended".into());
                     }
-                    Event::Tells(somebody) => somebody.notify_one(),
+                    Event::Notifies(somebody) => somebody.notify_one(),
                 }
             }
             _ => {}
@@ -96,7 +96,8 @@ impl Hands for Rehearsal {
         self.memory.lock().expect("an oracle that found nothing").end(operation);
         let mut versions = self.versions.lock().expect("nothing panics inside");
         match work {
-            Work::Update { block, states: None, .. } | Work::WriteState { block, .. } => {
+            Work::Update { block, master: MasterAt::Memory, .. }
+            | Work::Store { block, stored: Stored::State { .. }, .. } => {
                 versions[block.0 as usize] += 1
             }
             Work::Carry { .. } => {

@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use l2l_actors::ports::{Operation, Work};
+use l2l_actors::Operation;
 use l2l_actors::schedule::{Capacities, Schedule};
 use l2l_actors::virtual_time::{self, Record};
+use l2l_actors::work::{Lane, Work, WorkKind};
 
 use super::{config, ticks};
 
@@ -22,25 +23,18 @@ pub struct Times {
 
 impl Times {
     pub fn of(self, work: &Work) -> Duration {
-        ticks(match work {
-            Work::UploadBlock { .. } => self.upload,
-            Work::Compute { .. } => self.compute,
-            Work::DownloadGradient { .. } => self.download,
-            Work::Update { .. } => self.update,
-            Work::UploadBoundary { .. } | Work::DownloadBoundary { .. } => self.stash,
-            Work::ReadBlock { .. }
-            | Work::ReadRegion { .. }
-            | Work::WriteRegion { .. }
-            | Work::ReadState { .. }
-            | Work::WriteState { .. }
-            | Work::Seal => self.file,
-            Work::Gather { .. }
-            | Work::GatherBlock { .. }
-            | Work::Measure { .. }
-            | Work::Loss { .. }
-            | Work::Reduce { .. }
-            | Work::Scatter { .. } => self.host,
-            Work::Carry { .. } => 0,
+        let row = work.row();
+        ticks(match row.kind {
+            WorkKind::Input | WorkKind::Output => self.stash,
+            WorkKind::Carry => 0,
+            _ => match row.lane {
+                Lane::Upload => self.upload,
+                Lane::Compute => self.compute,
+                Lane::Download => self.download,
+                Lane::Host => self.host,
+                Lane::Update => self.update,
+                Lane::File => self.file,
+            },
         })
     }
 }

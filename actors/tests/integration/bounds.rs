@@ -16,7 +16,7 @@ fn peaks(layers: u32, micro_batches: u32, capacities: Capacities) -> (Pools, Vec
     let mut most: Vec<(String, u32)> = Vec::new();
     for slow in ["upload", "compute", "download", "update"] {
         let (config, schedule) = (config.clone(), schedule.clone());
-        let times = move |o: &l2l_actors::ports::Operation| {
+        let times = move |o: &l2l_actors::Operation| {
             ticks(if o.work().lane().name() == slow { 1000 } else { 1 })
         };
         let run = virtual_time::run(config, times, async move |mut relay| {
@@ -108,7 +108,7 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
     // Memory has checked every version on the way; here, that updates were made, not only published.
     let mut made = vec![0_u64; updates.len()];
     for record in records {
-        if let l2l_actors::ports::Work::Update { block, .. } = record.work {
+        if let l2l_actors::work::Work::Update { block, .. } = record.work {
             made[block.0 as usize] += 1;
         }
     }

@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::common::times::*;
 use crate::common::*;
-use l2l_actors::ports::{Lane, Work};
 use l2l_actors::schedule::{BlockId, LayerId, Phase, Plan, Schedule, relay};
 use l2l_actors::virtual_time::Record;
+use l2l_actors::work::{Lane, Work};
 use proptest::prelude::*;
 
 /// A stack without tiles and its schedule. Stack layer `l` is block and layer `l + 1`.

@@ -5,13 +5,12 @@ use std::sync::Arc;
 use crate::common::rehearsal::Rehearsal;
 use crate::common::*;
 use l2l_actors::conformance::{Main, Report, Subject, check};
-use l2l_actors::schedule::{Capacities, Pools, Schedule, Version, relay};
+use l2l_actors::schedule::{Model, Pools, Schedule, Version, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{VirtualLanes, World};
 use l2l_actors::{Task, schedule::BlockId};
 
-fn small() -> Schedule {
-    let model = model(2, 2, true);
+fn small(model: Model) -> Schedule {
     let mut selection = everything(&model, 2);
     selection.frozen = vec![BlockId(2)];
     relay(&model, &selection).expect("a model of ours")
@@ -26,12 +25,12 @@ impl Subject for Threads {
     type Ports = ThreadLanes<Rehearsal>;
 
     fn schedule(&self) -> Schedule {
-        small()
+        small(model(2, 2, true))
     }
 
     fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
-        let hands = Rehearsal::new(small().blocks.len(), None);
-        Arc::new(ThreadLanes::start(hands).expect("threads"))
+        let work = Rehearsal::new(self.schedule().blocks.len(), None);
+        Arc::new(ThreadLanes::start(work, None).expect("threads"))
     }
 
     fn batch(&self, _step: Version) {}
@@ -41,11 +40,7 @@ impl Subject for OnFile {
     type Ports = ThreadLanes<Rehearsal>;
 
     fn schedule(&self) -> Schedule {
-        small()
-    }
-
-    fn pools(&self, schedule: &Schedule, depths: &Capacities) -> Pools {
-        Pools::of(schedule, depths).on_file(schedule)
+        small(on_file(model(2, 2, true)))
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -61,7 +56,7 @@ impl Subject for Virtual {
     type Ports = VirtualLanes;
 
     fn schedule(&self) -> Schedule {
-        small()
+        small(model(2, 2, true))
     }
 
     fn ports(&self, _pools: &Pools) -> Arc<VirtualLanes> {

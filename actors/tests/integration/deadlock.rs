@@ -53,6 +53,7 @@ fn cases() -> impl Strategy<Value = Case> {
 impl Case {
     fn schedule(&self) -> Schedule {
         let model = model(self.layers, self.tiles, self.tied && self.tiles > 0);
+        let model = if self.on_file { on_file(model) } else { model };
         let mut selection = everything(&model, self.micro_batches);
         selection.recompute = self.recompute;
         let blocks = model.blocks.len() as u32;
@@ -64,8 +65,7 @@ impl Case {
 
 impl Case {
     fn config(&self, schedule: &Schedule) -> Config {
-        let config = config(schedule, &self.depths, self.deferred);
-        if self.on_file { on_file(config, schedule) } else { config }
+        config(schedule, &self.depths, self.deferred)
     }
 }
 

@@ -21,13 +21,12 @@ use l2l_actors::virtual_time::{Move, VirtualLanes, World};
 /// Replays a path from the start.
 fn replay(
     schedule: &Arc<Schedule>,
-    (deferred, files): (bool, bool),
+    deferred: bool,
     steps: u64,
     path: &[Move],
 ) -> (Vec<Move>, String, bool) {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(0)));
     let config = config(schedule, &depths(1, 1, 1, 1), deferred);
-    let config = if files { on_file(config, schedule) } else { config };
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes);
     for task in tasks {
@@ -57,13 +56,13 @@ fn replay(
 }
 
 /// Explores all states; their number and the number of moves between them.
-fn explore(schedule: Schedule, mode: (bool, bool), steps: u64) -> (usize, usize) {
+fn explore(schedule: Schedule, deferred: bool, steps: u64) -> (usize, usize) {
     let schedule = Arc::new(schedule);
     let mut known = HashSet::new();
     let mut open: Vec<Vec<Move>> = vec![Vec::new()];
     let (mut transitions, mut ends) = (0, 0);
     while let Some(path) = open.pop() {
-        let (moves, seen, finished) = replay(&schedule, mode, steps, &path);
+        let (moves, seen, finished) = replay(&schedule, deferred, steps, &path);
         transitions += 1;
         if !known.insert(seen) {
             continue;
@@ -112,13 +111,14 @@ fn all_interleavings_of_small_rings_are_sound() {
     let larger: &[Ring] = if whole() { &SMALL } else { &[] };
     let mut total = (0, 0);
     for &(layers, tiles, micro_batches, mode, by_layer, steps) in SMALLEST.iter().chain(larger) {
+        let (deferred, files) = mode;
         let model = model(layers, tiles, tiles > 0);
+        let model = if files { on_file(model) } else { model };
         let selection = everything(&model, micro_batches);
         let generate = if by_layer { relay } else { resident };
         let schedule = generate(&model, &selection).expect("a model of ours");
-        let (states, transitions) = explore(schedule, mode, steps);
+        let (states, transitions) = explore(schedule, deferred, steps);
         let order = if by_layer { "relay" } else { "resident" };
-        let (deferred, files) = mode;
         let mode = if deferred { "deferred" } else { "eager" };
         let tier = if files { "on file" } else { "in memory" };
         println!(

@@ -9,9 +9,9 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::common::times::*;
 use crate::common::*;
-use l2l_actors::ports::{Lane, Work};
-use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Piece, Plan, Reduction, relay};
+use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Piece, Plan, Reduction, Share, relay};
 use l2l_actors::virtual_time::Record;
+use l2l_actors::work::{Lane, Work};
 use proptest::prelude::*;
 
 /// A pool as times: when each slot was or will be given back.
@@ -66,7 +66,7 @@ struct Reference<'p> {
     free: [u64; 5], // when each lane is free
     pools: HashMap<&'static str, Slots>,
     landed: HashMap<(u32, u32), u64>,
-    weights: HashMap<usize, (u64, u64)>, // device visit -> told, arrived
+    weights: HashMap<usize, (u64, u64)>, // device visit -> sent, arrived
     inputs: HashMap<(usize, u32), (u64, u64)>,
     visit_ends: Vec<u64>,
     /// Downloads that were ordered and not run.
@@ -74,7 +74,7 @@ struct Reference<'p> {
     list: VecDeque<Of>,
     last_ordered: u64,
     measured: u64,
-    closed: HashMap<u32, (u64, u64)>, // block -> told, computed
+    closed: HashMap<u32, (u64, u64)>, // block -> sent, computed
 }
 
 impl Reference<'_> {
@@ -130,14 +130,13 @@ impl Reference<'_> {
             // Prefetcher.
             while let Some(next) = plan.pieces.get(piece) {
                 match *next {
-                    Piece::Read { .. } | Piece::GatherBlock { .. } => unreachable!("in memory"),
-                    Piece::Gather { visit } => {
-                        let gather = &schedule.visits[visit];
-                        for m in gather.micro_batches.clone() {
-                            let end = self.run(Lane::Host, prefetcher, host);
-                            for id in &gather.writes {
-                                self.landed.insert((id.0, m), end);
-                            }
+                    Piece::Stage { .. } | Piece::Gather { share: Share::Block(_), .. } => {
+                        unreachable!("in memory")
+                    }
+                    Piece::Gather { visit, share: Share::MicroBatch(m) } => {
+                        let end = self.run(Lane::Host, prefetcher, host);
+                        for id in &schedule.visits[visit].writes {
+                            self.landed.insert((id.0, m), end);
                         }
                     }
                     Piece::Weights { device_visit } => {
@@ -184,7 +183,7 @@ impl Reference<'_> {
             while let Some(resolved) = plan.device_visits.get(visit) {
                 let own = plan.visit(visit);
                 let m = own.micro_batches.start + operation;
-                let Some(&(told, arrived)) = self.weights.get(&visit) else { break };
+                let Some(&(sent, arrived)) = self.weights.get(&visit) else { break };
                 let input = match own.reads.is_empty() {
                     true => Some((0, 0)),
                     false => self.inputs.get(&(visit, m)).copied(),
@@ -192,7 +191,7 @@ impl Reference<'_> {
                 let writes = schedule.slots(&own.writes) as usize;
                 let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count();
                 let opening = if operation == 0 { opens } else { 0 };
-                let Some((input_told, input_arrived)) = input else { break };
+                let Some((input_sent, input_arrived)) = input else { break };
                 if self.pools["gradients"].0.len() < opening
                     || self.pools["outputs"].0.len() < writes
                 {
@@ -200,13 +199,13 @@ impl Reference<'_> {
                 }
                 if operation == 0 {
                     let two_before = visit.checked_sub(2).map_or(0, |v| self.visit_ends[v]);
-                    executor = executor.max(told).max(two_before);
+                    executor = executor.max(sent).max(two_before);
                     for _ in 0..opening {
                         executor =
                             self.pools.get_mut("gradients").expect("a pool").take(1, executor);
                     }
                 }
-                executor = executor.max(input_told);
+                executor = executor.max(input_sent);
                 for id in &own.writes {
                     let count = schedule.boundary(*id).slots as usize;
                     executor = self.pools.get_mut("outputs").expect("a pool").take(count, executor);
@@ -235,7 +234,7 @@ impl Reference<'_> {
                     Reduction::Loss { visit } | Reduction::Scatter { visit } => {
                         let is_gradient = |(of, _): &(Of, Download)| matches!(of, Of::Gradient(_));
                         if self.downloads.iter().any(is_gradient) {
-                            break; // what was ordered first is told first
+                            break; // what was ordered first is sent first
                         }
                         let own = &schedule.visits[visit];
                         let ends = own
@@ -263,11 +262,11 @@ impl Reference<'_> {
                         }
                     }
                     Reduction::Gradient { block, joins } => {
-                        let Some(&(told, computed)) = self.closed.get(&block.0) else { break };
+                        let Some(&(sent, computed)) = self.closed.get(&block.0) else { break };
                         if self.pools["reduced"].0.is_empty() {
                             break;
                         }
-                        reducer = reducer.max(told);
+                        reducer = reducer.max(sent);
                         reducer = self.pools.get_mut("reduced").expect("a pool").take(1, reducer);
                         let download = Download { ordered: reducer, ready: computed, joins };
                         self.downloads.push((Of::Gradient(block), download));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::common::rehearsal::Rehearsal;
 use crate::common::*;
-use l2l_actors::schedule::{Capacities, Plan, Pools, Schedule, Visit, relay};
+use l2l_actors::schedule::{Capacities, Plan, Pools, Schedule, Visit, VisitKind, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::VirtualLanes;
 use l2l_actors::{Config, Error, Relay};
@@ -16,7 +16,9 @@ fn small() -> Schedule {
 }
 
 fn lanes(schedule: &Schedule) -> Arc<ThreadLanes<Rehearsal>> {
-    Arc::new(ThreadLanes::start(Rehearsal::new(schedule.blocks.len(), None)).expect("threads"))
+    Arc::new(
+        ThreadLanes::start(Rehearsal::new(schedule.blocks.len(), None), None).expect("threads"),
+    )
 }
 
 /// A step whose future was dropped goes on; the ring is then idle, and no watchdog minds.
@@ -80,7 +82,7 @@ async fn a_plan_of_another_ring_is_refused() {
 fn more_losses_than_the_ring_has_room_for_are_refused() {
     let schedule = small();
     let mut twice = schedule.clone();
-    let at = twice.visits.iter().position(Visit::is_loss).expect("it has a loss");
+    let at = twice.visits.iter().position(|v| v.kind == VisitKind::Loss).expect("it has a loss");
     let layer = l2l_actors::schedule::LayerId(77);
     twice.visits.insert(at, Visit { layer, ..twice.visits[at].clone() });
     let pools = Pools::of(&twice, &Capacities::default());

@@ -8,14 +8,14 @@ use l2l_actors::meter::Spent;
 use l2l_actors::pool::{Content, Pool};
 use l2l_actors::schedule::{BlockId, Capacities, relay};
 use l2l_actors::virtual_time;
-use l2l_actors::{ActorName, Config, Drill, Error, Fault, Relay, Snapshot};
+use l2l_actors::{ActorName, Config, Error, Fault, FaultInjection, Relay, Snapshot};
 
 /// The ring after two steps and a stop.
-fn after_two_steps(times: Times, drill: Option<Drill>) -> (Option<Error>, Snapshot) {
+fn after_two_steps(times: Times, inject: Option<FaultInjection>) -> (Option<Error>, Snapshot) {
     let model = model(5, 2, true);
     let schedule = relay(&model, &everything(&model, 3)).expect("a model of ours");
-    let config = Config { drill, ..config(&schedule, &Capacities::default(), false) };
-    let durations = move |operation: &l2l_actors::ports::Operation| times.of(operation.work());
+    let config = Config { inject, ..config(&schedule, &Capacities::default(), false) };
+    let durations = move |operation: &l2l_actors::Operation| times.of(operation.work());
     let main = async move |mut relay: Relay<_>| {
         let observer = relay.observer();
         for _ in 0..2 {
@@ -57,9 +57,9 @@ fn whoever_is_slow_starves_those_after_and_blocks_those_before() {
 
 #[test]
 fn a_snapshot_says_who_holds_which_slot_and_waits_for_what() {
-    let drill = Drill { actor: ActorName::Executor, wait: 12, fault: Fault::Error };
+    let inject = FaultInjection { actor: ActorName::Executor, wait: 12, fault: Fault::Error };
     let slow = Times { upload: 9, compute: 50, ..Times::default() };
-    let (error, snapshot) = after_two_steps(slow, Some(drill));
+    let (error, snapshot) = after_two_steps(slow, Some(inject));
     let Some(Error::Failed { cause, .. }) = error else { panic!("{error:?}") };
     assert_eq!(cause.actor, ActorName::Executor);
     let text = snapshot.to_string();

@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    Block, BlockId, BoundaryId, Capacities, Layer, LayerId, Needs, Phase, Place, Plan, Pools,
-    Refusal, Role, Schedule, Visit, relay, resident,
+    Block, BlockId, Boundary, BoundaryId, Capacities, Layer, LayerId, LayerKind, Needs, Phase,
+    Place, Plan, Pools, Refusal, Role, Schedule, Visit, VisitKind, relay, resident,
 };
 
 /// Embedding, two layers, two tied tiles. Visits: 0 gather, 1 and 2 stack, 3 and 4 tiles, 5 loss,
@@ -61,6 +61,25 @@ fn names_must_be_known_and_met_once() {
 fn places_are_this_rings() {
     refused(Some(1), "this ring has device 0 only", |s| s.visits[1].place = Place::Device(1));
     refused(Some(1), "a host visit gathers", |s| s.visits[1].place = Place::Host);
+}
+
+#[test]
+fn a_visit_is_what_its_kind_says() {
+    refused(Some(0), "a gather writes only", |s| s.visits[0].kind = VisitKind::Scatter);
+    refused(Some(5), "has no block", |s| s.visits[5].needs = Needs::Known(vec![BlockId(0)]));
+    refused(Some(10), "a scatter reads only", |s| s.visits[10].phase = Phase::Forward);
+}
+
+#[test]
+fn a_visit_of_a_device_has_one_boundary_of_a_role() {
+    refused(Some(2), "two boundaries that are hidden state", |s| {
+        let first = s.visits[1].reads[0];
+        s.visits[2].reads.push(first);
+    });
+    refused(Some(1), "two boundaries that are hidden state", |s| {
+        s.boundaries.push(s.boundaries[0]);
+        s.visits[1].writes.push(BoundaryId(s.boundaries.len() as u32 - 1));
+    });
 }
 
 #[test]
@@ -124,7 +143,7 @@ fn a_trained_block_belongs_to_one_layer() {
 fn a_gather_is_used_before_its_block_may_be_updated() {
     refused(Some(9), "ends the gradient of block 3 before boundary", |s| {
         // The second layer's block is gathered from too, and first read behind its backward.
-        s.boundaries.push(s.boundaries[0]);
+        s.boundaries.push(Boundary { role: Role::CachedKv, ..s.boundaries[0] });
         let late = BoundaryId(s.boundaries.len() as u32 - 1);
         let gather = Visit { layer: LayerId(77), writes: vec![late], ..s.visits[0].clone() };
         s.visits.insert(1, Visit { needs: Needs::Known(vec![BlockId(3)]), ..gather });
@@ -141,7 +160,7 @@ fn absurd_numbers_are_refused_or_cut() {
     assert!(Plan::new(sound(), pools).is_ok());
     refused(Some(1), "slots of pool", |s| s.boundaries.iter_mut().for_each(|b| b.slots = u32::MAX));
     let mut heavy = sound();
-    heavy.blocks.iter_mut().for_each(|block| block.bytes = u64::MAX);
+    heavy.blocks.iter_mut().for_each(|block| block.weight_bytes = u64::MAX);
     let plan = Plan::new(heavy, pools).expect("bytes are only counted");
     assert_eq!(plan.traffic.weights, u64::MAX);
     refused(None, "is written by no visit", |s| s.boundaries.push(s.boundaries[0]));
@@ -238,8 +257,9 @@ fn residency_fetches_the_least() {
 #[test]
 fn shared_and_frozen_blocks_are_fetched_once_and_not_updated() {
     let mut model = model(2, 0, false); // blocks: 0 embedding, 1 and 2 stack
-    model.blocks.push(Block { bytes: 10, gradient_bytes: 20, state_bytes: 60, frozen: true });
-    for layer in model.layers.iter_mut().filter(|layer| layer.role == Role::Stack) {
+    let first = model.blocks[0];
+    model.blocks.push(Block { weight_bytes: 10, gradient_bytes: 20, frozen: true, ..first });
+    for layer in model.layers.iter_mut().filter(|layer| layer.kind == LayerKind::Stack) {
         let Layer { blocks, .. } = layer;
         blocks.push(BlockId(3));
     }

@@ -1,0 +1,26 @@
+//! What a ring is made with.
+
+use std::time::Duration;
+
+use crate::context::FaultInjection;
+use crate::schedule::Pools;
+
+/// What a ring is made with.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Slots of every pool: [`Pools::of`] the largest schedule it will run.
+    pub pools: Pools,
+    /// Blocks of the model.
+    pub blocks: u32,
+    /// The most layers a step visits.
+    pub max_layers: u32,
+    /// The most micro-batches a step has.
+    pub max_micro_batches: u32,
+    /// False: eager, a block is updated as soon as its gradient is complete. True: deferred,
+    /// when the norm is known (clipping, loss scaling, skipping).
+    pub deferred: bool,
+    /// The ring fails when nothing moved for this long.
+    pub watchdog: Option<Duration>,
+    /// A fault to inject, for tests.
+    pub inject: Option<FaultInjection>,
+}

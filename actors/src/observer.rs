@@ -1,0 +1,48 @@
+//! A look at a ring from outside, also while another task drives it or after it has ended.
+
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crate::meter::Spent;
+use crate::names::ActorName;
+use crate::pool::{Gauge, Occupancy};
+use crate::ports::Lanes;
+use crate::report::Snapshot;
+use crate::ring::Ring;
+
+/// Looks at a ring from outside, also while another task drives it or after it has ended.
+#[derive(Clone)]
+pub struct Observer {
+    ring: Arc<Ring>,
+    /// Weak: an observer does not keep alive what the lanes work on.
+    lanes: Weak<dyn Lanes>,
+}
+
+impl Observer {
+    pub(crate) fn new(ring: &Arc<Ring>, lanes: &Arc<dyn Lanes>) -> Observer {
+        Observer { ring: ring.clone(), lanes: Arc::downgrade(lanes) }
+    }
+
+    /// The ring now.
+    pub fn snapshot(&self) -> Snapshot {
+        self.ring.snapshot()
+    }
+
+    /// What each actor has spent until now. Its states sum to the time since it began.
+    pub fn spent(&self) -> [(ActorName, Spent); 5] {
+        self.ring.spent(self.now())
+    }
+
+    /// Each pool now.
+    pub fn pools(&self) -> Vec<Occupancy> {
+        self.ring.gauges.iter().map(Gauge::read).collect()
+    }
+
+    /// The lanes' clock; it stands still once they are gone.
+    pub fn now(&self) -> Duration {
+        match self.lanes.upgrade() {
+            Some(lanes) => lanes.now(),
+            None => self.ring.last_entered(),
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! An operation: work that an actor has queued, from its order to its end.
+
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::cause::{Cause, Problem};
+use crate::facts::Fact;
+use crate::fence::{Done, Fence};
+use crate::names::ActorName;
+use crate::pool::Held;
+use crate::ring::{Queued, Ring};
+use crate::schedule::{LayerId, Phase, Plan, Version, Visit};
+use crate::work::Work;
+
+/// A step in flight: shared by all its operations.
+#[derive(Debug)]
+pub struct Step {
+    /// Its number, and the version of every block it reads.
+    pub number: Version,
+    /// What it does.
+    pub plan: Arc<Plan>,
+}
+
+/// What an actor orders from a lane.
+#[derive(Debug)]
+pub(crate) struct Order {
+    pub(crate) step: Arc<Step>,
+    pub(crate) layer: Option<LayerId>,
+    pub(crate) phase: Option<Phase>,
+    pub(crate) work: Work,
+    pub(crate) waits: Vec<Fence>,
+    pub(crate) holds: Vec<Held>,
+    pub(crate) raises: Vec<Fact>,
+    pub(crate) commits: bool,
+}
+
+impl Order {
+    /// Of the step as a whole.
+    pub(crate) fn new(step: &Arc<Step>, work: Work) -> Order {
+        Order {
+            step: step.clone(),
+            layer: None,
+            phase: None,
+            work,
+            waits: vec![],
+            holds: vec![],
+            raises: vec![],
+            commits: false,
+        }
+    }
+
+    /// For a visit.
+    pub(crate) fn at(step: &Arc<Step>, visit: &Visit, work: Work) -> Order {
+        let (layer, phase) = (Some(visit.layer), Some(visit.phase));
+        Order { layer, phase, ..Order::new(step, work) }
+    }
+
+    /// For the gradient of a block that this layer meets first.
+    pub(crate) fn gradient(step: &Arc<Step>, layer: Option<LayerId>, work: Work) -> Order {
+        Order { layer, phase: Some(Phase::Backward), ..Order::new(step, work) }
+    }
+}
+
+/// Queued work. A lane runs each once, in order: when [`ready`](Operation::ready), it does the
+/// work and calls [`finish`](Operation::finish). Dropping one unfinished fails the ring.
+#[derive(Debug)]
+pub struct Operation {
+    actor: ActorName,
+    order: Order,
+    fence: Fence,
+    queued: Duration,
+    after: Option<u64>,
+    ring: Arc<Ring>,
+    finished: bool,
+}
+
+impl Operation {
+    pub(crate) fn new(
+        actor: ActorName,
+        order: Order,
+        ring: Arc<Ring>,
+        queued: Duration,
+    ) -> (Operation, Fence) {
+        let after = ring.last_finished();
+        let Order { layer, ref work, commits, .. } = order;
+        let number = ring.enqueued(Queued { actor, layer, row: work.row(), commits, begun: false });
+        let fence = Fence::new(number);
+        let made = fence.clone();
+        (Operation { actor, order, fence, queued, after, ring, finished: false }, made)
+    }
+
+    /// Its number, unique in its relay; its fence has the same.
+    pub fn number(&self) -> u64 {
+        self.fence.operation()
+    }
+
+    /// What is reached when it is finished.
+    pub fn fence(&self) -> &Fence {
+        &self.fence
+    }
+
+    /// Who queued it.
+    pub fn actor(&self) -> ActorName {
+        self.actor
+    }
+
+    /// The step it belongs to.
+    pub fn step(&self) -> &Arc<Step> {
+        &self.order.step
+    }
+
+    /// The layer it serves, if one.
+    pub fn layer(&self) -> Option<LayerId> {
+        self.order.layer
+    }
+
+    /// The phase of the visit it serves, if one.
+    pub fn phase(&self) -> Option<Phase> {
+        self.order.phase
+    }
+
+    /// When it was queued, and the operation that had ended last by then.
+    pub fn queued(&self) -> (Duration, Option<u64>) {
+        (self.queued, self.after)
+    }
+
+    /// What to do.
+    pub fn work(&self) -> &Work {
+        &self.order.work
+    }
+
+    /// The operations that come first, on any lane.
+    pub fn waits(&self) -> &[Fence] {
+        &self.order.waits
+    }
+
+    /// True for an update of a step whose norm is known: it runs even when the ring is ending.
+    pub fn commits(&self) -> bool {
+        self.order.commits
+    }
+
+    /// True when the ring is ending and the work must not be started (or continued, if it is
+    /// long). What [commits](Operation::commits) is never cancelled: half of a step would be torn.
+    pub fn is_cancelled(&self) -> bool {
+        !self.order.commits && self.ring.switch.tripped()
+    }
+
+    /// Waits until the work may begin. False: it is cancelled; drop the operation.
+    pub async fn ready(&self) -> bool {
+        self.unless_cancelled(async {
+            for fence in &self.order.waits {
+                fence.wait().await;
+            }
+        })
+        .await
+    }
+
+    /// Waits until the work may be handed to a device that keeps the order itself: all it waits on
+    /// is done, or was [issued](Operation::issued). False: as [`ready`](Operation::ready).
+    pub async fn issuable(&self) -> bool {
+        self.unless_cancelled(async {
+            for fence in &self.order.waits {
+                fence.issued().await;
+            }
+        })
+        .await
+    }
+
+    /// Says that the device has the work, so that the device may be handed work that waits on it.
+    pub fn issued(&self) {
+        self.fence.issue();
+    }
+
+    async fn unless_cancelled(&self, all: impl Future<Output = ()>) -> bool {
+        if self.order.commits {
+            all.await;
+            return true;
+        }
+        self.ring.switch.until_tripped(all).await.is_some() && !self.is_cancelled()
+    }
+
+    /// Tells the watchdog that the work has begun.
+    pub fn begun(&self) {
+        self.ring.begun(self.number());
+    }
+
+    /// Tells the watchdog that the work is still running: for what may take longer than its
+    /// patience.
+    pub fn still_runs(&self) {
+        self.ring.moves();
+    }
+
+    /// Ends it. Success reaches the fence, raises its facts and lets go of its slots; an error
+    /// trips the kill switch.
+    pub fn finish(mut self, result: Result<Done, Problem>) {
+        self.finished = true;
+        match result {
+            Ok(done) => {
+                self.ring.finished(self.number());
+                for fact in &self.order.raises {
+                    self.ring.facts.raise(fact);
+                }
+                self.fence.reach(done);
+            }
+            Err(problem) => self.fail(problem),
+        }
+    }
+
+    fn fail(&self, problem: Problem) {
+        self.ring.failed(self.number());
+        let Order { layer, work, .. } = &self.order;
+        let operation = work.to_string();
+        self.ring.switch.trip(Cause { actor: self.actor, layer: *layer, operation, problem });
+    }
+}
+
+impl Drop for Operation {
+    fn drop(&mut self) {
+        if !self.finished {
+            self.fail(Problem::Error("the lane dropped it unfinished".into()));
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! What all actors and operations of one relay share: facts, the kill switch, and the state that
+//! reports are made from.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard};
+use std::time::Duration;
+
+use tokio::sync::{SetOnce, watch};
+
+use crate::cause::{Cause, Problem, Switch};
+use crate::facts::Facts;
+use crate::meter::{Meter, Spent, State};
+use crate::names::ActorName;
+use crate::pool::{Content, Gauge};
+use crate::report::{Doing, InFlight, Snapshot};
+use crate::schedule::LayerId;
+use crate::work::{Lane, Row};
+
+/// What an actor waits for. Kept unformatted, for waits are many and reports few.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum WaitsFor {
+    Start,
+    Message(&'static str),
+    Slots(u32, &'static str, Content),
+    Fact(Content),
+    Operation(Lane),
+    Nothing,
+}
+
+impl fmt::Display for WaitsFor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            WaitsFor::Start => write!(f, "start"),
+            WaitsFor::Message(mailbox) => write!(f, "receiving from {mailbox}"),
+            WaitsFor::Slots(count, pool, content) => write!(f, "{count} of {pool} for {content}"),
+            WaitsFor::Fact(content) => write!(f, "{content} to be there"),
+            WaitsFor::Operation(lane) => write!(f, "an operation on {}", lane.name()),
+            WaitsFor::Nothing => write!(f, "nothing: it has ended"),
+        }
+    }
+}
+
+/// What an actor is doing: [`Doing`], unformatted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Standing {
+    pub(crate) state: State,
+    pub(crate) what: WaitsFor,
+    pub(crate) layer: Option<LayerId>,
+    pub(crate) since: Duration,
+    pub(crate) waits: u64,
+}
+
+/// Where one actor writes down what it is doing.
+#[derive(Debug)]
+pub(crate) struct Post {
+    standing: Mutex<Standing>,
+    meter: Meter,
+}
+
+impl Post {
+    fn new(since: Duration) -> Post {
+        let (state, what) = (State::Busy, WaitsFor::Start);
+        let standing = Mutex::new(Standing { state, what, layer: None, since, waits: 0 });
+        Post { standing, meter: Meter::new(since) }
+    }
+
+    pub(crate) fn standing(&self) -> Standing {
+        *self.standing.lock().expect("nothing panics inside")
+    }
+
+    pub(crate) fn enter(&self, standing: Standing) {
+        self.meter.enter(standing.state, standing.since);
+        *self.standing.lock().expect("nothing panics inside") = standing;
+    }
+
+    fn doing(&self) -> (Doing, Spent) {
+        let Standing { state, what, layer, since, waits } = self.standing();
+        (Doing { state, what: what.to_string(), layer, since, waits }, self.meter.spent())
+    }
+}
+
+/// An operation that is queued and not finished: [`InFlight`], unformatted.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Queued {
+    pub(crate) actor: ActorName,
+    pub(crate) layer: Option<LayerId>,
+    pub(crate) row: Row,
+    pub(crate) commits: bool,
+    pub(crate) begun: bool,
+}
+
+impl Queued {
+    /// True when the model is not to be trusted unless this ends well: an update that was begun,
+    /// or that will be.
+    fn may_tear(&self) -> bool {
+        self.row.lane == Lane::Update && (self.begun || self.commits)
+    }
+
+    fn in_flight(&self) -> InFlight {
+        let Queued { actor, layer, row, commits, begun } = *self;
+        InFlight { actor, lane: row.lane, layer, operation: row.to_string(), begun, commits }
+    }
+}
+
+/// What all actors and operations of one relay share.
+#[derive(Debug)]
+pub(crate) struct Ring {
+    pub(crate) switch: Switch,
+    pub(crate) facts: Facts,
+    pub(crate) gauges: Vec<Gauge>,
+    posts: [Post; 5],
+    in_flight: Mutex<BTreeMap<u64, Queued>>,
+    enqueued: AtomicU64,
+    /// One more than the number of the operation that ended last; 0: none has.
+    last_finished: AtomicU64,
+    progress: AtomicU64,
+    pub(crate) alive: watch::Sender<usize>,
+    /// Set by the watchdog when even the end does not come.
+    pub(crate) given_up: SetOnce<()>,
+    /// True while the relay waits for what the actors do: a step's result, or their end.
+    pub(crate) awaited: AtomicBool,
+    /// When the last result was known, in nanoseconds.
+    resolved_at: AtomicU64,
+}
+
+impl Ring {
+    pub(crate) fn new(blocks: usize, gauges: Vec<Gauge>, now: Duration) -> Ring {
+        Ring {
+            switch: Switch::default(),
+            facts: Facts::new(blocks),
+            gauges,
+            posts: std::array::from_fn(|_| Post::new(now)),
+            in_flight: Mutex::default(),
+            enqueued: AtomicU64::new(0),
+            last_finished: AtomicU64::new(0),
+            progress: AtomicU64::new(0),
+            alive: watch::Sender::new(0),
+            given_up: SetOnce::new(),
+            awaited: AtomicBool::new(false),
+            resolved_at: AtomicU64::new(0),
+        }
+    }
+
+    pub(crate) fn post(&self, actor: ActorName) -> &Post {
+        &self.posts[actor as usize]
+    }
+
+    /// Grows whenever anything moves.
+    pub(crate) fn progress(&self) -> u64 {
+        self.progress.load(Relaxed)
+    }
+
+    /// Tells the watchdog that something moved, or still runs.
+    pub(crate) fn moves(&self) {
+        self.progress.fetch_add(1, Relaxed);
+    }
+
+    /// False when there is nothing to do: a standstill then is no hang.
+    pub(crate) fn is_working(&self) -> bool {
+        self.awaited.load(Relaxed) || !self.operations().is_empty()
+    }
+
+    pub(crate) fn enqueued(&self, operation: Queued) -> u64 {
+        let number = self.enqueued.fetch_add(1, Relaxed);
+        self.operations().insert(number, operation);
+        number
+    }
+
+    pub(crate) fn begun(&self, number: u64) {
+        self.moves();
+        if let Some(operation) = self.operations().get_mut(&number) {
+            operation.begun = true;
+        }
+    }
+
+    /// The operation that ended last.
+    pub(crate) fn last_finished(&self) -> Option<u64> {
+        self.last_finished.load(Relaxed).checked_sub(1)
+    }
+
+    pub(crate) fn finished(&self, number: u64) {
+        self.last_finished.store(number + 1, Relaxed);
+        self.moves();
+        self.operations().remove(&number);
+    }
+
+    /// An operation failed. An update that was begun may have left anything behind, so it stays
+    /// on the list of what is not done.
+    pub(crate) fn failed(&self, number: u64) {
+        self.moves();
+        let mut operations = self.operations();
+        if operations.get(&number).is_some_and(|operation| !operation.may_tear()) {
+            operations.remove(&number);
+        }
+    }
+
+    /// Whether some update was begun, or will be, and is not done.
+    pub(crate) fn is_torn_inside(&self) -> bool {
+        self.operations().values().any(Queued::may_tear)
+    }
+
+    fn operations(&self) -> MutexGuard<'_, BTreeMap<u64, Queued>> {
+        self.in_flight.lock().expect("nothing panics inside")
+    }
+
+    /// An actor failed, where it stands.
+    pub(crate) fn trip(&self, actor: ActorName, problem: Problem) {
+        let Standing { what, layer, .. } = self.post(actor).standing();
+        self.switch.trip(Cause { actor, layer, operation: what.to_string(), problem });
+    }
+
+    /// Waits until every actor has ended.
+    pub(crate) async fn ended(&self) {
+        let mut alive = self.alive.subscribe();
+        _ = *alive.wait_for(|&alive| alive == 0).await.expect("the ring holds the sender");
+    }
+
+    /// A step's result is known. The ring may be idle now, also when nobody waits any more.
+    pub(crate) fn resolves(&self, now: Duration) {
+        self.resolved_at.store(now.as_nanos() as u64, Relaxed);
+        self.awaited.store(false, Relaxed);
+    }
+
+    /// When the last result was known.
+    pub(crate) fn resolved_at(&self) -> Duration {
+        Duration::from_nanos(self.resolved_at.load(Relaxed))
+    }
+
+    /// When an actor last began something.
+    pub(crate) fn last_entered(&self) -> Duration {
+        let entered = self.posts.iter().map(|post| post.standing().since);
+        entered.max().unwrap_or_default()
+    }
+
+    /// What each actor has spent until now, with the state it is in.
+    pub(crate) fn spent(&self, now: Duration) -> [(ActorName, Spent); 5] {
+        ActorName::ALL.map(|name| (name, self.post(name).meter.spent_until(now)))
+    }
+
+    pub(crate) fn snapshot(&self) -> Snapshot {
+        let actors = ActorName::ALL.map(|name| {
+            let (doing, spent) = self.post(name).doing();
+            (name, doing, spent)
+        });
+        Snapshot {
+            actors,
+            pools: self.gauges.iter().map(Gauge::read).collect(),
+            operations: self.operations().values().map(Queued::in_flight).collect(),
+            versions: self.facts.versions(),
+        }
+    }
+}

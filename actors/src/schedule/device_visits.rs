@@ -1,0 +1,40 @@
+//! The device's visits with every choice made: which slot each block takes, and where each
+//! gradient opens and closes.
+
+use super::residency::{Residence, residency};
+use super::spans::gradient_spans;
+use super::{BlockId, Phase, Pools, Schedule, Visit};
+
+/// A visit of the device, resolved.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceVisit {
+    /// Index in [`Schedule::visits`].
+    pub visit: usize,
+    /// Its blocks and their slots, in the order of the visit's blocks.
+    pub residences: Vec<Residence>,
+    /// Blocks to whose gradient it adds, with whether it is the first to. The visit's other blocks
+    /// are frozen.
+    pub accumulates: Vec<(BlockId, bool)>,
+    /// Blocks whose gradient is complete on the device when it ends.
+    pub closes: Vec<BlockId>,
+}
+
+pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVisit> {
+    let visits: Vec<(usize, &Visit)> =
+        schedule.visits.iter().enumerate().filter(|(_, visit)| visit.on_device()).collect();
+    let blocks: Vec<&[BlockId]> = visits.iter().map(|(_, visit)| visit.blocks()).collect();
+    let spans = gradient_spans(schedule);
+    let residences = residency(&blocks, pools.weights);
+    let mut resolved = Vec::with_capacity(visits.len());
+    for (now, ((index, visit), residences)) in visits.into_iter().zip(residences).enumerate() {
+        let backward = visit.phase == Phase::Backward;
+        let trained = || visit.blocks().iter().filter(|id| backward && spans.contains_key(id));
+        resolved.push(DeviceVisit {
+            visit: index,
+            residences,
+            accumulates: trained().map(|&id| (id, spans[&id].0 == now)).collect(),
+            closes: trained().filter(|id| spans[id].1 == now).copied().collect(),
+        });
+    }
+    resolved
+}

@@ -1,0 +1,131 @@
+//! Pools: how many slots of each kind a ring has, and whether they suffice for a schedule.
+
+use super::spans::open_gradients;
+use super::{Refusal, Schedule};
+
+/// Channel depths as a user sets them, each at least 1.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capacities {
+    /// Blocks on the device.
+    pub weights: u32,
+    /// Gradient accumulators on the device.
+    pub gradients: u32,
+    /// Landing blocks on the host.
+    pub reduced: u32,
+    /// Boundary inputs fetched ahead, and outputs that may be leaving.
+    pub stash: u32,
+}
+
+impl Default for Capacities {
+    fn default() -> Capacities {
+        Capacities { weights: 2, gradients: 2, reduced: 2, stash: 4 }
+    }
+}
+
+/// Slots of every pool: what is allocated at start, one number a holder.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pools {
+    /// Blocks on the device.
+    pub weights: u32,
+    /// Device visits between the announcement of their weights and their end.
+    pub visits: u32,
+    /// Boundary inputs on the device: the largest working set + `ahead`.
+    pub inputs: u32,
+    /// Of the inputs, those fetched ahead of the operation that runs.
+    pub ahead: u32,
+    /// Boundary outputs on the device: the largest set while it is written, and as many leaving
+    /// as `ahead` come, at least one set. Few would stall compute behind a gradient's download.
+    pub outputs: u32,
+    /// Gradient accumulators on the device.
+    pub gradients: u32,
+    /// Landing blocks on the host.
+    pub reduced: u32,
+    /// Staging slots on the host for masters of staged blocks: read ahead, or being uploaded.
+    pub reads: u32,
+    /// Staging slots on the host for masters of staged blocks with their optimizer state: being
+    /// read, updated or written.
+    pub states: u32,
+}
+
+impl Pools {
+    /// What this schedule needs at these depths; depths too low to run it at all are raised.
+    pub fn of(schedule: &Schedule, depths: &Capacities) -> Pools {
+        let visits = || schedule.device_visits();
+        let blocks = visits().map(|visit| visit.blocks().len() as u32).max().unwrap_or(0);
+        let reads = visits().map(|visit| schedule.slots(&visit.reads)).max().unwrap_or(0);
+        let writes = visits().map(|visit| schedule.slots(&visit.writes)).max().unwrap_or(0);
+        let all = schedule.blocks.len() as u32; // more slots than blocks are never used
+        let weights = depths.weights.clamp(blocks, all.max(blocks));
+        let brought = visits().map(|visit| {
+            schedule.slots(&visit.reads).saturating_mul(visit.micro_batches.len() as u32)
+        });
+        let ahead = depths.stash.min(brought.fold(0, u32::saturating_add)).max(1);
+        let is_staged = schedule.blocks.iter().any(|block| block.staged);
+        Pools {
+            weights,
+            // One visit runs, and the blocks of the others come; more than three ahead only queue
+            // up in front of the inputs of the visit that runs.
+            visits: weights.clamp(2, 4),
+            inputs: reads.saturating_add(ahead),
+            ahead,
+            outputs: writes.saturating_add(writes.max(ahead)),
+            gradients: depths.gradients.min(all).max(open_gradients(schedule)).max(1),
+            reduced: depths.reduced.min(all).max(1),
+            // One block is read while those of a visit are uploaded.
+            reads: if is_staged { staged_in_a_visit(schedule).saturating_add(1) } else { 0 },
+            // The state of one block is read or written while another is updated.
+            states: if is_staged { 2 } else { 0 },
+        }
+    }
+
+    /// The smallest pools that run either schedule.
+    pub fn max(self, other: Pools) -> Pools {
+        Pools {
+            weights: self.weights.max(other.weights),
+            visits: self.visits.max(other.visits),
+            inputs: self.inputs.max(other.inputs),
+            ahead: self.ahead.max(other.ahead),
+            outputs: self.outputs.max(other.outputs),
+            gradients: self.gradients.max(other.gradients),
+            reduced: self.reduced.max(other.reduced),
+            reads: self.reads.max(other.reads),
+            states: self.states.max(other.states),
+        }
+    }
+
+    /// Each pool holds what one operation takes from it at once, and gradients all that stay open.
+    pub(super) fn check(&self, schedule: &Schedule) -> Result<(), Refusal> {
+        for (index, visit) in schedule.visits.iter().enumerate().filter(|(_, v)| v.on_device()) {
+            let needs = [
+                ("weights", visit.blocks().len() as u32, self.weights),
+                ("inputs", schedule.slots(&visit.reads), self.inputs),
+                ("outputs", schedule.slots(&visit.writes), self.outputs),
+            ];
+            for (pool, need, has) in needs {
+                if need > has {
+                    let reason = format!("takes {need} slots of pool {pool}, which has {has}");
+                    return Err(Refusal::at(schedule, index, reason));
+                }
+            }
+        }
+        let (open, has) = (open_gradients(schedule), self.gradients);
+        if open > has {
+            let reason = format!("holds {open} gradients open at once; pool gradients has {has}");
+            return Err(Refusal::of(reason));
+        }
+        let is_staged = schedule.blocks.iter().any(|block| block.staged);
+        if is_staged && (self.reads < staged_in_a_visit(schedule).max(1) || self.states < 2) {
+            return Err(Refusal::of("pools reads and states are too small for a visit's blocks"));
+        }
+        if self.visits == 0 || self.reduced == 0 {
+            return Err(Refusal::of("pools visits and reduced need at least one slot"));
+        }
+        Ok(())
+    }
+}
+
+/// The most staged blocks that one visit of the device needs.
+fn staged_in_a_visit(schedule: &Schedule) -> u32 {
+    let staged = schedule.device_visits().map(|visit| schedule.staged(visit.blocks()) as u32);
+    staged.max().unwrap_or(0)
+}

@@ -1,0 +1,84 @@
+//! How many bytes each edge moves in a step, as the schedule says.
+
+use super::device_visits::DeviceVisit;
+use super::reductions::Reduction;
+use super::{BlockId, BoundaryId, Schedule, Visit, VisitKind};
+
+/// Bytes that each edge moves in a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Blocks, to the device.
+    pub weights: u64,
+    /// Boundaries, from the stash.
+    pub inputs: u64,
+    /// Boundaries, to the stash.
+    pub outputs: u64,
+    /// Gradients, to the host.
+    pub gradients: u64,
+    /// Masters, states and gradient regions of staged blocks, read from their file. Deferred
+    /// updates read more: see [`Plan::file_bytes`](super::Plan::file_bytes).
+    pub read: u64,
+    /// The same, written to their file.
+    pub written: u64,
+}
+
+impl Traffic {
+    pub(super) fn of(
+        schedule: &Schedule,
+        device_visits: &[DeviceVisit],
+        reductions: &[Reduction],
+        updates: &[BlockId],
+    ) -> Traffic {
+        let mut traffic = Traffic::default();
+        traffic.add_device(schedule, device_visits);
+        traffic.add_file(schedule, device_visits, reductions, updates);
+        traffic
+    }
+
+    /// What crosses between host and device.
+    fn add_device(&mut self, schedule: &Schedule, device_visits: &[DeviceVisit]) {
+        let add = |edge: &mut u64, bytes: u64| *edge = edge.saturating_add(bytes);
+        for resolved in device_visits {
+            let visit = &schedule.visits[resolved.visit];
+            let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
+            fetched.for_each(|r| add(&mut self.weights, schedule.block(r.block).weight_bytes));
+            let closed = resolved.closes.iter();
+            closed.for_each(|&id| add(&mut self.gradients, schedule.block(id).gradient_bytes));
+            for m in visit.micro_batches.clone() {
+                let bytes = |id: &BoundaryId| schedule.stashed_bytes(*id, m);
+                visit.reads.iter().for_each(|id| add(&mut self.inputs, bytes(id)));
+                visit.writes.iter().for_each(|id| add(&mut self.outputs, bytes(id)));
+            }
+        }
+    }
+
+    /// What staged blocks move when updates are eager.
+    fn add_file(
+        &mut self,
+        schedule: &Schedule,
+        device_visits: &[DeviceVisit],
+        reductions: &[Reduction],
+        updates: &[BlockId],
+    ) {
+        let staged = |id: BlockId| Some(schedule.block(id)).filter(|block| block.staged);
+        let gathers = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Gather);
+        let gathered = gathers.flat_map(Visit::blocks).copied();
+        let fetched = device_visits.iter().flat_map(|visit| &visit.residences);
+        let fetched = fetched.filter(|residence| residence.fetch).map(|residence| residence.block);
+        for block in gathered.chain(fetched).filter_map(staged) {
+            self.read = self.read.saturating_add(block.master_bytes);
+        }
+        let mut both_ways = |bytes: u64| {
+            self.read = self.read.saturating_add(bytes);
+            self.written = self.written.saturating_add(bytes);
+        };
+        for block in updates.iter().copied().filter_map(staged) {
+            both_ways(block.master_bytes.saturating_add(block.state_bytes));
+        }
+        for reduction in reductions {
+            if let Reduction::Gradient { block, joins: true } = *reduction {
+                staged(block).into_iter().for_each(|block| both_ways(block.gradient_bytes));
+            }
+        }
+    }
+}

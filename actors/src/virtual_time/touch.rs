@@ -1,0 +1,274 @@
+//! What each kind of work touches: which memory it reads, which it writes, and what it must find
+//! there.
+
+use crate::operation::Operation;
+use crate::schedule::{BlockId, BoundaryId, DeviceVisit, MicroBatch, Plan, Share, Version, Visit};
+use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
+
+/// A piece of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Cell {
+    Weights(u32),
+    Input(u32),
+    Output(u32),
+    Gradient(u32),
+    Landing(u32),
+    /// A staging slot of pool `reads`.
+    Read(u32),
+    /// A staging slot of pool `states`, and the gradient that was read beside the state.
+    State(u32),
+    StateGradient(u32),
+    Region(BlockId),
+    Master(BlockId),
+    Stash(BoundaryId, MicroBatch),
+}
+
+/// What it holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Label {
+    Block(BlockId, Version),
+    Boundary(BoundaryId, MicroBatch, Version),
+    /// With the number of contributions that are in it.
+    Gradient(BlockId, Version, usize),
+}
+
+/// What one operation touches: what it finds, and what it leaves.
+#[derive(Default)]
+pub(super) struct Touch {
+    pub(super) reads: Vec<(Cell, Label)>,
+    /// With what the cell must hold before, if anything, and what it holds after.
+    pub(super) writes: Vec<(Cell, Option<Label>, Label)>,
+}
+
+/// Looks up contributions in a gradient that is of this block and version.
+trait Contributions: Fn(Cell, BlockId, Version) -> usize {}
+
+impl<F: Fn(Cell, BlockId, Version) -> usize> Contributions for F {}
+
+impl Touch {
+    /// What an operation touches; `count` looks up contributions in a gradient, which must be of
+    /// this block and version.
+    pub(super) fn of(
+        operation: &Operation,
+        count: impl Fn(Cell, BlockId, Version) -> usize,
+    ) -> Touch {
+        let (step, mut touch) = (operation.step(), Touch::default());
+        let (now, plan) = (step.number, &*step.plan);
+        match operation.work() {
+            &Work::Gather { visit, share, master } => touch.gather(plan, now, visit, share, master),
+            &Work::Stage { block, stored, slot, .. } => {
+                touch.stage((block, now), stored, slot, &count);
+            }
+            &Work::UploadBlock { block, version, master, weights } => {
+                let label = Label::Block(block, version);
+                touch.read(master_cell(block, master, Cell::Read), label);
+                touch.write(Cell::Weights(weights), label);
+            }
+            Work::UploadBoundary { micro_batch, inputs } => {
+                touch.read_stash(&[inputs.boundary], *micro_batch, now);
+                touch.place(std::slice::from_ref(inputs), *micro_batch, now, Cell::Input, true);
+            }
+            Work::Compute { micro_batch: m, blocks, inputs, outputs, .. } => {
+                touch.place(inputs, *m, now, Cell::Input, false);
+                touch.place(outputs, *m, now, Cell::Output, true);
+                blocks.iter().for_each(|of| touch.compute(of, now, &count));
+            }
+            Work::DownloadBoundary { micro_batch: m, outputs } => {
+                touch.place(std::slice::from_ref(outputs), *m, now, Cell::Output, false);
+                touch.write_stash(&[outputs.boundary], *m, now);
+            }
+            &Work::DownloadGradient { block, gradients, reduced } => {
+                let label = Label::Gradient(block, now, on_device(plan, block));
+                touch.read(Cell::Gradient(gradients), label);
+                touch.write(Cell::Landing(reduced), label);
+            }
+            &Work::Loss { visit, micro_batch } => {
+                touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
+            }
+            &Work::Reduce { block, reduced, to_region } => {
+                let label = Label::Gradient(block, now, on_device(plan, block));
+                touch.read(Cell::Landing(reduced), label);
+                if to_region {
+                    touch.write(Cell::Region(block), label);
+                }
+            }
+            &Work::Scatter { visit, block, first, gradient } => {
+                touch.scatter(&plan.schedule.visits[visit], now);
+                let cell = gradient_cell(block, gradient, MasterAt::Memory);
+                touch.add(cell, (block, now), first, &count);
+            }
+            &Work::Update { block, version, master, gradient, .. } => {
+                let cell = gradient_cell(block, gradient, master);
+                touch.read(cell, Label::Gradient(block, now, count(cell, block, now)));
+                touch.publish(master_cell(block, master, Cell::State), block, version);
+            }
+            &Work::Store { block, version, stored, slot } => {
+                touch.store((block, version), stored, slot, &count);
+            }
+            Work::Seal => {}
+            &Work::Carry { version } => {
+                let carried = plan.carried.iter();
+                carried.for_each(|&block| touch.publish(Cell::Master(block), block, version));
+            }
+        }
+        touch
+    }
+
+    fn read(&mut self, cell: Cell, label: Label) {
+        self.reads.push((cell, label));
+    }
+
+    /// Replaces whatever was there.
+    fn write(&mut self, cell: Cell, label: Label) {
+        self.writes.push((cell, None, label));
+    }
+
+    /// A block goes from one version to the next.
+    fn publish(&mut self, cell: Cell, block: BlockId, version: Version) {
+        let (before, after) = (Label::Block(block, version), Label::Block(block, version + 1));
+        self.writes.push((cell, Some(before), after));
+    }
+
+    /// Adds a contribution to a gradient, or replaces it where `first`.
+    fn add(
+        &mut self,
+        cell: Cell,
+        (block, now): (BlockId, Version),
+        first: bool,
+        count: &impl Contributions,
+    ) {
+        let before = (!first).then(|| count(cell, block, now));
+        let after = Label::Gradient(block, now, before.unwrap_or(0) + 1);
+        let before = before.map(|count| Label::Gradient(block, now, count));
+        self.writes.push((cell, before, after));
+    }
+
+    fn read_stash(&mut self, boundaries: &[BoundaryId], m: MicroBatch, now: Version) {
+        let cell = |&id: &BoundaryId| (Cell::Stash(id, m), Label::Boundary(id, m, now));
+        self.reads.extend(boundaries.iter().map(cell));
+    }
+
+    fn write_stash(&mut self, boundaries: &[BoundaryId], m: MicroBatch, now: Version) {
+        boundaries.iter().for_each(|&id| {
+            self.write(Cell::Stash(id, m), Label::Boundary(id, m, now));
+        });
+    }
+
+    /// Reads or writes the slots of boundaries.
+    fn place(
+        &mut self,
+        placed: &[Placed],
+        m: MicroBatch,
+        now: Version,
+        cell: fn(u32) -> Cell,
+        writes: bool,
+    ) {
+        for Placed { boundary, slots } in placed {
+            let label = Label::Boundary(*boundary, m, now);
+            for &slot in slots {
+                if writes { self.write(cell(slot), label) } else { self.read(cell(slot), label) }
+            }
+        }
+    }
+
+    fn gather(&mut self, plan: &Plan, now: Version, visit: usize, share: Share, at: MasterAt) {
+        let visit = &plan.schedule.visits[visit];
+        let (one, all);
+        let (blocks, micro_batches) = match share {
+            Share::MicroBatch(m) => (visit.blocks(), m..m + 1),
+            Share::Block(block) => {
+                (one, all) = ([block], visit.micro_batches.clone());
+                (&one[..], all)
+            }
+        };
+        for &block in blocks {
+            self.read(master_cell(block, at, Cell::Read), Label::Block(block, now));
+        }
+        micro_batches.for_each(|m| self.write_stash(&visit.writes, m, now));
+    }
+
+    fn compute(&mut self, of: &BlockUse, now: Version, count: &impl Contributions) {
+        let &BlockUse { block, weights, gradient } = of;
+        self.read(Cell::Weights(weights), Label::Block(block, now));
+        if let Some(Accumulator { slot, first }) = gradient {
+            self.add(Cell::Gradient(slot), (block, now), first, count);
+        }
+    }
+
+    fn scatter(&mut self, visit: &Visit, now: Version) {
+        visit.micro_batches.clone().for_each(|m| self.read_stash(&visit.reads, m, now));
+    }
+
+    fn stage(
+        &mut self,
+        (block, now): (BlockId, Version),
+        stored: Stored,
+        slot: u32,
+        count: &impl Contributions,
+    ) {
+        let gradient = || Label::Gradient(block, now, count(Cell::Region(block), block, now));
+        let (master, label) = (Cell::Master(block), Label::Block(block, now));
+        match stored {
+            Stored::Master => {
+                self.read(master, label);
+                self.write(Cell::Read(slot), label);
+            }
+            Stored::Gradient => {
+                self.read(Cell::Region(block), gradient());
+                self.write(Cell::Landing(slot), gradient());
+            }
+            Stored::State { with_gradient } => {
+                self.read(master, label);
+                self.write(Cell::State(slot), label);
+                if with_gradient {
+                    self.read(Cell::Region(block), gradient());
+                    self.write(Cell::StateGradient(slot), gradient());
+                }
+            }
+        }
+    }
+
+    fn store(
+        &mut self,
+        (block, version): (BlockId, Version),
+        stored: Stored,
+        slot: u32,
+        count: &impl Contributions,
+    ) {
+        match stored {
+            Stored::Gradient => {
+                let cell = Cell::Landing(slot);
+                let label = Label::Gradient(block, version, count(cell, block, version));
+                self.read(cell, label);
+                self.write(Cell::Region(block), label);
+            }
+            Stored::Master | Stored::State { .. } => {
+                self.read(Cell::State(slot), Label::Block(block, version + 1));
+                self.publish(Cell::Master(block), block, version);
+            }
+        }
+    }
+}
+
+fn master_cell(block: BlockId, at: MasterAt, slot_cell: fn(u32) -> Cell) -> Cell {
+    match at {
+        MasterAt::Memory => Cell::Master(block),
+        MasterAt::Slot(slot) => slot_cell(slot),
+    }
+}
+
+fn gradient_cell(block: BlockId, at: GradientAt, master: MasterAt) -> Cell {
+    match (at, master) {
+        (GradientAt::Landing(slot), _) => Cell::Landing(slot),
+        (GradientAt::Region, MasterAt::Memory) => Cell::Region(block),
+        (GradientAt::Region, MasterAt::Slot(slot)) => Cell::StateGradient(slot),
+    }
+}
+
+/// How many operations add to a block's gradient on the device.
+fn on_device(plan: &Plan, block: BlockId) -> usize {
+    let adds =
+        |(_, visit): &(usize, &DeviceVisit)| visit.accumulates.iter().any(|(b, _)| *b == block);
+    let visits = plan.device_visits.iter().enumerate().filter(adds);
+    visits.map(|(index, _)| plan.visit(index).micro_batches.len()).sum()
+}

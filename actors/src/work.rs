@@ -1,0 +1,399 @@
+//! Work: what an operation does, as plain data in slot numbers, and one table about it.
+//!
+//! [`Work::row`] is the table: for each kind of work its lane, its kind on the timeline, its name
+//! in reports, what it concerns and what it moves. A new kind of work is a variant, a row there,
+//! and one function of whoever does the work.
+
+use std::fmt;
+
+use crate::schedule::{BlockId, BoundaryId, MicroBatch, Phase, Schedule, Share, Version};
+
+/// An in-order queue of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Lane {
+    /// Host to device, and stash to device.
+    Upload,
+    /// Kernels.
+    Compute,
+    /// Device to host, and device to stash.
+    Download,
+    /// Gathers, losses, sums of gradients, scatters.
+    Host,
+    /// Updates in the EPS.
+    Update,
+    /// Files under the EPS.
+    File,
+}
+
+impl Lane {
+    /// All lanes, in flow order.
+    pub const ALL: [Lane; 6] =
+        [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host, Lane::Update, Lane::File];
+
+    /// Its name in metrics and timelines.
+    pub fn name(self) -> &'static str {
+        ["upload", "compute", "download", "host", "update", "file"][self as usize]
+    }
+}
+
+/// Kinds of work as timelines show them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum WorkKind {
+    /// A block goes to the device.
+    Weights,
+    /// A boundary goes to the device.
+    Input,
+    /// A micro-batch's forward pass through a layer.
+    Forward,
+    /// A micro-batch's backward pass through a layer.
+    Backward,
+    /// A boundary leaves the device.
+    Output,
+    /// A gradient leaves the device.
+    Gradient,
+    /// Embeddings are looked up.
+    Gather,
+    /// A loss is computed.
+    Loss,
+    /// A gradient is measured, and copied where it must wait.
+    Reduce,
+    /// The embedding's gradient is added up.
+    Scatter,
+    /// A block is updated.
+    Update,
+    /// Blocks that are not updated get the next version.
+    Carry,
+    /// A staged block is read from its file.
+    Read,
+    /// A staged block is written to its file.
+    Write,
+    /// The files of a step are made the state to resume from.
+    Seal,
+}
+
+impl WorkKind {
+    /// Its name in timelines.
+    pub fn name(self) -> &'static str {
+        match self {
+            WorkKind::Weights => "weights",
+            WorkKind::Input => "input",
+            WorkKind::Forward => "forward",
+            WorkKind::Backward => "backward",
+            WorkKind::Output => "output",
+            WorkKind::Gradient => "gradient",
+            WorkKind::Gather => "gather",
+            WorkKind::Loss => "loss",
+            WorkKind::Reduce => "reduce",
+            WorkKind::Scatter => "scatter",
+            WorkKind::Update => "update",
+            WorkKind::Carry => "carry",
+            WorkKind::Read => "read",
+            WorkKind::Write => "write",
+            WorkKind::Seal => "seal",
+        }
+    }
+}
+
+impl From<Phase> for WorkKind {
+    fn from(phase: Phase) -> WorkKind {
+        match phase {
+            Phase::Forward => WorkKind::Forward,
+            Phase::Backward => WorkKind::Backward,
+        }
+    }
+}
+
+/// A boundary of a micro-batch and the slots it fills.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placed {
+    /// The boundary.
+    pub boundary: BoundaryId,
+    /// Slots of the input or the output pool, in order.
+    pub slots: Vec<u32>,
+}
+
+/// A block of a compute operation: where its weights are, and its gradient if it trains.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BlockUse {
+    /// The block.
+    pub block: BlockId,
+    /// Its weight slot.
+    pub weights: u32,
+    /// Where its gradient is added up; `None`: the operation computes no gradient of it.
+    pub gradient: Option<Accumulator>,
+}
+
+/// A gradient accumulator of a compute operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Accumulator {
+    /// The gradient slot.
+    pub slot: u32,
+    /// True for the first contribution of the step, which replaces what the slot held.
+    pub first: bool,
+}
+
+/// Where the host finds the master of a block, with its optimizer state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MasterAt {
+    /// In the memory of the EPS.
+    Memory,
+    /// In this staging slot: of pool `states` for an update, else of pool `reads`.
+    Slot(u32),
+}
+
+/// Where the host finds a gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GradientAt {
+    /// In this landing block, a slot of pool `reduced`.
+    Landing(u32),
+    /// In the block's gradient region. That of a staged block is read beside its state.
+    Region,
+}
+
+/// What the EPS stores of a block, as it passes through a staging slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// The master, in a slot of pool `reads`.
+    Master,
+    /// The gradient region, in a landing block.
+    Gradient,
+    /// The master and the optimizer state, in a slot of pool `states`.
+    State {
+        /// True to read the gradient region, too.
+        with_gradient: bool,
+    },
+}
+
+/// What an operation does, in slot numbers. Slots are of the pool the field is named after.
+#[derive(Clone, Debug, PartialEq)]
+#[allow(missing_docs, reason = "each field is an id or a slot of that name")]
+pub enum Work {
+    /// Host: writes a share of what a gather writes into the stash, from the batch and the blocks.
+    Gather { visit: usize, share: Share, master: MasterAt },
+    /// File: reads what is stored of a staged block into a staging slot.
+    Stage { block: BlockId, version: Version, stored: Stored, slot: u32 },
+    /// Upload: copies a published block of this version into a weight slot.
+    UploadBlock { block: BlockId, version: Version, master: MasterAt, weights: u32 },
+    /// Upload: copies a boundary from the stash into input slots.
+    UploadBoundary { micro_batch: MicroBatch, inputs: Placed },
+    /// Compute: one micro-batch of a device visit. `blocks` are the visit's, in its order.
+    Compute {
+        device_visit: usize,
+        phase: Phase,
+        micro_batch: MicroBatch,
+        blocks: Vec<BlockUse>,
+        inputs: Vec<Placed>,
+        outputs: Vec<Placed>,
+    },
+    /// Download: copies a boundary from output slots into the stash.
+    DownloadBoundary { micro_batch: MicroBatch, outputs: Placed },
+    /// Download: copies a gradient into a landing block.
+    DownloadGradient { block: BlockId, gradients: u32, reduced: u32 },
+    /// Host: the summed loss of one micro-batch. Value: that sum.
+    Loss { visit: usize, micro_batch: MicroBatch },
+    /// Host: measures a landing block, and copies it into the block's gradient region where
+    /// `to_region`. Value: its sum of squares.
+    Reduce { block: BlockId, reduced: u32, to_region: bool },
+    /// Host: adds what a scatter reads, for all micro-batches in order, to one block's gradient,
+    /// or replaces the gradient where `first`. Value: its sum of squares.
+    Scatter { visit: usize, block: BlockId, first: bool, gradient: GradientAt },
+    /// Update: moves a block from `version` to the next, and publishes it unless it is staged.
+    /// `norm` is the global gradient norm where updates wait for it. Value: the gradient's sum of
+    /// squares.
+    Update {
+        block: BlockId,
+        version: Version,
+        master: MasterAt,
+        gradient: GradientAt,
+        norm: Option<f64>,
+    },
+    /// File: writes a staging slot back. A state that was moved on from `version` is written
+    /// beside the one it was, and published.
+    Store { block: BlockId, version: Version, stored: Stored, slot: u32 },
+    /// File: makes what was written until now the state to resume from.
+    Seal,
+    /// Update: publishes the step's carried blocks, unchanged, as of the next version.
+    Carry { version: Version },
+}
+
+/// What a table row says an operation concerns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Subject {
+    Nothing,
+    Version(Version),
+    Block(BlockId),
+    Published(BlockId, Version),
+    MicroBatch(MicroBatch),
+    /// A micro-batch of a visit, with the first of the visit's blocks, to show it on a timeline.
+    Visit(Option<BlockId>, MicroBatch),
+    Boundary(BoundaryId, MicroBatch),
+}
+
+/// What a table row says an operation moves, between host and device, or host and file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moves {
+    Nothing,
+    Weights(BlockId),
+    Gradient(BlockId),
+    Master(BlockId),
+    State(BlockId),
+    StateAndGradient(BlockId),
+    Boundary(BoundaryId, MicroBatch),
+}
+
+/// One row of the table of [`Work`]. Its `Display` is the operation's name in reports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Row {
+    /// The lane it belongs on.
+    pub lane: Lane,
+    /// Its kind on the timeline.
+    pub kind: WorkKind,
+    title: &'static str,
+    subject: Subject,
+    moves: Moves,
+}
+
+impl Work {
+    /// The table: one row for each kind of work.
+    pub fn row(&self) -> Row {
+        use {Lane as L, Moves as M, Subject as S, WorkKind as K};
+        let row = |lane, kind, title, subject, moves| Row { lane, kind, title, subject, moves };
+        match *self {
+            Work::Gather { share: Share::MicroBatch(m), .. } => {
+                row(L::Host, K::Gather, "gather of ", S::MicroBatch(m), M::Nothing)
+            }
+            Work::Gather { share: Share::Block(b), .. } => {
+                row(L::Host, K::Gather, "gather from ", S::Block(b), M::Nothing)
+            }
+            Work::Stage { block: b, version: v, stored, .. } => match stored {
+                Stored::Master => {
+                    row(L::File, K::Read, "read of ", S::Published(b, v), M::Master(b))
+                }
+                Stored::Gradient => {
+                    row(L::File, K::Read, "read of gradient of ", S::Block(b), M::Gradient(b))
+                }
+                Stored::State { with_gradient } => {
+                    let moves = if with_gradient { M::StateAndGradient(b) } else { M::State(b) };
+                    row(L::File, K::Read, "read of state of ", S::Published(b, v), moves)
+                }
+            },
+            Work::UploadBlock { block: b, version: v, .. } => {
+                row(L::Upload, K::Weights, "upload of ", S::Published(b, v), M::Weights(b))
+            }
+            Work::UploadBoundary { micro_batch: m, inputs: Placed { boundary: id, .. } } => {
+                row(L::Upload, K::Input, "upload of ", S::Boundary(id, m), M::Boundary(id, m))
+            }
+            Work::Compute { phase, micro_batch: m, ref blocks, .. } => {
+                let first = blocks.first().map(|of| of.block);
+                row(L::Compute, phase.into(), "compute of ", S::Visit(first, m), M::Nothing)
+            }
+            Work::DownloadBoundary { micro_batch: m, outputs: Placed { boundary: id, .. } } => {
+                row(L::Download, K::Output, "download of ", S::Boundary(id, m), M::Boundary(id, m))
+            }
+            Work::DownloadGradient { block: b, .. } => {
+                let title = "download of gradient of ";
+                row(L::Download, K::Gradient, title, S::Block(b), M::Gradient(b))
+            }
+            Work::Loss { micro_batch: m, .. } => {
+                row(L::Host, K::Loss, "loss of ", S::MicroBatch(m), M::Nothing)
+            }
+            Work::Reduce { block: b, .. } => {
+                row(L::Host, K::Reduce, "reduce of ", S::Block(b), M::Nothing)
+            }
+            Work::Scatter { block: b, .. } => {
+                row(L::Host, K::Scatter, "scatter into ", S::Block(b), M::Nothing)
+            }
+            Work::Update { block: b, version: v, .. } => {
+                row(L::Update, K::Update, "update of ", S::Published(b, v), M::Nothing)
+            }
+            Work::Store { block: b, version: v, stored, .. } => match stored {
+                Stored::Gradient => {
+                    row(L::File, K::Write, "write of gradient of ", S::Block(b), M::Gradient(b))
+                }
+                Stored::Master | Stored::State { .. } => {
+                    row(L::File, K::Write, "write of ", S::Published(b, v + 1), M::State(b))
+                }
+            },
+            Work::Seal => row(L::File, K::Seal, "seal", S::Nothing, M::Nothing),
+            Work::Carry { version: v } => {
+                row(L::Update, K::Carry, "carry of ", S::Version(v), M::Nothing)
+            }
+        }
+    }
+
+    /// The lane it belongs on.
+    pub fn lane(&self) -> Lane {
+        self.row().lane
+    }
+
+    /// Bytes it moves between host and device (or stash and device), or between host and file;
+    /// 0 for work that stays where it is.
+    pub fn bytes(&self, schedule: &Schedule) -> u64 {
+        self.row().bytes(schedule)
+    }
+
+    /// True for an operation whose [`Done`](crate::fence::Done) reports a value: a loss or a sum
+    /// of squares.
+    pub fn has_value(&self) -> bool {
+        use WorkKind::{Loss, Reduce, Scatter, Update};
+        matches!(self.row().kind, Loss | Reduce | Scatter | Update)
+    }
+}
+
+impl Row {
+    /// The block it concerns, if one. Of a visit with several blocks, the first.
+    pub fn block(&self) -> Option<BlockId> {
+        match self.subject {
+            Subject::Block(block) | Subject::Published(block, _) => Some(block),
+            Subject::Visit(block, _) => block,
+            _ => None,
+        }
+    }
+
+    /// The micro-batch it concerns, if one.
+    pub fn micro_batch(&self) -> Option<MicroBatch> {
+        match self.subject {
+            Subject::MicroBatch(m) | Subject::Visit(_, m) | Subject::Boundary(_, m) => Some(m),
+            _ => None,
+        }
+    }
+
+    /// See [`Work::bytes`].
+    pub fn bytes(&self, schedule: &Schedule) -> u64 {
+        match self.moves {
+            Moves::Nothing => 0,
+            Moves::Weights(id) => schedule.block(id).weight_bytes,
+            Moves::Gradient(id) => schedule.block(id).gradient_bytes,
+            Moves::Master(id) => schedule.block(id).master_bytes,
+            Moves::State(id) => {
+                let block = schedule.block(id);
+                block.master_bytes.saturating_add(block.state_bytes)
+            }
+            Moves::StateAndGradient(id) => {
+                let state = Row { moves: Moves::State(id), ..*self }.bytes(schedule);
+                state.saturating_add(schedule.block(id).gradient_bytes)
+            }
+            Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let title = self.title;
+        match self.subject {
+            Subject::Nothing => write!(f, "{title}"),
+            Subject::Version(version) => write!(f, "{title}v{version}"),
+            Subject::Block(block) => write!(f, "{title}{block}"),
+            Subject::Published(block, version) => write!(f, "{title}{block} v{version}"),
+            Subject::MicroBatch(m) | Subject::Visit(_, m) => write!(f, "{title}micro-batch {m}"),
+            Subject::Boundary(id, m) => write!(f, "{title}{id} of micro-batch {m}"),
+        }
+    }
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.row().fmt(f)
+    }
+}
