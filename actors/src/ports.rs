@@ -12,10 +12,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 
-pub use crate::cause::BoxedError as Trouble;
-pub use crate::operation::Operation;
-use crate::operation::Step;
-pub use crate::work::Lane;
+use crate::operation::{Operation, Step};
 
 /// Where actors queue work.
 #[async_trait]

@@ -12,8 +12,8 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use l2l_actors::ports::{Operation, Trouble};
 use l2l_actors::threads::Pending;
+use l2l_actors::{BoxedError, Operation};
 use rayon::ThreadPool;
 
 pub use cpu::product_flops_per_second;
@@ -32,26 +32,31 @@ use crate::tensor::View;
 /// slot belongs to one operation at a time.
 pub(crate) trait Device: Send + Sync + 'static {
     /// Copies to a slot.
-    fn upload(&self, to: View, from: &[f32]) -> Result<(), Trouble>;
+    fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError>;
 
     /// Copies from a slot.
-    fn download(&self, to: &mut [f32], from: View) -> Result<(), Trouble>;
+    fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;
 
     /// Copies to a slot from a packed place of the stash.
-    fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), Trouble>;
+    fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), BoxedError>;
 
     /// Copies from a slot to a packed place of the stash.
-    fn download_packed(&self, to: &mut [f32], from: View, sequences: usize) -> Result<(), Trouble>;
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        sequences: usize,
+    ) -> Result<(), BoxedError>;
 
     /// The floats that a slot holds; waits for the device.
-    fn read_back(&self, view: View) -> Result<Vec<f32>, Trouble>;
+    fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;
 
     /// Calls `run` with kernels for a micro-batch, and returns what `run` returns.
     fn compute(
         &self,
         batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
-    ) -> Result<usize, Trouble>;
+    ) -> Result<usize, BoxedError>;
 
     /// Its memory, where the host may write it: the stash can be there.
     fn stash(&self) -> Option<&Arena>;
@@ -67,12 +72,17 @@ pub(crate) trait Device: Send + Sync + 'static {
     }
 
     /// Makes the operation's lane wait, from now on, for all that the operation waits on.
-    fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
+    fn begins(&self, operation: &Operation) -> Result<(), BoxedError> {
         unreachable!("{} is not issued", operation.work())
     }
 
     /// Marks the end of the operation's work, whose result is `value`, at the time `now`.
-    fn ends(&self, operation: &Operation, value: f64, now: Duration) -> Result<Pending, Trouble> {
+    fn ends(
+        &self,
+        operation: &Operation,
+        value: f64,
+        now: Duration,
+    ) -> Result<Pending, BoxedError> {
         unreachable!("{} of {value} at {now:?} is not issued", operation.work())
     }
 }

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use super::{Check, Device, Gpu, GpuRates, Library};
 use crate::config::Config;
@@ -39,7 +39,7 @@ pub(super) fn libraries(_: Option<&Path>) -> [Library; 0] {
     []
 }
 
-pub(super) fn gpus() -> Result<Vec<Gpu>, Trouble> {
+pub(super) fn gpus() -> Result<Vec<Gpu>, BoxedError> {
     Ok(Vec::new())
 }
 

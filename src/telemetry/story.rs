@@ -171,9 +171,9 @@ impl Story {
 
     /// The ring failed.
     pub(crate) fn failed(&mut self, problem: &Problem) {
-        let is_not_finite = |trouble: &BoxedError| trouble.downcast_ref::<NotFinite>().is_some();
+        let is_not_finite = |error: &BoxedError| error.downcast_ref::<NotFinite>().is_some();
         let kind = match problem {
-            Problem::Error(trouble) if is_not_finite(trouble) => 0,
+            Problem::Error(error) if is_not_finite(error) => 0,
             Problem::Panic(_) => 2,
             Problem::Hang(..) => 3,
             _ => 1,

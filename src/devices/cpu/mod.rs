@@ -25,7 +25,7 @@ mod scattered;
 
 use std::sync::Arc;
 
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 use rayon::ThreadPool;
 
 pub(crate) use kernels::CpuKernels;
@@ -60,31 +60,36 @@ impl Cpu {
 // The ring grants slots: only one operation touches the slot that it uploads to or that its kernels
 // write, and nobody writes a slot that a download or a kernel reads.
 impl Device for Cpu {
-    fn upload(&self, to: View, from: &[f32]) -> Result<(), Trouble> {
+    fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         // SAFETY: the ring gives the slot to this upload alone.
         unsafe { self.memory.write(to) }.copy_from_slice(from);
         Ok(())
     }
 
-    fn download(&self, to: &mut [f32], from: View) -> Result<(), Trouble> {
+    fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         // SAFETY: the ring holds the slot for this download.
         to.copy_from_slice(unsafe { self.memory.read(from) });
         Ok(())
     }
 
-    fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), Trouble> {
+    fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), BoxedError> {
         // SAFETY: as for other uploads.
         unpack(unsafe { self.memory.write(to) }, from, sequences);
         Ok(())
     }
 
-    fn download_packed(&self, to: &mut [f32], from: View, sequences: usize) -> Result<(), Trouble> {
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        sequences: usize,
+    ) -> Result<(), BoxedError> {
         // SAFETY: as for other downloads.
         pack(to, unsafe { self.memory.read(from) }, sequences);
         Ok(())
     }
 
-    fn read_back(&self, view: View) -> Result<Vec<f32>, Trouble> {
+    fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
         // SAFETY: the ring gives the slot to the operation that asks, which writes others.
         Ok(unsafe { self.memory.read(view) }.to_vec())
     }
@@ -93,7 +98,7 @@ impl Device for Cpu {
         &self,
         _micro: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
-    ) -> Result<usize, Trouble> {
+    ) -> Result<usize, BoxedError> {
         let kernels = CpuKernels { memory: Some(&self.memory), level: self.level };
         Ok(self.threads.install(|| run(&kernels)))
     }

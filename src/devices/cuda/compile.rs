@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use cudarc::nvrtc::{result, sys};
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::texts::{PRELUDE, element};
@@ -22,7 +22,7 @@ pub(super) fn cubin(
     architecture: u32,
     nvrtc: (u32, u32),
     cache: Option<&Path>,
-) -> Result<Vec<u8>, Trouble> {
+) -> Result<Vec<u8>, BoxedError> {
     let all = [PRELUDE, text].join("\n");
     let options = [
         format!("--gpu-architecture=sm_{architecture}"),
@@ -76,9 +76,9 @@ fn architectures() -> Vec<u32> {
     }
 }
 
-fn compile(name: &str, text: &str, options: &[String]) -> Result<Vec<u8>, Trouble> {
+fn compile(name: &str, text: &str, options: &[String]) -> Result<Vec<u8>, BoxedError> {
     let (text, file) = (CString::new(text)?, CString::new(format!("{name}.cu"))?);
-    let failed = |what: sys::nvrtcResult| -> Trouble { format!("NVRTC: {what:?}").into() };
+    let failed = |what: sys::nvrtcResult| -> BoxedError { format!("NVRTC: {what:?}").into() };
     let program = result::create_program(&text, Some(&file)).map_err(|error| failed(error.0))?;
     // SAFETY: the program is there until it is destroyed below.
     unsafe {

@@ -4,7 +4,8 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use l2l_actors::ports::{Lane, Trouble};
+use l2l_actors::BoxedError;
+use l2l_actors::work::Lane;
 
 use crate::tensor::Dtype;
 
@@ -71,7 +72,7 @@ pub(super) struct Launch<'a> {
 
 impl Launch<'_> {
     /// Refuses arguments that are not of the types that the kernel's text declares.
-    pub(super) fn check(&self, parameters: &[Kind]) -> Result<(), Trouble> {
+    pub(super) fn check(&self, parameters: &[Kind]) -> Result<(), BoxedError> {
         let given: Vec<_> = self.arguments.iter().map(|one| one.kind()).collect();
         let fits = |(given, declared): (&Kind, &Kind)| {
             let is_pointer = matches!(declared, Kind::Elements | Kind::Floats | Kind::Pointer);
@@ -139,10 +140,10 @@ pub(super) struct Product {
 /// done. Until then nobody writes what is read, and nobody touches what is written.
 pub(super) trait Driver: Send + Sync + 'static {
     /// Allocates memory, all zero.
-    fn allocate(&self, bytes: usize) -> Result<Address, Trouble>;
+    fn allocate(&self, bytes: usize) -> Result<Address, BoxedError>;
 
     /// Pins memory of the host, so that the device can copy it directly.
-    fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), Trouble>;
+    fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError>;
 
     /// Undoes [`pin`](Driver::pin).
     fn unpin(&self, at: *mut u8);
@@ -154,35 +155,40 @@ pub(super) trait Driver: Send + Sync + 'static {
         to: Address,
         from: *const u8,
         bytes: usize,
-    ) -> Result<(), Trouble>;
+    ) -> Result<(), BoxedError>;
 
     /// Copies from the device.
-    fn copy_out(&self, on: Stream, to: *mut u8, from: Address, bytes: usize)
-    -> Result<(), Trouble>;
+    fn copy_out(
+        &self,
+        on: Stream,
+        to: *mut u8,
+        from: Address,
+        bytes: usize,
+    ) -> Result<(), BoxedError>;
 
     /// Copies on the device.
-    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble>;
+    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), BoxedError>;
 
     /// Runs a kernel.
-    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble>;
+    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError>;
 
     /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it.
-    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), Trouble>;
+    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), BoxedError>;
 
     /// Records an event, which is reached when all work queued on the stream until now is done.
-    fn record(&self, on: Stream) -> Result<u64, Trouble>;
+    fn record(&self, on: Stream) -> Result<u64, BoxedError>;
 
     /// Makes work that is queued on the stream from now on wait for an event.
-    fn wait(&self, on: Stream, event: u64) -> Result<(), Trouble>;
+    fn wait(&self, on: Stream, event: u64) -> Result<(), BoxedError>;
 
     /// Waits for an event.
-    fn synchronize(&self, event: u64) -> Result<(), Trouble>;
+    fn synchronize(&self, event: u64) -> Result<(), BoxedError>;
 
     /// Waits for all streams, even after an error.
     fn finish(&self);
 
     /// Seconds from one event to another; both are reached.
-    fn seconds(&self, from: u64, to: u64) -> Result<f64, Trouble>;
+    fn seconds(&self, from: u64, to: u64) -> Result<f64, BoxedError>;
 
     /// Frees an event.
     fn forget(&self, event: u64);
@@ -196,7 +202,7 @@ pub(super) struct Event {
 
 impl Event {
     /// See [`Driver::record`].
-    pub(super) fn record(driver: &Arc<dyn Driver>, on: Stream) -> Result<Arc<Event>, Trouble> {
+    pub(super) fn record(driver: &Arc<dyn Driver>, on: Stream) -> Result<Arc<Event>, BoxedError> {
         let id = driver.record(on)?;
         Ok(Arc::new(Event { id, driver: driver.clone() }))
     }

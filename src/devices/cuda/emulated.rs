@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Instant;
 
 use half::bf16;
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 use libloading::Library;
 
 use super::driver::{Address, Driver, Launch, Matrix, Place, Product, Stream};
@@ -161,7 +161,7 @@ impl Emulated {
         })
     }
 
-    fn call(&self) -> Result<(), Trouble> {
+    fn call(&self) -> Result<(), BoxedError> {
         if self.left.fetch_sub(1, Relaxed) <= 0 {
             return Err("the driver was told to fail".into());
         }
@@ -171,7 +171,7 @@ impl Emulated {
         }
     }
 
-    fn queue(&self, on: Stream, task: impl FnOnce() + Send + 'static) -> Result<(), Trouble> {
+    fn queue(&self, on: Stream, task: impl FnOnce() + Send + 'static) -> Result<(), BoxedError> {
         self.call()?;
         let broken = self.broken.clone();
         let runs = move || {
@@ -223,7 +223,7 @@ unsafe fn put(place: Place, value: f32) {
 }
 
 impl Driver for Emulated {
-    fn allocate(&self, bytes: usize) -> Result<Address, Trouble> {
+    fn allocate(&self, bytes: usize) -> Result<Address, BoxedError> {
         self.call()?;
         let mut memory = vec![0_u64; bytes.div_ceil(8).max(1) + 2].into_boxed_slice();
         // Where views are aligned, accesses of 16 bytes are.
@@ -232,7 +232,7 @@ impl Driver for Emulated {
         Ok(at)
     }
 
-    fn pin(&self, _: *mut u8, _: usize) -> Result<(), Trouble> {
+    fn pin(&self, _: *mut u8, _: usize) -> Result<(), BoxedError> {
         self.call()
     }
 
@@ -244,7 +244,7 @@ impl Driver for Emulated {
         to: Address,
         from: *const u8,
         bytes: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let from = from as Address;
         self.copy(on, to, from, bytes)
     }
@@ -255,18 +255,18 @@ impl Driver for Emulated {
         to: *mut u8,
         from: Address,
         bytes: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         self.copy(on, to as Address, from, bytes)
     }
 
-    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble> {
+    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), BoxedError> {
         // SAFETY: whoever copies keeps both until it is done.
         self.queue(on, move || unsafe {
             std::ptr::copy(from as *const u8, to as *mut u8, bytes);
         })
     }
 
-    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
+    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError> {
         let &Launch { kernel, grid, block, shared, arguments } = launch;
         let known = self.kernels.get(kernel);
         let (library, declared) = known.unwrap_or_else(|| panic!("no kernel is {kernel}"));
@@ -299,7 +299,7 @@ impl Driver for Emulated {
         })
     }
 
-    fn product(&self, on: Stream, product: &Product, _: Address) -> Result<(), Trouble> {
+    fn product(&self, on: Stream, product: &Product, _: Address) -> Result<(), BoxedError> {
         let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
         self.queue(on, move || {
             let at = |matrix: Matrix, row: usize, column: usize| {
@@ -322,7 +322,7 @@ impl Driver for Emulated {
         })
     }
 
-    fn record(&self, on: Stream) -> Result<u64, Trouble> {
+    fn record(&self, on: Stream) -> Result<u64, BoxedError> {
         let (id, flag) = (self.next.fetch_add(1, Relaxed), Arc::new(Flag::default()));
         self.call()?;
         self.events.lock().expect("nothing panics inside").insert(id, flag.clone());
@@ -332,14 +332,14 @@ impl Driver for Emulated {
         Ok(id)
     }
 
-    fn wait(&self, on: Stream, event: u64) -> Result<(), Trouble> {
+    fn wait(&self, on: Stream, event: u64) -> Result<(), BoxedError> {
         let flag = self.flag(event);
         self.queue(on, move || {
             flag.wait();
         })
     }
 
-    fn synchronize(&self, event: u64) -> Result<(), Trouble> {
+    fn synchronize(&self, event: u64) -> Result<(), BoxedError> {
         self.flag(event).wait();
         self.call()
     }
@@ -354,7 +354,7 @@ impl Driver for Emulated {
         }
     }
 
-    fn seconds(&self, from: u64, to: u64) -> Result<f64, Trouble> {
+    fn seconds(&self, from: u64, to: u64) -> Result<f64, BoxedError> {
         self.call()?;
         let (from, to) = (self.flag(from).wait(), self.flag(to).wait());
         let later = to.saturating_duration_since(from).as_secs_f64();

@@ -56,7 +56,7 @@ impl<'a> CudaKernels<'a> {
     }
 
     /// The first error of the launches.
-    pub(super) fn end(self) -> Result<(), l2l_actors::ports::Trouble> {
+    pub(super) fn end(self) -> Result<(), l2l_actors::BoxedError> {
         self.on.map_or(Ok(()), |on| on.queue.end())
     }
 

@@ -3,7 +3,7 @@
 
 use std::cell::RefCell;
 
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use super::driver::{Address, Argument, Driver, Kind, Launch, Place, Product, Stream};
 use crate::kernels::{Activation, AttentionShape, Dropout, Rotary};
@@ -175,7 +175,7 @@ pub(super) struct Queue<'a> {
     driver: &'a dyn Driver,
     /// The workspace of matrix products.
     workspace: Address,
-    failed: RefCell<Option<Trouble>>,
+    failed: RefCell<Option<BoxedError>>,
 }
 
 impl<'a> Queue<'a> {
@@ -184,11 +184,11 @@ impl<'a> Queue<'a> {
     }
 
     /// The first error.
-    pub(super) fn end(self) -> Result<(), Trouble> {
+    pub(super) fn end(self) -> Result<(), BoxedError> {
         self.failed.into_inner().map_or(Ok(()), Err)
     }
 
-    fn go(&self, work: impl FnOnce() -> Result<(), Trouble>, what: &str) {
+    fn go(&self, work: impl FnOnce() -> Result<(), BoxedError>, what: &str) {
         let mut failed = self.failed.borrow_mut();
         if failed.is_none() {
             *failed = work().err().map(|error| format!("{what}: {error}").into());

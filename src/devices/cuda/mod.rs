@@ -37,8 +37,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use l2l_actors::fence::Done;
-use l2l_actors::ports::{Operation, Trouble};
 use l2l_actors::threads::Pending;
+use l2l_actors::{BoxedError, Operation};
 
 use kernels::CudaKernels;
 pub(super) use libraries::libraries;
@@ -96,7 +96,7 @@ struct Clock {
 impl Clock {
     /// The time of an event that was reached. It is less exact the longer ago the known event was,
     /// as the driver counts milliseconds in a float.
-    fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
+    fn time(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
         let seconds = driver.seconds(self.event.id, event.id)?;
         let by = Duration::from_secs_f64(seconds.abs());
         let at = if seconds < 0.0 { self.at.checked_sub(by) } else { self.at.checked_add(by) };
@@ -106,7 +106,7 @@ impl Clock {
 
     /// The time of an event that was waited for until now; it becomes the known event. The device's
     /// clock drifts from the host's: the result follows the host's slowly, and is never ahead.
-    fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, Trouble> {
+    fn reached(&mut self, driver: &dyn Driver, event: &Arc<Event>) -> Result<Instant, BoxedError> {
         let (now, by_device) = (Instant::now(), self.time(driver, event)?);
         let passed = by_device.saturating_duration_since(self.at);
         if passed < Duration::from_secs(1) {
@@ -121,7 +121,7 @@ impl Clock {
 
 impl Cuda {
     /// With memory for so many floats, of which `overhead` is the device's own.
-    fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, Trouble> {
+    fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, BoxedError> {
         let memory = driver.allocate(floats * FLOAT)?;
         let metadata = overhead.part(0..overhead.len() - PRODUCT_WORKSPACE);
         let behind = memory + ((metadata.at + metadata.len()) * FLOAT) as Address;
@@ -200,7 +200,7 @@ pub(super) fn open(
     });
     let driver = driver(config, &own.collect::<Vec<_>>())?;
     let made = Cuda::new(driver, floats, overhead);
-    let refused = |error: Trouble| Error::NoDevice(error.to_string());
+    let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Box::new(made.map_err(refused)?))
 }
 
@@ -210,30 +210,30 @@ fn driver(config: &Config, own: &[CustomKernel]) -> Result<Arc<dyn Driver>, Erro
         return Ok(emulated);
     }
     let real = real::Real::open(&config.device, own);
-    let refused = |error: Trouble| Error::NoDevice(error.to_string());
+    let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Arc::new(real.map_err(refused)?))
 }
 
 impl Device for Cuda {
-    fn upload(&self, to: View, from: &[f32]) -> Result<(), Trouble> {
+    fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         let (bytes, from) = (size_of_val(from), from.as_ptr().cast());
         self.driver.copy_in(Stream::Upload, self.address(to), from, bytes)
     }
 
-    fn download(&self, to: &mut [f32], from: View) -> Result<(), Trouble> {
+    fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         let (bytes, to) = (size_of_val(to), to.as_mut_ptr().cast());
         self.driver.copy_out(Stream::Download, to, self.address(from), bytes)
     }
 
-    fn upload_packed(&self, _: View, _: &[f32], _: usize) -> Result<(), Trouble> {
+    fn upload_packed(&self, _: View, _: &[f32], _: usize) -> Result<(), BoxedError> {
         unreachable!("a packed stash is refused on this device")
     }
 
-    fn download_packed(&self, _: &mut [f32], _: View, _: usize) -> Result<(), Trouble> {
+    fn download_packed(&self, _: &mut [f32], _: View, _: usize) -> Result<(), BoxedError> {
         unreachable!("a packed stash is refused on this device")
     }
 
-    fn read_back(&self, view: View) -> Result<Vec<f32>, Trouble> {
+    fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
         let mut values = vec![0.0_f32; view.len()];
         let to = values.as_mut_ptr().cast();
         self.driver.copy_out(Stream::Compute, to, self.address(view), view.len() * FLOAT)?;
@@ -249,7 +249,7 @@ impl Device for Cuda {
         &self,
         batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
-    ) -> Result<usize, Trouble> {
+    ) -> Result<usize, BoxedError> {
         let place = {
             let mut computed = self.computed.lock().expect("nothing panics inside");
             *computed += 1;
@@ -282,7 +282,7 @@ impl Device for Cuda {
         true
     }
 
-    fn begins(&self, operation: &Operation) -> Result<(), Trouble> {
+    fn begins(&self, operation: &Operation) -> Result<(), BoxedError> {
         let on = Stream::of(operation.work().lane());
         for fence in operation.waits().iter().filter(|fence| fence.reached().is_none()) {
             // An operation without an event has just ended.
@@ -296,7 +296,12 @@ impl Device for Cuda {
         Ok(())
     }
 
-    fn ends(&self, operation: &Operation, value: f64, now: Duration) -> Result<Pending, Trouble> {
+    fn ends(
+        &self,
+        operation: &Operation,
+        value: f64,
+        now: Duration,
+    ) -> Result<Pending, BoxedError> {
         let on = Stream::of(operation.work().lane());
         let begun = self.begun.lock().expect("nothing panics inside")[on as usize].take();
         let begun = begun.expect("what ends has begun");

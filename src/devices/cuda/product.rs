@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use bytemuck::bytes_of;
 use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use super::driver::{Address, Matrix, Product, WORKSPACE};
 use crate::tensor::Dtype;
@@ -79,7 +79,7 @@ impl Drop for Preference {
 
 impl Products {
     /// On the device that is current.
-    pub(super) fn new() -> Result<Products, Trouble> {
+    pub(super) fn new() -> Result<Products, BoxedError> {
         Ok(Products { handle: result::create_handle()?, chosen: Mutex::default() })
     }
 
@@ -89,7 +89,7 @@ impl Products {
         product: &Product,
         workspace: Address,
         stream: CUstream,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let Product { rows, inner, columns, a, b, c, stride, accumulate, .. } = *product;
         assert_eq!(a.at.dtype, b.at.dtype, "factors have one dtype");
         let description = describe(product)?;
@@ -133,7 +133,7 @@ impl Products {
         product: &Product,
         description: &Description,
         layouts: [sys::cublasLtMatrixLayout_t; 3],
-    ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
+    ) -> Result<sys::cublasLtMatmulAlgo_t, BoxedError> {
         let Product { rows, inner, columns, a, b, c, stride, bias, .. } = *product;
         let key = Key {
             dtypes: [a.at.dtype, c.dtype],
@@ -160,7 +160,7 @@ impl Products {
         description: &Description,
         [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
         strides: [(usize, Dtype); 3],
-    ) -> Result<sys::cublasLtMatmulAlgo_t, Trouble> {
+    ) -> Result<sys::cublasLtMatmulAlgo_t, BoxedError> {
         let preference = Preference(result::create_matmul_pref()?);
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let bytes = WORKSPACE as u64;
@@ -189,7 +189,7 @@ impl Products {
 }
 
 /// Describes a product to the library: which factors are transposed, and the bias.
-fn describe(product: &Product) -> Result<Description, Trouble> {
+fn describe(product: &Product) -> Result<Description, BoxedError> {
     use sys::cublasLtMatmulDescAttributes_t as Attribute;
     let Product { a, b, c, bias, .. } = *product;
     let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;

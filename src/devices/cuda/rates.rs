@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use half::bf16;
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use super::driver::{Address, Driver, Event, Matrix, Place, Product, Stream, WORKSPACE};
 use super::launches::FLOAT;
@@ -14,7 +14,7 @@ use crate::tensor::Arena;
 use crate::tensor::{Dtype, View};
 
 /// The median seconds of some runs, the first not counted.
-fn median(mut run: impl FnMut() -> Result<f64, Trouble>) -> Result<f64, Trouble> {
+fn median(mut run: impl FnMut() -> Result<f64, BoxedError>) -> Result<f64, BoxedError> {
     run()?;
     let mut all = [run()?, run()?, run()?, run()?, run()?];
     all.sort_by(f64::total_cmp);
@@ -30,7 +30,7 @@ pub(super) fn measure(
     dtype: Dtype,
     floats: usize,
     size: usize,
-) -> Result<GpuRates, Trouble> {
+) -> Result<GpuRates, BoxedError> {
     let matrix = size * size;
     let memory = driver.allocate(floats.max(3 * matrix) * FLOAT)?;
     let workspace = driver.allocate(WORKSPACE)?;
@@ -77,8 +77,8 @@ fn copy_rates(
     memory: Address,
     at: *mut u8,
     bytes: usize,
-) -> Result<[f64; 2], Trouble> {
-    let timed = |copy: &dyn Fn() -> Result<(), Trouble>| {
+) -> Result<[f64; 2], BoxedError> {
+    let timed = |copy: &dyn Fn() -> Result<(), BoxedError>| {
         median(|| {
             let begin = Instant::now();
             copy()?;
@@ -97,7 +97,7 @@ fn product_rate(
     memory: Place,
     workspace: Address,
     size: usize,
-) -> Result<f64, Trouble> {
+) -> Result<f64, BoxedError> {
     let matrix_of = |index: usize| Matrix {
         at: memory.behind(index * size * size),
         stride: size,

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Mutex;
 
 use cudarc::driver::{result, sys};
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use super::compile;
 use super::driver::{Address, Driver, Kind, Launch, Product, Stream};
@@ -47,7 +47,7 @@ unsafe impl Send for Real {}
 unsafe impl Sync for Real {}
 
 /// All devices of the driver, which is there.
-pub(in crate::devices) fn gpus() -> Result<Vec<Gpu>, Trouble> {
+pub(in crate::devices) fn gpus() -> Result<Vec<Gpu>, BoxedError> {
     result::init()?;
     let all = 0..result::device::get_count()?;
     all.map(|ordinal| {
@@ -62,7 +62,7 @@ pub(in crate::devices) fn gpus() -> Result<Vec<Gpu>, Trouble> {
     .collect()
 }
 
-fn architecture(device: sys::CUdevice) -> Result<u32, Trouble> {
+fn architecture(device: sys::CUdevice) -> Result<u32, BoxedError> {
     use sys::CUdevice_attribute_enum as Attribute;
     // SAFETY: the device is there.
     let [major, minor] = unsafe {
@@ -85,7 +85,7 @@ impl Real {
     ///
     /// # Errors
     /// What is missing, and what to do.
-    pub(super) fn open(config: &DeviceConfig, own: &[CustomKernel]) -> Result<Real, Trouble> {
+    pub(super) fn open(config: &DeviceConfig, own: &[CustomKernel]) -> Result<Real, BoxedError> {
         let DeviceConfig { ordinal, dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
         let (folder, cache) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
@@ -135,7 +135,7 @@ impl Real {
     }
 
     /// Makes this thread's calls those of the device's context.
-    fn enter(&self) -> Result<(), Trouble> {
+    fn enter(&self) -> Result<(), BoxedError> {
         // SAFETY: the context is there.
         checked(unsafe { result::ctx::set_current(self.context) })
     }
@@ -147,7 +147,7 @@ impl Real {
         nvrtc: &Library,
         cache: Option<&Path>,
         own: &[CustomKernel],
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         let texts = texts::all(own, dtype)?;
         let version = nvrtc.version.expect("it is there");
         let codes: Vec<_> = std::thread::scope(|scope| {
@@ -177,7 +177,7 @@ impl Real {
     }
 }
 
-fn checked(result: Result<(), result::DriverError>) -> Result<(), Trouble> {
+fn checked(result: Result<(), result::DriverError>) -> Result<(), BoxedError> {
     Ok(result?)
 }
 
@@ -188,7 +188,7 @@ fn event_of(id: u64) -> sys::CUevent {
 // SAFETY of all calls to the driver: its handles are there for as long as `self` is, and addresses
 // are what `allocate` gave, or the host's, which whoever copies keeps until the copy is done.
 impl Driver for Real {
-    fn allocate(&self, bytes: usize) -> Result<Address, Trouble> {
+    fn allocate(&self, bytes: usize) -> Result<Address, BoxedError> {
         self.enter()?;
         let (free, _) = result::mem_get_info()?;
         if bytes > free {
@@ -207,7 +207,7 @@ impl Driver for Real {
         }
     }
 
-    fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), Trouble> {
+    fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError> {
         self.enter()?;
         // SAFETY: see above.
         checked(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result() }) // PORTABLE
@@ -226,7 +226,7 @@ impl Driver for Real {
         to: Address,
         from: *const u8,
         bytes: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         self.enter()?;
         // SAFETY: see above.
         checked(unsafe {
@@ -240,7 +240,7 @@ impl Driver for Real {
         to: *mut u8,
         from: Address,
         bytes: usize,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), BoxedError> {
         self.enter()?;
         // SAFETY: see above.
         checked(unsafe {
@@ -248,13 +248,13 @@ impl Driver for Real {
         })
     }
 
-    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), Trouble> {
+    fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), BoxedError> {
         self.enter()?;
         // SAFETY: see above.
         checked(unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream(on)) })
     }
 
-    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), Trouble> {
+    fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError> {
         self.enter()?;
         let &Launch { kernel, grid: [x, y, z], block: [i, j, k], shared, .. } = launch;
         let (function, parameters) = self.kernels.get(kernel).ok_or("no kernel is called that")?;
@@ -272,13 +272,13 @@ impl Driver for Real {
         }
     }
 
-    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), Trouble> {
+    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), BoxedError> {
         self.enter()?;
         let products = self.products.as_ref().expect("it is made with the device");
         products.run(product, workspace, self.stream(on))
     }
 
-    fn record(&self, on: Stream) -> Result<u64, Trouble> {
+    fn record(&self, on: Stream) -> Result<u64, BoxedError> {
         self.enter()?;
         let used = self.events.lock().expect("nothing panics inside").pop();
         let event = match used {
@@ -290,14 +290,14 @@ impl Driver for Real {
         Ok(event as usize as u64)
     }
 
-    fn wait(&self, on: Stream, event: u64) -> Result<(), Trouble> {
+    fn wait(&self, on: Stream, event: u64) -> Result<(), BoxedError> {
         self.enter()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: see above.
         checked(unsafe { result::stream::wait_event(self.stream(on), event_of(event), flags) })
     }
 
-    fn synchronize(&self, event: u64) -> Result<(), Trouble> {
+    fn synchronize(&self, event: u64) -> Result<(), BoxedError> {
         self.enter()?;
         // SAFETY: see above.
         checked(unsafe { result::event::synchronize(event_of(event)) })
@@ -310,7 +310,7 @@ impl Driver for Real {
         }
     }
 
-    fn seconds(&self, from: u64, to: u64) -> Result<f64, Trouble> {
+    fn seconds(&self, from: u64, to: u64) -> Result<f64, BoxedError> {
         self.enter()?;
         // SAFETY: see above.
         let milliseconds = unsafe { result::event::elapsed(event_of(from), event_of(to))? };

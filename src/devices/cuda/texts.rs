@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use super::driver::Kind;
 use crate::kernels::CustomKernel;
@@ -40,7 +40,7 @@ const PARTS: [&str; 2] =
 ///
 /// # Errors
 /// It is not written as the built-in texts are.
-pub(super) fn declared(text: &str, dtype: Dtype) -> Result<Vec<Declared>, Trouble> {
+pub(super) fn declared(text: &str, dtype: Dtype) -> Result<Vec<Declared>, BoxedError> {
     let [plain, cores] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
     let parts = match dtype {
         Dtype::F32 => [&text[..cores], ""],
@@ -62,8 +62,8 @@ pub(super) fn element(dtype: Dtype) -> &'static str {
 }
 
 /// One, from behind what it returns on.
-fn kernel(text: &str, dtype: Dtype) -> Result<Declared, Trouble> {
-    let cut = || -> Trouble { "a kernel's declaration does not end".into() };
+fn kernel(text: &str, dtype: Dtype) -> Result<Declared, BoxedError> {
+    let cut = || -> BoxedError { "a kernel's declaration does not end".into() };
     let text = text.trim_start();
     let text = match text.strip_prefix("__launch_bounds__") {
         Some(text) => text.split_once(')').ok_or_else(cut)?.1.trim_start(),
@@ -83,7 +83,7 @@ type Text = (&'static str, &'static str, Vec<Declared>);
 ///
 /// # Errors
 /// A custom kernel is not in its text, or has the name of another.
-pub(super) fn all(own: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, Trouble> {
+pub(super) fn all(own: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, BoxedError> {
     let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
@@ -112,7 +112,7 @@ pub(super) fn all(own: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, Troub
 }
 
 /// The type of a parameter.
-fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, Trouble> {
+fn kind(parameter: &str, dtype: Dtype) -> Result<Kind, BoxedError> {
     let parameter = parameter.trim();
     if let Some((to, _)) = parameter.split_once('*') {
         let to = to.trim();

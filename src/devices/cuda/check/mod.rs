@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use half::bf16;
 use half::slice::HalfFloatSliceExt;
-use l2l_actors::ports::Trouble;
+use l2l_actors::BoxedError;
 
 use self::cases::{Case, Cases, Side};
 use super::Cuda;
@@ -55,7 +55,7 @@ fn put(memory: &mut Arena, view: View, values: &[f32]) {
 const UNTOUCHED: f32 = -777.0;
 
 /// A case's memory: the same numbers for both sides, which both dtypes can hold.
-fn begin(case: &Case<'_>, side: &Side<'_>, dtype: Dtype, seed: u64) -> Result<Arena, Trouble> {
+fn begin(case: &Case<'_>, side: &Side<'_>, dtype: Dtype, seed: u64) -> Result<Arena, BoxedError> {
     let mut memory = Arena::new(FLOATS)?;
     let mut state = seed;
     memory.values_mut(View::floats(0, side.end)).fill(UNTOUCHED);
@@ -88,7 +88,7 @@ fn run(
     batch: &BatchView<'_>,
     case: &Case<'_>,
     seed: u64,
-) -> Result<f64, Trouble> {
+) -> Result<f64, BoxedError> {
     let [on_device, on_cpu] = &case.sides;
     let workspace = View::floats(FLOATS / 2, FLOATS / 2);
     let mut memory = begin(case, on_device, dtype, seed)?;
@@ -143,7 +143,11 @@ fn run(
 ///
 /// # Errors
 /// The driver's.
-pub(super) fn all(driver: Arc<dyn Driver>, dtype: Dtype, seed: u64) -> Result<Vec<Check>, Trouble> {
+pub(super) fn all(
+    driver: Arc<dyn Driver>,
+    dtype: Dtype,
+    seed: u64,
+) -> Result<Vec<Check>, BoxedError> {
     let most = match dtype {
         Dtype::F32 => 2e-5,
         Dtype::Bf16 => 2e-2,
@@ -163,7 +167,7 @@ pub(super) fn all(driver: Arc<dyn Driver>, dtype: Dtype, seed: u64) -> Result<Ve
     let overhead = View::floats(FLOATS, super::overhead(rows(1, LONG)));
     let device = Cuda::new(driver, FLOATS + overhead.len(), overhead)?;
     let mut checks: Vec<Check> = Vec::new();
-    let mut go = |cases: Cases<'_>| -> Result<(), Trouble> {
+    let mut go = |cases: Cases<'_>| -> Result<(), BoxedError> {
         for (index, case) in cases.all.iter().enumerate() {
             let off = run(&device, dtype, &cases.batch, case, seed + index as u64)
                 .map_err(|error| format!("{}: {error}", case.name))?;
