@@ -14,7 +14,7 @@ use super::{BUILT_IN, Ended, TrainArguments, say};
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
-    runtime.map_err(|error| Error::System(format!("no runtime: {error}")))
+    runtime.map_err(|error| Error::System(format!("cannot start a runtime: {error}")))
 }
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
@@ -76,7 +76,7 @@ fn signalled(stop: &StopRequest) {
     if stop.stop() {
         std::process::exit(130);
     }
-    say("finishing this step; once more to stop at once");
+    say("finishing this step; interrupt once more to stop at once");
 }
 
 /// Shows a run on the terminal.
@@ -95,7 +95,7 @@ impl Callbacks for Terminal {
         let first = trainer.progress().step;
         let screen = Screen::new(self.config.log.format, first, steps, ceiling);
         if self.is_built_in {
-            screen.say("no config given: trains on this project's text (examples/built_in.toml)");
+            screen.say("no config given: training on this project's text (examples/built_in.toml)");
         }
         self.screen = Some(screen);
         self.files.started(trainer);

@@ -171,7 +171,7 @@ fn what_contradicts_itself() {
         ("checkpoint.every_steps = 2", "checkpoint.every_steps has no place to write to"),
         (
             "data.train = \"random\"\n[validation]\nevery_steps = 2",
-            "line 3: validation.every_steps has nothing to look at",
+            "line 3: validation.every_steps needs a validation set",
         ),
         ("data = { validation = \"random\", validation_split = 0.1 }", "data.validation_split is"),
         ("data.validation_split = 1.5", "data.validation_split must be in [0, 1)"),

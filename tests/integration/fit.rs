@@ -149,7 +149,7 @@ async fn patience_ends_a_run_early() {
     let mut recorder = Recorder::default();
     let fitted = fit(&path, false, &mut recorder).await.expect("a case of ours");
     assert_eq!((fitted.end, fitted.summary.steps), (End::Early, 6));
-    let early = "Info(\"stops early at step 6: no look was better\")".to_string();
+    let early = "Info(\"stops early at step 6: no validation was better\")".to_string();
     assert!(recorder.calls.contains(&early), "{:?}", recorder.calls);
 }
 

@@ -128,7 +128,7 @@ impl Fit {
         Batches::check(config, &train, steps)?;
         let baseline = baseline(config, &train, validation.as_ref())?;
         if validation.is_none() && config.validation.every_steps.is_some() {
-            let problem = "has nothing to look at: set data.validation or data.validation_split";
+            let problem = "needs a validation set: set data.validation or data.validation_split";
             return Err(Error::config("validation.every_steps", problem));
         }
         let directory = config.checkpoint.directory.as_deref();
@@ -213,7 +213,8 @@ impl Prepared {
             Err(_) => watch.failed(),
         }
         if let (Err(_), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
-            let text = format!("eps.path holds the state after step {step}: go on with --resume");
+            let text =
+                format!("eps.path holds the state after step {step}: continue with --resume");
             callbacks.message(&Message::Warning(text));
         }
         callbacks.ended(outcome.as_ref().map(|fitted| &fitted.summary));

@@ -38,7 +38,7 @@ impl Beginning {
                 Some(found) => Err(Error::config(
                     "checkpoint.directory",
                     format_args!(
-                        "has the checkpoints of a run, {} the newest: go on with --resume, or give \
+                        "has the checkpoints of a run, {} the newest: continue with --resume, or give \
                          this run another directory",
                         found.display()
                     ),
@@ -48,7 +48,7 @@ impl Beginning {
         let checkpoint_step = keeper.and_then(Keeper::newest_step);
         let on_file = match state_on_file(config) {
             Err(error) if checkpoint_step.is_some() => {
-                warn(format!("{error}: goes on from a checkpoint"));
+                warn(format!("{error}: resumes from a checkpoint instead"));
                 None
             }
             found => found?,

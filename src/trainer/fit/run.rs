@@ -28,7 +28,7 @@ impl Run<'_> {
     pub(super) async fn finish(mut self, mut batches: Batches) -> Result<Fitted, Error> {
         let first = self.trainer.progress().step;
         if first > 0 {
-            self.info(format!("goes on from step {first}"));
+            self.info(format!("resumes from step {first}"));
         }
         let trained = self.all_steps(&mut batches).await;
         drop(batches);
@@ -41,7 +41,7 @@ impl Run<'_> {
             return Err(error);
         }
         if self.is_out_of_patience() {
-            self.info(format!("stops early at step {step}: no look was better"));
+            self.info(format!("stops early at step {step}: no validation was better"));
         }
         if step > first {
             self.save().await?;
