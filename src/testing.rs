@@ -1,12 +1,13 @@
-//! For layers of one's own: whether their backward is their forward's gradient.
+//! Checks for a layer of your own: that its backward is the gradient of its forward.
+
+use std::ops::Range;
 
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
-use crate::models::{Backward, Forward, Init, Layer, Save, block_len, tensor_ranges};
+use crate::models::{Backward, Forward, Init, Layer, Save, Tensor, block_len, tensor_ranges};
 use crate::random;
 use crate::simd::Level;
-use crate::tensor::Arena;
-use crate::tensor::{Dtype, Scratch, View};
+use crate::tensor::{Arena, Dtype, Scratch, View};
 
 /// What a check found wrong.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
@@ -31,7 +32,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
     a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum()
 }
 
-/// Where a check keeps what: views of one arena, side by side.
+/// The views of a check, side by side in one arena.
 struct Bench<'l> {
     layer: &'l dyn Layer,
     rows: Rows,
@@ -85,7 +86,7 @@ impl<'l> Bench<'l> {
             chunk_state,
             workspace,
         };
-        // The same walk without memory tells how much it needs.
+        // The same walk without memory measures the workspace.
         let needs = bench.forward(None, None).max(bench.backward(None, None, false));
         bench.workspace = View::floats(at, needs);
         bench.memory = Arena::new(at + needs).expect("memory for a check");
@@ -105,7 +106,7 @@ impl<'l> Bench<'l> {
     }
 
     fn saved(&self, keeps: Option<Save>) -> Option<(Save, View)> {
-        keeps.map(|save| (save, self.saved)).filter(|(_, view)| view.len() > 0)
+        keeps.map(|save| (save, self.saved)).filter(|(_, view)| !view.is_empty())
     }
 
     fn forward(&self, memory: Option<&Arena>, keeps: Option<Save>) -> usize {
@@ -147,45 +148,58 @@ impl<'l> Bench<'l> {
     }
 }
 
-/// Whether a layer's backward is the gradient of its forward: for its input and for each of its
-/// tensors, along random directions, within 1 % (kernels compute in f32). `rows` are the sizes of
-/// the micro-batch; its last sequence is padded. Masks of dropout are drawn, and stay.
-///
-/// Also, that the backward replaces a gradient or adds to it as it is told, and gives the same
-/// bits whether intermediates were kept or are recomputed.
-///
-/// # Errors
-/// The first that is not so.
-///
-/// # Panics
-/// The layer asks for views that do not fit.
-pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result<(), Mismatch> {
-    let mut bench = Bench::new(layer, channels, rows);
-    let tensors = layer.tensors();
-    let mut weights = vec![0.0; bench.weights.len()];
-    for (index, (tensor, range)) in tensors.iter().zip(tensor_ranges(&tensors)).enumerate() {
-        let center = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
-        let noise = noise(100 + index as u64, range.len());
-        for (weight, noise) in weights[range].iter_mut().zip(noise) {
-            *weight = center + 0.3 * noise;
-        }
-    }
-    let x = noise(1, bench.x.len());
-    let dy = noise(2, bench.dy.len());
-    bench.memory.fill(bench.weights, &weights);
-    bench.memory.fill(bench.x, &x);
-    bench.memory.fill(bench.dy, &dy);
-    bench.memory.fill(bench.gradient, &vec![f32::NAN; bench.gradient.len()]);
-    bench.backward(Some(&bench.memory), None, false);
-    let (dx, gradient) =
-        (bench.memory.values(bench.dx).to_vec(), bench.memory.values(bench.gradient).to_vec());
+/// The inputs of a check, and what a backward gave that recomputes all activations.
+struct Reference {
+    tensors: Vec<Tensor>,
+    weights: Vec<f32>,
+    x: Vec<f32>,
+    dy: Vec<f32>,
+    dx: Vec<f32>,
+    gradient: Vec<f32>,
+}
 
-    let mut compare = |what: &str, at: Option<std::ops::Range<usize>>, backward: &[f32]| {
+impl Reference {
+    fn new(bench: &mut Bench<'_>) -> Reference {
+        let tensors = bench.layer.tensors();
+        let mut weights = vec![0.0; bench.weights.len()];
+        for (index, (tensor, range)) in tensors.iter().zip(tensor_ranges(&tensors)).enumerate() {
+            let center = if tensor.init == Init::Ones { 1.0 } else { 0.0 };
+            let noise = noise(100 + index as u64, range.len());
+            for (weight, noise) in weights[range].iter_mut().zip(noise) {
+                *weight = center + 0.3 * noise;
+            }
+        }
+        let x = noise(1, bench.x.len());
+        let dy = noise(2, bench.dy.len());
+        bench.memory.fill(bench.weights, &weights);
+        bench.memory.fill(bench.x, &x);
+        bench.memory.fill(bench.dy, &dy);
+        bench.memory.fill(bench.gradient, &vec![f32::NAN; bench.gradient.len()]);
+        bench.backward(Some(&bench.memory), None, false);
+        let dx = bench.memory.values(bench.dx).to_vec();
+        let gradient = bench.memory.values(bench.gradient).to_vec();
+        Reference { tensors, weights, x, dy, dx, gradient }
+    }
+
+    /// The name of each tensor, and where it is in the block.
+    fn tensors(&self) -> impl Iterator<Item = (&str, Range<usize>)> {
+        let names = self.tensors.iter().map(|tensor| tensor.name.as_str());
+        names.zip(tensor_ranges(&self.tensors))
+    }
+
+    /// Compares the gradient of a tensor, or of the input, with differences along one direction.
+    fn check_direction(
+        &self,
+        bench: &mut Bench<'_>,
+        what: &str,
+        tensor: Option<Range<usize>>,
+        backward: &[f32],
+    ) -> Result<(), Mismatch> {
         const STEP: f32 = 1e-2;
         let direction = noise(what.len() as u64 + 3, backward.len());
         let mut moved = |sign: f32| {
-            let (mut weights, mut x) = (weights.clone(), x.clone());
-            let values = match &at {
+            let (mut weights, mut x) = (self.weights.clone(), self.x.clone());
+            let values = match &tensor {
                 Some(range) => &mut weights[range.clone()],
                 None => &mut x[..],
             };
@@ -195,56 +209,84 @@ pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result
         };
         let forward = (moved(1.0) - moved(-1.0)) / f64::from(2.0 * STEP);
         let backward_along = dot(backward, &direction);
-        // Along a direction terms cancel: what counts is the size of all of them. What is below the
-        // rounding of the differences says nothing.
+        // Terms cancel along a direction, so the tolerance follows from the size of all of them. A
+        // difference below the rounding errors means nothing.
         let size = dot(backward, backward).sqrt();
-        let rounding =
-            f64::from(f32::EPSILON) * dy.iter().map(|dy| f64::from(dy.abs())).sum::<f64>();
+        let sum: f64 = self.dy.iter().map(|dy| f64::from(dy.abs())).sum();
+        let rounding = f64::from(f32::EPSILON) * sum;
         let allowed = (1e-2 * size.max(forward.abs())).max(rounding / f64::from(STEP));
         if (forward - backward_along).abs() <= allowed {
             Ok(())
         } else {
             Err(Mismatch { what: what.into(), backward: backward_along, forward })
         }
-    };
-    compare("the input", None, &dx)?;
-    for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
-        compare(&tensor.name, Some(range.clone()), &gradient[range])?;
     }
 
-    let same = |name: &str, one: &[f32], other: &[f32]| {
-        let differs = one.iter().zip(other).find(|(one, other)| one.to_bits() != other.to_bits());
-        differs.map_or(Ok(()), |(one, other)| {
-            let what = format!("{name}, recomputed and saved");
-            Err(Mismatch { what, backward: f64::from(*one), forward: f64::from(*other) })
-        })
-    };
-    for save in [Save::AllButAttention, Save::All] {
-        bench.memory.fill(bench.weights, &weights);
-        bench.memory.fill(bench.x, &x);
+    /// Compares the gradients by a backward with saved activations, to the bit.
+    fn check_saved(&self, bench: &mut Bench<'_>, save: Save) -> Result<(), Mismatch> {
+        let same = |name: &str, one: &[f32], other: &[f32]| {
+            let mut pairs = one.iter().zip(other);
+            let differs = pairs.find(|(one, other)| one.to_bits() != other.to_bits());
+            differs.map_or(Ok(()), |(one, other)| {
+                let what = format!("{name}, recomputed and saved");
+                Err(Mismatch { what, backward: f64::from(*one), forward: f64::from(*other) })
+            })
+        };
+        bench.memory.fill(bench.weights, &self.weights);
+        bench.memory.fill(bench.x, &self.x);
         bench.forward(Some(&bench.memory), Some(save));
         bench.backward(Some(&bench.memory), Some(save), false);
-        same("the input", &dx, bench.memory.values(bench.dx))?;
+        same("the input", &self.dx, bench.memory.values(bench.dx))?;
         let saved = bench.memory.values(bench.gradient).to_vec();
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
-            same(&tensor.name, &gradient[range.clone()], &saved[range])?;
-        }
+        let mut tensors = self.tensors();
+        tensors
+            .try_for_each(|(name, range)| same(name, &self.gradient[range.clone()], &saved[range]))
     }
-    bench.backward(Some(&bench.memory), Some(Save::All), true);
-    let twice = bench.memory.values(bench.gradient).to_vec();
-    for (tensor, range) in tensors.iter().zip(tensor_ranges(&tensors)) {
-        for (once, twice) in gradient[range.clone()].iter().zip(&twice[range]) {
-            let (once, twice) = (f64::from(2.0 * once), f64::from(*twice));
-            if (once - twice).abs() > 1e-4 * once.abs().max(1e-2) {
-                let what = format!("{}, added to itself", tensor.name);
-                return Err(Mismatch { what, backward: twice, forward: once });
+
+    /// Compares a gradient that was added to itself with twice the gradient.
+    fn check_accumulation(&self, bench: &mut Bench<'_>) -> Result<(), Mismatch> {
+        bench.backward(Some(&bench.memory), Some(Save::All), true);
+        let twice = bench.memory.values(bench.gradient).to_vec();
+        for (name, range) in self.tensors() {
+            for (once, twice) in self.gradient[range.clone()].iter().zip(&twice[range]) {
+                let (once, twice) = (f64::from(2.0 * once), f64::from(*twice));
+                if (once - twice).abs() > 1e-4 * once.abs().max(1e-2) {
+                    let what = format!("{name}, added to itself");
+                    return Err(Mismatch { what, backward: twice, forward: once });
+                }
             }
         }
+        Ok(())
     }
-    Ok(())
 }
 
-/// Whether a loss's slopes are its derivatives, at a few places.
+/// Checks that a layer's backward is the gradient of its forward: for its input and for each of its
+/// tensors, along random directions, within 1 % (kernels compute in f32). `rows` are the sizes of
+/// the micro-batch; its last sequence is padded. Dropout is on, with the same masks in all passes.
+///
+/// It also checks that the backward replaces a gradient or adds to it as it is told, and that it
+/// gives the same bits whether activations were saved or are recomputed.
+///
+/// # Errors
+/// The first check that fails.
+///
+/// # Panics
+/// The layer takes views that do not fit.
+pub fn check_gradients(layer: &dyn Layer, channels: usize, rows: Rows) -> Result<(), Mismatch> {
+    let mut bench = Bench::new(layer, channels, rows);
+    let reference = Reference::new(&mut bench);
+    reference.check_direction(&mut bench, "the input", None, &reference.dx)?;
+    for (name, range) in reference.tensors() {
+        let backward = &reference.gradient[range.clone()];
+        reference.check_direction(&mut bench, name, Some(range), backward)?;
+    }
+    for save in [Save::AllButAttention, Save::All] {
+        reference.check_saved(&mut bench, save)?;
+    }
+    reference.check_accumulation(&mut bench)
+}
+
+/// Checks that a loss's slopes are its derivatives, at a few places.
 ///
 /// # Errors
 /// The first place where they are not.
@@ -271,7 +313,7 @@ mod tests {
     use super::*;
     use crate::kernels::{CHUNK_POSITIONS, CrossEntropy, Kernels};
     use crate::models::families::{self, gpt2};
-    use crate::models::{Block, Dropouts, Model, Part, Shape, Tensor};
+    use crate::models::{Block, Dropouts, Model, Part, Shape};
 
     const ROWS: Rows = Rows { sequences: 3, positions: 7 };
 
@@ -319,7 +361,7 @@ mod tests {
 
     /// Sequences that are walked in chunks, the last of them ragged.
     #[test]
-    fn stretches_pass() {
+    fn chunks_pass() {
         let decoder = |kind: &str| {
             let config = serde_json::json!({
                 "model_type": kind, "num_hidden_layers": 1, "hidden_size": 6,

@@ -1,8 +1,8 @@
-//! Losses of a position.
+//! The loss of a position.
 //!
-//! The head scores tile after tile, so a loss may know what a tile can hand on: the log-sum-exp of
-//! all logits and the target's logit. With p = softmax of the logits, its gradient of logit j is
-//! (dloss/dlse) p_j + (dloss/dtarget) [j is the target].
+//! The head scores one tile of the vocabulary after another. So a loss is a function of what tiles
+//! accumulate: the log-sum-exp of all logits, and the target's logit. With p = softmax of the
+//! logits, its gradient of logit j is (dloss/dlse) p_j + (dloss/dtarget) [j is the target].
 
 /// A loss as a function of log-sum-exp and the target's logit.
 pub trait Loss: Send + Sync {

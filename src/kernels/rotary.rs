@@ -7,28 +7,29 @@ use crate::tensor::View;
 /// Positions by rotation of pairs of channels (Su et al. 2021).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotary {
-    /// The slowest pair's period, about.
+    /// The base of the frequencies: about the period of the slowest pair.
     pub theta: f32,
-    /// What was changed for longer sequences.
+    /// How frequencies are scaled for longer sequences.
     pub scaling: RotaryScaling,
 }
 
-/// How [`Rotary`] is stretched.
+/// How the frequencies of [`Rotary`] are scaled.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RotaryScaling {
-    /// Not.
+    /// They are not.
     None,
     /// All frequencies are divided.
     Linear(f32),
-    /// Low ones are divided, high ones are not, and those between are in between (Llama 3.1).
+    /// Low frequencies are divided, high ones are not, and those between are interpolated (Llama
+    /// 3.1).
     Llama3 {
-        /// By how much.
+        /// The divisor.
         factor: f32,
         /// Periods above `positions ÷ low` are low.
         low: f32,
         /// Periods below `positions ÷ high` are high.
         high: f32,
-        /// Positions that the model was first trained with.
+        /// Positions of the sequences that the model was first trained with.
         positions: usize,
     },
 }
@@ -67,7 +68,7 @@ pub struct Rotate<'a> {
     pub qkv: View,
     /// How fast each pair of channels rotates.
     pub rotary: &'a Rotary,
-    /// Sizes, and the positions.
+    /// Sizes, and the positions of the rows.
     pub shape: AttentionShape<'a>,
     /// True: by the opposite angles, as for gradients.
     pub inverse: bool,

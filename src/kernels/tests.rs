@@ -39,8 +39,11 @@ fn float(rows: usize, columns: usize) -> View {
     View { dtype: Dtype::F32, ..element(rows, columns) }
 }
 
+/// A name, and what it does to a view.
+type Wrong = (&'static str, fn(View) -> View);
+
 /// How a view may be wrong.
-const WRONGS: [(&str, fn(View) -> View); 4] = [
+const WRONGS: [Wrong; 4] = [
     ("a row more", |view| View { rows: view.rows + 1, ..view }),
     ("a column more", |view| View { columns: view.columns + 1, ..view }),
     ("transposed", |view| View { rows: view.columns, columns: view.rows, ..view }),

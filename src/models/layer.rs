@@ -43,7 +43,7 @@ pub enum Save {
 /// One tensor of a block.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tensor {
-    /// Its name in a checkpoint of the family.
+    /// Its name in a checkpoint.
     pub name: String,
     /// Its sizes, outermost first.
     pub shape: Vec<usize>,

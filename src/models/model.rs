@@ -1,4 +1,4 @@
-//! A model: its parts in forward order, its blocks, and what the ring sees of it.
+//! A model: its parts in forward order, its blocks, and its description for the ring.
 
 use std::collections::BTreeSet;
 
@@ -37,18 +37,18 @@ pub enum Part {
 }
 
 impl Part {
-    /// True for what scores.
+    /// True for a head.
     pub fn is_head(&self) -> bool {
         matches!(self, Part::Head(_) | Part::Classes(_))
     }
 }
 
-/// A model. Blocks: the embedding's tiles, the stack's in order, then the head's
-/// tiles where they are not the embedding's.
+/// A model. Its blocks are the embedding's tiles, those of the stack in order, and the head's tiles
+/// where they are not the embedding's.
 pub struct Model {
-    /// Sizes.
+    /// Its shape.
     pub shape: Shape,
-    /// Parts, as layers of the ring.
+    /// Its parts: the layers of the ring.
     pub parts: Vec<Part>,
     /// The blocks of each part.
     pub part_blocks: Vec<Vec<BlockId>>,
@@ -56,7 +56,7 @@ pub struct Model {
     pub blocks: Vec<Vec<Tensor>>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
-    /// What a labelled position costs.
+    /// The loss of a labelled position.
     pub loss: Box<dyn Loss>,
 }
 
@@ -88,7 +88,7 @@ impl Model {
     }
 
     /// A model of these layers, between an embedding and a head of this shape's vocabulary and
-    /// width. Layers that drop must have an index of their own, for their masks.
+    /// width. Each layer with dropout must have an index of its own, for its masks.
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
         let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
         let tiles = tiles(&shape, largest);
@@ -195,9 +195,9 @@ impl Model {
         if self.shape.scores_tokens() { Dtype::F32 } else { dtype }
     }
 
-    /// Model FLOPs of training on sequences of these lengths, `labelled` of whose positions are
-    /// scored: 6 for each weight that a token meets (of the head: that a scored token meets), and
-    /// attention, causal at half. Recomputation and padding are not counted.
+    /// Model FLOPs of training on sequences of these lengths, of which `labelled` positions have a
+    /// label: 6 for each weight and token (for the head: each labelled token), and half of full
+    /// attention. Recomputation and padding are not counted.
     pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
         let (mut products, mut channels) = (0, 0);
         for part in &self.parts {
@@ -216,7 +216,7 @@ impl Model {
         6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
     }
 
-    /// Refuses tensors that a checkpoint could not tell apart.
+    /// Refuses tensors that a checkpoint could not distinguish.
     ///
     /// # Errors
     /// Two have one name, or one has no sizes.
@@ -235,7 +235,7 @@ impl Model {
         Ok(())
     }
 
-    /// Its parameters, each counted once.
+    /// The number of its parameters, each counted once.
     pub fn parameters(&self) -> usize {
         self.blocks.iter().flatten().map(Tensor::len).sum()
     }

@@ -1,4 +1,4 @@
-//! What a model is, as plain data: sizes, and which of the shared parts it is made of.
+//! The shape of a model as plain data: sizes, and which of the shared parts it is made of.
 
 use super::families::Names;
 use crate::kernels::Activation;
@@ -7,7 +7,7 @@ use crate::kernels::Rotary;
 /// Probabilities of dropout.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Dropouts {
-    /// Behind the embedding.
+    /// Of the embedding's output.
     pub embedding: f32,
     /// Of attention's probabilities.
     pub attention: f32,
@@ -19,16 +19,16 @@ pub struct Dropouts {
     pub classifier: f32,
 }
 
-/// What a model predicts, and by what.
+/// What a model predicts, and by which head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Head {
-    /// The next token, by a table.
+    /// The next token, by a table of the vocabulary.
     Tokens,
-    /// Masked tokens, by a transform, a table and a bias by token.
+    /// Masked tokens, by a transform, a table of the vocabulary and a bias for each token.
     Masked,
-    /// Of a whole sequence: one of some classes, or a value.
+    /// The class of a whole sequence, or a value of it.
     Classes {
-        /// How many scores there are.
+        /// The number of scores.
         labels: usize,
         /// True when the one score is a value.
         is_value: bool,
@@ -38,62 +38,63 @@ pub enum Head {
 /// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
-    /// What its tensors are called.
+    /// The names of its tensors.
     pub names: &'static Names,
-    /// Blocks.
+    /// The number of blocks.
     pub layers: usize,
     /// C.
     pub hidden: usize,
     /// H.
     pub heads: usize,
-    /// Heads of keys and values, each shared by as many queries' heads.
+    /// K: heads of keys and values. Each serves H ÷ K heads of queries.
     pub kv_heads: usize,
     /// D.
     pub head_size: usize,
-    /// Channels of the feed-forward.
+    /// I: channels of the feed-forward.
     pub intermediate: usize,
-    /// Tokens there are.
+    /// Tokens of the vocabulary.
     pub vocabulary: usize,
-    /// The longest sequence.
+    /// The most positions of a sequence.
     pub positions: usize,
-    /// Rows of the table of positions that stand before the first; no table: `None`.
+    /// With a table of positions: its unused rows before the first position. `None`: no table.
     pub learned_positions: Option<usize>,
-    /// Kinds of tokens; 0: they have none.
+    /// The number of token types; 0: the model has none.
     pub token_types: usize,
-    /// Positions by rotation.
+    /// Rotary positions.
     pub rotary: Option<Rotary>,
-    /// True when a position sees none behind it.
+    /// True when a position sees no later one.
     pub causal: bool,
-    /// How many positions it sees at most, itself included, in blocks from `.1` on.
+    /// How many positions a position sees at most, itself included; and the first block for which
+    /// this holds.
     pub window: Option<(usize, usize)>,
     /// True for a norm by root mean square alone (Zhang and Sennrich 2019).
     pub rms_norm: bool,
-    /// True when norms stand behind the sum and not before the branch.
+    /// True when a norm follows each sum; false when it precedes each branch.
     pub post_norm: bool,
-    /// Added to variances.
+    /// Added to the variance, or the mean square, of a norm.
     pub norm_epsilon: f32,
     /// True when queries and keys are normed by head.
     pub qk_norm: bool,
-    /// Biases of queries, keys and values; of attention's output; of the feed-forward.
+    /// Whether these have biases: queries, keys and values; attention's output; the feed-forward.
     pub biases: [bool; 3],
-    /// The feed-forward's curve.
+    /// The feed-forward's activation function.
     pub activation: Activation,
     /// True when the feed-forward multiplies a gate with what it gates (Shazeer 2020).
     pub gated: bool,
-    /// True when weights of products are (outputs, inputs), as PyTorch's linear layers are.
+    /// True when weights of products are (outputs, inputs), as in PyTorch's linear layers.
     pub transposed: bool,
-    /// Dropout.
+    /// Probabilities of dropout.
     pub dropout: Dropouts,
-    /// True when head and embedding are one.
+    /// True when the head's table is the embedding's.
     pub tied: bool,
     /// What it predicts.
     pub head: Head,
-    /// Standard deviation of random weights.
+    /// The standard deviation of initial weights.
     pub initializer_range: f32,
 }
 
 impl Shape {
-    /// True when a transform and a bias by token stand at the head.
+    /// True when the head has a transform and a bias for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked
     }
@@ -113,7 +114,7 @@ impl Shape {
         self.heads * self.head_size
     }
 
-    /// Channels that the feed-forward widens to: a gate's too.
+    /// Channels of the feed-forward before its activation function, those of a gate included.
     pub fn up(&self) -> usize {
         self.intermediate * if self.gated { 2 } else { 1 }
     }

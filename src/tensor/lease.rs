@@ -17,8 +17,8 @@ impl<'a> Lease<'a> {
     /// A lease of an arena, for one operation.
     ///
     /// # Safety
-    /// Whoever has it reads and writes only views of slots that the ring granted to its operation:
-    /// while the slices live, nobody else writes what is read here, or touches what is written here.
+    /// Its owner reads and writes only views of slots that the ring granted to the operation. While
+    /// the slices live, nobody else writes what is read here, or touches what is written here.
     pub(crate) unsafe fn new(arena: &'a Arena) -> Lease<'a> {
         Lease { arena }
     }

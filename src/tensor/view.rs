@@ -85,7 +85,7 @@ impl View {
     /// # Panics
     /// Its elements do not make whole rows.
     pub fn with_columns(self, columns: usize) -> View {
-        let rows = if columns == 0 { 0 } else { self.len() / columns };
+        let rows = self.len().checked_div(columns).unwrap_or(0);
         assert_eq!(rows * columns, self.len(), "{self} has no whole rows of {columns}");
         View { rows, columns, ..self }
     }

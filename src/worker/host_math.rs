@@ -31,8 +31,8 @@ pub(super) fn gather<Y: Send, X: Copy + Sync>(
 const RUNS: usize = 64;
 
 /// Adds gradients to the rows of those tokens that lie in a tile. Each row's gradients are added in
-/// the order of the tokens. `gradient` returns the gradient of a token by its index; `cast` converts
-/// each number to f32.
+/// the order of the tokens. `gradient` returns the gradient of a token by its index; `cast`
+/// converts each number to f32.
 pub(super) fn scatter<'d, D: Copy + 'd>(
     level: Level,
     dtile: &mut [f32],

@@ -26,7 +26,7 @@ type Emulate =
 type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
 /// Builds them; `None` where there is no compiler.
-fn kernels(own: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
+fn kernels(custom: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
     if Command::new("c++").arg("--version").output().is_err() {
         eprintln!("without c++ the CUDA device is not tested");
         return None;
@@ -34,7 +34,7 @@ fn kernels(own: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
     // Tests run side by side: one of them builds.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().expect("a text that does not compile fails all tests");
-    let texts = texts::all(own, dtype).expect("kernels that are declared");
+    let texts = texts::all(custom, dtype).expect("kernels that are declared");
     let built: Vec<PathBuf> = std::thread::scope(|scope| {
         let builds =
             texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text, dtype)));
@@ -92,8 +92,8 @@ pub(crate) fn instead() -> bool {
 }
 
 /// A new one, where it was asked for.
-pub(super) fn asked_for(own: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn Driver>> {
-    let made = ASKED_FOR.get().then(|| Emulated::new(own, dtype))??;
+pub(super) fn asked_for(custom: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn Driver>> {
+    let made = ASKED_FOR.get().then(|| Emulated::new(custom, dtype))??;
     Some(Arc::new(made))
 }
 
@@ -144,14 +144,14 @@ struct Emulated {
 
 impl Emulated {
     /// `None` where there is no compiler.
-    fn new(own: &[CustomKernel], dtype: Dtype) -> Option<Emulated> {
+    fn new(custom: &[CustomKernel], dtype: Dtype) -> Option<Emulated> {
         let streams = [(); 3].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue
         });
         Some(Emulated {
-            kernels: kernels(own, dtype)?,
+            kernels: kernels(custom, dtype)?,
             memory: Mutex::default(),
             streams,
             events: Mutex::default(),

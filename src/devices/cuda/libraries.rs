@@ -15,13 +15,13 @@ const INSTALL: [(&str, &str); 3] = [
     ("libcuda.so", "install NVIDIA's driver, 580 or newer"),
     (
         "libnvrtc.so",
-        "install CUDA's nvrtc, or `pip install nvidia-cuda-nvrtc` and set device.cuda_libraries to that \
-         environment's site-packages/nvidia",
+        "install CUDA's nvrtc, or `pip install nvidia-cuda-nvrtc` and set device.cuda_libraries to \
+         that environment's site-packages/nvidia",
     ),
     (
         "libcublasLt.so",
-        "install CUDA's cublas, or `pip install nvidia-cublas` and set device.cuda_libraries to that \
-         environment's site-packages/nvidia",
+        "install CUDA's cublas, or `pip install nvidia-cublas` and set device.cuda_libraries to \
+         that environment's site-packages/nvidia",
     ),
 ];
 
@@ -121,8 +121,8 @@ pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
         }
         if driver.0 < *major {
             return Err(format!(
-                "the driver is of CUDA {}.{} and {name} of {major}.{minor}: install a newer driver, or \
-                 CUDA's libraries of version {}",
+                "the driver is of CUDA {}.{} and {name} of {major}.{minor}: install a newer driver, \
+                 or CUDA's libraries of version {}",
                 driver.0, driver.1, driver.0
             ));
         }

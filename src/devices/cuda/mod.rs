@@ -194,22 +194,22 @@ pub(super) fn open(
     floats: usize,
     overhead: View,
 ) -> Result<Box<dyn Device>, Error> {
-    let own = model.parts.iter().flat_map(|part| match part {
+    let custom = model.parts.iter().flat_map(|part| match part {
         Part::Stack(layer) => layer.custom_kernels(),
         _ => Vec::new(),
     });
-    let driver = driver(config, &own.collect::<Vec<_>>())?;
+    let driver = driver(config, &custom.collect::<Vec<_>>())?;
     let made = Cuda::new(driver, floats, overhead);
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Box::new(made.map_err(refused)?))
 }
 
-fn driver(config: &Config, own: &[CustomKernel]) -> Result<Arc<dyn Driver>, Error> {
+fn driver(config: &Config, custom: &[CustomKernel]) -> Result<Arc<dyn Driver>, Error> {
     #[cfg(test)]
-    if let Some(emulated) = emulated::asked_for(own, config.device.dtype) {
+    if let Some(emulated) = emulated::asked_for(custom, config.device.dtype) {
         return Ok(emulated);
     }
-    let real = real::Real::open(&config.device, own);
+    let real = real::Real::open(&config.device, custom);
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Arc::new(real.map_err(refused)?))
 }

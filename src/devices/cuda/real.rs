@@ -85,7 +85,7 @@ impl Real {
     ///
     /// # Errors
     /// What is missing, and what to do.
-    pub(super) fn open(config: &DeviceConfig, own: &[CustomKernel]) -> Result<Real, BoxedError> {
+    pub(super) fn open(config: &DeviceConfig, custom: &[CustomKernel]) -> Result<Real, BoxedError> {
         let DeviceConfig { ordinal, dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
         let (folder, cache) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
@@ -129,7 +129,7 @@ impl Real {
         for stream in &mut real.streams {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
-        real.load_kernels(gpu.architecture, dtype, &nvrtc, cache, own)?;
+        real.load_kernels(gpu.architecture, dtype, &nvrtc, cache, custom)?;
         real.products = Some(Products::new()?);
         Ok(real)
     }
@@ -146,9 +146,9 @@ impl Real {
         dtype: Dtype,
         nvrtc: &Library,
         cache: Option<&Path>,
-        own: &[CustomKernel],
+        custom: &[CustomKernel],
     ) -> Result<(), BoxedError> {
-        let texts = texts::all(own, dtype)?;
+        let texts = texts::all(custom, dtype)?;
         let version = nvrtc.version.expect("it is there");
         let codes: Vec<_> = std::thread::scope(|scope| {
             let compiles = texts.iter().map(|(name, text, _)| {

@@ -115,7 +115,7 @@ fn every_kernel_is_the_cpus() {
     }
 }
 
-/// Halves what comes, by a kernel of its own.
+/// Halves its input, by a custom kernel.
 struct Halves;
 
 const HALF: CustomKernel = CustomKernel {
@@ -157,7 +157,7 @@ impl Layer for Halves {
     }
 }
 
-/// The same with a backward that is derived, to the square.
+/// Squares its input, by a custom kernel, with a derived backward.
 struct Squares;
 
 const SQUARE: CustomKernel = CustomKernel {
@@ -185,7 +185,8 @@ extern "C" __global__ void square(T* y, const T* x, long long count, float facto
     }
 }
 
-extern "C" __global__ void square_backward(T* dx, const T* dy, const T* x, long long count, float factor) {
+extern "C" __global__ void square_backward(
+        T* dx, const T* dy, const T* x, long long count, float factor) {
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at < count) {
         dx[at] = put(2.0f * factor * get(x[at]) * get(dy[at]));
@@ -217,7 +218,7 @@ impl Composed for Squares {
 }
 
 #[test]
-fn kernels_of_ones_own_run() {
+fn custom_kernels_run() {
     if !emulated::instead() {
         return;
     }
@@ -298,7 +299,7 @@ fn relay_is_resident_and_like_the_cpu() {
     }
 }
 
-/// What is kept, or where blocks are, changes no bit in bf16 either.
+/// Neither what is saved nor where blocks are changes a bit in bf16.
 #[test]
 fn in_bf16_ways_are_equal() {
     if !emulated::instead() {

@@ -83,7 +83,7 @@ type Text = (&'static str, &'static str, Vec<Declared>);
 ///
 /// # Errors
 /// A custom kernel is not in its text, or has the name of another.
-pub(super) fn all(own: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, BoxedError> {
+pub(super) fn all(custom: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, BoxedError> {
     let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
@@ -91,7 +91,7 @@ pub(super) fn all(own: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, Boxed
         known.extend(kernels.iter().map(|kernel| kernel.name.clone()));
         all.push((name, text, kernels));
     }
-    for CustomKernel { name, text, .. } in own {
+    for CustomKernel { name, text, .. } in custom {
         let mut kernels = declared(text, dtype)?;
         kernels.retain(|kernel| kernel.name == *name);
         if kernels.is_empty() {

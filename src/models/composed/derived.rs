@@ -103,8 +103,9 @@ impl Walk<'_, '_> {
                 k.dropout(&ApplyDropout { y: dx, x: dy.view, dropout });
                 self.add(x, dx, true);
             }
-            Operation::Attention { x, y, qkv, lse, shape, ref rotary } => {
+            Operation::Attention { x, y, qkv, lse, ref shape, ref rotary } => {
                 let (dqkv, dy, y) = (self.take_for(x), dy.view, forward.view(y));
+                let shape = **shape;
                 let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
                 k.attention_backward(&op, self.scratch);
                 if let Some(rotary) = rotary {

@@ -16,30 +16,30 @@ use crate::tensor::{Scratch, View};
 
 /// A layer that is described by its forward.
 pub trait Composed: Send + Sync {
-    /// The tensors of its block. Operations name them by their index; those that are joined to the
-    /// one before count with it.
+    /// The tensors of its block. Operations name them by their index; a joined tensor has the index
+    /// of the one before.
     fn tensors(&self) -> Vec<Tensor>;
 
-    /// Its index, for dropout; no other layer's.
+    /// The layer's index, for dropout; each layer has its own.
     fn index(&self) -> u32;
 
-    /// C, of what comes in and goes out.
+    /// C, of its input and output.
     fn channels(&self) -> usize;
 
-    /// Kernels of its own that it runs, forward and backward.
+    /// Custom kernels that it runs, forward and backward.
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()
     }
 
-    /// What goes out, (R, C), of what comes in, (R, C).
+    /// The output of an input, both (R, C).
     fn compose(&self, ops: &mut Operations<'_>, x: Value) -> Value;
 }
 
-/// The layer of a composition.
+/// The [layer](crate::models::Layer) of a composition, with a derived backward.
 #[derive(Clone, Copy, Debug)]
 pub struct Derived<C>(pub C);
 
-/// A tensor on its way through a layer. (R, its width).
+/// A tensor inside a layer. (R, its width).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Value(usize);
 
@@ -52,9 +52,9 @@ pub struct Heads {
     pub kv_heads: usize,
     /// D.
     pub head_size: usize,
-    /// True when a position sees none behind it.
+    /// True when a query sees no later position.
     pub causal: bool,
-    /// How many positions one sees at most, itself included.
+    /// How many positions a query sees at most, its own included.
     pub window: Option<usize>,
     /// How queries and keys are rotated by their positions.
     pub rotary: Option<Rotary>,
@@ -116,7 +116,7 @@ enum Operation<'a> {
         /// Queries, keys and values as attention sees them.
         qkv: View,
         lse: View,
-        shape: AttentionShape<'a>,
+        shape: Box<AttentionShape<'a>>,
         rotary: Option<Rotary>,
     },
     Custom {
@@ -220,7 +220,7 @@ impl<'a> Operations<'a> {
         self.record(Operation::Add { a, b }, y)
     }
 
-    /// x, of which a share of this probability is 0 in training.
+    /// x, whose numbers are 0 with this probability in training.
     pub fn dropout(&mut self, x: Value, probability: f32) -> Value {
         let input = self.view(x);
         let dropout = self.next_dropout(probability);
@@ -232,7 +232,7 @@ impl<'a> Operations<'a> {
     /// Scaled dot-product attention. (R, H D) of (R, (H + 2 K) D): queries, keys and values.
     ///
     /// # Panics
-    /// The width is another; or the layer has two attentions and a KV cache, which only one can use.
+    /// x has another width; or a layer with two attentions is to use a KV cache.
     pub fn attention(&mut self, x: Value, heads: Heads) -> Value {
         let Heads { heads, kv_heads, head_size, causal, window, rotary, dropout } = heads;
         let (batch, dropout) = (self.batch, self.next_dropout(dropout));
@@ -258,10 +258,11 @@ impl<'a> Operations<'a> {
                 None => k.attention(&Attention { y: output, lse, qkv, kv: None, shape }),
             }
         });
+        let shape = Box::new(shape);
         self.record(Operation::Attention { x, y, qkv, lse, shape, rotary }, y)
     }
 
-    /// Queries, keys and values as attention sees them: rotated, where they are to be.
+    /// Queries, keys and values as attention sees them: rotated, if `rotary` says so.
     fn rotated(&self, x: View, rotary: Option<&Rotary>, shape: AttentionShape<'_>) -> View {
         let Some(rotary) = rotary else { return x };
         let qkv = self.scratch.take_like(x);

@@ -1,5 +1,5 @@
-//! BERT (Devlin et al. 2019): learned positions and token types, norms behind each sum, sight both
-//! ways; a transform and a bias by token at the head.
+//! BERT (Devlin et al. 2019): learned positions and token types, a norm behind each sum, attention
+//! both ways; the head has a transform and a bias for each token.
 
 use serde_json::{Value, json};
 
@@ -35,7 +35,7 @@ pub(super) static NAMES: Names = Names {
     ..NONE
 };
 
-/// What RoBERTa reads too: everything but where positions begin.
+/// Reads what RoBERTa shares: all but where positions begin.
 pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
     only(keys, "position_embedding_type", "absolute")?;
     only(keys, "is_decoder", false)?;

@@ -9,7 +9,7 @@ use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names { family: "llama", read, write, ..SHARED };
 
-/// Names that Mistral and Qwen have too.
+/// Names that Mistral and Qwen share.
 pub(super) const SHARED: Names = Names {
     prefix: "model.",
     embedding: "model.embed_tokens.weight",
@@ -27,7 +27,7 @@ pub(super) const SHARED: Names = Names {
     ..NONE
 };
 
-/// What Mistral and Qwen read too: everything but biases, norms of heads and windows.
+/// Reads what Mistral and Qwen share: all but biases, norms of heads and windows.
 pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Result<Shape, String> {
     let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
     Ok(Shape {
@@ -63,7 +63,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
     })
 }
 
-/// What [`read_shared`] reads.
+/// Writes what [`read_shared`] reads.
 pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
     let mut config = json!({
         "architectures": [architecture],

@@ -1,4 +1,4 @@
-//! The families: what each one's `config.json` says of its parts, and what its tensors are called.
+//! The families: how each one's `config.json` describes its parts, and the names of its tensors.
 //! All else is shared.
 
 mod bert;
@@ -16,12 +16,12 @@ use serde_json::{Map, Value, json};
 use super::shape::Shape;
 use crate::kernels::Activation;
 
-/// What the tensors of a family are called; `{}` is a block's number.
+/// The names of a family's tensors; `{}` is a block's number.
 #[derive(Debug)]
 pub struct Names {
     /// `model_type`.
     pub family: &'static str,
-    /// What some checkpoints leave out at the front of the names.
+    /// The front of the names, which some checkpoints leave out.
     pub prefix: &'static str,
     /// The embedding of tokens.
     pub embedding: &'static str,
@@ -41,11 +41,11 @@ pub struct Names {
     pub projection: &'static str,
     /// The norm of the feed-forward.
     pub norm2: &'static str,
-    /// The gate, if there is one, and what widens.
+    /// The feed-forward's gate, if there is one, and its first product.
     pub up: &'static [&'static str],
-    /// What narrows.
+    /// The feed-forward's second product.
     pub down: &'static str,
-    /// The last norm; the head's transform, its norm, and its bias by token, where there are.
+    /// The last norm; the head's transform, its norm, and its bias for each token; or "".
     pub final_norm: &'static str,
     /// See `final_norm`.
     pub transform: &'static str,
@@ -55,15 +55,15 @@ pub struct Names {
     pub head_bias: &'static str,
     /// The head's table.
     pub head: &'static str,
-    /// The transform's curve, where it is not the feed-forward's.
+    /// The transform's activation function, where it is not the feed-forward's.
     pub transform_activation: Option<Activation>,
-    /// The two products of a head of whole sequences, and what of it differs.
+    /// The two products of a head of whole sequences.
     pub class_dense: &'static str,
     /// See `class_dense`.
     pub class_out: &'static str,
-    /// The curve between them.
+    /// The activation function between them.
     pub class_activation: Activation,
-    /// True when dropout stands before them, too.
+    /// True when dropout comes before them, too.
     pub class_drops_first: bool,
     /// Reads a `config.json`.
     read: fn(&Map<String, Value>) -> Result<Shape, String>,
@@ -84,7 +84,7 @@ impl Names {
     }
 }
 
-/// No names: for what a family has not.
+/// No names, for the parts that a family does not have.
 const NONE: Names = Names {
     family: "",
     prefix: "",

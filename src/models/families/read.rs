@@ -46,7 +46,7 @@ pub(super) fn flag(keys: &Keys, key: &str, default: bool) -> Result<bool, String
     given(keys, key).map_or(Ok(default), flag)
 }
 
-/// Refuses what is not built: a key that is not what it must be.
+/// Refuses a value of a key that is not implemented.
 pub(super) fn only(keys: &Keys, key: &str, value: impl Into<Value>) -> Result<(), String> {
     let value = value.into();
     match given(keys, key) {
@@ -55,7 +55,7 @@ pub(super) fn only(keys: &Keys, key: &str, value: impl Into<Value>) -> Result<()
     }
 }
 
-/// The curve of a feed-forward.
+/// The activation function of a feed-forward.
 pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activation, String> {
     let name = given(keys, key)
         .map_or(Ok(default), |value| value.as_str().ok_or_else(|| wrong(key, value, "a name")))?;
@@ -69,7 +69,7 @@ pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activa
 pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> {
     let none = Keys::new();
     let mut scaling = &none;
-    // What was added by hand counts, as it does in transformers.
+    // Keys that were added by hand count, as they do in transformers.
     for key in ["rope_parameters", "rope_scaling"] {
         if let Some(value) = given(keys, key) {
             scaling = value.as_object().ok_or_else(|| wrong(key, value, "an object"))?;
@@ -119,7 +119,7 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
     Ok(Rotary { theta, scaling })
 }
 
-/// What [`rotary`] reads, as older and newer transformers both do.
+/// Writes what [`rotary`] reads, for older and newer versions of transformers.
 pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     let mut parameters = serde_json::json!({ "rope_theta": rotary.theta, "rope_type": "default" });
     match rotary.scaling {
@@ -142,7 +142,7 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     config["rope_parameters"] = parameters;
 }
 
-/// What an encoder's `architectures` say it predicts.
+/// What an encoder predicts, by its `architectures`.
 pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
     let named = given(keys, "architectures").and_then(|names| names[0].as_str()).unwrap_or("");
     if !named.ends_with("ForSequenceClassification") {

@@ -1,7 +1,7 @@
 //! A custom kernel: the squared ReLU (So et al. 2021), for a CPU and, as CUDA text, for a GPU; and
 //! a layer that runs it.
 //!
-//! `cargo run --release --example 07_own_kernel`; with `cuda` behind it, on a GPU.
+//! `cargo run --release --example 07_custom_kernel`; with `cuda` behind it, on a GPU.
 
 use l2l::config::DeviceKind;
 use l2l::data::Batches;
@@ -33,7 +33,8 @@ extern "C" __global__ void squared_relu(T* y, const T* x, long long count, float
 const BACKWARD: CustomKernel = CustomKernel {
     name: "squared_relu_backward",
     text: r#"
-extern "C" __global__ void squared_relu_backward(T* dx, const T* dy, const T* x, long long count, float scale) {
+extern "C" __global__ void squared_relu_backward(
+        T* dx, const T* dy, const T* x, long long count, float scale) {
     const long long at = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at < count) {
         dx[at] = put(get(dy[at]) * (1.0f + 2.0f * scale * fmaxf(get(x[at]), 0.0f)));
