@@ -173,7 +173,7 @@ pub(crate) fn write(
     fs::create_dir_all(&partial).map_err(failed)?;
     hf::write_config(&partial, &run.model.shape, run.came_with)?;
     if let Some(path) = &run.config.model.path {
-        hf::carry(path, &partial).map_err(failed)?;
+        hf::copy_companions(path, &partial).map_err(failed)?;
     }
     hf::save(&partial, run.model, eps)?;
     hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps)?;

@@ -128,7 +128,7 @@ fn shown(data: &Dataset, sequence: &Sequence) -> String {
         Predicts::Next | Predicts::Own => {}
     }
     let mut text = String::new();
-    let is_learnt = sequence.learnt(predicts);
+    let is_learnt = sequence.scored(predicts);
     let mut at = 0;
     for run in is_learnt.chunk_by(|a, b| a == b) {
         let span = at..at + run.len();

@@ -12,7 +12,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
     let (mut config, layers) = arguments.common.read(None, None)?;
     let mut run = || {
         let from = load(&mut config, arguments.best)?;
-        let data = Dataset::open_aside(&config, &shape_of(&config)?)?;
+        let data = Dataset::open_validation(&config, &shape_of(&config)?)?;
         let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
         let batches = arguments.batches.unwrap_or(most);
         let found = train::runtime()?.block_on(async {

@@ -1,33 +1,35 @@
-//! What counting alone gives: the cross entropies of unigram and bigram models of bytes, fitted on
-//! the training part and taken of what was kept aside. A model must end below them.
+//! Baselines for models of bytes: the cross entropies of a unigram and a bigram model, fitted on
+//! the training set and scored on the validation set. A model that learned must end below them.
 
 use super::Dataset;
 use crate::error::Error;
 
-/// Cross entropies in nats a byte, over the positions that a validation of the model scores.
+/// Cross entropies in nats per byte, over the positions that a validation of the model scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Baseline {
-    /// From how often each byte is.
+    /// The unigram model: it predicts a byte by how often the byte occurs.
     pub unigram: f64,
-    /// From how often it follows the one before.
+    /// The bigram model: it predicts a byte by how often the byte follows the one before.
     pub bigram: f64,
 }
 
-/// Sequences that are counted at most: more does not change a count of pairs of bytes.
-const COUNTED: u64 = 1 << 16;
+/// The most training sequences that are counted. More hardly change frequencies of byte pairs.
+const MOST_COUNTED: u64 = 1 << 16;
 
-/// Fits both on `train`, the counts behind each byte begun at 4 shared out as the unigram says,
-/// and scores the first sequences of `held`, at most `most` of them.
+/// Fits both models on `train`, and scores them on the first `most` sequences of `validation`.
+///
+/// The bigram counts start from a prior of 4 occurrences after each byte, in the unigram's
+/// proportions. The unigram counts start at one half.
 ///
 /// # Errors
-/// A file cannot be read.
+/// The spooled data cannot be read any more.
 ///
 /// # Panics
 /// The data is not bytes.
-pub fn baselines(train: &Dataset, held: &Dataset, most: u64) -> Result<Baseline, Error> {
-    assert!(train.is_bytes() && held.is_bytes(), "baselines of bytes");
+pub fn baselines(train: &Dataset, validation: &Dataset, most: u64) -> Result<Baseline, Error> {
+    assert!(train.is_bytes() && validation.is_bytes(), "baselines of bytes");
     let (mut single, mut pairs) = (vec![0.5_f64; 256], vec![0.0_f64; 256 * 256]);
-    for index in 0..train.len().unwrap_or(0).min(COUNTED) {
+    for index in 0..train.len().unwrap_or(0).min(MOST_COUNTED) {
         let tokens = train.sequence(index)?.tokens;
         tokens.iter().for_each(|&token| single[token as usize] += 1.0);
         for pair in tokens.windows(2) {
@@ -36,13 +38,14 @@ pub fn baselines(train: &Dataset, held: &Dataset, most: u64) -> Result<Baseline,
     }
     let all: f64 = single.iter().sum();
     let share: Vec<f64> = single.iter().map(|count| count / all).collect();
-    let behind: Vec<f64> = pairs.chunks(256).map(|row| row.iter().sum()).collect();
+    let successors: Vec<f64> = pairs.chunks(256).map(|row| row.iter().sum()).collect();
     const PRIOR: f64 = 4.0;
+    // The probability of byte b after byte a.
     let follows =
-        |a: usize, b: usize| (pairs[a * 256 + b] + PRIOR * share[b]) / (behind[a] + PRIOR);
+        |a: usize, b: usize| (pairs[a * 256 + b] + PRIOR * share[b]) / (successors[a] + PRIOR);
     let (mut unigram, mut bigram, mut scored) = (0.0, 0.0, 0_u64);
-    for index in 0..held.len().unwrap_or(0).min(most) {
-        for pair in held.sequence(index)?.tokens.windows(2) {
+    for index in 0..validation.len().unwrap_or(0).min(most) {
+        for pair in validation.sequence(index)?.tokens.windows(2) {
             let (a, b) = (pair[0] as usize, pair[1] as usize);
             (unigram, bigram) = (unigram - share[b].ln(), bigram - follows(a, b).ln());
             scored += 1;

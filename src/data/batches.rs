@@ -1,5 +1,5 @@
-//! Training's batches, step after step, each a function of its step; the next is prepared while
-//! the ring works on the last.
+//! The batches of a training run, each a function of its step. A thread prepares the next batch
+//! while the ring works on the current one.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -16,9 +16,11 @@ use crate::hf::shape_of;
 
 /// An endless stream of batches. Dropping it ends its thread.
 pub struct Batches {
+    /// Filled by the thread `l2l-data`, which makes one batch ahead.
     ready: Receiver<Result<Batch, Error>>,
 }
 
+/// The order of training that a config asks for.
 pub(super) fn order(config: &Config) -> Order {
     Order { seed: config.step.seed, shuffle: config.data.shuffle, batch: config.step.batch }
 }
@@ -29,20 +31,20 @@ fn unlabelled(name: &str, step: u64) -> Error {
 }
 
 impl Batches {
-    /// What a config trains on, from its first step on.
+    /// Opens the training set of a config, and starts with its first step.
     ///
     /// # Errors
-    /// As [`Dataset::open`] and [`Batches::check`].
+    /// As [`Dataset::open`], [`Batches::check`] and [`Batches::start`].
     pub fn open(config: &Config) -> Result<Batches, Error> {
         let (data, _) = Dataset::open(config, &shape_of(config)?)?;
         Batches::check(config, &data, config.steps(data.len())?)?;
         Batches::start(config, data, 0)
     }
 
-    /// Looks through all batches of a run for one without a label.
+    /// Refuses data of which some batch of the first `steps` steps has no label.
     ///
     /// # Errors
-    /// There is one: its step.
+    /// The first step without a label.
     pub fn check(config: &Config, data: &Dataset, steps: u64) -> Result<(), Error> {
         match order(config).unlabelled(data, steps) {
             None => Ok(()),
@@ -50,21 +52,21 @@ impl Batches {
         }
     }
 
-    /// The sequences that a step trains on, the first step being 0.
+    /// The sequences that a step trains on. The first step is 0.
     ///
     /// # Errors
-    /// The data cannot be read any more.
+    /// The spooled data cannot be read any more.
     pub fn of_step(config: &Config, data: &Dataset, step: u64) -> Result<Vec<Sequence>, Error> {
         order(config).sequences(data, step)
     }
 
-    /// Batches of `data` from a step on.
+    /// Starts to make the batches of `data`, from step `first` on.
     ///
     /// # Errors
     /// The system gives no thread.
     pub fn start(config: &Config, data: Dataset, first: u64) -> Result<Batches, Error> {
         let order = order(config);
-        // One batch waits while the next is made.
+        // Capacity 1: one batch waits while the next one is made.
         let (sender, ready) = mpsc::channel(1);
         let make = move || {
             for step in first.. {
@@ -85,7 +87,7 @@ impl Batches {
     /// The next batch.
     ///
     /// # Errors
-    /// The data cannot be read any more, or has no label.
+    /// The spooled data cannot be read any more, or the batch has no label.
     pub async fn next(&mut self) -> Result<Batch, Error> {
         let none =
             || Err(Error::system("the data has ended with an error that was reported before"));

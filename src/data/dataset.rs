@@ -1,4 +1,4 @@
-//! A dataset: sequences by index, and the part of them that a run trains on or keeps aside.
+//! A dataset: sequences by index. A config opens two of them, for training and for validation.
 
 use sha2::{Digest, Sha256};
 
@@ -15,10 +15,10 @@ use crate::hf;
 use crate::models::{Head, Shape};
 use crate::random;
 
-/// Where sequences come from.
+/// Where the sequences come from.
 enum Kind {
     Sources(Vec<Source>),
-    /// Endless, each drawn from this seed.
+    /// Random tokens: an endless dataset, a function of this seed.
     Random {
         seed: u64,
         vocabulary: usize,
@@ -26,7 +26,7 @@ enum Kind {
     },
 }
 
-/// Sequences by index.
+/// See the [module](self).
 pub struct Dataset {
     kind: Kind,
     name: String,
@@ -38,35 +38,37 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// What a config trains on, and what it keeps aside.
+    /// Opens the training set and, if the config has one, the validation set.
     ///
     /// # Errors
-    /// The file and line, and what is wrong there.
+    /// The file and line, and what is wrong there; or the validation set has no label.
     pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
-        let (mut train, mut aside) = Dataset::parts(config, shape)?;
+        let (mut train, mut validation) = Dataset::split(config, shape)?;
         train.pack(config, shape)?;
-        if let Some(aside) = &mut aside {
-            aside.pack(config, shape)?;
+        if let Some(validation) = &mut validation {
+            validation.pack(config, shape)?;
         }
-        let looked_at = config.validation.batches.saturating_mul(config.step.batch as u64);
-        match aside {
-            Some(aside) if !aside.has_labels(looked_at) => {
-                Err(Error::bad_data(&aside.name, "no sequence of the validation set has a label"))
+        let scored = config.validation.batches.saturating_mul(config.step.batch as u64);
+        match validation {
+            Some(validation) if !validation.has_labels(scored) => {
+                let problem = "no sequence of the validation set has a label";
+                Err(Error::bad_data(&validation.name, problem))
             }
-            aside => Ok((train, aside)),
+            validation => Ok((train, validation)),
         }
     }
 
-    /// What a config keeps aside, alone: what it trains on is read only if a part of it is meant.
+    /// Opens only the validation set. The training set is read only where the validation set is
+    /// split off from it.
     ///
     /// # Errors
-    /// As [`open`](Dataset::open).
-    pub fn open_aside(config: &Config, shape: &Shape) -> Result<Dataset, Error> {
+    /// As [`open`](Dataset::open); or the config has no validation set.
+    pub fn open_validation(config: &Config, shape: &Shape) -> Result<Dataset, Error> {
         match &config.data.validation {
             Some(files) => {
-                let mut only = Dataset::named(config, shape, files, !config.step.seed)?;
-                only.pack(config, shape)?;
-                Ok(only)
+                let mut validation = Dataset::named(config, shape, files, !config.step.seed)?;
+                validation.pack(config, shape)?;
+                Ok(validation)
             }
             None => Dataset::open(config, shape)?.1.ok_or_else(|| {
                 let problem = "is missing: name the data to evaluate, or set data.validation_split";
@@ -75,7 +77,8 @@ impl Dataset {
         }
     }
 
-    fn parts(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
+    /// Opens both sets, before packing. A validation split takes its share of each source.
+    fn split(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
         let data = &config.data;
         let mut train = Dataset::named(config, shape, &data.train, config.step.seed)?;
         if let Some(files) = &data.validation {
@@ -90,38 +93,43 @@ impl Dataset {
         }
         let Kind::Sources(sources) = &mut train.kind else {
             let split = data.validation_split.unwrap_or(0.0);
-            let aside = || Dataset::named(config, shape, &data.train, !config.step.seed);
-            return Ok((train, (split > 0.0).then(aside).transpose()?));
+            let validation = || Dataset::named(config, shape, &data.train, !config.step.seed);
+            return Ok((train, (split > 0.0).then(validation).transpose()?));
         };
         let is_text = sources.iter().all(|source| source.is_text);
         let split = data.validation_split.unwrap_or(if is_text { 0.1 } else { 0.0 });
-        let held = |source: &Source| (source.whole() as f64 * split).round() as u64;
-        let all: u64 = sources.iter().map(Source::whole).sum();
-        let aside: u64 = sources.iter().map(held).sum();
-        if aside == 0 {
+        let held_out = |source: &Source| (source.total() as f64 * split).round() as u64;
+        let total: u64 = sources.iter().map(Source::total).sum();
+        let total_held_out: u64 = sources.iter().map(held_out).sum();
+        if total_held_out == 0 {
             return Ok((train, None));
         }
-        if aside >= all {
+        if total_held_out >= total {
             return Err(Error::config(
                 "data.validation_split",
-                format_args!("is {split}: of {all} sequences this leaves none to train on"),
+                format_args!("is {split}: of {total} sequences this leaves none to train on"),
             ));
         }
-        let mut of_aside = Vec::new();
+        let mut validation_sources = Vec::new();
         for source in sources.iter_mut() {
-            let held = held(source);
-            source.part = Part::AllBut(held);
-            let (spool, digest) = (source.spool.clone(), source.digest.clone());
-            let Source { is_text, .. } = *source;
-            let part = Part::Held(held);
-            of_aside.push(Source { spool, digest, is_text, part, weight: 1.0, packed: None });
+            let held_out = held_out(source);
+            source.part = Part::Training(held_out);
+            validation_sources.push(Source {
+                spool: source.spool.clone(),
+                digest: source.digest.clone(),
+                is_text: source.is_text,
+                part: Part::HeldOut(held_out),
+                weight: 1.0,
+                packed: None,
+            });
         }
-        let (kind, name) = (Kind::Sources(of_aside), train.name.clone());
+        let (kind, name) = (Kind::Sources(validation_sources), train.name.clone());
         let (vocabulary, seed) = (train.vocabulary.clone(), !config.step.seed);
-        let aside = Dataset::of(config, kind, name, train.predicts, vocabulary, seed)?;
-        Ok((train, Some(aside)))
+        let validation = Dataset::of(config, kind, name, train.predicts, vocabulary, seed)?;
+        Ok((train, Some(validation)))
     }
 
+    /// A dataset of these sources. `seed` is the seed of its masks.
     fn of(
         config: &Config,
         kind: Kind,
@@ -130,18 +138,20 @@ impl Dataset {
         vocabulary: Vocabulary,
         seed: u64,
     ) -> Result<Dataset, Error> {
-        let masks = match (&kind, predicts) {
+        let draws_masks = match (&kind, predicts) {
             (Kind::Sources(sources), Predicts::Own) => {
                 sources.iter().any(|source| source.spool.has_unmasked())
             }
             _ => false,
         };
         let probability = config.data.mask_probability;
-        let mask = masks.then(|| Mask::new(vocabulary.clone(), probability, seed)).transpose()?;
+        let mask = || Mask::new(vocabulary.clone(), probability, seed);
+        let mask = draws_masks.then(mask).transpose()?;
         let attend_across = config.data.attend_across;
         Ok(Dataset { kind, name, predicts, mask, attend_across, vocabulary })
     }
 
+    /// Opens and tokenizes all files of an entry of the config (`data.train`, `data.validation`).
     fn named(config: &Config, shape: &Shape, files: &Files, seed: u64) -> Result<Dataset, Error> {
         let positions = config.sequence_length(shape)?;
         let (predicts, classes) = match shape.head {
@@ -183,7 +193,7 @@ impl Dataset {
         Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)
     }
 
-    /// Packs sequences, if a config says so.
+    /// Packs sequences, if the config asks for it.
     fn pack(&mut self, config: &Config, shape: &Shape) -> Result<(), Error> {
         let Kind::Sources(sources) = &mut self.kind else { return Ok(()) };
         if !config.data.packing {
@@ -199,7 +209,7 @@ impl Dataset {
         Ok(())
     }
 
-    /// A batch of these sequences.
+    /// A batch of the sequences of these indices.
     ///
     /// # Errors
     /// As [`sequence`](Dataset::sequence).
@@ -209,22 +219,22 @@ impl Dataset {
         Ok(Batch::of(&sequences?, self.predicts))
     }
 
-    /// What it was opened as.
+    /// The name it has in the config: its files, "random" or the built-in corpus.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// What its tokens are.
+    /// The vocabulary its tokens are of.
     pub fn vocabulary(&self) -> &Vocabulary {
         &self.vocabulary
     }
 
-    /// Which label a position is scored by.
+    /// What the model predicts, and so which label a position is scored by.
     pub fn predicts(&self) -> Predicts {
         self.predicts
     }
 
-    /// True for text whose tokens are its bytes.
+    /// Whether all of it is text whose tokens are its bytes.
     pub fn is_bytes(&self) -> bool {
         let is_text = match &self.kind {
             Kind::Sources(sources) => sources.iter().all(|source| source.is_text),
@@ -233,7 +243,7 @@ impl Dataset {
         is_text && matches!(self.vocabulary, Vocabulary::Bytes)
     }
 
-    /// Sequences of an epoch; `None`: endless.
+    /// The number of sequences of an epoch. `None` when the data is endless.
     pub fn len(&self) -> Option<u64> {
         match &self.kind {
             Kind::Sources(sources) => Some(sources.iter().map(Source::quota).sum()),
@@ -241,13 +251,13 @@ impl Dataset {
         }
     }
 
-    /// Never: an empty one is refused.
+    /// Always false: an empty dataset is refused when it is opened.
     pub fn is_empty(&self) -> bool {
         false
     }
 
-    /// The source of a sequence, and which of that source's it is. Sequences are counted on from
-    /// epoch to epoch: what one leaves out of a source, the next begins with.
+    /// The source of a sequence, and its index in the source. Each epoch goes on in a source where
+    /// the epoch before ended, so that a source of a weight below 1 is used up over several epochs.
     fn find<'s>(&self, sources: &'s [Source], index: u64) -> (&'s Source, u64) {
         let epoch_len: u64 = sources.iter().map(Source::quota).sum();
         let (epoch, mut at) = (index / epoch_len, index % epoch_len);
@@ -261,16 +271,16 @@ impl Dataset {
         unreachable!("an epoch is the sum of its quotas")
     }
 
-    /// A sequence: of the first epoch, or of those behind it.
+    /// Reads a sequence. Indices go on from epoch to epoch.
     ///
     /// # Errors
     /// The spooled data cannot be read any more.
     pub fn sequence(&self, index: u64) -> Result<Sequence, Error> {
-        self.drawn(index, index)
+        self.masked(index, index)
     }
 
-    /// A sequence, with the masks of the `nth` that is drawn.
-    pub(super) fn drawn(&self, index: u64, nth: u64) -> Result<Sequence, Error> {
+    /// Reads a sequence, and draws its masks with the key `nth`.
+    pub(super) fn masked(&self, index: u64, nth: u64) -> Result<Sequence, Error> {
         let sources = match &self.kind {
             Kind::Sources(sources) => sources,
             Kind::Random { seed, vocabulary, positions } => {
@@ -279,7 +289,9 @@ impl Dataset {
                 let tokens = (0..*positions).map(token).collect();
                 return Ok(match self.predicts {
                     Predicts::Next | Predicts::Own => Sequence::plain(tokens),
-                    Predicts::Class | Predicts::Value => Sequence::whole(tokens, 0, Vec::new()),
+                    Predicts::Class | Predicts::Value => {
+                        Sequence::classified(tokens, 0, Vec::new())
+                    }
                 });
             }
         };
@@ -302,20 +314,20 @@ impl Dataset {
         })
     }
 
-    /// True when this sequence has a label, as far as is known without reading it.
+    /// Whether a sequence has a label, as far as is known without reading it.
     fn is_labelled(&self, index: u64) -> bool {
         let Kind::Sources(sources) = &self.kind else { return true };
         let (source, at) = self.find(sources, index);
         let rows = source.rows_of(at);
-        // What a text begins with is predicted by the text before it.
+        // The first token of each text but the first is predicted by the text before it.
         if self.attend_across && rows.len() > 1 {
             return true;
         }
         rows.into_iter().any(|row| source.spool.is_labelled(source.place(row)))
     }
 
-    /// Sequences in their order, at most so many a batch, `batches` times or until they end; what
-    /// has no label is left out.
+    /// Batches of `batch` sequences in order, for evaluation. Ends after `batches` batches or an
+    /// epoch. Batches without a label are left out.
     ///
     /// # Panics
     /// `batch` is 0.
@@ -331,13 +343,14 @@ impl Dataset {
         batches.filter(|batch| batch.as_ref().map_or(true, |batch| batch.labelled > 0))
     }
 
-    /// True when one of the first `most` sequences has a label.
+    /// Whether one of the first `most` sequences has a label.
     fn has_labels(&self, most: u64) -> bool {
         let count = self.len().unwrap_or(1);
         (0..count.min(most)).any(|index| self.is_labelled(index))
     }
 
-    /// What the data is: how many sequences, which of them, and a SHA-256 of all its bytes.
+    /// Identifies the data: the number of sequences and a SHA-256 of the bytes of each source, and
+    /// the tokenizer. A resumed run compares it with the checkpoint's.
     pub fn fingerprint(&self) -> String {
         match &self.kind {
             Kind::Random { seed, .. } => {
@@ -347,8 +360,8 @@ impl Dataset {
             }
             Kind::Sources(sources) => {
                 let each = sources.iter().map(|source| {
-                    let (rows, whole, digest) = (source.rows(), source.whole(), &source.digest);
-                    format!("{rows} of {whole} sequences of {digest}")
+                    let (rows, total, digest) = (source.rows(), source.total(), &source.digest);
+                    format!("{rows} of {total} sequences of {digest}")
                 });
                 let each = each.collect::<Vec<_>>().join(", ");
                 match self.vocabulary.tokenizer() {
@@ -360,7 +373,7 @@ impl Dataset {
     }
 }
 
-/// What the classes of a config's model are called.
+/// The names of the model's classes: the config's, or the model's own. Empty when neither has any.
 fn label_names(config: &Config) -> Result<Vec<String>, Error> {
     let own = match &config.model.path {
         Some(path) => hf::label_names(&hf::read_config(path)?),
@@ -382,7 +395,7 @@ fn label_names(config: &Config) -> Result<Vec<String>, Error> {
     Ok(names.clone())
 }
 
-/// The order of training: which sequences each step sees, epoch after epoch.
+/// The order of training: the sequences of each step, epoch after epoch.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Order {
     pub(super) seed: u64,
@@ -391,8 +404,8 @@ pub(super) struct Order {
 }
 
 impl Order {
-    /// Indices of a step's sequences, each with how many were drawn before it. A step may begin
-    /// in one epoch and end in the next.
+    /// The sequences of a step: for each its index, and its number `nth` since the run began. A
+    /// step may begin in one epoch and end in the next.
     pub(super) fn of_step(self, data: &Dataset, step: u64) -> impl Iterator<Item = (u64, u64)> {
         let from = step * self.batch as u64;
         let count = data.len();
@@ -409,26 +422,26 @@ impl Order {
         })
     }
 
-    /// A step's batch.
+    /// The batch of a step.
     pub(super) fn batch(self, data: &Dataset, step: u64) -> Result<Batch, Error> {
         Ok(Batch::of(&self.sequences(data, step)?, data.predicts))
     }
 
-    /// A step's sequences.
+    /// The sequences of a step, with their masks.
     pub(super) fn sequences(self, data: &Dataset, step: u64) -> Result<Vec<Sequence>, Error> {
-        self.of_step(data, step).map(|(index, nth)| data.drawn(index, nth)).collect()
+        self.of_step(data, step).map(|(index, nth)| data.masked(index, nth)).collect()
     }
 
-    /// The first of these steps without a label.
+    /// The first of `steps` steps whose batch has no label, in the first four epochs.
     pub(super) fn unlabelled(self, data: &Dataset, steps: u64) -> Option<u64> {
         let Kind::Sources(sources) = &data.kind else { return None };
         if sources.iter().all(|source| source.spool.all_labelled()) {
             return None;
         }
-        // A few epochs: what comes behind them is refused when it is met.
-        let count = data.len().expect("files end");
-        let looked_at = 4 * count.div_ceil(self.batch as u64);
-        (0..steps.min(looked_at))
+        // A batch of a later epoch that has no label is refused when its step comes.
+        let count = data.len().expect("files have an end");
+        let four_epochs = 4 * count.div_ceil(self.batch as u64);
+        (0..steps.min(four_epochs))
             .find(|&step| !self.of_step(data, step).any(|(index, _)| data.is_labelled(index)))
     }
 }

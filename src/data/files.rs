@@ -1,4 +1,5 @@
-//! Files of data as sequences: each is read once, made tokens by all cores, and spooled.
+//! Reads data files into a spool of sequences. Each file is read once, from its beginning to its
+//! end, and tokenized by all cores.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Read};
@@ -15,27 +16,34 @@ use super::{CORPUS, Predicts, Sequence};
 use crate::config::DataConfig;
 use crate::error::Error;
 
-/// The longest line of a `.jsonl`: more is no line of tokens.
-const LINE_BYTES: u64 = 1 << 28;
+/// A longer line of a `.jsonl` file is refused: it is hardly one of tokens, and must fit memory.
+const LONGEST_LINE: u64 = 1 << 28;
 
-/// Lines, or pieces of text, that are made tokens together.
-const TOGETHER: usize = 256;
+/// How many lines of a `.jsonl` file the cores tokenize at a time.
+const LINES_AT_ONCE: usize = 256;
 
-/// Text is made tokens in pieces of about so many bytes, which end where a line does.
+/// How many pieces of a text the cores tokenize at a time.
+const PIECES_AT_ONCE: usize = 8;
+
+/// A text is tokenized in pieces of about this size. Each ends at the end of a line.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Extensions that are read.
-const KNOWN: [&str; 4] = ["txt", "md", "jsonl", "bin"];
+/// File name extensions of data.
+const EXTENSIONS: [&str; 4] = ["txt", "md", "jsonl", "bin"];
 
-/// All sequences of a name, and a digest of the bytes they are from.
+/// All sequences of a file, a folder or the built-in corpus.
 pub(super) struct Opened {
     pub(super) spool: Spool,
+    /// The first 8 bytes of the SHA-256 of all bytes that were read.
     pub(super) digest: String,
-    /// True when all of it is plain text.
+    /// Whether all of it is plain text.
     pub(super) is_text: bool,
 }
 
-/// Reads everything of a name: a file, a folder, or the built-in corpus.
+/// Reads a file, a folder or the built-in corpus.
+///
+/// # Errors
+/// The file and line, and what is wrong there; or the temporary file cannot be written.
 pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
     let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
     let spooling = Spooling::new().map_err(|error| {
@@ -57,7 +65,7 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
                     is_text = false;
                     opening.lines(&at, &mut file)?;
                 }
-                Some("bin") => opening.pairs(&at, &mut file)?,
+                Some("bin") => opening.token_ids(&at, &mut file)?,
                 _ => opening.text(&at, &mut file)?,
             }
         }
@@ -80,14 +88,15 @@ fn extension(path: &Path) -> Option<&str> {
     path.extension().and_then(|extension| extension.to_str())
 }
 
-/// A file, or those of a folder and its folders, in order of their names.
+/// The data files of a path: the file itself, or those of the folder and all folders in it, in the
+/// order of their names. Hidden files are left out.
 fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
     if !path.is_dir() {
-        if !extension(path).is_some_and(|known| KNOWN.contains(&known)) {
+        if !extension(path).is_some_and(|known| EXTENSIONS.contains(&known)) {
             return Err(format!(
                 "it is not a known kind of data: give a .{} file, a folder of them, \"random\" or \
                  \"{}\"",
-                KNOWN.join(", ."),
+                EXTENSIONS.join(", ."),
                 DataConfig::BUILT_IN
             ));
         }
@@ -116,7 +125,9 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
                 NOTHING => Ok(Vec::new()),
                 _ => Err(error),
             })?);
-        } else if entry.is_file() && extension(&entry).is_some_and(|known| KNOWN.contains(&known)) {
+        } else if entry.is_file()
+            && extension(&entry).is_some_and(|known| EXTENSIONS.contains(&known))
+        {
             found.push(entry);
         }
     }
@@ -125,7 +136,7 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
 
 const NOTHING: &str = "there is no .txt, .md, .jsonl or .bin file in this folder";
 
-/// A name while it is read.
+/// A source that is being read.
 struct Opening<'r> {
     reader: &'r Reader,
     pool: ThreadPool,
@@ -134,9 +145,10 @@ struct Opening<'r> {
 }
 
 impl Opening<'_> {
+    /// Appends a sequence to the spool. `name`: the file it comes from.
     fn push(&mut self, name: &str, sequence: &Sequence) -> Result<(), Error> {
         let predicts = self.reader.predicts;
-        // What is masked later has labels then, if it has text.
+        // Masks give labels to any sequence that has a token which is not special.
         let tokenizer = self.reader.vocabulary.tokenizer();
         let is_text = |token: &u32| tokenizer.is_some_and(|words| !words.is_special(*token));
         let is_labelled = match sequence.labels.is_empty() {
@@ -147,7 +159,7 @@ impl Opening<'_> {
         pushed.map_err(|error| Error::storage(format_args!("data {name}"), error))
     }
 
-    /// A `.jsonl` file's.
+    /// Reads a `.jsonl` file: sequences of its lines.
     fn lines(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let refuse = |number: u64, what: &dyn std::fmt::Display| {
             let (file, problem) = (name.to_string(), what.to_string());
@@ -157,24 +169,24 @@ impl Opening<'_> {
         while !at_end {
             let mut lines: Vec<(u64, Vec<u8>)> = Vec::new();
             let mut bytes = 0;
-            while lines.len() < TOGETHER && bytes < 8 * PIECE_BYTES {
+            while lines.len() < LINES_AT_ONCE && bytes < PIECES_AT_ONCE * PIECE_BYTES {
                 let mut line = Vec::new();
                 number += 1;
-                let read = file.by_ref().take(LINE_BYTES).read_until(b'\n', &mut line);
+                let read = file.by_ref().take(LONGEST_LINE).read_until(b'\n', &mut line);
                 match read.map_err(|error| refuse(number, &error))? as u64 {
                     0 => {
                         at_end = true;
                         break;
                     }
-                    LINE_BYTES => {
-                        let what = format_args!("it is longer than {LINE_BYTES} bytes");
+                    LONGEST_LINE => {
+                        let what = format_args!("it is longer than {LONGEST_LINE} bytes");
                         return Err(refuse(number, &what));
                     }
                     _ => {}
                 }
                 self.hasher.update(&line);
                 bytes += line.len();
-                // Some editors begin a file with a mark of its encoding.
+                // Some editors begin a file with a byte order mark.
                 if number == 1 && line.starts_with("\u{feff}".as_bytes()) {
                     line.drain(..3);
                 }
@@ -204,7 +216,7 @@ impl Opening<'_> {
         Ok(())
     }
 
-    /// A text's: windows of its tokens, one behind the other.
+    /// Reads a text: its tokens are cut into consecutive sequences.
     fn text(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let reader = self.reader;
@@ -214,16 +226,17 @@ impl Opening<'_> {
                   file with text and label",
             ));
         }
-        let wrap = match &reader.vocabulary {
-            Vocabulary::Words(_) => reader.vocabulary.wrap().map_err(|why| refuse(&why))?,
-            Vocabulary::Bytes => Default::default(),
-            Vocabulary::Unknown(why) => return Err(refuse(why)),
+        let special_tokens = match &reader.vocabulary {
+            Vocabulary::Words(_) => reader.vocabulary.special_tokens_around(),
+            Vocabulary::Bytes => Ok(Default::default()),
+            Vocabulary::Unknown(why) => Err(why.clone()),
         };
-        let mut windows = Windows::new(reader, wrap).map_err(|why| refuse(&why))?;
+        let special_tokens = special_tokens.map_err(|why| refuse(&why))?;
+        let mut windows = Windows::new(reader, special_tokens).map_err(|why| refuse(&why))?;
         let (mut at_end, mut read_bytes) = (false, 0);
         while !at_end {
             let mut pieces = Vec::new();
-            while pieces.len() < 8 && !at_end {
+            while pieces.len() < PIECES_AT_ONCE && !at_end {
                 let mut piece = Vec::new();
                 let read = file.by_ref().take(PIECE_BYTES as u64).read_to_end(&mut piece);
                 read.and_then(|_| file.read_until(b'\n', &mut piece)).map_err(|e| refuse(&e))?;
@@ -233,15 +246,7 @@ impl Opening<'_> {
                 read_bytes += piece.len();
                 pieces.push((at, piece));
             }
-            let encode = |(at, piece): &(usize, Vec<u8>)| match &reader.vocabulary {
-                Vocabulary::Bytes => Ok(piece.iter().map(|&byte| u32::from(byte)).collect()),
-                words => {
-                    let text = std::str::from_utf8(piece).map_err(|error| {
-                        format!("it is not UTF-8 at byte {}", at + error.valid_up_to())
-                    })?;
-                    Ok(words.encode(text, None, false)?.tokens)
-                }
-            };
+            let encode = |(at, piece): &(usize, Vec<u8>)| encode_piece(reader, *at, piece);
             let encoded: Vec<Result<Vec<u32>, String>> =
                 self.pool.install(|| pieces.par_iter().map(encode).collect());
             for tokens in encoded {
@@ -257,14 +262,15 @@ impl Opening<'_> {
         Ok(())
     }
 
-    /// A `.bin` file's: windows of its tokens, each two bytes, the lower first.
-    fn pairs(&mut self, name: &str, file: &mut impl Read) -> Result<(), Error> {
+    /// Reads a `.bin` file: its tokens, 16-bit little-endian ids, are cut into consecutive
+    /// sequences.
+    fn token_ids(&mut self, name: &str, file: &mut impl Read) -> Result<(), Error> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         if self.reader.predicts != Predicts::Next {
             return Err(refuse(&"a .bin file is only for models that predict the next token"));
         }
         let mut windows = Windows::new(self.reader, Default::default()).map_err(|w| refuse(&w))?;
-        windows.behind.clear();
+        windows.end_of_text.clear();
         loop {
             let mut bytes = Vec::new();
             file.by_ref()
@@ -297,30 +303,48 @@ impl Opening<'_> {
     }
 }
 
+/// Tokenizes a piece of a text, which begins at byte `at` of its file.
+fn encode_piece(reader: &Reader, at: usize, piece: &[u8]) -> Result<Vec<u32>, String> {
+    match &reader.vocabulary {
+        Vocabulary::Bytes => Ok(piece.iter().map(|&byte| u32::from(byte)).collect()),
+        words => {
+            let text = std::str::from_utf8(piece)
+                .map_err(|error| format!("it is not UTF-8 at byte {}", at + error.valid_up_to()))?;
+            Ok(words.encode(text, None, false)?.tokens)
+        }
+    }
+}
+
 /// Cuts a stream of tokens into sequences.
+///
+/// A causal model sees one long text: the special tokens stand once around all of it. To a masked
+/// language model each sequence is a text: the special tokens stand around each.
 struct Windows {
+    /// Tokens that do not fill a sequence yet.
     waiting: Vec<u32>,
+    /// How many tokens of text a sequence holds.
     room: usize,
-    /// What stands in front of each and behind it, for models that see both ways.
-    wrap: (Vec<u32>, Vec<u32>),
-    /// What stands behind all.
-    behind: Vec<u32>,
+    /// The special tokens before and after each sequence.
+    around_each: (Vec<u32>, Vec<u32>),
+    /// The special tokens after the whole text.
+    end_of_text: Vec<u32>,
     is_masked: bool,
 }
 
 impl Windows {
-    fn new(reader: &Reader, wrap: (Vec<u32>, Vec<u32>)) -> Result<Windows, String> {
+    /// `special_tokens`: those that the tokenizer puts before and after a text.
+    fn new(reader: &Reader, special_tokens: (Vec<u32>, Vec<u32>)) -> Result<Windows, String> {
         let positions = reader.positions;
         if reader.predicts == Predicts::Own {
-            let room = positions.saturating_sub(wrap.0.len() + wrap.1.len());
+            let room = positions.saturating_sub(special_tokens.0.len() + special_tokens.1.len());
             if room == 0 {
                 return Err(format!("data.sequence_length of {positions} leaves no room for text"));
             }
             return Ok(Windows {
                 waiting: Vec::new(),
                 room,
-                wrap,
-                behind: Vec::new(),
+                around_each: special_tokens,
+                end_of_text: Vec::new(),
                 is_masked: true,
             });
         }
@@ -330,15 +354,22 @@ impl Windows {
                     .into(),
             );
         }
-        let (waiting, mut behind) = wrap;
+        let (waiting, mut end_of_text) = special_tokens;
         if reader.end_of_text {
-            reader.end(&mut behind)?;
+            reader.push_end(&mut end_of_text)?;
         }
-        Ok(Windows { waiting, room: positions, wrap: Default::default(), behind, is_masked: false })
+        Ok(Windows {
+            waiting,
+            room: positions,
+            around_each: Default::default(),
+            end_of_text,
+            is_masked: false,
+        })
     }
 
     fn window(&self, tokens: &[u32]) -> Sequence {
-        let tokens = [&self.wrap.0, tokens, &self.wrap.1].concat();
+        let (before, after) = &self.around_each;
+        let tokens = [before, tokens, after].concat();
         if self.is_masked {
             Sequence::unmasked(tokens, Vec::new())
         } else {
@@ -346,7 +377,7 @@ impl Windows {
         }
     }
 
-    /// The windows that are full with these.
+    /// Takes more tokens, and gives the sequences that are now full.
     fn take(&mut self, tokens: &[u32]) -> Vec<Sequence> {
         let mut waiting = std::mem::take(&mut self.waiting);
         waiting.extend(tokens);
@@ -355,11 +386,11 @@ impl Windows {
         full.map(|window| self.window(window)).collect()
     }
 
-    /// Those that are left: the last may be shorter.
+    /// Ends the text, and gives the sequences that are left. The last may be shorter.
     fn finish(mut self) -> Result<Vec<Sequence>, String> {
-        let behind = std::mem::take(&mut self.behind);
-        let mut left = self.take(&behind);
-        // A token alone predicts nothing.
+        let end_of_text = std::mem::take(&mut self.end_of_text);
+        let mut left = self.take(&end_of_text);
+        // A causal model learns nothing from a single token.
         let least = if self.is_masked { 1 } else { 2 };
         if self.waiting.len() >= least {
             left.push(self.window(&self.waiting));

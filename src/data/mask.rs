@@ -1,56 +1,62 @@
-//! What a masked language model has to find: drawn anew whenever a sequence is met (Liu et al.
-//! 2019), as transformers draws it, and the same again for the same seed.
+//! Masks of masked language models, drawn anew each time a sequence is used (dynamic masking, Liu
+//! et al. 2019). The proportions are those of transformers. The same seed gives the same masks.
 
 use super::Sequence;
 use super::vocabulary::Vocabulary;
 use crate::error::Error;
 use crate::random;
 
-/// Draws masks.
+/// Draws the masks of a dataset.
 pub(super) struct Mask {
+    /// The chance of a token to be predicted.
     probability: f64,
     seed: u64,
-    mask: u32,
+    mask_token: u32,
     vocabulary: Vocabulary,
+    /// The number of tokens of the vocabulary, which random replacements are drawn from.
     tokens: usize,
 }
 
 impl Mask {
-    /// Through a tokenizer with a mask token.
+    /// Masks with the tokenizer's mask token.
+    ///
+    /// # Errors
+    /// The vocabulary has no tokenizer, or the tokenizer has no mask token.
     pub(super) fn new(vocabulary: Vocabulary, probability: f64, seed: u64) -> Result<Mask, Error> {
         let tokenizer = vocabulary.tokenizer();
-        let mask = tokenizer.and_then(crate::hf::Tokenizer::mask);
-        let (Some(tokenizer), Some(mask)) = (tokenizer, mask) else {
+        let mask_token = tokenizer.and_then(crate::hf::Tokenizer::mask);
+        let (Some(tokenizer), Some(mask_token)) = (tokenizer, mask_token) else {
             return Err(Error::argument(
                 "masking needs a tokenizer with a mask_token, and the model's directory has none: \
                  add one, or give .jsonl files of input_ids and labels",
             ));
         };
         let tokens = tokenizer.vocabulary();
-        Ok(Mask { probability, seed, mask, tokens, vocabulary })
+        Ok(Mask { probability, seed, mask_token, tokens, vocabulary })
     }
 
-    /// Masks tokens of a sequence and labels them: of those that are to be found 8 in 10 are
-    /// masked, 1 is another token, 1 stays. At least one is to be found.
+    /// Chooses the tokens of a sequence that are predicted, labels them, and replaces 8 in 10 of
+    /// them by the mask token and 1 in 10 by a random token; 1 in 10 stays. Special tokens are not
+    /// chosen. At least one token is. `nth` is the key of this draw.
     pub(super) fn draw(&self, sequence: &mut Sequence, nth: u64) {
-        let tokenizer = self.vocabulary.tokenizer().expect("a mask is of a tokenizer");
+        let tokenizer = self.vocabulary.tokenizer().expect("new() asked for a tokenizer");
         let mut state = random::keyed(self.seed, nth);
-        let text: Vec<usize> = (0..sequence.tokens.len())
+        let candidates: Vec<usize> = (0..sequence.tokens.len())
             .filter(|&at| !tokenizer.is_special(sequence.tokens[at]))
             .collect();
-        let mut found = text.clone();
-        found.retain(|_| random::unit(&mut state) < self.probability);
+        let mut chosen = candidates.clone();
+        chosen.retain(|_| random::unit(&mut state) < self.probability);
         let mut below = |count: usize| (random::next(&mut state) % count.max(1) as u64) as usize;
-        if found.is_empty() {
-            found.extend(text.get(below(text.len())));
+        if chosen.is_empty() {
+            chosen.extend(candidates.get(below(candidates.len())));
         }
         sequence.labels = vec![-100; sequence.tokens.len()];
-        for at in found {
+        for at in chosen {
             sequence.labels[at] = sequence.tokens[at] as i32;
             match below(10) {
                 0 => sequence.tokens[at] = below(self.tokens) as u32,
                 1 => {}
-                _ => sequence.tokens[at] = self.mask,
+                _ => sequence.tokens[at] = self.mask_token,
             }
         }
     }

@@ -1,4 +1,8 @@
-//! What a step trains on: batches of token sequences with labels, from text, tokens or nothing.
+//! Data: files become sequences of tokens with labels, and sequences become batches.
+//!
+//! Everything is read, checked and tokenized before a run starts (`files`, `reader`, `spool`).
+//! After that a sequence is a function of its index ([`Dataset`]) and a batch is a function of its
+//! step ([`Batches`]). So a resumed run sees the same data as an uninterrupted one.
 
 mod baseline;
 mod batches;
@@ -24,57 +28,60 @@ use crate::error::Error;
 use crate::kernels::Document;
 use crate::models::{Head, Model};
 
-/// The project's own source and documentation, one file behind the other.
+/// The built-in corpus: the project's own source and documentation, concatenated.
 pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
-/// The sequences of one step, padded to the longest.
+/// The sequences of one step, padded to the longest. In the shapes, S is the number of sequences
+/// and T the length of the longest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// (S, T).
+    /// Token ids. (S, T).
     pub(crate) tokens: Vec<u32>,
-    /// Kinds of tokens. (S, T).
+    /// Token types (`token_type_ids`). (S, T).
     pub(crate) kinds: Vec<u8>,
-    /// What each position is to predict; negative: nothing. (S, T).
+    /// The label that each position is scored by. A negative one is not scored. (S, T).
     pub(crate) targets: Vec<i32>,
-    /// Tokens of each sequence.
+    /// The number of tokens of each sequence, without padding. (S).
     pub(crate) lengths: Vec<usize>,
-    /// The document of each position; empty: a sequence is one. (S, T).
+    /// The document that each position belongs to. (S, T). Empty when each sequence is one
+    /// document.
     pub(crate) documents: Vec<Document>,
     /// T.
     pub(crate) positions: usize,
-    /// Positions with a target, in all sequences.
+    /// How many positions of the batch have a label.
     pub(crate) labelled: usize,
 }
 
-/// One sequence.
+/// One sequence of tokens with its labels.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sequence {
     /// Token ids.
     pub tokens: Vec<u32>,
-    /// Labels as in transformers: unshifted, −100 for what is not scored.
+    /// One label per token, as in transformers: not shifted, and −100 where nothing is scored.
     pub labels: Vec<i32>,
-    /// Kinds of the tokens (`token_type_ids`); none: all of kind 0.
+    /// One token type per token (`token_type_ids`). Empty when all are of type 0.
     pub kinds: Vec<u8>,
-    /// Tokens of each of its documents, which do not see each other and each begin at position 0;
-    /// none: it is one.
+    /// The number of tokens of each document, for a packed sequence. Documents do not attend to
+    /// each other, and each begins at position 0. Empty when the sequence is one document.
     pub documents: Vec<usize>,
 }
 
-/// Which label a position is scored by.
+/// What a model predicts, and so which label a position is scored by.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Predicts {
-    /// The next position's, as causal models are trained.
+    /// The next token: a position is scored by the next position's label (causal models).
     Next,
-    /// Its own, as masked tokens are.
+    /// A masked token: a position is scored by its own label (masked language models).
     Own,
-    /// The first position's, a class of the sequence.
+    /// A class of the sequence: the first position's label.
     Class,
-    /// The first position's, the bits of a value of the sequence (f32).
+    /// A value of the sequence: the first position's label holds the bits of an f32.
     Value,
 }
 
 impl Predicts {
-    fn ahead(self) -> usize {
+    /// How many positions ahead of a position its label stands.
+    fn label_offset(self) -> usize {
         match self {
             Predicts::Next => 1,
             Predicts::Own | Predicts::Class | Predicts::Value => 0,
@@ -83,44 +90,45 @@ impl Predicts {
 }
 
 impl Sequence {
-    /// Tokens that each predict the next.
+    /// A sequence whose labels are its own tokens, as causal models are trained.
     pub fn plain(tokens: Vec<u32>) -> Sequence {
         let labels = tokens.iter().map(|&token| token as i32).collect();
         Sequence { tokens, labels, ..Sequence::default() }
     }
 
-    /// Tokens that are masked later.
+    /// A sequence without labels: masks are drawn, and labels set, each time it is used.
     fn unmasked(tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
         Sequence { tokens, kinds, ..Sequence::default() }
     }
 
-    /// One label for all of it.
-    fn whole(tokens: Vec<u32>, label: i32, kinds: Vec<u8>) -> Sequence {
+    /// A sequence with a single label, a class or the bits of a value.
+    fn classified(tokens: Vec<u32>, label: i32, kinds: Vec<u8>) -> Sequence {
         let mut labels = vec![-100; tokens.len()];
         labels[0] = label;
         Sequence { tokens, labels, kinds, documents: Vec::new() }
     }
 
-    /// Positions that have something to predict: the next token's label, or their own.
+    /// The number of labels that are scored.
     pub fn labelled(&self, predicts: Predicts) -> usize {
         if predicts == Predicts::Value {
             return 1;
         }
-        self.learnt(predicts).into_iter().filter(|&is| is).count()
+        self.scored(predicts).into_iter().filter(|&is| is).count()
     }
 
-    /// Whether each position's label is scored: what a document begins with nobody predicts.
-    pub fn learnt(&self, predicts: Predicts) -> Vec<bool> {
-        let mut learnt: Vec<bool> = self.labels.iter().map(|&label| label >= 0).collect();
-        if predicts.ahead() == 1 {
-            let begins = self.cuts().map(|cut| cut.from as usize).chain([0]);
-            begins.for_each(|at| learnt.get_mut(at).into_iter().for_each(|is| *is = false));
+    /// For each position, whether its label is scored. No position predicts the first token of a
+    /// document.
+    pub fn scored(&self, predicts: Predicts) -> Vec<bool> {
+        let mut scored: Vec<bool> = self.labels.iter().map(|&label| label >= 0).collect();
+        if predicts.label_offset() == 1 {
+            let begins = self.document_ranges().map(|document| document.from as usize).chain([0]);
+            begins.for_each(|at| scored.get_mut(at).into_iter().for_each(|is| *is = false));
         }
-        learnt
+        scored
     }
 
-    /// Its documents, by where they begin and end.
-    fn cuts(&self) -> impl Iterator<Item = Document> {
+    /// The first and last position of each document.
+    fn document_ranges(&self) -> impl Iterator<Item = Document> {
         let mut at = 0;
         self.documents.iter().map(move |&tokens| {
             let from = at as u32;
@@ -131,26 +139,27 @@ impl Sequence {
 }
 
 impl Batch {
-    /// A batch of sequences of which each has one class.
+    /// A batch for a classifier: the tokens and the class of each sequence.
     ///
     /// # Panics
     /// A sequence is empty.
     pub fn of_classes(sequences: &[(Vec<u32>, u32)]) -> Batch {
-        let whole = |(tokens, class): &(Vec<u32>, u32)| {
-            Sequence::whole(tokens.clone(), *class as i32, Vec::new())
+        let classified = |(tokens, class): &(Vec<u32>, u32)| {
+            Sequence::classified(tokens.clone(), *class as i32, Vec::new())
         };
-        Batch::of(&sequences.iter().map(whole).collect::<Vec<_>>(), Predicts::Class)
+        Batch::of(&sequences.iter().map(classified).collect::<Vec<_>>(), Predicts::Class)
     }
 
-    /// A batch of sequences for a causal model, each of at least one token and a label for each.
+    /// A batch for a causal model. Each sequence has at least one token, and one label per token.
     ///
     /// # Panics
-    /// A sequence has none, or not as many labels (or kinds, if it has any) as tokens.
+    /// A sequence is empty, or has not one label (and one token type, if it has any) per token.
     pub fn new<S: Borrow<Sequence>>(sequences: &[S]) -> Batch {
         Batch::of(sequences, Predicts::Next)
     }
 
-    /// A batch of sequences, each of at least one token and a label for each.
+    /// A batch for a model that predicts `predicts`. Each sequence has at least one token, and one
+    /// label per token.
     ///
     /// # Panics
     /// As [`new`](Batch::new).
@@ -163,32 +172,30 @@ impl Batch {
         let mut documents = Vec::new();
         let has_documents = sequences.iter().any(|one| !one.borrow().documents.is_empty());
         for (row, sequence) in sequences.iter().map(Borrow::borrow).enumerate() {
-            let (tokens_of, labels_of) = (sequence.tokens.len(), sequence.labels.len());
-            assert!(
-                tokens_of > 0 && tokens_of == labels_of,
-                "{tokens_of} tokens, {labels_of} labels"
-            );
+            let (length, labels) = (sequence.tokens.len(), sequence.labels.len());
+            assert!(length > 0 && length == labels, "{length} tokens, {labels} labels");
             let at = row * positions;
-            tokens[at..at + sequence.tokens.len()].copy_from_slice(&sequence.tokens);
-            assert!(sequence.kinds.is_empty() || sequence.kinds.len() == tokens_of, "kinds");
+            tokens[at..at + length].copy_from_slice(&sequence.tokens);
+            assert!(sequence.kinds.is_empty() || sequence.kinds.len() == length, "kinds");
             kinds[at..at + sequence.kinds.len()].copy_from_slice(&sequence.kinds);
-            let next = &sequence.labels[predicts.ahead()..];
-            targets[at..at + next.len()].copy_from_slice(next);
+            let labels = &sequence.labels[predicts.label_offset()..];
+            targets[at..at + labels.len()].copy_from_slice(labels);
             if !has_documents {
                 continue;
             }
-            let all = Document { from: 0, to: tokens_of as u32 };
-            let mut cuts: Vec<Document> = sequence.cuts().collect();
-            assert!(cuts.last().is_none_or(|last| last.to == all.to), "documents of all tokens");
-            if cuts.is_empty() {
-                cuts.push(all);
+            let all = Document { from: 0, to: length as u32 };
+            let mut ranges: Vec<Document> = sequence.document_ranges().collect();
+            assert!(ranges.last().is_none_or(|last| last.to == all.to), "documents of all tokens");
+            if ranges.is_empty() {
+                ranges.push(all);
             }
-            for cut in &cuts {
-                // Padding is a part of the last.
-                let end = if cut.to == all.to { positions } else { cut.to as usize };
-                documents.extend(std::iter::repeat_n(*cut, end - cut.from as usize));
-                if predicts.ahead() == 1 && cut.to < all.to {
-                    targets[at + cut.to as usize - 1] = -100;
+            for document in &ranges {
+                // Padding belongs to the last document.
+                let end = if document.to == all.to { positions } else { document.to as usize };
+                documents.extend(std::iter::repeat_n(*document, end - document.from as usize));
+                // The last token of a document does not predict the first of the next one.
+                if predicts.label_offset() == 1 && document.to < all.to {
+                    targets[at + document.to as usize - 1] = -100;
                 }
             }
         }
@@ -199,8 +206,9 @@ impl Batch {
         Batch { tokens, kinds, targets, lengths, documents, positions, labelled }
     }
 
-    /// A batch of sequences whose last positions each are to say what comes next.
-    pub(crate) fn to_continue<S: AsRef<[u32]>>(sequences: &[S]) -> Batch {
+    /// A batch for generation: only the last position of each sequence is scored, so the head
+    /// gives the logits of the next token.
+    pub(crate) fn for_generation<S: AsRef<[u32]>>(sequences: &[S]) -> Batch {
         let plain = |tokens: &S| Sequence::plain(tokens.as_ref().to_vec());
         let mut batch = Batch::of(&sequences.iter().map(plain).collect::<Vec<_>>(), Predicts::Own);
         batch.targets.fill(-100);
@@ -211,7 +219,7 @@ impl Batch {
         batch
     }
 
-    /// Tokens of each document.
+    /// The number of tokens of each document of the batch, without padding.
     pub(crate) fn document_lengths(&self) -> Vec<usize> {
         if self.documents.is_empty() {
             return self.lengths.clone();
@@ -224,8 +232,12 @@ impl Batch {
         begins.map(|(_, document)| (document.to - document.from) as usize).collect()
     }
 
-    /// Refuses a batch that the model cannot read, or of more than the planned `sequences`, or
-    /// longer than the planned `longest` sequence.
+    /// Checks the batch against the model and the plan, which was made for `sequences` sequences of
+    /// `longest` tokens at most.
+    ///
+    /// # Errors
+    /// The batch is empty, larger or longer than planned, has a token or a label that the model
+    /// does not know, or has no label.
     pub(crate) fn check(
         &self,
         model: &Model,
@@ -267,22 +279,22 @@ impl Batch {
         Ok(())
     }
 
-    /// Sequences.
+    /// The number of sequences.
     pub fn sequences(&self) -> usize {
         self.lengths.len()
     }
 
-    /// Positions with something to predict.
+    /// The number of positions that have a label.
     pub fn labelled(&self) -> usize {
         self.labelled
     }
 
-    /// Input tokens, without padding.
+    /// The number of input tokens, without padding.
     pub fn token_count(&self) -> usize {
         self.lengths.iter().sum()
     }
 
-    /// Each position's token; `None` for padding.
+    /// The token of each position, in order. `None` is padding.
     pub(crate) fn known(&self) -> impl Iterator<Item = Option<u32>> {
         self.tokens.iter().enumerate().map(|(index, &token)| {
             let is_known = index % self.positions < self.lengths[index / self.positions];

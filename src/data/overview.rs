@@ -1,41 +1,41 @@
-//! What a dataset looks like: how long its sequences are, and what share of batches is padding.
+//! An overview of a dataset: how long its sequences are, and what share of its batches is padding.
 
 use super::batches::order;
 use super::dataset::Dataset;
 use crate::config::Config;
 use crate::error::Error;
 
-/// How many sequences there are, how long, and how much of a batch is padding.
+/// See the [module](self).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Overview {
-    /// Sequences of an epoch, or as many as were looked at.
+    /// The number of sequences that were counted: an epoch, or the first million of it.
     pub sequences: u64,
-    /// Their tokens.
+    /// The number of their tokens.
     pub tokens: u64,
-    /// Of these, those that are scored; of whole sequences one each.
+    /// The number of their labels that are scored. A classifier has one a sequence.
     pub labelled: u64,
-    /// Tokens of the longest.
+    /// The number of tokens of the longest.
     pub longest: usize,
-    /// How many have up to so many tokens, and more than the one before.
+    /// A histogram of lengths: the most tokens of each bin, and the sequences in it.
     pub lengths: Vec<(usize, u64)>,
-    /// Padding's share of the positions of batches, in the order of training.
+    /// The share of all positions that is padding, in batches in the order of training.
     pub padding_share: f64,
 }
 
-/// Sequences that are looked at, at most.
-const LOOKED_AT: u64 = 1 << 20;
+/// The most sequences that are counted: an overview of them takes seconds.
+const MOST_SEQUENCES: u64 = 1 << 20;
 
-/// Steps of the histogram.
-const STEPS: usize = 10;
+/// The number of bins of the histogram.
+const BINS: usize = 10;
 
 impl Overview {
-    /// Of the first epoch, or of the first million sequences.
+    /// Counts the first epoch, or the first million sequences of it.
     ///
     /// # Errors
-    /// The data cannot be read any more.
+    /// The spooled data cannot be read any more.
     pub fn of(config: &Config, data: &Dataset) -> Result<Overview, Error> {
-        const OF_ENDLESS: u64 = 1024;
-        let sequences = data.len().unwrap_or(OF_ENDLESS).min(LOOKED_AT);
+        const OF_ENDLESS_DATA: u64 = 1024;
+        let sequences = data.len().unwrap_or(OF_ENDLESS_DATA).min(MOST_SEQUENCES);
         let (mut tokens, mut labelled, mut lengths) = (0, 0, Vec::new());
         for index in 0..sequences {
             let sequence = data.sequence(index)?;
@@ -46,19 +46,19 @@ impl Overview {
         let (mut positions, mut filled) = (0, 0);
         let order = order(config);
         for step in 0..sequences.div_ceil(order.batch as u64).max(1) {
-            let of_batch: Vec<usize> = order
+            let batch_lengths: Vec<usize> = order
                 .of_step(data, step)
                 .filter_map(|(index, _)| lengths.get((index % sequences) as usize).copied())
                 .collect();
-            positions += of_batch.len() * of_batch.iter().max().unwrap_or(&0);
-            filled += of_batch.iter().sum::<usize>();
+            positions += batch_lengths.len() * batch_lengths.iter().max().unwrap_or(&0);
+            filled += batch_lengths.iter().sum::<usize>();
         }
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        let width = longest.div_ceil(STEPS).max(1);
-        let mut steps: Vec<(usize, u64)> =
-            (1..=longest.div_ceil(width)).map(|step| (step * width, 0)).collect();
-        lengths.iter().for_each(|&length| steps[(length - 1) / width].1 += 1);
+        let width = longest.div_ceil(BINS).max(1);
+        let mut bins: Vec<(usize, u64)> =
+            (1..=longest.div_ceil(width)).map(|bin| (bin * width, 0)).collect();
+        lengths.iter().for_each(|&length| bins[(length - 1) / width].1 += 1);
         let padding_share = 1.0 - filled as f64 / positions.max(1) as f64;
-        Ok(Overview { sequences, tokens, labelled, longest, lengths: steps, padding_share })
+        Ok(Overview { sequences, tokens, labelled, longest, lengths: bins, padding_share })
     }
 }

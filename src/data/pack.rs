@@ -1,18 +1,21 @@
-//! Several short sequences in one, as documents that do not see each other.
+//! Packing: several short sequences become one, as documents that do not attend to each other.
 
 use std::collections::BTreeMap;
 
 use super::Sequence;
 
-/// Which sequences share one, so that none has more than `most` tokens: each goes where it leaves
-/// the least room (best fit), in order, so that what stands together was read together.
+/// Packs sequences of these lengths into sequences of at most `most` tokens. Gives, for each packed
+/// sequence, the indices of those that it joins.
+///
+/// Sequences are taken in order, and each goes where it leaves the least room (best fit). So
+/// sequences that are packed together stand near each other in the data.
 pub(super) fn pack(lengths: impl Iterator<Item = usize>, most: usize) -> Vec<Vec<u32>> {
     let mut packed: Vec<Vec<u32>> = Vec::new();
     let mut open: BTreeMap<usize, Vec<usize>> = BTreeMap::new(); // room left -> places in `packed`
     for (index, length) in lengths.enumerate() {
         let (place, room) = match open.range_mut(length..).next() {
             Some((&room, places)) => {
-                let place = places.pop().expect("who has no place left is taken out");
+                let place = places.pop().expect("empty lists are removed");
                 if places.is_empty() {
                     open.remove(&room);
                 }
@@ -31,8 +34,9 @@ pub(super) fn pack(lengths: impl Iterator<Item = usize>, most: usize) -> Vec<Vec
     packed
 }
 
-/// One sequence of several; `across`: as if they were one text.
-pub(super) fn join(sequences: Vec<Sequence>, across: bool) -> Sequence {
+/// Joins sequences into one. With `attend_across` the result is one document, as if all were one
+/// text.
+pub(super) fn join(sequences: Vec<Sequence>, attend_across: bool) -> Sequence {
     let mut joined = Sequence::default();
     let has_kinds = sequences.iter().any(|one| !one.kinds.is_empty());
     for one in &sequences {
@@ -42,7 +46,7 @@ pub(super) fn join(sequences: Vec<Sequence>, across: bool) -> Sequence {
             joined.kinds.resize(joined.tokens.len(), 0);
         }
         joined.kinds.extend(&one.kinds);
-        joined.documents.extend((!across).then_some(one.tokens.len()));
+        joined.documents.extend((!attend_across).then_some(one.tokens.len()));
     }
     joined
 }

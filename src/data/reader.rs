@@ -1,4 +1,5 @@
-//! One line of a `.jsonl` file as sequences: what may stand in it, and what each kind becomes.
+//! Turns one line of a `.jsonl` file into sequences. The kinds of lines are text, chats
+//! (`messages`), a prompt with its completion, and token ids.
 
 use std::ops::Range;
 
@@ -19,10 +20,10 @@ struct Line {
     completion: Option<String>,
     input_ids: Option<Vec<i64>>,
     labels: Option<Vec<i64>>,
-    /// Of the whole sequence: a class, by number or name, or a value.
+    /// The label of the whole sequence: a class, by number or name, or a value.
     label: Option<Label>,
     token_type_ids: Option<Vec<i64>>,
-    /// Tokenizers write it; a line has no padding, so it must be all ones.
+    /// Written by tokenizers. It must be all ones, because a line has no padding.
     attention_mask: Option<Vec<i64>>,
 }
 
@@ -33,30 +34,34 @@ enum Label {
     Name(String),
 }
 
-/// Reads lines.
+/// What a reader knows of the model and the config.
 pub(super) struct Reader {
     pub(super) vocabulary: Vocabulary,
-    /// Tokens that the model knows.
+    /// The size of the model's vocabulary.
     pub(super) tokens: usize,
+    /// The most tokens of a sequence.
     pub(super) positions: usize,
     pub(super) too_long: TooLong,
     pub(super) end_of_text: bool,
-    /// Kinds of tokens that the model knows.
+    /// The number of the model's token types.
     pub(super) kinds: usize,
     pub(super) predicts: Predicts,
-    /// Classes that the model knows.
+    /// The number of the model's classes.
     pub(super) classes: usize,
-    /// What they are called.
+    /// The names of the classes, if they have any.
     pub(super) names: Vec<String>,
 }
 
 impl Reader {
-    /// The sequences of a line: one, unless it is split.
+    /// Reads a line. It becomes one sequence, unless a long text is split.
+    ///
+    /// # Errors
+    /// What is wrong with the line.
     pub(super) fn read(&self, line: &str) -> Result<Vec<Sequence>, String> {
         if !line.starts_with('{') {
             return Err("it is not a JSON object".into());
         }
-        // The file's line is said by who has it.
+        // JSON's own line number is always 1. The caller adds the line number of the file.
         let plain =
             |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
         let line: Line = serde_json::from_str(line).map_err(plain)?;
@@ -75,8 +80,8 @@ impl Reader {
                 format!("it has {}: give only one of them", given.join(" and "))
             });
         };
-        line.goes_with(kind)?;
-        let whole = match (self.scores_sequences(), line.label.as_ref()) {
+        line.check_keys(kind)?;
+        let label = match (self.scores_sequences(), line.label.as_ref()) {
             (true, None) => {
                 return Err(
                     "label is missing: this model is trained on one label for each sequence".into(),
@@ -92,8 +97,8 @@ impl Reader {
             (false, None) => None,
         };
         match kind {
-            "text" => self.text(&line, whole),
-            "input_ids" => self.ids(line, whole).map(|one| vec![one]),
+            "text" => self.text(&line, label),
+            "input_ids" => self.ids(line, label).map(|one| vec![one]),
             _ if self.predicts != Predicts::Next => Err(format!(
                 "{kind}: this model does not predict the next token; give text or input_ids"
             )),
@@ -102,6 +107,7 @@ impl Reader {
         }
     }
 
+    /// Whether an end token is put behind each text.
     fn ends_text(&self) -> bool {
         self.end_of_text && self.predicts == Predicts::Next
     }
@@ -110,7 +116,7 @@ impl Reader {
         matches!(self.predicts, Predicts::Class | Predicts::Value)
     }
 
-    /// A class, or the bits of a value.
+    /// The number of a class, or the bits of a value (f32).
     fn label(&self, label: &Label) -> Result<i32, String> {
         let classes = self.classes;
         match (self.predicts, label) {
@@ -144,12 +150,13 @@ impl Reader {
         }
     }
 
-    fn text(&self, line: &Line, whole: Option<i32>) -> Result<Vec<Sequence>, String> {
+    /// A line of `text`, perhaps with a `text_pair` and a `label`.
+    fn text(&self, line: &Line, label: Option<i32>) -> Result<Vec<Sequence>, String> {
         let text = line.text.as_deref().unwrap_or_default();
         if text.is_empty() {
             return Err("text is empty".into());
         }
-        if line.text_pair.is_some() && whole.is_none() {
+        if line.text_pair.is_some() && label.is_none() {
             return Err("text_pair: only models that classify sequences read pairs of texts".into());
         }
         let pair = line.text_pair.as_deref();
@@ -161,12 +168,12 @@ impl Reader {
         };
         let Encoded { mut tokens, kinds, .. } = encoded;
         let kinds = if self.kinds > 1 { kinds } else { Vec::new() };
-        if let Some(label) = whole {
-            self.fits(tokens.len())?;
-            return Ok(vec![Sequence::whole(tokens, label, kinds)]);
+        if let Some(label) = label {
+            self.check_length(tokens.len())?;
+            return Ok(vec![Sequence::classified(tokens, label, kinds)]);
         }
         if self.ends_text() {
-            self.end(&mut tokens)?;
+            self.push_end(&mut tokens)?;
         }
         if tokens.len() <= self.positions {
             return Ok(vec![self.plain(tokens, kinds)]);
@@ -177,11 +184,11 @@ impl Reader {
                 tokens.truncate(self.positions);
                 Ok(vec![self.plain(tokens, Vec::new())])
             }
-            TooLong::Error => Err(self.fits(tokens.len()).expect_err("it was just seen")),
+            TooLong::Error => Err(self.length_error(tokens.len())),
         }
     }
 
-    /// Text, all of it to be learnt, or masked later.
+    /// A sequence of text: all of it is scored, or masks are drawn later.
     fn plain(&self, tokens: Vec<u32>, kinds: Vec<u8>) -> Sequence {
         match self.predicts {
             Predicts::Own => Sequence::unmasked(tokens, kinds),
@@ -189,13 +196,13 @@ impl Reader {
         }
     }
 
-    /// Text that goes on in sequences of its own.
+    /// Splits a text that is too long into several sequences.
     fn split(&self, text: &str, tokens: Vec<u32>) -> Result<Vec<Sequence>, String> {
-        let (before, behind) = self.vocabulary.wrap()?;
+        let (before, after) = self.vocabulary.special_tokens_around()?;
         let (inner, room) = match self.predicts {
-            // Each is a text of its own to a model that sees both ways.
+            // To a masked language model each sequence is a text: special tokens stand around each.
             Predicts::Own => {
-                let room = self.positions.saturating_sub(before.len() + behind.len());
+                let room = self.positions.saturating_sub(before.len() + after.len());
                 (self.vocabulary.encode(text, None, false)?.tokens, room)
             }
             _ => (tokens, self.positions),
@@ -207,14 +214,14 @@ impl Reader {
             ));
         }
         let piece = |piece: &[u32]| match self.predicts {
-            Predicts::Own => [&before, piece, &behind].concat(),
+            Predicts::Own => [&before, piece, &after].concat(),
             _ => piece.to_vec(),
         };
         Ok(inner.chunks(room).map(|tokens| self.plain(piece(tokens), Vec::new())).collect())
     }
 
-    /// Puts the token that ends a text behind it, unless it is there.
-    pub(super) fn end(&self, tokens: &mut Vec<u32>) -> Result<(), String> {
+    /// Appends the token that ends a text (`eos_token`), unless it is there already.
+    pub(super) fn push_end(&self, tokens: &mut Vec<u32>) -> Result<(), String> {
         match self.vocabulary.end() {
             Some(end) if tokens.last() == Some(&end) => Ok(()),
             Some(end) => {
@@ -225,12 +232,14 @@ impl Reader {
         }
     }
 
+    /// A line of `messages`: only the assistant's part is scored.
     fn chat(&self, messages: &[Message]) -> Result<Sequence, String> {
-        let written = self.vocabulary.template()?.write(messages)?;
-        let encoded = self.vocabulary.encode(&written.text, None, false)?;
-        self.learnt(encoded, &written.learnt)
+        let chat = self.vocabulary.template()?.render_chat(messages)?;
+        let encoded = self.vocabulary.encode(&chat.text, None, false)?;
+        self.score_only(encoded, &chat.assistant)
     }
 
+    /// A line of `prompt` and `completion`: only the completion is scored.
     fn completion(&self, line: &Line) -> Result<Sequence, String> {
         let prompt = line.prompt.as_deref().unwrap_or_default();
         let completion = line.completion.as_deref().ok_or("completion is missing")?;
@@ -239,29 +248,29 @@ impl Reader {
         }
         let text = [prompt, completion].concat();
         let mut encoded = self.vocabulary.encode(&text, None, true)?;
-        let learnt = prompt.len()..text.len();
+        let completion = prompt.len()..text.len();
         if self.vocabulary.end().is_some() {
-            self.end(&mut encoded.tokens)?;
-            // It is learnt with the completion, whoever put it there.
+            self.push_end(&mut encoded.tokens)?;
+            // The end token belongs to the completion, also where the tokenizer has added it.
             encoded.spans.truncate(encoded.tokens.len() - 1);
-            encoded.spans.push((learnt.start, learnt.end));
+            encoded.spans.push((completion.start, completion.end));
         }
-        self.learnt(encoded, &[learnt])
+        self.score_only(encoded, &[completion])
     }
 
-    /// Tokens of which those are learnt that have bytes in these ranges.
-    fn learnt(&self, encoded: Encoded, ranges: &[Range<usize>]) -> Result<Sequence, String> {
+    /// A sequence in which only tokens with bytes in these ranges of the text are scored.
+    fn score_only(&self, encoded: Encoded, ranges: &[Range<usize>]) -> Result<Sequence, String> {
         let Encoded { mut tokens, spans, .. } = encoded;
-        let is_learnt = |&(from, to): &(usize, usize)| {
+        let is_scored = |&(from, to): &(usize, usize)| {
             ranges.iter().any(|range| from < to && from < range.end && range.start < to)
         };
-        if tokens.len() > self.positions && self.too_long != TooLong::Cut {
-            self.fits(tokens.len())?;
+        if self.too_long != TooLong::Cut {
+            self.check_length(tokens.len())?;
         }
         tokens.truncate(self.positions);
         let labels = tokens.iter().zip(&spans);
         let labels: Vec<i32> = labels
-            .map(|(&token, span)| if is_learnt(span) { token as i32 } else { -100 })
+            .map(|(&token, span)| if is_scored(span) { token as i32 } else { -100 })
             .collect();
         let sequence = Sequence { tokens, labels, ..Sequence::default() };
         if sequence.labelled(self.predicts) == 0 {
@@ -270,21 +279,24 @@ impl Reader {
         Ok(sequence)
     }
 
-    fn fits(&self, tokens: usize) -> Result<(), String> {
-        let most = self.positions;
-        if tokens <= most {
-            return Ok(());
-        }
-        Err(format!(
-            "it has {tokens} tokens, and data.sequence_length allows {most}: set \
-             data.too_long = \"cut\" to cut the rest off"
-        ))
+    /// Refuses a sequence that is too long.
+    fn check_length(&self, tokens: usize) -> Result<(), String> {
+        if tokens <= self.positions { Ok(()) } else { Err(self.length_error(tokens)) }
     }
 
-    fn ids(&self, line: Line, whole: Option<i32>) -> Result<Sequence, String> {
+    fn length_error(&self, tokens: usize) -> String {
+        let most = self.positions;
+        format!(
+            "it has {tokens} tokens, and data.sequence_length allows {most}: set \
+             data.too_long = \"cut\" to cut the rest off"
+        )
+    }
+
+    /// A line of `input_ids`, perhaps with `labels` or a `label`.
+    fn ids(&self, line: Line, label: Option<i32>) -> Result<Sequence, String> {
         let Line { input_ids, labels, token_type_ids, attention_mask, .. } = line;
         let mut ids = input_ids.unwrap_or_default();
-        match (&labels, whole) {
+        match (&labels, label) {
             (Some(_), Some(_)) => {
                 return Err("labels: this model is trained on one label for each sequence".into());
             }
@@ -315,11 +327,23 @@ impl Reader {
             return Err(format!("token type {kind} at {at}: the model has {kinds} types"));
         }
         if self.too_long != TooLong::Cut {
-            self.fits(ids.len())?;
+            self.check_length(ids.len())?;
         }
         ids.truncate(self.positions);
         labels.truncate(self.positions);
         types.truncate(self.positions);
+        self.check_ids(&ids, &labels)?;
+        let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
+        let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();
+        if let Some(label) = label {
+            return Ok(Sequence::classified(tokens, label, kinds));
+        }
+        let labels = labels.into_iter().map(|label| label as i32).collect();
+        Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
+    }
+
+    /// Refuses tokens and labels that are not in the vocabulary.
+    fn check_ids(&self, ids: &[i64], labels: &[i64]) -> Result<(), String> {
         let vocabulary = self.tokens;
         let is_token = |id: &i64| (0..vocabulary as i64).contains(id);
         if let Some((at, id)) = ids.iter().enumerate().find(|(_, id)| !is_token(id)) {
@@ -329,27 +353,21 @@ impl Reader {
         if let Some((at, id)) = labels.iter().enumerate().find(|(_, id)| !is_label(id)) {
             return Err(format!("label {id} at {at} is outside the vocabulary of {vocabulary}"));
         }
-        let tokens: Vec<u32> = ids.into_iter().map(|id| id as u32).collect();
-        let kinds: Vec<u8> = types.into_iter().map(|kind| kind as u8).collect();
-        if let Some(label) = whole {
-            return Ok(Sequence::whole(tokens, label, kinds));
-        }
-        let labels = labels.into_iter().map(|label| label as i32).collect();
-        Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
+        Ok(())
     }
 }
 
 impl Line {
-    /// Refuses what does not belong to a line of this kind.
-    fn goes_with(&self, kind: &str) -> Result<(), String> {
-        let more = [
+    /// Refuses keys that do not belong to a line of this kind.
+    fn check_keys(&self, kind: &str) -> Result<(), String> {
+        let keys = [
             ("text_pair", self.text_pair.is_some(), "text"),
             ("completion", self.completion.is_some(), "prompt"),
             ("labels", self.labels.is_some(), "input_ids"),
             ("token_type_ids", self.token_type_ids.is_some(), "input_ids"),
             ("attention_mask", self.attention_mask.is_some(), "input_ids"),
         ];
-        match more.iter().find(|(_, is, of)| *is && *of != kind) {
+        match keys.iter().find(|(_, is_given, belongs_to)| *is_given && *belongs_to != kind) {
             Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
             None => Ok(()),
         }

@@ -1,5 +1,7 @@
-//! The sequences of one name: the part of them that is meant, how often an epoch sees each, and
-//! which share one.
+//! A source: the sequences of one entry of `data.train` or `data.validation`.
+//!
+//! A source knows which of its sequences a dataset uses (a validation split leaves some out), how
+//! often an epoch sees each of them, and which of them are packed into one.
 
 use std::sync::Arc;
 
@@ -7,40 +9,42 @@ use super::files::Opened;
 use super::pack::pack;
 use super::spool::Spool;
 
-/// Which sequences of a source are meant.
+/// The sequences of a file that a dataset uses. A validation split takes sequences that are spread
+/// evenly over the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Part {
     All,
-    /// All but these many, which are spread evenly.
-    AllBut(u64),
-    /// These many.
-    Held(u64),
+    /// All but this many, which are held out for validation.
+    Training(u64),
+    /// The held-out sequences, this many.
+    HeldOut(u64),
 }
 
-/// Sequences of one name.
+/// See the [module](self).
 pub(super) struct Source {
     pub(super) spool: Arc<Spool>,
     pub(super) digest: String,
     pub(super) is_text: bool,
     pub(super) part: Part,
-    /// How often an epoch sees each.
+    /// How often an epoch sees each sequence.
     pub(super) weight: f64,
-    /// Which of the part's sequences share one, if they are packed.
+    /// For each packed sequence, the rows of the part that it joins. `None` without packing.
     pub(super) packed: Option<Vec<Vec<u32>>>,
 }
 
-/// Index of the `nth` of `held` places spread evenly over `count`.
-fn held_place(nth: u64, held: u64, count: u64) -> u64 {
-    ((2 * u128::from(nth) + 1) * u128::from(count) / (2 * u128::from(held))) as u64
+/// Index in the file of the `nth` of `held_out` sequences that are spread evenly over `count`.
+fn held_out_place(nth: u64, held_out: u64, count: u64) -> u64 {
+    ((2 * u128::from(nth) + 1) * u128::from(count) / (2 * u128::from(held_out))) as u64
 }
 
-/// Index of the `nth` place that is not held.
-fn kept_place(nth: u64, held: u64, count: u64) -> u64 {
-    // How many held places stand before it: `held_place(j) − j` does not fall.
-    let (mut low, mut high) = (0, held);
+/// Index in the file of the `nth` sequence that is not held out.
+fn training_place(nth: u64, held_out: u64, count: u64) -> u64 {
+    // A binary search for the number of held-out sequences before it. It works because
+    // `held_out_place(j) − j` never decreases.
+    let (mut low, mut high) = (0, held_out);
     while low < high {
         let middle = low.midpoint(high);
-        if held_place(middle, held, count) - middle <= nth {
+        if held_out_place(middle, held_out, count) - middle <= nth {
             low = middle + 1;
         } else {
             high = middle;
@@ -55,44 +59,46 @@ impl Source {
         Source { spool, digest, is_text, part: Part::All, weight, packed: None }
     }
 
-    pub(super) fn whole(&self) -> u64 {
+    /// The number of sequences in the file, whichever of them are used.
+    pub(super) fn total(&self) -> u64 {
         self.spool.len() as u64
     }
 
-    /// Sequences of its part.
+    /// The number of sequences of the part.
     pub(super) fn rows(&self) -> u64 {
         match self.part {
-            Part::All => self.whole(),
-            Part::AllBut(held) => self.whole() - held,
-            Part::Held(held) => held,
+            Part::All => self.total(),
+            Part::Training(held_out) => self.total() - held_out,
+            Part::HeldOut(held_out) => held_out,
         }
     }
 
-    /// Sequences that are handed out: several may share one.
+    /// The number of sequences after packing.
     pub(super) fn len(&self) -> u64 {
         self.packed.as_ref().map_or(self.rows(), |packed| packed.len() as u64)
     }
 
-    /// Sequences of an epoch.
+    /// How many of its sequences an epoch has.
     pub(super) fn quota(&self) -> u64 {
         ((self.len() as f64 * self.weight).round() as u64).max(u64::from(self.len() > 0))
     }
 
-    /// The place in the spool of one of its part's.
+    /// Index in the spool of a row of the part.
     pub(super) fn place(&self, row: u64) -> usize {
         (match self.part {
             Part::All => row,
-            Part::AllBut(held) => kept_place(row, held, self.whole()),
-            Part::Held(held) => held_place(row, held, self.whole()),
+            Part::Training(held_out) => training_place(row, held_out, self.total()),
+            Part::HeldOut(held_out) => held_out_place(row, held_out, self.total()),
         }) as usize
     }
 
+    /// Packs the part's sequences into sequences of at most `positions` tokens.
     pub(super) fn pack(&mut self, positions: usize) {
         let lengths = (0..self.rows()).map(|row| self.spool.tokens(self.place(row)));
         self.packed = Some(pack(lengths, positions));
     }
 
-    /// Its part's that one which is handed out is made of.
+    /// The rows of the part that a sequence joins: one, unless the source is packed.
     pub(super) fn rows_of(&self, index: u64) -> Vec<u64> {
         match &self.packed {
             Some(packed) => packed[index as usize].iter().map(|&row| u64::from(row)).collect(),
@@ -106,12 +112,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_held_and_what_is_not_is_everything_once() {
-        for (count, held) in [(2, 1), (10, 1), (10, 3), (11, 10), (1000, 99), (7, 6)] {
-            let mut all: Vec<u64> = (0..held).map(|nth| held_place(nth, held, count)).collect();
-            all.extend((0..count - held).map(|nth| kept_place(nth, held, count)));
+    fn each_sequence_is_either_held_out_or_trained_on() {
+        for (count, held_out) in [(2, 1), (10, 1), (10, 3), (11, 10), (1000, 99), (7, 6)] {
+            let mut all: Vec<u64> =
+                (0..held_out).map(|nth| held_out_place(nth, held_out, count)).collect();
+            all.extend((0..count - held_out).map(|nth| training_place(nth, held_out, count)));
             all.sort_unstable();
-            assert!(all.into_iter().eq(0..count), "{held} of {count}");
+            assert!(all.into_iter().eq(0..count), "{held_out} of {count}");
         }
     }
 }

@@ -1,5 +1,7 @@
-//! Sequences in an unnamed file, by index: data is read and made tokens once, before anything
-//! starts, and may be larger than memory. What stays in memory is where each begins.
+//! The spool: tokenized sequences in a temporary file, read by index.
+//!
+//! Data is tokenized once, before a run starts, and may be larger than memory. Memory holds only
+//! where each sequence begins. The file has no name, so nothing is left behind.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Read, Seek, SeekFrom, Write};
@@ -7,26 +9,30 @@ use std::sync::Mutex;
 
 use super::Sequence;
 
-/// A sequence in the file.
+/// Where a sequence lies in the file: its tokens, then its labels, then its token types.
 #[derive(Clone, Copy)]
 struct Place {
+    /// The first byte.
     at: u64,
     tokens: u32,
-    /// Whether labels of its own, and kinds, stand behind the tokens.
-    has: [bool; 2],
-    /// True when it is labelled by masking it.
+    /// Whether labels are stored. They are not where they equal the tokens.
+    has_labels: bool,
+    /// Whether token types are stored.
+    has_kinds: bool,
+    /// Whether the sequence gets its labels when masks are drawn.
     is_unmasked: bool,
+    /// Whether the sequence has a label, or will have one.
     is_labelled: bool,
 }
 
-/// Sequences while they come.
+/// A spool that is being written.
 pub(super) struct Spooling {
     file: BufWriter<File>,
     places: Vec<Place>,
     end: u64,
 }
 
-/// All of them.
+/// A spool that is complete.
 pub(super) struct Spool {
     file: Mutex<File>,
     places: Vec<Place>,
@@ -37,17 +43,22 @@ impl Spooling {
         Ok(Spooling { file: BufWriter::new(tempfile::tempfile()?), places: Vec::new(), end: 0 })
     }
 
-    /// Takes one, which has one document.
+    /// Appends a sequence of one document.
     pub(super) fn push(&mut self, sequence: &Sequence, is_labelled: bool) -> io::Result<()> {
         let Sequence { tokens, labels, kinds, .. } = sequence;
         let is_plain = labels.iter().zip(tokens).all(|(&label, &token)| label == token as i32);
-        let (has, is_unmasked) = ([!is_plain, !kinds.is_empty()], labels.is_empty());
-        let tokens_of = tokens.len() as u32;
-        let place = Place { at: self.end, tokens: tokens_of, has, is_unmasked, is_labelled };
+        let place = Place {
+            at: self.end,
+            tokens: tokens.len() as u32,
+            has_labels: !is_plain,
+            has_kinds: !kinds.is_empty(),
+            is_unmasked: labels.is_empty(),
+            is_labelled,
+        };
         for token in tokens {
             self.file.write_all(&token.to_le_bytes())?;
         }
-        for label in labels.iter().filter(|_| has[0]) {
+        for label in labels.iter().filter(|_| place.has_labels) {
             self.file.write_all(&label.to_le_bytes())?;
         }
         self.file.write_all(kinds)?;
@@ -64,34 +75,39 @@ impl Spooling {
 
 impl Place {
     fn bytes(&self) -> usize {
-        let each = 4 + if self.has[0] { 4 } else { 0 } + usize::from(self.has[1]);
-        self.tokens as usize * each
+        let labels = if self.has_labels { size_of::<i32>() } else { 0 };
+        let kinds = usize::from(self.has_kinds);
+        self.tokens as usize * (size_of::<u32>() + labels + kinds)
     }
 }
 
 impl Spool {
+    /// The number of sequences.
     pub(super) fn len(&self) -> usize {
         self.places.len()
     }
 
-    /// Tokens of one.
+    /// The number of tokens of a sequence.
     pub(super) fn tokens(&self, index: usize) -> usize {
         self.places[index].tokens as usize
     }
 
-    /// True when one is to be masked.
+    /// Whether any sequence gets its labels when masks are drawn.
     pub(super) fn has_unmasked(&self) -> bool {
         self.places.iter().any(|place| place.is_unmasked)
     }
 
+    /// Whether each sequence has a label.
     pub(super) fn all_labelled(&self) -> bool {
         self.places.iter().all(|place| place.is_labelled)
     }
 
+    /// Whether a sequence has a label.
     pub(super) fn is_labelled(&self, index: usize) -> bool {
         self.places[index].is_labelled
     }
 
+    /// Reads a sequence.
     pub(super) fn read(&self, index: usize) -> io::Result<Sequence> {
         let place = self.places[index];
         let mut bytes = vec![0; place.bytes()];
@@ -101,7 +117,7 @@ impl Spool {
             file.read_exact(&mut bytes)?;
         }
         let (tokens, rest) = bytes.split_at(place.tokens as usize * 4);
-        let (labels, kinds) = rest.split_at(if place.has[0] { tokens.len() } else { 0 });
+        let (labels, kinds) = rest.split_at(if place.has_labels { tokens.len() } else { 0 });
         let fours = |bytes: &[u8]| {
             let (fours, _) = bytes.as_chunks::<4>();
             fours.iter().map(|&four| u32::from_le_bytes(four)).collect::<Vec<u32>>()
@@ -110,7 +126,7 @@ impl Spool {
         if place.is_unmasked {
             return Ok(Sequence::unmasked(tokens, kinds.to_vec()));
         }
-        if !place.has[0] {
+        if !place.has_labels {
             return Ok(Sequence { kinds: kinds.to_vec(), ..Sequence::plain(tokens) });
         }
         let labels = fours(labels).into_iter().map(|label| label as i32).collect();

@@ -1,26 +1,26 @@
-//! Text as tokens: through the model's own tokenizer, or by bytes.
+//! The vocabulary: turns text into tokens with the model's own tokenizer, or byte by byte.
 
 use crate::config::Config;
 use crate::error::Error;
 use crate::hf::{self, Encoded, Message, Template, Tokenizer};
 use crate::models::Shape;
 
-/// Tokens there are in text by bytes.
+/// The number of tokens of a vocabulary of bytes.
 pub(super) const BYTES: usize = 256;
 
-/// What a model's tokens are.
+/// How a model's tokens relate to text.
 #[derive(Clone)]
 pub enum Vocabulary {
-    /// A byte is a token.
+    /// Each byte is a token.
     Bytes,
-    /// As its directory's tokenizer says.
+    /// The tokenizer of the model's directory.
     Words(Box<Tokenizer>),
-    /// Nobody knows, and why.
+    /// There is none, and this is why. Such a model can still train on token ids.
     Unknown(String),
 }
 
 impl Vocabulary {
-    /// Of the model that a config names.
+    /// The vocabulary of the model that a config names.
     ///
     /// # Errors
     /// The config's model cannot be read.
@@ -38,7 +38,7 @@ impl Vocabulary {
         };
         Ok(match Tokenizer::open(path) {
             Ok(Some(tokenizer)) => Vocabulary::Words(Box::new(tokenizer)),
-            // Who trains on bare tokens may do without.
+            // Not an error yet: training on token ids needs no tokenizer.
             Err(error) => Vocabulary::Unknown(error.to_string()),
             Ok(None) if known == BYTES || hf::reads_bytes(path) => Vocabulary::Bytes,
             Ok(None) => Vocabulary::Unknown(format!(
@@ -48,10 +48,11 @@ impl Vocabulary {
         })
     }
 
-    /// Text as tokens.
+    /// Encodes a text, or a pair of texts, with special tokens if `specials`.
     ///
     /// # Errors
-    /// Nobody knows how; or bytes of a pair, for nothing would tell where one ends.
+    /// There is no tokenizer; it fails; or a pair of texts is to be read by bytes, which have no
+    /// separator.
     pub fn encode(
         &self,
         text: &str,
@@ -72,7 +73,8 @@ impl Vocabulary {
         }
     }
 
-    /// Tokens as text; what is none is shown as U+FFFD.
+    /// Decodes tokens. Bytes that are not valid text become U+FFFD. Without a tokenizer the text
+    /// is the list of ids.
     pub fn decode(&self, tokens: &[u32], with_specials: bool) -> String {
         match self {
             Vocabulary::Words(tokenizer) => tokenizer.decode(tokens, with_specials),
@@ -88,7 +90,7 @@ impl Vocabulary {
         }
     }
 
-    /// The token that ends a text, if one does.
+    /// The token that ends a text (`eos_token`), if there is one.
     pub fn end(&self) -> Option<u32> {
         self.tokenizer().and_then(Tokenizer::end)
     }
@@ -101,10 +103,10 @@ impl Vocabulary {
         }
     }
 
-    /// How chats are written.
+    /// The chat template.
     ///
     /// # Errors
-    /// Nobody knows.
+    /// There is none, or it cannot be parsed.
     pub fn template(&self) -> Result<&Template, String> {
         let template = self.tokenizer().map(Tokenizer::template).transpose()?.flatten();
         template.ok_or_else(|| {
@@ -114,21 +116,21 @@ impl Vocabulary {
         })
     }
 
-    /// A chat that the assistant is to go on with, as text.
+    /// Renders a chat as the prompt for the assistant's next message.
     ///
     /// # Errors
-    /// There is no template, or it fails.
+    /// There is no chat template, or it fails.
     pub fn ask(&self, messages: &[Message]) -> Result<String, String> {
         self.template()?.ask(messages)
     }
 
-    /// What the tokenizer puts in front of a text, and behind it.
-    pub(super) fn wrap(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
+    /// The special tokens that the tokenizer puts before and after a text.
+    pub(super) fn special_tokens_around(&self) -> Result<(Vec<u32>, Vec<u32>), String> {
         let (plain, wrapped) = (self.encode("a", None, false)?, self.encode("a", None, true)?);
         let (plain, wrapped) = (plain.tokens, wrapped.tokens);
         let at = wrapped.windows(plain.len().max(1)).position(|window| window == plain);
         let at = at.unwrap_or(0);
-        let behind = (at + plain.len()).min(wrapped.len());
-        Ok((wrapped[..at].to_vec(), wrapped[behind..].to_vec()))
+        let end = (at + plain.len()).min(wrapped.len());
+        Ok((wrapped[..at].to_vec(), wrapped[end..].to_vec()))
     }
 }

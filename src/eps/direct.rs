@@ -1,5 +1,7 @@
-//! A file of floats, read and written past the system's cache where its file system lets us: what is
-//! there is read once a step, and a cache as large as the model would only be in everybody's way.
+//! A file of floats, read and written with direct I/O where the file system allows it.
+//!
+//! Each block is read once a step, so the system's page cache would not help, and would take memory
+//! as large as the model.
 
 use std::fs::File;
 use std::io;
@@ -12,15 +14,19 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::tensor::Arena;
 use crate::tensor::View;
 
-/// What places in the file, addresses of memory and lengths are multiples of, for the disk's sake.
+/// The alignment that direct I/O needs, in bytes: of places in the file, of memory and of lengths.
 const PAGE: usize = 4096;
 
-/// The same in floats.
+/// The same alignment in floats.
 pub(super) const PAGE_FLOATS: usize = PAGE / size_of::<f32>();
 
-/// Bytes of one request: the disk's queue is full, and what was read is still near when it is
-/// digested.
+/// Bytes of one request: enough to keep the disk busy, and few enough that a chunk is still in the
+/// processor's cache when it is digested.
 const CHUNK: usize = 4 << 20;
+
+/// Called after each chunk that was read or written, so that a watchdog sees that a long operation
+/// goes on.
+pub(super) type Progress<'p> = &'p dyn Fn();
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -30,7 +36,7 @@ pub(super) struct Direct {
 }
 
 impl Direct {
-    /// Takes a file, which is direct from now on if it can be.
+    /// Uses direct I/O for this file from now on, if the file system allows it.
     pub(super) fn new(file: File) -> Direct {
         let is_direct = set_direct(&file, true) && probe(&file);
         if !is_direct {
@@ -39,12 +45,12 @@ impl Direct {
         Direct { file, is_direct }
     }
 
-    /// Whether it goes past the system's cache.
+    /// Whether the file is read and written past the system's page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.is_direct
     }
 
-    /// Takes all of its room on the disk now, so that none is missing later.
+    /// Allocates the whole file on the disk now, so that the disk cannot be full later.
     ///
     /// # Errors
     /// The disk is full.
@@ -58,25 +64,25 @@ impl Direct {
         Ok(())
     }
 
-    /// Waits until all that was written is on the disk.
+    /// Waits until everything that was written is on the disk.
     ///
     /// # Errors
-    /// The disk's.
+    /// The disk fails.
     pub(super) fn sync(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// Reads floats from a place, and digests them; says so with each chunk.
+    /// Reads floats from byte `at` on, and gives their digest.
     ///
     /// # Errors
-    /// The disk's; the file ends before.
-    pub(super) fn read(&self, at: u64, to: &mut [f32], beat: &dyn Fn()) -> io::Result<u128> {
+    /// The disk fails, or the file is too short.
+    pub(super) fn read(&self, at: u64, to: &mut [f32], progress: Progress<'_>) -> io::Result<u128> {
         let mut digest = Xxh3::new();
         let mut at = at;
         for chunk in bytemuck::cast_slice_mut::<f32, u8>(to).chunks_mut(CHUNK) {
             let mut done = 0;
             while done < chunk.len() {
-                // A short read of a file that is long enough ends at a page: the rest is as aligned.
+                // A short read ends at a page, so the rest of the request is aligned too.
                 match self.file.read_at(&mut chunk[done..], at + done as u64) {
                     Ok(0) => return Err(ends_at(at + done as u64)),
                     Ok(count) => done += count,
@@ -86,16 +92,16 @@ impl Direct {
             }
             digest.update(chunk);
             at += chunk.len() as u64;
-            beat();
+            progress();
         }
         Ok(digest.digest128())
     }
 
-    /// Writes floats to a place; their digest. As above.
+    /// Writes floats from byte `at` on, and gives their digest.
     ///
     /// # Errors
-    /// The disk's.
-    pub(super) fn write(&self, at: u64, from: &[f32], beat: &dyn Fn()) -> io::Result<u128> {
+    /// The disk fails or is full.
+    pub(super) fn write(&self, at: u64, from: &[f32], progress: Progress<'_>) -> io::Result<u128> {
         let mut digest = Xxh3::new();
         let mut at = at;
         for chunk in bytemuck::cast_slice::<f32, u8>(from).chunks(CHUNK) {
@@ -110,16 +116,17 @@ impl Direct {
                 }
             }
             at += chunk.len() as u64;
-            beat();
+            progress();
         }
         Ok(digest.digest128())
     }
 }
 
-/// Bytes a second that the disk under a folder writes and reads in order, of an unnamed file.
+/// Measures the disk under a folder: bytes per second that it writes and reads sequentially.
+/// The measurement uses an unnamed file of 256 MiB.
 ///
 /// # Errors
-/// The disk's.
+/// The disk fails or is full.
 pub fn disk_bytes_per_second(folder: &Path) -> io::Result<(f64, f64)> {
     const CHUNKS: u64 = 64;
     let mut chunk = Arena::new(CHUNK / size_of::<f32>())?;
@@ -132,12 +139,12 @@ pub fn disk_bytes_per_second(folder: &Path) -> io::Result<(f64, f64)> {
         file.write(nth * CHUNK as u64, chunk, &|| ())?;
     }
     file.sync()?;
-    let (written, begin) = (begin.elapsed(), Instant::now());
+    let (write_time, begin) = (begin.elapsed(), Instant::now());
     for nth in 0..CHUNKS {
         file.read(nth * CHUNK as u64, chunk, &|| ())?;
     }
-    let rate = |took: Duration| (CHUNKS * CHUNK as u64) as f64 / took.as_secs_f64();
-    Ok((rate(written), rate(begin.elapsed())))
+    let rate = |time: Duration| (CHUNKS * CHUNK as u64) as f64 / time.as_secs_f64();
+    Ok((rate(write_time), rate(begin.elapsed())))
 }
 
 fn ends_at(byte: u64) -> io::Error {
@@ -156,8 +163,8 @@ fn set_direct(_: &File, _: bool) -> bool {
     false
 }
 
-/// Some file systems take the flag and refuse the requests: one page tells, read from a file that
-/// has none.
+/// Whether direct requests work. Some file systems accept the flag and then refuse each request, so
+/// this tries to read one page.
 fn probe(file: &File) -> bool {
     let Ok(mut page) = memmap2::MmapMut::map_anon(PAGE) else { return false };
     file.read_at(&mut page, 0).is_ok()
@@ -168,7 +175,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn floats_come_back_and_a_short_file_says_where_it_ends() {
+    fn floats_are_read_as_written_and_a_short_file_says_where_it_ends() {
         let file = Direct::new(tempfile::tempfile().expect("a place for files"));
         let len = CHUNK / size_of::<f32>() + 3 * PAGE_FLOATS;
         let mut arena = Arena::new(2 * len).expect("memory");

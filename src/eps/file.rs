@@ -1,6 +1,9 @@
-//! The EPS on file: each block twice, what it is and what it was, so that a kill never costs the last
-//! complete state. A block's parts (masters, each of the optimizer's states) begin at pages, and are
-//! read and written in chunks with a digest; what is kept in memory is where they are.
+//! The EPS on file: each block is there twice, so that a kill never costs the last complete state.
+//!
+//! An update writes the new block over the older copy; the newer copy stays as it is. The
+//! [index](super::index) says which copy is valid, and is written when a step is complete
+//! ([`FileTier::seal`]). The parts of a block (masters, each optimizer state) begin at page
+//! boundaries, and each has a digest that is checked when it is read. Memory holds only the index.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io;
@@ -10,63 +13,63 @@ use std::sync::{Mutex, MutexGuard};
 use l2l_actors::schedule::{BlockId, Version};
 use serde_json::Value;
 
-use super::Which;
-use super::direct::{Direct, PAGE_FLOATS};
+use super::BlockPart;
+use super::direct::{Direct, PAGE_FLOATS, Progress};
 use super::index::{Entry, Index};
 use crate::models::{Model, block_len};
 use crate::tensor::Arena;
 use crate::tensor::View;
 
-/// A state that a folder holds.
+/// The state of a run that a folder holds.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
-    /// Training steps done.
+pub(crate) struct StateOnFile {
+    /// The number of training steps done.
     pub(crate) step: u64,
-    /// What the run remembered.
+    /// The run's progress and identity, as [`FileTier::set_run`] was given them.
     pub(crate) run: Value,
 }
 
 /// Where blocks lie in the file.
 struct Places {
-    /// Of each block: its first byte, and floats of a part.
+    /// For each block: its first byte, and the floats of one of its parts.
     blocks: Vec<(u64, usize)>,
-    /// Of each block's gradient region, if it has one: its first byte.
+    /// For each block: the first byte of its gradient region, if it has one.
     regions: Vec<Option<u64>>,
+    /// The number of parts of each block.
     parts: usize,
+    /// The size of the file.
     bytes: u64,
 }
 
-/// Of a model that is trained: what it is, and what it was.
+/// The copies of each block of a model that is trained: the valid one and the one before.
 const COPIES: usize = 2;
 
-/// What changes.
-struct Now {
+/// The part of the tier that changes while a run goes on.
+struct Current {
     versions: Vec<Version>,
-    /// Of gradient regions, since they were written.
+    /// The digests of gradient regions. They are not in the index, because no region outlives a
+    /// run.
     regions: Vec<u128>,
     index: Index,
 }
 
-/// Called with each chunk that is read or written, for whoever wants to know that it goes on.
-type Beat<'b> = &'b dyn Fn();
-
-/// For whoever does not.
-const ALONE: Beat<'static> = &|| ();
+/// Between steps no watchdog asks for progress.
+const NO_PROGRESS: Progress<'static> = &|| ();
 
 /// See the [module](self).
 pub(crate) struct FileTier {
     file: Direct,
-    /// Where the index goes; nowhere, of a model that is not trained.
+    /// The folder of the index. `None` for an unnamed file, which has no index.
     folder: Option<PathBuf>,
     places: Places,
-    now: Mutex<Now>,
-    /// One part of a block, between steps.
+    current: Mutex<Current>,
+    /// Holds one part of a block, for reads and writes between steps.
     buffer: Mutex<Arena>,
-    /// Held as long as this is.
+    /// Keeps other runs away from the folder until this is dropped.
     _lock: Option<File>,
 }
 
-/// Floats of a part of a block on file.
+/// The floats that a part of a block takes on file: rounded up to whole pages.
 pub(crate) fn part_floats(floats: usize) -> usize {
     floats.next_multiple_of(PAGE_FLOATS)
 }
@@ -94,35 +97,37 @@ impl Places {
         Places { blocks, regions, parts, bytes }
     }
 
-    /// First byte, and floats, of a part of a copy of a block.
+    /// The first byte and the floats of a part of one copy of a block.
     fn of(&self, id: BlockId, copy: u8, part: usize) -> (u64, usize) {
         let (at, floats) = self.blocks[id.0 as usize];
         let nth = usize::from(copy) * self.parts + part;
         (at + (nth * floats * size_of::<f32>()) as u64, floats)
     }
 
+    /// Describes the places, to compare them with those of an existing file.
     fn layout(&self) -> String {
         let floats: Vec<String> = self.blocks.iter().map(|(_, part)| part.to_string()).collect();
         format!("{} parts of {}", self.parts, floats.join(" "))
     }
 
+    /// The floats of the largest part.
     fn largest(&self) -> usize {
         self.blocks.iter().map(|&(_, floats)| floats).max().unwrap_or(0)
     }
 }
 
-/// A folder that one run at a time may have.
+/// A folder for an EPS on file, locked by this run.
 pub(crate) struct Folder {
     path: PathBuf,
     lock: File,
 }
 
 impl Folder {
-    /// Makes the folder where there is none, and takes it.
+    /// Makes the folder if it does not exist, and locks it.
     ///
     /// # Errors
-    /// It cannot be made, or another run has it.
-    pub(crate) fn take(path: &Path) -> io::Result<Folder> {
+    /// The folder cannot be made, or another run has locked it.
+    pub(crate) fn lock(path: &Path) -> io::Result<Folder> {
         fs::create_dir_all(path)?;
         let lock = File::create(path.join("lock"))?;
         lock.try_lock().map_err(|error| match error {
@@ -132,43 +137,46 @@ impl Folder {
         Ok(Folder { path: path.into(), lock })
     }
 
-    /// The state it holds, if it holds one.
+    /// The state that the folder holds, if any.
     ///
     /// # Errors
-    /// It is not whole.
-    pub(crate) fn found(&self) -> io::Result<Option<Found>> {
-        found(&self.path)
+    /// There is a state, and it is not complete.
+    pub(crate) fn state(&self) -> io::Result<Option<StateOnFile>> {
+        state_in(&self.path)
     }
 }
 
-/// The state that a folder holds, if it holds one.
+/// The state that a folder holds, if any. The folder is not locked.
 ///
 /// # Errors
-/// It is not whole.
-pub(crate) fn found(folder: &Path) -> io::Result<Option<Found>> {
+/// There is a state, and it is not complete.
+pub(crate) fn state_in(folder: &Path) -> io::Result<Option<StateOnFile>> {
     let index = Index::read(folder)?;
-    Ok(index.map(|Index { step, run, .. }| Found { step, run }))
+    Ok(index.map(|Index { step, run, .. }| StateOnFile { step, run }))
 }
 
+/// The error of data whose digest differs.
 fn changed(what: &str, floats: usize, at: u64) -> io::Error {
     let bytes = floats * size_of::<f32>();
     let what = format!(
-        "{what}, {bytes} bytes at byte {at}, is not what was written: the disk, or somebody, changed it"
+        "{what}, {bytes} bytes at byte {at}, is not what was written: the disk, or somebody, \
+         changed it"
     );
     io::Error::new(io::ErrorKind::InvalidData, what)
 }
 
 impl FileTier {
-    /// A file for a run in a folder: as the run before left it, or new, when what was there is gone.
+    /// Opens the file in a folder: with the state of the run before if `resume`, else new. A new
+    /// run's blocks are written beside an existing state, which stays valid until the first seal.
     ///
     /// # Errors
-    /// The disk is full, or what is there is no state of this model's.
+    /// The disk is full; or, with `resume`, there is no complete state of a model of this shape.
     pub(crate) fn open(
         folder: Folder,
         model: &Model,
         states: usize,
         region: impl Fn(BlockId) -> bool,
-        goes_on: bool,
+        resume: bool,
     ) -> io::Result<FileTier> {
         let Folder { path, lock } = folder;
         let places = Places::new(model, COPIES, states, region);
@@ -176,13 +184,13 @@ impl FileTier {
         let fits =
             |index: &Index| index.layout == layout && index.blocks.len() == places.blocks.len();
         let index = match Index::read(&path) {
-            Ok(Some(index)) if goes_on && fits(&index) => index,
-            Ok(Some(_)) if goes_on => {
+            Ok(Some(index)) if resume && fits(&index) => index,
+            Ok(Some(_)) if resume => {
                 let what = "it is of a model of another shape, or of another update rule";
                 return Err(io::Error::new(io::ErrorKind::InvalidData, what));
             }
-            Err(error) if goes_on => return Err(error),
-            // What takes its place goes beside it, and it stays until that is sealed.
+            Err(error) if resume => return Err(error),
+            // The new blocks go where the valid copies are not.
             Ok(Some(before)) if fits(&before) => {
                 let mut index = FileTier::blank(&places);
                 index.sequence = before.sequence;
@@ -202,8 +210,8 @@ impl FileTier {
         FileTier::new(file, Some(path), places, index, Some(lock))
     }
 
-    /// An unnamed file in a folder, for what is not kept: a trial, or a model that is not trained, of
-    /// which one copy is enough.
+    /// An unnamed file in a folder, which leaves nothing behind: for a trial run, or for a model that
+    /// is not trained, which needs only one copy of each block.
     ///
     /// # Errors
     /// The disk is full.
@@ -220,6 +228,7 @@ impl FileTier {
         FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, None)
     }
 
+    /// The index of blocks of zeros.
     fn blank(places: &Places) -> Index {
         let entry = Entry { copy: 0, updates: 0, digests: vec![None; places.parts] };
         let blocks = vec![entry; places.blocks.len()];
@@ -237,95 +246,99 @@ impl FileTier {
         file.reserve(places.bytes)?;
         let buffer = Mutex::new(Arena::new(places.largest())?);
         let blocks = places.blocks.len();
-        let now = Mutex::new(Now { versions: vec![0; blocks], regions: vec![0; blocks], index });
-        Ok(FileTier { file, folder, places, now, buffer, _lock: lock })
+        let current = Current { versions: vec![0; blocks], regions: vec![0; blocks], index };
+        let current = Mutex::new(current);
+        Ok(FileTier { file, folder, places, current, buffer, _lock: lock })
     }
 
-    fn now(&self) -> MutexGuard<'_, Now> {
-        self.now.lock().expect("nothing panics inside")
+    fn current(&self) -> MutexGuard<'_, Current> {
+        self.current.lock().expect("nothing panics inside")
     }
 
-    /// The block's entry, as of a version.
+    /// The entry of a block, which must have this version.
     fn entry(&self, id: BlockId, version: Version) -> Entry {
-        let now = self.now();
-        let held = now.versions[id.0 as usize];
+        let current = self.current();
+        let held = current.versions[id.0 as usize];
         assert!(held == version, "{id} v{version} asked, the EPS holds v{held}");
-        now.index.blocks[id.0 as usize].clone()
+        current.index.blocks[id.0 as usize].clone()
     }
 
-    /// Whether it goes past the system's cache.
+    /// Whether the file is read and written past the system's page cache.
     pub(crate) fn is_direct(&self) -> bool {
         self.file.is_direct()
     }
 
     pub(super) fn updates(&self) -> Vec<u64> {
-        self.now().index.blocks.iter().map(|entry| entry.updates).collect()
+        self.current().index.blocks.iter().map(|entry| entry.updates).collect()
     }
 
     pub(super) fn set_updates(&self, updates: &[u64]) {
-        for (entry, updates) in self.now().index.blocks.iter_mut().zip(updates) {
+        for (entry, updates) in self.current().index.blocks.iter_mut().zip(updates) {
             entry.updates = *updates;
         }
     }
 
-    /// Updates that a block has had.
+    /// The number of updates that a block has had.
     pub(crate) fn updates_of(&self, id: BlockId) -> u64 {
-        self.now().index.blocks[id.0 as usize].updates
+        self.current().index.blocks[id.0 as usize].updates
     }
 
     pub(super) fn carry(&self, id: BlockId, version: Version) {
-        let held = &mut self.now().versions[id.0 as usize];
+        let held = &mut self.current().versions[id.0 as usize];
         assert!(*held == version, "{id} v{version} asked, the EPS holds v{held}");
         *held = version + 1;
     }
 
-    /// What a run remembers beside its blocks, from the next seal on.
-    pub(crate) fn remember(&self, run: Value) {
-        self.now().index.run = run;
+    /// Sets the run's progress and identity, which the next seal writes beside the blocks.
+    pub(crate) fn set_run(&self, run: Value) {
+        self.current().index.run = run;
     }
 
-    /// Reads one part of a block, as its entry says.
-    fn part(
+    /// Reads one part of a block from the copy that its entry names.
+    fn read_part(
         &self,
         id: BlockId,
         entry: &Entry,
         part: usize,
         to: &mut [f32],
-        beat: Beat<'_>,
+        progress: Progress<'_>,
     ) -> io::Result<()> {
         let Some(expected) = &entry.digests[part] else {
             to.fill(0.0);
             return Ok(());
         };
         let (at, floats) = self.places.of(id, entry.copy, part);
-        let found = self.file.read(at, &mut to[..floats], beat).map_err(|e| self.located(id, e))?;
-        if format!("{found:032x}") == *expected {
+        let digest = self.file.read(at, &mut to[..floats], progress);
+        let digest = digest.map_err(|error| self.located(id, error))?;
+        if format!("{digest:032x}") == *expected {
             return Ok(());
         }
         Err(self.located(id, changed(&format!("part {part}"), floats, at)))
     }
 
+    /// The error, with the folder and the block.
     fn located(&self, id: BlockId, error: io::Error) -> io::Error {
         let folder = self.folder.as_deref().map_or("an unnamed file".into(), Path::to_string_lossy);
         io::Error::new(error.kind(), format!("eps.path {folder}: {id}: {error}"))
     }
 
-    /// Reads the published block of a version.
+    /// Reads the masters of a block, which must have this version.
     ///
     /// # Errors
-    /// The disk's, or it is not what was written.
+    /// The disk fails, or the data is not what was written.
     pub(crate) fn read_parameters(
         &self,
         id: BlockId,
         version: Version,
         to: &mut [f32],
-        beat: Beat<'_>,
+        progress: Progress<'_>,
     ) -> io::Result<()> {
-        self.part(id, &self.entry(id, version), Which::Parameter.part(), to, beat)
+        let part = BlockPart::Parameters.index();
+        self.read_part(id, &self.entry(id, version), part, to, progress)
     }
 
-    /// Reads all parts of a block, one behind the other, each as long as a share of `to`; and its
-    /// gradient region behind them where `region`.
+    /// Reads all parts of a block into `to`: part `i` begins at float `i × share`. With `region`
+    /// the block's gradient region follows.
     ///
     /// # Errors
     /// As [`read_parameters`](FileTier::read_parameters).
@@ -336,43 +349,44 @@ impl FileTier {
         to: &mut [f32],
         share: usize,
         region: bool,
-        beat: Beat<'_>,
+        progress: Progress<'_>,
     ) -> io::Result<()> {
         let entry = self.entry(id, version);
         let mut shares = to.chunks_mut(share);
         for (part, to) in (0..self.places.parts).zip(&mut shares) {
-            self.part(id, &entry, part, to, beat)?;
+            self.read_part(id, &entry, part, to, progress)?;
         }
         match shares.next().filter(|_| region) {
-            Some(to) => self.read_region(id, to, beat),
+            Some(to) => self.read_region(id, to, progress),
             None => Ok(()),
         }
     }
 
-    /// Writes all parts of a block that was moved on from a version, beside what it was.
+    /// Writes all parts of a block that was updated from this version, over the older copy. The
+    /// layout of `from` is that of [`read_state`](FileTier::read_state).
     ///
     /// # Errors
-    /// The disk's.
+    /// The disk fails.
     pub(crate) fn write_state(
         &self,
         id: BlockId,
         version: Version,
         from: &[f32],
         share: usize,
-        beat: Beat<'_>,
+        progress: Progress<'_>,
     ) -> io::Result<()> {
         let Entry { copy, updates, .. } = self.entry(id, version);
         let copy = 1 - copy;
         let mut digests = Vec::with_capacity(self.places.parts);
         for (part, from) in (0..self.places.parts).zip(from.chunks(share)) {
             let (at, floats) = self.places.of(id, copy, part);
-            let written = self.file.write(at, &from[..floats], beat);
-            let digest = written.map_err(|e| self.located(id, e))?;
+            let digest = self.file.write(at, &from[..floats], progress);
+            let digest = digest.map_err(|error| self.located(id, error))?;
             digests.push(Some(format!("{digest:032x}")));
         }
-        let mut now = self.now();
-        now.versions[id.0 as usize] = version + 1;
-        now.index.blocks[id.0 as usize] = Entry { copy, updates: updates + 1, digests };
+        let mut current = self.current();
+        current.versions[id.0 as usize] = version + 1;
+        current.index.blocks[id.0 as usize] = Entry { copy, updates: updates + 1, digests };
         Ok(())
     }
 
@@ -384,12 +398,12 @@ impl FileTier {
         &self,
         id: BlockId,
         to: &mut [f32],
-        beat: Beat<'_>,
+        progress: Progress<'_>,
     ) -> io::Result<()> {
         let (at, floats) = self.region(id);
-        let found = self.file.read(at, &mut to[..floats], beat);
-        let found = found.map_err(|error| self.located(id, error))?;
-        match self.now().regions[id.0 as usize] == found {
+        let digest = self.file.read(at, &mut to[..floats], progress);
+        let digest = digest.map_err(|error| self.located(id, error))?;
+        match self.current().regions[id.0 as usize] == digest {
             true => Ok(()),
             false => Err(self.located(id, changed("its gradient", floats, at))),
         }
@@ -398,32 +412,39 @@ impl FileTier {
     /// Replaces a block's gradient region.
     ///
     /// # Errors
-    /// The disk's.
-    pub(crate) fn write_region(&self, id: BlockId, from: &[f32], beat: Beat<'_>) -> io::Result<()> {
+    /// The disk fails.
+    pub(crate) fn write_region(
+        &self,
+        id: BlockId,
+        from: &[f32],
+        progress: Progress<'_>,
+    ) -> io::Result<()> {
         let (at, floats) = self.region(id);
-        let written = self.file.write(at, &from[..floats], beat);
-        let digest = written.map_err(|error| self.located(id, error))?;
-        self.now().regions[id.0 as usize] = digest;
+        let digest = self.file.write(at, &from[..floats], progress);
+        let digest = digest.map_err(|error| self.located(id, error))?;
+        self.current().regions[id.0 as usize] = digest;
         Ok(())
     }
 
+    /// The first byte and the floats of a block's gradient region.
     fn region(&self, id: BlockId) -> (u64, usize) {
         let (_, floats) = self.places.blocks[id.0 as usize];
         let at = self.places.regions[id.0 as usize];
         (at.unwrap_or_else(|| panic!("{id} has no region")), floats)
     }
 
-    /// Makes what was written until now the state to go on from, after so many training steps.
+    /// Makes everything written until now the valid state, after `step` training steps. An unnamed
+    /// file is not sealed.
     ///
     /// # Errors
-    /// The disk's; then the state before is the one to go on from.
+    /// The disk fails; then the state before stays valid.
     pub(crate) fn seal(&self, step: u64) -> io::Result<()> {
         let Some(folder) = &self.folder else { return Ok(()) };
         self.file.sync()?;
         let index = {
-            let mut now = self.now();
-            (now.index.step, now.index.sequence) = (step, now.index.sequence + 1);
-            now.index.clone()
+            let mut current = self.current();
+            (current.index.step, current.index.sequence) = (step, current.index.sequence + 1);
+            current.index.clone()
         };
         let failed = |error: io::Error| {
             io::Error::new(error.kind(), format!("eps.path {}: {error}", folder.display()))
@@ -434,31 +455,32 @@ impl FileTier {
     pub(super) fn read_with<R>(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> io::Result<R> {
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
-        let entry = self.now().index.blocks[id.0 as usize].clone();
+        let entry = self.current().index.blocks[id.0 as usize].clone();
         let (_, floats) = self.places.blocks[id.0 as usize];
         let to = buffer.values_mut(View::floats(0, floats));
-        self.part(id, &entry, which.part(), to, ALONE)?;
+        self.read_part(id, &entry, part.index(), to, NO_PROGRESS)?;
         Ok(read(to))
     }
 
     pub(super) fn write_with(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> io::Result<()> {
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
-        let (entry, part) = (self.now().index.blocks[id.0 as usize].clone(), which.part());
+        let (entry, part) = (self.current().index.blocks[id.0 as usize].clone(), part.index());
         let (at, floats) = self.places.of(id, entry.copy, part);
-        let to = buffer.values_mut(View::floats(0, floats));
-        self.part(id, &entry, part, to, ALONE)?;
-        write(to);
-        let digest = self.file.write(at, to, ALONE).map_err(|error| self.located(id, error))?;
-        self.now().index.blocks[id.0 as usize].digests[part] = Some(format!("{digest:032x}"));
+        let values = buffer.values_mut(View::floats(0, floats));
+        self.read_part(id, &entry, part, values, NO_PROGRESS)?;
+        write(values);
+        let digest = self.file.write(at, values, NO_PROGRESS);
+        let digest = digest.map_err(|error| self.located(id, error))?;
+        self.current().index.blocks[id.0 as usize].digests[part] = Some(format!("{digest:032x}"));
         Ok(())
     }
 }

@@ -1,8 +1,8 @@
-//! What says which of a block's two copies on file is the one to go on from.
+//! The index of an EPS on file: it says which of a block's two copies is valid.
 //!
-//! It is written at the end of a step, when all that the step wrote is on the disk, in turns to one of
-//! two files; one that was torn does not have its digest, and the other is the state before. So a kill
-//! at any moment costs the running step and nothing else.
+//! The index is written at the end of a step, when all data of the step is on the disk. It is
+//! written to two files in turn. A file that was torn by a kill does not match its digest, and then
+//! the other file has the state before. So a kill at any moment costs only the running step.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -12,15 +12,15 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_128;
 
-/// One block, as its newest copy is.
+/// The valid copy of one block.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Entry {
-    /// Which of the two copies.
+    /// Which of the two copies is valid: 0 or 1.
     pub(super) copy: u8,
-    /// Updates it has had.
+    /// The number of updates the block has had.
     pub(super) updates: u64,
-    /// Of its parts, masters first: digests; none: zeros, of which nothing was written.
+    /// The digest of each part, masters first. `None`: the part is zeros, and was never written.
     pub(super) digests: Vec<Option<String>>,
 }
 
@@ -28,15 +28,15 @@ pub(super) struct Entry {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Index {
-    /// How often it was written.
+    /// The number of times the index was written. The higher one of the two files is newer.
     pub(super) sequence: u64,
-    /// Training steps done.
+    /// The number of training steps done.
     pub(super) step: u64,
-    /// Floats of each part, parts of each block: what the copies' places follow from.
+    /// The number of parts and their sizes, which the places of all copies follow from.
     pub(super) layout: String,
-    /// All blocks.
+    /// All blocks, by their ids.
     pub(super) blocks: Vec<Entry>,
-    /// What the run remembers beside.
+    /// The state of the run beside its blocks (progress, identity), as the checkpoint room writes it.
     pub(super) run: Value,
 }
 
@@ -45,10 +45,10 @@ impl Index {
         folder.join(format!("index.{}", sequence % 2))
     }
 
-    /// The newest that is whole, if there is one.
+    /// Reads the newest index that is complete. `None` when the folder has none.
     ///
     /// # Errors
-    /// There are some, and none is whole.
+    /// There is an index, and none is complete.
     pub(super) fn read(folder: &Path) -> io::Result<Option<Index>> {
         let mut newest: Option<Index> = None;
         let mut torn = None;
@@ -82,10 +82,10 @@ impl Index {
         serde_json::from_slice(&text[1..]).map_err(|error| broken(&error.to_string()))
     }
 
-    /// Writes it over the older of the two, to the disk.
+    /// Writes the index over the older of the two files, and waits until it is on the disk.
     ///
     /// # Errors
-    /// The disk's.
+    /// The disk fails or is full.
     pub(super) fn write(&self, folder: &Path) -> io::Result<()> {
         let text = serde_json::to_vec(self).expect("it is plain data");
         let path = Index::path(folder, self.sequence);
@@ -97,10 +97,10 @@ impl Index {
         if is_new { File::open(folder)?.sync_all() } else { Ok(()) }
     }
 
-    /// Makes it that there is none.
+    /// Removes both files, so that the folder holds no state.
     ///
     /// # Errors
-    /// The disk's.
+    /// The disk fails.
     pub(super) fn remove(folder: &Path) -> io::Result<()> {
         for nth in 0..2 {
             match fs::remove_file(Index::path(folder, nth)) {
@@ -117,7 +117,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_newest_whole_one_counts() {
+    fn the_newest_complete_index_is_read() {
         let folder = tempfile::tempdir().expect("a place for files");
         let folder = folder.path();
         assert_eq!(Index::read(folder).expect("none is no fault"), None);

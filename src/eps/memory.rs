@@ -1,23 +1,24 @@
-//! The EPS in memory. Every access is a lease: a lock on one block, with the version it must have.
-//! The ring never lets two leases meet, so a lock that is taken is a bug, and says so instead of
-//! waiting.
+//! The EPS in memory. Every access is a lease: a lock on one block, which must have a given version.
+//!
+//! The ring orders all accesses to a block. So a lock that is already taken is a bug in the ring,
+//! and the access panics instead of waiting.
 
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use l2l_actors::schedule::{BlockId, Version};
 
-use super::Which;
+use super::BlockPart;
 use crate::models::{Tensor, block_len};
 use crate::tensor::Pages;
 
 /// One block of the model.
 #[derive(Debug)]
 pub(crate) struct Block {
-    /// Steps that made it what it is.
+    /// The step that the block is valid for.
     pub(crate) version: Version,
-    /// Updates it has had.
+    /// The number of updates it has had.
     pub(crate) updates: u64,
-    /// The f32 masters, where a device can pin them.
+    /// The masters, f32 or split, in pages that a device can pin.
     pub(crate) parameters: Pages,
     /// The optimizer's states, each as long as the masters.
     pub(crate) states: Vec<Vec<f32>>,
@@ -30,7 +31,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    /// Zeros.
+    /// Blocks of zeros. `region` says which blocks have a gradient region.
     pub(super) fn new(
         blocks: &[Vec<Tensor>],
         states: usize,
@@ -40,7 +41,7 @@ impl Memory {
             let zeros = || vec![0.0; block_len(tensors)];
             let states = (0..states).map(|_| zeros()).collect();
             let parameters = Pages::new(block_len(tensors));
-            let parameters = parameters.expect("as much memory as was planned, and looked at");
+            let parameters = parameters.expect("the plan found that much memory available");
             RwLock::new(Block { version: 0, updates: 0, parameters, states })
         };
         let region = |(index, tensors): (usize, &Vec<Tensor>)| {
@@ -67,32 +68,32 @@ impl Memory {
     pub(super) fn read_with<R>(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> R {
         let block = self.blocks[id.0 as usize].read().expect("nobody panicked inside");
-        read(match which {
-            Which::Parameter => &block.parameters,
-            Which::State(index) => &block.states[index],
+        read(match part {
+            BlockPart::Parameters => &block.parameters,
+            BlockPart::State(index) => &block.states[index],
         })
     }
 
-    pub(super) fn write_with(&self, id: BlockId, which: Which, write: impl FnOnce(&mut [f32])) {
+    pub(super) fn write_with(&self, id: BlockId, part: BlockPart, write: impl FnOnce(&mut [f32])) {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
-        write(match which {
-            Which::Parameter => &mut block.parameters,
-            Which::State(index) => &mut block.states[index],
+        write(match part {
+            BlockPart::Parameters => &mut block.parameters,
+            BlockPart::State(index) => &mut block.states[index],
         });
     }
 
-    /// Shows each block's masters as they lie there, before the first step.
-    pub(crate) fn places(&self, mut read: impl FnMut(&mut [f32])) {
+    /// Calls `pin` with the memory of each block's masters, before the first step.
+    pub(crate) fn pin_masters(&self, mut pin: impl FnMut(&mut [f32])) {
         for block in &self.blocks {
-            read(&mut block.write().expect("nobody panicked inside").parameters);
+            pin(&mut block.write().expect("nobody panicked inside").parameters);
         }
     }
 
-    /// A lease to read a block as of a version.
+    /// A lease to read a block, which must have this version.
     pub(crate) fn read(&self, id: BlockId, version: Version) -> RwLockReadGuard<'_, Block> {
         let block = self.blocks[id.0 as usize].try_read();
         let block = block.unwrap_or_else(|_| panic!("{id} v{version} asked, it is being updated"));
@@ -101,7 +102,7 @@ impl Memory {
         block
     }
 
-    /// A lease to move a block on from a version.
+    /// A lease to update a block, which must have this version.
     pub(crate) fn write(&self, id: BlockId, version: Version) -> RwLockWriteGuard<'_, Block> {
         let block = self.blocks[id.0 as usize].try_write();
         let block = block.unwrap_or_else(|_| panic!("{id} v{version} to update, it is in use"));
@@ -110,13 +111,13 @@ impl Memory {
         block
     }
 
-    /// A block's gradient region, to read.
+    /// A lease to read a block's gradient region.
     pub(crate) fn region(&self, id: BlockId) -> RwLockReadGuard<'_, Vec<f32>> {
         let region = self.regions[id.0 as usize].try_read();
         region.unwrap_or_else(|_| panic!("the region of {id} is being written"))
     }
 
-    /// A block's gradient region, to write.
+    /// A lease to write a block's gradient region.
     pub(crate) fn region_mut(&self, id: BlockId) -> RwLockWriteGuard<'_, Vec<f32>> {
         let region = self.regions[id.0 as usize].try_write();
         region.unwrap_or_else(|_| panic!("the region of {id} is in use"))

@@ -1,21 +1,22 @@
-//! The eager param-server: masters, optimizer state, gradient regions and versions, block by block,
-//! in memory or in a file under it.
+//! The eager param-server (EPS): masters, optimizer states, gradient regions and versions of all
+//! blocks, in memory or in a file.
 //!
-//! The tiers differ in who moves a block: in [memory](Memory) the lanes that read and update it hold
-//! a lease; on [file](FileTier) the lane of files brings it to a slot and back. What happens between
-//! steps (a checkpoint, a digest, the begin) is the same for both.
+//! The two tiers differ in who moves a block. In [memory](Memory) the lanes that read and update a
+//! block hold a lease on it. On [file](FileTier) the file lane reads the block into a slot and
+//! writes it back. Everything between steps (initial weights, checkpoints, digests) is the same for
+//! both: see [`Eps::read_with`] and [`Eps::write_with`].
 
-mod begin;
 mod direct;
 mod file;
 mod index;
+mod init;
 mod memory;
 
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
 pub use direct::disk_bytes_per_second;
-pub(crate) use file::{FileTier, Folder, Found, found, part_floats};
+pub(crate) use file::{FileTier, Folder, StateOnFile, part_floats, state_in};
 pub(crate) use memory::Memory;
 
 use crate::error::Error;
@@ -23,27 +24,27 @@ use crate::models::{Model, Tensor, block_len, tensor_ranges};
 use crate::optimizers::SplitMasters;
 use crate::tensor::Dtype;
 
-/// Which of the numbers that belong to each parameter.
+/// A part of a block. All parts have one float per parameter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Which {
-    /// The parameter.
-    Parameter,
-    /// One of the optimizer's states of it.
+pub(crate) enum BlockPart {
+    /// The masters.
+    Parameters,
+    /// One of the optimizer's states, by its index.
     State(usize),
 }
 
-impl Which {
-    /// Its place among the parts of a block: parameters, then states.
-    fn part(self) -> usize {
+impl BlockPart {
+    /// Its index among the parts of a block: the masters, then the states.
+    fn index(self) -> usize {
         match self {
-            Which::Parameter => 0,
-            Which::State(index) => 1 + index,
+            BlockPart::Parameters => 0,
+            BlockPart::State(index) => 1 + index,
         }
     }
 
-    /// All, where a parameter has so many states.
-    fn all(states: usize) -> impl Iterator<Item = Which> {
-        [Which::Parameter].into_iter().chain((0..states).map(Which::State))
+    /// All parts of a block with so many optimizer states.
+    fn all(states: usize) -> impl Iterator<Item = BlockPart> {
+        [BlockPart::Parameters].into_iter().chain((0..states).map(BlockPart::State))
     }
 }
 
@@ -57,34 +58,35 @@ enum Tier {
 pub(crate) struct Eps {
     tensors: Vec<Vec<Tensor>>,
     states: usize,
-    /// Whether masters are [split](SplitMasters).
+    /// Whether the masters are [split](SplitMasters).
     pub(crate) split: bool,
     tier: Tier,
 }
 
 impl Eps {
-    /// Blocks of zeros in memory, with so many optimizer states, and gradient regions where they are
-    /// needed.
+    /// Blocks of zeros in memory, with `states` optimizer states. `region` says which blocks have
+    /// a gradient region.
     pub(crate) fn in_memory(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
         let tier = Tier::Memory(Memory::new(&model.blocks, states, region));
         Eps { tensors: model.blocks.clone(), states, split: false, tier }
     }
 
-    /// Blocks on file.
+    /// Blocks on file, with `states` optimizer states.
     pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
         Eps { tensors: model.blocks.clone(), states, split: false, tier }
     }
 
-    /// The same for a device of this kind; zeros are zeros for all.
+    /// The same EPS for a device of this dtype: masters are split for bf16. Call it before anything
+    /// is written; blocks of zeros are the same either way.
     pub(crate) fn published_as(self, dtype: Dtype) -> Eps {
         Eps { split: dtype == Dtype::Bf16, ..self }
     }
 
-    /// The tier in memory, for the lanes of a ring whose blocks are there.
+    /// The memory tier.
     ///
     /// # Panics
-    /// They are on file.
+    /// The blocks are on file.
     pub(crate) fn memory(&self) -> &Memory {
         match &self.tier {
             Tier::Memory(memory) => memory,
@@ -92,7 +94,7 @@ impl Eps {
         }
     }
 
-    /// The tier on file, if that is where the blocks are.
+    /// The file tier, if the blocks are on file.
     pub(crate) fn file(&self) -> Option<&FileTier> {
         match &self.tier {
             Tier::Memory(_) => None,
@@ -100,12 +102,12 @@ impl Eps {
         }
     }
 
-    /// Optimizer states of each parameter.
+    /// The number of optimizer states of each parameter.
     pub(crate) fn states(&self) -> usize {
         self.states
     }
 
-    /// Updates that each block has had.
+    /// The number of updates that each block has had.
     pub(crate) fn updates(&self) -> Vec<u64> {
         match &self.tier {
             Tier::Memory(memory) => memory.updates(),
@@ -113,7 +115,7 @@ impl Eps {
         }
     }
 
-    /// Says how many updates each block has had.
+    /// Sets the number of updates that each block has had.
     pub(crate) fn set_updates(&self, updates: &[u64]) {
         match &self.tier {
             Tier::Memory(memory) => memory.set_updates(updates),
@@ -121,7 +123,7 @@ impl Eps {
         }
     }
 
-    /// Makes a block's next version of one it was not changed in.
+    /// Moves a block to its next version without a change, in a step that does not update it.
     pub(crate) fn carry(&self, id: BlockId, version: Version) {
         match &self.tier {
             Tier::Memory(memory) => memory.write(id, version).version = version + 1,
@@ -134,55 +136,56 @@ impl Eps {
         &self.tensors[id.0 as usize]
     }
 
-    /// Reads a part of a block, while no step runs.
+    /// Reads a part of a block as f32, while no step runs.
     ///
     /// # Errors
-    /// It cannot be read from its file, or is not what was written.
+    /// The file cannot be read, or is not as it was written.
     pub(crate) fn read_with<R>(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
-        if !self.split || which != Which::Parameter {
-            return self.read_stored(id, which, read);
+        if !self.split || part != BlockPart::Parameters {
+            return self.read_stored(id, part, read);
         }
-        let mut place = self.read_stored(id, which, <[f32]>::to_vec)?;
-        let split = SplitMasters::of(&mut place[..block_len(&self.tensors[id.0 as usize])]);
+        let mut stored = self.read_stored(id, part, <[f32]>::to_vec)?;
+        let split = SplitMasters::of(&mut stored[..block_len(&self.tensors[id.0 as usize])]);
         let masters: Vec<f32> = split.masters().collect();
         Ok(read(&masters))
     }
 
+    /// Reads a part of a block as it is stored: masters may be split.
     fn read_stored<R>(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
         match &self.tier {
-            Tier::Memory(memory) => Ok(memory.read_with(id, which, read)),
+            Tier::Memory(memory) => Ok(memory.read_with(id, part, read)),
             Tier::File(file) => {
-                file.read_with(id, which, read).map_err(|error| Error::storage("eps.path", error))
+                file.read_with(id, part, read).map_err(|error| Error::storage("eps.path", error))
             }
         }
     }
 
-    /// Writes a part of a block, before the first step.
+    /// Changes a part of a block, given as f32, before the first step.
     ///
     /// # Errors
-    /// It cannot be read or written.
+    /// The file cannot be read or written, or is not as it was written.
     pub(crate) fn write_with(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
-        if !self.split || which != Which::Parameter {
-            return self.write_stored(id, which, write);
+        if !self.split || part != BlockPart::Parameters {
+            return self.write_stored(id, part, write);
         }
         let len = block_len(self.tensors(id));
-        self.write_stored(id, which, |place| {
-            let split = SplitMasters::of(&mut place[..len]);
+        self.write_stored(id, part, |stored| {
+            let split = SplitMasters::of(&mut stored[..len]);
             let mut masters: Vec<f32> = split.masters().collect();
             write(&mut masters);
             let SplitMasters { published, remainder } = split;
@@ -193,19 +196,20 @@ impl Eps {
         })
     }
 
+    /// Changes a part of a block as it is stored: masters may be split.
     fn write_stored(
         &self,
         id: BlockId,
-        which: Which,
+        part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
         match &self.tier {
             Tier::Memory(memory) => {
-                memory.write_with(id, which, write);
+                memory.write_with(id, part, write);
                 Ok(())
             }
             Tier::File(file) => {
-                file.write_with(id, which, write).map_err(|error| Error::storage("eps.path", error))
+                file.write_with(id, part, write).map_err(|error| Error::storage("eps.path", error))
             }
         }
     }
@@ -218,7 +222,7 @@ impl Eps {
         self.digest_of(0)
     }
 
-    /// The same of masters and optimizer states.
+    /// SHA-256 of all masters and optimizer states, block by block.
     ///
     /// # Errors
     /// As [`read_with`](Eps::read_with).
@@ -229,8 +233,8 @@ impl Eps {
     fn digest_of(&self, states: usize) -> Result<String, Error> {
         let mut hasher = Sha256::new();
         for (index, tensors) in self.tensors.iter().enumerate() {
-            for which in Which::all(states) {
-                self.read_with(BlockId(index as u32), which, |values| {
+            for part in BlockPart::all(states) {
+                self.read_with(BlockId(index as u32), part, |values| {
                     for range in tensor_ranges(tensors) {
                         values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
                     }

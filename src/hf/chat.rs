@@ -1,9 +1,9 @@
-//! Chats as a directory's template writes them, and which part of the text the assistant wrote.
+//! Chat templates: render a chat as text, and find the part of it that the assistant wrote.
 //!
-//! A template may mark that part, `{% generation %}` to `{% endgeneration %}`. In one that does
-//! not, it is what each of the assistant's messages adds to the prompt before it. Templates are
-//! rendered as transformers renders them, but for the date: `strftime_now` is not there, for what
-//! is learnt must not depend on the day.
+//! A template may mark that part, from `{% generation %}` to `{% endgeneration %}`. Without marks,
+//! it is what each message of the assistant adds to the prompt before it. Templates are rendered
+//! as transformers renders them, with one exception: there is no `strftime_now`, because training
+//! must not depend on the date.
 
 use std::fs;
 use std::io::{self, Write};
@@ -16,14 +16,15 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value};
 
-use super::text::{Message, Written};
+use super::text::{Message, RenderedChat};
 use crate::error::Error;
 
-fn is_learnt(message: &Message) -> bool {
+fn is_assistant(message: &Message) -> bool {
     message.role == "assistant"
 }
 
-/// Stand in the text where a marked part begins and ends, until they are taken out.
+/// Characters that stand in the rendered text where a marked part begins and ends, until
+/// [`remove_marks`] finds them. They are of Unicode's private use area.
 const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
 
 /// A chat template.
@@ -31,11 +32,16 @@ const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
 pub struct Template {
     environment: Environment<'static>,
     special_tokens: Map<String, Value>,
-    marks: bool,
+    /// Whether the template marks what the assistant wrote.
+    has_marks: bool,
 }
 
 impl Template {
-    /// A directory's, from `chat_template.jinja` or `tokenizer_config.json`, if it has one.
+    /// The template of a directory, from `chat_template.jinja` or `tokenizer_config.json`. `None`
+    /// when it has none.
+    ///
+    /// # Errors
+    /// The template cannot be parsed.
     pub(super) fn open(
         directory: &Path,
         special_tokens: &Map<String, Value>,
@@ -48,7 +54,7 @@ impl Template {
             Some(text)
         } else {
             let all: Value = serde_json::from_str(&text).unwrap_or_default();
-            of_config(&all["chat_template"])
+            template_of_config(&all["chat_template"])
         };
         let Some(source) = source else { return Ok(None) };
         let template = Template::new(&source, special_tokens.clone());
@@ -65,16 +71,16 @@ impl Template {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
         });
         environment.add_filter("tojson", python_json);
-        let (source, marks) = marked(source);
+        let (source, has_marks) = add_marks(source);
         environment.add_template_owned("chat", source)?;
-        Ok(Template { environment, special_tokens, marks })
+        Ok(Template { environment, special_tokens, has_marks })
     }
 
-    fn render(&self, messages: &[Message], asks: bool) -> Result<String, String> {
+    fn render(&self, messages: &[Message], add_prompt: bool) -> Result<String, String> {
         let none = minijinja::Value::from(());
         let values = context! {
             messages => messages,
-            add_generation_prompt => asks,
+            add_generation_prompt => add_prompt,
             tools => none,
             documents => none,
         };
@@ -84,20 +90,20 @@ impl Template {
         template.render(values).map_err(|error| format!("chat template: {error}"))
     }
 
-    /// A chat that the assistant is to go on with.
+    /// Renders a chat as the prompt for the assistant's next message.
     ///
     /// # Errors
-    /// The template's.
+    /// The template fails.
     pub fn ask(&self, messages: &[Message]) -> Result<String, String> {
-        Ok(unmarked(&self.render(messages, true)?).text)
+        Ok(remove_marks(&self.render(messages, true)?).text)
     }
 
-    /// A chat to learn from.
+    /// Renders a chat to train on.
     ///
     /// # Errors
-    /// The template's; the chat does not end with the assistant; the template rewrites turns, so
-    /// that it cannot be told what the assistant wrote.
-    pub fn write(&self, messages: &[Message]) -> Result<Written, String> {
+    /// The template fails; the chat does not end with a message of the assistant; or the template
+    /// changes earlier messages when later ones follow, so that the assistant's part is unknown.
+    pub fn render_chat(&self, messages: &[Message]) -> Result<RenderedChat, String> {
         if let Some(at) = messages.iter().position(|one| one.content.contains(MARKS)) {
             return Err(format!(
                 "message {at} contains U+E000 or U+E001, reserved characters of private use"
@@ -105,7 +111,7 @@ impl Template {
         }
         match messages.last() {
             None => return Err("messages is empty".into()),
-            Some(last) if !is_learnt(last) => {
+            Some(last) if !is_assistant(last) => {
                 return Err(format!(
                     "the chat is unterminated: its last message has the role {:?}, so there is no \
                      answer to learn; end it with a message of the role \"assistant\", or leave \
@@ -116,13 +122,13 @@ impl Template {
             Some(_) => {}
         }
         let all = self.render(messages, false)?;
-        if self.marks {
-            return Ok(unmarked(&all));
+        if self.has_marks {
+            return Ok(remove_marks(&all));
         }
-        let mut learnt = Vec::new();
-        for at in (0..messages.len()).filter(|&at| is_learnt(&messages[at])) {
+        let mut assistant = Vec::new();
+        for at in (0..messages.len()).filter(|&at| is_assistant(&messages[at])) {
             let before = match self.render(&messages[..at], true) {
-                Err(_) if at == 0 => String::new(), // some have nothing to say to nobody
+                Err(_) if at == 0 => String::new(), // some templates refuse an empty chat
                 before => before?,
             };
             let with = self.render(&messages[..=at], false)?;
@@ -133,13 +139,13 @@ impl Template {
                      {{% generation %}} and {{% endgeneration %}}"
                 ));
             }
-            learnt.push(before.len()..with.len());
+            assistant.push(before.len()..with.len());
         }
-        Ok(Written { text: all, learnt })
+        Ok(RenderedChat { text: all, assistant })
     }
 }
 
-/// JSON as Python writes it.
+/// The filter `tojson`: JSON as Python's `json.dumps` writes it.
 fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = more.get("indent")?;
     let bad = |error: serde_json::Error| {
@@ -159,7 +165,7 @@ fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinj
     Ok(String::from_utf8(json).expect("JSON is UTF-8"))
 }
 
-/// A space behind each comma and colon.
+/// Writes a space behind each comma and colon, as Python does.
 struct Spaced;
 
 impl Formatter for Spaced {
@@ -176,8 +182,8 @@ impl Formatter for Spaced {
     }
 }
 
-/// A template of a config: one, or the default of several.
-fn of_config(template: &Value) -> Option<String> {
+/// The template in a `tokenizer_config.json`: the only one, or the default of several.
+fn template_of_config(template: &Value) -> Option<String> {
     if let Some(one) = template.as_str() {
         return Some(one.into());
     }
@@ -186,10 +192,10 @@ fn of_config(template: &Value) -> Option<String> {
     default.or(several.first())?["template"].as_str().map(str::to_string)
 }
 
-/// A template whose generation tags write marks; whether there are any. Whitespace is trimmed as
-/// the tags say.
-fn marked(source: &str) -> (String, bool) {
-    let (mut out, mut rest, mut marks) = (String::new(), source, false);
+/// Replaces the generation tags of a template by output of the [`MARKS`], and says whether there
+/// were any. Whitespace around the tags is trimmed as the tags ask for.
+fn add_marks(source: &str) -> (String, bool) {
+    let (mut out, mut rest, mut has_marks) = (String::new(), source, false);
     while let Some(at) = rest.find("{%") {
         let Some(end) = rest[at..].find("%}").map(|end| at + end) else { break };
         let inner = &rest[at + 2..end];
@@ -204,7 +210,7 @@ fn marked(source: &str) -> (String, bool) {
             "generation" => {
                 let mark = MARKS[0];
                 out += &format!("{{%{left} if true %}}{{{{ '{mark}' }}}}{{% if true {right}%}}");
-                marks = true;
+                has_marks = true;
             }
             "endgeneration" => {
                 let mark = MARKS[1];
@@ -214,23 +220,23 @@ fn marked(source: &str) -> (String, bool) {
         }
         rest = &rest[end + 2..];
     }
-    (out + rest, marks)
+    (out + rest, has_marks)
 }
 
-/// Takes the marks out.
-fn unmarked(text: &str) -> Written {
-    let mut written = Written::default();
+/// Takes the marks out of a rendered text, and notes where they stood.
+fn remove_marks(text: &str) -> RenderedChat {
+    let mut chat = RenderedChat::default();
     for piece in text.split_inclusive(MARKS) {
         let plain = piece.trim_end_matches(MARKS);
-        written.text += plain;
-        let at = written.text.len();
+        chat.text += plain;
+        let at = chat.text.len();
         match (piece.ends_with(MARKS[0]), piece.ends_with(MARKS[1])) {
-            (true, _) => written.learnt.push(at..at),
-            (_, true) => written.learnt.iter_mut().last().into_iter().for_each(|one| one.end = at),
+            (true, _) => chat.assistant.push(at..at),
+            (_, true) => chat.assistant.iter_mut().last().into_iter().for_each(|one| one.end = at),
             _ => {}
         }
     }
-    written
+    chat
 }
 
 #[cfg(test)]
@@ -249,19 +255,19 @@ mod tests {
                          {% if add_generation_prompt %}<assistant>{% endif %}";
 
     #[test]
-    fn what_the_assistant_wrote_is_what_it_added() {
+    fn without_marks_the_assistants_part_is_what_its_messages_add() {
         let template = Template::new(PLAIN, Map::new()).expect("good");
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        let Written { text, learnt } = template.write(&messages).expect("good");
-        let parts: Vec<&str> = learnt.into_iter().map(|range| &text[range]).collect();
+        let RenderedChat { text, assistant } = template.render_chat(&messages).expect("good");
+        let parts: Vec<&str> = assistant.into_iter().map(|range| &text[range]).collect();
         assert_eq!(text, "<user>a\n<assistant>b\n<user>c\n<assistant>d\n");
         assert_eq!(parts, ["b\n", "d\n"]);
         assert_eq!(template.ask(&messages[..1]).expect("good"), "<user>a\n<assistant>");
     }
 
     #[test]
-    fn or_what_the_template_marks() {
+    fn with_marks_the_assistants_part_is_what_the_template_marks() {
         let source = "{%- for m in messages %}\n  {%- if m.role == 'assistant' %}\n    \
                       {%- generation -%}\n    {{ m.content + eos_token }}\n    \
                       {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n\
@@ -270,8 +276,8 @@ mod tests {
         let template = Template::new(source, specials).expect("good");
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        let Written { text, learnt } = template.write(&messages).expect("good");
-        let parts: Vec<&str> = learnt.into_iter().map(|range| &text[range]).collect();
+        let RenderedChat { text, assistant } = template.render_chat(&messages).expect("good");
+        let parts: Vec<&str> = assistant.into_iter().map(|range| &text[range]).collect();
         assert_eq!((text.as_str(), parts), ("[a]b</s>[c]d</s>", vec!["b</s>", "d</s>"]));
     }
 
@@ -284,17 +290,17 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_learnt_from_is_refused() {
+    fn chats_that_cannot_be_trained_on_are_refused() {
         let template = Template::new(PLAIN, Map::new()).expect("good");
-        let refused = |roles: &[(&str, &str)]| template.write(&chat(roles)).expect_err("bad");
+        let refused = |roles: &[(&str, &str)]| template.render_chat(&chat(roles)).expect_err("bad");
         assert!(refused(&[]).contains("empty"));
         assert!(refused(&[("user", "a")]).contains("unterminated"));
         assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
         let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
         let rewrites = Template::new(last, Map::new()).expect("good");
         let messages = chat(&[("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        assert!(rewrites.write(&messages).expect_err("bad").contains("{% generation %}"));
+        assert!(rewrites.render_chat(&messages).expect_err("bad").contains("{% generation %}"));
         let raises = Template::new("{{ raise_exception('no ' + 'way') }}", Map::new());
-        assert!(raises.expect("good").write(&messages).expect_err("bad").contains("no way"));
+        assert!(raises.expect("good").render_chat(&messages).expect_err("bad").contains("no way"));
     }
 }

@@ -1,17 +1,18 @@
-//! A directory for others, from a checkpoint or from where a model was loaded.
+//! Export: writes a model's directory for other programs, from a checkpoint or from the directory
+//! that a model was loaded from.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use super::carry::carry;
+use super::companions::copy_companions;
 use super::weights::weight_files;
 use crate::error::Error;
 
-/// Copies a model to a new directory, which is there whole or not at all; with the tokenizer's
-/// files of `tokenizer` where `from` has none.
+/// Copies a model to a new directory. The directory appears complete or not at all. Files of the
+/// tokenizer that `from` does not have are copied from `tokenizer`.
 ///
 /// # Errors
-/// `to` is there already; there is no model in `from`; a file cannot be copied.
+/// `to` exists and is not empty; there is no model in `from`; a file cannot be copied.
 pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Error> {
     let is_new = fs::read_dir(to).map_or(!to.exists(), |mut entries| entries.next().is_none());
     if !is_new {
@@ -33,7 +34,7 @@ pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Er
     names.extend(
         (names.len() > 2 || !from.join("model.safetensors").exists()).then(|| index.into()),
     );
-    // Beside its place, under a name that is nobody else's.
+    // The copy is made beside its place, under a name with this process's id, and then renamed.
     let to = &to.components().collect::<PathBuf>();
     let mut partial = to.clone().into_os_string();
     partial.push(format!(".l2l-{}", std::process::id()));
@@ -44,10 +45,10 @@ pub fn export(from: &Path, tokenizer: Option<&Path>, to: &Path) -> Result<(), Er
             fs::copy(from.join(name), partial.join(name))?;
             fs::File::open(partial.join(name))?.sync_all()?;
         }
-        tokenizer.map_or(Ok(()), |tokenizer| carry(tokenizer, partial))?;
-        carry(from, partial)?;
+        tokenizer.map_or(Ok(()), |tokenizer| copy_companions(tokenizer, partial))?;
+        copy_companions(from, partial)?;
         if to.exists() {
-            fs::remove_dir(to)?; // empty, as was seen
+            fs::remove_dir(to)?; // it is empty
         }
         fs::rename(partial, to)?;
         let parent = to.parent().filter(|parent| !parent.as_os_str().is_empty());

@@ -1,8 +1,9 @@
-//! Models as transformers writes them: `config.json` and `model.safetensors`.
+//! Models in transformers' format: `config.json`, `model.safetensors`, tokenizers and chat
+//! templates, read from a directory and written to one.
 
-mod carry;
 #[cfg(feature = "tokenizers")]
 mod chat;
+mod companions;
 mod config;
 mod export;
 #[cfg(not(feature = "tokenizers"))]
@@ -13,18 +14,19 @@ mod text;
 mod tokenizer;
 mod weights;
 
-pub(crate) use carry::carry;
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
+pub(crate) use companions::copy_companions;
 pub use config::{ends, labels};
 pub(crate) use config::{
-    label_names, let_read_bytes, name_labels, read_config, read_shape, reads_bytes, write_config,
+    label_names, mark_byte_tokens, read_config, read_shape, reads_bytes, set_label_names,
+    write_config,
 };
 pub use export::export;
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
 pub use shape::shape_of;
-pub use text::{Encoded, Message, Written};
+pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{load, load_states, save, save_states, tensor};

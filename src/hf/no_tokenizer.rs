@@ -1,25 +1,26 @@
-//! What stands for [`Tokenizer`] and chats in a library without the feature `tokenizers`.
+//! [`Tokenizer`] and [`Template`] in a library without the feature `tokenizers`: types of which
+//! there are no values, so that callers need no `cfg`.
 
 use std::convert::Infallible;
 use std::path::Path;
 
-use super::text::{Encoded, Message, Written};
+use super::text::{Encoded, Message, RenderedChat};
 use crate::error::Error;
 
-/// There is none.
+/// A tokenizer. There is none without the feature `tokenizers`.
 #[derive(Clone)]
 pub struct Tokenizer(Infallible);
 
-/// There is none.
+/// A chat template. There is none without the feature `tokenizers`.
 #[derive(Clone)]
 pub struct Template(Infallible);
 
-#[allow(missing_docs, clippy::missing_errors_doc, reason = "nobody can have one")]
+#[allow(missing_docs, clippy::missing_errors_doc, reason = "it has no values")]
 impl Tokenizer {
-    /// A directory's; `None` when it has no `tokenizer.json`.
+    /// `None`, when the directory has no `tokenizer.json`.
     ///
     /// # Errors
-    /// It has one.
+    /// The directory has one, which this library cannot read.
     pub fn open(directory: &Path) -> Result<Option<Tokenizer>, Error> {
         let path = directory.join("tokenizer.json");
         if !path.is_file() {
@@ -70,13 +71,13 @@ impl Tokenizer {
     }
 }
 
-#[allow(missing_docs, clippy::missing_errors_doc, reason = "nobody can have one")]
+#[allow(missing_docs, clippy::missing_errors_doc, reason = "it has no values")]
 impl Template {
     pub fn ask(&self, _: &[Message]) -> Result<String, String> {
         match self.0 {}
     }
 
-    pub fn write(&self, _: &[Message]) -> Result<Written, String> {
+    pub fn render_chat(&self, _: &[Message]) -> Result<RenderedChat, String> {
         match self.0 {}
     }
 }

@@ -1,4 +1,4 @@
-//! The shape of the model that a config names.
+//! The shape of the model that a config names: a preset or a directory, with the config's changes.
 
 use crate::config::{Config, Labels, Task};
 use crate::error::Error;
@@ -6,13 +6,13 @@ use crate::hf;
 use crate::kernels::HEAD_LIMIT;
 use crate::models::{Dropouts, Head, Shape, families};
 
-/// The shape of the model a config names.
+/// The shape of the model that a config names.
 ///
 /// # Errors
-/// The preset or path is unknown, or sizes contradict each other.
+/// The preset or path is unknown, or the sizes contradict each other.
 pub fn shape_of(config: &Config) -> Result<Shape, Error> {
     resolve(config).map_err(|error| match (error, &config.model.path) {
-        // A key that was not set is the model's own.
+        // The config did not set this key, so the value comes from the model's own config.json.
         (Error::Config { key, problem }, Some(path)) if !is_set(config, &key) => {
             let file = path.join("config.json");
             Error::bad_model(file.display(), format_args!("{key} {problem}"))
@@ -21,12 +21,13 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
     })
 }
 
-/// True when a config sets this key of its model.
+/// Whether a config sets this key of its model.
 fn is_set(config: &Config, key: &str) -> bool {
     let all = serde_json::to_value(&config.model).expect("a config is plain data");
     key.strip_prefix("model.").is_some_and(|key| !all[key].is_null())
 }
 
+/// Takes the shape of the preset or directory, and puts the config's own sizes in it.
 fn resolve(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
@@ -68,12 +69,13 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
             None => {}
         }
     }
-    // What follows from other sizes follows from those that were given.
+    // The head size follows from the sizes above, and the number of key-value heads changes with
+    // the heads where each head had its own.
     if model.hidden.is_some() || model.heads.is_some() {
         shape.head_size = shape.hidden / shape.heads.max(1);
     }
-    let shared = model.kv_heads.or(model.heads.filter(|_| shape.kv_heads == heads_before));
-    shape.kv_heads = shared.unwrap_or(shape.kv_heads);
+    let kv_heads = model.kv_heads.or(model.heads.filter(|_| shape.kv_heads == heads_before));
+    shape.kv_heads = kv_heads.unwrap_or(shape.kv_heads);
     if let Some(p) = model.dropout {
         shape.dropout =
             Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };
@@ -83,10 +85,10 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     Ok(shape)
 }
 
-/// What the config asks the model to predict, if its family can.
+/// The head for the task that the config asks for, if the model's family has it.
 fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let model = &config.model;
-    let of = |head: Head| match head {
+    let task_of = |head: Head| match head {
         Head::Tokens => Task::CausalLm,
         Head::Masked => Task::MaskedLm,
         Head::Classes { .. } => Task::SequenceClassification,
@@ -94,7 +96,7 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let tokens = if shape.causal { Head::Tokens } else { Head::Masked };
     let (own, labels) = match shape.head {
         Head::Classes { labels, .. } => (Task::SequenceClassification, labels),
-        _ => (of(tokens), 2),
+        _ => (task_of(tokens), 2),
     };
     let classes = !shape.names.class_out.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
@@ -105,19 +107,20 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         Task::SequenceClassification if classes => {
             Err(Error::config("model.labels", format_args!("is {labels}: it must be 1 to 1048576")))
         }
-        task if task == of(tokens) => Ok(tokens),
+        task if task == task_of(tokens) => Ok(tokens),
         task => {
-            let mut can = vec![of(tokens).name()];
-            can.extend(classes.then_some(Task::SequenceClassification.name()));
-            let (task, can, family) = (task.name(), can.join(" or "), shape.names.family);
+            let mut tasks = vec![task_of(tokens).name()];
+            tasks.extend(classes.then_some(Task::SequenceClassification.name()));
+            let (task, tasks, family) = (task.name(), tasks.join(" or "), shape.names.family);
             Err(Error::config(
                 "model.task",
-                format_args!("is {task:?}: a {family} model can only do {can}"),
+                format_args!("is {task:?}: a {family} model can only do {tasks}"),
             ))
         }
     }
 }
 
+/// Refuses sizes that are out of range or contradict each other.
 fn check_shape(shape: &Shape) -> Result<(), Error> {
     let Shape { layers, hidden, heads, intermediate, vocabulary, positions, .. } = *shape;
     let limit = |size: usize, most: usize| (1..=most).contains(&size);
@@ -137,8 +140,25 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
             return Err(Error::config(&format!("model.{name}"), problem));
         }
     }
-    let Shape { head_size, kv_heads, names, .. } = *shape;
-    // Families whose config.json names no head size cut the channels evenly.
+    check_heads(shape)?;
+    if shape.window.is_some_and(|(window, _)| window == 0) {
+        return Err(Error::config("model.sliding_window", "must be at least 1"));
+    }
+    if !(shape.norm_epsilon.is_finite() && shape.norm_epsilon > 0.0) {
+        return Err(Error::config("model.norm_epsilon", "must be above 0"));
+    }
+    let Dropouts { embedding, attention, projection, feed_forward, classifier } = shape.dropout;
+    let dropouts = [embedding, attention, projection, feed_forward, classifier];
+    if dropouts.iter().any(|p| !(0.0..1.0).contains(p)) {
+        return Err(Error::config("model.dropout", "must be in [0, 1)"));
+    }
+    Ok(())
+}
+
+/// Refuses heads that do not fit the hidden size, or key-value heads that do not fit the heads.
+fn check_heads(shape: &Shape) -> Result<(), Error> {
+    let Shape { hidden, heads, head_size, kv_heads, names, .. } = *shape;
+    // Where config.json does not name a head size, the heads share the channels evenly.
     let is_even = head_size * heads == hidden || names.has_head_size();
     if !is_even || head_size > HEAD_LIMIT || head_size == 0 {
         let problem = format_args!(
@@ -159,19 +179,6 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
             "of {head_size} channels cannot be rotated in pairs: the head size must be even"
         );
         return Err(Error::config("model.heads", problem));
-    }
-    if shape.window.is_some_and(|(window, _)| window == 0) {
-        return Err(Error::config("model.sliding_window", "must be at least 1"));
-    }
-    if !(shape.norm_epsilon.is_finite() && shape.norm_epsilon > 0.0) {
-        return Err(Error::config("model.norm_epsilon", "must be above 0"));
-    }
-    let Dropouts { embedding, attention, projection, feed_forward, classifier } = shape.dropout;
-    if [embedding, attention, projection, feed_forward, classifier]
-        .iter()
-        .any(|p| !(0.0..1.0).contains(p))
-    {
-        return Err(Error::config("model.dropout", "must be in [0, 1)"));
     }
     Ok(())
 }

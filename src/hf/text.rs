@@ -1,35 +1,36 @@
-//! Text on its way to tokens, as plain data.
+//! Messages, rendered chats and encoded text, as plain data.
 
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
-/// What somebody says.
+/// A message of a chat.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Message {
-    /// Who: `system`, `user`, `assistant`.
+    /// Who wrote it: `system`, `user` or `assistant`.
     pub role: String,
-    /// What.
+    /// Its text.
     pub content: String,
 }
 
-/// Text as tokens.
+/// A text as tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Encoded {
     /// Token ids.
     pub tokens: Vec<u32>,
-    /// The kind of each (`token_type_ids`).
+    /// The type of each token (`token_type_ids`).
     pub kinds: Vec<u8>,
-    /// The bytes of the text that each is of; nothing: added.
+    /// The first and last byte of the text that each token covers. Empty for special tokens that
+    /// the tokenizer added.
     pub spans: Vec<(usize, usize)>,
 }
 
-/// A chat as text.
+/// A chat as text, rendered by a chat template.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Written {
-    /// All of it.
+pub struct RenderedChat {
+    /// The whole text.
     pub text: String,
-    /// Bytes that the assistant wrote.
-    pub learnt: Vec<Range<usize>>,
+    /// The ranges of bytes that the assistant wrote.
+    pub assistant: Vec<Range<usize>>,
 }

@@ -1,4 +1,4 @@
-//! A directory's tokenizer: `tokenizer.json`, which tokens are special, and its chat template.
+//! The tokenizer of a directory: `tokenizer.json`, the special tokens, and the chat template.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -12,23 +12,25 @@ use super::chat::Template;
 use super::text::Encoded;
 use crate::error::Error;
 
-/// Text to tokens and back, as a directory says.
+/// Turns text into tokens and back, as the files of a directory say.
 #[derive(Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// Special tokens by their role (`eos_token`) and by id.
+    /// The ids of all special tokens.
     specials: BTreeSet<u32>,
+    /// The `eos_token`.
     end: Option<u32>,
+    /// The `mask_token`.
     mask: Option<u32>,
     template: Result<Option<Template>, String>,
     digest: String,
 }
 
 impl Tokenizer {
-    /// A directory's; `None` when it has no `tokenizer.json`.
+    /// Opens the tokenizer of a directory. `None` when it has no `tokenizer.json`.
     ///
     /// # Errors
-    /// A file of it cannot be read.
+    /// A file of the tokenizer cannot be read.
     pub fn open(directory: &Path) -> Result<Option<Tokenizer>, Error> {
         let path = directory.join("tokenizer.json");
         if !path.is_file() {
@@ -36,7 +38,7 @@ impl Tokenizer {
         }
         let refuse = |what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
         let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|error| refuse(&error))?;
-        // How long a sequence may be is the config's to say.
+        // The config says how long a sequence may be, and batches are padded elsewhere.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| refuse(&error))?;
         let named = special_tokens(directory)?;
@@ -47,7 +49,7 @@ impl Tokenizer {
             added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
         specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
         let (end, mask) = (role("eos_token"), role("mask_token"));
-        // A template that is broken matters to chats alone.
+        // Only chats need the template, so an error in it is reported when a chat is read.
         let template = Template::open(directory, &named).map_err(|error| error.to_string());
         let mut hasher = Sha256::new();
         for file in ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"] {
@@ -57,10 +59,10 @@ impl Tokenizer {
         Ok(Some(Tokenizer { specials, end, mask, template, digest, inner }))
     }
 
-    /// Text, or a pair of texts, as tokens: with special tokens, or without.
+    /// Encodes a text or a pair of texts, with special tokens if `specials`.
     ///
     /// # Errors
-    /// The tokenizer's.
+    /// The tokenizer fails.
     pub fn encode(
         &self,
         text: &str,
@@ -74,17 +76,18 @@ impl Tokenizer {
         Ok(as_encoded(&encoded.map_err(|error| error.to_string())?))
     }
 
-    /// The same with special tokens, cut to so many tokens: of a pair the longer text first.
+    /// Encodes a text or a pair of texts with special tokens, cut to at most `most` tokens. Of a
+    /// pair the longer text is cut first.
     ///
     /// # Errors
-    /// The tokenizer's; or they do not even hold the special tokens.
+    /// The tokenizer fails; or `most` leaves no room for text beside the special tokens.
     pub fn encode_cut(
         &self,
         text: &str,
         pair: Option<&str>,
         most: usize,
     ) -> Result<Encoded, String> {
-        // In steps of our own: the library cuts each text before it knows which is the longer.
+        // The library's own truncation cuts each text before it knows which one is longer.
         let plain = |text| self.inner.encode(text, false).map_err(|error| error.to_string());
         let (text, pair) = (plain(text)?, pair.map(plain).transpose()?);
         let added = self.inner.get_post_processor();
@@ -97,40 +100,40 @@ impl Tokenizer {
         Ok(as_encoded(&whole.map_err(|error| error.to_string())?))
     }
 
-    /// Tokens as text.
+    /// Decodes tokens, with special tokens if `with_specials`.
     pub fn decode(&self, tokens: &[u32], with_specials: bool) -> String {
         self.inner.decode(tokens, !with_specials).unwrap_or_default()
     }
 
-    /// Tokens there are, added ones too.
+    /// The number of tokens, added ones included.
     pub fn vocabulary(&self) -> usize {
         self.inner.get_vocab_size(true)
     }
 
-    /// True for a token that is no text.
+    /// Whether a token is special, which is not text.
     pub fn is_special(&self, token: u32) -> bool {
         self.specials.contains(&token)
     }
 
-    /// The token that ends a text.
+    /// The token that ends a text (`eos_token`).
     pub fn end(&self) -> Option<u32> {
         self.end
     }
 
-    /// The token that stands for one to be found.
+    /// The token that stands in place of a masked one (`mask_token`).
     pub fn mask(&self) -> Option<u32> {
         self.mask
     }
 
-    /// How chats are written, if the directory says so.
+    /// The chat template, if the directory has one.
     ///
     /// # Errors
-    /// What it says is no template.
+    /// The template cannot be parsed.
     pub fn template(&self) -> Result<Option<&Template>, String> {
         self.template.as_ref().map(Option::as_ref).map_err(Clone::clone)
     }
 
-    /// A SHA-256 of the files it was made of, in part.
+    /// The first 8 bytes of a SHA-256 of the tokenizer's files.
     pub fn digest(&self) -> &str {
         &self.digest
     }
@@ -141,6 +144,7 @@ impl Tokenizer {
     }
 }
 
+/// Tokens, types and spans of the library's encoding. Special tokens cover no text.
 fn as_encoded(encoded: &Encoding) -> Encoded {
     let added = encoded.get_special_tokens_mask().iter();
     let spans = encoded.get_offsets().iter().zip(added);
@@ -151,7 +155,8 @@ fn as_encoded(encoded: &Encoding) -> Encoded {
     }
 }
 
-/// Special tokens by their role, from where transformers keeps them.
+/// The special tokens by role (`eos_token`, `mask_token`), from the files in which transformers
+/// keeps them. The later file wins.
 fn special_tokens(directory: &Path) -> Result<Map<String, Value>, Error> {
     let mut named = Map::new();
     for file in ["special_tokens_map.json", "tokenizer_config.json"] {

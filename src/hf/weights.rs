@@ -1,7 +1,8 @@
-//! `model.safetensors` into blocks, and blocks into `model.safetensors`.
+//! Weights and optimizer states: read from safetensors files into the EPS, and written back.
 //!
-//! The vocabulary's tables are cut into tiles on the way in and joined on the way out; every other
-//! tensor is one of a block's. Checkpoints with and without the family's prefix are read.
+//! The embedding and the head are cut into tiles when they are read, and joined when they are
+//! written; every other tensor is one tensor of a block. Checkpoints may leave out the family's
+//! prefix of tensor names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -15,59 +16,66 @@ use memmap2::Mmap;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo, TensorView};
 
-use crate::eps::{Eps, Which};
+use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::{Model, tensor_ranges};
 
-/// A whole tensor of a file, and where its rows lie.
-struct Whole {
-    which: Which,
+/// A tensor of a file, and where its elements lie in the EPS.
+struct FileTensor {
+    part: BlockPart,
     shape: Vec<usize>,
-    /// Block, and range of its numbers.
-    parts: Vec<(BlockId, Range<usize>)>,
+    /// The tensor's rows, in order: a block, and a range of the block's part. More than one where
+    /// the tensor is cut into tiles.
+    pieces: Vec<(BlockId, Range<usize>)>,
 }
 
-impl Whole {
+impl FileTensor {
     fn bytes(&self) -> usize {
-        self.parts.iter().map(|(_, range)| range.len() * size_of::<f32>()).sum()
+        self.pieces.iter().map(|(_, range)| range.len() * size_of::<f32>()).sum()
     }
 }
 
 /// The tensors of a file, by name.
-type Wholes = BTreeMap<String, Whole>;
+type FileTensors = BTreeMap<String, FileTensor>;
 
-fn wholes(model: &Model, which: Which) -> Wholes {
-    let mut all = Wholes::new();
+/// The tensors of a model's parameters, or of one of the optimizer's states.
+fn file_tensors(model: &Model, part: BlockPart) -> FileTensors {
+    let mut all = FileTensors::new();
     for (block, tensors) in model.blocks.iter().enumerate() {
         for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let name = match which {
-                Which::Parameter => tensor.name.clone(),
-                Which::State(index) => format!("{}.state{index}", tensor.name),
+            let name = match part {
+                BlockPart::Parameters => tensor.name.clone(),
+                BlockPart::State(index) => format!("{}.state{index}", tensor.name),
             };
-            let empty = Whole { which, shape: tensor.shape.clone(), parts: Vec::new() };
-            let whole = all.entry(name).or_insert(empty);
-            if !whole.parts.is_empty() {
-                whole.shape[0] += tensor.shape[0];
+            let empty = FileTensor { part, shape: tensor.shape.clone(), pieces: Vec::new() };
+            let joined = all.entry(name).or_insert(empty);
+            if !joined.pieces.is_empty() {
+                joined.shape[0] += tensor.shape[0];
             }
-            whole.parts.push((BlockId(block as u32), range));
+            joined.pieces.push((BlockId(block as u32), range));
         }
     }
     all
 }
 
-/// The tensors of the optimizer's file.
-fn states(model: &Model, count: usize) -> Wholes {
-    (0..count).flat_map(|index| wholes(model, Which::State(index))).collect()
+/// The tensors of the optimizer's `count` states.
+fn state_tensors(model: &Model, count: usize) -> FileTensors {
+    (0..count).flat_map(|index| file_tensors(model, BlockPart::State(index))).collect()
 }
 
-/// Reads a directory's weights into the EPS; `begins`: a head of sequences that it has not keeps the
-/// numbers it was made with.
+/// Reads a directory's weights into the EPS. With `new_head` the files may lack the tensors of a
+/// classifier, which then keep their initial values: a pretrained model gets a new head.
 ///
 /// # Errors
-/// The file, and the tensors that are missing, too many or of another shape.
-pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps, begins: bool) -> Result<(), Error> {
+/// The file, and the tensors that are missing, unknown or of another shape.
+pub(crate) fn load(
+    directory: &Path,
+    model: &Model,
+    eps: &Eps,
+    new_head: bool,
+) -> Result<(), Error> {
     let files = weight_files(directory)?;
-    read(&files, &wholes(model, Which::Parameter), Some(model), eps, begins)
+    read(&files, &file_tensors(model, BlockPart::Parameters), Some(model), eps, new_head)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -75,10 +83,10 @@ pub(crate) fn load(directory: &Path, model: &Model, eps: &Eps, begins: bool) -> 
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &states(model, eps.states()), None, eps, false)
+    read(&[file.to_path_buf()], &state_tensors(model, eps.states()), None, eps, false)
 }
 
-/// A directory's files of weights: one, or those that an index names.
+/// The weight files of a directory: one, or those that an index names.
 pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
     let (index, single) =
         (directory.join("model.safetensors.index.json"), directory.join("model.safetensors"));
@@ -111,68 +119,76 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     }
 }
 
-/// Reads tensors from files, each mapped and not copied. `of`: the model whose names they have.
+/// Reads tensors from memory-mapped files into the EPS. `model`: the model that the files are of,
+/// whose family may have other names for the same tensors; `None` for files of l2l's own.
 fn read(
     files: &[PathBuf],
-    wholes: &Wholes,
-    of: Option<&Model>,
+    tensors: &FileTensors,
+    model: Option<&Model>,
     eps: &Eps,
-    begins: bool,
+    new_head: bool,
 ) -> Result<(), Error> {
     let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
     let mut maps = Vec::new();
     for path in files {
         let file = File::open(path).map_err(|error| refuse(path, &error))?;
-        // SAFETY: a file that somebody cuts short while it is read is not ours to defend against.
+        // SAFETY: the map is only read. Nothing protects it from another process that cuts the file
+        // short meanwhile; users are asked not to.
         maps.push(unsafe { Mmap::map(&file) }.map_err(|error| refuse(path, &error))?);
     }
-    let mut all = Vec::new();
+    let mut parsed = Vec::new();
     for (path, map) in files.iter().zip(&maps) {
-        all.push(SafeTensors::deserialize(map).map_err(|error| refuse(path, &error))?);
+        parsed.push(SafeTensors::deserialize(map).map_err(|error| refuse(path, &error))?);
     }
-    let prefix = of.map_or("", |model| model.shape.names.prefix);
-    let found = |name: &str| {
-        let short = name.strip_prefix(prefix).unwrap_or(name);
-        let named = |name: &str| all.iter().find_map(|tensors| tensors.tensor(name).ok());
-        let old = old_name(name);
-        let of_old = || named(&old).or_else(|| named(old.strip_prefix(prefix).unwrap_or(&old)));
-        named(name).or_else(|| named(short)).or_else(of_old)
+    let find = |name: &str| find(&parsed, name, prefix(model));
+    let keeps_initial = |name: &str| {
+        let Some(names) = model.map(|model| model.shape.names) else { return false };
+        let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
+        new_head && (is_in(names.class_dense) || is_in(names.class_out)) && find(name).is_none()
     };
-    // A head of sequences that the file has not begins at random, as it was made.
-    let is_fresh = |name: &str| {
-        let Some(names) = of.map(|model| model.shape.names) else { return false };
-        let is_of = |part: &str| !part.is_empty() && name.starts_with(part);
-        begins && (is_of(names.class_dense) || is_of(names.class_out)) && found(name).is_none()
-    };
-    let wholes = wholes.iter().filter(|(name, _)| !is_fresh(name)).collect::<BTreeMap<_, _>>();
-    check(&all, &wholes, of, &found).map_err(|what| refuse(&files[0], &what))?;
-    // Block by block, for a block on file is written as a whole.
+    let tensors: BTreeMap<_, _> = tensors.iter().filter(|(name, _)| !keeps_initial(name)).collect();
+    check(&parsed, &tensors, model, &find).map_err(|what| refuse(&files[0], &what))?;
+    // Block by block, because a block on file is written as a whole.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();
-    for (name, whole) in wholes {
+    for (name, tensor) in tensors {
         let mut from = 0;
-        for (block, range) in &whole.parts {
-            let parts = blocks.entry((*block, whole.which)).or_default();
-            parts.push((name, range.clone(), from));
+        for (block, range) in &tensor.pieces {
+            let pieces = blocks.entry((*block, tensor.part)).or_default();
+            pieces.push((name, range.clone(), from));
             from += range.len();
         }
     }
-    for ((block, which), parts) in blocks {
-        eps.write_with(block, which, |values| {
-            for (name, range, from) in parts {
-                decode(&mut values[range], &found(name).expect("it was checked"), from);
+    for ((block, part), pieces) in blocks {
+        eps.write_with(block, part, |values| {
+            for (name, range, from) in pieces {
+                decode(&mut values[range], &find(name).expect("check() found it"), from);
             }
         })?;
-        // What was read need not stay in memory.
+        // Pages that were read need not stay in memory.
         #[cfg(target_os = "linux")]
         for map in &maps {
-            // SAFETY: it is of a file, from which the pages come again.
+            // SAFETY: the map is of a file and is not written to, so the system reads the same
+            // pages again when they are next used.
             let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
     }
     Ok(())
 }
 
-/// What a norm's tensor was called in checkpoints of the first BERT.
+/// The prefix of tensor names that checkpoints of a model may leave out.
+fn prefix(model: Option<&Model>) -> &'static str {
+    model.map_or("", |model| model.shape.names.prefix)
+}
+
+/// Finds a tensor in files by its name, with or without the prefix, or by its old name.
+fn find<'t>(files: &[SafeTensors<'t>], name: &str, prefix: &str) -> Option<TensorView<'t>> {
+    let old = old_name(name);
+    let short = |name| str::strip_prefix(name, prefix).unwrap_or(name);
+    let names = [name, short(name), &old, short(&old)];
+    names.iter().find_map(|name| files.iter().find_map(|file| file.tensor(name).ok()))
+}
+
+/// The name that the tensor of a norm has in the first BERT's checkpoints.
 fn old_name(name: &str) -> String {
     match name.rsplit_once("LayerNorm.") {
         Some((before, "weight")) => format!("{before}LayerNorm.gamma"),
@@ -181,9 +197,9 @@ fn old_name(name: &str) -> String {
     }
 }
 
-/// What a checkpoint may hold beside a model's parameters: buffers, heads of other tasks, and what
-/// is tied.
-fn is_spare(name: &str, model: &Model) -> bool {
+/// Whether a checkpoint may hold this tensor, although the model does not have it: buffers, heads
+/// of other tasks, and copies of tied tensors. Such tensors are not read.
+fn is_ignored(name: &str, model: &Model) -> bool {
     const ENDS: [&str; 5] = [
         ".attn.bias",
         ".attn.masked_bias",
@@ -193,10 +209,10 @@ fn is_spare(name: &str, model: &Model) -> bool {
     ];
     const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
     let names = model.shape.names;
-    // A head of tokens, in front of a model that scores sequences.
-    let of_tokens = [names.transform, names.transform_norm, names.head_bias, names.head];
-    let is_of_tokens = |part: &str| !part.is_empty() && name.starts_with(part);
-    if !model.shape.scores_tokens() && of_tokens.iter().any(|part| is_of_tokens(part)) {
+    // The LM head of the pretrained model that a classifier starts from.
+    let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
+    let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
+    if !model.shape.scores_tokens() && lm_head.iter().any(|layer| is_in(layer)) {
         return true;
     }
     ENDS.iter().any(|end| name.ends_with(end))
@@ -204,18 +220,19 @@ fn is_spare(name: &str, model: &Model) -> bool {
         || (model.shape.tied && name == names.head)
 }
 
+/// Refuses files that lack a tensor, have one too many, or one of another shape or dtype.
 fn check<'t>(
     files: &[SafeTensors<'_>],
-    wholes: &BTreeMap<&String, &Whole>,
-    of: Option<&Model>,
-    found: &impl Fn(&str) -> Option<TensorView<'t>>,
+    tensors: &BTreeMap<&String, &FileTensor>,
+    model: Option<&Model>,
+    find: &impl Fn(&str) -> Option<TensorView<'t>>,
 ) -> Result<(), String> {
     let (mut problems, mut missing) = (Vec::new(), Vec::new());
-    for (name, whole) in wholes {
-        match found(name) {
+    for (name, tensor) in tensors {
+        match find(name) {
             None => missing.push(format!("{name} is missing")),
-            Some(view) if view.shape() != whole.shape => {
-                let (expected, found) = (&whole.shape, view.shape());
+            Some(view) if view.shape() != tensor.shape => {
+                let (expected, found) = (&tensor.shape, view.shape());
                 problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
             }
             Some(view) if !matches!(view.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) => {
@@ -226,13 +243,13 @@ fn check<'t>(
         }
     }
     problems.append(&mut missing);
-    let prefix = of.map_or("", |model| model.shape.names.prefix);
-    let names = wholes.keys().flat_map(|name| [name.to_string(), old_name(name)]);
+    let prefix = prefix(model);
+    let names = tensors.keys().flat_map(|name| [name.to_string(), old_name(name)]);
     let known: BTreeSet<String> = names
         .flat_map(|name| [name.strip_prefix(prefix).unwrap_or(&name).to_string(), name.clone()])
         .collect();
     for name in files.iter().flat_map(|tensors| tensors.names()) {
-        if !known.contains(name) && !of.is_some_and(|model| is_spare(name, model)) {
+        if !known.contains(name) && !model.is_some_and(|model| is_ignored(name, model)) {
             problems.push(format!("{name} is in the file and not in the model"));
         }
     }
@@ -244,31 +261,30 @@ fn check<'t>(
     }
 }
 
-/// Elements `from..` of a tensor, as f32.
+/// Fills `to` with a tensor's elements from `from` on, as f32.
 fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     fn each<const N: usize>(
         to: &mut [f32],
         bytes: &[u8],
         from: usize,
-        of: impl Fn([u8; N]) -> f32,
+        as_f32: impl Fn([u8; N]) -> f32,
     ) {
         for (to, bytes) in to.iter_mut().zip(bytes[from * N..].chunks_exact(N)) {
-            *to = of(bytes.try_into().expect("N bytes"));
+            *to = as_f32(bytes.try_into().expect("N bytes"));
         }
     }
     match view.dtype() {
         Dtype::F32 => each(to, view.data(), from, f32::from_le_bytes),
         Dtype::F16 => each(to, view.data(), from, |b| f16::from_le_bytes(b).to_f32()),
         Dtype::BF16 => each(to, view.data(), from, |b| bf16::from_le_bytes(b).to_f32()),
-        _ => unreachable!("it was checked"),
+        _ => unreachable!("check() refuses other dtypes"),
     }
 }
 
-/// Bytes of a file of weights at most, as transformers cuts them.
+/// The most bytes of a weight file: transformers' default size of a shard.
 const SHARD_BYTES: usize = 5_000_000_000;
 
-/// Writes the EPS's weights to a directory's `model.safetensors`, or to several
-/// and an index.
+/// Writes the masters to a directory: to `model.safetensors`, or to several files and an index.
 ///
 /// # Errors
 /// A file cannot be written.
@@ -277,14 +293,16 @@ pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Err
 }
 
 fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Result<(), Error> {
-    let (mut shards, mut bytes, mut all) = (vec![Wholes::new()], 0, 0);
-    for (name, whole) in wholes(model, Which::Parameter) {
-        let len = whole.bytes();
-        if bytes > 0 && bytes + len > most {
-            (bytes, _) = (0, shards.push(Wholes::new()));
+    let (mut shards, mut shard_bytes, mut total_bytes) = (vec![FileTensors::new()], 0, 0);
+    for (name, tensor) in file_tensors(model, BlockPart::Parameters) {
+        let bytes = tensor.bytes();
+        if shard_bytes > 0 && shard_bytes + bytes > most {
+            shards.push(FileTensors::new());
+            shard_bytes = 0;
         }
-        (bytes, all) = (bytes + len, all + len);
-        shards.last_mut().expect("there is one").insert(name, whole);
+        shard_bytes += bytes;
+        total_bytes += bytes;
+        shards.last_mut().expect("there is one").insert(name, tensor);
     }
     let count = shards.len();
     if count == 1 {
@@ -296,7 +314,7 @@ fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Re
         map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
         write(&directory.join(file), shard, eps)?;
     }
-    let index = serde_json::json!({ "metadata": { "total_size": all }, "weight_map": map });
+    let index = serde_json::json!({ "metadata": { "total_size": total_bytes }, "weight_map": map });
     let path = directory.join("model.safetensors.index.json");
     let text = serde_json::to_string_pretty(&index).expect("it is plain JSON");
     let written = std::fs::write(&path, text).and_then(|()| File::open(&path)?.sync_all());
@@ -308,33 +326,23 @@ fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Re
 /// # Errors
 /// The file cannot be written.
 pub(crate) fn save_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    write(file, states(model, eps.states()), eps)
+    write(file, state_tensors(model, eps.states()), eps)
 }
 
-/// Whole or not at all, and on the disk when it returns: a file that was there stays until then. A
-/// part of a block at a time passes through memory.
-fn write(path: &Path, wholes: Wholes, eps: &Eps) -> Result<(), Error> {
+/// Writes tensors to a file. The file appears complete or not at all, and is on the disk when this
+/// returns; a file of that name stays until then. One part of a block at a time passes through
+/// memory.
+fn write(path: &Path, tensors: FileTensors, eps: &Eps) -> Result<(), Error> {
     let partial = path.with_extension("safetensors.partial");
     let failed = |error: String| Error::bad_model(path.display(), error);
     let io = |error: io::Error| Error::storage(path.display(), error);
     let mut file = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(io)?);
-    let mut end = 0;
-    let tensors = wholes.iter().map(|(name, whole)| {
-        let begin = end;
-        end += whole.bytes();
-        let (dtype, shape, data_offsets) = (Dtype::F32, whole.shape.clone(), (begin, end));
-        (name.clone(), TensorInfo { dtype, shape, data_offsets })
-    });
-    let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    let header = Metadata::new(Some(about), tensors.collect());
-    let header = header.map_err(|error| failed(error.to_string()))?;
-    let mut header = serde_json::to_vec(&header).map_err(|error| failed(error.to_string()))?;
-    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    let header = header(&tensors).map_err(failed)?;
     file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io)?;
     file.write_all(&header).map_err(io)?;
-    for whole in wholes.values() {
-        for (block, range) in &whole.parts {
-            let written = eps.read_with(*block, whole.which, |values| {
+    for tensor in tensors.values() {
+        for (block, range) in &tensor.pieces {
+            let written = eps.read_with(*block, tensor.part, |values| {
                 let mut values = values[range.clone()].iter();
                 values.try_for_each(|value| file.write_all(&value.to_le_bytes()))
             })?;
@@ -345,23 +353,39 @@ fn write(path: &Path, wholes: Wholes, eps: &Eps) -> Result<(), Error> {
     file.sync_all().and_then(|()| std::fs::rename(&partial, path)).map_err(io)
 }
 
-/// Sizes and values of a parameter.
+/// The header of a safetensors file, padded to a multiple of 8 bytes.
+fn header(tensors: &FileTensors) -> Result<Vec<u8>, String> {
+    let mut end = 0;
+    let infos = tensors.iter().map(|(name, tensor)| {
+        let begin = end;
+        end += tensor.bytes();
+        let (dtype, shape, data_offsets) = (Dtype::F32, tensor.shape.clone(), (begin, end));
+        (name.clone(), TensorInfo { dtype, shape, data_offsets })
+    });
+    let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
+    let header = Metadata::new(Some(about), infos.collect()).map_err(|error| error.to_string())?;
+    let mut header = serde_json::to_vec(&header).map_err(|error| error.to_string())?;
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    Ok(header)
+}
+
+/// Reads a parameter by name: its shape and its values.
 ///
 /// # Errors
-/// There is none of this name, or it cannot be read.
+/// The model has no tensor of this name, or it cannot be read.
 pub(crate) fn tensor(
     name: &str,
     model: &Model,
     eps: &Eps,
 ) -> Result<(Vec<usize>, Vec<f32>), Error> {
-    let whole = wholes(model, Which::Parameter).remove(name);
-    let whole =
-        whole.ok_or_else(|| Error::argument(format_args!("the model has no tensor {name:?}")))?;
+    let tensor = file_tensors(model, BlockPart::Parameters).remove(name);
+    let tensor =
+        tensor.ok_or_else(|| Error::argument(format_args!("the model has no tensor {name:?}")))?;
     let mut all = Vec::new();
-    for (block, range) in &whole.parts {
-        eps.read_with(*block, whole.which, |values| all.extend_from_slice(&values[range.clone()]))?;
+    for (block, range) in &tensor.pieces {
+        eps.read_with(*block, tensor.part, |values| all.extend_from_slice(&values[range.clone()]))?;
     }
-    Ok((whole.shape, all))
+    Ok((tensor.shape, all))
 }
 
 #[cfg(test)]

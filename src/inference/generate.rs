@@ -113,7 +113,7 @@ impl Generator {
                 Writing { index, past: 0, last: 0, written: 0, dice }
             })
             .collect();
-        let mut batch = Batch::to_continue(prompts);
+        let mut batch = Batch::for_generation(prompts);
         while !writing.is_empty() {
             let lengths = batch.lengths.clone();
             let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
@@ -145,7 +145,8 @@ impl Generator {
             }
             let mut goes_on = goes_on.into_iter();
             writing.retain(|_| goes_on.next() == Some(true));
-            batch = Batch::to_continue(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
+            batch =
+                Batch::for_generation(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
         }
         Ok(())
     }

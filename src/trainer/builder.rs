@@ -11,7 +11,7 @@ use super::Trainer;
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Config, EpsTier, Labels};
 use crate::engine::Engine;
-use crate::eps::{self, Eps, FileTier, Folder, Found};
+use crate::eps::{self, Eps, FileTier, Folder, StateOnFile};
 use crate::error::Error;
 use crate::hf;
 use crate::hf::shape_of;
@@ -150,10 +150,10 @@ impl Builder {
             None => serde_json::Value::Null,
         };
         if config.model.path.is_none() {
-            hf::let_read_bytes(&mut came_with);
+            hf::mark_byte_tokens(&mut came_with);
         }
         if let Some(Labels::Names(names)) = &config.model.labels {
-            hf::name_labels(&mut came_with, names);
+            hf::set_label_names(&mut came_with, names);
         }
         let mut progress = Progress::default();
         let run = Identity {
@@ -186,7 +186,7 @@ impl Builder {
             (None, None, _) => worker.eps().randomise(config.step.seed)?,
         }
         if let Some(file) = worker.eps().file() {
-            file.remember(checkpoint::remembered(run, &progress));
+            file.set_run(checkpoint::remembered(run, &progress));
             file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
         }
         let engine = Engine::start(config.clone(), worker, progress.step)?;
@@ -242,7 +242,7 @@ fn open_eps(
     resume: &Option<PathBuf>,
     goes_on: bool,
     is_trial: bool,
-) -> Result<(Eps, Option<Found>), Error> {
+) -> Result<(Eps, Option<StateOnFile>), Error> {
     let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
     let dtype = config.device.dtype;
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
@@ -256,8 +256,8 @@ fn open_eps(
         let file = FileTier::unnamed(path, model, true, states, region).map_err(refused)?;
         return Ok((Eps::on_file(model, states, file).published_as(dtype), None));
     }
-    let folder = Folder::take(path).map_err(refused)?;
-    let found = match folder.found() {
+    let folder = Folder::lock(path).map_err(refused)?;
+    let found = match folder.state() {
         Ok(found) => found,
         Err(_) if resume.is_some() => None, // a checkpoint takes its place
         Err(error) => return Err(refused(error)),
@@ -298,7 +298,7 @@ fn layers(model: &Model) -> Vec<(bool, bool)> {
 pub fn state_on_file(config: &Config) -> Result<Option<u64>, Error> {
     let path = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
     let Some(path) = path else { return Ok(None) };
-    let found = eps::found(path);
+    let found = eps::state_in(path);
     let refused = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
     Ok(found.map_err(refused)?.map(|found| found.step))
 }

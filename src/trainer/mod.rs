@@ -102,7 +102,7 @@ impl Trainer {
         self.refresh();
         let is_best = self.progress.note(loss);
         if let Some(file) = self.worker().eps().file() {
-            file.remember(checkpoint::remembered(self.identity(), &self.progress));
+            file.set_run(checkpoint::remembered(self.identity(), &self.progress));
         }
         is_best
     }

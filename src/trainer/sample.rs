@@ -40,7 +40,7 @@ impl Trainer {
         let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(sampling, 0));
         for _ in 0..count {
             let view = tokens.len().min(self.plan.positions);
-            let batch = Batch::to_continue(&[&tokens[tokens.len() - view..]]);
+            let batch = Batch::for_generation(&[&tokens[tokens.len() - view..]]);
             let logits = self.run(batch, Purpose::Score).await?.logits;
             tokens.push(dice.draw(&logits));
         }

@@ -84,7 +84,7 @@ impl Worker {
         let device = devices::open(config, &model, floats, overhead, &threads)?;
         let memory = Memory::new(&plan, &*device)?;
         if eps.file().is_none() {
-            eps.memory().places(|masters| device.pin(masters));
+            eps.memory().pin_masters(|masters| device.pin(masters));
         }
         let used = Arc::<Used>::default();
         let host = HostSide::new(config, &plan, rule, eps, &threads)?;

@@ -76,7 +76,7 @@ impl Subject for Small {
             Some(folder) => {
                 // A relay that was dropped may have its file a little longer.
                 let nth = self.made.fetch_add(1, Relaxed).to_string();
-                let folder = Folder::take(&folder.path().join(nth)).expect("a place for files");
+                let folder = Folder::lock(&folder.path().join(nth)).expect("a place for files");
                 let file = FileTier::open(folder, &model, 2, |_| true, false);
                 Eps::on_file(&model, 2, file.expect("a place for files"))
             }

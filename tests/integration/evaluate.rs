@@ -21,7 +21,8 @@ fn config(name: &str) -> Config {
 }
 
 async fn evaluated(config: &Config) -> Evaluation {
-    let data = Dataset::open_aside(config, &shape_of(config).expect("good")).expect("committed");
+    let data =
+        Dataset::open_validation(config, &shape_of(config).expect("good")).expect("committed");
     let mut evaluator = Evaluator::start(config.clone()).expect("good");
     let found = evaluator.evaluate(data.in_order(config.step.batch, u64::MAX)).await;
     evaluator.stop().await.expect("a clean end");
@@ -33,7 +34,7 @@ async fn it_is_what_training_looks_at() {
     for name in ["tied", "llama", "qwen3", "bert", "bert-classes", "bert-value", "distilbert"] {
         let config = config(name);
         let shape = shape_of(&config).expect("good");
-        let data = Dataset::open_aside(&config, &shape).expect("committed");
+        let data = Dataset::open_validation(&config, &shape).expect("committed");
         let mut trainer = Trainer::start(config.clone()).expect("good");
         let looked = trainer.evaluate(data.in_order(7, u64::MAX)).await.expect("good batches");
         trainer.stop().await.expect("a clean end");

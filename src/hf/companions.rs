@@ -1,5 +1,5 @@
-//! Copies the other files of a transformers directory (tokenizer, chat template), so that a written
-//! model is used as the one that was read.
+//! The other files of a model's directory (tokenizer, chat template, generation settings). They
+//! are copied to each directory that is written, so that it can be used as the one that was read.
 
 use std::fs;
 use std::io;
@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// What transformers looks for beside `config.json` and the weights.
+/// The files that transformers looks for beside `config.json` and the weights.
 const FILES: [&str; 12] = [
     "added_tokens.json",
     "chat_template.jinja",
@@ -25,8 +25,8 @@ const FILES: [&str; 12] = [
     "vocab.txt",
 ];
 
-/// Copies those that are there.
-pub(crate) fn carry(from: &Path, to: &Path) -> io::Result<()> {
+/// Copies those of the files that exist, and waits until they are on the disk.
+pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
     for file in FILES.iter().filter(|file| from.join(file).is_file()) {
         fs::copy(from.join(file), to.join(file))?;
         fs::File::open(to.join(file))?.sync_all()?;
@@ -34,10 +34,10 @@ pub(crate) fn carry(from: &Path, to: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Refuses a directory whose `tokenizer.json` has tokens that the model does not know.
+/// Refuses a directory whose `tokenizer.json` has tokens outside the model's vocabulary.
 ///
 /// # Errors
-/// It has; or it is no JSON.
+/// It has such a token; or the file is no JSON.
 pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(), Error> {
     let path = directory.join("tokenizer.json");
     if !path.is_file() {
@@ -48,7 +48,7 @@ pub(crate) fn check_tokenizer(directory: &Path, vocabulary: usize) -> Result<(),
     let all: Value = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
     let named = all["model"]["vocab"].as_object().into_iter().flatten();
     let named = named.filter_map(|(_, id)| id.as_u64());
-    // Unigram models list their tokens; a token's id is its place.
+    // Unigram models list their tokens; a token's id is its index in the list.
     let listed = all["model"]["vocab"].as_array().map(|list| list.len() as u64);
     let listed = listed.and_then(|count| count.checked_sub(1));
     let added = all["added_tokens"].as_array().into_iter().flatten();

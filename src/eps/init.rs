@@ -1,13 +1,14 @@
-//! How a model begins: random weights from a seed, block by block.
+//! Initial weights: random numbers from a seed, block by block.
 
 use l2l_actors::schedule::BlockId;
 
-use super::{Eps, Which};
+use super::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::{Init, tensor_ranges};
 use crate::random;
 
-/// A small counter-based generator: weights depend on seed, block, tensor and place alone.
+/// The random numbers of one tensor. Its state is a function of the seed, the block and the tensor,
+/// so a weight does not depend on the order in which tensors are filled.
 struct Draws(u64);
 
 impl Draws {
@@ -15,12 +16,12 @@ impl Draws {
         random::next(&mut self.0)
     }
 
-    /// In (0, 1].
+    /// A number in (0, 1], so that its logarithm is finite.
     fn uniform(&mut self) -> f64 {
         ((self.next() >> 11) + 1) as f64 / (1_u64 << 53) as f64
     }
 
-    /// Two standard normals (Box and Muller 1958).
+    /// Two numbers of the standard normal distribution (Box and Muller 1958).
     fn normals(&mut self) -> [f64; 2] {
         let radius = (-2.0 * self.uniform().ln()).sqrt();
         let angle = 2.0 * std::f64::consts::PI * self.uniform();
@@ -29,18 +30,18 @@ impl Draws {
 }
 
 impl Eps {
-    /// Fills every block from a seed.
+    /// Gives every tensor its initial values, from a seed.
     ///
     /// # Errors
-    /// The file cannot be written.
+    /// The file under the EPS cannot be written.
     pub(crate) fn randomise(&self, seed: u64) -> Result<(), Error> {
         for (index, tensors) in self.tensors.iter().enumerate() {
-            self.write_with(BlockId(index as u32), Which::Parameter, |parameters| {
+            self.write_with(BlockId(index as u32), BlockPart::Parameters, |parameters| {
                 for (number, (tensor, range)) in
                     tensors.iter().zip(tensor_ranges(tensors)).enumerate()
                 {
                     let stream = (index as u64) << 32 | number as u64;
-                    begin(&mut parameters[range], tensor.init, seed, stream);
+                    initialise(&mut parameters[range], tensor.init, seed, stream);
                 }
             })?;
         }
@@ -48,8 +49,8 @@ impl Eps {
     }
 }
 
-/// One tensor's numbers.
-fn begin(values: &mut [f32], init: Init, seed: u64, stream: u64) {
+/// Fills a tensor with its initial values. `stream` identifies the tensor.
+fn initialise(values: &mut [f32], init: Init, seed: u64, stream: u64) {
     match init {
         Init::Zeros => values.fill(0.0),
         Init::Ones => values.fill(1.0),
