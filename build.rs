@@ -1,4 +1,5 @@
-//! Gathers the built-in corpus: the project's own source and documentation, in order of names.
+//! Builds the built-in corpus: the project's own source and documentation, concatenated in the
+//! order of the files' names.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +7,7 @@ use std::path::{Path, PathBuf};
 fn main() {
     let root = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR").expect("cargo sets it"));
     let mut files = Vec::new();
-    // A packaged crate has no folder of the other crate: its corpus is smaller.
+    // A packaged crate does not contain the crate in `actors`, so its corpus is smaller.
     for name in ["README.md", "ARCHITECTURE.md", "docs", "src", "actors", "tests"] {
         if root.join(name).exists() {
             println!("cargo::rerun-if-changed={name}");

@@ -1,12 +1,13 @@
-//! What the system says of this machine and this process: memory, limits, cores.
+//! What the operating system reports about this machine and this process: memory, limits, cores.
 //!
-//! Rates are measured where the measured thing is: products in [`devices`](crate::devices), updates
-//! in [`optimizers`](crate::optimizers), the disk in [`eps`](crate::eps).
+//! Rates are measured in the room of the thing that is measured: matrix products in
+//! [`devices`](crate::devices), updates in [`optimizers`](crate::optimizers), the disk in
+//! [`eps`](crate::eps).
 
 use std::fs;
 use std::path::Path;
 
-/// Bytes that a line of one of the system's tables says.
+/// The number of kibibytes in the line that begins with `label`, in bytes.
 fn kibibytes(file: &str, label: &str) -> Option<u64> {
     let text = fs::read_to_string(file).ok()?;
     let line = text.lines().find(|line| line.starts_with(label))?;
@@ -14,23 +15,23 @@ fn kibibytes(file: &str, label: &str) -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
-/// Bytes that are in this process's memory, where the system tells.
+/// Bytes of this process that are in memory. `None` where the system does not report it.
 pub fn resident_memory() -> Option<u64> {
     kibibytes("/proc/self/status", "VmRSS:")
 }
 
-/// Bytes of memory the machine has.
+/// Bytes of memory that the machine has.
 pub fn total_memory() -> Option<u64> {
     kibibytes("/proc/meminfo", "MemTotal:")
 }
 
-/// Bytes this process can still have: what the machine has free, its control groups and its own limits
-/// allow.
+/// Bytes that this process can still allocate: the least of what the machine has free, what its
+/// control groups allow and what its own limits allow.
 pub fn available_memory() -> Option<u64> {
     memory_limit().map(|(bytes, _)| bytes)
 }
 
-/// The same, with what it is that allows so little, to be told in front of a size.
+/// The same, with the name of the limit, as words that stand before a size in a message.
 pub(crate) fn memory_limit() -> Option<(u64, &'static str)> {
     let machine = kibibytes("/proc/meminfo", "MemAvailable:");
     let machine = machine.map(|bytes| (bytes, "this machine has free"));
@@ -48,23 +49,23 @@ pub(crate) fn memory_limit() -> Option<(u64, &'static str)> {
     machine.into_iter().chain(group).chain(data).chain(space).min_by_key(|(bytes, _)| *bytes)
 }
 
-/// Bytes that control groups allow, this process's own and those above it.
+/// Bytes that this process's control group, and all groups above it, still allow.
 fn group_memory() -> Option<u64> {
     let groups = fs::read_to_string("/proc/self/cgroup").ok()?;
     let number = |folder: &Path, file: &str| -> Option<u64> {
         fs::read_to_string(folder.join(file)).ok()?.trim().parse().ok()
     };
-    // What the system's cache has of files makes way for whoever needs it.
+    // Pages of the file cache count as used, but the system frees them when memory is needed.
     let cached = |folder: &Path, label: &str| -> Option<u64> {
         let text = fs::read_to_string(folder.join("memory.stat")).ok()?;
         let line = text.lines().find_map(|line| line.strip_prefix(label))?;
         line.trim().parse().ok()
     };
-    let left = |folder: &Path, [most, used, file]: [&str; 3]| {
+    let left = |folder: &Path, [limit, used, file]: [&str; 3]| {
         let used = number(folder, used)?.saturating_sub(cached(folder, file).unwrap_or(0));
-        Some(number(folder, most)?.saturating_sub(used))
+        Some(number(folder, limit)?.saturating_sub(used))
     };
-    let of_line = |line: &str| {
+    let left_in_line = |line: &str| {
         let mut fields = line.splitn(3, ':').skip(1);
         let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
         let (root, files) = if controllers.is_empty() {
@@ -80,44 +81,45 @@ fn group_memory() -> Option<u64> {
         let above = own.ancestors().take_while(|folder| folder.starts_with(root));
         above.filter_map(|folder| left(folder, files)).min()
     };
-    groups.lines().filter_map(of_line).min()
+    groups.lines().filter_map(left_in_line).min()
 }
 
-/// Bytes that a file in a folder may still take.
+/// Free bytes of the file system that a folder is on.
 pub(crate) fn free_disk(folder: &Path) -> Option<u64> {
-    let found = rustix::fs::statvfs(folder).ok()?;
-    Some(found.f_bavail.saturating_mul(found.f_frsize))
+    let about = rustix::fs::statvfs(folder).ok()?;
+    Some(about.f_bavail.saturating_mul(about.f_frsize))
 }
 
-/// What the system says of this process.
+/// What the system reports about this process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Process {
-    /// Time of all cores that it used.
+    /// CPU time it used, summed over all cores.
     pub cpu_seconds: f64,
-    /// Bytes of it that are in memory.
+    /// Bytes that are in memory.
     pub resident_bytes: u64,
     /// Bytes of its address space.
     pub virtual_bytes: u64,
-    /// When it began, by the world's clock.
+    /// When it started, in seconds since 1970 (Unix time).
     pub start_seconds: f64,
-    /// Files it has open.
+    /// The number of open files.
     pub open_files: u64,
-    /// Files it may have open.
+    /// The most files that it may have open.
     pub most_files: u64,
-    /// Its threads.
+    /// The number of threads.
     pub threads: u64,
 }
 
-/// This process, where the system tells: on Linux, `/proc`.
+/// What the system reports about this process. `None` on systems without `/proc`.
 pub fn process() -> Option<Process> {
-    /// Ticks a second, of all that `/proc` tells in ticks.
+    /// The unit of times in `/proc`: ticks per second.
     const TICKS: f64 = 100.0;
     let stat = fs::read_to_string("/proc/self/stat").ok()?;
-    // What comes behind the program's name, which may have anything in it: field 3 and on.
+    // Fields from the third on. The second is the program's name in parentheses, which may contain
+    // spaces and parentheses itself.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
-    let of_system = fs::read_to_string("/proc/stat").ok()?;
-    let booted = of_system.lines().find_map(|line| line.strip_prefix("btime "))?;
+    let system = fs::read_to_string("/proc/stat").ok()?;
+    let booted = system.lines().find_map(|line| line.strip_prefix("btime "))?;
     let booted: f64 = booted.trim().parse().ok()?;
     let limits = fs::read_to_string("/proc/self/limits").ok()?;
     let files = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
@@ -132,12 +134,12 @@ pub fn process() -> Option<Process> {
     })
 }
 
-/// Cores this process may use.
+/// The number of cores that this process may use.
 pub fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, |cores| cores.get())
 }
 
-/// The vector instructions that loops run with here.
+/// The name of the vector instructions that loops use on this processor.
 pub fn vector_instructions() -> &'static str {
     crate::simd::Level::best().name()
 }

@@ -1,4 +1,5 @@
-//! Small generators, where a few numbers are drawn from a seed: weights, orders, tokens.
+//! Small generators of random numbers from a seed, for initial weights, data order and masks.
+//! (Dropout has its own, which also runs on devices.)
 
 /// The next number of a stream: SplitMix64 (Steele et al. 2014).
 pub(crate) fn next(state: &mut u64) -> u64 {
@@ -12,20 +13,21 @@ fn mix(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// The next number of a stream, even in [0, 1).
+/// The next number of a stream, uniform in [0, 1).
 pub(crate) fn unit(state: &mut u64) -> f64 {
     (next(state) >> 11) as f64 / (1_u64 << 53) as f64
 }
 
-/// A number that belongs to this key of this seed.
+/// A random number that is a function of a seed and a key.
 pub(crate) fn keyed(seed: u64, key: u64) -> u64 {
     mix(seed ^ mix(key.wrapping_add(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// Where `index` of `count` stands in the shuffle of a key: a permutation, without a table.
+/// The place of `index` in a random permutation of `0..count`, which is a function of the key. It
+/// needs no table.
 ///
-/// A Feistel network (Luby and Rackoff 1988) permutes the next power of four; what falls outside
-/// walks on until it falls inside.
+/// A Feistel network (Luby and Rackoff 1988) permutes `0..n`, where n is the next power of four. A
+/// place that is not below `count` is permuted again until it is (cycle walking).
 pub(crate) fn shuffled(key: u64, count: u64, index: u64) -> u64 {
     debug_assert!(index < count);
     let half = (u64::BITS - count.saturating_sub(1).leading_zeros()).div_ceil(2).max(1);
@@ -34,8 +36,8 @@ pub(crate) fn shuffled(key: u64, count: u64, index: u64) -> u64 {
     loop {
         let (mut left, mut right) = (at >> half, at & mask);
         for round in 0..4 {
-            let turned = keyed(key.wrapping_add(round), right) & mask;
-            (left, right) = (right, left ^ turned);
+            let mixed = keyed(key.wrapping_add(round), right) & mask;
+            (left, right) = (right, left ^ mixed);
         }
         at = left << half | right;
         if at < count {
@@ -49,18 +51,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_shuffle_meets_each_once_and_differs_by_key() {
+    fn a_shuffle_is_a_permutation_and_differs_by_key() {
         for count in [1, 2, 3, 10, 64, 65, 1000] {
             for key in 0..3 {
-                let mut met: Vec<u64> = (0..count).map(|i| shuffled(key, count, i)).collect();
-                met.sort_unstable();
-                assert!(met.into_iter().eq(0..count), "{count} {key}");
+                let mut places: Vec<u64> = (0..count).map(|i| shuffled(key, count, i)).collect();
+                places.sort_unstable();
+                assert!(places.into_iter().eq(0..count), "{count} {key}");
             }
         }
         let order = |key| (0..1000).map(|i| shuffled(key, 1000, i)).collect::<Vec<_>>();
         assert_ne!(order(1), order(2));
-        // Neighbours are torn apart: a third of the way on average, were it random.
-        let apart: u64 = order(1).windows(2).map(|pair| pair[0].abs_diff(pair[1])).sum();
-        assert!((300..370).contains(&(apart / 999)), "{apart}");
+        // The mean distance of neighbours in a random order is a third of the count.
+        let distances: u64 = order(1).windows(2).map(|pair| pair[0].abs_diff(pair[1])).sum();
+        assert!((300..370).contains(&(distances / 999)), "{distances}");
     }
 }

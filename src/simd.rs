@@ -1,15 +1,15 @@
-//! Which vector instructions loops are compiled for, chosen at run time.
+//! Vector instructions, chosen at run time.
 //!
-//! A loop is written once, plainly; [`Level::run`] has it compiled three times (its closure must be
-//! `#[inline(always)]`, or it is compiled once, for what every processor has). None of the three
-//! contracts or reorders float operations, so they give the same bits.
+//! A loop is written once, in plain Rust. [`Level::run`] has the compiler make one version for each
+//! level. (The closure must be `#[inline(always)]`; otherwise there is only the portable version.)
+//! No version contracts or reorders float operations, so all give the same bits.
 
 use pulp::NullaryFnOnce;
 
 /// A set of vector instructions that this processor has.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Level {
-    /// What every processor of the architecture has.
+    /// The instructions that every processor of the architecture has.
     Portable,
     /// AVX2 and FMA.
     #[cfg(target_arch = "x86_64")]
@@ -20,7 +20,7 @@ pub(crate) enum Level {
 }
 
 impl Level {
-    /// Every level this processor has, the best last.
+    /// All levels that this processor has. The best is the last.
     pub(crate) fn all() -> Vec<Level> {
         let mut levels = vec![Level::Portable];
         #[cfg(target_arch = "x86_64")]
@@ -31,12 +31,12 @@ impl Level {
         levels
     }
 
-    /// The best this processor has.
+    /// The best level that this processor has.
     pub(crate) fn best() -> Level {
         Level::all().pop().expect("every processor has the portable level")
     }
 
-    /// Its name.
+    /// The name of the level in reports.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Level::Portable => "portable",
@@ -47,7 +47,7 @@ impl Level {
         }
     }
 
-    /// Runs a loop compiled for this level.
+    /// Runs a loop in the version for this level.
     #[inline(always)]
     pub(crate) fn run<R>(self, body: impl FnOnce() -> R) -> R {
         struct Body<F>(F);

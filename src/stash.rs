@@ -1,9 +1,9 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
-//! A boundary reuses the place of one of the same size that was read for the last time by an earlier
-//! visit of the device. No lock is needed: a visit's outputs are downloaded after the visit ran, and
-//! the visit ran after all inputs of the visits before it had arrived. A boundary that the host
-//! reads (loss, scatter) keeps its place for the whole step.
+//! A boundary reuses the place of one of the same size that was read for the last time by an
+//! earlier visit of the device. No lock is needed: a visit's outputs are downloaded after the visit
+//! ran, and the visit ran after all inputs of the visits before it had arrived. A boundary that the
+//! host reads (loss, scatter) keeps its place for the whole step.
 //!
 //! A boundary may be *packed*: its elements are rounded to bf16 (`tensor::packed`).
 

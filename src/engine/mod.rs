@@ -1,8 +1,8 @@
 //! The engine: a ring and its lanes, which run one step after another.
 //!
-//! A step trains, evaluates, encodes, scores or generates: its [`Purpose`] decides which schedule it
-//! walks. The engine keeps the last schedule of each kind, counts the steps that began, and reports
-//! what a step came to as an [`Outcome`]. Training and inference are both built on it.
+//! The [`Purpose`] of a step (train, evaluate, encode, score, generate) decides its schedule. The
+//! engine keeps the last schedule of each kind, counts the steps that began, and gives the result
+//! of a step as an [`Outcome`]. Training and inference are both built on it.
 
 mod report;
 
@@ -30,40 +30,42 @@ pub(crate) struct Engine {
     pub(crate) plan: Arc<Plan>,
     relay: Relay<ThreadLanes<Worker>>,
     lanes: Arc<ThreadLanes<Worker>>,
-    /// The last schedule that did not train, and the last that did.
-    schedules: [Option<Kept>; 2],
-    /// Steps of the ring that are accounted for.
+    /// The last schedule of a step that does not train, and the last of one that does.
+    schedules: [Option<CachedSchedule>; 2],
+    /// The number of steps of the ring that began and are counted.
     begun: Version,
-    /// Training steps that began, those before this run included.
+    /// The number of training steps that began, those before this run included.
     trained: u64,
-    /// The purpose of the step that was handed to the ring last, until it is accounted for.
+    /// The purpose of the step that the ring was given last, until the step is counted.
     pending: Option<Purpose>,
-    /// Whether the step that began last trains.
+    /// Whether the last step that began trains.
     last_trained: bool,
+    /// The number of visits of all steps.
     visits: u64,
 }
 
-/// A schedule and the steps it is for.
-struct Kept {
+/// A schedule, and the shape of the steps that it is for.
+struct CachedSchedule {
     shape: StepShape,
     schedule: Schedule,
 }
 
-/// What a step came to.
+/// The result of a step.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Outcome {
-    /// The mean loss of the labelled positions.
+    /// The mean loss over the labelled positions.
     pub(crate) loss: f64,
-    /// The global gradient norm, of a training step.
+    /// The global gradient norm of a training step.
     pub(crate) norm: f64,
-    /// Logits of each labelled position, or scores of each sequence, of a step that scores.
+    /// The logits of each labelled position, or of each sequence, if the step scores.
     pub(crate) logits: Vec<f32>,
-    /// What the head read, of a step that encodes.
+    /// The hidden states that the head reads, if the step encodes.
     pub(crate) hidden: Vec<f32>,
 }
 
 impl Engine {
-    /// Starts lanes and actors on the caller's tokio. `trained`: training steps before this run.
+    /// Starts the lanes' threads, and the actors on the caller's tokio runtime. `trained` is the
+    /// number of training steps before this run.
     ///
     /// # Errors
     /// The system gives no threads.
@@ -90,32 +92,32 @@ impl Engine {
         })
     }
 
-    /// Runs one step. `cache`: the KV cache slot of each sequence, of a step that generates.
+    /// Runs one step. `cache` has the KV cache slot of each sequence, if the step generates.
     ///
     /// # Errors
-    /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
+    /// The batch does not fit the plan or the model, and nothing was done; or the ring failed.
     pub(crate) async fn run(
         &mut self,
         batch: Batch,
         purpose: Purpose,
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
-        self.account();
+        self.count_step();
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape =
             StepShape { sequences: batch.lengths.len(), positions: batch.positions, purpose };
-        let kept = &mut self.schedules[usize::from(purpose.trains())];
-        if kept.as_ref().is_none_or(|kept| kept.shape != shape) {
+        let cached = &mut self.schedules[usize::from(purpose.trains())];
+        if cached.as_ref().is_none_or(|cached| cached.shape != shape) {
             let states = self.plan.states;
             let schedule = schedule_of(&self.config, &self.model, shape, states)?;
-            *kept = Some(Kept { shape, schedule });
+            *cached = Some(CachedSchedule { shape, schedule });
         }
-        let Kept { schedule, .. } = kept.as_ref().expect("it was just made");
+        let CachedSchedule { schedule, .. } = cached.as_ref().expect("it was just made");
         self.visits += schedule.visits.len() as u64;
         self.pending = Some(purpose);
         let input = StepInput { batch, purpose, trained: self.trained, cache };
         let resolved = self.relay.step(schedule, input).await;
-        self.account();
+        self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
         self.worker().resolved(end);
         let resolved = resolved.map_err(|error| self.in_training_steps(error))?;
@@ -123,8 +125,9 @@ impl Engine {
         Ok(Outcome { loss: resolved.loss, norm: resolved.norm, logits, hidden })
     }
 
-    /// Counts the step that was handed over last, if it has begun: also when its future was dropped.
-    fn account(&mut self) {
+    /// Counts the step that the ring was given last, if it began. A step that began is counted also
+    /// when its future was dropped.
+    fn count_step(&mut self) {
         if self.relay.begun() > self.begun {
             self.begun = self.relay.begun();
             self.last_trained = self.pending.is_some_and(Purpose::trains);
@@ -133,12 +136,12 @@ impl Engine {
         self.pending = None;
     }
 
-    /// An error of the ring, which counts all its steps, said in training steps.
+    /// Converts an error of the ring, which counts steps of all purposes, to training steps.
     fn in_training_steps(&self, error: l2l_actors::Error) -> Error {
         use l2l_actors::Error::Failed;
         match error {
             Failed { cause, integrity: Integrity::Whole(version) } => {
-                // The model is whole as of the last step, or of the one before it.
+                // The model is in the state after the last step, or after the step before it.
                 let undone = u64::from(version < self.begun && self.last_trained);
                 let integrity = Integrity::Whole(self.trained - undone);
                 Error::Ring(Failed { cause, integrity })
@@ -147,27 +150,27 @@ impl Engine {
         }
     }
 
-    /// Training steps that began, as far as is known: see [`Engine::refresh`].
+    /// The number of training steps that began, as of the last step or [`Engine::refresh`].
     pub(crate) fn trained(&self) -> u64 {
         self.trained
     }
 
     /// Counts a step whose future was dropped after it began.
     pub(crate) fn refresh(&mut self) {
-        self.account();
+        self.count_step();
     }
 
-    /// Steps of the ring that began, whatever their purpose.
+    /// The number of steps that began, of all purposes.
     pub(crate) fn begun(&self) -> Version {
         self.begun
     }
 
-    /// Visits of the device and the host until now.
+    /// The number of visits until now, of the device and of the host.
     pub(crate) fn visits(&self) -> u64 {
         self.visits
     }
 
-    /// The lanes' clock.
+    /// The time on the lanes' clock.
     pub(crate) fn now(&self) -> Duration {
         self.lanes.now()
     }
@@ -177,22 +180,23 @@ impl Engine {
         self.lanes.work()
     }
 
-    /// Looks at the ring from outside, also after its end.
+    /// Observes the ring from outside, also after its end.
     pub(crate) fn observer(&self) -> Observer {
         self.relay.observer()
     }
 
-    /// Waits for every update.
+    /// Waits until every update is done.
     ///
     /// # Errors
     /// The ring failed.
     pub(crate) async fn settle(&mut self) -> Result<(), Error> {
         let settled = self.relay.settle().await;
-        self.account();
+        self.count_step();
         settled.map_err(|error| self.in_training_steps(error))
     }
 
-    /// Waits for every update and ends all threads and tasks; what is left is the work behind them.
+    /// Waits until every update is done, and ends all threads and tasks. The returned lanes still
+    /// hold the worker with the model.
     ///
     /// # Errors
     /// The ring failed.
@@ -202,7 +206,7 @@ impl Engine {
     }
 }
 
-/// The ring of a model's plan.
+/// The config of the ring for a model's plan.
 pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Duration>) -> RingConfig {
     RingConfig {
         pools: plan.pools,

@@ -1,67 +1,67 @@
-//! What is reported of each step, and of a whole run.
+//! Reports of a step and of a whole run.
 
-/// What a step did.
+/// The report of a training step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
-    /// Its number, from 1.
+    /// The number of the step. The first is 1.
     pub step: u64,
-    /// Mean loss over the labelled positions of the batch.
+    /// The mean loss over the labelled positions of the batch.
     pub loss: f64,
     /// The global gradient norm, before clipping.
     pub grad_norm: f64,
-    /// The step's learning rate.
+    /// The learning rate of the step.
     pub learning_rate: f64,
-    /// Input tokens, without padding.
+    /// The number of input tokens, without padding.
     pub tokens: usize,
-    /// See [`Model::training_flops`](crate::models::Model::training_flops).
+    /// The model FLOPs, as [`Model::training_flops`](crate::models::Model::training_flops) counts.
     pub model_flops: f64,
-    /// From the end of the step before, or the start, to its end.
+    /// The time from the end of the step before (or the start of the run) to the end of this one.
     pub seconds: f64,
-    /// Time in which the compute lane stood still.
+    /// The time in which the compute lane stood idle.
     pub exposed_wait_seconds: f64,
-    /// What it would be faster without.
+    /// What delayed the step most.
     pub bottleneck: Bottleneck,
-    /// The most bytes of the device that were in use.
+    /// The most bytes of device memory in use.
     pub device_peak_bytes: u64,
 }
 
-/// What held a step up most.
+/// What delayed a step most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Bottleneck {
-    /// Kernels: nothing else was waited for, or hardly.
+    /// The kernels: the compute lane hardly waited.
     Compute,
     /// Transfers to the device.
     Upload,
-    /// Transfers from it.
+    /// Transfers from the device.
     Download,
-    /// The host's gathers and sums, or the ring itself.
+    /// Gathers and sums on the host, or the ring itself.
     Host,
-    /// Updates.
+    /// Updates of the weights.
     Update,
-    /// The disk: checkpoints, or the file under the EPS.
+    /// The disk: checkpoints, or the EPS on file.
     Disk,
 }
 
 impl Bottleneck {
-    /// Its name in events and on pages.
+    /// The name in events and on pages.
     pub fn name(self) -> &'static str {
         ["compute", "upload", "download", "host", "update", "disk"][self as usize]
     }
 }
 
-/// What a run did.
+/// The report of a whole run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Summary {
-    /// Steps, with those before a checkpoint that was resumed from.
+    /// The number of training steps, those before a resumed checkpoint included.
     pub steps: u64,
-    /// Seconds, with the last updates.
+    /// The duration of the run, the last updates included.
     pub seconds: f64,
     /// SHA-256 of the masters in block order.
     pub weights_digest: String,
-    /// Visits of the device and the host.
+    /// The number of visits, of the device and of the host.
     pub visits: u64,
-    /// Bytes to the device.
+    /// Bytes that were uploaded to the device.
     pub bytes_uploaded: u64,
-    /// Bytes from the device.
+    /// Bytes that were downloaded from the device.
     pub bytes_downloaded: u64,
 }

@@ -210,8 +210,8 @@ impl FileTier {
         FileTier::new(file, Some(path), places, index, Some(lock))
     }
 
-    /// An unnamed file in a folder, which leaves nothing behind: for a trial run, or for a model that
-    /// is not trained, which needs only one copy of each block.
+    /// An unnamed file in a folder, which leaves nothing behind: for a trial run, or for a model
+    /// that is not trained, which needs only one copy of each block.
     ///
     /// # Errors
     /// The disk is full.

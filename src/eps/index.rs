@@ -36,7 +36,8 @@ pub(super) struct Index {
     pub(super) layout: String,
     /// All blocks, by their ids.
     pub(super) blocks: Vec<Entry>,
-    /// The state of the run beside its blocks (progress, identity), as the checkpoint room writes it.
+    /// The state of the run beside its blocks (progress, identity), as the checkpoint room writes
+    /// it.
     pub(super) run: Value,
 }
 

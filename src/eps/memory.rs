@@ -1,4 +1,5 @@
-//! The EPS in memory. Every access is a lease: a lock on one block, which must have a given version.
+//! The EPS in memory. Every access is a lease: a lock on one block, which must have a given
+//! version.
 //!
 //! The ring orders all accesses to a block. So a lock that is already taken is a bug in the ring,
 //! and the access panics instead of waiting.

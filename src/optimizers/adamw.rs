@@ -1,25 +1,27 @@
-//! AdamW (Loshchilov and Hutter 2019): Adam with decoupled weight decay, in PyTorch's order of
-//! operations.
+//! AdamW (Loshchilov and Hutter 2019): Adam with decoupled weight decay. The order of operations is
+//! PyTorch's.
 
 use rayon::prelude::*;
 
 use super::{CHUNK, SplitMasters, Update, UpdateRule};
 use crate::models::{Kind, Tensor, tensor_ranges};
 
-/// Decoupled weight decay; two moments a parameter.
+/// AdamW's hyperparameters. It keeps two states a parameter: the first and the second moment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AdamW {
-    /// Decay of the two moments.
+    /// The decay rates β₁ and β₂ of the moments.
     pub betas: (f64, f64),
-    /// Added to the root of the second moment.
+    /// ε, which is added to the root of the second moment.
     pub epsilon: f64,
-    /// Decay of parameters, times the learning rate.
+    /// The decay of parameters, as a share of the learning rate.
     pub weight_decay: f64,
-    /// Tensors that do not decay: kinds (`bias`, `norm`), or patterns of names with `*`.
+    /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or names with `*` for any
+    /// text.
     pub no_decay: Vec<String>,
 }
 
 impl AdamW {
+    /// Whether a tensor has weight decay.
     fn decays(&self, tensor: &Tensor) -> bool {
         !self.no_decay.iter().any(|pattern| match pattern.as_str() {
             "bias" => tensor.kind == Kind::Bias,
@@ -30,7 +32,7 @@ impl AdamW {
     }
 }
 
-/// True when the name is the pattern, whose `*` stand for anything.
+/// Whether a name matches a pattern, in which `*` stands for any text.
 fn matches(pattern: &str, name: &str) -> bool {
     let Some((before, after)) = pattern.split_once('*') else { return pattern == name };
     name.strip_prefix(before).is_some_and(|rest| {
@@ -40,47 +42,54 @@ fn matches(pattern: &str, name: &str) -> bool {
     })
 }
 
-/// Factors of one update, as f32.
+/// The factors of one update of a tensor, rounded to f32. t is the number of updates, this one
+/// included; η is the learning rate and λ the weight decay.
 #[derive(Clone, Copy)]
 struct Factors {
-    /// 1 − β₁, β₂ and 1 − β₂.
-    new1: f32,
+    /// 1 − β₁.
+    one_minus_beta1: f32,
+    /// β₂.
     beta2: f32,
-    new2: f32,
+    /// 1 − β₂.
+    one_minus_beta2: f32,
+    /// η ÷ (1 − β₁ᵗ): the learning rate with the first moment's bias correction.
     rate: f32,
+    /// √(1 − β₂ᵗ): the second moment's bias correction.
     root_of_bias2: f32,
+    /// ε.
     epsilon: f32,
-    keep: f32,
+    /// 1 − ηλ: the share of the parameter that weight decay leaves.
+    shrink: f32,
+    /// The factor of the gradient.
     scale: f32,
 }
 
 impl Factors {
-    /// Moves the moments; where the parameter moves to.
+    /// Updates the moments m and v of a parameter p from its gradient g, and gives the new p.
     #[inline(always)]
-    fn moved(self, p: f32, m: &mut f32, v: &mut f32, g: f32) -> f32 {
-        let Factors { new1, beta2, new2, rate, root_of_bias2, epsilon, keep, scale } = self;
-        let g = g * scale;
-        *m += (g - *m) * new1;
-        *v = *v * beta2 + g * g * new2;
-        p * keep - rate * (*m / (v.sqrt() / root_of_bias2 + epsilon))
+    fn updated(self, p: f32, m: &mut f32, v: &mut f32, g: f32) -> f32 {
+        let g = g * self.scale;
+        *m += (g - *m) * self.one_minus_beta1;
+        *v = *v * self.beta2 + g * g * self.one_minus_beta2;
+        p * self.shrink - self.rate * (*m / (v.sqrt() / self.root_of_bias2 + self.epsilon))
     }
 }
 
 impl AdamW {
-    /// Of a tensor.
+    /// The factors of this update of a tensor.
     fn factors(&self, tensor: &Tensor, update: Update) -> Factors {
         let (beta1, beta2) = self.betas;
         let count = (update.step + 1) as f64;
         let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
         let decay = if self.decays(tensor) { self.weight_decay } else { 0.0 };
         Factors {
-            new1: (1.0 - beta1) as f32,
+            one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
-            new2: (1.0 - beta2) as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
             rate: (update.learning_rate / bias1) as f32,
             root_of_bias2: bias2.sqrt() as f32,
             epsilon: self.epsilon as f32,
-            keep: (1.0 - update.learning_rate * decay) as f32,
+            shrink: (1.0 - update.learning_rate * decay) as f32,
             scale: update.scale,
         }
     }
@@ -111,7 +120,7 @@ impl UpdateRule for AdamW {
                     #[inline(always)]
                     || {
                         for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {
-                            *p = factors.moved(*p, m, v, g);
+                            *p = factors.updated(*p, m, v, g);
                         }
                     },
                 );
@@ -143,8 +152,12 @@ impl UpdateRule for AdamW {
                     || {
                         let p = published.iter_mut().zip(remainder);
                         for ((((published, remainder), m), v), &g) in p.zip(m).zip(v).zip(g) {
-                            let p =
-                                factors.moved(SplitMasters::join(*published, *remainder), m, v, g);
+                            let p = factors.updated(
+                                SplitMasters::join(*published, *remainder),
+                                m,
+                                v,
+                                g,
+                            );
                             (*published, *remainder) = SplitMasters::split(p);
                         }
                     },
@@ -168,9 +181,9 @@ mod tests {
         Tensor { name: name.into(), shape: vec![len], kind, init: Init::Zeros, joined: false }
     }
 
-    /// The paper's algorithm 2 in f64.
+    /// Compares every level with the paper's algorithm 2 in f64.
     #[test]
-    fn it_is_the_plain_one_on_every_level() {
+    fn every_level_agrees_with_the_paper() {
         let tensors = [tensor("w", Kind::Weight, 20), tensor("b", Kind::Bias, 3)];
         let no_decay = vec!["bias".to_string()];
         let rule = AdamW { betas: (0.9, 0.99), epsilon: 1e-8, weight_decay: 0.1, no_decay };

@@ -1,4 +1,5 @@
-//! Update rules: what a gradient does to a block. No lanes, no tasks: mathematics on slices.
+//! Update rules: how a gradient changes a block. Plain mathematics on slices, which knows nothing
+//! of lanes and tasks.
 
 mod adamw;
 mod rate;
@@ -15,28 +16,33 @@ pub use split::SplitMasters;
 use crate::models::{Tensor, tensor_ranges};
 use crate::simd::Level;
 
-/// Elements one task takes, and one partial sum: by shape, never by threads.
+/// The elements of one parallel task and of one partial sum. It does not depend on the number of
+/// threads, so sums do not either.
 const CHUNK: usize = 16384;
 
-/// What an update depends on beside the gradient.
+/// The arguments of an update, beside the gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct Update {
-    /// Updates of the block before this one.
+    /// The number of updates that the block had before this one.
     pub step: u64,
-    /// The step's learning rate.
+    /// The learning rate of the step.
     pub learning_rate: f64,
-    /// What the gradient is multiplied by: less than 1 when it was clipped.
+    /// The factor of the gradient. It is below 1 when the gradient is clipped.
     pub scale: f32,
-    /// Vector instructions.
+    /// The vector instructions to use.
     pub(crate) level: Level,
 }
 
-/// A rule in two phases: measure the gradient, apply it.
+/// An update rule, in two phases: measure the gradient, then apply it. Implement it to train with
+/// an optimizer of your own.
+///
+/// All slices hold the tensors of one block, where [`tensor_ranges`] says.
 pub trait UpdateRule: Send + Sync {
-    /// States it keeps beside each parameter.
+    /// The number of states that the rule keeps for each parameter (AdamW: 2).
     fn states(&self) -> usize;
 
-    /// Sum of squares of a block's gradient, in f64 over fixed chunks.
+    /// The sum of squares of a block's gradient, in f64 over fixed chunks. The gradient norm of a
+    /// step is the root of the sum over all blocks.
     fn measure(&self, tensors: &[Tensor], gradient: &[f32]) -> f64 {
         let squares = |chunk: &[f32]| chunk.iter().map(|&g| f64::from(g) * f64::from(g)).sum();
         let mut sum = 0.0;
@@ -47,7 +53,7 @@ pub trait UpdateRule: Send + Sync {
         sum
     }
 
-    /// Moves a block's parameters and states.
+    /// Updates a block's parameters and states in place.
     fn apply(
         &self,
         tensors: &[Tensor],
@@ -57,9 +63,10 @@ pub trait UpdateRule: Send + Sync {
         update: Update,
     );
 
-    /// The same for [split masters](SplitMasters), which a device of bf16 has. A rule that updates
-    /// each number by itself overrides it. For others the masters are unpacked, into as many floats as
-    /// [`unpacked_len`](UpdateRule::unpacked_len) says.
+    /// The same for [split masters](SplitMasters), which a model has on a device of bf16.
+    ///
+    /// This implementation joins the masters into `unpacked`, applies the rule, and splits them
+    /// again. A rule that updates each parameter by itself (AdamW) overrides it, and needs no copy.
     fn apply_split(
         &self,
         tensors: &[Tensor],
@@ -75,8 +82,8 @@ pub trait UpdateRule: Send + Sync {
         split.split_from(masters);
     }
 
-    /// Floats that [`apply_split`](UpdateRule::apply_split) unpacks masters into, for blocks of at most
-    /// so many parameters.
+    /// The length of `unpacked` that [`apply_split`](UpdateRule::apply_split) needs, for blocks of
+    /// at most so many parameters.
     fn unpacked_len(&self, parameters: usize) -> usize {
         parameters
     }

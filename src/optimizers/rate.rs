@@ -1,41 +1,42 @@
-//! Learning-rate schedules: warm-up, then a shape.
+//! Learning-rate schedules: a linear warm-up, then one of four shapes.
 
-/// What the rate does behind the warm-up.
+/// How the learning rate changes after the warm-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decay {
-    /// Stays.
+    /// It stays at the peak.
     Constant,
-    /// Falls in a line to the minimum.
+    /// It falls linearly to the minimum.
     Linear,
-    /// Falls along half a cosine to the minimum (Loshchilov and Hutter 2017).
+    /// It falls along half a cosine to the minimum (Loshchilov and Hutter 2017).
     Cosine,
-    /// Stays for nine tenths of the run, then falls in a line (warm-up, stable, decay).
+    /// It stays at the peak, and falls linearly to the minimum over the last tenth of the steps
+    /// after the warm-up (warm-up, stable, decay).
     Wsd,
 }
 
-/// The rate of each step.
+/// The learning rate of each step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LearningRate {
-    /// At its highest.
+    /// The highest rate, at the end of the warm-up.
     pub peak: f64,
-    /// At its end.
+    /// The rate at the end of the run.
     pub minimum: f64,
-    /// Steps in which it rises from 0.
+    /// The number of steps of the warm-up, in which the rate rises linearly from 0.
     pub warmup: u64,
-    /// Steps of the run.
+    /// The number of steps of the run.
     pub steps: u64,
-    /// Its shape.
+    /// The shape after the warm-up.
     pub decay: Decay,
 }
 
 impl LearningRate {
-    /// The rate of a step, counted from 0.
+    /// The learning rate of a step. The first step is 0.
     pub fn at(&self, step: u64) -> f64 {
         if step < self.warmup {
             return self.peak * (step + 1) as f64 / self.warmup as f64;
         }
-        let behind = self.steps.saturating_sub(self.warmup).max(1) as f64;
-        let passed = ((step - self.warmup) as f64 / behind).min(1.0);
+        let steps_after_warmup = self.steps.saturating_sub(self.warmup).max(1) as f64;
+        let passed = ((step - self.warmup) as f64 / steps_after_warmup).min(1.0);
         let share = match self.decay {
             Decay::Constant => return self.peak,
             Decay::Linear => 1.0 - passed,

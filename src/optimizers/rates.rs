@@ -1,4 +1,4 @@
-//! How fast this machine updates parameters.
+//! Measures how fast this machine updates parameters.
 
 use std::time::Instant;
 
@@ -9,8 +9,8 @@ use crate::error::Error;
 use crate::models::{Init, Kind, Tensor};
 use crate::simd::Level;
 
-/// Bytes a second that an update of parameters moves on so many threads (a += b over arrays far
-/// larger than caches): the best of a few.
+/// Measures the memory bandwidth that an update can use: bytes per second of `a += b` over arrays
+/// much larger than caches, on so many threads. The best of five runs.
 ///
 /// # Errors
 /// The system gives no threads.
@@ -34,8 +34,9 @@ pub fn stream_bytes_per_second(threads: usize) -> Result<f64, Error> {
     Ok((3 * FLOATS * size_of::<f32>()) as f64 / best)
 }
 
-/// Bytes a second that AdamW's update moves on so many threads, of blocks far larger than caches: 28 a
-/// parameter, with masters as f32 or split. The best of a few.
+/// Measures AdamW: bytes per second that an update of a block much larger than caches moves, on so
+/// many threads. A parameter takes 28 bytes, with f32 masters and with split ones. The best of five
+/// runs.
 ///
 /// # Errors
 /// The system gives no threads.

@@ -1,27 +1,27 @@
-//! Split masters: each f32 master as two 16-bit halves, the published bf16 and the bits that it leaves.
-//! A device that computes in bf16 is sent the published half as it lies there. Both halves give the
-//! master back, to the bit, in as many bytes.
+//! Split masters: each f32 master is stored as two 16-bit halves, the published bf16 and the
+//! remainder. A device that computes in bf16 is sent the published halves without a conversion.
+//! Both halves together give the master back to the bit, and take no more bytes than an f32.
 //!
-//! That holds because the published half is rounded to nearest, ties away from zero: then the
-//! remaining bits are a signed 16-bit number. (With ties to even they would need one bit more.) A
-//! master that is NaN comes back as NaN, perhaps of other bits.
+//! This works because the published half is rounded to nearest with ties away from zero: then the
+//! remainder is a signed 16-bit number. (With ties to even it would need one bit more.) A master
+//! that is NaN is given back as NaN, perhaps with other bits.
 
 use half::bf16;
 use rayon::prelude::*;
 
 use super::CHUNK;
 
-/// The two halves of a block's masters.
+/// The split masters of a block.
 #[derive(Debug)]
 pub struct SplitMasters<'a> {
-    /// The published half.
+    /// The published half of each master.
     pub published: &'a mut [bf16],
-    /// The bits that it leaves.
+    /// The remainder of each master: its bits less those of the published half, as an integer.
     pub remainder: &'a mut [i16],
 }
 
 impl<'a> SplitMasters<'a> {
-    /// A master's published half, and the bits that it leaves.
+    /// Splits a master into its published half and its remainder.
     #[inline(always)]
     pub fn split(master: f32) -> (bf16, i16) {
         let bits = master.to_bits();
@@ -31,14 +31,15 @@ impl<'a> SplitMasters<'a> {
         (bf16::from_bits(published), remainder)
     }
 
-    /// The master.
+    /// Joins a published half and its remainder into the master.
     #[inline(always)]
     pub fn join(published: bf16, remainder: i16) -> f32 {
         let upper = u32::from(published.to_bits()) << 16;
         f32::from_bits(upper.wrapping_add_signed(i32::from(remainder)))
     }
 
-    /// The halves of as many masters as `place` has floats, an even number.
+    /// The split masters stored in `place`, as many as it has floats: first all published halves,
+    /// then all remainders. The number must be even.
     pub fn of(place: &'a mut [f32]) -> SplitMasters<'a> {
         let (published, remainder) = place.split_at_mut(place.len() / 2);
         let (published, remainder) =
@@ -46,13 +47,13 @@ impl<'a> SplitMasters<'a> {
         SplitMasters { published, remainder }
     }
 
-    /// The masters, one by one, on the calling thread.
+    /// The masters one by one, joined on the calling thread.
     pub fn masters(&self) -> impl Iterator<Item = f32> {
         let halves = self.published.iter().zip(self.remainder.iter());
         halves.map(|(&published, &remainder)| SplitMasters::join(published, remainder))
     }
 
-    /// Writes the masters as f32.
+    /// Joins all masters into `masters`, in parallel.
     pub fn join_to(&self, masters: &mut [f32]) {
         let halves = self.published.par_chunks(CHUNK).zip(self.remainder.par_chunks(CHUNK));
         masters.par_chunks_mut(CHUNK).zip(halves).for_each(|(masters, (published, remainder))| {
@@ -64,7 +65,7 @@ impl<'a> SplitMasters<'a> {
         });
     }
 
-    /// Splits f32 masters.
+    /// Replaces all masters by `masters`, split in parallel.
     pub fn split_from(&mut self, masters: &[f32]) {
         let halves = self.published.par_chunks_mut(CHUNK).zip(self.remainder.par_chunks_mut(CHUNK));
         masters.par_chunks(CHUNK).zip(halves).for_each(|(masters, (published, remainder))| {
@@ -75,7 +76,7 @@ impl<'a> SplitMasters<'a> {
     }
 }
 
-/// The published half of a block's masters, to read.
+/// The published halves of the split masters stored in `place`.
 pub(crate) fn published(place: &[f32]) -> &[bf16] {
     bytemuck::cast_slice(&place[..place.len() / 2])
 }
@@ -85,9 +86,9 @@ mod tests {
     use super::*;
     use crate::random;
 
-    /// Every pattern of the lower half with some of the upper half: signs, zeros, subnormals, infinities.
+    /// Tests every lower half with some upper halves: signs, zeros, subnormals, infinities.
     #[test]
-    fn masters_come_back_and_what_is_published_is_nearest() {
+    fn joined_masters_are_exact_and_the_published_half_is_the_nearest_bf16() {
         let mut state = 5;
         let edges = [0, 0x0001, 0x007F, 0x0080, 0x3F80, 0x7F7F, 0x7F80, 0x8000, 0xBF80, 0xFF7F];
         let some = (0..60).map(|_| (random::next(&mut state) >> 48) as u32);
@@ -100,20 +101,21 @@ mod tests {
                 if !master.is_finite() || published.is_infinite() {
                     continue;
                 }
-                let off = |bits: u16| (f64::from(bf16::from_bits(bits)) - f64::from(master)).abs();
-                let (bits, here) = (published.to_bits(), off(published.to_bits()));
+                let error =
+                    |bits: u16| (f64::from(bf16::from_bits(bits)) - f64::from(master)).abs();
+                let bits = published.to_bits();
                 for other in [bits.wrapping_sub(1), bits.wrapping_add(1)] {
-                    let beside = bf16::from_bits(other);
-                    let is_beside =
-                        beside.is_finite() && beside.is_sign_negative() == (upper >> 15 == 1);
-                    assert!(!is_beside || here <= off(other), "{master:e}");
+                    let neighbour = bf16::from_bits(other);
+                    let is_neighbour =
+                        neighbour.is_finite() && neighbour.is_sign_negative() == (upper >> 15 == 1);
+                    assert!(!is_neighbour || error(bits) <= error(other), "{master:e}");
                 }
             }
         }
     }
 
     #[test]
-    fn a_block_in_planes_is_the_block() {
+    fn a_block_is_the_same_after_splitting_and_joining() {
         let masters: Vec<f32> = (0..40_000).map(|i| (i as f32 * 0.37).sin()).collect();
         let mut place = vec![f32::NAN; masters.len()];
         let mut halves = SplitMasters::of(&mut place);

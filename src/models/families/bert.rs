@@ -1,5 +1,5 @@
-//! BERT (Devlin et al. 2019): learned positions and token types, a norm behind each sum, attention
-//! both ways; the head has a transform and a bias for each token.
+//! BERT (Devlin et al. 2019): an encoder with bidirectional attention, learned positions, token
+//! types and post-norm blocks. The masked LM head has a transform and a bias.
 
 use serde_json::{Value, json};
 
@@ -35,7 +35,7 @@ pub(super) static NAMES: Names = Names {
     ..NONE
 };
 
-/// Reads what RoBERTa shares: all but where positions begin.
+/// Reads the keys that BERT and RoBERTa share: all but the position of the first token.
 pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, String> {
     only(keys, "position_embedding_type", "absolute")?;
     only(keys, "is_decoder", false)?;
@@ -78,7 +78,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
     })
 }
 
-/// What [`read_shared`] reads.
+/// Writes the keys that [`read_shared`] reads.
 pub(super) fn write_shared(shape: &Shape, family: &str) -> Value {
     let mut config = json!({
         "architectures": [architecture(shape, family)],

@@ -1,4 +1,5 @@
-//! DistilBERT (Sanh et al. 2019): BERT without token types, under other names.
+//! DistilBERT (Sanh et al. 2019): BERT without token types, and with other names of keys and
+//! tensors.
 
 use serde_json::{Value, json};
 

@@ -1,5 +1,5 @@
 //! GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, a final norm, a tied head.
-//! Weights of products are (inputs, outputs).
+//! Weight matrices are stored as (inputs, outputs); other families store them transposed.
 
 use serde_json::{Value, json};
 
@@ -25,7 +25,8 @@ pub(super) static NAMES: Names = Names {
     ..NONE
 };
 
-/// GPT-2 of these sizes: blocks, channels, heads, feed-forward, tokens, positions.
+/// The shape of a GPT-2 of these sizes: blocks, hidden channels, heads, feed-forward channels,
+/// tokens of the vocabulary, positions.
 pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize; 6]) -> Shape {
     Shape {
         names: &NAMES,

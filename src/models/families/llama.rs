@@ -1,5 +1,5 @@
-//! Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, RMS norms before
-//! each branch, shared heads of keys and values, a gated feed-forward.
+//! Llama 2 and 3 (Touvron et al. 2023; Grattafiori et al. 2024): rotary positions, pre-norm blocks
+//! with RMS norms, grouped-query attention, a gated feed-forward.
 
 use serde_json::{Value, json};
 
@@ -9,7 +9,7 @@ use crate::models::{Dropouts, Head, Shape};
 
 pub(super) static NAMES: Names = Names { family: "llama", read, write, ..SHARED };
 
-/// Names that Mistral and Qwen share.
+/// The names that Llama, Mistral and Qwen share.
 pub(super) const SHARED: Names = Names {
     prefix: "model.",
     embedding: "model.embed_tokens.weight",
@@ -27,7 +27,8 @@ pub(super) const SHARED: Names = Names {
     ..NONE
 };
 
-/// Reads what Mistral and Qwen share: all but biases, norms of heads and windows.
+/// Reads the keys that Llama, Mistral and Qwen share: all but biases, norms of queries and keys,
+/// and sliding windows.
 pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Result<Shape, String> {
     let (hidden, heads) = (size(keys, "hidden_size")?, size(keys, "num_attention_heads")?);
     Ok(Shape {
@@ -63,7 +64,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
     })
 }
 
-/// Writes what [`read_shared`] reads.
+/// Writes the keys that [`read_shared`] reads.
 pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
     let mut config = json!({
         "architectures": [architecture],

@@ -1,5 +1,5 @@
-//! The families: how each one's `config.json` describes its parts, and the names of its tensors.
-//! All else is shared.
+//! Model families: how each one's `config.json` is read and written, and the names of its tensors.
+//! Everything else is shared between families.
 
 mod bert;
 mod distilbert;
@@ -16,58 +16,60 @@ use serde_json::{Map, Value, json};
 use super::shape::Shape;
 use crate::kernels::Activation;
 
-/// The names of a family's tensors; `{}` is a block's number.
+/// The tensor names of a family. `{}` stands for the number of a transformer block. Names of layers
+/// have no `.weight` or `.bias`; names of tables and of `head_bias` are complete. A layer that the
+/// family does not have is named "".
 #[derive(Debug)]
 pub struct Names {
-    /// `model_type`.
+    /// The family's `model_type` in `config.json`.
     pub family: &'static str,
-    /// The front of the names, which some checkpoints leave out.
+    /// The beginning of names that some checkpoints leave out.
     pub prefix: &'static str,
-    /// The embedding of tokens.
+    /// The table of token embeddings.
     pub embedding: &'static str,
-    /// The tables of positions and of token types, or "".
+    /// The table of learned positions.
     pub positions: &'static str,
-    /// See `positions`.
+    /// The table of token types.
     pub token_types: &'static str,
-    /// The norm behind the embedding, or "".
+    /// The norm after the embedding.
     pub stem_norm: &'static str,
-    /// The norm of attention, without `.weight`; and so on.
+    /// The norm of the attention.
     pub norm1: &'static str,
-    /// Queries, keys and values: three, or one for all.
+    /// The projections to queries, keys and values: three layers, or one for all.
     pub qkv: &'static [&'static str],
-    /// Norms of queries and of keys.
+    /// The norms of the queries and of the keys.
     pub qk_norm: [&'static str; 2],
-    /// Attention's output.
+    /// The output projection of the attention.
     pub projection: &'static str,
     /// The norm of the feed-forward.
     pub norm2: &'static str,
-    /// The feed-forward's gate, if there is one, and its first product.
+    /// The first layer of the feed-forward: the gate, if there is one, and the up projection.
     pub up: &'static [&'static str],
-    /// The feed-forward's second product.
+    /// The second layer of the feed-forward: the down projection.
     pub down: &'static str,
-    /// The last norm; the head's transform, its norm, and its bias for each token; or "".
+    /// The norm after the last block.
     pub final_norm: &'static str,
-    /// See `final_norm`.
+    /// The transform of a masked LM head: a dense layer before the norm and the vocabulary.
     pub transform: &'static str,
-    /// See `final_norm`.
+    /// The norm after the transform.
     pub transform_norm: &'static str,
-    /// See `final_norm`.
+    /// The bias of a masked LM head, one number a token.
     pub head_bias: &'static str,
-    /// The head's table.
+    /// The table of the LM head.
     pub head: &'static str,
-    /// The transform's activation function, where it is not the feed-forward's.
+    /// The activation of the transform, if it is not that of the feed-forward.
     pub transform_activation: Option<Activation>,
-    /// The two products of a head of whole sequences.
+    /// The first layer of a classifier, a dense layer on the first position (BERT's pooler).
     pub class_dense: &'static str,
-    /// See `class_dense`.
+    /// The second layer of a classifier, which gives the logits of the classes.
     pub class_out: &'static str,
-    /// The activation function between them.
+    /// The activation between the two layers of the classifier.
     pub class_activation: Activation,
-    /// True when dropout comes before them, too.
+    /// Whether dropout also comes before the first layer of the classifier.
     pub class_drops_first: bool,
     /// Reads a `config.json`.
     read: fn(&Map<String, Value>) -> Result<Shape, String>,
-    /// Writes what `read` reads.
+    /// Writes the keys that `read` reads.
     write: fn(&Shape) -> Value,
 }
 
@@ -78,13 +80,13 @@ impl PartialEq for Names {
 }
 
 impl Names {
-    /// True when a `config.json` of the family may name a head size of its own.
+    /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
         ["llama", "mistral", "qwen2", "qwen3"].contains(&self.family)
     }
 }
 
-/// No names, for the parts that a family does not have.
+/// Names of a family without any layers, which each family fills in.
 const NONE: Names = Names {
     family: "",
     prefix: "",
@@ -113,7 +115,7 @@ const NONE: Names = Names {
     write: |_| Value::Null,
 };
 
-/// All of them.
+/// All families.
 static FAMILIES: [&Names; 8] = [
     &bert::NAMES,
     &distilbert::NAMES,
@@ -127,7 +129,7 @@ static FAMILIES: [&Names; 8] = [
 
 pub use gpt2::gpt2;
 
-/// The shapes that have a name.
+/// The names that [`preset`] knows.
 pub const PRESETS: [&str; 13] = [
     "gpt-small",
     "gpt2",
@@ -144,14 +146,14 @@ pub const PRESETS: [&str; 13] = [
     "qwen",
 ];
 
-/// A shape by its name.
+/// The shape of a well-known model, by its name. `None` for an unknown name.
 pub fn preset(name: &str) -> Option<Shape> {
     let gpt = |layers, hidden, heads, vocabulary, positions| {
         gpt2([layers, hidden, heads, 4 * hidden, vocabulary, positions])
     };
-    let of = |config: Value| read(&config).expect("a config of ours");
+    let shape = |config: Value| read(&config).expect("the preset's own config is valid");
     let bert = |layers: usize, hidden: usize, heads: usize| {
-        of(json!({
+        shape(json!({
             "model_type": "bert", "num_hidden_layers": layers, "hidden_size": hidden,
             "num_attention_heads": heads, "intermediate_size": 4 * hidden, "vocab_size": 30522,
             "max_position_embeddings": 512, "type_vocab_size": 2,
@@ -167,7 +169,7 @@ pub fn preset(name: &str) -> Option<Shape> {
         "turing-nlg-17b" => gpt(78, 4256, 28, 50257, 1024),
         "bert-base" => bert(12, 768, 12),
         "bert-large" => bert(24, 1024, 16),
-        "llama-1b" => of(json!({
+        "llama-1b" => shape(json!({
             "model_type": "llama", "num_hidden_layers": 16, "hidden_size": 2048,
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
             "intermediate_size": 8192, "vocab_size": 128256, "max_position_embeddings": 131072,
@@ -177,17 +179,17 @@ pub fn preset(name: &str) -> Option<Shape> {
                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
             },
         })),
-        "llama-7b" => of(json!({
+        "llama-7b" => shape(json!({
             "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096,
             "num_attention_heads": 32, "intermediate_size": 11008, "vocab_size": 32000,
             "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         })),
-        "llama-70b" => of(json!({
+        "llama-70b" => shape(json!({
             "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192,
             "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
             "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         })),
-        "qwen" => of(json!({
+        "qwen" => shape(json!({
             "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096,
             "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
             "intermediate_size": 12288, "vocab_size": 151936, "max_position_embeddings": 40960,
@@ -197,10 +199,11 @@ pub fn preset(name: &str) -> Option<Shape> {
     })
 }
 
-/// The shape that a `config.json` describes.
+/// Reads the shape that a `config.json` describes.
 ///
 /// # Errors
-/// What it asks for that is not built, and what is.
+/// A key is missing or wrong, or needs something that is not built: the key, its value, and what
+/// is built.
 pub fn read(config: &Value) -> Result<Shape, String> {
     let known = FAMILIES.map(|names| names.family).join(", ");
     let Some(config) = config.as_object() else { return Err("it is no JSON object".into()) };
@@ -211,20 +214,21 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     (names.read)(config)
 }
 
-/// A `config.json` of a shape, over the keys of one it was read from.
-pub fn write(shape: &Shape, over: &Value) -> Value {
-    let mut config = over.as_object().cloned().unwrap_or_default();
+/// Writes the `config.json` of a shape. All other keys are kept from `source`, the config that the
+/// model was read with, which may be null.
+pub fn write(shape: &Shape, source: &Value) -> Value {
+    let mut config = source.as_object().cloned().unwrap_or_default();
     let own = (shape.names.write)(shape);
     config.extend(own.as_object().cloned().unwrap_or_default());
     config.insert("model_type".into(), shape.names.family.into());
-    // What is written is f32, whatever was read.
+    // Weights are written as f32, whatever dtype they were read in.
     config.remove("torch_dtype");
     config.insert("dtype".into(), "float32".into());
-    // Names of classes that it had are better than numbers.
+    // The source's names of the classes are kept, if it has as many classes.
     let count = |labels: &Value| labels.as_object().map(Map::len);
-    if count(&over["id2label"]) == count(&own["id2label"]) {
-        for key in ["id2label", "label2id"].into_iter().filter(|key| over.get(key).is_some()) {
-            config.insert(key.into(), over[key].clone());
+    if count(&source["id2label"]) == count(&own["id2label"]) {
+        for key in ["id2label", "label2id"].into_iter().filter(|key| source.get(key).is_some()) {
+            config.insert(key.into(), source[key].clone());
         }
     }
     Value::Object(config)

@@ -9,8 +9,8 @@ use crate::models::Shape;
 
 pub(super) static NAMES: Names = Names { family: "qwen2", read, write, ..SHARED };
 
-/// The window, if it is used, and the first block that has it: by `layer_types`, or by
-/// `max_window_layers`.
+/// Reads the sliding window: its size, and the first block that has one. `None` when no block has.
+/// The first block comes from `layer_types`, else from `max_window_layers`.
 pub(super) fn window(keys: &Keys) -> Result<Option<(usize, usize)>, String> {
     if !flag(keys, "use_sliding_window", false)? {
         return Ok(None);
@@ -41,7 +41,7 @@ pub(super) fn window(keys: &Keys) -> Result<Option<(usize, usize)>, String> {
     Ok(Some((window, from)))
 }
 
-/// Writes what [`window`] reads.
+/// Writes the keys that [`window`] reads.
 pub(super) fn write_window(shape: &Shape, config: &mut Value) {
     config["use_sliding_window"] = shape.window.is_some().into();
     config["sliding_window"] = shape.window.map(|(window, _)| window).into();

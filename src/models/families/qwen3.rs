@@ -1,5 +1,5 @@
-//! Qwen3, dense (Yang et al. 2025): Llama with norms of queries' and keys' heads, and a head size
-//! of its own.
+//! Qwen3, dense models (Yang et al. 2025): Llama with norms of the queries and keys of each head,
+//! and with a head size that does not follow from the hidden size.
 
 use serde_json::Value;
 

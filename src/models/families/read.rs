@@ -1,23 +1,23 @@
-//! Reading keys of a `config.json`, with errors that name them.
+//! Reads single keys of a `config.json`. Errors name the key and its value.
 
 use serde_json::{Map, Value};
 
 use crate::kernels::{Activation, Rotary, RotaryScaling};
 use crate::models::{Head, Shape};
 
-/// A `config.json`'s keys.
+/// The keys of a `config.json`.
 pub(super) type Keys = Map<String, Value>;
 
 fn wrong(key: &str, value: &Value, must: &str) -> String {
     format!("{key} is {value}: it must be {must}")
 }
 
-/// A key's value, unless it is absent or null.
+/// The value of a key; `None` when it is absent or null.
 fn given<'k>(keys: &'k Keys, key: &str) -> Option<&'k Value> {
     keys.get(key).filter(|value| !value.is_null())
 }
 
-/// A size; `None` when it is absent or null.
+/// A whole number; `None` when it is absent or null.
 pub(super) fn size_or_none(keys: &Keys, key: &str) -> Result<Option<usize>, String> {
     let size = |value: &Value| {
         let size = value.as_u64().and_then(|size| usize::try_from(size).ok());
@@ -26,7 +26,7 @@ pub(super) fn size_or_none(keys: &Keys, key: &str) -> Result<Option<usize>, Stri
     given(keys, key).map(size).transpose()
 }
 
-/// A size that must be there.
+/// A whole number that must be given.
 pub(super) fn size(keys: &Keys, key: &str) -> Result<usize, String> {
     size_or_none(keys, key)?.ok_or_else(|| format!("{key} is missing"))
 }
@@ -46,7 +46,7 @@ pub(super) fn flag(keys: &Keys, key: &str, default: bool) -> Result<bool, String
     given(keys, key).map_or(Ok(default), flag)
 }
 
-/// Refuses a value of a key that is not implemented.
+/// Refuses a key with any value but the one that is built.
 pub(super) fn only(keys: &Keys, key: &str, value: impl Into<Value>) -> Result<(), String> {
     let value = value.into();
     match given(keys, key) {
@@ -55,7 +55,7 @@ pub(super) fn only(keys: &Keys, key: &str, value: impl Into<Value>) -> Result<()
     }
 }
 
-/// The activation function of a feed-forward.
+/// The activation function that a key names.
 pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activation, String> {
     let name = given(keys, key)
         .map_or(Ok(default), |value| value.as_str().ok_or_else(|| wrong(key, value, "a name")))?;
@@ -65,11 +65,11 @@ pub(super) fn activation(keys: &Keys, key: &str, default: &str) -> Result<Activa
     })
 }
 
-/// Positions by rotation: `rope_theta` with `rope_scaling`, or both in `rope_parameters`.
+/// Reads the rotary positions: `rope_theta` with `rope_scaling`, or both in `rope_parameters`.
 pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> {
     let none = Keys::new();
     let mut scaling = &none;
-    // Keys that were added by hand count, as they do in transformers.
+    // `rope_scaling` wins where both are given, as in transformers: users add it by hand.
     for key in ["rope_parameters", "rope_scaling"] {
         if let Some(value) = given(keys, key) {
             scaling = value.as_object().ok_or_else(|| wrong(key, value, "an object"))?;
@@ -119,7 +119,7 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
     Ok(Rotary { theta, scaling })
 }
 
-/// Writes what [`rotary`] reads, for older and newer versions of transformers.
+/// Writes the keys that [`rotary`] reads, for older and for newer versions of transformers.
 pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     let mut parameters = serde_json::json!({ "rope_theta": rotary.theta, "rope_type": "default" });
     match rotary.scaling {
@@ -142,7 +142,7 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     config["rope_parameters"] = parameters;
 }
 
-/// What an encoder predicts, by its `architectures`.
+/// The head that an encoder's `architectures` name: a classifier, else `tokens`.
 pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
     let named = given(keys, "architectures").and_then(|names| names[0].as_str()).unwrap_or("");
     if !named.ends_with("ForSequenceClassification") {
@@ -162,7 +162,7 @@ pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
     Ok(Head::Classes { labels, is_value: labels == 1 })
 }
 
-/// The name transformers has for a family's model with this head.
+/// The name that transformers has for a family's model with this head.
 pub(super) fn architecture(shape: &Shape, family: &str) -> String {
     match shape.head {
         Head::Tokens => format!("{family}ForCausalLM"),
@@ -171,7 +171,7 @@ pub(super) fn architecture(shape: &Shape, family: &str) -> String {
     }
 }
 
-/// The classes' names, as transformers counts them.
+/// Writes the keys of a classifier, with transformers' generic names of the classes.
 pub(super) fn write_labels(shape: &Shape, config: &mut Value) {
     let Head::Classes { labels, is_value } = shape.head else { return };
     let name = |label: usize| format!("LABEL_{label}");

@@ -1,4 +1,5 @@
-//! RoBERTa (Liu et al. 2019): BERT whose positions begin behind the padding token's.
+//! RoBERTa (Liu et al. 2019): BERT with a position table that begins after the padding token's
+//! position.
 
 use serde_json::Value;
 
