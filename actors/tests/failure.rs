@@ -46,8 +46,8 @@ const MODES: [Mode; 4] = [
 ];
 
 impl Mode {
-    /// True when a failed step leaves all blocks or none of the next version: on file, what was sealed
-    /// does that.
+    /// True when a failed step leaves all blocks or none of the next version: on file, what was
+    /// sealed does that.
     fn is_whole(self) -> bool {
         self.deferred && !self.on_file
     }

@@ -1,4 +1,5 @@
-//! Bad input: one clear message that names what and where, exit status 2, nothing started.
+//! Bad input: one clear message that names the problem and its place, exit status 2, nothing
+//! started.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -234,7 +235,7 @@ fn flags_and_environment() {
     assert!(error.contains("environment L2L__STEP__MICRO_BATCH: step.micro_batch must"), "{error}");
 }
 
-/// Also when it is not the first: nothing is started.
+/// Nothing is started, also when the batch is not the first one.
 #[test]
 fn a_batch_without_a_label() {
     let folder = folder();
@@ -258,7 +259,7 @@ fn a_run_that_diverges() {
     assert!(error.contains("the learning rate may be too high"), "{error}");
 }
 
-/// The smallest budget that the message names is enough.
+/// The smallest budget that the message names is enough to run.
 #[test]
 fn the_budget_that_would_do_does() {
     let folder = folder();
@@ -275,7 +276,7 @@ fn the_budget_that_would_do_does() {
     assert_eq!((with(needed), with(needed - 1)), (json!(true), json!(false)));
 }
 
-/// A checkpoint with one thing changed.
+/// A checkpoint with one change.
 fn checkpoint(folder: &TempDir, config: impl Fn(&mut Value), weights: Option<Vec<u8>>) -> String {
     let at = folder.path().join("model");
     fs::create_dir_all(&at).expect("a directory of ours");
@@ -312,7 +313,7 @@ fn checkpoints_of_other_models() {
     refused(&folder, &sized, &["model.path has its own sizes"]);
 }
 
-/// What real configs may hold, and is not built, or cannot be.
+/// Keys of real configs that are not built, or cannot be right.
 #[test]
 fn configs_of_other_families() {
     let folder = folder();

@@ -1,5 +1,5 @@
-//! The program as its user meets it: what it prints, how it ends, and that it goes on where it
-//! was stopped.
+//! The program from the command line: what it prints, how it ends, and that it resumes where it was
+//! stopped.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -40,7 +40,7 @@ fn digest(events: &[Value]) -> String {
     events.last().expect("a summary")["weights_digest"].as_str().expect("a digest").into()
 }
 
-/// Without a config: the built-in corpus, a look at what was kept aside, and a sample.
+/// Without a config: training on the built-in corpus, a validation, and a sample.
 #[test]
 fn the_main_job() {
     let small = ["model.layers=1", "model.hidden=32", "model.heads=4", "step.steps=3"];
@@ -64,7 +64,7 @@ fn the_main_job() {
     assert_eq!(events.last().expect("a summary")["event"], "summary");
 }
 
-/// Killed at any moment, the run goes on from its last checkpoint and ends the same.
+/// A run that is killed at any moment resumes from its last checkpoint and ends the same.
 #[test]
 fn killed_and_resumed() {
     let (whole, torn) = (folder(), folder());
@@ -73,12 +73,12 @@ fn killed_and_resumed() {
     let mut met = Vec::new();
     let mut runs = 0;
     let ended = loop {
-        // Also before there is a checkpoint: then the run begins.
+        // Before there is a checkpoint, `--resume` begins the run.
         let mut command = l2l(&["train", &config, "--format", "json", "--resume"]);
         let mut child: Child =
             command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("the program runs");
         let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
-        // Each run is left to do a few steps more than the one before.
+        // Each run does a few more steps than the one before.
         let mut events = Vec::new();
         for line in lines {
             let Ok(line) = line else { break };
@@ -143,7 +143,7 @@ fn nothing_better_stops_early_and_the_best_is_kept() {
     let rate = ["--set", "optimizer.learning_rate=0", "--format", "json"];
     let text = good(&[&["train", &*config], &sets[..], &rate[..]].concat());
     let events = events(&text);
-    // Nothing is learnt: the first look is the best, and two more are allowed.
+    // The model learns nothing, so the first validation is the best, and patience allows two more.
     assert_eq!(of_kind(&events, "step").len(), 3);
     let kept: Vec<_> = fs::read_dir(folder.path().join("checkpoints"))
         .expect("it was made")
@@ -171,14 +171,14 @@ fn a_checkpoint_of_another_config_is_refused_and_stays() {
     assert_eq!(refused.status.code(), Some(2));
     assert!(error.contains("optimizer.learning_rate was 0.0003, is 0.5"), "{error}");
     assert!(folder.path().join("checkpoints/step-00000003/l2l.json").exists());
-    // Where and how it runs may change.
+    // Keys that do not change results may change.
     let sets = ["stash.place=device", "schedule.kind=resident", "device.threads=1", "step.steps=3"];
     let mut arguments = vec!["train", &*config, "--resume"];
     sets.iter().for_each(|set| arguments.extend(["--set", set]));
     good(&arguments);
 }
 
-/// A run's model, and one that was loaded, for other tools: whole, with the tokenizer's files.
+/// Exports a trained model and a loaded one: complete, with the tokenizer's files.
 #[test]
 fn exports() {
     let folder = folder();
@@ -200,7 +200,7 @@ fn exports() {
     let again = output(&["export", &config, "--to", &at("out")]);
     let error = String::from_utf8_lossy(&again.stderr);
     assert!(again.status.code() == Some(2) && error.contains("give a new directory"), "{error}");
-    // What was written is trained on again, its other files and unknown keys with it.
+    // The exported model is trained again, and its other files and unknown keys are kept.
     let model = folder.path().join("best");
     fs::write(model.join("merges.txt"), "a b").expect("a directory of ours");
     let path = model.join("config.json");
@@ -236,7 +236,7 @@ fn texts_and_epochs() {
     arguments.insert(1, empty.to_str().expect("UTF-8"));
     sets.iter().for_each(|set| arguments.extend(["--set", set]));
     let events = events(&good(&arguments));
-    // 53 windows of 16 bytes, the last half as long; 5 are kept aside; 48 twice in batches of 5.
+    // 53 sequences of 16 bytes, the last half as long: 5 for validation, 48 twice in batches of 5.
     assert_eq!(of_kind(&events, "step").len(), 20);
     assert_eq!(of_kind(&events, "validation").len(), 1);
 }
@@ -253,7 +253,7 @@ fn plan_bench_doctor_and_the_rest() {
     }
     assert!(summary["exposed_wait_fraction"].as_f64().is_some_and(|share| share < 1.0));
     assert!(!folder.path().join("checkpoints").exists(), "a bench leaves nothing");
-    // Labels are copied all the same, or classes would be of other numbers' bits.
+    // Labels are copied without rounding: rounded bits would be other classes.
     for model in ["tied", "bert-classes"] {
         let path = format!("model.path=tests/goldens/{model}");
         let data = format!("data.train=tests/goldens/{model}/data.jsonl");
@@ -276,7 +276,8 @@ fn plan_bench_doctor_and_the_rest() {
     assert!(schema["properties"]["channels"].is_object());
 }
 
-/// The page in the repository is what the program says. `l2l config reference > CONFIG.md`.
+/// The page in the repository is the program's output. Write it with `l2l config reference >
+/// CONFIG.md`.
 #[test]
 fn the_reference_is_up_to_date() {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("CONFIG.md");

@@ -1,5 +1,5 @@
-//! Layers whose backward is derived: against finite differences, and against a block whose backward is
-//! written by hand.
+//! Composed layers, whose backward is derived: compared with finite differences, and with a block
+//! whose backward is written by hand.
 
 use l2l::data::Batches;
 use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
@@ -17,8 +17,8 @@ fn tensor(name: &str, shape: &[usize], kind: Kind) -> Tensor {
 
 const C: usize = 6;
 
-/// Every operation; a value that three read, a tensor that two use, one that nobody does, and a value that
-/// leads nowhere.
+/// A layer with every operation, a value that three operations read, a tensor that two use, one
+/// that none uses, and a value that no result depends on.
 struct Everything;
 
 impl Composed for Everything {
@@ -73,7 +73,7 @@ fn a_derived_backward_is_the_gradient() {
     check_gradients(&Derived(Everything), C, Rows { sequences: 2, positions: 7 }).expect("it is");
 }
 
-/// A block of GPT-2's kind, in operations.
+/// A block of GPT-2, composed of operations.
 struct Composition(Block);
 
 impl Composed for Composition {
@@ -125,7 +125,7 @@ impl Composed for Composition {
     }
 }
 
-/// The same masks, the same sums: what differs is in which order a branch's gradient is rounded.
+/// Masks and sums are the same. Only the order in which a branch's gradient is rounded differs.
 #[tokio::test]
 async fn a_composed_block_trains_as_the_one_by_hand() {
     let mut config = Config::default();

@@ -1,11 +1,12 @@
-//! A CUDA device where there is none: what is missing or too old is said, with what to install.
+//! CUDA on a machine without a GPU: the refusal says what is missing or too old, and what to
+//! install.
 //!
-//! Libraries are made for it that know little but their version.
+//! The test builds small libraries that know little but their version.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Builds a library; false: there is no compiler.
+/// Builds a library. False when there is no compiler.
 fn library(folder: &Path, name: &str, text: &str) -> bool {
     let (source, made) = (folder.join("library.c"), folder.join(name));
     std::fs::write(&source, text).expect("room on a disk");
@@ -14,7 +15,7 @@ fn library(folder: &Path, name: &str, text: &str) -> bool {
     compiler.is_ok_and(|status| status.success())
 }
 
-/// What `train` on CUDA says with these libraries; it is refused.
+/// The refusal of `train` on CUDA with these libraries.
 fn said(folder: &Path, more: &[&str]) -> String {
     let mut command = Command::new(env!("CARGO_BIN_EXE_l2l"));
     command.args(["train", "--set", "device.kind=cuda"]).args(more).current_dir(folder);
@@ -55,7 +56,7 @@ fn what_is_missing_is_said() {
     let nvrtc = "int nvrtcVersion(int *major, int *minor) { *major = 13; *minor = 0; return 0; }";
     let wheels = folder.join("wheels").join("cuda_nvrtc").join("lib");
     std::fs::create_dir_all(&wheels).expect("room on a disk");
-    // As wheels have it: not on the loader's path, with a version, and that name inside.
+    // As in a wheel: outside the loader's path, with a version in the file name and in the library.
     let made = Command::new("cc")
         .args(["-shared", "-fPIC", "-Wl,-soname,libnvrtc.so.13", "-x", "c", "-o"])
         .arg(wheels.join("libnvrtc.so.13"))

@@ -1,5 +1,5 @@
-//! The library inside an application: no state is shared, any tokio and any stream will do, and a
-//! refused batch leaves everything as it was.
+//! The library inside an application: it shares no state between trainers, runs on any tokio
+//! runtime and with any stream of batches, and a refused batch changes nothing.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -102,7 +102,7 @@ async fn a_refused_batch_changes_nothing() {
     assert_eq!(trainer.stop().await.expect("nothing fails").weights_digest, expected);
 }
 
-/// Threads of ours that live in this process.
+/// The number of this trainer's threads in this process.
 #[cfg(target_os = "linux")]
 fn threads_of(trainer: &str) -> usize {
     let tasks = std::fs::read_dir("/proc/self/task").expect("there is proc");
@@ -112,11 +112,11 @@ fn threads_of(trainer: &str) -> usize {
     names.filter(|name| name.trim() == trainer).count()
 }
 
-/// Dropped, a trainer ends its threads.
+/// A trainer that is dropped ends its threads.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_dropped_trainer_leaves_nothing_behind() {
-    // A process of its own would be surer; a name of its own is simpler.
+    // Other tests run in this process, so the threads are found by the trainer's own name.
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         let mut config = config(1);

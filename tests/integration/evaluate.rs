@@ -1,4 +1,4 @@
-//! An evaluation is what training's own looks say, without anything that training holds.
+//! An evaluation gives the same loss as validation during training, and holds no optimizer state.
 
 use std::path::{Path, PathBuf};
 
@@ -30,7 +30,7 @@ async fn evaluated(config: &Config) -> Evaluation {
 }
 
 #[tokio::test]
-async fn it_is_what_training_looks_at() {
+async fn it_gives_the_loss_of_training_s_validation() {
     for name in ["tied", "llama", "qwen3", "bert", "bert-classes", "bert-value", "distilbert"] {
         let config = config(name);
         let shape = shape_of(&config).expect("good");
@@ -60,9 +60,9 @@ async fn classes_are_counted() {
     assert_eq!(names, ["loss", "accuracy", "f1", "matthews"]);
 }
 
-/// A head that nobody trained is not scored.
+/// A model without a trained head is not evaluated.
 #[tokio::test]
-async fn a_head_that_is_not_there_is_missed() {
+async fn a_missing_head_is_refused() {
     let mut config = config("bert");
     config.model.task = Some(Task::SequenceClassification);
     let Err(error) = Evaluator::start(config) else { panic!("a random head") };

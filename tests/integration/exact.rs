@@ -8,7 +8,7 @@ use l2l::data::Batches;
 use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
 use proptest::prelude::*;
 
-/// What is trained, and what must not matter.
+/// What is trained: a case decides the bits of a run.
 #[derive(Clone, Debug)]
 struct Case {
     layers: usize,
@@ -19,6 +19,7 @@ struct Case {
     tied_tiles: bool,
 }
 
+/// How it is trained: this must not change a bit.
 #[derive(Clone, Debug)]
 struct Ways {
     kind: ScheduleKind,
@@ -55,7 +56,7 @@ fn config(case: &Case, ways: &Ways) -> Config {
     config
 }
 
-/// Bits of every step's loss and norm, and the run's end.
+/// Runs `steps` steps. Gives the bits of each step's loss and gradient norm, and the summary.
 fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
     let folder = tempfile::tempdir().expect("a place for files");
     if config.eps.tier == EpsTier::File {
@@ -128,7 +129,7 @@ fn ways() -> impl Strategy<Value = Ways> {
     )
 }
 
-/// Bytes that a run must have moved, by its schedule.
+/// The bytes that a step uploads and downloads, by the plan.
 fn planned(config: &Config) -> (u64, u64) {
     let model = Model::new(shape_of(config).expect("a shape of ours"));
     let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");
@@ -136,14 +137,17 @@ fn planned(config: &Config) -> (u64, u64) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(60) })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(60)
+    })]
 
     #[test]
     fn every_way_gives_the_same_bits(case in cases(), ways in ways()) {
         const STEPS: usize = 3;
         let (expected, reference) = run(config(&case, &baseline()), STEPS);
         let config = config(&case, &ways);
-        // Random sequences are all of the longest length, so the plan's bytes are a step's.
+        // Random sequences all have the longest length, so each step moves the plan's bytes.
         let (uploaded, downloaded) = planned(&config);
         let (bits, summary) = run(config, STEPS);
         prop_assert_eq!(bits, expected);

@@ -1,5 +1,5 @@
-//! Generation: greedy text is transformers' token for token, draws follow their seed, and a
-//! model's memory is what its plan said.
+//! Generation: greedy decoding gives transformers' tokens, sampling follows its seed, and a model
+//! takes the memory that its plan said.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -61,7 +61,7 @@ async fn greedy_text_is_transformers() {
             assert_eq!(found, expected, "{family}");
             assert_eq!(*ended, Some(Ended::Length));
         }
-        // One by one, and through other schedules, places and depths, it is the same.
+        // It is the same one by one, and with other schedules, stash places and channel depths.
         let mut other = config(family);
         other.schedule.kind = ScheduleKind::Resident;
         other.schedule.recompute = false.into();
@@ -91,7 +91,7 @@ async fn a_seed_draws_the_same_and_ends_end() {
     }
 }
 
-/// With memory and stash on the host the device holds as much for many layers as for few.
+/// With the KV cache and the stash on the host, device memory does not grow with layers.
 #[test]
 fn the_plan_names_the_memory() {
     let plan = |layers: usize| {

@@ -1,5 +1,5 @@
-//! Weight files that lie: an error that names the file, exit status 2, no panic, nothing large
-//! allocated, nothing overwritten.
+//! Malformed and hostile weight files: each gives an error that names the file and exit status 2,
+//! without a panic, a large allocation or an overwritten file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -143,7 +143,7 @@ fn a_tokenizer_of_another_model() {
     refused(&folder, &["tokenizer.json", "token 37", "the model knows 37"]);
 }
 
-/// Norms of the first BERT's checkpoints have other names.
+/// The first BERT's checkpoints have other names of norms.
 #[test]
 fn old_names_of_norms_are_read() {
     let weights = fs::read(goldens("bert-classes").join("model.safetensors")).expect("committed");

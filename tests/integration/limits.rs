@@ -1,5 +1,5 @@
-//! No run is killed for what was known before it: under a limit of the system's, a config is refused or it
-//! finishes, and takes no more memory than its plan says.
+//! Memory limits of the system: a config is refused before it starts, or it finishes and takes no
+//! more memory than its plan says. No run is killed for something that was known before it.
 
 use std::process::{Command, Output};
 
@@ -86,7 +86,7 @@ proptest! {
     }
 }
 
-/// Each refusal names the term that is too large, and what would do.
+/// Each refusal names the largest term, and what would fit.
 #[test]
 fn a_refusal_says_what_would_fit() {
     let folder = tempfile::tempdir().expect("a place for files");

@@ -41,7 +41,8 @@ mod text;
 #[cfg(feature = "cli")]
 mod tiers;
 
-/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick answer.
+/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick
+/// answer.
 #[cfg(feature = "cli")]
 fn whole() -> bool {
     match std::env::var("L2L_TESTS").as_deref() {

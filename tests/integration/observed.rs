@@ -1,5 +1,5 @@
-//! Looking at a run from the command line: what is written is true, and what cannot be written is
-//! said before anything starts.
+//! Metrics, timelines and reports of the command line: what is written agrees with the run, and a
+//! place that cannot be written is refused before anything starts.
 
 use std::fs;
 use std::net::TcpListener;
@@ -89,7 +89,7 @@ fn metrics_timeline_and_report_say_what_the_run_said() {
     );
 }
 
-/// Each is said with its name, with status 2, before a step.
+/// Each place that cannot be written is named, with exit status 2, before the first step.
 #[test]
 fn what_cannot_be_written_is_said_first() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -117,7 +117,7 @@ fn what_cannot_be_written_is_said_first() {
     }
 }
 
-/// A run that is refused leaves the report and the timeline of the one before as they were.
+/// A refused run does not change the report and the timeline of an earlier run.
 #[test]
 fn what_was_written_before_stays() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -152,7 +152,7 @@ fn a_step_is_drawn() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("--tflops"));
 }
 
-/// What is written is the user's own text, and a config that trains.
+/// A tuned config keeps the user's own text, and trains.
 #[test]
 fn a_tuned_config_is_the_users_own() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -1,4 +1,4 @@
-//! Texts that share a sequence without seeing each other train as if each had its own.
+//! Packed sequences train as if each text had a sequence of its own.
 
 use l2l::data::{Batch, Predicts, Sequence};
 use l2l::{Config, StepReport, Trainer};
@@ -11,7 +11,7 @@ fn config(toml: &str, batch: usize) -> Config {
     Config::parse(&text).expect("good")
 }
 
-/// Texts of these lengths; every third token of masked ones is to be found.
+/// Texts of these lengths. In masked ones every third token is predicted.
 fn texts(lengths: &[usize], step: usize, predicts: Predicts) -> Vec<Sequence> {
     let mut number = 7 * step as u32;
     let text = |&length: &usize| {

@@ -1,4 +1,5 @@
-//! The plan is what is allocated and what is used, term by term, for shapes and settings of all kinds.
+//! The plan is what is allocated and what is used, term by term, for shapes and settings of all
+//! kinds.
 
 use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
 use l2l::data::Batches;
@@ -43,10 +44,13 @@ fn any_config() -> impl Strategy<Value = Config> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(80) })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(80)
+    })]
 
-    /// What was allocated is what was planned (the plan asserts it), and what is used of it at most is
-    /// what was planned, term by term; of boundaries in flight, no more.
+    /// The most that is used of each term is what was planned for it; boundaries in flight may be
+    /// fewer. (The plan itself asserts that it is what is allocated.)
     #[test]
     fn the_high_water_mark_is_the_plan(mut config in any_config()) {
         let folder = tempfile::tempdir().expect("a place for files");
@@ -74,7 +78,8 @@ proptest! {
     }
 }
 
-/// From the tokens on that it says, kernels hardly wait in virtual time; with a quarter of them they do.
+/// The plan says how many tokens a step needs to hide transfers. In virtual time kernels hardly
+/// wait with so many tokens, and do wait with a quarter of them.
 #[test]
 fn transfers_hide_where_the_plan_says() {
     for (link, clip, tier) in [

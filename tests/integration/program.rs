@@ -1,4 +1,4 @@
-//! The program, run as its user runs it.
+//! Runs the program as a user does, and reads its output.
 
 use std::ffi::OsStr;
 use std::process::{Command, Output, Stdio};
@@ -15,7 +15,7 @@ pub(crate) fn output<A: AsRef<OsStr>>(arguments: &[A]) -> Output {
     l2l(arguments).output().expect("the program runs")
 }
 
-/// What it prints when it ends well.
+/// The output of a run that succeeds.
 #[track_caller]
 pub(crate) fn good<A: AsRef<OsStr>>(arguments: &[A]) -> String {
     let output = output(arguments);

@@ -106,7 +106,7 @@ async fn every_family_is_pytorchs() {
     }
 }
 
-/// Sequences longer than a stretch, which are walked in parts, beside a shorter one.
+/// Sequences that are walked in chunks, beside a shorter one.
 #[tokio::test]
 async fn long_sequences_are_pytorchs() {
     let (mut config, golden) = case("long");
@@ -117,8 +117,8 @@ async fn long_sequences_are_pytorchs() {
     check(config, &golden).await;
 }
 
-/// Sequences one by one, without padding: a mean of log-probabilities that is off by little means
-/// logits that are.
+/// Scores sequences one by one, without padding. When the mean log-probability is close to
+/// PyTorch's, so are the logits.
 #[tokio::test]
 async fn sequences_alone_score_as_pytorchs() {
     for name in FAMILIES {
@@ -135,7 +135,7 @@ async fn sequences_alone_score_as_pytorchs() {
     }
 }
 
-/// The first sequence's logits: what the head reads, times its table.
+/// The logits of the first sequence: the hidden states that the head reads, times its table.
 #[tokio::test]
 async fn logits_are_pytorchs() {
     for name in FAMILIES {
@@ -171,7 +171,7 @@ async fn logits_are_pytorchs() {
     }
 }
 
-/// What is written is what was read, under transformers' names.
+/// Exported weights equal those that were read, under transformers' names.
 #[tokio::test]
 async fn weights_survive_a_round_trip() {
     for name in ["tied", "untied"].into_iter().chain(FAMILIES) {

@@ -1,4 +1,4 @@
-//! Every recipe runs, at tiny size: shown, trained, evaluated.
+//! Every recipe runs at tiny size: its data is shown, it trains, and it is evaluated.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,10 +34,16 @@ fn every_recipe_runs() {
     let label = |number: usize| if number.is_multiple_of(3) { "spam" } else { "ham" };
     let classes = |number| json!({ "text": words(number), "label": label(number) });
     let classes = write("classes.jsonl", lines(classes));
-    let pairs = |number: usize| json!({ "text": words(number), "text_pair": words(number + 1), "label": number as f64 / 9.0 });
+    let pairs = |number: usize| {
+        let label = number as f64 / 9.0;
+        json!({ "text": words(number), "text_pair": words(number + 1), "label": label })
+    };
     let pairs = write("pairs.jsonl", lines(pairs));
     let says = |role: &str, content: String| json!({ "role": role, "content": content });
-    let chats = |number: usize| json!({ "messages": [says("user", words(number)), says("assistant", words(number + 1))] });
+    let chats = |number: usize| {
+        let (question, answer) = (words(number), words(number + 1));
+        json!({ "messages": [says("user", question), says("assistant", answer)] })
+    };
     let chats = write("chats.jsonl", lines(chats));
     let tiny = |directory: &str| {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())

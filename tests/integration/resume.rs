@@ -1,5 +1,5 @@
-//! A run that ends and goes on is the run that did not end: losses and weights are the same bits,
-//! also under other depths and another place for the stash.
+//! A resumed run gives the same bits as an uninterrupted one: losses and weights, also with other
+//! channel depths and another place of the stash.
 
 use std::fs;
 use std::path::Path;
@@ -30,7 +30,7 @@ fn config(clip: bool) -> Config {
     config
 }
 
-/// Steps `from..to`; bits of each loss and norm.
+/// Runs the steps `from..to`, and gives the bits of each loss and gradient norm.
 async fn run(trainer: &mut Trainer, from: u64, to: u64) -> Vec<(u64, u64)> {
     let config = trainer.config().clone();
     let (data, _) = Dataset::open(&config, &shape_of(&config).expect("ours")).expect("random");
@@ -45,17 +45,18 @@ async fn run(trainer: &mut Trainer, from: u64, to: u64) -> Vec<(u64, u64)> {
     bits
 }
 
-async fn whole(config: &Config) -> (Vec<(u64, u64)>, String) {
+/// An uninterrupted run: the bits of each step, and the digest of the weights.
+async fn uninterrupted(config: &Config) -> (Vec<(u64, u64)>, String) {
     let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
     let bits = run(&mut trainer, 0, STEPS).await;
     (bits, trainer.stop().await.expect("nothing fails here").weights_digest)
 }
 
 #[tokio::test]
-async fn a_run_that_goes_on_is_the_run_that_did_not_end() {
+async fn a_resumed_run_gives_the_bits_of_an_uninterrupted_one() {
     for clip in [false, true] {
         let config = config(clip);
-        let (expected, digest) = whole(&config).await;
+        let (expected, digest) = uninterrupted(&config).await;
         for at in [1, 4, STEPS] {
             let folder = tempfile::tempdir().expect("a place for files");
             let place = folder.path().join("here");
@@ -83,23 +84,24 @@ async fn a_run_that_goes_on_is_the_run_that_did_not_end() {
     }
 }
 
-/// Evaluating, drawing tokens and looking at weights in between change nothing; nor does a step
-/// whose future was dropped lose its count.
+/// Evaluation, generation and reading weights between steps do not change training.
 #[tokio::test]
-async fn looking_does_not_disturb() {
+async fn inference_between_steps_changes_nothing() {
     for clip in [false, true] {
         let config = config(clip);
-        let (expected, digest) = whole(&config).await;
+        let (expected, digest) = uninterrupted(&config).await;
         let shape = shape_of(&config).expect("a shape of ours");
         let mut other = config.clone();
         other.step.seed = 99;
-        let (held, _) = Dataset::open(&other, &shape).expect("random data");
-        let held: Vec<_> = held.in_order(4, 3).map(|batch| batch.expect("random data")).collect();
-        let held = || held.iter().cloned().map(Ok);
+        let (data, _) = Dataset::open(&other, &shape).expect("random data");
+        let batches: Vec<_> =
+            data.in_order(4, 3).map(|batch| batch.expect("random data")).collect();
+        let validation = || batches.iter().cloned().map(Ok);
         let mut trainer = Trainer::start(config).expect("a case of ours");
         let mut bits = Vec::new();
         for step in 0..STEPS {
-            let losses = [trainer.evaluate(held()).await, trainer.evaluate(held()).await];
+            let losses =
+                [trainer.evaluate(validation()).await, trainer.evaluate(validation()).await];
             let [first, again] =
                 losses.map(|loss| loss.expect("nothing fails here").loss.to_bits());
             assert_eq!(first, again);
@@ -116,11 +118,11 @@ async fn looking_does_not_disturb() {
     }
 }
 
-/// A step that nobody waited for counts, and the run goes on behind it.
+/// A step whose future was dropped is done and counted, and the next step follows it.
 #[tokio::test]
-async fn a_cancelled_step_goes_on_and_counts() {
+async fn a_step_with_a_dropped_future_is_done_and_counted() {
     let config = config(false);
-    let (expected, digest) = whole(&config).await;
+    let (expected, digest) = uninterrupted(&config).await;
     let mut batches = Batches::open(&config).expect("random data");
     let mut trainer = Trainer::start(config).expect("a case of ours");
     let batch = batches.next().await.expect("random data");
@@ -155,7 +157,7 @@ fn refusal(config: Config, place: &Path) -> String {
 }
 
 #[tokio::test]
-async fn checkpoints_that_are_not_ours_or_not_whole() {
+async fn checkpoints_of_other_runs_and_broken_ones_are_refused() {
     let config = config(false);
     let folder = tempfile::tempdir().expect("a place for files");
     let place = folder.path().join("good");
@@ -190,10 +192,10 @@ async fn checkpoints_that_are_not_ours_or_not_whole() {
     assert!(refusal(config, &place).contains("not what was written"));
 }
 
-/// A best is a whole checkpoint: a run whose only one it is goes on from it, and letting old ones go
-/// does not touch it.
+/// A run can resume from the best checkpoint when it is the newest one, and removing old
+/// checkpoints does not remove it.
 #[test]
-fn a_best_is_gone_on_from() {
+fn the_best_checkpoint_can_be_resumed() {
     let folder = tempfile::tempdir().expect("a place for files");
     let keeper = Keeper::open(folder.path(), 1).expect("a directory of ours");
     let places = [keeper.place(1), keeper.place(2), keeper.best_place(7)];
@@ -224,7 +226,8 @@ fn a_keeper_keeps_the_newest_and_the_best() {
     assert_eq!(best.map(|place| place.exists()), [true, false]);
     let error = Keeper::open(&folder.path().join("new/deep"), 2).expect_err("it is taken");
     assert!(error.to_string().contains("another run has it"), "{error}");
-    // What a kill left: one that made way comes back, one that was being written goes.
+    // After a kill: the checkpoint that was being replaced is restored, and the one that was being
+    // written is removed.
     drop(keeper);
     let made_way = folder.path().join("new/deep/step-00000300");
     fs::rename(&made_way, made_way.with_extension("l2l-old")).expect("a directory of ours");

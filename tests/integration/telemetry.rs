@@ -1,5 +1,5 @@
-//! What is told of a run is true: times are measured and add up, bytes are the schedule's, series are
-//! few, and nobody who looks changes or delays what is trained.
+//! Telemetry agrees with the run: times add up, bytes are those of the schedule, series are few,
+//! and observers neither change nor delay training.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -78,14 +78,14 @@ fn close(what: &str, a: f64, b: f64, within: f64) {
     assert!((a - b).abs() <= within * a.abs().max(b.abs()), "{what}: {a} and {b}");
 }
 
-/// Within 2 %, and what a busy machine may put between two looks at its clock.
+/// The sums agree within 2 %, and the delay that a busy machine may put between two clock readings.
 #[track_caller]
 fn adds_up(what: &str, sum: f64, seconds: f64) {
     assert!((sum - seconds).abs() <= 0.02 * seconds + 0.05, "{what}: {sum} of {seconds}");
 }
 
-/// The lane's busy time, its waits by cause and the time outside steps are the time that passed; an
-/// actor's three states are, too; layers sum to the whole.
+/// The compute lane's busy time, its waits by cause and the time outside steps add up to the time
+/// that passed. So do the three states of each actor. The layers add up to the run.
 #[test]
 fn times_add_up() {
     for (link, deferred, place) in [
@@ -113,7 +113,7 @@ fn times_add_up() {
             adds_up(&actor.name, states, view.seconds);
             assert!(actor.busy > 0.0, "{}: actors run for a moment at least", actor.name);
         }
-        // A lane does one thing at a time, and what is heard of it is what was added up.
+        // A lane does one operation at a time, and the ledger's sums are those of the records.
         for track in Lane::ALL {
             let mut of_track: Vec<&Slice> =
                 slices.iter().filter(|slice| slice.lane == track).collect();
@@ -130,10 +130,10 @@ fn times_add_up() {
     }
 }
 
-/// A look between steps is outside them: what is told of training is what its steps told, and a watch
-/// holds nothing of a run that has ended.
+/// A validation between training steps is not counted as training, and a watch holds nothing of a
+/// run that has ended.
 #[test]
-fn looks_are_no_training() {
+fn validation_is_not_counted_as_training() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = config(3);
@@ -164,7 +164,7 @@ fn looks_are_no_training() {
     });
 }
 
-/// Bytes counted inside the copies, bytes of slices, and the schedule's function are one.
+/// The bytes counted inside the copies, those of the records and those of the schedule are equal.
 #[test]
 fn bytes_are_the_schedules() {
     let Ran { slices, views: [_, view], plan, .. } = run(config(3), 4, Vec::new());
@@ -178,7 +178,8 @@ fn bytes_are_the_schedules() {
     assert_eq!(view.bytes_downloaded, 4 * plan.download_bytes);
 }
 
-/// At most ten series a layer, 5,000 in all at 384 layers; every metric of the list has one.
+/// A run has at most ten series a layer, and 5,000 in all with 384 layers. Every metric of the list
+/// has a series.
 #[test]
 fn series_are_few() {
     let mut deep = config(384);
@@ -200,9 +201,9 @@ fn series_are_few() {
     assert!(sorted.is_sorted(), "names of layers sort");
 }
 
-/// An application's own recorder gets everything, without a listener of ours.
+/// An application's own recorder gets every metric, without a listener of l2l's.
 #[test]
-fn a_recorder_of_ones_own() {
+fn an_applications_own_recorder_gets_everything() {
     let recorder = DebuggingRecorder::new();
     describe(&recorder);
     let Ran { views: [_, view], reports, .. } = run(config(2), 2, Vec::new());
@@ -222,7 +223,7 @@ fn a_recorder_of_ones_own() {
     assert!(met > 50, "{met}");
 }
 
-/// A million observations are buckets, and nothing else is kept of them.
+/// Histograms keep only their buckets: memory does not grow with observations.
 #[test]
 fn memory_is_flat_over_a_million_observations() {
     let server = Server::start(None, "tested").expect("a thread");
@@ -273,7 +274,8 @@ fn get(address: std::net::SocketAddr, path: &str) -> String {
     ask(address, &format!("GET {path} HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n"))
 }
 
-/// Silent, slow, wrong and many clients, before, while and after there is a run: it ends the same.
+/// Silent, slow, malformed and many clients of the metrics page, before, during and after a run:
+/// the run ends the same.
 #[test]
 fn clients_may_do_what_they_like() {
     let quiet = run(config(3), 8, Vec::new());
@@ -284,7 +286,7 @@ fn clients_may_do_what_they_like() {
     assert!(get(address, "/healthz").starts_with("HTTP/1.1 200"));
     assert!(get(address, "/live.json").starts_with("HTTP/1.1 503"));
     assert!(get(address, "/metrics").contains("200 OK"));
-    // Connections that say nothing, half of something, or nonsense, and are held.
+    // Open connections that send nothing, half a request, or nonsense.
     let mut held: Vec<TcpStream> =
         (0..20).map(|_| TcpStream::connect(address).expect("it listens")).collect();
     for (index, stream) in held.iter_mut().enumerate() {
@@ -335,7 +337,7 @@ fn clients_may_do_what_they_like() {
     let text = get(address, "/metrics");
     assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
     assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
-    // Nobody looked at what was kept aside, and nobody said how fast light is here.
+    // The run had no validation, and nothing measured the machine's speed limit.
     let untold = ["l2l_validation_loss", "l2l_speed_of_light_ratio"];
     for metric in METRICS {
         let told = text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.name()));
@@ -344,9 +346,9 @@ fn clients_may_do_what_they_like() {
     drop(held);
 }
 
-/// The timeline has every slice, and arrows that begin and end.
+/// The timeline has every record, and each arrow has a begin and an end.
 #[test]
-fn the_timeline_is_whole() {
+fn the_timeline_is_complete() {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("trace.json");
     let trace = Trace::create(&path, "tested").expect("a folder of ours");
@@ -382,7 +384,7 @@ fn the_timeline_is_whole() {
     assert!(Trace::create(&folder.path().join("no/where"), "tested").is_err());
 }
 
-/// With one weight slot the overlap falls, as virtual time says that it does.
+/// With one weight slot the overlap falls as much as virtual time predicts.
 #[test]
 fn virtual_time_knows_what_depth_is_worth() {
     let mut overlaps = Vec::new();

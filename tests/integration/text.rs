@@ -1,4 +1,4 @@
-//! Data of every kind comes to the tokens and labels that transformers makes of it.
+//! Data of every kind becomes the same tokens and labels as in transformers.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -82,10 +82,10 @@ fn every_kind_of_line_is_as_transformers_reads_it() {
         let is_masked = directory == "wordpiece" && kind == "text";
         let (mut tokens, labels) = (one.tokens.clone(), &one.labels);
         if is_masked {
-            // What was found stands where it was.
+            // The labels stand where the masked tokens were.
             let hidden = tokens.iter_mut().zip(labels).filter(|(_, label)| **label >= 0);
             hidden.for_each(|(token, label)| *token = *label as u32);
-            // All of it may be unknown, which nobody has to find.
+            // A text may consist of unknown tokens only, which are special and not masked.
             let is_known = |id: &i64| *id > 4;
             assert_eq!(labels.iter().any(|&l| l >= 0), expected.iter().any(is_known), "{case}");
         }
@@ -109,8 +109,8 @@ fn every_kind_of_line_is_as_transformers_reads_it() {
     assert!(seen >= 90, "{seen} cases");
 }
 
-/// 15 % are to be found, 8 in 10 of them masked, 1 another token; the same again for a seed, and
-/// others in another epoch.
+/// 15 % of the tokens are predicted: 8 in 10 of them are masked, 1 in 10 is a random token. The
+/// same seed gives the same masks, and another epoch other ones.
 #[test]
 fn masks_are_drawn_as_transformers_draws_them() {
     let words =
@@ -155,7 +155,7 @@ fn masks_are_drawn_as_transformers_draws_them() {
     assert_ne!(of(0), Batches::of_step(&seeded, &other, 0).expect("good")[0].labels);
 }
 
-/// Text that is too long goes on in sequences of its own; nothing is lost.
+/// A text that is too long is split into several sequences, and no token is lost.
 #[test]
 fn text_is_split_when_asked() {
     let text = "one two three four five six seven eight nine ten ".repeat(8);
@@ -175,7 +175,7 @@ fn text_is_split_when_asked() {
     }
 }
 
-/// Several files, with weights: an epoch sees each so often, and over epochs all of it.
+/// An epoch sees each file as often as its weight says, and several epochs see all of it.
 #[test]
 fn files_have_weights() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -201,7 +201,7 @@ fn files_have_weights() {
     assert_eq!(open(&Config::parse(&whole).expect("good")).expect("good").len(), Some(10));
 }
 
-/// What is wrong is said, with file and line.
+/// The message of a bad line names the file, the line and the problem.
 #[test]
 fn bad_lines_are_refused() {
     let no_template = tempfile::tempdir().expect("a place for files");
@@ -253,7 +253,7 @@ fn bad_lines_are_refused() {
     assert!(error.contains("no tokenizer.json"), "{error}");
 }
 
-/// A run that goes on knows its data again, and the tokenizer that made it.
+/// A resumed run refuses other data, and data of another tokenizer.
 #[test]
 fn another_tokenizer_is_other_data() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -268,7 +268,7 @@ fn another_tokenizer_is_other_data() {
     assert_eq!(open(&config).expect("good").fingerprint(), here, "the same, elsewhere");
     fs::write(other.join("chat_template.jinja"), "{{ messages }}").expect("ours");
     assert_ne!(open(&config).expect("good").fingerprint(), here);
-    // Bare tokens need no tokenizer, and so none that is good.
+    // Token ids need no tokenizer, so a broken one does not matter.
     fs::write(other.join("chat_template.jinja"), "{% if %}").expect("ours");
     let ids = sequences(&mut config, "ids.jsonl", "{\"input_ids\": [1, 2, 3]}").expect("good");
     assert_eq!(ids[0].tokens, [1, 2, 3]);
@@ -277,7 +277,7 @@ fn another_tokenizer_is_other_data() {
     assert!(error.contains("chat_template.jinja"), "{error}");
 }
 
-/// What is learnt of a chat is cut off: nothing is left of it.
+/// A chat is refused when the assistant's part is cut off, because no label is left.
 #[test]
 fn a_row_without_anything_to_learn_is_refused() {
     let mut config = config("bpe", Path::new(""), 8);

@@ -1,5 +1,5 @@
-//! The EPS on file: the same bits as in memory, a state that survives a kill at any moment, faults of
-//! disks told and not trained on.
+//! The EPS on file: a kill at any moment leaves a complete state, and data that the disk changed is
+//! reported and not trained on. (`exact` compares its bits with those of memory.)
 
 use std::fs::{self, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -29,7 +29,7 @@ micro_batch = 2
 threads = 1
 "#;
 
-/// Arguments of a command on it.
+/// The arguments of a command that runs it.
 fn arguments(command: &str, settings: &[&str]) -> Vec<String> {
     static FILE: LazyLock<tempfile::NamedTempFile> = LazyLock::new(|| {
         let mut file = tempfile::NamedTempFile::new().expect("a place for files");
@@ -48,8 +48,8 @@ fn on_file(folder: &Path) -> String {
     format!("eps.path={}", folder.display())
 }
 
-/// Losses by step, and the digest if it ended.
-fn told(text: &str) -> (Vec<(u64, f64)>, Option<String>) {
+/// The losses of the steps in a run's output, and the weights' digest if the run ended.
+fn results(text: &str) -> (Vec<(u64, f64)>, Option<String>) {
     let events = events(text);
     let step = |event: &&Value| {
         (event["step"].as_u64().expect("a number"), event["loss"].as_f64().expect("a number"))
@@ -60,8 +60,8 @@ fn told(text: &str) -> (Vec<(u64, f64)>, Option<String>) {
     (of_kind(&events, "step").iter().map(step).collect(), digest)
 }
 
-/// 50 kills (10 for a quick answer) at random moments of runs that write at every moment: each leaves
-/// a state, of the step told last or one beside it, and the run that goes on is the run that was not
+/// Kills a run 50 times (10 for a quick answer) at random moments, and resumes it each time. Each
+/// kill leaves a complete state, and the run ends with the losses and weights of one that was not
 /// killed.
 #[test]
 fn a_kill_costs_the_running_step_and_nothing_else() {
@@ -70,7 +70,7 @@ fn a_kill_costs_the_running_step_and_nothing_else() {
     let folder = tempfile::tempdir().expect("a place for files");
     let place = on_file(&folder.path().join("eps"));
     for clip in ["optimizer.epsilon=1e-8", "optimizer.clip_norm=0.5"] {
-        let (expected, digest) = told(&good(&arguments("train", &[STEPS, clip])));
+        let (expected, digest) = results(&good(&arguments("train", &[STEPS, clip])));
         let digest = digest.expect("it ended");
         let mut seed = 88172645463325252_u64;
         let (mut reached, mut kills, mut ended) = (0, 0, None);
@@ -84,7 +84,7 @@ fn a_kill_costs_the_running_step_and_nothing_else() {
             let child = child.as_mut().expect("the program runs");
             let mut text = String::new();
             if kills < most {
-                // Some steps, then some bytes of a line: a moment like any other.
+                // The run is killed when it has written this many bytes: a random moment.
                 seed ^= seed << 13;
                 seed ^= seed >> 7;
                 seed ^= seed << 17;
@@ -109,7 +109,7 @@ fn a_kill_costs_the_running_step_and_nothing_else() {
                 child.stderr.as_mut().expect("a pipe").read_to_string(&mut said).expect("text");
                 assert!(status.success(), "{said}");
                 if kills == most {
-                    let (losses, digest) = told(&text);
+                    let (losses, digest) = results(&text);
                     let (first, last) = (losses[0].0 as usize, losses.last().expect("some").0);
                     assert_eq!(losses, expected[first - 1..], "from step {first}");
                     assert_eq!(last, 120);
@@ -129,13 +129,13 @@ fn a_kill_costs_the_running_step_and_nothing_else() {
 }
 
 #[test]
-fn what_changed_on_the_disk_is_told() {
+fn data_that_changed_on_the_disk_is_reported() {
     let folder = tempfile::tempdir().expect("a place for files");
     let eps = folder.path().join("eps");
     let place = on_file(&eps);
     let settings = |steps: &'static str| arguments("train", &[steps, "eps.tier=file", &place]);
     good(&settings("step.steps=2"));
-    // A second run is not to lose the first one's state.
+    // A second run is refused, because it would replace the first one's state.
     let refused = output(&settings("step.steps=3"));
     let said = String::from_utf8_lossy(&refused.stderr);
     assert_eq!(refused.status.code(), Some(2), "{said}");
@@ -147,7 +147,7 @@ fn what_changed_on_the_disk_is_told() {
     let shape = [again.clone(), vec!["--set".into(), "model.layers=2".into()]].concat();
     assert_eq!(output(&shape).status.code(), Some(2));
 
-    // One bit of each megabyte: whatever is read next is not what was written.
+    // One bit of every 4 KiB is flipped, so that every part of every block is wrong.
     let blocks = eps.join("blocks");
     let mut file = OpenOptions::new().read(true).write(true).open(&blocks).expect("it is ours");
     let len = file.metadata().expect("it is there").len();
@@ -163,11 +163,11 @@ fn what_changed_on_the_disk_is_told() {
     assert_eq!(failed.status.code(), Some(1), "{said}");
     assert!(said.contains("is not what was written") && said.contains("block"), "{said}");
 
-    // A file that was cut short is made whole again in length, not in content.
+    // A file that was cut short gets its length back, but not its content.
     file.set_len(len / 2).expect("it is ours");
     assert_eq!(output(&again).status.code(), Some(1));
 
-    // An index that was torn: the one before it counts; with both gone, it says so.
+    // Both indexes are torn.
     for name in ["index.0", "index.1"] {
         fs::write(eps.join(name), "torn").expect("it is ours");
     }
@@ -191,9 +191,9 @@ fn a_disk_that_is_too_small_is_refused_before_anything() {
     assert!(!eps.exists(), "nothing was made");
 }
 
-/// Two runs do not share a folder; evaluation and generation read a model through a file of their own.
+/// Two training runs cannot share a folder. Evaluation and generation use a file of their own.
 #[test]
-fn a_folder_is_one_run_s() {
+fn a_folder_belongs_to_one_run() {
     let folder = tempfile::tempdir().expect("a place for files");
     let eps = folder.path().join("eps");
     fs::create_dir_all(&eps).expect("it is ours");
@@ -215,9 +215,10 @@ fn a_folder_is_one_run_s() {
     assert_eq!(evaluated(&["eps.tier=file", &place]), evaluated(&[]));
 }
 
-/// What is refused takes nothing away; what takes a state's place does so once it is whole.
+/// A refused run does not change the state on file. A new run's state replaces it only when the new
+/// one is complete.
 #[test]
-fn a_state_stays_until_another_is_whole() {
+fn a_state_stays_until_another_is_complete() {
     let folder = tempfile::tempdir().expect("a place for files");
     let eps = folder.path().join("eps");
     let (place, checkpoints) = (on_file(&eps), folder.path().join("checkpoints"));
@@ -228,7 +229,7 @@ fn a_state_stays_until_another_is_whole() {
         output(&all)
     };
     let steps_of = |output: &std::process::Output| {
-        told(&String::from_utf8_lossy(&output.stdout)).0.iter().map(|(step, _)| *step).collect()
+        results(&String::from_utf8_lossy(&output.stdout)).0.iter().map(|(step, _)| *step).collect()
     };
     assert!(run(&["step.steps=2"], false).status.success());
     // A checkpoint of another run, further on.
@@ -242,9 +243,9 @@ fn a_state_stays_until_another_is_whole() {
     good(&arguments("train", &["step.steps=5", &kept]));
     let went_on: Vec<u64> = steps_of(&run(&["step.steps=6", &kept], true));
     assert_eq!(went_on, [6]);
-    let whole = told(&good(&arguments("train", &["step.steps=7"]))).1;
+    let whole = results(&good(&arguments("train", &["step.steps=7"]))).1;
     let resumed = run(&["step.steps=7", &kept], true);
-    assert_eq!(told(&String::from_utf8_lossy(&resumed.stdout)).1, whole);
+    assert_eq!(results(&String::from_utf8_lossy(&resumed.stdout)).1, whole);
     // Both indexes gone, and a checkpoint there: it is gone on from.
     for name in ["index.0", "index.1"] {
         fs::write(eps.join(name), "torn").expect("it is ours");
@@ -259,9 +260,9 @@ fn a_state_stays_until_another_is_whole() {
     assert_eq!(fs::read(eps.join("index.0")).expect("it is ours"), before);
 }
 
-/// A state that cannot be sealed is told before a step is made for it.
+/// A run whose state cannot be sealed fails before its first step.
 #[test]
-fn a_state_that_cannot_be_sealed_is_told() {
+fn a_state_that_cannot_be_sealed_is_reported() {
     let folder = tempfile::tempdir().expect("a place for files");
     let eps = folder.path().join("eps");
     let place = on_file(&eps);

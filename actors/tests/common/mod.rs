@@ -97,7 +97,8 @@ pub fn ticks(count: u64) -> Duration {
     Duration::from_nanos(count)
 }
 
-/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick answer.
+/// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick
+/// answer.
 pub fn whole() -> bool {
     match std::env::var("L2L_TESTS").as_deref() {
         Err(_) => false,

@@ -105,7 +105,8 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
         },
     );
     let (updates, records) = run.expect("it ends");
-    // Memory has checked every version on the way; here, that updates were made, not only published.
+    // Memory has checked every version on the way; here, that updates were made, not only
+    // published.
     let mut made = vec![0_u64; updates.len()];
     for record in records {
         if let l2l_actors::work::Work::Update { block, .. } = record.work {

@@ -39,7 +39,8 @@ proptest! {
     /// there already.
     #[test]
     fn with_one_slot_upload_and_compute_add_up(
-        layers in 1..=40_u32, micro_batches in 1..=16_u32, upload in 0..100_u64, compute in 0..20_u64,
+        layers in 1..=40_u32, micro_batches in 1..=16_u32,
+        upload in 0..100_u64, compute in 0..20_u64,
     ) {
         let schedule = stack(layers, micro_batches);
         let times = Times { upload, compute, ..Times::default() };
@@ -53,7 +54,8 @@ proptest! {
     /// piece, behind the inputs that are fetched ahead and in front of the others.
     #[test]
     fn with_two_slots_only_the_first_upload_shows(
-        layers in 1..=40_u32, micro_batches in 1..=16_u32, compute in 1..20_u64, part in 0..=100_u64,
+        layers in 1..=40_u32, micro_batches in 1..=16_u32,
+        compute in 1..20_u64, part in 0..=100_u64,
     ) {
         let schedule = stack(layers, micro_batches);
         let (l, m) = (u64::from(layers), u64::from(micro_batches));

@@ -1,7 +1,7 @@
 //! The tests of the ring in one program, because each test program is linked anew.
 //!
-//! One file: `cargo test -p l2l-actors --test integration makespan::`. `tests/failure.rs` is a program
-//! of its own: it counts the threads of its process and replaces the panic hook.
+//! One file: `cargo test -p l2l-actors --test integration makespan::`. `tests/failure.rs` is a
+//! program of its own: it counts the threads of its process and replaces the panic hook.
 
 mod bounds;
 mod closed_forms;

@@ -319,7 +319,10 @@ fn reference(plan: &Plan, times: Times, deferred: bool, list: VecDeque<Of>) -> u
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(300)
+    })]
 
     #[test]
     fn makespan_equals_the_list_schedulers(
