@@ -107,7 +107,7 @@ pub(crate) struct Identity<'r> {
     pub(crate) config: &'r Config,
     pub(crate) model: &'r Model,
     /// The `config.json` that the model came with, or null.
-    pub(crate) came_with: &'r Value,
+    pub(crate) source_config: &'r Value,
     /// Steps of the run.
     pub(crate) steps: u64,
     /// What it is trained on, if that is known.
@@ -171,7 +171,7 @@ pub(crate) fn write(
     recover(directory).map_err(failed)?;
     let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
     fs::create_dir_all(&partial).map_err(failed)?;
-    hf::write_config(&partial, &run.model.shape, run.came_with)?;
+    hf::write_config(&partial, &run.model.shape, run.source_config)?;
     if let Some(path) = &run.config.model.path {
         hf::copy_companions(path, &partial).map_err(failed)?;
     }

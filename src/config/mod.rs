@@ -125,6 +125,16 @@ impl Config {
     }
 }
 
+impl DeviceConfig {
+    /// The device's name in metrics: `cpu0`, or `cuda` with its ordinal.
+    pub fn name(&self) -> String {
+        match self.kind {
+            DeviceKind::Cpu => "cpu0".into(),
+            DeviceKind::Cuda => format!("cuda{}", self.ordinal),
+        }
+    }
+}
+
 /// Bytes a second, as a key says.
 fn rate(key: &str, text: Option<&str>) -> Result<Option<f64>, Error> {
     let Some(text) = text else { return Ok(None) };

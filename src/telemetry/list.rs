@@ -222,9 +222,9 @@ pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64))
     tell("l2l_transfer_bytes_total", &["upload"], view.bytes_uploaded as f64);
     tell("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
     for memory in &view.device_memory {
-        tell("l2l_device_memory_bytes", &[view.device, memory.kind], memory.used as f64);
+        tell("l2l_device_memory_bytes", &[&view.device, memory.kind], memory.used as f64);
     }
-    tell("l2l_device_memory_budget_bytes", &[view.device], view.device_budget as f64);
+    tell("l2l_device_memory_budget_bytes", &[&view.device], view.device_budget as f64);
     for memory in &view.host_memory {
         tell("l2l_host_memory_bytes", &[memory.kind], memory.used as f64);
     }
@@ -253,7 +253,7 @@ pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64))
         tell("l2l_faults_total", &[kind], *count as f64);
     }
     tell("l2l_build_info", &[env!("CARGO_PKG_VERSION")], 1.0);
-    tell("l2l_run_info", &[view.device, view.link.as_deref().unwrap_or("none")], 1.0);
+    tell("l2l_run_info", &[&view.device, view.link.as_deref().unwrap_or("none")], 1.0);
     let process = crate::machine::process();
     let of_process = process.into_iter().flat_map(|process| {
         [

@@ -19,6 +19,8 @@ pub struct Watch(pub(crate) Arc<Watched>);
 /// What is watched.
 pub(crate) struct Watched {
     pub(crate) run: String,
+    /// The device's name, such as `cpu0`.
+    pub(crate) device: String,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) used: Arc<Used>,
     pub(crate) story: Mutex<Story>,
@@ -83,7 +85,7 @@ pub struct View {
     /// What failed, by kind.
     pub faults: Vec<(&'static str, u64)>,
     /// The device's name.
-    pub device: &'static str,
+    pub device: String,
     /// The device's memory.
     pub device_memory: Vec<MemoryView>,
     /// Bytes that it may take.
@@ -303,7 +305,7 @@ impl Watch {
             checkpoints_since: story.checkpoints_since,
             checkpoint_failures: story.checkpoint_failures,
             faults: FAULTS.into_iter().zip(story.faults).collect(),
-            device: "cpu0",
+            device: self.0.device.clone(),
             device_memory: self.device_memory(),
             device_budget: self.0.budget,
             host_memory: host

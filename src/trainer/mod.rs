@@ -5,6 +5,7 @@ mod builder;
 mod events;
 mod fit;
 mod sample;
+mod start;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -47,7 +48,7 @@ pub struct Trainer {
     plan: Arc<Plan>,
     learning_rate: LearningRate,
     /// The `config.json` that the model was read with, or null.
-    came_with: serde_json::Value,
+    source_config: serde_json::Value,
     data: String,
     engine: Engine,
     ledger: Arc<Ledger>,
@@ -112,7 +113,7 @@ impl Trainer {
         Identity {
             config: &self.config,
             model: &self.model,
-            came_with: &self.came_with,
+            source_config: &self.source_config,
             steps: self.learning_rate.steps,
             data: &self.data,
         }

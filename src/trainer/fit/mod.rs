@@ -276,7 +276,7 @@ fn start_trainer(
     builder = match beginning {
         Beginning::New | Beginning::AsBuilt => builder,
         Beginning::Checkpoint(directory) => builder.resume(directory),
-        Beginning::StateOnFile => builder.go_on(),
+        Beginning::StateOnFile => builder.resume_file(),
     };
     if let Some(observer) = exporter.observer() {
         builder = builder.observe(observer);

@@ -1,0 +1,269 @@
+//! Makes a trainer: everything is checked first, then made.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use l2l_actors::schedule::BlockId;
+use serde_json::Value;
+
+use super::{Builder, Trainer};
+use crate::checkpoint::{self, Identity, Progress};
+use crate::config::{Config, EpsTier, Labels};
+use crate::engine::Engine;
+use crate::eps::{Eps, FileTier, Folder, Found};
+use crate::error::Error;
+use crate::hf;
+use crate::hf::shape_of;
+use crate::machine;
+use crate::models::{Model, Part};
+use crate::optimizers::{LearningRate, UpdateRule};
+use crate::plan::Plan;
+use crate::telemetry::{Ledger, Observe, Story, Watch, Watched, made_up_name, seconds_of};
+use crate::worker::{Parts, Worker};
+
+/// Everything that a trainer is made of, checked by itself and together.
+pub(super) struct Checked {
+    config: Config,
+    model: Arc<Model>,
+    plan: Arc<Plan>,
+    rule: Box<dyn UpdateRule>,
+    learning_rate: LearningRate,
+    /// The `config.json` that the model was read with, or null.
+    source_config: Value,
+    data: String,
+    resume: Option<PathBuf>,
+    resumes_file: bool,
+    is_trial: bool,
+    copies: bool,
+    observers: Vec<Arc<dyn Observe>>,
+}
+
+impl Checked {
+    /// Checks config, model, plan and names. Nothing is allocated or written.
+    pub(super) fn new(builder: Builder) -> Result<Checked, Error> {
+        let Builder { config, model, rule, steps, data, resume, .. } = builder;
+        config.check()?;
+        let model = match model {
+            Some(model) => model,
+            None => Model::new(shape_of(&config)?),
+        };
+        let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
+        let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
+        if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
+            return Err(Error::DoesNotFit(misfit));
+        }
+        if steps.is_none() && config.step.epochs.is_some() {
+            let problem = "counts data that a trainer does not see: set step.steps, or tell the \
+                           builder the steps that config.steps(data.len()) gives";
+            return Err(Error::config("step.epochs", problem));
+        }
+        let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
+        model.check_names()?;
+        Ok(Checked {
+            source_config: source_config(&config)?,
+            config,
+            model: Arc::new(model),
+            plan,
+            rule,
+            learning_rate,
+            data,
+            resume,
+            resumes_file: builder.resumes_file,
+            is_trial: builder.is_trial,
+            copies: builder.copies,
+            observers: builder.observers,
+        })
+    }
+
+    /// Makes the trainer.
+    pub(super) fn make(self) -> Result<Trainer, Error> {
+        let Checked { config, model, plan, learning_rate, source_config, data, .. } = self;
+        let run = Identity {
+            config: &config,
+            model: &model,
+            source_config: &source_config,
+            steps: learning_rate.steps,
+            data: &data,
+        };
+        let from = self.resume.as_deref();
+        let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
+        let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
+        let (eps, found) = open_eps(&config, &model, &plan, start)?;
+        let ledger = Arc::new(Ledger::new(model.parts.len(), self.observers));
+        let parts = Parts {
+            model: model.clone(),
+            plan: plan.clone(),
+            rule: self.rule,
+            learning_rate,
+            eps,
+            records: ledger.clone(),
+            copies: self.copies,
+        };
+        let worker = Worker::new(&config, parts)?;
+        let progress = fill(worker.eps(), found, checkpoint, run)?;
+        let engine = Engine::start(config.clone(), worker, progress.step)?;
+        let story = story(&config, learning_rate.steps, progress.step, from);
+        let watch = watch(&config, &engine, &ledger, story);
+        let disk_rate = config.disk_bytes_per_second()?;
+        let now = Instant::now();
+        Ok(Trainer {
+            config,
+            model,
+            plan,
+            learning_rate,
+            source_config,
+            data,
+            engine,
+            ledger,
+            progress,
+            begin: now,
+            last_end: now,
+            last_disk: Duration::ZERO,
+            watch,
+            disk_rate,
+        })
+    }
+}
+
+/// The `config.json` that the model comes with, completed by what the run's config says; null for a
+/// model of a preset.
+fn source_config(config: &Config) -> Result<Value, Error> {
+    let mut source = match &config.model.path {
+        Some(path) => hf::read_config(path)?,
+        None => Value::Null,
+    };
+    if config.model.path.is_none() {
+        hf::let_read_bytes(&mut source);
+    }
+    if let Some(Labels::Names(names)) = &config.model.labels {
+        hf::name_labels(&mut source, names);
+    }
+    Ok(source)
+}
+
+/// How the EPS starts.
+#[derive(Clone, Copy)]
+struct EpsStart<'p> {
+    /// The checkpoint that fills it.
+    from: Option<&'p Path>,
+    /// Whether it keeps the state that `eps.path` holds.
+    resumes_file: bool,
+    /// Whether its file is unnamed.
+    is_trial: bool,
+}
+
+/// Opens the EPS as the config says. Also returns the state that it keeps, where it resumes.
+fn open_eps(
+    config: &Config,
+    model: &Model,
+    plan: &Plan,
+    start: EpsStart<'_>,
+) -> Result<(Eps, Option<Found>), Error> {
+    let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
+    let dtype = config.device.dtype;
+    let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
+        if start.resumes_file {
+            return Err(Error::config("eps.tier", "is memory: there is no state to go on from"));
+        }
+        return Ok((Eps::in_memory(model, states, region).published_as(dtype), None));
+    };
+    let unusable = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
+    if start.is_trial {
+        let file = FileTier::unnamed(path, model, true, states, region).map_err(unusable)?;
+        return Ok((Eps::on_file(model, states, file).published_as(dtype), None));
+    }
+    let folder = Folder::take(path).map_err(unusable)?;
+    let found = match folder.found() {
+        Ok(found) => found,
+        Err(_) if start.from.is_some() => None, // the checkpoint replaces a damaged state
+        Err(error) => return Err(unusable(error)),
+    };
+    match (&found, start.resumes_file, start.from) {
+        (Some(found), false, None) => {
+            let problem = format_args!(
+                "holds the state of a run, of step {}: go on from it (`--resume`), or remove the \
+                 folder, or name another",
+                found.step
+            );
+            return Err(Error::config("eps.path", problem));
+        }
+        (None, true, _) => return Err(Error::config("eps.path", "holds no state to go on from")),
+        _ => {}
+    }
+    let resumes = start.resumes_file;
+    let file = FileTier::open(folder, model, states, region, resumes).map_err(unusable)?;
+    let eps = Eps::on_file(model, states, file).published_as(dtype);
+    Ok((eps, found.filter(|_| resumes)))
+}
+
+/// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random.
+fn fill(
+    eps: &Eps,
+    found: Option<Found>,
+    checkpoint: Option<checkpoint::Checked<'_>>,
+    run: Identity<'_>,
+) -> Result<Progress, Error> {
+    let config = run.config;
+    let mut progress = Progress::default();
+    match (found, checkpoint, &config.model.path) {
+        (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
+        (None, Some(checkpoint), _) => progress = checkpoint::read(checkpoint, run, eps)?,
+        (None, None, Some(path)) if !config.model.random_weights => {
+            eps.randomise(config.step.seed)?; // for tensors that the file does not have
+            hf::load(path, run.model, eps, true)?;
+        }
+        (None, None, _) => eps.randomise(config.step.seed)?,
+    }
+    if let Some(file) = eps.file() {
+        file.remember(checkpoint::remembered(run, &progress));
+        file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
+    }
+    Ok(progress)
+}
+
+/// The run as it is before its first step.
+fn story(config: &Config, steps: u64, resumed: u64, from: Option<&Path>) -> Story {
+    let mut story = Story::new(steps);
+    story.resumed = resumed;
+    if config.checkpoint.directory.is_some() {
+        story.checkpoints_since = Some(story.started);
+    }
+    let written = from.and_then(|from| from.metadata().ok()?.modified().ok());
+    story.checkpoint = written.map(seconds_of);
+    story
+}
+
+/// The handle through which others look at the run.
+fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, story: Story) -> Watch {
+    let plan = &engine.plan;
+    Watch(Arc::new(Watched {
+        run: config.metrics.run.clone().unwrap_or_else(made_up_name),
+        device: config.device.name(),
+        ledger: ledger.clone(),
+        used: engine.worker().used().clone(),
+        story: Mutex::new(story),
+        observer: engine.observer(),
+        plan: plan.clone(),
+        link: config.device.link.clone(),
+        layers: layers(&engine.model),
+        budget: plan
+            .budget()
+            .or_else(|| plan.gpu_bytes())
+            .or_else(machine::available_memory)
+            .unwrap_or(plan.device_bytes()),
+        light: Mutex::new(None),
+    }))
+}
+
+/// For each layer: whether the device computes it, and whether it is the first to use a block.
+fn layers(model: &Model) -> Vec<(bool, bool)> {
+    let mut met = BTreeSet::new();
+    let parts = model.parts.iter().zip(&model.part_blocks);
+    let of = |(part, blocks): (&Part, &Vec<_>)| {
+        let new = blocks.iter().filter(|&&block| met.insert(block)).count();
+        (!matches!(part, Part::Embedding), new > 0)
+    };
+    parts.map(of).collect()
+}
