@@ -2,8 +2,8 @@
 
 use std::time::SystemTime;
 
-use l2l::config::{ByteSize, Format};
-use l2l::{Error, devices, eps, machine, optimizers};
+use l2l::config::{ByteSize, Dtype, Format};
+use l2l::{Config, Error, devices, eps, machine, optimizers};
 use serde_json::{Value, json};
 
 use super::{Common, print};
@@ -32,114 +32,169 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
     devices::Check::judge(&checks)
 }
 
+/// What was found of this machine.
+struct Machine {
+    threads: usize,
+    /// FLOP/s of a matrix product.
+    product: f64,
+    /// Bytes a second of the host's memory.
+    stream: f64,
+    /// Bytes a second of AdamW's update: with f32 masters, and with split ones.
+    updates: [Option<f64>; 2],
+    /// Bytes a second that are written and read, or why that is not known.
+    disk: Result<(f64, f64), String>,
+    libraries: Vec<devices::Library>,
+    gpus: Result<Vec<devices::Gpu>, Error>,
+    /// The rates of the GPU that the config names, if there is a GPU.
+    gpu_rates: Option<Result<devices::GpuRates, Error>>,
+    dtype: Dtype,
+}
+
 pub(super) fn doctor(common: &Common) -> Result<(), Error> {
     let (config, _) = common.read(None, None)?;
-    let format = config.log.format;
-    let threads = machine::cores();
-    let product = devices::product_flops_per_second(threads)?;
-    let stream = optimizers::stream_bytes_per_second(threads)?;
-    let updates = [false, true].map(|split| optimizers::update_bytes_per_second(threads, split));
-    let [update, update_split] = [&updates[0], &updates[1]].map(|rate| rate.as_ref().ok());
-    let disk = eps::disk_bytes_per_second(&std::env::temp_dir());
-    let found = devices::cuda_libraries(config.device.cuda_libraries.as_deref());
-    let gpus = devices::gpus();
-    let has_gpu = gpus.as_ref().is_ok_and(|gpus| !gpus.is_empty());
-    let rates = has_gpu.then(|| devices::gpu_rates(&config));
-    if format == Format::Json {
-        let cuda = found.iter().map(|one| {
+    let machine = Machine::measure(&config)?;
+    match config.log.format {
+        Format::Json => print(machine.event()),
+        Format::Pretty => machine.show(),
+    }
+    Ok(())
+}
+
+fn line(what: &str, value: impl std::fmt::Display) {
+    print(format_args!("{what:<22} {value}"));
+}
+
+impl Machine {
+    fn measure(config: &Config) -> Result<Machine, Error> {
+        let threads = machine::cores();
+        let product = devices::product_flops_per_second(threads)?;
+        let stream = optimizers::stream_bytes_per_second(threads)?;
+        let update = |split| optimizers::update_bytes_per_second(threads, split).ok();
+        let updates = [false, true].map(update);
+        let disk = eps::disk_bytes_per_second(&std::env::temp_dir());
+        let libraries = devices::cuda_libraries(config.device.cuda_libraries.as_deref());
+        let gpus = devices::gpus();
+        let has_gpu = gpus.as_ref().is_ok_and(|gpus| !gpus.is_empty());
+        Ok(Machine {
+            threads,
+            product,
+            stream,
+            updates,
+            disk: disk.map_err(|error| error.to_string()),
+            libraries,
+            gpus,
+            gpu_rates: has_gpu.then(|| devices::gpu_rates(config)),
+            dtype: config.device.dtype,
+        })
+    }
+
+    fn event(&self) -> Value {
+        let libraries = self.libraries.iter().map(|one| {
             let version = one.version.map(|(major, minor)| format!("{major}.{minor}"));
             (one.name.to_string(), json!({ "path": one.path, "version": version }))
         });
-        let gpus = gpus.as_deref().unwrap_or_default().iter().map(|gpu| {
+        let gpus = self.gpus.as_deref().unwrap_or_default().iter().map(|gpu| {
             json!({
                 "name": gpu.name,
                 "architecture": gpu.architecture,
                 "memory_bytes": gpu.memory,
             })
         });
-        print(json!({
+        let disk = self.disk.as_ref().ok();
+        let gpu_rates = self.gpu_rates.as_ref().and_then(|rates| rates.as_ref().ok());
+        json!({
             "event": "doctor",
-            "cores": threads,
+            "cores": self.threads,
             "vector_instructions": machine::vector_instructions(),
             "memory_bytes": machine::total_memory(),
             "available_memory_bytes": machine::available_memory(),
-            "matmul_flops_per_second": product,
-            "stream_bytes_per_second": stream,
-            "adamw_bytes_per_second": update,
-            "adamw_bf16_bytes_per_second": update_split,
-            "disk_write_bytes_per_second": disk.as_ref().ok().map(|(write, _)| write),
-            "disk_read_bytes_per_second": disk.as_ref().ok().map(|(_, read)| read),
-            "cuda_libraries": cuda.collect::<serde_json::Map<String, Value>>(),
+            "matmul_flops_per_second": self.product,
+            "stream_bytes_per_second": self.stream,
+            "adamw_bytes_per_second": self.updates[0],
+            "adamw_bf16_bytes_per_second": self.updates[1],
+            "disk_write_bytes_per_second": disk.map(|(write, _)| write),
+            "disk_read_bytes_per_second": disk.map(|(_, read)| read),
+            "cuda_libraries": libraries.collect::<serde_json::Map<String, Value>>(),
             "gpus": gpus.collect::<Vec<Value>>(),
-            "gpu_rates": rates.and_then(Result::ok).map(|rates| json!({
+            "gpu_rates": gpu_rates.map(|rates| json!({
                 "pageable_bytes_per_second": rates.pageable,
                 "pinned_bytes_per_second": rates.pinned,
                 "matmul_flops_per_second": rates.product,
-                "dtype": config.device.dtype,
+                "dtype": self.dtype,
             })),
-        }));
-        return Ok(());
+        })
     }
-    let line = |what: &str, is: String| print(format_args!("{what:<22} {is}"));
-    let size =
-        |bytes: Option<u64>| bytes.map_or("unknown".into(), |b| ByteSize::from(b).to_string());
-    line("cores", threads.to_string());
-    line("vector instructions", machine::vector_instructions().into());
-    line("memory", size(machine::total_memory()));
-    line("  available", size(machine::available_memory()));
-    line("matrix product", format!("{:.0} GFLOP/s, f32, {threads} threads", product / 1e9));
-    line("memory stream", format!("{:.1} GB/s, {threads} threads", stream / 1e9));
-    if let (Some(update), Some(split)) = (update, update_split) {
-        let [of, of_split] = [update, split].map(|rate| rate / 1e9);
-        let told = format!("{of:.1} GB/s; with device.dtype = \"bf16\" {of_split:.1}");
-        line("  AdamW's update", told);
+
+    fn show(&self) {
+        self.show_host();
+        self.show_libraries();
+        self.show_gpus();
     }
-    match disk {
-        Ok((write, read)) => {
-            let place = std::env::temp_dir();
-            let place = place.display();
-            line(
-                "disk",
-                format!("{:.2} GB/s written, {:.2} read, {place}", write / 1e9, read / 1e9),
-            );
+
+    fn show_host(&self) {
+        let Machine { threads, product, stream, .. } = self;
+        let size = |bytes: Option<u64>| match bytes {
+            Some(bytes) => ByteSize::from(bytes).to_string(),
+            None => "unknown".into(),
+        };
+        line("cores", threads);
+        line("vector instructions", machine::vector_instructions());
+        line("memory", size(machine::total_memory()));
+        line("  available", size(machine::available_memory()));
+        let [product, stream] = [product, stream].map(|rate| rate / 1e9);
+        line("matrix product", format_args!("{product:.0} GFLOP/s, f32, {threads} threads"));
+        line("memory stream", format_args!("{stream:.1} GB/s, {threads} threads"));
+        if let [Some(update), Some(split)] = self.updates.map(|rate| rate.map(|rate| rate / 1e9)) {
+            let bf16 = format_args!("with device.dtype = \"bf16\" {split:.1}");
+            line("  AdamW's update", format_args!("{update:.1} GB/s; {bf16}"));
         }
-        Err(error) => line("disk", format!("not measured: {error}")),
+        match &self.disk {
+            Ok((write, read)) => {
+                let (write, read, place) = (write / 1e9, read / 1e9, std::env::temp_dir());
+                let rates = format_args!("{write:.2} GB/s written, {read:.2} read");
+                line("disk", format_args!("{rates}, {}", place.display()));
+            }
+            Err(error) => line("disk", format_args!("not measured: {error}")),
+        }
     }
-    for devices::Library { name, path, version, install } in &found {
-        let place = path.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
-        line(
-            name,
+
+    fn show_libraries(&self) {
+        for devices::Library { name, path, version, install } in &self.libraries {
+            let place = path.as_ref().map(|path| path.display().to_string()).unwrap_or_default();
             match version {
-                Some((major, minor)) => format!("{major}.{minor} {place}"),
-                None => format!("not found: {install}"),
-            },
-        );
-    }
-    match gpus {
-        Ok(gpus) if gpus.is_empty() && found.is_empty() => {
-            line("cuda", "this program was built without the feature cuda".into());
-        }
-        Ok(gpus) if gpus.is_empty() => line("cuda", "no device".into()),
-        Ok(gpus) => {
-            for (ordinal, devices::Gpu { name, architecture, memory }) in gpus.iter().enumerate() {
-                let memory = ByteSize::from(*memory);
-                line(
-                    &format!("cuda device {ordinal}"),
-                    format!("{name}, sm_{architecture}, {memory}"),
-                );
+                Some((major, minor)) => line(name, format_args!("{major}.{minor} {place}")),
+                None => line(name, format_args!("not found: {install}")),
             }
         }
-        Err(error) => line("cuda", error.to_string()),
     }
-    match rates {
-        Some(Ok(devices::GpuRates { pageable, pinned, product })) => {
-            let told = |[up, down]: [f64; 2]| format!("{:.1} up, {:.1} down", up / 1e9, down / 1e9);
-            let pinned = pinned.map_or("not available".into(), told);
-            line("  link, GB/s", format!("pinned {pinned}; pageable {}", told(pageable)));
-            line("  product", format!("{:.1} TFLOP/s, {}", product / 1e12, config.device.dtype));
+
+    fn show_gpus(&self) {
+        match &self.gpus {
+            Ok(gpus) if gpus.is_empty() && self.libraries.is_empty() => {
+                line("cuda", "this program was built without the feature cuda");
+            }
+            Ok(gpus) if gpus.is_empty() => line("cuda", "no device"),
+            Ok(gpus) => {
+                for (ordinal, gpu) in gpus.iter().enumerate() {
+                    let devices::Gpu { name, architecture, memory } = gpu;
+                    let memory = ByteSize::from(*memory);
+                    let device = format!("cuda device {ordinal}");
+                    line(&device, format_args!("{name}, sm_{architecture}, {memory}"));
+                }
+            }
+            Err(error) => line("cuda", error),
         }
-        Some(Err(error)) => line("  not usable", error.to_string()),
-        None => {}
+        match &self.gpu_rates {
+            Some(Ok(devices::GpuRates { pageable, pinned, product })) => {
+                let both =
+                    |[up, down]: [f64; 2]| format!("{:.1} up, {:.1} down", up / 1e9, down / 1e9);
+                let pinned = pinned.map_or("not available".into(), both);
+                let pageable = both(*pageable);
+                line("  link, GB/s", format_args!("pinned {pinned}; pageable {pageable}"));
+                line("  product", format_args!("{:.1} TFLOP/s, {}", product / 1e12, self.dtype));
+            }
+            Some(Err(error)) => line("  not usable", error),
+            None => {}
+        }
     }
-    Ok(())
 }

@@ -1,6 +1,7 @@
 //! `l2l generate`: text from a model, as it comes.
 
 use std::io::{IsTerminal, Read, Write};
+use std::path::Path;
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
@@ -70,67 +71,21 @@ struct Line {
     input_ids: Option<Vec<u32>>,
 }
 
-/// The tokens of every prompt.
+/// The tokens of every prompt: from `--prompt` and `--prompts`, or else from stdin.
 fn prompts(
     arguments: &GenerateArguments,
     vocabulary: &Vocabulary,
     known: usize,
 ) -> Result<Vec<Vec<u32>>, Error> {
     let refused = |what: String| Error::Argument(what);
-    let encode = |text: &str, is_chat: bool| {
-        let encoded = if is_chat {
-            let content = text.to_string();
-            let ask = vocabulary.ask(&[Message { role: "user".into(), content }]);
-            ask.and_then(|text| vocabulary.encode(&text, None, false))
-        } else {
-            vocabulary.encode(text, None, true).map(|mut encoded| {
-                // What ends a text does not stand in front of what is to come.
-                let added = |span: &(usize, usize)| *span == (0, 0);
-                while encoded.tokens.len() > 1 && encoded.spans.last().is_some_and(added) {
-                    encoded.tokens.pop();
-                    encoded.spans.pop();
-                }
-                encoded
-            })
-        };
-        encoded.map(|encoded| encoded.tokens)
-    };
+    let chats = arguments.chat;
     let mut all = Vec::new();
     for (index, text) in arguments.prompt.iter().enumerate() {
-        let tokens = encode(text, arguments.chat);
+        let tokens = encode(vocabulary, text, chats);
         all.push(tokens.map_err(|what| refused(format!("prompt {index}: {what}")))?);
     }
     if let Some(path) = &arguments.prompts {
-        let (at, before) = (path.display(), all.len());
-        let text = std::fs::read_to_string(path).map_err(|e| refused(format!("{at}: {e}")))?;
-        for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
-            let bad = |what: String| refused(format!("{at}, line {}: {what}", number + 1));
-            let line: Line = serde_json::from_str(line).map_err(|error| bad(error.to_string()))?;
-            let tokens = match line {
-                Line { prompt: Some(text), messages: None, input_ids: None } => {
-                    encode(&text, arguments.chat)
-                }
-                Line { messages: Some(messages), .. } if messages.is_empty() => {
-                    Err("messages is empty".into())
-                }
-                Line { prompt: None, messages: Some(messages), input_ids: None } => vocabulary
-                    .ask(&messages)
-                    .and_then(|text| Ok(vocabulary.encode(&text, None, false)?.tokens)),
-                Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
-                _ => Err("it needs one of prompt, messages and input_ids".into()),
-            };
-            let tokens = tokens.map_err(bad)?;
-            match tokens.iter().find(|token| **token as usize >= known) {
-                Some(token) => {
-                    let what = format!("token {token} is outside the vocabulary of {known}");
-                    return Err(bad(what));
-                }
-                None => all.push(tokens),
-            }
-        }
-        if all.len() == before {
-            return Err(refused(format!("{at}: no prompt in it")));
-        }
+        all.extend(prompts_of_file(path, vocabulary, chats, known)?);
     }
     if all.is_empty() {
         if std::io::stdin().is_terminal() {
@@ -138,11 +93,71 @@ fn prompts(
         }
         let mut text = String::new();
         std::io::stdin().read_to_string(&mut text).map_err(|e| refused(format!("stdin: {e}")))?;
-        all.push(encode(&text, arguments.chat).map_err(refused)?);
+        all.push(encode(vocabulary, &text, chats).map_err(refused)?);
     }
     match all.iter().position(Vec::is_empty) {
         Some(index) => Err(refused(format!("prompt {index} is empty"))),
         None => Ok(all),
+    }
+}
+
+/// The tokens of a text: as it is, or as a user's message in a chat.
+fn encode(vocabulary: &Vocabulary, text: &str, chats: bool) -> Result<Vec<u32>, String> {
+    if chats {
+        let content = text.to_string();
+        let text = vocabulary.ask(&[Message { role: "user".into(), content }])?;
+        return Ok(vocabulary.encode(&text, None, false)?.tokens);
+    }
+    let mut encoded = vocabulary.encode(text, None, true)?;
+    // The text continues, so tokens that end a text are removed.
+    let is_added = |span: &(usize, usize)| *span == (0, 0);
+    while encoded.tokens.len() > 1 && encoded.spans.last().is_some_and(is_added) {
+        encoded.tokens.pop();
+        encoded.spans.pop();
+    }
+    Ok(encoded.tokens)
+}
+
+/// The tokens of every line of a `.jsonl` of prompts.
+fn prompts_of_file(
+    path: &Path,
+    vocabulary: &Vocabulary,
+    chats: bool,
+    known: usize,
+) -> Result<Vec<Vec<u32>>, Error> {
+    let refused = |what: String| Error::Argument(format!("{}{what}", path.display()));
+    let text = std::fs::read_to_string(path).map_err(|error| refused(format!(": {error}")))?;
+    let mut all = Vec::new();
+    for (number, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
+        let tokens = prompt_of_line(line, vocabulary, chats);
+        let tokens =
+            tokens.and_then(|tokens| match tokens.iter().find(|token| **token as usize >= known) {
+                Some(token) => Err(format!("token {token} is outside the vocabulary of {known}")),
+                None => Ok(tokens),
+            });
+        all.push(tokens.map_err(|what| refused(format!(", line {}: {what}", number + 1)))?);
+    }
+    if all.is_empty() {
+        return Err(refused(": no prompt in it".into()));
+    }
+    Ok(all)
+}
+
+fn prompt_of_line(line: &str, vocabulary: &Vocabulary, chats: bool) -> Result<Vec<u32>, String> {
+    let line: Line = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    match line {
+        Line { prompt: Some(text), messages: None, input_ids: None } => {
+            encode(vocabulary, &text, chats)
+        }
+        Line { messages: Some(messages), .. } if messages.is_empty() => {
+            Err("messages is empty".into())
+        }
+        Line { prompt: None, messages: Some(messages), input_ids: None } => {
+            let text = vocabulary.ask(&messages)?;
+            Ok(vocabulary.encode(&text, None, false)?.tokens)
+        }
+        Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
+        _ => Err("it needs one of prompt, messages and input_ids".into()),
     }
 }
 

@@ -6,7 +6,7 @@ use l2l::config::{DeviceKind, EpsTier, Format};
 use l2l::models::{Model, Part, block_len};
 use l2l::plan::Term;
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
-use l2l::{Config, Error, Plan, devices, eps, machine, optimizers, shape_of};
+use l2l::{Config, Error, Misfit, Plan, devices, eps, machine, optimizers, shape_of};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
@@ -46,6 +46,28 @@ impl Outlook {
         let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
         let (eager, deferred) = (hiding(false)?, hiding(true)?);
         Ok(Outlook { forecast: Forecast::of(config, model, &rates)?, eager, deferred })
+    }
+
+    fn print(&self) {
+        let Outlook { forecast, eager, deferred } = self;
+        print(format_args!(
+            "a step takes {:.4} s in virtual time; the device waits {:.4} s of it",
+            forecast.seconds,
+            forecast.exposed_seconds()
+        ));
+        for (how, hiding) in [("eager", eager), ("deferred", deferred)] {
+            let Hiding { lane, phase, tokens } = hiding;
+            match tokens {
+                Some(tokens) => print(format_args!(
+                    "{how}: updates and transfers are hidden from {tokens} tokens a step on \
+                     ({lane}, {phase})"
+                )),
+                None => print(format_args!(
+                    "{how}: never hidden: in {phase} each token takes longer on the {lane} lane \
+                     than to compute"
+                )),
+            }
+        }
     }
 }
 
@@ -132,14 +154,44 @@ impl RateArguments {
 /// Shows a plan; for training also what would fit and, with rates, how a step would go.
 pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<&Outlook>) {
     let rule = config.update_rule();
-    let misfits = plan.misfits(model, &rule);
-    let (layer, parameters) = largest_layer(model);
-    let bytes = (parameters * config.device.dtype.size()) as u64;
-    let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
-    let least = least.map(|least| least.device_bytes());
     let ceiling = plan.budget().filter(|_| plan.trains());
-    let most = ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling));
-    if config.log.format == Format::Json {
+    let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
+    let shown = Shown {
+        plan,
+        model,
+        outlook,
+        misfits: plan.misfits(model, &rule),
+        bytes_of_parameter: config.device.dtype.size(),
+        least: least.map(|least| least.device_bytes()),
+        ceiling,
+        most: ceiling.and_then(|ceiling| plan.largest_micro_batch(model, &rule, ceiling)),
+    };
+    match config.log.format {
+        Format::Json => print(shown.event()),
+        Format::Pretty => shown.print(),
+    }
+}
+
+/// A plan and what follows from it.
+struct Shown<'p> {
+    plan: &'p Plan,
+    model: &'p Model,
+    outlook: Option<&'p Outlook>,
+    misfits: Vec<Misfit>,
+    bytes_of_parameter: usize,
+    /// Bytes of the device that the smallest plan of such a step needs.
+    least: Option<u64>,
+    /// The device's ceiling, `device.memory`.
+    ceiling: Option<u64>,
+    /// Sequences of the largest micro-batch below the ceiling.
+    most: Option<usize>,
+}
+
+impl Shown<'_> {
+    fn event(&self) -> Value {
+        let Shown { plan, model, misfits, .. } = self;
+        let (layer, parameters) = largest_layer(model);
+        let bytes = (parameters * self.bytes_of_parameter) as u64;
         let terms = |terms: &[Term], total: u64| {
             let terms = terms.iter().map(|term| (term.name.to_string(), json!(term.bytes)));
             json!({ "total": total, "terms": terms.collect::<Map<String, Value>>() })
@@ -158,76 +210,72 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
-            "smallest_device_bytes": least,
-            "largest_micro_batch": most,
+            "smallest_device_bytes": self.least,
+            "largest_micro_batch": self.most,
         });
-        if let (Some(Outlook { forecast, eager, deferred }), Some(event)) =
-            (outlook, event.as_object_mut())
-        {
-            event.insert("step_seconds".into(), json!(forecast.seconds));
-            let waits = forecast.exposed_seconds();
-            event.insert("exposed_wait_seconds".into(), json!(waits));
-            event.insert("hides".into(), json!({ "eager": eager, "deferred": deferred }));
+        if let Some(Outlook { forecast, eager, deferred }) = self.outlook {
+            event["step_seconds"] = json!(forecast.seconds);
+            event["exposed_wait_seconds"] = json!(forecast.exposed_seconds());
+            event["hides"] = json!({ "eager": eager, "deferred": deferred });
         }
-        print(event);
-        return;
+        event
     }
-    let number = |name: &str, value: u64, unit: &str| {
-        print(format_args!("{name:<20}{value:>18} {unit}"));
-    };
-    number("parameters", model.parameters() as u64, "");
-    for (place, terms, total) in [
-        ("device", &plan.device, plan.device_bytes()),
-        ("host", &plan.host, plan.host_bytes()),
-        ("file", &plan.file, plan.file_bytes()),
-    ] {
-        if terms.is_empty() {
-            continue;
-        }
-        number(place, total, "bytes");
-        terms.iter().for_each(|term| number(&format!("  {}", term.name), term.bytes, ""));
-    }
-    number("upload a step", plan.upload_bytes, "bytes");
-    number("download a step", plan.download_bytes, "bytes");
-    if !plan.file.is_empty() {
-        number("read a step", plan.read_bytes, "bytes");
-        number("written a step", plan.written_bytes, "bytes");
-    }
-    number("largest layer", bytes, &format!("bytes, {layer}"));
-    if let Some(least) = least {
-        number("least device", least, "bytes, with a micro-batch and channels of 1");
-    }
-    match (ceiling, most) {
-        (Some(_), Some(most)) => {
-            number("largest micro-batch", most as u64, "sequences, under device.memory")
-        }
-        (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
-        (None, _) => {}
-    }
-    if let Some(Outlook { forecast, eager, deferred }) = outlook {
-        print(format_args!(
-            "a step takes {:.4} s in virtual time; the device waits {:.4} s of it",
-            forecast.seconds,
-            forecast.exposed_seconds()
-        ));
-        for (how, hiding) in [("eager", eager), ("deferred", deferred)] {
-            let Hiding { lane, phase, tokens } = hiding;
-            match tokens {
-                Some(tokens) => print(format_args!(
-                    "{how}: updates and transfers are hidden from {tokens} tokens a step on \
-                     ({lane}, {phase})"
-                )),
-                None => print(format_args!(
-                    "{how}: never hidden: in {phase} each token takes longer on the {lane} lane \
-                     than to compute"
-                )),
+
+    fn print(&self) {
+        self.print_bytes();
+        self.print_limits();
+        self.outlook.into_iter().for_each(Outlook::print);
+        match &self.misfits[..] {
+            [] => print("fits"),
+            misfits => {
+                misfits.iter().for_each(|misfit| print(format_args!("does not fit: {misfit}")));
             }
         }
     }
-    match &misfits[..] {
-        [] => print("fits"),
-        misfits => misfits.iter().for_each(|misfit| print(format_args!("does not fit: {misfit}"))),
+
+    /// What the plan holds and moves.
+    fn print_bytes(&self) {
+        let plan = self.plan;
+        number("parameters", self.model.parameters() as u64, "");
+        for (place, terms, total) in [
+            ("device", &plan.device, plan.device_bytes()),
+            ("host", &plan.host, plan.host_bytes()),
+            ("file", &plan.file, plan.file_bytes()),
+        ] {
+            if terms.is_empty() {
+                continue;
+            }
+            number(place, total, "bytes");
+            terms.iter().for_each(|term| number(&format!("  {}", term.name), term.bytes, ""));
+        }
+        number("upload a step", plan.upload_bytes, "bytes");
+        number("download a step", plan.download_bytes, "bytes");
+        if !plan.file.is_empty() {
+            number("read a step", plan.read_bytes, "bytes");
+            number("written a step", plan.written_bytes, "bytes");
+        }
     }
+
+    /// What decides whether it fits.
+    fn print_limits(&self) {
+        let (layer, parameters) = largest_layer(self.model);
+        let bytes = (parameters * self.bytes_of_parameter) as u64;
+        number("largest layer", bytes, &format!("bytes, {layer}"));
+        if let Some(least) = self.least {
+            number("least device", least, "bytes, with a micro-batch and channels of 1");
+        }
+        match (self.ceiling, self.most) {
+            (Some(_), Some(most)) => {
+                number("largest micro-batch", most as u64, "sequences, under device.memory")
+            }
+            (Some(_), None) => print("no micro-batch fits device.memory with these channels"),
+            (None, _) => {}
+        }
+    }
+}
+
+fn number(name: &str, value: u64, unit: &str) {
+    print(format_args!("{name:<20}{value:>18} {unit}"));
 }
 
 /// The layer with the most parameters, and their number.

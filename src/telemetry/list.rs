@@ -178,93 +178,116 @@ pub const METRICS: &[Metric] = &[
         "Threads of the process"),
 ];
 
-/// Tells every series of a run, but those of histograms: its metric, the values of its labels, and
-/// its own value.
-pub fn samples(view: &View, mut tell: impl FnMut(&'static Metric, &[&str], f64)) {
-    let mut tell = |name: &str, labels: &[&str], value: f64| {
-        tell(Metric::named(name), labels, value);
+/// Calls `report` for every series of a run but its histograms: with the metric, the values of its
+/// labels, and its own value.
+pub fn samples(view: &View, mut report: impl FnMut(&'static Metric, &[&str], f64)) {
+    let report = &mut |name: &str, labels: &[&str], value: f64| {
+        report(Metric::named(name), labels, value);
     };
+    samples_of_layers(view, report);
+    samples_of_ring(view, report);
+    samples_of_memory(view, report);
+    samples_of_training(view, report);
+    samples_of_process(report);
+}
+
+/// Receives a metric's name, the values of its labels, and its own value.
+type Report<'r> = dyn FnMut(&str, &[&str], f64) + 'r;
+
+fn samples_of_layers(view: &View, report: &mut Report<'_>) {
     for layer in &view.layers {
         let name = &layer.layer[..];
         for &(phase, lane, seconds) in &layer.visits {
-            tell("l2l_visit_seconds_total", &[name, phase, lane], seconds);
+            report("l2l_visit_seconds_total", &[name, phase, lane], seconds);
         }
         if layer.on_device {
             let cause = "l2l_exposed_wait_seconds_total";
-            tell(cause, &[name, "transfer"], layer.waited_transfer);
-            tell(cause, &[name, "host"], layer.waited_host);
-            tell("l2l_transfer_seconds_total", &[name], layer.transfer);
+            report(cause, &[name, "transfer"], layer.waited_transfer);
+            report(cause, &[name, "host"], layer.waited_host);
+            report("l2l_transfer_seconds_total", &[name], layer.transfer);
         }
         if layer.owns {
-            tell("l2l_block_updates_total", &[name], layer.updates as f64);
+            report("l2l_block_updates_total", &[name], layer.updates as f64);
         }
     }
+}
+
+fn samples_of_ring(view: &View, report: &mut Report<'_>) {
     for lane in &view.lanes {
-        tell("l2l_lane_seconds_total", &[lane.name], lane.busy);
+        report("l2l_lane_seconds_total", &[lane.name], lane.busy);
     }
     for (cause, seconds) in &view.waited {
-        tell("l2l_compute_wait_seconds_total", &[cause], *seconds);
+        report("l2l_compute_wait_seconds_total", &[cause], *seconds);
     }
-    tell("l2l_compute_wait_seconds_total", &["checkpoint"], view.checkpoints);
+    report("l2l_compute_wait_seconds_total", &["checkpoint"], view.checkpoints);
     let outside = (view.outside - view.checkpoints).max(0.0);
-    tell("l2l_compute_wait_seconds_total", &["outside"], outside);
+    report("l2l_compute_wait_seconds_total", &["outside"], outside);
     for actor in &view.actors {
         for (state, seconds) in
             [("busy", actor.busy), ("starved", actor.starved), ("blocked", actor.blocked)]
         {
-            tell("l2l_actor_seconds_total", &[&actor.name, state], seconds);
+            report("l2l_actor_seconds_total", &[&actor.name, state], seconds);
         }
     }
     for channel in &view.channels {
-        tell("l2l_channel_depth", &[channel.name], channel.depth as f64);
-        tell("l2l_channel_capacity", &[channel.name], channel.capacity as f64);
+        report("l2l_channel_depth", &[channel.name], channel.depth as f64);
+        report("l2l_channel_capacity", &[channel.name], channel.capacity as f64);
     }
-    tell("l2l_transfer_bytes_total", &["upload"], view.bytes_uploaded as f64);
-    tell("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
+    report("l2l_transfer_bytes_total", &["upload"], view.bytes_uploaded as f64);
+    report("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
+}
+
+fn samples_of_memory(view: &View, report: &mut Report<'_>) {
     for memory in &view.device_memory {
-        tell("l2l_device_memory_bytes", &[&view.device, memory.kind], memory.used as f64);
+        report("l2l_device_memory_bytes", &[&view.device, memory.kind], memory.used as f64);
     }
-    tell("l2l_device_memory_budget_bytes", &[&view.device], view.device_budget as f64);
+    report("l2l_device_memory_budget_bytes", &[&view.device], view.device_budget as f64);
     for memory in &view.host_memory {
-        tell("l2l_host_memory_bytes", &[memory.kind], memory.used as f64);
+        report("l2l_host_memory_bytes", &[memory.kind], memory.used as f64);
     }
-    tell("l2l_step", &[], view.step as f64);
-    tell("l2l_steps_target", &[], view.steps as f64);
+}
+
+fn samples_of_training(view: &View, report: &mut Report<'_>) {
+    report("l2l_step", &[], view.step as f64);
+    report("l2l_steps_target", &[], view.steps as f64);
     for state in State::ALL {
-        tell("l2l_state", &[state.name()], f64::from(u8::from(state == view.state)));
+        report("l2l_state", &[state.name()], f64::from(u8::from(state == view.state)));
     }
-    tell("l2l_last_step_timestamp_seconds", &[], view.last_step);
-    let mut known = |name: &str, value: Option<f64>| {
-        value.into_iter().for_each(|value| tell(name, &[], value));
-    };
-    known("l2l_last_step_seconds", view.step_seconds);
-    known("l2l_tokens_per_second", view.tokens_per_second);
-    known("l2l_loss", view.loss);
-    known("l2l_validation_loss", view.validation_loss);
-    known("l2l_grad_norm", view.grad_norm);
-    known("l2l_learning_rate", view.learning_rate);
-    known("l2l_speed_of_light_ratio", view.speed_of_light);
+    report("l2l_last_step_timestamp_seconds", &[], view.last_step);
+    for (name, value) in [
+        ("l2l_last_step_seconds", view.step_seconds),
+        ("l2l_tokens_per_second", view.tokens_per_second),
+        ("l2l_loss", view.loss),
+        ("l2l_validation_loss", view.validation_loss),
+        ("l2l_grad_norm", view.grad_norm),
+        ("l2l_learning_rate", view.learning_rate),
+        ("l2l_speed_of_light_ratio", view.speed_of_light),
+    ] {
+        value.into_iter().for_each(|value| report(name, &[], value));
+    }
     let saved = view.checkpoint.or(view.checkpoints_since);
-    tell("l2l_checkpoint_last_success_timestamp_seconds", &[], saved.unwrap_or(0.0));
-    tell("l2l_tokens_total", &[], view.tokens as f64);
-    tell("l2l_model_flops_total", &[], view.model_flops);
-    tell("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);
+    report("l2l_checkpoint_last_success_timestamp_seconds", &[], saved.unwrap_or(0.0));
+    report("l2l_tokens_total", &[], view.tokens as f64);
+    report("l2l_model_flops_total", &[], view.model_flops);
+    report("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);
     for (kind, count) in &view.faults {
-        tell("l2l_faults_total", &[kind], *count as f64);
+        report("l2l_faults_total", &[kind], *count as f64);
     }
-    tell("l2l_build_info", &[env!("CARGO_PKG_VERSION")], 1.0);
-    tell("l2l_run_info", &[&view.device, view.link.as_deref().unwrap_or("none")], 1.0);
-    let process = crate::machine::process();
-    let of_process = process.into_iter().flat_map(|process| {
-        [
-            ("process_cpu_seconds_total", process.cpu_seconds),
-            ("process_resident_memory_bytes", process.resident_bytes as f64),
-            ("process_virtual_memory_bytes", process.virtual_bytes as f64),
-            ("process_start_time_seconds", process.start_seconds),
-            ("process_open_fds", process.open_files as f64),
-            ("process_max_fds", process.most_files as f64),
-            ("process_threads", process.threads as f64),
-        ]
-    });
-    of_process.for_each(|(name, value)| tell(name, &[], value));
+    report("l2l_build_info", &[env!("CARGO_PKG_VERSION")], 1.0);
+    report("l2l_run_info", &[&view.device, view.link.as_deref().unwrap_or("none")], 1.0);
+}
+
+fn samples_of_process(report: &mut Report<'_>) {
+    let Some(process) = crate::machine::process() else { return };
+    for (name, value) in [
+        ("process_cpu_seconds_total", process.cpu_seconds),
+        ("process_resident_memory_bytes", process.resident_bytes as f64),
+        ("process_virtual_memory_bytes", process.virtual_bytes as f64),
+        ("process_start_time_seconds", process.start_seconds),
+        ("process_open_fds", process.open_files as f64),
+        ("process_max_fds", process.most_files as f64),
+        ("process_threads", process.threads as f64),
+    ] {
+        report(name, &[], value);
+    }
 }
