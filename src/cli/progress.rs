@@ -71,7 +71,8 @@ impl Screen {
         let StepReport { loss, tokens, seconds, exposed_wait_seconds, bottleneck, .. } = report;
         let validation = self.validation.map(|loss| format!(" (held out {loss:.4})"));
         format!(
-            "loss {loss:.4}{}  {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  device {} of {}",
+            "loss {loss:.4}{}  {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
+             device {} of {}",
             validation.unwrap_or_default(),
             *tokens as f64 / seconds,
             100.0 * exposed_wait_seconds / seconds,

@@ -1,9 +1,11 @@
-//! How good a model is on what it was not trained on.
+//! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of whole sequences.
+//! One function evaluates, for a trainer and for a model that is only evaluated.
 
-use super::Rest;
+use super::Loaded;
 use super::quality::{Agreement, Confusion, Quality};
 use crate::config::Config;
 use crate::data::Batch;
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::hf::shape_of;
 use crate::models::{Head, Model};
@@ -12,26 +14,26 @@ use crate::plan::{Plan, Purpose};
 /// What an evaluation found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
-    /// Mean over all that is scored: the cross entropy in nats, or the square of what a value is
-    /// off.
+    /// The mean over all labelled positions: the cross entropy in nats, or the squared error of a
+    /// value.
     pub loss: f64,
-    /// Sequences.
+    /// The number of sequences.
     pub sequences: u64,
     /// Input tokens, without padding.
     pub tokens: u64,
-    /// What was scored: positions, or sequences.
+    /// Labelled positions, or labelled sequences.
     pub labelled: u64,
-    /// Of whole sequences, how what was predicted agrees with the labels.
+    /// How predictions agree with labels, for a model that scores whole sequences.
     pub quality: Option<Quality>,
 }
 
 impl Evaluation {
-    /// e to the loss: of how many tokens, equally likely, a token comes as a surprise.
+    /// The perplexity: e to the loss.
     pub fn perplexity(&self) -> f64 {
         self.loss.exp()
     }
 
-    /// What there is to say, by name: always the loss first.
+    /// The loss and further metrics, by name. The loss comes first.
     pub fn values(&self) -> Vec<(&'static str, f64)> {
         let mut values = vec![("loss", self.loss)];
         match &self.quality {
@@ -47,8 +49,8 @@ impl Evaluation {
         values
     }
 
-    /// Of a model with this head, with nothing met.
-    pub(crate) fn begin(head: Head) -> Evaluation {
+    /// An evaluation without a batch, for a model with this head.
+    fn new(head: Head) -> Evaluation {
         let quality = match head {
             Head::Tokens | Head::Masked => None,
             Head::Classes { is_value: true, .. } => Some(Quality::Values(Agreement::default())),
@@ -57,8 +59,8 @@ impl Evaluation {
         Evaluation { loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
     }
 
-    /// Counts a batch; what it is scored by.
-    pub(crate) fn meet(&mut self, batch: &Batch) -> Labels {
+    /// Counts a batch, and returns its labels.
+    fn count(&mut self, batch: &Batch) -> Labels {
         self.sequences += batch.lengths.len() as u64;
         self.tokens += batch.token_count() as u64;
         self.labelled += batch.labelled as u64;
@@ -66,8 +68,8 @@ impl Evaluation {
         Labels { first: first.copied().collect(), scored: batch.labelled }
     }
 
-    /// Takes what a batch came to: its mean loss, and scores of its sequences.
-    pub(crate) fn take(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
+    /// Adds a batch's mean loss, and the scores of its sequences.
+    fn add(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
         self.loss += loss * labels.scored as f64;
         match &mut self.quality {
             None => {}
@@ -84,28 +86,48 @@ impl Evaluation {
         }
     }
 
-    /// Means of what was taken; of nothing, NaN.
-    pub(crate) fn end(mut self) -> Evaluation {
+    /// Divides the sum of losses by the number of labels; NaN without labels.
+    fn finish(mut self) -> Evaluation {
         self.loss /= self.labelled as f64;
         self
     }
 }
 
-/// What a batch is scored by.
-pub(crate) struct Labels {
-    /// Of each sequence's first position.
+/// The labels of a batch.
+struct Labels {
+    /// The label of each sequence's first position.
     first: Vec<i32>,
-    /// How many there are, at any position.
+    /// Labelled positions of the batch.
     scored: usize,
 }
 
-/// Evaluates a config's model.
+/// Evaluates an engine's model on these batches, in order.
+///
+/// # Errors
+/// The first of the batches'; one does not suit the model; the ring failed.
+pub(crate) async fn evaluate(
+    engine: &mut Engine,
+    batches: impl IntoIterator<Item = Result<Batch, Error>>,
+) -> Result<Evaluation, Error> {
+    let mut evaluation = Evaluation::new(engine.model.shape.head);
+    let scores_sequences = evaluation.quality.is_some();
+    let purpose = if scores_sequences { Purpose::Score } else { Purpose::Evaluate };
+    for batch in batches {
+        let batch = batch?;
+        let labels = evaluation.count(&batch);
+        let outcome = engine.run(batch, purpose, Vec::new()).await?;
+        evaluation.add(&labels, outcome.loss, &outcome.logits);
+    }
+    Ok(evaluation.finish())
+}
+
+/// Evaluates the model of a config.
 pub struct Evaluator {
-    rest: Rest,
+    loaded: Loaded,
 }
 
 impl Evaluator {
-    /// Makes everything, with the weights that a config names.
+    /// Makes everything, and loads the weights that the config names.
     ///
     /// # Errors
     /// What is wrong with the config or what it names; there is less memory than it takes.
@@ -116,7 +138,7 @@ impl Evaluator {
         config.check()?;
         let model = Model::new(shape_of(&config)?);
         let plan = Plan::of_evaluation(&config, &model)?;
-        Ok(Evaluator { rest: Rest::start(config, model, plan)? })
+        Ok(Evaluator { loaded: Loaded::start(config, model, plan)? })
     }
 
     /// Evaluates it on these batches, each of at most `step.batch` sequences.
@@ -127,15 +149,7 @@ impl Evaluator {
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
-        let mut found = Evaluation::begin(self.rest.model().shape.head);
-        let purpose = if found.quality.is_some() { Purpose::Score } else { Purpose::Evaluate };
-        for batch in batches {
-            let batch = batch?;
-            let labels = found.meet(&batch);
-            let outcome = self.rest.engine.run(batch, purpose, Vec::new()).await?;
-            found.take(&labels, outcome.loss, &outcome.logits);
-        }
-        Ok(found.end())
+        evaluate(&mut self.loaded.engine, batches).await
     }
 
     /// Ends all threads and tasks.
@@ -143,6 +157,6 @@ impl Evaluator {
     /// # Errors
     /// The ring failed.
     pub async fn stop(self) -> Result<(), Error> {
-        self.rest.stop().await
+        self.loaded.stop().await
     }
 }

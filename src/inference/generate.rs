@@ -5,7 +5,7 @@
 //! block comes its memory, through the slots that boundaries use: so a model that is too large
 //! for the device generates, too.
 
-use super::{Dice, Rest, Sampling};
+use super::{Dice, Loaded, Sampling};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::error::Error;
@@ -36,7 +36,7 @@ pub enum Ended {
 
 /// Generates from prompts.
 pub struct Generator {
-    rest: Rest,
+    loaded: Loaded,
     room: Room,
 }
 
@@ -74,7 +74,7 @@ impl Generator {
     /// There is no tokio runtime.
     pub fn start(config: Config, room: Room) -> Result<Generator, Error> {
         let (model, plan) = prepare(&config, room)?;
-        Ok(Generator { rest: Rest::start(config, model, plan)?, room })
+        Ok(Generator { loaded: Loaded::start(config, model, plan)?, room })
     }
 
     /// Continues each prompt by at most `most` tokens, until it draws one of `ends`. `each` is
@@ -120,8 +120,8 @@ impl Generator {
             let past = past.next_multiple_of(STRIDE).min(tokens - 1);
             let places = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.past });
             let (places, purpose) = (places.collect(), Purpose::Generate { cached: past });
-            let logits = self.rest.engine.run(batch, purpose, places).await?.logits;
-            let vocabulary = self.rest.model().shape.vocabulary;
+            let logits = self.loaded.engine.run(batch, purpose, places).await?.logits;
+            let vocabulary = self.loaded.model().shape.vocabulary;
             let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
             if logits.iter().any(|logit| !logit.is_finite()) {
                 return Err(Error::NotFinite(
@@ -156,7 +156,7 @@ impl Generator {
     /// # Errors
     /// The ring failed.
     pub async fn stop(self) -> Result<(), Error> {
-        self.rest.stop().await
+        self.loaded.stop().await
     }
 }
 

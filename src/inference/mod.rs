@@ -1,5 +1,5 @@
-//! A model at rest: evaluated, or asked to go on. No gradients, no optimizer state; layers come
-//! to the device and go, as in training.
+//! Inference: a model that is evaluated, or that generates text. There are no gradients and no
+//! optimizer states; layers come to the device and leave it, as in training.
 
 mod evaluate;
 mod generate;
@@ -9,6 +9,7 @@ mod sampling;
 use std::path::Path;
 use std::sync::Arc;
 
+pub(crate) use evaluate::evaluate;
 pub use evaluate::{Evaluation, Evaluator};
 pub use generate::{Ended, Generator, Room};
 pub use quality::{Agreement, Confusion, Quality};
@@ -25,21 +26,22 @@ use crate::plan::Plan;
 use crate::telemetry::Ledger;
 use crate::worker::{Parts, Worker};
 
-/// A model at rest, on its device's ring.
-struct Rest {
+/// A model loaded for inference, with its engine.
+struct Loaded {
     engine: Engine,
 }
 
-/// Lets a config load a model from a directory, a checkpoint's say, whatever it named before.
+/// Makes a config load its model from a directory, such as a checkpoint's, in place of the model that
+/// it named before.
 pub fn load_from(config: &mut Config, directory: &Path) {
     let ModelConfig { task, labels, .. } = std::mem::take(&mut config.model);
     config.model =
         ModelConfig { path: Some(directory.into()), task, labels, ..config.model.clone() };
 }
 
-impl Rest {
+impl Loaded {
     /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
-    fn start(config: Config, model: Model, plan: Plan) -> Result<Rest, Error> {
+    fn start(config: Config, model: Model, plan: Plan) -> Result<Loaded, Error> {
         let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
@@ -73,7 +75,7 @@ impl Rest {
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
             hf::load(path, &model, worker.eps(), false)?;
         }
-        Ok(Rest { engine: Engine::start(config, worker, 0)? })
+        Ok(Loaded { engine: Engine::start(config, worker, 0)? })
     }
 
     fn model(&self) -> &Model {

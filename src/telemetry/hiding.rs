@@ -1,9 +1,10 @@
-//! From how many tokens a step on transfers and updates hide under kernels, or why they never will.
+//! How many tokens a step needs so that transfers and updates hide under kernels, or why they never do.
 //!
-//! While a phase computes, its lanes move blocks, whatever the tokens, and boundaries of each token. With
-//! `n` sequences a step a lane keeps up when `blocks ÷ rate + n × boundaries ÷ rate ≤ n × compute`,
-//! summed over the layers: pools let one layer's spare time serve the next. The lane that asks for most
-//! decides. What a step's ends leave exposed, a [`Forecast`](super::Forecast) shows.
+//! While a phase computes, its lanes move blocks, whose bytes do not depend on the tokens, and
+//! boundaries, whose bytes do. With `n` sequences a step a lane keeps up when
+//! `blocks ÷ rate + n × boundaries ÷ rate ≤ n × compute`, summed over the layers: pools let one
+//! layer's spare time serve the next. The slowest lane decides. A [`Forecast`](super::Forecast)
+//! shows what the begin and the end of a step leave exposed.
 
 use l2l_actors::schedule::{Block, BoundaryId, Phase};
 use serde::Serialize;

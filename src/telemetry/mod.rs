@@ -1,14 +1,14 @@
-//! What is seen of a run: measured on the lanes, summed once, shown in many ways.
+//! Telemetry: operations measured on the lanes, summed once, shown in many ways.
 //!
 //! ```text
 //!  lanes ──▶ Slice ──▶ Ledger ──▶ Tally ─┐
-//!              │                         ├──▶ View ──▶ metrics · live page · report · step lines
+//!              │                         ├──▶ View ──▶ metrics · live page · report
 //!              └──▶ Observers   Story ───┘
 //!                   (trace, histograms)
 //! ```
 //!
-//! A lane tells each operation as it ends, a [`Slice`]; the ledger adds it up; whoever looks takes a
-//! [`View`] of the run through its [`Watch`]. Training never waits for whoever looks.
+//! Each operation becomes a [`Slice`] as it ends, and the ledger adds it up. A program takes a
+//! [`View`] of the run through its [`Watch`]. Training never waits for those who look.
 
 #[cfg(feature = "prometheus")]
 mod exporter;

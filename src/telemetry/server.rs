@@ -1,4 +1,4 @@
-//! Metrics for Prometheus, the live page and what says that the run is well, served from the process.
+//! A server in the process: metrics for Prometheus, the live page, and health checks.
 //!
 //! All of it is on one thread of its own, which also keeps the recorder small; training never waits
 //! for it. Clients that send nothing, or never read, hold one of a few connections for a while.

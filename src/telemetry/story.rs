@@ -1,4 +1,4 @@
-//! What a run says of itself beside its operations: how far it is, how well it learns, what failed.
+//! The course of a run beside its operations: its steps, losses, checkpoints and failures.
 
 use std::collections::VecDeque;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -9,16 +9,16 @@ use serde::Serialize;
 use crate::engine::StepReport;
 use crate::error::NotFinite;
 
-/// What a run is at.
+/// What a run does now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// Everything is being made.
+    /// Memory, weights and threads are being made.
     #[default]
     Starting,
-    /// Steps.
+    /// Training steps run.
     Training,
-    /// A look at what was kept aside.
+    /// A validation runs.
     Validating,
     /// A checkpoint is being written.
     Checkpointing,
@@ -81,7 +81,7 @@ impl Curve {
     }
 }
 
-/// Kinds of faults: what a step came to that was no number, an error, a panic, a standstill.
+/// Kinds of faults: a loss that is no number, an error, a panic, a standstill.
 pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
 
 /// See the [module](self).
@@ -110,18 +110,18 @@ pub(crate) struct Story {
 /// Bounds of steps that are kept.
 const BOUNDS: usize = 64;
 
-/// A run's name that no other has, most likely.
+/// A name for a run that no other run is likely to have.
 pub fn made_up_name() -> String {
     let millis = (unix_seconds() * 1e3) as u64;
     format!("{millis:x}-{:x}", std::process::id())
 }
 
-/// Seconds of the world's clock, now.
+/// The Unix time now, in seconds.
 pub(crate) fn unix_seconds() -> f64 {
     seconds_of(SystemTime::now())
 }
 
-/// Seconds of the world's clock.
+/// A Unix time in seconds.
 pub(crate) fn seconds_of(time: SystemTime) -> f64 {
     time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
@@ -156,8 +156,8 @@ impl Story {
         self.model_flops += report.model_flops;
     }
 
-    /// A look at what was kept aside.
-    pub(crate) fn looked(&mut self, point: Point) {
+    /// A validation ended.
+    pub(crate) fn validated(&mut self, point: Point) {
         self.validation_loss = Some(point.loss);
         self.validation.push(point);
     }

@@ -1,9 +1,9 @@
 //! The timeline as a file for Perfetto (ui.perfetto.dev) and Chrome: the Trace Event Format's array
 //! of objects, one a line, written as operations end.
 //!
-//! A thread of its own writes; what comes faster than it writes waits in a queue of fixed length, and
-//! what comes when that is full is left out and counted. A file whose run was killed lacks the last
-//! bracket, which its readers do not mind.
+//! A thread of its own writes. Operations wait for it in a queue of fixed length; an operation that
+//! comes when the queue is full is left out and counted. The file of a run that was killed lacks the
+//! last bracket, which its readers accept.
 
 use std::collections::HashMap;
 use std::fs::File;

@@ -1,4 +1,4 @@
-//! A run as whoever watches it sees it, at one moment, as plain data.
+//! A snapshot of a run, as plain data, and the handle that takes it.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -12,7 +12,7 @@ use super::{Point, Slice, State, Tally, WaitCause};
 use crate::plan::Plan;
 use crate::worker::Used;
 
-/// Watches a run, also while somebody else drives it, and after its end.
+/// A handle that shows a run, from any thread, also after its end.
 #[derive(Clone)]
 pub struct Watch(pub(crate) Arc<Watched>);
 
@@ -40,21 +40,21 @@ pub(crate) struct Watched {
 pub struct View {
     /// The run's name.
     pub run: String,
-    /// What it is at.
+    /// What it does now.
     pub state: State,
-    /// When it began, by the world's clock.
+    /// When it began, in Unix time.
     pub started: f64,
-    /// Now, by the world's clock.
+    /// Now, in Unix time.
     pub now: f64,
-    /// How long its lanes have been there.
+    /// The age of its lanes.
     pub seconds: f64,
-    /// Training steps done, of so many.
+    /// Training steps done.
     pub step: u64,
-    /// See [`step`](View::step).
+    /// Training steps of the whole run.
     pub steps: u64,
     /// Of the last step.
     pub loss: Option<f64>,
-    /// Of the last look.
+    /// The loss of the last validation.
     pub validation_loss: Option<f64>,
     /// Of the last step.
     pub grad_norm: Option<f64>,
@@ -66,7 +66,7 @@ pub struct View {
     pub exposed_wait_seconds: Option<f64>,
     /// Of the last step.
     pub bottleneck: Option<&'static str>,
-    /// When the last step ended, or else the run began, by the world's clock.
+    /// When the last step ended, or else the run began, in Unix time.
     pub last_step: f64,
     /// Tokens trained on.
     pub tokens: u64,
@@ -76,9 +76,9 @@ pub struct View {
     pub model_flops: f64,
     /// The last step's model FLOP/s ÷ those of the machine's product.
     pub speed_of_light: Option<f64>,
-    /// When the last checkpoint was written, by the world's clock.
+    /// When the last checkpoint was written, in Unix time.
     pub checkpoint: Option<f64>,
-    /// When a run began that is to have checkpoints.
+    /// When the run began, if it writes checkpoints.
     pub checkpoints_since: Option<f64>,
     /// Checkpoints that could not be written.
     pub checkpoint_failures: u64,
@@ -88,7 +88,7 @@ pub struct View {
     pub device: String,
     /// The device's memory.
     pub device_memory: Vec<MemoryView>,
-    /// Bytes that it may take.
+    /// Bytes of it that may be in use.
     pub device_budget: u64,
     /// The host's memory.
     pub host_memory: Vec<MemoryView>,
@@ -102,13 +102,13 @@ pub struct View {
     pub channels: Vec<ChannelView>,
     /// Actors.
     pub actors: Vec<ActorView>,
-    /// Tracks.
+    /// Lanes.
     pub lanes: Vec<LaneView>,
-    /// Time in which the compute lane stood still within steps, by cause.
+    /// The time that the compute lane waited within steps, by cause.
     pub waited: Vec<(&'static str, f64)>,
     /// Time outside steps.
     pub outside: f64,
-    /// Of that, checkpoints.
+    /// The part of it that checkpoints took.
     pub checkpoints: f64,
     /// Layers.
     pub layers: Vec<LayerView>,
@@ -116,9 +116,9 @@ pub struct View {
     pub losses: Vec<Point>,
     /// Validation loss by step.
     pub validations: Vec<Point>,
-    /// True while no slice of training had to go.
+    /// True while every slice of training is still there.
     pub kept_all: bool,
-    /// Slices of the last steps, if they were asked for.
+    /// Slices of the last steps, if the caller asked for them.
     pub slices: Vec<Slice>,
     /// Number in the ring, begin and end of the last steps.
     pub bounds: Vec<(u64, f64, f64)>,
@@ -180,7 +180,7 @@ pub struct ActorView {
     pub blocked: f64,
 }
 
-/// A track's work.
+/// A lane's work.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct LaneView {
     /// Its name.
@@ -196,19 +196,19 @@ pub struct LaneView {
 pub struct LayerView {
     /// Its index, padded so that layers sort.
     pub layer: String,
-    /// True when the device meets it.
+    /// True when the device computes it.
     pub on_device: bool,
-    /// True when it is the first to meet a block.
+    /// True when it is the first layer that uses a block.
     pub owns: bool,
     /// Time by phase and lane; of what it has.
     pub visits: Vec<(&'static str, &'static str, f64)>,
     /// Time of its transfers.
     pub transfer: f64,
-    /// Time in which the compute lane stood still for its transfers.
+    /// The time that the compute lane waited for its transfers.
     pub waited_transfer: f64,
-    /// Time in which the compute lane stood still for anything else.
+    /// The time that the compute lane waited for anything else.
     pub waited_host: f64,
-    /// Share of its transfers' time in which the compute lane worked.
+    /// The share of its transfers' time in which the compute lane worked.
     pub overlap: Option<f64>,
     /// Updates.
     pub updates: u64,
@@ -229,12 +229,12 @@ impl Watch {
         self.0.ledger.tally(self.0.observer.now())
     }
 
-    /// Tells it how fast a product of matrices is here, in FLOP/s: the speed of light.
+    /// Sets the FLOP/s of the fastest matrix product on this device, to compare the run with.
     pub fn light(&self, flops_per_second: f64) {
         *self.0.light.lock().expect("nothing panics inside") = Some(flops_per_second);
     }
 
-    /// Tells it that all is over.
+    /// The run ended well.
     pub fn ended(&self) {
         let mut story = self.story();
         if story.state != State::Failed {
@@ -242,7 +242,7 @@ impl Watch {
         }
     }
 
-    /// Tells it that all is over, and not well.
+    /// The run failed.
     pub fn failed(&self) {
         let mut story = self.story();
         if story.state != State::Failed {
@@ -251,7 +251,7 @@ impl Watch {
         }
     }
 
-    /// High-water marks of the device's memory, term by term.
+    /// The peak use of device memory, by the plan's terms.
     pub(crate) fn device_memory(&self) -> Vec<MemoryView> {
         let pools = self.0.observer.pools();
         let peak = |name: &str| {

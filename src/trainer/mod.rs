@@ -23,7 +23,7 @@ use crate::data::Batch;
 use crate::engine::{Engine, Outcome, StepReport, Summary};
 use crate::error::Error;
 use crate::hf;
-use crate::inference::Evaluation;
+use crate::inference::{Evaluation, evaluate};
 use crate::models::Model;
 use crate::optimizers::LearningRate;
 use crate::plan::{Plan, Purpose, Term};
@@ -92,14 +92,14 @@ impl Trainer {
         &self.config
     }
 
-    /// What it remembers beside the parameters. After a step that was cancelled, what it comes to
-    /// is known once another call has been made.
+    /// How far the run is, and its best validation. A step that was cancelled is counted by the next
+    /// call of any method.
     pub fn progress(&self) -> &Progress {
         &self.progress
     }
 
-    /// Notes the loss of a validation; true when it is the best so far.
-    pub fn note(&mut self, loss: f64) -> bool {
+    /// Records the loss of a validation, for patience. Returns true when it is the best so far.
+    pub fn record_validation(&mut self, loss: f64) -> bool {
         self.refresh();
         let is_best = self.progress.note(loss);
         if let Some(file) = self.worker().eps().file() {
@@ -108,7 +108,7 @@ impl Trainer {
         is_best
     }
 
-    /// What its checkpoints say it is.
+    /// What a checkpoint says of the run, and what a run that resumes must agree with.
     fn identity(&self) -> Identity<'_> {
         Identity {
             config: &self.config,
@@ -119,8 +119,8 @@ impl Trainer {
         }
     }
 
-    /// True when the model is on file and its file system gives no direct requests: then what is read
-    /// goes through the system's cache.
+    /// True when the model is on file and the file system refuses direct I/O: then the file goes
+    /// through the system's page cache.
     pub fn reads_through_cache(&self) -> bool {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
@@ -167,14 +167,14 @@ impl Trainer {
         Ok(report)
     }
 
-    /// Steps on every batch of a stream, until it ends or `goes_on` says no.
+    /// Trains on every batch of a stream, until the stream ends or `continues` returns false.
     ///
     /// # Errors
     /// The stream's first, or as [`step`](Trainer::step).
     pub async fn train<S>(
         &mut self,
         batches: S,
-        mut goes_on: impl FnMut(&StepReport) -> bool,
+        mut continues: impl FnMut(&StepReport) -> bool,
     ) -> Result<(), Error>
     where
         S: Stream<Item = Result<Batch, Error>>,
@@ -183,15 +183,16 @@ impl Trainer {
         let mut next = std::future::poll_fn(|context| batches.as_mut().poll_next(context));
         while let Some(batch) = (&mut next).await {
             let report = self.step(batch?).await?;
-            if !goes_on(&report) {
+            if !continues(&report) {
                 break;
             }
         }
         Ok(())
     }
 
-    /// How good the model is on these batches, each of at most `step.batch` sequences; of none,
-    /// the loss is NaN. Training's state is not touched: no parameter, no random number, no step.
+    /// Evaluates the model on these batches, each of at most `step.batch` sequences. The loss of no
+    /// batch is NaN. Evaluation changes nothing of the training: no parameter, no random number, no
+    /// step.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).
@@ -199,23 +200,17 @@ impl Trainer {
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
-        let mut found = Evaluation::begin(self.model.shape.head);
-        let purpose = if found.quality.is_some() { Purpose::Score } else { Purpose::Evaluate };
         let before = std::mem::replace(&mut self.watch.story().state, State::Validating);
-        for batch in batches {
-            let batch = batch?;
-            let labels = found.meet(&batch);
-            let outcome = self.run(batch, purpose).await?;
-            found.take(&labels, outcome.loss, &outcome.logits);
-        }
-        let found = found.end();
+        let evaluated = evaluate(&mut self.engine, batches).await;
+        self.refresh();
+        let evaluation = evaluated.inspect_err(|error| self.note_failure(error))?;
         let mut story = self.watch.story();
         story.state = before;
-        if found.labelled > 0 {
-            story.looked(Point { step: self.progress.step, loss: found.loss });
+        if evaluation.labelled > 0 {
+            story.validated(Point { step: self.progress.step, loss: evaluation.loss });
         }
         drop(story);
-        Ok(found)
+        Ok(evaluation)
     }
 
     /// One step of the ring.
@@ -241,8 +236,8 @@ impl Trainer {
         self.engine.worker()
     }
 
-    /// The high-water mark of each term of the plan's device: slots handed out at once at most,
-    /// and the workspace's greatest height.
+    /// The peak use of each term of device memory: the most slots in use at once, and the highest use
+    /// of the workspace.
     pub fn device_peak(&self) -> Vec<Term> {
         let term = |used: &crate::telemetry::MemoryView| Term { name: used.kind, bytes: used.used };
         self.watch.device_memory().iter().map(term).collect()
@@ -255,7 +250,7 @@ impl Trainer {
         settled.inspect_err(|error| self.note_failure(error))
     }
 
-    /// A parameter by its name in a checkpoint of the family: its sizes and values, as of now.
+    /// The sizes and current values of a parameter, by its name in a checkpoint of its family.
     ///
     /// # Errors
     /// There is none of this name, or the ring failed.
@@ -274,8 +269,8 @@ impl Trainer {
         hf::save(directory, &self.model, self.worker().eps())
     }
 
-    /// Waits for all updates and writes everything that a run goes on from to a new directory,
-    /// which is there whole or not at all.
+    /// Waits for all updates and writes everything that a run resumes from to a new directory. The
+    /// directory appears when it is complete.
     ///
     /// # Errors
     /// The ring failed, or a file cannot be written.
@@ -311,7 +306,7 @@ impl Trainer {
         written
     }
 
-    /// Watches the run: from now on, also from elsewhere, and when it has ended.
+    /// A handle that shows the run. It can be cloned, sent to other tasks, and kept after the end.
     pub fn watch(&self) -> Watch {
         self.watch.clone()
     }

@@ -1,4 +1,4 @@
-//! Text from a model in training, a token a walk of the ring.
+//! Text and encodings from a model in training. Each token takes one step of the ring.
 
 use super::Trainer;
 use crate::data::Batch;
@@ -8,8 +8,8 @@ use crate::models::Head;
 use crate::plan::Purpose;
 
 impl Trainer {
-    /// What the head reads of a batch: (sequences, positions, channels), with padding. Training's
-    /// state is not touched.
+    /// The last hidden states of a batch, which the head reads: (sequences, positions, channels),
+    /// padding included. Nothing of the training changes.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).
@@ -17,8 +17,8 @@ impl Trainer {
         Ok(self.run(batch, Purpose::Encode).await?.hidden)
     }
 
-    /// Continues a prompt by so many tokens. Each is drawn with the last `data.sequence_length`
-    /// tokens in view. Training's state is not touched.
+    /// Continues a prompt by `count` tokens. Each follows from the last `data.sequence_length` tokens.
+    /// Nothing of the training changes.
     ///
     /// # Errors
     /// The prompt is empty or has a token outside the vocabulary; the ring failed.
@@ -39,8 +39,8 @@ impl Trainer {
         }
         let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(sampling, 0));
         for _ in 0..count {
-            let view = tokens.len().min(self.plan.positions);
-            let batch = Batch::for_generation(&[&tokens[tokens.len() - view..]]);
+            let length = tokens.len().min(self.plan.positions);
+            let batch = Batch::to_continue(&[&tokens[tokens.len() - length..]]);
             let logits = self.run(batch, Purpose::Score).await?.logits;
             tokens.push(dice.draw(&logits));
         }

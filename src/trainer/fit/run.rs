@@ -107,7 +107,7 @@ impl Run<'_> {
     /// off.
     async fn validate_and_note(&mut self) -> Result<bool, Error> {
         let Some(loss) = self.validate().await? else { return Ok(false) };
-        if self.trainer.note(loss) {
+        if self.trainer.record_validation(loss) {
             self.save_best().await?;
         }
         Ok(true)
@@ -174,8 +174,8 @@ impl Run<'_> {
         let Baseline { unigram, bigram } = baseline;
         self.report(&json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }));
         self.info(format!(
-            "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting pairs \
-             {bigram:.4}"
+            "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting \
+             pairs {bigram:.4}"
         ));
         const PROMPT: &str = "//! The ";
         const LENGTH: u64 = 240;
