@@ -32,9 +32,11 @@ pub struct Progress {
     /// The best validation so far.
     pub best: Option<Best>,
     /// Validations since then.
-    pub looks_since: u64,
+    #[serde(rename = "looks_since")]
+    pub validations_since: u64,
     /// The step of the last validation.
-    pub looked_at: Option<u64>,
+    #[serde(rename = "looked_at")]
+    pub validated_at: Option<u64>,
 }
 
 /// A validation that none before was better than.
@@ -50,13 +52,13 @@ pub struct Best {
 impl Progress {
     /// Notes a validation; true when it is the best so far.
     pub fn note(&mut self, loss: f64) -> bool {
-        self.looked_at = Some(self.step);
+        self.validated_at = Some(self.step);
         let is_best = loss.is_finite() && self.best.is_none_or(|best| loss < best.loss);
         if is_best {
             self.best = Some(Best { step: self.step, loss });
-            self.looks_since = 0;
+            self.validations_since = 0;
         } else {
-            self.looks_since += 1;
+            self.validations_since += 1;
         }
         is_best
     }

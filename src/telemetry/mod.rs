@@ -3,7 +3,7 @@
 //! ```text
 //!  lanes ──▶ Slice ──▶ Ledger ──▶ Tally ─┐
 //!              │                         ├──▶ View ──▶ metrics · live page · report
-//!              └──▶ Observers   Story ───┘
+//!              └──▶ Observers   RunStatus ───┘
 //!                   (trace, histograms)
 //! ```
 //!
@@ -28,7 +28,7 @@ mod publish;
 #[cfg(feature = "prometheus")]
 mod server;
 mod slice;
-mod story;
+mod status;
 mod tensorboard;
 mod trace;
 mod watch;
@@ -47,8 +47,8 @@ pub use publish::{Histograms, describe, publish};
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
 pub use slice::{Observe, Slice, SliceKind};
-pub use story::{Point, State, made_up_name};
-pub(crate) use story::{Story, seconds_of, unix_seconds};
+pub use status::{Point, State, made_up_name};
+pub(crate) use status::{RunStatus, seconds_of, unix_seconds};
 pub use trace::Trace;
 pub(crate) use watch::Watched;
 pub use watch::{ActorView, ChannelView, LaneView, LayerView, MemoryView, View, Watch};

@@ -149,7 +149,7 @@ impl Shared {
     }
 
     fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
-        let state = self.watch.get().map(|watch| watch.story().state);
+        let state = self.watch.get().map(|watch| watch.status().state);
         let plain = "text/plain; charset=utf-8";
         let said = |ok: bool, yes: &str, no: &str| {
             let (status, text) = match ok {

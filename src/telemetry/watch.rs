@@ -7,7 +7,7 @@ use l2l_actors::{Observer, pool};
 use serde::Serialize;
 
 use super::ledger::Ledger;
-use super::story::{FAULTS, Story, unix_seconds};
+use super::status::{FAULTS, RunStatus, unix_seconds};
 use super::{Point, Slice, State, Tally, WaitCause};
 use crate::plan::Plan;
 use crate::worker::Used;
@@ -23,7 +23,7 @@ pub(crate) struct Watched {
     pub(crate) device: String,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) used: Arc<Used>,
-    pub(crate) story: Mutex<Story>,
+    pub(crate) status: Mutex<RunStatus>,
     pub(crate) observer: Observer,
     pub(crate) plan: Arc<Plan>,
     pub(crate) link: Option<String>,
@@ -32,7 +32,7 @@ pub(crate) struct Watched {
     /// Bytes of the device that may be in use: the ceiling, or what the machine had.
     pub(crate) budget: u64,
     /// FLOP/s that the machine's product reaches, once it was measured.
-    pub(crate) light: Mutex<Option<f64>>,
+    pub(crate) peak_flops: Mutex<Option<f64>>,
 }
 
 /// A run at one moment. Times are in seconds.
@@ -220,8 +220,8 @@ impl Watch {
         &self.0.run
     }
 
-    pub(crate) fn story(&self) -> MutexGuard<'_, Story> {
-        self.0.story.lock().expect("nothing panics inside")
+    pub(crate) fn status(&self) -> MutexGuard<'_, RunStatus> {
+        self.0.status.lock().expect("nothing panics inside")
     }
 
     /// Everything that was added up so far.
@@ -230,24 +230,24 @@ impl Watch {
     }
 
     /// Sets the FLOP/s of the fastest matrix product on this device, to compare the run with.
-    pub fn light(&self, flops_per_second: f64) {
-        *self.0.light.lock().expect("nothing panics inside") = Some(flops_per_second);
+    pub fn set_peak_flops(&self, flops_per_second: f64) {
+        *self.0.peak_flops.lock().expect("nothing panics inside") = Some(flops_per_second);
     }
 
     /// The run ended well.
     pub fn ended(&self) {
-        let mut story = self.story();
-        if story.state != State::Failed {
-            story.state = State::Ended;
+        let mut status = self.status();
+        if status.state != State::Failed {
+            status.state = State::Ended;
         }
     }
 
     /// The run failed.
     pub fn failed(&self) {
-        let mut story = self.story();
-        if story.state != State::Failed {
-            story.faults[1] += 1;
-            story.state = State::Failed;
+        let mut status = self.status();
+        if status.state != State::Failed {
+            status.faults[1] += 1;
+            status.state = State::Failed;
         }
     }
 
@@ -273,38 +273,38 @@ impl Watch {
     pub fn view(&self, steps: u64) -> View {
         let tally = self.tally();
         let slices = if steps > 0 { self.0.ledger.recent(steps) } else { Vec::new() };
-        let story = self.story().clone();
-        let last = story.last;
+        let status = self.status().clone();
+        let last = status.last;
         let plan = &self.0.plan;
-        let light = *self.0.light.lock().expect("nothing panics inside");
+        let peak_flops = *self.0.peak_flops.lock().expect("nothing panics inside");
         let flops = last.map(|step| step.model_flops / step.seconds);
         let host = plan.host.iter();
         let digits = tally.layers.len().saturating_sub(1).to_string().len();
         let layers = tally.layers.iter().enumerate();
         View {
             run: self.0.run.clone(),
-            state: story.state,
-            started: story.started,
+            state: status.state,
+            started: status.started,
             now: unix_seconds(),
             seconds: self.0.observer.now().as_secs_f64(),
-            step: last.map_or(story.resumed, |step| step.step),
-            steps: story.steps,
+            step: last.map_or(status.resumed, |step| step.step),
+            steps: status.steps,
             loss: last.map(|step| step.loss),
-            validation_loss: story.validation_loss,
+            validation_loss: status.validation_loss,
             grad_norm: last.map(|step| step.grad_norm),
             learning_rate: last.map(|step| step.learning_rate),
             step_seconds: last.map(|step| step.seconds),
             exposed_wait_seconds: last.map(|step| step.exposed_wait_seconds),
             bottleneck: last.map(|step| step.bottleneck.name()),
-            last_step: story.last_step.unwrap_or(story.started),
-            tokens: story.tokens,
+            last_step: status.last_step.unwrap_or(status.started),
+            tokens: status.tokens,
             tokens_per_second: last.map(|step| step.tokens as f64 / step.seconds),
-            model_flops: story.model_flops,
-            speed_of_light: flops.zip(light).map(|(flops, light)| flops / light),
-            checkpoint: story.checkpoint,
-            checkpoints_since: story.checkpoints_since,
-            checkpoint_failures: story.checkpoint_failures,
-            faults: FAULTS.into_iter().zip(story.faults).collect(),
+            model_flops: status.model_flops,
+            speed_of_light: flops.zip(peak_flops).map(|(flops, peak_flops)| flops / peak_flops),
+            checkpoint: status.checkpoint,
+            checkpoints_since: status.checkpoints_since,
+            checkpoint_failures: status.checkpoint_failures,
+            faults: FAULTS.into_iter().zip(status.faults).collect(),
             device: self.0.device.clone(),
             device_memory: self.device_memory(),
             device_budget: self.0.budget,
@@ -325,11 +325,11 @@ impl Watch {
             layers: layers
                 .map(|(index, of)| layer(format!("{index:0digits$}"), self.0.layers[index], of))
                 .collect(),
-            losses: story.losses.points().to_vec(),
-            validations: story.validation.points().to_vec(),
+            losses: status.losses.points().to_vec(),
+            validations: status.validation.points().to_vec(),
             kept_all: self.0.ledger.kept_all(),
             slices,
-            bounds: story
+            bounds: status
                 .bounds
                 .iter()
                 .map(|(step, begin, end)| (*step, begin.as_secs_f64(), end.as_secs_f64()))

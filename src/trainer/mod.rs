@@ -139,7 +139,7 @@ impl Trainer {
         }
         let tokens = batch.token_count();
         let model_flops = self.model.training_flops(&batch.document_lengths(), batch.labelled);
-        self.watch.story().state = State::Training;
+        self.watch.status().state = State::Training;
         let (before, began) = (self.watch.tally(), self.engine.now());
         let resolved = self.run(batch, Purpose::Train).await?;
         let now = Instant::now();
@@ -160,10 +160,10 @@ impl Trainer {
             bottleneck: bottleneck::of_step(seconds, waited, of_disk),
             device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
         };
-        let mut story = self.watch.story();
-        story.stepped(&report);
-        story.bound(self.engine.begun() - 1, began, self.engine.now());
-        drop(story);
+        let mut status = self.watch.status();
+        status.stepped(&report);
+        status.bound(self.engine.begun() - 1, began, self.engine.now());
+        drop(status);
         Ok(report)
     }
 
@@ -200,16 +200,16 @@ impl Trainer {
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
-        let before = std::mem::replace(&mut self.watch.story().state, State::Validating);
+        let before = std::mem::replace(&mut self.watch.status().state, State::Validating);
         let evaluated = evaluate(&mut self.engine, batches).await;
         self.refresh();
         let evaluation = evaluated.inspect_err(|error| self.note_failure(error))?;
-        let mut story = self.watch.story();
-        story.state = before;
+        let mut status = self.watch.status();
+        status.state = before;
         if evaluation.labelled > 0 {
-            story.validated(Point { step: self.progress.step, loss: evaluation.loss });
+            status.validated(Point { step: self.progress.step, loss: evaluation.loss });
         }
-        drop(story);
+        drop(status);
         Ok(evaluation)
     }
 
@@ -228,7 +228,7 @@ impl Trainer {
 
     fn note_failure(&self, error: &Error) {
         if let Error::Ring(l2l_actors::Error::Failed { cause, .. }) = error {
-            self.watch.story().failed(&cause.problem);
+            self.watch.status().failed(&cause.problem);
         }
     }
 
@@ -277,7 +277,7 @@ impl Trainer {
     pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
         let run = self.identity();
-        let before = std::mem::replace(&mut self.watch.story().state, State::Checkpointing);
+        let before = std::mem::replace(&mut self.watch.status().state, State::Checkpointing);
         let (began, begin) = (Instant::now(), self.engine.now());
         let written = checkpoint::write(directory, run, self.worker().eps(), &self.progress);
         let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
@@ -297,11 +297,11 @@ impl Trainer {
             end: self.engine.now(),
             released_by: None,
         });
-        let mut story = self.watch.story();
-        story.state = before;
+        let mut status = self.watch.status();
+        status.state = before;
         match &written {
-            Ok(()) => story.checkpoint = Some(unix_seconds()),
-            Err(_) => story.checkpoint_failures += 1,
+            Ok(()) => status.checkpoint = Some(unix_seconds()),
+            Err(_) => status.checkpoint_failures += 1,
         }
         written
     }

@@ -20,7 +20,7 @@ use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::Plan;
-use crate::telemetry::{Ledger, Observe, Story, Watch, Watched, made_up_name, seconds_of};
+use crate::telemetry::{Ledger, Observe, RunStatus, Watch, Watched, made_up_name, seconds_of};
 use crate::worker::{Parts, Worker};
 
 /// Everything that a trainer is made of, checked by itself and together.
@@ -104,8 +104,8 @@ impl Checked {
         let worker = Worker::new(&config, parts)?;
         let progress = fill(worker.eps(), found, checkpoint, run)?;
         let engine = Engine::start(config.clone(), worker, progress.step)?;
-        let story = story(&config, learning_rate.steps, progress.step, from);
-        let watch = watch(&config, &engine, &ledger, story);
+        let status = status(&config, learning_rate.steps, progress.step, from);
+        let watch = watch(&config, &engine, &ledger, status);
         let disk_rate = config.disk_bytes_per_second()?;
         let now = Instant::now();
         Ok(Trainer {
@@ -224,26 +224,26 @@ fn fill(
 }
 
 /// The run as it is before its first step.
-fn story(config: &Config, steps: u64, resumed: u64, from: Option<&Path>) -> Story {
-    let mut story = Story::new(steps);
-    story.resumed = resumed;
+fn status(config: &Config, steps: u64, resumed: u64, from: Option<&Path>) -> RunStatus {
+    let mut status = RunStatus::new(steps);
+    status.resumed = resumed;
     if config.checkpoint.directory.is_some() {
-        story.checkpoints_since = Some(story.started);
+        status.checkpoints_since = Some(status.started);
     }
     let written = from.and_then(|from| from.metadata().ok()?.modified().ok());
-    story.checkpoint = written.map(seconds_of);
-    story
+    status.checkpoint = written.map(seconds_of);
+    status
 }
 
 /// The handle through which others look at the run.
-fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, story: Story) -> Watch {
+fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, status: RunStatus) -> Watch {
     let plan = &engine.plan;
     Watch(Arc::new(Watched {
         run: config.metrics.run.clone().unwrap_or_else(made_up_name),
         device: config.device.name(),
         ledger: ledger.clone(),
         used: engine.worker().used().clone(),
-        story: Mutex::new(story),
+        status: Mutex::new(status),
         observer: engine.observer(),
         plan: plan.clone(),
         link: config.device.link.clone(),
@@ -253,7 +253,7 @@ fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, story: Story) -
             .or_else(|| plan.gpu_bytes())
             .or_else(machine::available_memory)
             .unwrap_or(plan.device_bytes()),
-        light: Mutex::new(None),
+        peak_flops: Mutex::new(None),
     }))
 }
 

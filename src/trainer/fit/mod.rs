@@ -250,7 +250,7 @@ impl Prepared {
                 "eps.path: no direct requests there, so the file goes through the system's cache";
             callbacks.message(&Message::Warning(text.into()));
         }
-        peak.into_iter().for_each(|peak| trainer.watch().light(peak));
+        peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());
         let log = EventLog::open(&config.log)?;
         let batches = Batches::start(&config, train, trainer.progress().step)?;

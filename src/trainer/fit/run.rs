@@ -63,7 +63,7 @@ impl Run<'_> {
     /// Whether too many validations in a row brought nothing better.
     fn is_out_of_patience(&self) -> bool {
         let patience = self.trainer.config().validation.patience;
-        patience.is_some_and(|most| self.trainer.progress().looks_since >= most)
+        patience.is_some_and(|most| self.trainer.progress().validations_since >= most)
     }
 
     /// All steps, with validations and checkpoints between them.
@@ -74,7 +74,7 @@ impl Run<'_> {
         let is_due =
             |every: Option<u64>, step: u64| every.is_some_and(|every| step.is_multiple_of(every));
         // A stop may have cut off the validation of the step that this run resumes from.
-        let (first, last) = (self.trainer.progress().step, self.trainer.progress().looked_at);
+        let (first, last) = (self.trainer.progress().step, self.trainer.progress().validated_at);
         if first > 0 && is_due(validate_every, first) && last != Some(first) {
             self.validate_and_note().await?;
         }

@@ -86,7 +86,7 @@ pub(crate) const FAULTS: [&str; 4] = ["not_finite", "error", "panic", "hang"];
 
 /// See the [module](self).
 #[derive(Clone, Debug)]
-pub(crate) struct Story {
+pub(crate) struct RunStatus {
     pub(crate) state: State,
     pub(crate) steps: u64,
     pub(crate) last: Option<StepReport>,
@@ -126,9 +126,9 @@ pub(crate) fn seconds_of(time: SystemTime) -> f64 {
     time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64()
 }
 
-impl Story {
-    pub(crate) fn new(steps: u64) -> Story {
-        Story {
+impl RunStatus {
+    pub(crate) fn new(steps: u64) -> RunStatus {
+        RunStatus {
             state: State::Starting,
             steps,
             last: None,
