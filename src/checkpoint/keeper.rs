@@ -1,9 +1,9 @@
-//! The checkpoints of a run: which there are, where the next goes, which are let go.
+//! The checkpoints of a run: finds them, names the next, and removes old ones.
 
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
-use super::{OLD, PARTIAL, REST, recover, remove};
+use super::{OLD, PARTIAL, RECORD, recover, remove};
 use crate::error::Error;
 
 /// The checkpoints in the config's `checkpoint.directory`: `step-00000100` and so on, the newest
@@ -12,12 +12,12 @@ use crate::error::Error;
 pub struct Keeper {
     directory: PathBuf,
     keep: usize,
-    /// None: only looked at.
+    /// None for a directory that is only read.
     _lock: Option<File>,
 }
 
 impl Keeper {
-    /// Of a directory, which is made, found to be writable, and cleared of what a kill left.
+    /// Creates and locks the directory, checks that it can be written, and repairs what a kill left.
     ///
     /// # Errors
     /// It cannot be written to, or another run has it.
@@ -44,17 +44,17 @@ impl Keeper {
         Ok(keeper)
     }
 
-    /// Of a directory that may be another run's, to look at.
+    /// Only reads a directory, which another run may be writing to.
     pub fn peek(directory: &Path) -> Keeper {
         Keeper { directory: directory.to_path_buf(), keep: usize::MAX, _lock: None }
     }
 
-    /// Where the checkpoint of a step goes.
+    /// The path of the checkpoint of a step.
     pub fn place(&self, step: u64) -> PathBuf {
         self.directory.join(format!("step-{step:08}"))
     }
 
-    /// Where the best goes.
+    /// The path of the best checkpoint, of this step.
     pub fn best_place(&self, step: u64) -> PathBuf {
         self.directory.join(format!("best-{step:08}"))
     }
@@ -64,56 +64,56 @@ impl Keeper {
         entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
     }
 
-    /// Whole checkpoints of a kind, oldest first.
+    /// The complete checkpoints of a kind, oldest first.
     fn all(&self, kind: &str) -> Vec<(u64, PathBuf)> {
         let of_kind = |name: String| {
             let (found, step) = step_of(&name)?;
             let path = self.directory.join(&name);
-            (found == kind && path.join(REST).is_file()).then_some((step, path))
+            (found == kind && path.join(RECORD).is_file()).then_some((step, path))
         };
         let mut all: Vec<(u64, PathBuf)> = self.names().into_iter().filter_map(of_kind).collect();
         all.sort();
         all
     }
 
-    /// The newest, if there is one: a best may be it, for it is a whole checkpoint, too.
+    /// The newest checkpoint, if there is one. It may be the best one, which is complete, too.
     pub fn newest(&self) -> Option<PathBuf> {
         let all = [self.all("best"), self.all("step")].concat();
         all.into_iter().max_by_key(|(step, _)| *step).map(|(_, path)| path)
     }
 
-    /// Its step.
+    /// The step of the newest checkpoint.
     pub fn newest_step(&self) -> Option<u64> {
         [self.all("best"), self.all("step")].concat().into_iter().map(|(step, _)| step).max()
     }
 
-    /// The best, if there is one.
+    /// The best checkpoint, if there is one.
     pub fn best(&self) -> Option<PathBuf> {
         self.all("best").pop().map(|(_, path)| path)
     }
 
-    /// Lets go of all but the newest few.
+    /// Removes all but the newest `checkpoint.keep`.
     ///
     /// # Errors
     /// They cannot be removed.
     pub fn tidy(&self) -> Result<(), Error> {
         let mut steps = self.all("step");
         steps.truncate(steps.len().saturating_sub(self.keep));
-        let_go(steps)
+        remove_all(steps)
     }
 
-    /// Lets go of all bests but that of this step, which has just been written.
+    /// Removes all best checkpoints but that of this step, which has just been written.
     ///
     /// # Errors
     /// They cannot be removed.
     pub fn tidy_best(&self, step: u64) -> Result<(), Error> {
         let mut bests = self.all("best");
         bests.retain(|(of, _)| *of != step);
-        let_go(bests)
+        remove_all(bests)
     }
 }
 
-fn let_go(checkpoints: Vec<(u64, PathBuf)>) -> Result<(), Error> {
+fn remove_all(checkpoints: Vec<(u64, PathBuf)>) -> Result<(), Error> {
     checkpoints
         .into_iter()
         .try_for_each(|(_, old)| remove(&old).map_err(|error| Error::storage(old.display(), error)))

@@ -1,9 +1,8 @@
-//! Checkpoints: everything that a run goes on from, in a directory that is there whole or not at
-//! all.
+//! Checkpoints: everything that a run resumes from, in a directory that is complete or not there.
 //!
-//! `config.json` and `model.safetensors` are transformers' (the directory loads there as it is),
-//! `optimizer.safetensors` has the optimizer's states under the same names, `l2l.json` the rest. A
-//! directory is written beside its place, flushed to the disk, and renamed.
+//! `config.json` and `model.safetensors` are in transformers' format, so the directory loads there as
+//! it is. `optimizer.safetensors` has the optimizer's states under the same names, and `l2l.json` the
+//! record of the run. A directory is written under another name, flushed to the disk, and renamed.
 
 mod keeper;
 
@@ -23,11 +22,11 @@ use crate::models::{Model, families};
 
 pub use keeper::Keeper;
 
-/// What a run remembers beside its parameters.
+/// How far a run is, and its validations. Checkpoints keep it beside the parameters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Progress {
-    /// Training steps done.
+    /// The number of training steps done.
     pub step: u64,
     /// The best validation so far.
     pub best: Option<Best>,
@@ -39,7 +38,7 @@ pub struct Progress {
     pub validated_at: Option<u64>,
 }
 
-/// A validation that none before was better than.
+/// The validation with the lowest loss.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Best {
@@ -50,7 +49,7 @@ pub struct Best {
 }
 
 impl Progress {
-    /// Notes a validation; true when it is the best so far.
+    /// Records a validation. Returns true when it is the best so far.
     pub fn note(&mut self, loss: f64) -> bool {
         self.validated_at = Some(self.step);
         let is_best = loss.is_finite() && self.best.is_none_or(|best| loss < best.loss);
@@ -64,27 +63,27 @@ impl Progress {
     }
 }
 
-/// The rest.
+/// The record of a run in a checkpoint: `l2l.json`.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Rest {
-    /// Of this file.
+struct RunRecord {
+    /// The format of this file.
     format: u32,
     progress: Progress,
-    /// Updates of each block.
+    /// The number of updates of each block.
     updates: Vec<u64>,
-    /// Steps of the run: a learning rate that falls follows from them.
+    /// Steps of the whole run, which a decaying learning rate depends on.
     steps: u64,
-    /// What it is trained on.
+    /// The fingerprint of the training data.
     data: String,
-    /// As it was resolved.
+    /// The resolved config.
     config: Value,
     /// SHA-256 of parameters and optimizer states, and of all above.
     seal: String,
 }
 
-impl Rest {
-    /// What its seal must be, for an EPS that holds its parameters.
+impl RunRecord {
+    /// The seal that it must have, for an EPS that holds its parameters.
     ///
     /// # Errors
     /// They cannot be read.
@@ -103,16 +102,16 @@ impl Rest {
     }
 }
 
-/// What a run is, for its checkpoints.
+/// What identifies a run: a checkpoint is of this run if all of it agrees.
 #[derive(Clone, Copy)]
 pub(crate) struct Identity<'r> {
     pub(crate) config: &'r Config,
     pub(crate) model: &'r Model,
-    /// The `config.json` that the model came with, or null.
+    /// The `config.json` that the model was read with, or null.
     pub(crate) source_config: &'r Value,
     /// Steps of the run.
     pub(crate) steps: u64,
-    /// What it is trained on, if that is known.
+    /// The fingerprint of the training data, or empty.
     pub(crate) data: &'r str,
 }
 
@@ -121,8 +120,8 @@ const FORMAT: u32 = 1;
 /// No run is longer.
 const MOST_STEPS: u64 = 1 << 40;
 
-/// Keys that a run may go on with other values of: they change when and where, not what; or what
-/// they change is looked at by itself.
+/// Keys that may have another value when a run resumes: they change when and where something is
+/// computed, and not what; or what they change is checked separately.
 const FREE: [&str; 20] = [
     "checkpoint",
     "channels",
@@ -146,7 +145,7 @@ const FREE: [&str; 20] = [
     "watchdog",
 ];
 
-/// The keys that both must agree on, with their values.
+/// The keys that must keep their values, with the values.
 fn fixed(config: &Value) -> Vec<(String, &Value)> {
     let sections = config.as_object().into_iter().flatten();
     let keys = sections.filter_map(|(section, keys)| Some((section, keys.as_object()?)));
@@ -179,15 +178,15 @@ pub(crate) fn write(
     }
     hf::save(&partial, run.model, eps)?;
     hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps)?;
-    let mut rest = rest_of(run, progress, eps.updates());
-    rest.seal = rest.sealed(eps)?;
-    let text = serde_json::to_string_pretty(&rest).expect("it is plain data");
-    fs::write(partial.join(REST), text).map_err(failed)?;
-    for file in ["config.json", REST] {
+    let mut record = record_of(run, progress, eps.updates());
+    record.seal = record.sealed(eps)?;
+    let text = serde_json::to_string_pretty(&record).expect("it is plain data");
+    fs::write(partial.join(RECORD), text).map_err(failed)?;
+    for file in ["config.json", RECORD] {
         sync(&partial.join(file)).map_err(failed)?;
     }
     sync(&partial).map_err(failed)?;
-    // One that has this name already makes way, and is gone once the new one is there.
+    // A checkpoint of the same name is kept until the new one has its place.
     if directory.exists() {
         fs::rename(directory, &old).map_err(failed)?;
     }
@@ -197,8 +196,8 @@ pub(crate) fn write(
     remove(&old).map_err(failed)
 }
 
-fn rest_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> Rest {
-    Rest {
+fn record_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> RunRecord {
+    RunRecord {
         format: FORMAT,
         progress: progress.clone(),
         updates,
@@ -209,14 +208,14 @@ fn rest_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> Rest {
     }
 }
 
-/// What an EPS on file is to remember of its run.
+/// What an EPS on file keeps of its run.
 pub(crate) fn remembered(run: Identity<'_>, progress: &Progress) -> Value {
-    let rest = rest_of(run, progress, Vec::new());
+    let record = record_of(run, progress, Vec::new());
     let shape = families::write(&run.model.shape, &Value::Null);
-    serde_json::json!({ "rest": rest, "shape": shape })
+    serde_json::json!({ "rest": record, "shape": shape })
 }
 
-/// What such an EPS remembered, if this is the run it was of.
+/// Reads what an EPS on file kept of its run, and checks that it is this run.
 ///
 /// # Errors
 /// Which keys differ.
@@ -228,26 +227,27 @@ pub(crate) fn recall(
     let place = run.config.eps.path.clone().unwrap_or_default();
     let refuse =
         |what: String| Error::bad_checkpoint(format_args!("eps.path {}", place.display()), what);
-    let rest: Rest = serde_json::from_value(remembered["rest"].take())
+    let record: RunRecord = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
-    is_of(&rest, &run)
+    is_of(&record, &run)
         .map_err(|why| refuse(format!("{why}. Set it back, or remove the folder")))?;
     if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
         let what = "it holds the state of a model of another shape: set the model back, or remove \
                     the folder";
         return Err(refuse(what.into()));
     }
-    Ok(Progress { step, ..rest.progress })
+    Ok(Progress { step, ..record.progress })
 }
 
-/// What a checkpoint is called while it is written, and while it makes way.
+/// The suffix of a checkpoint while it is written, and of one that a new one replaces.
 const PARTIAL: &str = ".l2l-partial";
 const OLD: &str = ".l2l-old";
 
-/// What only a checkpoint has.
-const REST: &str = "l2l.json";
+/// The file that only a checkpoint has.
+const RECORD: &str = "l2l.json";
 
-/// Ends what a kill left half done: one that made way comes back, what was being written goes.
+/// Repairs what a kill left: a checkpoint that was being replaced comes back, and one that was being
+/// written is removed.
 fn recover(directory: &Path) -> io::Result<()> {
     let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
     if old.exists() && !directory.exists() {
@@ -258,7 +258,7 @@ fn recover(directory: &Path) -> io::Result<()> {
 }
 
 fn with_suffix(directory: &Path, suffix: &str) -> PathBuf {
-    // Its components: a slash at its end is none.
+    // By components, so that a slash at the end is dropped.
     let mut name = directory.components().collect::<PathBuf>().into_os_string();
     name.push(suffix);
     PathBuf::from(name)
@@ -275,47 +275,48 @@ fn remove(directory: &Path) -> io::Result<()> {
     }
 }
 
-/// Bytes of the files of a checkpoint.
+/// The size of a checkpoint's files.
 pub(crate) fn bytes_of(directory: &Path) -> u64 {
     let files = fs::read_dir(directory).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
 }
 
-/// A checkpoint that this run can go on from, as far as can be seen without its numbers.
+/// A checkpoint that fits this run, as far as its record and its shape say.
 pub(crate) struct Checked<'c> {
     directory: &'c Path,
-    rest: Rest,
+    record: RunRecord,
 }
 
-/// Looks at a checkpoint before anything makes way for it.
+/// Checks a checkpoint before anything is replaced by it.
 ///
 /// # Errors
 /// What is not there, or was made with another config (which keys).
 pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checked<'c>, Error> {
-    let path = directory.join(REST);
+    let path = directory.join(RECORD);
     let refuse =
         |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
     recover(directory).map_err(|error| refuse(error.to_string()))?;
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
-    let rest: Rest = serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-    is_of(&rest, &run)
+    let record: RunRecord =
+        serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
+    is_of(&record, &run)
         .map_err(|why| refuse(format!("{why}. Set it back, or start without --resume")))?;
-    // As far as a config.json tells them apart.
+    // Shapes are compared as far as a config.json describes them.
     let written = |shape| families::write(shape, &Value::Null);
     if written(&hf::read_shape(directory)?) != written(&run.model.shape) {
         return Err(refuse("it is of a model of another shape".into()));
     }
-    let (found, blocks) = (rest.updates.len(), run.model.blocks.len());
+    let (found, blocks) = (record.updates.len(), run.model.blocks.len());
     if found != blocks {
         return Err(refuse(format!("it has {found} blocks, and the model has {blocks}")));
     }
-    if rest.progress.step > MOST_STEPS {
+    if record.progress.step > MOST_STEPS {
         return Err(refuse(format!(
             "it is at step {}, and a run has at most {MOST_STEPS}",
-            rest.progress.step
+            record.progress.step
         )));
     }
-    Ok(Checked { directory, rest })
+    Ok(Checked { directory, record })
 }
 
 /// Reads a checkpoint into the EPS.
@@ -323,43 +324,43 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
 /// # Errors
 /// It is not whole.
 pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result<Progress, Error> {
-    let Checked { directory, rest } = checked;
-    let path = directory.join(REST);
+    let Checked { directory, record } = checked;
+    let path = directory.join(RECORD);
     let refuse =
         |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
     hf::load(directory, run.model, eps, false)?;
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
-    eps.set_updates(&rest.updates);
-    if rest.sealed(eps)? != rest.seal {
+    eps.set_updates(&record.updates);
+    if record.sealed(eps)? != record.seal {
         return Err(refuse(
             "it is damaged: its content is not what was written. Remove it to resume from the one \
              before it"
                 .into(),
         ));
     }
-    Ok(rest.progress)
+    Ok(record.progress)
 }
 
-/// Whether this run can go on from what was remembered; else why not.
-fn is_of(rest: &Rest, run: &Identity<'_>) -> Result<(), String> {
-    if rest.format != FORMAT {
+/// Checks that a record is of this run. The error says why it is not.
+fn is_of(record: &RunRecord, run: &Identity<'_>) -> Result<(), String> {
+    if record.format != FORMAT {
         return Err(format!(
             "it has format {}, and this program reads format {FORMAT}",
-            rest.format
+            record.format
         ));
     }
-    match &differences(rest, run)[..] {
+    match &differences(record, run)[..] {
         [] => Ok(()),
         differ => Err(format!("it was made by another run: {}", differ.join("; "))),
     }
 }
 
-/// What a run that goes on may not change, and did.
-fn differences(rest: &Rest, run: &Identity<'_>) -> Vec<String> {
+/// What changed although a run that resumes may not change it.
+fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<String> {
     let now = as_value(run.config);
     let default = as_value(&Config::default());
-    let (then, now, default) = (fixed(&rest.config), fixed(&now), fixed(&default));
-    // A key that was not there yet had its default.
+    let (then, now, default) = (fixed(&record.config), fixed(&now), fixed(&default));
+    // A key that did not exist yet had its default.
     let value = |key: &String| {
         then.iter().chain(&default).find(|(then, _)| then == key).map(|(_, value)| *value)
     };
@@ -369,15 +370,15 @@ fn differences(rest: &Rest, run: &Identity<'_>) -> Vec<String> {
         .map(|(key, then, now)| format!("{key} was {then}, is {now}"))
         .collect();
     let falls = run.config.optimizer.schedule != RateSchedule::Constant;
-    if falls && rest.steps != run.steps {
+    if falls && record.steps != run.steps {
         differ.push(format!(
             "step.steps was {}, is {}, and the learning rate follows from it",
-            rest.steps, run.steps
+            record.steps, run.steps
         ));
     }
-    let is_known = !rest.data.is_empty() && !run.data.is_empty();
-    if is_known && rest.data != run.data {
-        differ.push(format!("the data was {}, is {}", rest.data, run.data));
+    let is_known = !record.data.is_empty() && !run.data.is_empty();
+    if is_known && record.data != run.data {
+        differ.push(format!("the data was {}, is {}", record.data, run.data));
     }
     differ
 }
