@@ -88,7 +88,7 @@ impl Reducer {
             self.send(block, Some(landing), landed);
             return Ok(());
         }
-        let complete = self.to_region(step, (block, layer), landing, landed, joins).await?;
+        let complete = self.move_to_region(step, (block, layer), landing, landed, joins).await?;
         if !joins {
             self.send(block, None, complete);
         }
@@ -97,7 +97,7 @@ impl Reducer {
 
     /// Puts a landed gradient into its block's region, where it waits; the fence that reports its
     /// sum of squares. What `joins` a scatter is measured there.
-    async fn to_region(
+    async fn move_to_region(
         &mut self,
         step: &Arc<Step>,
         (block, layer): (BlockId, Option<LayerId>),
