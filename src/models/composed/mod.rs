@@ -80,6 +80,7 @@ pub struct Operations<'a> {
 }
 
 /// An operation, with what its backward reads.
+#[allow(clippy::large_enum_variant, reason = "a layer records a few dozen at most")]
 enum Operation<'a> {
     Linear {
         x: Value,

@@ -120,7 +120,7 @@ impl Fit {
         self.builder.config.metrics.run.get_or_insert_with(made_up_name);
         let config = &self.builder.config;
         let shape = match &self.builder.model {
-            Some(model) => model.shape.clone(),
+            Some(model) => model.shape,
             None => shape_of(config)?,
         };
         let (train, validation) = Dataset::open(config, &shape)?;
