@@ -125,7 +125,7 @@ impl Builder {
 pub fn state_on_file(config: &Config) -> Result<Option<u64>, Error> {
     let path = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
     let Some(path) = path else { return Ok(None) };
-    let found = eps::found(path);
+    let found = eps::state_in(path);
     let refused = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
     Ok(found.map_err(refused)?.map(|found| found.step))
 }

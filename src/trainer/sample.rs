@@ -40,7 +40,7 @@ impl Trainer {
         let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(sampling, 0));
         for _ in 0..count {
             let length = tokens.len().min(self.plan.positions);
-            let batch = Batch::to_continue(&[&tokens[tokens.len() - length..]]);
+            let batch = Batch::for_generation(&[&tokens[tokens.len() - length..]]);
             let logits = self.run(batch, Purpose::Score).await?.logits;
             tokens.push(dice.draw(&logits));
         }

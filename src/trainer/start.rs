@@ -12,7 +12,7 @@ use super::{Builder, Trainer};
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::{Config, EpsTier, Labels};
 use crate::engine::Engine;
-use crate::eps::{Eps, FileTier, Folder, Found};
+use crate::eps::{Eps, FileTier, Folder, StateOnFile};
 use crate::error::Error;
 use crate::hf;
 use crate::hf::shape_of;
@@ -135,10 +135,10 @@ fn source_config(config: &Config) -> Result<Value, Error> {
         None => Value::Null,
     };
     if config.model.path.is_none() {
-        hf::let_read_bytes(&mut source);
+        hf::mark_byte_tokens(&mut source);
     }
     if let Some(Labels::Names(names)) = &config.model.labels {
-        hf::name_labels(&mut source, names);
+        hf::set_label_names(&mut source, names);
     }
     Ok(source)
 }
@@ -160,7 +160,7 @@ fn open_eps(
     model: &Model,
     plan: &Plan,
     start: EpsStart<'_>,
-) -> Result<(Eps, Option<Found>), Error> {
+) -> Result<(Eps, Option<StateOnFile>), Error> {
     let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
     let dtype = config.device.dtype;
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
@@ -174,8 +174,8 @@ fn open_eps(
         let file = FileTier::unnamed(path, model, true, states, region).map_err(unusable)?;
         return Ok((Eps::on_file(model, states, file).published_as(dtype), None));
     }
-    let folder = Folder::take(path).map_err(unusable)?;
-    let found = match folder.found() {
+    let folder = Folder::lock(path).map_err(unusable)?;
+    let found = match folder.state() {
         Ok(found) => found,
         Err(_) if start.from.is_some() => None, // the checkpoint replaces a damaged state
         Err(error) => return Err(unusable(error)),
@@ -201,7 +201,7 @@ fn open_eps(
 /// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random.
 fn fill(
     eps: &Eps,
-    found: Option<Found>,
+    found: Option<StateOnFile>,
     checkpoint: Option<checkpoint::Checked<'_>>,
     run: Identity<'_>,
 ) -> Result<Progress, Error> {
@@ -217,7 +217,7 @@ fn fill(
         (None, None, _) => eps.randomise(config.step.seed)?,
     }
     if let Some(file) = eps.file() {
-        file.remember(checkpoint::remembered(run, &progress));
+        file.set_run(checkpoint::remembered(run, &progress));
         file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
     }
     Ok(progress)
