@@ -1,6 +1,7 @@
-"""Constant memory, shown: what BERT-Large's shape takes on the device at any depth and batch, beside what the
-resident schedule takes; the L2L paper's comparison at equal ceilings; a deep model under 64 MiB; sequences of
-2,048 and 8,192.
+"""Shows that device memory is constant: BERT-Large's shape at any depth and batch.
+
+It also shows what the resident schedule takes, the L2L paper's comparison at equal ceilings, a
+deep model under 64 MiB, and sequences of 2,048 and 8,192 tokens.
 
     cargo build --release
     python3 benches/constant_memory.py table [--train]   # BERT-Large, micro-batches of 4 x 128
@@ -8,8 +9,9 @@ resident schedule takes; the L2L paper's comparison at equal ceilings; a deep mo
     python3 benches/constant_memory.py small             # 64 layers under 64 MiB, trained
     python3 benches/constant_memory.py long              # sequences
 
-The resident side is what PyTorch has on the device: all parameters, their gradients and AdamW's two moments,
-and all activations of one micro-batch, none recomputed; its plan is ours of the resident schedule, with the
+The resident side is what PyTorch has on the device: all parameters, their gradients and AdamW's
+two moments, and all activations of one micro-batch without recomputation; its plan is ours of the
+resident schedule, with the
 moments' 8 bytes a parameter added.
 """
 
@@ -22,8 +24,12 @@ from pathlib import Path
 
 PROGRAM = os.environ.get("L2L", "target/release/l2l")
 BERT = {"model.preset": "bert-large", "data.train": "random", "data.sequence_length": 128}
-RESIDENT = {"schedule.kind": "resident", "schedule.recompute": "false", "channels.weights": 100000,
-            "stash.place": "device"}
+RESIDENT = {
+    "schedule.kind": "resident",
+    "schedule.recompute": "false",
+    "channels.weights": 100000,
+    "stash.place": "device",
+}
 GIB, MIB = 1 << 30, 1 << 20
 
 
@@ -52,7 +58,10 @@ def resident(settings):
 
 
 def table(trains):
-    cases = [({}, layers, batch) for layers, batch in [(12, 4), (24, 4), (24, 32), (96, 4), (24, 256), (384, 4), (384, 256)]]
+    cases = [
+        ({}, layers, batch)
+        for layers, batch in [(12, 4), (24, 4), (24, 32), (96, 4), (24, 256), (384, 4), (384, 256)]
+    ]
     narrow = {"model.hidden": 512, "model.heads": 8, "model.intermediate": 2048}
     cases.insert(6, (narrow, 384, 4))
     first = None
@@ -62,7 +71,13 @@ def table(trains):
         config = Path(folder) / "run.toml"
         config.write_text("")
         for more, layers, batch in cases:
-            settings = {**BERT, **more, "model.layers": layers, "step.batch": batch, "step.micro_batch": 4}
+            settings = {
+                **BERT,
+                **more,
+                "model.layers": layers,
+                "step.batch": batch,
+                "step.micro_batch": 4,
+            }
             bytes_, other = device(settings), resident(settings)
             if not more:
                 first = first or bytes_
@@ -74,11 +89,18 @@ def table(trains):
                 events = run("train", {**settings, "step.steps": 1}, config=config)
                 step = next(event for event in events if event["event"] == "step")
                 assert step["device_peak_bytes"] <= bytes_
-                told = (f"loss {step['loss']:.4f}, {step['seconds']:.0f} s, device peak {step['device_peak_bytes']}, "
-                        f"resident set {step['host_rss_bytes'] / MIB:.0f} MiB")
+                told = (
+                    f"loss {step['loss']:.4f}, {step['seconds']:.0f} s, "
+                    f"device peak {step['device_peak_bytes']}, "
+                    f"resident set {step['host_rss_bytes'] / MIB:.0f} MiB"
+                )
             shape = " of width 512, on file" if more else ""
             fits = [("yes" if other <= limit * GIB else "no") for limit in (1.5, 16)]
-            print(f"| {layers}{shape} | {batch} | {bytes_} | {other} | {fits[0]} | {fits[1]} | {told} |", flush=True)
+            print(
+                f"| {layers}{shape} | {batch} | {bytes_} | {other} "
+                f"| {fits[0]} | {fits[1]} | {told} |",
+                flush=True,
+            )
 
 
 def largest(settings, ceiling, size):
@@ -98,47 +120,87 @@ def paper():
         for name, size, more in [("relay", device, {}), ("resident", resident, RESIDENT)]:
             most = largest({**BERT, **more}, ceiling * GIB, size)
             sides.append((name, most, more))
-        print(f"ceiling {ceiling} GiB: " + ", ".join(f"{name}: micro-batches of {most} at most" for name, most, _ in sides))
+        print(
+            f"ceiling {ceiling} GiB: "
+            + ", ".join(f"{name}: micro-batches of {most} at most" for name, most, _ in sides)
+        )
         batch = max(most for _, most, _ in sides)
         for name, most, more in sides:
             if most:
                 settings = {**BERT, **more, "step.batch": batch, "step.micro_batch": most}
                 found = plan(settings, "--forecast")
                 seconds = found["step_seconds"]
-                print(f"  {name}: {batch * 128 / seconds:.0f} tokens/s at a batch of {batch} in virtual time with this "
-                      f"machine's rates ({seconds:.1f} s, waits {found['exposed_wait_seconds']:.1f})")
+                print(
+                    f"  {name}: {batch * 128 / seconds:.0f} tokens/s at a batch of {batch} "
+                    f"in virtual time with this "
+                    f"machine's rates ({seconds:.1f} s, waits {found['exposed_wait_seconds']:.1f})"
+                )
     settings = {**BERT, "step.batch": 32, "step.micro_batch": 32}
     one, other = device(settings), resident(settings)
-    print(f"micro-batches of 32: relay {one / MIB:.0f} MiB, resident {other / MIB:.0f} MiB: {one / other - 1:+.0%}")
+    print(
+        f"micro-batches of 32: relay {one / MIB:.0f} MiB, resident {other / MIB:.0f} MiB: "
+        f"{one / other - 1:+.0%}"
+    )
 
 
 def small():
-    settings = {"data.train": "random", "model.layers": 64, "model.hidden": 512, "model.heads": 8, "model.positions": 128,
-                "device.memory": "64MiB", "step.batch": 16, "step.micro_batch": 2, "step.steps": 2,
-                "schedule.recompute": "true", "channels.gradients": 1}
+    settings = {
+        "data.train": "random",
+        "model.layers": 64,
+        "model.hidden": 512,
+        "model.heads": 8,
+        "model.positions": 128,
+        "device.memory": "64MiB",
+        "step.batch": 16,
+        "step.micro_batch": 2,
+        "step.steps": 2,
+        "schedule.recompute": "true",
+        "channels.gradients": 1,
+    }
     for event in trained(settings):
-        print(f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.1f} s, device peak "
-              f"{event['device_peak_bytes'] / MIB:.1f} MiB")
+        print(
+            f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.1f} s, "
+            f"device peak "
+            f"{event['device_peak_bytes'] / MIB:.1f} MiB"
+        )
 
 
 def trained(settings):
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "run.toml"
         config.write_text("")
-        return [event for event in run("train", settings, config=config) if event["event"] == "step"]
+        return [
+            event for event in run("train", settings, config=config) if event["event"] == "step"
+        ]
 
 
 def long():
     told = {}
-    for name, positions, micro_batch in [("2,048", 2048, 1), ("8,192", 8192, 1), ("4 x 2,048", 2048, 4)]:
-        settings = {"data.train": "random", "model.layers": 4, "model.hidden": 512, "model.heads": 8, "model.positions": 8192,
-                    "data.sequence_length": positions, "step.batch": 4, "step.micro_batch": micro_batch, "schedule.recompute": "true",
-                    "step.steps": 1}
+    for name, positions, micro_batch in [
+        ("2,048", 2048, 1),
+        ("8,192", 8192, 1),
+        ("4 x 2,048", 2048, 4),
+    ]:
+        settings = {
+            "data.train": "random",
+            "model.layers": 4,
+            "model.hidden": 512,
+            "model.heads": 8,
+            "model.positions": 8192,
+            "data.sequence_length": positions,
+            "step.batch": 4,
+            "step.micro_batch": micro_batch,
+            "schedule.recompute": "true",
+            "step.steps": 1,
+        }
         found = plan(settings)
-        step, = trained(settings)
-        told[name] = {**found["device_bytes"]["terms"], "host stash": found["host_bytes"]["terms"]["stash"],
-                      "device, high-water mark": step["device_peak_bytes"],
-                      "trained": f"{step['loss']:.4f}, {4 * positions / step['seconds']:.0f} tokens/s"}
+        (step,) = trained(settings)
+        told[name] = {
+            **found["device_bytes"]["terms"],
+            "host stash": found["host_bytes"]["terms"]["stash"],
+            "device, high-water mark": step["device_peak_bytes"],
+            "trained": f"{step['loss']:.4f}, {4 * positions / step['seconds']:.0f} tokens/s",
+        }
     print("| | " + " | ".join(told) + " |\n|---" * 1 + "|---" * len(told) + "|")
     for term in told["2,048"]:
         print(f"| {term} | " + " | ".join(str(of[term]) for of in told.values()) + " |")
@@ -146,5 +208,9 @@ def long():
 
 if __name__ == "__main__":
     what = sys.argv[1] if len(sys.argv) > 1 else ""
-    {"table": lambda: table("--train" in sys.argv), "paper": paper, "small": small, "long": long}.get(
-        what, lambda: sys.exit(__doc__))()
+    {
+        "table": lambda: table("--train" in sys.argv),
+        "paper": paper,
+        "small": small,
+        "long": long,
+    }.get(what, lambda: sys.exit(__doc__))()

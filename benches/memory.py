@@ -1,6 +1,6 @@
-"""Whether host memory grows by what the plan says: resident memory of 4 and of 64 layers.
+"""Compares the growth of host memory with the plan's: resident memory of 4 and of 64 layers.
 
-    cargo build --release && python3 benches/memory.py
+cargo build --release && python3 benches/memory.py
 """
 
 import json
@@ -21,8 +21,12 @@ model = {{ layers = {layers}, hidden = 384, heads = 6, vocabulary = 256, positio
 step = {{ batch = 8, micro_batch = 4, steps = 3 }}
 device.threads = 2
 """)
-    plan = subprocess.run([BINARY, "plan", config, "--format", "json"], check=True, capture_output=True)
-    process = subprocess.Popen([BINARY, "train", config, "--format", "json"], stdout=subprocess.DEVNULL)
+    plan = subprocess.run(
+        [BINARY, "plan", config, "--format", "json"], check=True, capture_output=True
+    )
+    process = subprocess.Popen(
+        [BINARY, "train", config, "--format", "json"], stdout=subprocess.DEVNULL
+    )
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0
     return usage.ru_maxrss * 1024, json.loads(plan.stdout)
@@ -30,12 +34,16 @@ device.threads = 2
 
 def main():
     with tempfile.TemporaryDirectory() as folder:
-        (few, few_plan), (many, many_plan) = (run(pathlib.Path(folder), layers) for layers in (4, 64))
+        (few, few_plan), (many, many_plan) = (
+            run(pathlib.Path(folder), layers) for layers in (4, 64)
+        )
         assert few_plan["device_bytes"] == many_plan["device_bytes"]
         planned = many_plan["host_bytes"]["total"] - few_plan["host_bytes"]["total"]
-        print(f"resident {few / 2**20:.1f} MiB at 4 layers, {many / 2**20:.1f} MiB at 64; "
-              f"grew {(many - few) / planned:.4f} x the {planned / 2**20:.1f} MiB planned "
-              f"for masters, moments, regions, landing and stash")
+        print(
+            f"resident {few / 2**20:.1f} MiB at 4 layers, {many / 2**20:.1f} MiB at 64; "
+            f"grew {(many - few) / planned:.4f} x the {planned / 2**20:.1f} MiB planned "
+            f"for masters, moments, regions, landing and stash"
+        )
 
 
 if __name__ == "__main__":

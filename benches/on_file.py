@@ -1,10 +1,10 @@
-"""Trains a model whose parameters and moments are on file, and compares the lane of files with the disk.
+"""Trains a model on file (parameters and moments), and compares the file lane with the disk.
 
     python3 benches/on_file.py [LAYERS [HIDDEN [STEPS [FOLDER]]]]
 
-The disk's rate is its own, past the system's cache: 4 GiB written and read in order, with requests as large
-as the lane's, before the run and behind it; of a step's reads and writes, their mean by bytes. The data is
-one short text, so that each step sees the same.
+The disk's rate is measured with direct I/O before and after the run: 4 GiB are written and read
+sequentially, with requests as large as the lane's. The rates of reading and writing are averaged by
+the bytes that a step reads and writes. The data is one short text, so that all steps are alike.
 """
 
 import json
@@ -42,12 +42,16 @@ def disk(folder, gibibytes=4):
 
 
 def main():
-    layers, hidden, steps = [int(a) for a in (sys.argv[1:4] + ["12", "1024", "3"][len(sys.argv) - 1:])]
+    layers, hidden, steps = [
+        int(a) for a in (sys.argv[1:4] + ["12", "1024", "3"][len(sys.argv) - 1 :])
+    ]
     place = Path(sys.argv[4] if len(sys.argv) > 4 else tempfile.gettempdir()).resolve()
     program = Path(os.environ.get("L2L", "target/release/l2l")).resolve()
     with tempfile.TemporaryDirectory(dir=place) as folder:
         folder = Path(folder)
-        (folder / "text.txt").write_text("One text, again and again: what it says is soon known by heart."[:63])
+        (folder / "text.txt").write_text(
+            "One text, again and again: what it says is soon known by heart."[:63]
+        )
         config = folder / "run.toml"
         config.write_text(f"""
 [model]
@@ -73,9 +77,15 @@ file = "{folder}/metrics"
 [log]
 format = "json"
 """)
-        plan = json.loads(subprocess.run([program, "plan", config], check=True, stdout=subprocess.PIPE).stdout)
-        print(f"{plan['parameters'] / 1e9:.3f} B parameters, {plan['file_bytes']['total'] / 1e9:.1f} GB of file, "
-              f"{plan['host_bytes']['total'] / 2**20:.0f} MiB of host, {plan['device_bytes']['total'] / 2**20:.0f} of device")
+        plan = json.loads(
+            subprocess.run([program, "plan", config], check=True, stdout=subprocess.PIPE).stdout
+        )
+        print(
+            f"{plan['parameters'] / 1e9:.3f} B parameters, "
+            f"{plan['file_bytes']['total'] / 1e9:.1f} GB of file, "
+            f"{plan['host_bytes']['total'] / 2**20:.0f} MiB of host, "
+            f"{plan['device_bytes']['total'] / 2**20:.0f} of device"
+        )
         before = disk(folder)
         begin = time.monotonic()
         run = subprocess.run([program, "train", config], stdout=subprocess.PIPE, text=True)
@@ -86,18 +96,29 @@ format = "json"
         events = [json.loads(line) for line in run.stdout.splitlines()]
         told = [event for event in events if event["event"] == "step"]
         for event in told:
-            print(f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.1f} s, "
-                  f"resident {event['host_rss_bytes'] / 2**20:.0f} MiB")
+            print(
+                f"step {event['step']}: loss {event['loss']:.4f}, {event['seconds']:.1f} s, "
+                f"resident {event['host_rss_bytes'] / 2**20:.0f} MiB"
+            )
         peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-        lane = [line for line in (folder / "metrics").read_text().splitlines()
-                if line.startswith("l2l_lane_seconds_total") and 'lane="file"' in line]
+        lane = [
+            line
+            for line in (folder / "metrics").read_text().splitlines()
+            if line.startswith("l2l_lane_seconds_total") and 'lane="file"' in line
+        ]
         busy = float(lane[0].rsplit(" ", 1)[1])
         read, written = plan["read_bytes"] * steps, plan["written_bytes"] * steps
         write, reads = [(one + other) / 2 for one, other in zip(before, after)]
         own = (read + written) / (read / reads + written / write)
-        print(f"disk: {write / 1e9:.2f} GB/s written, {reads / 1e9:.2f} read; as a step mixes them {own / 1e9:.2f}")
-        print(f"lane of files: {(read + written) / busy / 1e9:.2f} GB/s while it works, {(read + written) / busy / own:.2f} of the disk's; "
-              f"it works {busy / sum(event['seconds'] for event in told):.2f} of the steps' time")
+        print(
+            f"disk: {write / 1e9:.2f} GB/s written, {reads / 1e9:.2f} read; "
+            f"as a step mixes them {own / 1e9:.2f}"
+        )
+        print(
+            f"lane of files: {(read + written) / busy / 1e9:.2f} GB/s while it works, "
+            f"{(read + written) / busy / own:.2f} of the disk's; "
+            f"it works {busy / sum(event['seconds'] for event in told):.2f} of the steps' time"
+        )
         print(f"peak resident {peak / 2**20:.0f} MiB, {seconds:.0f} s in all")
 
 

@@ -1,11 +1,12 @@
-"""Whether transfers hide: steps over an emulated link against steps without one, in one run.
+"""Measures whether transfers hide: steps with an emulated link against steps without one.
 
     cargo build --release && python3 benches/overlap.py [device|host]
 
-GPT-2 of 12 x 512 on two threads, micro-batches of 8 x 128, the link set so that a block's upload takes
-0.8 of a layer's forward (a share of the unlinked step, as its FLOPs are). With one weight slot the
-upload shows; with two it hides. The stash is on the device, so that blocks and gradients alone cross
-the link; with `host`, boundaries cross it too and take more of it than the blocks leave.
+GPT-2 of 12 x 512 on two threads, micro-batches of 8 x 128. The link is set so that a block's
+upload takes 0.8 of a layer's forward (a share of the unlinked step, as its FLOPs are). With one
+weight slot the upload is exposed; with two it hides. The stash is on the device, so that only
+blocks and gradients cross the link. With `host` boundaries cross it too, and need more of it than
+the blocks leave.
 """
 
 import json
@@ -29,9 +30,13 @@ device = {{ threads = 2 {f', link = "{link}"' if link else ''} }}
 channels = {{ weights = {weights} }}
 stash.place = "{sys.argv[1] if len(sys.argv) > 1 else "device"}"
 """)
-    out = subprocess.run([BINARY, "train", config, "--format", "json"], check=True, capture_output=True, text=True)
+    out = subprocess.run(
+        [BINARY, "train", config, "--format", "json"], check=True, capture_output=True, text=True
+    )
     steps = [json.loads(line) for line in out.stdout.splitlines()]
-    return statistics.median(event["seconds"] for event in steps if event["event"] == "step" and event["step"] > 1)
+    return statistics.median(
+        event["seconds"] for event in steps if event["event"] == "step" and event["step"] > 1
+    )
 
 
 def main():
@@ -47,8 +52,10 @@ def main():
             for weights in ratios:
                 ratios[weights].append(run(folder, weights, link) / run(folder, weights, None))
         for weights, rounds in ratios.items():
-            print(f"{weights} weight slots: {statistics.median(rounds):.2f} x the unlinked step "
-                  f"(of {', '.join(f'{ratio:.2f}' for ratio in rounds)})")
+            print(
+                f"{weights} weight slots: {statistics.median(rounds):.2f} x the unlinked step "
+                f"(of {', '.join(f'{ratio:.2f}' for ratio in rounds)})"
+            )
 
 
 if __name__ == "__main__":

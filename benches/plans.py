@@ -1,9 +1,10 @@
-"""The table of plans in docs/memory.md: which model and settings fit which machine, in f32, and from how many tokens a
-step on transfers and updates hide.
+"""Prints the table of plans in docs/memory.md: which models and settings fit which machine, in f32.
+
+It also says from how many tokens a step on transfers and updates hide.
 
     cargo build --release && python3 benches/plans.py
 
-Rates of machines that are not here are their makers' (f32 TFLOP/s, link, host's memory, disk, in GB/s).
+Rates of other machines are their makers' (f32 TFLOP/s; link, host memory and disk in GB/s).
 """
 
 import json
@@ -19,37 +20,72 @@ MACHINES = [
     ("2 cores, 24 GB", 24, 24, None),
 ]
 # Layers and width.
-MODELS = {"V100": [(62, 8192)], "RTX ": [(32, 4096), (62, 8192)], "H200": [(48, 14336), (96, 12288)], "2 co": [(24, 2048), (107, 1536)]}
+MODELS = {
+    "V100": [(62, 8192)],
+    "RTX ": [(32, 4096), (62, 8192)],
+    "H200": [(48, 14336), (96, 12288)],
+    "2 co": [(24, 2048), (107, 1536)],
+}
 FILE = {"eps.tier": "file", "eps.path": "/nowhere"}
-SETTINGS = [("memory", {}), ("memory, clipped", {"optimizer.clip_norm": 1.0}), ("file", FILE),
-            ("file, stash in bf16", {**FILE, "stash.dtype": "bf16"})]
+SETTINGS = [
+    ("memory", {}),
+    ("memory, clipped", {"optimizer.clip_norm": 1.0}),
+    ("file", FILE),
+    ("file, stash in bf16", {**FILE, "stash.dtype": "bf16"}),
+]
 
 
 def main():
-    print("| machine | parameters | EPS | device | host | bytes a parameter | file | fits | hides from |")
+    print(
+        "| machine | parameters | EPS | device | host | bytes a parameter "
+        "| file | fits | hides from |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for name, device, host, rates in MACHINES:
         for layers, hidden in MODELS[name[:4]]:
             for tier, more in SETTINGS:
-                settings = {"model.layers": layers, "model.hidden": hidden, "model.heads": hidden // 128,
-                            "model.vocabulary": 50257, "model.positions": 1024, "data.train": "random",
-                            "step.batch": 16, "step.micro_batch": 1, **more}
+                settings = {
+                    "model.layers": layers,
+                    "model.hidden": hidden,
+                    "model.heads": hidden // 128,
+                    "model.vocabulary": 50257,
+                    "model.positions": 1024,
+                    "data.train": "random",
+                    "step.batch": 16,
+                    "step.micro_batch": 1,
+                    **more,
+                }
                 if "file" in tier and rates is None:
                     settings["eps.path"] = "/tmp"
                 given = ["--forecast"] if rates is None else []
-                for flag, rate in zip(("tflops", "link-gbps", "host-gbps", "disk-gbps"), rates or ()):
+                for flag, rate in zip(
+                    ("tflops", "link-gbps", "host-gbps", "disk-gbps"), rates or ()
+                ):
                     given += [f"--{flag}", str(rate)]
                 for key, value in settings.items():
                     given += ["--set", f"{key}={value}"]
-                told = subprocess.run([PROGRAM, "plan", "--format", "json", *given], check=True, capture_output=True)
+                told = subprocess.run(
+                    [PROGRAM, "plan", "--format", "json", *given], check=True, capture_output=True
+                )
                 plan = json.loads(told.stdout)
-                on = {place: plan[f"{place}_bytes"]["total"] for place in ("device", "host", "file")}
+                on = {
+                    place: plan[f"{place}_bytes"]["total"] for place in ("device", "host", "file")
+                }
                 held = on["host"] + (on["device"] if rates is None else 0)
                 fits = "yes" if on["device"] <= device * GB and held <= host * GB else "no"
                 hides = plan["hides"]["eager" if "clipped" not in tier else "deferred"]
-                hides = f"{hides['tokens']:,} tokens ({hides['lane']})" if hides["tokens"] is not None else f"never ({hides['lane']})"
-                print(f"| {name} | {plan['parameters'] / 1e9:.1f} B | {tier} | {on['device'] / GB:.1f} GB | {on['host'] / GB:.1f} GB "
-                      f"| {on['host'] / plan['parameters']:.1f} | {on['file'] / GB:.0f} GB | {fits} | {hides} |", flush=True)
+                hides = (
+                    f"{hides['tokens']:,} tokens ({hides['lane']})"
+                    if hides["tokens"] is not None
+                    else f"never ({hides['lane']})"
+                )
+                print(
+                    f"| {name} | {plan['parameters'] / 1e9:.1f} B | {tier} "
+                    f"| {on['device'] / GB:.1f} GB | {on['host'] / GB:.1f} GB "
+                    f"| {on['host'] / plan['parameters']:.1f} | {on['file'] / GB:.0f} GB "
+                    f"| {fits} | {hides} |",
+                    flush=True,
+                )
 
 
 main()

@@ -1,5 +1,7 @@
-"""Models through l2l and back: loaded, stepped with a learning rate of 0, written, loaded by
-transformers, and compared with what they were, bit by bit; logits, too.
+"""Checks that models are unchanged after a round trip through l2l.
+
+l2l loads a model, does a step with a learning rate of 0, and exports it. transformers loads both
+and compares weights and logits bit by bit.
 
     cargo build --release && pip install torch transformers && python benches/round_trip.py
 """
@@ -11,26 +13,41 @@ import tempfile
 
 import torch
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
 )
 
 ROOT = pathlib.Path(__file__).parent.parent
-KINDS = {"CausalLM": AutoModelForCausalLM, "LMHeadModel": AutoModelForCausalLM,
-         "MaskedLM": AutoModelForMaskedLM, "SequenceClassification": AutoModelForSequenceClassification}
+KINDS = {
+    "CausalLM": AutoModelForCausalLM,
+    "LMHeadModel": AutoModelForCausalLM,
+    "MaskedLM": AutoModelForMaskedLM,
+    "SequenceClassification": AutoModelForSequenceClassification,
+}
 
 
 def main():
     for source in sorted(path.parent for path in (ROOT / "tests/goldens").glob("*/golden.json")):
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out"
-            sets = [f"model.path={source}", f"data.train={source}/data.jsonl", "step.steps=1", "step.batch=3",
-                    "optimizer.learning_rate=0", f"checkpoint.directory={folder}/run"]
+            sets = [
+                f"model.path={source}",
+                f"data.train={source}/data.jsonl",
+                "step.steps=1",
+                "step.batch=3",
+                "optimizer.learning_rate=0",
+                f"checkpoint.directory={folder}/run",
+            ]
             config = pathlib.Path(folder) / "empty.toml"
             config.write_text("")
             arguments = [part for one in sets for part in ("--set", one)]
             l2l = ROOT / "target/release/l2l"
             subprocess.run([l2l, "train", config, *arguments], check=True, capture_output=True)
-            subprocess.run([l2l, "export", config, *arguments, "--to", out], check=True, capture_output=True)
+            subprocess.run(
+                [l2l, "export", config, *arguments, "--to", out], check=True, capture_output=True
+            )
             name = AutoConfig.from_pretrained(source).architectures[0]
             kind = next(kind for end, kind in KINDS.items() if name.endswith(end))
             before = kind.from_pretrained(source).eval()
@@ -40,7 +57,9 @@ def main():
             left, right = before.state_dict(), after.eval().state_dict()
             assert left.keys() == right.keys()
             assert all(torch.equal(left[key], right[key]) for key in left), source
-            ids = torch.tensor([json.loads((source / "data.jsonl").read_text().splitlines()[0])["input_ids"]])
+            ids = torch.tensor(
+                [json.loads((source / "data.jsonl").read_text().splitlines()[0])["input_ids"]]
+            )
             with torch.no_grad():
                 assert torch.equal(before(input_ids=ids).logits, after(input_ids=ids).logits)
             print(f"{source.name}: {len(left)} tensors and the logits are the same bits")
