@@ -8,7 +8,8 @@ use l2l::kernels::{
     Activate, ActivateBackward, Activation, Kernels, Linear, LinearBackward, Residual, Rows,
 };
 use l2l::models::{
-    Backward, Block, Final, Forward, Init, Kind, Layer, Model, Save, Stem, Tensor, tensor_views,
+    Backward, Final, Forward, Init, Kind, Layer, Model, Save, Stem, Tensor, TransformerBlock,
+    tensor_views,
 };
 use l2l::tensor::{Dtype, View};
 use l2l::testing::check_gradients;
@@ -117,7 +118,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shape = shape_of(&config)?;
     let mut stack: Vec<Box<dyn Layer>> = vec![Box::new(Stem { index: 1, shape })];
     for number in 0..shape.layers {
-        stack.push(Box::new(Block { index: 2 + number as u32, number, shape }));
+        stack.push(Box::new(TransformerBlock { index: 2 + number as u32, number, shape }));
         stack.push(Box::new(adapter(number)));
     }
     stack.push(Box::new(Final { shape }));

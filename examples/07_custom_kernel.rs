@@ -6,7 +6,7 @@
 use l2l::config::DeviceKind;
 use l2l::data::Batches;
 use l2l::kernels::{Custom, CustomKernel, Kernels, Rows};
-use l2l::models::{Backward, Block, Final, Forward, Layer, Model, Save, Stem, Tensor};
+use l2l::models::{Backward, Final, Forward, Layer, Model, Save, Stem, Tensor, TransformerBlock};
 use l2l::tensor::Dtype;
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -94,7 +94,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shape = shape_of(&config)?;
     let stack: Vec<Box<dyn Layer>> = vec![
         Box::new(Stem { index: 1, shape }),
-        Box::new(Block { index: 2, number: 0, shape }),
+        Box::new(TransformerBlock { index: 2, number: 0, shape }),
         Box::new(Squares),
         Box::new(Final { shape }),
     ];

@@ -6,8 +6,8 @@
 use l2l::data::Batches;
 use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
 use l2l::models::{
-    Block, Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Stem, Tensor,
-    Value,
+    Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Stem, Tensor,
+    TransformerBlock, Value,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -78,7 +78,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.data.sequence_length = Some(64);
     config.step.batch = 8;
     let shape = shape_of(&config)?;
-    let block = |index| Block { index, number: index as usize / 2 - 1, shape };
+    let block = |index| TransformerBlock { index, number: index as usize / 2 - 1, shape };
     let stack: Vec<Box<dyn Layer>> = vec![
         Box::new(Stem { index: 1, shape }),
         Box::new(block(2)),

@@ -6,11 +6,11 @@
 use std::time::Duration;
 
 use l2l::actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Layer, LayerKind, Model, Phase, Pools, Role, Selection,
-    relay,
+    Block, BlockId, Boundary, Capacities, LayerKind, Phase, Pools, RingLayer, RingModel, Role,
+    Selection, relay,
 };
 use l2l::actors::work::{Lane, Work};
-use l2l::actors::{Config, Operation, Relay, virtual_time};
+use l2l::actors::{Operation, Relay, RingConfig, virtual_time};
 
 const LAYERS: u32 = 96;
 const HIDDEN: u64 = 12288;
@@ -25,7 +25,7 @@ fn seconds(amount: f64, rate: f64) -> Duration {
     Duration::from_secs_f64(amount / rate)
 }
 
-fn model() -> Model {
+fn model() -> RingModel {
     let parameters = 12 * HIDDEN * HIDDEN;
     let stack = Block {
         weight_bytes: 2 * parameters,
@@ -37,9 +37,11 @@ fn model() -> Model {
     };
     let rows = Block { weight_bytes: 2 * 50257 * HIDDEN, frozen: true, ..stack };
     let boundary = |role, slots| Boundary::plain(role, slots, 2 * SEQUENCE * HIDDEN);
-    let layer = |index| Layer { kind: LayerKind::Stack, blocks: vec![BlockId(index)], saves: true };
-    let embedding = Layer { kind: LayerKind::Embedding, blocks: vec![BlockId(0)], saves: false };
-    Model {
+    let layer =
+        |index| RingLayer { kind: LayerKind::Stack, blocks: vec![BlockId(index)], saves: true };
+    let embedding =
+        RingLayer { kind: LayerKind::Embedding, blocks: vec![BlockId(0)], saves: false };
+    RingModel {
         blocks: [rows].into_iter().chain((0..LAYERS).map(|_| stack)).collect(),
         layers: [embedding].into_iter().chain((1..=LAYERS).map(layer)).collect(),
         hidden: boundary(Role::Hidden, 1),
@@ -75,7 +77,7 @@ fn main() {
     println!("{LAYERS} layers of width {HIDDEN}, {MICRO_BATCHES} sequences of {SEQUENCE} tokens");
     for (weights, stash) in [(1, 4), (2, 4), (2, 16), (2, 64), (3, 64)] {
         let depths = Capacities { weights, stash, ..Capacities::default() };
-        let config = Config {
+        let config = RingConfig {
             pools: Pools::of(&schedule, &depths),
             blocks: model.blocks.len() as u32,
             max_layers: LAYERS,

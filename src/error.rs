@@ -78,7 +78,7 @@ pub enum Error {
     Schedule(l2l_actors::Refusal),
     /// The ring failed: by which actor, at which layer, in which operation.
     #[error(transparent)]
-    Ring(l2l_actors::Error),
+    Ring(l2l_actors::RingError),
     /// The system refused threads or memory that the plan counted on.
     #[error("{0}")]
     System(String),
@@ -218,8 +218,8 @@ fn of_storage(error: &io::Error) -> ErrorKind {
 }
 
 /// The kind of the error that stopped the ring, or of what that error came from.
-fn of_ring(error: &l2l_actors::Error) -> ErrorKind {
-    let l2l_actors::Error::Failed { cause, .. } = error else { return ErrorKind::Ring };
+fn of_ring(error: &l2l_actors::RingError) -> ErrorKind {
+    let l2l_actors::RingError::Failed { cause, .. } = error else { return ErrorKind::Ring };
     let Problem::Error(first) = &cause.problem else { return ErrorKind::Ring };
     let mut next: Option<&(dyn std::error::Error + 'static)> = Some(first.as_ref());
     while let Some(error) = next {
@@ -240,10 +240,10 @@ impl From<l2l_actors::Refusal> for Error {
     }
 }
 
-impl From<l2l_actors::Error> for Error {
-    fn from(error: l2l_actors::Error) -> Error {
+impl From<l2l_actors::RingError> for Error {
+    fn from(error: l2l_actors::RingError) -> Error {
         match error {
-            l2l_actors::Error::Refused(refusal) => Error::Schedule(refusal),
+            l2l_actors::RingError::Refused(refusal) => Error::Schedule(refusal),
             error => Error::Ring(error),
         }
     }

@@ -61,7 +61,7 @@ pub use error::{Error, ErrorKind, Misfit, Resource};
 pub use hf::shape_of;
 pub use plan::Plan;
 pub use trainer::{
-    Builder, Callbacks, End, Fit, Fitted, Message, Prepared, StopRequest, Trainer, state_on_file,
+    Builder, Callbacks, End, Fit, Fitted, Prepared, RunMessage, StopRequest, Trainer, state_on_file,
 };
 
 /// The programs in README.md compile.

@@ -264,7 +264,7 @@ impl Reference {
 /// tensors, along random directions, within 1 % (kernels compute in f32). `rows` are the sizes of
 /// the micro-batch; its last sequence is padded. Dropout is on, with the same masks in all passes.
 ///
-/// It also checks that the backward replaces a gradient or adds to it as it is told, and that it
+/// It also checks that the backward replaces a gradient or adds to it is told, and that it
 /// gives the same bits whether activations were saved or are recomputed.
 ///
 /// # Errors
@@ -313,7 +313,7 @@ mod tests {
     use super::*;
     use crate::kernels::{CHUNK_POSITIONS, CrossEntropy, Kernels};
     use crate::models::families::{self, gpt2};
-    use crate::models::{Block, Dropouts, Model, Part, Shape};
+    use crate::models::{Dropouts, Model, Part, Shape, TransformerBlock};
 
     const ROWS: Rows = Rows { sequences: 3, positions: 7 };
 
@@ -386,7 +386,7 @@ mod tests {
     }
 
     /// A block whose backward forgets something.
-    struct Wrong(Block, bool);
+    struct Wrong(TransformerBlock, bool);
 
     impl Layer for Wrong {
         fn tensors(&self) -> Vec<Tensor> {
@@ -415,7 +415,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_found() {
-        let block = || Block { index: 2, number: 0, shape: small() };
+        let block = || TransformerBlock { index: 2, number: 0, shape: small() };
         let forgets = |what| check_gradients(&Wrong(block(), what), small().hidden, ROWS);
         assert!(forgets(false).is_err(), "masks");
         let error = forgets(true).expect_err("accumulation").to_string();

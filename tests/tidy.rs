@@ -14,7 +14,7 @@ const MAY_BE_UNSAFE: [&str; 17] = [
     "src/devices/cuda/compile.rs",   // calls of NVRTC
     "src/devices/cuda/emulated.rs",  // memory as a device has it
     "src/devices/cuda/libraries.rs", // what is loaded
-    "src/devices/cuda/mod.rs",       // notes that are on their way
+    "src/devices/cuda/mod.rs",       // batch metadata on its way
     "src/devices/cuda/product.rs",   // calls of cuBLASLt
     "src/devices/cuda/real.rs",      // calls of the driver
     "src/worker/memory.rs",          // the one lease of an operation
@@ -202,4 +202,33 @@ fn imports_run_downward() {
         }
     }
     assert!(offenders.is_empty(), "imports that run upward: {offenders:#?}");
+}
+#[test]
+fn lines_have_at_most_100_columns() {
+    let is_long = |line: &str| line.chars().count() > 100;
+    refuse("at most 100 columns", |_, text| text.lines().any(is_long));
+}
+
+#[test]
+fn no_two_public_types_share_a_name() {
+    let mut met = std::collections::BTreeMap::<String, Vec<String>>::new();
+    for (path, text) in rust_files() {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
+        let is_code = path.starts_with("src") || path.starts_with("actors/src");
+        // What stands for a feature that is off has the names of what it stands for.
+        if !is_code || name.starts_with("no_") {
+            continue;
+        }
+        for line in text.lines() {
+            let kinds = ["pub struct ", "pub enum ", "pub trait ", "pub type "];
+            let Some(rest) = kinds.iter().find_map(|kind| line.strip_prefix(kind)) else {
+                continue;
+            };
+            let is_word = |c: char| c.is_alphanumeric() || c == '_';
+            let name = &rest[..rest.find(|c| !is_word(c)).unwrap_or(rest.len())];
+            met.entry(name.into()).or_default().push(path.display().to_string());
+        }
+    }
+    met.retain(|_, places| places.len() > 1);
+    assert!(met.is_empty(), "public types of one name: {met:#?}");
 }

@@ -12,11 +12,11 @@ use async_trait::async_trait;
 use l2l_actors::fence::Done;
 use l2l_actors::ports::{Lanes, Ports};
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Layer, LayerKind, Model, Pools, Role, Schedule,
+    Block, BlockId, Boundary, Capacities, LayerKind, Pools, RingLayer, RingModel, Role, Schedule,
     Selection, relay,
 };
 use l2l_actors::threads::{LaneWork, ThreadLanes};
-use l2l_actors::{BoxedError, Config, Operation, Relay, Step};
+use l2l_actors::{BoxedError, Operation, Relay, RingConfig, Step};
 
 const LAYERS: u32 = 96;
 const MICRO_BATCHES: u32 = 4;
@@ -25,7 +25,7 @@ const STEPS: usize = 5;
 
 fn schedule() -> Schedule {
     let boundary = |role| Boundary::plain(role, 1, 1);
-    let layer = |kind, id| Layer { kind, blocks: vec![BlockId(id)], saves: false };
+    let layer = |kind, id| RingLayer { kind, blocks: vec![BlockId(id)], saves: false };
     let stack = (1..=LAYERS).map(|id| layer(LayerKind::Stack, id));
     let block = Block {
         weight_bytes: 1,
@@ -35,7 +35,7 @@ fn schedule() -> Schedule {
         staged: false,
         frozen: false,
     };
-    let model = Model {
+    let model = RingModel {
         blocks: vec![block; LAYERS as usize + 1],
         layers: [layer(LayerKind::Embedding, 0)].into_iter().chain(stack).collect(),
         hidden: boundary(Role::Hidden),
@@ -92,7 +92,7 @@ impl LaneWork for Idle {
 
 /// Time of one step.
 async fn step_time<P: Ports<Batch = ()>>(ports: Arc<P>, schedule: &Schedule) -> Duration {
-    let config = Config {
+    let config = RingConfig {
         pools: Pools::of(schedule, &Capacities::default()),
         blocks: schedule.blocks.len() as u32,
         max_layers: LAYERS,

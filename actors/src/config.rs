@@ -7,7 +7,7 @@ use crate::schedule::Pools;
 
 /// What a ring is made with.
 #[derive(Clone, Debug)]
-pub struct Config {
+pub struct RingConfig {
     /// Slots of every pool: [`Pools::of`] the largest schedule it will run.
     pub pools: Pools,
     /// Blocks of the model.

@@ -22,16 +22,16 @@ use std::time::Duration;
 use async_trait::async_trait;
 use tokio::sync::watch;
 
-use crate::config::Config;
+use crate::config::RingConfig;
 use crate::context::{Fault, FaultInjection};
 use crate::fence::Fence;
 use crate::messages::Resolved;
 use crate::names::ActorName;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
-use crate::relay::{Error, Integrity, Relay};
+use crate::relay::{Integrity, Relay, RingError};
 use crate::schedule::{Capacities, Pools, Schedule, Version};
-use crate::task::Task;
+use crate::task::ActorTask;
 use crate::work::Lane;
 
 /// An implementation under test.
@@ -50,7 +50,7 @@ pub trait Subject {
 
     /// Runs tasks and `main` until `main` has ended and every task has. As it is: on a tokio
     /// runtime of this thread.
-    fn run(&self, ports: &Arc<Self::Ports>, tasks: Vec<Task>, main: Main) {
+    fn run(&self, ports: &Arc<Self::Ports>, tasks: Vec<ActorTask>, main: Main) {
         let _ = ports;
         let runtime = tokio::runtime::Builder::new_current_thread().build();
         runtime.expect("a thread can have a runtime").block_on(async {
@@ -68,7 +68,7 @@ pub type Main = Pin<Box<dyn Future<Output = ()>>>;
 
 /// What the suite did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct ConformanceReport {
     /// Operations whose order was checked.
     pub operations: usize,
     /// Rings run to their end.
@@ -85,8 +85,8 @@ const STEPS: Version = 2;
 ///
 /// # Panics
 /// The subject breaks a rule: which, and where.
-pub fn check<S: Subject>(subject: &S) -> Report {
-    let mut report = Report::default();
+pub fn check<S: Subject>(subject: &S) -> ConformanceReport {
+    let mut report = ConformanceReport::default();
     for deferred in [false, true] {
         let mut first: Option<Vec<Resolved>> = None;
         for depth in [1, 2, 5] {
@@ -106,7 +106,7 @@ pub fn check<S: Subject>(subject: &S) -> Report {
                 in_order(&run.queued);
                 match run.error {
                     None => break, // it has no more waits
-                    Some(Error::Failed { cause, integrity }) => {
+                    Some(RingError::Failed { cause, integrity }) => {
                         assert_eq!(cause.actor, actor, "{cause}");
                         let torn = matches!(integrity, Integrity::Torn(_));
                         let whole = deferred && !run.is_staged;
@@ -143,7 +143,7 @@ enum End {
 /// One relay from start to end.
 struct Run {
     resolved: Vec<Resolved>,
-    error: Option<Error>,
+    error: Option<RingError>,
     versions: Vec<Version>,
     held: usize,
     queued: Vec<Queued>,
@@ -162,7 +162,7 @@ impl Run {
         let depths = Capacities { weights: depth, gradients: depth, reduced: depth, stash: depth };
         let pools = Pools::of(&schedule, &depths);
         let is_staged = schedule.blocks.iter().any(|block| block.staged);
-        let config = Config {
+        let config = RingConfig {
             pools,
             blocks: schedule.blocks.len() as u32,
             max_layers: schedule.visits.len() as u32,

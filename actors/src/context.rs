@@ -12,13 +12,13 @@ use crate::cause::BoxedError;
 use crate::facts::Facts;
 use crate::fence::{Done, Fence};
 use crate::mailbox::Inbox;
-use crate::meter::State;
+use crate::meter::ActorState;
 use crate::names::ActorName;
 use crate::operation::{Operation, Order};
 use crate::pool::{Content, Held, Pool};
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
-use crate::schedule::{BlockId, BoundaryId, LayerId, MicroBatch, Plan, Version};
+use crate::schedule::{BlockId, BoundaryId, LayerId, MicroBatch, StepPlan, Version};
 use crate::work::Lane;
 
 /// A fault to inject, for tests: what an actor does instead of its `wait`-th wait.
@@ -66,7 +66,7 @@ impl Context {
     /// The one waiting rule.
     async fn wait<F: Future>(
         &mut self,
-        state: State,
+        state: ActorState,
         what: WaitsFor,
         layer: Option<LayerId>,
         future: F,
@@ -79,12 +79,12 @@ impl Context {
         self.waits += 1;
         self.enter(state, what, layer);
         let output = future.await;
-        self.enter(State::Busy, what, layer);
+        self.enter(ActorState::Busy, what, layer);
         self.ring.moves();
         Ok(output)
     }
 
-    fn enter(&self, state: State, what: WaitsFor, layer: Option<LayerId>) {
+    fn enter(&self, state: ActorState, what: WaitsFor, layer: Option<LayerId>) {
         let (since, waits) = (self.lanes.now(), self.waits);
         self.ring.post(self.name).enter(Standing { state, what, layer, since, waits });
     }
@@ -95,7 +95,7 @@ impl Context {
         what: WaitsFor,
         layer: Option<LayerId>,
     ) -> Result<(), BoxedError> {
-        self.enter(State::Busy, what, layer);
+        self.enter(ActorState::Busy, what, layer);
         match fault {
             Fault::Error => Err("an injected error".into()),
             Fault::Panic => panic!("an injected panic"),
@@ -108,7 +108,7 @@ impl Context {
         inbox: &mut Inbox<T>,
         layer: Option<LayerId>,
     ) -> Result<T, BoxedError> {
-        self.wait(State::Starved, WaitsFor::Message(inbox.name()), layer, inbox.recv()).await
+        self.wait(ActorState::Starved, WaitsFor::Message(inbox.name()), layer, inbox.recv()).await
     }
 
     /// Takes `count` slots at once.
@@ -120,7 +120,7 @@ impl Context {
         layer: Option<LayerId>,
     ) -> Result<Vec<Held>, BoxedError> {
         let what = WaitsFor::Slots(count, pool.name(), content);
-        self.wait(State::Blocked, what, layer, pool.acquire(count, content)).await
+        self.wait(ActorState::Blocked, what, layer, pool.acquire(count, content)).await
     }
 
     /// Takes one slot, whichever is free.
@@ -143,7 +143,7 @@ impl Context {
         layer: Option<LayerId>,
     ) -> Result<Held, BoxedError> {
         let what = WaitsFor::Slots(1, pool.name(), content);
-        self.wait(State::Blocked, what, layer, pool.acquire_slot(slot, content)).await
+        self.wait(ActorState::Blocked, what, layer, pool.acquire_slot(slot, content)).await
     }
 
     /// Waits for an operation on this lane.
@@ -153,7 +153,7 @@ impl Context {
         fence: &Fence,
         layer: Option<LayerId>,
     ) -> Result<Done, BoxedError> {
-        self.wait(State::Blocked, WaitsFor::Operation(lane), layer, fence.wait()).await
+        self.wait(ActorState::Blocked, WaitsFor::Operation(lane), layer, fence.wait()).await
     }
 
     /// Waits until a block is published as of this version.
@@ -185,11 +185,11 @@ impl Context {
         fact: impl AsyncFnOnce(&Facts),
     ) -> Result<(), BoxedError> {
         let ring = self.ring.clone();
-        self.wait(State::Starved, WaitsFor::Fact(content), layer, fact(&ring.facts)).await
+        self.wait(ActorState::Starved, WaitsFor::Fact(content), layer, fact(&ring.facts)).await
     }
 
     /// A step begins: its facts about the stash begin anew.
-    pub(crate) fn begins(&self, plan: &Plan) {
+    pub(crate) fn begins(&self, plan: &StepPlan) {
         self.ring.facts.begin(plan);
     }
 

@@ -6,7 +6,7 @@
 
 use tokio::sync::watch;
 
-use crate::schedule::{BlockId, BoundaryId, MicroBatch, Plan, Version};
+use crate::schedule::{BlockId, BoundaryId, MicroBatch, StepPlan, Version};
 
 /// One thing that became true.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,7 +43,7 @@ impl Facts {
     }
 
     /// Forgets the last step's stash; its readers are done, for it was resolved.
-    pub(crate) fn begin(&self, plan: &Plan) {
+    pub(crate) fn begin(&self, plan: &StepPlan) {
         self.stashed.send_modify(|stashed| {
             stashed.micro_batches = plan.schedule.micro_batches.len();
             stashed.landed.clear();

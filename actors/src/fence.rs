@@ -29,11 +29,11 @@ pub struct Done {
 #[derive(Clone, Debug)]
 pub struct Fence {
     operation: u64,
-    state: Arc<State>,
+    state: Arc<ActorState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ActorState {
     issued: SetOnce<()>,
     done: SetOnce<Done>,
 }

@@ -8,7 +8,7 @@
 //!    └────────────────────── Updated (a fact) ──────────────────────────────────┘
 //! ```
 //!
-//! No tensors here: actors decide, [lanes](ports::Lanes) do. A step walks a [`Plan`]: a
+//! No tensors here: actors decide, [lanes](ports::Lanes) do. A step walks a [`StepPlan`]: a
 //! [`Schedule`](schedule::Schedule) (plain data) with every choice made.
 //!
 //! # One block's round trip
@@ -76,14 +76,14 @@ pub mod threads;
 pub mod virtual_time;
 
 pub use cause::{BoxedError, Cause, Problem};
-pub use config::Config;
+pub use config::RingConfig;
 pub use context::{Fault, FaultInjection};
 pub use messages::Resolved;
 pub use names::ActorName;
 pub use observer::Observer;
 pub use operation::{Operation, Step};
 pub use record::{Record, RecordSink};
-pub use relay::{Error, Integrity, Relay};
+pub use relay::{Integrity, Relay, RingError};
 pub use report::{Doing, InFlight, Snapshot};
-pub use schedule::{Plan, Refusal};
-pub use task::Task;
+pub use schedule::{Refusal, StepPlan};
+pub use task::ActorTask;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// What an actor is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum ActorState {
     /// Running.
     Busy,
     /// Waiting for a message or a fact: for whoever is before it.
@@ -19,28 +19,28 @@ pub enum State {
 /// Time spent in each state so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Spent {
-    /// See [`State::Busy`].
+    /// See [`ActorState::Busy`].
     pub busy: Duration,
-    /// See [`State::Starved`].
+    /// See [`ActorState::Starved`].
     pub starved: Duration,
-    /// See [`State::Blocked`].
+    /// See [`ActorState::Blocked`].
     pub blocked: Duration,
 }
 
 /// Times one actor.
 #[derive(Debug)]
 pub struct Meter {
-    inner: Mutex<(State, Duration, Spent)>, // state, its begin, closed states
+    inner: Mutex<(ActorState, Duration, Spent)>, // state, its begin, closed states
 }
 
 impl Meter {
     /// Busy from now.
     pub fn new(now: Duration) -> Meter {
-        Meter { inner: Mutex::new((State::Busy, now, Spent::default())) }
+        Meter { inner: Mutex::new((ActorState::Busy, now, Spent::default())) }
     }
 
     /// Ends the current state and begins another.
-    pub fn enter(&self, state: State, now: Duration) {
+    pub fn enter(&self, state: ActorState, now: Duration) {
         let mut inner = self.inner.lock().expect("nothing panics inside");
         *inner = (state, now, closed(&inner, now));
     }
@@ -57,11 +57,11 @@ impl Meter {
 }
 
 /// What is spent when the current state ends now.
-fn closed(&(state, begin, mut spent): &(State, Duration, Spent), now: Duration) -> Spent {
+fn closed(&(state, begin, mut spent): &(ActorState, Duration, Spent), now: Duration) -> Spent {
     let seconds = match state {
-        State::Busy => &mut spent.busy,
-        State::Starved => &mut spent.starved,
-        State::Blocked => &mut spent.blocked,
+        ActorState::Busy => &mut spent.busy,
+        ActorState::Starved => &mut spent.starved,
+        ActorState::Blocked => &mut spent.blocked,
     };
     *seconds += now.saturating_sub(begin);
     spent

@@ -10,7 +10,7 @@ use crate::fence::{Done, Fence};
 use crate::names::ActorName;
 use crate::pool::Held;
 use crate::ring::{Queued, Ring};
-use crate::schedule::{LayerId, Phase, Plan, Version, Visit};
+use crate::schedule::{LayerId, Phase, StepPlan, Version, Visit};
 use crate::work::Work;
 
 /// A step in flight: shared by all its operations.
@@ -19,7 +19,7 @@ pub struct Step {
     /// Its number, and the version of every block it reads.
     pub number: Version,
     /// What it does.
-    pub plan: Arc<Plan>,
+    pub plan: Arc<StepPlan>,
 }
 
 /// What an actor orders from a lane.

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::time::Duration;
 
 use crate::cause::{Cause, Problem, until};
-use crate::config::Config;
+use crate::config::RingConfig;
 use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Resolved};
 use crate::names::ActorName;
@@ -21,8 +21,8 @@ use crate::operation::Step;
 use crate::ports::{Lanes, Ports};
 use crate::report::Snapshot;
 use crate::ring::Ring;
-use crate::schedule::{Plan, Refusal, Schedule, Version, VisitKind};
-use crate::task::Task;
+use crate::schedule::{Refusal, Schedule, StepPlan, Version, VisitKind};
+use crate::task::ActorTask;
 use crate::watchdog;
 use crate::wiring::{Wired, wire};
 
@@ -50,7 +50,7 @@ impl fmt::Display for Integrity {
 /// How the relay can fail.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
-pub enum Error {
+pub enum RingError {
     /// The step was not started; the relay can be used further.
     #[error(transparent)]
     Refused(#[from] Refusal),
@@ -69,7 +69,7 @@ pub enum Error {
 
 /// The ring. Dropping it ends it: tasks and lanes end by themselves.
 pub struct Relay<P: Ports> {
-    config: Config,
+    config: RingConfig,
     ports: Arc<P>,
     ring: Arc<Ring>,
     prefetcher: Outbox<Flow<()>>,
@@ -77,13 +77,13 @@ pub struct Relay<P: Ports> {
     next: Version,
     unresolved: bool,
     ended: bool,
-    last_plan: Option<Arc<Plan>>,
+    last_plan: Option<Arc<StepPlan>>,
     _watchdog: Option<watchdog::Leash>,
 }
 
 impl<P: Ports> Relay<P> {
     /// Starts the ring on the caller's tokio runtime, of either flavour.
-    pub fn start(config: Config, ports: Arc<P>) -> Relay<P> {
+    pub fn start(config: RingConfig, ports: Arc<P>) -> Relay<P> {
         let (mut relay, tasks) = Relay::wire(config, ports);
         for task in tasks {
             tokio::spawn(task.future);
@@ -94,7 +94,7 @@ impl<P: Ports> Relay<P> {
     }
 
     /// Makes the ring without starting it, last to first: run the tasks on any executor.
-    pub fn wire(config: Config, ports: Arc<P>) -> (Relay<P>, Vec<Task>) {
+    pub fn wire(config: RingConfig, ports: Arc<P>) -> (Relay<P>, Vec<ActorTask>) {
         let lanes: Arc<dyn Lanes> = ports.clone();
         let Wired { ring, tasks, prefetcher, resolved } = wire(&config, &lanes);
         let relay = Relay {
@@ -116,14 +116,14 @@ impl<P: Ports> Relay<P> {
     ///
     /// # Errors
     /// The rule it breaks and the visit that breaks it.
-    pub fn plan(&self, schedule: Schedule) -> Result<Arc<Plan>, Refusal> {
+    pub fn plan(&self, schedule: Schedule) -> Result<Arc<StepPlan>, Refusal> {
         self.check_bounds(&schedule)?;
-        Plan::new(schedule, self.config.pools).map(Arc::new)
+        StepPlan::new(schedule, self.config.pools).map(Arc::new)
     }
 
     /// What this ring has room for.
     fn check_bounds(&self, schedule: &Schedule) -> Result<(), Refusal> {
-        let Config { blocks, max_layers, max_micro_batches, .. } = self.config;
+        let RingConfig { blocks, max_layers, max_micro_batches, .. } = self.config;
         let layers: BTreeSet<_> = schedule.device_visits().map(|visit| visit.layer).collect();
         let losses = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Loss);
         let losses = losses.map(|visit| visit.micro_batches.len()).sum();
@@ -149,8 +149,12 @@ impl<P: Ports> Relay<P> {
     /// result is lost.
     ///
     /// # Errors
-    /// [`Error::Refused`] leaves everything as it was; any other error ends the relay.
-    pub async fn step(&mut self, schedule: &Schedule, batch: P::Batch) -> Result<Resolved, Error> {
+    /// [`RingError::Refused`] leaves everything as it was; any other error ends the relay.
+    pub async fn step(
+        &mut self,
+        schedule: &Schedule,
+        batch: P::Batch,
+    ) -> Result<Resolved, RingError> {
         let plan = match self.last_plan.take().filter(|plan| plan.schedule == *schedule) {
             Some(plan) => plan,
             None => self.plan(schedule.clone())?,
@@ -163,7 +167,11 @@ impl<P: Ports> Relay<P> {
     ///
     /// # Errors
     /// As [`step`](Relay::step).
-    pub async fn step_plan(&mut self, plan: Arc<Plan>, batch: P::Batch) -> Result<Resolved, Error> {
+    pub async fn step_plan(
+        &mut self,
+        plan: Arc<StepPlan>,
+        batch: P::Batch,
+    ) -> Result<Resolved, RingError> {
         self.check_bounds(&plan.schedule)?;
         if plan.pools != self.config.pools {
             return Err(
@@ -195,7 +203,7 @@ impl<P: Ports> Relay<P> {
     }
 
     /// The result of the unresolved step, if there is one.
-    async fn resolve(&mut self) -> Result<Option<Resolved>, Error> {
+    async fn resolve(&mut self) -> Result<Option<Resolved>, RingError> {
         if !self.unresolved {
             return Ok(None);
         }
@@ -212,7 +220,7 @@ impl<P: Ports> Relay<P> {
     ///
     /// # Errors
     /// The failure that ended the relay.
-    pub async fn settle(&mut self) -> Result<(), Error> {
+    pub async fn settle(&mut self) -> Result<(), RingError> {
         self.resolve().await?;
         self.ring.awaited.store(true, Relaxed);
         match self.ring.switch.until_tripped(self.ring.facts.settled(self.next)).await {
@@ -228,7 +236,7 @@ impl<P: Ports> Relay<P> {
     ///
     /// # Errors
     /// The failure that ended the relay before.
-    pub async fn stop(mut self) -> Result<(), Error> {
+    pub async fn stop(mut self) -> Result<(), RingError> {
         self.settle().await?;
         self.ring.awaited.store(true, Relaxed);
         self.prefetcher.send(Flow::Stop);
@@ -246,7 +254,7 @@ impl<P: Ports> Relay<P> {
     }
 
     /// After the switch tripped: waits until all has ended, and reports why, once.
-    async fn end(&mut self) -> Error {
+    async fn end(&mut self) -> RingError {
         let cause = self.ring.switch.cause();
         let hung = cause.is_some_and(|cause| matches!(cause.problem, Problem::Hang(..)));
         let ended = async {
@@ -258,9 +266,9 @@ impl<P: Ports> Relay<P> {
         until(&self.ring.given_up, ended).await;
         match self.ring.switch.cause() {
             Some(cause) if !std::mem::replace(&mut self.ended, true) => {
-                Error::Failed { cause, integrity: self.integrity() }
+                RingError::Failed { cause, integrity: self.integrity() }
             }
-            _ => Error::Ended,
+            _ => RingError::Ended,
         }
     }
 

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::meter::{Spent, State};
+use crate::meter::{ActorState, Spent};
 use crate::names::ActorName;
 use crate::pool::Occupancy;
 use crate::schedule::LayerId;
@@ -16,7 +16,7 @@ use crate::work::Lane;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Doing {
     /// Busy, starved or blocked.
-    pub state: State,
+    pub state: ActorState,
     /// What it waits for; what it did last, while busy.
     pub what: String,
     /// The layer, if one.
@@ -70,7 +70,7 @@ impl Snapshot {
     /// the oldest queued operation, else the actor that waits longest.
     pub(crate) fn suspect(&self) -> Suspect {
         let begun = self.operations.iter().find(|operation| operation.begun);
-        let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == State::Busy);
+        let busy = || self.actors.iter().find(|(_, doing, _)| doing.state == ActorState::Busy);
         let longest = || self.actors.iter().min_by_key(|(_, doing, _)| doing.since);
         let the_actor = |(actor, doing, _): &(ActorName, Doing, Spent)| Suspect {
             actor: *actor,

@@ -11,7 +11,7 @@ use tokio::sync::{SetOnce, watch};
 
 use crate::cause::{Cause, Problem, Switch};
 use crate::facts::Facts;
-use crate::meter::{Meter, Spent, State};
+use crate::meter::{ActorState, Meter, Spent};
 use crate::names::ActorName;
 use crate::pool::{Content, Gauge};
 use crate::report::{Doing, InFlight, Snapshot};
@@ -45,7 +45,7 @@ impl fmt::Display for WaitsFor {
 /// What an actor is doing: [`Doing`], unformatted.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Standing {
-    pub(crate) state: State,
+    pub(crate) state: ActorState,
     pub(crate) what: WaitsFor,
     pub(crate) layer: Option<LayerId>,
     pub(crate) since: Duration,
@@ -61,7 +61,7 @@ pub(crate) struct Post {
 
 impl Post {
     fn new(since: Duration) -> Post {
-        let (state, what) = (State::Busy, WaitsFor::Start);
+        let (state, what) = (ActorState::Busy, WaitsFor::Start);
         let standing = Mutex::new(Standing { state, what, layer: None, since, waits: 0 });
         Post { standing, meter: Meter::new(since) }
     }

@@ -10,7 +10,7 @@ use std::task::Poll;
 use async_trait::async_trait;
 
 use crate::cause::{BoxedError, Problem};
-use crate::meter::State;
+use crate::meter::ActorState;
 use crate::names::ActorName;
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
@@ -23,7 +23,7 @@ pub(crate) trait Actor: Send {
 }
 
 /// An actor as a future that ends by itself and says why.
-pub struct Task {
+pub struct ActorTask {
     /// Whose.
     pub name: ActorName,
     /// Runs the actor; spawn it on any executor.
@@ -47,7 +47,7 @@ impl Membership {
     /// The actor has ended by itself.
     fn ends(&mut self) {
         let post = self.ring.post(self.name);
-        let (state, what, since) = (State::Starved, WaitsFor::Nothing, self.lanes.now());
+        let (state, what, since) = (ActorState::Starved, WaitsFor::Nothing, self.lanes.now());
         post.enter(Standing { state, what, layer: None, since, ..post.standing() });
         self.ended = true;
     }
@@ -77,7 +77,7 @@ pub(crate) fn task(
     ring: &Arc<Ring>,
     lanes: &Arc<dyn Lanes>,
     actor: impl Actor + 'static,
-) -> Task {
+) -> ActorTask {
     let mut membership = Membership::new(name, ring, lanes);
     let ring = ring.clone();
     let future = Box::pin(async move {
@@ -97,5 +97,5 @@ pub(crate) fn task(
         }
         membership.ends();
     });
-    Task { name, future }
+    ActorTask { name, future }
 }

@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::config::Config;
+use crate::config::RingConfig;
 use crate::context::Context;
 use crate::executor::Executor;
 use crate::mailbox::{Inbox, Outbox, mailbox};
@@ -17,12 +17,12 @@ use crate::reducer::Reducer;
 use crate::ring::Ring;
 use crate::schedule::Pools;
 use crate::stasher::Stasher;
-use crate::task::{Task, task};
+use crate::task::{ActorTask, task};
 
 /// A ring that is made and not started.
 pub(crate) struct Wired {
     pub(crate) ring: Arc<Ring>,
-    pub(crate) tasks: Vec<Task>,
+    pub(crate) tasks: Vec<ActorTask>,
     /// To the first actor.
     pub(crate) prefetcher: Outbox<Flow<()>>,
     /// From the last.
@@ -69,8 +69,8 @@ const SIGNALS: usize = 3;
 
 /// Makes the ring. A mailbox has room for the credits that its messages carry, and for signals; a
 /// `Reduced` carries a landing slot, or is one of a block's or a micro-batch's per step.
-pub(crate) fn wire(config: &Config, lanes: &Arc<dyn Lanes>) -> Wired {
-    let &Config { pools: sizes, blocks, max_micro_batches, deferred, inject, .. } = config;
+pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
+    let &RingConfig { pools: sizes, blocks, max_micro_batches, deferred, inject, .. } = config;
     let pools = AllPools::new(&sizes);
     let ring = Arc::new(Ring::new(blocks as usize, pools.gauges(), lanes.now()));
     let context_of = |name| Context::new(name, &ring, lanes, inject);

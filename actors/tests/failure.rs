@@ -16,7 +16,9 @@ use l2l_actors::schedule::{Capacities, LayerId, Schedule, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
 use l2l_actors::work::{Lane, Work};
-use l2l_actors::{ActorName, Config, Error, Fault, FaultInjection, Integrity, Problem, Relay};
+use l2l_actors::{
+    ActorName, Fault, FaultInjection, Integrity, Problem, Relay, RingConfig, RingError,
+};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::Notify;
 
@@ -53,7 +55,7 @@ impl Mode {
     }
 }
 
-fn ring(mode: Mode) -> (Schedule, Config) {
+fn ring(mode: Mode) -> (Schedule, RingConfig) {
     let model = model(2, 1, true);
     let model = if mode.on_file { on_file(model) } else { model };
     let mut selection = everything(&model, 2);
@@ -82,7 +84,7 @@ struct Blame {
 fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
     let (schedule, config) = ring(mode);
     let drive = |inject| {
-        let (config, schedule) = (Config { inject, ..config.clone() }, schedule.clone());
+        let (config, schedule) = (RingConfig { inject, ..config.clone() }, schedule.clone());
         virtual_time::run(
             config,
             |_| ticks(1),
@@ -118,7 +120,7 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
             // Where the actor is at this wait, virtual time knows: an error there ends the ring.
             let inject = FaultInjection { actor, wait, fault: Fault::Error };
             let ((failure, _), _) = drive(Some(inject)).expect("it ends");
-            let Some(Error::Failed { cause, .. }) = failure else {
+            let Some(RingError::Failed { cause, .. }) = failure else {
                 panic!("no failure for {inject:?}, but {failure:?}");
             };
             assert_eq!(cause.actor, actor);
@@ -165,11 +167,11 @@ async fn tasks_gone() {
 }
 
 /// Drives the ring to its end: what went wrong.
-async fn drive(mut relay: Relay<ThreadLanes<Rehearsal>>, schedule: &Schedule) -> Option<Error> {
+async fn drive(mut relay: Relay<ThreadLanes<Rehearsal>>, schedule: &Schedule) -> Option<RingError> {
     for _ in 0..STEPS {
         if let Err(error) = relay.step(schedule, ()).await {
             let again = relay.step(schedule, ()).await;
-            assert!(matches!(again, Err(Error::Ended)), "reported once: {again:?}");
+            assert!(matches!(again, Err(RingError::Ended)), "reported once: {again:?}");
             return Some(error);
         }
     }
@@ -187,7 +189,7 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
         }
     };
     let watchdog = (fault == Fault::Hang).then_some(PATIENCE);
-    let config = Config { inject, watchdog, ..config };
+    let config = RingConfig { inject, watchdog, ..config };
     let work = Rehearsal::new(schedule.blocks.len(), event);
     let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
     let begin = Instant::now();
@@ -200,7 +202,7 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
     let patience = watchdog.map_or(Duration::ZERO, |patience| patience * 5 / 4);
     assert!(begin.elapsed() < LIMIT + patience, "{case:?} ended after {:?}", begin.elapsed());
 
-    let Some(Error::Failed { cause, integrity }) = error else { panic!("{case:?}: {error:?}") };
+    let Some(RingError::Failed { cause, integrity }) = error else { panic!("{case:?}: {error:?}") };
     assert_eq!((cause.actor, cause.layer), (blame.actor, blame.layer), "{case:?}: {cause}");
     assert!(cause.operation.contains(&blame.what), "{case:?}: {cause}");
     let is_reported = match (&cause.problem, fault) {
@@ -382,7 +384,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
         let start = |inject| {
             let work = Rehearsal::new(schedule.blocks.len(), None);
             let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
-            Relay::start(Config { inject, ..config.clone() }, lanes)
+            Relay::start(RingConfig { inject, ..config.clone() }, lanes)
         };
         runtime(threads).block_on(async {
             let inject = FaultInjection { actor: ActorName::Reducer, wait: 7, fault: Fault::Error };
@@ -394,7 +396,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
                 assert_eq!(resolved.step, step);
             }
             let error = failing.await.expect("no panic");
-            assert!(matches!(error, Some(Error::Failed { .. })), "{error:?}");
+            assert!(matches!(error, Some(RingError::Failed { .. })), "{error:?}");
             soon("the other's threads are gone", || threads_of_ours() == Lane::ALL.len());
             sound.stop().await.expect("it knows of no failure");
             tasks_gone().await;

@@ -17,7 +17,8 @@ pub struct Keeper {
 }
 
 impl Keeper {
-    /// Creates and locks the directory, checks that it can be written, and repairs what a kill left.
+    /// Creates and locks the directory, checks that it can be written, and repairs what a kill
+    /// left.
     ///
     /// # Errors
     /// It cannot be written to, or another run has it.

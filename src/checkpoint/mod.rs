@@ -1,8 +1,9 @@
 //! Checkpoints: everything that a run resumes from, in a directory that is complete or not there.
 //!
-//! `config.json` and `model.safetensors` are in transformers' format, so the directory loads there as
-//! it is. `optimizer.safetensors` has the optimizer's states under the same names, and `l2l.json` the
-//! record of the run. A directory is written under another name, flushed to the disk, and renamed.
+//! `config.json` and `model.safetensors` are in transformers' format, so the directory loads there
+//! as it is. `optimizer.safetensors` has the optimizer's states under the same names, and
+//! `l2l.json` the record of the run. A directory is written under another name, flushed to the
+//! disk, and renamed.
 
 mod keeper;
 
@@ -246,8 +247,8 @@ const OLD: &str = ".l2l-old";
 /// The file that only a checkpoint has.
 const RECORD: &str = "l2l.json";
 
-/// Repairs what a kill left: a checkpoint that was being replaced comes back, and one that was being
-/// written is removed.
+/// Repairs what a kill left: a checkpoint that was being replaced comes back, and one that was
+/// being written is removed.
 fn recover(directory: &Path) -> io::Result<()> {
     let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
     if old.exists() && !directory.exists() {

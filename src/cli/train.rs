@@ -1,7 +1,7 @@
 //! `l2l train`: the library's `fit`, with signals that end it and a screen that shows it.
 
 use l2l::{
-    Callbacks, Config, End, Error, Message, StepReport, StopRequest, Summary, Trainer,
+    Callbacks, Config, End, Error, RunMessage, StepReport, StopRequest, Summary, Trainer,
     inference::Evaluation, telemetry,
 };
 use serde_json::Value;
@@ -113,11 +113,11 @@ impl Callbacks for Terminal {
         self.screen.iter_mut().for_each(|screen| screen.validation(step, evaluation));
     }
 
-    fn message(&mut self, message: &Message) {
+    fn message(&mut self, message: &RunMessage) {
         match (message, &self.screen) {
-            (Message::Info(text), Some(screen)) => screen.say(text),
-            (Message::Listening(address), _) => say(format_args!("live at http://{address}/")),
-            (Message::Info(text) | Message::Warning(text), _) => say(text),
+            (RunMessage::Info(text), Some(screen)) => screen.say(text),
+            (RunMessage::Listening(address), _) => say(format_args!("live at http://{address}/")),
+            (RunMessage::Info(text) | RunMessage::Warning(text), _) => say(text),
             _ => {}
         }
     }

@@ -88,8 +88,8 @@ impl Config {
         refuse(
             on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
             "stash.dtype",
-            "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", or leave \
-             it out",
+            "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
+             or leave it out",
         )?;
         refuse(
             in_bf16 && !on_cuda,

@@ -12,7 +12,7 @@ use std::time::Duration;
 use l2l_actors::ports::Lanes;
 use l2l_actors::schedule::{Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
-use l2l_actors::{Config as RingConfig, Integrity, Observer, Relay};
+use l2l_actors::{Integrity, Observer, Relay, RingConfig};
 
 pub use report::{Bottleneck, StepReport, Summary};
 
@@ -137,8 +137,8 @@ impl Engine {
     }
 
     /// Converts an error of the ring, which counts steps of all purposes, to training steps.
-    fn in_training_steps(&self, error: l2l_actors::Error) -> Error {
-        use l2l_actors::Error::Failed;
+    fn in_training_steps(&self, error: l2l_actors::RingError) -> Error {
+        use l2l_actors::RingError::Failed;
         match error {
             Failed { cause, integrity: Integrity::Whole(version) } => {
                 // The model is in the state after the last step, or after the step before it.

@@ -31,8 +31,8 @@ struct Loaded {
     engine: Engine,
 }
 
-/// Makes a config load its model from a directory, such as a checkpoint's, in place of the model that
-/// it named before.
+/// Makes a config load its model from a directory, such as a checkpoint's, in place of the model
+/// that it named before.
 pub fn load_from(config: &mut Config, directory: &Path) {
     let ModelConfig { task, labels, .. } = std::mem::take(&mut config.model);
     config.model =

@@ -10,7 +10,7 @@ mod model;
 mod shape;
 mod visit;
 
-pub use block::Block;
+pub use block::TransformerBlock;
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};

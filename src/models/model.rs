@@ -2,11 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use l2l_actors::schedule::{
-    Block as BlockSize, BlockId, Boundary, Layer as RingLayer, LayerKind, Role,
-};
+use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, LayerKind, RingLayer, Role};
 
-use super::block::Block;
+use super::block::TransformerBlock;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::layer::{Init, Kind, Layer, Save, Tensor, block_len};
@@ -79,7 +77,7 @@ impl Model {
             stack.push(Box::new(Stem { index: 1, shape }));
         }
         for number in 0..shape.layers {
-            stack.push(Box::new(Block { index: 2 + number as u32, number, shape }));
+            stack.push(Box::new(TransformerBlock { index: 2 + number as u32, number, shape }));
         }
         if Final::is_in(&shape) {
             stack.push(Box::new(Final { shape }));
@@ -150,7 +148,7 @@ impl Model {
         save: Save,
         states: usize,
         dtype: Dtype,
-    ) -> l2l_actors::schedule::Model {
+    ) -> l2l_actors::schedule::RingModel {
         let boundary = |role: Role, floats: usize| {
             Boundary::plain(role, 1, (floats * size_of::<f32>()) as u64)
         };
@@ -180,7 +178,7 @@ impl Model {
             blocks: blocks.clone(),
             saves: saved_len(part) > 0,
         });
-        l2l_actors::schedule::Model {
+        l2l_actors::schedule::RingModel {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
             hidden: boundary(Role::Hidden, dtype.floats(hidden)),

@@ -1,5 +1,5 @@
-//! Whether a plan fits: its ceiling, the host, what the system lets this process have, the disk. All of it
-//! is known before a run, so no run is killed for it.
+//! Whether a plan fits: its ceiling, the host, what the system lets this process have, the disk.
+//! All of it is known before a run, so no run is killed for it.
 
 use std::path::Path;
 
@@ -22,8 +22,8 @@ const FILES: u64 = 64;
 
 /// What a plan was found to need, so that what does not fit can be told.
 impl Plan {
-    /// Everything that does not fit: into the ceiling, or into this machine; each with what is largest
-    /// in it and what would do.
+    /// Everything that does not fit: into the ceiling, or into this machine; each with what is
+    /// largest in it and what would do.
     pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
         let all = [self.device_misfit(model, rule), self.host_misfit(), self.disk_misfit()];
         all.into_iter().flatten().chain(files_misfit()).collect()
@@ -46,8 +46,8 @@ impl Plan {
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
                 (Some(most), _) => format!(": step.micro_batch = {most} would fit"),
                 (None, Some(least)) if least.device_bytes() <= ceiling => format!(
-                    ": step.micro_batch and all channels of 1, with recomputing and the stash on the \
-                     host, would fit, in {} bytes",
+                    ": step.micro_batch and all channels of 1, with recomputing and the stash \
+                     on the host, would fit, in {} bytes",
                     least.device_bytes()
                 ),
                 (None, Some(least)) => {
@@ -87,10 +87,12 @@ impl Plan {
         let remedy = match host.name {
             "masters" | "moments" | "gradient_regions" => "eps.tier = \"file\" puts it on a disk",
             "stash" if is_shared => {
-                "a smaller step.batch, data.sequence_length or stash.dtype = \"bf16\" make it smaller"
+                "a smaller step.batch, data.sequence_length or stash.dtype = \"bf16\" make it \
+                 smaller"
             }
             "stash" => {
-                "a smaller step.batch, data.sequence_length or device.dtype = \"bf16\" make it smaller"
+                "a smaller step.batch, data.sequence_length or device.dtype = \"bf16\" make \
+                 it smaller"
             }
             _ => "a smaller model, step.batch or step.micro_batch would do",
         };
@@ -134,8 +136,8 @@ impl Plan {
         })
     }
 
-    /// The smallest plan of the same step: micro-batches and depths of 1, recomputing, with the stash on
-    /// the host.
+    /// The smallest plan of the same step: micro-batches and depths of 1, recomputing, with the
+    /// stash on the host.
     pub fn least(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Plan> {
         let mut least = config.clone();
         least.step.micro_batch = 1;
@@ -147,7 +149,8 @@ impl Plan {
         Plan::new(&least, model, rule).ok()
     }
 
-    /// Sequences of the largest micro-batch with which this plan's device fits a ceiling, if one does.
+    /// Sequences of the largest micro-batch with which this plan's device fits a ceiling, if one
+    /// does.
     pub fn largest_micro_batch(
         &self,
         model: &Model,

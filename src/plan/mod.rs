@@ -38,7 +38,8 @@ pub struct Plan {
     pub host: Vec<Term>,
     /// That of files, with the EPS there.
     pub file: Vec<Term>,
-    /// Of the host's bytes those that a GPU copies from and to, to be pinned where the system lets them.
+    /// Of the host's bytes those that a GPU copies from and to, to be pinned where the system lets
+    /// them.
     pub pinned_bytes: u64,
     /// Bytes to the device in a step of the longest sequences.
     pub upload_bytes: u64,

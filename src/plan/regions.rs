@@ -255,7 +255,8 @@ mod tests {
         assert_eq!((regions.device_floats(), regions.host_floats()), (176, 32));
         let [device, host, file] = regions.terms();
         let named: Vec<_> = device.iter().map(|term| (term.name, term.bytes)).collect();
-        // What counts to one term is summed; an empty region is shown, and one that is not added is not.
+        // What counts to one term is summed; an empty region is shown, and one that is not added is
+        // not.
         assert_eq!(named, [("weights", 384), ("outputs", 320), ("stash", 0)]);
         assert_eq!(device.iter().map(|term| term.bytes).sum::<u64>(), 176 * FLOAT);
         assert_eq!(host.len() + file.len(), 2);

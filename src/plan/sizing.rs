@@ -1,5 +1,5 @@
-//! How a plan is made, in four questions: which schedules are walked, how many slots the pools need,
-//! which regions of memory that makes, and how many bytes a step moves.
+//! How a plan is made, in four questions: which schedules are walked, how many slots the pools
+//! need, which regions of memory that makes, and how many bytes a step moves.
 
 use l2l_actors::schedule::{self, Capacities, Pools, Schedule};
 
@@ -58,7 +58,7 @@ impl Sizing<'_> {
         let shown = if self.trains() { 0 } else { self.steps.len() - 1 };
         let schedule = schedules.all[shown].clone();
         let micro_batches = schedule.micro_batches.clone();
-        let walked = schedule::Plan::new(schedule, pools)?;
+        let walked = schedule::StepPlan::new(schedule, pools)?;
         let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(self.deferred()));
         self.check_dtype()?;
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;

@@ -5,8 +5,7 @@
 //! the *KV cache*, and new ones leave for it; its place on the host outlives the step.
 
 use l2l_actors::schedule::{
-    self, BlockId, Boundary, BoundaryId, Encoding, Model as RingModel, Role, Schedule, Selection,
-    VisitKind,
+    self, BlockId, Boundary, BoundaryId, Encoding, RingModel, Role, Schedule, Selection, VisitKind,
 };
 
 use crate::config::{Config, EpsTier, ScheduleKind, StashDtype};

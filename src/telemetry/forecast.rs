@@ -237,7 +237,7 @@ impl Forecast {
                     ends.push(observer.now());
                 }
                 relay.stop().await?;
-                Ok::<_, l2l_actors::Error>(ends)
+                Ok::<_, l2l_actors::RingError>(ends)
             },
         );
         let (ended, records) =

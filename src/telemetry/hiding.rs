@@ -1,4 +1,5 @@
-//! How many tokens a step needs so that transfers and updates hide under kernels, or why they never do.
+//! How many tokens a step needs so that transfers and updates hide under kernels, or why they never
+//! do.
 //!
 //! While a phase computes, its lanes move blocks, whose bytes do not depend on the tokens, and
 //! boundaries, whose bytes do. With `n` sequences a step a lane keeps up when

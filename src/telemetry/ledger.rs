@@ -1,12 +1,12 @@
 //! The ledger adds up every slice as it ends, and charges each wait of the compute lane to its
 //! cause.
 //!
-//! The charge follows the chain of causes back. An operation begins when the last thing it needs has
-//! ended: the operation before it on its lane, an operation it waits on, or the one whose end moved
-//! an actor to queue it. A wait of the compute lane is covered, from its end to its beginning, by
-//! the operations of that chain. Each covers with its own lane; the time between the end of one and
-//! the begin of the next is the ring's own latency. So causes add up to the wait, and a slow update is charged even where an
-//! upload behind it came last.
+//! The charge follows the chain of causes back. An operation begins when the last thing it needs
+//! has ended: the operation before it on its lane, an operation it waits on, or the one whose end
+//! moved an actor to queue it. A wait of the compute lane is covered, from its end to its
+//! beginning, by the operations of that chain. Each covers with its own lane; the time between the
+//! end of one and the begin of the next is the ring's own latency. So causes add up to the wait,
+//! and a slow update is charged even where an upload behind it came last.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

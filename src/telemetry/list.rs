@@ -1,10 +1,10 @@
 //! The one list of metrics: exporter, table, dashboards and tests are made from it.
 
-use super::{State, View};
+use super::{RunView, State};
 
 /// What a metric is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum MetricKind {
     /// Only grows.
     Counter,
     /// Goes up and down.
@@ -13,7 +13,7 @@ pub enum Kind {
     Histogram,
 }
 
-impl Kind {
+impl MetricKind {
     /// Its name in Prometheus's text format.
     pub fn name(self) -> &'static str {
         ["counter", "gauge", "histogram"][self as usize]
@@ -41,7 +41,7 @@ pub struct Metric {
     /// Its name.
     pub name: &'static str,
     /// What it is.
-    pub kind: Kind,
+    pub kind: MetricKind,
     /// What its value is in.
     pub unit: Unit,
     /// Its labels, beside `run`.
@@ -72,7 +72,7 @@ const fn counter(
     labels: &'static [&'static str],
     help: &'static str,
 ) -> Metric {
-    Metric { name, kind: Kind::Counter, unit, labels, buckets: &[], help }
+    Metric { name, kind: MetricKind::Counter, unit, labels, buckets: &[], help }
 }
 
 const fn gauge(
@@ -81,7 +81,7 @@ const fn gauge(
     labels: &'static [&'static str],
     help: &'static str,
 ) -> Metric {
-    Metric { name, kind: Kind::Gauge, unit, labels, buckets: &[], help }
+    Metric { name, kind: MetricKind::Gauge, unit, labels, buckets: &[], help }
 }
 
 /// All of them.
@@ -96,7 +96,7 @@ pub const METRICS: &[Metric] = &[
         "Time of a layer's transfers, to the device and from it"),
     counter("l2l_block_updates_total", Unit::Count, &["layer"],
         "Updates of a layer's blocks"),
-    Metric { name: "l2l_operation_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
+    Metric { name: "l2l_operation_seconds", kind: MetricKind::Histogram, unit: Unit::Seconds,
         labels: &["lane"], buckets: &OPERATION, help: "Time of one operation" },
     counter("l2l_lane_seconds_total", Unit::Seconds, &["lane"],
         "Time that a lane was busy with training"),
@@ -131,7 +131,7 @@ pub const METRICS: &[Metric] = &[
          run began"),
     gauge("l2l_last_step_seconds", Unit::Seconds, &[],
         "Time from the end of the last step but one to the end of the last"),
-    Metric { name: "l2l_step_seconds", kind: Kind::Histogram, unit: Unit::Seconds,
+    Metric { name: "l2l_step_seconds", kind: MetricKind::Histogram, unit: Unit::Seconds,
         labels: &[], buckets: &STEP, help: "Time from the end of one step to the end of the next" },
     gauge("l2l_loss", Unit::None, &[],
         "Loss of the last step"),
@@ -180,7 +180,7 @@ pub const METRICS: &[Metric] = &[
 
 /// Calls `report` for every series of a run but its histograms: with the metric, the values of its
 /// labels, and its own value.
-pub fn samples(view: &View, mut report: impl FnMut(&'static Metric, &[&str], f64)) {
+pub fn samples(view: &RunView, mut report: impl FnMut(&'static Metric, &[&str], f64)) {
     let report = &mut |name: &str, labels: &[&str], value: f64| {
         report(Metric::named(name), labels, value);
     };
@@ -194,7 +194,7 @@ pub fn samples(view: &View, mut report: impl FnMut(&'static Metric, &[&str], f64
 /// Receives a metric's name, the values of its labels, and its own value.
 type Report<'r> = dyn FnMut(&str, &[&str], f64) + 'r;
 
-fn samples_of_layers(view: &View, report: &mut Report<'_>) {
+fn samples_of_layers(view: &RunView, report: &mut Report<'_>) {
     for layer in &view.layers {
         let name = &layer.layer[..];
         for &(phase, lane, seconds) in &layer.visits {
@@ -212,7 +212,7 @@ fn samples_of_layers(view: &View, report: &mut Report<'_>) {
     }
 }
 
-fn samples_of_ring(view: &View, report: &mut Report<'_>) {
+fn samples_of_ring(view: &RunView, report: &mut Report<'_>) {
     for lane in &view.lanes {
         report("l2l_lane_seconds_total", &[lane.name], lane.busy);
     }
@@ -237,7 +237,7 @@ fn samples_of_ring(view: &View, report: &mut Report<'_>) {
     report("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
 }
 
-fn samples_of_memory(view: &View, report: &mut Report<'_>) {
+fn samples_of_memory(view: &RunView, report: &mut Report<'_>) {
     for memory in &view.device_memory {
         report("l2l_device_memory_bytes", &[&view.device, memory.kind], memory.used as f64);
     }
@@ -247,7 +247,7 @@ fn samples_of_memory(view: &View, report: &mut Report<'_>) {
     }
 }
 
-fn samples_of_training(view: &View, report: &mut Report<'_>) {
+fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
     report("l2l_step", &[], view.step as f64);
     report("l2l_steps_target", &[], view.steps as f64);
     for state in State::ALL {

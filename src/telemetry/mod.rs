@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!  lanes ──▶ Slice ──▶ Ledger ──▶ Tally ─┐
-//!              │                         ├──▶ View ──▶ metrics · live page · report
+//!              │                         ├──▶ RunView ──▶ metrics · live page · report
 //!              └──▶ Observers   RunStatus ───┘
 //!                   (trace, histograms)
 //! ```
 //!
 //! Each operation becomes a [`Slice`] as it ends, and the ledger adds it up. A program takes a
-//! [`View`] of the run through its [`Watch`]. Training never waits for those who look.
+//! [`RunView`] of the run through its [`Watch`]. Training never waits for those who look.
 
 #[cfg(feature = "prometheus")]
 mod exporter;
@@ -39,7 +39,7 @@ pub use gantt::draw;
 pub use hiding::Hiding;
 pub use l2l_actors::work::{Lane, WorkKind};
 pub use ledger::{LaneTally, LayerTally, Ledger, Tally, WaitCause};
-pub use list::{Kind, METRICS, Metric, Unit, samples};
+pub use list::{METRICS, Metric, MetricKind, Unit, samples};
 pub use log::EventLog;
 pub use page::{Report, live};
 #[cfg(feature = "metrics")]
@@ -51,4 +51,4 @@ pub use status::{Point, State, made_up_name};
 pub(crate) use status::{RunStatus, seconds_of, unix_seconds};
 pub use trace::Trace;
 pub(crate) use watch::Watched;
-pub use watch::{ActorView, ChannelView, LaneView, LayerView, MemoryView, View, Watch};
+pub use watch::{ActorView, ChannelView, LaneView, LayerView, MemoryView, RunView, Watch};

@@ -7,7 +7,7 @@ use std::{fs, io};
 use serde_json::{Value, json};
 
 use super::files::{may_write, replace};
-use super::{View, Watch};
+use super::{RunView, Watch};
 use crate::config::Config;
 use crate::machine;
 
@@ -63,7 +63,7 @@ impl Report {
 }
 
 /// The page with a view embedded, and further tables, each under its title.
-fn page_of(view: &View, tables: &[(&str, Value)]) -> String {
+fn page_of(view: &RunView, tables: &[(&str, Value)]) -> String {
     let more = tables.iter().map(|(title, value)| json!([title, value])).collect::<Value>();
     let data = json!({ "view": view, "more": more }).to_string();
     // No text in it can end the script that holds it.

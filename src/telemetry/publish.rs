@@ -6,7 +6,7 @@ use metrics::{Key, KeyName, Label, Level, Metadata, Recorder, SharedString};
 
 use l2l_actors::work::Lane;
 
-use super::{Kind, METRICS, Metric, Observe, Slice, Unit, View, samples};
+use super::{METRICS, Metric, MetricKind, Observe, RunView, Slice, Unit, samples};
 
 static METADATA: Metadata<'static> = Metadata::new("l2l", Level::INFO, Some("l2l"));
 
@@ -22,9 +22,11 @@ pub fn describe(recorder: &dyn Recorder) {
             Unit::Ratio | Unit::None => None,
         };
         match metric.kind {
-            Kind::Counter if metric.counts_whole() => recorder.describe_counter(name, unit, help),
-            Kind::Counter | Kind::Gauge => recorder.describe_gauge(name, unit, help),
-            Kind::Histogram => recorder.describe_histogram(name, unit, help),
+            MetricKind::Counter if metric.counts_whole() => {
+                recorder.describe_counter(name, unit, help)
+            }
+            MetricKind::Counter | MetricKind::Gauge => recorder.describe_gauge(name, unit, help),
+            MetricKind::Histogram => recorder.describe_histogram(name, unit, help),
         }
     }
 }
@@ -45,11 +47,11 @@ impl Metric {
 }
 
 /// Tells a recorder all of a run but its histograms. Whenever somebody is about to look.
-pub fn publish(view: &View, recorder: &dyn Recorder) {
+pub fn publish(view: &RunView, recorder: &dyn Recorder) {
     samples(view, |metric, labels, value| {
         let key = metric.key(&view.run, labels);
         match metric.kind {
-            Kind::Counter if metric.counts_whole() => {
+            MetricKind::Counter if metric.counts_whole() => {
                 recorder.register_counter(&key, &METADATA).absolute(value as u64);
             }
             _ => recorder.register_gauge(&key, &METADATA).set(value),

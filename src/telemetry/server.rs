@@ -18,7 +18,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
 use tokio::sync::{Semaphore, oneshot};
 
-use super::{Histograms, Kind, METRICS, State, Watch, describe, live, publish};
+use super::{Histograms, METRICS, MetricKind, State, Watch, describe, live, publish};
 
 /// Connections at once, at most.
 const CONNECTIONS: usize = 128;
@@ -35,7 +35,7 @@ const SLICES: usize = 4096;
 /// A recorder with the buckets of the list.
 pub fn recorder() -> PrometheusRecorder {
     let mut builder = PrometheusBuilder::new();
-    for metric in METRICS.iter().filter(|metric| metric.kind == Kind::Histogram) {
+    for metric in METRICS.iter().filter(|metric| metric.kind == MetricKind::Histogram) {
         let name = Matcher::Full(metric.name.into());
         builder = builder.set_buckets_for_metric(name, metric.buckets).expect("it has buckets");
     }
@@ -132,7 +132,7 @@ impl Shared {
         }
         let mut text = self.recorder.handle().render();
         for metric in METRICS {
-            if metric.kind == Kind::Counter && !metric.counts_whole() {
+            if metric.kind == MetricKind::Counter && !metric.counts_whole() {
                 let kind = |kind: &str| format!("# TYPE {} {kind}\n", metric.name);
                 text = text.replacen(&kind("gauge"), &kind("counter"), 1);
             }

@@ -2,8 +2,8 @@
 //! of objects, one a line, written as operations end.
 //!
 //! A thread of its own writes. Operations wait for it in a queue of fixed length; an operation that
-//! comes when the queue is full is left out and counted. The file of a run that was killed lacks the
-//! last bracket, which its readers accept.
+//! comes when the queue is full is left out and counted. The file of a run that was killed lacks
+//! the last bracket, which its readers accept.
 
 use std::collections::HashMap;
 use std::fs::File;

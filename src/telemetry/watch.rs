@@ -37,7 +37,7 @@ pub(crate) struct Watched {
 
 /// A run at one moment. Times are in seconds.
 #[derive(Clone, Debug, Serialize)]
-pub struct View {
+pub struct RunView {
     /// The run's name.
     pub run: String,
     /// What it does now.
@@ -124,10 +124,10 @@ pub struct View {
     pub bounds: Vec<(u64, f64, f64)>,
 }
 
-impl View {
+impl RunView {
     /// With the slices of one step alone: of those that are there whole, the one whose time is in
     /// the middle; with none, if none is.
-    pub fn typical(mut self) -> View {
+    pub fn typical(mut self) -> RunView {
         let first = self.slices.first().map_or(0, |slice| slice.step);
         // Of a run's first step nothing is gone if nothing at all is.
         let is_whole =
@@ -270,7 +270,7 @@ impl Watch {
     }
 
     /// The run now, with slices of so many of its last steps.
-    pub fn view(&self, steps: u64) -> View {
+    pub fn view(&self, steps: u64) -> RunView {
         let tally = self.tally();
         let slices = if steps > 0 { self.0.ledger.recent(steps) } else { Vec::new() };
         let status = self.status().clone();
@@ -281,7 +281,7 @@ impl Watch {
         let host = plan.host.iter();
         let digits = tally.layers.len().saturating_sub(1).to_string().len();
         let layers = tally.layers.iter().enumerate();
-        View {
+        RunView {
             run: self.0.run.clone(),
             state: status.state,
             started: status.started,

@@ -15,7 +15,7 @@ use futures_core::Stream;
 use l2l_actors::work::Lane;
 
 pub use builder::{Builder, state_on_file};
-pub use fit::{Callbacks, End, Fit, Fitted, Message, Prepared, StopRequest};
+pub use fit::{Callbacks, End, Fit, Fitted, Prepared, RunMessage, StopRequest};
 
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::Config;
@@ -92,8 +92,8 @@ impl Trainer {
         &self.config
     }
 
-    /// How far the run is, and its best validation. A step that was cancelled is counted by the next
-    /// call of any method.
+    /// How far the run is, and its best validation. A step that was cancelled is counted by the
+    /// next call of any method.
     pub fn progress(&self) -> &Progress {
         &self.progress
     }
@@ -227,7 +227,7 @@ impl Trainer {
     }
 
     fn note_failure(&self, error: &Error) {
-        if let Error::Ring(l2l_actors::Error::Failed { cause, .. }) = error {
+        if let Error::Ring(l2l_actors::RingError::Failed { cause, .. }) = error {
             self.watch.status().failed(&cause.problem);
         }
     }
@@ -236,8 +236,8 @@ impl Trainer {
         self.engine.worker()
     }
 
-    /// The peak use of each term of device memory: the most slots in use at once, and the highest use
-    /// of the workspace.
+    /// The peak use of each term of device memory: the most slots in use at once, and the highest
+    /// use of the workspace.
     pub fn device_peak(&self) -> Vec<Term> {
         let term = |used: &crate::telemetry::MemoryView| Term { name: used.kind, bytes: used.used };
         self.watch.device_memory().iter().map(term).collect()

@@ -17,8 +17,8 @@ impl Trainer {
         Ok(self.run(batch, Purpose::Encode).await?.hidden)
     }
 
-    /// Continues a prompt by `count` tokens. Each follows from the last `data.sequence_length` tokens.
-    /// Nothing of the training changes.
+    /// Continues a prompt by `count` tokens. Each follows from the last `data.sequence_length`
+    /// tokens. Nothing of the training changes.
     ///
     /// # Errors
     /// The prompt is empty or has a token outside the vocabulary; the ring failed.

@@ -1,5 +1,5 @@
-//! The lanes of the device: uploads, kernels, downloads. What they copy from or to on the host is the
-//! operation's until it has ended: the ring lets nobody write or read it meanwhile.
+//! The lanes of the device: uploads, kernels, downloads. What they copy from or to on the host is
+//! the operation's until it has ended: the ring lets nobody write or read it meanwhile.
 
 use half::bf16;
 use l2l_actors::schedule::{BlockId, Boundary, MicroBatch, Role};

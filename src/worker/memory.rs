@@ -54,9 +54,9 @@ impl Memory {
         } else {
             &self.arena
         };
-        // SAFETY: the worker asks for slots, boundaries and cached positions that its operation names
-        // or that its visit reads and writes; these the ring grants: it lets nobody else write them
-        // before the operation has ended, nor read what the operation writes.
+        // SAFETY: the worker asks for slots, boundaries and cached positions that its operation
+        // names or that its visit reads and writes; these the ring grants: it lets nobody else
+        // write them before the operation has ended, nor read what the operation writes.
         let (arena, stash) = unsafe { (Lease::new(&self.arena), Lease::new(stash)) };
         HostLease { memory: self, arena, stash }
     }

@@ -1,8 +1,8 @@
 //! What lanes do of a step, on any device: a device's side (slots, copies, kernels) and the host's
 //! (the EPS, updates, landing blocks, gathers and scatters, the stash).
 //!
-//! An operation of the ring names slots by number. [`Worker`] finds what each is, and hands the work
-//! to one of the two sides.
+//! An operation of the ring names slots by number. [`Worker`] finds what each is, and hands the
+//! work to one of the two sides.
 
 mod counts;
 mod device_side;

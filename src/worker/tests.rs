@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use l2l_actors::conformance::{Report, Subject, check};
+use l2l_actors::conformance::{ConformanceReport, Subject, check};
 use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
@@ -113,7 +113,7 @@ fn the_cuda_device_conforms() {
     }
     let mut small = Small::new(Recompute::ATTENTION, StashPlace::Host, false);
     small.config.device.kind = crate::config::DeviceKind::Cuda;
-    let Report { operations, rings, failures, drops } = check(&small);
+    let ConformanceReport { operations, rings, failures, drops } = check(&small);
     assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
 }
 
@@ -124,7 +124,7 @@ fn the_cpu_device_conforms() {
         (false.into(), StashPlace::Device, false),
         (Recompute::ATTENTION, StashPlace::Host, true),
     ] {
-        let Report { operations, rings, failures, drops } =
+        let ConformanceReport { operations, rings, failures, drops } =
             check(&Small::new(recompute, place, on_file));
         assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
     }

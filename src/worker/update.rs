@@ -1,5 +1,5 @@
-//! Updates: the gradient is measured, the learning rate and the clip factor are applied, masters and
-//! states move to their next version, in memory or in the staging slot that they were read to.
+//! Updates: the gradient is measured, the learning rate and the clip factor are applied, masters
+//! and states move to their next version, in memory or in the staging slot that they were read to.
 
 use std::time::Instant;
 

@@ -4,8 +4,8 @@
 use l2l::data::Batches;
 use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
 use l2l::models::{
-    Block, Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Shape, Stem,
-    Tensor, Value,
+    Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Shape, Stem, Tensor,
+    TransformerBlock, Value,
 };
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
@@ -74,7 +74,7 @@ fn a_derived_backward_is_the_gradient() {
 }
 
 /// A block of GPT-2, composed of operations.
-struct Composition(Block);
+struct Composition(TransformerBlock);
 
 impl Composed for Composition {
     fn tensors(&self) -> Vec<Tensor> {
@@ -141,7 +141,7 @@ async fn a_composed_block_trains_as_the_one_by_hand() {
     let shape = shape_of(&config).expect("a shape of ours");
     let (mut losses, mut told) = (Vec::new(), Vec::new());
     for composes in [false, true] {
-        let block = |number: usize| Block { index: 2 + number as u32, number, shape };
+        let block = |number: usize| TransformerBlock { index: 2 + number as u32, number, shape };
         let layer = |number| -> Box<dyn Layer> {
             if composes {
                 Box::new(Derived(Composition(block(number))))

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use l2l::inference::Evaluation;
 use l2l::{
-    Callbacks, Config, End, Error, Fitted, Message, StepReport, StopRequest, Summary, Trainer,
+    Callbacks, Config, End, Error, Fitted, RunMessage, StepReport, StopRequest, Summary, Trainer,
 };
 use serde_json::Value;
 
@@ -66,7 +66,7 @@ impl Callbacks for Recorder {
         self.events.push(event.clone());
     }
 
-    fn message(&mut self, message: &Message) {
+    fn message(&mut self, message: &RunMessage) {
         self.calls.push(format!("{message:?}"));
     }
 

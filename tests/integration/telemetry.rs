@@ -10,7 +10,7 @@ use l2l::config::StashPlace;
 use l2l::data::Batches;
 use l2l::models::Model;
 use l2l::telemetry::{
-    Forecast, Lane, METRICS, Observe, Rates, Server, Slice, SliceKind, Trace, Unit, View,
+    Forecast, Lane, METRICS, Observe, Rates, RunView, Server, Slice, SliceKind, Trace, Unit,
     WaitCause, WorkKind, describe, publish, samples,
 };
 use l2l::{Config, Plan, StepReport, Trainer, shape_of};
@@ -44,7 +44,7 @@ struct Ran {
     reports: Vec<StepReport>,
     slices: Vec<Slice>,
     /// After the last step, and after the end.
-    views: [View; 2],
+    views: [RunView; 2],
     tally: l2l::telemetry::Tally,
     digest: String,
     plan: Plan,

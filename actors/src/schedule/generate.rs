@@ -8,7 +8,7 @@
 //! A frozen step is one where nothing below it needs a gradient: backward legs stop at the lowest
 //! layer with something to train, and a step with everything frozen is an evaluation.
 
-use super::model::{Layer, LayerKind, Model, Selection};
+use super::model::{LayerKind, RingLayer, RingModel, Selection};
 use super::{
     BlockId, Boundary, BoundaryId, LayerId, MicroBatch, Needs, Phase, Place, Refusal, Role,
     Schedule, Visit, VisitKind,
@@ -18,7 +18,7 @@ use super::{
 ///
 /// # Errors
 /// The selection names an unknown layer or block, or its layers stand in an impossible order.
-pub fn relay(model: &Model, selection: &Selection) -> Result<Schedule, Refusal> {
+pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
     let (mut schedule, legs) = legs(model, selection)?;
     schedule.visits = legs.forward.into_iter().chain(legs.backward).collect();
     Ok(schedule)
@@ -28,7 +28,7 @@ pub fn relay(model: &Model, selection: &Selection) -> Result<Schedule, Refusal> 
 ///
 /// # Errors
 /// As [`relay`].
-pub fn resident(model: &Model, selection: &Selection) -> Result<Schedule, Refusal> {
+pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
     let (mut schedule, legs) = legs(model, selection)?;
     let is = |kind| move |visit: &Visit| visit.kind == kind;
     let (gather, forward): (Vec<_>, Vec<_>) =
@@ -51,18 +51,18 @@ struct Legs {
     backward: Vec<Visit>,
 }
 
-fn legs(model: &Model, selection: &Selection) -> Result<(Schedule, Legs), Refusal> {
+fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule, Legs), Refusal> {
     let mut layout = Layout::new(model, selection)?;
     let (forward, statistics) = layout.forward();
     let backward = layout.backward(statistics);
     Ok((layout.schedule, Legs { forward, backward }))
 }
 
-type Chained<'m> = (LayerId, &'m Layer);
+type Chained<'m> = (LayerId, &'m RingLayer);
 
 /// Hands out boundaries and visits while the legs are laid.
 struct Layout<'m> {
-    model: &'m Model,
+    model: &'m RingModel,
     schedule: Schedule,
     embedding: Option<Chained<'m>>,
     /// The layers that a device visits.
@@ -80,7 +80,7 @@ struct Layout<'m> {
 }
 
 impl<'m> Layout<'m> {
-    fn new(model: &'m Model, selection: &Selection) -> Result<Layout<'m>, Refusal> {
+    fn new(model: &'m RingModel, selection: &Selection) -> Result<Layout<'m>, Refusal> {
         let mut named = model.layers.iter().flat_map(|layer| &layer.blocks);
         if let Some(id) = named.find(|id| id.0 as usize >= model.blocks.len()) {
             return Err(Refusal::of(format!("{id} of a layer is not in the model")));
@@ -214,7 +214,7 @@ impl<'m> Layout<'m> {
 
 /// Splits the selected layers into embedding and device chain; says where its tiles begin.
 fn chain_of<'m>(
-    model: &'m Model,
+    model: &'m RingModel,
     selection: &Selection,
 ) -> Result<(Option<Chained<'m>>, Vec<Chained<'m>>, usize), Refusal> {
     let mut chain = Vec::with_capacity(selection.layers.len());

@@ -1,11 +1,11 @@
 //! The schedule: the visits of one step, as plain data.
 //!
 //! A schedule says *what* meets *what*, in which order; nothing in it runs. The generators
-//! ([`relay`], [`resident`]) are pure functions from a [`Model`] and a [`Selection`]; anyone may
-//! write another, or edit what they return. A [`Plan`] is a schedule that was checked, with every
-//! choice made once that would otherwise be made at run time: which slot a block takes, in what
-//! order the upload lane moves pieces, where gradients open, close and join. All actors walk the
-//! one plan, so nothing they do depends on timing.
+//! ([`relay`], [`resident`]) are pure functions from a [`RingModel`] and a [`Selection`]; anyone
+//! may write another, or edit what they return. A [`StepPlan`] is a schedule that was checked, with
+//! every choice made once that would otherwise be made at run time: which slot a block takes, in
+//! what order the upload lane moves pieces, where gradients open, close and join. All actors walk
+//! the one plan, so nothing they do depends on timing.
 //!
 //! Room left on purpose. *Several devices*: a visit names its [`Place`]; each device walks the
 //! visits of its own. *Stages*: a boundary is written by one visit and read by others, wherever
@@ -35,9 +35,9 @@ pub use boundary::{Boundary, Encoding, Role};
 pub use device_visits::DeviceVisit;
 pub use generate::{relay, resident};
 pub use ids::{BlockId, BoundaryId, LayerId, MicroBatch, Version};
-pub use model::{Layer, LayerKind, Model, Selection};
+pub use model::{LayerKind, RingLayer, RingModel, Selection};
 pub use pieces::{Piece, Share};
-pub use plan::Plan;
+pub use plan::StepPlan;
 pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;

@@ -15,7 +15,7 @@ pub enum LayerKind {
 
 /// One layer of a model, as the generators see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layer {
+pub struct RingLayer {
     /// What it is.
     pub kind: LayerKind,
     /// Blocks it needs; a tied tile and the embedding name the same one.
@@ -26,11 +26,11 @@ pub struct Layer {
 
 /// A model without tensors: layers, blocks and the sizes of what passes between layers.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Model {
+pub struct RingModel {
     /// All blocks.
     pub blocks: Vec<Block>,
     /// All layers, in forward order.
-    pub layers: Vec<Layer>,
+    pub layers: Vec<RingLayer>,
     /// Between stack layers: the residual stream. Its gradient is of the same size.
     pub hidden: Boundary,
     /// What a stack layer saves when it does not recompute.
@@ -56,7 +56,7 @@ pub struct Selection {
 
 impl Selection {
     /// All layers, nothing frozen, recomputing.
-    pub fn all(model: &Model, micro_batches: Vec<u32>) -> Selection {
+    pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
         Selection { layers, micro_batches, frozen: Vec::new(), recompute: true }
     }

@@ -25,7 +25,7 @@ pub enum Share {
 }
 
 /// One entry of the Prefetcher's list. Visits are indices in [`Schedule::visits`], device visits
-/// in [`Plan::device_visits`](super::Plan::device_visits).
+/// in [`StepPlan::device_visits`](super::StepPlan::device_visits).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Piece {
     /// A share of the gather of a host visit.

@@ -10,7 +10,7 @@ use super::{BlockId, Refusal, Schedule, Visit, rules};
 
 /// A schedule that was checked against pools, and what each actor walks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct StepPlan {
     /// The schedule.
     pub schedule: Schedule,
     /// The pools it was checked against.
@@ -29,13 +29,13 @@ pub struct Plan {
     pub traffic: Traffic,
 }
 
-impl Plan {
+impl StepPlan {
     /// Checks a schedule and makes every choice in it.
     ///
     /// # Errors
     /// The visit and the rule it breaks; or, when the walk does not end in these pools, the piece
     /// and the pool it waits for.
-    pub fn new(schedule: Schedule, pools: Pools) -> Result<Plan, Refusal> {
+    pub fn new(schedule: Schedule, pools: Pools) -> Result<StepPlan, Refusal> {
         rules::check(&schedule)?;
         pools.check(&schedule)?;
         let device_visits = device_visits(&schedule, &pools);
@@ -51,7 +51,16 @@ impl Plan {
             reductions: &reductions,
         }
         .replay()?;
-        Ok(Plan { schedule, pools, device_visits, pieces, reductions, updates, carried, traffic })
+        Ok(StepPlan {
+            schedule,
+            pools,
+            device_visits,
+            pieces,
+            reductions,
+            updates,
+            carried,
+            traffic,
+        })
     }
 
     /// Bytes that a step reads from the file of the EPS, and bytes that it writes there. Where

@@ -16,7 +16,7 @@ pub struct Traffic {
     /// Gradients, to the host.
     pub gradients: u64,
     /// Masters, states and gradient regions of staged blocks, read from their file. Deferred
-    /// updates read more: see [`Plan::file_bytes`](super::Plan::file_bytes).
+    /// updates read more: see [`StepPlan::file_bytes`](super::StepPlan::file_bytes).
     pub read: u64,
     /// The same, written to their file.
     pub written: u64,

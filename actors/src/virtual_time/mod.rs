@@ -20,7 +20,7 @@ pub use lanes::VirtualLanes;
 pub use memory::Memory;
 pub use world::{Move, World};
 
-use crate::config::Config;
+use crate::config::RingConfig;
 use crate::operation::Operation;
 pub use crate::record::Record;
 use crate::relay::Relay;
@@ -31,7 +31,7 @@ use crate::relay::Relay;
 /// # Errors
 /// Nothing could move and the clock had nowhere to go: who had not ended.
 pub fn run<T: 'static, F: Future<Output = T> + 'static>(
-    config: Config,
+    config: RingConfig,
     durations: impl FnMut(&Operation) -> Duration + Send + 'static,
     main: impl FnOnce(Relay<VirtualLanes>) -> F,
 ) -> Result<(T, Vec<Record>), Vec<String>> {

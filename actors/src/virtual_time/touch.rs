@@ -2,7 +2,9 @@
 //! there.
 
 use crate::operation::Operation;
-use crate::schedule::{BlockId, BoundaryId, DeviceVisit, MicroBatch, Plan, Share, Version, Visit};
+use crate::schedule::{
+    BlockId, BoundaryId, DeviceVisit, MicroBatch, Share, StepPlan, Version, Visit,
+};
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
 /// A piece of memory.
@@ -171,7 +173,7 @@ impl Touch {
         }
     }
 
-    fn gather(&mut self, plan: &Plan, now: Version, visit: usize, share: Share, at: MasterAt) {
+    fn gather(&mut self, plan: &StepPlan, now: Version, visit: usize, share: Share, at: MasterAt) {
         let visit = &plan.schedule.visits[visit];
         let (one, all);
         let (blocks, micro_batches) = match share {
@@ -266,7 +268,7 @@ fn gradient_cell(block: BlockId, at: GradientAt, master: MasterAt) -> Cell {
 }
 
 /// How many operations add to a block's gradient on the device.
-fn on_device(plan: &Plan, block: BlockId) -> usize {
+fn on_device(plan: &StepPlan, block: BlockId) -> usize {
     let adds =
         |(_, visit): &(usize, &DeviceVisit)| visit.accumulates.iter().any(|(b, _)| *b == block);
     let visits = plan.device_visits.iter().enumerate().filter(adds);

@@ -20,7 +20,7 @@ pub enum Move {
     End(Lane),
 }
 
-struct Task {
+struct ActorTask {
     name: String,
     future: Option<Pin<Box<dyn Future<Output = ()>>>>,
     woken: Arc<Woken>,
@@ -37,7 +37,7 @@ impl Wake for Woken {
 /// Tasks and lanes, all on the calling thread.
 pub struct World {
     lanes: Arc<VirtualLanes>,
-    tasks: Vec<Task>,
+    tasks: Vec<ActorTask>,
 }
 
 impl World {
@@ -51,7 +51,7 @@ impl World {
         // tokio's fairness budget would make its primitives pend for no reason of ours.
         let future = tokio::task::unconstrained(future);
         let woken = Arc::new(Woken(AtomicBool::new(true)));
-        self.tasks.push(Task { name, future: Some(Box::pin(future)), woken });
+        self.tasks.push(ActorTask { name, future: Some(Box::pin(future)), woken });
     }
 
     /// Drops a task, as cancelling it does.
@@ -61,7 +61,8 @@ impl World {
 
     /// Everything that can happen next.
     pub fn moves(&self) -> Vec<Move> {
-        let awake = |task: &&Task| task.future.is_some() && task.woken.0.load(Ordering::Relaxed);
+        let awake =
+            |task: &&ActorTask| task.future.is_some() && task.woken.0.load(Ordering::Relaxed);
         let tasks = self.tasks.iter().enumerate().filter(|(_, task)| awake(task));
         let begins = Lane::ALL.into_iter().filter(|&lane| self.lanes.can_begin(lane));
         let ends = Lane::ALL.into_iter().filter(|&lane| self.lanes.end_of(lane).is_some());

@@ -6,15 +6,15 @@ pub mod times;
 
 use std::time::Duration;
 
-use l2l_actors::Config;
+use l2l_actors::RingConfig;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, Layer, LayerId, LayerKind, Model, Pools, Role, Schedule,
-    Selection,
+    Block, BlockId, Boundary, Capacities, LayerId, LayerKind, Pools, RingLayer, RingModel, Role,
+    Schedule, Selection,
 };
 
 /// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles
 /// are the embedding's rows when tied.
-pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
+pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
     let boundary = |role, slots| Boundary::plain(role, slots, 100 * u64::from(slots));
     let block = |index: u32| {
         let bytes = 1000 + u64::from(index);
@@ -30,19 +30,19 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
     let vocabulary = tiles.max(1);
     let rows: Vec<BlockId> = (0..vocabulary).map(BlockId).collect();
     let head = if tied { 0 } else { vocabulary + layers };
-    let mut all = vec![Layer { kind: LayerKind::Embedding, blocks: rows, saves: false }];
-    all.extend((0..layers).map(|layer| Layer {
+    let mut all = vec![RingLayer { kind: LayerKind::Embedding, blocks: rows, saves: false }];
+    all.extend((0..layers).map(|layer| RingLayer {
         kind: LayerKind::Stack,
         blocks: vec![BlockId(vocabulary + layer)],
         saves: true,
     }));
-    all.extend((0..tiles).map(|tile| Layer {
+    all.extend((0..tiles).map(|tile| RingLayer {
         kind: LayerKind::Tile,
         blocks: vec![BlockId(head + tile)],
         saves: false,
     }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
-    Model {
+    RingModel {
         blocks: (0..blocks).map(block).collect(),
         layers: all,
         hidden: boundary(Role::Hidden, 1),
@@ -53,14 +53,14 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> Model {
 }
 
 /// All of a model, in micro-batches of 2 sequences, the last of 1.
-pub fn everything(model: &Model, micro_batches: u32) -> Selection {
+pub fn everything(model: &RingModel, micro_batches: u32) -> Selection {
     let mut sizes = vec![2; micro_batches as usize];
     sizes[micro_batches as usize - 1] = 1;
     Selection::all(model, sizes)
 }
 
 /// Stack layers `ids` of the model, with its embedding and all tiles.
-pub fn some(model: &Model, micro_batches: u32, ids: &[u32]) -> Selection {
+pub fn some(model: &RingModel, micro_batches: u32, ids: &[u32]) -> Selection {
     let mut selection = everything(model, micro_batches);
     let is = |id: &LayerId, kind| model.layers[id.0 as usize].kind == kind;
     let ends: Vec<LayerId> = selection.layers.clone();
@@ -75,8 +75,8 @@ pub fn depths(weights: u32, gradients: u32, reduced: u32, stash: u32) -> Capacit
 }
 
 /// A ring made for exactly this schedule.
-pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> Config {
-    Config {
+pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> RingConfig {
+    RingConfig {
         pools: Pools::of(schedule, depths),
         blocks: schedule.blocks.len() as u32,
         max_layers: 1000,
@@ -88,7 +88,7 @@ pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> Confi
 }
 
 /// The same model with all its blocks on file.
-pub fn on_file(mut model: Model) -> Model {
+pub fn on_file(mut model: RingModel) -> RingModel {
     model.blocks.iter_mut().for_each(|block| block.staged = true);
     model
 }

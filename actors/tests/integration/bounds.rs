@@ -4,7 +4,7 @@
 use crate::common::*;
 use l2l_actors::schedule::{BlockId, Capacities, Pools, relay};
 use l2l_actors::virtual_time;
-use l2l_actors::{Config, Error};
+use l2l_actors::{RingConfig, RingError};
 
 /// The most slots of each pool that were taken at once in one step.
 fn peaks(layers: u32, micro_batches: u32, capacities: Capacities) -> (Pools, Vec<(String, u32)>) {
@@ -66,7 +66,7 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
     let model = model(LAYERS, 3, true);
     let largest: Vec<u32> = (0..40).collect();
     let schedule = relay(&model, &some(&model, 3, &largest)).expect("a model of ours");
-    let config = Config { max_layers: 43, ..config(&schedule, &Capacities::default(), false) };
+    let config = RingConfig { max_layers: 43, ..config(&schedule, &Capacities::default(), false) };
     let run = virtual_time::run(
         config,
         |_| ticks(2),
@@ -99,7 +99,7 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
             }
             let too_many: Vec<u32> = (0..44).collect();
             let refused = relay.step(&relay_of(&model, &some(&model, 1, &too_many)), ()).await;
-            assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
+            assert!(matches!(refused, Err(RingError::Refused(_))), "{refused:?}");
             relay.stop().await.expect("a refusal leaves the relay as it was");
             updates
         },
@@ -117,7 +117,7 @@ fn two_hundred_steps_of_random_subsets_and_orders() {
 }
 
 fn relay_of(
-    model: &l2l_actors::schedule::Model,
+    model: &l2l_actors::schedule::RingModel,
     selection: &l2l_actors::schedule::Selection,
 ) -> l2l_actors::schedule::Schedule {
     relay(model, selection).expect("a model of ours")

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::common::times::*;
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, LayerId, Phase, Plan, Schedule, relay};
+use l2l_actors::schedule::{BlockId, LayerId, Phase, Schedule, StepPlan, relay};
 use l2l_actors::virtual_time::Record;
 use l2l_actors::work::{Lane, Work};
 use proptest::prelude::*;
@@ -20,7 +20,7 @@ fn config_of_cases() -> ProptestConfig {
 }
 
 /// Begin of the first and end of the last operation of a layer's backward visit.
-fn backward(records: &[Record], plan: &Plan, layer: u32) -> (Duration, Duration) {
+fn backward(records: &[Record], plan: &StepPlan, layer: u32) -> (Duration, Duration) {
     let of_visit = |record: &&Record| match record.work {
         Work::Compute { device_visit, .. } => {
             let visit = plan.visit(device_visit);
@@ -79,7 +79,7 @@ proptest! {
         let times = Times { compute, download, update, ..Times::default() };
         let capacities = depths(2, 2, 2, 3 * micro_batches);
         let records = timeline(&schedule, &capacities, times, false, 1);
-        let plan = Plan::new(schedule.clone(), config(&schedule, &capacities, false).pools);
+        let plan = StepPlan::new(schedule.clone(), config(&schedule, &capacities, false).pools);
         let plan = plan.expect("pools were made for it");
         for layer in 2..layers {
             let of_layer = |record: &&Record| {
@@ -102,7 +102,7 @@ proptest! {
         let times = Times { upload, compute, update, ..Times::default() };
         let capacities = depths(2, 2, 2, 4);
         let records = timeline(&schedule, &capacities, times, true, 2);
-        let plan = Plan::new(schedule.clone(), config(&schedule, &capacities, true).pools);
+        let plan = StepPlan::new(schedule.clone(), config(&schedule, &capacities, true).pools);
         let of = |lane, step| {
             records.iter().filter(move |record| record.lane == lane && record.step == step)
         };

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use crate::common::rehearsal::Rehearsal;
 use crate::common::*;
-use l2l_actors::conformance::{Main, Report, Subject, check};
-use l2l_actors::schedule::{Model, Pools, Schedule, Version, relay};
+use l2l_actors::conformance::{ConformanceReport, Main, Subject, check};
+use l2l_actors::schedule::{Pools, RingModel, Schedule, Version, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{VirtualLanes, World};
-use l2l_actors::{Task, schedule::BlockId};
+use l2l_actors::{ActorTask, schedule::BlockId};
 
-fn small(model: Model) -> Schedule {
+fn small(model: RingModel) -> Schedule {
     let mut selection = everything(&model, 2);
     selection.frozen = vec![BlockId(2)];
     relay(&model, &selection).expect("a model of ours")
@@ -65,7 +65,7 @@ impl Subject for Virtual {
 
     fn batch(&self, _step: Version) {}
 
-    fn run(&self, ports: &Arc<VirtualLanes>, tasks: Vec<Task>, main: Main) {
+    fn run(&self, ports: &Arc<VirtualLanes>, tasks: Vec<ActorTask>, main: Main) {
         let mut world = World::new(ports.clone());
         for task in tasks {
             world.spawn(task.name.to_string(), task.future);
@@ -75,9 +75,9 @@ impl Subject for Virtual {
     }
 }
 
-fn full(report: Report) {
+fn full(report: ConformanceReport) {
     println!("{report:?}");
-    let Report { operations, rings, failures, drops } = report;
+    let ConformanceReport { operations, rings, failures, drops } = report;
     assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
 }
 

@@ -3,9 +3,9 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, Capacities, Plan, Pools, Schedule, relay, resident};
+use l2l_actors::schedule::{BlockId, Capacities, Pools, Schedule, StepPlan, relay, resident};
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
-use l2l_actors::{Config, Relay};
+use l2l_actors::{Relay, RingConfig};
 use proptest::prelude::*;
 
 /// A ring and what it runs.
@@ -64,7 +64,7 @@ impl Case {
 }
 
 impl Case {
-    fn config(&self, schedule: &Schedule) -> Config {
+    fn config(&self, schedule: &Schedule) -> RingConfig {
         config(schedule, &self.depths, self.deferred)
     }
 }
@@ -81,7 +81,7 @@ impl Chance {
 
 /// Runs `steps` steps in a random or adversarial order of moves. The order an adversary takes:
 /// one task or lane is left for last as long as anything else can move.
-fn run_in_any_order(config: Config, case: &Case, steps: u64) -> Result<Vec<u64>, Vec<String>> {
+fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u64>, Vec<String>> {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes);
@@ -159,9 +159,9 @@ proptest! {
             states: full.states.saturating_sub(less.4),
             ..full
         };
-        let passed = Plan::new(schedule.clone(), pools).is_ok();
+        let passed = StepPlan::new(schedule.clone(), pools).is_ok();
         prop_assume!(passed);
-        let config = Config { pools, ..case.config(&schedule) };
+        let config = RingConfig { pools, ..case.config(&schedule) };
         prop_assert!(run_in_any_order(config, &case, 1).is_ok());
     }
 
@@ -170,7 +170,7 @@ proptest! {
     fn bytes_are_a_function_of_the_schedule(case in cases()) {
         let schedule = case.schedule();
         let config = case.config(&schedule);
-        let plan = Plan::new(schedule.clone(), config.pools).expect("pools were made for it");
+        let plan = StepPlan::new(schedule.clone(), config.pools).expect("pools were made for it");
         let (resolved, records) = virtual_time::run(config, |_| ticks(3), async |mut relay| {
             let resolved = relay.step(&schedule, ()).await.expect("nothing fails here");
             relay.stop().await.expect("nothing fails here");

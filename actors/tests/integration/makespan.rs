@@ -9,7 +9,9 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::common::times::*;
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Piece, Plan, Reduction, Share, relay};
+use l2l_actors::schedule::{
+    BlockId, BoundaryId, MicroBatch, Piece, Reduction, Share, StepPlan, relay,
+};
 use l2l_actors::virtual_time::Record;
 use l2l_actors::work::{Lane, Work};
 use proptest::prelude::*;
@@ -60,7 +62,7 @@ fn list_of(records: &[Record]) -> VecDeque<Of> {
 
 /// What the reference still has to do: positions in the three walks.
 struct Reference<'p> {
-    plan: &'p Plan,
+    plan: &'p StepPlan,
     times: Times,
     deferred: bool,
     free: [u64; 5], // when each lane is free
@@ -289,7 +291,7 @@ impl Reference<'_> {
     }
 }
 
-fn reference(plan: &Plan, times: Times, deferred: bool, list: VecDeque<Of>) -> u64 {
+fn reference(plan: &StepPlan, times: Times, deferred: bool, list: VecDeque<Of>) -> u64 {
     let p = &plan.pools;
     let pool = |name, count: u32| (name, Slots(vec![0; count as usize]));
     let pools = HashMap::from([
@@ -338,7 +340,7 @@ proptest! {
         let model = model(layers, tiles, tied && tiles > 0);
         let schedule = relay(&model, &everything(&model, micro_batches)).expect("a model of ours");
         let capacities = depths(weights, depth.0, depth.1, depth.2);
-        let plan = Plan::new(schedule.clone(), config(&schedule, &capacities, deferred).pools)
+        let plan = StepPlan::new(schedule.clone(), config(&schedule, &capacities, deferred).pools)
             .expect("pools were made for it");
         let records = timeline(&schedule, &capacities, times, deferred, 1);
         let reference = reference(&plan, times, deferred, list_of(&records));

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 
 use crate::common::rehearsal::Rehearsal;
 use crate::common::*;
-use l2l_actors::schedule::{Capacities, Plan, Pools, Schedule, Visit, VisitKind, relay};
+use l2l_actors::schedule::{Capacities, Pools, Schedule, StepPlan, Visit, VisitKind, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::VirtualLanes;
-use l2l_actors::{Config, Error, Relay};
+use l2l_actors::{Relay, RingConfig, RingError};
 
 fn small() -> Schedule {
     let model = model(2, 1, true);
@@ -27,7 +27,7 @@ async fn a_cancelled_step_goes_on_and_leaves_an_idle_ring() {
     let schedule = small();
     let patience = Duration::from_millis(500);
     let config = config(&schedule, &Capacities::default(), true);
-    let config = Config { watchdog: Some(patience), ..config };
+    let config = RingConfig { watchdog: Some(patience), ..config };
     let mut relay = Relay::start(config, lanes(&schedule));
     let observer = relay.observer();
     {
@@ -69,10 +69,11 @@ async fn a_plan_of_another_ring_is_refused() {
     let schedule = small();
     let of = |weights| config(&schedule, &depths(weights, 1, 1, 1), false);
     let (one, two) = (of(1), of(2));
-    let plan = Arc::new(Plan::new(schedule.clone(), two.pools).expect("pools were made for it"));
+    let plan =
+        Arc::new(StepPlan::new(schedule.clone(), two.pools).expect("pools were made for it"));
     let mut relay = Relay::start(one, lanes(&schedule));
     let refused = relay.step_plan(plan, ()).await;
-    assert!(matches!(refused, Err(Error::Refused(_))), "{refused:?}");
+    assert!(matches!(refused, Err(RingError::Refused(_))), "{refused:?}");
     relay.step(&schedule, ()).await.expect("a refusal leaves the relay as it was");
     relay.stop().await.expect("nothing fails here");
 }
@@ -87,7 +88,7 @@ fn more_losses_than_the_ring_has_room_for_are_refused() {
     twice.visits.insert(at, Visit { layer, ..twice.visits[at].clone() });
     let pools = Pools::of(&twice, &Capacities::default());
     let config =
-        Config { pools, max_micro_batches: 2, ..config(&twice, &Capacities::default(), false) };
+        RingConfig { pools, max_micro_batches: 2, ..config(&twice, &Capacities::default(), false) };
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let (relay, _tasks) = Relay::wire(config, lanes);
     let refusal = relay.plan(twice).expect_err("four losses");

@@ -8,13 +8,13 @@ use l2l_actors::meter::Spent;
 use l2l_actors::pool::{Content, Pool};
 use l2l_actors::schedule::{BlockId, Capacities, relay};
 use l2l_actors::virtual_time;
-use l2l_actors::{ActorName, Config, Error, Fault, FaultInjection, Relay, Snapshot};
+use l2l_actors::{ActorName, Fault, FaultInjection, Relay, RingConfig, RingError, Snapshot};
 
 /// The ring after two steps and a stop.
-fn after_two_steps(times: Times, inject: Option<FaultInjection>) -> (Option<Error>, Snapshot) {
+fn after_two_steps(times: Times, inject: Option<FaultInjection>) -> (Option<RingError>, Snapshot) {
     let model = model(5, 2, true);
     let schedule = relay(&model, &everything(&model, 3)).expect("a model of ours");
-    let config = Config { inject, ..config(&schedule, &Capacities::default(), false) };
+    let config = RingConfig { inject, ..config(&schedule, &Capacities::default(), false) };
     let durations = move |operation: &l2l_actors::Operation| times.of(operation.work());
     let main = async move |mut relay: Relay<_>| {
         let observer = relay.observer();
@@ -60,7 +60,7 @@ fn a_snapshot_says_who_holds_which_slot_and_waits_for_what() {
     let inject = FaultInjection { actor: ActorName::Executor, wait: 12, fault: Fault::Error };
     let slow = Times { upload: 9, compute: 50, ..Times::default() };
     let (error, snapshot) = after_two_steps(slow, Some(inject));
-    let Some(Error::Failed { cause, .. }) = error else { panic!("{error:?}") };
+    let Some(RingError::Failed { cause, .. }) = error else { panic!("{error:?}") };
     assert_eq!(cause.actor, ActorName::Executor);
     let text = snapshot.to_string();
     for actor in ActorName::ALL {

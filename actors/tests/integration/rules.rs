@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, BoundaryId, Capacities, Layer, LayerId, LayerKind, Needs, Phase,
-    Place, Plan, Pools, Refusal, Role, Schedule, Visit, VisitKind, relay, resident,
+    Block, BlockId, Boundary, BoundaryId, Capacities, LayerId, LayerKind, Needs, Phase, Place,
+    Pools, Refusal, RingLayer, Role, Schedule, StepPlan, Visit, VisitKind, relay, resident,
 };
 
 /// Embedding, two layers, two tied tiles. Visits: 0 gather, 1 and 2 stack, 3 and 4 tiles, 5 loss,
@@ -16,10 +16,10 @@ fn sound() -> Schedule {
 
 fn refusal(change: impl Fn(&mut Schedule)) -> Refusal {
     let pools = Pools::of(&sound(), &Capacities::default());
-    assert!(Plan::new(sound(), pools).is_ok());
+    assert!(StepPlan::new(sound(), pools).is_ok());
     let mut schedule = sound();
     change(&mut schedule);
-    Plan::new(schedule, pools).expect_err("a rule is broken")
+    StepPlan::new(schedule, pools).expect_err("a rule is broken")
 }
 
 #[track_caller]
@@ -103,7 +103,7 @@ fn micro_batches_come_in_order() {
     for at in 1..=turn {
         swapped.visits.swap(at, turn + at);
     }
-    let refusal = Plan::new(swapped, pools).expect_err("micro-batch 1 comes first");
+    let refusal = StepPlan::new(swapped, pools).expect_err("micro-batch 1 comes first");
     assert_eq!(refusal.visit, Some(1));
     assert!(refusal.reason.contains("micro-batch order: starts at 1, expected 0"), "{refusal}");
 }
@@ -157,11 +157,11 @@ fn absurd_numbers_are_refused_or_cut() {
         Capacities { weights: u32::MAX, gradients: u32::MAX, reduced: u32::MAX, stash: u32::MAX };
     let pools = Pools::of(&sound(), &all);
     assert!(pools.weights <= 4 && pools.gradients <= 4 && pools.reduced <= 4);
-    assert!(Plan::new(sound(), pools).is_ok());
+    assert!(StepPlan::new(sound(), pools).is_ok());
     refused(Some(1), "slots of pool", |s| s.boundaries.iter_mut().for_each(|b| b.slots = u32::MAX));
     let mut heavy = sound();
     heavy.blocks.iter_mut().for_each(|block| block.weight_bytes = u64::MAX);
-    let plan = Plan::new(heavy, pools).expect("bytes are only counted");
+    let plan = StepPlan::new(heavy, pools).expect("bytes are only counted");
     assert_eq!(plan.traffic.weights, u64::MAX);
     refused(None, "is written by no visit", |s| s.boundaries.push(s.boundaries[0]));
 }
@@ -172,7 +172,7 @@ fn pools_hold_what_one_operation_takes() {
     let with = |change: fn(&mut Pools)| {
         let mut less = pools;
         change(&mut less);
-        Plan::new(sound(), less).expect_err("too small").to_string()
+        StepPlan::new(sound(), less).expect_err("too small").to_string()
     };
     assert!(with(|p| p.weights = 0).contains("takes 1 slots of pool weights, which has 0"));
     assert!(with(|p| p.inputs = 1).contains("of pool inputs, which has 1"));
@@ -198,7 +198,7 @@ fn generators_refuse_what_is_no_model() {
 }
 
 /// Blocks uploaded in a step, in order.
-fn uploads(plan: &Plan) -> Vec<u32> {
+fn uploads(plan: &StepPlan) -> Vec<u32> {
     let all = plan.device_visits.iter().flat_map(|visit| &visit.residences);
     all.filter(|residence| residence.fetch).map(|residence| residence.block.0).collect()
 }
@@ -209,7 +209,7 @@ fn the_turn_fetches_nothing_twice() {
     let schedule = relay(&model, &everything(&model, 2)).expect("a model of ours");
     let of = |weights| {
         let pools = Pools::of(&schedule, &depths(weights, 1, 1, 1));
-        uploads(&Plan::new(schedule.clone(), pools).expect("pools were made for it"))
+        uploads(&StepPlan::new(schedule.clone(), pools).expect("pools were made for it"))
     };
     assert_eq!(of(1), [1, 2, 3, 4, 5, 6, 5, 4, 3, 2, 1]);
     assert_eq!(of(2), [1, 2, 3, 4, 5, 6, 4, 3, 2, 1]);
@@ -241,7 +241,7 @@ fn residency_fetches_the_least() {
             let model = model(layers, tiles, tiles > 0);
             let schedule = relay(&model, &everything(&model, 1)).expect("a model of ours");
             let pools = Pools::of(&schedule, &depths(slots, 1, 1, 1));
-            let plan = Plan::new(schedule.clone(), pools).expect("pools were made for it");
+            let plan = StepPlan::new(schedule.clone(), pools).expect("pools were made for it");
             let met: Vec<BlockId> = schedule
                 .visits
                 .iter()
@@ -260,12 +260,12 @@ fn shared_and_frozen_blocks_are_fetched_once_and_not_updated() {
     let first = model.blocks[0];
     model.blocks.push(Block { weight_bytes: 10, gradient_bytes: 20, frozen: true, ..first });
     for layer in model.layers.iter_mut().filter(|layer| layer.kind == LayerKind::Stack) {
-        let Layer { blocks, .. } = layer;
+        let RingLayer { blocks, .. } = layer;
         blocks.push(BlockId(3));
     }
     let schedule = relay(&model, &everything(&model, 2)).expect("a model of ours");
     let pools = Pools::of(&schedule, &depths(3, 1, 1, 1));
-    let plan = Plan::new(schedule, pools).expect("pools were made for it");
+    let plan = StepPlan::new(schedule, pools).expect("pools were made for it");
     assert_eq!(uploads(&plan), [1, 3, 2]);
     assert_eq!(plan.updates, [BlockId(0), BlockId(1), BlockId(2)]);
     assert_eq!(plan.carried, [BlockId(3)]);

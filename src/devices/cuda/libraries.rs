@@ -121,8 +121,8 @@ pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
         }
         if driver.0 < *major {
             return Err(format!(
-                "the driver is of CUDA {}.{} and {name} of {major}.{minor}: install a newer driver, \
-                 or CUDA's libraries of version {}",
+                "the driver is of CUDA {}.{} and {name} of {major}.{minor}: install a newer \
+                 driver, or CUDA's libraries of version {}",
                 driver.0, driver.1, driver.0
             ));
         }

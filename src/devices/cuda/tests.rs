@@ -9,8 +9,8 @@ use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
 use crate::kernels::{Custom, CustomKernel, Kernels};
 use crate::models::{
-    Backward, Block, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem,
-    Tensor, Value,
+    Backward, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem, Tensor,
+    TransformerBlock, Value,
 };
 use crate::optimizers::{AdamW, Update, UpdateRule};
 use crate::tensor::Dtype;
@@ -230,7 +230,7 @@ fn custom_kernels_run() {
             Box::new(Stem { index: 1, shape }),
             Box::new(Halves),
             Box::new(Derived(Squares)),
-            Box::new(Block { index: 3, number: 0, shape }),
+            Box::new(TransformerBlock { index: 3, number: 0, shape }),
             Box::new(Final { shape }),
         ];
         run_on(Trainer::builder(config.clone()).model(Model::of(shape, stack)), &config, 3)

@@ -1,6 +1,6 @@
 //! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
 
-use super::Block;
+use super::TransformerBlock;
 use super::saved::Activations;
 use super::tensors::{Affine, Weights};
 use crate::kernels::{
@@ -23,7 +23,7 @@ pub(super) struct KvViews {
 
 /// What forward and backward of a chunk share.
 pub(super) struct ChunkPass<'a> {
-    pub(super) block: &'a Block,
+    pub(super) block: &'a TransformerBlock,
     pub(super) k: &'a dyn Kernels,
     pub(super) w: &'a Weights,
     pub(super) batch: BatchView<'a>,

@@ -18,7 +18,7 @@ use crate::tensor::{Dtype, Scratch, View};
 
 /// A block of a shape, by its number.
 #[derive(Clone, Debug)]
-pub struct Block {
+pub struct TransformerBlock {
     /// The layer's index, for dropout.
     pub index: u32,
     /// The block's number, for names.
@@ -38,7 +38,7 @@ struct ChunkInputs<'a> {
     kv: KvViews,
 }
 
-impl Block {
+impl TransformerBlock {
     /// Where the keys and values of a chunk go and come from.
     fn kv_views(
         &self,
@@ -174,7 +174,7 @@ impl Block {
     }
 }
 
-impl Layer for Block {
+impl Layer for TransformerBlock {
     fn tensors(&self) -> Vec<Tensor> {
         self.list_tensors()
     }

@@ -1,6 +1,6 @@
 //! The activations that a block's forward leaves for its backward, saved or in workspace.
 
-use super::Block;
+use super::TransformerBlock;
 use crate::kernels::BatchView;
 use crate::models::layer::Save;
 use crate::tensor::{Dtype, Scratch, View};
@@ -54,7 +54,7 @@ impl Places<'_> {
     }
 }
 
-impl Block {
+impl TransformerBlock {
     /// Where a chunk's activations are: those that are saved in `saved`, the others in workspace.
     pub(super) fn activations(
         &self,

@@ -1,6 +1,6 @@
 //! The tensors of a block, and their views.
 
-use super::Block;
+use super::TransformerBlock;
 use crate::kernels::QueryKey;
 use crate::models::layer::{Init, Kind, Tensor, tensor_views};
 use crate::models::shape::Shape;
@@ -26,7 +26,7 @@ pub(super) struct Weights {
 
 /// Lists tensors in the order in which they lie in the block.
 struct List<'b> {
-    block: &'b Block,
+    block: &'b TransformerBlock,
     tensors: Vec<Tensor>,
 }
 
@@ -58,7 +58,7 @@ impl List<'_> {
     }
 }
 
-impl Block {
+impl TransformerBlock {
     pub(super) fn list_tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, heads, kv_heads, head_size: d, .. } = self.shape;
         let Shape { initializer_range, layers, rms_norm, biases, intermediate: i, .. } = self.shape;

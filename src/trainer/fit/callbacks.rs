@@ -43,7 +43,7 @@ pub trait Callbacks: Send {
     }
 
     /// Something that a person may want to read.
-    fn message(&mut self, message: &Message) {
+    fn message(&mut self, message: &RunMessage) {
         _ = message;
     }
 
@@ -58,7 +58,7 @@ impl Callbacks for () {}
 /// A message for people.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Message {
+pub enum RunMessage {
     /// What the run does: where it resumes, why it stops early.
     Info(String),
     /// What did not work as the config says, while the run goes on.

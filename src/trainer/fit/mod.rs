@@ -10,7 +10,7 @@ mod run;
 
 use std::sync::Arc;
 
-pub use callbacks::{Callbacks, Message, StopRequest};
+pub use callbacks::{Callbacks, RunMessage, StopRequest};
 use resume::Beginning;
 use run::Run;
 
@@ -197,13 +197,13 @@ impl Prepared {
     /// There is no tokio runtime.
     pub async fn run(mut self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
         for warning in std::mem::take(&mut self.warnings) {
-            callbacks.message(&Message::Warning(warning));
+            callbacks.message(&RunMessage::Warning(warning));
         }
         let config = self.builder.config.clone();
         let name = config.metrics.run.clone().expect("a prepared run has a name");
         let exporter = Exporter::open(&config.metrics, &name)?;
         if let Some(address) = exporter.address() {
-            callbacks.message(&Message::Listening(address));
+            callbacks.message(&RunMessage::Listening(address));
         }
         let (run, batches) = self.start(&exporter, callbacks)?;
         let watch = run.trainer.watch();
@@ -215,11 +215,11 @@ impl Prepared {
         if let (Err(_), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
             let text =
                 format!("eps.path holds the state after step {step}: continue with --resume");
-            callbacks.message(&Message::Warning(text));
+            callbacks.message(&RunMessage::Warning(text));
         }
         callbacks.ended(outcome.as_ref().map(|fitted| &fitted.summary));
         if let Some(warning) = exporter.write_file() {
-            callbacks.message(&Message::Warning(warning));
+            callbacks.message(&RunMessage::Warning(warning));
         }
         if outcome.is_err() {
             // It blocks its thread, which is not to be one of the caller's.
@@ -240,7 +240,7 @@ impl Prepared {
         let peak = measures_peak.then(|| devices::device_flops_per_second(&config)).transpose()?;
         if self.resume && matches!(beginning, Beginning::New) {
             let text = "--resume: there is no checkpoint yet, so this run begins";
-            callbacks.message(&Message::Warning(text.into()));
+            callbacks.message(&RunMessage::Warning(text.into()));
         }
         let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
         let data = keeps_state.then(|| train.fingerprint());
@@ -248,7 +248,7 @@ impl Prepared {
         if trainer.reads_through_cache() {
             let text =
                 "eps.path: no direct requests there, so the file goes through the system's cache";
-            callbacks.message(&Message::Warning(text.into()));
+            callbacks.message(&RunMessage::Warning(text.into()));
         }
         peak.into_iter().for_each(|peak| trainer.watch().set_peak_flops(peak));
         exporter.show(&trainer.watch());

@@ -38,8 +38,8 @@ impl Beginning {
                 Some(found) => Err(Error::config(
                     "checkpoint.directory",
                     format_args!(
-                        "has the checkpoints of a run, {} the newest: continue with --resume, or give \
-                         this run another directory",
+                        "has the checkpoints of a run, {} the newest: continue with --resume, \
+                         or give this run another directory",
                         found.display()
                     ),
                 )),

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Between, Callbacks, End, Fitted, Message, StopRequest};
+use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
 use crate::telemetry::{EventLog, Exporter};
@@ -200,14 +200,14 @@ impl Run<'_> {
     }
 
     fn info(&mut self, text: String) {
-        self.callbacks.message(&Message::Info(text));
+        self.callbacks.message(&RunMessage::Info(text));
     }
 }
 
 /// Writes an event to the log, and hands it to the program.
 fn report(log: &mut EventLog, callbacks: &mut dyn Callbacks, event: &Value) {
     for warning in log.write(event) {
-        callbacks.message(&Message::Warning(warning));
+        callbacks.message(&RunMessage::Warning(warning));
     }
     callbacks.event(event);
 }
