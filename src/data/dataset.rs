@@ -26,7 +26,7 @@ enum Kind {
     },
 }
 
-/// See the [module](self).
+/// Sequences by index: of training, or of validation.
 pub struct Dataset {
     kind: Kind,
     name: String,

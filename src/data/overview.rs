@@ -5,7 +5,7 @@ use super::dataset::Dataset;
 use crate::config::Config;
 use crate::error::Error;
 
-/// See the [module](self).
+/// How long a dataset's sequences are, and what share of its batches is padding.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Overview {
     /// The number of sequences that were counted: an epoch, or the first million of it.

@@ -1,10 +1,10 @@
 //! The eager param-server (EPS): masters, optimizer states, gradient regions and versions of all
 //! blocks, in memory or in a file.
 //!
-//! The two tiers differ in who moves a block. In [memory](Memory) the lanes that read and update a
-//! block hold a lease on it. On [file](FileTier) the file lane reads the block into a slot and
+//! The two tiers differ in who moves a block. In memory the lanes that read and update a
+//! block hold a lease on it. On file the file lane reads the block into a slot and
 //! writes it back. Everything between steps (initial weights, checkpoints, digests) is the same for
-//! both: see [`Eps::read_with`] and [`Eps::write_with`].
+//! both: see `Eps::read_with` and `Eps::write_with`.
 
 mod direct;
 mod file;

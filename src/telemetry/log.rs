@@ -12,7 +12,7 @@ use super::tensorboard::EventFile;
 use crate::config::LogConfig;
 use crate::error::Error;
 
-/// See the [module](self).
+/// The run's log: every event, as a JSON line and for TensorBoard.
 pub struct EventLog {
     lines: Option<File>,
     board: Option<EventFile>,
