@@ -8,7 +8,7 @@ const MAY_BE_UNSAFE: [&str; 17] = [
     "src/tensor/arena.rs",           // one allocation, handed out by range
     "src/tensor/lease.rs",           // slots that the ring granted
     "src/devices/cpu/attention.rs",  // columns of a head, written by several threads
-    "src/devices/cpu/kernels.rs",    // views, resolved
+    "src/devices/cpu/views.rs",      // views, resolved
     "src/devices/cpu/linear.rs",     // tiles of a product
     "src/devices/cpu/mod.rs",        // slots of the ring
     "src/devices/cuda/compile.rs",   // calls of NVRTC

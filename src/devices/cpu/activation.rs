@@ -2,8 +2,8 @@
 
 use rayon::prelude::*;
 
-use super::kernels::CpuKernels;
 use super::math::{erf, exp, tanh};
+use super::views::CpuKernels;
 use crate::kernels::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 use crate::simd::Level;
 

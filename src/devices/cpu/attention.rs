@@ -8,10 +8,10 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::dropout::Row;
-use super::kernels::{CpuKernels, or_nothing};
 use super::linear::{Matrix, small};
 use super::math::{dot, exp, largest, sum};
 use super::scattered::Scattered;
+use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT};
 use crate::simd::Level;
 use crate::tensor::Scratch;

@@ -1,6 +1,6 @@
 //! First positions of sequences, and losses of whole sequences.
 
-use super::kernels::CpuKernels;
+use super::views::CpuKernels;
 use crate::kernels::{ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward, label_of};
 
 pub(super) fn first_rows(on: &CpuKernels<'_>, &FirstRows { y, x }: &FirstRows) {

@@ -1,6 +1,6 @@
 //! Copies, and zeros. On a CPU all elements are floats, so a cast is a copy.
 
-use super::kernels::CpuKernels;
+use super::views::CpuKernels;
 use crate::kernels::{Cast, Clear};
 
 pub(super) fn cast(on: &CpuKernels<'_>, &Cast { y, x }: &Cast) {

@@ -5,9 +5,9 @@
 
 use rayon::prelude::*;
 
-use super::kernels::{CpuKernels, or_nothing};
 use super::linear::{Matrix, matmul, transpose};
 use super::math::{exp, largest, sum};
+use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, label_of};
 use crate::simd::Level;
 use crate::tensor::Scratch;

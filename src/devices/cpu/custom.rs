@@ -1,6 +1,6 @@
 //! Kernels that are not built in: their function for a CPU.
 
-use super::kernels::CpuKernels;
+use super::views::CpuKernels;
 use crate::kernels::Custom;
 
 pub(super) fn custom(on: &CpuKernels<'_>, op: &Custom<'_>) {

@@ -6,7 +6,7 @@
 
 use rayon::prelude::*;
 
-use super::kernels::CpuKernels;
+use super::views::CpuKernels;
 use crate::kernels::{ApplyDropout, Dropout, Residual};
 use crate::simd::Level;
 

@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::kernels::CpuKernels;
+use super::views::CpuKernels;
 use crate::kernels::{
     AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward, BatchView,
 };

@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::kernels::CpuKernels;
 use super::linear::add_parts;
 use super::math::{dot, dot_with};
+use super::views::CpuKernels;
 use crate::kernels::{AttentionShape, HeadNorm, HeadNormBackward};
 use crate::simd::Level;
 use crate::tensor::Scratch;

@@ -3,8 +3,8 @@
 
 use rayon::prelude::*;
 
-use super::kernels::CpuKernels;
 use super::math::{dot, exp, largest, sum};
+use super::views::CpuKernels;
 use crate::kernels::{AttentionShape, CachedAttention, ReadKv, WriteKv};
 use crate::simd::Level;
 

@@ -9,8 +9,8 @@ use faer::linalg::matmul::matmul as product;
 use faer::{Accum, MatMut, MatRef, Par};
 use rayon::prelude::*;
 
-use super::kernels::{CpuKernels, or_nothing};
 use super::scattered::Scattered;
+use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Linear, LinearBackward, LinearSize};
 use crate::simd::Level;
 use crate::tensor::Scratch;

@@ -22,14 +22,15 @@ mod oracle;
 mod rates;
 mod rotary;
 mod scattered;
+mod views;
 
 use std::sync::Arc;
 
 use l2l_actors::BoxedError;
 use rayon::ThreadPool;
 
-pub(crate) use kernels::CpuKernels;
 pub use rates::product_flops_per_second;
+pub(crate) use views::CpuKernels;
 
 use super::Device;
 use crate::kernels::{BatchMetadata, Kernels};

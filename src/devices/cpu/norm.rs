@@ -3,9 +3,9 @@
 
 use rayon::prelude::*;
 
-use super::kernels::{CpuKernels, or_nothing};
 use super::linear::add_parts;
 use super::math::{dot, sum};
+use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Norm, NormBackward};
 use crate::simd::Level;
 use crate::tensor::Scratch;

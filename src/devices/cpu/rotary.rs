@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::kernels::CpuKernels;
+use super::views::CpuKernels;
 use crate::kernels::{AttentionShape, Rotary, Rotate};
 use crate::simd::Level;
 
