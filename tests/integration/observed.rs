@@ -16,7 +16,7 @@ fn config(folder: &TempDir) -> String {
                 model = { layers = 3, hidden = 32, heads = 4 }\n\
                 data = { train = \"random\", sequence_length = 16 }\n\
                 [step]\nbatch = 6\nmicro_batch = 2 # a third\nsteps = 5\n\
-                [device]\nlink = \"20MB/s\"\n\
+                [device]\nlink = \"8MB/s\"\n\
                 [channels]\nweights = 1\nstash = 1\n\
                 [metrics]\nrun = \"<!--<script></script><b>\\\"x\"\n";
     fs::write(&path, text).expect("a folder of ours");
@@ -161,7 +161,7 @@ fn a_tuned_config_is_the_users_own() {
     let told = events(&good(&[&["tune", &config][..], &arguments].concat()));
     let kept = told.last().expect("an end");
     assert_eq!(kept["event"], "tuned");
-    assert_eq!(kept["bottleneck"], "upload", "20 MB/s are slow: {kept}");
+    assert_eq!(kept["bottleneck"], "upload", "8 MB/s are slow: {kept}");
     assert!(kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true, "{kept}");
     let text = fs::read_to_string(&tuned).expect("it is there");
     assert!(text.contains("# of ours") && text.contains("# a third"), "{text}");
