@@ -21,17 +21,17 @@ impl Callbacks for Progress {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Error> {
-    let folder = std::env::temp_dir().join("l2l-example-fit");
+    let folder = tempfile::tempdir().expect("a folder for checkpoints and the log");
     let mut config = Config::default(); // trains on the built-in text; `Config::read` takes a file
     config.model.layers = Some(2);
     config.data.sequence_length = Some(64);
     config.step.steps = Some(30);
     config.validation.every_steps = Some(10);
     config.validation.patience = Some(2);
-    config.checkpoint.directory = Some(folder.join("checkpoints"));
-    config.log.file = Some(folder.join("log.jsonl"));
+    config.checkpoint.directory = Some(folder.path().join("checkpoints"));
+    config.log.file = Some(folder.path().join("log.jsonl"));
 
-    let fitted = Trainer::fit(config).resume(true).run(&mut Progress).await?;
+    let fitted = Trainer::fit(config).run(&mut Progress).await?;
     println!("{:?} after {} steps", fitted.end, fitted.summary.steps);
     Ok(())
 }
