@@ -8,8 +8,8 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::dropout::Row;
-use super::linear::{Matrix, small};
 use super::math::{dot, exp, largest, sum};
+use super::product::{Matrix, Product, Start};
 use super::scattered::Scattered;
 use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, HEAD_LIMIT};
@@ -17,6 +17,19 @@ use crate::simd::Level;
 use crate::tensor::Scratch;
 
 const TILE: usize = 64;
+
+/// c (+)= a b on this thread. c: (m, n), rows of `width`; a: (m, k); b: (k, n).
+fn small(
+    level: Level,
+    c: &mut [f32],
+    width: usize,
+    [a, b]: [Matrix<'_>; 2],
+    [rows, depth, columns]: [usize; 3],
+    accumulate: bool,
+) {
+    let start = Start::accumulate(accumulate);
+    Product { a, b, rows, depth, columns, start }.on_this_thread(level, c, width);
+}
 
 pub(super) fn attention(on: &CpuKernels<'_>, op: &Attention<'_>) {
     let Attention { y, lse, qkv, kv, ref shape } = *op;
@@ -181,9 +194,17 @@ impl Head<'_> {
     }
 
     /// Scaled scores of queries and keys; −∞ where a query may not see a key.
-    fn scores(&self, s: &mut [f32], [qkv, kv]: [&[f32]; 2], queries: Span, keys: Span) {
+    fn scores(
+        &self,
+        level: Level,
+        s: &mut [f32],
+        [qkv, kv]: [&[f32]; 2],
+        queries: Span,
+        keys: Span,
+    ) {
         let (q, k) = (self.queries(qkv, queries), self.keys(kv, 0, keys));
-        small(s, TILE, q, k.transposed(), (queries.len(), self.size.head_size, keys.len()), false);
+        let sizes = [queries.len(), self.size.head_size, keys.len()];
+        small(level, s, TILE, [q, k.transposed()], sizes, false);
         let scale = self.scale();
         for (index, row) in s.chunks_mut(TILE).take(queries.len()).enumerate() {
             let (_, end) = self.document(queries.from + index);
@@ -255,7 +276,7 @@ pub(super) fn forward(
         let end = head.keys_end(queries);
         for tile in head.key_tiles(queries, end) {
             let keys = Span::tile(tile, end);
-            head.scores(&mut p, [qkv, kv], queries, keys);
+            head.scores(level, &mut p, [qkv, kv], queries, keys);
             level.run(
                 #[inline(always)]
                 || {
@@ -273,7 +294,8 @@ pub(super) fn forward(
             );
             head.drop_out(&mut p, queries, keys);
             let v = head.keys(kv, 1, keys);
-            small(&mut output, d, Matrix::rows(&p, TILE), v, (queries.len(), keys.len(), d), true);
+            let (p, sizes) = (Matrix::rows(&p, TILE), [queries.len(), keys.len(), d]);
+            small(level, &mut output, d, [p, v], sizes, true);
         }
         for index in 0..queries.len() {
             let position = queries.from + index;
@@ -340,9 +362,9 @@ impl Pair {
     /// `p`: as dropout left them; `ds` = scale p (dp − delta).
     fn fill(&mut self, level: Level, head: &Head<'_>, inputs: &Inputs<'_>, q: Span, k: Span) {
         let d = head.size.head_size;
-        head.scores(&mut self.p, [inputs.qkv, inputs.keys()], q, k);
+        head.scores(level, &mut self.p, [inputs.qkv, inputs.keys()], q, k);
         let (dy, v) = (head.columns(inputs.dy, q), head.keys(inputs.keys(), 1, k));
-        small(&mut self.ds, TILE, dy, v.transposed(), (q.len(), d, k.len()), false);
+        small(level, &mut self.ds, TILE, [dy, v.transposed()], [q.len(), d, k.len()], false);
         head.drop_out(&mut self.ds, q, k);
         let scale = head.scale();
         level.run(
@@ -401,9 +423,9 @@ fn backward(
                 pair.fill(level, &head, inputs, queries, seen);
                 let transposed = |x| Matrix::rows(x, TILE).transposed();
                 let (dy, q) = (head.columns(inputs.dy, queries), head.queries(inputs.qkv, queries));
-                let sizes = (seen.len(), queries.len(), d);
-                small(&mut dv, d, transposed(&pair.p), dy, sizes, true);
-                small(&mut dk, d, transposed(&pair.ds), q, sizes, true);
+                let sizes = [seen.len(), queries.len(), d];
+                small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
+                small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
             }
         }
         write(&head, 0, keys, &dk);
@@ -418,7 +440,7 @@ fn backward(
             pair.fill(level, &head, inputs, queries, keys);
             let k = head.keys(inputs.keys(), 0, keys);
             let ds = Matrix::rows(&pair.ds, TILE);
-            small(&mut dq, d, ds, k, (queries.len(), keys.len(), d), true);
+            small(level, &mut dq, d, [ds, k], [queries.len(), keys.len(), d], true);
         }
         for (position, dq) in (queries.from..queries.to).zip(dq.chunks_exact(d)) {
             // SAFETY: this task alone has these queries of this head.

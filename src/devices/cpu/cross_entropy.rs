@@ -1,19 +1,19 @@
 //! Softmax cross entropy over tiles of the vocabulary, with a running log-sum-exp.
 //!
 //! A tile adds itself to each labelled position's statistics (maximum, sum, target's logit, label).
-//! Positions without a label are skipped. Logits exist for 128 positions and one tile at a time.
+//! Positions without a label are skipped. Logits exist for 256 positions and one tile at a time.
 
 use rayon::prelude::*;
 
-use super::linear::{Matrix, matmul, transpose};
 use super::math::{exp, largest, sum};
+use super::product::{Matrix, Product, Start};
 use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, label_of};
 use crate::simd::Level;
 use crate::tensor::Scratch;
 
 /// Labelled positions that are scored at once.
-const CHUNK: usize = 128;
+const CHUNK: usize = 256;
 
 pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
     let Score { out, statistics, h, w, bias, .. } = *op;
@@ -35,7 +35,7 @@ pub(super) fn logits(on: &CpuKernels<'_>, op: &Logits, scratch: &Scratch<'_>) {
     let Some(call) = on.call([y, memory], &reads) else { return };
     let [y, memory] = call.write();
     let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    labelled_logits(y, call.read(statistics), call.read(h), head, &size, memory);
+    labelled_logits(on.level, y, call.read(statistics), call.read(h), head, &size, memory);
 }
 
 pub(super) fn score_backward(on: &CpuKernels<'_>, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
@@ -87,13 +87,18 @@ struct Head<'a> {
 }
 
 /// Logits of some rows of h, side by side. logits: (rows, V).
-fn logits_of(logits: &mut [f32], h: &[f32], head: Head<'_>, rows: usize, size: &ScoreSize) {
-    let (c, v) = (size.channels, size.tile);
-    if let Some(bias) = head.bias {
-        logits.chunks_exact_mut(v).for_each(|row| row.copy_from_slice(bias));
-    }
-    let (h, w) = (Matrix::rows(h, c), Matrix::rows(head.w, c).transposed());
-    matmul(logits, h, w, (rows, c, v), head.bias.is_some());
+fn logits_of(
+    level: Level,
+    logits: &mut [f32],
+    h: &[f32],
+    head: Head<'_>,
+    rows: usize,
+    size: &ScoreSize,
+) {
+    let (depth, columns) = (size.channels, size.tile);
+    let (a, b) = (Matrix::rows(h, depth), Matrix::rows(head.w, depth).transposed());
+    let start = head.bias.map_or(Start::Zero, Start::Bias);
+    Product { a, b, rows, depth, columns, start }.run(level, logits);
 }
 
 /// Floats of scratch that [`forward`] needs.
@@ -120,7 +125,7 @@ fn forward(
         }
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
-        logits_of(logits, &gathered[..count * c], head, count, size);
+        logits_of(level, logits, &gathered[..count * c], head, count, size);
         let mut scored = [[0.0; 3]; CHUNK];
         let (seen, first) = (&*out, size.first);
         let tasks = logits.par_chunks_mut(v).zip(&mut scored[..count]).zip(&rows[..count]);
@@ -150,6 +155,7 @@ fn logits_scratch(size: &ScoreSize) -> usize {
 
 /// Logits of the labelled rows, in order. y: (labelled rows, V).
 fn labelled_logits(
+    level: Level,
     y: &mut [f32],
     statistics: &[f32],
     h: &[f32],
@@ -162,13 +168,13 @@ fn labelled_logits(
         let count = labelled(statistics, &mut from, &mut rows);
         assert_eq!(count * size.tile, y.len(), "a row of logits for each labelled position");
         gather(gathered, h, &rows[..count], size.channels);
-        logits_of(y, &gathered[..count * size.channels], head, count, size);
+        logits_of(level, y, &gathered[..count * size.channels], head, count, size);
     }
 }
 
 /// Floats of scratch that [`backward`] needs.
 fn backward_scratch(size: &ScoreSize) -> usize {
-    CHUNK * 2 * (size.channels + size.tile)
+    CHUNK * (2 * size.channels + size.tile)
 }
 
 /// What the backward reads.
@@ -200,7 +206,7 @@ fn backward(
     let (c, v) = (size.channels, size.tile);
     let (gathered, scratch) = scratch.split_at_mut(CHUNK * c);
     let (moved, scratch) = scratch.split_at_mut(CHUNK * c);
-    let (logits, transposed) = scratch.split_at_mut(CHUNK * v);
+    let logits = &mut scratch[..CHUNK * v];
     let (mut from, mut rows, mut accumulate) = (0, [0; CHUNK], accumulate);
     loop {
         let count = labelled(statistics, &mut from, &mut rows);
@@ -210,7 +216,7 @@ fn backward(
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
         let h = Matrix::rows(&gathered[..count * c], c);
-        logits_of(logits, h.data, head, count, size);
+        logits_of(level, logits, h.data, head, count, size);
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
             let of_row = &statistics[row * STATISTICS..][..STATISTICS];
             let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
@@ -226,13 +232,14 @@ fn backward(
             }
         });
         let moved = &mut moved[..count * c];
-        matmul(moved, Matrix::rows(logits, v), Matrix::rows(head.w, c), (count, v, c), false);
+        let (d, w) = (Matrix::rows(logits, v), Matrix::rows(head.w, c));
+        let of_h = Product { a: d, b: w, rows: count, depth: v, columns: c, start: Start::Zero };
+        of_h.run(level, moved);
         for (moved, &row) in moved.chunks_exact(c).zip(&rows[..count]) {
             dh[row * c..][..c].iter_mut().zip(moved).for_each(|(dh, moved)| *dh += moved);
         }
-        let transposed = &mut transposed[..count * v];
-        transpose(transposed, logits, count, v);
-        matmul(dw, Matrix::rows(transposed, count), h, (v, count, c), accumulate);
+        let (a, start) = (d.transposed(), Start::accumulate(accumulate));
+        Product { a, b: h, rows: v, depth: count, columns: c, start }.run(level, dw);
         if let Some(dbias) = &mut dbias {
             if !accumulate {
                 dbias.fill(0.0);

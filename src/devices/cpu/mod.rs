@@ -19,6 +19,7 @@ mod math;
 mod norm;
 #[cfg(test)]
 mod oracle;
+mod product;
 mod rates;
 mod rotary;
 mod scattered;
@@ -36,12 +37,6 @@ use super::Device;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
 use crate::tensor::{Arena, View, pack, unpack};
-
-/// c = a b, square, of this size: to measure how fast products are.
-fn product(c: &mut [f32], a: &[f32], b: &[f32], size: usize) {
-    let (a, b) = (linear::Matrix::rows(a, size), linear::Matrix::rows(b, size));
-    linear::matmul(c, a, b, (size, size, size), false);
-}
 
 /// See the [module](self).
 pub(super) struct Cpu {

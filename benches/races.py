@@ -1,0 +1,364 @@
+"""Training speed and memory against PyTorch and transformers on the same CPU.
+
+    cargo build --release && pip install torch transformers && python benches/races.py A B C D E
+
+Each race trains one model on the same shapes and data. The runs alternate: each round starts every
+process anew, so that a slow phase of the machine meets all of them. The figures are medians over
+rounds: tokens/s without the first step, the ratio to PyTorch of the same round with its spread, and
+the peak resident set of the process. The losses of the first round stand beside them.
+
+    A  BERT-Large, masked LM, 16 x 128 in micro-batches of 4, 15 % labelled (A-dropout: 0.1)
+    B  GPT-2 124M, 8 x 1024 in micro-batches of 1
+    C  MiniLM-shaped classification, 64 sequences of 16 to 128 tokens in micro-batches of 16
+    D  Llama-shaped 0.5 B, 4 x 512 in micro-batches of 1, recomputing on both sides
+    E  GPT-2 of 12 x 512, vocabulary 8192, 32 x 128 in micro-batches of 8
+
+Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile in place of eager
+attention without compilation; --peer-micro N, another micro-batch for PyTorch.
+
+    python benches/races.py E --against PROGRAM
+
+races this build with another one, say with the one before a change, instead of PyTorch. It takes
+random weights and needs neither torch nor transformers; it prints the ratios of neighboring runs.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+PROGRAM = pathlib.Path(__file__).parent.parent / "target/release/l2l"
+RATE, DECAY = 1e-4, 0.01
+
+# What a model is (a transformers config and its fields), what it learns, and how a step is cut.
+# "small" is the preset of the same shape, for --against.
+RACES = {
+    "A": dict(
+        config="BertConfig",
+        fields=dict(
+            vocab_size=30522,
+            hidden_size=1024,
+            num_hidden_layers=24,
+            num_attention_heads=16,
+            intermediate_size=4096,
+            max_position_embeddings=512,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
+        task="masked-lm",
+        batch=16,
+        micro=4,
+        length=128,
+        ways=["torch", "kept", "recomputing"],
+    ),
+    "B": dict(
+        config="GPT2Config",
+        fields=dict(
+            n_positions=1024,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        task="causal-lm",
+        batch=8,
+        micro=1,
+        length=1024,
+        ways=["torch", "torch checkpointing", "kept", "recomputing"],
+    ),
+    "C": dict(
+        config="BertConfig",
+        fields=dict(
+            vocab_size=30522,
+            hidden_size=384,
+            num_hidden_layers=6,
+            num_attention_heads=12,
+            intermediate_size=1536,
+            max_position_embeddings=512,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        ),
+        task="sequence-classification",
+        batch=64,
+        micro=16,
+        length=128,
+        shortest=16,
+        ways=["torch", "kept", "recomputing"],
+    ),
+    "D": dict(
+        config="LlamaConfig",
+        fields=dict(
+            vocab_size=32000,
+            hidden_size=1024,
+            intermediate_size=4096,
+            num_hidden_layers=26,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            max_position_embeddings=512,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        task="causal-lm",
+        batch=4,
+        micro=1,
+        length=512,
+        ways=["torch checkpointing", "recomputing"],
+    ),
+    "E": dict(
+        config="GPT2Config",
+        fields=dict(
+            vocab_size=8192,
+            n_positions=128,
+            n_embd=512,
+            n_layer=12,
+            n_head=8,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+        ),
+        task="causal-lm",
+        batch=32,
+        micro=8,
+        length=128,
+        ways=["torch", "kept", "recomputing"],
+        preset="preset = 'gpt2', layers = 12, hidden = 512, heads = 8, vocabulary = 8192, "
+        "positions = 128, dropout = 0.0",
+    ),
+}
+RACES["A-dropout"] = RACES["A"] | dict(
+    fields=RACES["A"]["fields"]
+    | dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+)
+IGNORED = -100
+
+
+def sequences(race, steps):
+    """Lines of the data file: ids and labels, or ids and a class."""
+    numbers = random.Random(0)
+    vocabulary = race["fields"].get("vocab_size", 50257)
+    lines = []
+    for _ in range(race["batch"] * steps):
+        length = numbers.randrange(race.get("shortest", race["length"]), race["length"] + 1)
+        ids = [numbers.randrange(1000 % vocabulary, vocabulary) for _ in range(length)]
+        line = {"input_ids": ids}
+        if race["task"] == "masked-lm":
+            marked = set(numbers.sample(range(length), length * 15 // 100))
+            line["labels"] = [id if at in marked else IGNORED for at, id in enumerate(ids)]
+        elif race["task"] == "sequence-classification":
+            line["label"] = numbers.randrange(2)
+        lines.append(line)
+    return lines
+
+
+def prepare(folder, race, steps, with_weights):
+    lines = sequences(race, steps)
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if with_weights:
+        import torch
+
+        torch.manual_seed(0)
+        model_of(race, race["fields"]).save_pretrained(folder)
+    return sum(len(line["input_ids"]) for line in lines) / steps
+
+
+def model_class(race):
+    import transformers
+
+    names = {
+        "masked-lm": "AutoModelForMaskedLM",
+        "causal-lm": "AutoModelForCausalLM",
+        "sequence-classification": "AutoModelForSequenceClassification",
+    }
+    return getattr(transformers, names[race["task"]])
+
+
+def model_of(race, fields):
+    import transformers
+
+    config = getattr(transformers, race["config"])(**fields)
+    return model_class(race).from_config(config)
+
+
+def torch_batch(lines, task):
+    """Padded ids, attention mask (none where nothing is padded), labels."""
+    import torch
+
+    longest = max(len(line["input_ids"]) for line in lines)
+    pad = lambda values, value: values + [value] * (longest - len(values))
+    ids = torch.tensor([pad(line["input_ids"], 0) for line in lines])
+    mask = torch.tensor([pad([1] * len(line["input_ids"]), 0) for line in lines])
+    if task == "sequence-classification":
+        labels = torch.tensor([line["label"] for line in lines])
+    elif task == "masked-lm":
+        labels = torch.tensor([pad(line["labels"], IGNORED) for line in lines])
+    else:
+        labels = ids
+    return ids, None if bool(mask.all()) else mask, labels
+
+
+def train_with_torch(folder, race, options, checkpointing):
+    """The peer's process: prints the same events as `l2l train --format json`."""
+    import torch
+
+    torch.set_num_threads(options.threads)
+    attention = "sdpa" if options.peer == "sdpa" else "eager"
+    model = model_class(race).from_pretrained(folder, attn_implementation=attention)
+    model.train()
+    if checkpointing:
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    named = list(model.named_parameters())
+    plain = lambda name: name.endswith("bias") or "norm" in name.lower() or ".ln_" in name
+    groups = [
+        {"params": [p for name, p in named if not plain(name)], "weight_decay": DECAY},
+        {"params": [p for name, p in named if plain(name)], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, fused=True)
+    run = torch.compile(model) if options.peer == "compile" else model
+    lines = [json.loads(line) for line in (folder / "data.jsonl").open()]
+    micro = options.peer_micro or race["micro"]
+    for step in range(options.steps):
+        begin = time.perf_counter()
+        batch = lines[step * race["batch"] : (step + 1) * race["batch"]]
+        # The mean over the batch's labels, as one large micro-batch would have it.
+        counts = {
+            "causal-lm": lambda line: len(line["input_ids"]) - 1,
+            "masked-lm": lambda line: sum(label != IGNORED for label in line["labels"]),
+            "sequence-classification": lambda line: 1,
+        }
+        count = counts[race["task"]]
+        labelled = sum(map(count, batch))
+        total = 0.0
+        for at in range(0, len(batch), micro):
+            part = batch[at : at + micro]
+            ids, mask, labels = torch_batch(part, race["task"])
+            loss = run(input_ids=ids, attention_mask=mask, labels=labels).loss
+            loss = loss * (sum(map(count, part)) / labelled)
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.perf_counter() - begin
+        print(json.dumps({"event": "step", "loss": total, "seconds": seconds}), flush=True)
+
+
+def ours(folder, race, options, recompute, program=PROGRAM, schedule="relay"):
+    model = race["preset"] if options.against else f'path = "{folder}"'
+    config = folder / f"{schedule}-{recompute}.toml"
+    config.write_text(f"""
+model = {{ {model}, task = "{race["task"]}" }}
+data = {{ train = "{folder}/data.jsonl", shuffle = false, sequence_length = {race["length"]} }}
+step = {{ batch = {race["batch"]}, micro_batch = {race["micro"]}, steps = {options.steps} }}
+optimizer = {{ learning_rate = {RATE}, weight_decay = {DECAY} }}
+device.threads = {options.threads}
+schedule = {{ kind = "{schedule}", recompute = {str(recompute).lower()} }}
+""")
+    return [program, "train", config, "--format", "json"]
+
+
+def run(command):
+    """Losses, median step seconds behind the first, peak resident bytes of one process."""
+    command = [str(part) for part in command]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    events, errors = process.stdout.read(), process.stderr.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    if status != 0:
+        sys.exit(f"{command} failed:\n{errors}")
+    steps = [json.loads(line) for line in events.splitlines() if line.startswith("{")]
+    steps = [event for event in steps if event["event"] == "step"]
+    seconds = statistics.median(event["seconds"] for event in steps[1:])
+    return [event["loss"] for event in steps], seconds, usage.ru_maxrss * 1024
+
+
+def race_against_torch(name, race, options):
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        tokens = prepare(folder, race, options.steps, True)
+        peer = [sys.executable, __file__, name, "--folder", folder]
+        for option in ("steps", "threads", "peer", "peer_micro"):
+            peer += [f"--{option.replace('_', '-')}", getattr(options, option)]
+        commands = {
+            "torch": peer,
+            "torch checkpointing": [*peer, "--checkpointing"],
+            "kept": ours(folder, race, options, False),
+            "recomputing": ours(folder, race, options, True),
+        }
+        results = {way: [] for way in race["ways"]}
+        for _ in range(options.rounds):
+            for way in race["ways"]:
+                results[way].append(run(commands[way]))
+    base = next(way for way in race["ways"] if way.startswith("torch"))
+    for way, rounds in results.items():
+        against = base
+        if way == "recomputing" and "torch checkpointing" in results:
+            against = "torch checkpointing"
+        ratios = [peer[1] / one[1] for peer, one in zip(results[against], rounds)]
+        seconds = statistics.median(one[1] for one in rounds)
+        memory = statistics.median(one[2] for one in rounds)
+        losses = " ".join(f"{loss:.5f}" for loss in rounds[0][0])
+        print(
+            f"{name:9} {way:19} {tokens / seconds:7.1f} tokens/s, {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f}) x {against}, "
+            f"peak {memory / 2**20:.0f} MiB, losses {losses}",
+            flush=True,
+        )
+
+
+def race_against_build(name, race, options):
+    programs = {"other": options.against, "this": PROGRAM}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = pathlib.Path(folder)
+        tokens = prepare(folder, race, options.steps, False)
+        for recompute in (False, True):
+            rates = {program: [] for program in programs}
+            losses = {}
+            for pair in range(options.rounds):
+                # Who is first changes from pair to pair: the machine may drift.
+                for program in sorted(programs, reverse=pair % 2 == 1):
+                    command = ours(folder, race, options, recompute, programs[program])
+                    losses[program], seconds, _ = run(command)
+                    rates[program].append(tokens / seconds)
+            ratios = [this / other for this, other in zip(rates["this"], rates["other"])]
+            print(
+                f"{name}, recompute = {recompute}: this {statistics.median(rates['this']):.1f} "
+                f"tokens/s, other {statistics.median(rates['other']):.1f}, this ÷ other "
+                f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}); "
+                f"losses {losses['this']} and {losses['other']}",
+                flush=True,
+            )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("races", nargs="+", choices=RACES)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--peer", choices=["eager", "sdpa", "compile"], default="eager")
+    parser.add_argument("--peer-micro", type=int, default=0)
+    parser.add_argument("--against", type=pathlib.Path)
+    # What the peer's own process is told.
+    parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for name in options.races:
+        race = RACES[name]
+        if options.folder:
+            train_with_torch(options.folder, race, options, options.checkpointing)
+        elif options.against:
+            race_against_build(name, race, options)
+        else:
+            race_against_torch(name, race, options)
+
+
+if __name__ == "__main__":
+    main()

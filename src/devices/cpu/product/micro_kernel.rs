@@ -1,0 +1,202 @@
+//! The innermost loop of a product, once for each set of vector instructions.
+
+#[cfg(target_arch = "x86_64")]
+use std::arch::x86_64::*;
+
+/// The largest tile of all: rows and columns.
+pub(super) const LARGEST: [usize; 2] = [14, 32];
+
+/// Sums of one tile of c, row after row.
+pub(super) type Sums = [f32; LARGEST[0] * LARGEST[1]];
+
+/// A tile of sums, as large as the registers hold.
+pub(super) trait MicroKernel {
+    const ROWS: usize;
+    const COLUMNS: usize;
+
+    /// sums = a b. b: (depth, COLUMNS), dense.
+    ///
+    /// # Safety
+    /// The processor has the instructions; a has `depth` columns, and b so many rows.
+    unsafe fn multiply(sums: &mut Sums, a: Left, b: *const f32, depth: usize);
+
+    /// Transposes 8 by 8 elements. Rows are `from_by` and `to_by` apart.
+    ///
+    /// # Safety
+    /// The processor has the instructions; the elements lie in memory that may be read and written.
+    unsafe fn transpose_8(to: *mut f32, to_by: usize, from: *const f32, from_by: usize) {
+        for (row, column) in (0..8).flat_map(|row| (0..8).map(move |column| (row, column))) {
+            // SAFETY: the caller's promise.
+            unsafe { *to.add(row * to_by + column) = *from.add(column * from_by + row) };
+        }
+    }
+}
+
+/// As many rows of a as a tile has.
+#[derive(Clone, Copy)]
+pub(super) enum Left {
+    /// Row-major, with rows `by` apart.
+    Rows { at: *const f32, by: usize },
+    /// Column-major and dense.
+    Panel { at: *const f32 },
+}
+
+/// Arrays, as the compiler makes vectors of them.
+pub(super) struct Portable;
+
+impl MicroKernel for Portable {
+    const ROWS: usize = 4;
+    const COLUMNS: usize = 8;
+
+    unsafe fn multiply(sums: &mut Sums, a: Left, b: *const f32, depth: usize) {
+        let (at, rows_by, columns_by) = match a {
+            Left::Rows { at, by } => (at, by, 1),
+            Left::Panel { at } => (at, 1, Self::ROWS),
+        };
+        let mut tile = [[0.0_f32; Self::COLUMNS]; Self::ROWS];
+        for p in 0..depth {
+            // SAFETY: a row of b, which is dense.
+            let b = unsafe { *b.add(p * Self::COLUMNS).cast::<[f32; Self::COLUMNS]>() };
+            for (i, row) in tile.iter_mut().enumerate() {
+                // SAFETY: an element of a.
+                let one = unsafe { *at.add(i * rows_by + p * columns_by) };
+                row.iter_mut().zip(b).for_each(|(sum, b)| *sum += one * b);
+            }
+        }
+        sums[..tile.as_flattened().len()].copy_from_slice(tile.as_flattened());
+    }
+}
+
+/// A micro-kernel of two vectors a row. All loops over the tile run to constants, so that the
+/// compiler unrolls them and keeps the sums in registers.
+#[cfg(target_arch = "x86_64")]
+macro_rules! two_vectors {
+    (
+        $kernel:ident, $rows:literal, $lanes:literal, $features:literal,
+        $zero:ident, $load:ident, $splat:ident, $multiply_add:ident, $store:ident
+    ) => {
+        impl $kernel {
+            /// As [`MicroKernel::multiply`], for one kind of [`Left`]. Alone in a function, it has
+            /// all registers to itself.
+            #[target_feature(enable = $features)]
+            #[inline(never)]
+            unsafe fn sum<const PANEL: bool>(
+                sums: &mut Sums,
+                (mut column, by): (*const f32, usize),
+                mut row: *const f32,
+                depth: usize,
+            ) {
+                let (rows_by, columns_by) = if PANEL { (1, $rows) } else { (by, 1) };
+                let mut tile = [[$zero(); 2]; $rows];
+                for _ in 0..depth {
+                    // SAFETY: elements of a column of a, and of a row of b.
+                    unsafe {
+                        let b = [$load(row), $load(row.add($lanes))];
+                        for i in 0..$rows {
+                            let one = $splat(*column.add(i * rows_by));
+                            tile[i][0] = $multiply_add(one, b[0], tile[i][0]);
+                            tile[i][1] = $multiply_add(one, b[1], tile[i][1]);
+                        }
+                        column = column.add(columns_by);
+                        row = row.add(2 * $lanes);
+                    }
+                }
+                for (sums, tile) in sums.chunks_exact_mut(2 * $lanes).zip(tile) {
+                    // SAFETY: a row of sums is two vectors long.
+                    unsafe {
+                        $store(sums.as_mut_ptr(), tile[0]);
+                        $store(sums.as_mut_ptr().add($lanes), tile[1]);
+                    }
+                }
+            }
+        }
+
+        impl MicroKernel for $kernel {
+            const ROWS: usize = $rows;
+            const COLUMNS: usize = 2 * $lanes;
+
+            #[inline(always)]
+            unsafe fn multiply(sums: &mut Sums, a: Left, b: *const f32, depth: usize) {
+                // SAFETY: the caller's promise.
+                unsafe {
+                    match a {
+                        Left::Rows { at, by } => Self::sum::<false>(sums, (at, by), b, depth),
+                        Left::Panel { at } => Self::sum::<true>(sums, (at, 1), b, depth),
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn transpose_8(to: *mut f32, to_by: usize, from: *const f32, from_by: usize) {
+                // SAFETY: the caller's promise.
+                unsafe { transpose_8_avx2(to, to_by, from, from_by) }
+            }
+        }
+    };
+}
+
+/// AVX2: 12 of 16 registers are sums.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Avx2;
+
+#[cfg(target_arch = "x86_64")]
+two_vectors!(
+    Avx2,
+    6,
+    8,
+    "avx2,fma",
+    _mm256_setzero_ps,
+    _mm256_loadu_ps,
+    _mm256_set1_ps,
+    _mm256_fmadd_ps,
+    _mm256_storeu_ps
+);
+
+/// AVX-512: 28 of 32 registers are sums.
+#[cfg(target_arch = "x86_64")]
+pub(super) struct Avx512;
+
+#[cfg(target_arch = "x86_64")]
+two_vectors!(
+    Avx512,
+    14,
+    16,
+    "avx512f",
+    _mm512_setzero_ps,
+    _mm512_loadu_ps,
+    _mm512_set1_ps,
+    _mm512_fmadd_ps,
+    _mm512_storeu_ps
+);
+
+/// See [`MicroKernel::transpose_8`]: pairs, then pairs of pairs, then halves change places.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn transpose_8_avx2(to: *mut f32, to_by: usize, from: *const f32, from_by: usize) {
+    let mut rows = [_mm256_setzero_ps(); 8];
+    for (i, row) in rows.iter_mut().enumerate() {
+        // SAFETY: eight elements of a row; the caller's promise.
+        *row = unsafe { _mm256_loadu_ps(from.add(i * from_by)) };
+    }
+    let mut pairs = rows;
+    for i in [0, 2, 4, 6] {
+        pairs[i] = _mm256_unpacklo_ps(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm256_unpackhi_ps(rows[i], rows[i + 1]);
+    }
+    let mut fours = pairs;
+    for i in [0, 4] {
+        fours[i] = _mm256_shuffle_ps::<0x44>(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm256_shuffle_ps::<0xee>(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm256_shuffle_ps::<0x44>(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm256_shuffle_ps::<0xee>(pairs[i + 1], pairs[i + 3]);
+    }
+    for i in 0..4 {
+        let low = _mm256_permute2f128_ps::<0x20>(fours[i], fours[i + 4]);
+        let high = _mm256_permute2f128_ps::<0x31>(fours[i], fours[i + 4]);
+        // SAFETY: eight elements of two rows; the caller's promise.
+        unsafe {
+            _mm256_storeu_ps(to.add(i * to_by), low);
+            _mm256_storeu_ps(to.add((i + 4) * to_by), high);
+        }
+    }
+}

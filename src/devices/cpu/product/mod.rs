@@ -1,0 +1,161 @@
+//! Matrix products of floats: c = start + a b.
+//!
+//! The bits of c follow from the shape and the instruction set alone. A sum runs over the depth in
+//! order, in cuts of [`CUT`] terms: a micro-kernel sums a cut in registers, then the cut is added
+//! to c. (Fewer than [`FEW`] rows have a loop of their own.) Threads, tiles and addresses change
+//! nothing.
+//!
+//! The loops are those of Goto and van de Geijn (2008). A task owns some rows and at most [`WIDE`]
+//! columns of c. It packs its columns of b into slivers as wide as the micro-kernel's tile. One
+//! sliver stays in the first cache while a group of rows passes by, and the group stays in the
+//! second cache. Rows of a whose elements are neighbors are read where they are; others are packed.
+
+mod micro_kernel;
+mod pack;
+mod task;
+
+use rayon::prelude::*;
+
+use super::scattered::Scattered;
+use crate::simd::Level;
+
+/// Terms of a sum that are added in registers. It decides the bits of results.
+const CUT: usize = 384;
+
+/// Depth over which b is packed at a time: whole cuts.
+const DEEP: usize = 4 * CUT;
+
+/// Columns of c in one task, at most.
+const WIDE: usize = 256;
+
+/// Rows from which on it pays to pack b.
+const FEW: usize = 4;
+
+/// Rows of a that pass by a sliver, at most.
+const GROUP: usize = 72;
+
+/// A matrix in a slice: element (i, j) at `i * rows_by + j * columns_by`.
+#[derive(Clone, Copy)]
+pub(super) struct Matrix<'a> {
+    pub(super) data: &'a [f32],
+    rows_by: usize,
+    columns_by: usize,
+}
+
+impl<'a> Matrix<'a> {
+    /// Row-major with rows of `width`.
+    pub(super) fn rows(data: &'a [f32], width: usize) -> Matrix<'a> {
+        Matrix { data, rows_by: width, columns_by: 1 }
+    }
+
+    /// The transpose.
+    pub(super) fn transposed(self) -> Matrix<'a> {
+        Matrix { rows_by: self.columns_by, columns_by: self.rows_by, ..self }
+    }
+
+    /// The part that begins at a row and a column.
+    fn from(self, row: usize, column: usize) -> Matrix<'a> {
+        Matrix { data: &self.data[row * self.rows_by + column * self.columns_by..], ..self }
+    }
+
+    /// Panics unless so many rows and columns lie in the slice.
+    fn check(&self, rows: usize, columns: usize) {
+        let last = (rows - 1) * self.rows_by + (columns - 1) * self.columns_by;
+        assert!(last < self.data.len(), "{rows} by {columns} are not in {}", self.data.len());
+    }
+}
+
+/// What a product is added to.
+#[derive(Clone, Copy)]
+pub(super) enum Start<'a> {
+    Zero,
+    /// What c holds.
+    C,
+    /// One value a column.
+    Bias(&'a [f32]),
+}
+
+impl Start<'_> {
+    /// Added to what c holds, or not.
+    pub(super) fn accumulate(accumulate: bool) -> Self {
+        if accumulate { Start::C } else { Start::Zero }
+    }
+}
+
+/// c = start + a b.
+#[derive(Clone, Copy)]
+pub(super) struct Product<'a> {
+    /// (rows, depth).
+    pub(super) a: Matrix<'a>,
+    /// (depth, columns).
+    pub(super) b: Matrix<'a>,
+    pub(super) rows: usize,
+    pub(super) depth: usize,
+    pub(super) columns: usize,
+    pub(super) start: Start<'a>,
+}
+
+impl Product<'_> {
+    /// On all threads of the pool. c: (rows, columns), dense.
+    pub(super) fn run(self, level: Level, c: &mut [f32]) {
+        let Product { rows, columns, .. } = self;
+        assert_eq!(c.len(), rows * columns, "{rows} by {columns}");
+        if c.is_empty() {
+            return;
+        }
+        let (high, wide) = self.task_size(rayon::current_num_threads());
+        let across = columns.div_ceil(wide);
+        let c = Scattered::new(c);
+        (0..across * rows.div_ceil(high)).into_par_iter().with_max_len(1).for_each(|task| {
+            let (row, column) = (task / across * high, task % across * wide);
+            let part = self.part(row, column, high.min(rows - row), wide.min(columns - column));
+            // SAFETY: inside c, whose length was checked; no other task has these elements.
+            unsafe { part.on_pointer(level, c.base().add(row * columns + column), columns) };
+        });
+    }
+
+    /// On this thread. c: rows are `width` apart.
+    pub(super) fn on_this_thread(self, level: Level, c: &mut [f32], width: usize) {
+        let Product { rows, columns, .. } = self;
+        if rows == 0 || columns == 0 {
+            return;
+        }
+        assert!((rows - 1) * width + columns <= c.len(), "{rows} by {columns}");
+        for column in (0..columns).step_by(WIDE) {
+            let part = self.part(0, column, rows, WIDE.min(columns - column));
+            // SAFETY: inside c, by the assertion.
+            unsafe { part.on_pointer(level, c.as_mut_ptr().add(column), width) };
+        }
+    }
+
+    /// Rows and columns of one task. Columns are split first: each column of b is packed once.
+    fn task_size(&self, threads: usize) -> (usize, usize) {
+        let slivers = self.columns.div_ceil(threads).next_multiple_of(micro_kernel::LARGEST[1]);
+        let wide = slivers.min(WIDE);
+        let across = self.columns.div_ceil(wide);
+        // Two tasks a thread, so that a slow thread does not hold up the others for long.
+        let down = (2 * threads).div_ceil(across).min(self.rows.div_ceil(GROUP));
+        (self.rows.div_ceil(down), wide)
+    }
+
+    fn part(self, row: usize, column: usize, rows: usize, columns: usize) -> Self {
+        let start = match self.start {
+            Start::Bias(bias) => Start::Bias(&bias[column..column + columns]),
+            other => other,
+        };
+        let (a, b) = (self.a.from(row, 0), self.b.from(0, column));
+        Product { a, b, rows, columns, start, ..self }
+    }
+
+    /// # Safety
+    /// From `c` on, so many rows of so many columns, `width` apart, are this call's alone.
+    unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
+        self.a.check(self.rows, self.depth);
+        self.b.check(self.depth, self.columns);
+        // SAFETY: the matrices were checked; c is the caller's promise.
+        unsafe { task::run(level, self, c, width) };
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,204 @@
+//! One thread's part of a product.
+
+use std::cell::RefCell;
+use std::slice::from_raw_parts_mut;
+
+use super::super::math::dot;
+#[cfg(target_arch = "x86_64")]
+use super::micro_kernel::{Avx2, Avx512};
+use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Sums};
+use super::{CUT, DEEP, FEW, GROUP, Product, Start, WIDE, pack};
+use crate::simd::Level;
+
+/// Memory for what a thread packs. It stays with the thread.
+struct Packed {
+    a: Box<[f32]>,
+    b: Box<[f32]>,
+}
+
+thread_local! {
+    static PACKED: RefCell<Packed> = RefCell::new(Packed {
+        a: vec![0.0; (GROUP + LARGEST[0]) * CUT].into(),
+        b: vec![0.0; WIDE * DEEP].into(),
+    });
+}
+
+/// Computes a product of at most [`WIDE`] columns. Rows of c are `width` apart.
+///
+/// # Safety
+/// a and b hold the rows, columns and depth of the product. From `c` on, its rows and columns are
+/// this call's alone.
+pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width: usize) {
+    let task = Task { product, c, width };
+    PACKED.with_borrow_mut(|packed| {
+        level.run(
+            #[inline(always)]
+            // SAFETY: the caller's promise; the level says which instructions there are.
+            || unsafe {
+                match level {
+                    Level::Portable => task.run::<Portable>(packed),
+                    #[cfg(target_arch = "x86_64")]
+                    Level::Avx2(_) => task.run::<Avx2>(packed),
+                    #[cfg(target_arch = "x86_64")]
+                    Level::Avx512(_) => task.run::<Avx512>(packed),
+                }
+            },
+        );
+    });
+}
+
+#[derive(Clone, Copy)]
+struct Task<'a> {
+    product: Product<'a>,
+    c: *mut f32,
+    width: usize,
+}
+
+/// Rows `top..bottom` of a with its columns `from..to`.
+struct Group<'a> {
+    top: usize,
+    bottom: usize,
+    from: usize,
+    to: usize,
+    /// The rows, packed; `None` where they are read where they are.
+    panels: Option<&'a [f32]>,
+}
+
+/// Columns `from..to` of b, packed.
+struct Slivers<'a> {
+    from: usize,
+    to: usize,
+    packed: &'a [f32],
+}
+
+impl Task<'_> {
+    #[inline(always)]
+    unsafe fn run<K: MicroKernel>(self, packed: &mut Packed) {
+        let Product { a, b, rows, depth, columns, .. } = self.product;
+        if rows < FEW && a.columns_by == 1 {
+            // SAFETY: the caller's promise.
+            return unsafe { self.few_rows() };
+        }
+        let high = GROUP / K::ROWS * K::ROWS;
+        let packs_rows = a.columns_by != 1 || rows < K::ROWS;
+        for deep in (0..depth).step_by(DEEP) {
+            let deep_end = depth.min(deep + DEEP);
+            pack::slivers::<K>(&mut packed.b, b.from(deep, 0), deep_end - deep, columns);
+            let slivers = Slivers { from: deep, to: deep_end, packed: &packed.b };
+            for top in (0..rows).step_by(high) {
+                let bottom = rows.min(top + high);
+                for from in (deep..deep_end).step_by(CUT) {
+                    let to = deep_end.min(from + CUT);
+                    if packs_rows {
+                        let a = a.from(top, from);
+                        pack::panels::<K>(&mut packed.a, a, to - from, bottom - top);
+                    }
+                    let panels = packs_rows.then_some(&packed.a[..]);
+                    let group = Group { top, bottom, from, to, panels };
+                    // SAFETY: the caller's promise.
+                    unsafe { self.pass::<K>(&group, &slivers) };
+                }
+            }
+        }
+    }
+
+    /// Without packing: each element of b is used a few times only.
+    #[inline(always)]
+    unsafe fn few_rows(self) {
+        let Product { a, b, rows, depth, columns, start } = self.product;
+        for row in 0..rows {
+            let a = &a.data[row * a.rows_by..][..depth];
+            // SAFETY: a row of c, and this task's.
+            let c = unsafe { from_raw_parts_mut(self.c.add(row * self.width), columns) };
+            match start {
+                Start::Zero => c.fill(0.0),
+                Start::C => {}
+                Start::Bias(bias) => c.copy_from_slice(bias),
+            }
+            if b.rows_by == 1 {
+                for (column, c) in c.iter_mut().enumerate() {
+                    *c += dot(a, &b.data[column * b.columns_by..][..depth]);
+                }
+            } else {
+                for (p, a) in a.iter().enumerate() {
+                    let b = &b.data[p * b.rows_by..][..columns];
+                    c.iter_mut().zip(b).for_each(|(c, b)| *c += a * b);
+                }
+            }
+        }
+    }
+
+    /// Multiplies a group with all slivers.
+    #[inline(always)]
+    unsafe fn pass<K: MicroKernel>(&self, group: &Group<'_>, slivers: &Slivers<'_>) {
+        let Product { a, columns, start, .. } = self.product;
+        let cut = group.to - group.from;
+        // The first cut is added to the start, all others to what c holds by then.
+        let start = if group.from == 0 { start } else { Start::C };
+        let mut sums: Sums = [0.0; _];
+        for column in (0..columns).step_by(K::COLUMNS) {
+            let at =
+                column * (slivers.to - slivers.from) + (group.from - slivers.from) * K::COLUMNS;
+            let b = &slivers.packed[at..][..cut * K::COLUMNS];
+            let wide = K::COLUMNS.min(columns - column);
+            for row in (group.top..group.bottom).step_by(K::ROWS) {
+                let high = K::ROWS.min(group.bottom - row);
+                // SAFETY: inside c.
+                let c = unsafe { self.c.add(row * self.width + column) };
+                prefetch(c, self.width, high);
+                // Where rows are read, a tile that is not whole begins at rows that are done.
+                let (left, done) = match group.panels {
+                    Some(panels) => {
+                        let at = panels[(row - group.top) * cut..].as_ptr();
+                        (Left::Panel { at }, 0)
+                    }
+                    None => {
+                        let done = K::ROWS - high;
+                        let at = a.from(row - done, group.from).data.as_ptr();
+                        (Left::Rows { at, by: a.rows_by }, done)
+                    }
+                };
+                // SAFETY: the panel, or the rows of a, and the sliver have `cut` columns and rows.
+                unsafe { K::multiply(&mut sums, left, b.as_ptr(), cut) };
+                let sums = &sums[done * K::COLUMNS..][..high * K::COLUMNS];
+                for (i, sums) in sums.chunks_exact(K::COLUMNS).enumerate() {
+                    // SAFETY: inside c, and this task's.
+                    let c = unsafe { from_raw_parts_mut(c.add(i * self.width), wide) };
+                    if wide == K::COLUMNS {
+                        // The length as a constant: whole vectors.
+                        write(&mut c[..K::COLUMNS], sums, start, column);
+                    } else {
+                        write(c, sums, start, column);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// c = start + sums, for one row of a tile.
+#[inline(always)]
+fn write(c: &mut [f32], sums: &[f32], start: Start<'_>, column: usize) {
+    let sums = &sums[..c.len()];
+    match start {
+        Start::Zero => c.copy_from_slice(sums),
+        Start::C => c.iter_mut().zip(sums).for_each(|(c, sum)| *c += sum),
+        Start::Bias(bias) => {
+            let bias = &bias[column..][..c.len()];
+            c.iter_mut().zip(bias).zip(sums).for_each(|((c, bias), sum)| *c = bias + sum);
+        }
+    }
+}
+
+/// Fetches a tile of c into the cache while its sums are computed.
+#[inline(always)]
+fn prefetch(c: *mut f32, width: usize, rows: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for row in 0..rows {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a prefetch of any address is allowed.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(c.wrapping_add(row * width).cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (c, width, rows);
+}

@@ -1,0 +1,89 @@
+//! Products against sums in f64, at every level.
+
+use super::super::oracle::noise;
+use super::*;
+
+/// Rows, depth, columns: edges of every tile, cut, group and stripe.
+const SIZES: [[usize; 3]; 10] = [
+    [1, 1, 1],
+    [3, 5, 7],
+    [6, 384, 16],
+    [14, 17, 32],
+    [5, 385, 33],
+    [75, 9, 257],
+    [73, 769, 31],
+    [130, 33, 300],
+    [20, 1537, 40],
+    [150, 40, 520],
+];
+
+/// Element (i, j) of a dense matrix, or of its transpose.
+fn at(data: &[f64], [rows, columns]: [usize; 2], transposed: bool, i: usize, j: usize) -> f64 {
+    if transposed { data[j * rows + i] } else { data[i * columns + j] }
+}
+
+fn matrix(data: &[f32], [rows, columns]: [usize; 2], transposed: bool) -> Matrix<'_> {
+    if transposed { Matrix::rows(data, rows).transposed() } else { Matrix::rows(data, columns) }
+}
+
+#[test]
+fn products_are_sums_of_products() {
+    for [rows, depth, columns] in SIZES {
+        let (a, b) = (noise(rows * depth, 1), noise(depth * columns, 2));
+        let (before, bias) = (noise(rows * columns, 3), noise(columns, 4));
+        for turns in [[false, false], [false, true], [true, false], [true, true]] {
+            let left = matrix(&a.narrow, [rows, depth], turns[0]);
+            let right = matrix(&b.narrow, [depth, columns], turns[1]);
+            let sum = |i: usize, j: usize| {
+                let a = |p| at(&a.wide, [rows, depth], turns[0], i, p);
+                let b = |p| at(&b.wide, [depth, columns], turns[1], p, j);
+                (0..depth).map(|p| a(p) * b(p)).sum::<f64>()
+            };
+            let starts = [Start::Zero, Start::C, Start::Bias(&bias.narrow)];
+            for (level, start) in
+                Level::all().into_iter().flat_map(|level| starts.map(|s| (level, s)))
+            {
+                let product = Product { a: left, b: right, rows, depth, columns, start };
+                let mut c = before.narrow.clone();
+                product.run(level, &mut c);
+                for (index, c) in c.iter().enumerate() {
+                    let (i, j) = (index / columns, index % columns);
+                    let from = match start {
+                        Start::Zero => 0.0,
+                        Start::C => before.wide[index],
+                        Start::Bias(_) => bias.wide[j],
+                    };
+                    let error = (f64::from(*c) - from - sum(i, j)).abs();
+                    let bound = 1e-6 * (depth as f64).sqrt() + 1e-6;
+                    assert!(error < bound, "{rows} {depth} {columns} {turns:?}: {error}");
+                }
+                // A part of wider rows has the same bits.
+                let width = columns + 3;
+                let mut wider = vec![7.0; rows * width];
+                for (wider, before) in wider.chunks_mut(width).zip(before.narrow.chunks(columns)) {
+                    wider[..columns].copy_from_slice(before);
+                }
+                product.on_this_thread(level, &mut wider, width);
+                for (wider, c) in wider.chunks(width).zip(c.chunks(columns)) {
+                    assert!(wider[..columns] == *c && wider[columns..] == [7.0; 3]);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_change_no_bits() {
+    let (rows, depth, columns) = (150, 500, 600);
+    let (a, b) = (noise(rows * depth, 1).narrow, noise(depth * columns, 2).narrow);
+    let (a, b) = (Matrix::rows(&a, depth), Matrix::rows(&b, columns));
+    let product = Product { a, b, rows, depth, columns, start: Start::Zero };
+    let with = |threads| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let mut c = vec![0.0; rows * columns];
+        pool.install(|| product.run(Level::best(), &mut c));
+        c
+    };
+    let one = with(1);
+    assert!([2, 3, 16].into_iter().all(|threads| with(threads) == one));
+}
