@@ -1,7 +1,8 @@
 //! Scaled dot-product attention in tiles (Dao et al. 2022): no tokens × tokens matrix.
 //!
-//! A task owns a tile of 64 queries of one head (forward, dq) or of 64 keys (dk, dv) and walks the
-//! other side in order, so every sum has one owner and one order. dq has a pass of its own.
+//! A task of the forward owns a tile of 64 queries of one head and walks the keys in order. A task of
+//! the backward owns a head of keys with all heads of queries that it serves: it walks the tiles of
+//! keys, and for each the tiles of queries. So every sum has one owner and one order.
 
 use std::ops::Range;
 
@@ -94,6 +95,11 @@ impl Span {
 impl Head<'_> {
     fn channels(&self) -> usize {
         self.size.width()
+    }
+
+    /// Positions of the queries.
+    fn positions(&self) -> Range<usize> {
+        self.before..self.end()
     }
 
     /// The position behind the last.
@@ -238,22 +244,25 @@ fn positions_before(size: &AttentionShape<'_>) -> usize {
     before
 }
 
-/// Runs `of` for every `heads`-th head of every sequence and every tile of positions from `first`.
-fn each_tile(
-    size: &AttentionShape<'_>,
-    own_kv: bool,
-    heads: usize,
-    first: usize,
-    of: impl Fn(Head<'_>, Span) + Sync,
-) {
+/// Runs `of` for the first of every `group` heads of every sequence.
+fn each_head(size: &AttentionShape<'_>, own_kv: bool, group: usize, of: impl Fn(Head<'_>) + Sync) {
+    let (before, of_sequence) = (positions_before(size), size.heads / group);
+    let tasks = size.rows().sequences * of_sequence;
+    (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
+        let (sequence, head) = (task / of_sequence, task % of_sequence * group);
+        of(Head { size, before, own_kv, sequence, head });
+    });
+}
+
+/// Runs `of` for every head of every sequence and every tile of its queries.
+fn each_tile(size: &AttentionShape<'_>, own_kv: bool, of: impl Fn(Head<'_>, Span) + Sync) {
     let before = positions_before(size);
     let end = before + size.rows().positions;
-    let tiles = Span::tiles(first, end);
-    let of_sequence = size.heads / heads;
-    let tasks = size.rows().sequences * of_sequence * tiles.len();
+    let tiles = Span::tiles(before, end);
+    let tasks = size.rows().sequences * size.heads * tiles.len();
     (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
         let (head, tile) = (task / tiles.len(), tiles.start + task % tiles.len());
-        let (sequence, head) = (head / of_sequence, head % of_sequence * heads);
+        let (sequence, head) = (head / size.heads, head % size.heads);
         of(Head { size, before, own_kv, sequence, head }, Span::tile(tile, end));
     });
 }
@@ -269,7 +278,7 @@ pub(super) fn forward(
 ) {
     let (y, lse, d) = (Scattered::new(y), Scattered::new(lse), size.head_size);
     let (own_kv, kv) = (kv.is_some(), kv.unwrap_or(qkv));
-    each_tile(size, own_kv, 1, positions_before(size), |head, queries| {
+    each_tile(size, own_kv, |head, queries| {
         let mut p = [0.0_f32; TILE * TILE];
         let mut output = [0.0_f32; TILE * HEAD_LIMIT];
         let (mut most, mut total) = ([f32::NEG_INFINITY; TILE], [0.0_f32; TILE]);
@@ -409,42 +418,42 @@ fn backward(
             }
         }
     };
-    // Keys and values gather from all heads of queries that they serve, in order.
     let group = size.heads / size.kv_heads;
-    each_tile(size, own_kv, group, 0, |first, keys| {
-        let head = first;
-        let seen = Span { to: keys.to.min(head.length()), ..keys };
+    each_head(size, own_kv, group, |first| {
         let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
-        let (mut dk, mut dv) = ([0.0; TILE * HEAD_LIMIT], [0.0; TILE * HEAD_LIMIT]);
-        let heads = (first.head..first.head + group).map(|head| Head { head, ..first });
-        for head in heads.filter(|_| seen.from < seen.to) {
-            for tile in head.query_tiles(seen) {
-                let queries = Span::tile(tile, head.end());
-                pair.fill(level, &head, inputs, queries, seen);
-                let transposed = |x| Matrix::rows(x, TILE).transposed();
-                let (dy, q) = (head.columns(inputs.dy, queries), head.queries(inputs.qkv, queries));
-                let sizes = [seen.len(), queries.len(), d];
-                small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
-                small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
+        let heads = || (first.head..first.head + group).map(|head| Head { head, ..first });
+        for (head, position) in heads().flat_map(|head| head.positions().map(move |p| (head, p))) {
+            // SAFETY: this task alone has the queries of these heads.
+            unsafe { dqkv.piece(head.at_query(position), d) }.fill(0.0);
+        }
+        for keys in Span::tiles(0, first.end()).map(|tile| Span::tile(tile, first.end())) {
+            let seen = Span { to: keys.to.min(first.length()), ..keys };
+            let (mut dk, mut dv) = ([0.0; TILE * HEAD_LIMIT], [0.0; TILE * HEAD_LIMIT]);
+            for head in heads().filter(|_| seen.from < seen.to) {
+                for tile in head.query_tiles(seen) {
+                    let queries = Span::tile(tile, head.end());
+                    pair.fill(level, &head, inputs, queries, seen);
+                    let transposed = |x| Matrix::rows(x, TILE).transposed();
+                    let dy = head.columns(inputs.dy, queries);
+                    let q = head.queries(inputs.qkv, queries);
+                    let sizes = [seen.len(), queries.len(), d];
+                    small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
+                    small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
+                    let dq = Product {
+                        a: Matrix::rows(&pair.ds, TILE),
+                        b: head.keys(inputs.keys(), 0, seen),
+                        rows: queries.len(),
+                        depth: seen.len(),
+                        columns: d,
+                        start: Start::C,
+                    };
+                    let at = head.at_query(queries.from);
+                    // SAFETY: rows of one head's queries, which lie in dqkv; as above.
+                    unsafe { dq.on_pointer(level, dqkv.base().add(at), size.qkv_width()) };
+                }
             }
-        }
-        write(&head, 0, keys, &dk);
-        write(&head, 1, keys, &dv);
-    });
-    each_tile(size, own_kv, 1, positions_before(size), |head, queries| {
-        let mut pair = Pair { p: [0.0; TILE * TILE], ds: [0.0; TILE * TILE] };
-        let mut dq = [0.0; TILE * HEAD_LIMIT];
-        let end = head.keys_end(queries);
-        for tile in head.key_tiles(queries, end) {
-            let keys = Span::tile(tile, end);
-            pair.fill(level, &head, inputs, queries, keys);
-            let k = head.keys(inputs.keys(), 0, keys);
-            let ds = Matrix::rows(&pair.ds, TILE);
-            small(level, &mut dq, d, [ds, k], [queries.len(), keys.len(), d], true);
-        }
-        for (position, dq) in (queries.from..queries.to).zip(dq.chunks_exact(d)) {
-            // SAFETY: this task alone has these queries of this head.
-            unsafe { dqkv.piece(head.at_query(position), d) }.copy_from_slice(dq);
+            write(&first, 0, keys, &dk);
+            write(&first, 1, keys, &dv);
         }
     });
 }

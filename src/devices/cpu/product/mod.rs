@@ -19,14 +19,14 @@ use rayon::prelude::*;
 use super::scattered::Scattered;
 use crate::simd::Level;
 
-/// Terms of a sum that are added in registers. It decides the bits of results.
+/// Terms of a sum that are added in registers, at most. It decides the bits of results.
 const CUT: usize = 384;
 
-/// Depth over which b is packed at a time: whole cuts.
-const DEEP: usize = 4 * CUT;
+/// Cuts over which b is packed at a time.
+const CUTS: usize = 2;
 
 /// Columns of c in one task, at most.
-const WIDE: usize = 256;
+const WIDE: usize = 512;
 
 /// Rows from which on it pays to pack b.
 const FEW: usize = 4;
@@ -147,9 +147,12 @@ impl Product<'_> {
         Product { a, b, rows, columns, start, ..self }
     }
 
+    /// On this thread, for at most [`WIDE`] columns.
+    ///
     /// # Safety
     /// From `c` on, so many rows of so many columns, `width` apart, are this call's alone.
-    unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
+    pub(super) unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
+        assert!(self.columns <= WIDE, "{} columns", self.columns);
         self.a.check(self.rows, self.depth);
         self.b.check(self.depth, self.columns);
         // SAFETY: the matrices were checked; c is the caller's promise.

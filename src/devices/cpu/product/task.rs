@@ -7,7 +7,7 @@ use super::super::math::dot;
 #[cfg(target_arch = "x86_64")]
 use super::micro_kernel::{Avx2, Avx512};
 use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Sums};
-use super::{CUT, DEEP, FEW, GROUP, Product, Start, WIDE, pack};
+use super::{CUT, CUTS, FEW, GROUP, Product, Start, WIDE, pack};
 use crate::simd::Level;
 
 /// Memory for what a thread packs. It stays with the thread.
@@ -19,7 +19,7 @@ struct Packed {
 thread_local! {
     static PACKED: RefCell<Packed> = RefCell::new(Packed {
         a: vec![0.0; (GROUP + LARGEST[0]) * CUT].into(),
-        b: vec![0.0; WIDE * DEEP].into(),
+        b: vec![0.0; WIDE * CUTS * CUT].into(),
     });
 }
 
@@ -80,15 +80,17 @@ impl Task<'_> {
             return unsafe { self.few_rows() };
         }
         let high = GROUP / K::ROWS * K::ROWS;
+        // Cuts of one length: a short last one would cost nearly as much as a whole one.
+        let cut = depth.div_ceil(depth.div_ceil(CUT)).next_multiple_of(8);
         let packs_rows = a.columns_by != 1 || rows < K::ROWS;
-        for deep in (0..depth).step_by(DEEP) {
-            let deep_end = depth.min(deep + DEEP);
+        for deep in (0..depth).step_by(CUTS * cut) {
+            let deep_end = depth.min(deep + CUTS * cut);
             pack::slivers::<K>(&mut packed.b, b.from(deep, 0), deep_end - deep, columns);
             let slivers = Slivers { from: deep, to: deep_end, packed: &packed.b };
             for top in (0..rows).step_by(high) {
                 let bottom = rows.min(top + high);
-                for from in (deep..deep_end).step_by(CUT) {
-                    let to = deep_end.min(from + CUT);
+                for from in (deep..deep_end).step_by(cut) {
+                    let to = deep_end.min(from + cut);
                     if packs_rows {
                         let a = a.from(top, from);
                         pack::panels::<K>(&mut packed.a, a, to - from, bottom - top);
@@ -145,7 +147,7 @@ impl Task<'_> {
                 let high = K::ROWS.min(group.bottom - row);
                 // SAFETY: inside c.
                 let c = unsafe { self.c.add(row * self.width + column) };
-                prefetch(c, self.width, high);
+                prefetch(c, self.width, high, wide);
                 // Where rows are read, a tile that is not whole begins at rows that are done.
                 let (left, done) = match group.panels {
                     Some(panels) => {
@@ -192,13 +194,13 @@ fn write(c: &mut [f32], sums: &[f32], start: Start<'_>, column: usize) {
 
 /// Fetches a tile of c into the cache while its sums are computed.
 #[inline(always)]
-fn prefetch(c: *mut f32, width: usize, rows: usize) {
+fn prefetch(c: *mut f32, width: usize, rows: usize, columns: usize) {
     #[cfg(target_arch = "x86_64")]
-    for row in 0..rows {
+    for (row, column) in (0..rows).flat_map(|row| (0..columns).step_by(16).map(move |c| (row, c))) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         // SAFETY: a prefetch of any address is allowed.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(c.wrapping_add(row * width).cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(c.wrapping_add(row * width + column).cast()) };
     }
     #[cfg(not(target_arch = "x86_64"))]
-    let _ = (c, width, rows);
+    let _ = (c, width, rows, columns);
 }
