@@ -216,7 +216,10 @@ impl Head<'_> {
             let (_, end) = self.document(queries.from + index);
             let last = if self.size.causal { end.min(queries.from + index + 1) } else { end };
             let seen = last.min(keys.to).saturating_sub(keys.from);
-            row[..seen].iter_mut().for_each(|s| *s *= scale);
+            level.run(
+                #[inline(always)]
+                || row[..seen].iter_mut().for_each(|s| *s *= scale),
+            );
             row[seen..].fill(f32::NEG_INFINITY);
             let unseen = self.first_key(queries.from + index).saturating_sub(keys.from);
             row[..unseen.min(keys.len())].fill(f32::NEG_INFINITY);

@@ -6,19 +6,27 @@ use std::arch::x86_64::*;
 /// The largest tile of all: rows and columns.
 pub(super) const LARGEST: [usize; 2] = [14, 32];
 
-/// Sums of one tile of c, row after row.
-pub(super) type Sums = [f32; LARGEST[0] * LARGEST[1]];
+/// Where a tile of sums goes.
+#[derive(Clone, Copy)]
+pub(super) struct Target {
+    pub(super) at: *mut f32,
+    /// From one row to the next.
+    pub(super) by: usize,
+    /// True when the sums are added to what is there; false when they replace it.
+    pub(super) add: bool,
+}
 
 /// A tile of sums, as large as the registers hold.
 pub(super) trait MicroKernel {
     const ROWS: usize;
     const COLUMNS: usize;
 
-    /// sums = a b. b: (depth, COLUMNS), dense.
+    /// c (+)= a b. b: (depth, COLUMNS), dense.
     ///
     /// # Safety
-    /// The processor has the instructions; a has `depth` columns, and b so many rows.
-    unsafe fn multiply(sums: &mut Sums, a: Left, b: *const f32, depth: usize);
+    /// The processor has the instructions; a has `depth` columns, and b so many rows; c is a tile
+    /// that nobody else uses.
+    unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize);
 
     /// Transposes 8 by 8 elements. Rows are `from_by` and `to_by` apart.
     ///
@@ -48,7 +56,7 @@ impl MicroKernel for Portable {
     const ROWS: usize = 4;
     const COLUMNS: usize = 8;
 
-    unsafe fn multiply(sums: &mut Sums, a: Left, b: *const f32, depth: usize) {
+    unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize) {
         let (at, rows_by, columns_by) = match a {
             Left::Rows { at, by } => (at, by, 1),
             Left::Panel { at } => (at, 1, Self::ROWS),
@@ -63,7 +71,11 @@ impl MicroKernel for Portable {
                 row.iter_mut().zip(b).for_each(|(sum, b)| *sum += one * b);
             }
         }
-        sums[..tile.as_flattened().len()].copy_from_slice(tile.as_flattened());
+        for (i, row) in tile.iter().enumerate() {
+            // SAFETY: a row of c.
+            let to = unsafe { &mut *c.at.add(i * c.by).cast::<[f32; Self::COLUMNS]>() };
+            if c.add { to.iter_mut().zip(row).for_each(|(c, sum)| *c += sum) } else { *to = *row }
+        }
     }
 }
 
@@ -73,7 +85,7 @@ impl MicroKernel for Portable {
 macro_rules! two_vectors {
     (
         $kernel:ident, $rows:literal, $lanes:literal, $features:literal,
-        $zero:ident, $load:ident, $splat:ident, $multiply_add:ident, $store:ident
+        $zero:ident, $load:ident, $splat:ident, $add:ident, $multiply_add:ident, $store:ident
     ) => {
         impl $kernel {
             /// As [`MicroKernel::multiply`], for one kind of [`Left`]. Alone in a function, it has
@@ -81,7 +93,7 @@ macro_rules! two_vectors {
             #[target_feature(enable = $features)]
             #[inline(never)]
             unsafe fn sum<const PANEL: bool>(
-                sums: &mut Sums,
+                c: Target,
                 (mut column, by): (*const f32, usize),
                 mut row: *const f32,
                 depth: usize,
@@ -101,11 +113,13 @@ macro_rules! two_vectors {
                         row = row.add(2 * $lanes);
                     }
                 }
-                for (sums, tile) in sums.chunks_exact_mut(2 * $lanes).zip(tile) {
-                    // SAFETY: a row of sums is two vectors long.
+                for (i, row) in tile.into_iter().enumerate() {
+                    // SAFETY: a row of c is two vectors long.
                     unsafe {
-                        $store(sums.as_mut_ptr(), tile[0]);
-                        $store(sums.as_mut_ptr().add($lanes), tile[1]);
+                        let to = [c.at.add(i * c.by), c.at.add(i * c.by + $lanes)];
+                        for (to, sum) in to.into_iter().zip(row) {
+                            $store(to, if c.add { $add($load(to), sum) } else { sum });
+                        }
                     }
                 }
             }
@@ -116,12 +130,12 @@ macro_rules! two_vectors {
             const COLUMNS: usize = 2 * $lanes;
 
             #[inline(always)]
-            unsafe fn multiply(sums: &mut Sums, a: Left, b: *const f32, depth: usize) {
+            unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize) {
                 // SAFETY: the caller's promise.
                 unsafe {
                     match a {
-                        Left::Rows { at, by } => Self::sum::<false>(sums, (at, by), b, depth),
-                        Left::Panel { at } => Self::sum::<true>(sums, (at, 1), b, depth),
+                        Left::Rows { at, by } => Self::sum::<false>(c, (at, by), b, depth),
+                        Left::Panel { at } => Self::sum::<true>(c, (at, 1), b, depth),
                     }
                 }
             }
@@ -148,6 +162,7 @@ two_vectors!(
     _mm256_setzero_ps,
     _mm256_loadu_ps,
     _mm256_set1_ps,
+    _mm256_add_ps,
     _mm256_fmadd_ps,
     _mm256_storeu_ps
 );
@@ -165,6 +180,7 @@ two_vectors!(
     _mm512_setzero_ps,
     _mm512_loadu_ps,
     _mm512_set1_ps,
+    _mm512_add_ps,
     _mm512_fmadd_ps,
     _mm512_storeu_ps
 );

@@ -105,12 +105,14 @@ impl Product<'_> {
         }
         let (high, wide) = self.task_size(rayon::current_num_threads());
         let across = columns.div_ceil(wide);
+        // Of the whole product: how tasks cut the rows must not change bits.
+        let few = rows < FEW;
         let c = Scattered::new(c);
         (0..across * rows.div_ceil(high)).into_par_iter().with_max_len(1).for_each(|task| {
             let (row, column) = (task / across * high, task % across * wide);
             let part = self.part(row, column, high.min(rows - row), wide.min(columns - column));
             // SAFETY: inside c, whose length was checked; no other task has these elements.
-            unsafe { part.on_pointer(level, c.base().add(row * columns + column), columns) };
+            unsafe { task::run(level, part, few, c.base().add(row * columns + column), columns) };
         });
     }
 
@@ -153,10 +155,8 @@ impl Product<'_> {
     /// From `c` on, so many rows of so many columns, `width` apart, are this call's alone.
     pub(super) unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
         assert!(self.columns <= WIDE, "{} columns", self.columns);
-        self.a.check(self.rows, self.depth);
-        self.b.check(self.depth, self.columns);
-        // SAFETY: the matrices were checked; c is the caller's promise.
-        unsafe { task::run(level, self, c, width) };
+        // SAFETY: the caller's promise.
+        unsafe { task::run(level, self, self.rows < FEW, c, width) };
     }
 }
 

@@ -6,8 +6,8 @@ use std::slice::from_raw_parts_mut;
 use super::super::math::dot;
 #[cfg(target_arch = "x86_64")]
 use super::micro_kernel::{Avx2, Avx512};
-use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Sums};
-use super::{CUT, CUTS, FEW, GROUP, Product, Start, WIDE, pack};
+use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Target};
+use super::{CUT, CUTS, GROUP, Product, Start, WIDE, pack};
 use crate::simd::Level;
 
 /// Memory for what a thread packs. It stays with the thread.
@@ -23,19 +23,23 @@ thread_local! {
     });
 }
 
-/// Computes a product of at most [`WIDE`] columns. Rows of c are `width` apart.
+/// Computes a product of at most [`WIDE`] columns. Rows of c are `width` apart. `few`: without
+/// packing.
 ///
 /// # Safety
-/// a and b hold the rows, columns and depth of the product. From `c` on, its rows and columns are
-/// this call's alone.
-pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width: usize) {
+/// From `c` on, the product's rows and columns are this call's alone.
+pub(super) unsafe fn run(level: Level, product: Product<'_>, few: bool, c: *mut f32, width: usize) {
+    product.a.check(product.rows, product.depth);
+    product.b.check(product.depth, product.columns);
     let task = Task { product, c, width };
     PACKED.with_borrow_mut(|packed| {
         level.run(
             #[inline(always)]
-            // SAFETY: the caller's promise; the level says which instructions there are.
+            // SAFETY: a and b were checked, c is the caller's promise, and the level says which
+            // instructions there are.
             || unsafe {
                 match level {
+                    _ if few && product.a.columns_by == 1 => task.few_rows(),
                     Level::Portable => task.run::<Portable>(packed),
                     #[cfg(target_arch = "x86_64")]
                     Level::Avx2(_) => task.run::<Avx2>(packed),
@@ -75,10 +79,6 @@ impl Task<'_> {
     #[inline(always)]
     unsafe fn run<K: MicroKernel>(self, packed: &mut Packed) {
         let Product { a, b, rows, depth, columns, .. } = self.product;
-        if rows < FEW && a.columns_by == 1 {
-            // SAFETY: the caller's promise.
-            return unsafe { self.few_rows() };
-        }
         let high = GROUP / K::ROWS * K::ROWS;
         // Cuts of one length: a short last one would cost nearly as much as a whole one.
         let cut = depth.div_ceil(depth.div_ceil(CUT)).next_multiple_of(8);
@@ -137,7 +137,6 @@ impl Task<'_> {
         let cut = group.to - group.from;
         // The first cut is added to the start, all others to what c holds by then.
         let start = if group.from == 0 { start } else { Start::C };
-        let mut sums: Sums = [0.0; _];
         for column in (0..columns).step_by(K::COLUMNS) {
             let at =
                 column * (slivers.to - slivers.from) + (group.from - slivers.from) * K::COLUMNS;
@@ -160,34 +159,77 @@ impl Task<'_> {
                         (Left::Rows { at, by: a.rows_by }, done)
                     }
                 };
+                let tile = Tile { c, by: self.width, rows: high, columns: wide };
+                // SAFETY: the tile is inside c, and this task's.
+                let add = unsafe { tile.start(start, column) };
                 // SAFETY: the panel, or the rows of a, and the sliver have `cut` columns and rows.
-                unsafe { K::multiply(&mut sums, left, b.as_ptr(), cut) };
-                let sums = &sums[done * K::COLUMNS..][..high * K::COLUMNS];
-                for (i, sums) in sums.chunks_exact(K::COLUMNS).enumerate() {
-                    // SAFETY: inside c, and this task's.
-                    let c = unsafe { from_raw_parts_mut(c.add(i * self.width), wide) };
-                    if wide == K::COLUMNS {
-                        // The length as a constant: whole vectors.
-                        write(&mut c[..K::COLUMNS], sums, start, column);
-                    } else {
-                        write(c, sums, start, column);
-                    }
-                }
+                unsafe { tile.multiply::<K>(add, left, b.as_ptr(), cut, done) };
             }
         }
     }
 }
 
-/// c = start + sums, for one row of a tile.
-#[inline(always)]
-fn write(c: &mut [f32], sums: &[f32], start: Start<'_>, column: usize) {
-    let sums = &sums[..c.len()];
-    match start {
-        Start::Zero => c.copy_from_slice(sums),
-        Start::C => c.iter_mut().zip(sums).for_each(|(c, sum)| *c += sum),
-        Start::Bias(bias) => {
-            let bias = &bias[column..][..c.len()];
-            c.iter_mut().zip(bias).zip(sums).for_each(|((c, bias), sum)| *c = bias + sum);
+/// A tile of c, whole or at an edge.
+struct Tile {
+    c: *mut f32,
+    /// From one row to the next.
+    by: usize,
+    rows: usize,
+    columns: usize,
+}
+
+impl Tile {
+    /// # Safety
+    /// The tile is inside c, and the task's.
+    #[inline(always)]
+    unsafe fn row<'c>(&self, row: usize) -> &'c mut [f32] {
+        // SAFETY: the caller's promise.
+        unsafe { from_raw_parts_mut(self.c.add(row * self.by), self.columns) }
+    }
+
+    /// Prepares the tile; true if sums are added to it then.
+    ///
+    /// # Safety
+    /// As for [`Tile::row`].
+    #[inline(always)]
+    unsafe fn start(&self, start: Start<'_>, column: usize) -> bool {
+        if let Start::Bias(bias) = start {
+            for row in 0..self.rows {
+                // SAFETY: the caller's promise.
+                unsafe { self.row(row) }.copy_from_slice(&bias[column..][..self.columns]);
+            }
+        }
+        !matches!(start, Start::Zero)
+    }
+
+    /// c (+)= a b, without the first `done` rows of a.
+    ///
+    /// # Safety
+    /// As for [`Tile::row`] and [`MicroKernel::multiply`].
+    #[inline(always)]
+    unsafe fn multiply<K: MicroKernel>(
+        &self,
+        add: bool,
+        a: Left,
+        b: *const f32,
+        depth: usize,
+        done: usize,
+    ) {
+        if self.rows == K::ROWS && self.columns == K::COLUMNS {
+            let c = Target { at: self.c, by: self.by, add };
+            // SAFETY: the caller's promise; the tile is whole.
+            return unsafe { K::multiply(c, a, b, depth) };
+        }
+        let mut sums = [0.0_f32; LARGEST[0] * LARGEST[1]];
+        let to = Target { at: sums.as_mut_ptr(), by: K::COLUMNS, add: false };
+        // SAFETY: the caller's promise; the largest tile fits in `sums`.
+        unsafe { K::multiply(to, a, b, depth) };
+        for (row, sums) in sums[done * K::COLUMNS..].chunks_exact(K::COLUMNS).enumerate() {
+            if row < self.rows {
+                // SAFETY: the caller's promise.
+                let c = unsafe { self.row(row) }.iter_mut().zip(sums);
+                c.for_each(|(c, sum)| *c = if add { *c + sum } else { *sum });
+            }
         }
     }
 }
