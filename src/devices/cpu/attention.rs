@@ -1,8 +1,8 @@
 //! Scaled dot-product attention in tiles (Dao et al. 2022): no tokens × tokens matrix.
 //!
-//! A task of the forward owns a tile of 64 queries of one head and walks the keys in order. A task of
-//! the backward owns a head of keys with all heads of queries that it serves: it walks the tiles of
-//! keys, and for each the tiles of queries. So every sum has one owner and one order.
+//! A task of the forward owns a tile of 64 queries of one head and walks the keys in order. A task
+//! of the backward owns a head of keys with all heads of queries that it serves: it walks the tiles
+//! of keys, and for each the tiles of queries. So every sum has one owner and one order.
 
 use std::ops::Range;
 

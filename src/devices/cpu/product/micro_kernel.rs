@@ -50,21 +50,24 @@ pub(super) enum Left {
 }
 
 /// Arrays, as the compiler makes vectors of them.
-pub(super) struct Portable;
+pub(super) struct Arrays<const ROWS: usize, const COLUMNS: usize>;
 
-impl MicroKernel for Portable {
-    const ROWS: usize = 4;
-    const COLUMNS: usize = 8;
+/// A tile for 16 registers of four floats.
+pub(super) type Portable = Arrays<4, 8>;
+
+impl<const ROWS: usize, const COLUMNS: usize> MicroKernel for Arrays<ROWS, COLUMNS> {
+    const ROWS: usize = ROWS;
+    const COLUMNS: usize = COLUMNS;
 
     unsafe fn multiply(c: Target, a: Left, b: *const f32, depth: usize) {
         let (at, rows_by, columns_by) = match a {
             Left::Rows { at, by } => (at, by, 1),
-            Left::Panel { at } => (at, 1, Self::ROWS),
+            Left::Panel { at } => (at, 1, ROWS),
         };
-        let mut tile = [[0.0_f32; Self::COLUMNS]; Self::ROWS];
+        let mut tile = [[0.0_f32; COLUMNS]; ROWS];
         for p in 0..depth {
             // SAFETY: a row of b, which is dense.
-            let b = unsafe { *b.add(p * Self::COLUMNS).cast::<[f32; Self::COLUMNS]>() };
+            let b = unsafe { *b.add(p * COLUMNS).cast::<[f32; COLUMNS]>() };
             for (i, row) in tile.iter_mut().enumerate() {
                 // SAFETY: an element of a.
                 let one = unsafe { *at.add(i * rows_by + p * columns_by) };
@@ -73,7 +76,7 @@ impl MicroKernel for Portable {
         }
         for (i, row) in tile.iter().enumerate() {
             // SAFETY: a row of c.
-            let to = unsafe { &mut *c.at.add(i * c.by).cast::<[f32; Self::COLUMNS]>() };
+            let to = unsafe { &mut *c.at.add(i * c.by).cast::<[f32; COLUMNS]>() };
             if c.add { to.iter_mut().zip(row).for_each(|(c, sum)| *c += sum) } else { *to = *row }
         }
     }

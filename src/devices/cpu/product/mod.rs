@@ -1,8 +1,8 @@
 //! Matrix products of floats: c = start + a b.
 //!
-//! The bits of c follow from the shape and the instruction set alone. A sum runs over the depth in
-//! order, in cuts of [`CUT`] terms: a micro-kernel sums a cut in registers, then the cut is added
-//! to c. (Fewer than [`FEW`] rows have a loop of their own.) Threads, tiles and addresses change
+//! The bits of an element follow from the depth and the instruction set alone. Its sum runs over
+//! the depth in order, in cuts of at most [`CUT`] terms: a micro-kernel sums a cut in registers,
+//! then the cut is added to c. The other rows and columns, threads, tiles and addresses change
 //! nothing.
 //!
 //! The loops are those of Goto and van de Geijn (2008). A task owns some rows and at most [`WIDE`]
@@ -27,9 +27,6 @@ const CUTS: usize = 2;
 
 /// Columns of c in one task, at most.
 const WIDE: usize = 512;
-
-/// Rows from which on it pays to pack b.
-const FEW: usize = 4;
 
 /// Rows of a that pass by a sliver, at most.
 const GROUP: usize = 72;
@@ -105,14 +102,12 @@ impl Product<'_> {
         }
         let (high, wide) = self.task_size(rayon::current_num_threads());
         let across = columns.div_ceil(wide);
-        // Of the whole product: how tasks cut the rows must not change bits.
-        let few = rows < FEW;
         let c = Scattered::new(c);
         (0..across * rows.div_ceil(high)).into_par_iter().with_max_len(1).for_each(|task| {
             let (row, column) = (task / across * high, task % across * wide);
             let part = self.part(row, column, high.min(rows - row), wide.min(columns - column));
             // SAFETY: inside c, whose length was checked; no other task has these elements.
-            unsafe { task::run(level, part, few, c.base().add(row * columns + column), columns) };
+            unsafe { task::run(level, part, c.base().add(row * columns + column), columns) };
         });
     }
 
@@ -156,7 +151,7 @@ impl Product<'_> {
     pub(super) unsafe fn on_pointer(self, level: Level, c: *mut f32, width: usize) {
         assert!(self.columns <= WIDE, "{} columns", self.columns);
         // SAFETY: the caller's promise.
-        unsafe { task::run(level, self, self.rows < FEW, c, width) };
+        unsafe { task::run(level, self, c, width) };
     }
 }
 

@@ -3,7 +3,8 @@
 use std::cell::RefCell;
 use std::slice::from_raw_parts_mut;
 
-use super::super::math::dot;
+#[cfg(test)]
+use super::micro_kernel::Arrays;
 #[cfg(target_arch = "x86_64")]
 use super::micro_kernel::{Avx2, Avx512};
 use super::micro_kernel::{LARGEST, Left, MicroKernel, Portable, Target};
@@ -23,12 +24,11 @@ thread_local! {
     });
 }
 
-/// Computes a product of at most [`WIDE`] columns. Rows of c are `width` apart. `few`: without
-/// packing.
+/// Computes a product of at most [`WIDE`] columns. Rows of c are `width` apart.
 ///
 /// # Safety
 /// From `c` on, the product's rows and columns are this call's alone.
-pub(super) unsafe fn run(level: Level, product: Product<'_>, few: bool, c: *mut f32, width: usize) {
+pub(super) unsafe fn run(level: Level, product: Product<'_>, c: *mut f32, width: usize) {
     product.a.check(product.rows, product.depth);
     product.b.check(product.depth, product.columns);
     let task = Task { product, c, width };
@@ -39,7 +39,6 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, few: bool, c: *mut 
             // instructions there are.
             || unsafe {
                 match level {
-                    _ if few && product.a.columns_by == 1 => task.few_rows(),
                     Level::Portable => task.run::<Portable>(packed),
                     #[cfg(target_arch = "x86_64")]
                     Level::Avx2(_) => task.run::<Avx2>(packed),
@@ -49,6 +48,21 @@ pub(super) unsafe fn run(level: Level, product: Product<'_>, few: bool, c: *mut 
             },
         );
     });
+}
+
+/// As [`run`], by portable code with another tile.
+///
+/// # Safety
+/// As for [`run`].
+#[cfg(test)]
+pub(super) unsafe fn run_in_tiles<const ROWS: usize, const COLUMNS: usize>(
+    product: Product<'_>,
+    c: *mut f32,
+    width: usize,
+) {
+    let task = Task { product, c, width };
+    // SAFETY: the caller's promise.
+    PACKED.with_borrow_mut(|packed| unsafe { task.run::<Arrays<ROWS, COLUMNS>>(packed) });
 }
 
 #[derive(Clone, Copy)]
@@ -99,32 +113,6 @@ impl Task<'_> {
                     let group = Group { top, bottom, from, to, panels };
                     // SAFETY: the caller's promise.
                     unsafe { self.pass::<K>(&group, &slivers) };
-                }
-            }
-        }
-    }
-
-    /// Without packing: each element of b is used a few times only.
-    #[inline(always)]
-    unsafe fn few_rows(self) {
-        let Product { a, b, rows, depth, columns, start } = self.product;
-        for row in 0..rows {
-            let a = &a.data[row * a.rows_by..][..depth];
-            // SAFETY: a row of c, and this task's.
-            let c = unsafe { from_raw_parts_mut(self.c.add(row * self.width), columns) };
-            match start {
-                Start::Zero => c.fill(0.0),
-                Start::C => {}
-                Start::Bias(bias) => c.copy_from_slice(bias),
-            }
-            if b.rows_by == 1 {
-                for (column, c) in c.iter_mut().enumerate() {
-                    *c += dot(a, &b.data[column * b.columns_by..][..depth]);
-                }
-            } else {
-                for (p, a) in a.iter().enumerate() {
-                    let b = &b.data[p * b.rows_by..][..columns];
-                    c.iter_mut().zip(b).for_each(|(c, b)| *c += a * b);
                 }
             }
         }

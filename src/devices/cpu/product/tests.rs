@@ -72,9 +72,34 @@ fn products_are_sums_of_products() {
     }
 }
 
+/// The packing and the edges for the tiles of AVX2 and AVX-512, on a processor that has neither.
 #[test]
-fn threads_change_no_bits() {
-    // With many threads, the last task has fewer rows than it would pay to pack b for.
+fn tiles_change_no_bits() {
+    for [rows, depth, columns] in SIZES {
+        let (a, b) = (noise(rows * depth, 1).narrow, noise(depth * columns, 2).narrow);
+        for turns in [[false, false], [false, true], [true, false], [true, true]] {
+            let (a, b) =
+                (matrix(&a, [rows, depth], turns[0]), matrix(&b, [depth, columns], turns[1]));
+            // The widest that one task takes.
+            let columns = columns.min(WIDE);
+            let product = Product { a, b, rows, depth, columns, start: Start::Zero };
+            let mut plain = vec![f32::NAN; rows * columns];
+            product.run(Level::Portable, &mut plain);
+            let (mut six, mut fourteen) =
+                (vec![f32::NAN; plain.len()], vec![f32::NAN; plain.len()]);
+            // SAFETY: the results are as large as the product.
+            unsafe {
+                task::run_in_tiles::<6, 16>(product, six.as_mut_ptr(), columns);
+                task::run_in_tiles::<14, 32>(product, fourteen.as_mut_ptr(), columns);
+            }
+            assert!(plain == six && plain == fourteen, "{rows} {depth} {columns} {turns:?}");
+        }
+    }
+}
+
+#[test]
+fn threads_and_other_rows_change_no_bits() {
+    // With many threads, the last task has two rows.
     let (rows, depth, columns) = (71 * 72 + 2, 40, 33);
     let (a, b) = (noise(rows * depth, 1).narrow, noise(depth * columns, 2).narrow);
     let (a, b) = (Matrix::rows(&a, depth), Matrix::rows(&b, columns));
@@ -87,4 +112,7 @@ fn threads_change_no_bits() {
     };
     let one = with(1);
     assert!([2, 3, 80].into_iter().all(|threads| with(threads) == one));
+    let mut first = vec![0.0; columns];
+    Product { rows: 1, ..product }.run(Level::best(), &mut first);
+    assert!(first == one[..columns]);
 }
