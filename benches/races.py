@@ -36,20 +36,26 @@ import time
 PROGRAM = pathlib.Path(__file__).parent.parent / "target/release/l2l"
 RATE, DECAY = 1e-4, 0.01
 
-# What a model is (a transformers config and its fields), what it learns, and how a step is cut.
-# "small" is the preset of the same shape, for --against.
+# Fields that races of one family share.
+BERT = dict(
+    vocab_size=30522,
+    max_position_embeddings=512,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+)
+GPT2 = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+
+# A model (a transformers config and its fields), its task, and the sizes of a step. "preset" is the
+# same shape with random weights, in the words of l2l's config: --against needs it.
 RACES = {
     "A": dict(
         config="BertConfig",
         fields=dict(
-            vocab_size=30522,
             hidden_size=1024,
             num_hidden_layers=24,
             num_attention_heads=16,
             intermediate_size=4096,
-            max_position_embeddings=512,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            **BERT,
         ),
         task="masked-lm",
         batch=16,
@@ -61,11 +67,7 @@ RACES = {
         config="GPT2Config",
         fields=dict(
             n_positions=1024,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
+            **GPT2,
         ),
         task="causal-lm",
         batch=8,
@@ -76,14 +78,11 @@ RACES = {
     "C": dict(
         config="BertConfig",
         fields=dict(
-            vocab_size=30522,
             hidden_size=384,
             num_hidden_layers=6,
             num_attention_heads=12,
             intermediate_size=1536,
-            max_position_embeddings=512,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
+            **BERT,
         ),
         task="sequence-classification",
         batch=64,
@@ -119,11 +118,7 @@ RACES = {
             n_embd=512,
             n_layer=12,
             n_head=8,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
+            **GPT2,
         ),
         task="causal-lm",
         batch=32,
@@ -350,6 +345,9 @@ def main():
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    for name in options.races:
+        if options.against and "preset" not in RACES[name]:
+            parser.error(f"--against needs a race with random weights, such as E; {name} has none")
     for name in options.races:
         race = RACES[name]
         if options.folder:
