@@ -211,16 +211,16 @@ class Dropout(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int) for name in ["sequences", "positions", "past", "heads", "kv_heads"]),
+        *((name, ctypes.c_int) for name in ["sequences", "rows", "past", "heads", "kv_heads"]),
         *((name, ctypes.c_int) for name in ["head_size", "causal", "window"]),
         ("scale", ctypes.c_float),
         ("dropout", Dropout),
     ]
 
     @staticmethod
-    def of(sequences, positions, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None):
+    def of(sequences, rows, heads, kv_heads, head_size, past=0, causal=1, window=0, dropout=None):
         scale = 1 / math.sqrt(head_size)
-        sizes = [sequences, positions, past, heads, kv_heads, head_size, causal, window]
+        sizes = [sequences, rows, past, heads, kv_heads, head_size, causal, window]
         return Attention(*sizes, scale, dropout or Dropout.of(0))
 
     @property
@@ -316,7 +316,10 @@ class Device:
         known, passed = {"ceil": math.ceil, "min": min, "max": max}, []
         known["threads"] = lambda channels: min(256, 32 * math.ceil(channels / 128))
         for parameter, argument in zip(declared, arguments):
-            known[parameter.split()[-1]] = argument
+            name = parameter.split()[-1]
+            known[name] = argument
+            if name == "starts":
+                known[name] = argument and argument.bits
             if isinstance(argument, Attention):
                 known |= {name: getattr(argument, name) for name, _ in argument._fields_}
             if "*" in parameter:
@@ -325,6 +328,9 @@ class Device:
                 kinds = {"long long": ctypes.c_longlong, "int": ctypes.c_int, "float": ctypes.c_float}
                 argument = kinds[parameter.rsplit(" ", 1)[0]](argument)
             passed.append(argument)
+        if "longest" in shape:
+            starts = known["starts"]
+            known["longest"] = known["rows"] if starts is None else int(np.diff(starts).max())
         line = shape_of(shape, known)
         grid, block, shared = grid or line[0], block or line[1], line[2] if shared is None else shared
         pointers = [ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in passed]
@@ -469,6 +475,12 @@ def check_clear(device, random, n):
     device.same(floats, np.zeros(n))
 
 
+def make_starts(device, random, sequences, positions):
+    """Where sequences begin, and the last ends; or None: all have as many rows."""
+    starts = np.arange(sequences + 1) * positions
+    return device.integers(starts) if random.integers(2) else None
+
+
 def check_drop(device, random, sequences, positions, channels, probability, has_a, in_place=False):
     rows = sequences * positions
     x = device.elements(noise(random, rows, channels), changes=in_place)
@@ -477,7 +489,8 @@ def check_drop(device, random, sequences, positions, channels, probability, has_
     dropout, row = Dropout.of(probability), np.arange(rows)[:, None]
     factors = dropout.factors(row // positions, row % positions, np.arange(channels)[None])
     expected = x.wide * factors + (a.wide if has_a else 0)
-    device.launch("drop", y, x, a, rows, positions, channels, dropout)
+    starts = make_starts(device, random, sequences, positions)
+    device.launch("drop", y, x, a, starts, sequences, rows, channels, dropout)
     device.expect(y, expected, 1e-6)
 
 
@@ -491,7 +504,7 @@ def check_identity(device, random):
     before, is_number = x.bits.copy(), ~np.isnan(x.wide)
     x.before = x.all.copy()
     y = device.out(64, 1024)
-    device.launch("drop", y, x, None, 64, 64, 1024, Dropout.of(0))
+    device.launch("drop", y, x, None, None, 1, 64, 1024, Dropout.of(0))
     y.bits[~is_number] = 0
     device.same(y, np.where(is_number, before, np.array(0, kind)))
 
@@ -624,6 +637,7 @@ def make_places(device, random, sequences, positions, past, has_documents, has_p
         pasts = random.integers(0, 7, sequences)
         return None, device.integers(pasts), pasts[:, None] + np.arange(positions)
     if has_documents:
+        assert past == 0 or sequences == 1, "documents of a chunk begin with those before it"
         documents, places = make_documents(random, sequences, past + positions)
         return device.integers(documents, np.uint32), None, places[:, past:]
     return None, None, np.broadcast_to(past + np.arange(positions), (sequences, positions))
@@ -631,7 +645,8 @@ def make_places(device, random, sequences, positions, past, has_documents, has_p
 
 def check_rotate(device, random, sequences, positions, heads, kv_heads, head_size, **places):
     past = places.get("past", 0)
-    size = Attention.of(sequences, positions, heads, kv_heads, head_size, past=past)
+    size = Attention.of(sequences, sequences * positions, heads, kv_heads, head_size, past=past)
+    starts = make_starts(device, random, sequences, positions)
     documents, pasts, place = make_places(
         device, random, sequences, positions, past, places.get("has_documents"), places.get("has_pasts")
     )
@@ -647,7 +662,7 @@ def check_rotate(device, random, sequences, positions, heads, kv_heads, head_siz
         expected = np.concatenate([a * cosine - b * sine, b * cosine + a * sine], 3)
         expected[:, :, heads + kv_heads :] = qkv.wide[:, :, heads + kv_heads :]
         of = Frequencies((ctypes.c_float * 128)(*frequencies))
-        device.launch("rotate", qkv, of, documents, pasts, size, back)
+        device.launch("rotate", qkv, of, starts, documents, pasts, size, back)
         device.expect(qkv, expected, 1e-6)
 
 
@@ -656,11 +671,12 @@ def check_positions(device, random, sequences, positions, channels, **places):
     documents, pasts, place = make_places(
         device, random, sequences, positions, past, places.get("has_documents"), places.get("has_pasts")
     )
-    table = past + positions + 9
+    table, starts = past + positions + 9, make_starts(device, random, sequences, positions)
     x = device.elements(noise(random, sequences, positions, channels))
     w = device.elements(noise(random, table, channels))
     y = device.out(sequences, positions, channels)
-    device.launch("add_positions", y, x, w, documents, pasts, past, sequences, positions, channels)
+    sizes = [past, sequences, sequences * positions, channels]
+    device.launch("add_positions", y, x, w, starts, documents, pasts, *sizes)
     device.expect(y, x.wide + w.wide[place], 1e-6)
     if pasts is not None:
         return
@@ -670,8 +686,7 @@ def check_positions(device, random, sequences, positions, channels, **places):
             dw = device.floats(noise(random, table, channels), changes=True)
         expected = dw.wide if accumulate else np.zeros((table, channels))
         np.add.at(expected, place, x.wide)
-        sizes = [past, sequences, positions, channels, table, accumulate]
-        device.launch("add_positions_backward", dw, x, documents, *sizes)
+        device.launch("add_positions_backward", dw, x, starts, documents, *sizes, table, accumulate)
         device.expect(dw, expected, 1e-6)
 
 
@@ -693,9 +708,10 @@ def check_first_rows(device, random, sequences, positions, channels):
     x = device.elements(noise(random, sequences, positions, channels))
     dy = device.elements(noise(random, sequences, channels))
     y, dx = device.out(sequences, channels), device.out(sequences, positions, channels)
-    device.launch("first_rows", y, x, sequences, positions, channels)
+    sizes = [make_starts(device, random, sequences, positions), sequences, sequences * positions, channels]
+    device.launch("first_rows", y, x, *sizes)
     device.same(y, x.bits[:, 0])
-    device.launch("first_rows_backward", dx, dy, sequences, positions, channels)
+    device.launch("first_rows_backward", dx, dy, *sizes)
     expected = np.zeros_like(dx.bits)
     expected[:, 0] = dy.bits
     device.same(dx, expected)
@@ -722,7 +738,8 @@ def check_classes(device, random, sequences, positions, labels, is_value, scale=
 
     known = (label >= 0) | bool(is_value)
     expected[known, 0, 0], expected[known, 0, 1] = losses(scores.wide)[known], 1
-    sizes = [sequences, positions, labels, is_value]
+    starts = make_starts(device, random, sequences, positions)
+    sizes = [starts, sequences, sequences * positions, labels, is_value]
     device.launch("class_loss", out, scores, *sizes)
     assert out.bits[:, 0, 3].tobytes() == label.tobytes(), "labels changed"
     out.bits[:, 0, 3], expected[:, 0, 3] = 0, 0  # some labels are not numbers
@@ -769,7 +786,8 @@ def check_remember(device, random, rows, packed, width):
 
 def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, head_size, window, spare):
     sequences, capacity = len(pasts), max(pasts) + spare
-    size = Attention.of(sequences, positions, heads, kv_heads, head_size, window=window)
+    size = Attention.of(sequences, sequences * positions, heads, kv_heads, head_size, window=window)
+    starts = make_starts(device, random, sequences, positions)
     qkv = device.elements(2 * noise(random, sequences, positions, heads + 2 * kv_heads, head_size))
     past = device.elements(2 * noise(random, sequences, max(capacity, 1), 2, kv_heads, head_size))
     expected = np.zeros((sequences, positions, heads, head_size))
@@ -783,7 +801,7 @@ def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, h
             p = np.exp(scores - scores.max())
             expected[sequence, at, head] = p @ v / p.sum()
     y = device.out(*expected.shape)
-    arguments = [y, qkv, past, device.integers(pasts), max(capacity, 1), size]
+    arguments = [y, qkv, past, starts, device.integers(pasts), max(capacity, 1), size]
     device.launch("attention_to_past", *arguments)
     device.expect(y, expected, 2e-6)
 
@@ -805,8 +823,9 @@ def checks():
     folds = [dict(count=c, length=l) for c, l in itertools.product((1, 7, 40), (1, 255, 257))]
     classes = [dict(labels=l, is_value=v) for l, v in ((1, 0), (2, 0), (31, 0), (77, 0), (1, 1))]
     places = [{}, dict(past=64), dict(has_pasts=True)]
-    places += [dict(has_documents=True), dict(has_documents=True, past=6)]
+    places += [dict(has_documents=True)]
     places = [dict(sequences=b, positions=t, **p) for b, t in ((1, 1), (3, 5), (2, 17)) for p in places]
+    places += [dict(sequences=1, positions=t, has_documents=True, past=6) for t in (1, 17)]
     pasts = [([0], 1, 0), ([0, 5, 31], 3, 2), ([300, 0, 64, 257], 2, 1)]
     pasts = [dict(pasts=p, positions=t, spare=s) for p, t, s in pasts]
     remembered = [dict(rows=r, packed=p, width=w) for r, p, w in ((1, 3, 2), (5, 96, 64), (3, 3072, 2048))]

@@ -18,7 +18,7 @@ OFF_EACH = {32: 1e-5, 16: 1e-2, 15: 2e-3}
 
 @dataclasses.dataclass
 class Case:
-    """Sizes of one attention, without a past."""
+    """Sizes of one attention, without a past. Oracles are padded; kernels get the rows of tokens alone."""
 
     sequences: int
     positions: int
@@ -29,15 +29,26 @@ class Case:
     window: int = 0
     probability: float = 0.0
     every: tuple = ()  # lengths of documents, again and again
-    padding: int = 3  # that each sequence has more of than the one before
+    shorter: int = 3  # positions that each sequence has less than the one before
     stretch: int = 0  # positions of a stretch; 0: all at once alone
     spread: float = 1.0  # of queries and keys: how far scores are apart
 
     def lengths(self):
-        return [self.positions - b * self.padding % self.positions for b in range(self.sequences)]
+        return [self.positions - b * self.shorter % self.positions for b in range(self.sequences)]
+
+    def starts(self):
+        return np.cumsum([0, *self.lengths()])
+
+    def rows_of(self, x):
+        """(R, …) of (B, T, …): without padding."""
+        return np.concatenate([x[b, :length] for b, length in enumerate(self.lengths())])
+
+    def statistics_of(self, x):
+        """(R H) of (B, H, T): sequence by sequence, and there head by head."""
+        return np.concatenate([x[b, :, :length].ravel() for b, length in enumerate(self.lengths())])
 
     def documents(self):
-        """From and to of each position's document, (B, T, 2), or None. Padding is a part of the last."""
+        """From and to of each position's document, (B, T, 2), or None."""
         if not self.every:
             return None
         documents = np.zeros((self.sequences, self.positions, 2), np.uint32)
@@ -72,8 +83,8 @@ class Case:
         sequence, head, query, key = np.indices(shape, sparse=True)
         return np.broadcast_to(self.dropout(device).factors(sequence, head << 20 | query, key), shape)
 
-    def size(self, device, sequences, positions, past=0, dropout=None):
-        sizes = sequences, positions, self.heads, self.kv_heads, self.head_size
+    def size(self, device, sequences, rows, past=0, dropout=None):
+        sizes = sequences, rows, self.heads, self.kv_heads, self.head_size
         return device.Attention.of(*sizes, past, int(self.causal), self.window, dropout or self.dropout(device))
 
 
@@ -108,12 +119,6 @@ def expect(device, buffer, expected, tolerance=None):
     assert off <= OFF_TOTAL[device.element], f"{device.kernel}: {off:.1e} off"
 
 
-def expect_lse(device, lse, expected):
-    assert (np.isposinf(lse.bits) == np.isposinf(expected)).all(), "those who see nothing"
-    found, expected = device.floats(np.nan_to_num(lse.bits, posinf=0)), np.nan_to_num(expected, posinf=0)
-    device.expect(found, expected, 1e-5)
-
-
 def rows(*heads):
     """Heads of all positions side by side: (B, T, heads D), from (B, heads, T, D)."""
     joined = np.concatenate(heads, 1).swapaxes(1, 2)
@@ -133,36 +138,41 @@ def check_attention(device, random, plain, **sizes):
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size
     forward, backward_keys, backward_queries = names(device, case, plain)
-    size = case.size(device, b, t)
+    r = int(case.starts()[-1])
+    size = case.size(device, b, r)
     spread = np.full(size.packed, case.spread)
     spread[width + case.kv_heads * case.head_size :] = 1
-    qkv = device.elements(spread * random.uniform(-1, 1, (b, t, size.packed)))
-    dy = device.elements(random.uniform(-1, 1, (b, t, width)))
+    padded_qkv = device.elements(spread * random.uniform(-1, 1, (b, t, size.packed))).wide
+    is_token = np.arange(t)[None, :, None] < np.array(case.lengths())[:, None, None]
+    padded_dy = is_token * device.elements(random.uniform(-1, 1, (b, t, width))).wide
+    qkv, dy = device.elements(case.rows_of(padded_qkv)), device.elements(case.rows_of(padded_dy))
     documents = case.documents()
-    of_keys = [device.integers(case.lengths()), None]
+    of_keys = [device.integers(case.starts()), None]
     if documents is not None:
-        of_keys[1] = device.integers(documents, np.uint32)
-    expected_y, expected_lse, dq, dk, dv = oracle(case, case.factors(device), qkv.wide, dy.wide)
+        of_keys[1] = device.integers(case.rows_of(documents), np.uint32)
+    expected_y, expected_lse, dq, dk, dv = oracle(case, case.factors(device), padded_qkv, padded_dy)
 
-    y, lse = device.out(b, t, width), device.floats_out(b, case.heads, t)
+    y, lse = device.out(r, width), device.floats_out(r * case.heads)
     device.launch(forward, y, lse, qkv, None, *of_keys, size)
-    expect(device, y, rows(expected_y))
-    expect_lse(device, lse, expected_lse)
+    expect(device, y, case.rows_of(rows(expected_y)))
+    device.expect(lse, case.statistics_of(expected_lse), 1e-5)
 
-    delta, dqkv = device.floats_out(b, case.heads, t), device.out(b, t, size.packed)
-    device.launch("attention_delta", delta, y, dy, size)
-    products = (y.wide * dy.wide).reshape(b, t, case.heads, -1).sum(3).swapaxes(1, 2)
-    device.expect(delta, products, 1e-6)
+    delta, dqkv = device.floats_out(r * case.heads), device.out(r, size.packed)
+    device.launch("attention_delta", delta, y, dy, of_keys[0], size)
+    products = (y.wide * dy.wide).reshape(r, case.heads, -1).sum(2)
+    of_each = [products[start:end].T.ravel() for start, end in itertools.pairwise(case.starts())]
+    device.expect(delta, np.concatenate(of_each), 1e-6)
     inputs = [dy, lse, delta, qkv, None, *of_keys, size]
     device.launch(backward_keys, dqkv, None, *inputs, 0)
-    assert np.isnan(dqkv.wide[:, :, :width]).all(), "gradients of queries are not for this pass"
-    dkv = device.elements(dqkv.wide[:, :, width:])
-    expect(device, dkv, rows(dk, dv))
+    assert np.isnan(dqkv.wide[:, :width]).all(), "gradients of queries are not for this pass"
+    dkv = device.elements(dqkv.wide[:, width:])
+    expect(device, dkv, case.rows_of(rows(dk, dv)))
     device.launch(backward_queries, dqkv, *inputs)
-    expect(device, device.elements(dqkv.wide[:, :, :width]), rows(dq))
-    device.same(device.elements(dqkv.wide[:, :, width:]), dkv.bits)
+    expect(device, device.elements(dqkv.wide[:, :width]), case.rows_of(rows(dq)))
+    device.same(device.elements(dqkv.wide[:, width:]), dkv.bits)
     if case.stretch:
-        check_stretches(device, case, plain, [qkv, dy, documents], [y, lse], rows(dq), rows(dk, dv))
+        inputs = [padded_qkv, padded_dy, documents]
+        check_stretches(device, case, plain, inputs, [y, lse], rows(dq), rows(dk, dv))
 
 
 def check_stretches(device, case, plain, inputs, outputs, expected_dq, expected_dkv):
@@ -170,31 +180,34 @@ def check_stretches(device, case, plain, inputs, outputs, expected_dq, expected_
     (qkv, dy, documents), width = inputs, case.heads * case.head_size
     forward, backward_keys, backward_queries = names(device, case, plain)
     for sequence, length in enumerate(case.lengths()):
+        first = case.starts()[sequence]
+        all_lse = outputs[1].bits[first * case.heads :][: length * case.heads].reshape(case.heads, length)
         # Gradients of keys and values, to which each stretch adds.
-        so_far = np.full(expected_dkv.shape[1:], np.nan, np.float32)
-        for start in reversed(range(0, case.positions, case.stretch)):
-            end = min(start + case.stretch, case.positions)
+        so_far = np.full((length, expected_dkv.shape[2]), np.nan, np.float32)
+        for start in reversed(range(0, length, case.stretch)):
+            end = min(start + case.stretch, length)
             dropout = case.dropout(device, sequence, start)
             size = case.size(device, 1, end - start, start, dropout)
-            few, few_dy = [device.elements(x.wide[sequence, start:end]) for x in (qkv, dy)]
-            kv = device.elements(qkv.wide[sequence, :end, width:])
-            of_keys = [device.integers([length]), None]
+            few, few_dy = [device.elements(x[sequence, start:end]) for x in (qkv, dy)]
+            kv = device.elements(qkv[sequence, :end, width:])
+            of_keys = [None, None]
             if documents is not None:
                 of_keys[1] = device.integers(documents[sequence, :end], np.uint32)
             y, dq = device.out(end - start, width), device.out(end - start, size.packed)
             lse, delta = (device.floats_out(case.heads, end - start) for _ in range(2))
             device.launch(forward, y, lse, few, kv, *of_keys, size)
-            device.same(y, outputs[0].bits[sequence, start:end])
-            device.same(lse, outputs[1].bits[sequence, :, start:end])
-            device.launch("attention_delta", delta, y, few_dy, size)
+            device.same(y, outputs[0].bits[first + start : first + end])
+            device.same(lse, all_lse[:, start:end])
+            device.launch("attention_delta", delta, y, few_dy, None, size)
             dkv = device.floats(so_far[:end], changes=True)
             inputs = [few_dy, lse, delta, few, kv, *of_keys, size]
-            device.launch(backward_keys, None, dkv, *inputs, int(end < case.positions))
+            device.launch(backward_keys, None, dkv, *inputs, int(end < length))
             so_far[:end] = dkv.bits
             device.launch(backward_queries, dq, *inputs)
             assert np.isnan(dq.wide[:, width:]).all(), "keys and values are apart"
             expect(device, device.elements(dq.wide[:, :width]), expected_dq[sequence, start:end])
-        expect(device, device.floats(so_far), expected_dkv[sequence], OFF_EACH[device.element])
+        expected = expected_dkv[sequence, :length]
+        expect(device, device.floats(so_far), expected, OFF_EACH[device.element])
 
 
 def check_scores(device, random, count, vocabulary, tile, has_bias, scale=0.37):
@@ -251,7 +264,7 @@ def checks():
         case(3, 5, 4, 2, 5, window=3, probability=0.2, stretch=2),
         case(2, 5, 3, 1, 1, causal=False),
         case(2, 67, 2, 1, 13, window=3, probability=0.2, stretch=64),
-        case(2, 67, 2, 1, 13, causal=False, window=1, padding=20),  # padding that sees nothing
+        case(2, 67, 2, 1, 13, causal=False, window=1, shorter=20),
         case(2, 67, 4, 2, 32, causal=False, spread=6.0),
         case(2, 130, 2, 2, 64, window=1, stretch=64),
         case(2, 130, 3, 1, 64, probability=0.1, stretch=64, spread=4.0),
@@ -260,10 +273,10 @@ def checks():
         case(2, 150, 1, 1, 48, window=20, every=(70, 30), stretch=64),
         case(1, 200, 4, 2, 128, window=65, every=documents, stretch=128, spread=3.0),
         case(1, 200, 1, 1, 128, causal=False, probability=0.2, every=documents),
-        case(2, 200, 1, 1, 64, causal=False, every=documents, padding=77),
-        case(2, 200, 3, 1, 16, causal=False, window=3, probability=0.1, padding=77),
-        case(2, 200, 1, 1, 5, causal=False, window=65, padding=30),
-        case(2, 300, 1, 1, 64, padding=200, stretch=64),  # whole tiles of padding
+        case(2, 200, 1, 1, 64, causal=False, every=documents, shorter=77),
+        case(2, 200, 3, 1, 16, causal=False, window=3, probability=0.1, shorter=77),
+        case(2, 200, 1, 1, 5, causal=False, window=65, shorter=30),
+        case(2, 300, 1, 1, 64, shorter=200, stretch=64),  # whole tiles less
         case(1, 67, 1, 1, 130, causal=False, spread=3.0),
     ]
     scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]

@@ -23,17 +23,12 @@ pub(crate) struct StashLayout {
 }
 
 impl StashLayout {
-    /// The first float and the number of floats of one micro-batch of a boundary.
+    /// The first float of one micro-batch of a boundary, and the number of floats that it has room
+    /// for.
     pub(crate) fn place(&self, id: BoundaryId, m: MicroBatch) -> (usize, usize) {
         let (at, floats) = self.places[id.0 as usize];
         let (from, to) = (self.before[m as usize], self.before[m as usize + 1]);
         (at + from * floats, (to - from) * floats)
-    }
-
-    /// The first float and the number of floats of all micro-batches of a boundary.
-    pub(crate) fn whole(&self, id: BoundaryId) -> (usize, usize) {
-        let (at, floats) = self.places[id.0 as usize];
-        (at, self.before.last().expect("it begins with 0") * floats)
     }
 }
 

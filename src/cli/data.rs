@@ -107,7 +107,7 @@ fn show(part: &str, data: &Dataset, overview: &Overview) {
     let of = if data.len().is_none() { " shown of endless data" } else { "" };
     print(format_args!("  {sequences} sequences{of}, {tokens} tokens, the longest {longest}"));
     print(format_args!(
-        "  {labelled} are learnt; {:.1} % of a batch is padding",
+        "  {labelled} are learnt; padded batches would be {:.1} % padding (nothing is padded)",
         100.0 * padding_share
     ));
     let most = lengths.iter().map(|(_, count)| *count).max().unwrap_or(1).max(1);

@@ -39,7 +39,7 @@ struct Arguments {
 enum Command {
     /// Train a model; without a config, a small GPT on this project's own text.
     Train(TrainArguments),
-    /// Show the sequences that the model will see, their lengths and the share of padding.
+    /// Show the sequences that the model will see, and how long they are.
     Data(DataArguments),
     /// Evaluate a run's model, or the one that the config loads, on the validation set.
     Eval(EvalArguments),

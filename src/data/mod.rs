@@ -31,23 +31,20 @@ use crate::models::{Head, Model};
 /// The built-in corpus: the project's own source and documentation, concatenated.
 pub const CORPUS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/corpus.txt"));
 
-/// The sequences of one step, padded to the longest. In the shapes, S is the number of sequences
-/// and T the length of the longest.
+/// The sequences of one step, one behind the other, without padding. In the shapes, S is the number
+/// of sequences and R that of all their tokens.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Token ids. (S, T).
+    /// Token ids. (R).
     pub(crate) tokens: Vec<u32>,
-    /// Token types (`token_type_ids`). (S, T).
+    /// Token types (`token_type_ids`). (R).
     pub(crate) kinds: Vec<u8>,
-    /// The label that each position is scored by. A negative one is not scored. (S, T).
+    /// The label that each position is scored by. A negative one is not scored. (R).
     pub(crate) targets: Vec<i32>,
-    /// The number of tokens of each sequence, without padding. (S).
-    pub(crate) lengths: Vec<usize>,
-    /// The document that each position belongs to. (S, T). Empty when each sequence is one
-    /// document.
+    /// Where each sequence begins among the tokens, and where the last one ends. (S + 1).
+    pub(crate) starts: Vec<usize>,
+    /// The document that each position belongs to. (R). Empty when each sequence is one document.
     pub(crate) documents: Vec<Document>,
-    /// T.
-    pub(crate) positions: usize,
     /// How many positions of the batch have a label.
     pub(crate) labelled: usize,
 }
@@ -164,22 +161,20 @@ impl Batch {
     /// # Panics
     /// As [`new`](Batch::new).
     pub fn of<S: Borrow<Sequence>>(sequences: &[S], predicts: Predicts) -> Batch {
-        let lengths: Vec<usize> = sequences.iter().map(|one| one.borrow().tokens.len()).collect();
-        let positions = lengths.iter().copied().max().unwrap_or(0);
-        let mut tokens = vec![0; sequences.len() * positions];
-        let mut targets = vec![-100; sequences.len() * positions];
-        let mut kinds = vec![0; sequences.len() * positions];
-        let mut documents = Vec::new();
+        let (mut tokens, mut targets, mut kinds) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut starts, mut documents) = (vec![0], Vec::new());
         let has_documents = sequences.iter().any(|one| !one.borrow().documents.is_empty());
-        for (row, sequence) in sequences.iter().map(Borrow::borrow).enumerate() {
+        for sequence in sequences.iter().map(Borrow::borrow) {
             let (length, labels) = (sequence.tokens.len(), sequence.labels.len());
             assert!(length > 0 && length == labels, "{length} tokens, {labels} labels");
-            let at = row * positions;
-            tokens[at..at + length].copy_from_slice(&sequence.tokens);
             assert!(sequence.kinds.is_empty() || sequence.kinds.len() == length, "kinds");
-            kinds[at..at + sequence.kinds.len()].copy_from_slice(&sequence.kinds);
-            let labels = &sequence.labels[predicts.label_offset()..];
-            targets[at..at + labels.len()].copy_from_slice(labels);
+            let at = tokens.len();
+            tokens.extend(&sequence.tokens);
+            kinds.extend(&sequence.kinds);
+            kinds.resize(at + length, 0);
+            targets.extend(&sequence.labels[predicts.label_offset()..]);
+            targets.resize(at + length, -100);
+            starts.push(at + length);
             if !has_documents {
                 continue;
             }
@@ -190,9 +185,8 @@ impl Batch {
                 ranges.push(all);
             }
             for document in &ranges {
-                // Padding belongs to the last document.
-                let end = if document.to == all.to { positions } else { document.to as usize };
-                documents.extend(std::iter::repeat_n(*document, end - document.from as usize));
+                let tokens = (document.to - document.from) as usize;
+                documents.extend(std::iter::repeat_n(*document, tokens));
                 // The last token of a document does not predict the first of the next one.
                 if predicts.label_offset() == 1 && document.to < all.to {
                     targets[at + document.to as usize - 1] = -100;
@@ -203,7 +197,7 @@ impl Batch {
             Predicts::Value => sequences.len(),
             _ => targets.iter().filter(|&&target| target >= 0).count(),
         };
-        Batch { tokens, kinds, targets, lengths, documents, positions, labelled }
+        Batch { tokens, kinds, targets, starts, documents, labelled }
     }
 
     /// A batch for generation: only the last position of each sequence is scored, so the head
@@ -212,24 +206,25 @@ impl Batch {
         let plain = |tokens: &S| Sequence::plain(tokens.as_ref().to_vec());
         let mut batch = Batch::of(&sequences.iter().map(plain).collect::<Vec<_>>(), Predicts::Own);
         batch.targets.fill(-100);
-        for (row, length) in batch.lengths.iter().enumerate() {
-            batch.targets[row * batch.positions + length - 1] = 0;
+        for end in &batch.starts[1..] {
+            batch.targets[end - 1] = 0;
         }
         batch.labelled = sequences.len();
         batch
     }
 
-    /// The number of tokens of each document of the batch, without padding.
+    /// The number of tokens of each document of the batch.
     pub(crate) fn document_lengths(&self) -> Vec<usize> {
         if self.documents.is_empty() {
-            return self.lengths.clone();
+            return self.lengths().collect();
         }
-        let begins = self
-            .documents
-            .iter()
-            .enumerate()
-            .filter(|(row, document)| row % self.positions == document.from as usize);
-        begins.map(|(_, document)| (document.to - document.from) as usize).collect()
+        let mut lengths = Vec::new();
+        let mut row = 0;
+        while let Some(document) = self.documents.get(row) {
+            lengths.push((document.to - document.from) as usize);
+            row += lengths[lengths.len() - 1];
+        }
+        lengths
     }
 
     /// Checks the batch against the model and the plan, which was made for `sequences` sequences of
@@ -245,16 +240,16 @@ impl Batch {
         sequences: usize,
     ) -> Result<(), Error> {
         let vocabulary = model.shape.vocabulary;
-        let has = self.lengths.len();
-        if has == 0 || has > sequences || self.lengths.contains(&0) {
+        let has = self.sequences();
+        if has == 0 || has > sequences || self.lengths().any(|length| length == 0) {
             return Err(Error::bad_batch(format_args!(
                 "a batch of {has} sequences: it must have 1 to {sequences} (step.batch), none empty"
             )));
         }
-        if self.positions > longest {
+        if self.longest() > longest {
             return Err(Error::bad_batch(format_args!(
                 "a sequence of {} tokens: the plan was made for at most {longest}",
-                self.positions
+                self.longest()
             )));
         }
         let known = |token: u32| (token as usize) < vocabulary;
@@ -281,7 +276,22 @@ impl Batch {
 
     /// The number of sequences.
     pub fn sequences(&self) -> usize {
-        self.lengths.len()
+        self.starts.len() - 1
+    }
+
+    /// The number of tokens of a sequence.
+    pub(crate) fn length(&self, sequence: usize) -> usize {
+        self.starts[sequence + 1] - self.starts[sequence]
+    }
+
+    /// The number of tokens of each sequence.
+    pub(crate) fn lengths(&self) -> impl Iterator<Item = usize> {
+        self.starts.windows(2).map(|ends| ends[1] - ends[0])
+    }
+
+    /// The number of tokens of the longest sequence.
+    pub(crate) fn longest(&self) -> usize {
+        self.lengths().max().unwrap_or(0)
     }
 
     /// The number of positions that have a label.
@@ -289,16 +299,8 @@ impl Batch {
         self.labelled
     }
 
-    /// The number of input tokens, without padding.
+    /// The number of input tokens.
     pub fn token_count(&self) -> usize {
-        self.lengths.iter().sum()
-    }
-
-    /// The token of each position, in order. `None` is padding.
-    pub(crate) fn known(&self) -> impl Iterator<Item = Option<u32>> {
-        self.tokens.iter().enumerate().map(|(index, &token)| {
-            let is_known = index % self.positions < self.lengths[index / self.positions];
-            is_known.then_some(token)
-        })
+        self.tokens.len()
     }
 }

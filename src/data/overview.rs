@@ -1,11 +1,11 @@
-//! An overview of a dataset: how long its sequences are, and what share of its batches is padding.
+//! An overview of a dataset: how long its sequences are.
 
 use super::batches::order;
 use super::dataset::Dataset;
 use crate::config::Config;
 use crate::error::Error;
 
-/// How long a dataset's sequences are, and what share of its batches is padding.
+/// How long a dataset's sequences are.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Overview {
     /// The number of sequences that were counted: an epoch, or the first million of it.
@@ -18,7 +18,8 @@ pub struct Overview {
     pub longest: usize,
     /// A histogram of lengths: the most tokens of each bin, and the sequences in it.
     pub lengths: Vec<(usize, u64)>,
-    /// The share of all positions that is padding, in batches in the order of training.
+    /// The share that would be padding if all sequences of a batch, in the order of training, were
+    /// padded to the longest. Nothing is: a micro-batch has the rows of its tokens alone.
     pub padding_share: f64,
 }
 

@@ -38,15 +38,10 @@ pub(crate) trait Device: Send + Sync + 'static {
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;
 
     /// Copies to a slot from a packed place of the stash.
-    fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), BoxedError>;
+    fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError>;
 
     /// Copies from a slot to a packed place of the stash.
-    fn download_packed(
-        &self,
-        to: &mut [f32],
-        from: View,
-        sequences: usize,
-    ) -> Result<(), BoxedError>;
+    fn download_packed(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;
 
     /// The floats that a slot holds; waits for the device.
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;

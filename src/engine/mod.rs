@@ -104,8 +104,7 @@ impl Engine {
     ) -> Result<Outcome, Error> {
         self.count_step();
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
-        let shape =
-            StepShape { sequences: batch.lengths.len(), positions: batch.positions, purpose };
+        let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let cached = &mut self.schedules[usize::from(purpose.trains())];
         if cached.as_ref().is_none_or(|cached| cached.shape != shape) {
             let states = self.plan.states;

@@ -61,11 +61,11 @@ impl Evaluation {
 
     /// Counts a batch, and returns its labels.
     fn count(&mut self, batch: &Batch) -> Labels {
-        self.sequences += batch.lengths.len() as u64;
+        self.sequences += batch.sequences() as u64;
         self.tokens += batch.token_count() as u64;
         self.labelled += batch.labelled as u64;
-        let first = batch.targets.iter().step_by(batch.positions);
-        Labels { first: first.copied().collect(), scored: batch.labelled }
+        let first = batch.starts[..batch.sequences()].iter().map(|&row| batch.targets[row]);
+        Labels { first: first.collect(), scored: batch.labelled }
     }
 
     /// Adds a batch's mean loss, and the scores of its sequences.

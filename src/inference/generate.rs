@@ -115,7 +115,7 @@ impl Generator {
             .collect();
         let mut batch = Batch::for_generation(prompts);
         while !writing.is_empty() {
-            let lengths = batch.lengths.clone();
+            let lengths: Vec<usize> = batch.lengths().collect();
             let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
             let past = past.next_multiple_of(STRIDE).min(tokens - 1);
             let places = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.past });

@@ -1,6 +1,6 @@
 //! Scaled dot-product attention over whole micro-batches and over chunks of long sequences.
 
-use super::batch::{BatchView, Rows};
+use super::batch::BatchView;
 use super::check::Check;
 use super::dropout::Dropout;
 use crate::tensor::{Dtype, View};
@@ -24,12 +24,12 @@ pub struct AttentionShape<'a> {
     /// How many positions a query sees at most, its own included.
     pub window: Option<usize>,
     /// Dropout of the probabilities.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<Dropout<'a>>,
 }
 
 impl AttentionShape<'_> {
-    /// B and T.
-    pub fn rows(&self) -> Rows {
+    /// R.
+    pub fn rows(&self) -> usize {
         self.batch.rows()
     }
 
@@ -48,10 +48,9 @@ impl AttentionShape<'_> {
         self.width() + self.kv_width()
     }
 
-    /// Rows of the keys and values of a chunk's sequence up to its last position: B (before + T).
+    /// Rows of the keys and values of a chunk's sequence up to its last position: before + R.
     pub(super) fn kv_rows(&self) -> usize {
-        let Rows { sequences, positions } = self.rows();
-        sequences * (self.batch.same_positions_before() + positions)
+        self.batch.same_positions_before() + self.rows()
     }
 }
 
@@ -60,12 +59,13 @@ impl AttentionShape<'_> {
 pub struct Attention<'a> {
     /// Output. (R, H D).
     pub y: View,
-    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out as (B, H, T).
+    /// Floats: log-sum-exp of the scores. (R, H) numbers, laid out sequence by sequence, and there
+    /// head by head.
     pub lse: View,
     /// Queries, keys and values side by side. (R, (H + 2 K) D).
     pub qkv: View,
     /// For a chunk: keys and values of its sequence up to its last position. The positions before
-    /// it are the same for all sequences, and whole tiles of 64; causal. (B (before + T), 2 K D).
+    /// it are whole tiles of 64; causal. (before + R, 2 K D).
     pub kv: Option<View>,
     /// Sizes.
     pub shape: AttentionShape<'a>,
@@ -74,9 +74,9 @@ pub struct Attention<'a> {
 /// For a chunk: keys and values of its sequence up to its last position, and their gradients.
 #[derive(Clone, Copy, Debug)]
 pub struct ChunkKv {
-    /// Keys and values. (B (before + T), 2 K D).
+    /// Keys and values. (before + R, 2 K D).
     pub kv: View,
-    /// Floats: their gradients. (B (before + T), 2 K D).
+    /// Floats: their gradients. (before + R, 2 K D).
     pub dkv: View,
     /// True when `dkv` holds what later queries contributed already.
     pub accumulate: bool,
@@ -105,7 +105,7 @@ impl Attention<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let Attention { y, lse, qkv, kv, shape } = *self;
-        let (check, rows, dtype) = (Check("attention"), shape.rows().count(), qkv.dtype);
+        let (check, rows, dtype) = (Check("attention"), shape.rows(), qkv.dtype);
         check.view("y", y, [rows, shape.width()], dtype);
         check.view("lse", lse, [rows, shape.heads], Dtype::F32);
         check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
@@ -119,7 +119,7 @@ impl AttentionBackward<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape } = *self;
-        let (check, rows) = (Check("attention_backward"), shape.rows().count());
+        let (check, rows) = (Check("attention_backward"), shape.rows());
         let dtype = qkv.dtype;
         check.view("dqkv", dqkv, [rows, shape.qkv_width()], dtype);
         check.view("dy", dy, [rows, shape.width()], dtype);

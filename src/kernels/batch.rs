@@ -1,27 +1,32 @@
-//! A micro-batch as layers and kernels see it: its sizes, its metadata, and chunks of its
-//! sequences.
+//! A micro-batch as layers and kernels see it: rows of sequences one behind the other, their
+//! metadata, and chunks of them.
 //!
 //! The metadata has one owner. A layer that walks a long sequence chunk by chunk hands on a range
 //! of positions, and each device computes from the range which part of the metadata is meant.
 
 use std::ops::Range;
 
-use super::dropout::{Dropout, DropoutKey};
+use super::dropout::{Dropout, DropoutKey, MaskRows};
 use crate::tensor::View;
 
-/// Sizes of a micro-batch, or of a chunk.
+/// Sizes of the largest micro-batch that something has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
     /// B.
     pub sequences: usize,
-    /// T.
+    /// T: rows of the longest sequence.
     pub positions: usize,
 }
 
 impl Rows {
-    /// R = B · T.
+    /// Its rows, where all sequences are as long as the longest.
     pub fn count(self) -> usize {
         self.sequences * self.positions
+    }
+
+    /// Where the rows of its sequences begin, where all are as long as the longest.
+    pub fn starts(self) -> Vec<usize> {
+        (0..=self.sequences).map(|sequence| sequence * self.positions).collect()
     }
 }
 
@@ -35,15 +40,17 @@ pub struct Document {
 }
 
 /// What the tokens of a micro-batch are.
+///
+/// Legend: B sequences, R rows. A row is a token: the rows of a sequence follow those of the one
+/// before it, without padding.
 #[derive(Clone, Copy, Debug)]
 pub struct BatchMetadata<'a> {
-    /// Sizes.
-    pub rows: Rows,
-    /// Tokens of each sequence; the rest is padding. (B).
-    pub lengths: &'a [usize],
-    /// The kind of each token. (B, T).
+    /// The first row of each sequence, and the row behind the last. They may count from another row
+    /// than the micro-batch's first, as those of a larger batch do. (B + 1).
+    pub starts: &'a [usize],
+    /// The kind of each token. (R).
     pub kinds: &'a [u8],
-    /// The document of each position. Empty: each sequence is one document. (B, T).
+    /// The document of each position. Empty: each sequence is one document. (R).
     pub documents: &'a [Document],
     /// Positions of each sequence that are in the KV cache already. Empty: none. (B).
     pub cached: &'a [usize],
@@ -78,6 +85,27 @@ impl<'a> BatchMetadata<'a> {
     pub fn view(self) -> BatchView<'a> {
         BatchView { metadata: self, chunk: None }
     }
+
+    /// B.
+    pub fn sequences(&self) -> usize {
+        self.starts.len() - 1
+    }
+
+    /// R.
+    pub fn rows(&self) -> usize {
+        self.starts[self.sequences()] - self.starts[0]
+    }
+
+    /// The rows of one sequence.
+    pub fn sequence(&self, index: usize) -> Range<usize> {
+        let [first, from, to] = [0, index, index + 1].map(|at| self.starts[at]);
+        from - first..to - first
+    }
+
+    /// T: rows of the longest sequence.
+    pub fn longest(&self) -> usize {
+        (0..self.sequences()).map(|index| self.sequence(index).len()).max().unwrap_or(0)
+    }
 }
 
 impl<'a> BatchView<'a> {
@@ -96,41 +124,60 @@ impl<'a> BatchView<'a> {
     /// # Panics
     /// It lies outside.
     pub fn chunk_of(&self, chunk: SequenceChunk) -> BatchView<'a> {
-        let Rows { sequences, positions } = self.metadata.rows;
         let SequenceChunk { sequence, from, to } = chunk;
-        let is_inside = sequence < sequences && from <= to && to <= positions;
-        assert!(is_inside, "{chunk:?} of {:?}", self.metadata.rows);
+        let of_sequence = self.metadata.sequence(sequence).len();
+        assert!(from <= to && to <= of_sequence, "{chunk:?} of {of_sequence} rows");
         BatchView { metadata: self.metadata, chunk: Some(chunk) }
     }
 
-    /// All rows at once; or, where sequences may be cut and are longer than [`CHUNK_POSITIONS`],
+    /// All rows at once; or, where sequences may be cut and one is longer than [`CHUNK_POSITIONS`],
     /// chunk by chunk and sequence by sequence.
     pub fn chunks(&self, may_be_cut: bool) -> Vec<BatchView<'a>> {
-        let Rows { sequences, positions } = self.rows();
-        if !may_be_cut || positions <= CHUNK_POSITIONS {
+        if !may_be_cut || self.longest() <= CHUNK_POSITIONS {
             return vec![*self];
         }
         let of_sequence = |sequence: usize| {
+            let positions = self.metadata.sequence(sequence).len();
             (0..positions).step_by(CHUNK_POSITIONS).map(move |from| {
                 let to = positions.min(from + CHUNK_POSITIONS);
                 self.chunk_of(SequenceChunk { sequence, from, to })
             })
         };
-        (0..sequences).flat_map(of_sequence).collect()
+        (0..self.metadata.sequences()).flat_map(of_sequence).collect()
     }
 
-    /// Its sizes.
-    pub fn rows(&self) -> Rows {
+    /// B: how many sequences it has rows of.
+    pub fn sequences(&self) -> usize {
+        self.chunk.map_or(self.metadata.sequences(), |_| 1)
+    }
+
+    /// R.
+    pub fn rows(&self) -> usize {
+        self.chunk.map_or(self.metadata.rows(), |chunk| chunk.to - chunk.from)
+    }
+
+    /// Those of its rows that are of one of its sequences.
+    pub fn sequence(&self, index: usize) -> Range<usize> {
         match self.chunk {
-            Some(SequenceChunk { from, to, .. }) => Rows { sequences: 1, positions: to - from },
-            None => self.metadata.rows,
+            Some(chunk) => 0..chunk.to - chunk.from,
+            None => self.metadata.sequence(index),
         }
+    }
+
+    /// T: rows of its longest sequence.
+    pub fn longest(&self) -> usize {
+        self.chunk.map_or_else(|| self.metadata.longest(), |chunk| chunk.to - chunk.from)
     }
 
     /// Its rows among those of the micro-batch.
     pub fn row_range(&self) -> Range<usize> {
-        let begin = self.first_sequence() * self.metadata.rows.positions + self.first_position();
-        begin..begin + self.rows().count()
+        match self.chunk {
+            Some(SequenceChunk { sequence, from, to }) => {
+                let first = self.metadata.sequence(sequence).start;
+                first + from..first + to
+            }
+            None => 0..self.metadata.rows(),
+        }
     }
 
     /// Its rows of a tensor of the whole micro-batch. (R, any).
@@ -148,12 +195,6 @@ impl<'a> BatchView<'a> {
         self.chunk.map_or(0, |chunk| chunk.from)
     }
 
-    /// Tokens of each of its sequences, all of them.
-    pub fn lengths(&self) -> &'a [usize] {
-        let first = self.first_sequence();
-        &self.metadata.lengths[first..first + self.rows().sequences]
-    }
-
     /// The kind of each of its tokens.
     pub fn kinds(&self) -> &'a [u8] {
         &self.metadata.kinds[self.row_range()]
@@ -162,8 +203,8 @@ impl<'a> BatchView<'a> {
     /// The document of a position of one of its sequences, where sequences have several. The
     /// position is counted from the begin of the sequence.
     pub fn document(&self, sequence: usize, position: usize) -> Option<&'a Document> {
-        let sequence = self.first_sequence() + sequence;
-        self.metadata.documents.get(sequence * self.metadata.rows.positions + position)
+        let first = self.metadata.sequence(self.first_sequence() + sequence).start;
+        self.metadata.documents.get(first + position)
     }
 
     /// Positions of one of its sequences that come before its first row.
@@ -178,22 +219,31 @@ impl<'a> BatchView<'a> {
     /// It differs.
     pub fn same_positions_before(&self) -> usize {
         let before = self.positions_before(0);
-        let is_same = (1..self.rows().sequences).all(|one| self.positions_before(one) == before);
+        let is_same = (1..self.sequences()).all(|one| self.positions_before(one) == before);
         assert!(is_same, "positions before: {:?}", self.metadata.cached);
         before
     }
 
+    /// The sequence of a row, and how many of its rows come before this one.
+    pub fn place(&self, row: usize) -> (usize, usize) {
+        if self.chunk.is_some() {
+            return (0, row);
+        }
+        let starts = self.metadata.starts;
+        let sequence = starts.partition_point(|start| start - starts[0] <= row) - 1;
+        (sequence, row - self.sequence(sequence).start)
+    }
+
     /// The position of a row in its document.
     pub fn position_in_document(&self, row: usize) -> usize {
-        let positions = self.rows().positions;
-        let (sequence, at) = (row / positions, row % positions);
+        let (sequence, at) = self.place(row);
         let position = self.positions_before(sequence) + at;
         let document = self.document(sequence, position);
         position - document.map_or(0, |document| document.from as usize)
     }
 
     /// The dropout of one site of a layer; `None`: nothing is dropped.
-    pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout> {
+    pub fn dropout(&self, probability: f32, layer: u32, site: u32) -> Option<Dropout<'a>> {
         let DropoutKey { seed, step, first_sequence } =
             self.metadata.dropout_key.filter(|_| probability > 0.0)?;
         Some(Dropout {
@@ -203,7 +253,7 @@ impl<'a> BatchView<'a> {
             site: layer * 8 + site,
             first_sequence: first_sequence + self.first_sequence() as u32,
             first_position: self.first_position() as u32,
-            positions: self.rows().positions,
+            rows: MaskRows::Positions(*self),
         })
     }
 }
@@ -213,15 +263,15 @@ mod tests {
     use super::*;
 
     const WHOLE: Document = Document { from: 0, to: 4 };
-    const FIRST: Document = Document { from: 0, to: 3 };
-    const SECOND: Document = Document { from: 3, to: 4 };
+    const FIRST: Document = Document { from: 0, to: 2 };
+    const SECOND: Document = Document { from: 2, to: 3 };
 
     fn metadata() -> BatchMetadata<'static> {
         BatchMetadata {
-            rows: Rows { sequences: 2, positions: 4 },
-            lengths: &[4, 3],
-            kinds: &[0, 1, 0, 1, 1, 1, 0, 0],
-            documents: &[WHOLE, WHOLE, WHOLE, WHOLE, FIRST, FIRST, FIRST, SECOND],
+            // As of a larger batch, which has three rows before.
+            starts: &[3, 7, 10],
+            kinds: &[0, 1, 0, 1, 1, 1, 0],
+            documents: &[WHOLE, WHOLE, WHOLE, WHOLE, FIRST, FIRST, SECOND],
             cached: &[],
             dropout_key: Some(DropoutKey { seed: 1, step: 2, first_sequence: 5 }),
         }
@@ -230,33 +280,36 @@ mod tests {
     #[test]
     fn a_chunk_is_a_range_of_its_micro_batch() {
         let whole = metadata().view();
-        let chunk = whole.chunk_of(SequenceChunk { sequence: 1, from: 2, to: 4 });
-        assert_eq!(chunk.rows(), Rows { sequences: 1, positions: 2 });
-        assert_eq!(chunk.row_range(), 6..8);
-        assert_eq!(chunk.lengths(), [3]);
-        assert_eq!(chunk.kinds(), [0, 0]);
-        assert_eq!(chunk.same_positions_before(), 2);
-        assert_eq!(chunk.document(0, 3), Some(&SECOND));
-        let positions: Vec<usize> = (0..8).map(|row| whole.position_in_document(row)).collect();
-        assert_eq!(positions, [0, 1, 2, 3, 0, 1, 2, 0]);
-        assert_eq!([0, 1].map(|row| chunk.position_in_document(row)), [2, 0]);
+        assert_eq!((whole.sequences(), whole.rows(), whole.longest()), (2, 7, 4));
+        assert_eq!([whole.sequence(0), whole.sequence(1)], [0..4, 4..7]);
+        assert_eq!([0, 3, 4, 6].map(|row| whole.place(row)), [(0, 0), (0, 3), (1, 0), (1, 2)]);
+        let chunk = whole.chunk_of(SequenceChunk { sequence: 1, from: 1, to: 3 });
+        assert_eq!((chunk.sequences(), chunk.rows(), chunk.longest()), (1, 2, 2));
+        assert_eq!((chunk.sequence(0), chunk.row_range()), (0..2, 5..7));
+        assert_eq!(chunk.kinds(), [1, 0]);
+        assert_eq!(chunk.same_positions_before(), 1);
+        assert_eq!(chunk.place(1), (0, 1));
+        assert_eq!(chunk.document(0, 2), Some(&SECOND));
+        let positions: Vec<usize> = (0..7).map(|row| whole.position_in_document(row)).collect();
+        assert_eq!(positions, [0, 1, 2, 3, 0, 1, 0]);
+        assert_eq!([0, 1].map(|row| chunk.position_in_document(row)), [1, 0]);
         let dropout = chunk.dropout(0.5, 3, 1).expect("it drops");
-        let first = (dropout.first_sequence, dropout.first_position, dropout.positions);
-        assert_eq!((first, dropout.site), ((6, 2, 2), 25));
-        assert_eq!(whole.dropout(0.0, 3, 1), None);
+        let first = (dropout.first_sequence, dropout.first_position, dropout.site);
+        assert_eq!((first, dropout.place(1)), ((6, 1, 25), (0, 1)));
+        assert!(whole.dropout(0.0, 3, 1).is_none());
     }
 
     #[test]
     fn long_sequences_are_cut_and_short_ones_are_not() {
-        let rows = Rows { sequences: 2, positions: CHUNK_POSITIONS + 3 };
-        let metadata = BatchMetadata { rows, documents: &[], ..metadata() };
+        let first = CHUNK_POSITIONS;
+        let starts = [0, 2, first + 5];
+        let metadata = BatchMetadata { starts: &starts, documents: &[], ..metadata() };
         assert_eq!(metadata.view().chunks(false).len(), 1);
         let chunks = metadata.view().chunks(true);
         let ranges: Vec<_> = chunks.iter().map(BatchView::row_range).collect();
-        let (first, second) = (CHUNK_POSITIONS, CHUNK_POSITIONS + 3);
-        let expected =
-            [0..first, first..second, second..second + first, second + first..2 * second];
-        assert_eq!(ranges, expected);
+        assert_eq!(ranges, [0..2, 2..2 + first, 2 + first..first + 5]);
+        let short = BatchMetadata { starts: &[0, first, 2 * first], ..metadata };
+        assert_eq!(short.view().chunks(true).len(), 1);
     }
 
     #[test]

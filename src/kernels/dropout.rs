@@ -1,5 +1,6 @@
 //! Dropout, and sums on the residual stream.
 
+use super::batch::BatchView;
 use super::check::Check;
 use crate::tensor::View;
 
@@ -14,9 +15,18 @@ pub struct DropoutKey {
     pub first_sequence: u32,
 }
 
+/// What the rows of a mask are.
+#[derive(Clone, Copy, Debug)]
+pub enum MaskRows<'a> {
+    /// The rows of a micro-batch, or of a chunk: each is a position of a sequence.
+    Positions(BatchView<'a>),
+    /// One row for each sequence: its first position.
+    Sequences,
+}
+
 /// The dropout of one site of a layer: it draws the same mask whenever it is asked.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Dropout {
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout<'a> {
     /// Probability of zero, below 1.
     pub probability: f32,
     /// The run's seed.
@@ -29,24 +39,34 @@ pub struct Dropout {
     pub first_sequence: u32,
     /// The position of the first row in its sequence.
     pub first_position: u32,
-    /// Rows of each sequence: T.
-    pub positions: usize,
+    /// What its rows are.
+    pub rows: MaskRows<'a>,
+}
+
+impl Dropout<'_> {
+    /// The sequence of a row, and its position: both counted from those of the first row.
+    pub fn place(&self, row: usize) -> (usize, usize) {
+        match self.rows {
+            MaskRows::Positions(batch) => batch.place(row),
+            MaskRows::Sequences => (row, 0),
+        }
+    }
 }
 
 /// y = dropout(x). (R, C). `y` may be `x`.
 #[derive(Clone, Copy, Debug)]
-pub struct ApplyDropout {
+pub struct ApplyDropout<'a> {
     /// Output. (R, C).
     pub y: View,
     /// Input. (R, C).
     pub x: View,
     /// The mask; `None`: this is a copy.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<Dropout<'a>>,
 }
 
 /// y = a + dropout(x). (R, C). `y` may be `x`.
 #[derive(Clone, Copy, Debug)]
-pub struct Residual {
+pub struct Residual<'a> {
     /// Output. (R, C).
     pub y: View,
     /// The residual stream. (R, C).
@@ -54,18 +74,17 @@ pub struct Residual {
     /// The output of a branch. (R, C).
     pub x: View,
     /// The mask; `None`: this is a sum.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<Dropout<'a>>,
 }
 
-/// A mask is drawn for whole sequences.
-fn check_mask(check: Check, y: View, dropout: Option<Dropout>) {
-    if let Some(Dropout { positions, .. }) = dropout {
-        let is_whole = positions > 0 && y.rows.is_multiple_of(positions);
-        check.rule(is_whole, "the rows of y are no whole sequences of the dropout");
+/// A mask is drawn for all rows.
+fn check_mask(check: Check, y: View, dropout: Option<Dropout<'_>>) {
+    if let Some(Dropout { rows: MaskRows::Positions(batch), .. }) = dropout {
+        check.rule(batch.rows() == y.rows, "the rows of y are not those of the dropout");
     }
 }
 
-impl ApplyDropout {
+impl ApplyDropout<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let ApplyDropout { y, x, dropout } = *self;
@@ -75,7 +94,7 @@ impl ApplyDropout {
     }
 }
 
-impl Residual {
+impl Residual<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let Residual { y, a, x, dropout } = *self;

@@ -59,7 +59,7 @@ impl AddTokenTypes<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let (check, AddTokenTypes { y, table, batch }) = (Check("add_token_types"), *self);
-        check.view("y", y, [batch.rows().count(), table.columns], table.dtype);
+        check.view("y", y, [batch.rows(), table.columns], table.dtype);
     }
 }
 
@@ -68,7 +68,7 @@ impl AddTokenTypesBackward<'_> {
     pub fn check(&self) {
         let AddTokenTypesBackward { dtable, dy, batch, .. } = *self;
         let check = Check("add_token_types_backward");
-        check.view("dy", dy, [batch.rows().count(), dtable.columns], dy.dtype);
+        check.view("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
         check.view("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
     }
 }
@@ -77,7 +77,7 @@ impl AddPositions<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let (check, AddPositions { y, x, table, batch }) = (Check("add_positions"), *self);
-        check.view("y", y, [batch.rows().count(), table.columns], table.dtype);
+        check.view("y", y, [batch.rows(), table.columns], table.dtype);
         check.view("x", x, [y.rows, y.columns], y.dtype);
     }
 }
@@ -87,7 +87,7 @@ impl AddPositionsBackward<'_> {
     pub fn check(&self) {
         let AddPositionsBackward { dtable, dy, batch, .. } = *self;
         let check = Check("add_positions_backward");
-        check.view("dy", dy, [batch.rows().count(), dtable.columns], dy.dtype);
+        check.view("dy", dy, [batch.rows(), dtable.columns], dy.dtype);
         check.view("dtable", dtable, [dtable.rows, dy.columns], Dtype::F32);
     }
 }

@@ -53,7 +53,7 @@ impl HeadNorm<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let HeadNorm { y, statistics, x, gamma, shape, .. } = *self;
-        let (check, rows, dtype) = (Check("head_norm"), shape.rows().count(), x.dtype);
+        let (check, rows, dtype) = (Check("head_norm"), shape.rows(), x.dtype);
         check.view("y", y, [rows, shape.qkv_width()], dtype);
         check.view("statistics", statistics, [rows, shape.heads + shape.kv_heads], Dtype::F32);
         check.view("x", x, [rows, shape.qkv_width()], dtype);
@@ -66,7 +66,7 @@ impl HeadNormBackward<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, .. } = *self;
-        let (check, rows, dtype) = (Check("head_norm_backward"), shape.rows().count(), x.dtype);
+        let (check, rows, dtype) = (Check("head_norm_backward"), shape.rows(), x.dtype);
         check.view("dx", dx, [rows, shape.qkv_width()], dtype);
         check.view("dgamma.query", dgamma.query, [1, shape.head_size], Dtype::F32);
         check.view("dgamma.key", dgamma.key, [1, shape.head_size], Dtype::F32);

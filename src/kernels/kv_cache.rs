@@ -44,7 +44,7 @@ impl WriteKv<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
         let WriteKv { kv, qkv, shape } = *self;
-        let (check, rows) = (Check("write_kv"), shape.rows().count());
+        let (check, rows) = (Check("write_kv"), shape.rows());
         check.view("kv", kv, [rows, shape.kv_width()], qkv.dtype);
         check.view("qkv", qkv, [rows, shape.qkv_width()], qkv.dtype);
     }
@@ -54,7 +54,7 @@ impl ReadKv<'_> {
     /// Panics unless shapes agree.
     pub fn check(&self) {
         let ReadKv { qkv, kv, shape } = *self;
-        let (check, rows) = (Check("read_kv"), shape.rows().count());
+        let (check, rows) = (Check("read_kv"), shape.rows());
         check.view("qkv", qkv, [rows, shape.qkv_width()], qkv.dtype);
         check.view("kv", kv, [rows, shape.kv_width()], kv.dtype);
     }
@@ -65,12 +65,13 @@ impl CachedAttention<'_> {
     pub fn check(&self) {
         let CachedAttention { y, qkv, cache, shape } = *self;
         let (check, rows, dtype) = (Check("cached_attention"), shape.rows(), qkv.dtype);
-        check.view("y", y, [rows.count(), shape.width()], dtype);
-        check.view("qkv", qkv, [rows.count(), shape.qkv_width()], dtype);
+        check.view("y", y, [rows, shape.width()], dtype);
+        check.view("qkv", qkv, [rows, shape.qkv_width()], dtype);
         check.view("cache", cache, [cache.rows, shape.kv_width()], dtype);
-        let cached = (0..rows.sequences).map(|one| shape.batch.positions_before(one)).max();
-        let is_whole = cache.rows.is_multiple_of(rows.sequences);
-        let has_room = is_whole && cache.rows / rows.sequences >= cached.unwrap_or(0);
+        let sequences = shape.batch.sequences();
+        let cached = (0..sequences).map(|one| shape.batch.positions_before(one)).max();
+        let is_whole = cache.rows.is_multiple_of(sequences);
+        let has_room = is_whole && cache.rows / sequences >= cached.unwrap_or(0);
         check.rule(has_room, "the cache has not the rows of all cached positions");
     }
 }

@@ -1,9 +1,10 @@
 //! What layers ask of a device: one struct for each operation, on views of the device's memory.
 //!
 //! Legend: B sequences, T positions, C channels, H heads of queries, K heads of keys and values, D
-//! channels of a head, I channels of a feed-forward, N outputs, V rows of a vocabulary tile,
-//! R = B · T rows. All tensors are row-major. In each struct outputs come first, then inputs, then
-//! sizes. `(+)=` replaces, or adds where `accumulate` says so: the first call of a step replaces.
+//! channels of a head, I channels of a feed-forward, N outputs, V rows of a vocabulary tile, R rows:
+//! those of all sequences, one behind the other. All tensors are row-major. In each struct outputs
+//! come first, then inputs, then sizes. `(+)=` replaces, or adds where `accumulate` says so: the
+//! first call of a step replaces.
 //!
 //! Weights and activations are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of
 //! weights, statistics, log-sum-exps, gradients of chunks' keys and values, and a head's `dh` and
@@ -36,7 +37,7 @@ pub use copy::{Cast, Clear};
 pub(crate) use cross_entropy::ScoreSize;
 pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
 pub use custom::{CpuFunction, Custom, CustomKernel};
-pub use dropout::{ApplyDropout, Dropout, DropoutKey, Residual};
+pub use dropout::{ApplyDropout, Dropout, DropoutKey, MaskRows, Residual};
 pub use embedding::{AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward};
 pub use head_norm::{HeadNorm, HeadNormBackward, QueryKey};
 pub use kv_cache::{CachedAttention, ReadKv, WriteKv};
@@ -100,10 +101,10 @@ pub trait Kernels {
     fn cached_attention(&self, op: &CachedAttention<'_>);
 
     /// See [`ApplyDropout`].
-    fn dropout(&self, op: &ApplyDropout);
+    fn dropout(&self, op: &ApplyDropout<'_>);
 
     /// See [`Residual`].
-    fn residual(&self, op: &Residual);
+    fn residual(&self, op: &Residual<'_>);
 
     /// See [`Cast`].
     fn cast(&self, op: &Cast);
@@ -112,16 +113,16 @@ pub trait Kernels {
     fn clear(&self, op: &Clear);
 
     /// See [`FirstRows`].
-    fn first_rows(&self, op: &FirstRows);
+    fn first_rows(&self, op: &FirstRows<'_>);
 
     /// See [`FirstRowsBackward`].
-    fn first_rows_backward(&self, op: &FirstRowsBackward);
+    fn first_rows_backward(&self, op: &FirstRowsBackward<'_>);
 
     /// See [`ClassLoss`].
-    fn class_loss(&self, op: &ClassLoss);
+    fn class_loss(&self, op: &ClassLoss<'_>);
 
     /// See [`ClassLossBackward`].
-    fn class_loss_backward(&self, op: &ClassLossBackward);
+    fn class_loss_backward(&self, op: &ClassLossBackward<'_>);
 
     /// See [`AddTokenTypes`].
     fn add_token_types(&self, op: &AddTokenTypes<'_>);

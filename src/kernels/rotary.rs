@@ -78,6 +78,6 @@ impl Rotate<'_> {
     /// Panics unless the shape is right.
     pub fn check(&self) {
         let Rotate { qkv, shape, .. } = *self;
-        Check("rotate").view("qkv", qkv, [shape.rows().count(), shape.qkv_width()], qkv.dtype);
+        Check("rotate").view("qkv", qkv, [shape.rows(), shape.qkv_width()], qkv.dtype);
     }
 }

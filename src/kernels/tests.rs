@@ -5,7 +5,6 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use super::*;
 use crate::tensor::{Dtype, View};
 
-const ROWS: Rows = Rows { sequences: 3, positions: 4 };
 /// R, C and N of the operations below: no two are the same, nor one twice another.
 const R: usize = 12;
 const C: usize = 7;
@@ -13,12 +12,11 @@ const N: usize = 5;
 
 fn batch() -> BatchView<'static> {
     let metadata = BatchMetadata {
-        rows: ROWS,
-        lengths: &[4; 3],
+        starts: &[0, 4, 5, R],
         kinds: &[0; R],
         documents: &[],
         cached: &[],
-        dropout_key: None,
+        dropout_key: Some(DropoutKey { seed: 0, step: 0, first_sequence: 0 }),
     };
     metadata.view()
 }
@@ -138,19 +136,12 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     found!(ActivateBackward { dx: narrow, x: narrow, activation }, [dx, x]);
     found!(Gate { y: narrow, x: wide, activation }, [y, x]);
     found!(GateBackward { dx: wide, dy: narrow, x: wide, activation }, [dx, dy, x]);
-    let dropout = Some(Dropout {
-        probability: 0.5,
-        seed: 0,
-        step: 0,
-        site: 0,
-        first_sequence: 0,
-        first_position: 0,
-        positions: ROWS.positions,
-    });
+    let dropout = batch().dropout(0.5, 0, 0);
+    assert!(dropout.is_some());
     found!(Residual { y: narrow, a: narrow, x: narrow, dropout }, [y, a, x]);
     found!(ApplyDropout { y: narrow, x: narrow, dropout }, [y, x]);
     let rows = element(R + 1, C);
-    assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no sequence");
+    assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no position");
     found!(Cast { y: float(R, C), x: narrow }, [y, x], any_dtype: ["y", "x"]);
 }
 
@@ -191,7 +182,7 @@ fn wrong_views_of_attention_are_found() {
 
 #[test]
 fn wrong_views_of_a_chunks_keys_and_values_are_found() {
-    let chunk = batch().chunk_of(SequenceChunk { sequence: 1, from: 2, to: 4 });
+    let chunk = batch().chunk_of(SequenceChunk { sequence: 0, from: 2, to: 4 });
     let shape = AttentionShape { batch: chunk, ..shape() };
     let (y, lse) = (element(2, shape.width()), float(2, shape.heads));
     let (qkv, kv) = (element(2, shape.qkv_width()), element(4, shape.kv_width()));
@@ -247,13 +238,13 @@ fn wrong_views_of_heads_are_found() {
     found!(op, [dh, dw, dbias, dh_before, statistics, h, w, bias]);
 
     let (scores, is_value) = (element(3, N), false);
-    let (first, all) = (element(3, C), element(3 * 5, C));
-    found!(FirstRows { y: first, x: all }, [y, x]);
-    found!(FirstRowsBackward { dx: all, dy: first }, [dx, dy]);
-    let op = ClassLoss { out: statistics, statistics, scores, is_value };
+    let (first, all, batch) = (element(3, C), element(R, C), batch());
+    found!(FirstRows { y: first, x: all, batch }, [y, x]);
+    found!(FirstRowsBackward { dx: all, dy: first, batch }, [dx, dy]);
+    let op = ClassLoss { out: statistics, statistics, scores, is_value, batch };
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
     let (dscores, scale) = (scores, 1.0);
-    let op = ClassLossBackward { dscores, scores, statistics, scale, is_value };
+    let op = ClassLossBackward { dscores, scores, statistics, scale, is_value, batch };
     found!(op, [dscores, scores, statistics]);
 }

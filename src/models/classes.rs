@@ -6,6 +6,7 @@ use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
     ClassLossBackward, Dropout, FirstRows, FirstRowsBackward, Kernels, Linear, LinearBackward,
+    MaskRows,
 };
 use crate::tensor::{Scratch, View};
 
@@ -111,7 +112,7 @@ impl Classes {
         h: View,
         scratch: &Scratch<'_>,
     ) -> Activations {
-        let (b, c) = (batch.rows().sequences, self.shape.hidden);
+        let (b, c) = (batch.sequences(), self.shape.hidden);
         let all = Activations {
             first: scratch.take(b, c),
             sum: scratch.take(b, c),
@@ -120,7 +121,7 @@ impl Classes {
         };
         let Activations { first, sum, pooled, scores } = all;
         let [before, behind] = self.dropouts(batch);
-        k.first_rows(&FirstRows { y: first, x: h });
+        k.first_rows(&FirstRows { y: first, x: h, batch: *batch });
         k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
         k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
         k.activate(&Activate { y: pooled, x: sum, activation: self.activation() });
@@ -130,11 +131,11 @@ impl Classes {
     }
 
     /// The dropouts before the transform and behind it, of one position of each sequence.
-    fn dropouts(&self, batch: &BatchView<'_>) -> [Option<Dropout>; 2] {
+    fn dropouts<'a>(&self, batch: &BatchView<'a>) -> [Option<Dropout<'a>>; 2] {
         let p = self.shape.dropout.classifier;
         let before = if self.shape.names.class_drops_first { p } else { 0.0 };
         [batch.dropout(before, self.index, 0), batch.dropout(p, self.index, 1)]
-            .map(|dropout| dropout.map(|dropout| Dropout { positions: 1, ..dropout }))
+            .map(|dropout| dropout.map(|dropout| Dropout { rows: MaskRows::Sequences, ..dropout }))
     }
 
     /// Each sequence's loss, and its scores.
@@ -145,7 +146,8 @@ impl Classes {
         if let Some(y) = pass.scores {
             k.cast(&Cast { y, x: scores });
         }
-        k.class_loss(&ClassLoss { out, statistics, scores, is_value: self.is_value() });
+        let is_value = self.is_value();
+        k.class_loss(&ClassLoss { out, statistics, scores, is_value, batch: *batch });
     }
 
     /// The gradients of `h` and of the block.
@@ -158,7 +160,8 @@ impl Classes {
         let dscores = scratch.take_like(scores);
         let (dpooled, dfirst) = (scratch.take_like(pooled), scratch.take_like(first));
         let (scale, is_value) = (pass.scale, self.is_value());
-        let loss = ClassLossBackward { dscores, scores, statistics, scale, is_value };
+        let batch = *batch;
+        let loss = ClassLossBackward { dscores, scores, statistics, scale, is_value, batch };
         k.class_loss_backward(&loss);
         let linear_backward = |dx: View, dy: View, x: View, at: usize| {
             let op = LinearBackward {
@@ -179,6 +182,6 @@ impl Classes {
         k.activate_backward(&ActivateBackward { dx: dpooled, x: sum, activation });
         linear_backward(dfirst, dpooled, first, 0);
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
-        k.first_rows_backward(&FirstRowsBackward { dx: dh, dy: dfirst });
+        k.first_rows_backward(&FirstRowsBackward { dx: dh, dy: dfirst, batch });
     }
 }

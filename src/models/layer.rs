@@ -162,7 +162,7 @@ pub trait Layer: Send + Sync {
     }
 
     /// Floats that the saved activations of one sequence of `positions` take, for elements of this
-    /// dtype.
+    /// dtype. Those of a micro-batch take the sum over its sequences.
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
 
     /// Computes `y`.

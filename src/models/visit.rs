@@ -119,7 +119,7 @@ impl<'r> VisitRun<'r> {
 
     /// The hidden states, or their gradient, that a slot holds. (R, C).
     fn hidden(&self, slot: View, dtype: Dtype) -> View {
-        slot.hold(self.args.batch.rows().count(), self.model.shape.hidden, dtype)
+        slot.hold(self.args.batch.rows(), self.model.shape.hidden, dtype)
     }
 
     /// The keys and values that a slot holds. (positions, 2 K D).
@@ -204,7 +204,7 @@ impl<'r> VisitRun<'r> {
 
     fn classes_forward(&self, classes: &Classes) {
         let VisitArgs { batch, weights, reads, writes, .. } = *self.args;
-        let sequences = batch.rows().sequences;
+        let sequences = batch.sequences();
         let scores = |slot: View| slot.with_columns(slot.len() / sequences);
         let pass = ClassesForward {
             out: self.statistics(given(writes.statistics)),
@@ -311,11 +311,9 @@ pub(crate) fn workspace(
 impl Measure<'_> {
     /// Walks every layer both ways on a device without memory.
     fn workspace(&self, rows: Rows, trains: bool) -> usize {
-        let lengths = vec![rows.positions; rows.sequences];
-        let kinds = vec![0; rows.count()];
+        let (starts, kinds) = (rows.starts(), vec![0; rows.count()]);
         let batch = BatchMetadata {
-            rows,
-            lengths: &lengths,
+            starts: &starts,
             kinds: &kinds,
             documents: &[],
             cached: &[],
@@ -336,7 +334,7 @@ impl Measure<'_> {
     /// Floats of workspace that one visit needs. Its views overlap nothing.
     fn visit(&self, batch: BatchView<'_>, layer: usize, backward: bool) -> usize {
         let Measure { kernels, dtype, model, save } = *self;
-        let Rows { sequences, positions } = batch.rows();
+        let (sequences, positions) = (batch.sequences(), batch.longest());
         let (saved, chunk_state, is_tile) = match &model.parts[layer] {
             Part::Embedding => return 0,
             Part::Stack(layer) => {
@@ -346,8 +344,8 @@ impl Measure<'_> {
             Part::Head(_) | Part::Classes(_) => (0, 0, true),
         };
         let block = block_len(&model.blocks[model.part_blocks[layer][0].0 as usize]);
-        let hidden = batch.rows().count() * model.shape.hidden;
-        let statistics = batch.rows().count() * STATISTICS;
+        let hidden = batch.rows() * model.shape.hidden;
+        let statistics = batch.rows() * STATISTICS;
         let mut at = 0;
         let mut place = |len: usize| {
             at += len;
@@ -372,7 +370,7 @@ impl Measure<'_> {
         let reads = reads.into_iter().chain(saved).collect();
         let args = VisitArgs {
             batch,
-            labelled: batch.rows().count(),
+            labelled: batch.rows(),
             dtype,
             weights,
             gradient: backward.then_some(gradient),

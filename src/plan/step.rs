@@ -11,7 +11,7 @@ use l2l_actors::schedule::{
 use crate::config::{Config, EpsTier, ScheduleKind, StashDtype};
 use crate::error::Error;
 use crate::models::{Head, Model, Part, Save};
-use crate::tensor::{Dtype, packed_bytes};
+use crate::tensor::{Dtype, packed_floats};
 
 /// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,7 +89,8 @@ pub(crate) fn schedule_of(
 fn ring_model(config: &Config, model: &Model, positions: usize, states: usize) -> RingModel {
     let save = config.schedule.recompute.keep().unwrap_or(Save::All);
     let mut ring = model.for_ring(positions, save, states, config.device.dtype);
-    let packed = packed_bytes(positions * model.shape.hidden);
+    let packed = packed_floats(positions * model.shape.hidden) * size_of::<f32>();
+    let packed = packed as u64;
     if config.stash.dtype == StashDtype::Bf16 && packed < ring.hidden.bytes_per_sequence {
         ring.hidden.encoding = Encoding::PackedBf16;
         ring.hidden.stashed_per_sequence = packed;

@@ -10,7 +10,7 @@ mod view;
 
 pub(crate) use arena::{Arena, Pages};
 pub(crate) use lease::Lease;
-pub(crate) use packed::{pack, packed, packed_bytes, packed_mut, unpack};
+pub(crate) use packed::{pack, packed_floats, unpack};
 pub use scratch::Scratch;
 pub(crate) use slots::Slots;
 pub use view::{Dtype, View};

@@ -132,8 +132,8 @@ impl Trainer {
     /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
     pub async fn step(&mut self, batch: Batch) -> Result<StepReport, Error> {
         let sequences = self.config.step.batch;
-        if batch.lengths.len() != sequences {
-            let has = batch.lengths.len();
+        if batch.sequences() != sequences {
+            let has = batch.sequences();
             let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
             return Err(Error::bad_batch(what));
         }

@@ -8,8 +8,8 @@ use crate::models::Head;
 use crate::plan::Purpose;
 
 impl Trainer {
-    /// The last hidden states of a batch, which the head reads: (sequences, positions, channels),
-    /// padding included. Nothing of the training changes.
+    /// The last hidden states of a batch, which the head reads, token by token and sequence by
+    /// sequence: (tokens, channels). Nothing of the training changes.
     ///
     /// # Errors
     /// As [`step`](Trainer::step).

@@ -120,36 +120,34 @@ impl DeviceSide {
         self.moves(copy, bytes, &self.used.downloaded, crosses)
     }
 
-    /// Copies a boundary of so many sequences from the stash to its slot.
+    /// Copies a boundary from the stash to its slot.
     pub(super) fn upload_stashed(
         &self,
         to: View,
         from: &[f32],
         encoding: Encoding,
-        sequences: usize,
     ) -> Result<(), BoxedError> {
         let crosses = Crosses::UnlessStashedThere;
         if encoding == Encoding::Plain {
             return self.upload(to, from, crosses);
         }
-        let unpack = || self.device.upload_packed(to, from, sequences);
+        let unpack = || self.device.upload_packed(to, from);
         self.moves(unpack, size_of_val(from), &self.used.uploaded, crosses)
     }
 
-    /// Copies a boundary of so many sequences from its slot to the stash.
+    /// Copies a boundary from its slot to the stash.
     pub(super) fn download_stashed(
         &self,
         to: &mut [f32],
         from: View,
         encoding: Encoding,
-        sequences: usize,
     ) -> Result<(), BoxedError> {
         let crosses = Crosses::UnlessStashedThere;
         if encoding == Encoding::Plain {
             return self.download(to, from, crosses);
         }
         let bytes = size_of_val(to);
-        let pack = || self.device.download_packed(to, from, sequences);
+        let pack = || self.device.download_packed(to, from);
         self.moves(pack, bytes, &self.used.downloaded, crosses)
     }
 

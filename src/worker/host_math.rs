@@ -30,18 +30,18 @@ pub(super) fn gather<Y: Send, X: Copy + Sync>(
 /// A tile is cut into this many runs of rows; each run is added to by one thread.
 const RUNS: usize = 64;
 
-/// Adds gradients to the rows of those tokens that lie in a tile. Each row's gradients are added in
-/// the order of the tokens. `gradient` returns the gradient of a token by its index; `cast`
-/// converts each number to f32.
-pub(super) fn scatter<'d, D: Copy + 'd>(
+/// Adds gradients to the rows of those tokens that lie in a tile, which holds rows `first..` of the
+/// vocabulary. Each row's gradients are added in the order of the tokens. `gradients`: one for each
+/// token; `cast` converts each number to f32.
+pub(super) fn scatter<D: Copy + Sync>(
     level: Level,
     dtile: &mut [f32],
-    tokens: &[Option<u32>],
-    gradient: impl Fn(usize) -> &'d [D] + Sync,
+    tokens: &[u32],
+    gradients: &[&[D]],
     first: usize,
-    channels: usize,
     cast: impl Fn(D) -> f32 + Sync,
 ) {
+    let channels = gradients.first().map_or(1, |gradient| gradient.len());
     let run = (dtile.len() / channels).div_ceil(RUNS).max(1);
     let runs = dtile.par_chunks_mut(run * channels).enumerate();
     runs.for_each(|(index, rows)| {
@@ -49,11 +49,11 @@ pub(super) fn scatter<'d, D: Copy + 'd>(
         level.run(
             #[inline(always)]
             || {
-                for (at, token) in tokens.iter().enumerate() {
-                    let row = token.and_then(|token| (token as usize).checked_sub(first));
+                for (&token, gradient) in tokens.iter().zip(gradients) {
+                    let row = (token as usize).checked_sub(first);
                     if let Some(row) = row.filter(|&row| row < rows.len() / channels) {
                         let to = &mut rows[row * channels..][..channels];
-                        to.iter_mut().zip(gradient(at)).for_each(|(to, &dy)| *to += cast(dy));
+                        to.iter_mut().zip(*gradient).for_each(|(to, &dy)| *to += cast(dy));
                     }
                 }
             },
@@ -91,15 +91,13 @@ mod tests {
         let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
         for (first, to) in [(0, 3), (3, 5)] {
             gather(&mut y, &tokens, &table[first * c..to * c], first, c, |x| x);
-            let known = tokens.iter().enumerate().map(|(at, &token)| (at != 1).then_some(token));
-            let (known, dtile) = (known.collect::<Vec<_>>(), &mut dtable[first * c..to * c]);
-            let gradient = |at: usize| &dy[at * c..][..c];
-            scatter(Level::best(), dtile, &known, gradient, first, c, |dy| dy);
+            let (dtile, rows) = (&mut dtable[first * c..to * c], dy.chunks_exact(c));
+            scatter(Level::best(), dtile, &tokens, &rows.collect::<Vec<_>>(), first, |dy| dy);
         }
         for (at, &token) in tokens.iter().enumerate() {
             assert_eq!(y[at * c..][..c], table[token as usize * c..][..c]);
         }
-        assert_eq!(dtable[..2 * c], [0.0; 4], "token 0 is padding here, token 1 does not occur");
+        assert_eq!(dtable[c..2 * c], [0.0; 2], "token 1 does not occur");
         assert_eq!(dtable[4 * c], dy[0] + dy[2 * c]);
     }
 

@@ -11,6 +11,7 @@ use l2l_actors::{BoxedError, Operation, Step};
 use rayon::ThreadPool;
 use rayon::prelude::*;
 
+use super::boundaries::Filled;
 use super::memory::HostLease;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
@@ -23,7 +24,7 @@ use crate::optimizers::UpdateRule;
 use crate::optimizers::split::published;
 use crate::plan::Plan;
 use crate::simd::Level;
-use crate::tensor::{Dtype, packed, packed_mut};
+use crate::tensor::Dtype;
 
 /// See the [module](self).
 pub(super) struct HostSide {
@@ -187,27 +188,24 @@ impl Worker {
         let schedule = &step.plan.schedule;
         let tile = visit.blocks().iter().position(|&id| id == block);
         let tile = self.model.tiles[tile.expect("a share is of the visit's blocks")];
-        let lies = state.rows(m, schedule);
-        let tokens = &state.batch.tokens[lies.positions.clone()];
+        let tokens = &state.batch.tokens[state.range(m, schedule).rows];
         let id = schedule.with_role(&visit.writes, Role::Hidden).expect("a gather writes it");
-        let x = host.stashed_mut(state.stash.place(id, m));
-        let channels = self.model.shape.hidden;
-        let (floats, sequence) = (tile.rows * channels, lies.rows.positions * channels);
+        let (layer, boundary) = (visit.layer, id);
+        let x = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
+        let (x, channels) = (host.stashed_mut(x), self.model.shape.hidden);
+        let (first, floats) = (tile.first, tile.rows * channels);
         self.host.threads.install(|| {
             if !self.is_bf16(schedule.boundary(id)) {
                 let table = &table[..floats];
-                return host_math::gather(x, tokens, table, tile.first, channels, |x| x);
+                return host_math::gather(x, tokens, table, first, channels, |x| x);
             }
-            let tokens = tokens.chunks_exact(lies.rows.positions);
-            for (x, tokens) in packed_mut(x, lies.rows.sequences).zip(tokens) {
-                let (x, first) = (&mut x[..sequence], tile.first);
-                if self.host.eps.split {
-                    let table = &published(table)[..floats];
-                    host_math::gather(x, tokens, table, first, channels, |x| x);
-                } else {
-                    let table = &table[..floats];
-                    host_math::gather(x, tokens, table, first, channels, bf16::from_f32);
-                }
+            let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
+            if self.host.eps.split {
+                let table = &published(table)[..floats];
+                host_math::gather(x, tokens, table, first, channels, |x| x);
+            } else {
+                let table = &table[..floats];
+                host_math::gather(x, tokens, table, first, channels, bf16::from_f32);
             }
         });
     }
@@ -226,9 +224,11 @@ impl Worker {
         m: MicroBatch,
     ) {
         let schedule = &step.plan.schedule;
-        let targets = &state.batch.targets[state.rows(m, schedule).positions];
+        let targets = &state.batch.targets[state.range(m, schedule).rows];
         let id = schedule.with_role(&visit.writes, Role::Statistics).expect("a gather writes it");
-        let statistics = host.stashed_mut(state.stash.place(id, m));
+        let (layer, boundary) = (visit.layer, id);
+        let place = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
+        let statistics = host.stashed_mut(place);
         let positions = statistics.chunks_exact_mut(STATISTICS).zip(targets);
         positions.for_each(|(of_one, &target)| host_math::begin_statistics(of_one, target));
     }
@@ -244,7 +244,9 @@ impl Worker {
             }
         }
         let id = schedule.with_role(&visit.reads, Role::Statistics).expect("a loss reads it");
-        let statistics = host.stashed(state.stash.place(id, m));
+        let (state, layer, boundary) = (&*state, visit.layer, id);
+        let place = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
+        let statistics = host.stashed(place);
         let of_position = |statistics: &[f32]| {
             if scores_tokens {
                 host_math::token_loss(statistics, &*self.model.loss)
@@ -269,7 +271,7 @@ impl Worker {
         let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
         let tiles = visit.reads.iter().filter(is_logits);
         let tiles: Vec<&[f32]> = tiles.map(|&id| host.stashed(state.stash.place(id, m))).collect();
-        let sequences = state.rows(m, schedule).rows.sequences;
+        let sequences = state.range(m, schedule).sequences.len();
         let mut logits = self.results.logits.lock().expect("nothing panics inside");
         for sequence in 0..sequences {
             for tile in &tiles {
@@ -293,7 +295,13 @@ impl Worker {
         let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
         let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let id = id.expect("a scatter reads it");
-        let dx = host.stashed(state.stash.whole(id));
+        let layer = visit.layer;
+        let of_micro_batch = |micro_batch: MicroBatch| {
+            let filled = Filled { step, state: &state, layer, boundary: id, micro_batch };
+            let rows = state.range(micro_batch, schedule).rows.len();
+            (host.stashed(self.in_stash(filled)), rows)
+        };
+        let dx = (0..schedule.micro_batches.len() as MicroBatch).map(of_micro_batch);
         let mut region;
         let gradient = match landing {
             Some(landing) => landing,
@@ -307,19 +315,19 @@ impl Worker {
         }
         let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
         let table = &mut gradient[..tile.rows * channels];
-        let (level, first, tokens) = (self.host.level, tile.first, &*state.tokens);
-        let (sequences, positions) = (state.batch.lengths.len(), state.batch.positions);
-        self.host.threads.install(|| {
-            if !self.is_bf16(schedule.boundary(id)) {
-                let of = |at: usize| &dx[at * channels..][..channels];
-                host_math::scatter(level, table, tokens, of, first, channels, |dx| dx);
-            } else {
-                let packed: Vec<&[bf16]> = packed(dx, sequences).collect();
-                let of =
-                    |at: usize| &packed[at / positions][at % positions * channels..][..channels];
-                host_math::scatter(level, table, tokens, of, first, channels, bf16::to_f32);
-            }
-        });
+        let (level, first, tokens) = (self.host.level, tile.first, &*state.batch.tokens);
+        if !self.is_bf16(schedule.boundary(id)) {
+            let rows = dx.flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
+            let rows: Vec<&[f32]> = rows.collect();
+            let scatter = || host_math::scatter(level, table, tokens, &rows, first, |dx| dx);
+            self.host.threads.install(scatter);
+        } else {
+            let packed = dx.map(|(dx, rows)| (bytemuck::cast_slice::<f32, bf16>(dx), rows));
+            let rows = packed.flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
+            let rows: Vec<&[bf16]> = rows.collect();
+            let scatter = || host_math::scatter(level, table, tokens, &rows, first, bf16::to_f32);
+            self.host.threads.install(scatter);
+        }
         self.host.measure(block, gradient)
     }
 }

@@ -2,10 +2,11 @@
 //! the operation's until it has ended: the ring lets nobody write or read it meanwhile.
 
 use half::bf16;
-use l2l_actors::schedule::{BlockId, Boundary, MicroBatch, Role};
+use l2l_actors::schedule::{BlockId, Boundary, LayerId, MicroBatch, Role};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
+use super::boundaries::Filled;
 use super::device_side::Crosses;
 use super::step::StepState;
 use super::{CacheSlot, Worker};
@@ -40,14 +41,14 @@ impl Worker {
             }
             Work::UploadBoundary { micro_batch, ref inputs } => {
                 let state = self.steps.of(operation.step().number);
-                let slot = self.device.input(inputs, floats_of(operation, inputs, micro_batch));
-                let &Boundary { role, encoding, .. } = boundary_of(operation, inputs);
+                let filled = filled(operation, &state, inputs, micro_batch);
+                let slot = self.device.input(inputs, self.in_slot(filled));
+                let &Boundary { role, encoding, .. } = filled.what();
                 if role == Role::CachedKv {
-                    return self.read_kv(operation, &state, slot, micro_batch);
+                    return self.read_kv(filled, slot);
                 }
-                let from = host.stashed(state.stash.place(inputs.boundary, micro_batch));
-                let sequences = sequences_of(operation, micro_batch);
-                self.device.upload_stashed(slot, from, encoding, sequences)
+                let from = host.stashed(self.in_stash(filled));
+                self.device.upload_stashed(slot, from, encoding)
             }
             ref other => unreachable!("{other} is not of the upload lane"),
         }
@@ -64,31 +65,28 @@ impl Worker {
             }
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let state = self.steps.of(operation.step().number);
-                let slot = self.device.output(outputs, floats_of(operation, outputs, micro_batch));
-                let &Boundary { role, encoding, .. } = boundary_of(operation, outputs);
+                let filled = filled(operation, &state, outputs, micro_batch);
+                let slot = self.device.output(outputs, self.in_slot(filled));
+                let &Boundary { role, encoding, .. } = filled.what();
                 if role == Role::NewKv {
-                    return self.write_kv(operation, &state, slot, micro_batch);
+                    return self.write_kv(filled, slot);
                 }
-                let to = host.stashed_mut(state.stash.place(outputs.boundary, micro_batch));
-                let sequences = sequences_of(operation, micro_batch);
-                self.device.download_stashed(to, slot, encoding, sequences)
+                let to = host.stashed_mut(self.in_stash(filled));
+                self.device.download_stashed(to, slot, encoding)
             }
             ref other => unreachable!("{other} is not of the download lane"),
         }
     }
 
     /// Copies the cached keys and values of a layer's micro-batch to the device.
-    fn read_kv(
-        &self,
-        operation: &Operation,
-        state: &StepState,
-        slot: View,
-        micro_batch: MicroBatch,
-    ) -> Result<(), BoxedError> {
+    fn read_kv(&self, filled: Filled<'_>, slot: View) -> Result<(), BoxedError> {
         let host = self.memory.lease(self.device.device());
-        let layer = self.cache_layer(operation);
-        for (on_device, CacheSlot { slot, .. }) in state.cached(operation, slot, micro_batch) {
-            let from = host.cached(self.plan.cached_at(layer, slot, 0), on_device.len());
+        let layer = self.cache_layer(filled.layer);
+        let slots = filled.state.cache_slots(filled.micro_batch, &filled.step.plan.schedule);
+        let width = slot.len() / slots.len();
+        for (nth, cached) in slots.iter().enumerate() {
+            let on_device = slot.part(nth * width..(nth + 1) * width);
+            let from = host.cached(self.plan.cached_at(layer, cached.slot, 0), width);
             self.device.upload(on_device, from, Crosses::UnlessStashedThere)?;
         }
         Ok(())
@@ -96,27 +94,25 @@ impl Worker {
 
     /// Copies the new keys and values of a layer's micro-batch from the device, behind the cached
     /// ones.
-    fn write_kv(
-        &self,
-        operation: &Operation,
-        state: &StepState,
-        slot: View,
-        micro_batch: MicroBatch,
-    ) -> Result<(), BoxedError> {
+    fn write_kv(&self, filled: Filled<'_>, slot: View) -> Result<(), BoxedError> {
         let host = self.memory.lease(self.device.device());
-        let layer = self.cache_layer(operation);
-        for (on_device, CacheSlot { slot, cached }) in state.cached(operation, slot, micro_batch) {
-            let to = host.cached_mut(self.plan.cached_at(layer, slot, cached), on_device.len());
+        let (layer, schedule) = (self.cache_layer(filled.layer), &filled.step.plan.schedule);
+        let slots = filled.state.cache_slots(filled.micro_batch, schedule);
+        let lengths = filled.state.lengths(filled.micro_batch, schedule);
+        let mut from = 0;
+        for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
+            let floats = self.device.dtype.floats(rows * self.kv_width(filled.layer));
+            let to = host.cached_mut(self.plan.cached_at(layer, cache, cached), floats);
+            let on_device = slot.part(from..from + floats);
             self.device.download(to, on_device, Crosses::UnlessStashedThere)?;
+            from += floats;
         }
         Ok(())
     }
 
-    /// Which of the layers with a KV cache an operation serves.
-    fn cache_layer(&self, operation: &Operation) -> usize {
-        let layer = operation.layer().expect("keys and values are of a layer").0 as usize;
-        let has_cache = |part: &&Part| matches!(part, Part::Stack(of) if of.kv_width() > 0);
-        self.model.parts[..layer].iter().filter(has_cache).count()
+    /// Which of the layers with a KV cache a layer is.
+    fn cache_layer(&self, layer: LayerId) -> usize {
+        (0..layer.0).filter(|&before| self.kv_width(LayerId(before)) > 0).count()
     }
 
     /// The compute lane: one micro-batch at one visit.
@@ -134,12 +130,12 @@ impl Worker {
         let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
         let len = self.block_len(block);
         let input = |placed| {
-            let slot = self.device.input(placed, floats_of(operation, placed, m));
-            (boundary_of(operation, placed).role, slot)
+            let filled = filled(operation, &state, placed, m);
+            (filled.what().role, self.device.input(placed, self.in_slot(filled)))
         };
         let output = |placed| {
-            let slot = self.device.output(placed, floats_of(operation, placed, m));
-            (boundary_of(operation, placed).role, slot)
+            let filled = filled(operation, &state, placed, m);
+            (filled.what().role, self.device.output(placed, self.in_slot(filled)))
         };
         let batch = state.metadata(m, schedule, self.device.seed);
         let args = VisitArgs {
@@ -181,18 +177,13 @@ impl Worker {
     }
 }
 
-/// What a boundary is.
-fn boundary_of<'o>(operation: &'o Operation, placed: &Placed) -> &'o Boundary {
-    operation.step().plan.schedule.boundary(placed.boundary)
-}
-
-/// Floats of one micro-batch of a boundary in its slot.
-fn floats_of(operation: &Operation, placed: &Placed, micro_batch: MicroBatch) -> usize {
-    let schedule = &operation.step().plan.schedule;
-    schedule.boundary_bytes(placed.boundary, micro_batch) as usize / size_of::<f32>()
-}
-
-/// Sequences of a micro-batch.
-fn sequences_of(operation: &Operation, micro_batch: MicroBatch) -> usize {
-    operation.step().plan.schedule.micro_batches[micro_batch as usize] as usize
+/// What an operation's micro-batch fills of a boundary.
+fn filled<'a>(
+    operation: &'a Operation,
+    state: &'a StepState,
+    placed: &Placed,
+    micro_batch: MicroBatch,
+) -> Filled<'a> {
+    let layer = operation.layer().expect("boundaries are read and written at visits");
+    Filled { step: operation.step(), state, layer, boundary: placed.boundary, micro_batch }
 }

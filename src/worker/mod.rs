@@ -4,6 +4,7 @@
 //! An operation of the ring names slots by number. [`Worker`] finds what each is, and hands the
 //! work to one of the two sides.
 
+mod boundaries;
 mod counts;
 mod device_side;
 mod file_side;

@@ -3,15 +3,14 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
+use l2l_actors::Step;
 use l2l_actors::schedule::{MicroBatch, Schedule, Version};
-use l2l_actors::{Operation, Step};
 
 use crate::data::Batch;
-use crate::kernels::{BatchMetadata, DropoutKey, Rows};
+use crate::kernels::{BatchMetadata, DropoutKey};
 use crate::optimizers::LearningRate;
 use crate::plan::Purpose;
 use crate::stash::{self, StashLayout};
-use crate::tensor::View;
 
 /// What a step of the ring is given.
 #[derive(Clone, Debug)]
@@ -36,8 +35,6 @@ pub(crate) struct CacheSlot {
 pub(super) struct StepState {
     pub(super) number: Version,
     pub(super) batch: Batch,
-    /// Its tokens; padding is none.
-    pub(super) tokens: Vec<Option<u32>>,
     pub(super) purpose: Purpose,
     pub(super) trained: u64,
     pub(super) stash: StashLayout,
@@ -49,13 +46,12 @@ pub(super) struct StepState {
     pub(super) learning_rate: f64,
 }
 
-/// One micro-batch of a step.
-pub(super) struct MicroBatchRows {
-    pub(super) rows: Rows,
-    /// Its sequences among the step's.
+/// Where a micro-batch lies in its step's batch.
+pub(super) struct MicroBatchRange {
+    /// Its sequences.
     pub(super) sequences: Range<usize>,
-    /// Its positions among the step's.
-    pub(super) positions: Range<usize>,
+    /// Its rows.
+    pub(super) rows: Range<usize>,
 }
 
 impl StepState {
@@ -68,7 +64,6 @@ impl StepState {
             cache,
             scale: (1.0 / batch.labelled as f64) as f32,
             learning_rate: rate.at(trained),
-            tokens: batch.known().collect(),
             batch,
             purpose,
             trained,
@@ -76,16 +71,20 @@ impl StepState {
     }
 
     /// Where a micro-batch lies in the step's batch.
-    pub(super) fn rows(&self, m: MicroBatch, schedule: &Schedule) -> MicroBatchRows {
+    pub(super) fn range(&self, m: MicroBatch, schedule: &Schedule) -> MicroBatchRange {
         let before: u32 = schedule.micro_batches[..m as usize].iter().sum();
         let (first, count) = (before as usize, schedule.micro_batches[m as usize] as usize);
-        let rows = Rows { sequences: count, positions: self.batch.positions };
-        let from = first * rows.positions;
-        MicroBatchRows {
-            rows,
-            sequences: first..first + count,
-            positions: from..from + rows.count(),
-        }
+        let rows = self.batch.starts[first]..self.batch.starts[first + count];
+        MicroBatchRange { sequences: first..first + count, rows }
+    }
+
+    /// The number of tokens of each sequence of a micro-batch.
+    pub(super) fn lengths(
+        &self,
+        m: MicroBatch,
+        schedule: &Schedule,
+    ) -> impl Iterator<Item = usize> {
+        self.range(m, schedule).sequences.map(|sequence| self.batch.length(sequence))
     }
 
     /// What layers see of a micro-batch. `seed`: of the run, for dropout.
@@ -95,14 +94,13 @@ impl StepState {
         schedule: &Schedule,
         seed: u64,
     ) -> BatchMetadata<'_> {
-        let MicroBatchRows { rows, sequences, positions } = self.rows(m, schedule);
+        let MicroBatchRange { sequences, rows } = self.range(m, schedule);
         let first_sequence = sequences.start as u32;
         let key = DropoutKey { seed, step: self.trained, first_sequence };
         BatchMetadata {
-            rows,
-            lengths: &self.batch.lengths[sequences.clone()],
-            kinds: &self.batch.kinds[positions.clone()],
-            documents: self.batch.documents.get(positions).unwrap_or_default(),
+            starts: &self.batch.starts[sequences.start..=sequences.end],
+            kinds: &self.batch.kinds[rows.clone()],
+            documents: self.batch.documents.get(rows).unwrap_or_default(),
             cached: self.cached_positions.get(sequences).unwrap_or_default(),
             dropout_key: self.purpose.trains().then_some(key),
         }
@@ -110,21 +108,13 @@ impl StepState {
 
     /// Positions of a micro-batch that have a label.
     pub(super) fn labelled(&self, m: MicroBatch, schedule: &Schedule) -> usize {
-        let targets = &self.batch.targets[self.rows(m, schedule).positions];
+        let targets = &self.batch.targets[self.range(m, schedule).rows];
         targets.iter().filter(|target| **target >= 0).count()
     }
 
-    /// Each sequence of a micro-batch: its part of a device slot, and its slot of the KV cache.
-    pub(super) fn cached(
-        &self,
-        operation: &Operation,
-        slot: View,
-        m: MicroBatch,
-    ) -> impl Iterator<Item = (View, CacheSlot)> {
-        let sequences = self.rows(m, &operation.step().plan.schedule).sequences;
-        let width = slot.len() / sequences.len();
-        let each = self.cache[sequences].iter().enumerate();
-        each.map(move |(nth, &cached)| (slot.part(nth * width..(nth + 1) * width), cached))
+    /// The slots of the KV cache of a micro-batch's sequences.
+    pub(super) fn cache_slots(&self, m: MicroBatch, schedule: &Schedule) -> &[CacheSlot] {
+        &self.cache[self.range(m, schedule).sequences]
     }
 }
 

@@ -46,7 +46,7 @@ pub(super) fn attention_backward(
 ) {
     let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
     let scratch = scratch.nested();
-    let delta_view = scratch.take(shape.rows().count(), shape.heads);
+    let delta_view = scratch.take(shape.rows(), shape.heads);
     let (kv, dkv) = (chunk_kv.map(|one| one.kv), or_nothing(chunk_kv.map(|one| one.dkv)));
     let reads = [dy, y, lse, qkv, or_nothing(kv)];
     let Some(call) = on.call([dqkv, delta_view, dkv], &reads) else { return };
@@ -68,6 +68,10 @@ struct Head<'a> {
     /// Whether keys and values are in a tensor of their own, not beside their queries.
     own_kv: bool,
     sequence: usize,
+    /// The row of the first query.
+    first_row: usize,
+    /// The position behind the last.
+    end: usize,
     head: usize,
 }
 
@@ -92,24 +96,25 @@ impl Span {
     }
 }
 
-impl Head<'_> {
+impl<'a> Head<'a> {
+    fn new(size: &'a AttentionShape<'a>, own_kv: bool, sequence: usize, head: usize) -> Head<'a> {
+        let (before, rows) = (positions_before(size), size.batch.sequence(sequence));
+        let (first_row, end) = (rows.start, before + rows.len());
+        Head { size, before, own_kv, sequence, first_row, end, head }
+    }
+
     fn channels(&self) -> usize {
         self.size.width()
     }
 
     /// Positions of the queries.
     fn positions(&self) -> Range<usize> {
-        self.before..self.end()
-    }
-
-    /// The position behind the last.
-    fn end(&self) -> usize {
-        self.before + self.size.rows().positions
+        self.before..self.end
     }
 
     /// The row of a query.
     fn row(&self, position: usize) -> usize {
-        self.sequence * self.size.rows().positions + position - self.before
+        self.first_row + position - self.before
     }
 
     /// Where this head's columns of a query begin in a (R, H D) tensor.
@@ -132,7 +137,7 @@ impl Head<'_> {
         let AttentionShape { heads, kv_heads, head_size, .. } = *self.size;
         let queries = if self.own_kv { 0 } else { heads };
         let head = queries + which * kv_heads + self.head * kv_heads / heads;
-        (self.sequence * self.end() + position) * self.stride() + head * head_size
+        (self.first_row + position) * self.stride() + head * head_size
     }
 
     /// Queries of some positions.
@@ -150,20 +155,17 @@ impl Head<'_> {
         Matrix::rows(&x[self.at(span.from)..], self.channels())
     }
 
-    /// Index of a query in a (B, H, T) tensor.
+    /// Index of a query among numbers that are laid out sequence by sequence, head by head.
     fn statistic(&self, position: usize) -> usize {
-        let positions = self.size.rows().positions;
-        (self.sequence * self.size.heads + self.head) * positions + position - self.before
-    }
-
-    fn length(&self) -> usize {
-        self.size.batch.lengths()[self.sequence].clamp(1, self.end())
+        let queries = self.positions();
+        let before = self.first_row * self.size.heads + self.head * queries.len();
+        before + position - queries.start
     }
 
     /// The document of a position: the first of its positions, and the one behind its last.
     fn document(&self, position: usize) -> (usize, usize) {
         let document = self.size.batch.document(self.sequence, position);
-        document.map_or((0, self.length()), |one| (one.from as usize, one.to as usize))
+        document.map_or((0, self.end), |one| (one.from as usize, one.to as usize))
     }
 
     /// Keys that the last query of a span may see.
@@ -188,11 +190,9 @@ impl Head<'_> {
         let (begin, _) = self.document(keys.from);
         let (_, end) = self.document(keys.to - 1);
         let first = if self.size.causal { keys.from } else { begin };
-        // Padding stands behind the last document, as a part of it.
-        let end = if end >= self.length() { self.end() } else { end };
         let end =
             self.size.window.map_or(end, |window| end.min((keys.to - 1).saturating_add(window)));
-        Span::tiles(first.max(self.before), end.min(self.end()))
+        Span::tiles(first.max(self.before), end.min(self.end))
     }
 
     fn scale(&self) -> f32 {
@@ -249,24 +249,21 @@ fn positions_before(size: &AttentionShape<'_>) -> usize {
 
 /// Runs `of` for the first of every `group` heads of every sequence.
 fn each_head(size: &AttentionShape<'_>, own_kv: bool, group: usize, of: impl Fn(Head<'_>) + Sync) {
-    let (before, of_sequence) = (positions_before(size), size.heads / group);
-    let tasks = size.rows().sequences * of_sequence;
+    let of_sequence = size.heads / group;
+    let tasks = size.batch.sequences() * of_sequence;
     (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
         let (sequence, head) = (task / of_sequence, task % of_sequence * group);
-        of(Head { size, before, own_kv, sequence, head });
+        of(Head::new(size, own_kv, sequence, head));
     });
 }
 
 /// Runs `of` for every head of every sequence and every tile of its queries.
 fn each_tile(size: &AttentionShape<'_>, own_kv: bool, of: impl Fn(Head<'_>, Span) + Sync) {
-    let before = positions_before(size);
-    let end = before + size.rows().positions;
-    let tiles = Span::tiles(before, end);
-    let tasks = size.rows().sequences * size.heads * tiles.len();
-    (0..tasks).into_par_iter().with_max_len(1).for_each(|task| {
-        let (head, tile) = (task / tiles.len(), tiles.start + task % tiles.len());
-        let (sequence, head) = (head / size.heads, head % size.heads);
-        of(Head { size, before, own_kv, sequence, head }, Span::tile(tile, end));
+    let heads = (0..size.batch.sequences() * size.heads).into_par_iter().with_max_len(1);
+    heads.for_each(|task| {
+        let head = Head::new(size, own_kv, task / size.heads, task % size.heads);
+        let tiles = Span::tiles(head.before, head.end).into_par_iter().with_max_len(1);
+        tiles.for_each(|tile| of(head, Span::tile(tile, head.end)));
     });
 }
 
@@ -314,12 +311,6 @@ pub(super) fn forward(
             // SAFETY: this task alone has these queries of this head.
             let (y, lse) =
                 unsafe { (y.piece(head.at(position), d), lse.piece(head.statistic(position), 1)) };
-            if total[index] == 0.0 {
-                // Padding whose window has no token.
-                y.fill(0.0);
-                lse[0] = f32::INFINITY;
-                continue;
-            }
             let output = &output[index * d..][..d];
             y.iter_mut().zip(output).for_each(|(y, output)| *y = output / total[index]);
             lse[0] = most[index] + total[index].ln();
@@ -346,16 +337,17 @@ impl<'a> Inputs<'a> {
     }
 }
 
-/// delta of [`Inputs`]: (B, H, T).
+/// delta of [`Inputs`].
 fn delta(level: Level, delta: &mut [f32], y: &[f32], dy: &[f32], size: &AttentionShape<'_>) {
-    let (before, d) = (positions_before(size), size.head_size);
-    delta.par_chunks_mut(size.rows().positions).enumerate().for_each(|(index, delta)| {
-        let (sequence, head) = (index / size.heads, index % size.heads);
-        let head = Head { size, before, own_kv: false, sequence, head };
+    let (delta, d) = (Scattered::new(delta), size.head_size);
+    each_head(size, false, 1, |head| {
+        let queries = head.positions();
+        // SAFETY: this task alone has this head of this sequence.
+        let delta = unsafe { delta.piece(head.statistic(queries.start), queries.len()) };
         level.run(
             #[inline(always)]
             || {
-                for (position, delta) in (before..).zip(delta) {
+                for (position, delta) in queries.zip(delta) {
                     let at = head.at(position);
                     *delta = dot(&y[at..at + d], &dy[at..at + d]);
                 }
@@ -429,24 +421,23 @@ fn backward(
             // SAFETY: this task alone has the queries of these heads.
             unsafe { dqkv.piece(head.at_query(position), d) }.fill(0.0);
         }
-        for keys in Span::tiles(0, first.end()).map(|tile| Span::tile(tile, first.end())) {
-            let seen = Span { to: keys.to.min(first.length()), ..keys };
+        for keys in Span::tiles(0, first.end).map(|tile| Span::tile(tile, first.end)) {
             let (mut dk, mut dv) = ([0.0; TILE * HEAD_LIMIT], [0.0; TILE * HEAD_LIMIT]);
-            for head in heads().filter(|_| seen.from < seen.to) {
-                for tile in head.query_tiles(seen) {
-                    let queries = Span::tile(tile, head.end());
-                    pair.fill(level, &head, inputs, queries, seen);
+            for head in heads() {
+                for tile in head.query_tiles(keys) {
+                    let queries = Span::tile(tile, head.end);
+                    pair.fill(level, &head, inputs, queries, keys);
                     let transposed = |x| Matrix::rows(x, TILE).transposed();
                     let dy = head.columns(inputs.dy, queries);
                     let q = head.queries(inputs.qkv, queries);
-                    let sizes = [seen.len(), queries.len(), d];
+                    let sizes = [keys.len(), queries.len(), d];
                     small(level, &mut dv, d, [transposed(&pair.p), dy], sizes, true);
                     small(level, &mut dk, d, [transposed(&pair.ds), q], sizes, true);
                     let dq = Product {
                         a: Matrix::rows(&pair.ds, TILE),
-                        b: head.keys(inputs.keys(), 0, seen),
+                        b: head.keys(inputs.keys(), 0, keys),
                         rows: queries.len(),
-                        depth: seen.len(),
+                        depth: keys.len(),
                         columns: d,
                         start: Start::C,
                     };

@@ -1,40 +1,51 @@
 //! First positions of sequences, and losses of whole sequences.
 
 use super::views::CpuKernels;
-use crate::kernels::{ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward, label_of};
+use crate::kernels::{
+    BatchView, ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward, STATISTICS, label_of,
+};
 
-pub(super) fn first_rows(on: &CpuKernels<'_>, &FirstRows { y, x }: &FirstRows) {
+/// The first row of each sequence.
+fn first_of_each(batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
+    (0..batch.sequences()).map(|sequence| batch.sequence(sequence).start)
+}
+
+pub(super) fn first_rows(on: &CpuKernels<'_>, op: &FirstRows<'_>) {
+    let FirstRows { y, x, ref batch } = *op;
     let Some(call) = on.call([y], &[x]) else { return };
-    let (sequences, channels) = (y.rows, y.columns);
-    let [y] = call.write();
-    let all = call.read(x).chunks_exact(x.len() / sequences);
-    y.chunks_exact_mut(channels).zip(all).for_each(|(y, x)| y.copy_from_slice(&x[..channels]));
+    let channels = y.columns;
+    let ([y], x) = (call.write(), call.read(x));
+    for (y, row) in y.chunks_exact_mut(channels).zip(first_of_each(batch)) {
+        y.copy_from_slice(&x[row * channels..][..channels]);
+    }
 }
 
-pub(super) fn first_rows_backward(on: &CpuKernels<'_>, op: &FirstRowsBackward) {
-    let FirstRowsBackward { dx, dy } = *op;
+pub(super) fn first_rows_backward(on: &CpuKernels<'_>, op: &FirstRowsBackward<'_>) {
+    let FirstRowsBackward { dx, dy, ref batch } = *op;
     let Some(call) = on.call([dx], &[dy]) else { return };
-    let (sequence, channels) = (dx.len() / dy.rows, dy.columns);
-    let [dx] = call.write();
+    let channels = dy.columns;
+    let ([dx], dy) = (call.write(), call.read(dy));
     dx.fill(0.0);
-    let all = dx.chunks_exact_mut(sequence).zip(call.read(dy).chunks_exact(channels));
-    all.for_each(|(dx, dy)| dx[..channels].copy_from_slice(dy));
+    for (dy, row) in dy.chunks_exact(channels).zip(first_of_each(batch)) {
+        dx[row * channels..][..channels].copy_from_slice(dy);
+    }
 }
 
-pub(super) fn class_loss(on: &CpuKernels<'_>, op: &ClassLoss) {
-    let ClassLoss { out, statistics, scores, is_value } = *op;
+pub(super) fn class_loss(on: &CpuKernels<'_>, op: &ClassLoss<'_>) {
+    let ClassLoss { out, statistics, scores, is_value, ref batch } = *op;
     let Some(call) = on.call([out], &[statistics, scores]) else { return };
     let [out] = call.write();
     out.copy_from_slice(call.read(statistics));
-    forward(out, call.read(scores), scores.columns, is_value);
+    forward(out, call.read(scores), scores.columns, is_value, batch);
 }
 
-pub(super) fn class_loss_backward(on: &CpuKernels<'_>, op: &ClassLossBackward) {
-    let ClassLossBackward { dscores, scores, statistics, scale, is_value } = *op;
+pub(super) fn class_loss_backward(on: &CpuKernels<'_>, op: &ClassLossBackward<'_>) {
+    let ClassLossBackward { dscores, scores, statistics, scale, is_value, ref batch } = *op;
     let Some(call) = on.call([dscores], &[scores, statistics]) else { return };
-    let [dscores] = call.write();
-    let labels = scores.columns;
-    backward(dscores, call.read(scores), call.read(statistics), scale, labels, is_value);
+    let ([dscores], statistics) = (call.write(), call.read(statistics));
+    let labels: Vec<i32> =
+        first_of_each(batch).map(|row| label_of(&statistics[row * STATISTICS..])).collect();
+    backward(dscores, call.read(scores), &labels, scale, is_value);
 }
 
 /// log Σ exp.
@@ -45,10 +56,9 @@ fn lse(scores: &[f32]) -> f64 {
 }
 
 /// Puts each sequence's loss and a mark into the statistics of its first position.
-fn forward(out: &mut [f32], scores: &[f32], labels: usize, is_value: bool) {
-    let sequence = out.len() / (scores.len() / labels);
-    let all = out.chunks_exact_mut(sequence);
-    for (statistics, scores) in all.zip(scores.chunks_exact(labels)) {
+fn forward(out: &mut [f32], scores: &[f32], classes: usize, is_value: bool, batch: &BatchView<'_>) {
+    for (scores, row) in scores.chunks_exact(classes).zip(first_of_each(batch)) {
+        let statistics = &mut out[row * STATISTICS..][..STATISTICS];
         let label = label_of(statistics);
         let loss = if is_value {
             let off = f64::from(scores[0]) - f64::from(f32::from_bits(label as u32));
@@ -63,19 +73,11 @@ fn forward(out: &mut [f32], scores: &[f32], labels: usize, is_value: bool) {
     }
 }
 
-/// dscores = scale · d.
-fn backward(
-    dscores: &mut [f32],
-    scores: &[f32],
-    statistics: &[f32],
-    scale: f32,
-    labels: usize,
-    is_value: bool,
-) {
-    let sequence = statistics.len() / (scores.len() / labels);
-    let all = dscores.chunks_exact_mut(labels).zip(scores.chunks_exact(labels));
-    for ((d, scores), statistics) in all.zip(statistics.chunks_exact(sequence)) {
-        let label = label_of(statistics);
+/// dscores = scale · d. `labels`: one for each sequence.
+fn backward(dscores: &mut [f32], scores: &[f32], labels: &[i32], scale: f32, is_value: bool) {
+    let classes = scores.len() / labels.len();
+    let all = dscores.chunks_exact_mut(classes).zip(scores.chunks_exact(classes));
+    for ((d, scores), &label) in all.zip(labels) {
         if is_value {
             d[0] = scale * 2.0 * (scores[0] - f32::from_bits(label as u32));
             continue;
@@ -96,9 +98,15 @@ fn backward(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::kernels::STATISTICS;
+    use crate::kernels::BatchMetadata;
     use crate::simd::Level;
     use crate::tensor::{Arena, View};
+
+    /// Three sequences of six rows.
+    fn batch() -> BatchView<'static> {
+        let (starts, dropout_key) = (&[0, 2, 3, 6], None);
+        BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key }.view()
+    }
 
     #[test]
     fn losses_and_their_gradients_are_the_plain_ones() {
@@ -106,12 +114,13 @@ mod tests {
             let scores = noise(3 * labels, 1);
             let values = [0.5_f32, -1.25, 2.0];
             let classes = [2_i32, -100, 0];
-            let mut statistics = vec![0.0; 3 * 2 * STATISTICS];
-            for (at, statistics) in statistics.chunks_exact_mut(STATISTICS).enumerate() {
-                let label =
-                    if is_value { values[at / 2].to_bits() as i32 } else { classes[at / 2] };
-                let label = if at % 2 == 0 { label } else { -100 };
-                statistics[3] = f32::from_bits(label as u32);
+            let bits = values.map(|value| value.to_bits() as i32);
+            let of_each = if is_value { bits } else { classes };
+            let mut statistics = vec![0.0; 6 * STATISTICS];
+            let no_label = f32::from_bits(-100_i32 as u32);
+            statistics.chunks_exact_mut(STATISTICS).for_each(|of_one| of_one[3] = no_label);
+            for (row, label) in first_of_each(&batch()).zip(of_each) {
+                statistics[row * STATISTICS + 3] = f32::from_bits(label as u32);
             }
             let plain = |scores: &[f64]| -> f64 {
                 let of = |(at, scores): (usize, &[f64])| {
@@ -123,13 +132,12 @@ mod tests {
                 };
                 scores.chunks(labels).enumerate().map(of).sum()
             };
-            let before = statistics.clone();
-            forward(&mut statistics, &scores.narrow, labels, is_value);
+            forward(&mut statistics, &scores.narrow, labels, is_value, &batch());
             let found = statistics.chunks_exact(STATISTICS).filter(|of| of[1] == 1.0);
             let loss: f64 = found.map(|of| f64::from(of[0])).sum();
             assert!((loss - plain(&scores.wide)).abs() < 1e-5, "{loss}");
             let mut d = vec![f32::NAN; 3 * labels];
-            backward(&mut d, &scores.narrow, &before, 1.0, labels, is_value);
+            backward(&mut d, &scores.narrow, &of_each, 1.0, is_value);
             close(&d, &differences(&scores.wide, plain), 1e-5);
         }
     }
@@ -137,14 +145,15 @@ mod tests {
     #[test]
     fn first_rows_go_and_come_back() {
         let mut memory = Arena::new(64).expect("little");
-        let (x, y) = (View::floats(0, 6).with_columns(1), View::floats(16, 2).with_columns(1));
+        let batch = batch();
+        let (x, y) = (View::floats(0, 6).with_columns(1), View::floats(16, 3).with_columns(1));
         let dx = View::floats(32, 6).with_columns(1);
         memory.fill(x, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         memory.fill(dx, &[9.0; 6]);
         let on = CpuKernels { memory: Some(&memory), level: Level::Portable };
-        first_rows(&on, &FirstRows { y, x });
-        first_rows_backward(&on, &FirstRowsBackward { dx, dy: y });
-        assert_eq!(memory.values(y), [1.0, 4.0]);
-        assert_eq!(memory.values(dx), [1.0, 0.0, 0.0, 4.0, 0.0, 0.0]);
+        first_rows(&on, &FirstRows { y, x, batch });
+        first_rows_backward(&on, &FirstRowsBackward { dx, dy: y, batch });
+        assert_eq!(memory.values(y), [1.0, 3.0, 4.0]);
+        assert_eq!(memory.values(dx), [1.0, 0.0, 3.0, 4.0, 0.0, 0.0]);
     }
 }

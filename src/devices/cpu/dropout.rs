@@ -10,7 +10,8 @@ use super::views::CpuKernels;
 use crate::kernels::{ApplyDropout, Dropout, Residual};
 use crate::simd::Level;
 
-pub(super) fn dropout(on: &CpuKernels<'_>, &ApplyDropout { y, x, dropout }: &ApplyDropout) {
+pub(super) fn dropout(on: &CpuKernels<'_>, op: &ApplyDropout<'_>) {
+    let ApplyDropout { y, x, dropout } = *op;
     if y != x {
         let Some(call) = on.call([y], &[x]) else { return };
         let [y] = call.write();
@@ -24,7 +25,8 @@ pub(super) fn dropout(on: &CpuKernels<'_>, &ApplyDropout { y, x, dropout }: &App
     }
 }
 
-pub(super) fn residual(on: &CpuKernels<'_>, &Residual { y, a, x, dropout: mask }: &Residual) {
+pub(super) fn residual(on: &CpuKernels<'_>, op: &Residual<'_>) {
+    let Residual { y, a, x, dropout: mask } = *op;
     dropout(on, &ApplyDropout { y, x, dropout: mask });
     let Some(call) = on.call([y], &[a]) else { return };
     let [y] = call.write();
@@ -60,7 +62,7 @@ impl Row {
     /// The draws of one row of one sequence. `row` is a position, or a head and a query, counted
     /// from the first position.
     #[inline(always)]
-    pub(super) fn new(dropout: &Dropout, sequence: usize, row: u32) -> Row {
+    pub(super) fn new(dropout: &Dropout<'_>, sequence: usize, row: u32) -> Row {
         let Dropout { probability, seed, step, site, first_sequence, first_position, .. } =
             *dropout;
         let (sequence, row) = (first_sequence + sequence as u32, first_position + row);
@@ -91,9 +93,9 @@ impl Row {
 }
 
 /// y *= mask, row by row. y: (R, C).
-fn apply(level: Level, y: &mut [f32], channels: usize, dropout: &Dropout) {
+fn apply(level: Level, y: &mut [f32], channels: usize, dropout: &Dropout<'_>) {
     y.par_chunks_mut(channels).enumerate().for_each(|(row, y)| {
-        let (sequence, position) = (row / dropout.positions, row % dropout.positions);
+        let (sequence, position) = dropout.place(row);
         level.run(
             #[inline(always)]
             || Row::new(dropout, sequence, position as u32).apply(y),
@@ -115,8 +117,16 @@ fn add(level: Level, y: &mut [f32], x: &[f32]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::kernels::{BatchMetadata, MaskRows};
 
-    fn dropout(probability: f32) -> Dropout {
+    fn rows(starts: &[usize]) -> MaskRows<'_> {
+        let dropout_key = None;
+        let kinds = &[];
+        let batch = BatchMetadata { starts, kinds, documents: &[], cached: &[], dropout_key };
+        MaskRows::Positions(batch.view())
+    }
+
+    fn dropout(probability: f32, starts: &[usize]) -> Dropout<'_> {
         Dropout {
             probability,
             seed: 7,
@@ -124,7 +134,7 @@ mod tests {
             site: 11,
             first_sequence: 0,
             first_position: 0,
-            positions: 5,
+            rows: rows(starts),
         }
     }
 
@@ -140,21 +150,26 @@ mod tests {
     #[test]
     fn a_mask_depends_on_its_place_alone() {
         let mut all = vec![1.0; 4 * 5 * 10];
-        apply(Level::best(), &mut all, 10, &dropout(0.3));
-        let mut later = vec![1.0; 2 * 5 * 10];
-        let from_two = Dropout { first_sequence: 2, ..dropout(0.3) };
+        apply(Level::best(), &mut all, 10, &dropout(0.3, &[0, 5, 10, 15, 20]));
+        let mut later = vec![1.0; (3 + 5) * 10];
+        let from_two = Dropout { first_sequence: 2, ..dropout(0.3, &[0, 3, 8]) };
         apply(Level::Portable, &mut later, 10, &from_two);
-        assert_eq!(all[2 * 5 * 10..], later);
+        assert_eq!(all[2 * 5 * 10..][..3 * 10], later[..3 * 10], "a shorter sequence");
+        assert_eq!(all[3 * 5 * 10..], later[3 * 10..]);
         let mut behind = vec![1.0; 3 * 10];
-        let chunk = Dropout { first_position: 2, positions: 3, ..from_two };
+        let chunk = Dropout { first_position: 2, rows: rows(&[0, 3]), ..from_two };
         apply(Level::best(), &mut behind, 10, &chunk);
         assert_eq!(all[(2 * 5 + 2) * 10..][..30], behind);
+        let mut first = vec![1.0; 2 * 10];
+        let of_each = Dropout { rows: MaskRows::Sequences, ..from_two };
+        apply(Level::best(), &mut first, 10, &of_each);
+        assert_eq!([&first[..10], &first[10..]], [&all[100..110], &all[150..160]]);
     }
 
     #[test]
     fn it_drops_what_it_should_and_keeps_the_mean() {
         let mut y = vec![1.0; 100_000];
-        apply(Level::best(), &mut y, 100, &Dropout { positions: 10, ..dropout(0.1) });
+        apply(Level::best(), &mut y, 100, &dropout(0.1, &[0, 10, 1000]));
         let dropped = y.iter().filter(|&&y| y == 0.0).count();
         assert!((9_500..10_500).contains(&dropped), "{dropped} of 100000");
         assert!(y.iter().all(|&y| y == 0.0 || y == 1.0 / 0.9));

@@ -37,19 +37,19 @@ pub(super) fn add_positions_backward(on: &CpuKernels<'_>, op: &AddPositionsBackw
     sum_rows(on.level, dtable, call.read(dy), batch, accumulate);
 }
 
-/// y = x + w by position. x, y: (B, T, C); w: (positions, C).
+/// y = x + w by position. x, y: (R, C); w: (positions, C).
 fn add_rows(level: Level, y: &mut [f32], x: &[f32], w: &[f32], batch: &BatchView<'_>) {
-    let rows = batch.rows().positions;
-    let width = y.len() / batch.rows().sequences;
-    let channels = width / rows;
-    let sequences = y.par_chunks_mut(width).zip(x.par_chunks(width)).enumerate();
-    sequences.for_each(|(sequence, (y, x))| {
+    /// Rows of one task.
+    const ROWS: usize = 64;
+    let channels = y.len() / batch.rows();
+    let pieces = y.par_chunks_mut(ROWS * channels).zip(x.par_chunks(ROWS * channels)).enumerate();
+    pieces.for_each(|(piece, (y, x))| {
         level.run(
             #[inline(always)]
             || {
                 let pairs = y.chunks_exact_mut(channels).zip(x.chunks_exact(channels));
                 for (at, (y, x)) in pairs.enumerate() {
-                    let position = batch.position_in_document(sequence * rows + at);
+                    let position = batch.position_in_document(piece * ROWS + at);
                     let w = &w[position * channels..][..channels];
                     for ((y, x), w) in y.iter_mut().zip(x).zip(w) {
                         *y = x + w;
@@ -62,7 +62,7 @@ fn add_rows(level: Level, y: &mut [f32], x: &[f32], w: &[f32], batch: &BatchView
 
 /// dw (+)= Σ over rows of each position of dy, in order.
 fn sum_rows(level: Level, dw: &mut [f32], dy: &[f32], batch: &BatchView<'_>, accumulate: bool) {
-    let channels = dy.len() / batch.rows().count();
+    let channels = dy.len() / batch.rows();
     level.run(
         #[inline(always)]
         || {
@@ -117,37 +117,36 @@ fn sum_types(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::kernels::{BatchMetadata, Document, Rows};
+    use crate::kernels::{BatchMetadata, Document};
 
     #[test]
     fn positions_are_added_and_summed() {
-        let (b, t, c) = (3, 2, 5);
+        let c = 5;
         let plain = BatchMetadata {
-            rows: Rows { sequences: b, positions: t },
-            lengths: &[t; 3],
+            starts: &[0, 2, 4, 5],
             kinds: &[],
             documents: &[],
             cached: &[],
             dropout_key: None,
         };
-        check_positions(plain.view(), c, |row| row % t);
+        check_positions(plain.view(), c, |row| row % 2);
         let cached = BatchMetadata { cached: &[1, 0, 2], ..plain };
-        check_positions(cached.view(), c, |row| row % t + [1, 0, 2][row / t]);
+        check_positions(cached.view(), c, |row| row % 2 + [1, 0, 2][row / 2]);
         let [all, first, second] = [(0, 2), (0, 1), (1, 2)].map(|(from, to)| Document { from, to });
-        let documents = [all, all, first, second, all, all];
+        let documents = [all, all, first, second, first];
         let packed = BatchMetadata { documents: &documents, ..plain };
-        check_positions(packed.view(), c, |row| [0, 1, 0, 0, 0, 1][row]);
+        check_positions(packed.view(), c, |row| [0, 1, 0, 0, 0][row]);
     }
 
     fn check_positions(batch: BatchView<'_>, c: usize, position: impl Fn(usize) -> usize) {
-        let Rows { sequences: b, positions: t } = batch.rows();
-        let (x, w, dy) = (noise(b * t * c, 1), noise(4 * c, 2), noise(b * t * c, 3));
+        let r = batch.rows();
+        let (x, w, dy) = (noise(r * c, 1), noise(4 * c, 2), noise(r * c, 3));
         let plain = |w: &[f64]| -> Vec<f64> {
             x.wide.iter().enumerate().map(|(i, x)| x + w[position(i / c) * c + i % c]).collect()
         };
         let loss = |w: &[f64]| plain(w).iter().zip(&dy.wide).map(|(y, dy)| y * dy).sum::<f64>();
         for level in Level::all() {
-            let mut y = vec![f32::NAN; b * t * c];
+            let mut y = vec![f32::NAN; r * c];
             add_rows(level, &mut y, &x.narrow, &w.narrow, &batch);
             close(&y, &plain(&w.wide), 1e-6);
             let mut dw = vec![f32::NAN; 4 * c];

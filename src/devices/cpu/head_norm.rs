@@ -70,7 +70,7 @@ fn forward(
 
 /// Floats of scratch that [`backward`] needs.
 fn scratch_len(shape: &AttentionShape<'_>) -> usize {
-    shape.rows().count().div_ceil(SUM_ROWS) * 2 * shape.head_size
+    shape.rows().div_ceil(SUM_ROWS) * 2 * shape.head_size
 }
 
 /// What the backward reads.
@@ -141,7 +141,7 @@ fn backward_head(dx: &mut [f32], dgamma: &mut [f32], x: &[f32], gamma: &[f32], r
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::kernels::{BatchMetadata, Rows};
+    use crate::kernels::BatchMetadata;
 
     const EPSILON: f32 = 1e-5;
 
@@ -163,8 +163,7 @@ mod tests {
     #[test]
     fn forward_and_backward_are_the_plain_ones() {
         let batch = BatchMetadata {
-            rows: Rows { sequences: 2, positions: 35 },
-            lengths: &[],
+            starts: &[0, 35, 70],
             kinds: &[],
             documents: &[],
             cached: &[],
@@ -179,12 +178,12 @@ mod tests {
             window: None,
             dropout: None,
         };
-        let len = shape.rows().count() * shape.qkv_width();
+        let len = shape.rows() * shape.qkv_width();
         let (x, dy) = (noise(len, 1), noise(len, 2));
         let (q, k) = (noise(3, 3), noise(3, 4));
         for level in Level::all() {
             let mut y = vec![f32::NAN; len];
-            let mut statistics = vec![f32::NAN; shape.rows().count() * 3];
+            let mut statistics = vec![f32::NAN; shape.rows() * 3];
             let gamma = [&q.narrow[..], &k.narrow];
             forward(level, &mut y, &mut statistics, &x.narrow, gamma, EPSILON, &shape);
             close(&y, &plain(&x.wide, [&q.wide, &k.wide], &shape), 1e-5);

@@ -95,12 +95,12 @@ impl Kernels for CpuKernels<'_> {
         kv_cache::cached_attention(self, op);
     }
 
-    fn dropout(&self, op: &ApplyDropout) {
+    fn dropout(&self, op: &ApplyDropout<'_>) {
         op.check();
         dropout::dropout(self, op);
     }
 
-    fn residual(&self, op: &Residual) {
+    fn residual(&self, op: &Residual<'_>) {
         op.check();
         dropout::residual(self, op);
     }
@@ -114,22 +114,22 @@ impl Kernels for CpuKernels<'_> {
         copy::clear(self, op);
     }
 
-    fn first_rows(&self, op: &FirstRows) {
+    fn first_rows(&self, op: &FirstRows<'_>) {
         op.check();
         classes::first_rows(self, op);
     }
 
-    fn first_rows_backward(&self, op: &FirstRowsBackward) {
+    fn first_rows_backward(&self, op: &FirstRowsBackward<'_>) {
         op.check();
         classes::first_rows_backward(self, op);
     }
 
-    fn class_loss(&self, op: &ClassLoss) {
+    fn class_loss(&self, op: &ClassLoss<'_>) {
         op.check();
         classes::class_loss(self, op);
     }
 
-    fn class_loss_backward(&self, op: &ClassLossBackward) {
+    fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
         op.check();
         classes::class_loss_backward(self, op);
     }

@@ -48,21 +48,19 @@ pub(super) fn copy_to_qkv(qkv: &mut [f32], kv: &[f32], shape: &AttentionShape<'_
 /// y: (R, H D); qkv: (R, (H + 2K) D); cache: (B, P, 2 K D), of which each sequence uses as many
 /// positions as it has cached.
 fn attention(level: Level, y: &mut [f32], qkv: &[f32], cache: &[f32], size: &AttentionShape<'_>) {
-    let (d, positions) = (size.head_size, size.rows().positions);
-    let of_sequence = cache.len() / size.rows().sequences;
+    let d = size.head_size;
+    let of_sequence = cache.len() / size.batch.sequences();
     y.par_chunks_mut(d).enumerate().for_each(|(task, y)| {
         let (row, head) = (task / size.heads, task % size.heads);
-        let (sequence, at) = (row / positions, row % positions);
+        let (sequence, at) = size.batch.place(row);
+        let first_row = row - at;
         let (cached, shared) =
             (size.batch.positions_before(sequence), head * size.kv_heads / size.heads);
         // A position's keys and values: in the cache, or beside its queries.
         let kv_of = |key: usize| -> &[f32] {
             match key.checked_sub(cached) {
                 None => &cache[sequence * of_sequence + key * size.kv_width()..],
-                Some(new) => {
-                    let row = sequence * positions + new;
-                    &qkv[row * size.qkv_width() + size.heads * d..]
-                }
+                Some(new) => &qkv[(first_row + new) * size.qkv_width() + size.heads * d..],
             }
         };
         let query = cached + at;
@@ -103,17 +101,16 @@ mod tests {
     use super::super::attention::forward;
     use super::super::oracle::noise;
     use super::*;
-    use crate::kernels::{BatchMetadata, Rows};
+    use crate::kernels::BatchMetadata;
 
     /// Attention to a cache is attention to all positions at once.
     #[test]
     fn it_is_attention_to_all_at_once() {
-        let (lengths, most, d) = ([7_usize, 90, 71], 90, 5);
+        let (starts, most, d) = ([0_usize, 7, 97, 168], 90, 5);
+        let lengths = [7, 90, 71];
         for (heads, kv_heads, window) in [(2, 2, None), (4, 2, Some(66)), (3, 1, Some(1))] {
-            let rows = Rows { sequences: 3, positions: most };
             let metadata = BatchMetadata {
-                rows,
-                lengths: &lengths,
+                starts: &starts,
                 kinds: &[],
                 documents: &[],
                 cached: &[],
@@ -128,28 +125,35 @@ mod tests {
                 window,
                 dropout: None,
             };
-            let qkv = noise(rows.count() * all.qkv_width(), 1).narrow;
-            let (mut y, mut lse) =
-                (vec![0.0; rows.count() * heads * d], vec![0.0; rows.count() * heads]);
-            let mut kv = vec![0.0; rows.count() * all.kv_width()];
-            for new in [1, 3] {
-                let cached = lengths.map(|length| length - new);
-                let rows = Rows { sequences: 3, positions: new };
-                let batch = BatchMetadata { rows, cached: &cached, ..metadata }.view();
+            let rows = all.rows();
+            let qkv = noise(rows * all.qkv_width(), 1).narrow;
+            let (mut y, mut lse) = (vec![0.0; rows * heads * d], vec![0.0; rows * heads]);
+            let mut kv = vec![0.0; rows * all.kv_width()];
+            for new in [[1, 1, 1], [3, 1, 2]] {
+                let cached = [0, 1, 2].map(|s| lengths[s] - new[s]);
+                let begins = [0, new[0], new[0] + new[1], new[0] + new[1] + new[2]];
+                let batch = BatchMetadata { starts: &begins, cached: &cached, ..metadata }.view();
                 let few = AttentionShape { batch, ..all };
-                let of = |sequence: usize| (sequence * most + cached[sequence]) * all.qkv_width();
-                let last = (0..3).flat_map(|s| &qkv[of(s)..][..new * all.qkv_width()]).copied();
-                let last: Vec<f32> = last.collect();
+                let of = |s: usize| (starts[s] + cached[s]) * all.qkv_width();
+                let last = (0..3).flat_map(|s| &qkv[of(s)..][..new[s] * all.qkv_width()]);
+                let last: Vec<f32> = last.copied().collect();
                 for level in Level::all() {
                     forward(level, &mut y, &mut lse, &qkv, None, &all);
                     copy_from_qkv(&mut kv, &qkv, &all);
-                    let mut found = vec![f32::NAN; rows.count() * heads * d];
-                    attention(level, &mut found, &last, &kv, &few);
+                    // The cache has room for as many positions of each sequence.
+                    let mut cache = vec![f32::NAN; 3 * most * all.kv_width()];
                     for s in 0..3 {
-                        let expected = &y[(s * most + cached[s]) * heads * d..][..new * heads * d];
-                        let found = &found[s * new * heads * d..][..new * heads * d];
+                        let from = &kv[starts[s] * all.kv_width()..][..cached[s] * all.kv_width()];
+                        cache[s * most * all.kv_width()..][..from.len()].copy_from_slice(from);
+                    }
+                    let mut found = vec![f32::NAN; few.rows() * heads * d];
+                    attention(level, &mut found, &last, &cache, &few);
+                    for s in 0..3 {
+                        let new = new[s] * heads * d;
+                        let expected = &y[(starts[s] + cached[s]) * heads * d..][..new];
+                        let found = &found[begins[s] * heads * d..][..new];
                         let off = found.iter().zip(expected).map(|(a, b)| (a - b).abs());
-                        assert!(off.fold(0.0, f32::max) < 1e-5, "{heads} {new} {s}");
+                        assert!(off.fold(0.0, f32::max) < 1e-5, "{heads} {new:?} {s}");
                     }
                 }
             }

@@ -68,20 +68,15 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn upload_packed(&self, to: View, from: &[f32], sequences: usize) -> Result<(), BoxedError> {
+    fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         // SAFETY: as for other uploads.
-        unpack(unsafe { self.memory.write(to) }, from, sequences);
+        unpack(unsafe { self.memory.write(to) }, from);
         Ok(())
     }
 
-    fn download_packed(
-        &self,
-        to: &mut [f32],
-        from: View,
-        sequences: usize,
-    ) -> Result<(), BoxedError> {
+    fn download_packed(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         // SAFETY: as for other downloads.
-        pack(to, unsafe { self.memory.read(from) }, sequences);
+        pack(to, unsafe { self.memory.read(from) });
         Ok(())
     }
 

@@ -59,22 +59,16 @@ fn rotate_all(
 mod tests {
     use super::super::oracle::{close, noise};
     use super::*;
-    use crate::kernels::{BatchMetadata, RotaryScaling, Rows};
+    use crate::kernels::{BatchMetadata, RotaryScaling};
 
     fn shape(
         heads: usize,
         kv_heads: usize,
         head_size: usize,
-        positions: usize,
-    ) -> AttentionShape<'static> {
-        let batch = BatchMetadata {
-            rows: Rows { sequences: 2, positions },
-            lengths: &[],
-            kinds: &[],
-            documents: &[],
-            cached: &[],
-            dropout_key: None,
-        };
+        starts: &[usize],
+    ) -> AttentionShape<'_> {
+        let batch =
+            BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key: None };
         AttentionShape {
             batch: batch.view(),
             heads,
@@ -89,8 +83,8 @@ mod tests {
     #[test]
     fn it_rotates_queries_and_keys_and_back() {
         let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::None };
-        let shape = shape(3, 1, 4, 5);
-        let x = noise(shape.rows().count() * shape.qkv_width(), 1);
+        let shape = shape(3, 1, 4, &[0, 5, 9]);
+        let x = noise(shape.rows() * shape.qkv_width(), 1);
         for level in Level::all() {
             let mut y = x.narrow.clone();
             rotate_all(level, &mut y, &rotary, &shape, false);

@@ -82,11 +82,11 @@ impl On<'_> {
         let Attention { y, lse, qkv, kv, ref shape } = *op;
         let [forward, ..] = passes(qkv.dtype, shape.head_size);
         let (y, lse, qkv, kv) = (self.at(y), self.at(lse), self.at(qkv), self.at_if(kv));
-        let lengths = self.metadata.lengths(&shape.batch);
+        let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
         let sizes = attention_words(shape);
-        let arguments: [&dyn Argument; 7] = [&y, &lse, &qkv, &kv, &lengths, &documents, &sizes];
-        self.tiles(forward, shape, shape.rows().positions, shape.heads, &arguments);
+        let arguments: [&dyn Argument; 7] = [&y, &lse, &qkv, &kv, &starts, &documents, &sizes];
+        self.tiles(forward, shape, shape.batch.longest(), shape.heads, &arguments);
     }
 
     /// `delta` is scratch: Σ y dy of each query and head.
@@ -96,21 +96,21 @@ impl On<'_> {
         let sizes = attention_words(shape);
         let (dqkv, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
         let (heads, delta, qkv) = (delta.len(), self.at(delta), self.at(qkv));
-        let arguments: [&dyn Argument; 4] = [&delta, &y, &dy, &sizes];
+        let starts = self.metadata.starts(&shape.batch);
+        let arguments: [&dyn Argument; 5] = [&delta, &y, &dy, &starts, &sizes];
         let grid = [heads.div_ceil(8), 1, 1];
         self.queue.launch("attention_delta", grid, [256, 1, 1], 0, &arguments);
         let kv = self.at_if(chunk_kv.map(|one| one.kv));
         let dkv = self.at_if(chunk_kv.map(|one| one.dkv));
         let accumulate = i32::from(chunk_kv.is_some_and(|one| one.accumulate));
-        let lengths = self.metadata.lengths(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
-        let queries = shape.rows().positions;
+        let queries = shape.batch.longest();
         let keys = shape.batch.same_positions_before() + queries;
         let arguments: [&dyn Argument; 11] =
-            [&dqkv, &dkv, &dy, &lse, &delta, &qkv, &kv, &lengths, &documents, &sizes, &accumulate];
+            [&dqkv, &dkv, &dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes, &accumulate];
         self.tiles(to_keys, shape, keys, shape.kv_heads, &arguments);
         let arguments: [&dyn Argument; 9] =
-            [&dqkv, &dy, &lse, &delta, &qkv, &kv, &lengths, &documents, &sizes];
+            [&dqkv, &dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
         self.tiles(to_queries, shape, queries, shape.heads, &arguments);
     }
 
@@ -124,7 +124,7 @@ impl On<'_> {
         arguments: &[&dyn Argument],
     ) {
         let Tiles { kernel, positions: of_tile, blocks, threads, shared } = tiles;
-        let grid = [positions.div_ceil(of_tile), blocks * heads, shape.rows().sequences];
+        let grid = [positions.div_ceil(of_tile), blocks * heads, shape.batch.sequences()];
         self.queue.launch(kernel, grid, [threads, 1, 1], shared, arguments);
     }
 }

@@ -1,5 +1,5 @@
-//! The metadata of a micro-batch where kernels read it: lengths, cached positions, documents and
-//! kinds of tokens.
+//! The metadata of a micro-batch where kernels read it: where sequences begin, cached positions,
+//! documents and kinds of tokens.
 
 use super::driver::Address;
 use super::launches::{FLOAT, NULL};
@@ -12,13 +12,19 @@ pub(super) struct DeviceMetadata {
     /// All of it, in floats.
     pub(super) floats: usize,
     at: Address,
-    rows: Rows,
+    sequences: usize,
+    rows: usize,
+}
+
+/// Floats that the metadata of so many rows takes.
+fn floats(sequences: usize, rows: usize) -> usize {
+    2 * sequences + 1 + 2 * rows + rows.div_ceil(FLOAT)
 }
 
 impl DeviceMetadata {
-    /// Floats that the metadata of a micro-batch takes.
+    /// Floats that the metadata of a micro-batch takes at most.
     pub(super) fn len(rows: Rows) -> usize {
-        2 * rows.sequences + 2 * rows.count() + rows.count().div_ceil(FLOAT)
+        floats(rows.sequences, rows.count())
     }
 
     /// Writes it to memory of the host from where it will be copied to `at`.
@@ -27,23 +33,24 @@ impl DeviceMetadata {
         host: &mut [f32],
         at: Address,
     ) -> DeviceMetadata {
-        let BatchMetadata { rows, lengths, cached, documents, kinds, .. } = *batch;
-        let floats = DeviceMetadata::len(rows);
+        let BatchMetadata { starts, cached, documents, kinds, .. } = *batch;
+        let (sequences, rows) = (batch.sequences(), batch.rows());
+        let floats = floats(sequences, rows);
         let words: &mut [u32] = bytemuck::cast_slice_mut(&mut host[..floats]);
-        let (of_sequences, rest) = words.split_at_mut(2 * rows.sequences);
-        let (of_positions, of_kinds) = rest.split_at_mut(2 * rows.count());
-        let (to_lengths, to_cached) = of_sequences.split_at_mut(rows.sequences);
-        for (to, length) in to_lengths.iter_mut().zip(lengths) {
-            *to = *length as u32;
+        let (to_starts, rest) = words.split_at_mut(sequences + 1);
+        let (to_cached, rest) = rest.split_at_mut(sequences);
+        let (to_documents, to_kinds) = rest.split_at_mut(2 * rows);
+        for (to, start) in to_starts.iter_mut().zip(starts) {
+            *to = (start - starts[0]) as u32;
         }
         for (to, cached) in to_cached.iter_mut().zip(cached) {
             *to = *cached as u32;
         }
-        for (to, document) in of_positions.chunks_exact_mut(2).zip(documents) {
+        for (to, document) in to_documents.chunks_exact_mut(2).zip(documents) {
             to.copy_from_slice(&[document.from, document.to]);
         }
-        bytemuck::cast_slice_mut(of_kinds)[..kinds.len()].copy_from_slice(kinds);
-        DeviceMetadata { floats, at, rows }
+        bytemuck::cast_slice_mut(to_kinds)[..kinds.len()].copy_from_slice(kinds);
+        DeviceMetadata { floats, at, sequences, rows }
     }
 
     /// The address of a word.
@@ -52,14 +59,15 @@ impl DeviceMetadata {
     }
 
     fn check(&self, batch: &BatchView<'_>) {
-        let Rows { sequences, positions } = batch.metadata().rows;
-        assert_eq!(self.rows, Rows { sequences, positions }, "kernels run on another micro-batch");
+        let of_batch = [batch.metadata().sequences(), batch.metadata().rows()];
+        assert_eq!([self.sequences, self.rows], of_batch, "kernels run on another micro-batch");
     }
 
-    /// Lengths of the sequences of a micro-batch or of its chunk.
-    pub(super) fn lengths(&self, batch: &BatchView<'_>) -> Address {
+    /// Where the rows of each sequence begin, and where those of the last end. Null for a chunk:
+    /// all of its rows are of one sequence.
+    pub(super) fn starts(&self, batch: &BatchView<'_>) -> Address {
         self.check(batch);
-        self.word(batch.first_sequence())
+        if batch.chunk().is_some() { NULL } else { self.word(0) }
     }
 
     /// Cached positions of each sequence. Null where the positions before the first row are the
@@ -69,7 +77,7 @@ impl DeviceMetadata {
         if batch.metadata().cached.is_empty() || batch.chunk().is_some() {
             return NULL;
         }
-        self.word(self.rows.sequences)
+        self.word(self.sequences + 1)
     }
 
     /// Documents of positions, from the first position of the first sequence on. Null where each
@@ -79,14 +87,14 @@ impl DeviceMetadata {
         if batch.metadata().documents.is_empty() {
             return NULL;
         }
-        let first = batch.first_sequence() * self.rows.positions;
-        self.word(2 * self.rows.sequences + 2 * first)
+        let first = batch.metadata().sequence(batch.first_sequence()).start;
+        self.word(2 * self.sequences + 1 + 2 * first)
     }
 
     /// Kinds of tokens of the rows.
     pub(super) fn kinds(&self, batch: &BatchView<'_>) -> Address {
         self.check(batch);
-        let begin = self.word(2 * self.rows.sequences + 2 * self.rows.count());
+        let begin = self.word(2 * self.sequences + 1 + 2 * self.rows);
         begin + batch.row_range().start as Address
     }
 }

@@ -2,16 +2,16 @@
 
 use super::driver::{Argument, Place};
 use super::kernels::On;
-use super::launches::{dropout_words, int};
-use crate::kernels::{ApplyDropout, Dropout, Residual};
+use super::launches::{NULL, dropout_words, int};
+use crate::kernels::{ApplyDropout, Dropout, MaskRows, Residual};
 use crate::tensor::View;
 
 impl On<'_> {
-    pub(super) fn residual(&self, &Residual { y, a, x, dropout }: &Residual) {
+    pub(super) fn residual(&self, &Residual { y, a, x, dropout }: &Residual<'_>) {
         self.add_dropout(y, self.at(a), x, dropout);
     }
 
-    pub(super) fn dropout(&self, &ApplyDropout { y, x, dropout }: &ApplyDropout) {
+    pub(super) fn dropout(&self, &ApplyDropout { y, x, dropout }: &ApplyDropout<'_>) {
         if dropout.is_some() {
             self.add_dropout(y, Place::NULL, x, dropout);
         } else if y != x {
@@ -20,12 +20,16 @@ impl On<'_> {
     }
 
     /// y = a + dropout(x), without `a` where that is null.
-    fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout>) {
+    fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout<'_>>) {
         let (rows, channels) = (y.rows, y.columns);
-        let positions = dropout.map_or(rows, |dropout| dropout.positions);
-        let [r, positions, c] = [rows, positions, channels].map(int);
+        let (starts, sequences) = match dropout.map(|dropout| dropout.rows) {
+            Some(MaskRows::Positions(batch)) => (self.metadata.starts(&batch), batch.sequences()),
+            Some(MaskRows::Sequences) => (NULL, rows),
+            None => (NULL, 1),
+        };
+        let [b, r, c] = [sequences, rows, channels].map(int);
         let (y, x, words) = (self.at(y), self.at(x), dropout_words(dropout));
-        let arguments: [&dyn Argument; 7] = [&y, &x, &a, &r, &positions, &c, &words];
+        let arguments: [&dyn Argument; 8] = [&y, &x, &a, &starts, &b, &r, &c, &words];
         self.queue.columns("drop", [rows, 1], channels, &arguments);
     }
 }

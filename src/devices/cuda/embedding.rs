@@ -3,9 +3,7 @@
 use super::driver::Argument;
 use super::kernels::On;
 use super::launches::{PART, int, parts_of};
-use crate::kernels::{
-    AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward, Rows,
-};
+use crate::kernels::{AddPositions, AddPositionsBackward, AddTokenTypes, AddTokenTypesBackward};
 use crate::tensor::{Scratch, View};
 
 /// Partial sums of the table's gradient.
@@ -37,25 +35,25 @@ impl On<'_> {
         let (rows, channels) = (y.rows, y.columns);
         let (y, x, table) = (self.at(y), self.at(x), self.at(table));
         let (documents, cached) = (self.metadata.documents(batch), self.metadata.cached(batch));
-        let Rows { sequences, positions } = batch.rows();
-        let [before, b, t, c] =
-            [batch.positions_before(0), sequences, positions, channels].map(int);
-        let arguments: [&dyn Argument; 9] =
-            [&y, &x, &table, &documents, &cached, &before, &b, &t, &c];
+        let starts = self.metadata.starts(batch);
+        let (before, sequences) = (batch.positions_before(0), batch.sequences());
+        let [before, b, r, c] = [before, sequences, rows, channels].map(int);
+        let arguments: [&dyn Argument; 10] =
+            [&y, &x, &table, &starts, &documents, &cached, &before, &b, &r, &c];
         self.queue.columns("add_positions", [rows, 1], channels, &arguments);
     }
 
     pub(super) fn add_positions_backward(&self, op: &AddPositionsBackward<'_>) {
         let AddPositionsBackward { dtable, dy, ref batch, accumulate } = *op;
         let (table, channels) = (dtable.rows, dy.columns);
-        let documents = self.metadata.documents(batch);
+        let (starts, documents) = (self.metadata.starts(batch), self.metadata.documents(batch));
         let (dtable, dy) = (self.at(dtable), self.at(dy));
-        let Rows { sequences, positions } = batch.rows();
-        let before = batch.positions_before(0);
-        let [before, b, t, c, rows] = [before, sequences, positions, channels, table].map(int);
+        let (before, sequences, rows) =
+            (batch.positions_before(0), batch.sequences(), batch.rows());
+        let [before, b, r, c, table_rows] = [before, sequences, rows, channels, table].map(int);
         let accumulate = i32::from(accumulate);
-        let arguments: [&dyn Argument; 9] =
-            [&dtable, &dy, &documents, &before, &b, &t, &c, &rows, &accumulate];
+        let arguments: [&dyn Argument; 10] =
+            [&dtable, &dy, &starts, &documents, &before, &b, &r, &c, &table_rows, &accumulate];
         self.queue.columns("add_positions_backward", [table, 1], channels, &arguments);
     }
 }

@@ -133,7 +133,7 @@ impl Kernels for CudaKernels<'_> {
 
     fn attention_backward(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
         op.check();
-        let delta = scratch.nested().take_floats(op.shape.rows().count(), op.shape.heads);
+        let delta = scratch.nested().take_floats(op.shape.rows(), op.shape.heads);
         self.run(|on| on.attention_backward(op, delta));
     }
 
@@ -152,12 +152,12 @@ impl Kernels for CudaKernels<'_> {
         self.run(|on| on.cached_attention(op));
     }
 
-    fn dropout(&self, op: &ApplyDropout) {
+    fn dropout(&self, op: &ApplyDropout<'_>) {
         op.check();
         self.run(|on| on.dropout(op));
     }
 
-    fn residual(&self, op: &Residual) {
+    fn residual(&self, op: &Residual<'_>) {
         op.check();
         self.run(|on| on.residual(op));
     }
@@ -171,22 +171,22 @@ impl Kernels for CudaKernels<'_> {
         self.run(|on| on.clear(op.y));
     }
 
-    fn first_rows(&self, op: &FirstRows) {
+    fn first_rows(&self, op: &FirstRows<'_>) {
         op.check();
         self.run(|on| on.first_rows(op));
     }
 
-    fn first_rows_backward(&self, op: &FirstRowsBackward) {
+    fn first_rows_backward(&self, op: &FirstRowsBackward<'_>) {
         op.check();
         self.run(|on| on.first_rows_backward(op));
     }
 
-    fn class_loss(&self, op: &ClassLoss) {
+    fn class_loss(&self, op: &ClassLoss<'_>) {
         op.check();
         self.run(|on| on.class_loss(op));
     }
 
-    fn class_loss_backward(&self, op: &ClassLossBackward) {
+    fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
         op.check();
         self.run(|on| on.class_loss_backward(op));
     }

@@ -17,10 +17,12 @@ impl On<'_> {
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {
         let CachedAttention { y, qkv, cache, ref shape } = *op;
-        let (grid, capacity) = ([y.rows, shape.heads, 1], int(cache.rows / shape.rows().sequences));
+        let (grid, capacity) =
+            ([y.rows, shape.heads, 1], int(cache.rows / shape.batch.sequences()));
         let (y, qkv, kv) = (self.at(y), self.at(qkv), self.at(cache));
         let (cached, sizes) = (self.metadata.cached(&shape.batch), attention_words(shape));
-        let arguments: [&dyn Argument; 6] = [&y, &qkv, &kv, &cached, &capacity, &sizes];
+        let starts = self.metadata.starts(&shape.batch);
+        let arguments: [&dyn Argument; 7] = [&y, &qkv, &kv, &starts, &cached, &capacity, &sizes];
         self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, &arguments);
     }
 

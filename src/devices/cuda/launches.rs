@@ -80,12 +80,12 @@ impl<const N: usize> Argument for Words<N> {
 }
 
 /// The text's `Dropout`; all zero when nothing is dropped.
-pub(super) fn dropout_words(dropout: Option<Dropout>) -> Words<7> {
+pub(super) fn dropout_words(dropout: Option<Dropout<'_>>) -> Words<7> {
     Words { name: "Dropout", words: dropout.map_or([0; 7], mask_words) }
 }
 
 /// The words of a mask, computed as on the CPU.
-fn mask_words(dropout: Dropout) -> [u32; 7] {
+fn mask_words(dropout: Dropout<'_>) -> [u32; 7] {
     let Dropout { probability, seed, step, site, first_sequence, first_position, .. } = dropout;
     [
         seed as u32,
@@ -100,10 +100,9 @@ fn mask_words(dropout: Dropout) -> [u32; 7] {
 
 /// The text's `Attention`.
 pub(super) fn attention_words(shape: &AttentionShape<'_>) -> Words<16> {
-    let rows = shape.rows();
     let words = [
-        rows.sequences,
-        rows.positions,
+        shape.batch.sequences(),
+        shape.rows(),
         shape.batch.positions_before(0),
         shape.heads,
         shape.kv_heads,

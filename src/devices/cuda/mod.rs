@@ -225,11 +225,11 @@ impl Device for Cuda {
         self.driver.copy_out(Stream::Download, to, self.address(from), bytes)
     }
 
-    fn upload_packed(&self, _: View, _: &[f32], _: usize) -> Result<(), BoxedError> {
+    fn upload_packed(&self, _: View, _: &[f32]) -> Result<(), BoxedError> {
         unreachable!("a packed stash is refused on this device")
     }
 
-    fn download_packed(&self, _: &mut [f32], _: View, _: usize) -> Result<(), BoxedError> {
+    fn download_packed(&self, _: &mut [f32], _: View) -> Result<(), BoxedError> {
         unreachable!("a packed stash is refused on this device")
     }
 

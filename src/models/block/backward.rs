@@ -52,7 +52,7 @@ impl ChunkPass<'_> {
     /// The gradient of the chunk's input, and of the block's tensors.
     pub(super) fn backward(&self, g: &ChunkGradients<'_>, scratch: &Scratch<'_>) {
         let Shape { hidden: c, intermediate: i, .. } = self.block.shape;
-        let r = self.batch.rows().count();
+        let r = self.batch.rows();
         let buffers = Buffers {
             activated: scratch.take(r, i),
             dup: scratch.take(r, self.block.shape.up()),

@@ -57,7 +57,7 @@ impl ChunkPass<'_> {
     pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
         self.recompute_all();
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
-        let activated = scratch.take(batch.rows().count(), block.shape.intermediate);
+        let activated = scratch.take(batch.rows(), block.shape.intermediate);
         self.activate(activated);
         let dropout = block.feed_forward_dropout(batch);
         let Some(sum) = saved.feed_forward_sum else {

@@ -51,10 +51,10 @@ impl TransformerBlock {
             let (new, cached) = kv_cache.map_or((None, None), |one| (Some(one.new), one.cached));
             return KvViews { new, cached, chunk: None };
         };
-        let positions = chunk.metadata().rows.positions;
+        let rows = chunk.metadata().sequence(sequence);
         let of_sequence = match kv_cache {
-            Some(cache) => cache.new.row_range(sequence * positions..(sequence + 1) * positions),
-            None => Scratch::new(chunk_state, dtype).take(positions, self.kv_width()),
+            Some(cache) => cache.new.row_range(rows),
+            None => Scratch::new(chunk_state, dtype).take(rows.len(), self.kv_width()),
         };
         let new = Some(of_sequence.row_range(from..to));
         KvViews { new, cached: None, chunk: Some(of_sequence.row_range(0..to)) }
@@ -70,7 +70,7 @@ impl TransformerBlock {
         dtype: Dtype,
     ) -> ChunkKv {
         let state = Scratch::new(chunk_state, dtype);
-        state.take(chunk.metadata().rows.positions, self.kv_width());
+        state.take(chunk.metadata().sequence(chunk.first_sequence()).len(), self.kv_width());
         let dkv = state.take_floats(kv.rows, kv.columns);
         ChunkKv { kv, dkv, accumulate: !is_last }
     }
@@ -95,12 +95,12 @@ impl TransformerBlock {
     }
 
     /// The dropout of attention's output.
-    fn attention_dropout(&self, batch: &BatchView<'_>) -> Option<Dropout> {
+    fn attention_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
         batch.dropout(self.shape.dropout.projection, self.index, 1)
     }
 
     /// The dropout of the feed-forward's output.
-    fn feed_forward_dropout(&self, batch: &BatchView<'_>) -> Option<Dropout> {
+    fn feed_forward_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
         batch.dropout(self.shape.dropout.feed_forward, self.index, 2)
     }
 
@@ -112,7 +112,7 @@ impl TransformerBlock {
         scratch: &Scratch<'_>,
     ) -> ChunkPass<'a> {
         let ChunkInputs { weights, chunk, x, saved, kv } = *inputs;
-        let rows = chunk.rows().count();
+        let rows = chunk.rows();
         let rotated_rows = if self.shape.qk_norm { rows } else { 0 };
         ChunkPass {
             block: self,
@@ -166,7 +166,7 @@ impl TransformerBlock {
                 .map(|kv| self.chunk_kv(&chunk, kv, chunk_state, is_last, scratch.dtype()));
             let pass = self.chunk_pass(k, &inputs, scratch);
             let dx = dx.map(|dx| chunk.rows_of(dx));
-            let dx = dx.unwrap_or_else(|| scratch.take(chunk.rows().count(), self.shape.hidden));
+            let dx = dx.unwrap_or_else(|| scratch.take(chunk.rows(), self.shape.hidden));
             let dy = chunk.rows_of(dy);
             pass.backward(&ChunkGradients { d, dy, dx, chunk_kv, save, accumulate }, scratch);
             accumulate = true;

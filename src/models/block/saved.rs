@@ -38,18 +38,18 @@ struct Places<'s> {
 
 impl Places<'_> {
     fn take(&self, is_saved: bool, width: usize) -> View {
-        let all = self.chunk.metadata().rows.count();
+        let all = self.chunk.metadata().rows();
         match &self.stashed {
             Some(stashed) if is_saved => self.chunk.rows_of(stashed.take(all, width)),
-            _ => self.scratch.take(self.chunk.rows().count(), width),
+            _ => self.scratch.take(self.chunk.rows(), width),
         }
     }
 
     fn take_floats(&self, is_saved: bool, width: usize) -> View {
-        let all = self.chunk.metadata().rows.count();
+        let all = self.chunk.metadata().rows();
         match &self.stashed {
             Some(stashed) if is_saved => self.chunk.rows_of(stashed.take_floats(all, width)),
-            _ => self.scratch.take_floats(self.chunk.rows().count(), width),
+            _ => self.scratch.take_floats(self.chunk.rows(), width),
         }
     }
 }

@@ -4,7 +4,7 @@ use super::{Composed, Derived, Operation, Operations, Value};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, AttentionShape, BatchMetadata, BatchView,
     Clear, Custom, CustomKernel, GateBackward, Kernels, LinearBackward, NormBackward, Residual,
-    Rotate, Rows,
+    Rotate,
 };
 use crate::models::layer::{
     Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
@@ -198,8 +198,7 @@ impl<C: Composed> Derived<C> {
     /// Sums a number over its attentions, of which it has none, one or more.
     fn sum_attentions(&self, number: impl Fn(&AttentionShape<'_>) -> usize) -> usize {
         let batch = BatchMetadata {
-            rows: Rows { sequences: 1, positions: 1 },
-            lengths: &[1],
+            starts: &[0, 1],
             kinds: &[0],
             documents: &[],
             cached: &[],

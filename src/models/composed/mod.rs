@@ -109,7 +109,7 @@ enum Operation<'a> {
     },
     Dropout {
         x: Value,
-        dropout: Option<Dropout>,
+        dropout: Option<Dropout<'a>>,
     },
     Attention {
         x: Value,
@@ -129,7 +129,7 @@ enum Operation<'a> {
 
 impl<'a> Operations<'a> {
     fn rows(&self) -> usize {
-        self.batch.rows().count()
+        self.batch.rows()
     }
 
     fn view(&self, value: Value) -> View {
@@ -154,7 +154,7 @@ impl<'a> Operations<'a> {
         y
     }
 
-    fn next_dropout(&mut self, probability: f32) -> Option<Dropout> {
+    fn next_dropout(&mut self, probability: f32) -> Option<Dropout<'a>> {
         let site = self.sites;
         self.sites += 1;
         assert!(site < 8, "a layer has eight dropouts at most");

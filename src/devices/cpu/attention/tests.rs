@@ -3,25 +3,26 @@
 use super::*;
 use crate::devices::cpu::kv_cache::{copy_from_qkv, copy_to_qkv};
 use crate::devices::cpu::oracle::{close, differences, noise};
-use crate::kernels::{BatchMetadata, Document, Dropout, Rows, SequenceChunk};
+use crate::kernels::{BatchMetadata, Document, DropoutKey, SequenceChunk};
 
 /// The masks are the kernel's own; what is done with them is not.
 fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
-    let (t, h, d) = (size.rows().positions, size.heads, size.head_size);
+    let (h, d) = (size.heads, size.head_size);
     let (c, k) = (h * d, size.kv_heads);
-    let mut y = vec![0.0; size.rows().count() * c];
-    for (sequence, head) in (0..size.rows().sequences * h).map(|i| (i / h, i % h)) {
+    let mut y = vec![0.0; size.rows() * c];
+    for (sequence, head) in (0..size.batch.sequences() * h).map(|i| (i / h, i % h)) {
+        let rows = size.batch.sequence(sequence);
         let at = |position: usize, which: usize| {
             let column = [head, h + head / (h / k), h + k + head / (h / k)][which];
-            let from = (sequence * t + position) * (h + 2 * k) * d + column * d;
+            let from = (rows.start + position) * (h + 2 * k) * d + column * d;
             &qkv[from..from + d]
         };
-        for query in 0..t {
+        for query in 0..rows.len() {
             let (from, end) = match size.batch.document(sequence, query) {
                 Some(document) => (document.from as usize, document.to as usize),
-                None => (0, size.batch.lengths()[sequence]),
+                None => (0, rows.len()),
             };
-            let end = end.min(if size.causal { query + 1 } else { t });
+            let end = end.min(if size.causal { query + 1 } else { rows.len() });
             let score = |key| {
                 let products = at(query, 0).iter().zip(at(key, 1)).map(|(q, k)| q * k);
                 products.sum::<f64>() / (d as f64).sqrt()
@@ -37,7 +38,7 @@ fn plain(qkv: &[f64], size: &AttentionShape<'_>) -> Vec<f64> {
                     f64::from(factors[key % 4])
                 });
                 for (i, v) in at(key, 2).iter().enumerate() {
-                    let to = (sequence * t + query) * c + head * d + i;
+                    let to = (rows.start + query) * c + head * d + i;
                     y[to] += factor * score.exp() / total * v;
                 }
             }
@@ -51,15 +52,13 @@ fn check(sequences: usize, t: usize, h: usize, d: usize, causal: bool, p: f32) {
 }
 
 /// Sequences cut into documents of these lengths, again and again.
-fn cut(lengths: &[usize], t: usize, every: &[usize]) -> Vec<Document> {
+fn cut(lengths: &[usize], every: &[usize]) -> Vec<Document> {
     let mut all = Vec::new();
     for &length in lengths {
         let (mut at, mut turn) = (0, every.iter().cycle());
         while at < length {
             let to = length.min(at + turn.next().expect("it goes round"));
-            // Padding is a part of the last.
-            let rows = if to == length { t - at } else { to - at };
-            all.extend(vec![Document { from: at as u32, to: to as u32 }; rows]);
+            all.extend(vec![Document { from: at as u32, to: to as u32 }; to - at]);
             at = to;
         }
     }
@@ -87,34 +86,27 @@ fn check_documents(
     every: &[usize],
 ) {
     let lengths: Vec<usize> = (0..sequences).map(|b| t - (b * 3) % t).collect();
-    let documents = if every.is_empty() { Vec::new() } else { cut(&lengths, t, every) };
-    let dropout = Dropout {
-        probability: p,
-        seed: 1,
-        step: 2,
-        site: 3,
-        first_sequence: 4,
-        first_position: 0,
-        positions: t,
-    };
+    let documents = if every.is_empty() { Vec::new() } else { cut(&lengths, every) };
+    let starts: Vec<usize> =
+        (0..=sequences).map(|sequence| lengths[..sequence].iter().sum()).collect();
     let metadata = BatchMetadata {
-        rows: Rows { sequences, positions: t },
-        lengths: &lengths,
+        starts: &starts,
         kinds: &[],
         documents: &documents,
         cached: &[],
-        dropout_key: None,
+        dropout_key: Some(DropoutKey { seed: 1, step: 2, first_sequence: 4 }),
     };
+    let batch = metadata.view();
     let size = AttentionShape {
-        batch: metadata.view(),
+        batch,
         heads: h,
         kv_heads,
         head_size: d,
         causal,
         window,
-        dropout: (p > 0.0).then_some(dropout),
+        dropout: batch.dropout(p, 3, 0),
     };
-    let (r, c) = (sequences * t, h * d);
+    let (r, c) = (size.rows(), h * d);
     let (qkv, dy) = (noise(r * size.qkv_width(), 1), noise(r * c, 2));
     for level in Level::all() {
         let (mut y, mut lse) = (vec![f32::NAN; r * c], vec![f32::NAN; r * h]);
@@ -147,23 +139,20 @@ fn check_chunks(
     [qkv, dy]: [&[f32]; 2],
     size: &AttentionShape<'_>,
 ) {
-    let (t, h, c) = (size.rows().positions, size.heads, size.heads * size.head_size);
+    let (h, c) = (size.heads, size.heads * size.head_size);
     let (packed, width) = (size.qkv_width(), size.kv_width());
-    for sequence in 0..size.rows().sequences {
-        let of = |x: &[f32], width: usize| x[sequence * t * width..][..t * width].to_vec();
+    for sequence in 0..size.batch.sequences() {
+        let rows = size.batch.sequence(sequence);
+        let t = rows.len();
+        let of = |x: &[f32], width: usize| x[rows.start * width..rows.end * width].to_vec();
         let (y, dqkv, qkv, dy) = (of(y, c), of(dqkv, packed), of(qkv, packed), of(dy, c));
         let mut kv = vec![0.0; t * width];
         copy_from_qkv(&mut kv, &qkv, size);
         let mut dkv = vec![f32::NAN; t * width];
         for from in (0..t).step_by(TILE).rev() {
             let to = t.min(from + TILE);
-            let dropout = size.dropout.map(|dropout| Dropout {
-                first_sequence: dropout.first_sequence + sequence as u32,
-                first_position: from as u32,
-                positions: to - from,
-                ..dropout
-            });
             let batch = size.batch.chunk_of(SequenceChunk { sequence, from, to });
+            let dropout = size.dropout.and_then(|of_all| batch.dropout(of_all.probability, 3, 0));
             let few = AttentionShape { batch, dropout, ..*size };
             let r = to - from;
             let (qkv, dy) = (&qkv[from * packed..to * packed], &dy[from * c..to * c]);

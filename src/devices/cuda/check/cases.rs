@@ -145,7 +145,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_products(&mut self) {
-        let r = self.batch.rows().count();
+        let r = self.batch.rows();
         for (inputs, outputs, transposed) in [(7, 5, false), (36, 20, true)] {
             let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
             self.case("linear", |p| {
@@ -172,7 +172,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_norms(&mut self) {
-        let r = self.batch.rows().count();
+        let r = self.batch.rows();
         for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
             self.case("norm", |p| {
                 let (y, statistics) = (p.output([r, c]), p.floats_output([r, 2]));
@@ -204,7 +204,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_activations(&mut self) {
-        let (r, c) = (self.batch.rows().count(), 13);
+        let (r, c) = (self.batch.rows(), 13);
         for (_, activation) in Activation::ALL {
             self.case("activate", |p| {
                 let (y, x) = (p.output([r, c]), p.input([r, c]));
@@ -227,7 +227,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_dropouts(&mut self) {
-        let (r, c) = (self.batch.rows().count(), 13);
+        let (r, c) = (self.batch.rows(), 13);
         for probability in [0.0, 0.3] {
             let dropout = self.batch.dropout(probability, 2, 1);
             self.case("residual", |p| {
@@ -242,8 +242,8 @@ impl<'c> Cases<'c> {
     }
 
     fn of_copies(&mut self) {
-        let (rows, c) = (self.batch.rows(), 13);
-        let (b, r) = (rows.sequences, rows.count());
+        let (batch, c) = (self.batch, 13);
+        let (b, r) = (batch.sequences(), batch.rows());
         self.case("cast", |p| {
             let (y, x) = (p.floats_output([1, 133]), p.input([1, 133]));
             let (z, w) = (p.output([1, 133]), p.floats([1, 133], 0.0));
@@ -254,17 +254,17 @@ impl<'c> Cases<'c> {
         });
         self.case("first_rows", |p| {
             let (y, x) = (p.output([b, c]), p.input([r, c]));
-            move |k, _| k.first_rows(&FirstRows { y, x })
+            move |k, _| k.first_rows(&FirstRows { y, x, batch })
         });
         self.case("first_rows_backward", |p| {
             let (dx, dy) = (p.output([r, c]), p.input([b, c]));
-            move |k, _| k.first_rows_backward(&FirstRowsBackward { dx, dy })
+            move |k, _| k.first_rows_backward(&FirstRowsBackward { dx, dy, batch })
         });
     }
 
     fn of_tables(&mut self) {
         let (batch, c) = (self.batch, 13);
-        let (r, positions) = (batch.rows().count(), batch.rows().positions + 3);
+        let (r, positions) = (batch.rows(), batch.longest() + 3);
         self.case("add_token_types", |p| {
             let (y, table) = (p.input([r, c]), p.input([2, c]));
             move |k, _| k.add_token_types(&AddTokenTypes { y, table, batch })
@@ -304,7 +304,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_rotations(&mut self, shape: AttentionShape<'c>) {
-        let all = [shape.rows().count(), shape.qkv_width()];
+        let all = [shape.rows(), shape.qkv_width()];
         let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
         for inverse in [false, true] {
             self.case("rotate", |p| {
@@ -315,8 +315,8 @@ impl<'c> Cases<'c> {
     }
 
     fn of_head_norms(&mut self, shape: AttentionShape<'c>) {
-        let (all, d) = ([shape.rows().count(), shape.qkv_width()], shape.head_size);
-        let heads = [shape.rows().count(), shape.heads + shape.kv_heads];
+        let (all, d) = ([shape.rows(), shape.qkv_width()], shape.head_size);
+        let heads = [shape.rows(), shape.heads + shape.kv_heads];
         self.case("head_norm", |p| {
             let (y, statistics, x) = (p.output(all), p.floats_output(heads), p.input(all));
             let gamma = QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) };
@@ -338,7 +338,7 @@ impl<'c> Cases<'c> {
     }
 
     fn of_kv_copies(&mut self, shape: AttentionShape<'c>) {
-        let r = shape.rows().count();
+        let r = shape.rows();
         self.case("write_kv", |p| {
             let (kv, qkv) = (p.output([r, shape.kv_width()]), p.input([r, shape.qkv_width()]));
             move |k, _| k.write_kv(&WriteKv { kv, qkv, shape })
@@ -351,18 +351,19 @@ impl<'c> Cases<'c> {
     }
 
     fn of_cached_attention(&mut self, shape: AttentionShape<'c>) {
-        let (rows, cached) = (shape.rows(), self.batch.metadata().cached);
+        let (rows, sequences) = (shape.rows(), self.batch.sequences());
+        let cached = self.batch.metadata().cached;
         let room = cached.iter().max().copied().unwrap_or(0) + 1;
         self.case("cached_attention", |p| {
-            let y = p.output([rows.count(), shape.width()]);
-            let qkv = p.input([rows.count(), shape.qkv_width()]);
-            let cache = p.input([rows.sequences * room, shape.kv_width()]);
+            let y = p.output([rows, shape.width()]);
+            let qkv = p.input([rows, shape.qkv_width()]);
+            let cache = p.input([sequences * room, shape.kv_width()]);
             move |k, _| k.cached_attention(&CachedAttention { y, qkv, cache, shape })
         });
     }
 
     fn of_attention(&mut self, shape: AttentionShape<'c>) {
-        let r = shape.rows().count();
+        let r = shape.rows();
         let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
         self.case("attention", |p| {
             let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
@@ -382,7 +383,7 @@ impl<'c> Cases<'c> {
 
     /// A chunk behind other positions of its sequence.
     pub(super) fn of_chunks(&mut self) {
-        let r = self.batch.rows().count();
+        let r = self.batch.rows();
         let shape = self.attention([4, 2, 6]);
         let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
         let all = [self.batch.same_positions_before() + r, shape.kv_width()];
@@ -404,7 +405,7 @@ impl<'c> Cases<'c> {
 
     /// Tiles of a vocabulary.
     pub(super) fn of_tiles(&mut self) {
-        let r = self.batch.rows().count();
+        let r = self.batch.rows();
         let labels: Vec<i32> =
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
         let labelled = labels.iter().filter(|label| **label >= 0).count();
@@ -453,21 +454,21 @@ impl<'c> Cases<'c> {
 
     /// Losses of whole sequences.
     pub(super) fn of_classes(&mut self) {
-        let (r, b) = (self.batch.rows().count(), self.batch.rows().sequences);
+        let (batch, r, b) = (self.batch, self.batch.rows(), self.batch.sequences());
         for (labels, is_value) in [(4, false), (1, true)] {
             let of_rows = (0..r as i32).map(|row| row % 4).collect::<Vec<_>>();
             self.case("class_loss", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let out = p.floats_output([r, STATISTICS]);
                 let scores = p.input([b, labels]);
-                move |k, _| k.class_loss(&ClassLoss { out, statistics, scores, is_value })
+                move |k, _| k.class_loss(&ClassLoss { out, statistics, scores, is_value, batch })
             });
             self.labelled(0, of_rows.clone());
             self.case("class_loss_backward", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let (dscores, scores) = (p.output([b, labels]), p.input([b, labels]));
                 let scale = 0.3;
-                let op = ClassLossBackward { dscores, scores, statistics, scale, is_value };
+                let op = ClassLossBackward { dscores, scores, statistics, scale, is_value, batch };
                 move |k, _| k.class_loss_backward(&op)
             });
             self.labelled(0, of_rows);

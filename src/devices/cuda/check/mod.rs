@@ -157,14 +157,15 @@ pub(super) fn all(
         [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
     let kinds: Vec<u8> = (0..LONG).map(|row| (row % 3 == 0).into()).collect();
     let dropout_key = Some(DropoutKey { seed, step: 3, first_sequence: 2 });
-    let rows = |sequences, positions| Rows { sequences, positions };
     let batches = [
-        (rows(3, 7), &[7, 4, 1][..], &[][..], &[][..]),
-        (rows(3, 7), &[7, 7, 7][..], &documents[..], &[][..]),
-        (rows(1, 130), &[127][..], &[][..], &[][..]),
-        (rows(2, 2), &[2, 2][..], &[][..], &[70, 3][..]),
+        (&[0, 7, 11, 12][..], &[][..], &[][..]),
+        // As of a larger batch, which has two rows before.
+        (&[2, 9, 16, 23][..], &documents[..], &[][..]),
+        (&[0, 3, 133, 200, 201][..], &[][..], &[][..]),
+        (&[0, 2, 5][..], &[][..], &[70, 3][..]),
     ];
-    let overhead = View::floats(FLOATS, super::overhead(rows(1, LONG)));
+    let most_rows = Rows { sequences: 1, positions: LONG };
+    let overhead = View::floats(FLOATS, super::overhead(most_rows));
     let device = Cuda::new(driver, FLOATS + overhead.len(), overhead)?;
     let mut checks: Vec<Check> = Vec::new();
     let mut go = |cases: Cases<'_>| -> Result<(), BoxedError> {
@@ -178,9 +179,9 @@ pub(super) fn all(
         }
         Ok(())
     };
-    for (rows, lengths, documents, cached) in batches {
-        let kinds = &kinds[..rows.count()];
-        let batch = BatchMetadata { rows, lengths, kinds, documents, cached, dropout_key };
+    for (starts, documents, cached) in batches {
+        let kinds = &kinds[..starts[starts.len() - 1] - starts[0]];
+        let batch = BatchMetadata { starts, kinds, documents, cached, dropout_key };
         let mut cases = Cases { dtype, batch: batch.view(), all: Vec::new() };
         cases.of_rows();
         cases.of_heads();
@@ -191,15 +192,14 @@ pub(super) fn all(
         go(cases)?;
     }
     let long = BatchMetadata {
-        rows: rows(1, LONG),
-        lengths: &[LONG],
+        starts: &[0, LONG],
         kinds: &kinds,
         documents: &[],
         cached: &[],
         dropout_key,
     };
-    let some = BatchMetadata { rows: rows(1, 134), lengths: &[134], kinds: &kinds[..134], ..long };
-    let batch = some.view().chunk_of(SequenceChunk { sequence: 0, from: 64, to: 134 });
+    let some = BatchMetadata { starts: &[0, 5, 139], kinds: &kinds[..139], ..long };
+    let batch = some.view().chunk_of(SequenceChunk { sequence: 1, from: 64, to: 134 });
     let mut cases = Cases { dtype, batch, all: Vec::new() };
     cases.of_chunks();
     go(cases)?;

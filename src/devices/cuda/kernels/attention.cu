@@ -37,15 +37,16 @@ struct Rows {
 // One head of one sequence. Positions are those of the sequence: its queries begin behind `past`.
 struct Head {
     const Attention& size;
-    const int* lengths;
+    const int* starts;
     const unsigned* documents;
     bool is_apart; // whether keys and values are not beside their queries
     int sequence, head;
 
-    // The position behind the last.
-    __device__ int end() const { return size.past + size.positions; }
+    // Its rows. Keys and values that are apart are those of one sequence, from its first position on.
+    __device__ Sequence rows() const { return sequence_at(starts, size.sequences, size.rows, sequence); }
 
-    __device__ int length() const { return min(max(lengths[sequence], 1), end()); }
+    // The position behind the last.
+    __device__ int end() const { return size.past + rows().count; }
 
     // The `index`-th tile of so many positions from `first` on.
     __device__ Span tile(int first, int index, int positions) const {
@@ -54,7 +55,7 @@ struct Head {
     }
 
     __device__ long long row(int position) const {
-        return static_cast<long long>(sequence) * size.positions + position - size.past;
+        return static_cast<long long>(rows().first) + position - size.past;
     }
 
     // Where this head's columns of a query begin in a (R, H D) tensor.
@@ -74,13 +75,14 @@ struct Head {
     __device__ long long at_key(int position, int which) const {
         const int before = is_apart ? 0 : size.heads;
         const int shared = head / (size.heads / size.kv_heads);
-        const long long place = static_cast<long long>(sequence) * end() + position;
+        const long long place = rows().first + position;
         return (place * key_stride() + before + which * size.kv_heads + shared) * size.head_size;
     }
 
-    // Index of a query in a (B, H, T) tensor.
+    // Index of a query among numbers that are laid out sequence by sequence, head by head.
     __device__ long long statistic(int position) const {
-        return (static_cast<long long>(sequence) * size.heads + head) * size.positions + position - size.past;
+        const Sequence of = rows();
+        return static_cast<long long>(of.first) * size.heads + head * of.count + position - size.past;
     }
 
     __device__ Rows queries(const T* qkv, Span span) const {
@@ -102,13 +104,13 @@ struct Head {
 
     __device__ Span document(int position) const {
         if (documents == nullptr) {
-            return {0, length()};
+            return {0, end()};
         }
-        const long long place = static_cast<long long>(sequence) * end() + position;
+        const long long place = rows().first + position;
         return {static_cast<int>(documents[2 * place]), static_cast<int>(documents[2 * place + 1])};
     }
 
-    // Keys that a query sees. Padding may see none: then it ends before it begins.
+    // Keys that a query sees.
     __device__ Span seen(int query) const {
         Span span = document(query);
         span.to = min(span.to, size.causal ? query + 1 : end());
@@ -120,11 +122,10 @@ struct Head {
         return queries.from < queries.to ? Sight{seen(queries.from), seen(queries.to - 1)} : Sight{};
     }
 
-    // Queries that may see some of the keys, of which none is padding.
+    // Queries that may see some of the keys.
     __device__ Span seeing(Span keys) const {
         const Span first = document(keys.from), last = document(keys.to - 1);
-        // Padding stands behind the last document, as a part of it.
-        Span span = {size.causal ? keys.from : first.from, last.to >= length() ? end() : last.to};
+        Span span = {size.causal ? keys.from : first.from, last.to};
         if (size.window > 0 && size.window < span.to - keys.to) {
             span.to = keys.to - 1 + size.window;
         }
@@ -155,14 +156,14 @@ struct Head {
     }
 };
 
-// Σ y dy of each query and head, (B, H, T). One warp each.
-// launch: grid (ceil(sequences positions heads / 8)), block (256)
+// Σ y dy of each query and head, laid out as log-sum-exps are. One warp each.
+// launch: grid (ceil(rows heads / 8)), block (256)
 extern "C" __global__ void __launch_bounds__(256)
-    attention_delta(float* delta, const T* y, const T* dy, Attention size) {
+    attention_delta(float* delta, const T* y, const T* dy, const int* starts, Attention size) {
     const int lane = threadIdx.x % WARP;
     const long long task = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
-    const long long row = task / size.heads, sequence = row / size.positions;
-    if (sequence >= size.sequences) {
+    const long long row = task / size.heads, head = task % size.heads;
+    if (row >= size.rows) {
         return;
     }
     float sum = 0.0f;
@@ -172,7 +173,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     sum = warp_sum(sum);
     if (lane == 0) {
-        delta[(sequence * size.heads + task % size.heads) * size.positions + row % size.positions] = sum;
+        const Sequence of = sequence_of(starts, size.sequences, size.rows, row);
+        delta[static_cast<long long>(of.first) * size.heads + head * of.count + row - of.first] = sum;
     }
 }
 
@@ -289,16 +291,19 @@ __device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, flo
 }
 
 // y and the log-sum-exp of the scores. `kv`: keys and values, if they are not beside the queries.
-// launch: grid (ceil(positions / 64), heads, sequences), block (256), shared 35840 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
-    attention(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+    attention(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
               Attention size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, SIDE);
+    if (queries.count() <= 0) {
+        return; // behind the end of a shorter sequence
+    }
     const Sight sight = head.sight(queries);
     float most[4], total[4];
     Square mixed[PIECES] = {};
@@ -353,31 +358,31 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
         if (query >= queries.to) {
             continue;
         }
-        // Padding whose window has no token sees nothing.
-        const bool is_blind = total[i] == 0.0f;
-        plain_give(y + head.at(query), mixed, i, is_blind ? 0.0f : 1.0f / total[i], size.head_size, false);
+        plain_give(y + head.at(query), mixed, i, 1.0f / total[i], size.head_size, false);
         if (column == 0) {
-            lse[head.statistic(query)] = is_blind ? infinity() : most[i] + logf(total[i]);
+            lse[head.statistic(query)] = most[i] + logf(total[i]);
         }
     }
 }
 
 // dk and dv, from all heads of queries that they serve, in order. They go beside their queries' gradients,
 // or, with keys and values apart, to (or are added to) `dkv`.
-// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (256), shared 35840 bytes
+// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                            const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                            const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                             Attention size, int accumulate) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     const int group = size.heads / size.kv_heads;
-    Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) * group};
+    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span keys = head.tile(0, blockIdx.x, SIDE);
-    const Span tokens = {keys.from, min(keys.to, head.length())}; // nobody sees padding
-    const Span seeing = tokens.count() > 0 ? head.seeing(tokens) : Span{};
-    const Rows k = head.keys(keys_at, 0, tokens), v = head.keys(keys_at, 1, tokens);
+    if (keys.count() <= 0) {
+        return;
+    }
+    const Span seeing = head.seeing(keys);
+    const Rows k = head.keys(keys_at, 0, keys), v = head.keys(keys_at, 1, keys);
     Square dk[PIECES] = {}, dv[PIECES] = {};
     for (int of = 0; of < group; ++of, ++head.head) {
         for (int from = seeing.from - (seeing.from - size.past) % SIDE; from < seeing.to; from += SIDE) {
@@ -424,15 +429,18 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
 }
 
 // dq.
-// launch: grid (ceil(positions / 64), heads, sequences), block (256), shared 35840 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     attention_backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
-                               const T* kv, const int* lengths, const unsigned* documents, Attention size) {
+                               const T* kv, const int* starts, const unsigned* documents, Attention size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, SIDE);
+    if (queries.count() <= 0) {
+        return; // behind the end of a shorter sequence
+    }
     const Sight sight = head.sight(queries);
     Square dq[PIECES] = {};
     for (int from = sight.first.from / SIDE * SIDE; from < sight.last.to; from += SIDE) {
@@ -759,16 +767,19 @@ struct alignas(16) ForwardShared {
 };
 
 template <int HEAD, int KEYS, int WARPS>
-__device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* lengths,
+__device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
                                const unsigned* documents, const Attention& size) {
     constexpr int THREADS = WARP * WARPS;
     using Shared = ForwardShared<HEAD, KEYS, WARPS>;
     Shared& shared = shared_memory<Shared>();
     const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, 16 * WARPS);
+    if (queries.count() <= 0) {
+        return; // behind the end of a shorter sequence
+    }
     const Span mine = of_warp(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E; // powers of two are faster than those of e
@@ -853,11 +864,9 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
         if (query >= mine.to) {
             continue;
         }
-        // Padding whose window has no token sees nothing.
-        const bool is_blind = sum == 0.0f;
-        give(y + head.at(query), mixed, half, is_blind ? 0.0f : 1.0f / sum, 0, size.head_size, false);
+        give(y + head.at(query), mixed, half, 1.0f / sum, 0, size.head_size, false);
         if (column == 0) {
-            lse[head.statistic(query)] = is_blind ? infinity() : most[half] * size.scale + logf(sum);
+            lse[head.statistic(query)] = most[half] * size.scale + logf(sum);
         }
     }
 }
@@ -880,18 +889,20 @@ struct alignas(16) BackwardKeysShared {
 // A block writes COLUMNS channels of the head: where registers do not hold all, more blocks do.
 template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS>
 __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                     const T* qkv, const T* kv, const int* lengths,
+                                     const T* qkv, const T* kv, const int* starts,
                                      const unsigned* documents, const Attention& size, bool accumulate) {
     constexpr int KEYS = 16 * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
     using Shared = BackwardKeysShared<HEAD, QUERIES, WARPS, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
     const int group = size.heads / size.kv_heads, part = blockIdx.y % PARTS * COLUMNS;
-    Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) / PARTS * group};
+    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) / PARTS * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span keys = head.tile(0, blockIdx.x, KEYS), mine = of_warp(keys);
-    const Span tokens = {keys.from, min(keys.to, head.length())}; // nobody sees padding
-    const Span seeing = tokens.count() > 0 ? head.seeing(tokens) : Span{};
+    if (keys.count() <= 0) {
+        return;
+    }
+    const Span seeing = head.seeing(keys);
     const int first = seeing.from - (seeing.from - size.past) % QUERIES;
     const int tiles = max(0, (seeing.to - first + QUERIES - 1) / QUERIES), all = group * tiles;
 
@@ -915,8 +926,8 @@ __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const flo
 
     const float scale = size.scale * LOG2_E;
     Sum dk[COLUMNS / 8] = {}, dv[COLUMNS / 8] = {};
-    copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tokens));
-    copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, tokens));
+    copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, keys));
+    copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, keys));
     if (all > 0) {
         stage(0);
     }
@@ -1004,15 +1015,18 @@ struct alignas(16) BackwardQueriesShared {
 
 template <int HEAD, int KEYS, int WARPS, int STAGES>
 __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
-                                        const T* qkv, const T* kv, const int* lengths,
+                                        const T* qkv, const T* kv, const int* starts,
                                         const unsigned* documents, const Attention& size) {
     constexpr int QUERIES = 16 * WARPS, THREADS = WARP * WARPS;
     using Shared = BackwardQueriesShared<HEAD, KEYS, WARPS, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, lengths, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, QUERIES), mine = of_warp(queries);
+    if (queries.count() <= 0) {
+        return;
+    }
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E;
     Span seen[2];
@@ -1093,112 +1107,112 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 32
 
-// launch: grid (ceil(positions / 128), heads, sequences), block (256), shared 22528 bytes
+// launch: grid (ceil(longest / 128), heads, sequences), block (256), shared 22528 bytes
 extern "C" __global__ void __launch_bounds__(256)
-    attention_32(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+    attention_32(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                  Attention size) {
-    forward<32, 64, 8>(y, lse, qkv, kv, lengths, documents, size);
+    forward<32, 64, 8>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (128), shared 22528 bytes
+// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (128), shared 22528 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                               const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                               const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate) {
-    backward_keys<32, 32, 4, 2, 32>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+    backward_keys<32, 32, 4, 2, 32>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                     accumulate != 0);
 }
 
-// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 32768 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 32768 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
-                                  const T* kv, const int* lengths, const unsigned* documents,
+                                  const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<32, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+    backward_queries<32, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 64
 
-// launch: grid (ceil(positions / 128), heads, sequences), block (256), shared 38912 bytes
+// launch: grid (ceil(longest / 128), heads, sequences), block (256), shared 38912 bytes
 extern "C" __global__ void __launch_bounds__(256)
-    attention_64(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+    attention_64(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                  Attention size) {
-    forward<64, 64, 8>(y, lse, qkv, kv, lengths, documents, size);
+    forward<64, 64, 8>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (128), shared 38912 bytes
+// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (128), shared 38912 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                               const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                               const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate) {
-    backward_keys<64, 32, 4, 2, 64>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+    backward_keys<64, 32, 4, 2, 64>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                     accumulate != 0);
 }
 
-// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 57344 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 57344 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_64(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
-                                  const T* kv, const int* lengths, const unsigned* documents,
+                                  const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<64, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+    backward_queries<64, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 128
 
-// launch: grid (ceil(positions / 128), heads, sequences), block (256), shared 71680 bytes
+// launch: grid (ceil(longest / 128), heads, sequences), block (256), shared 71680 bytes
 extern "C" __global__ void __launch_bounds__(256)
-    attention_128(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+    attention_128(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                   Attention size) {
-    forward<128, 64, 8>(y, lse, qkv, kv, lengths, documents, size);
+    forward<128, 64, 8>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + positions) / 64), kv_heads, sequences), block (128), shared 71680 bytes
+// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (128), shared 71680 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate) {
-    backward_keys<128, 32, 4, 2, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+    backward_keys<128, 32, 4, 2, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                       accumulate != 0);
 }
 
-// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 70656 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 70656 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
-                                   const T* kv, const int* lengths, const unsigned* documents,
+                                   const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<128, 32, 4, 2>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+    backward_queries<128, 32, 4, 2>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 256
 
-// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 68096 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 68096 bytes
 extern "C" __global__ void __launch_bounds__(128)
-    attention_256(T* y, float* lse, const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+    attention_256(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                   Attention size) {
-    forward<256, 32, 4>(y, lse, qkv, kv, lengths, documents, size);
+    forward<256, 32, 4>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + positions) / 64), 2 kv_heads, sequences), block (128), shared 84992 bytes
+// launch: grid (ceil((past + longest) / 64), 2 kv_heads, sequences), block (128), shared 84992 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                const T* qkv, const T* kv, const int* lengths, const unsigned* documents,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate) {
-    backward_keys<256, 16, 4, 1, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, lengths, documents, size,
+    backward_keys<256, 16, 4, 1, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                       accumulate != 0);
 }
 
-// launch: grid (ceil(positions / 64), heads, sequences), block (128), shared 84736 bytes
+// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 84736 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_256(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
-                                   const T* kv, const int* lengths, const unsigned* documents,
+                                   const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<256, 16, 4, 1>(dqkv, dy, lse, delta, qkv, kv, lengths, documents, size);
+    backward_queries<256, 16, 4, 1>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif

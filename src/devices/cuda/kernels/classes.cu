@@ -3,30 +3,31 @@
 
 constexpr int STATISTICS = 4;
 
-// y: (B, C), the first rows of x: (B, T, C).
+// y: (B, C), the first rows of the sequences of x: (rows, C).
 // launch: grid (sequences, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void first_rows(T* y, const T* x, int sequences, int positions, int channels) {
+extern "C" __global__ void first_rows(T* y, const T* x, const int* starts, int sequences, int rows,
+                                      int channels) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long sequence = blockIdx.x;
-    const Four value = read(x + sequence * positions * channels + column, count);
-    write(y + sequence * channels + column, value, count);
+    const long long row = sequence_at(starts, sequences, rows, blockIdx.x).first;
+    write(y + sequence * channels + column, read(x + row * channels + column, count), count);
 }
 
 // dx: dy in the first rows, 0 in all others.
-// launch: grid (sequences positions, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void first_rows_backward(T* dx, const T* dy, int sequences, int positions,
-                                               int channels) {
+// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void first_rows_backward(T* dx, const T* dy, const int* starts, int sequences,
+                                               int rows, int channels) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
     }
-    const long long row = blockIdx.x, sequence = blockIdx.x / positions;
-    const bool is_first = blockIdx.x % positions == 0;
-    const Four value = is_first ? read(dy + sequence * channels + column, count) : Four{};
-    write(dx + row * channels + column, value, count);
+    const long long row = blockIdx.x;
+    const Sequence sequence = sequence_of(starts, sequences, rows, blockIdx.x);
+    const T* const from = dy + static_cast<long long>(sequence.index) * channels + column;
+    write(dx + row * channels + column, row == sequence.first ? read(from, count) : Four{}, count);
 }
 
 // The largest score, and the sum of all scores' exponentials over its.
@@ -50,10 +51,10 @@ __device__ inline Softmax softmax_of(const T* scores, int labels) {
 // Each sequence's loss, by the label of its first position, where it goes: the square of what one score is
 // off a value, or the cross entropy of classes; none of a negative class. scores: (B, L).
 // launch: grid (sequences), block (32)
-extern "C" __global__ void class_loss(float* out, const T* scores, int sequences, int positions, int labels,
-                                      int is_value) {
+extern "C" __global__ void class_loss(float* out, const T* scores, const int* starts, int sequences, int rows,
+                                      int labels, int is_value) {
     const long long sequence = blockIdx.x;
-    out += sequence * positions * STATISTICS;
+    out += static_cast<long long>(sequence_at(starts, sequences, rows, blockIdx.x).first) * STATISTICS;
     scores += sequence * labels;
     const float value = out[3];
     const int label = __float_as_int(value);
@@ -76,11 +77,13 @@ extern "C" __global__ void class_loss(float* out, const T* scores, int sequences
 // d = scale times the loss's gradient.
 // launch: grid (sequences), block (32)
 extern "C" __global__ void class_loss_backward(T* d, const T* scores, const float* statistics, float scale,
-                                               int sequences, int positions, int labels, int is_value) {
+                                               const int* starts, int sequences, int rows, int labels,
+                                               int is_value) {
     const long long sequence = blockIdx.x;
+    const long long row = sequence_at(starts, sequences, rows, blockIdx.x).first;
     d += sequence * labels;
     scores += sequence * labels;
-    const float value = statistics[sequence * positions * STATISTICS + 3];
+    const float value = statistics[row * STATISTICS + 3];
     const int own = __float_as_int(value);
     if (is_value) {
         if (threadIdx.x == 0) {

@@ -47,11 +47,10 @@ extern "C" __global__ void add_bias(float* y, const T* bias, int rows, int colum
     write(y, value, count);
 }
 
-// y = a + dropout(x), without `a` if that is null; y may be either. (rows, channels); a sequence is
-// `positions` rows.
+// y = a + dropout(x), without `a` if that is null; y may be either. (rows, channels).
 // launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void drop(T* y, const T* x, const T* a, int rows, int positions, int channels,
-                                Dropout d) {
+extern "C" __global__ void drop(T* y, const T* x, const T* a, const int* starts, int sequences,
+                                int rows, int channels, Dropout d) {
     const int row = blockIdx.x, column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
@@ -59,7 +58,8 @@ extern "C" __global__ void drop(T* y, const T* x, const T* a, int rows, int posi
     const long long at = static_cast<long long>(row) * channels + column;
     Four value = read(x + at, count);
     if (d.threshold != 0) {
-        const Four factors = dropout_factors(d, row / positions, row % positions, column);
+        const Sequence sequence = sequence_of(starts, sequences, rows, row);
+        const Four factors = dropout_factors(d, sequence.index, row - sequence.first, column);
         for (int i = 0; i < 4; ++i) {
             value.of[i] *= factors.of[i];
         }

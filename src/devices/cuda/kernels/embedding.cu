@@ -1,19 +1,19 @@
 // Rows of tables that are added: of positions and of kinds of tokens.
 
-// y = x + w by position; y may be x. x, y: (B, T, C); w: (positions of the model, C).
+// y = x + w by position; y may be x. x, y: (rows, C); w: (positions of the model, C).
 // pasts: positions that came before, of each sequence; null: `past`.
-// launch: grid (sequences positions, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void add_positions(T* y, const T* x, const T* w, const unsigned* documents,
-                                         const int* pasts, int past, int sequences, int positions,
-                                         int channels) {
+// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+extern "C" __global__ void add_positions(T* y, const T* x, const T* w, const int* starts,
+                                         const unsigned* documents, const int* pasts, int past, int sequences,
+                                         int rows, int channels) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long row = blockIdx.x;
-    const int sequence = blockIdx.x / positions, at = blockIdx.x % positions;
-    const int before = pasts != nullptr ? pasts[sequence] : past;
-    const long long place = place_of(documents, before, positions, sequence, at);
+    const Sequence sequence = sequence_of(starts, sequences, rows, blockIdx.x);
+    const int before = pasts != nullptr ? pasts[sequence.index] : past;
+    const long long place = position_of(documents, before, sequence, blockIdx.x);
     Four value = read(x + row * channels + column, count);
     const Four other = read(w + place * channels + column, count);
     for (int i = 0; i < 4; ++i) {
@@ -24,9 +24,9 @@ extern "C" __global__ void add_positions(T* y, const T* x, const T* w, const uns
 
 // dw (+)= the sum over rows of each position of dy, in order. dw: (table, C).
 // launch: grid (table, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void add_positions_backward(float* dw, const T* dy, const unsigned* documents, int past,
-                                                  int sequences, int positions, int channels, int table,
-                                                  int accumulate) {
+extern "C" __global__ void add_positions_backward(float* dw, const T* dy, const int* starts,
+                                                  const unsigned* documents, int past, int sequences,
+                                                  int rows, int channels, int table, int accumulate) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
@@ -37,12 +37,12 @@ extern "C" __global__ void add_positions_backward(float* dw, const T* dy, const 
     Four sum = accumulate ? read(dw, count) : Four{};
     // Without documents a position is met once a sequence, with documents at that place or behind it.
     const int from = max(position - past, 0);
-    const int to = documents != nullptr ? positions : min(position - past + 1, positions);
-    for (int sequence = 0; sequence < sequences; ++sequence) {
-        for (int at = from; at < to; ++at) {
-            if (place_of(documents, past, positions, sequence, at) == position) {
-                const long long row = static_cast<long long>(sequence) * positions + at;
-                const Four d = read(dy + row * channels, count);
+    for (int index = 0; index < sequences; ++index) {
+        const Sequence sequence = sequence_at(starts, sequences, rows, index);
+        const int to = documents != nullptr ? sequence.count : min(position - past + 1, sequence.count);
+        for (int row = sequence.first + from; row < sequence.first + to; ++row) {
+            if (position_of(documents, past, sequence, row) == position) {
+                const Four d = read(dy + static_cast<long long>(row) * channels, count);
                 for (int i = 0; i < 4; ++i) {
                     sum.of[i] += d.of[i];
                 }

@@ -78,22 +78,23 @@ __device__ inline void add_values(Four (&sum)[FOURS], float share, const Remembe
 //
 // A block takes a head of a row. Its warps take tiles of 32 keys in turn: a lane a key for the scores, then a
 // lane four channels for the values. What they found is put together in order.
-// launch: grid (sequences positions, heads), block (256)
-extern "C" __global__ void attention_to_past(T* y, const T* qkv, const T* past, const int* pasts,
-                                             int capacity, Attention size) {
+// launch: grid (rows, heads), block (256)
+extern "C" __global__ void attention_to_past(T* y, const T* qkv, const T* past, const int* starts,
+                                             const int* pasts, int capacity, Attention size) {
     alignas(16) __shared__ float query[HEAD_LIMIT], sums[WARPS][HEAD_LIMIT];
     __shared__ float mosts[WARPS], totals[WARPS];
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const long long row = blockIdx.x, sequence = blockIdx.x / size.positions;
+    const long long row = blockIdx.x;
+    const Sequence sequence = sequence_of(starts, size.sequences, size.rows, blockIdx.x);
+    const long long first_row = sequence.first;
     const int head = blockIdx.y, channels = size.head_size;
     const int width = 2 * size.kv_heads * channels, packed = size.heads * channels + width;
-    const int before = pasts[sequence], own = before + blockIdx.x % size.positions;
+    const int before = pasts[sequence.index], own = before + blockIdx.x - sequence.first;
     const int first = size.window > 0 ? max(own + 1 - size.window, 0) : 0;
     const int shared_head = head * size.kv_heads / size.heads;
     const int of_keys = shared_head * channels, of_values = of_keys + size.kv_heads * channels;
-    const Remembered remembered = {past + sequence * capacity * width,
-                                   qkv + (sequence * size.positions + 1) * packed - width, before, width,
-                                   packed};
+    const Remembered remembered = {past + static_cast<long long>(sequence.index) * capacity * width,
+                                   qkv + (first_row + 1) * packed - width, before, width, packed};
     const bool is_packed_all = are_packed(past, 4, channels) && are_packed(qkv, 4, channels);
 
     for (int column = threadIdx.x; column < channels; column += blockDim.x) {

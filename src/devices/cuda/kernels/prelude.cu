@@ -218,9 +218,9 @@ __device__ inline Four dropout_factors(const Dropout& dropout, unsigned sequence
 
 // ---- Sizes. ----
 
-// B sequences of T positions behind `past` others; H heads, K of keys and values.
+// The rows of B sequences, each behind `past` others; H heads, K of keys and values.
 struct Attention {
-    int sequences, positions, past, heads, kv_heads, head_size, causal;
+    int sequences, rows, past, heads, kv_heads, head_size, causal;
     int window; // 0: none
     float scale;
     Dropout dropout;
@@ -231,13 +231,35 @@ struct Frequencies {
     float of[128];
 };
 
-// Which position of its document a row is. documents: (B, past + T, 2), from and to, or null.
-__device__ inline int place_of(const unsigned* documents, int past, int positions, int sequence, int at) {
-    if (documents == nullptr) {
-        return past + at;
+// The sequence of a row, the first row of that sequence, and how many rows it has.
+struct Sequence {
+    int index, first, count;
+};
+
+// starts: the first row of each sequence and the row behind the last, or null where all have as many rows.
+__device__ inline Sequence sequence_at(const int* starts, int sequences, int rows, int index) {
+    const int each = rows / sequences;
+    return starts == nullptr ? Sequence{index, index * each, each}
+                             : Sequence{index, starts[index], starts[index + 1] - starts[index]};
+}
+
+__device__ inline Sequence sequence_of(const int* starts, int sequences, int rows, int row) {
+    if (starts == nullptr) {
+        return sequence_at(starts, sequences, rows, row / (rows / sequences));
     }
-    const long long place = static_cast<long long>(sequence) * (past + positions) + past + at;
-    return past + at - static_cast<int>(documents[2 * place]);
+    int from = 0, to = sequences; // of the sequences from..to, one has the row
+    while (to - from > 1) {
+        const int middle = (from + to) / 2;
+        (starts[middle] <= row ? from : to) = middle;
+    }
+    return sequence_at(starts, sequences, rows, from);
+}
+
+// Which position of its document a row is, `past` behind the first row of its sequence.
+// documents: (rows, 2), from and to, or null.
+__device__ inline int position_of(const unsigned* documents, int past, const Sequence& sequence, int row) {
+    const int position = past + row - sequence.first;
+    return documents == nullptr ? position : position - static_cast<int>(documents[2 * (past + row)]);
 }
 
 // A block's dynamic shared memory.

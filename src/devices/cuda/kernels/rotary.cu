@@ -5,14 +5,14 @@ constexpr int PAIRS = sizeof(Frequencies) / sizeof(float);
 
 // Turns queries and keys in place, forward or back. qkv: (rows, (H + 2K) D).
 // pasts: positions that came before, of each sequence; null: size.past.
-// launch: grid (sequences positions), block (256)
-extern "C" __global__ void rotate(T* qkv, Frequencies frequencies, const unsigned* documents,
-                                  const int* pasts, Attention size, int back) {
+// launch: grid (rows), block (256)
+extern "C" __global__ void rotate(T* qkv, Frequencies frequencies, const int* starts,
+                                  const unsigned* documents, const int* pasts, Attention size, int back) {
     alignas(16) __shared__ float cosines[PAIRS], sines[PAIRS];
     const long long row = blockIdx.x;
-    const int sequence = blockIdx.x / size.positions, at = blockIdx.x % size.positions;
-    const int past = pasts != nullptr ? pasts[sequence] : size.past;
-    const int position = place_of(documents, past, size.positions, sequence, at);
+    const Sequence sequence = sequence_of(starts, size.sequences, size.rows, blockIdx.x);
+    const int past = pasts != nullptr ? pasts[sequence.index] : size.past;
+    const int position = position_of(documents, past, sequence, blockIdx.x);
     const int pairs = size.head_size / 2;
     for (int pair = threadIdx.x; pair < pairs; pair += blockDim.x) {
         // The angle in float, as transformers has it.

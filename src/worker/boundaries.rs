@@ -1,0 +1,76 @@
+//! How much of a boundary a micro-batch fills. Its slots and its places in the stash have room for
+//! the longest sequences; only the rows that there are move.
+
+use l2l_actors::Step;
+use l2l_actors::schedule::{Boundary, BoundaryId, Encoding, LayerId, MicroBatch, Role};
+
+use super::Worker;
+use super::step::StepState;
+use crate::kernels::STATISTICS;
+use crate::models::Part;
+use crate::tensor::{Dtype, packed_floats};
+
+/// A micro-batch of a boundary at a visit.
+#[derive(Clone, Copy)]
+pub(super) struct Filled<'a> {
+    pub(super) step: &'a Step,
+    pub(super) state: &'a StepState,
+    /// The visited layer.
+    pub(super) layer: LayerId,
+    pub(super) boundary: BoundaryId,
+    pub(super) micro_batch: MicroBatch,
+}
+
+impl<'a> Filled<'a> {
+    /// What the boundary is.
+    pub(super) fn what(self) -> &'a Boundary {
+        self.step.plan.schedule.boundary(self.boundary)
+    }
+}
+
+impl Worker {
+    /// Floats that a micro-batch fills in a slot.
+    pub(super) fn in_slot(&self, filled: Filled<'_>) -> usize {
+        let Filled { step, state, layer, boundary, micro_batch: m } = filled;
+        let (schedule, dtype) = (&step.plan.schedule, self.device.dtype);
+        let rows = state.range(m, schedule).rows.len();
+        let hidden = rows * self.model.shape.hidden;
+        match filled.what().role {
+            Role::Hidden | Role::HiddenGradient => dtype.floats(hidden),
+            Role::HeadGradient => self.model.head_gradient(dtype).floats(hidden),
+            Role::Statistics => rows * STATISTICS,
+            Role::SavedActivations => {
+                let Part::Stack(layer) = &self.model.parts[layer.0 as usize] else {
+                    unreachable!("only layers of the stack save activations")
+                };
+                let of_each = state.lengths(m, schedule);
+                of_each.map(|length| layer.saved_len(length, self.device.save, dtype)).sum()
+            }
+            Role::NewKv => dtype.floats(rows * self.kv_width(layer)),
+            // One position a sequence, and as many as the longest sequence has.
+            Role::Logits | Role::CachedKv => {
+                schedule.boundary_bytes(boundary, m) as usize / Dtype::F32.size()
+            }
+        }
+    }
+
+    /// The first float and the number of floats that a micro-batch fills in the stash.
+    pub(super) fn in_stash(&self, filled: Filled<'_>) -> (usize, usize) {
+        let floats = self.in_slot(filled);
+        let floats = match filled.what().encoding {
+            Encoding::Plain => floats,
+            Encoding::PackedBf16 => packed_floats(floats),
+        };
+        let (at, room) = filled.state.stash.place(filled.boundary, filled.micro_batch);
+        debug_assert!(floats <= room, "{floats} floats in a place of {room}");
+        (at, floats)
+    }
+
+    /// Numbers that the KV cache of a layer holds for each position.
+    pub(super) fn kv_width(&self, layer: LayerId) -> usize {
+        match &self.model.parts[layer.0 as usize] {
+            Part::Stack(layer) => layer.kv_width(),
+            Part::Embedding | Part::Head(_) | Part::Classes(_) => 0,
+        }
+    }
+}
