@@ -2,7 +2,8 @@
 
 use l2l::data::{Batches, Dataset};
 use l2l::telemetry::EventLog;
-use l2l::{Config, Error, StepReport, Summary, Trainer, devices, shape_of};
+use l2l::devices::{KernelRate, Rate};
+use l2l::{Config, Error, StepReport, Summary, Trainer, devices, machine, optimizers, shape_of};
 use serde_json::{Value, json};
 
 use super::progress::Screen;
@@ -12,7 +13,7 @@ use super::{Common, Ended, say};
 /// Steps when the config names none; the first is not counted.
 const STEPS: u64 = 6;
 
-pub(super) fn bench(common: &Common, copies: bool) -> Result<Ended, Error> {
+pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ended, Error> {
     let (mut config, layers) = common.read(None, None)?;
     if config.step.steps.is_none() && config.step.epochs.is_none() {
         config.step.steps = Some(STEPS);
@@ -33,6 +34,9 @@ pub(super) fn bench(common: &Common, copies: bool) -> Result<Ended, Error> {
         };
         let summary = runtime()?.block_on(all_steps(&config, train, steps, copies, show))?;
         let more = rates(&reports, product);
+        if kernels {
+            show_kernels(&config, &mut log, &screen)?;
+        }
         let link = config.device.link.as_deref();
         let mut event = summary.event(link);
         more.iter().for_each(|(name, value)| event[name] = json!(value));
@@ -46,6 +50,28 @@ pub(super) fn bench(common: &Common, copies: bool) -> Result<Ended, Error> {
 fn report_event(log: &mut EventLog, screen: &Screen, event: &Value) {
     log.write(event).into_iter().for_each(say);
     screen.event(event);
+}
+
+/// How fast the CPU's kernels are, beside its matrix product and its memory.
+fn show_kernels(config: &Config, log: &mut EventLog, screen: &Screen) -> Result<(), Error> {
+    let threads = config.device.threads.unwrap_or_else(machine::cores);
+    let stream = optimizers::stream_bytes_per_second(threads)?;
+    let product = devices::product_flops_per_second(threads)?;
+    let update = Rate::Bytes(optimizers::update_bytes_per_second(threads, false)?);
+    let mut rates = vec![KernelRate { kernel: "adamw", rate: update }];
+    rates.extend(devices::kernel_rates(threads)?);
+    for KernelRate { kernel, rate } in rates {
+        let (of, unit, rate, limit) = match rate {
+            Rate::Bytes(rate) => ("memory", "bytes_per_second", rate, stream),
+            Rate::Flops(rate) => ("product", "flops_per_second", rate, product),
+        };
+        let share = rate / limit;
+        let mut event = json!({ "event": "kernel", "kernel": kernel, "of": of, "share": share });
+        event[unit] = json!(rate);
+        report_event(log, screen, &event);
+        screen.kernel(kernel, rate, share, of);
+    }
+    Ok(())
 }
 
 /// How fast the steps were. The first makes schedules and touches memory for the first time: it is

@@ -102,6 +102,9 @@ struct BenchArguments {
     /// The losses then mean nothing.
     #[arg(long)]
     without_copies: bool,
+    /// Also measure the CPU's kernels beside its matrix product and its memory.
+    #[arg(long)]
+    kernels: bool,
 }
 
 #[derive(Args)]
@@ -282,8 +285,8 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Plan(arguments) => plan::plan(&arguments)?,
         Command::Tune(arguments) => tune::tune(&arguments)?,
         Command::Dashboards { to } => dashboards::write(&to)?,
-        Command::Bench(BenchArguments { common, without_copies }) => {
-            return bench::bench(&common, !without_copies);
+        Command::Bench(BenchArguments { common, without_copies, kernels }) => {
+            return bench::bench(&common, !without_copies, kernels);
         }
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
         Command::Doctor(DoctorArguments { common, check: true }) => doctor::check(&common)?,

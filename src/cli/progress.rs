@@ -100,6 +100,14 @@ impl Screen {
     }
 
     /// The summary of a run, for people, with values that a command adds.
+    /// One line of how fast a kernel is, in billions a second, and as a share of a limit.
+    pub(super) fn kernel(&self, kernel: &str, rate: f64, share: f64, of: &str) {
+        if self.format != Format::Json {
+            let rate = rate / 1e9;
+            print(format_args!("{kernel:<26} {rate:>16.1} G/s, {share:.2} of the {of}'s rate"));
+        }
+    }
+
     pub(super) fn summary(&mut self, summary: &Summary, link: Option<&str>, more: &[(&str, f64)]) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -16,7 +16,7 @@ use l2l_actors::threads::Pending;
 use l2l_actors::{BoxedError, Operation};
 use rayon::ThreadPool;
 
-pub use cpu::product_flops_per_second;
+pub use cpu::{KernelRate, Rate, kernel_rates, product_flops_per_second};
 pub use probe::{Check, Gpu, GpuRates, Library};
 
 use crate::config::{Config, DeviceKind};

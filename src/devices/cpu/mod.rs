@@ -30,7 +30,7 @@ use std::sync::Arc;
 use l2l_actors::BoxedError;
 use rayon::ThreadPool;
 
-pub use rates::product_flops_per_second;
+pub use rates::{KernelRate, Rate, kernel_rates, product_flops_per_second};
 pub(crate) use views::CpuKernels;
 
 use super::Device;

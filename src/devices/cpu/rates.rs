@@ -1,10 +1,53 @@
-//! How fast the CPU's matrix product is.
+//! How fast the CPU's kernels are.
 
 use std::time::Instant;
 
+use rayon::{ThreadPool, ThreadPoolBuilder};
+
 use super::product::{Matrix, Product, Start};
+use super::views::CpuKernels;
 use crate::error::Error;
+use crate::kernels::{
+    Activate, ActivateBackward, Activation, ApplyDropout, Attention, AttentionBackward,
+    AttentionShape, BatchMetadata, Kernels, Norm, NormBackward, Residual,
+};
 use crate::simd::Level;
+use crate::tensor::{Arena, Dtype, Scratch, View};
+
+/// Runs of which the best counts.
+const ROUNDS: usize = 5;
+
+/// How fast a kernel is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KernelRate {
+    /// What is computed.
+    pub kernel: &'static str,
+    /// What it does in a second.
+    pub rate: Rate,
+}
+
+/// What a kernel is limited by, in a second.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Rate {
+    /// Bytes that it reads and writes.
+    Bytes(f64),
+    /// FLOPs.
+    Flops(f64),
+}
+
+fn pool(threads: usize) -> Result<ThreadPool, Error> {
+    ThreadPoolBuilder::new().num_threads(threads).build().map_err(Error::system)
+}
+
+/// Seconds that it takes, at best.
+fn best(run: impl Fn()) -> f64 {
+    let seconds = (0..ROUNDS).map(|_| {
+        let begin = Instant::now();
+        run();
+        begin.elapsed().as_secs_f64()
+    });
+    seconds.fold(f64::INFINITY, f64::min)
+}
 
 /// FLOP/s of a large f32 product on so many threads: the best of a few.
 ///
@@ -13,8 +56,7 @@ use crate::simd::Level;
 pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
     const SIZE: usize = 1024;
     const ROUNDS: usize = 8;
-    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
-    let pool = pool.map_err(Error::system)?;
+    let pool = pool(threads)?;
     let (a, b) = (vec![0.5_f32; SIZE * SIZE], vec![0.25_f32; SIZE * SIZE]);
     let mut c = vec![0.0_f32; SIZE * SIZE];
     let (a, b, start) = (Matrix::rows(&a, SIZE), Matrix::rows(&b, SIZE), Start::Zero);
@@ -26,4 +68,122 @@ pub fn product_flops_per_second(threads: usize) -> Result<f64, Error> {
         best = best.min(begin.elapsed().as_secs_f64());
     }
     Ok(2.0 * (SIZE as f64).powi(3) / best)
+}
+
+/// Rates of the kernels beside the product, in f32 on so many threads: norms, activation functions
+/// and sums on tensors much larger than caches, and causal attention to 2,048 positions.
+///
+/// # Errors
+/// The system gives no threads, or no memory.
+pub fn kernel_rates(threads: usize) -> Result<Vec<KernelRate>, Error> {
+    let pool = pool(threads)?;
+    let mut rates = row_rates(&pool).map_err(Error::system)?;
+    rates.extend(attention_rates(&pool).map_err(Error::system)?);
+    Ok(rates)
+}
+
+/// Places views in an arena, one behind the other.
+#[derive(Default)]
+struct Layout {
+    end: usize,
+}
+
+impl Layout {
+    fn place(&mut self, rows: usize, columns: usize) -> View {
+        let view = View::floats(self.end, rows * columns).with_columns(columns);
+        self.end += view.len().next_multiple_of(16);
+        view
+    }
+
+    /// Enough for the partial sums of any kernel here.
+    fn workspace(&mut self) -> View {
+        self.place(1, 1 << 20)
+    }
+
+    /// Memory for all views; their values lie between −1 and 1.
+    fn arena(&self) -> std::io::Result<Arena> {
+        let mut arena = Arena::new(self.end)?;
+        let all = arena.values_mut(View::floats(0, self.end));
+        all.iter_mut().enumerate().for_each(|(at, x)| *x = (at % 255) as f32 / 127.0 - 1.0);
+        Ok(arena)
+    }
+}
+
+fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
+    const ROWS: usize = 16384;
+    const CHANNELS: usize = 1024;
+    let mut layout = Layout::default();
+    let [x, y, z] = [(); 3].map(|()| layout.place(ROWS, CHANNELS));
+    let [gamma, beta, dgamma, dbeta] = [(); 4].map(|()| layout.place(1, CHANNELS));
+    let (statistics, workspace) = (layout.place(ROWS, 2), layout.workspace());
+    let arena = layout.arena()?;
+    let k = CpuKernels { memory: Some(&arena), level: Level::best() };
+    let (epsilon, rms, accumulate) = (1e-5, false, false);
+    let norm = Norm { y, statistics, x, gamma, beta: Some(beta), epsilon, rms };
+    let norm_backward = NormBackward {
+        dx: z,
+        dgamma,
+        dbeta: Some(dbeta),
+        residual: None,
+        dy: y,
+        x,
+        statistics,
+        gamma,
+        rms,
+        accumulate,
+    };
+    let activation = Activation::GeluTanh;
+    let moved = |kernel, tensors: usize, run: &(dyn Fn() + Sync)| {
+        let bytes = (tensors * ROWS * CHANNELS * size_of::<f32>()) as f64;
+        KernelRate { kernel, rate: Rate::Bytes(bytes / best(|| pool.install(run))) }
+    };
+    Ok(vec![
+        moved("norm", 2, &|| k.norm(&norm)),
+        moved("norm_backward", 3, &|| {
+            k.norm_backward(&norm_backward, &Scratch::new(workspace, Dtype::F32));
+        }),
+        moved("gelu", 2, &|| k.activate(&Activate { y, x, activation })),
+        moved("gelu_backward", 3, &|| {
+            k.activate_backward(&ActivateBackward { dx: y, x, activation });
+        }),
+        moved("residual", 3, &|| k.residual(&Residual { y, a: x, x: y, dropout: None })),
+        moved("copy", 2, &|| k.dropout(&ApplyDropout { y, x, dropout: None })),
+    ])
+}
+
+fn attention_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
+    const POSITIONS: usize = 2048;
+    let metadata = BatchMetadata {
+        starts: &[0, POSITIONS],
+        kinds: &[],
+        documents: &[],
+        cached: &[],
+        dropout_key: None,
+    };
+    let shape = AttentionShape {
+        batch: metadata.view(),
+        heads: 16,
+        kv_heads: 16,
+        head_size: 64,
+        causal: true,
+        window: None,
+        dropout: None,
+    };
+    let mut layout = Layout::default();
+    let [y, dy] = [(); 2].map(|()| layout.place(POSITIONS, shape.width()));
+    let [qkv, dqkv] = [(); 2].map(|()| layout.place(POSITIONS, shape.qkv_width()));
+    let (lse, workspace) = (layout.place(POSITIONS, shape.heads), layout.workspace());
+    let arena = layout.arena()?;
+    let k = CpuKernels { memory: Some(&arena), level: Level::best() };
+    let forward = Attention { y, lse, qkv, kv: None, shape };
+    let backward = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
+    // Two products forward and five backward, of which causal attention needs half.
+    let flops = (7 * POSITIONS * POSITIONS * shape.width()) as f64;
+    let seconds = best(|| {
+        pool.install(|| {
+            k.attention(&forward);
+            k.attention_backward(&backward, &Scratch::new(workspace, Dtype::F32));
+        });
+    });
+    Ok(vec![KernelRate { kernel: "attention", rate: Rate::Flops(flops / seconds) }])
 }
