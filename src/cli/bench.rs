@@ -1,8 +1,8 @@
 //! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
 
 use l2l::data::{Batches, Dataset};
-use l2l::telemetry::EventLog;
 use l2l::devices::{KernelRate, Rate};
+use l2l::telemetry::EventLog;
 use l2l::{Config, Error, StepReport, Summary, Trainer, devices, machine, optimizers, shape_of};
 use serde_json::{Value, json};
 

@@ -227,16 +227,18 @@ impl<'a> Head<'a> {
     }
 
     /// Multiplies probabilities (or their gradients) by the dropout mask.
-    fn drop_out(&self, p: &mut [f32], queries: Span, keys: Span) {
+    fn drop_out(&self, level: Level, p: &mut [f32], queries: Span, keys: Span) {
         let Some(dropout) = &self.size.dropout else { return };
-        for (index, row) in p.chunks_mut(TILE).take(queries.len()).enumerate() {
-            let query = (self.head as u32) << 20 | (queries.from - self.before + index) as u32;
-            let mask = Row::new(dropout, self.sequence, query);
-            for column in (0..keys.len()).step_by(4) {
-                let factors = mask.factors(keys.from + column);
-                row[column..].iter_mut().zip(factors).for_each(|(p, factor)| *p *= factor);
-            }
-        }
+        level.run(
+            #[inline(always)]
+            || {
+                for (index, row) in p.chunks_mut(TILE).take(queries.len()).enumerate() {
+                    let query = (queries.from - self.before + index) as u32;
+                    let mask = Row::new(dropout, self.sequence, (self.head as u32) << 20 | query);
+                    mask.apply(&mut row[..keys.len()], keys.from);
+                }
+            },
+        );
     }
 }
 
@@ -301,7 +303,7 @@ pub(super) fn forward(
                     }
                 },
             );
-            head.drop_out(&mut p, queries, keys);
+            head.drop_out(level, &mut p, queries, keys);
             let v = head.keys(kv, 1, keys);
             let (p, sizes) = (Matrix::rows(&p, TILE), [queries.len(), keys.len(), d]);
             small(level, &mut output, d, [p, v], sizes, true);
@@ -369,7 +371,7 @@ impl Pair {
         head.scores(level, &mut self.p, [inputs.qkv, inputs.keys()], q, k);
         let (dy, v) = (head.columns(inputs.dy, q), head.keys(inputs.keys(), 1, k));
         small(level, &mut self.ds, TILE, [dy, v.transposed()], [q.len(), d, k.len()], false);
-        head.drop_out(&mut self.ds, q, k);
+        head.drop_out(level, &mut self.ds, q, k);
         let scale = head.scale();
         level.run(
             #[inline(always)]
@@ -385,7 +387,7 @@ impl Pair {
                 }
             },
         );
-        head.drop_out(&mut self.p, q, k);
+        head.drop_out(level, &mut self.p, q, k);
     }
 }
 

@@ -6,44 +6,51 @@
 
 use rayon::prelude::*;
 
-use super::views::CpuKernels;
+use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{ApplyDropout, Dropout, Residual};
 use crate::simd::Level;
+use crate::tensor::View;
 
 pub(super) fn dropout(on: &CpuKernels<'_>, op: &ApplyDropout<'_>) {
     let ApplyDropout { y, x, dropout } = *op;
-    if y != x {
-        let Some(call) = on.call([y], &[x]) else { return };
-        let [y] = call.write();
-        y.copy_from_slice(call.read(x));
-    }
-    if let Some(dropout) = dropout {
-        let Some(call) = on.call([y], &[]) else { return };
-        let channels = y.columns;
-        let [y] = call.write();
-        apply(on.level, y, channels, &dropout);
+    if y != x || dropout.is_some() {
+        sum(on, y, None, x, dropout);
     }
 }
 
 pub(super) fn residual(on: &CpuKernels<'_>, op: &Residual<'_>) {
-    let Residual { y, a, x, dropout: mask } = *op;
-    dropout(on, &ApplyDropout { y, x, dropout: mask });
-    let Some(call) = on.call([y], &[a]) else { return };
-    let [y] = call.write();
-    add(on.level, y, call.read(a));
+    let Residual { y, a, x, dropout } = *op;
+    sum(on, y, Some(a), x, dropout);
 }
 
+/// y = a + dropout(x), in one pass. `y` may be `x`.
+fn sum(on: &CpuKernels<'_>, y: View, a: Option<View>, x: View, dropout: Option<Dropout<'_>>) {
+    let from = Some(x).filter(|x| *x != y);
+    let Some(call) = on.call([y], &[or_nothing(from), or_nothing(a)]) else { return };
+    let channels = y.columns;
+    let [y] = call.write();
+    apply(on.level, y, call.read_if(from), call.read_if(a), channels, dropout.as_ref());
+}
+
+/// Counters that are drawn from at once: with fewer, loops over them become no vector instructions.
+const LANES: usize = 16;
+
+/// Columns whose factors are drawn at once.
+pub(super) const DRAWN: usize = 4 * LANES;
+
+/// The draws of [`LANES`] counters: `counter[word][lane]`.
 #[inline(always)]
-fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+fn philox(mut counter: [[u32; LANES]; 4], mut key: [u32; 2]) -> [[u32; LANES]; 4] {
     for _ in 0..10 {
-        let low = u64::from(counter[0]) * 0xD251_1F53;
-        let high = u64::from(counter[2]) * 0xCD9E_8D57;
-        counter = [
-            (high >> 32) as u32 ^ counter[1] ^ key[0],
-            high as u32,
-            (low >> 32) as u32 ^ counter[3] ^ key[1],
-            low as u32,
-        ];
+        let [a, b, c, d] = counter;
+        for lane in 0..LANES {
+            let low = u64::from(a[lane]) * 0xD251_1F53;
+            let high = u64::from(c[lane]) * 0xCD9E_8D57;
+            counter[0][lane] = (high >> 32) as u32 ^ b[lane] ^ key[0];
+            counter[1][lane] = high as u32;
+            counter[2][lane] = (low >> 32) as u32 ^ d[lane] ^ key[1];
+            counter[3][lane] = low as u32;
+        }
         key = [key[0].wrapping_add(0x9E37_79B9), key[1].wrapping_add(0xBB67_AE85)];
     }
     counter
@@ -74,42 +81,59 @@ impl Row {
         }
     }
 
-    /// Four columns from `column`, a multiple of 4: 0 or the scale.
+    /// [`DRAWN`] columns from `column`, a multiple of 4: 0 or the scale.
     #[inline(always)]
-    pub(super) fn factors(&self, column: usize) -> [f32; 4] {
-        let [row, sequence, site] = self.counter;
-        let drawn = philox([(column / 4) as u32, row, sequence, site], self.key);
-        drawn.map(|draw| if draw < self.threshold { 0.0 } else { self.scale })
+    pub(super) fn factors(&self, column: usize) -> [f32; DRAWN] {
+        let [row, sequence, site] = self.counter.map(|word| [word; LANES]);
+        let columns = std::array::from_fn(|lane| (column / 4 + lane) as u32);
+        let drawn = philox([columns, row, sequence, site], self.key);
+        std::array::from_fn(
+            |at| {
+                if drawn[at % 4][at / 4] < self.threshold { 0.0 } else { self.scale }
+            },
+        )
     }
 
-    /// Applies the mask to columns 0.. of a row.
+    /// Multiplies columns of a row by the mask, from `column` on, a multiple of 4.
     #[inline(always)]
-    pub(super) fn apply(&self, values: &mut [f32]) {
-        for (index, values) in values.chunks_mut(4).enumerate() {
-            let factors = self.factors(4 * index);
+    pub(super) fn apply(&self, values: &mut [f32], column: usize) {
+        for (index, values) in values.chunks_mut(DRAWN).enumerate() {
+            let factors = self.factors(column + DRAWN * index);
             values.iter_mut().zip(factors).for_each(|(value, factor)| *value *= factor);
         }
     }
 }
 
-/// y *= mask, row by row. y: (R, C).
-fn apply(level: Level, y: &mut [f32], channels: usize, dropout: &Dropout<'_>) {
-    y.par_chunks_mut(channels).enumerate().for_each(|(row, y)| {
-        let (sequence, position) = dropout.place(row);
-        level.run(
-            #[inline(always)]
-            || Row::new(dropout, sequence, position as u32).apply(y),
-        );
-    });
-}
-
-/// y += x.
-fn add(level: Level, y: &mut [f32], x: &[f32]) {
+/// y = a + mask x, row by row: without `x` that is `y`, without `a` 0. (R, C).
+fn apply(
+    level: Level,
+    y: &mut [f32],
+    x: Option<&[f32]>,
+    a: Option<&[f32]>,
+    channels: usize,
+    dropout: Option<&Dropout<'_>>,
+) {
+    /// Floats of one task, about.
     const PIECE: usize = 16384;
-    y.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE)).for_each(|(y, x)| {
+    let rows = PIECE.div_ceil(channels);
+    y.par_chunks_mut(rows * channels).enumerate().for_each(|(piece, y)| {
         level.run(
             #[inline(always)]
-            || y.iter_mut().zip(x).for_each(|(y, x)| *y += x),
+            || {
+                for (row, y) in (piece * rows..).zip(y.chunks_exact_mut(channels)) {
+                    if let Some(x) = x {
+                        y.copy_from_slice(&x[row * channels..][..channels]);
+                    }
+                    if let Some(dropout) = dropout {
+                        let (sequence, position) = dropout.place(row);
+                        Row::new(dropout, sequence, position as u32).apply(y, 0);
+                    }
+                    if let Some(a) = a {
+                        let a = &a[row * channels..][..channels];
+                        y.iter_mut().zip(a).for_each(|(y, a)| *y += a);
+                    }
+                }
+            },
         );
     });
 }
@@ -142,34 +166,35 @@ mod tests {
     fn philox_is_the_published_one() {
         // Known answers of Random123's kat_vectors for philox4x32, 10 rounds.
         let zeros = [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8];
-        assert_eq!(philox([0; 4], [0; 2]), zeros);
+        assert_eq!(philox([[0; LANES]; 4], [0; 2]), zeros.map(|word| [word; LANES]));
         let ones = [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd];
-        assert_eq!(philox([u32::MAX; 4], [u32::MAX; 2]), ones);
+        let found = philox([[u32::MAX; LANES]; 4], [u32::MAX; 2]);
+        assert_eq!(found, ones.map(|word| [word; LANES]));
     }
 
     #[test]
     fn a_mask_depends_on_its_place_alone() {
         let mut all = vec![1.0; 4 * 5 * 10];
-        apply(Level::best(), &mut all, 10, &dropout(0.3, &[0, 5, 10, 15, 20]));
+        apply(Level::best(), &mut all, None, None, 10, Some(&dropout(0.3, &[0, 5, 10, 15, 20])));
         let mut later = vec![1.0; (3 + 5) * 10];
         let from_two = Dropout { first_sequence: 2, ..dropout(0.3, &[0, 3, 8]) };
-        apply(Level::Portable, &mut later, 10, &from_two);
+        apply(Level::Portable, &mut later, None, None, 10, Some(&from_two));
         assert_eq!(all[2 * 5 * 10..][..3 * 10], later[..3 * 10], "a shorter sequence");
         assert_eq!(all[3 * 5 * 10..], later[3 * 10..]);
         let mut behind = vec![1.0; 3 * 10];
         let chunk = Dropout { first_position: 2, rows: rows(&[0, 3]), ..from_two };
-        apply(Level::best(), &mut behind, 10, &chunk);
+        apply(Level::best(), &mut behind, None, None, 10, Some(&chunk));
         assert_eq!(all[(2 * 5 + 2) * 10..][..30], behind);
         let mut first = vec![1.0; 2 * 10];
         let of_each = Dropout { rows: MaskRows::Sequences, ..from_two };
-        apply(Level::best(), &mut first, 10, &of_each);
+        apply(Level::best(), &mut first, None, None, 10, Some(&of_each));
         assert_eq!([&first[..10], &first[10..]], [&all[100..110], &all[150..160]]);
     }
 
     #[test]
     fn it_drops_what_it_should_and_keeps_the_mean() {
         let mut y = vec![1.0; 100_000];
-        apply(Level::best(), &mut y, 100, &dropout(0.1, &[0, 10, 1000]));
+        apply(Level::best(), &mut y, None, None, 100, Some(&dropout(0.1, &[0, 10, 1000])));
         let dropped = y.iter().filter(|&&y| y == 0.0).count();
         assert!((9_500..10_500).contains(&dropped), "{dropped} of 100000");
         assert!(y.iter().all(|&y| y == 0.0 || y == 1.0 / 0.9));

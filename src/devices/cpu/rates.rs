@@ -9,7 +9,7 @@ use super::views::CpuKernels;
 use crate::error::Error;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, Attention, AttentionBackward,
-    AttentionShape, BatchMetadata, Kernels, Norm, NormBackward, Residual,
+    AttentionShape, BatchMetadata, DropoutKey, Kernels, Norm, NormBackward, Residual,
 };
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
@@ -109,6 +109,10 @@ impl Layout {
     }
 }
 
+fn one_sequence(starts: &[usize; 2]) -> BatchMetadata<'_> {
+    BatchMetadata { starts, kinds: &[], documents: &[], cached: &[], dropout_key: None }
+}
+
 fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     const ROWS: usize = 16384;
     const CHANNELS: usize = 1024;
@@ -119,6 +123,9 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let arena = layout.arena()?;
     let k = CpuKernels { memory: Some(&arena), level: Level::best() };
     let (epsilon, rms, accumulate) = (1e-5, false, false);
+    let key = DropoutKey { seed: 1, step: 0, first_sequence: 0 };
+    let metadata = BatchMetadata { dropout_key: Some(key), ..one_sequence(&[0, ROWS]) };
+    let dropout = metadata.view().dropout(0.1, 0, 0);
     let norm = Norm { y, statistics, x, gamma, beta: Some(beta), epsilon, rms };
     let norm_backward = NormBackward {
         dx: z,
@@ -148,20 +155,14 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
         }),
         moved("residual", 3, &|| k.residual(&Residual { y, a: x, x: y, dropout: None })),
         moved("copy", 2, &|| k.dropout(&ApplyDropout { y, x, dropout: None })),
+        moved("dropout", 2, &|| k.dropout(&ApplyDropout { y, x, dropout })),
     ])
 }
 
 fn attention_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     const POSITIONS: usize = 2048;
-    let metadata = BatchMetadata {
-        starts: &[0, POSITIONS],
-        kinds: &[],
-        documents: &[],
-        cached: &[],
-        dropout_key: None,
-    };
     let shape = AttentionShape {
-        batch: metadata.view(),
+        batch: one_sequence(&[0, POSITIONS]).view(),
         heads: 16,
         kv_heads: 16,
         head_size: 64,
