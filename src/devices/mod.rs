@@ -53,8 +53,9 @@ pub(crate) trait Device: Send + Sync + 'static {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError>;
 
-    /// Its memory, where the host may write it: the stash can be there.
-    fn stash(&self) -> Option<&Arena>;
+    /// Its memory, where the host reads and writes the same: the device's floats, and those of the
+    /// host from [`host_from`] on.
+    fn shared(&self) -> Option<&Arena>;
 
     /// Prepares memory of the host that copies will use.
     fn pin(&self, memory: &mut [f32]) {
@@ -82,18 +83,24 @@ pub(crate) trait Device: Send + Sync + 'static {
     }
 }
 
+/// Where the host's floats begin in memory that it shares with a device of so many floats: on a
+/// page of their own, as files want them.
+pub(crate) fn host_from(device_floats: usize) -> usize {
+    device_floats.next_multiple_of(1024)
+}
+
 /// The device that a config names, with memory for so many floats, of which `overhead` is the
-/// device's own.
+/// device's own. The host's floats are there, too, if it shares its memory.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
-    floats: usize,
+    [floats, host_floats]: [usize; 2],
     overhead: View,
     threads: &Arc<ThreadPool>,
 ) -> Result<Box<dyn Device>, Error> {
     match config.device.kind {
         DeviceKind::Cpu => {
-            let memory = cpu::Cpu::new(floats, threads);
+            let memory = cpu::Cpu::new(host_from(floats) + host_floats, threads);
             let no_memory = |error| Error::system(format_args!("no memory: {error}"));
             Ok(Box::new(memory.map_err(no_memory)?))
         }

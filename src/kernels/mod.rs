@@ -1,10 +1,10 @@
 //! What layers ask of a device: one struct for each operation, on views of the device's memory.
 //!
 //! Legend: B sequences, T positions, C channels, H heads of queries, K heads of keys and values, D
-//! channels of a head, I channels of a feed-forward, N outputs, V rows of a vocabulary tile, R rows:
-//! those of all sequences, one behind the other. All tensors are row-major. In each struct outputs
-//! come first, then inputs, then sizes. `(+)=` replaces, or adds where `accumulate` says so: the
-//! first call of a step replaces.
+//! channels of a head, I channels of a feed-forward, N outputs, V rows of a vocabulary tile. R is
+//! the number of rows: those of all sequences, one behind the other. All tensors are row-major. In
+//! each struct outputs come first, then inputs, then sizes. `(+)=` replaces, or adds where
+//! `accumulate` says so: the first call of a step replaces.
 //!
 //! Weights and activations are of the device's [`Dtype`](crate::tensor::Dtype). Gradients of
 //! weights, statistics, log-sum-exps, gradients of chunks' keys and values, and a head's `dh` and

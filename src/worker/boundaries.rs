@@ -3,12 +3,13 @@
 
 use l2l_actors::Step;
 use l2l_actors::schedule::{Boundary, BoundaryId, Encoding, LayerId, MicroBatch, Role};
+use l2l_actors::work::Placed;
 
 use super::Worker;
 use super::step::StepState;
 use crate::kernels::STATISTICS;
 use crate::models::Part;
-use crate::tensor::{Dtype, packed_floats};
+use crate::tensor::{Dtype, View, packed_floats};
 
 /// A micro-batch of a boundary at a visit.
 #[derive(Clone, Copy)]
@@ -64,6 +65,22 @@ impl Worker {
         let (at, room) = filled.state.stash.place(filled.boundary, filled.micro_batch);
         debug_assert!(floats <= room, "{floats} floats in a place of {room}");
         (at, floats)
+    }
+
+    /// Where kernels find what the visit reads: in an input slot, or in the stash.
+    pub(super) fn input(&self, filled: Filled<'_>, placed: &Placed) -> View {
+        if self.device.stays(filled.what()) {
+            return self.memory.in_stash(self.in_stash(filled));
+        }
+        self.device.input(placed, self.in_slot(filled))
+    }
+
+    /// Where kernels write what the visit writes: to an output slot, or to the stash.
+    pub(super) fn output(&self, filled: Filled<'_>, placed: &Placed) -> View {
+        if self.device.stays(filled.what()) {
+            return self.memory.in_stash(self.in_stash(filled));
+        }
+        self.device.output(placed, self.in_slot(filled))
     }
 
     /// Numbers that the KV cache of a layer holds for each position.

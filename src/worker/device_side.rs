@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::{Duration, Instant};
 
-use l2l_actors::schedule::Encoding;
+use l2l_actors::schedule::{Boundary, Encoding};
 use l2l_actors::threads::Pending;
 use l2l_actors::work::Placed;
 use l2l_actors::{BoxedError, Operation};
@@ -85,6 +85,23 @@ impl DeviceSide {
     /// The gradient accumulator of a block of so many numbers.
     pub(super) fn gradient(&self, slot: u32, len: usize) -> View {
         self.gradients.slot(slot, len)
+    }
+
+    /// Whether a boundary stays in the stash while kernels read or write it: where the device
+    /// shares the host's memory, and no link is emulated.
+    pub(super) fn stays(&self, boundary: &Boundary) -> bool {
+        let is_shared = self.device.shared().is_some() && self.link.is_none();
+        is_shared && boundary.encoding == Encoding::Plain && !boundary.role.is_kv()
+    }
+
+    /// Counts a boundary that stays as one that is uploaded.
+    pub(super) fn counts_upload(&self, floats: usize) {
+        self.used.uploaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
+    }
+
+    /// Counts a boundary that stays as one that is downloaded.
+    pub(super) fn counts_download(&self, floats: usize) {
+        self.used.downloaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
 
     /// The input slot of a boundary, in floats whatever it holds.

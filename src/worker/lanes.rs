@@ -42,7 +42,11 @@ impl Worker {
             Work::UploadBoundary { micro_batch, ref inputs } => {
                 let state = self.steps.of(operation.step().number);
                 let filled = filled(operation, &state, inputs, micro_batch);
-                let slot = self.device.input(inputs, self.in_slot(filled));
+                if self.device.stays(filled.what()) {
+                    self.device.counts_upload(self.in_slot(filled));
+                    return Ok(());
+                }
+                let slot = self.input(filled, inputs);
                 let &Boundary { role, encoding, .. } = filled.what();
                 if role == Role::CachedKv {
                     return self.read_kv(filled, slot);
@@ -66,7 +70,11 @@ impl Worker {
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let state = self.steps.of(operation.step().number);
                 let filled = filled(operation, &state, outputs, micro_batch);
-                let slot = self.device.output(outputs, self.in_slot(filled));
+                if self.device.stays(filled.what()) {
+                    self.device.counts_download(self.in_slot(filled));
+                    return Ok(());
+                }
+                let slot = self.output(filled, outputs);
                 let &Boundary { role, encoding, .. } = filled.what();
                 if role == Role::NewKv {
                     return self.write_kv(filled, slot);
@@ -131,11 +139,11 @@ impl Worker {
         let len = self.block_len(block);
         let input = |placed| {
             let filled = filled(operation, &state, placed, m);
-            (filled.what().role, self.device.input(placed, self.in_slot(filled)))
+            (filled.what().role, self.input(filled, placed))
         };
         let output = |placed| {
             let filled = filled(operation, &state, placed, m);
-            (filled.what().role, self.device.output(placed, self.in_slot(filled)))
+            (filled.what().role, self.output(filled, placed))
         };
         let batch = state.metadata(m, schedule, self.device.seed);
         let args = VisitArgs {

@@ -1,28 +1,26 @@
 //! Memory on the host that operations share, by slot: landing blocks, blocks of a file, the stash
-//! and the KV cache. The last two may be on the device.
+//! and the KV cache. The last two may be on the device; where it shares its memory, all are in it.
 
-use crate::devices::Device;
+use crate::devices::{self, Device};
 use crate::error::Error;
 use crate::plan::{Holder, Place, Plan};
 use crate::tensor::{Arena, Lease, Slots, View};
 
 /// See the [module](self).
 pub(super) struct Memory {
-    arena: Arena,
+    /// `None`: it is in the device's.
+    own: Option<Arena>,
     landing: Slots,
     reads: Slots,
     states: Slots,
     stash: Slots,
     cache: Slots,
-    stash_on_device: bool,
 }
 
 /// Memory of the host, leased to one operation.
 pub(super) struct HostLease<'a> {
     memory: &'a Memory,
     arena: Lease<'a>,
-    /// The arena that has the stash and the KV cache.
-    stash: Lease<'a>,
 }
 
 impl Memory {
@@ -33,32 +31,42 @@ impl Memory {
     pub(super) fn new(plan: &Plan, device: &dyn Device) -> Result<Memory, Error> {
         let regions = &plan.regions;
         let no_memory = |error| Error::system(format_args!("no memory: {error}"));
-        let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
-        device.pin(arena.values_mut(View::floats(0, regions.host_floats())));
-        let stash = if plan.stash_on_device { Place::Device } else { Place::Host };
+        let (mut own, mut from) = (None, devices::host_from(regions.device_floats()));
+        if device.shared().is_none() {
+            let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
+            device.pin(arena.values_mut(View::floats(0, regions.host_floats())));
+            (own, from) = (Some(arena), 0);
+        }
+        let on_host = |holder| {
+            let slots = regions.slots(holder, Place::Host);
+            Slots { at: from + slots.at, ..slots }
+        };
+        let stashed = |holder| match plan.stash_on_device {
+            true => regions.slots(holder, Place::Device),
+            false => on_host(holder),
+        };
         Ok(Memory {
-            arena,
-            landing: regions.slots(Holder::Landing, Place::Host),
-            reads: regions.slots(Holder::FileReads, Place::Host),
-            states: regions.slots(Holder::FileStates, Place::Host),
-            stash: regions.slots(Holder::Stash, stash),
-            cache: regions.slots(Holder::KvCache, stash),
-            stash_on_device: plan.stash_on_device,
+            own,
+            landing: on_host(Holder::Landing),
+            reads: on_host(Holder::FileReads),
+            states: on_host(Holder::FileStates),
+            stash: stashed(Holder::Stash),
+            cache: stashed(Holder::KvCache),
         })
+    }
+
+    /// A part of the stash, as a view of the memory that has it.
+    pub(super) fn in_stash(&self, (at, len): (usize, usize)) -> View {
+        self.stash.all().part(at..at + len)
     }
 
     /// A lease for the operation that runs on the calling lane.
     pub(super) fn lease<'a>(&'a self, device: &'a dyn Device) -> HostLease<'a> {
-        let stash = if self.stash_on_device {
-            device.stash().expect("the plan has the stash on the device")
-        } else {
-            &self.arena
-        };
+        let arena = self.own.as_ref().or_else(|| device.shared()).expect("one has the memory");
         // SAFETY: the worker asks for slots, boundaries and cached positions that its operation
         // names or that its visit reads and writes; these the ring grants: it lets nobody else
         // write them before the operation has ended, nor read what the operation writes.
-        let (arena, stash) = unsafe { (Lease::new(&self.arena), Lease::new(stash)) };
-        HostLease { memory: self, arena, stash }
+        HostLease { memory: self, arena: unsafe { Lease::new(arena) } }
     }
 }
 
@@ -90,25 +98,21 @@ impl<'a> HostLease<'a> {
 
     /// A boundary in the stash, by its first float and floats.
     pub(super) fn stashed(&self, place: (usize, usize)) -> &'a [f32] {
-        self.stash.read(self.in_stash(place))
+        self.arena.read(self.memory.in_stash(place))
     }
 
     /// The same, to write.
     pub(super) fn stashed_mut(&self, place: (usize, usize)) -> &'a mut [f32] {
-        self.stash.write(self.in_stash(place))
+        self.arena.write(self.memory.in_stash(place))
     }
 
     /// So many floats of the KV cache.
     pub(super) fn cached(&self, at: usize, len: usize) -> &'a [f32] {
-        self.stash.read(self.memory.cache.all().part(at..at + len))
+        self.arena.read(self.memory.cache.all().part(at..at + len))
     }
 
     /// The same, to write.
     pub(super) fn cached_mut(&self, at: usize, len: usize) -> &'a mut [f32] {
-        self.stash.write(self.memory.cache.all().part(at..at + len))
-    }
-
-    fn in_stash(&self, (at, len): (usize, usize)) -> View {
-        self.memory.stash.all().part(at..at + len)
+        self.arena.write(self.memory.cache.all().part(at..at + len))
     }
 }

@@ -80,7 +80,7 @@ impl Worker {
     pub(crate) fn new(config: &Config, parts: Parts) -> Result<Worker, Error> {
         let Parts { model, plan, rule, learning_rate, eps, records, copies } = parts;
         let threads = Arc::new(threads(config)?);
-        let floats = plan.regions.device_floats();
+        let floats = [plan.regions.device_floats(), plan.regions.host_floats()];
         let overhead = plan.regions.on_device(Holder::Overhead);
         let device = devices::open(config, &model, floats, overhead, &threads)?;
         let memory = Memory::new(&plan, &*device)?;

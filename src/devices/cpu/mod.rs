@@ -1,7 +1,7 @@
 //! The CPU as a device: lanes are threads over one rayon pool, memory is one arena.
 //!
-//! A copy that another device would make over a link is a copy here too, between the host's memory
-//! and the arena. So everything that the ring does happens, and can be measured.
+//! The host's memory is the same arena. So kernels read and write boundaries where they are
+//! stashed. Blocks and gradients are copied, as another device would copy them over a link.
 
 mod activation;
 mod attention;
@@ -46,7 +46,7 @@ pub(super) struct Cpu {
 }
 
 impl Cpu {
-    /// With memory for so many floats.
+    /// With memory for so many floats, those of the host among them.
     pub(super) fn new(floats: usize, threads: &Arc<ThreadPool>) -> std::io::Result<Cpu> {
         let memory = Arena::new(floats)?;
         Ok(Cpu { memory, threads: threads.clone(), level: Level::best() })
@@ -94,7 +94,7 @@ impl Device for Cpu {
         Ok(self.threads.install(|| run(&kernels)))
     }
 
-    fn stash(&self) -> Option<&Arena> {
+    fn shared(&self) -> Option<&Arena> {
         Some(&self.memory)
     }
 }

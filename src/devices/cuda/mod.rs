@@ -269,7 +269,7 @@ impl Device for Cuda {
         Ok(used)
     }
 
-    fn stash(&self) -> Option<&Arena> {
+    fn shared(&self) -> Option<&Arena> {
         None
     }
 
