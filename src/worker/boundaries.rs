@@ -63,7 +63,7 @@ impl Worker {
             Encoding::PackedBf16 => packed_floats(floats),
         };
         let (at, room) = filled.state.stash.place(filled.boundary, filled.micro_batch);
-        debug_assert!(floats <= room, "{floats} floats in a place of {room}");
+        assert!(floats <= room, "{floats} floats in a place of {room}");
         (at, floats)
     }
 
