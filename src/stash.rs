@@ -1,9 +1,11 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
 //! A boundary reuses the place of one of the same size that was read for the last time by an
-//! earlier visit of the device. No lock is needed: a visit's outputs are downloaded after the visit
-//! ran, and the visit ran after all inputs of the visits before it had arrived. A boundary that the
-//! host reads (loss, scatter) keeps its place for the whole step.
+//! earlier visit of the device. No lock is needed: one lane computes the visits in their order, and
+//! a visit's outputs are written while it computes (on the CPU) or downloaded after it. By then
+//! all earlier visits have read their inputs. A visit never writes where it reads: its outputs get
+//! their places before those of its inputs are free. A boundary that the host reads (loss, scatter)
+//! keeps its place for the whole step.
 //!
 //! A boundary may be *packed*: its elements are rounded to bf16 (`tensor::packed`).
 

@@ -51,9 +51,11 @@ struct Bench<'l> {
 
 impl<'l> Bench<'l> {
     fn new(layer: &'l dyn Layer, channels: usize, rows: Rows) -> Bench<'l> {
-        // The last sequence is shorter.
+        // The last of several sequences is shorter.
         let mut starts = rows.starts();
-        starts[rows.sequences] -= rows.positions / 2;
+        if rows.sequences > 1 {
+            starts[rows.sequences] -= rows.positions / 2;
+        }
         let count = starts[rows.sequences];
         let mut end = 0;
         let mut place = |len: usize| {
@@ -260,9 +262,10 @@ impl Reference {
 
 /// Checks that a layer's backward is the gradient of its forward: for its input and for each of its
 /// tensors, along random directions, within 1 % (kernels compute in f32). `rows` are the sizes of
-/// the micro-batch; its last sequence is shorter. Dropout is on, with the same masks in all passes.
+/// the micro-batch; the last of several sequences is shorter. Dropout is on, with the same masks in
+/// all passes.
 ///
-/// It also checks that the backward replaces a gradient or adds to it is told, and that it
+/// It also checks that the backward replaces a gradient or adds to it as it is told, and that it
 /// gives the same bits whether activations were saved or are recomputed.
 ///
 /// # Errors

@@ -99,7 +99,6 @@ impl Screen {
         }
     }
 
-    /// The summary of a run, for people, with values that a command adds.
     /// One line of how fast a kernel is, in billions a second, and as a share of a limit.
     pub(super) fn kernel(&self, kernel: &str, rate: f64, share: f64, of: &str) {
         if self.format != Format::Json {
@@ -108,6 +107,7 @@ impl Screen {
         }
     }
 
+    /// The summary of a run, for people, with values that a command adds.
     pub(super) fn summary(&mut self, summary: &Summary, link: Option<&str>, more: &[(&str, f64)]) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

@@ -74,7 +74,7 @@ pub struct Forward<'a> {
     pub batch: BatchView<'a>,
     /// The layer's block.
     pub weights: View,
-    /// Input. (R, C).
+    /// Input, to be read only: the backward may read it again. (R, C).
     pub x: View,
     /// Output. (R, C).
     pub y: View,
