@@ -1,5 +1,5 @@
-//! How much of a boundary a micro-batch fills. Its slots and its places in the stash have room for
-//! the longest sequences; only the rows that there are move.
+//! How much of a boundary a micro-batch fills, and where kernels find it. Slots and places in the
+//! stash have room for the longest sequences. Only the rows of the micro-batch's tokens move.
 
 use l2l_actors::Step;
 use l2l_actors::schedule::{Boundary, BoundaryId, Encoding, LayerId, MicroBatch, Role};
@@ -48,7 +48,7 @@ impl Worker {
                 of_each.map(|length| layer.saved_len(length, self.device.save, dtype)).sum()
             }
             Role::NewKv => dtype.floats(rows * self.kv_width(layer)),
-            // One position a sequence, and as many as the longest sequence has.
+            // Logits of one position a sequence, or as many cached positions for each sequence.
             Role::Logits | Role::CachedKv => {
                 schedule.boundary_bytes(boundary, m) as usize / Dtype::F32.size()
             }
@@ -69,7 +69,7 @@ impl Worker {
 
     /// Where kernels find what the visit reads: in an input slot, or in the stash.
     pub(super) fn input(&self, filled: Filled<'_>, placed: &Placed) -> View {
-        if self.device.stays(filled.what()) {
+        if self.device.stays_in_stash(filled.what()) {
             return self.memory.in_stash(self.in_stash(filled));
         }
         self.device.input(placed, self.in_slot(filled))
@@ -77,7 +77,7 @@ impl Worker {
 
     /// Where kernels write what the visit writes: to an output slot, or to the stash.
     pub(super) fn output(&self, filled: Filled<'_>, placed: &Placed) -> View {
-        if self.device.stays(filled.what()) {
+        if self.device.stays_in_stash(filled.what()) {
             return self.memory.in_stash(self.in_stash(filled));
         }
         self.device.output(placed, self.in_slot(filled))

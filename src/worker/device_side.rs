@@ -89,18 +89,18 @@ impl DeviceSide {
 
     /// Whether a boundary stays in the stash while kernels read or write it: where the device
     /// shares the host's memory, and no link is emulated.
-    pub(super) fn stays(&self, boundary: &Boundary) -> bool {
+    pub(super) fn stays_in_stash(&self, boundary: &Boundary) -> bool {
         let is_shared = self.device.shared().is_some() && self.link.is_none();
         is_shared && boundary.encoding == Encoding::Plain && !boundary.role.is_kv()
     }
 
-    /// Counts a boundary that stays as one that is uploaded.
-    pub(super) fn counts_upload(&self, floats: usize) {
+    /// Counts the bytes of a boundary that stays in the stash, as if it was uploaded.
+    pub(super) fn count_upload(&self, floats: usize) {
         self.used.uploaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
 
-    /// Counts a boundary that stays as one that is downloaded.
-    pub(super) fn counts_download(&self, floats: usize) {
+    /// Counts the bytes of a boundary that stays in the stash, as if it was downloaded.
+    pub(super) fn count_download(&self, floats: usize) {
         self.used.downloaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
 

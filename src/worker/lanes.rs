@@ -42,8 +42,8 @@ impl Worker {
             Work::UploadBoundary { micro_batch, ref inputs } => {
                 let state = self.steps.of(operation.step().number);
                 let filled = filled(operation, &state, inputs, micro_batch);
-                if self.device.stays(filled.what()) {
-                    self.device.counts_upload(self.in_slot(filled));
+                if self.device.stays_in_stash(filled.what()) {
+                    self.device.count_upload(self.in_slot(filled));
                     return Ok(());
                 }
                 let slot = self.input(filled, inputs);
@@ -70,8 +70,8 @@ impl Worker {
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let state = self.steps.of(operation.step().number);
                 let filled = filled(operation, &state, outputs, micro_batch);
-                if self.device.stays(filled.what()) {
-                    self.device.counts_download(self.in_slot(filled));
+                if self.device.stays_in_stash(filled.what()) {
+                    self.device.count_download(self.in_slot(filled));
                     return Ok(());
                 }
                 let slot = self.output(filled, outputs);

@@ -32,7 +32,7 @@ fn sum(on: &CpuKernels<'_>, y: View, a: Option<View>, x: View, dropout: Option<D
     apply(on.level, y, call.read_if(from), call.read_if(a), channels, dropout.as_ref());
 }
 
-/// Counters that are drawn from at once: with fewer, loops over them become no vector instructions.
+/// Counters that are drawn from at once. With fewer, the compiler makes no vector instructions.
 const LANES: usize = 16;
 
 /// Columns whose factors are drawn at once.

@@ -26,7 +26,7 @@ pub struct KernelRate {
     pub rate: Rate,
 }
 
-/// What a kernel is limited by, in a second.
+/// How much a kernel does in a second, in the unit that limits it.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rate {
     /// Bytes that it reads and writes.
