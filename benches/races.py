@@ -12,6 +12,8 @@ the peak resident set of the process. The losses of the first round stand beside
     C  MiniLM-shaped classification, 64 sequences of 16 to 128 tokens in micro-batches of 16
     D  Llama-shaped 0.5 B, 4 x 512 in micro-batches of 1, recomputing on both sides
     E  GPT-2 of 12 x 512, vocabulary 8192, 32 x 128 in micro-batches of 8
+    F  BERT's encoder of 12 x 512, two classes, 32 x 128 in micro-batches of 8, beside the package
+       layer-to-layer-pytorch, which needs --layer-to-layer: see `layer_to_layer.py`
 
 Options: --rounds N, --steps N, --threads N; --peer sdpa or --peer compile in place of eager
 attention without compilation; --peer-micro N, another micro-batch for PyTorch.
@@ -129,6 +131,22 @@ RACES = {
         "positions = 128, dropout = 0.0",
     ),
 }
+RACES["F"] = dict(
+    config="BertConfig",
+    fields=BERT
+    | dict(
+        hidden_size=512,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        intermediate_size=2048,
+        vocab_size=8192,
+    ),
+    task="sequence-classification",
+    batch=32,
+    micro=8,
+    length=128,
+    ways=["layer-to-layer", "torch", "kept", "recomputing"],
+)
 RACES["A-dropout"] = RACES["A"] | dict(
     fields=RACES["A"]["fields"]
     | dict(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
@@ -161,7 +179,10 @@ def prepare(folder, race, steps, with_weights):
         import torch
 
         torch.manual_seed(0)
-        model_of(race, race["fields"]).save_pretrained(folder)
+        model = model_of(race, race["fields"])
+        model.save_pretrained(folder)
+        if "layer-to-layer" in race["ways"]:
+            torch.save(model.state_dict(), folder / "weights.pt")
     return sum(len(line["input_ids"]) for line in lines) / steps
 
 
@@ -246,6 +267,20 @@ def train_with_torch(folder, race, options, checkpointing):
         print(json.dumps({"event": "step", "loss": total, "seconds": seconds}), flush=True)
 
 
+def layer_to_layer(folder, race, options):
+    """The command of the peer that has an environment of its own."""
+    command = [options.layer_to_layer, pathlib.Path(__file__).parent / "layer_to_layer.py", folder]
+    told = dict(
+        batch=race["batch"],
+        micro=race["micro"],
+        steps=options.steps,
+        threads=options.threads,
+        rate=RATE,
+        decay=DECAY,
+    )
+    return command + [part for name, value in told.items() for part in (f"--{name}", value)]
+
+
 def ours(folder, race, options, recompute, program=PROGRAM, schedule="relay"):
     model = race["preset"] if options.against else f'path = "{folder}"'
     config = folder / f"{schedule}-{recompute}.toml"
@@ -284,6 +319,7 @@ def race_against_torch(name, race, options):
         commands = {
             "torch": peer,
             "torch checkpointing": [*peer, "--checkpointing"],
+            "layer-to-layer": layer_to_layer(folder, race, options),
             "kept": ours(folder, race, options, False),
             "recomputing": ours(folder, race, options, True),
         }
@@ -291,7 +327,7 @@ def race_against_torch(name, race, options):
         for _ in range(options.rounds):
             for way in race["ways"]:
                 results[way].append(run(commands[way]))
-    base = next(way for way in race["ways"] if way.startswith("torch"))
+    base = race["ways"][0]
     for way, rounds in results.items():
         against = base
         if way == "recomputing" and "torch checkpointing" in results:
@@ -341,6 +377,7 @@ def main():
     parser.add_argument("--peer", choices=["eager", "sdpa", "compile"], default="eager")
     parser.add_argument("--peer-micro", type=int, default=0)
     parser.add_argument("--against", type=pathlib.Path)
+    parser.add_argument("--layer-to-layer", type=pathlib.Path)
     # What the peer's own process is told.
     parser.add_argument("--folder", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--checkpointing", action="store_true", help=argparse.SUPPRESS)
@@ -348,6 +385,8 @@ def main():
     for name in options.races:
         if options.against and "preset" not in RACES[name]:
             parser.error(f"--against needs a race with random weights, such as E; {name} has none")
+        if name == "F" and not (options.folder or options.layer_to_layer):
+            parser.error("F needs --layer-to-layer PYTHON: benches/layer_to_layer.py says which")
     for name in options.races:
         race = RACES[name]
         if options.folder:

@@ -145,6 +145,13 @@ pub trait Kernels {
     /// See [`ScoreBackward`].
     fn score_backward(&self, op: &ScoreBackward<'_>, scratch: &Scratch<'_>);
 
+    /// The last tile's [`Score`], then its [`ScoreBackward`], which reads the statistics that the
+    /// score writes. A device may compute the logits once for both.
+    fn score_and_backward(&self, score: &Score, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+        self.score(score, scratch);
+        self.score_backward(op, scratch);
+    }
+
     /// See [`Custom`].
     fn custom(&self, op: &Custom<'_>);
 }

@@ -217,14 +217,24 @@ impl<'r> VisitRun<'r> {
         classes.forward(self.k, &pass, &self.scratch);
     }
 
+    /// The statistics over the whole head, for its backward: those that this visit completes, or
+    /// those that a visit before it completed.
+    fn complete_statistics(&self) -> View {
+        let VisitArgs { reads, writes, .. } = *self.args;
+        self.statistics(given(writes.statistics.or(reads.statistics)))
+    }
+
     fn classes_backward(&self, classes: &Classes) {
-        let VisitArgs { batch, weights, reads, .. } = *self.args;
+        let VisitArgs { batch, weights, writes, .. } = *self.args;
+        if writes.statistics.is_some() {
+            self.classes_forward(classes);
+        }
         let pass = ClassesBackward {
             gradient: self.gradient(),
             dh: self.head_gradient(),
             batch,
             weights,
-            statistics: self.statistics(given(reads.statistics)),
+            statistics: self.complete_statistics(),
             h: self.x(),
             scale: self.args.scale,
             accumulate: self.args.accumulate,
@@ -232,25 +242,36 @@ impl<'r> VisitRun<'r> {
         classes.backward(self.k, &pass, &self.scratch);
     }
 
-    fn tile_forward(&self, tile: Tile) {
+    /// A tile's score.
+    fn score(&self, tile: Tile) -> Score {
         let VisitArgs { weights, labelled, reads, writes, .. } = *self.args;
         let (w, bias) = head_views(self.model, tile, weights);
-        let out = self.statistics(given(writes.statistics));
-        let statistics = self.statistics(given(reads.statistics));
-        let h = self.x();
-        if let Some(logits) = writes.logits {
+        Score {
+            out: self.statistics(given(writes.statistics)),
+            statistics: self.statistics(given(reads.statistics)),
+            h: self.x(),
+            w,
+            bias,
+            first: tile.first,
+            labelled,
+        }
+    }
+
+    fn tile_forward(&self, tile: Tile) {
+        let score = self.score(tile);
+        let Score { out, statistics, h, w, bias, .. } = score;
+        if let Some(logits) = self.args.writes.logits {
             let y = logits.with_columns(tile.rows);
             self.k.logits(&Logits { y, statistics, h, w, bias }, &self.scratch);
             self.k.cast(&Cast { y: out, x: statistics });
         } else {
-            let score = Score { out, statistics, h, w, bias, first: tile.first, labelled };
             self.k.score(&score, &self.scratch);
         }
     }
 
     fn tile_backward(&self, tile: Tile) {
         let VisitArgs { dtype, weights, labelled, accumulate, scale, .. } = *self.args;
-        let reads = self.args.reads;
+        let VisitArgs { reads, writes, .. } = *self.args;
         let head_gradient = self.model.head_gradient(dtype);
         let (w, bias) = head_views(self.model, tile, weights);
         let (dw, dbias) = head_views(self.model, tile, self.gradient());
@@ -259,7 +280,7 @@ impl<'r> VisitRun<'r> {
             dw,
             dbias,
             dh_before: reads.head_gradient.map(|slot| self.hidden(slot, head_gradient)),
-            statistics: self.statistics(given(reads.statistics)),
+            statistics: self.complete_statistics(),
             h: self.x(),
             w,
             bias,
@@ -269,7 +290,10 @@ impl<'r> VisitRun<'r> {
             labelled,
             accumulate,
         };
-        self.k.score_backward(&op, &self.scratch);
+        match writes.statistics {
+            Some(_) => self.k.score_and_backward(&self.score(tile), &op, &self.scratch),
+            None => self.k.score_backward(&op, &self.scratch),
+        }
     }
 }
 
@@ -365,7 +389,11 @@ impl Measure<'_> {
             (false, false) => (vec![hidden], vec![(Role::Hidden, y)]),
             (false, true) => (vec![hidden, (dy_role, dy)], vec![(Role::HiddenGradient, y)]),
             (true, false) => (vec![hidden, known], vec![updated]),
-            (true, true) => (vec![hidden, known, (dy_role, dy)], vec![(dy_role, y)]),
+            (true, true) => {
+                let last = layer + 1 == model.parts.len();
+                let writes = [(dy_role, y)].into_iter().chain(last.then_some(updated));
+                (vec![hidden, known, (dy_role, dy)], writes.collect())
+            }
         };
         let reads = reads.into_iter().chain(saved).collect();
         let args = VisitArgs {

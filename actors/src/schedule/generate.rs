@@ -7,6 +7,10 @@
 //!
 //! A frozen step is one where nothing below it needs a gradient: backward legs stop at the lowest
 //! layer with something to train, and a step with everything frozen is an evaluation.
+//!
+//! The last tile of the head has one visit in a step that trains: its forward completes the
+//! statistics that its backward needs, so one visit does both and computes logits once. The loss
+//! follows it.
 
 use super::model::{LayerKind, RingLayer, RingModel, Selection};
 use super::{
@@ -149,7 +153,18 @@ impl<'m> Layout<'m> {
         at >= self.first_tile || at == self.chain.len() - 1
     }
 
-    /// All forward visits, and the last statistics.
+    /// True for the last tile of a step that trains: its backward visit is its forward as well.
+    fn is_visited_once(&self, at: usize) -> bool {
+        self.lowest.is_some() && at >= self.first_tile && at == self.chain.len() - 1
+    }
+
+    /// The visit that takes the loss of complete statistics.
+    fn loss(&self, statistics: Option<BoundaryId>) -> Visit {
+        let (last, _) = self.chain[self.chain.len() - 1];
+        self.visit(VisitKind::Loss, (last, Phase::Forward), &[], &[statistics], &[])
+    }
+
+    /// All forward visits, and the statistics that they end with.
     fn forward(&mut self) -> (Vec<Visit>, Option<BoundaryId>) {
         let mut visits = Vec::new();
         let (mut x, mut statistics) = (None, None);
@@ -167,6 +182,9 @@ impl<'m> Layout<'m> {
                 None
             };
             self.met.push((x, saved));
+            if self.is_visited_once(at) {
+                return (visits, statistics);
+            }
             let (kind, at_layer) = (self.kind(at), (id, Phase::Forward));
             if self.ends_in_loss(at) {
                 let out = self.boundary(self.model.statistics);
@@ -179,14 +197,12 @@ impl<'m> Layout<'m> {
                 x = out;
             }
         }
-        let (last, _) = self.chain[self.chain.len() - 1];
-        let (at, reads) = ((last, Phase::Forward), [statistics]);
-        visits.push(self.visit(VisitKind::Loss, at, &[], &reads, &[]));
+        visits.push(self.loss(statistics));
         (visits, statistics)
     }
 
     /// All backward visits: the gradient that comes down into each layer, and the one it hands on.
-    fn backward(&mut self, statistics: Option<BoundaryId>) -> Vec<Visit> {
+    fn backward(&mut self, mut statistics: Option<BoundaryId>) -> Vec<Visit> {
         let mut visits = Vec::new();
         let Some(lowest) = self.lowest else { return visits };
         let mut dx = None;
@@ -199,9 +215,16 @@ impl<'m> Layout<'m> {
                 None
             };
             let (x, saved) = self.met[at];
-            let statistics = statistics.filter(|_| self.ends_in_loss(at));
-            let (kind, reads) = (self.kind(at), [x, saved, statistics, dx]);
-            visits.push(self.visit(kind, (id, Phase::Backward), &layer.blocks, &reads, &[down]));
+            let known = statistics.filter(|_| self.ends_in_loss(at));
+            let once = self.is_visited_once(at);
+            let completed = if once { self.boundary(self.model.statistics) } else { None };
+            let (kind, at_layer) = (self.kind(at), (id, Phase::Backward));
+            let (reads, writes) = ([x, saved, known, dx], [completed, down]);
+            visits.push(self.visit(kind, at_layer, &layer.blocks, &reads, &writes));
+            if once {
+                statistics = completed;
+                visits.push(self.loss(statistics));
+            }
             dx = down;
         }
         if let Some((id, layer)) = self.embedding.filter(|_| self.scatters) {

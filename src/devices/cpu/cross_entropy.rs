@@ -5,7 +5,7 @@
 
 use rayon::prelude::*;
 
-use super::math::{exp, largest, sum};
+use super::math::{exp, largest, sum_of};
 use super::product::{Matrix, Product, Start};
 use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, label_of};
@@ -39,20 +39,49 @@ pub(super) fn logits(on: &CpuKernels<'_>, op: &Logits, scratch: &Scratch<'_>) {
 }
 
 pub(super) fn score_backward(on: &CpuKernels<'_>, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
-    let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, loss, scale, .. } = *op;
+    both_ways(on, None, op, scratch);
+}
+
+pub(super) fn score_and_backward(
+    on: &CpuKernels<'_>,
+    score: &Score,
+    op: &ScoreBackward<'_>,
+    scratch: &Scratch<'_>,
+) {
+    assert_eq!(score.out, op.statistics, "the backward reads what the score writes");
+    both_ways(on, Some(score), op, scratch);
+}
+
+/// A tile's backward; before it its score, if that is wanted too.
+fn both_ways(
+    on: &CpuKernels<'_>,
+    score: Option<&Score>,
+    op: &ScoreBackward<'_>,
+    scratch: &Scratch<'_>,
+) {
+    let ScoreBackward { dh, dw, dbias, dh_before, h, w, bias, loss, scale, .. } = *op;
     let (scratch, size) = (scratch.nested(), op.size());
     let memory = scratch.take(1, backward_scratch(&size));
-    let reads = [statistics, h, w, dh_before.unwrap_or(h), or_nothing(bias)];
-    let writes = [dh, dw, or_nothing(dbias), memory];
-    let Some(call) = on.call(writes, &reads) else { return };
-    let [dh, dw, dbias_or_nothing, memory] = call.write();
+    let known = score.map_or(op.statistics, |score| score.statistics);
+    let reads = [known, h, w, dh_before.unwrap_or(h), or_nothing(bias)];
+    let completed = or_nothing(score.map(|score| score.out));
+    let Some(call) = on.call([dh, dw, or_nothing(dbias), completed, memory], &reads) else {
+        return;
+    };
+    let [dh, dw, dbias_or_nothing, completed, memory] = call.write();
     match dh_before {
         Some(before) => dh.copy_from_slice(call.read(before)),
         None => dh.fill(0.0),
     }
+    let statistics = match score {
+        None => Statistics::Complete(call.read(known)),
+        Some(_) => {
+            completed.copy_from_slice(call.read(known));
+            Statistics::BeforeLast(completed)
+        }
+    };
     let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    let (statistics, h) = (call.read(statistics), call.read(h));
-    let inputs = Inputs { statistics, h, head, loss, scale };
+    let inputs = Inputs { statistics, h: call.read(h), head, loss, scale };
     let gradients = Gradients { dh, dw, dbias: dbias.map(|_| dbias_or_nothing) };
     backward(on.level, gradients, inputs, &size, op.accumulate, memory);
 }
@@ -126,25 +155,36 @@ fn forward(
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
         logits_of(level, logits, &gathered[..count * c], head, count, size);
-        let mut scored = [[0.0; 3]; CHUNK];
-        let (seen, first) = (&*out, size.first);
-        let tasks = logits.par_chunks_mut(v).zip(&mut scored[..count]).zip(&rows[..count]);
-        tasks.for_each(|((logits, scored), &row)| {
-            let before = &seen[row * STATISTICS..][..STATISTICS];
-            let target = (label_of(before) as usize).checked_sub(first).filter(|&at| at < v);
-            let target = target.map_or(before[2], |at| logits[at]);
-            level.run(
-                #[inline(always)]
-                || {
-                    let most = before[0].max(largest(logits));
-                    logits.iter_mut().for_each(|logit| *logit = exp(*logit - most));
-                    *scored = [most, before[1] * exp(before[0] - most) + sum(logits), target];
-                },
-            );
-        });
-        for (scored, row) in scored.iter().zip(&rows[..count]) {
-            out[row * STATISTICS..][..3].copy_from_slice(scored);
-        }
+        add_to_statistics(level, out, logits, &rows[..count], size);
+    }
+}
+
+/// Adds the logits of some rows to their statistics.
+fn add_to_statistics(
+    level: Level,
+    statistics: &mut [f32],
+    logits: &[f32],
+    rows: &[usize],
+    size: &ScoreSize,
+) {
+    let (v, before) = (size.tile, &*statistics);
+    let mut added = [[0.0; 3]; CHUNK];
+    let tasks = logits.par_chunks(v).zip(&mut added[..rows.len()]).zip(rows);
+    tasks.for_each(|((logits, added), &row)| {
+        let before = &before[row * STATISTICS..][..STATISTICS];
+        let target = (label_of(before) as usize).checked_sub(size.first).filter(|&at| at < v);
+        let target = target.map_or(before[2], |at| logits[at]);
+        level.run(
+            #[inline(always)]
+            || {
+                let most = before[0].max(largest(logits));
+                let sum = sum_of(logits, |logit| exp(logit - most));
+                *added = [most, before[1] * exp(before[0] - most) + sum, target];
+            },
+        );
+    });
+    for (added, row) in added.iter().zip(rows) {
+        statistics[row * STATISTICS..][..3].copy_from_slice(added);
     }
 }
 
@@ -177,10 +217,26 @@ fn backward_scratch(size: &ScoreSize) -> usize {
     CHUNK * (2 * size.channels + size.tile)
 }
 
+/// The statistics of all rows.
+enum Statistics<'a> {
+    /// Over all tiles.
+    Complete(&'a [f32]),
+    /// Over the tiles before the last one, which adds itself.
+    BeforeLast(&'a mut [f32]),
+}
+
+impl Statistics<'_> {
+    fn values(&self) -> &[f32] {
+        match self {
+            Statistics::Complete(values) => values,
+            Statistics::BeforeLast(values) => values,
+        }
+    }
+}
+
 /// What the backward reads.
-#[derive(Clone, Copy)]
 struct Inputs<'a> {
-    statistics: &'a [f32],
+    statistics: Statistics<'a>,
     h: &'a [f32],
     head: Head<'a>,
     loss: &'a dyn Loss,
@@ -198,7 +254,7 @@ struct Gradients<'a> {
 fn backward(
     level: Level,
     Gradients { dh, dw, mut dbias }: Gradients<'_>,
-    Inputs { statistics, h, head, loss, scale }: Inputs<'_>,
+    Inputs { mut statistics, h, head, loss, scale }: Inputs<'_>,
     size: &ScoreSize,
     accumulate: bool,
     scratch: &mut [f32],
@@ -209,7 +265,7 @@ fn backward(
     let logits = &mut scratch[..CHUNK * v];
     let (mut from, mut rows, mut accumulate) = (0, [0; CHUNK], accumulate);
     loop {
-        let count = labelled(statistics, &mut from, &mut rows);
+        let count = labelled(statistics.values(), &mut from, &mut rows);
         if count == 0 {
             break;
         }
@@ -217,6 +273,10 @@ fn backward(
         let logits = &mut logits[..count * v];
         let h = Matrix::rows(&gathered[..count * c], c);
         logits_of(level, logits, h.data, head, count, size);
+        if let Statistics::BeforeLast(statistics) = &mut statistics {
+            add_to_statistics(level, statistics, logits, &rows[..count], size);
+        }
+        let statistics = statistics.values();
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
             let of_row = &statistics[row * STATISTICS..][..STATISTICS];
             let (lse, label) = (of_row[0] + of_row[1].ln(), label_of(of_row) as usize);
@@ -274,6 +334,40 @@ mod tests {
     }
 
     #[test]
+    fn a_tile_scored_in_its_backward_has_the_same_bits() {
+        let (rows, c, v) = (300, 5, 20);
+        let (h, w, bias) = (noise(rows * c, 1), noise(v * c, 2), noise(v, 3));
+        let size = ScoreSize { rows, labelled: 200, channels: c, tile: v, first: 10 };
+        let head = Head { w: &w.narrow, bias: Some(&bias.narrow) };
+        let mut before = vec![0.0; rows * STATISTICS];
+        for (row, statistics) in before.chunks_exact_mut(STATISTICS).enumerate() {
+            let label = if row % 3 == 1 { -100 } else { (row % 40) as i32 };
+            statistics.copy_from_slice(&[0.5, 1.5, 0.25, f32::from_bits(label as u32)]);
+        }
+        for level in Level::all() {
+            let run = |statistics: Statistics<'_>| {
+                let (mut dh, mut dw) = (vec![0.0; rows * c], vec![1.0; v * c]);
+                let mut dbias = vec![1.0; v];
+                let (h, loss) = (&h.narrow, &CrossEntropy);
+                let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
+                let gradients = Gradients { dh: &mut dh, dw: &mut dw, dbias: Some(&mut dbias) };
+                let mut memory = vec![f32::NAN; backward_scratch(&size)];
+                backward(level, gradients, inputs, &size, true, &mut memory);
+                (dh, dw, dbias)
+            };
+            let mut complete = before.clone();
+            let mut memory = vec![f32::NAN; forward_scratch(&size)];
+            forward(level, &mut complete, &h.narrow, head, &size, &mut memory);
+            let mut completed = before.clone();
+            assert_eq!(
+                run(Statistics::BeforeLast(&mut completed)),
+                run(Statistics::Complete(&complete))
+            );
+            assert!(completed.iter().zip(&complete).all(|(a, b)| a.to_bits() == b.to_bits()));
+        }
+    }
+
+    #[test]
     fn tiles_are_one_softmax_forward_and_backward() {
         for (rows, c, vocabulary, tile) in [(3, 5, 7, 7), (6, 4, 11, 3), (300, 3, 20, 8)] {
             let (h, w) = (noise(rows * c, 1), noise(vocabulary * c, 2));
@@ -315,6 +409,7 @@ mod tests {
                     let statistics = &statistics;
                     let (h, loss) = (&h.narrow, &CrossEntropy);
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
+                    let statistics = Statistics::Complete(statistics);
                     let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
                     let (dw, dbias) = (&mut dw[part], Some(&mut dbias[first..][..tile]));
                     let gradients = Gradients { dh: &mut dh, dw, dbias };

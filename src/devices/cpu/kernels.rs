@@ -169,6 +169,12 @@ impl Kernels for CpuKernels<'_> {
         cross_entropy::score_backward(self, op, scratch);
     }
 
+    fn score_and_backward(&self, score: &Score, op: &ScoreBackward<'_>, scratch: &Scratch<'_>) {
+        score.check();
+        op.check();
+        cross_entropy::score_and_backward(self, score, op, scratch);
+    }
+
     fn custom(&self, op: &Custom<'_>) {
         custom::custom(self, op);
     }

@@ -53,7 +53,24 @@ const LANES: usize = 16;
 /// Sum in sixteen lanes and a fixed tree: the same bits on every path.
 #[inline(always)]
 pub(super) fn sum(values: &[f32]) -> f32 {
-    dot_with(values, values, |_| 1.0)
+    sum_of(values, |value| value)
+}
+
+/// Sum of of(value), as [`sum`].
+#[inline(always)]
+pub(super) fn sum_of(values: &[f32], of: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0_f32; LANES];
+    let chunks = values.chunks_exact(LANES);
+    let rest = chunks.remainder();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] += of(chunk[lane]);
+        }
+    }
+    for (lane, value) in rest.iter().enumerate() {
+        lanes[lane] += of(*value);
+    }
+    tree(lanes)
 }
 
 /// Sum of products, as [`sum`].
