@@ -18,7 +18,7 @@ use crate::operation::{Operation, Order};
 use crate::pool::{Content, Held, Pool};
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
-use crate::schedule::{BlockId, BoundaryId, LayerId, MicroBatch, StepPlan, Version};
+use crate::schedule::{BlockId, BoundaryId, LayerId, MicroBatch, Version};
 use crate::work::Lane;
 
 /// A fault to inject, for tests: what an actor does instead of its `wait`-th wait.
@@ -186,11 +186,6 @@ impl Context {
     ) -> Result<(), BoxedError> {
         let ring = self.ring.clone();
         self.wait(ActorState::Starved, WaitsFor::Fact(content), layer, fact(&ring.facts)).await
-    }
-
-    /// A step begins: its facts about the stash begin anew.
-    pub(crate) fn begins(&self, plan: &StepPlan) {
-        self.ring.facts.begin(plan);
     }
 
     /// A step's result is known, whenever its caller looks.

@@ -12,11 +12,11 @@ use crate::schedule::{BlockId, BoundaryId, MicroBatch, StepPlan, Version};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fact {
     /// A boundary of a micro-batch of the running step lies in the stash. Raised by a gather
-    /// (queued by the Prefetcher) or a download (by the Stasher); awaited by the Prefetcher and,
+    /// (queued by the Fetcher) or a download (by the Stasher); awaited by the Prefetcher and,
     /// for what host visits read, by the Reducer.
     Stashed(BoundaryId, MicroBatch),
     /// A block is published as of this version. Raised by an update (queued by the Optimizer);
-    /// awaited by the Prefetcher and by `settle`.
+    /// awaited by the Fetcher, the Prefetcher and `settle`.
     Updated(BlockId, Version),
 }
 
@@ -42,7 +42,7 @@ impl Facts {
         }
     }
 
-    /// Forgets the last step's stash; its readers are done, for it was resolved.
+    /// A step begins: forgets the last one's stash, whose readers are done, for it was resolved.
     pub(crate) fn begin(&self, plan: &StepPlan) {
         self.stashed.send_modify(|stashed| {
             stashed.micro_batches = plan.schedule.micro_batches.len();

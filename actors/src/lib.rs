@@ -1,11 +1,11 @@
-//! The relay: a ring of five actors that moves a model through a device, one layer at a time.
+//! The relay: a ring of six actors that moves a model through a device, one layer at a time.
 //!
 //! ```text
-//!               Weights, Inputs            Gradients              Reduced
-//!  Prefetcher ─────────────────▶ Executor ───────────▶ Reducer ───────────▶ Optimizer
-//!    ▲    ▲                         │ Outputs                                   │
-//!    │    └── Stashed (a fact) ── Stasher                                       │
-//!    └────────────────────── Updated (a fact) ──────────────────────────────────┘
+//!         Staged          Weights, Inputs          Gradients          Reduced
+//! Fetcher ──────▶ Prefetcher ────────────▶ Executor ────────▶ Reducer ───────▶ Optimizer
+//!    ▲             ▲    ▲                     │ Outputs                           │
+//!    │             │    └─ Stashed (a fact) ─ Stasher                             │
+//!    └─────────────┴──────────────── Updated (a fact) ────────────────────────────┘
 //! ```
 //!
 //! No tensors here: actors decide, [lanes](ports::Lanes) do. A step walks a [`StepPlan`]: a
@@ -13,7 +13,9 @@
 //!
 //! # One block's round trip
 //!
-//! 1. The [`Relay`] sends [`Begin`](messages::Flow::Begin); the Prefetcher walks the plan's list.
+//! 1. The [`Relay`] sends [`Begin`](messages::Flow::Begin). The Fetcher gathers the batch's
+//!    embeddings, and reads a block that is on file to a staging slot, which rides in
+//!    [`Staged`](messages::Staged) to the Prefetcher. All actors walk lists of the one plan.
 //! 2. The Prefetcher awaits the fact [`Updated`](facts::Fact::Updated)` { block, version }`, takes
 //!    the [slot](pool::Held) that the plan names and a visit credit, queues
 //!    [`UploadBlock`](work::Work::UploadBlock), and sends [`Weights`](messages::Weights) with the
@@ -54,6 +56,8 @@ mod record;
 mod context;
 pub mod messages;
 mod task;
+
+mod fetcher;
 
 mod prefetcher;
 

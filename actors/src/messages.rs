@@ -1,5 +1,5 @@
 //! Everything that travels on an edge, in flow order. The datum changes its name at each hop:
-//! [`Weights`] and [`Inputs`] → [`Outputs`] and [`Gradients`] → [`Reduced`] → the fact
+//! [`Staged`] → [`Weights`] and [`Inputs`] → [`Outputs`] and [`Gradients`] → [`Reduced`] → the fact
 //! [`Updated`](crate::facts::Fact::Updated). Each message owns the slots it speaks of, and says
 //! with fences when what they hold is there. No caller ever holds one but [`Resolved`]; they are
 //! public as documentation.
@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use crate::fence::Fence;
 use crate::operation::Step;
-use crate::pool::Held;
+use crate::pool::{Content, Held};
 use crate::schedule::{BlockId, MicroBatch, Version};
+use crate::work::MasterAt;
 
 /// What every edge of the main flow carries: a step begins, its data, its end, and the stop.
 #[derive(Debug)]
@@ -22,6 +23,27 @@ pub enum Flow<T> {
     End(Fence),
     /// There are no more steps; whoever gets this hands it on and ends.
     Stop,
+}
+
+/// Fetcher → Prefetcher: the master of a staged block is in a staging slot, or on its way there.
+#[derive(Debug)]
+pub struct Staged {
+    /// Whose.
+    pub block: BlockId,
+    /// Where.
+    pub slot: Held,
+    /// The operation that reads it.
+    pub arrived: Fence,
+}
+
+impl Staged {
+    /// Where an operation of the step that reads this version finds the master of a block: in the
+    /// slot of the one that was staged for it, if one was.
+    pub(crate) fn master(staged: Option<&Staged>, version: Version) -> MasterAt {
+        staged.map_or(MasterAt::Memory, |staged| {
+            MasterAt::Slot(staged.slot.slot(Content::Block(staged.block, version)))
+        })
+    }
 }
 
 /// Prefetcher → Executor: the blocks of the next device visit are here or on their way.

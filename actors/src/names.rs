@@ -1,10 +1,12 @@
-//! The names of the five actors.
+//! The names of the actors.
 
 use std::fmt;
 
-/// The five actors.
+/// The six actors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ActorName {
+    /// Reads what is on file, and gathers.
+    Fetcher,
     /// Uploads.
     Prefetcher,
     /// Computes.
@@ -19,7 +21,8 @@ pub enum ActorName {
 
 impl ActorName {
     /// All actors, in flow order.
-    pub const ALL: [ActorName; 5] = [
+    pub const ALL: [ActorName; 6] = [
+        ActorName::Fetcher,
         ActorName::Prefetcher,
         ActorName::Executor,
         ActorName::Stasher,
@@ -31,6 +34,7 @@ impl ActorName {
 impl fmt::Display for ActorName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            ActorName::Fetcher => "fetcher",
             ActorName::Prefetcher => "prefetcher",
             ActorName::Executor => "executor",
             ActorName::Stasher => "stasher",

@@ -7,6 +7,7 @@ use std::time::Duration;
 use crate::cause::{Cause, Problem};
 use crate::facts::Fact;
 use crate::fence::{Done, Fence};
+use crate::messages::Staged;
 use crate::names::ActorName;
 use crate::pool::Held;
 use crate::ring::{Queued, Ring};
@@ -54,6 +55,15 @@ impl Order {
     pub(crate) fn at(step: &Arc<Step>, visit: &Visit, work: Work) -> Order {
         let (layer, phase) = (Some(visit.layer), Some(visit.phase));
         Order { layer, phase, ..Order::new(step, work) }
+    }
+
+    /// Of the master that is in a staging slot, if it is: waits for it, and holds the slot.
+    pub(crate) fn of_staged(mut self, staged: Option<Staged>) -> Order {
+        if let Some(Staged { slot, arrived, .. }) = staged {
+            self.waits.push(arrived);
+            self.holds.push(slot);
+        }
+        self
     }
 
     /// For the gradient of a block that this layer meets first.

@@ -2,8 +2,8 @@
 //!
 //! One step is unresolved at a time: when its loss and norm are known, every gradient has reached
 //! the host, so the device, its slots and the stash are idle and the next step may use them. What
-//! may still be in flight are updates on the host, and the next step's Prefetcher follows them
-//! block by block.
+//! may still be in flight are updates on the host. The next step's Fetcher and Prefetcher follow
+//! them block by block.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -72,7 +72,7 @@ pub struct Relay<P: Ports> {
     config: RingConfig,
     ports: Arc<P>,
     ring: Arc<Ring>,
-    prefetcher: Outbox<Flow<()>>,
+    fetcher: Outbox<Flow<()>>,
     resolved: Inbox<Resolved>,
     next: Version,
     unresolved: bool,
@@ -96,12 +96,12 @@ impl<P: Ports> Relay<P> {
     /// Makes the ring without starting it, last to first: run the tasks on any executor.
     pub fn wire(config: RingConfig, ports: Arc<P>) -> (Relay<P>, Vec<ActorTask>) {
         let lanes: Arc<dyn Lanes> = ports.clone();
-        let Wired { ring, tasks, prefetcher, resolved } = wire(&config, &lanes);
+        let Wired { ring, tasks, fetcher, resolved } = wire(&config, &lanes);
         let relay = Relay {
             config,
             ports,
             ring,
-            prefetcher,
+            fetcher,
             resolved,
             next: 0,
             unresolved: false,
@@ -187,7 +187,8 @@ impl<P: Ports> Relay<P> {
         self.next += 1;
         self.unresolved = true;
         self.ring.awaited.store(true, Relaxed);
-        self.prefetcher.send(Flow::Begin(step));
+        self.ring.facts.begin(&step.plan);
+        self.fetcher.send(Flow::Begin(step));
         let resolved = self.resolve().await?;
         Ok(resolved.expect("a step was unresolved"))
     }
@@ -239,7 +240,7 @@ impl<P: Ports> Relay<P> {
     pub async fn stop(mut self) -> Result<(), RingError> {
         self.settle().await?;
         self.ring.awaited.store(true, Relaxed);
-        self.prefetcher.send(Flow::Stop);
+        self.fetcher.send(Flow::Stop);
         match self.ring.switch.until_tripped(self.ring.ended()).await {
             Some(()) => {
                 self.ports.closed().await;
@@ -299,7 +300,7 @@ impl<P: Ports> Drop for Relay<P> {
     fn drop(&mut self) {
         if !self.ended {
             self.ring.switch.trip(Cause {
-                actor: ActorName::Prefetcher,
+                actor: ActorName::Fetcher,
                 layer: None,
                 operation: "between steps".into(),
                 problem: Problem::Dropped,

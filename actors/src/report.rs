@@ -48,7 +48,7 @@ pub struct InFlight {
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     /// Each actor, what it is doing, and the time it has spent in states that ended.
-    pub actors: [(ActorName, Doing, Spent); 5],
+    pub actors: [(ActorName, Doing, Spent); 6],
     /// Each pool.
     pub pools: Vec<Occupancy>,
     /// Operations not finished, oldest first.
@@ -86,7 +86,7 @@ impl Snapshot {
             .or_else(|| busy().map(the_actor))
             .or_else(|| self.operations.first().map(the_operation))
             .or_else(|| longest().map(the_actor))
-            .expect("there are five actors")
+            .expect("there are six actors")
     }
 }
 

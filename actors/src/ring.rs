@@ -110,7 +110,7 @@ pub(crate) struct Ring {
     pub(crate) switch: Switch,
     pub(crate) facts: Facts,
     pub(crate) gauges: Vec<Gauge>,
-    posts: [Post; 5],
+    posts: [Post; 6],
     in_flight: Mutex<BTreeMap<u64, Queued>>,
     enqueued: AtomicU64,
     /// One more than the number of the operation that ended last; 0: none has.
@@ -235,7 +235,7 @@ impl Ring {
     }
 
     /// What each actor has spent until now, with the state it is in.
-    pub(crate) fn spent(&self, now: Duration) -> [(ActorName, Spent); 5] {
+    pub(crate) fn spent(&self, now: Duration) -> [(ActorName, Spent); 6] {
         ActorName::ALL.map(|name| (name, self.post(name).meter.spent_until(now)))
     }
 

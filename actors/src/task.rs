@@ -1,5 +1,5 @@
 //! An actor as a task: raced against the kill switch, its failure made the first cause, and the
-//! last of the five to end closes the lanes.
+//! last of them to end closes the lanes.
 
 use std::future::{Future, poll_fn};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,7 +15,7 @@ use crate::names::ActorName;
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
 
-/// One of the five.
+/// One of the six.
 #[async_trait]
 pub(crate) trait Actor: Send {
     /// Works until the stop message has passed through.

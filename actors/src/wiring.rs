@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::config::RingConfig;
 use crate::context::Context;
 use crate::executor::Executor;
+use crate::fetcher::Fetcher;
 use crate::mailbox::{Inbox, Outbox, mailbox};
 use crate::messages::{Flow, Resolved};
 use crate::names::ActorName;
@@ -24,7 +25,7 @@ pub(crate) struct Wired {
     pub(crate) ring: Arc<Ring>,
     pub(crate) tasks: Vec<ActorTask>,
     /// To the first actor.
-    pub(crate) prefetcher: Outbox<Flow<()>>,
+    pub(crate) fetcher: Outbox<Flow<()>>,
     /// From the last.
     pub(crate) resolved: Inbox<Resolved>,
 }
@@ -82,7 +83,8 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let (to_stasher, outputs) = mailbox("outputs", sizes.outputs as usize + SIGNALS);
     let (inputs_to_executor, inputs) = mailbox("inputs", sizes.inputs as usize);
     let (to_executor, weights) = mailbox("weights", sizes.visits as usize + SIGNALS);
-    let (prefetcher, steps) = mailbox("steps", SIGNALS);
+    let (to_prefetcher, staged) = mailbox("staged", sizes.reads as usize + SIGNALS);
+    let (fetcher, steps) = mailbox("steps", SIGNALS);
 
     let optimizer = Optimizer {
         context: context_of(ActorName::Optimizer),
@@ -110,24 +112,30 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         gradient_slots: pools.gradients,
         open: HashMap::new(),
     };
-    let first = Prefetcher {
+    let prefetcher = Prefetcher {
         context: context_of(ActorName::Prefetcher),
-        inbox: steps,
+        staged,
         weights: to_executor,
         inputs: inputs_to_executor,
         weight_slots: pools.weights,
         visit_credits: pools.visits,
         input_slots: pools.inputs,
-        read_slots: pools.reads,
         resident: vec![None; sizes.weights as usize],
-        staged: VecDeque::new(),
+    };
+    let first = Fetcher {
+        context: context_of(ActorName::Fetcher),
+        inbox: steps,
+        staged: to_prefetcher,
+        read_slots: pools.reads,
+        gathered: VecDeque::new(),
     };
     let tasks = vec![
         task(ActorName::Optimizer, &ring, lanes, optimizer),
         task(ActorName::Stasher, &ring, lanes, stasher),
         task(ActorName::Reducer, &ring, lanes, reducer),
         task(ActorName::Executor, &ring, lanes, executor),
-        task(ActorName::Prefetcher, &ring, lanes, first),
+        task(ActorName::Prefetcher, &ring, lanes, prefetcher),
+        task(ActorName::Fetcher, &ring, lanes, first),
     ];
-    Wired { ring, tasks, prefetcher, resolved }
+    Wired { ring, tasks, fetcher, resolved }
 }

@@ -313,7 +313,7 @@ fn a_relay_dropped_between_any_two_moves_leaves_nothing() {
 
 /// False: the ring had ended before.
 fn drop_after(moves: usize, mode: Mode) -> bool {
-    const MAIN: usize = 5;
+    const MAIN: usize = ActorName::ALL.len();
     let (schedule, config) = ring(mode);
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());

@@ -15,6 +15,7 @@
 
 mod boundary;
 mod device_visits;
+mod fetches;
 mod generate;
 mod ids;
 mod model;
@@ -33,10 +34,11 @@ use std::fmt;
 
 pub use boundary::{Boundary, Encoding, Role};
 pub use device_visits::DeviceVisit;
+pub use fetches::{Fetch, Share};
 pub use generate::{relay, resident};
 pub use ids::{BlockId, BoundaryId, LayerId, MicroBatch, Version};
 pub use model::{LayerKind, RingLayer, RingModel, Selection};
-pub use pieces::{Piece, Share};
+pub use pieces::Piece;
 pub use plan::StepPlan;
 pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;

@@ -1,6 +1,7 @@
 //! The plan of a step: a schedule with every choice made.
 
 use super::device_visits::{DeviceVisit, device_visits};
+use super::fetches::{Fetch, fetches};
 use super::pieces::{Piece, pieces};
 use super::pools::Pools;
 use super::reductions::{Reduction, reductions, updates};
@@ -17,6 +18,8 @@ pub struct StepPlan {
     pub pools: Pools,
     /// The device's visits, in order: what the Executor walks.
     pub device_visits: Vec<DeviceVisit>,
+    /// What the Fetcher walks.
+    pub fetches: Vec<Fetch>,
     /// What the Prefetcher walks.
     pub pieces: Vec<Piece>,
     /// What the Reducer walks.
@@ -42,10 +45,12 @@ impl StepPlan {
         let reductions = reductions(&schedule, &device_visits);
         let (updates, carried) = updates(&schedule, &reductions);
         let traffic = Traffic::of(&schedule, &device_visits, &reductions, &updates);
+        let fetches = fetches(&schedule, &pools, &device_visits);
         let pieces = pieces(&schedule, &pools, &device_visits);
         Walks {
             schedule: &schedule,
             pools: &pools,
+            fetches: &fetches,
             pieces: &pieces,
             device_visits: &device_visits,
             reductions: &reductions,
@@ -55,6 +60,7 @@ impl StepPlan {
             schedule,
             pools,
             device_visits,
+            fetches,
             pieces,
             reductions,
             updates,

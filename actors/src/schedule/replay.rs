@@ -1,12 +1,13 @@
 //! Does the walk end? Replays a plan once without tensors and without time.
 //!
-//! Three actors wait for more than a lane: Prefetcher, Executor, Reducer. Each takes from its
-//! pools alone and in a fixed order, and a completed operation never takes anything back. So
+//! Four actors wait for more than a lane: Fetcher, Prefetcher, Executor, Reducer. Each takes from
+//! its pools alone and in a fixed order, and a completed operation never takes anything back. So
 //! whether the walk ends does not depend on timing, and one replay, in which lanes are as fast as
 //! they can be, decides for all. A property test holds it against the real ring.
 
 use super::device_visits::DeviceVisit;
-use super::pieces::{Piece, Share};
+use super::fetches::{Fetch, Share};
+use super::pieces::Piece;
 use super::pools::Pools;
 use super::reductions::Reduction;
 use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
@@ -16,6 +17,7 @@ use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
 pub(super) struct Walks<'p> {
     pub(super) schedule: &'p Schedule,
     pub(super) pools: &'p Pools,
+    pub(super) fetches: &'p [Fetch],
     pub(super) pieces: &'p [Piece],
     pub(super) device_visits: &'p [DeviceVisit],
     pub(super) reductions: &'p [Reduction],
@@ -27,6 +29,8 @@ impl Walks<'_> {
         let boundaries = self.schedule.boundaries.len() * self.schedule.micro_batches.len();
         let mut replay = Replay {
             walks: self,
+            fetch: 0,
+            staged: 0,
             piece: 0,
             announced: 0,
             inputs_sent: 0,
@@ -35,21 +39,21 @@ impl Walks<'_> {
             reads: 0,
             visit: 0,
             operation: 0,
-            open: 0,
+            gradient_slots: 0,
             closed: Vec::new(),
             reduction: 0,
             landed: vec![false; boundaries],
         };
         loop {
+            let fetched = replay.fetch();
             let prefetched = replay.prefetch();
             let executed = replay.execute();
             let reduced = replay.reduce();
-            let waiting = match (&prefetched, &executed, &reduced) {
-                (Ok(false), Ok(false), Ok(false)) => return Ok(()),
-                (Ok(true), ..) | (_, Ok(true), _) | (.., Ok(true)) => continue,
-                (Err(refusal), ..) | (_, Err(refusal), _) | (.., Err(refusal)) => refusal.clone(),
-            };
-            return Err(waiting);
+            let all = [prefetched, executed, reduced, fetched];
+            if all.contains(&Ok(true)) {
+                continue;
+            }
+            return all.into_iter().find_map(Result::err).map_or(Ok(()), Err);
         }
     }
 }
@@ -57,18 +61,27 @@ impl Walks<'_> {
 /// Where each actor stands, and what is taken.
 struct Replay<'p> {
     walks: Walks<'p>,
+    fetch: usize,
+    /// Masters in read slots that the Prefetcher has not taken.
+    staged: usize,
     piece: usize,
-    announced: usize,     // device visits whose weights were sent
-    inputs_sent: usize,   // input messages sent
-    inputs_used: usize,   // and taken by operations
-    input_slots: u32,     // input slots taken
-    reads: u32,           // read slots taken
-    visit: usize,         // the Executor's device visit
-    operation: usize,     // and its next micro-batch within it
-    open: u32,            // gradient slots taken
-    closed: Vec<BlockId>, // of them, sent to the Reducer
+    /// Device visits whose weights were sent.
+    announced: usize,
+    /// Messages with inputs that were sent, and that operations have taken.
+    inputs_sent: usize,
+    inputs_used: usize,
+    input_slots: u32,
+    /// Read slots taken.
+    reads: u32,
+    /// The Executor's device visit, and its next micro-batch within it.
+    visit: usize,
+    operation: usize,
+    gradient_slots: u32,
+    /// Gradients that were sent to the Reducer.
+    closed: Vec<BlockId>,
     reduction: usize,
-    landed: Vec<bool>, // boundary × micro-batch
+    /// Boundary × micro-batch.
+    landed: Vec<bool>,
 }
 
 /// `Ok(true)`: moved. `Ok(false)`: at the end. `Err`: waits for what the refusal names.
@@ -100,16 +113,25 @@ impl<'p> Replay<'p> {
         Refusal::at(self.walks.schedule, visit, reason)
     }
 
-    fn prefetch(&mut self) -> Progress {
-        let Some(&piece) = self.walks.pieces.get(self.piece) else { return Ok(false) };
-        match piece {
-            Piece::Gather { visit, share } => self.gather(visit, share),
-            Piece::Stage { visit, .. } => {
+    fn fetch(&mut self) -> Progress {
+        let Some(&fetch) = self.walks.fetches.get(self.fetch) else { return Ok(false) };
+        match fetch {
+            Fetch::Gather { visit, share } => self.gather(visit, share),
+            Fetch::Read { visit, .. } => {
                 if self.reads == self.walks.pools.reads {
                     return Err(self.waits(visit, "a read", "a slot of pool reads"));
                 }
                 self.reads += 1;
+                self.staged += usize::from(self.walks.schedule.visits[visit].on_device());
             }
+        }
+        self.fetch += 1;
+        Ok(true)
+    }
+
+    fn prefetch(&mut self) -> Progress {
+        let Some(&piece) = self.walks.pieces.get(self.piece) else { return Ok(false) };
+        match piece {
             Piece::Weights { device_visit } => self.announce(device_visit)?,
             Piece::Inputs { device_visit, micro_batch } => self.bring(device_visit, micro_batch)?,
         }
@@ -144,6 +166,10 @@ impl<'p> Replay<'p> {
         }
         let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
         let staged = fetched.filter(|residence| schedule.block(residence.block).staged).count();
+        if staged > self.staged {
+            return waits("the read of a block");
+        }
+        self.staged -= staged;
         self.reads -= staged as u32;
         self.announced += 1;
         Ok(())
@@ -177,10 +203,10 @@ impl<'p> Replay<'p> {
         }
         if self.operation == 0 {
             let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count() as u32;
-            if self.open + opens > pools.gradients {
+            if self.gradient_slots + opens > pools.gradients {
                 return Err(self.waits(resolved.visit, "a gradient", "a slot of pool gradients"));
             }
-            self.open += opens;
+            self.gradient_slots += opens;
         }
         if !visit.reads.is_empty() {
             self.inputs_used += 1;
@@ -205,7 +231,7 @@ impl<'p> Replay<'p> {
                     return Err(Refusal::of(format!("the gradient of {block} would never close")));
                 };
                 self.closed.remove(at);
-                self.open -= 1;
+                self.gradient_slots -= 1;
             }
             Reduction::Loss { visit } | Reduction::Scatter { visit } => {
                 let host = &self.walks.schedule.visits[visit];

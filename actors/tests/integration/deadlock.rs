@@ -100,10 +100,10 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
         relay.stop().await.expect("nothing fails here");
     });
     let mut chance = Chance(case.seed);
-    let mut hated = chance.below(12);
+    let mut hated = chance.below(13);
     let is_hated = |chosen: &Move, hated: usize| match *chosen {
         Move::Poll(index) => index == hated,
-        Move::Begin(lane) | Move::End(lane) => lane as usize + 6 == hated,
+        Move::Begin(lane) | Move::End(lane) => lane as usize + 7 == hated,
     };
     loop {
         let moves = world.moves();
@@ -115,7 +115,7 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
         let from = if case.seed.is_multiple_of(2) || liked.is_empty() { &moves } else { &liked };
         world.make(from[chance.below(from.len())]);
         if chance.below(50) == 0 {
-            hated = chance.below(12);
+            hated = chance.below(13);
         }
     }
     match world.unfinished() {

@@ -10,7 +10,7 @@ use std::collections::{HashMap, VecDeque};
 use crate::common::times::*;
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, BoundaryId, MicroBatch, Piece, Reduction, Share, StepPlan, relay,
+    BlockId, BoundaryId, Fetch, MicroBatch, Piece, Reduction, Share, StepPlan, relay,
 };
 use l2l_actors::virtual_time::Record;
 use l2l_actors::work::{Lane, Work};
@@ -60,7 +60,7 @@ fn list_of(records: &[Record]) -> VecDeque<Of> {
     records.iter().filter_map(of).collect()
 }
 
-/// What the reference still has to do: positions in the three walks.
+/// What the reference still has to do: positions in the walks.
 struct Reference<'p> {
     plan: &'p StepPlan,
     times: Times,
@@ -124,6 +124,16 @@ impl Reference<'_> {
         let plan = self.plan;
         let schedule = &plan.schedule;
         let Times { upload, compute, update, stash, host, .. } = self.times;
+        // Fetcher: all is in memory, so it waits for nothing.
+        for fetch in &plan.fetches {
+            let Fetch::Gather { visit, share: Share::MicroBatch(m) } = *fetch else {
+                unreachable!("in memory")
+            };
+            let end = self.run(Lane::Host, 0, host);
+            for id in &schedule.visits[visit].writes {
+                self.landed.insert((id.0, m), end);
+            }
+        }
         let (mut piece, mut prefetcher) = (0, 0); // position, and the actor's own time
         let (mut visit, mut operation, mut executor) = (0, 0_u32, 0);
         let (mut reduction, mut reducer) = (0, 0);
@@ -132,15 +142,6 @@ impl Reference<'_> {
             // Prefetcher.
             while let Some(next) = plan.pieces.get(piece) {
                 match *next {
-                    Piece::Stage { .. } | Piece::Gather { share: Share::Block(_), .. } => {
-                        unreachable!("in memory")
-                    }
-                    Piece::Gather { visit, share: Share::MicroBatch(m) } => {
-                        let end = self.run(Lane::Host, prefetcher, host);
-                        for id in &schedule.visits[visit].writes {
-                            self.landed.insert((id.0, m), end);
-                        }
-                    }
                     Piece::Weights { device_visit } => {
                         if self.pools["visits"].0.is_empty() {
                             break;

@@ -47,9 +47,9 @@ fn whoever_is_slow_starves_those_after_and_blocks_those_before() {
         let (_, snapshot) = after_two_steps(times, None);
         snapshot.actors.map(|(_, _, spent)| (spent.starved, spent.blocked))
     };
-    let [_, executor, ..] = of(Times { upload: 1000, compute: 1, ..Times::default() });
+    let [_, _, executor, ..] = of(Times { upload: 1000, compute: 1, ..Times::default() });
     assert!(executor.0 > executor.1, "slow uploads starve the executor: {executor:?}");
-    let [prefetcher, ..] = of(Times { upload: 1, compute: 1000, ..Times::default() });
+    let [_, prefetcher, ..] = of(Times { upload: 1, compute: 1000, ..Times::default() });
     assert!(prefetcher.1 > ticks(10_000), "slow kernels block the prefetcher: {prefetcher:?}");
     let [.., reducer, _] = of(Times { compute: 1, update: 1000, ..Times::default() });
     assert!(reducer.1 > ticks(3_000), "slow updates block the reducer: {reducer:?}");

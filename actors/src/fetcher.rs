@@ -1,0 +1,137 @@
+//! Brings what the device needs from where it is kept: walks the plan's one list of fetches.
+//!
+//! It alone takes from the pool of reads. It queues the reads of staged masters, each as soon as
+//! its version is published and a slot is free, and hands the slot to whoever takes the master:
+//! the Prefetcher for an upload, or itself for a gather. A gather writes the first boundaries of a
+//! step into the stash.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::cause::BoxedError;
+use crate::context::Context;
+use crate::facts::Fact;
+use crate::mailbox::{Inbox, Outbox};
+use crate::messages::{Flow, Staged};
+use crate::operation::{Order, Step};
+use crate::pool::{Content, Pool};
+use crate::schedule::{BlockId, Fetch, MicroBatch, Share, Visit};
+use crate::task::Actor;
+use crate::work::{Stored, Work};
+
+pub(crate) struct Fetcher {
+    pub(crate) context: Context,
+    pub(crate) inbox: Inbox<Flow<()>>,
+    pub(crate) staged: Outbox<Flow<Staged>>,
+    pub(crate) read_slots: Pool,
+    /// Masters that were read for gathers, in the order in which they are taken.
+    pub(crate) gathered: VecDeque<Staged>,
+}
+
+#[async_trait]
+impl Actor for Fetcher {
+    async fn run(&mut self) -> Result<(), BoxedError> {
+        loop {
+            match self.context.recv(&mut self.inbox, None).await? {
+                Flow::Begin(step) => self.walk(&step).await?,
+                Flow::Stop => {
+                    self.staged.send(Flow::Stop);
+                    return Ok(());
+                }
+                Flow::Datum(()) | Flow::End(_) => unreachable!("the relay begins steps and stops"),
+            }
+        }
+    }
+}
+
+impl Fetcher {
+    async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
+        self.staged.send(Flow::Begin(step.clone()));
+        for fetch in &step.plan.fetches {
+            match *fetch {
+                Fetch::Read { visit, block } => self.read(step, visit, block).await?,
+                Fetch::Gather { visit, share } => self.gather(step, visit, share).await?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads a block from its file, ahead of who takes it.
+    async fn read(
+        &mut self,
+        step: &Arc<Step>,
+        index: usize,
+        block: BlockId,
+    ) -> Result<(), BoxedError> {
+        let visit = &step.plan.schedule.visits[index];
+        let (version, layer) = (step.number, Some(visit.layer));
+        self.context.published(block, version, layer).await?;
+        let content = Content::Block(block, version);
+        let held = self.context.acquire_one(&mut self.read_slots, content, layer).await?;
+        let slot = held.slot(content);
+        let work = Work::Stage { block, version, stored: Stored::Master, slot };
+        let arrived = self.context.queue(Order::at(step, visit, work));
+        let staged = Staged { block, slot: held, arrived };
+        if visit.on_device() {
+            self.staged.send(Flow::Datum(staged));
+        } else {
+            self.gathered.push_back(staged);
+        }
+        Ok(())
+    }
+
+    /// Queues one share of a gather. The last share of a micro-batch puts its boundaries into the
+    /// stash.
+    async fn gather(
+        &mut self,
+        step: &Arc<Step>,
+        index: usize,
+        share: Share,
+    ) -> Result<(), BoxedError> {
+        let visit = &step.plan.schedule.visits[index];
+        let (first, all) = (visit.micro_batches.start, visit.micro_batches.clone());
+        let (staged, completed) = match share {
+            Share::MicroBatch(m) => {
+                // What the first micro-batch waited for is there for the others, too.
+                for &block in visit.blocks().iter().filter(|_| m == first) {
+                    self.context.published(block, step.number, Some(visit.layer)).await?;
+                }
+                (None, m..m + 1)
+            }
+            Share::Block(block) => {
+                let is_last = visit.blocks().last() == Some(&block);
+                let staged = self.gathers_from(step, visit, block).await?;
+                (staged, if is_last { all } else { first..first })
+            }
+        };
+        let master = Staged::master(staged.as_ref(), step.number);
+        let work = Work::Gather { visit: index, share, master };
+        let mut order = Order::at(step, visit, work).of_staged(staged);
+        order.raises = completed.flat_map(|m| stashed(visit, m)).collect();
+        self.context.queue(order);
+        Ok(())
+    }
+
+    /// Waits for a block of a gather; the master that was read for it, if it is on file.
+    async fn gathers_from(
+        &mut self,
+        step: &Step,
+        visit: &Visit,
+        block: BlockId,
+    ) -> Result<Option<Staged>, BoxedError> {
+        if !step.plan.schedule.block(block).staged {
+            self.context.published(block, step.number, Some(visit.layer)).await?;
+            return Ok(None);
+        }
+        let staged = self.gathered.pop_front().expect("the plan reads before it gathers");
+        assert_eq!(staged.block, block, "masters are gathered from in the order of their reads");
+        Ok(Some(staged))
+    }
+}
+
+/// The facts that all a visit writes for a micro-batch is in the stash.
+fn stashed(visit: &Visit, micro_batch: MicroBatch) -> impl Iterator<Item = Fact> {
+    visit.writes.iter().map(move |&id| Fact::Stashed(id, micro_batch))
+}

@@ -1,0 +1,97 @@
+//! The Fetcher's list: what is read from file and gathered in a step, in order.
+//!
+//! A staged block is read into a staging slot before a gather or an upload takes it from there.
+//! Both stand in the order of the visits that they are for. Reads run as far ahead as staging
+//! slots allow: each waits for the slot of an earlier one, which its taker frees without anything
+//! that is read later.
+
+use super::device_visits::DeviceVisit;
+use super::{BlockId, MicroBatch, Pools, Schedule, VisitKind};
+
+/// The part of a gather that one operation does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Share {
+    /// All blocks, for one micro-batch.
+    MicroBatch(MicroBatch),
+    /// One block, for all micro-batches of the visit: so a staging slot is needed once.
+    Block(BlockId),
+}
+
+/// One entry of the Fetcher's list. Visits are indices in [`Schedule::visits`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fetch {
+    /// The read of a staged block, for a gather or for the upload of a device visit. Blocks are
+    /// taken in the order in which they are read.
+    Read {
+        /// Index of the visit that needs it.
+        visit: usize,
+        /// The block.
+        block: BlockId,
+    },
+    /// A share of the gather of a host visit.
+    Gather {
+        /// Index of the host visit.
+        visit: usize,
+        /// Which share.
+        share: Share,
+    },
+}
+
+/// Staged blocks that are taken at once, by a share of a gather or by a visit's uploads.
+struct Take {
+    visit: usize,
+    share: Option<Share>,
+    blocks: Vec<BlockId>,
+}
+
+/// The whole list.
+pub(super) fn fetches(
+    schedule: &Schedule,
+    pools: &Pools,
+    device_visits: &[DeviceVisit],
+) -> Vec<Fetch> {
+    let takes = takes(schedule, device_visits);
+    let read = |visit: usize| move |&block: &BlockId| Fetch::Read { visit, block };
+    let reads = takes.iter().flat_map(|take| take.blocks.iter().map(read(take.visit)));
+    let mut reads = reads.enumerate().peekable();
+    let (mut list, mut count) = (Vec::new(), 0);
+    for &Take { visit, share, ref blocks } in &takes {
+        // Its own reads, and those behind them for which slots are left.
+        let limit = count + pools.reads as usize;
+        if !blocks.is_empty() {
+            let ahead = std::iter::from_fn(|| reads.next_if(|(nth, _)| *nth < limit));
+            list.extend(ahead.map(|(_, read)| read));
+            count += blocks.len();
+        }
+        list.extend(share.map(|share| Fetch::Gather { visit, share }));
+    }
+    list
+}
+
+/// What gathers and uploads take, in the order of visits.
+fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
+    let staged = |ids: Vec<BlockId>| -> Vec<BlockId> {
+        ids.into_iter().filter(|&id| schedule.block(id).staged).collect()
+    };
+    let mut device = device_visits.iter();
+    let mut takes = Vec::new();
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        if visit.on_device() {
+            let residences = device.next().into_iter().flat_map(|resolved| &resolved.residences);
+            let fetched = residences.filter(|residence| residence.fetch);
+            let blocks = staged(fetched.map(|residence| residence.block).collect());
+            takes.push(Take { visit: index, share: None, blocks });
+        } else if visit.kind == VisitKind::Gather {
+            let take = |share: Share, blocks| Take { visit: index, share: Some(share), blocks };
+            if schedule.staged(visit.blocks()) == 0 {
+                // By micro-batch, so that the first one can go on early.
+                let shares = visit.micro_batches.clone().map(Share::MicroBatch);
+                takes.extend(shares.map(|share| take(share, Vec::new())));
+            } else {
+                let shares = visit.blocks().iter();
+                takes.extend(shares.map(|&id| take(Share::Block(id), staged(vec![id]))));
+            }
+        }
+    }
+    takes
+}
