@@ -7,10 +7,12 @@
     python3 benches/limits.py visits                       # tiny layers: what a visit costs
     python3 benches/limits.py ceiling                      # both schedules in the same memory
 
-Nothing but `product` needs a package. Processes alternate: each round starts all of them anew. A
-figure is the median of rounds, with their range. `l2l bench --kernels` gives the rates of kernels.
+Nothing but `product` needs a package. `product` and `schedules` take the names of shapes, and all
+take --rounds N. Processes alternate: each round starts all of them anew. A figure is the median of
+rounds, with their range. `l2l bench --kernels` gives the rates of kernels.
 """
 
+import argparse
 import ctypes
 import functools
 import glob
@@ -24,7 +26,7 @@ import time
 from pathlib import Path
 
 PROGRAM = os.environ.get("L2L", Path(__file__).parent.parent / "target/release/l2l")
-ROUNDS, STEPS = 3, 4
+STEPS = 3
 MIB = 1 << 20
 # The shapes of the races A, B, D and E, with random weights.
 LLAMA = "preset = 'llama-7b', layers = 26, hidden = 1024, heads = 16, kv_heads = 4, "
@@ -114,11 +116,11 @@ def mkl_flops_per_second():
     return best
 
 
-def product():
+def product(rounds, names):
     """Model FLOP/s of training, beside the best rate of MKL before and after it."""
-    for name in sys.argv[2:] or SHAPES:
+    for name in names or SHAPES:
         shares, products = [], []
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             before = mkl_flops_per_second()
             summary = events("bench", config_of(*SHAPES[name]))[-1]
             limit = max(before, mkl_flops_per_second())
@@ -132,11 +134,11 @@ def product():
         )
 
 
-def schedules():
+def schedules(rounds, names):
     """The rate of the relay relative to the resident schedule's."""
-    for name in sys.argv[2:] or ["E", "A"]:
+    for name in names or SHAPES:
         ratios = []
-        for turn in range(ROUNDS):
+        for turn in range(rounds):
             kinds = ["relay", "resident"][:: -1 if turn % 2 else 1]
             took = {
                 kind: seconds(
@@ -148,7 +150,7 @@ def schedules():
         print(f"{name}: relay ÷ resident {spread(ratios, 3)}", flush=True)
 
 
-def depth():
+def depth(rounds, _):
     """Seconds a step with 12, 24 and 48 layers, relative to 12."""
     of = lambda layers: config_of(
         f"preset = 'gpt2', layers = {layers}, hidden = 512, heads = 8, vocabulary = 256, "
@@ -156,7 +158,7 @@ def depth():
         *(16, 4, 128),
     )
     ratios = {24: [], 48: []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         base = seconds(of(12))
         for layers, found in ratios.items():
             found.append(seconds(of(layers)) / base)
@@ -164,23 +166,23 @@ def depth():
         print(f"{layers} layers ÷ 12 layers: {spread(found, 3)} of {layers / 12:.0f}")
 
 
-def visits():
-    """What a visit of a layer of width 64 takes beside its kernels."""
-    layers, micro_batches = 96, 4
-    model = f"layers = {layers}, hidden = 64, heads = 2, vocabulary = 256, positions = 32"
-    idle, all_of_it = [], []
-    for _ in range(ROUNDS):
-        for step in steps(config_of(model, micro_batches, 1, 16)):
-            count = 2 * layers
-            idle.append(1e6 * step["exposed_wait_seconds"] / count)
-            all_of_it.append(1e6 * step["seconds"] / count)
-    print(
-        f"a visit of {micro_batches} micro-batches of 16 tokens at width 64: "
-        f"{spread(all_of_it, 0)} µs, of which the device waits {spread(idle, 0)}"
-    )
+def visits(rounds, _):
+    """What a visit of a layer of width 64 takes, and how long the device waits in it."""
+    layers = 96
+    model = f"layers = {layers}, hidden = 64, heads = 2, vocabulary = 256, positions = 64"
+    for micro_batches, length in [(1, 64), (4, 16)]:
+        wait, took = [], []
+        for _ in range(rounds):
+            for step in steps(config_of(model, micro_batches, 1, length)):
+                wait.append(1e6 * step["exposed_wait_seconds"] / (2 * layers))
+                took.append(1e6 * step["seconds"] / (2 * layers))
+        print(
+            f"a visit of {micro_batches} micro-batches of {length} tokens: {spread(took, 0)} µs, "
+            f"of which the device waits {spread(wait, 0)}"
+        )
 
 
-def ceiling():
+def ceiling(rounds, _):
     """BERT-Large in the memory that the resident schedule needs for micro-batches of one."""
     model, batch = "preset = 'bert-large', positions = 128", 32
     kinds = {
@@ -205,7 +207,7 @@ def ceiling():
         fits = [m for m in (1, 2, 4, 8, 16, 32) if bytes_of(kind, m) <= limit]
         sizes[kind] = max(fits)
     took = {kind: [] for kind in kinds}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for kind, micro in sizes.items():
             took[kind].append(seconds(config_of(model, batch, micro, 128, kinds[kind], more[kind])))
     for kind, micro in sizes.items():
@@ -217,7 +219,15 @@ def ceiling():
         )
 
 
+def main():
+    tasks = {task.__name__: task for task in (product, schedules, depth, visits, ceiling)}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=tasks)
+    parser.add_argument("shapes", nargs="*", choices=[*SHAPES, []])
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    tasks[options.what](options.rounds, options.shapes)
+
+
 if __name__ == "__main__":
-    what = sys.argv[1] if len(sys.argv) > 1 else ""
-    tasks = [product, schedules, depth, visits, ceiling]
-    {task.__name__: task for task in tasks}.get(what, lambda: sys.exit(__doc__))()
+    main()

@@ -39,7 +39,8 @@ pub(super) fn gate_backward(on: &CpuKernels<'_>, op: &GateBackward) {
 const PIECE: usize = 8192;
 
 const ROOT_HALF: f32 = std::f32::consts::FRAC_1_SQRT_2;
-const ROOT_2_OVER_PI: f32 = 0.797_884_6;
+/// 2 √(2 ÷ π).
+const TWICE_ROOT: f32 = 1.595_769;
 const CUBIC: f32 = 0.044_715;
 
 #[inline(always)]
@@ -54,25 +55,28 @@ fn slope_by_erf(x: f32) -> f32 {
 }
 
 #[inline(always)]
-fn by_tanh(x: f32) -> f32 {
-    0.5 * x * (1.0 + tanh(ROOT_2_OVER_PI * (x + CUBIC * x * x * x)))
-}
-
-#[inline(always)]
-fn slope_by_tanh(x: f32) -> f32 {
-    let t = tanh(ROOT_2_OVER_PI * (x + CUBIC * x * x * x));
-    let inner = ROOT_2_OVER_PI * (1.0 + 3.0 * CUBIC * x * x);
-    0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
-}
-
-#[inline(always)]
 fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))
 }
 
+/// 0.5 x (1 + tanh u) is x sigmoid(2 u).
+#[inline(always)]
+fn by_tanh(x: f32) -> f32 {
+    let twice = x * (TWICE_ROOT + TWICE_ROOT * CUBIC * (x * x));
+    x / (1.0 + exp(-twice))
+}
+
+#[inline(always)]
+fn slope_by_tanh(x: f32) -> f32 {
+    let square = x * x;
+    let s = sigmoid(x * (TWICE_ROOT + TWICE_ROOT * CUBIC * square));
+    let twice_inner = TWICE_ROOT + 3.0 * TWICE_ROOT * CUBIC * square;
+    s + s * (1.0 - s) * x * twice_inner
+}
+
 #[inline(always)]
 fn silu(x: f32) -> f32 {
-    x * sigmoid(x)
+    x / (1.0 + exp(-x))
 }
 
 #[inline(always)]

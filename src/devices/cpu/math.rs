@@ -14,12 +14,11 @@ pub(super) fn exp(x: f32) -> f32 {
     let shifted = clamped * LOG2_E + ROUND;
     let n = shifted - ROUND;
     let r = clamped - n * LN2_HIGH - n * LN2_LOW;
-    let p = 1.987_569_1e-4 * r + 1.398_199_9e-3;
-    let p = p * r + 8.333_452e-3;
-    let p = p * r + 4.166_579_6e-2;
-    let p = p * r + 1.666_666_5e-1;
-    let p = p * r + 0.5;
-    let p = p * (r * r) + r + 1.0;
+    // In pairs of terms (Estrin): a chain of few operations, so that loops overlap.
+    let square = r * r;
+    let high = (1.987_569_1e-4 * r + 1.398_199_9e-3) * square + (8.333_452e-3 * r + 4.166_579_6e-2);
+    let p = high * square + (1.666_666_5e-1 * r + 0.5);
+    let p = p * square + r + 1.0;
     let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
     if x < -87.0 { 0.0 } else { p * scale }
 }

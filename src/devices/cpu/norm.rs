@@ -4,7 +4,7 @@
 use rayon::prelude::*;
 
 use super::linear::add_parts;
-use super::math::{dot, sum};
+use super::math::{dot_with, sum, sum_of};
 use super::views::{CpuKernels, or_nothing};
 use crate::kernels::{Norm, NormBackward};
 use crate::simd::Level;
@@ -60,11 +60,15 @@ fn forward(
                 let rows = y.chunks_exact_mut(c).zip(statistics.chunks_exact_mut(2));
                 for ((y, statistics), x) in rows.zip(x.chunks_exact(c)) {
                     let mean = if rms { 0.0 } else { sum(x) / c as f32 };
-                    y.iter_mut().zip(x).for_each(|(y, x)| *y = x - mean);
-                    let rstd = 1.0 / (dot(y, y) / c as f32 + epsilon).sqrt();
-                    y.iter_mut().zip(gamma).for_each(|(y, g)| *y = *y * rstd * g);
-                    if let Some(beta) = beta {
-                        y.iter_mut().zip(beta).for_each(|(y, b)| *y += b);
+                    let variance = sum_of(x, |x| (x - mean) * (x - mean)) / c as f32;
+                    let rstd = 1.0 / (variance + epsilon).sqrt();
+                    let scaled = |x: f32, g: f32| (x - mean) * rstd * g;
+                    let all = y.iter_mut().zip(x).zip(gamma);
+                    match beta {
+                        None => all.for_each(|((y, &x), &g)| *y = scaled(x, g)),
+                        Some(beta) => {
+                            all.zip(beta).for_each(|(((y, &x), &g), b)| *y = scaled(x, g) + b);
+                        }
                     }
                     statistics.copy_from_slice(&[mean, rstd]);
                 }
@@ -129,10 +133,12 @@ fn backward_row(
     inputs: &Inputs<'_>,
     row: usize,
 ) {
+    // Slices of one length: then the loops below have no checks, and become vectors.
     let c = dx.len();
+    let (dgamma, dbeta) = (&mut dgamma[..c], &mut dbeta[..c]);
     let (dy, x) = (&inputs.dy[row * c..][..c], &inputs.x[row * c..][..c]);
-    let (gamma, mean) = (&inputs.gamma[..c], inputs.statistics[2 * row]);
-    let rstd = inputs.statistics[2 * row + 1];
+    let gamma = &inputs.gamma[..c];
+    let [mean, rstd] = [inputs.statistics[2 * row], inputs.statistics[2 * row + 1]];
     // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy γ; g first goes to dx.
     for i in 0..c {
         dx[i] = dy[i] * gamma[i];
@@ -141,12 +147,15 @@ fn backward_row(
     }
     let g_mean = if inputs.rms { 0.0 } else { sum(dx) / c as f32 };
     // Σ g x̂ = rstd (Σ g x − mean Σ g), but that cancels: x̂ is made anew.
-    let g_xhat = super::math::dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
-    for i in 0..c {
-        dx[i] = rstd * (dx[i] - g_mean - (x[i] - mean) * rstd * g_xhat);
-    }
-    if let Some(residual) = inputs.residual {
-        dx.iter_mut().zip(&residual[row * c..][..c]).for_each(|(dx, r)| *dx += r);
+    let g_xhat = dot_with(dx, x, |x| (x - mean) * rstd) / c as f32;
+    let of_x = |g: f32, x: f32| rstd * (g - g_mean - (x - mean) * rstd * g_xhat);
+    let all = dx.iter_mut().zip(x);
+    match inputs.residual {
+        None => all.for_each(|(dx, &x)| *dx = of_x(*dx, x)),
+        Some(residual) => {
+            let all = all.zip(&residual[row * c..][..c]);
+            all.for_each(|((dx, &x), r)| *dx = of_x(*dx, x) + r);
+        }
     }
 }
 
