@@ -1,17 +1,18 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
 //! A boundary reuses the place of one of the same size that was read for the last time by an
-//! earlier visit of the device. No lock is needed: one lane computes the visits in their order, and
-//! a visit's outputs are written while it computes (on the CPU) or downloaded after it. By then
-//! all earlier visits have read their inputs. A visit never writes where it reads: its outputs get
-//! their places before those of its inputs are free. A boundary that the host reads (loss, scatter)
-//! keeps its place for the whole step.
+//! earlier visit of the device that writes it. No lock is needed: one lane of a device computes its
+//! visits in their order, and a visit's outputs are written while it computes (on the CPU) or
+//! downloaded after it. By then all earlier visits of the device have read their inputs. A visit
+//! never writes where it reads: its outputs get their places before those of its inputs are free. A
+//! boundary that the host reads (loss, scatter), or more than one device, keeps its place for the
+//! whole step.
 //!
 //! A boundary may be *packed*: its elements are rounded to bf16 (`tensor::packed`).
 
 use std::collections::HashMap;
 
-use l2l_actors::schedule::{BoundaryId, MicroBatch, Schedule};
+use l2l_actors::schedule::{BoundaryId, Device, MicroBatch, Schedule};
 
 /// Where each boundary of a step lies in the stash, in floats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -41,17 +42,10 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
         before.push(before[before.len() - 1] + sequences as usize);
     }
     let sequences = before[before.len() - 1];
-    // The device visit that reads a boundary last. `usize::MAX`: the host reads it.
-    let mut last_read = HashMap::new();
-    for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in &visit.reads {
-            let read = if visit.on_device() { index } else { usize::MAX };
-            let last = last_read.entry(id).or_insert(read);
-            *last = read.max(*last);
-        }
-    }
+    let last_reads = last_reads(schedule);
     let mut places: Vec<Option<(usize, usize)>> = vec![None; schedule.boundaries.len()];
-    let mut free: HashMap<usize, Vec<usize>> = HashMap::new(); // floats per sequence -> places
+    // Device, and floats per sequence -> places.
+    let mut free: HashMap<(Option<Device>, usize), Vec<usize>> = HashMap::new();
     let mut floats = 0;
     for (index, visit) in schedule.visits.iter().enumerate() {
         for &id in &visit.writes {
@@ -61,19 +55,37 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
             if place.is_some() || schedule.boundary(id).role.is_kv() {
                 continue; // another micro-batch of the boundary was written before
             }
-            let at = free.entry(per_sequence).or_default().pop().unwrap_or_else(|| {
+            let reused = free.get_mut(&(visit.device(), per_sequence)).and_then(Vec::pop);
+            let at = reused.unwrap_or_else(|| {
                 let at = floats;
                 floats += (per_sequence * sequences).next_multiple_of(16);
                 at
             });
             *place = Some((at, per_sequence));
         }
-        for id in visit.reads.iter().filter(|id| last_read[id] == index) {
+        for id in visit.reads.iter().filter(|id| last_reads.get(id) == Some(&Some(index))) {
             if let Some((at, per_sequence)) = places[id.0 as usize] {
-                free.entry(per_sequence).or_default().push(at);
+                free.entry((visit.device(), per_sequence)).or_default().push(at);
             }
         }
     }
     let places = places.into_iter().map(Option::unwrap_or_default).collect();
     StashLayout { places, before, floats }
+}
+
+/// The visit that reads each boundary last. `None`: the host reads it, or several devices do.
+fn last_reads(schedule: &Schedule) -> HashMap<BoundaryId, Option<usize>> {
+    let mut last_reads: HashMap<BoundaryId, Option<usize>> = HashMap::new();
+    for (index, visit) in schedule.visits.iter().enumerate() {
+        for &id in &visit.reads {
+            let before = last_reads.insert(id, Some(index).filter(|_| visit.on_device()));
+            let is_ours = |before: Option<usize>| {
+                before.is_some_and(|before| schedule.visits[before].place == visit.place)
+            };
+            if before.is_some_and(|before| !is_ours(before)) {
+                last_reads.insert(id, None);
+            }
+        }
+    }
+    last_reads
 }

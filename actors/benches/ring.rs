@@ -158,7 +158,7 @@ fn main() {
             let count = *lanes.operations.lock().expect("nothing panics inside");
             operations = count as f64 / (STEPS + 1) as f64 / visits;
             let message = micros(runtime.block_on(message_time()));
-            let lanes = Arc::new(ThreadLanes::start(Idle, None).expect("threads"));
+            let lanes = Arc::new(ThreadLanes::start(Idle, 1, None).expect("threads"));
             on_threads.push(micros(runtime.block_on(step_time(lanes, &schedule))) / visits);
             bare.push(visit);
             messages.push(message);

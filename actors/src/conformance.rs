@@ -13,6 +13,7 @@
 //!
 //! What only the implementation can bring about (its own errors and panics) it tests itself.
 
+use std::collections::BTreeSet;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
@@ -32,7 +33,7 @@ use crate::ports::{Lanes, Ports};
 use crate::relay::{Integrity, Relay, RingError};
 use crate::schedule::{Capacities, Pools, Schedule, Version};
 use crate::task::ActorTask;
-use crate::work::Lane;
+use crate::work::Queue;
 
 /// An implementation under test.
 pub trait Subject {
@@ -99,7 +100,7 @@ pub fn check<S: Subject>(subject: &S) -> ConformanceReport {
             report.operations += in_order(&run.queued);
             report.rings += 1;
         }
-        for actor in ActorName::ALL {
+        for actor in ActorName::all(subject.schedule().devices()) {
             for wait in 0.. {
                 let inject = FaultInjection { actor, wait, fault: Fault::Error };
                 let run = Run::of(subject, 2, deferred, Some(inject), End::Stops);
@@ -221,10 +222,11 @@ async fn either(one: impl Future<Output = ()>, other: impl Future<Output = ()>) 
 /// Checks rule 1 for the operations that were done; how many.
 fn in_order(queued: &[Queued]) -> usize {
     let mut count = 0;
-    for lane in Lane::ALL {
+    let queues: BTreeSet<Queue> = queued.iter().map(|operation| operation.queue).collect();
+    for queue in queues {
         let mut before = Duration::ZERO;
         let mut dropped = None;
-        for operation in queued.iter().filter(|operation| operation.lane == lane) {
+        for operation in queued.iter().filter(|operation| operation.queue == queue) {
             let Queued { what, fence, waits, commits, .. } = operation;
             let Some(done) = fence.reached() else {
                 dropped = dropped.or(Some(what));
@@ -247,7 +249,7 @@ fn in_order(queued: &[Queued]) -> usize {
 
 /// An operation the subject got.
 struct Queued {
-    lane: Lane,
+    queue: Queue,
     what: String,
     fence: Fence,
     waits: Vec<Fence>,
@@ -271,7 +273,7 @@ impl<P> Watched<P> {
 impl<P: Ports> Lanes for Watched<P> {
     fn queue(&self, operation: Operation) {
         let queued = Queued {
-            lane: operation.work().lane(),
+            queue: operation.queue(),
             what: operation.work().to_string(),
             fence: operation.fence().clone(),
             waits: operation.waits().to_vec(),

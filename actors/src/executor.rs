@@ -16,12 +16,13 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Inputs, Outputs, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, BoundaryId, DeviceVisit, MicroBatch, Residence, Visit};
+use crate::schedule::{BlockId, BoundaryId, Device, DeviceVisit, MicroBatch, Residence, Visit};
 use crate::task::Actor;
 use crate::work::{Accumulator, BlockUse, Lane, Placed, Work};
 
 pub(crate) struct Executor {
     pub(crate) context: Context,
+    pub(crate) device: Device,
     pub(crate) weights: Inbox<Flow<Weights>>,
     pub(crate) inputs: Inbox<Inputs>,
     pub(crate) outputs: Outbox<Flow<Outputs>>,
@@ -52,26 +53,25 @@ impl Actor for Executor {
 impl Executor {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         // Without an output nothing waits for the Stasher, and its signals would pile up.
-        let writes = |index: usize| !step.plan.visit(index).writes.is_empty();
-        if (0..step.plan.device_visits.len()).any(writes) {
+        let visits = &step.plan.walks[usize::from(self.device)].visits;
+        if visits.iter().any(|&index| !step.plan.visit(index).writes.is_empty()) {
             self.outputs.send(Flow::Begin(step.clone()));
         }
         self.gradients.send(Flow::Begin(step.clone()));
         let mut ends: Vec<Fence> = Vec::new();
-        for (index, resolved) in step.plan.device_visits.iter().enumerate() {
-            let visit = step.plan.visit(index);
+        for (own, &index) in visits.iter().enumerate() {
+            let (visit, resolved) = (step.plan.visit(index), &step.plan.device_visits[index]);
             let layer = Some(visit.layer);
             let Flow::Datum(weights) = self.context.recv(&mut self.weights, layer).await? else {
                 unreachable!("a step has weights for each of its visits");
             };
             assert_eq!(weights.device_visit, index, "weights come in the order of visits");
-            if let Some(end) = index.checked_sub(2).map(|before| &ends[before]) {
+            if let Some(end) = own.checked_sub(2).map(|before| &ends[before]) {
                 self.context.fence(Lane::Compute, end, layer).await?;
             }
             ends.push(self.visit(step, resolved, visit, weights).await?);
         }
-        let last = ends.pop().expect("a plan has a device visit");
-        self.gradients.send(Flow::End(last));
+        self.gradients.send(Flow::End(ends.pop().into_iter().collect()));
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 //!
 //! It alone takes from the pool of reads. It queues the reads of staged masters, each as soon as
 //! its version is published and a slot is free, and hands the slot to whoever takes the master:
-//! the Prefetcher for an upload, or itself for a gather. A gather writes the first boundaries of a
+//! a Prefetcher for an upload, or itself for a gather. A gather writes the first boundaries of a
 //! step into the stash.
 
 use std::collections::VecDeque;
@@ -24,7 +24,8 @@ use crate::work::{Stored, Work};
 pub(crate) struct Fetcher {
     pub(crate) context: Context,
     pub(crate) inbox: Inbox<Flow<()>>,
-    pub(crate) staged: Outbox<Flow<Staged>>,
+    /// One for each device.
+    pub(crate) staged: Vec<Outbox<Flow<Staged>>>,
     pub(crate) read_slots: Pool,
     /// Masters that were read for gathers, in the order in which they are taken.
     pub(crate) gathered: VecDeque<Staged>,
@@ -37,7 +38,7 @@ impl Actor for Fetcher {
             match self.context.recv(&mut self.inbox, None).await? {
                 Flow::Begin(step) => self.walk(&step).await?,
                 Flow::Stop => {
-                    self.staged.send(Flow::Stop);
+                    self.staged.iter().for_each(|staged| staged.send(Flow::Stop));
                     return Ok(());
                 }
                 Flow::Datum(()) | Flow::End(_) => unreachable!("the relay begins steps and stops"),
@@ -48,7 +49,7 @@ impl Actor for Fetcher {
 
 impl Fetcher {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
-        self.staged.send(Flow::Begin(step.clone()));
+        self.staged.iter().for_each(|staged| staged.send(Flow::Begin(step.clone())));
         for fetch in &step.plan.fetches {
             match *fetch {
                 Fetch::Read { visit, block } => self.read(step, visit, block).await?,
@@ -74,10 +75,9 @@ impl Fetcher {
         let work = Work::Stage { block, version, stored: Stored::Master, slot };
         let arrived = self.context.queue(Order::at(step, visit, work));
         let staged = Staged { block, slot: held, arrived };
-        if visit.on_device() {
-            self.staged.send(Flow::Datum(staged));
-        } else {
-            self.gathered.push_back(staged);
+        match visit.device() {
+            Some(device) => self.staged[usize::from(device)].send(Flow::Datum(staged)),
+            None => self.gathered.push_back(staged),
         }
         Ok(())
     }

@@ -19,8 +19,8 @@ pub enum Flow<T> {
     Begin(Arc<Step>),
     /// One datum.
     Datum(T),
-    /// The step has no more; its last operation of the device.
-    End(Fence),
+    /// The step has no more; the last operation of each device that had one.
+    End(Vec<Fence>),
     /// There are no more steps; whoever gets this hands it on and ends.
     Stop,
 }

@@ -11,8 +11,8 @@ use crate::messages::Staged;
 use crate::names::ActorName;
 use crate::pool::Held;
 use crate::ring::{Queued, Ring};
-use crate::schedule::{LayerId, Phase, StepPlan, Version, Visit};
-use crate::work::Work;
+use crate::schedule::{Device, LayerId, Phase, StepPlan, Version, Visit};
+use crate::work::{Queue, Work};
 
 /// A step in flight: shared by all its operations.
 #[derive(Debug)]
@@ -27,6 +27,8 @@ pub struct Step {
 #[derive(Debug)]
 pub(crate) struct Order {
     pub(crate) step: Arc<Step>,
+    /// The device it is for, if it is for one.
+    pub(crate) device: Option<Device>,
     pub(crate) layer: Option<LayerId>,
     pub(crate) phase: Option<Phase>,
     pub(crate) work: Work,
@@ -41,6 +43,7 @@ impl Order {
     pub(crate) fn new(step: &Arc<Step>, work: Work) -> Order {
         Order {
             step: step.clone(),
+            device: None,
             layer: None,
             phase: None,
             work,
@@ -51,10 +54,15 @@ impl Order {
         }
     }
 
+    fn queue(&self) -> Queue {
+        let lane = self.work.lane();
+        Queue { lane, device: self.device.filter(|_| lane.is_of_device()) }
+    }
+
     /// For a visit.
     pub(crate) fn at(step: &Arc<Step>, visit: &Visit, work: Work) -> Order {
         let (layer, phase) = (Some(visit.layer), Some(visit.phase));
-        Order { layer, phase, ..Order::new(step, work) }
+        Order { device: visit.device(), layer, phase, ..Order::new(step, work) }
     }
 
     /// Of the master that is in a staging slot, if it is: waits for it, and holds the slot.
@@ -94,7 +102,8 @@ impl Operation {
     ) -> (Operation, Fence) {
         let after = ring.last_finished();
         let Order { layer, ref work, commits, .. } = order;
-        let number = ring.enqueued(Queued { actor, layer, row: work.row(), commits, begun: false });
+        let (queue, row) = (order.queue(), work.row());
+        let number = ring.enqueued(Queued { actor, layer, queue, row, commits, begun: false });
         let fence = Fence::new(number);
         let made = fence.clone();
         (Operation { actor, order, fence, queued, after, ring, finished: false }, made)
@@ -133,6 +142,16 @@ impl Operation {
     /// When it was queued, and the operation that had ended last by then.
     pub fn queued(&self) -> (Duration, Option<u64>) {
         (self.queued, self.after)
+    }
+
+    /// The device that it is for, if it is for one.
+    pub fn device(&self) -> Option<Device> {
+        self.order.device
+    }
+
+    /// The queue it belongs in.
+    pub fn queue(&self) -> Queue {
+        self.order.queue()
     }
 
     /// What to do.

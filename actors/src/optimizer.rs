@@ -73,7 +73,7 @@ impl Optimizer {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         let mut losses = Vec::new();
         let mut squares = BTreeMap::new(); // block -> whose value is its sum of squares
-        let last = loop {
+        let ends = loop {
             match self.context.recv(&mut self.reduced, None).await? {
                 Flow::Datum(Reduced::Loss(fence)) => losses.push(fence),
                 Flow::Datum(Reduced::Gradient { block, reduced, .. }) if self.deferred => {
@@ -83,7 +83,7 @@ impl Optimizer {
                     let complete = Complete { landing, waits: vec![reduced], norm: None };
                     squares.insert(block, self.update(step, block, complete).await?);
                 }
-                Flow::End(last) => break last,
+                Flow::End(ends) => break ends,
                 Flow::Begin(_) | Flow::Stop => unreachable!("a step ends before anything else"),
             }
         };
@@ -91,7 +91,9 @@ impl Optimizer {
         let loss = self.sum(Lane::Host, losses).await?;
         let lane = if self.deferred { Lane::Host } else { Lane::Update };
         let norm = self.sum(lane, squares.into_values()).await?.sqrt();
-        self.context.fence(Lane::Compute, &last, None).await?;
+        for end in &ends {
+            self.context.fence(Lane::Compute, end, None).await?;
+        }
         self.end(step, Resolved { step: step.number, loss, norm }).await
     }
 

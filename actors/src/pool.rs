@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::schedule::{BlockId, BoundaryId, MicroBatch, Version};
+use crate::schedule::{BlockId, BoundaryId, Device, MicroBatch, Version};
 
 /// What a slot was acquired for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +39,7 @@ impl fmt::Display for Content {
 #[derive(Debug)]
 struct Shared {
     name: &'static str,
+    device: Option<Device>,
     slots: Mutex<Slots>,
     freed: Notify, // woken: the taker; by: any release
 }
@@ -64,10 +65,20 @@ pub struct Pool {
 }
 
 impl Pool {
-    /// A pool of free slots.
+    /// A pool of free slots on the host.
     pub fn new(name: &'static str, slots: u32) -> Pool {
+        Pool::at(name, None, slots)
+    }
+
+    /// A pool of free slots on a device.
+    pub fn on_device(name: &'static str, device: Device, slots: u32) -> Pool {
+        Pool::at(name, Some(device), slots)
+    }
+
+    fn at(name: &'static str, device: Option<Device>, slots: u32) -> Pool {
         let slots = Slots { holders: vec![None; slots as usize], in_use: 0, peak: 0 };
-        Pool { shared: Arc::new(Shared { name, slots: Mutex::new(slots), freed: Notify::new() }) }
+        let (slots, freed) = (Mutex::new(slots), Notify::new());
+        Pool { shared: Arc::new(Shared { name, device, slots, freed }) }
     }
 
     /// The pool's name, as in configuration and metrics.
@@ -172,6 +183,8 @@ pub struct Gauge {
 pub struct Occupancy {
     /// The pool's name.
     pub name: &'static str,
+    /// The device that has it; `None`: the host.
+    pub device: Option<Device>,
     /// What each slot holds, if it is taken.
     pub holders: Vec<Option<Content>>,
     /// The most slots that were taken at once.
@@ -182,6 +195,7 @@ impl Gauge {
     /// The pool now.
     pub fn read(&self) -> Occupancy {
         let slots = self.shared.lock();
-        Occupancy { name: self.shared.name, holders: slots.holders.clone(), peak: slots.peak }
+        let Shared { name, device, .. } = *self.shared;
+        Occupancy { name, device, holders: slots.holders.clone(), peak: slots.peak }
     }
 }

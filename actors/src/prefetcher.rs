@@ -15,12 +15,13 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Inputs, Staged, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, MicroBatch, Piece, Residence, Visit};
+use crate::schedule::{BlockId, Device, MicroBatch, Piece, Residence, Visit};
 use crate::task::Actor;
 use crate::work::{Placed, Work};
 
 pub(crate) struct Prefetcher {
     pub(crate) context: Context,
+    pub(crate) device: Device,
     pub(crate) staged: Inbox<Flow<Staged>>,
     pub(crate) weights: Outbox<Flow<Weights>>,
     pub(crate) inputs: Outbox<Inputs>,
@@ -50,7 +51,7 @@ impl Actor for Prefetcher {
 impl Prefetcher {
     async fn walk(&mut self, step: &Arc<Step>) -> Result<(), BoxedError> {
         self.weights.send(Flow::Begin(step.clone()));
-        for piece in &step.plan.pieces {
+        for piece in &step.plan.walks[usize::from(self.device)].pieces {
             match *piece {
                 Piece::Weights { device_visit } => self.fetch(step, device_visit).await?,
                 Piece::Inputs { device_visit, micro_batch } => {

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::fence::Done;
 use crate::names::ActorName;
 use crate::operation::Operation;
-use crate::schedule::{BlockId, LayerId, MicroBatch, Phase, Version};
+use crate::schedule::{BlockId, Device, LayerId, MicroBatch, Phase, Version};
 use crate::work::{Lane, Work, WorkKind};
 
 /// One operation on the timeline.
@@ -18,6 +18,8 @@ pub struct Record {
     pub number: u64,
     /// Its lane.
     pub lane: Lane,
+    /// The device whose lane it is; `None`: the host's.
+    pub device: Option<Device>,
     /// Its kind.
     pub kind: WorkKind,
     /// Who queued it.
@@ -86,6 +88,7 @@ impl Scribe {
         Record {
             number: operation.number(),
             lane: row.lane,
+            device: operation.queue().device,
             kind: row.kind,
             actor: operation.actor(),
             step: operation.step().number,

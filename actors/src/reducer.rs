@@ -18,13 +18,14 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, LayerId, Reduction};
+use crate::schedule::{BlockId, Device, LayerId, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
 pub(crate) struct Reducer {
     pub(crate) context: Context,
-    pub(crate) gradients: Inbox<Flow<Gradients>>,
+    /// One for each device.
+    pub(crate) gradients: Vec<Inbox<Flow<Gradients>>>,
     pub(crate) reduced: Outbox<Flow<Reduced>>,
     pub(crate) landing: Pool,
     /// True when updates wait for the norm.
@@ -35,7 +36,12 @@ pub(crate) struct Reducer {
 impl Actor for Reducer {
     async fn run(&mut self) -> Result<(), BoxedError> {
         loop {
-            match self.context.recv(&mut self.gradients, None).await? {
+            // Each device sends the same signals.
+            let mut signal = None;
+            for gradients in &mut self.gradients {
+                signal = Some(self.context.recv(gradients, None).await?);
+            }
+            match signal.expect("a ring has a device") {
                 Flow::Begin(step) => self.walk(&step).await?,
                 Flow::Stop => {
                     self.reduced.send(Flow::Stop);
@@ -52,15 +58,21 @@ impl Reducer {
         self.reduced.send(Flow::Begin(step.clone()));
         for reduction in &step.plan.reductions {
             match *reduction {
-                Reduction::Gradient { block, joins } => self.land(step, block, joins).await?,
+                Reduction::Gradient { block, device, joins } => {
+                    self.land(step, block, device, joins).await?;
+                }
                 Reduction::Loss { visit } => self.loss(step, visit).await?,
                 Reduction::Scatter { visit } => self.scatter(step, visit).await?,
             }
         }
-        let Flow::End(last) = self.context.recv(&mut self.gradients, None).await? else {
-            unreachable!("the walk takes all gradients");
-        };
-        self.reduced.send(Flow::End(last));
+        let mut ends = Vec::new();
+        for gradients in &mut self.gradients {
+            let Flow::End(end) = self.context.recv(gradients, None).await? else {
+                unreachable!("the walk takes all gradients");
+            };
+            ends.extend(end);
+        }
+        self.reduced.send(Flow::End(ends));
         Ok(())
     }
 
@@ -69,10 +81,12 @@ impl Reducer {
         &mut self,
         step: &Arc<Step>,
         block: BlockId,
+        device: Device,
         joins: bool,
     ) -> Result<(), BoxedError> {
         let layer = layer_of(step, block);
-        let Flow::Datum(closed) = self.context.recv(&mut self.gradients, layer).await? else {
+        let gradients = &mut self.gradients[usize::from(device)];
+        let Flow::Datum(closed) = self.context.recv(gradients, layer).await? else {
             unreachable!("the plan closes this gradient");
         };
         assert_eq!(closed.block, block, "gradients close in the order of visits");
@@ -80,7 +94,7 @@ impl Reducer {
         let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
         let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));
         let work = Work::DownloadGradient { block, gradients, reduced };
-        let mut order = Order::gradient(step, layer, work);
+        let mut order = Order { device: Some(device), ..Order::gradient(step, layer, work) };
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];
         let landed = self.context.queue(order);

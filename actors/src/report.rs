@@ -9,8 +9,8 @@ use std::time::Duration;
 use crate::meter::{ActorState, Spent};
 use crate::names::ActorName;
 use crate::pool::Occupancy;
-use crate::schedule::LayerId;
-use crate::work::Lane;
+use crate::schedule::{Device, LayerId};
+use crate::work::Queue;
 
 /// What an actor is doing.
 #[derive(Clone, Debug, PartialEq)]
@@ -32,8 +32,8 @@ pub struct Doing {
 pub struct InFlight {
     /// Who queued it.
     pub actor: ActorName,
-    /// Its lane.
-    pub lane: Lane,
+    /// The queue it is in.
+    pub queue: Queue,
     /// Its layer, if one.
     pub layer: Option<LayerId>,
     /// What it does.
@@ -48,7 +48,7 @@ pub struct InFlight {
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     /// Each actor, what it is doing, and the time it has spent in states that ended.
-    pub actors: [(ActorName, Doing, Spent); 6],
+    pub actors: Vec<(ActorName, Doing, Spent)>,
     /// Each pool.
     pub pools: Vec<Occupancy>,
     /// Operations not finished, oldest first.
@@ -86,8 +86,14 @@ impl Snapshot {
             .or_else(|| busy().map(the_actor))
             .or_else(|| self.operations.first().map(the_operation))
             .or_else(|| longest().map(the_actor))
-            .expect("there are six actors")
+            .expect("there are at least six actors")
     }
+}
+
+/// A device in a report, which does not name the first one: most rings have no other.
+fn of_device(device: Option<Device>) -> String {
+    let named = device.filter(|&device| device > 0);
+    named.map(|device| format!(" of device {device}")).unwrap_or_default()
 }
 
 impl fmt::Display for Snapshot {
@@ -100,11 +106,13 @@ impl fmt::Display for Snapshot {
             let held: Vec<String> =
                 pool.holders.iter().flatten().map(|content| content.to_string()).collect();
             let (name, all) = (pool.name, pool.holders.len());
-            writeln!(f, "pool {name}: {} of {all} [{}]", held.len(), held.join(", "))?;
+            let device = of_device(pool.device);
+            writeln!(f, "pool {name}{device}: {} of {all} [{}]", held.len(), held.join(", "))?;
         }
-        for InFlight { actor, lane, operation, begun, .. } in &self.operations {
+        for InFlight { actor, queue, operation, begun, .. } in &self.operations {
             let state = if *begun { "runs" } else { "queued" };
-            writeln!(f, "lane {}: {operation} ({state}, by {actor})", lane.name())?;
+            let (lane, device) = (queue.lane.name(), of_device(queue.device));
+            writeln!(f, "lane {lane}{device}: {operation} ({state}, by {actor})")?;
         }
         Ok(())
     }

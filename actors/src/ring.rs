@@ -16,7 +16,7 @@ use crate::names::ActorName;
 use crate::pool::{Content, Gauge};
 use crate::report::{Doing, InFlight, Snapshot};
 use crate::schedule::LayerId;
-use crate::work::{Lane, Row};
+use crate::work::{Lane, Queue, Row};
 
 /// What an actor waits for. Kept unformatted, for waits are many and reports few.
 #[derive(Clone, Copy, Debug)]
@@ -86,6 +86,7 @@ impl Post {
 pub(crate) struct Queued {
     pub(crate) actor: ActorName,
     pub(crate) layer: Option<LayerId>,
+    pub(crate) queue: Queue,
     pub(crate) row: Row,
     pub(crate) commits: bool,
     pub(crate) begun: bool,
@@ -99,8 +100,8 @@ impl Queued {
     }
 
     fn in_flight(&self) -> InFlight {
-        let Queued { actor, layer, row, commits, begun } = *self;
-        InFlight { actor, lane: row.lane, layer, operation: row.to_string(), begun, commits }
+        let Queued { actor, layer, queue, row, commits, begun } = *self;
+        InFlight { actor, queue, layer, operation: row.to_string(), begun, commits }
     }
 }
 
@@ -110,7 +111,9 @@ pub(crate) struct Ring {
     pub(crate) switch: Switch,
     pub(crate) facts: Facts,
     pub(crate) gauges: Vec<Gauge>,
-    posts: [Post; 6],
+    /// One for each actor.
+    posts: Vec<Post>,
+    devices: u32,
     in_flight: Mutex<BTreeMap<u64, Queued>>,
     enqueued: AtomicU64,
     /// One more than the number of the operation that ended last; 0: none has.
@@ -126,12 +129,13 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    pub(crate) fn new(blocks: usize, gauges: Vec<Gauge>, now: Duration) -> Ring {
+    pub(crate) fn new(blocks: usize, devices: u32, gauges: Vec<Gauge>, now: Duration) -> Ring {
         Ring {
             switch: Switch::default(),
             facts: Facts::new(blocks),
             gauges,
-            posts: std::array::from_fn(|_| Post::new(now)),
+            posts: ActorName::all(devices).iter().map(|_| Post::new(now)).collect(),
+            devices,
             in_flight: Mutex::default(),
             enqueued: AtomicU64::new(0),
             last_finished: AtomicU64::new(0),
@@ -144,7 +148,7 @@ impl Ring {
     }
 
     pub(crate) fn post(&self, actor: ActorName) -> &Post {
-        &self.posts[actor as usize]
+        &self.posts[actor.index(self.devices as usize)]
     }
 
     /// Grows whenever anything moves.
@@ -235,17 +239,18 @@ impl Ring {
     }
 
     /// What each actor has spent until now, with the state it is in.
-    pub(crate) fn spent(&self, now: Duration) -> [(ActorName, Spent); 6] {
-        ActorName::ALL.map(|name| (name, self.post(name).meter.spent_until(now)))
+    pub(crate) fn spent(&self, now: Duration) -> Vec<(ActorName, Spent)> {
+        let names = ActorName::all(self.devices).into_iter();
+        names.map(|name| (name, self.post(name).meter.spent_until(now))).collect()
     }
 
     pub(crate) fn snapshot(&self) -> Snapshot {
-        let actors = ActorName::ALL.map(|name| {
+        let actors = ActorName::all(self.devices).into_iter().map(|name| {
             let (doing, spent) = self.post(name).doing();
             (name, doing, spent)
         });
         Snapshot {
-            actors,
+            actors: actors.collect(),
             pools: self.gauges.iter().map(Gauge::read).collect(),
             operations: self.operations().values().map(Queued::in_flight).collect(),
             versions: self.facts.versions(),

@@ -15,7 +15,7 @@ use crate::names::ActorName;
 use crate::ports::Lanes;
 use crate::ring::{Ring, Standing, WaitsFor};
 
-/// One of the six.
+/// One actor.
 #[async_trait]
 pub(crate) trait Actor: Send {
     /// Works until the stop message has passed through.

@@ -7,6 +7,7 @@
 //! A device with queues of its own is issued the operations of its lanes as soon as those that they
 //! wait on were issued, and a second thread a lane waits for their ends.
 
+use std::collections::HashMap;
 use std::future::Future;
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -24,7 +25,7 @@ use crate::fence::Done;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
 use crate::record::{RecordSink, Scribe};
-use crate::work::Lane;
+use crate::work::Queue;
 
 /// Waits for work that was issued to a device, and says how it ended, in the lanes' time.
 pub type Pending = Box<dyn FnOnce() -> Result<Done, BoxedError> + Send>;
@@ -32,7 +33,7 @@ pub type Pending = Box<dyn FnOnce() -> Result<Done, BoxedError> + Send>;
 /// Operations of a lane that its device has and has not ended, beside the one that is waited for.
 const ISSUED: usize = 2;
 
-/// What does the work. Called by six threads at once, each with its lane's operations.
+/// What does the work. Called by a thread of each queue, all at once.
 pub trait LaneWork: Send + Sync + 'static {
     /// See [`Ports::Batch`].
     type Batch: Send + 'static;
@@ -47,10 +48,10 @@ pub trait LaneWork: Send + Sync + 'static {
     /// Whatever went wrong; it ends the ring.
     fn perform(&self, operation: &Operation) -> Result<f64, BoxedError>;
 
-    /// Whether a device takes this lane's operations and keeps their order. Then they are
+    /// Whether a device takes this queue's operations and keeps their order. Then they are
     /// [issued](LaneWork::issue), and not performed.
-    fn issues(&self, lane: Lane) -> bool {
-        _ = lane;
+    fn issues(&self, queue: Queue) -> bool {
+        _ = queue;
         false
     }
 
@@ -67,43 +68,48 @@ pub trait LaneWork: Send + Sync + 'static {
 pub struct ThreadLanes<W> {
     work: Arc<W>,
     origin: Instant,
-    /// One queue a lane; bounded by the slots and credits that operations hold. None: closed.
-    queues: Mutex<Option<Vec<flume::Sender<Operation>>>>,
+    /// Bounded by the slots and credits that operations hold. None: closed.
+    queues: Mutex<Option<HashMap<Queue, flume::Sender<Operation>>>>,
     alive: watch::Sender<usize>,
 }
 
 impl<W: LaneWork> ThreadLanes<W> {
-    /// Starts the threads. `records` receives the record of each operation that ended well.
+    /// Starts the threads, for so many devices. `records` receives the record of each operation that ended well.
     ///
     /// # Errors
     /// The system gives no thread.
-    pub fn start(work: W, records: Option<Arc<dyn RecordSink>>) -> io::Result<ThreadLanes<W>> {
+    pub fn start(
+        work: W,
+        devices: u32,
+        records: Option<Arc<dyn RecordSink>>,
+    ) -> io::Result<ThreadLanes<W>> {
         let (work, origin, alive) = (Arc::new(work), Instant::now(), watch::Sender::new(0));
-        let mut queues = Vec::new();
-        for lane in Lane::ALL {
-            let (queue, operations) = flume::unbounded::<Operation>();
+        let mut queues = HashMap::new();
+        for queue in Queue::all(devices) {
+            let name = name_of(queue);
+            let (sender, operations) = flume::unbounded::<Operation>();
             let runner = || Runner {
                 work: work.clone(),
                 origin,
                 records: records.clone(),
                 scribe: Scribe::default(),
             };
-            if work.issues(lane) {
+            if work.issues(queue) {
                 let (issued, waited) = flume::bounded(ISSUED);
                 let (issuer, mut ender) = (runner(), runner());
-                spawn(lane.name(), &alive, move || {
+                spawn(&name, &alive, move || {
                     operations.iter().for_each(|operation| issuer.issue(operation, &issued));
                 })?;
-                spawn(&format!("{}-end", lane.name()), &alive, move || {
+                spawn(&format!("{name}-end"), &alive, move || {
                     waited.iter().for_each(|(operation, pending)| ender.end(operation, pending));
                 })?;
             } else {
                 let mut runner = runner();
-                spawn(lane.name(), &alive, move || {
+                spawn(&name, &alive, move || {
                     operations.iter().for_each(|operation| runner.run(operation));
                 })?;
             }
-            queues.push(queue);
+            queues.insert(queue, sender);
         }
         Ok(ThreadLanes { work, origin, queues: Mutex::new(Some(queues)), alive })
     }
@@ -111,6 +117,14 @@ impl<W: LaneWork> ThreadLanes<W> {
     /// What does the work.
     pub fn work(&self) -> &W {
         &self.work
+    }
+}
+
+/// What its thread is called.
+fn name_of(Queue { lane, device }: Queue) -> String {
+    match device.filter(|&device| device > 0) {
+        Some(device) => format!("{}-{device}", lane.name()),
+        None => lane.name().into(),
     }
 }
 
@@ -201,11 +215,10 @@ impl<W: LaneWork> Runner<W> {
 #[async_trait]
 impl<W: LaneWork> Lanes for ThreadLanes<W> {
     fn queue(&self, operation: Operation) {
-        let lane = operation.work().lane();
         let queues = self.queues.lock().expect("nothing panics inside");
         if let Some(queues) = &*queues {
             // A lane that is gone drops the operation, which fails the ring.
-            _ = queues[lane as usize].send(operation);
+            _ = queues[&operation.queue()].send(operation);
         }
     }
 

@@ -8,15 +8,15 @@ use crate::context::Context;
 use crate::executor::Executor;
 use crate::fetcher::Fetcher;
 use crate::mailbox::{Inbox, Outbox, mailbox};
-use crate::messages::{Flow, Resolved};
+use crate::messages::{Flow, Gradients, Resolved, Staged};
 use crate::names::ActorName;
 use crate::optimizer::Optimizer;
-use crate::pool::{Gauge, Pool};
+use crate::pool::Pool;
 use crate::ports::Lanes;
 use crate::prefetcher::Prefetcher;
 use crate::reducer::Reducer;
 use crate::ring::Ring;
-use crate::schedule::Pools;
+use crate::schedule::{Device, Pools};
 use crate::stasher::Stasher;
 use crate::task::{ActorTask, task};
 
@@ -30,38 +30,29 @@ pub(crate) struct Wired {
     pub(crate) resolved: Inbox<Resolved>,
 }
 
-/// All pools, each for its one taker.
-struct AllPools {
+/// The pools of a device, each for its one taker.
+struct DevicePools {
     weights: Pool,
     visits: Pool,
     inputs: Pool,
     outputs: Pool,
     gradients: Pool,
-    reduced: Pool,
-    reads: Pool,
-    states: Pool,
 }
 
-impl AllPools {
-    fn new(sizes: &Pools) -> AllPools {
-        AllPools {
-            weights: Pool::new("weights", sizes.weights),
-            visits: Pool::new("visits", sizes.visits),
-            inputs: Pool::new("inputs", sizes.inputs),
-            outputs: Pool::new("outputs", sizes.outputs),
-            gradients: Pool::new("gradients", sizes.gradients),
-            reduced: Pool::new("reduced", sizes.reduced),
-            reads: Pool::new("reads", sizes.reads),
-            states: Pool::new("states", sizes.states),
+impl DevicePools {
+    fn new(sizes: &Pools, device: Device) -> DevicePools {
+        let pool = |name, slots| Pool::on_device(name, device, slots);
+        DevicePools {
+            weights: pool("weights", sizes.weights),
+            visits: pool("visits", sizes.visits),
+            inputs: pool("inputs", sizes.inputs),
+            outputs: pool("outputs", sizes.outputs),
+            gradients: pool("gradients", sizes.gradients),
         }
     }
 
-    /// Gauges of the pools that have slots.
-    fn gauges(&self) -> Vec<Gauge> {
-        let AllPools { weights, visits, inputs, outputs, gradients, reduced, reads, states } = self;
-        let all = [weights, visits, inputs, outputs, gradients, reduced, reads, states];
-        let gauges = all.into_iter().map(Pool::gauge);
-        gauges.filter(|gauge| !gauge.read().holders.is_empty()).collect()
+    fn all(&self) -> [&Pool; 5] {
+        [&self.weights, &self.visits, &self.inputs, &self.outputs, &self.gradients]
     }
 }
 
@@ -72,38 +63,76 @@ const SIGNALS: usize = 3;
 /// `Reduced` carries a landing slot, or is one of a block's or a micro-batch's per step.
 pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let &RingConfig { pools: sizes, blocks, max_micro_batches, deferred, inject, .. } = config;
-    let pools = AllPools::new(&sizes);
-    let ring = Arc::new(Ring::new(blocks as usize, pools.gauges(), lanes.now()));
+    let devices = (0..sizes.devices).map(|device| DevicePools::new(&sizes, device as Device));
+    let devices: Vec<DevicePools> = devices.collect();
+    let landing = Pool::new("reduced", sizes.reduced);
+    let read_slots = Pool::new("reads", sizes.reads);
+    let state_slots = Pool::new("states", sizes.states);
+    let of_devices = devices.iter().flat_map(DevicePools::all);
+    let all = of_devices.chain([&landing, &read_slots, &state_slots]).map(Pool::gauge);
+    let gauges = all.filter(|gauge| !gauge.read().holders.is_empty()).collect();
+    let ring = Arc::new(Ring::new(blocks as usize, sizes.devices, gauges, lanes.now()));
     let context_of = |name| Context::new(name, &ring, lanes, inject);
 
     let outcomes = blocks as usize + max_micro_batches as usize;
     let (to_relay, resolved) = mailbox("resolved", 1);
     let (to_optimizer, reduced) = mailbox("reduced", outcomes + SIGNALS);
-    let (to_reducer, gradients) = mailbox("gradients", sizes.gradients as usize + SIGNALS);
-    let (to_stasher, outputs) = mailbox("outputs", sizes.outputs as usize + SIGNALS);
-    let (inputs_to_executor, inputs) = mailbox("inputs", sizes.inputs as usize);
-    let (to_executor, weights) = mailbox("weights", sizes.visits as usize + SIGNALS);
-    let (to_prefetcher, staged) = mailbox("staged", sizes.reads as usize + SIGNALS);
-    let (fetcher, steps) = mailbox("steps", SIGNALS);
-
     let optimizer = Optimizer {
         context: context_of(ActorName::Optimizer),
         reduced,
         resolved: to_relay,
         deferred,
-        state_slots: pools.states,
+        state_slots,
         updating: None,
     };
-    let stasher = Stasher { context: context_of(ActorName::Stasher), outputs, step: None };
-    let reducer = Reducer {
-        context: context_of(ActorName::Reducer),
-        gradients,
-        reduced: to_optimizer,
-        landing: pools.reduced,
-        deferred,
-    };
+    let mut tasks = vec![task(ActorName::Optimizer, &ring, lanes, optimizer)];
+    let (mut gradients, mut staged) = (Vec::new(), Vec::new());
+    for (device, pools) in (0..).zip(devices) {
+        let wired = wire_device(device, pools, &sizes, &ring, lanes, &context_of);
+        tasks.extend(wired.tasks);
+        gradients.push(wired.gradients);
+        staged.push(wired.staged);
+    }
+    let context = context_of(ActorName::Reducer);
+    let reducer = Reducer { context, gradients, reduced: to_optimizer, landing, deferred };
+    tasks.push(task(ActorName::Reducer, &ring, lanes, reducer));
+    let (fetcher, inbox) = mailbox("steps", SIGNALS);
+    let (context, gathered) = (context_of(ActorName::Fetcher), VecDeque::new());
+    let first = Fetcher { context, inbox, staged, read_slots, gathered };
+    tasks.push(task(ActorName::Fetcher, &ring, lanes, first));
+    Wired { ring, tasks, fetcher, resolved }
+}
+
+/// The actors of one device, and their edges to the others.
+struct WiredDevice {
+    tasks: [ActorTask; 3],
+    /// To the first of them.
+    staged: Outbox<Flow<Staged>>,
+    /// From them to the Reducer.
+    gradients: Inbox<Flow<Gradients>>,
+}
+
+fn wire_device(
+    device: Device,
+    pools: DevicePools,
+    sizes: &Pools,
+    ring: &Arc<Ring>,
+    lanes: &Arc<dyn Lanes>,
+    context_of: &dyn Fn(ActorName) -> Context,
+) -> WiredDevice {
+    let (to_reducer, gradients) = mailbox("gradients", sizes.gradients as usize + SIGNALS);
+    let (to_stasher, outputs) = mailbox("outputs", sizes.outputs as usize + SIGNALS);
+    let (inputs_to_executor, inputs) = mailbox("inputs", sizes.inputs as usize);
+    let (to_executor, weights) = mailbox("weights", sizes.visits as usize + SIGNALS);
+    let (to_prefetcher, staged) = mailbox("staged", sizes.reads as usize + SIGNALS);
+
+    let name = ActorName::Stasher(device);
+    let stasher = Stasher { context: context_of(name), outputs, step: None };
+    let stasher = task(name, ring, lanes, stasher);
+    let name = ActorName::Executor(device);
     let executor = Executor {
-        context: context_of(ActorName::Executor),
+        context: context_of(name),
+        device,
         weights,
         inputs,
         outputs: to_stasher,
@@ -112,8 +141,11 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         gradient_slots: pools.gradients,
         open: HashMap::new(),
     };
+    let executor = task(name, ring, lanes, executor);
+    let name = ActorName::Prefetcher(device);
     let prefetcher = Prefetcher {
-        context: context_of(ActorName::Prefetcher),
+        context: context_of(name),
+        device,
         staged,
         weights: to_executor,
         inputs: inputs_to_executor,
@@ -122,20 +154,6 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         input_slots: pools.inputs,
         resident: vec![None; sizes.weights as usize],
     };
-    let first = Fetcher {
-        context: context_of(ActorName::Fetcher),
-        inbox: steps,
-        staged: to_prefetcher,
-        read_slots: pools.reads,
-        gathered: VecDeque::new(),
-    };
-    let tasks = vec![
-        task(ActorName::Optimizer, &ring, lanes, optimizer),
-        task(ActorName::Stasher, &ring, lanes, stasher),
-        task(ActorName::Reducer, &ring, lanes, reducer),
-        task(ActorName::Executor, &ring, lanes, executor),
-        task(ActorName::Prefetcher, &ring, lanes, prefetcher),
-        task(ActorName::Fetcher, &ring, lanes, first),
-    ];
-    Wired { ring, tasks, fetcher, resolved }
+    let prefetcher = task(name, ring, lanes, prefetcher);
+    WiredDevice { tasks: [stasher, executor, prefetcher], staged: to_prefetcher, gradients }
 }

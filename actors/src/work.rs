@@ -6,9 +6,9 @@
 
 use std::fmt;
 
-use crate::schedule::{BlockId, BoundaryId, MicroBatch, Phase, Schedule, Share, Version};
+use crate::schedule::{BlockId, BoundaryId, Device, MicroBatch, Phase, Schedule, Share, Version};
 
-/// An in-order queue of work.
+/// A kind of in-order queue of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
     /// Host to device, and stash to device.
@@ -25,7 +25,35 @@ pub enum Lane {
     File,
 }
 
+/// A queue of operations that run in order: a lane of a device, or one of the host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Queue {
+    /// Which lane.
+    pub lane: Lane,
+    /// Of which device; `None`: of the host.
+    pub device: Option<Device>,
+}
+
+impl Queue {
+    /// All queues of a ring with so many devices.
+    pub fn all(devices: u32) -> Vec<Queue> {
+        let of_lane = |lane: Lane| -> Vec<Queue> {
+            if lane.is_of_device() {
+                (0..devices).map(|device| Queue { lane, device: Some(device as Device) }).collect()
+            } else {
+                vec![Queue { lane, device: None }]
+            }
+        };
+        Lane::ALL.into_iter().flat_map(of_lane).collect()
+    }
+}
+
 impl Lane {
+    /// True for a lane that each device has, false for one of the host.
+    pub fn is_of_device(self) -> bool {
+        matches!(self, Lane::Upload | Lane::Compute | Lane::Download)
+    }
+
     /// All lanes, in flow order.
     pub const ALL: [Lane; 6] =
         [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host, Lane::Update, Lane::File];

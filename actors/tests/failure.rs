@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::rehearsal::{Event, Name, Rehearsal};
 use common::*;
-use l2l_actors::schedule::{Capacities, LayerId, Schedule, relay};
+use l2l_actors::schedule::{Capacities, LayerId, Schedule, deal, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
 use l2l_actors::work::{Lane, Work};
@@ -33,18 +33,20 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// When updates come, and where blocks are.
+/// When updates come, where blocks are, and on how many devices.
 #[derive(Clone, Copy, Debug)]
 struct Mode {
     deferred: bool,
     on_file: bool,
+    devices: u32,
 }
 
-const MODES: [Mode; 4] = [
-    Mode { deferred: false, on_file: false },
-    Mode { deferred: true, on_file: false },
-    Mode { deferred: false, on_file: true },
-    Mode { deferred: true, on_file: true },
+const MODES: [Mode; 5] = [
+    Mode { deferred: false, on_file: false, devices: 1 },
+    Mode { deferred: true, on_file: false, devices: 1 },
+    Mode { deferred: false, on_file: true, devices: 1 },
+    Mode { deferred: true, on_file: true, devices: 1 },
+    Mode { deferred: true, on_file: false, devices: 2 },
 ];
 
 impl Mode {
@@ -61,6 +63,7 @@ fn ring(mode: Mode) -> (Schedule, RingConfig) {
     let mut selection = everything(&model, 2);
     selection.frozen = vec![l2l_actors::schedule::BlockId(1)];
     let schedule = relay(&model, &selection).expect("a model of ours");
+    let schedule = deal(schedule, mode.devices);
     let config = config(&schedule, &Capacities::default(), mode.deferred);
     (schedule, config)
 }
@@ -191,7 +194,7 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
     let watchdog = (fault == Fault::Hang).then_some(PATIENCE);
     let config = RingConfig { inject, watchdog, ..config };
     let work = Rehearsal::new(schedule.blocks.len(), event);
-    let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
+    let lanes = Arc::new(ThreadLanes::start(work, mode.devices, None).expect("threads"));
     let begin = Instant::now();
     let error = runtime(threads).block_on(async {
         let relay = Relay::start(config, lanes.clone());
@@ -313,7 +316,7 @@ fn a_relay_dropped_between_any_two_moves_leaves_nothing() {
 
 /// False: the ring had ended before.
 fn drop_after(moves: usize, mode: Mode) -> bool {
-    const MAIN: usize = ActorName::ALL.len();
+    let main = ActorName::all(mode.devices).len();
     let (schedule, config) = ring(mode);
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());
@@ -338,7 +341,7 @@ fn drop_after(moves: usize, mode: Mode) -> bool {
             return made > moves;
         };
         if made == moves {
-            world.cancel(MAIN);
+            world.cancel(main);
         }
         if world.moves().contains(&next) {
             world.make(next);
@@ -353,7 +356,7 @@ fn drop_at(name: Name, mode: Mode, threads: usize) {
     let begun = Arc::new(Notify::new());
     let work =
         Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Notifies(begun.clone()))));
-    let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
+    let lanes = Arc::new(ThreadLanes::start(work, mode.devices, None).expect("threads"));
     runtime(threads).block_on(async {
         let relay = Relay::start(config, lanes.clone());
         first(begun.notified(), drive(relay, &schedule)).await;
@@ -383,7 +386,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
         let (schedule, config) = ring(MODES[1]);
         let start = |inject| {
             let work = Rehearsal::new(schedule.blocks.len(), None);
-            let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
+            let lanes = Arc::new(ThreadLanes::start(work, 1, None).expect("threads"));
             Relay::start(RingConfig { inject, ..config.clone() }, lanes)
         };
         runtime(threads).block_on(async {
@@ -411,7 +414,7 @@ fn steps_start_no_thread_and_no_task() {
     for threads in [0, 2] {
         let (schedule, config) = ring(MODES[0]);
         let work = Rehearsal::new(schedule.blocks.len(), None);
-        let lanes = Arc::new(ThreadLanes::start(work, None).expect("threads"));
+        let lanes = Arc::new(ThreadLanes::start(work, 1, None).expect("threads"));
         runtime(threads).block_on(async {
             let mut relay = Relay::start(config, lanes);
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();

@@ -315,7 +315,7 @@ impl Watch {
             bytes_downloaded: self.0.used.downloaded(),
             link: self.0.link.clone(),
             channels: self.0.observer.pools().iter().map(channel).collect(),
-            actors: self.0.observer.spent().map(actor).into(),
+            actors: self.0.observer.spent().into_iter().map(actor).collect(),
             lanes: Lane::ALL.map(|track| lane(track, &tally)).into(),
             waited: WaitCause::ALL
                 .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))

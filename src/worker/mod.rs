@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 
 use l2l_actors::schedule::Role;
 use l2l_actors::threads::{LaneWork, Pending};
-use l2l_actors::work::{Lane, Work};
+use l2l_actors::work::{Lane, Queue, Work};
 use l2l_actors::{BoxedError, Operation, Step};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
@@ -187,8 +187,8 @@ impl LaneWork for Worker {
         self.work(operation)
     }
 
-    fn issues(&self, lane: Lane) -> bool {
-        self.device.issues() && [Lane::Upload, Lane::Compute, Lane::Download].contains(&lane)
+    fn issues(&self, queue: Queue) -> bool {
+        self.device.issues() && queue.device.is_some()
     }
 
     fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, BoxedError> {

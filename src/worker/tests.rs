@@ -88,7 +88,7 @@ impl Subject for Small {
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(1).expect("room on a disk");
-        Arc::new(ThreadLanes::start(worker, None).expect("threads"))
+        Arc::new(ThreadLanes::start(worker, 1, None).expect("threads"))
     }
 
     fn batch(&self, step: Version) -> StepInput {

@@ -1,11 +1,11 @@
-//! The device's visits with every choice made: which slot each block takes, and where each
+//! The devices' visits with every choice made: which slot each block takes, and where each
 //! gradient opens and closes.
 
 use super::residency::{Residence, residency};
 use super::spans::gradient_spans;
 use super::{BlockId, Phase, Pools, Schedule, Visit};
 
-/// A visit of the device, resolved.
+/// A visit of a device, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceVisit {
     /// Index in [`Schedule::visits`].
@@ -19,12 +19,21 @@ pub struct DeviceVisit {
     pub closes: Vec<BlockId>,
 }
 
+/// All devices' visits, in the order of the schedule.
 pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVisit> {
     let visits: Vec<(usize, &Visit)> =
         schedule.visits.iter().enumerate().filter(|(_, visit)| visit.on_device()).collect();
-    let blocks: Vec<&[BlockId]> = visits.iter().map(|(_, visit)| visit.blocks()).collect();
+    let mut residences = vec![Vec::new(); visits.len()];
+    for own in by_device(schedule, pools) {
+        let blocks: Vec<&[BlockId]> = own.iter().map(|&at| visits[at].1.blocks()).collect();
+        for (&at, mut placed) in own.iter().zip(residency(&blocks, pools.weights)) {
+            placed.iter_mut().for_each(|residence| {
+                residence.after = residence.after.map(|before| own[before]);
+            });
+            residences[at] = placed;
+        }
+    }
     let spans = gradient_spans(schedule);
-    let residences = residency(&blocks, pools.weights);
     let mut resolved = Vec::with_capacity(visits.len());
     for (now, ((index, visit), residences)) in visits.into_iter().zip(residences).enumerate() {
         let backward = visit.phase == Phase::Backward;
@@ -37,4 +46,13 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
         });
     }
     resolved
+}
+
+/// The visits of each device, as indices among the visits of all devices.
+pub(super) fn by_device(schedule: &Schedule, pools: &Pools) -> Vec<Vec<usize>> {
+    let mut visits = vec![Vec::new(); pools.devices as usize];
+    for (index, device) in schedule.device_visits().filter_map(Visit::device).enumerate() {
+        visits[usize::from(device)].push(index);
+    }
+    visits
 }

@@ -12,9 +12,11 @@
 //! statistics that its backward needs, so one visit does both and computes logits once. The loss
 //! follows it.
 
+use std::collections::BTreeMap;
+
 use super::model::{LayerKind, RingLayer, RingModel, Selection};
 use super::{
-    BlockId, Boundary, BoundaryId, LayerId, MicroBatch, Needs, Phase, Place, Refusal, Role,
+    BlockId, Boundary, BoundaryId, Device, LayerId, MicroBatch, Needs, Phase, Place, Refusal, Role,
     Schedule, Visit, VisitKind,
 };
 
@@ -47,6 +49,18 @@ pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Re
     }
     schedule.visits.extend(scatter);
     Ok(schedule)
+}
+
+/// Deals the layers of a schedule over devices, one after the other: device `d` of `N` visits the
+/// layers `d`, `d + N`, … Micro-batches follow each other from device to device, so that all
+/// devices work at once. What the schedule computes stays the same.
+pub fn deal(mut schedule: Schedule, devices: u32) -> Schedule {
+    let mut dealt = BTreeMap::new();
+    for visit in schedule.visits.iter_mut().filter(|visit| visit.on_device()) {
+        let next = dealt.len() as u32 % devices.max(1);
+        visit.place = Place::Device(*dealt.entry(visit.layer).or_insert(next) as Device);
+    }
+    schedule
 }
 
 /// One visit per layer and phase, each over all micro-batches, and the loss's.

@@ -35,16 +35,16 @@ use std::fmt;
 pub use boundary::{Boundary, Encoding, Role};
 pub use device_visits::DeviceVisit;
 pub use fetches::{Fetch, Share};
-pub use generate::{relay, resident};
+pub use generate::{deal, relay, resident};
 pub use ids::{BlockId, BoundaryId, LayerId, MicroBatch, Version};
 pub use model::{LayerKind, RingLayer, RingModel, Selection};
 pub use pieces::Piece;
-pub use plan::StepPlan;
+pub use plan::{DeviceWalk, StepPlan};
 pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;
 pub use traffic::Traffic;
-pub use visit::{Needs, Phase, Place, Visit, VisitKind};
+pub use visit::{Device, Needs, Phase, Place, Visit, VisitKind};
 
 /// Parameters that move and update together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +111,12 @@ impl Schedule {
     pub fn slots(&self, boundaries: &[BoundaryId]) -> u32 {
         let slots = |id: &BoundaryId| self.boundaries.get(id.0 as usize).map_or(0, |b| b.slots);
         boundaries.iter().map(slots).fold(0, u32::saturating_add)
+    }
+
+    /// Devices up to the last one that is visited.
+    pub fn devices(&self) -> u32 {
+        let devices = self.visits.iter().filter_map(Visit::device);
+        devices.map(|device| u32::from(device) + 1).max().unwrap_or(0)
     }
 
     /// The visits of devices, in order.

@@ -1,4 +1,4 @@
-//! The Prefetcher's list: what is uploaded in a step, in order.
+//! A Prefetcher's list: what is uploaded to its device in a step, in order.
 //!
 //! **The upload lane's order.** Inputs of each visit in order; the blocks of a coming visit stand
 //! (a) behind the last input of the visit that last used their slot, (b) behind the last input of
@@ -12,7 +12,7 @@
 use super::device_visits::DeviceVisit;
 use super::{MicroBatch, Pools, Schedule};
 
-/// One entry of the Prefetcher's list. Device visits are indices in
+/// One entry of a Prefetcher's list. Device visits are indices in
 /// [`StepPlan::device_visits`](super::StepPlan::device_visits).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Piece {
@@ -30,46 +30,50 @@ pub enum Piece {
     },
 }
 
-/// The whole list: see the head of this file.
+/// The whole list, for the device that has these visits: see the head of this file.
 pub(super) fn pieces(
     schedule: &Schedule,
     pools: &Pools,
     device_visits: &[DeviceVisit],
+    visits: &[usize],
 ) -> Vec<Piece> {
-    let places = earliest_places(schedule, pools, device_visits);
-    let mut coming = places.into_iter().enumerate().peekable();
+    let places = earliest_places(schedule, pools, device_visits, visits);
+    let mut coming = visits.iter().zip(places).peekable();
     let mut list = Vec::new();
-    for (own, visit) in schedule.device_visits().enumerate() {
+    for (own, &device_visit) in visits.iter().enumerate() {
+        let visit = &schedule.visits[device_visits[device_visit].visit];
         for (before, micro_batch) in (0..).zip(visit.micro_batches.clone()) {
-            while let Some((device_visit, _)) = coming.next_if(|(_, place)| *place <= (own, before))
-            {
+            while let Some((&device_visit, _)) = coming.next_if(|(_, at)| *at <= (own, before)) {
                 list.push(Piece::Weights { device_visit });
             }
             if !visit.reads.is_empty() {
-                list.push(Piece::Inputs { device_visit: own, micro_batch });
+                list.push(Piece::Inputs { device_visit, micro_batch });
             }
         }
     }
     list
 }
 
-/// For each device visit, the earliest place of its blocks in the list: behind how many inputs of
-/// which visit.
+/// For each visit of the device, the earliest place of its blocks in the list: behind how many
+/// inputs of which of the device's visits.
 fn earliest_places(
     schedule: &Schedule,
     pools: &Pools,
     device_visits: &[DeviceVisit],
+    visits: &[usize],
 ) -> Vec<(usize, u32)> {
-    let mut places = Vec::with_capacity(device_visits.len());
+    let mut places = Vec::with_capacity(visits.len());
     let mut earliest = (0, 0);
-    for (own, resolved) in device_visits.iter().enumerate() {
-        let freed = resolved.residences.iter().filter_map(|residence| residence.after);
+    for (own, &device_visit) in visits.iter().enumerate() {
+        let residences = device_visits[device_visit].residences.iter();
+        let freed = residences.filter_map(|residence| residence.after);
+        let freed = freed.map(|after| visits.partition_point(|&visit| visit < after));
         let behind = freed.chain(own.checked_sub(pools.visits as usize)).max();
         let meanwhile = behind.map_or(0, |visit| visit + 1);
         let place = if meanwhile >= own {
             (own, 0)
         } else {
-            let visit = &schedule.visits[device_visits[meanwhile].visit];
+            let visit = &schedule.visits[device_visits[visits[meanwhile]].visit];
             let slots = schedule.slots(&visit.reads).max(1);
             let inputs = (pools.ahead / slots).max(1).min(visit.micro_batches.len() as u32);
             (meanwhile, inputs)

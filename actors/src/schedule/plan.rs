@@ -1,6 +1,6 @@
 //! The plan of a step: a schedule with every choice made.
 
-use super::device_visits::{DeviceVisit, device_visits};
+use super::device_visits::{DeviceVisit, by_device, device_visits};
 use super::fetches::{Fetch, fetches};
 use super::pieces::{Piece, pieces};
 use super::pools::Pools;
@@ -16,12 +16,12 @@ pub struct StepPlan {
     pub schedule: Schedule,
     /// The pools it was checked against.
     pub pools: Pools,
-    /// The device's visits, in order: what the Executor walks.
+    /// The visits of all devices, in order.
     pub device_visits: Vec<DeviceVisit>,
+    /// What the actors of each device walk.
+    pub walks: Vec<DeviceWalk>,
     /// What the Fetcher walks.
     pub fetches: Vec<Fetch>,
-    /// What the Prefetcher walks.
-    pub pieces: Vec<Piece>,
     /// What the Reducer walks.
     pub reductions: Vec<Reduction>,
     /// Blocks updated, in forward order of their first visit: what the Optimizer walks.
@@ -30,6 +30,15 @@ pub struct StepPlan {
     pub carried: Vec<BlockId>,
     /// Bytes moved.
     pub traffic: Traffic,
+}
+
+/// What the actors of one device walk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DeviceWalk {
+    /// Its visits, in order, as indices in [`StepPlan::device_visits`]: what its Executor walks.
+    pub visits: Vec<usize>,
+    /// What its Prefetcher walks.
+    pub pieces: Vec<Piece>,
 }
 
 impl StepPlan {
@@ -46,13 +55,17 @@ impl StepPlan {
         let (updates, carried) = updates(&schedule, &reductions);
         let traffic = Traffic::of(&schedule, &device_visits, &reductions, &updates);
         let fetches = fetches(&schedule, &pools, &device_visits);
-        let pieces = pieces(&schedule, &pools, &device_visits);
+        let walk = |visits: Vec<usize>| {
+            let pieces = pieces(&schedule, &pools, &device_visits, &visits);
+            DeviceWalk { visits, pieces }
+        };
+        let walks: Vec<DeviceWalk> = by_device(&schedule, &pools).into_iter().map(walk).collect();
         Walks {
             schedule: &schedule,
             pools: &pools,
             fetches: &fetches,
-            pieces: &pieces,
             device_visits: &device_visits,
+            devices: &walks,
             reductions: &reductions,
         }
         .replay()?;
@@ -60,8 +73,8 @@ impl StepPlan {
             schedule,
             pools,
             device_visits,
+            walks,
             fetches,
-            pieces,
             reductions,
             updates,
             carried,

@@ -1,7 +1,7 @@
 //! Pools: how many slots of each kind a ring has, and whether they suffice for a schedule.
 
 use super::spans::open_gradients;
-use super::{Refusal, Schedule};
+use super::{Refusal, Schedule, Visit};
 
 /// Channel depths as a user sets them, each at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,9 +22,11 @@ impl Default for Capacities {
     }
 }
 
-/// Slots of every pool: what is allocated at start, one number a holder.
+/// Slots of every pool: what is allocated at start, one number a holder. Each device has as many.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Pools {
+    /// Devices. Each has its own pools of weights, visits, inputs, outputs and gradients.
+    pub devices: u32,
     /// Blocks on the device.
     pub weights: u32,
     /// Device visits between the announcement of their weights and their end.
@@ -62,6 +64,7 @@ impl Pools {
         let ahead = depths.stash.min(brought.fold(0, u32::saturating_add)).max(1);
         let is_staged = schedule.blocks.iter().any(|block| block.staged);
         Pools {
+            devices: schedule.devices(),
             weights,
             // One visit runs, and the blocks of the others come; more than three ahead only queue
             // up in front of the inputs of the visit that runs.
@@ -81,6 +84,7 @@ impl Pools {
     /// The smallest pools that run either schedule.
     pub fn max(self, other: Pools) -> Pools {
         Pools {
+            devices: self.devices.max(other.devices),
             weights: self.weights.max(other.weights),
             visits: self.visits.max(other.visits),
             inputs: self.inputs.max(other.inputs),
@@ -95,6 +99,11 @@ impl Pools {
 
     /// Each pool holds what one operation takes from it at once, and gradients all that stay open.
     pub(super) fn check(&self, schedule: &Schedule) -> Result<(), Refusal> {
+        let known = |visit: &Visit| visit.device().is_none_or(|d| u32::from(d) < self.devices);
+        if let Some(index) = schedule.visits.iter().position(|visit| !known(visit)) {
+            let has = self.devices;
+            return Err(Refusal::at(schedule, index, format!("this ring has {has} devices")));
+        }
         for (index, visit) in schedule.visits.iter().enumerate().filter(|(_, v)| v.on_device()) {
             let needs = [
                 ("weights", visit.blocks().len() as u32, self.weights),
@@ -110,7 +119,9 @@ impl Pools {
         }
         let (open, has) = (open_gradients(schedule), self.gradients);
         if open > has {
-            let reason = format!("holds {open} gradients open at once; pool gradients has {has}");
+            let reason = format!(
+                "holds {open} gradients of a device open at once; pool gradients has {has}"
+            );
             return Err(Refusal::of(reason));
         }
         let is_staged = schedule.blocks.iter().any(|block| block.staged);

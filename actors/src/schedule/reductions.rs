@@ -1,7 +1,7 @@
 //! The Reducer's list, and what the Optimizer updates from it.
 
 use super::device_visits::DeviceVisit;
-use super::{BlockId, Schedule, Visit, VisitKind};
+use super::{BlockId, Device, Schedule, Visit, VisitKind};
 
 /// One entry of the Reducer's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -15,6 +15,8 @@ pub enum Reduction {
     Gradient {
         /// The block.
         block: BlockId,
+        /// The device that it comes from.
+        device: Device,
         /// True when a scatter follows.
         joins: bool,
     },
@@ -34,9 +36,10 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
         match visit.kind {
             VisitKind::Layer | VisitKind::Tile => {
                 let closes = device.next().into_iter().flat_map(|visit| &visit.closes);
+                let device = visit.device().expect("a device visits layers");
                 list.extend(closes.map(|&block| {
                     let joins = scattered.contains(&block);
-                    Reduction::Gradient { block, joins }
+                    Reduction::Gradient { block, device, joins }
                 }));
             }
             VisitKind::Scatter => list.push(Reduction::Scatter { visit: index }),

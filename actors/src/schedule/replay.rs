@@ -1,6 +1,6 @@
 //! Does the walk end? Replays a plan once without tensors and without time.
 //!
-//! Four actors wait for more than a lane: Fetcher, Prefetcher, Executor, Reducer. Each takes from
+//! Four actors wait for more than a lane: Fetcher, Prefetchers, Executors, Reducer. Each takes from
 //! its pools alone and in a fixed order, and a completed operation never takes anything back. So
 //! whether the walk ends does not depend on timing, and one replay, in which lanes are as fast as
 //! they can be, decides for all. A property test holds it against the real ring.
@@ -8,6 +8,7 @@
 use super::device_visits::DeviceVisit;
 use super::fetches::{Fetch, Share};
 use super::pieces::Piece;
+use super::plan::DeviceWalk;
 use super::pools::Pools;
 use super::reductions::Reduction;
 use super::{BlockId, BoundaryId, MicroBatch, Refusal, Schedule, Visit};
@@ -18,8 +19,8 @@ pub(super) struct Walks<'p> {
     pub(super) schedule: &'p Schedule,
     pub(super) pools: &'p Pools,
     pub(super) fetches: &'p [Fetch],
-    pub(super) pieces: &'p [Piece],
     pub(super) device_visits: &'p [DeviceVisit],
+    pub(super) devices: &'p [DeviceWalk],
     pub(super) reductions: &'p [Reduction],
 }
 
@@ -30,30 +31,20 @@ impl Walks<'_> {
         let mut replay = Replay {
             walks: self,
             fetch: 0,
-            staged: 0,
-            piece: 0,
-            announced: 0,
-            inputs_sent: 0,
-            inputs_used: 0,
-            input_slots: 0,
             reads: 0,
-            visit: 0,
-            operation: 0,
-            gradient_slots: 0,
-            closed: Vec::new(),
+            devices: self.devices.iter().map(|_| OfDevice::default()).collect(),
             reduction: 0,
             landed: vec![false; boundaries],
         };
         loop {
-            let fetched = replay.fetch();
-            let prefetched = replay.prefetch();
-            let executed = replay.execute();
-            let reduced = replay.reduce();
-            let all = [prefetched, executed, reduced, fetched];
-            if all.contains(&Ok(true)) {
-                continue;
+            let mut all = Vec::new();
+            for device in 0..self.devices.len() {
+                all.extend([replay.prefetch(device), replay.execute(device)]);
             }
-            return all.into_iter().find_map(Result::err).map_or(Ok(()), Err);
+            all.extend([replay.reduce(), replay.fetch()]);
+            if !all.contains(&Ok(true)) {
+                return all.into_iter().find_map(Result::err).map_or(Ok(()), Err);
+            }
         }
     }
 }
@@ -62,26 +53,32 @@ impl Walks<'_> {
 struct Replay<'p> {
     walks: Walks<'p>,
     fetch: usize,
+    /// Read slots taken.
+    reads: u32,
+    devices: Vec<OfDevice>,
+    reduction: usize,
+    /// Boundary × micro-batch.
+    landed: Vec<bool>,
+}
+
+/// Where the actors of one device stand, and what they have taken.
+#[derive(Default)]
+struct OfDevice {
     /// Masters in read slots that the Prefetcher has not taken.
     staged: usize,
     piece: usize,
-    /// Device visits whose weights were sent.
+    /// Visits whose weights were sent.
     announced: usize,
-    /// Messages with inputs that were sent, and that operations have taken.
     inputs_sent: usize,
     inputs_used: usize,
     input_slots: u32,
-    /// Read slots taken.
-    reads: u32,
-    /// The Executor's device visit, and its next micro-batch within it.
+    /// The Executor's visit, among the device's.
     visit: usize,
+    /// Its next micro-batch within it.
     operation: usize,
     gradient_slots: u32,
     /// Gradients that were sent to the Reducer.
     closed: Vec<BlockId>,
-    reduction: usize,
-    /// Boundary × micro-batch.
-    landed: Vec<bool>,
 }
 
 /// `Ok(true)`: moved. `Ok(false)`: at the end. `Err`: waits for what the refusal names.
@@ -122,20 +119,12 @@ impl<'p> Replay<'p> {
                     return Err(self.waits(visit, "a read", "a slot of pool reads"));
                 }
                 self.reads += 1;
-                self.staged += usize::from(self.walks.schedule.visits[visit].on_device());
+                if let Some(device) = self.walks.schedule.visits[visit].device() {
+                    self.devices[usize::from(device)].staged += 1;
+                }
             }
         }
         self.fetch += 1;
-        Ok(true)
-    }
-
-    fn prefetch(&mut self) -> Progress {
-        let Some(&piece) = self.walks.pieces.get(self.piece) else { return Ok(false) };
-        match piece {
-            Piece::Weights { device_visit } => self.announce(device_visit)?,
-            Piece::Inputs { device_visit, micro_batch } => self.bring(device_visit, micro_batch)?,
-        }
-        self.piece += 1;
         Ok(true)
     }
 
@@ -153,29 +142,45 @@ impl<'p> Replay<'p> {
         }
     }
 
-    fn announce(&mut self, device_visit: usize) -> Result<(), Refusal> {
-        let Walks { schedule, pools, .. } = self.walks;
+    fn prefetch(&mut self, device: usize) -> Progress {
+        let pieces = &self.walks.devices[device].pieces;
+        let Some(&piece) = pieces.get(self.devices[device].piece) else { return Ok(false) };
+        match piece {
+            Piece::Weights { device_visit } => self.announce(device, device_visit)?,
+            Piece::Inputs { device_visit, micro_batch } => {
+                self.bring(device, device_visit, micro_batch)?;
+            }
+        }
+        self.devices[device].piece += 1;
+        Ok(true)
+    }
+
+    fn announce(&mut self, device: usize, device_visit: usize) -> Result<(), Refusal> {
+        let Walks { schedule, pools, devices, .. } = self.walks;
         let (resolved, _) = self.device_visit(device_visit);
         let waits = |pool| Err(self.waits(resolved.visit, "its weights", pool));
-        if device_visit - self.visit >= pools.visits as usize {
+        let of = &self.devices[device];
+        if of.announced - of.visit >= pools.visits as usize {
             return waits("a slot of pool visits");
         }
         let freed = resolved.residences.iter().filter_map(|residence| residence.after).max();
-        if freed.is_some_and(|visit| visit >= self.visit) {
+        let runs = devices[device].visits.get(of.visit);
+        if freed.is_some_and(|after| runs.is_some_and(|&runs| after >= runs)) {
             return waits("a slot of pool weights");
         }
         let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
         let staged = fetched.filter(|residence| schedule.block(residence.block).staged).count();
-        if staged > self.staged {
+        if staged > of.staged {
             return waits("the read of a block");
         }
-        self.staged -= staged;
         self.reads -= staged as u32;
-        self.announced += 1;
+        let of = &mut self.devices[device];
+        of.staged -= staged;
+        of.announced += 1;
         Ok(())
     }
 
-    fn bring(&mut self, device_visit: usize, m: MicroBatch) -> Result<(), Refusal> {
+    fn bring(&mut self, device: usize, device_visit: usize, m: MicroBatch) -> Result<(), Refusal> {
         let Walks { schedule, pools, .. } = self.walks;
         let (resolved, visit) = self.device_visit(device_visit);
         let waits = |pool| Err(self.waits(resolved.visit, "an input", pool));
@@ -183,42 +188,44 @@ impl<'p> Replay<'p> {
         if !self.all_landed(visit, m) {
             return waits("what an earlier visit writes");
         }
-        if self.input_slots + slots > pools.inputs {
+        if self.devices[device].input_slots + slots > pools.inputs {
             return waits("slots of pool inputs");
         }
-        self.input_slots += slots;
-        self.inputs_sent += 1;
+        let of = &mut self.devices[device];
+        of.input_slots += slots;
+        of.inputs_sent += 1;
         Ok(())
     }
 
-    fn execute(&mut self) -> Progress {
-        let Walks { schedule, pools, device_visits, .. } = self.walks;
-        let Some(resolved) = device_visits.get(self.visit) else { return Ok(false) };
-        let visit = &schedule.visits[resolved.visit];
-        if self.announced <= self.visit {
+    fn execute(&mut self, device: usize) -> Progress {
+        let Walks { schedule, pools, devices, .. } = self.walks;
+        let of = &self.devices[device];
+        let Some(&device_visit) = devices[device].visits.get(of.visit) else { return Ok(false) };
+        let (resolved, visit) = self.device_visit(device_visit);
+        if of.announced <= of.visit {
             return Err(self.waits(resolved.visit, "an operation", "its weights"));
         }
-        if !visit.reads.is_empty() && self.inputs_sent <= self.inputs_used {
+        if !visit.reads.is_empty() && of.inputs_sent <= of.inputs_used {
             return Err(self.waits(resolved.visit, "an operation", "its inputs"));
         }
-        if self.operation == 0 {
-            let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count() as u32;
-            if self.gradient_slots + opens > pools.gradients {
-                return Err(self.waits(resolved.visit, "a gradient", "a slot of pool gradients"));
-            }
-            self.gradient_slots += opens;
+        let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count() as u32;
+        let opens = if of.operation == 0 { opens } else { 0 };
+        if of.gradient_slots + opens > pools.gradients {
+            return Err(self.waits(resolved.visit, "a gradient", "a slot of pool gradients"));
         }
-        if !visit.reads.is_empty() {
-            self.inputs_used += 1;
-            self.input_slots -= schedule.slots(&visit.reads);
-        }
-        let m = visit.micro_batches.start + self.operation as MicroBatch;
+        let m = visit.micro_batches.start + of.operation as MicroBatch;
         self.land(&visit.writes, m);
-        self.operation += 1;
-        if self.operation == visit.micro_batches.len() {
-            self.closed.extend(&resolved.closes);
-            self.visit += 1;
-            self.operation = 0;
+        let of = &mut self.devices[device];
+        of.gradient_slots += opens;
+        if !visit.reads.is_empty() {
+            of.inputs_used += 1;
+            of.input_slots -= schedule.slots(&visit.reads);
+        }
+        of.operation += 1;
+        if of.operation == visit.micro_batches.len() {
+            of.closed.extend(&resolved.closes);
+            of.visit += 1;
+            of.operation = 0;
         }
         Ok(true)
     }
@@ -226,12 +233,13 @@ impl<'p> Replay<'p> {
     fn reduce(&mut self) -> Progress {
         let Some(&reduction) = self.walks.reductions.get(self.reduction) else { return Ok(false) };
         match reduction {
-            Reduction::Gradient { block, .. } => {
-                let Some(at) = self.closed.iter().position(|&closed| closed == block) else {
+            Reduction::Gradient { block, device, .. } => {
+                let of = &mut self.devices[usize::from(device)];
+                let Some(at) = of.closed.iter().position(|&closed| closed == block) else {
                     return Err(Refusal::of(format!("the gradient of {block} would never close")));
                 };
-                self.closed.remove(at);
-                self.gradient_slots -= 1;
+                of.closed.remove(at);
+                of.gradient_slots -= 1;
             }
             Reduction::Loss { visit } | Reduction::Scatter { visit } => {
                 let host = &self.walks.schedule.visits[visit];

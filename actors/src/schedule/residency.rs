@@ -18,7 +18,8 @@ pub struct Residence {
     pub slot: u32,
     /// True when it is uploaded for this visit; false when the slot holds it already.
     pub fetch: bool,
-    /// The device visit that last used the slot for another block: the fetch stands behind it.
+    /// The device visit that last used the slot for another block: the fetch stands behind it. An
+    /// index among the visits of all devices, once each has its own.
     pub after: Option<usize>,
     /// True when the slot holds something else, or nothing, after this visit.
     pub last_use: bool,

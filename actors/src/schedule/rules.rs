@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{BlockId, BoundaryId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind};
+use super::{BlockId, BoundaryId, MicroBatch, Phase, Refusal, Schedule, Visit, VisitKind};
 
 /// Checks everything that does not depend on pools.
 pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
@@ -45,10 +45,8 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     if let Some(id) = met.iter().find(|id| id.0 as usize >= schedule.boundaries.len()) {
         return Err(format!("{id} is unknown: the schedule has {}", schedule.boundaries.len()));
     }
-    match visit.place {
-        Place::Device(n) if n > 0 => Err(format!("device {n}: this ring has device 0 only")),
-        _ => shape(visit).and_then(|()| roles(schedule, visit)),
-    }
+    shape(visit)?;
+    roles(schedule, visit)
 }
 
 /// What a visit reads and writes, and where it runs, is what its kind does.
@@ -140,7 +138,7 @@ fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
 fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut scattered = BTreeSet::new();
     let mut last_backward = BTreeMap::new();
-    let mut layer_of = BTreeMap::new();
+    let mut first_of: BTreeMap<BlockId, &Visit> = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
         for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
             if scattered.contains(&id) {
@@ -156,10 +154,15 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     scattered.insert(id);
                 }
                 (_, Phase::Backward) => {
-                    let layer = *layer_of.entry(id).or_insert(visit.layer);
-                    if layer != visit.layer {
+                    let first = *first_of.entry(id).or_insert(visit);
+                    if first.layer != visit.layer {
                         let order = "the order of their sum would depend on the schedule";
-                        let reason = format!("trains {id}, as {layer} does: {order}");
+                        let reason = format!("trains {id}, as {} does: {order}", first.layer);
+                        return Err(Refusal::at(schedule, index, reason));
+                    }
+                    if first.place != visit.place {
+                        let one = "a gradient is added up on one device";
+                        let reason = format!("trains {id} on another device: {one}");
                         return Err(Refusal::at(schedule, index, reason));
                     }
                     last_backward.insert(id, index);

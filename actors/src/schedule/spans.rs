@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{BlockId, Phase, Schedule};
+use super::{BlockId, Phase, Schedule, Visit};
 
 /// First and last backward visit of every trained block, as indices among the device's visits.
 pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<BlockId, (usize, usize)> {
@@ -17,13 +17,15 @@ pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<BlockId, (usize, u
     spans
 }
 
-/// The most gradients that are open at once.
+/// The most gradients that are open at once on one device.
 pub(super) fn open_gradients(schedule: &Schedule) -> u32 {
-    let mut changes = BTreeMap::new(); // (visit, ended) -> opened, closed
+    let devices: Vec<_> = schedule.device_visits().map(Visit::device).collect();
+    let mut changes = BTreeMap::new(); // (device, visit, ended) -> opened, closed
     for (first, last) in gradient_spans(schedule).into_values() {
-        *changes.entry((first, false)).or_insert(0_i64) += 1;
-        *changes.entry((last, true)).or_insert(0) -= 1;
+        *changes.entry((devices[first], first, false)).or_insert(0_i64) += 1;
+        *changes.entry((devices[first], last, true)).or_insert(0) -= 1;
     }
+    // Each device ends with none open, so the next one begins with none.
     let mut open = 0;
     let levels = changes.into_values().map(|change| {
         open += change;

@@ -5,14 +5,17 @@ use std::ops::Range;
 
 use super::ids::{BlockId, BoundaryId, LayerId, MicroBatch};
 
+/// Index of a device among those of a ring.
+pub type Device = u8;
+
 /// Where a visit runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Place {
     /// The host lane.
     Host,
-    /// The compute lane of this device. One device so far: 0.
-    Device(u8),
+    /// This device.
+    Device(Device),
 }
 
 /// What a visit does.
@@ -94,6 +97,14 @@ impl Visit {
 
     /// True for a visit of a device, false for one of the host lane.
     pub fn on_device(&self) -> bool {
-        matches!(self.place, Place::Device(_))
+        self.device().is_some()
+    }
+
+    /// The device that is visited; `None`: the host.
+    pub fn device(&self) -> Option<Device> {
+        match self.place {
+            Place::Device(device) => Some(device),
+            Place::Host => None,
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Lanes that count time instead of spending it.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
@@ -12,9 +12,10 @@ use crate::fence::Done;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
 use crate::record::{Record, Scribe};
-use crate::work::Lane;
+use crate::work::Queue;
 
-struct Queue {
+#[derive(Default)]
+struct InOrder {
     pending: VecDeque<Operation>,
     running: Option<Running>,
     scribe: Scribe,
@@ -28,7 +29,7 @@ struct Running {
 
 struct Inner {
     now: Duration,
-    queues: [Queue; Lane::ALL.len()],
+    queues: BTreeMap<Queue, InOrder>,
     memory: Memory,
     records: Vec<Record>,
     durations: Box<dyn FnMut(&Operation) -> Duration + Send>,
@@ -44,10 +45,9 @@ pub struct VirtualLanes {
 impl VirtualLanes {
     /// Lanes on which each operation takes the time that `durations` says.
     pub fn new(durations: impl FnMut(&Operation) -> Duration + Send + 'static) -> VirtualLanes {
-        let queue = || Queue { pending: VecDeque::new(), running: None, scribe: Scribe::default() };
         let inner = Inner {
             now: Duration::ZERO,
-            queues: std::array::from_fn(|_| queue()),
+            queues: BTreeMap::new(),
             memory: Memory::default(),
             records: Vec::new(),
             durations: Box::new(durations),
@@ -64,10 +64,15 @@ impl VirtualLanes {
         std::mem::take(&mut self.lock().records)
     }
 
-    /// True when the lane's next operation may begin.
-    pub(super) fn can_begin(&self, lane: Lane) -> bool {
+    /// Queues that have had an operation.
+    pub(super) fn queues(&self) -> Vec<Queue> {
+        self.lock().queues.keys().copied().collect()
+    }
+
+    /// True when the queue's next operation may begin.
+    pub(super) fn can_begin(&self, queue: Queue) -> bool {
         let inner = self.lock();
-        let queue = &inner.queues[lane as usize];
+        let queue = &inner.queues[&queue];
         let ready = |operation: &Operation| {
             operation.is_cancelled()
                 || operation.waits().iter().all(|fence| fence.reached().is_some())
@@ -76,10 +81,10 @@ impl VirtualLanes {
     }
 
     /// Begins it, or drops it when it is cancelled.
-    pub(super) fn begin(&self, lane: Lane) {
+    pub(super) fn begin(&self, queue: Queue) {
         let mut guard = self.lock();
         let inner = &mut *guard;
-        let queue = &mut inner.queues[lane as usize];
+        let queue = inner.queues.get_mut(&queue).expect("can_begin was asked");
         let operation = queue.pending.pop_front().expect("can_begin was asked");
         if operation.is_cancelled() {
             drop(guard);
@@ -94,16 +99,16 @@ impl VirtualLanes {
         queue.running = Some(Running { operation, begin, end });
     }
 
-    /// When the lane's running operation ends.
-    pub(super) fn end_of(&self, lane: Lane) -> Option<Duration> {
-        self.lock().queues[lane as usize].running.as_ref().map(|running| running.end)
+    /// When the queue's running operation ends.
+    pub(super) fn end_of(&self, queue: Queue) -> Option<Duration> {
+        self.lock().queues[&queue].running.as_ref().map(|running| running.end)
     }
 
     /// Ends it. The clock goes to its end, if it is not there yet.
-    pub(super) fn finish(&self, lane: Lane) {
+    pub(super) fn finish(&self, queue: Queue) {
         let mut guard = self.lock();
         let inner = &mut *guard;
-        let queue = &mut inner.queues[lane as usize];
+        let queue = inner.queues.get_mut(&queue).expect("end_of was asked");
         let Running { operation, begin, end } = queue.running.take().expect("end_of was asked");
         inner.now = inner.now.max(end);
         inner.memory.end(&operation);
@@ -118,9 +123,9 @@ impl VirtualLanes {
 #[async_trait]
 impl Lanes for VirtualLanes {
     fn queue(&self, operation: Operation) {
-        let lane = operation.work().lane();
         self.left.send_modify(|left| *left += 1);
-        self.lock().queues[lane as usize].pending.push_back(operation);
+        let queue = operation.queue();
+        self.lock().queues.entry(queue).or_default().pending.push_back(operation);
     }
 
     fn now(&self) -> Duration {

@@ -3,17 +3,17 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceVisit, MicroBatch, Share, StepPlan, Version, Visit,
+    BlockId, BoundaryId, Device, DeviceVisit, MicroBatch, Share, StepPlan, Version, Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
 /// A piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Cell {
-    Weights(u32),
-    Input(u32),
-    Output(u32),
-    Gradient(u32),
+    Weights(Device, u32),
+    Input(Device, u32),
+    Output(Device, u32),
+    Gradient(Device, u32),
     Landing(u32),
     /// A staging slot of pool `reads`.
     Read(u32),
@@ -56,6 +56,10 @@ impl Touch {
     ) -> Touch {
         let (step, mut touch) = (operation.step(), Touch::default());
         let (now, plan) = (step.number, &*step.plan);
+        // Host work names no slot of a device.
+        let device = operation.device().unwrap_or_default();
+        let input = |slot| Cell::Input(device, slot);
+        let output = |slot| Cell::Output(device, slot);
         match operation.work() {
             &Work::Gather { visit, share, master } => touch.gather(plan, now, visit, share, master),
             &Work::Stage { block, stored, slot, .. } => {
@@ -64,24 +68,24 @@ impl Touch {
             &Work::UploadBlock { block, version, master, weights } => {
                 let label = Label::Block(block, version);
                 touch.read(master_cell(block, master, Cell::Read), label);
-                touch.write(Cell::Weights(weights), label);
+                touch.write(Cell::Weights(device, weights), label);
             }
             Work::UploadBoundary { micro_batch, inputs } => {
                 touch.read_stash(&[inputs.boundary], *micro_batch, now);
-                touch.place(std::slice::from_ref(inputs), *micro_batch, now, Cell::Input, true);
+                touch.place(std::slice::from_ref(inputs), *micro_batch, now, input, true);
             }
             Work::Compute { micro_batch: m, blocks, inputs, outputs, .. } => {
-                touch.place(inputs, *m, now, Cell::Input, false);
-                touch.place(outputs, *m, now, Cell::Output, true);
-                blocks.iter().for_each(|of| touch.compute(of, now, &count));
+                touch.place(inputs, *m, now, input, false);
+                touch.place(outputs, *m, now, output, true);
+                blocks.iter().for_each(|of| touch.compute(device, of, now, &count));
             }
             Work::DownloadBoundary { micro_batch: m, outputs } => {
-                touch.place(std::slice::from_ref(outputs), *m, now, Cell::Output, false);
+                touch.place(std::slice::from_ref(outputs), *m, now, output, false);
                 touch.write_stash(&[outputs.boundary], *m, now);
             }
             &Work::DownloadGradient { block, gradients, reduced } => {
                 let label = Label::Gradient(block, now, on_device(plan, block));
-                touch.read(Cell::Gradient(gradients), label);
+                touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
             }
             &Work::Loss { visit, micro_batch } => {
@@ -162,7 +166,7 @@ impl Touch {
         placed: &[Placed],
         m: MicroBatch,
         now: Version,
-        cell: fn(u32) -> Cell,
+        cell: impl Fn(u32) -> Cell,
         writes: bool,
     ) {
         for Placed { boundary, slots } in placed {
@@ -189,11 +193,11 @@ impl Touch {
         micro_batches.for_each(|m| self.write_stash(&visit.writes, m, now));
     }
 
-    fn compute(&mut self, of: &BlockUse, now: Version, count: &impl Contributions) {
+    fn compute(&mut self, device: Device, of: &BlockUse, now: Version, count: &impl Contributions) {
         let &BlockUse { block, weights, gradient } = of;
-        self.read(Cell::Weights(weights), Label::Block(block, now));
+        self.read(Cell::Weights(device, weights), Label::Block(block, now));
         if let Some(Accumulator { slot, first }) = gradient {
-            self.add(Cell::Gradient(slot), (block, now), first, count);
+            self.add(Cell::Gradient(device, slot), (block, now), first, count);
         }
     }
 

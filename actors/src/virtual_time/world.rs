@@ -7,17 +7,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Wake, Waker};
 
 use super::lanes::VirtualLanes;
-use crate::work::Lane;
+use crate::work::Queue;
 
 /// Something that can happen next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Move {
     /// This task runs to its next wait.
     Poll(usize),
-    /// This lane begins its next operation.
-    Begin(Lane),
-    /// This lane's operation ends.
-    End(Lane),
+    /// This queue's next operation begins.
+    Begin(Queue),
+    /// This queue's operation ends.
+    End(Queue),
 }
 
 struct ActorTask {
@@ -64,8 +64,9 @@ impl World {
         let awake =
             |task: &&ActorTask| task.future.is_some() && task.woken.0.load(Ordering::Relaxed);
         let tasks = self.tasks.iter().enumerate().filter(|(_, task)| awake(task));
-        let begins = Lane::ALL.into_iter().filter(|&lane| self.lanes.can_begin(lane));
-        let ends = Lane::ALL.into_iter().filter(|&lane| self.lanes.end_of(lane).is_some());
+        let queues = self.lanes.queues();
+        let begins = queues.iter().copied().filter(|&queue| self.lanes.can_begin(queue));
+        let ends = queues.iter().copied().filter(|&queue| self.lanes.end_of(queue).is_some());
         let polls = tasks.map(|(index, _)| Move::Poll(index));
         polls.chain(begins.map(Move::Begin)).chain(ends.map(Move::End)).collect()
     }
@@ -73,8 +74,8 @@ impl World {
     /// Makes one of [`moves`](World::moves).
     pub fn make(&mut self, chosen: Move) {
         match chosen {
-            Move::Begin(lane) => self.lanes.begin(lane),
-            Move::End(lane) => self.lanes.finish(lane),
+            Move::Begin(queue) => self.lanes.begin(queue),
+            Move::End(queue) => self.lanes.finish(queue),
             Move::Poll(index) => {
                 let task = &mut self.tasks[index];
                 task.woken.0.store(false, Ordering::Relaxed);
@@ -111,18 +112,19 @@ impl World {
             if moved {
                 continue;
             }
-            for lane in Lane::ALL {
-                if self.lanes.can_begin(lane) {
-                    self.make(Move::Begin(lane));
+            let queues = self.lanes.queues();
+            for &queue in &queues {
+                if self.lanes.can_begin(queue) {
+                    self.make(Move::Begin(queue));
                     moved = true;
                 }
             }
             if moved {
                 continue;
             }
-            let ends = Lane::ALL.into_iter().filter_map(|l| self.lanes.end_of(l).map(|e| (e, l)));
+            let ends = queues.into_iter().filter_map(|q| self.lanes.end_of(q).map(|end| (end, q)));
             match ends.min() {
-                Some((_, lane)) => self.make(Move::End(lane)),
+                Some((_, queue)) => self.make(Move::End(queue)),
                 None if self.unfinished().is_empty() => return Ok(()),
                 None => return Err(self.unfinished()),
             }

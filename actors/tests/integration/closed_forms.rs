@@ -4,9 +4,9 @@ use std::time::Duration;
 
 use crate::common::times::*;
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, LayerId, Phase, Schedule, StepPlan, relay};
-use l2l_actors::virtual_time::Record;
-use l2l_actors::work::{Lane, Work};
+use l2l_actors::schedule::{BlockId, LayerId, Phase, Schedule, StepPlan, deal, relay};
+use l2l_actors::virtual_time::{self, Record};
+use l2l_actors::work::{Lane, Work, WorkKind};
 use proptest::prelude::*;
 
 /// A stack without tiles and its schedule. Stack layer `l` is block and layer `l + 1`.
@@ -124,5 +124,37 @@ proptest! {
         }
         let (_, last_update) = updated[updated.len() - 1];
         prop_assert!(first_upload.is_some_and(|begin| begin < last_update));
+    }
+}
+
+proptest! {
+    #![proptest_config(config_of_cases())]
+
+    /// Layers dealt over N devices: all work without a gap but for the way of one micro-batch over
+    /// the devices, there in the forward and back in the backward.
+    #[test]
+    fn dealt_layers_take_an_nth_and_one_way_over_the_devices(
+        devices in 1..=5_u32, rounds in 1..=6_u32, more in 0..=8_u32,
+        forward in 1..20_u64, backward in 1..40_u64,
+    ) {
+        let (layers, micro_batches) = (devices * rounds, devices + more);
+        let schedule = deal(stack(layers, micro_batches), devices);
+        let capacities = depths(2, 2, 2, 3 * micro_batches);
+        let config = config(&schedule, &capacities, false);
+        let times = move |operation: &l2l_actors::Operation| {
+            ticks(match operation.work().row().kind {
+                WorkKind::Forward => forward,
+                WorkKind::Backward => backward,
+                _ => 0,
+            })
+        };
+        let run = virtual_time::run(config, times, async move |mut relay| {
+            relay.step(&schedule, ()).await.expect("nothing fails here");
+            relay.stop().await.expect("nothing fails here");
+        });
+        let (_, records) = run.expect("it ends");
+        let (n, all) = (u64::from(devices), u64::from(layers * micro_batches));
+        let both = forward + backward;
+        prop_assert_eq!(end_of(&records), all / n * both + (n - 1) * both);
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::common::rehearsal::Rehearsal;
 use crate::common::*;
 use l2l_actors::conformance::{ConformanceReport, Main, Subject, check};
-use l2l_actors::schedule::{Pools, RingModel, Schedule, Version, relay};
+use l2l_actors::schedule::{Pools, RingModel, Schedule, Version, deal, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{VirtualLanes, World};
 use l2l_actors::{ActorTask, schedule::BlockId};
@@ -30,7 +30,25 @@ impl Subject for Threads {
 
     fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
         let work = Rehearsal::new(self.schedule().blocks.len(), None);
-        Arc::new(ThreadLanes::start(work, None).expect("threads"))
+        Arc::new(ThreadLanes::start(work, 1, None).expect("threads"))
+    }
+
+    fn batch(&self, _step: Version) {}
+}
+
+/// The same with the layers dealt over two devices.
+struct TwoDevices;
+
+impl Subject for TwoDevices {
+    type Ports = ThreadLanes<Rehearsal>;
+
+    fn schedule(&self) -> Schedule {
+        deal(Threads.schedule(), 2)
+    }
+
+    fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
+        let work = Rehearsal::new(self.schedule().blocks.len(), None);
+        Arc::new(ThreadLanes::start(work, 2, None).expect("threads"))
     }
 
     fn batch(&self, _step: Version) {}
@@ -85,6 +103,7 @@ fn full(report: ConformanceReport) {
 fn lanes_of_threads_conform() {
     full(check(&Threads));
     full(check(&OnFile));
+    full(check(&TwoDevices));
 }
 
 #[test]

@@ -3,9 +3,10 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, Capacities, Pools, Schedule, StepPlan, relay, resident};
+use l2l_actors::schedule::{BlockId, Capacities, Pools, Schedule, StepPlan, deal, relay, resident};
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
-use l2l_actors::{Relay, RingConfig};
+use l2l_actors::work::Queue;
+use l2l_actors::{ActorName, Relay, RingConfig};
 use proptest::prelude::*;
 
 /// A ring and what it runs.
@@ -21,6 +22,7 @@ struct Case {
     resident: bool,
     on_file: bool,
     frozen: Vec<u32>,
+    devices: u32,
     seed: u64,
 }
 
@@ -29,7 +31,9 @@ fn cases() -> impl Strategy<Value = Case> {
     let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
-    (shape, depths, flags, frozen, any::<u64>()).prop_map(|(shape, depths, flags, frozen, seed)| {
+    let rest = (frozen, 1..=3_u32, any::<u64>());
+    (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
+        let (frozen, devices, seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
         let (deferred, recompute, resident, on_file) = flags;
@@ -45,6 +49,7 @@ fn cases() -> impl Strategy<Value = Case> {
             resident,
             on_file,
             frozen,
+            devices,
             seed,
         }
     })
@@ -59,7 +64,8 @@ impl Case {
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
         let generate = if self.resident { resident } else { relay };
-        generate(&model, &selection).expect("a model of ours has a schedule")
+        let schedule = generate(&model, &selection).expect("a model of ours has a schedule");
+        deal(schedule, self.devices)
     }
 }
 
@@ -100,10 +106,14 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
         relay.stop().await.expect("nothing fails here");
     });
     let mut chance = Chance(case.seed);
-    let mut hated = chance.below(13);
+    let queues = Queue::all(case.devices);
+    let tasks = ActorName::all(case.devices).len() + 1;
+    let mut hated = chance.below(tasks + queues.len());
     let is_hated = |chosen: &Move, hated: usize| match *chosen {
         Move::Poll(index) => index == hated,
-        Move::Begin(lane) | Move::End(lane) => lane as usize + 7 == hated,
+        Move::Begin(queue) | Move::End(queue) => {
+            hated.checked_sub(tasks).is_some_and(|index| queues[index] == queue)
+        }
     };
     loop {
         let moves = world.moves();
@@ -115,7 +125,7 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
         let from = if case.seed.is_multiple_of(2) || liked.is_empty() { &moves } else { &liked };
         world.make(from[chance.below(from.len())]);
         if chance.below(50) == 0 {
-            hated = chance.below(13);
+            hated = chance.below(tasks + queues.len());
         }
     }
     match world.unfinished() {

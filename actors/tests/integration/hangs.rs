@@ -1,4 +1,4 @@
-//! The three known hangs, each as a small model of the ring with one rule broken.
+//! The known hangs, each as a small model of the ring with one rule broken.
 //!
 //! The real types do not let these be written (a pool has one taker, a landing block travels with
 //! work that needs no norm, facts are kept and not queued), so each is a few tasks on the same
@@ -51,6 +51,57 @@ fn one_activation_pool_with_two_takers_hangs() {
     assert_eq!(activations(false), Ok(()));
     let left = activations(true).expect_err("both hold what the other waits for");
     assert_eq!(left, ["prefetcher", "executor"]);
+}
+
+/// Blocks by turns for two devices, each of which needs the one before to be computed. A slot is
+/// free when its block is computed. With `by_device`, each device takes slots for its own blocks;
+/// without, one fetcher takes them in the order of all blocks.
+fn reads(by_device: bool) -> Result<(), Vec<String>> {
+    const BLOCKS: usize = 4;
+    let mut world = world();
+    let slots = Arc::new(Mutex::new(Pool::new("reads", 2)));
+    let computed: Arc<Vec<Semaphore>> = Arc::new((0..BLOCKS).map(|_| Semaphore::new(0)).collect());
+    let content = |block: usize| Content::Block(BlockId(block as u32), 0);
+    let (mut outboxes, mut executors) = (Vec::new(), Vec::new());
+    for _ in 0..2 {
+        let (to_executor, staged): (Outbox<Held>, Inbox<Held>) = mailbox("staged", BLOCKS);
+        outboxes.push(to_executor);
+        executors.push(staged);
+    }
+    let takers: Vec<Vec<usize>> = match by_device {
+        true => vec![(1..BLOCKS).step_by(2).collect(), (0..BLOCKS).step_by(2).collect()],
+        false => vec![(0..BLOCKS).collect()],
+    };
+    let outboxes = Arc::new(outboxes);
+    for blocks in takers {
+        let (slots, outboxes) = (slots.clone(), outboxes.clone());
+        world.spawn(format!("taker of {blocks:?}"), async move {
+            for block in blocks {
+                let held = slots.lock().await.acquire(1, content(block)).await;
+                held.into_iter().for_each(|held| outboxes[block % 2].send(held));
+            }
+        });
+    }
+    for (device, mut staged) in executors.into_iter().enumerate() {
+        let computed = computed.clone();
+        world.spawn(format!("executor {device}"), async move {
+            for block in (device..BLOCKS).step_by(2) {
+                let _slot = staged.recv().await;
+                if block > 0 {
+                    computed[block - 1].acquire().await.expect("never closed").forget();
+                }
+                computed[block].add_permits(1);
+            }
+        });
+    }
+    world.run()
+}
+
+#[test]
+fn one_pool_of_reads_with_a_taker_for_each_device_hangs() {
+    assert_eq!(reads(false), Ok(()));
+    let left = reads(true).expect_err("one device holds all slots and needs the other's block");
+    assert_eq!(left, ["taker of [0, 2]", "executor 0", "executor 1"]);
 }
 
 /// The norm needs all gradients. With `held`, a gradient waits for it in its landing block;

@@ -140,7 +140,7 @@ impl Reference<'_> {
         loop {
             let before = (piece, visit, operation, reduction);
             // Prefetcher.
-            while let Some(next) = plan.pieces.get(piece) {
+            while let Some(next) = plan.walks[0].pieces.get(piece) {
                 match *next {
                     Piece::Weights { device_visit } => {
                         if self.pools["visits"].0.is_empty() {
@@ -264,7 +264,7 @@ impl Reference<'_> {
                             }
                         }
                     }
-                    Reduction::Gradient { block, joins } => {
+                    Reduction::Gradient { block, joins, .. } => {
                         let Some(&(sent, computed)) = self.closed.get(&block.0) else { break };
                         if self.pools["reduced"].0.is_empty() {
                             break;
@@ -281,7 +281,10 @@ impl Reference<'_> {
                 break;
             }
         }
-        assert!(self.list.is_empty() && piece == plan.pieces.len(), "the reference walked all");
+        assert!(
+            self.list.is_empty() && piece == plan.walks[0].pieces.len(),
+            "the reference walked all"
+        );
         let resolved = self.measured.max(*self.visit_ends.last().expect("a visit"));
         if self.deferred {
             for _ in &plan.updates {

@@ -17,7 +17,7 @@ fn small() -> Schedule {
 
 fn lanes(schedule: &Schedule) -> Arc<ThreadLanes<Rehearsal>> {
     Arc::new(
-        ThreadLanes::start(Rehearsal::new(schedule.blocks.len(), None), None).expect("threads"),
+        ThreadLanes::start(Rehearsal::new(schedule.blocks.len(), None), 1, None).expect("threads"),
     )
 }
 

@@ -45,7 +45,8 @@ fn busy_starved_and_blocked_sum_to_the_time_that_passed() {
 fn whoever_is_slow_starves_those_after_and_blocks_those_before() {
     let of = |times| {
         let (_, snapshot) = after_two_steps(times, None);
-        snapshot.actors.map(|(_, _, spent)| (spent.starved, spent.blocked))
+        let spent = snapshot.actors.into_iter().map(|(_, _, spent)| (spent.starved, spent.blocked));
+        <[_; 6]>::try_from(spent.collect::<Vec<_>>()).expect("six actors")
     };
     let [_, _, executor, ..] = of(Times { upload: 1000, compute: 1, ..Times::default() });
     assert!(executor.0 > executor.1, "slow uploads starve the executor: {executor:?}");
@@ -57,13 +58,13 @@ fn whoever_is_slow_starves_those_after_and_blocks_those_before() {
 
 #[test]
 fn a_snapshot_says_who_holds_which_slot_and_waits_for_what() {
-    let inject = FaultInjection { actor: ActorName::Executor, wait: 12, fault: Fault::Error };
+    let inject = FaultInjection { actor: ActorName::Executor(0), wait: 12, fault: Fault::Error };
     let slow = Times { upload: 9, compute: 50, ..Times::default() };
     let (error, snapshot) = after_two_steps(slow, Some(inject));
     let Some(RingError::Failed { cause, .. }) = error else { panic!("{error:?}") };
-    assert_eq!(cause.actor, ActorName::Executor);
+    assert_eq!(cause.actor, ActorName::Executor(0));
     let text = snapshot.to_string();
-    for actor in ActorName::ALL {
+    for actor in ActorName::all(1) {
         assert!(text.contains(&format!("{actor}")), "{text}");
     }
     for pool in ["weights", "visits", "inputs", "outputs", "gradients", "reduced"] {

@@ -59,7 +59,7 @@ fn names_must_be_known_and_met_once() {
 
 #[test]
 fn places_are_this_rings() {
-    refused(Some(1), "this ring has device 0 only", |s| s.visits[1].place = Place::Device(1));
+    refused(Some(1), "this ring has 1 devices", |s| s.visits[1].place = Place::Device(1));
     refused(Some(1), "a host visit gathers", |s| s.visits[1].place = Place::Host);
 }
 
@@ -125,6 +125,18 @@ fn a_gradient_ends_once() {
         s.visits[9].micro_batches = 0..2;
         s.visits.push(rest);
     });
+}
+
+#[test]
+fn a_gradient_is_added_up_on_one_device() {
+    let model = model(2, 0, false);
+    let mut schedule = resident(&model, &everything(&model, 3)).expect("a model of ours");
+    let last = schedule.visits.iter().rposition(|visit| visit.on_device()).expect("a visit");
+    schedule.visits[last].place = Place::Device(1);
+    let pools = Pools::of(&schedule, &Capacities::default());
+    let refusal = StepPlan::new(schedule, pools).expect_err("its gradient is on device 0");
+    assert_eq!(refusal.visit, Some(last));
+    assert!(refusal.reason.contains("trains block 1 on another device"), "{refusal}");
 }
 
 #[test]
