@@ -20,6 +20,7 @@ fn slice(number: u64) -> Slice {
     Slice {
         number: Some(number),
         lane,
+        device: None,
         kind: SliceKind::Work(kind),
         step: number / 600,
         layer: Some((number / 12 % 50) as u32),

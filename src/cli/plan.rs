@@ -201,6 +201,7 @@ impl Shown<'_> {
             "fits": misfits.is_empty(),
             "why_not": misfits.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "parameters": model.parameters(),
+            "devices": plan.devices(),
             "device_bytes": terms(&plan.device, plan.device_bytes()),
             "pinned_bytes": plan.pinned_bytes,
             "host_bytes": terms(&plan.host, plan.host_bytes()),
@@ -237,8 +238,12 @@ impl Shown<'_> {
     fn print_bytes(&self) {
         let plan = self.plan;
         number("parameters", self.model.parameters() as u64, "");
+        let device = match plan.devices() {
+            1 => "device".to_string(),
+            devices => format!("each of {devices} devices"),
+        };
         for (place, terms, total) in [
-            ("device", &plan.device, plan.device_bytes()),
+            (device.as_str(), &plan.device, plan.device_bytes()),
             ("host", &plan.host, plan.host_bytes()),
             ("file", &plan.file, plan.file_bytes()),
         ] {

@@ -73,7 +73,21 @@ impl Config {
         let threads = self.device.threads;
         must(threads != Some(0), "device.threads", "at least 1")?;
         must(threads.is_none_or(|threads| threads <= 1024), "device.threads", "at most 1024")?;
+        let count = self.device.count;
+        must(count != Some(0), "device.count", "at least 1")?;
+        must(count.is_none_or(|count| count <= 255), "device.count", "at most 255")?;
         let on_cuda = self.device.kind == DeviceKind::Cuda;
+        let is_several = self.devices() > 1;
+        refuse(
+            on_cuda && is_several,
+            "device.count",
+            "is for device.kind = \"cpu\": leave it out, one GPU is used",
+        )?;
+        refuse(
+            is_several && self.stash.place == StashPlace::Device,
+            "stash.place",
+            "must be \"host\" with several devices, which pass activations on through it",
+        )?;
         let in_bf16 = self.device.dtype == Dtype::Bf16;
         refuse(
             on_cuda && self.device.link.is_some(),

@@ -231,6 +231,9 @@ pub enum RateSchedule {
 pub struct DeviceConfig {
     /// The device that computes layers.
     pub kind: DeviceKind,
+    /// How many devices of kind `cpu` share the work; 1 when absent. Layers are dealt to them by
+    /// turns. Each has memory and a share of the threads of its own. Results do not depend on it.
+    pub count: Option<u32>,
     /// Number of the GPU, as the driver counts them from 0.
     pub ordinal: usize,
     /// Folder with CUDA's libraries if they are not on the loader's path, for instance the one of

@@ -52,6 +52,11 @@ impl Config {
         rate("device.link", self.device.link.as_deref())
     }
 
+    /// How many devices there are.
+    pub fn devices(&self) -> u32 {
+        self.device.count.unwrap_or(1)
+    }
+
     /// `eps.update_rate` in bytes a second.
     ///
     /// # Errors

@@ -53,9 +53,14 @@ pub(crate) trait Device: Send + Sync + 'static {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError>;
 
-    /// Its memory, where the host reads and writes the same: the device's floats, and those of the
-    /// host from [`host_from`] on.
-    fn shared(&self) -> Option<&Arena>;
+    /// Its memory, where the host reads and writes the same: the floats of all devices, and those of
+    /// the host from [`host_from`] on.
+    fn shared(&self) -> Option<&Arc<Arena>>;
+
+    /// Where its own floats begin in its memory.
+    fn first(&self) -> usize {
+        0
+    }
 
     /// Prepares memory of the host that copies will use.
     fn pin(&self, memory: &mut [f32]) {
@@ -83,32 +88,45 @@ pub(crate) trait Device: Send + Sync + 'static {
     }
 }
 
-/// Where the host's floats begin in memory that it shares with a device of so many floats: on a
-/// page of their own, as files want them.
-pub(crate) fn host_from(device_floats: usize) -> usize {
+/// Floats from one device to the next, in memory that they share: whole pages.
+fn stride(device_floats: usize) -> usize {
     device_floats.next_multiple_of(1024)
 }
 
-/// The device that a config names, with memory for so many floats, of which `overhead` is the
-/// device's own. The host's floats are there, too, if it shares its memory.
+/// Where the host's floats begin in memory that it shares with so many devices of so many floats:
+/// on a page of their own, as files want them.
+pub(crate) fn host_from(devices: u32, device_floats: usize) -> usize {
+    devices as usize * stride(device_floats)
+}
+
+/// The devices that a config names, each with memory for so many floats, of which `overhead` is the
+/// device's own. The host's floats are there, too, if they share their memory.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
     [floats, host_floats]: [usize; 2],
     overhead: View,
     threads: &Arc<ThreadPool>,
-) -> Result<Box<dyn Device>, Error> {
+) -> Result<Vec<Box<dyn Device>>, Error> {
+    let devices = config.devices();
     match config.device.kind {
         DeviceKind::Cpu => {
-            let memory = cpu::Cpu::new(host_from(floats) + host_floats, threads);
+            let memory = Arena::new(host_from(devices, floats) + host_floats);
             let no_memory = |error| Error::system(format_args!("no memory: {error}"));
-            Ok(Box::new(memory.map_err(no_memory)?))
+            let memory = Arc::new(memory.map_err(no_memory)?);
+            let mut all: Vec<Box<dyn Device>> = Vec::new();
+            for device in 0..devices {
+                let first = device as usize * stride(floats);
+                let threads = cpu::threads_of(device, devices, threads)?;
+                all.push(Box::new(cpu::Cpu::new(&memory, first, threads)));
+            }
+            Ok(all)
         }
         DeviceKind::Cuda if !model.loss.is_cross_entropy() => {
             let problem = "is cuda: a loss of one's own runs on the cpu";
             Err(Error::config("device.kind", problem))
         }
-        DeviceKind::Cuda => cuda::open(config, model, floats, overhead),
+        DeviceKind::Cuda => Ok(vec![cuda::open(config, model, floats, overhead)?]),
     }
 }
 

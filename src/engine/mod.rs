@@ -72,7 +72,8 @@ impl Engine {
     pub(crate) fn start(config: Config, worker: Worker, trained: u64) -> Result<Engine, Error> {
         let (model, plan) = (worker.model().clone(), worker.plan().clone());
         let records = worker.records().clone();
-        let lanes = ThreadLanes::start(worker, 1, Some(records)).map_err(Error::system)?;
+        let lanes =
+            ThreadLanes::start(worker, plan.devices, Some(records)).map_err(Error::system)?;
         let lanes = Arc::new(lanes);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));

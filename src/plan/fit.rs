@@ -74,8 +74,9 @@ impl Plan {
     fn host_misfit(&self) -> Option<Misfit> {
         // The CPU device's memory is the host's.
         let is_shared = self.config.device.kind == DeviceKind::Cpu;
-        let of_device = if is_shared { self.device_bytes() } else { 0 };
-        let planned = of_device.saturating_add(self.host_bytes());
+        let devices = u64::from(self.devices);
+        let of_devices = if is_shared { self.device_bytes().saturating_mul(devices) } else { 0 };
+        let planned = of_devices.saturating_add(self.host_bytes());
         let threads = self.config.device.threads.unwrap_or_else(machine::cores) as u64;
         let all = planned.saturating_add(PROGRAM + threads * STACKS);
         let (available, by) = machine::memory_limit()?;

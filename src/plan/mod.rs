@@ -55,6 +55,8 @@ pub struct Plan {
     pub micro_batches: Vec<u32>,
     /// Sequences of a step, at most.
     pub(crate) sequences: usize,
+    /// Devices, of which each has as much memory.
+    pub(crate) devices: u32,
     pub(crate) pools: Pools,
     /// Who holds memory, and where.
     pub(crate) regions: Regions,
@@ -176,7 +178,12 @@ impl Plan {
         self.config.device.memory.bytes()
     }
 
-    /// Bytes of the device.
+    /// How many devices there are.
+    pub fn devices(&self) -> u32 {
+        self.devices
+    }
+
+    /// Bytes of a device.
     pub fn device_bytes(&self) -> u64 {
         self.device.iter().map(|term| term.bytes).sum()
     }

@@ -79,6 +79,7 @@ impl Sizing<'_> {
             positions,
             micro_batches,
             sequences,
+            devices: self.config.devices(),
             pools,
             regions,
             cache: self.cache,
@@ -136,6 +137,7 @@ impl Sizing<'_> {
         Ok(schedules)
     }
 
+    /// As many slots on each device, also on one that some schedule does not visit.
     fn pools(&self, schedules: &[Schedule]) -> Pools {
         let ChannelsConfig { weights, gradients, reduced, stash } = self.config.channels;
         let depths = Capacities { weights, gradients, reduced, stash };
@@ -268,7 +270,13 @@ fn check_sizes(
 ) -> Result<(), Error> {
     const VISITS: u128 = 1 << 22;
     const FLOATS: u128 = 1 << 44;
-    let shape = &model.shape;
+    let (shape, devices, layers) = (&model.shape, config.devices(), model.parts.len() - 1);
+    if devices as usize > layers {
+        let problem = format_args!(
+            "is {devices}, and the model has {layers} layers for devices: set at most {layers}"
+        );
+        return Err(Error::config("device.count", problem));
+    }
     let turns = sequences.div_ceil(config.step.micro_batch) as u128;
     let visits = turns.saturating_mul(model.parts.len() as u128);
     if visits > VISITS {

@@ -72,10 +72,11 @@ pub(crate) fn schedule_of(
     if !purpose.trains() {
         selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
     }
-    let mut schedule = match config.schedule.kind {
+    let schedule = match config.schedule.kind {
         ScheduleKind::Relay => schedule::relay(&ring, &selection)?,
         ScheduleKind::Resident => schedule::resident(&ring, &selection)?,
     };
+    let mut schedule = schedule::deal(schedule, config.devices());
     if purpose.scores() {
         add_logits(&mut schedule, model);
     }

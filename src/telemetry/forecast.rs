@@ -9,7 +9,7 @@ use l2l_actors::work::{Lane, Work, WorkKind};
 use l2l_actors::{Operation, Record, Relay, virtual_time};
 
 use super::{Ledger, Slice, SliceKind, Tally};
-use crate::config::{Config, StashPlace};
+use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
 use crate::models::{Kind, Model, Part, Save, Tensor};
@@ -55,6 +55,11 @@ impl Rates {
     /// memory moves so many.
     pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
         let positions = config.sequence_length(&model.shape).unwrap_or(1) as f64;
+        // Devices of one processor share what it can do.
+        let flops = match config.device.kind {
+            DeviceKind::Cpu => flops / f64::from(config.devices()),
+            DeviceKind::Cuda => flops,
+        };
         let mut compute = HashMap::new();
         let bytes = positions * model.shape.hidden as f64 * size_of::<f32>() as f64;
         for (index, part) in model.parts.iter().enumerate() {
@@ -74,8 +79,9 @@ impl Rates {
             // Products, and what is read and written at least.
             let forward = 2.0 * products / flops + 2.0 * bytes / host;
             let again = match (part.is_head(), config.schedule.recompute.keep()) {
-                (true, _) | (_, Some(Save::All)) => 0.0,
-                (_, None) => 1.0,
+                // A head's backward computes its logits, too.
+                (true, _) | (_, None) => 1.0,
+                (_, Some(Save::All)) => 0.0,
                 // Attention's products are about a third of a block's.
                 (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
             };
@@ -203,16 +209,19 @@ pub struct Forecast {
     pub slices: Vec<Slice>,
     /// All steps that were run for it, added up.
     pub tally: Tally,
+    /// How many devices there are.
+    pub devices: u32,
 }
 
 /// Steps that are run: the first finds the ring cold.
 const STEPS: usize = 3;
 
 impl Forecast {
-    /// Seconds of that step in which the compute lane stood still.
+    /// Seconds of that step in which a device's compute lane stood still, in the mean of devices.
     pub fn exposed_seconds(&self) -> f64 {
         let busy = self.slices.iter().filter(|slice| slice.lane == Lane::Compute).map(Slice::took);
-        (self.seconds - busy.sum::<Duration>().as_secs_f64()).max(0.0)
+        let busy = busy.sum::<Duration>().as_secs_f64() / f64::from(self.devices);
+        (self.seconds - busy).max(0.0)
     }
 
     /// Of a config's step of the longest sequences.
@@ -243,7 +252,8 @@ impl Forecast {
         let (ended, records) =
             run.map_err(|who| Error::system(format_args!("virtual time stood still: {who:?}")))?;
         let ends = ended?;
-        Ok(Forecast::of_records(&records, &ends, model.parts.len()))
+        let forecast = Forecast::of_records(&records, &ends, model.parts.len());
+        Ok(Forecast { devices: config.devices(), ..forecast })
     }
 
     fn of_records(records: &[Record], ends: &[Duration], layers: usize) -> Forecast {
@@ -263,6 +273,6 @@ impl Forecast {
         }
         resolved.for_each(|end| ledger.resolves(end));
         let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
-        Forecast { seconds, slices, tally: ledger.tally(ends[STEPS - 1]) }
+        Forecast { seconds, slices, tally: ledger.tally(ends[STEPS - 1]), devices: 1 }
     }
 }

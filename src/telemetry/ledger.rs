@@ -366,6 +366,7 @@ mod tests {
         Slice {
             number: Some(number),
             lane,
+            device: None,
             kind: SliceKind::Work(match lane {
                 Lane::Update => WorkKind::Update,
                 _ => WorkKind::Forward,

@@ -40,6 +40,8 @@ pub struct Slice {
     /// Where it ran.
     #[serde(rename = "track", serialize_with = "name_of")]
     pub lane: Lane,
+    /// The device whose lane that is; `None`: the host's.
+    pub device: Option<u8>,
     /// What it was.
     #[serde(serialize_with = "kind_name")]
     pub kind: SliceKind,
@@ -92,6 +94,7 @@ impl Slice {
         Slice {
             number: Some(record.number),
             lane: record.lane,
+            device: record.device,
             kind: SliceKind::Work(record.kind),
             step: record.step,
             layer: record.layer.map(|layer| layer.0),

@@ -5,7 +5,7 @@
 //! comes when the queue is full is left out and counted. The file of a run that was killed lacks
 //! the last bracket, which its readers accept.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
@@ -81,9 +81,25 @@ impl Observe for Trace {
 
 const PROCESS: u64 = 1;
 
-/// A row's thread: none is that of the process, which viewers take for its main one.
-fn thread(track: Lane) -> u64 {
-    PROCESS + 1 + track as usize as u64
+/// A row's thread: none is that of the process, which viewers take for its main one. The lanes of
+/// the host and of the first device come first, then those of each other device.
+fn thread(lane: Lane, device: Option<u8>) -> u64 {
+    let row = lane as usize + Lane::ALL.len() * usize::from(device.unwrap_or_default());
+    PROCESS + 1 + row as u64
+}
+
+/// The events that name a row.
+fn row_names(lane: Lane, device: Option<u8>) -> [Value; 2] {
+    let tid = thread(lane, device);
+    let name = match device.filter(|&device| device > 0) {
+        Some(device) => format!("{} of device {device}", lane.name()),
+        None => lane.name().to_string(),
+    };
+    let of = |what: &str, args: Value| json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args });
+    [
+        of("thread_name", json!({ "name": name })),
+        of("thread_sort_index", json!({ "sort_index": tid })),
+    ]
 }
 
 /// Opens the array, and names its rows.
@@ -91,14 +107,8 @@ fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
     let name = json!({ "ph": "M", "pid": PROCESS, "name": "process_name",
                        "args": { "name": format!("l2l {run}") } });
     write!(to, "[\n{name}")?;
-    for track in Lane::ALL {
-        let tid = thread(track);
-        for (what, args) in [
-            ("thread_name", json!({ "name": track.name() })),
-            ("thread_sort_index", json!({ "sort_index": tid })),
-        ] {
-            let event =
-                json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args });
+    for lane in Lane::ALL {
+        for event in row_names(lane, None) {
             write!(to, ",\n{event}")?;
         }
     }
@@ -113,7 +123,14 @@ fn write(file: &File, run: &str, slices: &Receiver<Slice>, left_out: &AtomicU64)
     }
     let mut to = BufWriter::new(file);
     head(&mut to, run)?;
+    let mut named = BTreeSet::new();
     loop {
+        let other = next.device.filter(|&device| device > 0);
+        if other.is_some() && named.insert((next.lane, other)) {
+            for event in row_names(next.lane, other) {
+                write!(to, ",\n{event}")?;
+            }
+        }
         for event in flows.events(&next) {
             write!(to, ",\n{event}")?;
         }
@@ -144,7 +161,7 @@ impl Flows {
     /// The events of a slice: itself, and the arrows that begin or end there.
     fn events(&mut self, slice: &Slice) -> Vec<Value> {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let tid = thread(slice.lane);
+        let tid = thread(slice.lane, slice.device);
         let name = match (slice.layer, slice.micro_batch) {
             (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind.name()),
             (Some(layer), None) => format!("{} {layer}", slice.kind.name()),

@@ -254,8 +254,10 @@ impl Watch {
     /// The peak use of device memory, by the plan's terms.
     pub(crate) fn device_memory(&self) -> Vec<MemoryView> {
         let pools = self.0.observer.pools();
+        // Of the device that used most.
         let peak = |name: &str| {
-            pools.iter().find(|pool| pool.name == name).map_or(0, |pool| pool.peak as usize)
+            let peaks = pools.iter().filter(|pool| pool.name == name).map(|pool| pool.peak);
+            peaks.max().unwrap_or(0) as usize
         };
         let plan = &self.0.plan;
         let used = plan.regions.peaks(peak, self.0.used.workspace() as usize);
@@ -314,8 +316,8 @@ impl Watch {
             bytes_uploaded: self.0.used.uploaded(),
             bytes_downloaded: self.0.used.downloaded(),
             link: self.0.link.clone(),
-            channels: self.0.observer.pools().iter().map(channel).collect(),
-            actors: self.0.observer.spent().into_iter().map(actor).collect(),
+            channels: channels(&self.0.observer.pools()),
+            actors: actors(self.0.observer.spent()),
             lanes: Lane::ALL.map(|track| lane(track, &tally)).into(),
             waited: WaitCause::ALL
                 .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
@@ -338,22 +340,41 @@ impl Watch {
     }
 }
 
-fn channel(pool: &pool::Occupancy) -> ChannelView {
-    ChannelView {
-        name: if pool.name == "inputs" { "stash" } else { pool.name },
-        depth: pool.holders.iter().flatten().count(),
-        peak: pool.peak,
-        capacity: pool.holders.len(),
+/// The pools by name, those of all devices in one.
+fn channels(pools: &[pool::Occupancy]) -> Vec<ChannelView> {
+    let mut channels: Vec<ChannelView> = Vec::new();
+    for pool in pools {
+        let name = if pool.name == "inputs" { "stash" } else { pool.name };
+        let (depth, capacity) = (pool.holders.iter().flatten().count(), pool.holders.len());
+        match channels.iter_mut().find(|channel| channel.name == name) {
+            Some(channel) => {
+                channel.depth += depth;
+                channel.peak += pool.peak;
+                channel.capacity += capacity;
+            }
+            None => channels.push(ChannelView { name, depth, peak: pool.peak, capacity }),
+        }
     }
+    channels
 }
 
-fn actor((name, spent): (l2l_actors::ActorName, l2l_actors::meter::Spent)) -> ActorView {
-    ActorView {
-        name: name.to_string(),
-        busy: spent.busy.as_secs_f64(),
-        starved: spent.starved.as_secs_f64(),
-        blocked: spent.blocked.as_secs_f64(),
+/// The actors by role, those of all devices in one.
+fn actors(spent: Vec<(l2l_actors::ActorName, l2l_actors::meter::Spent)>) -> Vec<ActorView> {
+    let mut actors: Vec<ActorView> = Vec::new();
+    for (actor, spent) in spent {
+        let name = actor.role();
+        let [busy, starved, blocked] =
+            [spent.busy, spent.starved, spent.blocked].map(|time| time.as_secs_f64());
+        match actors.iter_mut().find(|view| view.name == name) {
+            Some(view) => {
+                view.busy += busy;
+                view.starved += starved;
+                view.blocked += blocked;
+            }
+            None => actors.push(ActorView { name: name.into(), busy, starved, blocked }),
+        }
     }
+    actors
 }
 
 fn lane(track: Lane, tally: &Tally) -> LaneView {

@@ -285,6 +285,7 @@ impl Trainer {
         self.ledger.heard(&Slice {
             number: None,
             lane: Lane::File,
+            device: None,
             kind: SliceKind::Checkpoint,
             step: self.engine.begun().saturating_sub(1),
             layer: None,

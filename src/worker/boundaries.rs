@@ -6,6 +6,7 @@ use l2l_actors::schedule::{Boundary, BoundaryId, Encoding, LayerId, MicroBatch, 
 use l2l_actors::work::Placed;
 
 use super::Worker;
+use super::device_side::DeviceSide;
 use super::step::StepState;
 use crate::kernels::STATISTICS;
 use crate::models::Part;
@@ -33,7 +34,7 @@ impl Worker {
     /// Floats that a micro-batch fills in a slot.
     pub(super) fn in_slot(&self, filled: Filled<'_>) -> usize {
         let Filled { step, state, layer, boundary, micro_batch: m } = filled;
-        let (schedule, dtype) = (&step.plan.schedule, self.device.dtype);
+        let (schedule, dtype) = (&step.plan.schedule, self.plan.dtype);
         let rows = state.range(m, schedule).rows.len();
         let hidden = rows * self.model.shape.hidden;
         match filled.what().role {
@@ -45,7 +46,7 @@ impl Worker {
                     unreachable!("only layers of the stack save activations")
                 };
                 let of_each = state.lengths(m, schedule);
-                of_each.map(|length| layer.saved_len(length, self.device.save, dtype)).sum()
+                of_each.map(|length| layer.saved_len(length, self.save, dtype)).sum()
             }
             Role::NewKv => dtype.floats(rows * self.kv_width(layer)),
             // Logits of one position a sequence, or as many cached positions for each sequence.
@@ -68,19 +69,19 @@ impl Worker {
     }
 
     /// Where kernels find what the visit reads: in an input slot, or in the stash.
-    pub(super) fn input(&self, filled: Filled<'_>, placed: &Placed) -> View {
-        if self.device.stays_in_stash(filled.what()) {
+    pub(super) fn input(&self, on: &DeviceSide, filled: Filled<'_>, placed: &Placed) -> View {
+        if on.stays_in_stash(filled.what()) {
             return self.memory.in_stash(self.in_stash(filled));
         }
-        self.device.input(placed, self.in_slot(filled))
+        on.input(placed, self.in_slot(filled))
     }
 
     /// Where kernels write what the visit writes: to an output slot, or to the stash.
-    pub(super) fn output(&self, filled: Filled<'_>, placed: &Placed) -> View {
-        if self.device.stays_in_stash(filled.what()) {
+    pub(super) fn output(&self, on: &DeviceSide, filled: Filled<'_>, placed: &Placed) -> View {
+        if on.stays_in_stash(filled.what()) {
             return self.memory.in_stash(self.in_stash(filled));
         }
-        self.device.output(placed, self.in_slot(filled))
+        on.output(placed, self.in_slot(filled))
     }
 
     /// Numbers that the KV cache of a layer holds for each position.

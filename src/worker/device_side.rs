@@ -1,4 +1,4 @@
-//! The device's side: which view of its memory a slot is, copies over the link, and kernels.
+//! A device's side: which view of its memory a slot is, copies over the link, and kernels.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -14,7 +14,6 @@ use crate::config::Config;
 use crate::devices::Device;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
-use crate::models::Save;
 use crate::plan::{Holder, Place, Plan};
 use crate::tensor::{Dtype, Slots, View};
 
@@ -27,10 +26,7 @@ pub(super) struct DeviceSide {
     outputs: Slots,
     pub(super) chunk_state: View,
     pub(super) workspace: View,
-    pub(super) dtype: Dtype,
-    /// What waits in the stash of a layer's intermediates, if anything does.
-    pub(super) save: Save,
-    pub(super) seed: u64,
+    dtype: Dtype,
     /// Bytes a second of an emulated link.
     link: Option<f64>,
     /// Whether boundaries cross the link: the stash is on the host.
@@ -54,27 +50,29 @@ impl DeviceSide {
         plan: &Plan,
         used: &Arc<Used>,
     ) -> Result<DeviceSide, Error> {
-        let slots = |holder| plan.regions.slots(holder, Place::Device);
+        let first = device.first();
+        let slots = |holder| {
+            let slots = plan.regions.slots(holder, Place::Device);
+            Slots { at: first + slots.at, ..slots }
+        };
         Ok(DeviceSide {
             device,
             weights: slots(Holder::Weights),
             gradients: slots(Holder::Gradients),
             inputs: slots(Holder::Inputs),
             outputs: slots(Holder::Outputs),
-            chunk_state: plan.regions.on_device(Holder::ChunkState),
-            workspace: plan.regions.on_device(Holder::Workspace),
+            chunk_state: slots(Holder::ChunkState).all(),
+            workspace: slots(Holder::Workspace).all(),
             dtype: plan.dtype,
-            save: config.schedule.recompute.keep().unwrap_or(Save::All),
-            seed: config.step.seed,
             link: config.link_bytes_per_second()?,
             boundaries_cross: !plan.stash_on_device,
             used: used.clone(),
         })
     }
 
-    /// The device itself.
-    pub(super) fn device(&self) -> &dyn Device {
-        &*self.device
+    /// See [`Device::read_back`].
+    pub(super) fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
+        self.device.read_back(view)
     }
 
     /// A weight slot that holds a published block of so many numbers.

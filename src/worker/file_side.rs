@@ -11,7 +11,7 @@ impl Worker {
     /// Reads or writes what the operation says.
     pub(super) fn on_file(&self, operation: &Operation) -> Result<(), BoxedError> {
         let (begin, file) = (Instant::now(), self.host.file());
-        let host = self.memory.lease(self.device.device());
+        let host = self.memory.lease();
         let beat = &|| operation.still_runs();
         let part = self.host.file_part;
         match *operation.work() {

@@ -98,7 +98,7 @@ impl Worker {
     /// The lanes of the host and of updates.
     pub(super) fn on_host(&self, operation: &Operation) -> Result<f64, BoxedError> {
         let step = operation.step();
-        let host = self.memory.lease(self.device.device());
+        let host = self.memory.lease();
         let visit_of = |index: usize| &step.plan.schedule.visits[index];
         match *operation.work() {
             Work::Gather { visit, share, master } => {
@@ -212,7 +212,7 @@ impl Worker {
 
     /// Whether the stash holds this boundary as bf16.
     fn is_bf16(&self, boundary: &Boundary) -> bool {
-        self.device.dtype == Dtype::Bf16 || boundary.encoding == Encoding::PackedBf16
+        self.plan.dtype == Dtype::Bf16 || boundary.encoding == Encoding::PackedBf16
     }
 
     fn begin_statistics(

@@ -1,4 +1,4 @@
-//! The lanes of the device: uploads, kernels, downloads. What they copy from or to on the host is
+//! The lanes of devices: uploads, kernels, downloads. What they copy from or to on the host is
 //! the operation's until it has ended: the ring lets nobody write or read it meanwhile.
 
 use half::bf16;
@@ -7,7 +7,7 @@ use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
 use super::boundaries::Filled;
-use super::device_side::Crosses;
+use super::device_side::{Crosses, DeviceSide};
 use super::step::StepState;
 use super::{CacheSlot, Worker};
 use crate::kernels::Kernels;
@@ -22,37 +22,37 @@ impl Worker {
 
     /// The upload lane.
     pub(super) fn upload(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let host = self.memory.lease(self.device.device());
+        let (host, device) = (self.memory.lease(), self.device(operation));
         match *operation.work() {
             Work::UploadBlock { block, version, master, weights } => {
-                let slot = self.device.weights(weights, self.block_len(block));
+                let slot = device.weights(weights, self.block_len(block));
                 let floats = slot.dtype.floats(slot.len());
                 match master {
                     MasterAt::Slot(read) => {
                         let read = &host.read_slot(read)[..floats];
-                        self.device.upload(slot, read, Crosses::Always)
+                        device.upload(slot, read, Crosses::Always)
                     }
                     MasterAt::Memory => {
                         let lease = self.host.eps.memory().read(block, version);
                         let published = &lease.parameters[..floats];
-                        self.device.upload(slot, published, Crosses::Always)
+                        device.upload(slot, published, Crosses::Always)
                     }
                 }
             }
             Work::UploadBoundary { micro_batch, ref inputs } => {
                 let state = self.steps.of(operation.step().number);
                 let filled = filled(operation, &state, inputs, micro_batch);
-                if self.device.stays_in_stash(filled.what()) {
-                    self.device.count_upload(self.in_slot(filled));
+                if device.stays_in_stash(filled.what()) {
+                    device.count_upload(self.in_slot(filled));
                     return Ok(());
                 }
-                let slot = self.input(filled, inputs);
+                let slot = self.input(device, filled, inputs);
                 let &Boundary { role, encoding, .. } = filled.what();
                 if role == Role::CachedKv {
-                    return self.read_kv(filled, slot);
+                    return self.read_kv(device, filled, slot);
                 }
                 let from = host.stashed(self.in_stash(filled));
-                self.device.upload_stashed(slot, from, encoding)
+                device.upload_stashed(slot, from, encoding)
             }
             ref other => unreachable!("{other} is not of the upload lane"),
         }
@@ -60,59 +60,69 @@ impl Worker {
 
     /// The download lane.
     pub(super) fn download(&self, operation: &Operation) -> Result<(), BoxedError> {
-        let host = self.memory.lease(self.device.device());
+        let (host, device) = (self.memory.lease(), self.device(operation));
         match *operation.work() {
             Work::DownloadGradient { block, gradients, reduced } => {
                 let len = self.block_len(block);
-                let gradient = self.device.gradient(gradients, len);
-                self.device.download(host.landing(reduced, len), gradient, Crosses::Always)
+                let gradient = device.gradient(gradients, len);
+                device.download(host.landing(reduced, len), gradient, Crosses::Always)
             }
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let state = self.steps.of(operation.step().number);
                 let filled = filled(operation, &state, outputs, micro_batch);
-                if self.device.stays_in_stash(filled.what()) {
-                    self.device.count_download(self.in_slot(filled));
+                if device.stays_in_stash(filled.what()) {
+                    device.count_download(self.in_slot(filled));
                     return Ok(());
                 }
-                let slot = self.output(filled, outputs);
+                let slot = self.output(device, filled, outputs);
                 let &Boundary { role, encoding, .. } = filled.what();
                 if role == Role::NewKv {
-                    return self.write_kv(filled, slot);
+                    return self.write_kv(device, filled, slot);
                 }
                 let to = host.stashed_mut(self.in_stash(filled));
-                self.device.download_stashed(to, slot, encoding)
+                device.download_stashed(to, slot, encoding)
             }
             ref other => unreachable!("{other} is not of the download lane"),
         }
     }
 
     /// Copies the cached keys and values of a layer's micro-batch to the device.
-    fn read_kv(&self, filled: Filled<'_>, slot: View) -> Result<(), BoxedError> {
-        let host = self.memory.lease(self.device.device());
+    fn read_kv(
+        &self,
+        device: &DeviceSide,
+        filled: Filled<'_>,
+        slot: View,
+    ) -> Result<(), BoxedError> {
+        let host = self.memory.lease();
         let layer = self.cache_layer(filled.layer);
         let slots = filled.state.cache_slots(filled.micro_batch, &filled.step.plan.schedule);
         let width = slot.len() / slots.len();
         for (nth, cached) in slots.iter().enumerate() {
             let on_device = slot.part(nth * width..(nth + 1) * width);
             let from = host.cached(self.plan.cached_at(layer, cached.slot, 0), width);
-            self.device.upload(on_device, from, Crosses::UnlessStashedThere)?;
+            device.upload(on_device, from, Crosses::UnlessStashedThere)?;
         }
         Ok(())
     }
 
     /// Copies the new keys and values of a layer's micro-batch from the device, behind the cached
     /// ones.
-    fn write_kv(&self, filled: Filled<'_>, slot: View) -> Result<(), BoxedError> {
-        let host = self.memory.lease(self.device.device());
+    fn write_kv(
+        &self,
+        device: &DeviceSide,
+        filled: Filled<'_>,
+        slot: View,
+    ) -> Result<(), BoxedError> {
+        let host = self.memory.lease();
         let (layer, schedule) = (self.cache_layer(filled.layer), &filled.step.plan.schedule);
         let slots = filled.state.cache_slots(filled.micro_batch, schedule);
         let lengths = filled.state.lengths(filled.micro_batch, schedule);
         let mut from = 0;
         for (&CacheSlot { slot: cache, cached }, rows) in slots.iter().zip(lengths) {
-            let floats = self.device.dtype.floats(rows * self.kv_width(filled.layer));
+            let floats = self.plan.dtype.floats(rows * self.kv_width(filled.layer));
             let to = host.cached_mut(self.plan.cached_at(layer, cache, cached), floats);
             let on_device = slot.part(from..from + floats);
-            self.device.download(to, on_device, Crosses::UnlessStashedThere)?;
+            device.download(to, on_device, Crosses::UnlessStashedThere)?;
             from += floats;
         }
         Ok(())
@@ -133,49 +143,54 @@ impl Worker {
         let [BlockUse { block, weights, gradient }] = blocks[..] else {
             unreachable!("every layer of this crate's models has one block")
         };
-        let (step, m) = (operation.step(), *micro_batch);
+        let (step, m, device) = (operation.step(), *micro_batch, self.device(operation));
         let state = self.steps.of(step.number);
         let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
         let len = self.block_len(block);
         let input = |placed| {
             let filled = filled(operation, &state, placed, m);
-            (filled.what().role, self.input(filled, placed))
+            (filled.what().role, self.input(device, filled, placed))
         };
         let output = |placed| {
             let filled = filled(operation, &state, placed, m);
-            (filled.what().role, self.output(filled, placed))
+            (filled.what().role, self.output(device, filled, placed))
         };
-        let batch = state.metadata(m, schedule, self.device.seed);
+        let batch = state.metadata(m, schedule, self.seed);
         let args = VisitArgs {
             batch: batch.view(),
             labelled: state.labelled(m, schedule),
-            dtype: self.device.dtype,
-            weights: self.device.weights(weights, len),
-            gradient: gradient.map(|accumulator| self.device.gradient(accumulator.slot, len)),
+            dtype: self.plan.dtype,
+            weights: device.weights(weights, len),
+            gradient: gradient.map(|accumulator| device.gradient(accumulator.slot, len)),
             accumulate: gradient.is_some_and(|accumulator| !accumulator.first),
             reads: inputs.iter().map(input).collect(),
             writes: outputs.iter().map(output).collect(),
             scale: state.scale,
-            save: self.device.save,
-            workspace: self.device.workspace,
-            chunk_state: self.device.chunk_state,
+            save: self.save,
+            workspace: device.workspace,
+            chunk_state: device.chunk_state,
         };
         if state.purpose == Purpose::Encode {
-            self.keep_hidden(visit.layer.0 as usize, &args)?;
+            self.keep_hidden(device, visit.layer.0 as usize, &args)?;
         }
         let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &args);
-        self.device.compute(&batch, &run)
+        device.compute(&batch, &run)
     }
 
     /// Keeps what the head reads, at the head's first visit.
-    fn keep_hidden(&self, layer: usize, args: &VisitArgs<'_>) -> Result<(), BoxedError> {
+    fn keep_hidden(
+        &self,
+        device: &DeviceSide,
+        layer: usize,
+        args: &VisitArgs<'_>,
+    ) -> Result<(), BoxedError> {
         if self.model.parts.iter().position(Part::is_head) != Some(layer) {
             return Ok(());
         }
         let x = args.reads.hidden.expect("a head reads a hidden state");
-        let read = self.device.device().read_back(x)?;
+        let read = device.read_back(x)?;
         let mut hidden = self.results.hidden.lock().expect("nothing panics inside");
-        match self.device.dtype {
+        match self.plan.dtype {
             Dtype::F32 => hidden.extend(read),
             Dtype::Bf16 => {
                 hidden.extend(bytemuck::cast_slice(&read).iter().map(|x: &bf16| x.to_f32()));

@@ -1,6 +1,8 @@
 //! Memory on the host that operations share, by slot: landing blocks, blocks of a file, the stash
 //! and the KV cache. The last two may be on the device; where it shares its memory, all are in it.
 
+use std::sync::Arc;
+
 use crate::devices::{self, Device};
 use crate::error::Error;
 use crate::plan::{Holder, Place, Plan};
@@ -8,8 +10,8 @@ use crate::tensor::{Arena, Lease, Slots, View};
 
 /// See the [module](self).
 pub(super) struct Memory {
-    /// `None`: it is in the device's.
-    own: Option<Arena>,
+    /// The devices', where they share theirs.
+    arena: Arc<Arena>,
     landing: Slots,
     reads: Slots,
     states: Slots,
@@ -28,15 +30,20 @@ impl Memory {
     ///
     /// # Errors
     /// The system has not that much.
-    pub(super) fn new(plan: &Plan, device: &dyn Device) -> Result<Memory, Error> {
+    pub(super) fn new(plan: &Plan, devices: &[Box<dyn Device>]) -> Result<Memory, Error> {
         let regions = &plan.regions;
         let no_memory = |error| Error::system(format_args!("no memory: {error}"));
-        let (mut own, mut from) = (None, devices::host_from(regions.device_floats()));
-        if device.shared().is_none() {
-            let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
-            device.pin(arena.values_mut(View::floats(0, regions.host_floats())));
-            (own, from) = (Some(arena), 0);
-        }
+        let (arena, from) = match devices[0].shared() {
+            Some(arena) => {
+                (arena.clone(), devices::host_from(plan.devices, regions.device_floats()))
+            }
+            None => {
+                let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
+                let all = View::floats(0, regions.host_floats());
+                devices.iter().for_each(|device| device.pin(arena.values_mut(all)));
+                (Arc::new(arena), 0)
+            }
+        };
         let on_host = |holder| {
             let slots = regions.slots(holder, Place::Host);
             Slots { at: from + slots.at, ..slots }
@@ -46,7 +53,7 @@ impl Memory {
             false => on_host(holder),
         };
         Ok(Memory {
-            own,
+            arena,
             landing: on_host(Holder::Landing),
             reads: on_host(Holder::FileReads),
             states: on_host(Holder::FileStates),
@@ -61,12 +68,11 @@ impl Memory {
     }
 
     /// A lease for the operation that runs on the calling lane.
-    pub(super) fn lease<'a>(&'a self, device: &'a dyn Device) -> HostLease<'a> {
-        let arena = self.own.as_ref().or_else(|| device.shared()).expect("one has the memory");
+    pub(super) fn lease(&self) -> HostLease<'_> {
         // SAFETY: the worker asks for slots, boundaries and cached positions that its operation
         // names or that its visit reads and writes; these the ring grants: it lets nobody else
         // write them before the operation has ended, nor read what the operation writes.
-        HostLease { memory: self, arena: unsafe { Lease::new(arena) } }
+        HostLease { memory: self, arena: unsafe { Lease::new(&self.arena) } }
     }
 }
 

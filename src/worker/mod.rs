@@ -39,19 +39,22 @@ use crate::config::Config;
 use crate::devices;
 use crate::eps::Eps;
 use crate::error::{Error, NotFinite};
-use crate::models::Model;
+use crate::models::{Model, Save};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Holder, Plan};
 
 /// See the [module](self).
 pub(crate) struct Worker {
-    /// It is dropped before the host's memory, which its copies use.
-    device: DeviceSide,
+    /// They are dropped before the host's memory, which their copies use.
+    devices: Vec<DeviceSide>,
     host: HostSide,
     memory: Memory,
     model: Arc<Model>,
     plan: Arc<Plan>,
     learning_rate: LearningRate,
+    /// What waits in the stash of a layer's intermediates, if anything does.
+    save: Save,
+    seed: u64,
     steps: Steps,
     results: Results,
     /// Whether steps after the first copy anything between host and device.
@@ -82,20 +85,24 @@ impl Worker {
         let threads = Arc::new(threads(config)?);
         let floats = [plan.regions.device_floats(), plan.regions.host_floats()];
         let overhead = plan.regions.on_device(Holder::Overhead);
-        let device = devices::open(config, &model, floats, overhead, &threads)?;
-        let memory = Memory::new(&plan, &*device)?;
+        let devices = devices::open(config, &model, floats, overhead, &threads)?;
+        let memory = Memory::new(&plan, &devices)?;
         if eps.file().is_none() {
-            eps.memory().pin_masters(|masters| device.pin(masters));
+            // Memory that is pinned for one device is so for all.
+            eps.memory().pin_masters(|masters| devices[0].pin(masters));
         }
         let used = Arc::<Used>::default();
         let host = HostSide::new(config, &plan, rule, eps, &threads)?;
+        let sides = devices.into_iter().map(|device| DeviceSide::new(config, device, &plan, &used));
         Ok(Worker {
-            device: DeviceSide::new(config, device, &plan, &used)?,
+            devices: sides.collect::<Result<_, Error>>()?,
             host,
             memory,
             model,
             plan,
             learning_rate,
+            save: config.schedule.recompute.keep().unwrap_or(Save::All),
+            seed: config.step.seed,
             steps: Steps::default(),
             results: Results::default(),
             copies,
@@ -137,6 +144,11 @@ impl Worker {
     /// Says that the last step's loss and norm are known.
     pub(crate) fn resolved(&self, now: Duration) {
         self.records.resolved(now);
+    }
+
+    /// The device that an operation is for; for one of the host, the first.
+    fn device(&self, operation: &Operation) -> &DeviceSide {
+        &self.devices[usize::from(operation.device().unwrap_or_default())]
     }
 
     /// True for copies between host and device, and for what looks at those. Statistics are copied
@@ -188,13 +200,13 @@ impl LaneWork for Worker {
     }
 
     fn issues(&self, queue: Queue) -> bool {
-        self.device.issues() && queue.device.is_some()
+        queue.device.is_some_and(|device| self.devices[usize::from(device)].issues())
     }
 
     fn issue(&self, operation: &Operation, now: Duration) -> Result<Pending, BoxedError> {
-        self.device.begins(operation)?;
+        self.device(operation).begins(operation)?;
         let value = self.work(operation)?;
-        self.device.ends(operation, value, now)
+        self.device(operation).ends(operation, value, now)
     }
 }
 

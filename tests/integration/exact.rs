@@ -1,5 +1,6 @@
 //! Training is the same, bit for bit, in every configuration of the ring: relay and resident, any
-//! depth, stash place, recomputation, thread count, link, and with the model in memory or on file.
+//! depth, stash place, recomputation, number of devices and threads, link, and with the model in
+//! memory or on file.
 
 use std::sync::LazyLock;
 
@@ -27,6 +28,7 @@ struct Ways {
     place: StashPlace,
     recompute: Recompute,
     on_file: bool,
+    devices: u32,
     threads: usize,
     link: bool,
 }
@@ -50,7 +52,9 @@ fn config(case: &Case, ways: &Ways) -> Config {
     config.schedule.recompute = ways.recompute;
     config.eps.tier = if ways.on_file { EpsTier::File } else { EpsTier::Memory };
     config.channels = ways.channels;
-    config.stash.place = ways.place;
+    config.device.count = Some(ways.devices);
+    // Several devices pass boundaries on through the host.
+    config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
     config.device.threads = Some(ways.threads);
     config.device.link = ways.link.then(|| "2GB/s".to_string());
     config
@@ -85,6 +89,7 @@ fn baseline() -> Ways {
         place: StashPlace::Device,
         recompute: false.into(),
         on_file: false,
+        devices: 1,
         threads: 1,
         link: false,
     }
@@ -109,20 +114,22 @@ fn ways() -> impl Strategy<Value = Ways> {
     let kinds = prop::sample::select(vec![ScheduleKind::Relay, ScheduleKind::Resident]);
     let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
     let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
-    let flags = (recompute, 1..=2_usize, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
+    let threads = (1..=4_u32, 1..=2_usize);
+    let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
         |(
             kind,
             (weights, gradients, reduced),
             stash,
             place,
-            (recompute, threads, link, on_file),
+            (recompute, (devices, threads), link, on_file),
         )| Ways {
             kind,
             channels: ChannelsConfig { weights, gradients, reduced, stash },
             place,
             recompute,
             on_file,
+            devices,
             threads,
             link,
         },

@@ -232,6 +232,7 @@ fn memory_is_flat_over_a_million_observations() {
     let slice = |nanos: u64| Slice {
         number: None,
         lane: Lane::File,
+        device: None,
         kind: SliceKind::Checkpoint,
         step: 0,
         layer: None,

@@ -1,6 +1,6 @@
-//! The CPU as a device: lanes are threads over one rayon pool, memory is one arena.
+//! The CPU as one or more devices: lanes are threads over a rayon pool each, memory is one arena.
 //!
-//! The host's memory is the same arena. So kernels read and write boundaries where they are
+//! The host's memory is the same arena. So kernels of all devices read and write boundaries where they are
 //! stashed. Blocks and gradients are copied, as another device would copy them over a link.
 
 mod activation;
@@ -28,29 +28,48 @@ mod views;
 use std::sync::Arc;
 
 use l2l_actors::BoxedError;
-use rayon::ThreadPool;
+use rayon::{ThreadPool, ThreadPoolBuilder};
 
 pub use rates::{KernelRate, Rate, kernel_rates, product_flops_per_second};
 pub(crate) use views::CpuKernels;
 
 use super::Device;
+use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
 use crate::tensor::{Arena, View, pack, unpack};
 
 /// See the [module](self).
 pub(super) struct Cpu {
-    memory: Arena,
+    memory: Arc<Arena>,
+    /// Where its own floats begin.
+    first: usize,
     threads: Arc<ThreadPool>,
     level: Level,
 }
 
 impl Cpu {
-    /// With memory for so many floats, those of the host among them.
-    pub(super) fn new(floats: usize, threads: &Arc<ThreadPool>) -> std::io::Result<Cpu> {
-        let memory = Arena::new(floats)?;
-        Ok(Cpu { memory, threads: threads.clone(), level: Level::best() })
+    /// In this memory, which it shares with the host and with other devices.
+    pub(super) fn new(memory: &Arc<Arena>, first: usize, threads: Arc<ThreadPool>) -> Cpu {
+        Cpu { memory: memory.clone(), first, threads, level: Level::best() }
     }
+}
+
+/// A device's share of so many threads, at least one; all of them, the host's, for one device.
+pub(super) fn threads_of(
+    device: u32,
+    devices: u32,
+    all: &Arc<ThreadPool>,
+) -> Result<Arc<ThreadPool>, Error> {
+    if devices == 1 {
+        return Ok(all.clone());
+    }
+    let (count, devices, nth) = (all.current_num_threads(), devices as usize, device as usize);
+    let share = count / devices + usize::from(nth < count % devices);
+    let pool = ThreadPoolBuilder::new()
+        .num_threads(share.max(1))
+        .thread_name(move |index| format!("l2l-cpu{device}-{index}"));
+    pool.build().map(Arc::new).map_err(Error::system)
 }
 
 // The ring grants slots: only one operation touches the slot that it uploads to or that its kernels
@@ -94,7 +113,11 @@ impl Device for Cpu {
         Ok(self.threads.install(|| run(&kernels)))
     }
 
-    fn shared(&self) -> Option<&Arena> {
+    fn shared(&self) -> Option<&Arc<Arena>> {
         Some(&self.memory)
+    }
+
+    fn first(&self) -> usize {
+        self.first
     }
 }

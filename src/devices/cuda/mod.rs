@@ -269,7 +269,7 @@ impl Device for Cuda {
         Ok(used)
     }
 
-    fn shared(&self) -> Option<&Arena> {
+    fn shared(&self) -> Option<&Arc<Arena>> {
         None
     }
 
