@@ -53,8 +53,8 @@ pub(crate) trait Device: Send + Sync + 'static {
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError>;
 
-    /// Its memory, where the host reads and writes the same: the floats of all devices, and those of
-    /// the host from [`host_from`] on.
+    /// Its memory, where the host reads and writes the same: the floats of all devices, and those
+    /// of the host from [`host_from`] on.
     fn shared(&self) -> Option<&Arc<Arena>>;
 
     /// Where its own floats begin in its memory.

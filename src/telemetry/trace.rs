@@ -95,11 +95,9 @@ fn row_names(lane: Lane, device: Option<u8>) -> [Value; 2] {
         Some(device) => format!("{} of device {device}", lane.name()),
         None => lane.name().to_string(),
     };
-    let of = |what: &str, args: Value| json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args });
-    [
-        of("thread_name", json!({ "name": name })),
-        of("thread_sort_index", json!({ "sort_index": tid })),
-    ]
+    let names = |what: &str, args: Value| json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args });
+    let order = json!({ "sort_index": tid });
+    [names("thread_name", json!({ "name": name })), names("thread_sort_index", order)]
 }
 
 /// Opens the array, and names its rows.

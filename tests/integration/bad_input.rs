@@ -191,6 +191,13 @@ fn what_contradicts_itself() {
             "device.kind = \"cuda\"\nstash.dtype = \"bf16\"",
             "line 2: stash.dtype follows device.dtype",
         ),
+        ("device.count = 0", "line 1: device.count must be at least 1"),
+        ("device.count = 200", "line 1: device.count is 200, and the model has 9 layers"),
+        ("device = { kind = \"cuda\", count = 2 }", "device.count is for device.kind = \"cpu\""),
+        (
+            "device.count = 2\nstash.place = \"device\"",
+            "line 2: stash.place must be \"host\" with several devices",
+        ),
         ("device.dtype = \"bf16\"", "line 1: device.dtype is bf16, and the CPU computes in f32"),
         ("device.dtype = \"f16\"", "device.dtype: unknown variant `f16`, expected `f32` or `bf16`"),
         (
