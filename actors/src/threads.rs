@@ -74,8 +74,8 @@ pub struct ThreadLanes<W> {
 }
 
 impl<W: LaneWork> ThreadLanes<W> {
-    /// Starts the threads, for so many devices. `records` receives the record of each operation that
-    /// ended well.
+    /// Starts the threads, for so many devices. `records` receives the record of each operation
+    /// that ended well.
     ///
     /// # Errors
     /// The system gives no thread.

@@ -95,9 +95,10 @@ fn row_names(lane: Lane, device: Option<u8>) -> [Value; 2] {
         Some(device) => format!("{} of device {device}", lane.name()),
         None => lane.name().to_string(),
     };
-    let names = |what: &str, args: Value| json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args });
-    let order = json!({ "sort_index": tid });
-    [names("thread_name", json!({ "name": name })), names("thread_sort_index", order)]
+    let (name, order) = (json!({ "name": name }), json!({ "sort_index": tid }));
+    [("thread_name", name), ("thread_sort_index", order)].map(
+        |(what, args)| json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args }),
+    )
 }
 
 /// Opens the array, and names its rows.

@@ -1,7 +1,8 @@
 //! The CPU as one or more devices: lanes are threads over a rayon pool each, memory is one arena.
 //!
 //! The host's memory is the same arena. So kernels of all devices read and write boundaries where
-//! they are stashed. Blocks and gradients are copied, as another device would copy them over a link.
+//! they are stashed. Blocks and gradients are copied, as another device would copy them over a
+//! link.
 
 mod activation;
 mod attention;
