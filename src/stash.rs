@@ -12,7 +12,7 @@
 
 use std::collections::HashMap;
 
-use l2l_actors::schedule::{BoundaryId, Device, MicroBatch, Schedule};
+use l2l_actors::schedule::{BoundaryId, DeviceId, MicroBatch, Schedule};
 
 /// Where each boundary of a step lies in the stash, in floats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let last_reads = last_reads(schedule);
     let mut places: Vec<Option<(usize, usize)>> = vec![None; schedule.boundaries.len()];
     // Device, and floats per sequence -> places.
-    let mut free: HashMap<(Option<Device>, usize), Vec<usize>> = HashMap::new();
+    let mut free: HashMap<(Option<DeviceId>, usize), Vec<usize>> = HashMap::new();
     let mut floats = 0;
     for (index, visit) in schedule.visits.iter().enumerate() {
         for &id in &visit.writes {

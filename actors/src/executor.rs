@@ -16,13 +16,13 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Inputs, Outputs, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, BoundaryId, Device, DeviceVisit, MicroBatch, Residence, Visit};
+use crate::schedule::{BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Residence, Visit};
 use crate::task::Actor;
 use crate::work::{Accumulator, BlockUse, Lane, Placed, Work};
 
 pub(crate) struct Executor {
     pub(crate) context: Context,
-    pub(crate) device: Device,
+    pub(crate) device: DeviceId,
     pub(crate) weights: Inbox<Flow<Weights>>,
     pub(crate) inputs: Inbox<Inputs>,
     pub(crate) outputs: Outbox<Flow<Outputs>>,

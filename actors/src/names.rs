@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::schedule::Device;
+use crate::schedule::DeviceId;
 
 /// One actor of a ring. Some serve one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -10,11 +10,11 @@ pub enum ActorName {
     /// Reads what is on file, and gathers.
     Fetcher,
     /// Uploads.
-    Prefetcher(Device),
+    Prefetcher(DeviceId),
     /// Computes.
-    Executor(Device),
+    Executor(DeviceId),
     /// Downloads boundaries.
-    Stasher(Device),
+    Stasher(DeviceId),
     /// Downloads and joins gradients.
     Reducer,
     /// Updates.
@@ -27,7 +27,7 @@ impl ActorName {
         let of_device =
             |d| [ActorName::Prefetcher(d), ActorName::Executor(d), ActorName::Stasher(d)];
         let mut all = vec![ActorName::Fetcher];
-        all.extend((0..devices).flat_map(|device| of_device(device as Device)));
+        all.extend((0..devices).flat_map(|device| of_device(device as DeviceId)));
         all.extend([ActorName::Reducer, ActorName::Optimizer]);
         all
     }
@@ -45,7 +45,7 @@ impl ActorName {
     }
 
     /// The device it serves; `None`: all.
-    pub fn device(self) -> Option<Device> {
+    pub fn device(self) -> Option<DeviceId> {
         match self {
             ActorName::Prefetcher(device)
             | ActorName::Executor(device)

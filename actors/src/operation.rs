@@ -11,7 +11,7 @@ use crate::messages::Staged;
 use crate::names::ActorName;
 use crate::pool::Held;
 use crate::ring::{Queued, Ring};
-use crate::schedule::{Device, LayerId, Phase, StepPlan, Version, Visit};
+use crate::schedule::{DeviceId, LayerId, Phase, StepPlan, Version, Visit};
 use crate::work::{Queue, Work};
 
 /// A step in flight: shared by all its operations.
@@ -28,7 +28,7 @@ pub struct Step {
 pub(crate) struct Order {
     pub(crate) step: Arc<Step>,
     /// The device it is for, if it is for one.
-    pub(crate) device: Option<Device>,
+    pub(crate) device: Option<DeviceId>,
     pub(crate) layer: Option<LayerId>,
     pub(crate) phase: Option<Phase>,
     pub(crate) work: Work,
@@ -145,7 +145,7 @@ impl Operation {
     }
 
     /// The device that it is for, if it is for one.
-    pub fn device(&self) -> Option<Device> {
+    pub fn device(&self) -> Option<DeviceId> {
         self.order.device
     }
 

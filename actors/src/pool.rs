@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::Notify;
 
-use crate::schedule::{BlockId, BoundaryId, Device, MicroBatch, Version};
+use crate::schedule::{BlockId, BoundaryId, DeviceId, MicroBatch, Version};
 
 /// What a slot was acquired for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,7 +39,7 @@ impl fmt::Display for Content {
 #[derive(Debug)]
 struct Shared {
     name: &'static str,
-    device: Option<Device>,
+    device: Option<DeviceId>,
     slots: Mutex<Slots>,
     freed: Notify, // woken: the taker; by: any release
 }
@@ -71,11 +71,11 @@ impl Pool {
     }
 
     /// A pool of free slots on a device.
-    pub fn on_device(name: &'static str, device: Device, slots: u32) -> Pool {
+    pub fn on_device(name: &'static str, device: DeviceId, slots: u32) -> Pool {
         Pool::at(name, Some(device), slots)
     }
 
-    fn at(name: &'static str, device: Option<Device>, slots: u32) -> Pool {
+    fn at(name: &'static str, device: Option<DeviceId>, slots: u32) -> Pool {
         let slots = Slots { holders: vec![None; slots as usize], in_use: 0, peak: 0 };
         let (slots, freed) = (Mutex::new(slots), Notify::new());
         Pool { shared: Arc::new(Shared { name, device, slots, freed }) }
@@ -184,7 +184,7 @@ pub struct Occupancy {
     /// The pool's name.
     pub name: &'static str,
     /// The device that has it; `None`: the host.
-    pub device: Option<Device>,
+    pub device: Option<DeviceId>,
     /// What each slot holds, if it is taken.
     pub holders: Vec<Option<Content>>,
     /// The most slots that were taken at once.

@@ -15,13 +15,13 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Inputs, Staged, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, Device, MicroBatch, Piece, Residence, Visit};
+use crate::schedule::{BlockId, DeviceId, MicroBatch, Piece, Residence, Visit};
 use crate::task::Actor;
 use crate::work::{Placed, Work};
 
 pub(crate) struct Prefetcher {
     pub(crate) context: Context,
-    pub(crate) device: Device,
+    pub(crate) device: DeviceId,
     pub(crate) staged: Inbox<Flow<Staged>>,
     pub(crate) weights: Outbox<Flow<Weights>>,
     pub(crate) inputs: Outbox<Inputs>,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::fence::Done;
 use crate::names::ActorName;
 use crate::operation::Operation;
-use crate::schedule::{BlockId, Device, LayerId, MicroBatch, Phase, Version};
+use crate::schedule::{BlockId, DeviceId, LayerId, MicroBatch, Phase, Version};
 use crate::work::{Lane, Work, WorkKind};
 
 /// One operation on the timeline.
@@ -19,7 +19,7 @@ pub struct Record {
     /// Its lane.
     pub lane: Lane,
     /// The device whose lane it is; `None`: the host's.
-    pub device: Option<Device>,
+    pub device: Option<DeviceId>,
     /// Its kind.
     pub kind: WorkKind,
     /// Who queued it.

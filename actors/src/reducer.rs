@@ -18,7 +18,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, Device, LayerId, Reduction};
+use crate::schedule::{BlockId, DeviceId, LayerId, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -81,7 +81,7 @@ impl Reducer {
         &mut self,
         step: &Arc<Step>,
         block: BlockId,
-        device: Device,
+        device: DeviceId,
         joins: bool,
     ) -> Result<(), BoxedError> {
         let layer = layer_of(step, block);

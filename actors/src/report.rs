@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::meter::{ActorState, Spent};
 use crate::names::ActorName;
 use crate::pool::Occupancy;
-use crate::schedule::{Device, LayerId};
+use crate::schedule::{DeviceId, LayerId};
 use crate::work::Queue;
 
 /// What an actor is doing.
@@ -91,7 +91,7 @@ impl Snapshot {
 }
 
 /// A device in a report, which does not name the first one: most rings have no other.
-fn of_device(device: Option<Device>) -> String {
+fn of_device(device: Option<DeviceId>) -> String {
     let named = device.filter(|&device| device > 0);
     named.map(|device| format!(" of device {device}")).unwrap_or_default()
 }

@@ -16,7 +16,7 @@ use crate::ports::Lanes;
 use crate::prefetcher::Prefetcher;
 use crate::reducer::Reducer;
 use crate::ring::Ring;
-use crate::schedule::{Device, Pools};
+use crate::schedule::{DeviceId, Pools};
 use crate::stasher::Stasher;
 use crate::task::{ActorTask, task};
 
@@ -40,7 +40,7 @@ struct DevicePools {
 }
 
 impl DevicePools {
-    fn new(sizes: &Pools, device: Device) -> DevicePools {
+    fn new(sizes: &Pools, device: DeviceId) -> DevicePools {
         let pool = |name, slots| Pool::on_device(name, device, slots);
         DevicePools {
             weights: pool("weights", sizes.weights),
@@ -63,7 +63,7 @@ const SIGNALS: usize = 3;
 /// `Reduced` carries a landing slot, or is one of a block's or a micro-batch's per step.
 pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let &RingConfig { pools: sizes, blocks, max_micro_batches, deferred, inject, .. } = config;
-    let devices = (0..sizes.devices).map(|device| DevicePools::new(&sizes, device as Device));
+    let devices = (0..sizes.devices).map(|device| DevicePools::new(&sizes, device as DeviceId));
     let devices: Vec<DevicePools> = devices.collect();
     let landing = Pool::new("reduced", sizes.reduced);
     let read_slots = Pool::new("reads", sizes.reads);
@@ -113,7 +113,7 @@ struct WiredDevice {
 }
 
 fn wire_device(
-    device: Device,
+    device: DeviceId,
     pools: DevicePools,
     sizes: &Pools,
     ring: &Arc<Ring>,

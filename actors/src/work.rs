@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-use crate::schedule::{BlockId, BoundaryId, Device, MicroBatch, Phase, Schedule, Share, Version};
+use crate::schedule::{BlockId, BoundaryId, DeviceId, MicroBatch, Phase, Schedule, Share, Version};
 
 /// A kind of in-order queue of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -31,7 +31,7 @@ pub struct Queue {
     /// Which lane.
     pub lane: Lane,
     /// Of which device; `None`: of the host.
-    pub device: Option<Device>,
+    pub device: Option<DeviceId>,
 }
 
 impl Queue {
@@ -39,7 +39,9 @@ impl Queue {
     pub fn all(devices: u32) -> Vec<Queue> {
         let of_lane = |lane: Lane| -> Vec<Queue> {
             if lane.is_of_device() {
-                (0..devices).map(|device| Queue { lane, device: Some(device as Device) }).collect()
+                (0..devices)
+                    .map(|device| Queue { lane, device: Some(device as DeviceId) })
+                    .collect()
             } else {
                 vec![Queue { lane, device: None }]
             }

@@ -16,8 +16,8 @@ use std::collections::BTreeMap;
 
 use super::model::{LayerKind, RingLayer, RingModel, Selection};
 use super::{
-    BlockId, Boundary, BoundaryId, Device, LayerId, MicroBatch, Needs, Phase, Place, Refusal, Role,
-    Schedule, Visit, VisitKind,
+    BlockId, Boundary, BoundaryId, DeviceId, LayerId, MicroBatch, Needs, Phase, Place, Refusal,
+    Role, Schedule, Visit, VisitKind,
 };
 
 /// Layer-major: all micro-batches through a layer, then the next layer.
@@ -58,7 +58,7 @@ pub fn deal(mut schedule: Schedule, devices: u32) -> Schedule {
     let mut dealt = BTreeMap::new();
     for visit in schedule.visits.iter_mut().filter(|visit| visit.on_device()) {
         let next = dealt.len() as u32 % devices.max(1);
-        visit.place = Place::Device(*dealt.entry(visit.layer).or_insert(next) as Device);
+        visit.place = Place::Device(*dealt.entry(visit.layer).or_insert(next) as DeviceId);
     }
     schedule
 }

@@ -44,7 +44,7 @@ pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;
 pub use traffic::Traffic;
-pub use visit::{Device, Needs, Phase, Place, Visit, VisitKind};
+pub use visit::{DeviceId, Needs, Phase, Place, Visit, VisitKind};
 
 /// Parameters that move and update together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

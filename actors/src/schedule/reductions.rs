@@ -1,7 +1,7 @@
 //! The Reducer's list, and what the Optimizer updates from it.
 
 use super::device_visits::DeviceVisit;
-use super::{BlockId, Device, Schedule, Visit, VisitKind};
+use super::{BlockId, DeviceId, Schedule, Visit, VisitKind};
 
 /// One entry of the Reducer's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,7 +16,7 @@ pub enum Reduction {
         /// The block.
         block: BlockId,
         /// The device that it comes from.
-        device: Device,
+        device: DeviceId,
         /// True when a scatter follows.
         joins: bool,
     },

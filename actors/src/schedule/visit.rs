@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::ids::{BlockId, BoundaryId, LayerId, MicroBatch};
 
 /// Index of a device among those of a ring.
-pub type Device = u8;
+pub type DeviceId = u8;
 
 /// Where a visit runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -15,7 +15,7 @@ pub enum Place {
     /// The host lane.
     Host,
     /// This device.
-    Device(Device),
+    Device(DeviceId),
 }
 
 /// What a visit does.
@@ -101,7 +101,7 @@ impl Visit {
     }
 
     /// The device that is visited; `None`: the host.
-    pub fn device(&self) -> Option<Device> {
+    pub fn device(&self) -> Option<DeviceId> {
         match self.place {
             Place::Device(device) => Some(device),
             Place::Host => None,

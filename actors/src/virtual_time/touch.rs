@@ -3,17 +3,17 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, Device, DeviceVisit, MicroBatch, Share, StepPlan, Version, Visit,
+    BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Share, StepPlan, Version, Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
 /// A piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Cell {
-    Weights(Device, u32),
-    Input(Device, u32),
-    Output(Device, u32),
-    Gradient(Device, u32),
+    Weights(DeviceId, u32),
+    Input(DeviceId, u32),
+    Output(DeviceId, u32),
+    Gradient(DeviceId, u32),
     Landing(u32),
     /// A staging slot of pool `reads`.
     Read(u32),
@@ -193,7 +193,13 @@ impl Touch {
         micro_batches.for_each(|m| self.write_stash(&visit.writes, m, now));
     }
 
-    fn compute(&mut self, device: Device, of: &BlockUse, now: Version, count: &impl Contributions) {
+    fn compute(
+        &mut self,
+        device: DeviceId,
+        of: &BlockUse,
+        now: Version,
+        count: &impl Contributions,
+    ) {
         let &BlockUse { block, weights, gradient } = of;
         self.read(Cell::Weights(device, weights), Label::Block(block, now));
         if let Some(Accumulator { slot, first }) = gradient {
