@@ -1,4 +1,4 @@
-//! Brings what the device needs from where it is kept: walks the plan's one list of fetches.
+//! Reads staged masters and gathers embeddings: walks the plan's one list of fetches.
 //!
 //! It alone takes from the pool of reads. It queues the reads of staged masters, each as soon as
 //! its version is published and a slot is free, and hands the slot to whoever takes the master:

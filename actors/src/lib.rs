@@ -1,4 +1,5 @@
-//! The relay: a ring of six actors that moves a model through a device, one layer at a time.
+//! The relay: a ring of actors that moves a model through devices, one layer at a time. Prefetcher,
+//! Executor and Stasher are there once for each device.
 //!
 //! ```text
 //!         Staged          Weights, Inputs          Gradients          Reduced

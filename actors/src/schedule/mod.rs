@@ -7,11 +7,13 @@
 //! what order the upload lane moves pieces, where gradients open, close and join. All actors walk
 //! the one plan, so nothing they do depends on timing.
 //!
-//! Room left on purpose. *Several devices*: a visit names its [`Place`]; each device walks the
-//! visits of its own. *Stages*: a boundary is written by one visit and read by others, wherever
-//! they are, so activations pass between devices through the stash. *Experts*: what a visit
-//! [`Needs`] is an open enum; blocks that a router chooses become a second variant. *Tiers*: each
-//! block says whether it is [staged](Block::staged); actors take it from the plan.
+//! A visit names its [`Place`]: each device walks the visits of its own, and [`deal`] gives layers
+//! to devices. A boundary is written by one visit and read by others, wherever they are, so
+//! activations pass between devices through the stash. Each block says whether it is
+//! [staged](Block::staged); actors take it from the plan.
+//!
+//! Room left on purpose. *Experts*: what a visit [`Needs`] is an open enum; blocks that a router
+//! chooses become a second variant.
 
 mod boundary;
 mod device_visits;
