@@ -61,7 +61,7 @@ fn main() {
         ("all of them", vec![histograms, trace.clone()]),
     ];
     for (name, observers) in cases {
-        let ledger = Ledger::new(50, observers);
+        let ledger = Ledger::new(50, 1, observers);
         let cost = nanos(|| slices.iter().for_each(|slice| ledger.heard(slice)));
         recorder.handle().run_upkeep();
         println!("{name:<18} {cost:7.0} ns an operation");

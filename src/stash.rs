@@ -1,37 +1,45 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
-//! A boundary reuses the place of one of the same size that was read for the last time by an
-//! earlier visit of the device that writes it. No lock is needed: one lane of a device computes its
-//! visits in their order, and a visit's outputs are written while it computes (on the CPU) or
-//! downloaded after it. By then all earlier visits of the device have read their inputs. A visit
-//! never writes where it reads: its outputs get their places before those of its inputs are free. A
-//! boundary that the host reads (loss, scatter), or more than one device, keeps its place for the
-//! whole step.
+//! A boundary has a place for each group of micro-batches. It reuses the place of one of the same
+//! size that was read for the last time by an earlier visit of the device that writes it. No lock is
+//! needed: one lane of a device computes its visits in their order, and a visit's outputs are
+//! written while it computes (on the CPU) or downloaded after it. By then all earlier visits of the
+//! device have read their inputs. A visit never writes where it reads: its outputs get their places
+//! before those of its inputs are free. What the host reads (loss, scatter), or more than one
+//! device, keeps its place for the whole step.
 //!
 //! A boundary may be *packed*: its elements are rounded to bf16 (`tensor::packed`).
 
 use std::collections::HashMap;
+use std::ops::Range;
 
-use l2l_actors::schedule::{BoundaryId, DeviceId, MicroBatch, Schedule};
+use l2l_actors::schedule::{BoundaryId, DeviceId, GroupId, MicroBatch, Schedule, Visit};
 
 /// Where each boundary of a step lies in the stash, in floats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StashLayout {
-    /// For each boundary: its first float, and the floats per sequence.
+    /// For each boundary and group: its first float, and the floats per sequence.
     places: Vec<(usize, usize)>,
     /// The number of sequences before each micro-batch; the last entry is the number of all.
     before: Vec<usize>,
+    /// The groups of micro-batches.
+    groups: Vec<Range<MicroBatch>>,
     /// The size of the stash.
     pub(crate) floats: usize,
 }
+
+/// A boundary's part of one group.
+type Part = (BoundaryId, GroupId);
 
 impl StashLayout {
     /// The first float of one micro-batch of a boundary, and the number of floats that it has room
     /// for.
     pub(crate) fn place(&self, id: BoundaryId, m: MicroBatch) -> (usize, usize) {
-        let (at, floats) = self.places[id.0 as usize];
+        let group = self.groups.partition_point(|group| group.end <= m);
+        let (at, floats) = self.places[id.0 as usize * self.groups.len() + group];
+        let first = self.before[self.groups[group].start as usize];
         let (from, to) = (self.before[m as usize], self.before[m as usize + 1]);
-        (at + from * floats, (to - from) * floats)
+        (at + (from - first) * floats, (to - from) * floats)
     }
 }
 
@@ -41,21 +49,29 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     for &sequences in &schedule.micro_batches {
         before.push(before[before.len() - 1] + sequences as usize);
     }
-    let sequences = before[before.len() - 1];
+    let groups = schedule.groups.clone();
+    let index = |(id, group): Part| id.0 as usize * groups.len() + group as usize;
     let last_reads = last_reads(schedule);
-    let mut places: Vec<Option<(usize, usize)>> = vec![None; schedule.boundaries.len()];
-    // Device, and floats per sequence -> places.
-    let mut free: HashMap<(Option<DeviceId>, usize), Vec<usize>> = HashMap::new();
+    let mut places: Vec<Option<(usize, usize)>> =
+        vec![None; schedule.boundaries.len() * groups.len()];
+    // Device, floats per sequence, and sequences -> places.
+    let mut free: HashMap<(Option<DeviceId>, usize, usize), Vec<usize>> = HashMap::new();
     let mut floats = 0;
-    for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in &visit.writes {
-            let stashed = schedule.boundary(id).stashed_per_sequence as usize;
+    for (now, visit) in schedule.visits.iter().enumerate() {
+        let of_group = |group: GroupId| {
+            let Range { start, end } = groups[group as usize];
+            before[end as usize] - before[start as usize]
+        };
+        for part in parts(schedule, visit, &visit.writes) {
+            let stashed = schedule.boundary(part.0).stashed_per_sequence as usize;
             let per_sequence = stashed / size_of::<f32>();
-            let place = &mut places[id.0 as usize];
-            if place.is_some() || schedule.boundary(id).role.is_kv() {
-                continue; // another micro-batch of the boundary was written before
+            let place = &mut places[index(part)];
+            if place.is_some() || schedule.boundary(part.0).role.is_kv() {
+                continue; // another micro-batch of the part was written before
             }
-            let reused = free.get_mut(&(visit.device(), per_sequence)).and_then(Vec::pop);
+            let sequences = of_group(part.1);
+            let key = (visit.device(), per_sequence, sequences);
+            let reused = free.get_mut(&key).and_then(Vec::pop);
             let at = reused.unwrap_or_else(|| {
                 let at = floats;
                 floats += (per_sequence * sequences).next_multiple_of(16);
@@ -63,27 +79,37 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
             });
             *place = Some((at, per_sequence));
         }
-        for id in visit.reads.iter().filter(|id| last_reads.get(id) == Some(&Some(index))) {
-            if let Some((at, per_sequence)) = places[id.0 as usize] {
-                free.entry((visit.device(), per_sequence)).or_default().push(at);
+        for part in parts(schedule, visit, &visit.reads) {
+            if last_reads.get(&part) == Some(&Some(now))
+                && let Some((at, per_sequence)) = places[index(part)]
+            {
+                let key = (visit.device(), per_sequence, of_group(part.1));
+                free.entry(key).or_default().push(at);
             }
         }
     }
     let places = places.into_iter().map(Option::unwrap_or_default).collect();
-    StashLayout { places, before, floats }
+    StashLayout { places, before, groups, floats }
 }
 
-/// The visit that reads each boundary last. `None`: the host reads it, or several devices do.
-fn last_reads(schedule: &Schedule) -> HashMap<BoundaryId, Option<usize>> {
-    let mut last_reads: HashMap<BoundaryId, Option<usize>> = HashMap::new();
+/// The parts of boundaries that a visit meets.
+fn parts(schedule: &Schedule, visit: &Visit, boundaries: &[BoundaryId]) -> Vec<Part> {
+    let Range { start, end } = visit.micro_batches;
+    let groups = schedule.group_of(start)..=schedule.group_of(end - 1);
+    boundaries.iter().flat_map(|&id| groups.clone().map(move |group| (id, group))).collect()
+}
+
+/// The visit that reads each part last. `None`: the host reads it, or several devices do.
+fn last_reads(schedule: &Schedule) -> HashMap<Part, Option<usize>> {
+    let mut last_reads: HashMap<Part, Option<usize>> = HashMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in &visit.reads {
-            let before = last_reads.insert(id, Some(index).filter(|_| visit.on_device()));
+        for part in parts(schedule, visit, &visit.reads) {
+            let before = last_reads.insert(part, Some(index).filter(|_| visit.on_device()));
             let is_ours = |before: Option<usize>| {
                 before.is_some_and(|before| schedule.visits[before].place == visit.place)
             };
             if before.is_some_and(|before| !is_ours(before)) {
-                last_reads.insert(id, None);
+                last_reads.insert(part, None);
             }
         }
     }

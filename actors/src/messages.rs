@@ -85,7 +85,7 @@ pub struct Outputs {
     pub computed: Fence,
 }
 
-/// Executor → Reducer: a block's gradient is complete on the device.
+/// Executor → Reducer: a group's gradient of a block is complete on the device.
 #[derive(Debug)]
 pub struct Gradients {
     /// Whose.

@@ -1,12 +1,17 @@
 //! The downloading side of the weight loop: lands gradients, joins what belongs together.
 //!
 //! It alone takes landing blocks. It walks the plan's list of reductions: device gradients as the
-//! Executor closes them, and the host visits that read the stash (loss, scatter) once all of it
+//! Executors close them, and the host visits that read the stash (loss, scatter) once all of it
 //! has landed. An untied gradient of an eager step goes on in its landing block; one that must
 //! wait (for the norm, or for the embedding's share) is joined into its block's region first, so
 //! that no landing block is ever held by something that waits. The region of a staged block is
 //! written from a landing block and read back into one.
+//!
+//! Each group of micro-batches has a gradient of its own. It lands, gradients that were kept of
+//! earlier groups are added to it, and the sum is kept for later groups in a slot of pool `parts`,
+//! until it is the block's.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use async_trait::async_trait;
@@ -18,7 +23,7 @@ use crate::mailbox::{Inbox, Outbox};
 use crate::messages::{Flow, Gradients, Reduced};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, DeviceId, LayerId, Reduction};
+use crate::schedule::{BlockId, DeviceId, GroupId, Join, LayerId, Reduction};
 use crate::task::Actor;
 use crate::work::{GradientAt, Lane, Stored, Work};
 
@@ -28,6 +33,9 @@ pub(crate) struct Reducer {
     pub(crate) gradients: Vec<Inbox<Flow<Gradients>>>,
     pub(crate) reduced: Outbox<Flow<Reduced>>,
     pub(crate) landing: Pool,
+    pub(crate) part_slots: Pool,
+    /// Of each block the gradients that are kept for those of later groups, the youngest last.
+    pub(crate) kept: BTreeMap<BlockId, Vec<Held>>,
     /// True when updates wait for the norm.
     pub(crate) deferred: bool,
 }
@@ -58,8 +66,12 @@ impl Reducer {
         self.reduced.send(Flow::Begin(step.clone()));
         for reduction in &step.plan.reductions {
             match *reduction {
-                Reduction::Gradient { block, device, joins } => {
-                    self.land(step, block, device, joins).await?;
+                Reduction::Gradient { block, group, device, join, scattered } => {
+                    let (landing, landed) = self.land(step, (block, group), device).await?;
+                    let joined = self.join(step, block, join, &landing, landed).await?;
+                    if !join.keeps {
+                        self.complete(step, block, scattered, landing, joined).await?;
+                    }
                 }
                 Reduction::Loss { visit } => self.loss(step, visit).await?,
                 Reduction::Scatter { visit } => self.scatter(step, visit).await?,
@@ -76,52 +88,98 @@ impl Reducer {
         Ok(())
     }
 
-    /// Downloads a gradient. One that waits for nothing is sent on in its landing block.
+    /// Downloads a gradient.
     async fn land(
         &mut self,
         step: &Arc<Step>,
-        block: BlockId,
+        (block, group): (BlockId, GroupId),
         device: DeviceId,
-        joins: bool,
-    ) -> Result<(), BoxedError> {
+    ) -> Result<(Held, Fence), BoxedError> {
         let layer = layer_of(step, block);
         let gradients = &mut self.gradients[usize::from(device)];
         let Flow::Datum(closed) = self.context.recv(gradients, layer).await? else {
             unreachable!("the plan closes this gradient");
         };
         assert_eq!(closed.block, block, "gradients close in the order of visits");
+        // The lane of downloads runs in order: boundaries that are computed before must not stand
+        // behind this gradient.
+        self.context.fence(Lane::Compute, &closed.computed, layer).await?;
         let content = Content::Gradient(block, step.number);
         let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
         let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));
-        let work = Work::DownloadGradient { block, gradients, reduced };
+        let work = Work::DownloadGradient { block, group, gradients, reduced };
         let mut order = Order { device: Some(device), ..Order::gradient(step, layer, work) };
         order.waits = vec![closed.computed];
         order.holds = vec![closed.gradient];
-        let landed = self.context.queue(order);
-        if !joins && !self.deferred {
+        Ok((landing, self.context.queue(order)))
+    }
+
+    /// Adds gradients that were kept to one that has landed, and keeps the sum where later groups
+    /// are to be added. The fence behind which it is there.
+    async fn join(
+        &mut self,
+        step: &Arc<Step>,
+        block: BlockId,
+        Join { adds, keeps }: Join,
+        landing: &Held,
+        landed: Fence,
+    ) -> Result<Fence, BoxedError> {
+        if adds == 0 && !keeps {
+            return Ok(landed);
+        }
+        let (content, layer) = (Content::Gradient(block, step.number), layer_of(step, block));
+        let kept = self.kept.entry(block).or_default();
+        let mut holds = kept.split_off(kept.len() - adds as usize);
+        holds.reverse(); // the youngest first
+        let parts = holds.iter().map(|part| part.slot(content)).collect();
+        let mut keep = None;
+        if keeps {
+            let part = self.context.acquire_one(&mut self.part_slots, content, layer).await?;
+            keep = Some(part.slot(content));
+            holds.push(part.clone());
+            self.kept.entry(block).or_default().push(part);
+        }
+        let work = Work::Join { block, reduced: landing.slot(content), parts, keep };
+        holds.push(landing.clone());
+        let mut order = Order::gradient(step, layer, work);
+        (order.waits, order.holds) = (vec![landed], holds);
+        Ok(self.context.queue(order))
+    }
+
+    /// Sends a block's gradient on: in its landing block, or from its region where it waits.
+    async fn complete(
+        &mut self,
+        step: &Arc<Step>,
+        block: BlockId,
+        scattered: bool,
+        landing: Held,
+        landed: Fence,
+    ) -> Result<(), BoxedError> {
+        if !scattered && !self.deferred {
             self.send(block, Some(landing), landed);
             return Ok(());
         }
-        let complete = self.move_to_region(step, (block, layer), landing, landed, joins).await?;
-        if !joins {
+        let at = (block, layer_of(step, block));
+        let complete = self.move_to_region(step, at, landing, landed, scattered).await?;
+        if !scattered {
             self.send(block, None, complete);
         }
         Ok(())
     }
 
     /// Puts a landed gradient into its block's region, where it waits; the fence that reports its
-    /// sum of squares. What `joins` a scatter is measured there.
+    /// sum of squares. What a scatter adds to is measured there.
     async fn move_to_region(
         &mut self,
         step: &Arc<Step>,
         (block, layer): (BlockId, Option<LayerId>),
         landing: Held,
         landed: Fence,
-        joins: bool,
+        scattered: bool,
     ) -> Result<Fence, BoxedError> {
         let is_staged = step.plan.schedule.block(block).staged;
         let reduced = landing.slot(Content::Gradient(block, step.number));
-        let complete = if joins && is_staged {
+        let complete = if scattered && is_staged {
             landed
         } else {
             let work = Work::Reduce { block, reduced, to_region: !is_staged };

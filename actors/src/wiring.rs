@@ -1,6 +1,6 @@
 //! Wires the ring, from the last actor back to the first, so that each outbox has its inbox.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::config::RingConfig;
@@ -66,10 +66,12 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let devices = (0..sizes.devices).map(|device| DevicePools::new(&sizes, device as DeviceId));
     let devices: Vec<DevicePools> = devices.collect();
     let landing = Pool::new("reduced", sizes.reduced);
+    let part_slots = Pool::new("parts", sizes.parts);
     let read_slots = Pool::new("reads", sizes.reads);
     let state_slots = Pool::new("states", sizes.states);
     let of_devices = devices.iter().flat_map(DevicePools::all);
-    let all = of_devices.chain([&landing, &read_slots, &state_slots]).map(Pool::gauge);
+    let of_process = [&landing, &part_slots, &read_slots, &state_slots];
+    let all = of_devices.chain(of_process).map(Pool::gauge);
     let gauges = all.filter(|gauge| !gauge.read().holders.is_empty()).collect();
     let ring = Arc::new(Ring::new(blocks as usize, sizes.devices, gauges, lanes.now()));
     let context_of = |name| Context::new(name, &ring, lanes, inject);
@@ -94,7 +96,8 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
         staged.push(wired.staged);
     }
     let context = context_of(ActorName::Reducer);
-    let reducer = Reducer { context, gradients, reduced: to_optimizer, landing, deferred };
+    let (reduced, kept) = (to_optimizer, BTreeMap::new());
+    let reducer = Reducer { context, gradients, reduced, landing, part_slots, kept, deferred };
     tasks.push(task(ActorName::Reducer, &ring, lanes, reducer));
     let (fetcher, inbox) = mailbox("steps", SIGNALS);
     let (context, gathered) = (context_of(ActorName::Fetcher), VecDeque::new());

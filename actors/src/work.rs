@@ -6,7 +6,9 @@
 
 use std::fmt;
 
-use crate::schedule::{BlockId, BoundaryId, DeviceId, MicroBatch, Phase, Schedule, Share, Version};
+use crate::schedule::{
+    BlockId, BoundaryId, DeviceId, GroupId, MicroBatch, Phase, Schedule, Share, Version,
+};
 
 /// A kind of in-order queue of work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -85,7 +87,7 @@ pub enum WorkKind {
     Gather,
     /// A loss is computed.
     Loss,
-    /// A gradient is measured, and copied where it must wait.
+    /// Gradients are added; or one is measured, and copied where it must wait.
     Reduce,
     /// The embedding's gradient is added up.
     Scatter,
@@ -217,10 +219,13 @@ pub enum Work {
     },
     /// Download: copies a boundary from output slots into the stash.
     DownloadBoundary { micro_batch: MicroBatch, outputs: Placed },
-    /// Download: copies a gradient into a landing block.
-    DownloadGradient { block: BlockId, gradients: u32, reduced: u32 },
+    /// Download: copies a group's gradient into a landing block.
+    DownloadGradient { block: BlockId, group: GroupId, gradients: u32, reduced: u32 },
     /// Host: the summed loss of one micro-batch. Value: that sum.
     Loss { visit: usize, micro_batch: MicroBatch },
+    /// Host: adds kept gradients to a landing block, in this order, and copies the sum to `keep`,
+    /// if that is given. `parts` and `keep` are slots of pool `parts`.
+    Join { block: BlockId, reduced: u32, parts: Vec<u32>, keep: Option<u32> },
     /// Host: measures a landing block, and copies it into the block's gradient region where
     /// `to_region`. Value: its sum of squares.
     Reduce { block: BlockId, reduced: u32, to_region: bool },
@@ -327,6 +332,9 @@ impl Work {
             Work::Loss { micro_batch: m, .. } => {
                 row(L::Host, K::Loss, "loss of ", S::MicroBatch(m), M::Nothing)
             }
+            Work::Join { block: b, .. } => {
+                row(L::Host, K::Reduce, "join of gradients of ", S::Block(b), M::Nothing)
+            }
             Work::Reduce { block: b, .. } => {
                 row(L::Host, K::Reduce, "reduce of ", S::Block(b), M::Nothing)
             }
@@ -365,8 +373,8 @@ impl Work {
     /// True for an operation whose [`Done`](crate::fence::Done) reports a value: a loss or a sum
     /// of squares.
     pub fn has_value(&self) -> bool {
-        use WorkKind::{Loss, Reduce, Scatter, Update};
-        matches!(self.row().kind, Loss | Reduce | Scatter | Update)
+        use Work::{Loss, Reduce, Scatter, Update};
+        matches!(self, Loss { .. } | Reduce { .. } | Scatter { .. } | Update { .. })
     }
 }
 

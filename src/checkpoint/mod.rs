@@ -123,7 +123,7 @@ const MOST_STEPS: u64 = 1 << 40;
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 21] = [
+const FREE: [&str; 24] = [
     "checkpoint",
     "channels",
     "data.validation",
@@ -134,11 +134,14 @@ const FREE: [&str; 21] = [
     "device.link",
     "device.memory",
     "device.ordinal",
+    "device.ordinals",
     "device.threads",
     "eps",
     "log",
     "metrics",
     "model.path",
+    "parallel.deal",
+    "parallel.weights",
     "schedule",
     "stash.place",
     "step.epochs",

@@ -131,6 +131,10 @@ struct PlanArguments {
     /// file of 256 MiB in `eps.path`), except those given below.
     #[arg(long)]
     forecast: bool,
+    /// Write the order of each device's work to this file, in the CSV of
+    /// `torch.distributed.pipelining`: a row for each device, a layer being a stage.
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
     #[command(flatten)]
     rates: RateArguments,
 }

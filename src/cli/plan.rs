@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::{PlanArguments, RateArguments, print, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
-    let PlanArguments { common, draw: picture, forecast, rates: given } = arguments;
+    let PlanArguments { common, draw: picture, forecast, csv, rates: given } = arguments;
     let (config, layers) = common.read(None, None)?;
     let locate = |error| layers.locate(error);
     let model = Model::new(shape_of(&config).map_err(locate)?);
@@ -22,6 +22,11 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
     let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
     let found = found.map_err(locate)?;
     show(&config, &plan, &model, found.as_ref());
+    if let Some(path) = csv {
+        let order = plan.order(&model)?;
+        let refused = |error| Error::Argument(format!("--csv {}: {error}", path.display()));
+        std::fs::write(path, order.to_string()).map_err(refused)?;
+    }
     match (picture, found) {
         (Some(picture), Some(found)) => draw(picture, &config, &model, &found.forecast),
         _ => Ok(()),

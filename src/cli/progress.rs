@@ -69,16 +69,20 @@ impl Screen {
 
     fn line(&self, report: &StepReport) -> String {
         let StepReport { loss, tokens, seconds, exposed_wait_seconds, bottleneck, .. } = report;
+        let slowest = report.slowest_device.map(|(device, share)| {
+            format!("  slowest device {device} (computes {:.0} %)", 100.0 * share)
+        });
         let validation = self.validation.map(|loss| format!(" (held out {loss:.4})"));
         format!(
             "loss {loss:.4}{}  {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
-             device {} of {}",
+             device {} of {}{}",
             validation.unwrap_or_default(),
             *tokens as f64 / seconds,
             100.0 * exposed_wait_seconds / seconds,
             bottleneck.name(),
             ByteSize::from(report.device_peak_bytes),
             ByteSize::from(self.ceiling),
+            slowest.unwrap_or_default(),
         )
     }
 

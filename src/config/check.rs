@@ -1,9 +1,11 @@
 //! What each key must be by itself, and which keys contradict each other. Whether the model and the
 //! machine allow what the keys say is the plan's question.
 
+use l2l_actors::schedule;
+
 use super::{
-    ChannelsConfig, Config, DataConfig, DeviceKind, EpsTier, Files, Labels, OptimizerConfig,
-    StashDtype, StashPlace, StepConfig, ValidationConfig,
+    ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, Labels, OptimizerConfig,
+    ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, ValidationConfig,
 };
 use crate::error::Error;
 use crate::tensor::Dtype;
@@ -39,6 +41,10 @@ impl Config {
         self.check_model()?;
         self.check_run()?;
         self.check_device()?;
+        self.check_parallel()?;
+        self.check_schedule()?;
+        must((0.0..1.0).contains(&self.depth.drop), "depth.drop", "in [0, 1)")?;
+        must(self.depth.ramp_steps != Some(0), "depth.ramp_steps", "at least 1")?;
         self.check_contradictions()?;
         self.link_bytes_per_second()?;
         self.update_bytes_per_second()?;
@@ -76,12 +82,13 @@ impl Config {
         let count = self.device.count;
         must(count != Some(0), "device.count", "at least 1")?;
         must(count.is_none_or(|count| count <= 255), "device.count", "at most 255")?;
+        self.check_ordinals()?;
         let on_cuda = self.device.kind == DeviceKind::Cuda;
         let is_several = self.devices() > 1;
         refuse(
-            on_cuda && is_several,
+            on_cuda && count.is_some(),
             "device.count",
-            "is for device.kind = \"cpu\": leave it out, one GPU is used",
+            "is for device.kind = \"cpu\": leave it out, device.ordinals says which GPUs",
         )?;
         refuse(
             is_several && self.stash.place == StashPlace::Device,
@@ -110,6 +117,95 @@ impl Config {
             "device.dtype",
             "is bf16, and the CPU computes in f32: set device.kind = \"cuda\", or leave it out \
              (stash.dtype = \"bf16\" halves the stash)",
+        )
+    }
+
+    fn check_ordinals(&self) -> Result<(), Error> {
+        let Some(ordinals) = &self.device.ordinals else { return Ok(()) };
+        must(!ordinals.is_empty(), "device.ordinals", "at least one number")?;
+        let be = "of at most 255 numbers";
+        must(ordinals.len() <= 255, "device.ordinals", be)?;
+        if let Some(twice) = (1..ordinals.len()).find(|&at| ordinals[..at].contains(&ordinals[at]))
+        {
+            let problem = format_args!("has GPU {} twice", ordinals[twice]);
+            return Err(Error::config("device.ordinals", problem));
+        }
+        refuse(
+            self.device.kind == DeviceKind::Cpu,
+            "device.ordinals",
+            "is for device.kind = \"cuda\": leave it out, or set device.count",
+        )?;
+        refuse(
+            self.device.ordinal != 0,
+            "device.ordinal",
+            "is set together with device.ordinals: set only one of them",
+        )
+    }
+
+    fn check_parallel(&self) -> Result<(), Error> {
+        let (groups, devices) = (self.parallel.groups, self.devices());
+        let turns = self.step.batch.div_ceil(self.step.micro_batch);
+        must(groups >= 1, "parallel.groups", "at least 1")?;
+        if !turns.is_multiple_of(groups as usize) {
+            let divisors = (1..=turns).filter(|&groups| turns.is_multiple_of(groups));
+            let divisors: Vec<String> = divisors.take(12).map(|d| d.to_string()).collect();
+            let problem = format_args!(
+                "is {groups}, and a step has {turns} micro-batches: set a divisor ({})",
+                divisors.join(", ")
+            );
+            return Err(Error::config("parallel.groups", problem));
+        }
+        if let Some(weights) = &self.parallel.weights {
+            let is_weight = |weight: &u32| (1..=1 << 20).contains(weight);
+            let be = "of numbers from 1 to 1048576";
+            must(weights.iter().all(is_weight), "parallel.weights", be)?;
+            if weights.len() != devices as usize {
+                let problem = format_args!("has {} numbers for {devices} devices", weights.len());
+                return Err(Error::config("parallel.weights", problem));
+            }
+        }
+        if self.parallel.deal == Deal::Layers {
+            let problem = "is for parallel.deal = \"sequences\": leave it out";
+            return refuse(self.parallel.weights.is_some(), "parallel.weights", problem);
+        }
+        let dealt = schedule::devices_of_groups(groups, &self.device_weights());
+        match (0..devices).find(|&device| !dealt.contains(&(device as u8))) {
+            None => Ok(()),
+            Some(device) => {
+                let problem = format_args!(
+                    "is {groups}, and device {device} of {devices} gets none of them: set more \
+                     groups, or fewer devices"
+                );
+                Err(Error::config("parallel.groups", problem))
+            }
+        }
+    }
+
+    fn check_schedule(&self) -> Result<(), Error> {
+        let ScheduleConfig { kind, chunks, ref path, .. } = self.schedule;
+        must(chunks != Some(0), "schedule.chunks", "at least 1")?;
+        must(chunks.is_none_or(|chunks| chunks <= 1 << 16), "schedule.chunks", "at most 65536")?;
+        let takes_chunks = matches!(kind, ScheduleKind::Gpipe | ScheduleKind::Interleaved);
+        refuse(
+            chunks.is_some() && !takes_chunks,
+            "schedule.chunks",
+            "is for schedule.kind = \"gpipe\" or \"interleaved\": leave it out",
+        )?;
+        let on_file = kind == ScheduleKind::File;
+        refuse(
+            on_file && path.is_none(),
+            "schedule.path",
+            "is missing: with schedule.kind = \"file\" it names the file",
+        )?;
+        refuse(
+            !on_file && path.is_some(),
+            "schedule.path",
+            "is for schedule.kind = \"file\": leave it out",
+        )?;
+        refuse(
+            kind.is_pipeline() && self.parallel.deal == Deal::Sequences,
+            "parallel.deal",
+            "must be \"layers\" with a pipeline, which says itself what each device does",
         )
     }
 

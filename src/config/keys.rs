@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, DataConfig, ScheduleConfig};
+use super::{ByteSize, DataConfig, DepthConfig, ParallelConfig, ScheduleConfig};
 use crate::tensor::Dtype;
 
 /// A whole config file.
@@ -25,6 +25,10 @@ pub struct Config {
     pub device: DeviceConfig,
     /// The order in which the device visits layers, and what backward recomputes.
     pub schedule: ScheduleConfig,
+    /// Layers that training steps leave out at random.
+    pub depth: DepthConfig,
+    /// How several devices share a step.
+    pub parallel: ParallelConfig,
     /// The activations that wait between forward and backward.
     pub stash: StashConfig,
     /// The number of slots of each kind. More slots allow more overlap and take more memory.
@@ -231,11 +235,14 @@ pub enum RateSchedule {
 pub struct DeviceConfig {
     /// The device that computes layers.
     pub kind: DeviceKind,
-    /// How many devices of kind `cpu` share the work; 1 when absent. Layers are dealt to them by
-    /// turns. Each has memory and a share of the threads of its own. Results do not depend on it.
+    /// How many devices of kind `cpu` share the work; 1 when absent. Each has memory and a share of
+    /// the threads of its own. `parallel` says how they share it. Results do not depend on it.
     pub count: Option<u32>,
     /// Number of the GPU, as the driver counts them from 0.
     pub ordinal: usize,
+    /// Numbers of several GPUs that share the work, in place of `ordinal`. `parallel` says how they
+    /// share it. Results do not depend on it.
+    pub ordinals: Option<Vec<usize>>,
     /// Folder with CUDA's libraries if they are not on the loader's path, for instance the one of
     /// the Python wheels `nvidia-cuda-nvrtc` and `nvidia-cublas`. Its subfolders are searched, too.
     pub cuda_libraries: Option<PathBuf>,

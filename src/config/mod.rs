@@ -2,18 +2,22 @@
 
 mod check;
 mod data;
+mod depth;
 mod keys;
+mod parallel;
 mod schedule;
 mod sizes;
 
 use std::path::Path;
 
 pub use data::{DataConfig, DataFile, Files, TooLong};
+pub use depth::{DepthConfig, DropRule};
 pub use keys::{
     ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
     Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
     StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
 };
+pub use parallel::{Deal, ParallelConfig};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
 
@@ -54,7 +58,25 @@ impl Config {
 
     /// How many devices there are.
     pub fn devices(&self) -> u32 {
-        self.device.count.unwrap_or(1)
+        match self.device.kind {
+            DeviceKind::Cpu => self.device.count.unwrap_or(1),
+            DeviceKind::Cuda => self.device.gpus().len() as u32,
+        }
+    }
+
+    /// The devices' names in metrics: `cpu0`, or `cuda` with its ordinal.
+    pub fn device_names(&self) -> Vec<String> {
+        match self.device.kind {
+            DeviceKind::Cpu => (0..self.devices()).map(|device| format!("cpu{device}")).collect(),
+            DeviceKind::Cuda => {
+                self.device.gpus().into_iter().map(|ordinal| format!("cuda{ordinal}")).collect()
+            }
+        }
+    }
+
+    /// The share of the work of each device, where sequences are dealt.
+    pub(crate) fn device_weights(&self) -> Vec<u32> {
+        self.parallel.weights.clone().unwrap_or_else(|| vec![1; self.devices() as usize])
     }
 
     /// `eps.update_rate` in bytes a second.
@@ -131,12 +153,9 @@ impl Config {
 }
 
 impl DeviceConfig {
-    /// The device's name in metrics: `cpu0`, or `cuda` with its ordinal.
-    pub fn name(&self) -> String {
-        match self.kind {
-            DeviceKind::Cpu => "cpu0".into(),
-            DeviceKind::Cuda => format!("cuda{}", self.ordinal),
-        }
+    /// The numbers of the GPUs that compute, where the device is one.
+    pub fn gpus(&self) -> Vec<usize> {
+        self.ordinals.clone().unwrap_or_else(|| vec![self.ordinal])
     }
 }
 

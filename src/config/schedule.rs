@@ -1,5 +1,7 @@
 //! The keys of `[schedule]`: the order of visits, and what backward recomputes.
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use crate::models::Save;
@@ -9,10 +11,18 @@ use crate::models::Save;
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ScheduleConfig {
-    /// `relay`: all micro-batches through a layer, then the next layer (L2L). `resident`: one
-    /// micro-batch through all layers, then the next one, as ordinary training does. Both give the
+    /// The order in which layers meet micro-batches. `relay`: all micro-batches through a layer,
+    /// then the next layer (L2L). `resident`: one micro-batch through all layers, then the next one,
+    /// as ordinary training does. `gpipe`, `1f1b`, `interleaved`: pipelines, in which each device
+    /// has stages of layers that follow each other. `file`: a pipeline from `path`. All give the
     /// same result, bit for bit.
     pub kind: ScheduleKind,
+    /// Stages on each device in a pipeline. 1 when absent, and 2 with `interleaved`.
+    pub chunks: Option<u32>,
+    /// With `kind = "file"`: a CSV file as `torch.distributed.pipelining` writes it, with a row for
+    /// each device and in it actions such as `2F0` and `2B0` (stage, forward or backward,
+    /// micro-batch).
+    pub path: Option<PathBuf>,
     /// What backward recomputes. `true`: everything inside a layer, so only the activations between
     /// layers are stored. `false`: nothing; all saved activations wait in the stash. `attention`:
     /// attention only; those of the feed-forward layer wait.
@@ -21,7 +31,8 @@ pub struct ScheduleConfig {
 
 impl Default for ScheduleConfig {
     fn default() -> ScheduleConfig {
-        ScheduleConfig { kind: ScheduleKind::Relay, recompute: Recompute::Layer(true) }
+        let (kind, recompute) = (ScheduleKind::Relay, Recompute::Layer(true));
+        ScheduleConfig { kind, chunks: None, path: None, recompute }
     }
 }
 
@@ -74,4 +85,28 @@ pub enum ScheduleKind {
     Relay,
     /// One micro-batch through all layers, then the next.
     Resident,
+    /// All forward passes, then all backward passes.
+    Gpipe,
+    /// A forward pass and a backward pass by turns.
+    #[serde(rename = "1f1b")]
+    OneForwardOneBackward,
+    /// The same with several stages on each device.
+    Interleaved,
+    /// A pipeline in a file.
+    File,
+}
+
+impl ScheduleKind {
+    /// True where each device has stages of layers that follow each other.
+    pub fn is_pipeline(self) -> bool {
+        !matches!(self, ScheduleKind::Relay | ScheduleKind::Resident)
+    }
+}
+
+impl ScheduleConfig {
+    /// Stages on each device of a pipeline.
+    pub fn chunks(&self) -> u32 {
+        let default = if self.kind == ScheduleKind::Interleaved { 2 } else { 1 };
+        self.chunks.unwrap_or(default)
+    }
 }

@@ -126,7 +126,10 @@ pub(crate) fn open(
             let problem = "is cuda: a loss of one's own runs on the cpu";
             Err(Error::config("device.kind", problem))
         }
-        DeviceKind::Cuda => Ok(vec![cuda::open(config, model, floats, overhead)?]),
+        DeviceKind::Cuda => {
+            let gpus = config.device.gpus().into_iter();
+            gpus.map(|ordinal| cuda::open(config, ordinal, model, floats, overhead)).collect()
+        }
     }
 }
 

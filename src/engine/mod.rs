@@ -19,8 +19,9 @@ pub use report::{Bottleneck, StepReport, Summary};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::error::Error;
-use crate::models::Model;
-use crate::plan::{Plan, Purpose, StepShape, schedule_of};
+use crate::models::{LayerSelection, Model};
+use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::stash;
 use crate::worker::{CacheSlot, StepInput, Worker};
 
 /// See the [module](self).
@@ -47,7 +48,14 @@ pub(crate) struct Engine {
 /// A schedule, and the shape of the steps that it is for.
 struct CachedSchedule {
     shape: StepShape,
+    layers: LayerSelection,
     schedule: Schedule,
+}
+
+impl CachedSchedule {
+    fn is_of(&self, shape: StepShape, layers: &LayerSelection) -> bool {
+        self.shape == shape && self.layers == *layers
+    }
 }
 
 /// The result of a step.
@@ -103,14 +111,33 @@ impl Engine {
         purpose: Purpose,
         cache: Vec<CacheSlot>,
     ) -> Result<Outcome, Error> {
+        self.run_layers(batch, purpose, cache, &LayerSelection::default()).await
+    }
+
+    /// The same through these layers.
+    ///
+    /// # Errors
+    /// As [`run`](Engine::run); or the model has not these layers.
+    pub(crate) async fn run_layers(
+        &mut self,
+        batch: Batch,
+        purpose: Purpose,
+        cache: Vec<CacheSlot>,
+        layers: &LayerSelection,
+    ) -> Result<Outcome, Error> {
         self.count_step();
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let cached = &mut self.schedules[usize::from(purpose.trains())];
-        if cached.as_ref().is_none_or(|cached| cached.shape != shape) {
-            let states = self.plan.states;
-            let schedule = schedule_of(&self.config, &self.model, shape, states)?;
-            *cached = Some(CachedSchedule { shape, schedule });
+        if cached.as_ref().is_none_or(|cached| !cached.is_of(shape, layers)) {
+            let step = StepSpec { layers: Some(layers), ..self.plan.step(shape) };
+            let schedule = schedule_of(&self.config, &self.model, step)?;
+            let (needs, has) = (stash::layout(&schedule).floats, self.plan.stash_floats());
+            if needs > has {
+                let what = format_args!("these layers need {needs} floats of stash, not {has}");
+                return Err(Error::argument(what));
+            }
+            *cached = Some(CachedSchedule { shape, layers: layers.clone(), schedule });
         }
         let CachedSchedule { schedule, .. } = cached.as_ref().expect("it was just made");
         self.visits += schedule.visits.len() as u64;

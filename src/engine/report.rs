@@ -23,6 +23,8 @@ pub struct StepReport {
     pub bottleneck: Bottleneck,
     /// The most bytes of device memory in use.
     pub device_peak_bytes: u64,
+    /// With several devices: the one that computed longest, and the share of the step that it did.
+    pub slowest_device: Option<(u8, f64)>,
 }
 
 /// What delayed a step most.

@@ -60,7 +60,7 @@ impl Loaded {
             None => Eps::in_memory(&model, 0, |_| false),
         };
         let eps = eps.published_as(config.device.dtype);
-        let ledger = Arc::new(Ledger::new(model.parts.len(), Vec::new()));
+        let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
         let parts = Parts {
             model: model.clone(),
             plan,

@@ -119,6 +119,10 @@ impl Layer for Stem {
         all
     }
 
+    fn is_optional(&self) -> bool {
+        false
+    }
+
     fn products(&self) -> usize {
         0
     }
@@ -248,6 +252,10 @@ impl Layer for Final {
         ];
         all.extend(norm_tensors(names.transform_norm, &self.shape));
         all
+    }
+
+    fn is_optional(&self) -> bool {
+        false
     }
 
     fn takes_floats(&self) -> bool {

@@ -149,6 +149,11 @@ pub trait Layer: Send + Sync {
         false
     }
 
+    /// Whether a step can leave it out, so that hidden states pass it unchanged.
+    fn is_optional(&self) -> bool {
+        true
+    }
+
     /// Kernels of its own that it runs, so that a device can compile them.
     fn custom_kernels(&self) -> Vec<CustomKernel> {
         Vec::new()

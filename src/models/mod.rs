@@ -7,6 +7,7 @@ mod ends;
 pub mod families;
 mod layer;
 mod model;
+mod selection;
 mod shape;
 mod visit;
 
@@ -19,5 +20,6 @@ pub use layer::{
     tensor_views,
 };
 pub use model::{Model, Part, Tile};
+pub use selection::LayerSelection;
 pub use shape::{Dropouts, Head, Shape};
 pub(crate) use visit::{VisitArgs, run, workspace};

@@ -8,6 +8,7 @@ use super::block::TransformerBlock;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::layer::{Init, Kind, Layer, Save, Tensor, block_len};
+use super::selection::LayerSelection;
 use super::shape::Shape;
 use crate::error::Error;
 use crate::kernels::{CrossEntropy, Loss, STATISTICS};
@@ -197,9 +198,19 @@ impl Model {
     /// label: 6 for each weight and token (for the head: each labelled token), and half of full
     /// attention. Recomputation and padding are not counted.
     pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
+        self.training_flops_of(&LayerSelection::default(), lengths, labelled)
+    }
+
+    /// The same for a step that uses these layers.
+    pub fn training_flops_of(
+        &self,
+        layers: &LayerSelection,
+        lengths: &[usize],
+        labelled: usize,
+    ) -> f64 {
         let (mut products, mut channels) = (0, 0);
-        for part in &self.parts {
-            if let Part::Stack(layer) = part {
+        for layer in layers.ring_layers(self) {
+            if let Part::Stack(layer) = &self.parts[layer.0 as usize] {
                 products += layer.products();
                 channels += layer.attention_channels();
             }

@@ -64,11 +64,12 @@ impl Plan {
         Some(Misfit { resource, largest_term, needed, available: ceiling, text })
     }
 
-    /// Bytes of the GPU that it is for, where the driver tells.
+    /// Bytes of the smallest GPU that it is for, where the driver tells.
     pub(crate) fn gpu_bytes(&self) -> Option<u64> {
         let device = &self.config.device;
         let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
-        Some(gpus.get(device.ordinal)?.memory)
+        let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory);
+        device.gpus().into_iter().filter_map(memory).min()
     }
 
     fn host_misfit(&self) -> Option<Misfit> {

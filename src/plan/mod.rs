@@ -2,17 +2,19 @@
 //! allocated; and where in the device's memory each slot lies.
 
 mod fit;
+mod pipelines;
 mod regions;
 mod sizing;
 mod step;
 
 use std::fmt;
+use std::sync::Arc;
 
-use l2l_actors::schedule::{BlockId, Pools};
+use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
 pub(crate) use regions::{Holder, Place, Regions};
 use sizing::Sizing;
-pub(crate) use step::{Purpose, StepShape, schedule_of};
+pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
 use crate::config::{ByteSize, Config};
 use crate::error::Error;
@@ -74,6 +76,8 @@ pub struct Plan {
     pub(crate) largest_block: usize,
     /// Tiles whose gradients are joined, from the head and the embedding.
     tied_tiles: usize,
+    /// The pipeline of a file, where the config names one.
+    pub(crate) pipeline: Option<Arc<Pipeline>>,
     config: Config,
 }
 
@@ -148,6 +152,27 @@ impl Plan {
         let cache = KvCache { layers: widths.len(), sequences, capacity, width };
         let steps = &[first, last];
         Sizing { config, model, rule: None, steps, cache: Some(cache) }.plan()
+    }
+
+    /// The order in which each device does a step's work, each layer a stage.
+    ///
+    /// # Errors
+    /// The schedule cannot be.
+    pub fn order(&self, model: &Model) -> Result<Pipeline, Error> {
+        let (sequences, positions) = (self.sequences, self.positions);
+        let step = StepShape { sequences, positions, purpose: Purpose::Train };
+        Ok(Pipeline::of(&schedule_of(&self.config, model, self.step(step))?))
+    }
+
+    /// What the schedule of a step of all layers is made of.
+    pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
+        StepSpec { shape, layers: None, states: self.states, file: self.pipeline.as_deref() }
+    }
+
+    /// Floats of the stash.
+    pub(crate) fn stash_floats(&self) -> usize {
+        let place = if self.stash_on_device { Place::Device } else { Place::Host };
+        self.regions.slots(Holder::Stash, place).floats()
     }
 
     /// Whether it is training's: with gradients and the optimizer's state.

@@ -27,6 +27,8 @@ pub(crate) enum Holder {
     KvCache,
     /// Landing blocks: gradients on their way to the EPS.
     Landing,
+    /// Gradients of groups of micro-batches that are kept for those of later groups.
+    Parts,
     /// Blocks read from the EPS's file.
     FileReads,
     /// Blocks with their optimizer states, read from the EPS's file to be updated.
@@ -110,7 +112,7 @@ impl Holder {
             Holder::Overhead => "driver",
             Holder::Stash => "stash",
             Holder::KvCache => "memory",
-            Holder::Landing => "landing",
+            Holder::Landing | Holder::Parts => "landing",
             Holder::FileReads => "file_reads",
             Holder::FileStates => "file_states",
             Holder::FileBuffer => "file_desk",

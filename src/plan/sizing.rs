@@ -1,10 +1,12 @@
 //! How a plan is made, in four questions: which schedules are walked, how many slots the pools
 //! need, which regions of memory that makes, and how many bytes a step moves.
 
-use l2l_actors::schedule::{self, Capacities, Pools, Schedule};
+use std::sync::Arc;
+
+use l2l_actors::schedule::{self, Capacities, Pipeline, Pools, Schedule};
 
 use super::regions::{Holder, Place, Regions};
-use super::{KvCache, Plan, StepShape, schedule_of};
+use super::{KvCache, Plan, StepShape, StepSpec, pipelines, schedule_of};
 use crate::config::{ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
@@ -52,7 +54,8 @@ impl Sizing<'_> {
     pub(super) fn plan(self) -> Result<Plan, Error> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
-        let schedules = self.schedules()?;
+        let pipeline = pipelines::read(self.config)?.map(Arc::new);
+        let schedules = self.schedules(pipeline.as_deref())?;
         let pools = self.pools(&schedules.all);
         // What moves: in a run its step; in generation what it ends with, a step with a full cache.
         let shown = if self.trains() { 0 } else { self.steps.len() - 1 };
@@ -90,6 +93,7 @@ impl Sizing<'_> {
             states: self.states(),
             largest_block: blocks.largest,
             tied_tiles: self.tied_tiles(),
+            pipeline,
             config: self.config.clone(),
         };
         // What is allocated is what was planned, to the byte.
@@ -122,10 +126,12 @@ impl Sizing<'_> {
         if tied || !self.on_file() { self.model.tiles.len() } else { 0 }
     }
 
-    fn schedules(&self) -> Result<Schedules, Error> {
+    fn schedules(&self, file: Option<&Pipeline>) -> Result<Schedules, Error> {
         let mut schedules = Schedules { all: Vec::new(), boundary: 0, stash: 0 };
         for step in self.steps {
-            let schedule = schedule_of(self.config, self.model, *step, self.states())?;
+            let states = self.states();
+            let spec = StepSpec { shape: *step, layers: None, states, file };
+            let schedule = schedule_of(self.config, self.model, spec)?;
             schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
             let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
             let bytes = |boundary: &schedule::Boundary| boundary.bytes_per_sequence as usize;
@@ -143,10 +149,11 @@ impl Sizing<'_> {
         let depths = Capacities { weights, gradients, reduced, stash };
         let pools_of = |schedule: &Schedule| Pools::of(schedule, &depths);
         let first = pools_of(&schedules[0]);
-        match self.cache {
+        let pools = match self.cache {
             None => first,
             Some(_) => schedules.iter().map(pools_of).fold(first, Pools::max),
-        }
+        };
+        Pools { devices: self.config.devices(), ..pools }
     }
 
     fn blocks(&self) -> Blocks {
@@ -229,7 +236,9 @@ impl Sizing<'_> {
 
     fn host_regions(&self, regions: &mut Regions, pools: &Pools, blocks: &Blocks) {
         let reduced = if self.trains() { pools.reduced as usize } else { 0 };
+        let parts = if self.trains() { pools.parts as usize } else { 0 };
         regions.add(Holder::Landing, Place::Host, reduced, blocks.on_host);
+        regions.add(Holder::Parts, Place::Host, parts, blocks.on_host);
         if self.on_file() {
             let states = if self.trains() { pools.states as usize } else { 0 };
             let parts = 1 + self.states() + usize::from(self.deferred());
@@ -276,6 +285,15 @@ fn check_sizes(
             "is {devices}, and the model has {layers} layers for devices: set at most {layers}"
         );
         return Err(Error::config("device.count", problem));
+    }
+    let stages = u64::from(devices) * u64::from(config.schedule.chunks());
+    if config.schedule.kind.is_pipeline() && stages > layers as u64 {
+        let problem = format_args!(
+            "is {}, which with device.count makes {stages} stages, and the model has {layers} \
+             layers for devices: set less",
+            config.schedule.chunks()
+        );
+        return Err(Error::config("schedule.chunks", problem));
     }
     let turns = sequences.div_ceil(config.step.micro_batch) as u128;
     let visits = turns.saturating_mul(model.parts.len() as u128);

@@ -5,12 +5,14 @@
 //! the *KV cache*, and new ones leave for it; its place on the host outlives the step.
 
 use l2l_actors::schedule::{
-    self, BlockId, Boundary, BoundaryId, Encoding, RingModel, Role, Schedule, Selection, VisitKind,
+    self, BlockId, Boundary, BoundaryId, Encoding, Pipeline, RingModel, Role, Schedule, Selection,
+    VisitKind,
 };
 
-use crate::config::{Config, EpsTier, ScheduleKind, StashDtype};
+use super::pipelines;
+use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype};
 use crate::error::Error;
-use crate::models::{Head, Model, Part, Save};
+use crate::models::{Head, LayerSelection, Model, Part, Save};
 use crate::tensor::{Dtype, packed_floats};
 
 /// What a step of the ring is for.
@@ -56,27 +58,50 @@ fn micro_batches(batch: usize, micro_batch: usize) -> Vec<u32> {
     (0..batch).step_by(micro_batch).map(|at| micro_batch.min(batch - at) as u32).collect()
 }
 
-/// The schedule of a step. `states`: of the update rule, for each parameter.
+/// What the schedule of a step is made of, beside config and model.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepSpec<'a> {
+    pub(crate) shape: StepShape,
+    /// The layers; `None`: all.
+    pub(crate) layers: Option<&'a LayerSelection>,
+    /// States that the update rule keeps of each parameter.
+    pub(crate) states: usize,
+    /// The pipeline of the config's file, if it names one.
+    pub(crate) file: Option<&'a Pipeline>,
+}
+
+/// The schedule of a step.
 pub(crate) fn schedule_of(
     config: &Config,
     model: &Model,
-    step: StepShape,
-    states: usize,
+    step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepShape { sequences, positions, purpose } = step;
+    let StepSpec { shape, layers, states, file } = step;
+    let StepShape { sequences, positions, purpose } = shape;
     let states = if purpose.trains() { states } else { 0 };
     let ring = ring_model(config, model, positions, states);
     let sizes = micro_batches(sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
     selection.recompute = config.schedule.recompute.keep().is_none();
+    selection.groups = config.parallel.groups;
+    if let Some(layers) = layers {
+        layers.check(model)?;
+        selection.layers = layers.ring_layers(model);
+        selection.frozen = layers.frozen_blocks(model);
+    }
     if !purpose.trains() {
         selection.frozen = (0..ring.blocks.len() as u32).map(BlockId).collect();
     }
     let schedule = match config.schedule.kind {
         ScheduleKind::Relay => schedule::relay(&ring, &selection)?,
         ScheduleKind::Resident => schedule::resident(&ring, &selection)?,
+        _ => pipelines::schedule_of(config, &ring, &selection, file, purpose.trains())?,
     };
-    let mut schedule = schedule::deal(schedule, config.devices());
+    let mut schedule = match config.parallel.deal {
+        _ if config.schedule.kind.is_pipeline() => schedule,
+        Deal::Layers => schedule::deal(schedule, config.devices()),
+        Deal::Sequences => schedule::deal_groups(schedule, &config.device_weights()),
+    };
     if purpose.scores() {
         add_logits(&mut schedule, model);
     }

@@ -232,7 +232,7 @@ impl Forecast {
         let plan = Plan::new(config, model, &config.update_rule())?;
         let (sequences, positions) = (config.step.batch, plan.positions);
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
-        let schedule = schedule_of(config, model, step, plan.states)?;
+        let schedule = schedule_of(config, model, plan.step(step))?;
         let (rates, on_device) = (rates.clone(), plan.stash_on_device);
         let run = virtual_time::run(
             ring_config(model, &plan, None),
@@ -252,12 +252,11 @@ impl Forecast {
         let (ended, records) =
             run.map_err(|who| Error::system(format_args!("virtual time stood still: {who:?}")))?;
         let ends = ended?;
-        let forecast = Forecast::of_records(&records, &ends, model.parts.len());
-        Ok(Forecast { devices: config.devices(), ..forecast })
+        Ok(Forecast::of_records(&records, &ends, model.parts.len(), config.devices()))
     }
 
-    fn of_records(records: &[Record], ends: &[Duration], layers: usize) -> Forecast {
-        let ledger = Ledger::new(layers, Vec::new());
+    fn of_records(records: &[Record], ends: &[Duration], layers: usize, devices: u32) -> Forecast {
+        let ledger = Ledger::new(layers, devices, Vec::new());
         ledger.begins(Duration::ZERO, 0, true);
         let (mut slices, mut resolved) = (Vec::new(), ends.iter().copied().peekable());
         for record in records {
@@ -273,6 +272,6 @@ impl Forecast {
         }
         resolved.for_each(|end| ledger.resolves(end));
         let seconds = (ends[STEPS - 1] - ends[STEPS - 2]).as_secs_f64();
-        Forecast { seconds, slices, tally: ledger.tally(ends[STEPS - 1]), devices: 1 }
+        Forecast { seconds, slices, tally: ledger.tally(ends[STEPS - 1]), devices }
     }
 }

@@ -1,8 +1,10 @@
-//! A step as textbooks draw it: a row a lane, a bar an operation, time to the right. As SVG.
+//! A step as textbooks draw it: a row for each lane of each device, a bar for each operation, time
+//! to the right. As SVG.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
-use l2l_actors::work::Lane;
+use l2l_actors::work::Queue;
 
 use super::Slice;
 
@@ -25,8 +27,13 @@ pub fn draw(title: &str, slices: &[Slice]) -> String {
     let end = slices.iter().map(|slice| slice.end).max().unwrap_or_default();
     let span = (end.saturating_sub(begin)).as_secs_f64().max(1e-9);
     let layers = slices.iter().filter_map(|slice| slice.layer).max().map_or(1, |layer| layer + 1);
-    let met = |track: &Lane| slices.iter().any(|slice| slice.lane == *track);
-    let tracks: Vec<Lane> = Lane::ALL.into_iter().filter(met).collect();
+    let queue = |slice: &Slice| Queue { lane: slice.lane, device: slice.device };
+    let tracks: BTreeSet<Queue> = slices.iter().map(queue).collect();
+    let has_several = tracks.iter().any(|track| track.device > Some(0));
+    let name = |track: &Queue| match track.device.filter(|_| has_several) {
+        Some(device) => format!("{} {device}", track.lane.name()),
+        None => track.lane.name().to_string(),
+    };
     let height = TOP + ROW * tracks.len() as f64 + 34.0;
     let x = |seconds: f64| LEFT + (WIDTH - LEFT - 12.0) * seconds / span;
     let mut svg = format!(
@@ -38,9 +45,9 @@ pub fn draw(title: &str, slices: &[Slice]) -> String {
     );
     for (row, track) in tracks.iter().enumerate() {
         let y = TOP + ROW * row as f64;
-        let _ = writeln!(svg, "<text x=\"12\" y=\"{}\">{}</text>", y + 20.0, track.name());
+        let _ = writeln!(svg, "<text x=\"12\" y=\"{}\">{}</text>", y + 20.0, name(track));
         let _ = writeln!(svg, "<g>");
-        for slice in slices.iter().filter(|slice| slice.lane == *track) {
+        for slice in slices.iter().filter(|slice| queue(slice) == *track) {
             let from = x(slice.begin.saturating_sub(begin).as_secs_f64());
             let to = x(slice.end.saturating_sub(begin).as_secs_f64());
             let layer = slice.layer.map(|layer| format!(" of layer {layer}"));

@@ -11,10 +11,10 @@ use l2l_actors::schedule::{Block, BoundaryId, Phase};
 use serde::Serialize;
 
 use super::forecast::Rates;
-use crate::config::{Config, EpsTier};
+use crate::config::{Config, EpsTier, ScheduleKind};
 use crate::error::Error;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, StepShape, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
 
 /// What a step needs for its lanes to hide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -51,10 +51,12 @@ impl Hiding {
         let on_file = config.eps.tier == EpsTier::File;
         let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
         let (mut shares, mut compute) = ([[Share::default(); LANES.len()]; 2], [0.0; 2]);
-        // One sequence: each layer is visited once each way.
+        // One sequence: each layer is visited once each way, in whatever order.
+        let mut config = config.clone();
+        config.schedule.kind = ScheduleKind::Relay;
         let (positions, purpose) = (plan.positions, Purpose::Train);
         let step = StepShape { sequences: 1, positions, purpose };
-        let schedule = schedule_of(config, model, step, plan.states)?;
+        let schedule = schedule_of(&config, model, StepSpec { file: None, ..plan.step(step) })?;
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
             let backward = visit.phase == Phase::Backward;
             let at = usize::from(backward);

@@ -1,5 +1,5 @@
-//! The ledger adds up every slice as it ends, and charges each wait of the compute lane to its
-//! cause.
+//! The ledger adds up every slice as it ends, and charges each wait of a device's compute lane to
+//! its cause.
 //!
 //! The charge follows the chain of causes back. An operation begins when the last thing it needs
 //! has ended: the operation before it on its lane, an operation it waits on, or the one whose end
@@ -104,13 +104,25 @@ impl LayerTally {
     }
 }
 
+/// What one device did.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct DeviceTally {
+    /// By [`Lane`]; of the device's own.
+    pub lanes: [LaneTally; Lane::ALL.len()],
+    /// Time in which its compute lane stood still within steps, by [`WaitCause`].
+    pub waited: [Duration; WaitCause::ALL.len()],
+}
+
 /// Everything added up.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Tally {
-    /// By [`Lane`].
+    /// By [`Lane`], those of all devices in one.
     pub lanes: [LaneTally; Lane::ALL.len()],
-    /// Time in which the compute lane stood still within steps, by [`WaitCause`].
+    /// Time in which a compute lane stood still within steps, by [`WaitCause`], in the mean of
+    /// devices.
     pub waited: [Duration; WaitCause::ALL.len()],
+    /// By device.
+    pub devices: Vec<DeviceTally>,
     /// Time of checkpoints, of which the lane of files has the sum with its other work.
     pub checkpoints: Duration,
     /// Time outside steps: between the end of one and the begin of the next.
@@ -151,10 +163,11 @@ struct Inner {
     runs: bool,
     /// The last steps of the ring that do not train: what they do counts as outside.
     others: VecDeque<u64>,
-    /// All time of the compute lane before it is accounted for.
-    accounted: Duration,
-    /// The operation that ended last, and the layer that was computed last.
-    last: (Option<u64>, usize),
+    /// Of each device: all time of its compute lane before is accounted for, and the layer that was
+    /// computed last.
+    standing: Vec<(Duration, usize)>,
+    /// The operation that ended last.
+    last: Option<u64>,
     links: Vec<Link>,
     recent: VecDeque<Slice>,
     kept_all: bool,
@@ -168,15 +181,17 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// Of so many layers; each slice is handed on to the observers.
-    pub fn new(layers: usize, observers: Vec<Arc<dyn Observe>>) -> Ledger {
+    /// Of so many layers and devices; each slice is handed on to the observers.
+    pub fn new(layers: usize, devices: u32, observers: Vec<Arc<dyn Observe>>) -> Ledger {
         let layers = vec![LayerTally::default(); layers];
+        let count = devices.max(1) as usize;
+        let devices = vec![DeviceTally::default(); count];
         let inner = Inner {
-            tally: Tally { layers, ..Tally::default() },
+            tally: Tally { layers, devices, ..Tally::default() },
             runs: false,
             others: VecDeque::new(),
-            accounted: Duration::ZERO,
-            last: (None, 0),
+            standing: vec![(Duration::ZERO, 0); count],
+            last: None,
             links: vec![Link::default(); LINKS],
             recent: VecDeque::with_capacity(SLICES), // nothing grows while a run is on its way
             kept_all: true,
@@ -207,10 +222,12 @@ impl Ledger {
     /// A step is resolved: what it had to wait for behind its last kernel is charged, too.
     pub fn resolves(&self, now: Duration) {
         let mut inner = self.lock();
-        let (last, layer) = inner.last;
         if std::mem::take(&mut inner.runs) {
-            inner.charge(now, last, layer);
-            inner.accounted = inner.accounted.max(now);
+            for device in 0..inner.standing.len() {
+                let (last, (_, layer)) = (inner.last, inner.standing[device]);
+                inner.charge(device, now, last, layer);
+                inner.account(device, now);
+            }
         } else {
             inner.rest(now);
         }
@@ -232,7 +249,7 @@ impl Ledger {
         let inner = self.lock();
         let mut tally = inner.tally.clone();
         if !inner.runs {
-            tally.outside += now.saturating_sub(inner.accounted);
+            tally.outside += inner.rested(now);
         }
         tally
     }
@@ -261,8 +278,19 @@ impl Ledger {
 impl Inner {
     /// Nothing was asked of the compute lane until now.
     fn rest(&mut self, now: Duration) {
-        self.tally.outside += now.saturating_sub(self.accounted);
-        self.accounted = self.accounted.max(now);
+        self.tally.outside += self.rested(now);
+        (0..self.standing.len()).for_each(|device| self.account(device, now));
+    }
+
+    /// Time until now that is not accounted for, in the mean of devices.
+    fn rested(&self, now: Duration) -> Duration {
+        let rested = |&(accounted, _): &(Duration, usize)| now.saturating_sub(accounted);
+        self.standing.iter().map(rested).sum::<Duration>() / self.standing.len() as u32
+    }
+
+    fn account(&mut self, device: usize, until: Duration) {
+        let (accounted, _) = &mut self.standing[device];
+        *accounted = until.max(*accounted);
     }
 
     fn take(&mut self, slice: &Slice) {
@@ -270,9 +298,14 @@ impl Inner {
             return;
         }
         let took = slice.took();
-        let track = &mut self.tally.lanes[slice.lane as usize];
-        track.busy += took;
-        track.operations += 1;
+        let device = usize::from(slice.device.unwrap_or(0)).min(self.standing.len() - 1);
+        let of_device = &mut self.tally.devices[device].lanes[slice.lane as usize];
+        let of_device = slice.lane.is_of_device().then_some(of_device);
+        let tracks = of_device.into_iter().chain([&mut self.tally.lanes[slice.lane as usize]]);
+        for track in tracks {
+            track.busy += took;
+            track.operations += 1;
+        }
         if self.recent.len() == SLICES {
             self.recent.pop_front();
             self.kept_all = false;
@@ -291,12 +324,13 @@ impl Inner {
             released_by: slice.released_by,
         };
         self.links[number as usize % LINKS] = link;
-        self.last.0 = Some(number);
+        self.last = Some(number);
         let layer = slice.layer.map(|layer| layer as usize);
         if lane == Lane::Compute {
-            self.last.1 = layer.unwrap_or(0);
-            self.charge(slice.begin, slice.released_by, self.last.1);
-            self.accounted = self.accounted.max(slice.end);
+            let layer = layer.unwrap_or(0);
+            self.charge(device, slice.begin, slice.released_by, layer);
+            self.standing[device].1 = layer;
+            self.account(device, slice.end);
         }
         let Some(of_layer) = layer.and_then(|layer| self.tally.layers.get_mut(layer)) else {
             return;
@@ -315,9 +349,10 @@ impl Inner {
         of_layer.visits[usize::from(slice.phase == Some("backward"))][column] += took;
     }
 
-    /// Charges the compute lane's standstill until `end`, which `released_by` ended.
-    fn charge(&mut self, end: Duration, mut released_by: Option<u64>, layer: usize) {
-        let begin = self.accounted;
+    /// Charges the standstill of a device's compute lane until `end`, which `released_by` ended.
+    fn charge(&mut self, device: usize, end: Duration, mut released_by: Option<u64>, layer: usize) {
+        let (begin, _) = self.standing[device];
+        let devices = self.standing.len() as u32;
         let mut until = end;
         while until > begin {
             let found = released_by.map(|number| (number, self.links[number as usize % LINKS]));
@@ -325,6 +360,8 @@ impl Inner {
             let mut add = |cause: WaitCause, since: Duration| {
                 let since = since.max(begin);
                 let time = until.saturating_sub(since);
+                self.tally.devices[device].waited[cause as usize] += time;
+                let time = time / devices;
                 self.tally.waited[cause as usize] += time;
                 if let Some(of_layer) = self.tally.layers.get_mut(layer) {
                     of_layer.waited[cause as usize] += time;
@@ -387,7 +424,7 @@ mod tests {
     /// An upload of one second that had to wait for an update of six: the update is to blame.
     #[test]
     fn a_wait_is_charged_along_the_chain_of_causes() {
-        let ledger = Ledger::new(1, Vec::new());
+        let ledger = Ledger::new(1, 1, Vec::new());
         let at = Duration::from_secs;
         ledger.begins(at(1), 0, true); // one second outside
         ledger.heard(&slice(0, Lane::Compute, 2, 4, None)); // one of the ring's latency
@@ -414,13 +451,37 @@ mod tests {
     /// What is no longer known is the ring's.
     #[test]
     fn a_chain_may_break() {
-        let ledger = Ledger::new(1, Vec::new());
+        let ledger = Ledger::new(1, 1, Vec::new());
         ledger.begins(Duration::ZERO, 0, true);
         ledger.heard(&slice(7, Lane::Compute, 3, 4, Some(6)));
         assert_eq!(
             ledger.tally(Duration::from_secs(4)).waited[WaitCause::Ring as usize],
             Duration::from_secs(3)
         );
+    }
+
+    /// Two devices: each has its own waits, and the mean of them is the step's.
+    #[test]
+    fn each_device_waits_for_itself() {
+        let ledger = Ledger::new(1, 2, Vec::new());
+        let at = Duration::from_secs;
+        let of = |device, slice| Slice { device: Some(device), ..slice };
+        ledger.begins(Duration::ZERO, 0, true);
+        ledger.heard(&of(0, slice(0, Lane::Compute, 0, 4, None)));
+        ledger.heard(&of(1, slice(1, Lane::Upload, 0, 2, None)));
+        ledger.heard(&of(1, slice(2, Lane::Compute, 2, 6, Some(1))));
+        ledger.resolves(at(6));
+        let tally = ledger.tally(at(6));
+        let waited = |of: [Duration; 6]| of.iter().sum::<Duration>();
+        assert_eq!(tally.devices[1].waited[WaitCause::Upload as usize], at(2));
+        assert_eq!(
+            tally.devices.iter().map(|of| waited(of.waited)).collect::<Vec<_>>(),
+            [at(2), at(2)]
+        );
+        assert_eq!(tally.exposed(), at(2));
+        let busy = |device: usize| tally.devices[device].lanes[Lane::Compute as usize].busy;
+        assert_eq!((busy(0), busy(1)), (at(4), at(4)));
+        assert_eq!(tally.lanes[Lane::Compute as usize].busy, at(8));
     }
 
     struct Fragile;
@@ -433,7 +494,7 @@ mod tests {
 
     #[test]
     fn an_observer_that_panics_is_told_no_more() {
-        let ledger = Ledger::new(1, vec![Arc::new(Fragile)]);
+        let ledger = Ledger::new(1, 1, vec![Arc::new(Fragile)]);
         (0..3).for_each(|nth| ledger.heard(&slice(nth, Lane::Upload, nth, nth + 1, None)));
         assert_eq!(ledger.tally(Duration::ZERO).lanes[0].operations, 3);
     }

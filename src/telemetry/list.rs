@@ -1,6 +1,6 @@
 //! The one list of metrics: exporter, table, dashboards and tests are made from it.
 
-use super::{RunView, State};
+use super::{DeviceView, RunView, State};
 
 /// What a metric is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,11 +99,16 @@ pub const METRICS: &[Metric] = &[
     Metric { name: "l2l_operation_seconds", kind: MetricKind::Histogram, unit: Unit::Seconds,
         labels: &["lane"], buckets: &OPERATION, help: "Time of one operation" },
     counter("l2l_lane_seconds_total", Unit::Seconds, &["lane"],
-        "Time that a lane was busy with training"),
+        "Time that a lane was busy with training, the sum of all devices"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
         "Time in which the compute lane was idle, by the lane that it waited \
-         for. `ring` is the latency of the actors. Between training steps: \
-         `checkpoint`, and `outside` for the rest"),
+         for, in the mean of devices. `ring` is the latency of the actors. \
+         Between training steps: `checkpoint`, and `outside` for the rest"),
+    counter("l2l_device_lane_seconds_total", Unit::Seconds, &["device", "lane"],
+        "Time that a device's lane was busy with training"),
+    counter("l2l_device_wait_seconds_total", Unit::Seconds, &["device", "cause"],
+        "Time in which a device's compute lane was idle within training steps, \
+         by the lane that it waited for"),
     counter("l2l_actor_seconds_total", Unit::Seconds, &["actor", "state"],
         "Time that an actor was busy, starved (waiting for actors before it) or \
          blocked (by those after it)"),
@@ -222,6 +227,15 @@ fn samples_of_ring(view: &RunView, report: &mut Report<'_>) {
     report("l2l_compute_wait_seconds_total", &["checkpoint"], view.checkpoints);
     let outside = (view.outside - view.checkpoints).max(0.0);
     report("l2l_compute_wait_seconds_total", &["outside"], outside);
+    for device in &view.devices {
+        let name = &device.name[..];
+        for (lane, seconds) in &device.lanes {
+            report("l2l_device_lane_seconds_total", &[name, lane], *seconds);
+        }
+        for (cause, seconds) in &device.waited {
+            report("l2l_device_wait_seconds_total", &[name, cause], *seconds);
+        }
+    }
     for actor in &view.actors {
         for (state, seconds) in
             [("busy", actor.busy), ("starved", actor.starved), ("blocked", actor.blocked)]
@@ -238,10 +252,13 @@ fn samples_of_ring(view: &RunView, report: &mut Report<'_>) {
 }
 
 fn samples_of_memory(view: &RunView, report: &mut Report<'_>) {
-    for memory in &view.device_memory {
-        report("l2l_device_memory_bytes", &[&view.device, memory.kind], memory.used as f64);
+    // Each device has as much as the one that used most.
+    for DeviceView { name, .. } in &view.devices {
+        for memory in &view.device_memory {
+            report("l2l_device_memory_bytes", &[name, memory.kind], memory.used as f64);
+        }
+        report("l2l_device_memory_budget_bytes", &[name], view.device_budget as f64);
     }
-    report("l2l_device_memory_budget_bytes", &[&view.device], view.device_budget as f64);
     for memory in &view.host_memory {
         report("l2l_host_memory_bytes", &[memory.kind], memory.used as f64);
     }
@@ -274,7 +291,8 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
         report("l2l_faults_total", &[kind], *count as f64);
     }
     report("l2l_build_info", &[env!("CARGO_PKG_VERSION")], 1.0);
-    report("l2l_run_info", &[&view.device, view.link.as_deref().unwrap_or("none")], 1.0);
+    let device = view.devices.first().map_or("", |device| &device.name);
+    report("l2l_run_info", &[device, view.link.as_deref().unwrap_or("none")], 1.0);
 }
 
 fn samples_of_process(report: &mut Report<'_>) {

@@ -38,7 +38,7 @@ pub use forecast::{Forecast, Rates};
 pub use gantt::draw;
 pub use hiding::Hiding;
 pub use l2l_actors::work::{Lane, WorkKind};
-pub use ledger::{LaneTally, LayerTally, Ledger, Tally, WaitCause};
+pub use ledger::{DeviceTally, LaneTally, LayerTally, Ledger, Tally, WaitCause};
 pub use list::{METRICS, Metric, MetricKind, Unit, samples};
 pub use log::EventLog;
 pub use page::{Report, live};
@@ -51,4 +51,6 @@ pub use status::{Point, State, made_up_name};
 pub(crate) use status::{RunStatus, seconds_of, unix_seconds};
 pub use trace::Trace;
 pub(crate) use watch::Watched;
-pub use watch::{ActorView, ChannelView, LaneView, LayerView, MemoryView, RunView, Watch};
+pub use watch::{
+    ActorView, ChannelView, DeviceView, LaneView, LayerView, MemoryView, RunView, Watch,
+};

@@ -6,7 +6,7 @@ use l2l_actors::work::Lane;
 use l2l_actors::{Observer, pool};
 use serde::Serialize;
 
-use super::ledger::Ledger;
+use super::ledger::{DeviceTally, Ledger};
 use super::status::{FAULTS, RunStatus, unix_seconds};
 use super::{Point, Slice, State, Tally, WaitCause};
 use crate::plan::Plan;
@@ -19,8 +19,8 @@ pub struct Watch(pub(crate) Arc<Watched>);
 /// What is watched.
 pub(crate) struct Watched {
     pub(crate) run: String,
-    /// The device's name, such as `cpu0`.
-    pub(crate) device: String,
+    /// The devices' names, such as `cpu0`.
+    pub(crate) devices: Vec<String>,
     pub(crate) ledger: Arc<Ledger>,
     pub(crate) used: Arc<Used>,
     pub(crate) status: Mutex<RunStatus>,
@@ -84,8 +84,8 @@ pub struct RunView {
     pub checkpoint_failures: u64,
     /// What failed, by kind.
     pub faults: Vec<(&'static str, u64)>,
-    /// The device's name.
-    pub device: String,
+    /// The devices.
+    pub devices: Vec<DeviceView>,
     /// The device's memory.
     pub device_memory: Vec<MemoryView>,
     /// Bytes of it that may be in use.
@@ -178,6 +178,17 @@ pub struct ActorView {
     pub starved: f64,
     /// It waited for whoever is after it.
     pub blocked: f64,
+}
+
+/// A device's work.
+#[derive(Clone, Debug, Serialize)]
+pub struct DeviceView {
+    /// Its name, such as `cpu0`.
+    pub name: String,
+    /// The time that each of its lanes worked.
+    pub lanes: Vec<(&'static str, f64)>,
+    /// The time that its compute lane waited within steps, by cause.
+    pub waited: Vec<(&'static str, f64)>,
 }
 
 /// A lane's work.
@@ -307,7 +318,7 @@ impl Watch {
             checkpoints_since: status.checkpoints_since,
             checkpoint_failures: status.checkpoint_failures,
             faults: FAULTS.into_iter().zip(status.faults).collect(),
-            device: self.0.device.clone(),
+            devices: devices(&self.0.devices, &tally),
             device_memory: self.device_memory(),
             device_budget: self.0.budget,
             host_memory: host
@@ -338,6 +349,21 @@ impl Watch {
                 .collect(),
         }
     }
+}
+
+fn devices(names: &[String], tally: &Tally) -> Vec<DeviceView> {
+    let of_device = Lane::ALL.into_iter().filter(|lane| lane.is_of_device());
+    let view = |(name, of): (&String, &DeviceTally)| DeviceView {
+        name: name.clone(),
+        lanes: of_device
+            .clone()
+            .map(|lane| (lane.name(), of.lanes[lane as usize].busy.as_secs_f64()))
+            .collect(),
+        waited: WaitCause::ALL
+            .map(|cause| (cause.name(), of.waited[cause as usize].as_secs_f64()))
+            .into(),
+    };
+    names.iter().zip(&tally.devices).map(view).collect()
 }
 
 /// The pools by name, those of all devices in one.

@@ -10,7 +10,7 @@ use crate::machine;
 impl StepReport {
     /// The step as an event, with the memory that the process has now.
     pub fn event(&self) -> Value {
-        json!({
+        let mut event = json!({
             "event": "step",
             "step": self.step,
             "loss": self.loss,
@@ -22,7 +22,11 @@ impl StepReport {
             "exposed_wait_seconds": self.exposed_wait_seconds,
             "device_peak_bytes": self.device_peak_bytes,
             "host_rss_bytes": machine::resident_memory(),
-        })
+        });
+        if let Some((device, _)) = self.slowest_device {
+            event["slowest_device"] = json!(device);
+        }
+        event
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod bottleneck;
 mod builder;
+mod depth;
 mod events;
 mod fit;
 mod sample;
@@ -24,10 +25,10 @@ use crate::engine::{Engine, Outcome, StepReport, Summary};
 use crate::error::Error;
 use crate::hf;
 use crate::inference::{Evaluation, evaluate};
-use crate::models::Model;
+use crate::models::{LayerSelection, Model};
 use crate::optimizers::LearningRate;
 use crate::plan::{Plan, Purpose, Term};
-use crate::telemetry::{Ledger, Point, Slice, SliceKind, State, Watch, unix_seconds};
+use crate::telemetry::{Ledger, Point, Slice, SliceKind, State, Tally, Watch, unix_seconds};
 use crate::worker::{Worker, take_as_long};
 
 /// A run.
@@ -125,27 +126,52 @@ impl Trainer {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
-    /// The next step, on a batch of `step.batch` sequences. See [`Trainer`] for what holds when it
-    /// returns, is cancelled, or fails.
+    /// The next step, on a batch of `step.batch` sequences, through the layers that `depth` of the
+    /// config leaves. See [`Trainer`] for what holds when it returns, is cancelled, or fails.
     ///
     /// # Errors
     /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
     pub async fn step(&mut self, batch: Batch) -> Result<StepReport, Error> {
+        self.refresh();
+        let (seed, count) = (self.config.step.seed, self.model.optional_layers().len());
+        let layers = depth::selection(&self.config.depth, seed, self.progress.step, count);
+        self.step_with(batch, &layers).await
+    }
+
+    /// The next step, through these layers. Nothing is compiled or allocated for it.
+    ///
+    /// # Errors
+    /// As [`step`](Trainer::step); or the model has not these layers, and nothing was done.
+    pub async fn step_with(
+        &mut self,
+        batch: Batch,
+        layers: &LayerSelection,
+    ) -> Result<StepReport, Error> {
         let sequences = self.config.step.batch;
         if batch.sequences() != sequences {
             let has = batch.sequences();
             let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
             return Err(Error::bad_batch(what));
         }
+        layers.check(&self.model)?;
         let tokens = batch.token_count();
-        let model_flops = self.model.training_flops(&batch.document_lengths(), batch.labelled);
+        let lengths = batch.document_lengths();
+        let model_flops = self.model.training_flops_of(layers, &lengths, batch.labelled);
         self.watch.status().state = State::Training;
         let (before, began) = (self.watch.tally(), self.engine.now());
-        let resolved = self.run(batch, Purpose::Train).await?;
+        let resolved = self.run_layers(batch, Purpose::Train, layers).await?;
         let now = Instant::now();
         let seconds = (now - std::mem::replace(&mut self.last_end, now)).as_secs_f64();
         let (step, tally) = (self.progress.step, self.watch.tally());
         let waited = std::array::from_fn(|cause| tally.waited[cause] - before.waited[cause]);
+        let computed = |device: usize| {
+            let busy = |tally: &Tally| tally.devices[device].lanes[Lane::Compute as usize].busy;
+            busy(&tally).saturating_sub(busy(&before))
+        };
+        let devices = tally.devices.len();
+        let slowest = (0..devices).rev().max_by_key(|&device| computed(device));
+        let slowest = slowest.filter(|_| devices > 1);
+        let share = |device| (device as u8, computed(device).as_secs_f64() / seconds);
         let disk = tally.checkpoints;
         let of_disk = disk - std::mem::replace(&mut self.last_disk, disk);
         let report = StepReport {
@@ -159,6 +185,7 @@ impl Trainer {
             exposed_wait_seconds: waited.iter().sum::<Duration>().as_secs_f64(),
             bottleneck: bottleneck::of_step(seconds, waited, of_disk),
             device_peak_bytes: self.device_peak().iter().map(|term| term.bytes).sum(),
+            slowest_device: slowest.map(share),
         };
         let mut status = self.watch.status();
         status.stepped(&report);
@@ -215,7 +242,17 @@ impl Trainer {
 
     /// One step of the ring.
     async fn run(&mut self, batch: Batch, purpose: Purpose) -> Result<Outcome, Error> {
-        let outcome = self.engine.run(batch, purpose, Vec::new()).await;
+        self.run_layers(batch, purpose, &LayerSelection::default()).await
+    }
+
+    /// The same through these layers.
+    async fn run_layers(
+        &mut self,
+        batch: Batch,
+        purpose: Purpose,
+        layers: &LayerSelection,
+    ) -> Result<Outcome, Error> {
+        let outcome = self.engine.run_layers(batch, purpose, Vec::new(), layers).await;
         self.refresh();
         outcome.inspect_err(|error| self.note_failure(error))
     }

@@ -91,7 +91,7 @@ impl Checked {
         let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
         let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
         let (eps, found) = open_eps(&config, &model, &plan, start)?;
-        let ledger = Arc::new(Ledger::new(model.parts.len(), self.observers));
+        let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, self.observers));
         let parts = Parts {
             model: model.clone(),
             plan: plan.clone(),
@@ -240,7 +240,7 @@ fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, status: RunStat
     let plan = &engine.plan;
     Watch(Arc::new(Watched {
         run: config.metrics.run.clone().unwrap_or_else(made_up_name),
-        device: config.device.name(),
+        devices: config.device_names(),
         ledger: ledger.clone(),
         used: engine.worker().used().clone(),
         status: Mutex::new(status),

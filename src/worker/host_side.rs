@@ -77,6 +77,23 @@ impl HostSide {
         self.eps.file().expect("the plan has blocks on file")
     }
 
+    /// Adds gradients of earlier groups to one that has landed, in this order; copies the sum to
+    /// where it is kept.
+    fn join(&self, landed: &mut [f32], parts: &[&[f32]], keep: Option<&mut [f32]>) {
+        self.threads.install(|| {
+            landed.par_chunks_mut(COPIED).enumerate().for_each(|(nth, sum)| {
+                for part in parts {
+                    let part = &part[nth * COPIED..][..sum.len()];
+                    sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
+                }
+            });
+            if let Some(keep) = keep {
+                let chunks = keep.par_chunks_mut(COPIED).zip(landed.par_chunks(COPIED));
+                chunks.for_each(|(to, from)| to.copy_from_slice(from));
+            }
+        });
+    }
+
     /// Replaces a block's gradient region with a landing block; its sum of squares.
     fn reduce(&self, block: BlockId, landed: &[f32]) -> f64 {
         let mut region = self.eps.memory().region_mut(block);
@@ -110,6 +127,12 @@ impl Worker {
                     return Err(not_finite(format!("the loss is {loss}")));
                 }
                 return Ok(loss);
+            }
+            Work::Join { block, reduced, ref parts, keep } => {
+                let len = self.host.block_len(block);
+                let parts: Vec<&[f32]> = parts.iter().map(|&part| host.part(part, len)).collect();
+                let keep = keep.map(|part| host.part_mut(part, len));
+                self.host.join(host.landing(reduced, len), &parts, keep);
             }
             Work::Reduce { block, reduced, to_region } => {
                 let landed = host.landing(reduced, self.host.block_len(block));

@@ -62,7 +62,7 @@ impl Worker {
     pub(super) fn download(&self, operation: &Operation) -> Result<(), BoxedError> {
         let (host, device) = (self.memory.lease(), self.device(operation));
         match *operation.work() {
-            Work::DownloadGradient { block, gradients, reduced } => {
+            Work::DownloadGradient { block, gradients, reduced, .. } => {
                 let len = self.block_len(block);
                 let gradient = device.gradient(gradients, len);
                 device.download(host.landing(reduced, len), gradient, Crosses::Always)

@@ -1,5 +1,5 @@
-//! Memory on the host that operations share, by slot: landing blocks, blocks of a file, the stash
-//! and the KV cache. The last two may be on the device; where it shares its memory, all are in it.
+//! Memory on the host that operations share, by slot: landing blocks, kept gradients, blocks of a
+//! file, the stash and the KV cache. The last two may be on the device; where it shares its memory, all are in it.
 
 use std::sync::Arc;
 
@@ -13,6 +13,7 @@ pub(super) struct Memory {
     /// The devices', where they share theirs.
     arena: Arc<Arena>,
     landing: Slots,
+    parts: Slots,
     reads: Slots,
     states: Slots,
     stash: Slots,
@@ -55,6 +56,7 @@ impl Memory {
         Ok(Memory {
             arena,
             landing: on_host(Holder::Landing),
+            parts: on_host(Holder::Parts),
             reads: on_host(Holder::FileReads),
             states: on_host(Holder::FileStates),
             stash: stashed(Holder::Stash),
@@ -85,6 +87,16 @@ impl<'a> HostLease<'a> {
     /// A landing block to its end: with the EPS on file, whole pages are read and written.
     pub(super) fn whole_landing(&self, slot: u32) -> &'a mut [f32] {
         self.arena.write(self.memory.landing.whole(slot))
+    }
+
+    /// The first `len` floats of a gradient that is kept for later groups.
+    pub(super) fn part(&self, slot: u32, len: usize) -> &'a [f32] {
+        self.arena.read(self.memory.parts.slot(slot, len))
+    }
+
+    /// The same, to write.
+    pub(super) fn part_mut(&self, slot: u32, len: usize) -> &'a mut [f32] {
+        self.arena.write(self.memory.parts.slot(slot, len))
     }
 
     /// A published block as it was read from the EPS's file.

@@ -13,7 +13,7 @@ use crate::data::{Batch, Dataset};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, StepShape, schedule_of};
+use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::telemetry::Ledger;
 
 /// A model small enough to be run a thousand times.
@@ -55,8 +55,9 @@ impl Subject for Small {
     type Ports = ThreadLanes<Worker>;
 
     fn schedule(&self) -> Schedule {
-        let step = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
-        schedule_of(&self.config, &self.model(), step, 2).expect("a model of ours")
+        let shape = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
+        let step = StepSpec { shape, layers: None, states: 2, file: None };
+        schedule_of(&self.config, &self.model(), step).expect("a model of ours")
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -82,7 +83,7 @@ impl Subject for Small {
             }
         };
         let eps = eps.published_as(config.device.dtype);
-        let records = Arc::new(Ledger::new(model.parts.len(), Vec::new()));
+        let records = Arc::new(Ledger::new(model.parts.len(), 1, Vec::new()));
         let (plan, learning_rate) = (Arc::new(plan), config.learning_rate(100));
         let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };
         let worker = Worker::new(&config, parts);

@@ -193,6 +193,38 @@ fn what_contradicts_itself() {
         ),
         ("device.count = 0", "line 1: device.count must be at least 1"),
         ("device.count = 200", "line 1: device.count is 200, and the model has 9 layers"),
+        ("parallel.groups = 0", "line 1: parallel.groups must be at least 1"),
+        ("parallel.groups = 3\nstep.batch = 8\nstep.micro_batch = 1", "set a divisor (1, 2, 4, 8)"),
+        (
+            "parallel.deal = \"sequences\"\ndevice.count = 2",
+            "parallel.groups is 1, and device 0 of 2 gets none of them",
+        ),
+        ("parallel.weights = [1, 2]", "parallel.weights has 2 numbers for 1 devices"),
+        (
+            "parallel.weights = [1, 2]\ndevice.count = 2",
+            "parallel.weights is for parallel.deal = \"sequences\"",
+        ),
+        ("schedule.chunks = 2", "schedule.chunks is for schedule.kind = \"gpipe\""),
+        (
+            "schedule = { kind = \"gpipe\", chunks = 100 }",
+            "schedule.chunks is 100, which with device.count makes 100 stages",
+        ),
+        (
+            "schedule = { kind = \"interleaved\", chunks = 2 }\ndevice.count = 2\n\
+             step = { batch = 5, micro_batch = 1 }",
+            "schedule.kind cannot run: an interleaved pipeline of 2 devices has 2 rounds",
+        ),
+        ("schedule.kind = \"file\"", "schedule.path is missing"),
+        ("schedule.path = \"x.csv\"", "schedule.path is for schedule.kind = \"file\""),
+        (
+            "schedule = { kind = \"file\", path = \"no-such.csv\" }",
+            "schedule.path no-such.csv: No such file",
+        ),
+        (
+            "schedule.kind = \"gpipe\"\nparallel = { deal = \"sequences\", groups = 2 }\n\
+             step = { batch = 2, micro_batch = 1 }",
+            "parallel.deal must be \"layers\" with a pipeline",
+        ),
         ("device = { kind = \"cuda\", count = 2 }", "device.count is for device.kind = \"cpu\""),
         (
             "device.count = 2\nstash.place = \"device\"",

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use l2l::config::{Config, ScheduleKind, Task};
+use l2l::config::{Config, Deal, ScheduleKind, Task};
 use l2l::data::Dataset;
 use l2l::inference::{Evaluation, Evaluator, Quality};
 use l2l::{Trainer, shape_of};
@@ -46,6 +46,26 @@ async fn it_gives_the_loss_of_training_s_validation() {
         (other.step.batch, other.step.micro_batch) = (7, 2);
         assert_eq!(evaluated(&other).await, looked, "{name}");
         assert!(looked.sequences > 7 && looked.loss.is_finite());
+    }
+}
+
+/// On several devices, whoever gets what.
+#[tokio::test]
+async fn it_is_the_same_on_several_devices() {
+    for name in ["tied", "bert-classes"] {
+        let expected = evaluated(&config(name)).await;
+        for (kind, deal, devices) in [
+            (ScheduleKind::Relay, Deal::Layers, 3),
+            (ScheduleKind::Resident, Deal::Sequences, 3),
+            (ScheduleKind::Relay, Deal::Sequences, 2),
+            (ScheduleKind::OneForwardOneBackward, Deal::Layers, 2),
+        ] {
+            let mut other = config(name);
+            other.schedule.kind = kind;
+            (other.parallel.deal, other.parallel.groups) = (deal, 3);
+            other.device.count = Some(devices);
+            assert_eq!(evaluated(&other).await, expected, "{name} {kind:?} {deal:?}");
+        }
     }
 }
 

@@ -1,13 +1,15 @@
-//! Training is the same, bit for bit, in every configuration of the ring: relay and resident, any
-//! depth, stash place, recomputation, number of devices and threads, link, and with the model in
+//! Training is the same, bit for bit, in every configuration of the ring: relay, resident and
+//! pipelines, layers and sequences dealt over devices, any depth, stash place, recomputation, number of devices and threads, link, and with the model in
 //! memory or on file.
 
 use std::sync::LazyLock;
 
-use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
+use l2l::config::{ChannelsConfig, Deal, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
 use l2l::data::Batches;
 use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
 use proptest::prelude::*;
+
+use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
 #[derive(Clone, Debug)]
@@ -18,6 +20,7 @@ struct Case {
     dropout: f32,
     clip: bool,
     tied_tiles: bool,
+    groups: u32,
 }
 
 /// How it is trained: this must not change a bit.
@@ -29,6 +32,8 @@ struct Ways {
     recompute: Recompute,
     on_file: bool,
     devices: u32,
+    deal: Deal,
+    chunks: Option<u32>,
     threads: usize,
     link: bool,
 }
@@ -53,6 +58,9 @@ fn config(case: &Case, ways: &Ways) -> Config {
     config.eps.tier = if ways.on_file { EpsTier::File } else { EpsTier::Memory };
     config.channels = ways.channels;
     config.device.count = Some(ways.devices);
+    config.parallel.deal = ways.deal;
+    config.parallel.groups = case.groups;
+    config.schedule.chunks = ways.chunks;
     // Several devices pass boundaries on through the host.
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
     config.device.threads = Some(ways.threads);
@@ -90,6 +98,8 @@ fn baseline() -> Ways {
         recompute: false.into(),
         on_file: false,
         devices: 1,
+        deal: Deal::Layers,
+        chunks: None,
         threads: 1,
         link: false,
     }
@@ -97,28 +107,40 @@ fn baseline() -> Ways {
 
 fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
-    let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1));
-    (shape, flags).prop_map(|((layers, batch, micro_batch), (drops, clip, tied_tiles))| Case {
-        layers,
-        batch,
-        micro_batch,
-        dropout: if drops { 0.1 } else { 0.0 },
-        clip,
-        tied_tiles,
+    let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
+    (shape, flags).prop_map(|((layers, batch, micro_batch), (drops, clip, tied_tiles, groups))| {
+        let turns = batch.div_ceil(micro_batch);
+        let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
+        Case {
+            layers,
+            batch,
+            micro_batch,
+            dropout: if drops { 0.1 } else { 0.0 },
+            clip,
+            tied_tiles,
+            groups: divisors.max().unwrap_or(1) as u32,
+        }
     })
 }
 
 fn ways() -> impl Strategy<Value = Ways> {
     let channels = (prop::sample::select(vec![1_u32, 2, 3, 1000]), 1..=2_u32, 1..=3_u32);
     let stash = prop::sample::select(vec![1_u32, 4]);
-    let kinds = prop::sample::select(vec![ScheduleKind::Relay, ScheduleKind::Resident]);
+    let kinds = prop::sample::select(vec![
+        ScheduleKind::Relay,
+        ScheduleKind::Resident,
+        ScheduleKind::Gpipe,
+        ScheduleKind::OneForwardOneBackward,
+        ScheduleKind::Interleaved,
+    ]);
+    let kinds = (kinds, prop::sample::select(vec![Deal::Layers, Deal::Sequences]));
     let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
     let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
     let threads = (1..=4_u32, 1..=2_usize);
     let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
         |(
-            kind,
+            (kind, deal),
             (weights, gradients, reduced),
             stash,
             place,
@@ -130,10 +152,34 @@ fn ways() -> impl Strategy<Value = Ways> {
             recompute,
             on_file,
             devices,
+            deal,
+            chunks: None,
             threads,
             link,
         },
     )
+}
+
+impl Ways {
+    /// The nearest way in which this case can be run.
+    fn for_case(mut self, case: &Case) -> Ways {
+        let turns = case.batch.div_ceil(case.micro_batch) as u32;
+        if self.kind.is_pipeline() {
+            self.deal = Deal::Layers;
+        }
+        if self.deal == Deal::Sequences {
+            self.devices = self.devices.min(case.groups);
+        }
+        if self.kind == ScheduleKind::Interleaved {
+            self.devices = self.devices.min(2); // of two stages each
+            let rounds = (turns / self.devices).max(1);
+            self.chunks = Some(2).filter(|_| turns.is_multiple_of(rounds));
+            if self.chunks.is_none() {
+                self.kind = ScheduleKind::OneForwardOneBackward;
+            }
+        }
+        self
+    }
 }
 
 /// The bytes that a step uploads and downloads, by the plan.
@@ -146,12 +192,13 @@ fn planned(config: &Config) -> (u64, u64) {
 proptest! {
     #![proptest_config(ProptestConfig {
         failure_persistence: None,
-        ..ProptestConfig::with_cases(60)
+        ..ProptestConfig::with_cases(if whole() { 300 } else { 60 })
     })]
 
     #[test]
     fn every_way_gives_the_same_bits(case in cases(), ways in ways()) {
         const STEPS: usize = 3;
+        let ways = ways.for_case(&case);
         let (expected, reference) = run(config(&case, &baseline()), STEPS);
         let config = config(&case, &ways);
         // Random sequences all have the longest length, so each step moves the plan's bytes.
@@ -171,6 +218,7 @@ static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     dropout: 0.1,
     clip: false,
     tied_tiles: false,
+    groups: 1,
 });
 
 #[test]

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use l2l::Config;
-use l2l::config::{ScheduleKind, StashPlace};
+use l2l::config::{Deal, ScheduleKind, StashPlace};
 use l2l::inference::{Ended, Generator, Room, Sampling};
 use serde_json::Value;
 
@@ -71,6 +71,25 @@ async fn greedy_text_is_transformers() {
         other.step.micro_batch = 1;
         let found = generated(other, &prompts[1..2], Sampling::default(), &[]).await;
         assert_eq!(found[0].0, greedy[1], "{family}");
+    }
+}
+
+#[tokio::test]
+async fn text_is_the_same_on_several_devices() {
+    let (prompts, greedy) = golden("llama");
+    for (kind, deal) in [
+        (ScheduleKind::Relay, Deal::Layers),
+        (ScheduleKind::Relay, Deal::Sequences),
+        (ScheduleKind::Gpipe, Deal::Layers),
+    ] {
+        let mut other = config("llama");
+        other.schedule.kind = kind;
+        (other.parallel.deal, other.parallel.groups) = (deal, 2);
+        other.device.count = Some(2);
+        (other.step.batch, other.step.micro_batch) = (2, 1);
+        let found = generated(other, &prompts, Sampling::default(), &[]).await;
+        let texts: Vec<&Vec<u32>> = found.iter().map(|(text, _)| text).collect();
+        assert_eq!(texts, greedy.iter().collect::<Vec<_>>(), "{kind:?} {deal:?}");
     }
 }
 

@@ -12,6 +12,7 @@ mod commands;
 mod composed;
 #[cfg(feature = "cli")]
 mod cuda;
+mod depth;
 mod embedding;
 mod errors;
 mod evaluate;

@@ -12,10 +12,10 @@ pub struct DeviceVisit {
     pub visit: usize,
     /// Its blocks and their slots, in the order of the visit's blocks.
     pub residences: Vec<Residence>,
-    /// Blocks to whose gradient it adds, with whether it is the first to. The visit's other blocks
-    /// are frozen.
+    /// Blocks to whose gradient it adds, with whether it is its group's first to. The visit's other
+    /// blocks are frozen.
     pub accumulates: Vec<(BlockId, bool)>,
-    /// Blocks whose gradient is complete on the device when it ends.
+    /// Blocks whose gradient of its group is complete when it ends.
     pub closes: Vec<BlockId>,
 }
 
@@ -37,12 +37,14 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
     let mut resolved = Vec::with_capacity(visits.len());
     for (now, ((index, visit), residences)) in visits.into_iter().zip(residences).enumerate() {
         let backward = visit.phase == Phase::Backward;
-        let trained = || visit.blocks().iter().filter(|id| backward && spans.contains_key(id));
+        let group = schedule.group_of(visit.micro_batches.start);
+        let span = |id: BlockId| spans.get(&(id, group)).filter(|_| backward);
+        let trained = || visit.blocks().iter().filter_map(|&id| Some((id, *span(id)?)));
         resolved.push(DeviceVisit {
             visit: index,
             residences,
-            accumulates: trained().map(|&id| (id, spans[&id].0 == now)).collect(),
-            closes: trained().filter(|id| spans[id].1 == now).copied().collect(),
+            accumulates: trained().map(|(id, (first, _))| (id, first == now)).collect(),
+            closes: trained().filter(|(_, (_, last))| *last == now).map(|(id, _)| id).collect(),
         });
     }
     resolved

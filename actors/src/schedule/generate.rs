@@ -12,21 +12,26 @@
 //! statistics that its backward needs, so one visit does both and computes logits once. The loss
 //! follows it.
 
-use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::model::{LayerKind, RingLayer, RingModel, Selection};
 use super::{
-    BlockId, Boundary, BoundaryId, DeviceId, LayerId, MicroBatch, Needs, Phase, Place, Refusal,
-    Role, Schedule, Visit, VisitKind,
+    BlockId, Boundary, BoundaryId, LayerId, MicroBatch, Needs, Phase, Place, Refusal, Role,
+    Schedule, Visit, VisitKind,
 };
 
-/// Layer-major: all micro-batches through a layer, then the next layer.
+/// Layer-major: all micro-batches through a layer, group by group, then the next layer.
 ///
 /// # Errors
 /// The selection names an unknown layer or block, or its layers stand in an impossible order.
 pub fn relay(model: &RingModel, selection: &Selection) -> Result<Schedule, Refusal> {
     let (mut schedule, legs) = legs(model, selection)?;
-    schedule.visits = legs.forward.into_iter().chain(legs.backward).collect();
+    let groups = &schedule.groups;
+    let by_group = |leg: Visit| -> Vec<Visit> {
+        let of_group = |group: &Range<MicroBatch>| leg.of_micro_batches(group.clone());
+        if leg.on_device() { groups.iter().map(of_group).collect() } else { vec![leg] }
+    };
+    schedule.visits = legs.forward.into_iter().chain(legs.backward).flat_map(by_group).collect();
     Ok(schedule)
 }
 
@@ -44,32 +49,19 @@ pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Re
     let round: Vec<Visit> = forward.into_iter().chain(backward).collect();
     schedule.visits = gather;
     for m in 0..schedule.micro_batches.len() as MicroBatch {
-        let of_one = |visit: &Visit| Visit { micro_batches: m..m + 1, ..visit.clone() };
-        schedule.visits.extend(round.iter().map(of_one));
+        schedule.visits.extend(round.iter().map(|visit| visit.of_micro_batches(m..m + 1)));
     }
     schedule.visits.extend(scatter);
     Ok(schedule)
 }
 
-/// Deals the layers of a schedule over devices, one after the other: device `d` of `N` visits the
-/// layers `d`, `d + N`, … Micro-batches follow each other from device to device, so that all
-/// devices work at once. What the schedule computes stays the same.
-pub fn deal(mut schedule: Schedule, devices: u32) -> Schedule {
-    let mut dealt = BTreeMap::new();
-    for visit in schedule.visits.iter_mut().filter(|visit| visit.on_device()) {
-        let next = dealt.len() as u32 % devices.max(1);
-        visit.place = Place::Device(*dealt.entry(visit.layer).or_insert(next) as DeviceId);
-    }
-    schedule
-}
-
 /// One visit per layer and phase, each over all micro-batches, and the loss's.
-struct Legs {
-    forward: Vec<Visit>,
-    backward: Vec<Visit>,
+pub(super) struct Legs {
+    pub(super) forward: Vec<Visit>,
+    pub(super) backward: Vec<Visit>,
 }
 
-fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule, Legs), Refusal> {
+pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule, Legs), Refusal> {
     let mut layout = Layout::new(model, selection)?;
     let (forward, statistics) = layout.forward();
     let backward = layout.backward(statistics);
@@ -116,7 +108,8 @@ impl<'m> Layout<'m> {
         let lowest = if scatters { Some(0) } else { chain.iter().position(trains) };
         let (boundaries, visits) = (Vec::new(), Vec::new());
         let micro_batches = selection.micro_batches.clone();
-        let schedule = Schedule { blocks, boundaries, micro_batches, visits };
+        let groups = groups(micro_batches.len() as MicroBatch, selection.groups);
+        let schedule = Schedule { blocks, boundaries, micro_batches, groups, visits };
         let (recompute, met) = (selection.recompute, Vec::new());
         Ok(Layout {
             model,
@@ -269,4 +262,11 @@ fn chain_of<'m>(
         ));
     }
     Ok((embedding, chain, first_tile))
+}
+
+/// So many groups of micro-batches, as equal as can be; none is empty.
+fn groups(micro_batches: MicroBatch, count: u32) -> Vec<Range<MicroBatch>> {
+    let count = u64::from(count.clamp(1, micro_batches.max(1)));
+    let begin = |group: u64| (u64::from(micro_batches) * group / count) as MicroBatch;
+    (0..count).map(|group| begin(group)..begin(group + 1)).collect()
 }

@@ -10,6 +10,9 @@ pub type Version = u64;
 /// Index of a micro-batch within its step.
 pub type MicroBatch = u32;
 
+/// Index of a group in [`Schedule::groups`](super::Schedule::groups).
+pub type GroupId = u32;
+
 /// Index of a block in [`Schedule::blocks`](super::Schedule::blocks): the same in every step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId(pub u32);

@@ -16,12 +16,14 @@
 //! chooses become a second variant.
 
 mod boundary;
+mod deal;
 mod device_visits;
 mod fetches;
 mod generate;
 mod ids;
 mod model;
 mod pieces;
+mod pipeline;
 mod plan;
 mod pools;
 mod reductions;
@@ -33,18 +35,22 @@ mod traffic;
 mod visit;
 
 use std::fmt;
+use std::ops::Range;
 
 pub use boundary::{Boundary, Encoding, Role};
+pub use deal::{deal, deal_groups, devices_of_groups};
 pub use device_visits::DeviceVisit;
 pub use fetches::{Fetch, Share};
-pub use generate::{deal, relay, resident};
-pub use ids::{BlockId, BoundaryId, LayerId, MicroBatch, Version};
+pub use generate::{relay, resident};
+pub use ids::{BlockId, BoundaryId, GroupId, LayerId, MicroBatch, Version};
 pub use model::{LayerKind, RingLayer, RingModel, Selection};
 pub use pieces::Piece;
+pub use pipeline::{Action, Pipeline, pipeline};
 pub use plan::{DeviceWalk, StepPlan};
 pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;
+pub use spans::Join;
 pub use traffic::Traffic;
 pub use visit::{DeviceId, Needs, Phase, Place, Visit, VisitKind};
 
@@ -77,6 +83,9 @@ pub struct Schedule {
     pub boundaries: Vec<Boundary>,
     /// Sequences in each micro-batch; the last may be smaller.
     pub micro_batches: Vec<u32>,
+    /// The groups of micro-batches, in order, none empty. Each group has gradients of its own, which
+    /// the Reducer adds in pairs, by a tree that depends on the number of groups alone.
+    pub groups: Vec<Range<MicroBatch>>,
     /// The visits.
     pub visits: Vec<Visit>,
 }
@@ -113,6 +122,13 @@ impl Schedule {
     pub fn slots(&self, boundaries: &[BoundaryId]) -> u32 {
         let slots = |id: &BoundaryId| self.boundaries.get(id.0 as usize).map_or(0, |b| b.slots);
         boundaries.iter().map(slots).fold(0, u32::saturating_add)
+    }
+
+    /// The group of a micro-batch. Panics on an unknown one: a plan holds none.
+    pub fn group_of(&self, micro_batch: MicroBatch) -> GroupId {
+        let at = self.groups.partition_point(|group| group.end <= micro_batch);
+        assert!(at < self.groups.len(), "micro-batch {micro_batch} is in no group");
+        at as GroupId
     }
 
     /// Devices up to the last one that is visited.

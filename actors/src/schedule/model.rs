@@ -52,12 +52,14 @@ pub struct Selection {
     pub frozen: Vec<BlockId>,
     /// False: stack layers save activations in the stash instead of recomputing them.
     pub recompute: bool,
+    /// Groups of micro-batches, at most one for each: see [`Schedule::groups`](super::Schedule).
+    pub groups: u32,
 }
 
 impl Selection {
-    /// All layers, nothing frozen, recomputing.
+    /// All layers, nothing frozen, recomputing, in one group.
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
-        Selection { layers, micro_batches, frozen: Vec::new(), recompute: true }
+        Selection { layers, micro_batches, frozen: Vec::new(), recompute: true, groups: 1 }
     }
 }

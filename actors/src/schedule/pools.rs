@@ -1,6 +1,6 @@
 //! Pools: how many slots of each kind a ring has, and whether they suffice for a schedule.
 
-use super::spans::open_gradients;
+use super::spans::{kept_gradients, open_gradients};
 use super::{Refusal, Schedule, Visit};
 
 /// Channel depths as a user sets them, each at least 1.
@@ -42,6 +42,8 @@ pub struct Pools {
     pub gradients: u32,
     /// Landing blocks on the host.
     pub reduced: u32,
+    /// Gradients on the host that are kept for those of later groups.
+    pub parts: u32,
     /// Staging slots on the host for masters of staged blocks: read ahead, or being uploaded.
     pub reads: u32,
     /// Staging slots on the host for masters of staged blocks with their optimizer state: being
@@ -74,6 +76,7 @@ impl Pools {
             outputs: writes.saturating_add(writes.max(ahead)),
             gradients: depths.gradients.min(all).max(open_gradients(schedule)).max(1),
             reduced: depths.reduced.min(all).max(1),
+            parts: kept_gradients(schedule),
             // One block is read while those of a visit are uploaded.
             reads: if is_staged { staged_in_a_visit(schedule).saturating_add(1) } else { 0 },
             // The state of one block is read or written while another is updated.
@@ -92,6 +95,7 @@ impl Pools {
             outputs: self.outputs.max(other.outputs),
             gradients: self.gradients.max(other.gradients),
             reduced: self.reduced.max(other.reduced),
+            parts: self.parts.max(other.parts),
             reads: self.reads.max(other.reads),
             states: self.states.max(other.states),
         }
@@ -102,7 +106,11 @@ impl Pools {
         let known = |visit: &Visit| visit.device().is_none_or(|d| u32::from(d) < self.devices);
         if let Some(index) = schedule.visits.iter().position(|visit| !known(visit)) {
             let has = self.devices;
-            return Err(Refusal::at(schedule, index, format!("this ring has {has} devices")));
+            return Err(Refusal::at(
+                schedule,
+                index,
+                format!("this ring has devices 0 to {}", has.saturating_sub(1)),
+            ));
         }
         for (index, visit) in schedule.visits.iter().enumerate().filter(|(_, v)| v.on_device()) {
             let needs = [
@@ -122,6 +130,11 @@ impl Pools {
             let reason = format!(
                 "holds {open} gradients of a device open at once; pool gradients has {has}"
             );
+            return Err(Refusal::of(reason));
+        }
+        let (kept, has) = (kept_gradients(schedule), self.parts);
+        if kept > has {
+            let reason = format!("keeps {kept} gradients for later groups; pool parts has {has}");
             return Err(Refusal::of(reason));
         }
         let is_staged = schedule.blocks.iter().any(|block| block.staged);

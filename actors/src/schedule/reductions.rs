@@ -1,7 +1,10 @@
 //! The Reducer's list, and what the Optimizer updates from it.
 
+use std::collections::BTreeMap;
+
 use super::device_visits::DeviceVisit;
-use super::{BlockId, DeviceId, Schedule, Visit, VisitKind};
+use super::spans::{Join, join};
+use super::{BlockId, DeviceId, GroupId, Schedule, Visit, VisitKind};
 
 /// One entry of the Reducer's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -11,14 +14,19 @@ pub enum Reduction {
         /// Index of the host visit.
         visit: usize,
     },
-    /// Download a block's gradient; when a scatter adds to it later, join it in its region.
+    /// Download a group's gradient of a block, and join it with those of other groups. The
+    /// block's own goes on; into its region, when a scatter adds to it later.
     Gradient {
         /// The block.
         block: BlockId,
+        /// The group of micro-batches.
+        group: GroupId,
         /// The device that it comes from.
         device: DeviceId,
+        /// What becomes of it on the host.
+        join: Join,
         /// True when a scatter follows.
-        joins: bool,
+        scattered: bool,
     },
     /// Add a host visit's boundary to the gradients of its blocks, which completes them.
     Scatter {
@@ -30,6 +38,11 @@ pub enum Reduction {
 pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Reduction> {
     let scatters = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Scatter);
     let scattered: Vec<BlockId> = scatters.flat_map(Visit::blocks).copied().collect();
+    let mut counts = BTreeMap::new(); // block -> gradients that close, of all groups
+    for &block in device_visits.iter().flat_map(|visit| &visit.closes) {
+        *counts.entry(block).or_insert(0) += 1;
+    }
+    let mut came: BTreeMap<BlockId, u32> = BTreeMap::new();
     let mut device = device_visits.iter();
     let mut list = Vec::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
@@ -37,9 +50,13 @@ pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> 
             VisitKind::Layer | VisitKind::Tile => {
                 let closes = device.next().into_iter().flat_map(|visit| &visit.closes);
                 let device = visit.device().expect("a device visits layers");
+                let group = schedule.group_of(visit.micro_batches.start);
                 list.extend(closes.map(|&block| {
-                    let joins = scattered.contains(&block);
-                    Reduction::Gradient { block, device, joins }
+                    let nth = came.entry(block).or_insert(0);
+                    let join = join(*nth, counts[&block]);
+                    *nth += 1;
+                    let scattered = scattered.contains(&block);
+                    Reduction::Gradient { block, group, device, join, scattered }
                 }));
             }
             VisitKind::Scatter => list.push(Reduction::Scatter { visit: index }),

@@ -1,14 +1,18 @@
 //! The static rules of a schedule, one function each; every refusal names the visit.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
-use super::{BlockId, BoundaryId, MicroBatch, Phase, Refusal, Schedule, Visit, VisitKind};
+use super::{
+    BlockId, BoundaryId, GroupId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind,
+};
 
 /// Checks everything that does not depend on pools.
 pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     if schedule.micro_batches.is_empty() || schedule.micro_batches.contains(&0) {
         return Err(Refusal::of("a step needs micro-batches, each of at least one sequence"));
     }
+    groups(schedule)?;
     if !schedule.visits.iter().any(Visit::on_device) {
         return Err(Refusal::of("no visit of a device"));
     }
@@ -24,11 +28,36 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     gathers(schedule)
 }
 
+/// Groups follow each other from the first micro-batch to the last, and none is empty.
+fn groups(schedule: &Schedule) -> Result<(), Refusal> {
+    let mut next = 0;
+    for group in &schedule.groups {
+        if group.start != next || group.is_empty() {
+            let reason = format!("a group of micro-batches is {group:?}, and {next} comes next");
+            return Err(Refusal::of(reason));
+        }
+        next = group.end;
+    }
+    let count = schedule.micro_batches.len() as MicroBatch;
+    if next == count {
+        Ok(())
+    } else {
+        Err(Refusal::of(format!("groups end at micro-batch {next} of {count}")))
+    }
+}
+
 /// Everything a visit names exists, once, and its kind is one of the known.
 fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
     let count = schedule.micro_batches.len() as MicroBatch;
     if visit.micro_batches.is_empty() || visit.micro_batches.end > count {
         return Err(format!("micro-batches {:?} of {count}", visit.micro_batches));
+    }
+    let Range { start, end } = visit.micro_batches;
+    let groups = [start, end - 1].map(|m| schedule.group_of(m));
+    if visit.on_device() && groups[0] != groups[1] {
+        return Err(format!(
+            "micro-batches {start}..{end} of groups {groups:?}: a visit is of one"
+        ));
     }
     let blocks: BTreeSet<_> = visit.blocks().iter().collect();
     if blocks.len() < visit.blocks().len() {
@@ -139,6 +168,7 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut scattered = BTreeSet::new();
     let mut last_backward = BTreeMap::new();
     let mut first_of: BTreeMap<BlockId, &Visit> = BTreeMap::new();
+    let mut places: BTreeMap<(BlockId, GroupId), Place> = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
         for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
             if scattered.contains(&id) {
@@ -160,8 +190,9 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                         let reason = format!("trains {id}, as {} does: {order}", first.layer);
                         return Err(Refusal::at(schedule, index, reason));
                     }
-                    if first.place != visit.place {
-                        let one = "a gradient is added up on one device";
+                    let group = schedule.group_of(visit.micro_batches.start);
+                    if *places.entry((id, group)).or_insert(visit.place) != visit.place {
+                        let one = "a group's gradient is added up on one device";
                         let reason = format!("trains {id} on another device: {one}");
                         return Err(Refusal::at(schedule, index, reason));
                     }

@@ -76,7 +76,9 @@ impl Traffic {
             both_ways(block.master_bytes.saturating_add(block.state_bytes));
         }
         for reduction in reductions {
-            if let Reduction::Gradient { block, joins: true, .. } = *reduction {
+            if let Reduction::Gradient { block, join, scattered: true, .. } = *reduction
+                && !join.keeps
+            {
                 staged(block).into_iter().for_each(|block| both_ways(block.gradient_bytes));
             }
         }

@@ -42,7 +42,7 @@ impl VisitKind {
 }
 
 /// Direction of a visit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Phase {
     /// Activations.
     Forward,
@@ -93,6 +93,11 @@ impl Visit {
     pub fn blocks(&self) -> &[BlockId] {
         let Needs::Known(blocks) = &self.needs;
         blocks
+    }
+
+    /// The same visit, of other micro-batches.
+    pub fn of_micro_batches(&self, micro_batches: Range<MicroBatch>) -> Visit {
+        Visit { micro_batches, ..self.clone() }
     }
 
     /// True for a visit of a device, false for one of the host lane.

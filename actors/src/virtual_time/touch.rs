@@ -3,7 +3,8 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceId, DeviceVisit, MicroBatch, Share, StepPlan, Version, Visit,
+    BlockId, BoundaryId, DeviceId, DeviceVisit, GroupId, MicroBatch, Share, StepPlan, Version,
+    Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
@@ -15,6 +16,8 @@ pub(super) enum Cell {
     Output(DeviceId, u32),
     Gradient(DeviceId, u32),
     Landing(u32),
+    /// A slot of pool `parts`.
+    Part(u32),
     /// A staging slot of pool `reads`.
     Read(u32),
     /// A staging slot of pool `states`, and the gradient that was read beside the state.
@@ -83,16 +86,19 @@ impl Touch {
                 touch.place(std::slice::from_ref(outputs), *m, now, output, false);
                 touch.write_stash(&[outputs.boundary], *m, now);
             }
-            &Work::DownloadGradient { block, gradients, reduced } => {
-                let label = Label::Gradient(block, now, on_device(plan, block));
+            &Work::DownloadGradient { block, group, gradients, reduced } => {
+                let label = Label::Gradient(block, now, of_groups(plan, block, Some(group)));
                 touch.read(Cell::Gradient(device, gradients), label);
                 touch.write(Cell::Landing(reduced), label);
             }
             &Work::Loss { visit, micro_batch } => {
                 touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
             }
+            Work::Join { block, reduced, parts, keep } => {
+                touch.join((*block, now), *reduced, parts, *keep, &count);
+            }
             &Work::Reduce { block, reduced, to_region } => {
-                let label = Label::Gradient(block, now, on_device(plan, block));
+                let label = Label::Gradient(block, now, of_groups(plan, block, None));
                 touch.read(Cell::Landing(reduced), label);
                 if to_region {
                     touch.write(Cell::Region(block), label);
@@ -207,6 +213,27 @@ impl Touch {
         }
     }
 
+    fn join(
+        &mut self,
+        (block, now): (BlockId, Version),
+        reduced: u32,
+        parts: &[u32],
+        keep: Option<u32>,
+        count: &impl Contributions,
+    ) {
+        let of = |cell| count(cell, block, now);
+        let label = |count| Label::Gradient(block, now, count);
+        let landed = of(Cell::Landing(reduced));
+        let mut sum = landed;
+        for &part in parts {
+            let contributions = of(Cell::Part(part));
+            self.read(Cell::Part(part), label(contributions));
+            sum += contributions;
+        }
+        self.writes.push((Cell::Landing(reduced), Some(label(landed)), label(sum)));
+        keep.into_iter().for_each(|part| self.write(Cell::Part(part), label(sum)));
+    }
+
     fn scatter(&mut self, visit: &Visit, now: Version) {
         visit.micro_batches.clone().for_each(|m| self.read_stash(&visit.reads, m, now));
     }
@@ -277,10 +304,14 @@ fn gradient_cell(block: BlockId, at: GradientAt, master: MasterAt) -> Cell {
     }
 }
 
-/// How many operations add to a block's gradient on the device.
-fn on_device(plan: &StepPlan, block: BlockId) -> usize {
-    let adds =
-        |(_, visit): &(usize, &DeviceVisit)| visit.accumulates.iter().any(|(b, _)| *b == block);
+/// How many operations add to a block's gradient of a group, or of all.
+fn of_groups(plan: &StepPlan, block: BlockId, group: Option<GroupId>) -> usize {
+    let schedule = &plan.schedule;
+    let adds = |(index, visit): &(usize, &DeviceVisit)| {
+        let first = plan.visit(*index).micro_batches.start;
+        group.is_none_or(|group| schedule.group_of(first) == group)
+            && visit.accumulates.iter().any(|(b, _)| *b == block)
+    };
     let visits = plan.device_visits.iter().enumerate().filter(adds);
     visits.map(|(index, _)| plan.visit(index).micro_batches.len()).sum()
 }

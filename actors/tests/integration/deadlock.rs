@@ -3,7 +3,9 @@
 use std::sync::{Arc, Mutex};
 
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, Capacities, Pools, Schedule, StepPlan, deal, relay, resident};
+use l2l_actors::schedule::{
+    BlockId, Capacities, Pools, Schedule, StepPlan, deal, deal_groups, relay, resident,
+};
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::work::Queue;
 use l2l_actors::{ActorName, Relay, RingConfig};
@@ -23,6 +25,8 @@ struct Case {
     on_file: bool,
     frozen: Vec<u32>,
     devices: u32,
+    groups: u32,
+    by_groups: bool,
     seed: u64,
 }
 
@@ -31,9 +35,9 @@ fn cases() -> impl Strategy<Value = Case> {
     let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
-    let rest = (frozen, 1..=3_u32, any::<u64>());
+    let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>()), any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
-        let (frozen, devices, seed) = rest;
+        let (frozen, devices, (groups, by_groups), seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
         let (deferred, recompute, resident, on_file) = flags;
@@ -50,6 +54,8 @@ fn cases() -> impl Strategy<Value = Case> {
             on_file,
             frozen,
             devices,
+            groups,
+            by_groups,
             seed,
         }
     })
@@ -61,11 +67,16 @@ impl Case {
         let model = if self.on_file { on_file(model) } else { model };
         let mut selection = everything(&model, self.micro_batches);
         selection.recompute = self.recompute;
+        selection.groups = self.groups;
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
         let generate = if self.resident { resident } else { relay };
         let schedule = generate(&model, &selection).expect("a model of ours has a schedule");
-        deal(schedule, self.devices)
+        if self.by_groups {
+            deal_groups(schedule, &vec![1; self.devices as usize])
+        } else {
+            deal(schedule, self.devices)
+        }
     }
 }
 

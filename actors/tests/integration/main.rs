@@ -13,5 +13,6 @@ mod hangs;
 mod interleavings;
 mod makespan;
 mod misuse;
+mod pipelines;
 mod reports;
 mod rules;

@@ -264,12 +264,12 @@ impl Reference<'_> {
                             }
                         }
                     }
-                    Reduction::Gradient { block, joins, .. } => {
+                    Reduction::Gradient { block, scattered: joins, .. } => {
                         let Some(&(sent, computed)) = self.closed.get(&block.0) else { break };
                         if self.pools["reduced"].0.is_empty() {
                             break;
                         }
-                        reducer = reducer.max(sent);
+                        reducer = reducer.max(sent).max(computed);
                         reducer = self.pools.get_mut("reduced").expect("a pool").take(1, reducer);
                         let download = Download { ordered: reducer, ready: computed, joins };
                         self.downloads.push((Of::Gradient(block), download));

@@ -59,8 +59,19 @@ fn names_must_be_known_and_met_once() {
 
 #[test]
 fn places_are_this_rings() {
-    refused(Some(1), "this ring has 1 devices", |s| s.visits[1].place = Place::Device(1));
+    refused(Some(1), "this ring has devices 0 to 0", |s| s.visits[1].place = Place::Device(1));
     refused(Some(1), "a host visit gathers", |s| s.visits[1].place = Place::Host);
+}
+
+#[test]
+fn groups_follow_each_other_and_visits_are_of_one() {
+    let all = |s: &Schedule| s.micro_batches.len() as u32;
+    refused(None, "and 0 comes next", |s| s.groups[0].start = 1);
+    refused(None, "comes next", |s| s.groups.push(all(s)..all(s)));
+    refused(None, "groups end at micro-batch 1", |s| s.groups[0].end = 1);
+    refused(Some(1), "of groups [0, 1]: a visit is of one", |s| {
+        s.groups = vec![0..1, 1..all(s)];
+    });
 }
 
 #[test]

@@ -187,18 +187,36 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "The compute lane's time",
                 "percentunit",
-                "Computing, and waiting by cause. The sum is 1.",
+                "Of the chosen device: computing, and waiting by cause. The sum is 1.",
                 &[
                     (
-                        "rate(l2l_lane_seconds_total{run=\"$run\",lane=\"compute\"}\
-                         [$__rate_interval])",
+                        "rate(l2l_device_lane_seconds_total{run=\"$run\",device=\"$device\",\
+                         lane=\"compute\"}[$__rate_interval])",
                         "computed",
                     ),
                     (
-                        r#"rate(l2l_compute_wait_seconds_total{run="$run"}[$__rate_interval])"#,
+                        "rate(l2l_device_wait_seconds_total{run=\"$run\",device=\"$device\"}\
+                         [$__rate_interval])",
+                        "{{cause}}",
+                    ),
+                    (
+                        "rate(l2l_compute_wait_seconds_total{run=\"$run\",\
+                         cause=~\"checkpoint|outside\"}[$__rate_interval])",
                         "{{cause}}",
                     ),
                 ],
+                12,
+            ),
+            Panel(
+                "timeseries",
+                "Devices",
+                "percentunit",
+                "Share of time that each device computed.",
+                &[(
+                    "rate(l2l_device_lane_seconds_total{run=\"$run\",lane=\"compute\"}\
+                     [$__rate_interval])",
+                    "{{device}}",
+                )],
                 12,
             ),
             Panel(

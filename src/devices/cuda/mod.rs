@@ -161,14 +161,19 @@ fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
 
 /// Compares every kernel on the GPU of a config with the CPU's.
 pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    check::all(driver(config, &[])?, config.device.dtype, seed)
+    check::all(driver(config, config.device.gpus()[0], &[])?, config.device.dtype, seed)
         .map_err(|error| Error::Device(error.to_string()))
 }
 
 /// Measures the link and the matrix products of the GPU of a config.
 pub(super) fn rates(config: &Config) -> Result<GpuRates, Error> {
-    rates::measure(&driver(config, &[])?, config.device.dtype, 64 << 20, 8192)
-        .map_err(|error| Error::Device(error.to_string()))
+    rates::measure(
+        &driver(config, config.device.gpus()[0], &[])?,
+        config.device.dtype,
+        64 << 20,
+        8192,
+    )
+    .map_err(|error| Error::Device(error.to_string()))
 }
 
 /// Kernels without memory, to measure the workspace.
@@ -187,9 +192,10 @@ pub(super) fn overhead_on_host(rows: Rows) -> usize {
     IN_FLIGHT * DeviceMetadata::len(rows).next_multiple_of(16)
 }
 
-/// The GPU of a config, with the memory that was planned.
+/// A GPU of a config, with the memory that was planned.
 pub(super) fn open(
     config: &Config,
+    ordinal: usize,
     model: &Model,
     floats: usize,
     overhead: View,
@@ -198,18 +204,22 @@ pub(super) fn open(
         Part::Stack(layer) => layer.custom_kernels(),
         _ => Vec::new(),
     });
-    let driver = driver(config, &custom.collect::<Vec<_>>())?;
+    let driver = driver(config, ordinal, &custom.collect::<Vec<_>>())?;
     let made = Cuda::new(driver, floats, overhead);
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Box::new(made.map_err(refused)?))
 }
 
-fn driver(config: &Config, custom: &[CustomKernel]) -> Result<Arc<dyn Driver>, Error> {
+fn driver(
+    config: &Config,
+    ordinal: usize,
+    custom: &[CustomKernel],
+) -> Result<Arc<dyn Driver>, Error> {
     #[cfg(test)]
     if let Some(emulated) = emulated::asked_for(custom, config.device.dtype) {
         return Ok(emulated);
     }
-    let real = real::Real::open(&config.device, custom);
+    let real = real::Real::open(&config.device, ordinal, custom);
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Arc::new(real.map_err(refused)?))
 }

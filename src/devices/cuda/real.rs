@@ -85,14 +85,19 @@ impl Real {
     ///
     /// # Errors
     /// What is missing, and what to do.
-    pub(super) fn open(config: &DeviceConfig, custom: &[CustomKernel]) -> Result<Real, BoxedError> {
-        let DeviceConfig { ordinal, dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
+    pub(super) fn open(
+        config: &DeviceConfig,
+        ordinal: usize,
+        custom: &[CustomKernel],
+    ) -> Result<Real, BoxedError> {
+        let DeviceConfig { dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
         let (folder, cache) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
         let gpus = gpus()?;
         let Some(gpu) = gpus.get(ordinal) else {
             return Err(format!(
-                "device.ordinal is {ordinal}, and the driver has {} devices",
+                "{} is {ordinal}, and the driver has {} devices",
+                if config.ordinals.is_some() { "one of device.ordinals" } else { "device.ordinal" },
                 gpus.len()
             )
             .into());

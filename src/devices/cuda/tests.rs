@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use crate::config::{DeviceKind, EpsTier, Recompute, ScheduleKind};
+use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind};
 use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
 use crate::kernels::{Custom, CustomKernel, Kernels};
@@ -295,6 +295,40 @@ fn relay_is_resident_and_like_the_cpu() {
             assert_eq!(moved(&ends), moved(&end));
         } else {
             assert!(moved(&ends).0 < moved(&end).0 * 6 / 10, "half, but for statistics");
+        }
+    }
+}
+
+/// Two GPUs, whoever gets what, give the bits of one with as many groups.
+#[test]
+fn two_gpus_are_one() {
+    if !emulated::instead() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let ways: [&dyn Fn(&mut Config); 6] = [
+        &|_| (),
+        &|config| config.schedule.kind = ScheduleKind::Resident,
+        &|config| config.schedule.recompute = false.into(),
+        &|config| config.schedule.kind = ScheduleKind::OneForwardOneBackward,
+        &|config| config.parallel.deal = Deal::Sequences,
+        &|config| {
+            (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
+        },
+    ];
+    for dtype in KINDS {
+        let of = |ordinals: Option<Vec<usize>>, way: &dyn Fn(&mut Config)| {
+            let mut config = config(DeviceKind::Cuda);
+            (config.step.batch, config.device.dtype) = (8, dtype);
+            (config.parallel.groups, config.optimizer.clip_norm) = (2, Some(0.5));
+            config.device.ordinals = ordinals;
+            way(&mut config);
+            let (steps, end) = run(config, 3).expect("a case of ours");
+            (steps, end.weights_digest)
+        };
+        let one = of(None, &|_| ());
+        for way in ways {
+            assert_eq!(of(Some(vec![0, 1]), way), one, "{dtype}");
         }
     }
 }

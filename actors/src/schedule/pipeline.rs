@@ -1,0 +1,383 @@
+//! Pipelines: layers in stages, and for each device the order in which it runs them.
+//!
+//! A [`Pipeline`] is plain data, one list of actions for each device; [`pipeline`] makes a schedule
+//! of it. Generators: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019, PipeDream-Flush) and
+//! interleaved 1F1B (Narayanan et al. 2021), each in the order of `torch.distributed.pipelining`;
+//! [`Pipeline::parse`] reads, and `Display` writes, the tables that it keeps in CSV files.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::ops::Range;
+
+use super::generate::{Legs, legs};
+use super::model::{RingModel, Selection};
+use super::{DeviceId, LayerId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind};
+
+/// What a device does at one place of its list: a micro-batch passes a stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Action {
+    /// The stage.
+    pub stage: u32,
+    /// Forward or backward.
+    pub phase: Phase,
+    /// The micro-batch.
+    pub micro_batch: MicroBatch,
+}
+
+/// The order in which each device runs its stages.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Pipeline {
+    /// For each device its actions, in order.
+    pub devices: Vec<Vec<Action>>,
+}
+
+impl Action {
+    fn forward(stage: u32, micro_batch: MicroBatch) -> Action {
+        Action { stage, phase: Phase::Forward, micro_batch }
+    }
+
+    fn backward(stage: u32, micro_batch: MicroBatch) -> Action {
+        Action { stage, phase: Phase::Backward, micro_batch }
+    }
+
+    /// The action that must be done before, of `stages` stages, if one must.
+    fn needs(self, stages: u32) -> Option<Action> {
+        let Action { stage, phase, micro_batch } = self;
+        match phase {
+            Phase::Forward => stage.checked_sub(1).map(|stage| Action { stage, ..self }),
+            Phase::Backward if stage + 1 == stages => Some(Action::forward(stage, micro_batch)),
+            Phase::Backward => Some(Action { stage: stage + 1, ..self }),
+        }
+    }
+}
+
+impl Pipeline {
+    /// All forward passes, then all backward passes (GPipe). With several `chunks`, stages of one
+    /// device follow each other: its first stage with all micro-batches, then its next stage.
+    pub fn gpipe(devices: u32, chunks: u32, micro_batches: MicroBatch) -> Pipeline {
+        let of_device = |device: u32| -> Vec<Action> {
+            let stage = |chunk: u32| chunk * devices + device;
+            let all = |stage| (0..micro_batches).map(move |m| Action::forward(stage, m));
+            let forward = (0..chunks).flat_map(|chunk| all(stage(chunk)));
+            let back = |action| Action { phase: Phase::Backward, ..action };
+            let backward = (0..chunks).rev().flat_map(|chunk| all(stage(chunk)).map(back));
+            forward.chain(backward).collect()
+        };
+        Pipeline { devices: (0..devices).map(of_device).collect() }
+    }
+
+    /// One forward pass, one backward pass, by turns, once each device has as many micro-batches on
+    /// their way as there are devices behind it.
+    pub fn one_forward_one_backward(devices: u32, micro_batches: MicroBatch) -> Pipeline {
+        let of_device = |stage: u32| -> Vec<Action> {
+            let ahead = (devices - 1 - stage).min(micro_batches);
+            let mut actions: Vec<Action> = (0..ahead).map(|m| Action::forward(stage, m)).collect();
+            for m in 0..micro_batches {
+                let next = Some(m + ahead).filter(|&next| next < micro_batches);
+                actions.extend(next.map(|next| Action::forward(stage, next)));
+                actions.push(Action::backward(stage, m));
+            }
+            actions
+        };
+        Pipeline { devices: (0..devices).map(of_device).collect() }
+    }
+
+    /// 1F1B with several stages on each device, `chunks` of them: stage `s` is on device `s` modulo
+    /// `devices`. Micro-batches go through in rounds of about as many as there are devices.
+    ///
+    /// # Errors
+    /// The rounds do not come out even.
+    pub fn interleaved(
+        devices: u32,
+        chunks: u32,
+        micro_batches: MicroBatch,
+    ) -> Result<Pipeline, Refusal> {
+        let rounds = (micro_batches / devices).max(1);
+        if !micro_batches.is_multiple_of(rounds) {
+            let reason = format!(
+                "an interleaved pipeline of {devices} devices has {rounds} rounds for \
+                 {micro_batches} micro-batches, which must be a multiple of that"
+            );
+            return Err(Refusal::of(reason));
+        }
+        let round = micro_batches / rounds;
+        let all = micro_batches * chunks;
+        let of_device = |device: u32| -> Vec<Action> {
+            let ahead = ((chunks - 1) * round + 2 * (devices - 1 - device)).min(all);
+            // The nth pass: which chunk, and which micro-batch of it.
+            let nth = |at: u32| {
+                let (turn, within) = (at / round, at % round);
+                (turn % chunks, turn / chunks * round + within)
+            };
+            let forward = |at: u32| {
+                let (chunk, m) = nth(at);
+                Action::forward(chunk * devices + device, m)
+            };
+            let backward = |at: u32| {
+                let (chunk, m) = nth(at);
+                Action::backward((chunks - 1 - chunk) * devices + device, m)
+            };
+            let mut actions: Vec<Action> = (0..ahead).map(forward).collect();
+            for at in 0..all {
+                let next = Some(at + ahead).filter(|&next| next < all);
+                actions.extend(next.map(forward));
+                actions.push(backward(at));
+            }
+            actions
+        };
+        Ok(Pipeline { devices: (0..devices).map(of_device).collect() })
+    }
+
+    /// The same stages on the same devices, without backward passes, for so many micro-batches.
+    pub fn forward_only(&self, micro_batches: MicroBatch) -> Pipeline {
+        let of_device = |actions: &Vec<Action>| -> Vec<Action> {
+            let stages: BTreeSet<u32> = actions.iter().map(|action| action.stage).collect();
+            let all = |stage| (0..micro_batches).map(move |m| Action::forward(stage, m));
+            stages.into_iter().flat_map(all).collect()
+        };
+        Pipeline { devices: self.devices.iter().map(of_device).collect() }
+    }
+
+    /// The order of a schedule that runs already; each layer of a device is a stage.
+    pub fn of(schedule: &Schedule) -> Pipeline {
+        let layers: BTreeSet<LayerId> = schedule.device_visits().map(|visit| visit.layer).collect();
+        let stage_of: BTreeMap<LayerId, u32> = layers.into_iter().zip(0..).collect();
+        let mut devices = vec![Vec::new(); schedule.devices() as usize];
+        let mut begun = BTreeSet::new();
+        for visit in schedule.device_visits() {
+            let list: &mut Vec<Action> = &mut devices[usize::from(visit.device().unwrap_or(0))];
+            for micro_batch in visit.micro_batches.clone() {
+                let action =
+                    Action { stage: stage_of[&visit.layer], phase: visit.phase, micro_batch };
+                let forward = Action { phase: Phase::Forward, ..action };
+                if begun.insert(forward) && action != forward {
+                    list.push(forward); // its forward is a part of this visit
+                }
+                list.push(action);
+            }
+        }
+        Pipeline { devices }
+    }
+
+    /// Reads a table as `torch.distributed.pipelining` writes it: a row for each device, in it
+    /// actions such as `2F0` (stage, what, micro-batch) with `F` forward and `B` backward. Of `I`
+    /// and `W`, the two parts of a backward pass, `I` does both. Empty places and communication
+    /// (`SEND_F`, `UNSHARD`, …) are passed over.
+    ///
+    /// # Errors
+    /// The row and place of what is no action.
+    pub fn parse(text: &str) -> Result<Pipeline, Refusal> {
+        let mut devices = Vec::new();
+        for (row, line) in (1..).zip(text.lines()) {
+            let mut actions = Vec::new();
+            for (place, entry) in (1..).zip(line.split(',')) {
+                let entry = entry.trim().trim_matches('"');
+                let action = parse_action(entry).ok_or_else(|| {
+                    let example = "an action is a stage, F, B, I or W, and a micro-batch: 2F0";
+                    Refusal::of(format!("row {row}, place {place}: {entry:?} ({example})"))
+                })?;
+                actions.extend(action);
+            }
+            devices.push(actions);
+        }
+        while devices.last().is_some_and(Vec::is_empty) {
+            devices.pop();
+        }
+        Ok(Pipeline { devices })
+    }
+
+    /// Stages up to the last one that is named.
+    pub fn stages(&self) -> u32 {
+        let all = self.devices.iter().flatten();
+        all.map(|action| action.stage.saturating_add(1)).max().unwrap_or(0)
+    }
+
+    /// The device of each stage.
+    ///
+    /// # Errors
+    /// A stage that is on two devices, or on none.
+    fn places(&self) -> Result<Vec<DeviceId>, Refusal> {
+        let mut places = BTreeMap::new();
+        for (device, actions) in (0..).zip(&self.devices) {
+            for &Action { stage, .. } in actions {
+                let place = *places.entry(stage).or_insert(device);
+                if place != device {
+                    let reason = format!("stage {stage} is on devices {place} and {device}");
+                    return Err(Refusal::of(reason));
+                }
+            }
+        }
+        match (0..).zip(places.keys()).find(|(next, stage)| next != *stage) {
+            Some((missing, _)) => Err(Refusal::of(format!("stage {missing} is on no device"))),
+            None => Ok(places.into_values().collect()),
+        }
+    }
+
+    /// Every stage meets every micro-batch once in each phase, and in order.
+    fn check(&self, micro_batches: MicroBatch) -> Result<(), Refusal> {
+        let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
+        for action in self.devices.iter().flatten() {
+            let expected = next.entry((action.stage, action.phase)).or_insert(0);
+            if action.micro_batch != *expected || *expected == micro_batches {
+                let what = format!("{action} comes where micro-batch {expected} would");
+                let rule = "each stage takes its micro-batches in order, which gradients add up in";
+                return Err(Refusal::of(format!("{what}, of {micro_batches}: {rule}")));
+            }
+            *expected += 1;
+        }
+        let phases = next.keys().map(|&(_, phase)| phase).collect::<BTreeSet<_>>();
+        for stage in 0..self.stages() {
+            for &phase in &phases {
+                let has = next.get(&(stage, phase)).copied().unwrap_or(0);
+                if has < micro_batches {
+                    let missing = Action { stage, phase, micro_batch: has };
+                    return Err(Refusal::of(format!("{missing} is missing")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// All actions in an order in which each can begin, as early as it can.
+    ///
+    /// # Errors
+    /// What every device waits for, where they wait for each other.
+    fn in_order(&self) -> Result<Vec<(DeviceId, Action)>, Refusal> {
+        let stages = self.stages();
+        let mut at = vec![0; self.devices.len()];
+        let (mut done, mut order) = (BTreeSet::new(), Vec::new());
+        loop {
+            let before = order.len();
+            for (device, actions) in self.devices.iter().enumerate() {
+                let Some(&action) = actions.get(at[device]) else { continue };
+                if action.needs(stages).is_none_or(|needed| done.contains(&needed)) {
+                    order.push((device as DeviceId, action));
+                    at[device] += 1;
+                }
+            }
+            if order.len() == before {
+                break;
+            }
+            done.extend(order[before..].iter().map(|&(_, action)| action));
+        }
+        let mut waiting = Vec::new();
+        for (device, (actions, &at)) in self.devices.iter().zip(&at).enumerate() {
+            if let Some(action) = actions.get(at) {
+                let needed = action.needs(stages).expect("what needs nothing can begin");
+                waiting.push(format!("device {device} waits with {action} for {needed}"));
+            }
+        }
+        if waiting.is_empty() {
+            Ok(order)
+        } else {
+            Err(Refusal::of(format!("the pipeline cannot end: {}", waiting.join(", "))))
+        }
+    }
+}
+
+/// `Some(None)`: an entry that says nothing about what is computed.
+fn parse_action(entry: &str) -> Option<Option<Action>> {
+    if entry.is_empty() {
+        return Some(None);
+    }
+    let (stage, rest) = entry.split_at(entry.find(|c: char| !c.is_ascii_digit())?);
+    let (what, micro_batch) =
+        rest.split_at(rest.find(|c: char| c.is_ascii_digit()).unwrap_or(rest.len()));
+    let stage: u32 = stage.parse().ok().filter(|&stage| stage <= 1 << 20)?;
+    let phase = match what {
+        "F" => Phase::Forward,
+        "B" | "I" => Phase::Backward,
+        "W" | "SEND_F" | "SEND_B" | "RECV_F" | "RECV_B" | "UNSHARD" | "RESHARD" | "REDUCE_GRAD"
+        | "WAIT_REDUCE_GRAD" | "WAIT_SEND_F" | "WAIT_SEND_B" => return Some(None),
+        _ => return None,
+    };
+    Some(Some(Action { stage, phase, micro_batch: micro_batch.parse().ok()? }))
+}
+
+impl fmt::Display for Action {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let phase = if self.phase == Phase::Forward { 'F' } else { 'B' };
+        write!(f, "{}{phase}{}", self.stage, self.micro_batch)
+    }
+}
+
+impl fmt::Display for Pipeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for actions in &self.devices {
+            let actions: Vec<String> = actions.iter().map(Action::to_string).collect();
+            writeln!(f, "{}", actions.join(","))?;
+        }
+        Ok(())
+    }
+}
+
+/// The schedule of a pipeline. The model's layers are cut into stages of as many layers each as can
+/// be, a tile of the head being a layer.
+///
+/// # Errors
+/// As [`relay`](super::relay); or the pipeline has more stages than there are layers, or does not
+/// take every micro-batch once through each stage, or cannot end.
+pub fn pipeline(
+    model: &RingModel,
+    selection: &Selection,
+    pipeline: &Pipeline,
+) -> Result<Schedule, Refusal> {
+    let (mut schedule, legs) = legs(model, selection)?;
+    pipeline.check(schedule.micro_batches.len() as MicroBatch)?;
+    let places = pipeline.places()?;
+    let stages = stages(&legs, places.len())?;
+    let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
+    let is_scatter = |visit: &&Visit| visit.kind == VisitKind::Scatter;
+    schedule.visits.extend(legs.forward.iter().filter(is_gather).cloned());
+    for (device, Action { stage, phase, micro_batch }) in pipeline.in_order()? {
+        let visits = match phase {
+            Phase::Forward => &stages[stage as usize].forward,
+            Phase::Backward => &stages[stage as usize].backward,
+        };
+        schedule.visits.extend(visits.iter().map(|visit| {
+            let place = if visit.on_device() { Place::Device(device) } else { visit.place };
+            Visit { place, ..visit.of_micro_batches(micro_batch..micro_batch + 1) }
+        }));
+    }
+    schedule.visits.extend(legs.backward.iter().filter(is_scatter).cloned());
+    Ok(schedule)
+}
+
+/// The visits of one stage.
+#[derive(Default)]
+struct Stage {
+    forward: Vec<Visit>,
+    backward: Vec<Visit>,
+}
+
+/// Cuts legs into stages. A loss follows the visit that completes its statistics.
+fn stages(legs: &Legs, count: usize) -> Result<Vec<Stage>, Refusal> {
+    let mut layers: Vec<LayerId> = Vec::new(); // in the order of the forward pass
+    let forward = legs.forward.iter().filter(|visit| visit.on_device());
+    // The last tile may have no visit in forward; backward begins with it.
+    let backward = legs.backward.iter().filter(|visit| visit.on_device()).rev();
+    for visit in forward.chain(backward) {
+        if !layers.contains(&visit.layer) {
+            layers.push(visit.layer);
+        }
+    }
+    if count > layers.len() {
+        let has = layers.len();
+        let reason = format!("{count} stages need as many layers; {has} are visited by devices");
+        return Err(Refusal::of(reason));
+    }
+    let mut stage_of = BTreeMap::new();
+    for stage in 0..count {
+        let Range { start, end } = stage * layers.len() / count..(stage + 1) * layers.len() / count;
+        stage_of.extend(layers[start..end].iter().map(|&layer| (layer, stage)));
+    }
+    let mut stages: Vec<Stage> = (0..count).map(|_| Stage::default()).collect();
+    let has_stage = |visit: &&Visit| visit.on_device() || visit.kind == VisitKind::Loss;
+    for visit in legs.forward.iter().filter(has_stage) {
+        stages[stage_of[&visit.layer]].forward.push(visit.clone());
+    }
+    for visit in legs.backward.iter().filter(has_stage) {
+        stages[stage_of[&visit.layer]].backward.push(visit.clone());
+    }
+    Ok(stages)
+}

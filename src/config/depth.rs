@@ -1,0 +1,69 @@
+//! The keys of `[depth]`: layers that are left out of training steps at random.
+
+use serde::{Deserialize, Serialize};
+
+/// `[depth]`
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct DepthConfig {
+    /// The probability with which a training step leaves a layer out: of the last layer with `rule =
+    /// "linear"`, of each with `"uniform"`. What is left out costs no time and no transfers, and is
+    /// not updated. Outputs are not scaled. Validation, evaluation and generation use all layers.
+    pub drop: f64,
+    /// How the probability grows from the first layer to the last.
+    pub rule: DropRule,
+    /// Progressive layer dropping (Zhang and He 2020): after `t` steps the probability is `drop`
+    /// times 1 - exp(-t / ramp_steps). When absent it is `drop` from the first step.
+    pub ramp_steps: Option<u64>,
+}
+
+impl Default for DepthConfig {
+    fn default() -> DepthConfig {
+        DepthConfig { drop: 0.0, rule: DropRule::Linear, ramp_steps: None }
+    }
+}
+
+/// See [`DepthConfig::rule`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum DropRule {
+    /// In proportion to the layer's number, counted from 1 (stochastic depth, Huang et al. 2016).
+    Linear,
+    /// The same for each layer (LayerDrop, Fan et al. 2019).
+    Uniform,
+}
+
+impl DepthConfig {
+    /// The probability with which step `step` (from 0) leaves out layer `layer` (from 0) of
+    /// `layers`.
+    pub fn probability(&self, step: u64, layer: usize, layers: usize) -> f64 {
+        let grown = match self.ramp_steps {
+            Some(ramp) => 1.0 - (-(step as f64) / ramp as f64).exp(),
+            None => 1.0,
+        };
+        let share = match self.rule {
+            DropRule::Linear => (layer + 1) as f64 / layers as f64,
+            DropRule::Uniform => 1.0,
+        };
+        self.drop * grown * share
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn probabilities_are_those_of_the_papers() {
+        let linear = DepthConfig { drop: 0.5, ..DepthConfig::default() };
+        assert_eq!([0, 1, 3].map(|layer| linear.probability(7, layer, 4)), [0.125, 0.25, 0.5]);
+        let uniform = DepthConfig { rule: DropRule::Uniform, ..linear.clone() };
+        assert_eq!(uniform.probability(0, 0, 4), 0.5);
+        let progressive = DepthConfig { ramp_steps: Some(100), ..linear };
+        assert_eq!(progressive.probability(0, 3, 4), 0.0);
+        let after = progressive.probability(100, 3, 4);
+        assert!((after - 0.5 * (1.0 - (-1.0_f64).exp())).abs() < 1e-12);
+    }
+}

@@ -1,0 +1,79 @@
+//! Which layers of the stack a step uses.
+
+use std::collections::BTreeSet;
+
+use l2l_actors::schedule::{BlockId, LayerId};
+
+use super::model::{Model, Part};
+use crate::error::Error;
+
+/// The layers of a step, by their numbers: 0 is the first layer of the stack that can be left out
+/// (transformer blocks can, and layers of your own; embedding, final norm and head cannot). A layer
+/// that is left out passes the hidden states on, and neither its parameters nor their optimizer
+/// state change in that step.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LayerSelection {
+    /// The layers in the order in which hidden states pass them, each at most once; `None`: all, in
+    /// the model's order.
+    pub layers: Option<Vec<usize>>,
+    /// Layers whose parameters stay as they are in this step.
+    pub frozen: Vec<usize>,
+}
+
+impl LayerSelection {
+    /// These layers, in this order, all trained.
+    pub fn of(layers: impl Into<Vec<usize>>) -> LayerSelection {
+        LayerSelection { layers: Some(layers.into()), frozen: Vec::new() }
+    }
+
+    /// Refuses layers that the model has not, or that are named twice.
+    ///
+    /// # Errors
+    /// The layer.
+    pub fn check(&self, model: &Model) -> Result<(), Error> {
+        let count = model.optional_layers().len();
+        let mut met = BTreeSet::new();
+        for &layer in self.layers.iter().flatten() {
+            if !met.insert(layer) {
+                return Err(Error::argument(format_args!("layer {layer} is selected twice")));
+            }
+        }
+        match met.into_iter().chain(self.frozen.iter().copied()).find(|&layer| layer >= count) {
+            None => Ok(()),
+            Some(layer) => Err(Error::argument(format_args!(
+                "layer {layer} is selected, and the model has layers 0 to {}",
+                count.saturating_sub(1)
+            ))),
+        }
+    }
+
+    /// The layers of the ring, in order; the selection must have been checked.
+    pub(crate) fn ring_layers(&self, model: &Model) -> Vec<LayerId> {
+        let optional = model.optional_layers();
+        let all = (0..model.parts.len() as u32).map(LayerId);
+        let Some(layers) = &self.layers else { return all.collect() };
+        let (first, last) = match (optional.first(), optional.last()) {
+            (Some(&first), Some(&last)) => (first, last),
+            _ => return all.collect(),
+        };
+        let before = all.clone().take_while(|&layer| layer < first);
+        let after = all.clone().skip_while(|&layer| layer <= last);
+        before.chain(layers.iter().map(|&layer| optional[layer])).chain(after).collect()
+    }
+
+    /// The blocks that stay as they are; the selection must have been checked.
+    pub(crate) fn frozen_blocks(&self, model: &Model) -> Vec<BlockId> {
+        let optional = model.optional_layers();
+        let blocks = |&layer: &usize| model.part_blocks[optional[layer].0 as usize].clone();
+        self.frozen.iter().flat_map(blocks).collect()
+    }
+}
+
+impl Model {
+    /// The layers of the stack that a step can leave out, in order.
+    pub(crate) fn optional_layers(&self) -> Vec<LayerId> {
+        let is_optional = |part: &Part| matches!(part, Part::Stack(layer) if layer.is_optional());
+        let parts = (0..).zip(&self.parts).filter(|(_, part)| is_optional(part));
+        parts.map(|(index, _)| LayerId(index)).collect()
+    }
+}

@@ -1,0 +1,70 @@
+//! Pipelines as a config names them: by kind, or in a file.
+
+use std::path::Path;
+
+use l2l_actors::schedule::{
+    MicroBatch, Pipeline, Refusal, RingModel, Schedule, Selection, pipeline,
+};
+
+use crate::config::{Config, ScheduleKind};
+use crate::error::Error;
+
+/// Files of pipelines are small; a larger one is something else.
+const LARGEST: u64 = 64 << 20;
+
+/// The pipeline of the config's file, if it names one.
+///
+/// # Errors
+/// There is no such file, or it is of something else, or of other devices.
+pub(super) fn read(config: &Config) -> Result<Option<Pipeline>, Error> {
+    let Some(path) = config.schedule.path.as_ref() else { return Ok(None) };
+    let refused = |problem: String| {
+        Error::config("schedule.path", format_args!("{}: {problem}", path.display()))
+    };
+    let text = read_text(path).map_err(refused)?;
+    let pipeline = Pipeline::parse(&text).map_err(|refusal| refused(refusal.reason))?;
+    let (rows, devices) = (pipeline.devices.len(), config.devices());
+    if rows != devices as usize {
+        return Err(refused(format!(
+            "has {rows} rows, one for each device, and there are {devices} devices"
+        )));
+    }
+    Ok(Some(pipeline))
+}
+
+fn read_text(path: &Path) -> Result<String, String> {
+    let bytes = std::fs::metadata(path).map_err(|error| error.to_string())?.len();
+    if bytes > LARGEST {
+        return Err(format!("has {bytes} bytes, too many for a pipeline"));
+    }
+    std::fs::read_to_string(path).map_err(|error| error.to_string())
+}
+
+/// The schedule of the config's pipeline; `file`: the one of its file. A step that trains nothing
+/// has no backward passes, and any number of micro-batches.
+pub(super) fn schedule_of(
+    config: &Config,
+    ring: &RingModel,
+    selection: &Selection,
+    file: Option<&Pipeline>,
+    trains: bool,
+) -> Result<Schedule, Error> {
+    let key = if file.is_some() { "schedule.path" } else { "schedule.kind" };
+    let refused =
+        |refusal: Refusal| Error::config(key, format_args!("cannot run: {}", refusal.reason));
+    let count = selection.micro_batches.len() as MicroBatch;
+    let (devices, chunks) = (config.devices(), config.schedule.chunks());
+    let made = match (config.schedule.kind, file) {
+        (_, Some(file)) => file.clone(),
+        _ if !trains => Pipeline::gpipe(devices, chunks, count),
+        (ScheduleKind::OneForwardOneBackward, _) => {
+            Pipeline::one_forward_one_backward(devices, count)
+        }
+        (ScheduleKind::Interleaved, _) => {
+            Pipeline::interleaved(devices, chunks, count).map_err(refused)?
+        }
+        _ => Pipeline::gpipe(devices, chunks, count),
+    };
+    let made = if trains { made } else { made.forward_only(count) };
+    pipeline(ring, selection, &made).map_err(refused)
+}
