@@ -1,8 +1,8 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
 //! A boundary has a place for each group of micro-batches. It reuses the place of one of the same
-//! size that was read for the last time by an earlier visit of the device that writes it. No lock is
-//! needed: one lane of a device computes its visits in their order, and a visit's outputs are
+//! size that was read for the last time by an earlier visit of the device that writes it. No lock
+//! is needed: one lane of a device computes its visits in their order, and a visit's outputs are
 //! written while it computes (on the CPU) or downloaded after it. By then all earlier visits of the
 //! device have read their inputs. A visit never writes where it reads: its outputs get their places
 //! before those of its inputs are free. What the host reads (loss, scatter), or more than one

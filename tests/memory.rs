@@ -80,6 +80,34 @@ fn device_bytes_depend_neither_on_depth_nor_on_batch() {
     }
 }
 
+/// A device holds as much with 1 layer as with 400, and the host no more for several devices than
+/// the boundaries that these have in hand.
+#[test]
+fn several_devices_hold_what_one_does() {
+    let of = |layers: usize, devices: u32| {
+        let mut config = config(layers, 8);
+        config.device.count = Some(devices);
+        plan(&config)
+    };
+    let hidden = 4 * 8 * 32 * 64 * 4; // of all sequences
+    for devices in [1, 2, 3, 4] {
+        assert_eq!(of(400, devices).device, of(1, devices).device);
+        assert_eq!(of(400, devices).device, of(400, 1).device);
+        let more = of(400, devices).host_bytes() - of(400, 1).host_bytes();
+        assert!(more <= 2 * u64::from(devices) * hidden, "{devices}: {more}");
+    }
+    // Each link moves its own layers.
+    let (one, four) = (of(64, 1), of(64, 4));
+    let up = |plan: &Plan| plan.link_bytes.iter().map(|link| link.0).sum::<u64>();
+    assert_eq!(up(&one), one.upload_bytes);
+    assert_eq!(up(&four), four.upload_bytes);
+    for &(up, down) in &four.link_bytes {
+        let share = |of: u64, all: u64| 4.0 * of as f64 / all as f64;
+        assert!((share(up, one.upload_bytes) - 1.0).abs() < 0.2, "{up}");
+        assert!((share(down, one.download_bytes) - 1.0).abs() < 0.2, "{down}");
+    }
+}
+
 /// Also: not one large allocation from the third step on, in any schedule.
 #[test]
 fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {

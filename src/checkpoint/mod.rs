@@ -123,12 +123,13 @@ const MOST_STEPS: u64 = 1 << 40;
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 24] = [
+const FREE: [&str; 25] = [
     "checkpoint",
     "channels",
     "data.validation",
     "device.count",
     "device.cuda_libraries",
+    "device.flop_rate",
     "device.kernel_cache",
     "device.kind",
     "device.link",

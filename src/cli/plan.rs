@@ -163,6 +163,7 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
     let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
     let shown = Shown {
         plan,
+        names: config.device_names(),
         model,
         outlook,
         misfits: plan.misfits(model, &rule),
@@ -180,6 +181,8 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
 /// A plan and what follows from it.
 struct Shown<'p> {
     plan: &'p Plan,
+    /// Of the devices.
+    names: Vec<String>,
     model: &'p Model,
     outlook: Option<&'p Outlook>,
     misfits: Vec<Misfit>,
@@ -213,6 +216,9 @@ impl Shown<'_> {
             "file_bytes": terms(&plan.file, plan.file_bytes()),
             "upload_bytes": plan.upload_bytes,
             "download_bytes": plan.download_bytes,
+            "links": self.links().map(|(device, up, down)| {
+                json!({ "device": device, "upload_bytes": up, "download_bytes": down })
+            }).collect::<Vec<_>>(),
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
@@ -260,10 +266,21 @@ impl Shown<'_> {
         }
         number("upload a step", plan.upload_bytes, "bytes");
         number("download a step", plan.download_bytes, "bytes");
+        if plan.devices() > 1 {
+            for (device, up, down) in self.links() {
+                number(&format!("  {device}"), up, &format!("bytes up, {down} down"));
+            }
+        }
         if !plan.file.is_empty() {
             number("read a step", plan.read_bytes, "bytes");
             number("written a step", plan.written_bytes, "bytes");
         }
+    }
+
+    /// Each device's name, and the bytes that a step moves to it and from it.
+    fn links(&self) -> impl Iterator<Item = (&str, u64, u64)> {
+        let links = self.names.iter().zip(&self.plan.link_bytes);
+        links.map(|(name, &(up, down))| (name.as_str(), up, down))
     }
 
     /// What decides whether it fits.

@@ -47,6 +47,7 @@ impl Config {
         must(self.depth.ramp_steps != Some(0), "depth.ramp_steps", "at least 1")?;
         self.check_contradictions()?;
         self.link_bytes_per_second()?;
+        self.flops_per_second()?;
         self.update_bytes_per_second()?;
         self.disk_bytes_per_second().map(|_| ())
     }
@@ -99,6 +100,11 @@ impl Config {
         refuse(
             on_cuda && self.device.link.is_some(),
             "device.link",
+            "is only emulated on the CPU: leave it out, or set device.kind = \"cpu\"",
+        )?;
+        refuse(
+            on_cuda && self.device.flop_rate.is_some(),
+            "device.flop_rate",
             "is only emulated on the CPU: leave it out, or set device.kind = \"cpu\"",
         )?;
         refuse(

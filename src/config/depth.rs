@@ -7,9 +7,10 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct DepthConfig {
-    /// The probability with which a training step leaves a layer out: of the last layer with `rule =
-    /// "linear"`, of each with `"uniform"`. What is left out costs no time and no transfers, and is
-    /// not updated. Outputs are not scaled. Validation, evaluation and generation use all layers.
+    /// The probability with which a training step leaves a layer out: of the last layer with `rule
+    /// = "linear"`, of each with `"uniform"`. What is left out costs no time and no transfers, and
+    /// is not updated. Outputs are not scaled. Validation, evaluation and generation use all
+    /// layers.
     pub drop: f64,
     /// How the probability grows from the first layer to the last.
     pub rule: DropRule,

@@ -261,6 +261,9 @@ pub struct DeviceConfig {
     /// For experiments on the CPU: emulates a slow link, so that each transfer takes at least as
     /// long as at this rate, for instance `12GB/s`.
     pub link: Option<String>,
+    /// For experiments on the CPU: emulates a slower device, so that each kernel takes at least as
+    /// long as at this rate, for instance `200GFLOP/s`.
+    pub flop_rate: Option<String>,
 }
 
 /// The kinds of device.

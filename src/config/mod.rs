@@ -56,6 +56,24 @@ impl Config {
         rate("device.link", self.device.link.as_deref())
     }
 
+    /// `device.flop_rate` in FLOP/s.
+    ///
+    /// # Errors
+    /// It is no rate.
+    pub fn flops_per_second(&self) -> Result<Option<f64>, Error> {
+        let Some(text) = self.device.flop_rate.as_deref() else { return Ok(None) };
+        // The number and its unit are written as those of bytes are.
+        let bytes = text.strip_suffix("FLOP/s").map(|number| format!("{number}B/s"));
+        let parsed = bytes.and_then(|bytes| rate("device.flop_rate", Some(&bytes)).ok());
+        parsed.map_or_else(
+            || {
+                let must = format_args!("must be a rate such as \"200GFLOP/s\", not {text:?}");
+                Err(Error::config("device.flop_rate", must))
+            },
+            Ok,
+        )
+    }
+
     /// How many devices there are.
     pub fn devices(&self) -> u32 {
         match self.device.kind {

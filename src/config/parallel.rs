@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct ParallelConfig {
-    /// What each device gets of a step. `layers`: every device some of the layers, by turns, and all
-    /// sequences. `sequences`: every device all layers, and some groups of micro-batches (data
+    /// What each device gets of a step. `layers`: every device some of the layers, by turns, and
+    /// all sequences. `sequences`: every device all layers, and some groups of micro-batches (data
     /// parallelism). Results do not depend on it.
     pub deal: Deal,
     /// Groups of micro-batches, a divisor of the number of micro-batches. Each group adds up

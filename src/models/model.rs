@@ -2,7 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use l2l_actors::schedule::{Block as BlockSize, BlockId, Boundary, LayerKind, RingLayer, Role};
+use l2l_actors::schedule::{
+    Block as BlockSize, BlockId, Boundary, LayerKind, Phase, RingLayer, Role,
+};
 
 use super::block::TransformerBlock;
 use super::classes::Classes;
@@ -223,6 +225,44 @@ impl Model {
         let weights = weights.filter(|tensor| tensor.kind == Kind::Weight);
         let head = weights.map(Tensor::len).sum::<usize>() as f64;
         6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
+    }
+
+    /// FLOPs of the products of a visit: of sequences of these lengths at a layer, which saves so
+    /// much of its activations. Every position of a head is counted.
+    pub(crate) fn visit_flops(
+        &self,
+        layer: usize,
+        phase: Phase,
+        lengths: impl IntoIterator<Item = usize>,
+        save: Option<Save>,
+    ) -> f64 {
+        let part = &self.parts[layer];
+        let (products, channels) = match part {
+            Part::Embedding => (0, 0),
+            Part::Stack(layer) => (layer.products(), layer.attention_channels()),
+            Part::Head(_) | Part::Classes(_) => {
+                let BlockId(block) = self.part_blocks[layer][0];
+                let tensors = self.blocks[block as usize].iter();
+                let weights = tensors.filter(|tensor| tensor.kind == Kind::Weight);
+                (weights.map(Tensor::len).sum::<usize>(), 0)
+            }
+        };
+        let of_sequence = |length: usize| {
+            let length = length as f64;
+            2.0 * (products as f64 * length + channels as f64 * length * length)
+        };
+        let forward: f64 = lengths.into_iter().map(of_sequence).sum();
+        let again = match (part.is_head(), save) {
+            // A head's backward computes its logits, too.
+            (true, _) | (_, None) => 1.0,
+            (_, Some(Save::All)) => 0.0,
+            // Attention's products are about a third of a block's.
+            (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
+        };
+        match phase {
+            Phase::Forward => forward,
+            Phase::Backward => (2.0 + again) * forward,
+        }
     }
 
     /// Refuses tensors that a checkpoint could not distinguish.

@@ -43,10 +43,12 @@ pub struct Plan {
     /// Of the host's bytes those that a GPU copies from and to, to be pinned where the system lets
     /// them.
     pub pinned_bytes: u64,
-    /// Bytes to the device in a step of the longest sequences.
+    /// Bytes to the devices in a step of the longest sequences.
     pub upload_bytes: u64,
-    /// Bytes from it.
+    /// Bytes from them.
     pub download_bytes: u64,
+    /// The same for the link of each device: to it, and from it.
+    pub link_bytes: Vec<(u64, u64)>,
     /// Bytes that such a step reads from the EPS's file.
     pub read_bytes: u64,
     /// Bytes that it writes there.

@@ -63,6 +63,8 @@ impl Sizing<'_> {
         let micro_batches = schedule.micro_batches.clone();
         let walked = schedule::StepPlan::new(schedule, pools)?;
         let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(self.deferred()));
+        let links = walked.walks.iter().map(|walk| &walk.traffic);
+        let links = links.map(|link| (link.to_device(), link.from_device()));
         self.check_dtype()?;
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let blocks = self.blocks();
@@ -75,8 +77,9 @@ impl Sizing<'_> {
             host,
             file,
             pinned_bytes: if is_pinned { regions.copied_bytes() } else { 0 },
-            upload_bytes: traffic.weights.saturating_add(traffic.inputs),
-            download_bytes: traffic.gradients.saturating_add(traffic.outputs),
+            upload_bytes: traffic.to_device(),
+            download_bytes: traffic.from_device(),
+            link_bytes: links.collect(),
             read_bytes: file_bytes.0,
             written_bytes: file_bytes.1,
             positions,

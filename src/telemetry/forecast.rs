@@ -12,7 +12,7 @@ use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::models::{Kind, Model, Part, Save, Tensor};
+use crate::models::Model;
 use crate::plan::{Plan, Purpose, StepShape, schedule_of};
 
 /// How fast lanes are. Times are in seconds, rates in bytes a second.
@@ -55,38 +55,26 @@ impl Rates {
     /// memory moves so many.
     pub fn of(config: &Config, model: &Model, flops: f64, link: f64, host: f64) -> Rates {
         let positions = config.sequence_length(&model.shape).unwrap_or(1) as f64;
-        // Devices of one processor share what it can do.
-        let flops = match config.device.kind {
-            DeviceKind::Cpu => flops / f64::from(config.devices()),
-            DeviceKind::Cuda => flops,
+        let emulated = config.flops_per_second().ok().flatten();
+        let flops = match (emulated, config.device.kind) {
+            (Some(emulated), _) => emulated,
+            // Devices of one processor share what it can do.
+            (None, DeviceKind::Cpu) => flops / f64::from(config.devices()),
+            (None, DeviceKind::Cuda) => flops,
         };
         let mut compute = HashMap::new();
         let bytes = positions * model.shape.hidden as f64 * size_of::<f32>() as f64;
-        for (index, part) in model.parts.iter().enumerate() {
-            let products = match part {
-                Part::Embedding => continue,
-                Part::Stack(layer) => {
-                    let pairs = layer.attention_channels() as f64 * positions * positions;
-                    layer.products() as f64 * positions + pairs
-                }
-                Part::Head(_) | Part::Classes(_) => {
-                    let block = model.part_blocks[index][0];
-                    let tensors = model.blocks[block.0 as usize].iter();
-                    let weights = tensors.filter(|tensor| tensor.kind == Kind::Weight);
-                    weights.map(Tensor::len).sum::<usize>() as f64 * positions
-                }
-            };
-            // Products, and what is read and written at least.
-            let forward = 2.0 * products / flops + 2.0 * bytes / host;
-            let again = match (part.is_head(), config.schedule.recompute.keep()) {
-                // A head's backward computes its logits, too.
-                (true, _) | (_, None) => 1.0,
-                (_, Some(Save::All)) => 0.0,
-                // Attention's products are about a third of a block's.
-                (_, Some(Save::AllButAttention)) => 1.0 / 3.0,
-            };
-            compute.insert((index as u32, false), forward);
-            compute.insert((index as u32, true), (2.0 + again) * forward);
+        let save = config.schedule.recompute.keep();
+        for layer in 1..model.parts.len() {
+            for phase in [Phase::Forward, Phase::Backward] {
+                let products = model.visit_flops(layer, phase, [positions as usize], save);
+                // What is read and written at least, in proportion to products.
+                let forward = model.visit_flops(layer, Phase::Forward, [positions as usize], save);
+                let moved = 2.0 * bytes * (products / forward.max(1.0)) / host;
+                let moved = if emulated.is_some() { 0.0 } else { moved };
+                let is_backward = phase == Phase::Backward;
+                compute.insert((layer as u32, is_backward), products / flops + moved);
+            }
         }
         Rates {
             compute,

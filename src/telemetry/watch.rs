@@ -6,8 +6,9 @@ use l2l_actors::work::Lane;
 use l2l_actors::{Observer, pool};
 use serde::Serialize;
 
-use super::ledger::{DeviceTally, Ledger};
+use super::ledger::Ledger;
 use super::status::{FAULTS, RunStatus, unix_seconds};
+use super::tally::DeviceTally;
 use super::{Point, Slice, State, Tally, WaitCause};
 use crate::plan::Plan;
 use crate::worker::Used;

@@ -1,6 +1,8 @@
 //! The lanes of devices: uploads, kernels, downloads. What they copy from or to on the host is
 //! the operation's until it has ended: the ring lets nobody write or read it meanwhile.
 
+use std::time::Instant;
+
 use half::bf16;
 use l2l_actors::schedule::{BlockId, Boundary, LayerId, MicroBatch, Role};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
@@ -174,7 +176,12 @@ impl Worker {
             self.keep_hidden(device, visit.layer.0 as usize, &args)?;
         }
         let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &args);
-        device.compute(&batch, &run)
+        let begin = Instant::now();
+        device.compute(&batch, &run)?;
+        if let Some(emulated) = self.emulated {
+            emulated.slow(begin, &self.model, visit, state.lengths(m, schedule));
+        }
+        Ok(())
     }
 
     /// Keeps what the head reads, at the head's first visit.

@@ -1,5 +1,6 @@
 //! Memory on the host that operations share, by slot: landing blocks, kept gradients, blocks of a
-//! file, the stash and the KV cache. The last two may be on the device; where it shares its memory, all are in it.
+//! file, the stash and the KV cache. The last two may be on the device; where it shares its memory,
+//! all are in it.
 
 use std::sync::Arc;
 

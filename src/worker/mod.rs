@@ -21,7 +21,7 @@ mod update;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use l2l_actors::schedule::Role;
+use l2l_actors::schedule::{Role, Visit};
 use l2l_actors::threads::{LaneWork, Pending};
 use l2l_actors::work::{Lane, Queue, Work};
 use l2l_actors::{BoxedError, Operation, Step};
@@ -54,6 +54,8 @@ pub(crate) struct Worker {
     learning_rate: LearningRate,
     /// What waits in the stash of a layer's intermediates, if anything does.
     save: Save,
+    /// The kernels' rate, where a slower device is emulated.
+    emulated: Option<KernelRate>,
     seed: u64,
     steps: Steps,
     results: Results,
@@ -61,6 +63,30 @@ pub(crate) struct Worker {
     copies: bool,
     used: Arc<Used>,
     records: Arc<dyn Records>,
+}
+
+/// The rate of emulated kernels.
+#[derive(Clone, Copy)]
+struct KernelRate {
+    /// FLOP/s.
+    flops: f64,
+    /// What layers save of their activations.
+    save: Option<Save>,
+}
+
+impl KernelRate {
+    /// Sleeps until the kernels of a visit have taken as long as they would.
+    fn slow(
+        self,
+        begin: Instant,
+        model: &Model,
+        visit: &Visit,
+        lengths: impl Iterator<Item = usize>,
+    ) {
+        let layer = visit.layer.0 as usize;
+        let flops = model.visit_flops(layer, visit.phase, lengths, self.save);
+        take_as_long(begin, flops as u64, Some(self.flops));
+    }
 }
 
 /// What a worker is made of.
@@ -91,6 +117,7 @@ impl Worker {
             // Memory that is pinned for one device is so for all.
             eps.memory().pin_masters(|masters| devices[0].pin(masters));
         }
+        let save = config.schedule.recompute.keep();
         let used = Arc::<Used>::default();
         let host = HostSide::new(config, &plan, rule, eps, &threads)?;
         let sides = devices.into_iter().map(|device| DeviceSide::new(config, device, &plan, &used));
@@ -101,7 +128,8 @@ impl Worker {
             model,
             plan,
             learning_rate,
-            save: config.schedule.recompute.keep().unwrap_or(Save::All),
+            save: save.unwrap_or(Save::All),
+            emulated: config.flops_per_second()?.map(|flops| KernelRate { flops, save }),
             seed: config.step.seed,
             steps: Steps::default(),
             results: Results::default(),

@@ -1,6 +1,6 @@
 //! Training is the same, bit for bit, in every configuration of the ring: relay, resident and
-//! pipelines, layers and sequences dealt over devices, any depth, stash place, recomputation, number of devices and threads, link, and with the model in
-//! memory or on file.
+//! pipelines, layers and sequences dealt over devices, any depth, stash place, recomputation,
+//! number of devices and threads, link, and with the model in memory or on file.
 
 use std::sync::LazyLock;
 

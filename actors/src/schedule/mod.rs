@@ -83,8 +83,8 @@ pub struct Schedule {
     pub boundaries: Vec<Boundary>,
     /// Sequences in each micro-batch; the last may be smaller.
     pub micro_batches: Vec<u32>,
-    /// The groups of micro-batches, in order, none empty. Each group has gradients of its own, which
-    /// the Reducer adds in pairs, by a tree that depends on the number of groups alone.
+    /// The groups of micro-batches, in order, none empty. Each group has gradients of its own,
+    /// which the Reducer adds in pairs, by a tree that depends on the number of groups alone.
     pub groups: Vec<Range<MicroBatch>>,
     /// The visits.
     pub visits: Vec<Visit>,

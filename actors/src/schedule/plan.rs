@@ -39,6 +39,8 @@ pub struct DeviceWalk {
     pub visits: Vec<usize>,
     /// What its Prefetcher walks.
     pub pieces: Vec<Piece>,
+    /// Bytes that its link moves.
+    pub traffic: Traffic,
 }
 
 impl StepPlan {
@@ -57,7 +59,9 @@ impl StepPlan {
         let fetches = fetches(&schedule, &pools, &device_visits);
         let walk = |visits: Vec<usize>| {
             let pieces = pieces(&schedule, &pools, &device_visits, &visits);
-            DeviceWalk { visits, pieces }
+            let resolved = visits.iter().map(|&visit| &device_visits[visit]);
+            let traffic = Traffic::of_device(&schedule, resolved);
+            DeviceWalk { visits, pieces, traffic }
         };
         let walks: Vec<DeviceWalk> = by_device(&schedule, &pools).into_iter().map(walk).collect();
         Walks {

@@ -23,33 +23,47 @@ pub struct Traffic {
 }
 
 impl Traffic {
+    /// Blocks and boundaries to the device.
+    pub fn to_device(&self) -> u64 {
+        self.weights.saturating_add(self.inputs)
+    }
+
+    /// Boundaries and gradients from it.
+    pub fn from_device(&self) -> u64 {
+        self.outputs.saturating_add(self.gradients)
+    }
+
     pub(super) fn of(
         schedule: &Schedule,
         device_visits: &[DeviceVisit],
         reductions: &[Reduction],
         updates: &[BlockId],
     ) -> Traffic {
-        let mut traffic = Traffic::default();
-        traffic.add_device(schedule, device_visits);
+        let mut traffic = Traffic::of_device(schedule, device_visits);
         traffic.add_file(schedule, device_visits, reductions, updates);
         traffic
     }
 
-    /// What crosses between host and device.
-    fn add_device(&mut self, schedule: &Schedule, device_visits: &[DeviceVisit]) {
+    /// What crosses between the host and the device of these visits.
+    pub(super) fn of_device<'v>(
+        schedule: &Schedule,
+        device_visits: impl IntoIterator<Item = &'v DeviceVisit>,
+    ) -> Traffic {
+        let mut traffic = Traffic::default();
         let add = |edge: &mut u64, bytes: u64| *edge = edge.saturating_add(bytes);
         for resolved in device_visits {
             let visit = &schedule.visits[resolved.visit];
             let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
-            fetched.for_each(|r| add(&mut self.weights, schedule.block(r.block).weight_bytes));
+            fetched.for_each(|r| add(&mut traffic.weights, schedule.block(r.block).weight_bytes));
             let closed = resolved.closes.iter();
-            closed.for_each(|&id| add(&mut self.gradients, schedule.block(id).gradient_bytes));
+            closed.for_each(|&id| add(&mut traffic.gradients, schedule.block(id).gradient_bytes));
             for m in visit.micro_batches.clone() {
                 let bytes = |id: &BoundaryId| schedule.stashed_bytes(*id, m);
-                visit.reads.iter().for_each(|id| add(&mut self.inputs, bytes(id)));
-                visit.writes.iter().for_each(|id| add(&mut self.outputs, bytes(id)));
+                visit.reads.iter().for_each(|id| add(&mut traffic.inputs, bytes(id)));
+                visit.writes.iter().for_each(|id| add(&mut traffic.outputs, bytes(id)));
             }
         }
+        traffic
     }
 
     /// What staged blocks move when updates are eager.

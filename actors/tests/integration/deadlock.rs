@@ -201,6 +201,12 @@ proptest! {
         prop_assert_eq!(resolved.loss, f64::from(case.micro_batches));
         prop_assert_eq!(resolved.norm, (plan.updates.len() as f64).sqrt());
         let moved: u64 = records.iter().map(|record| record.bytes).sum();
+        for (device, walk) in (0..).zip(&plan.walks) {
+            let own = records.iter().filter(|record| record.device == Some(device));
+            let moved: u64 = own.map(|record| record.bytes).sum();
+            let t = walk.traffic;
+            prop_assert_eq!(moved, t.weights + t.inputs + t.outputs + t.gradients);
+        }
         let t = plan.traffic;
         let (read, written) = plan.file_bytes(case.deferred);
         prop_assert!(case.on_file || plan.traffic.read + plan.traffic.written == 0);

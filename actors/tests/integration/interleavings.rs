@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::common::*;
 use l2l_actors::Relay;
-use l2l_actors::schedule::{Schedule, relay, resident};
+use l2l_actors::schedule::{Schedule, deal, relay, resident};
 use l2l_actors::virtual_time::{Move, VirtualLanes, World};
 
 /// Replays a path from the start.
@@ -128,4 +128,17 @@ fn all_interleavings_of_small_rings_are_sound() {
         total = (total.0 + states, total.1 + transitions);
     }
     println!("{} states, {} moves", total.0, total.1);
+}
+
+/// Two layers dealt over two devices: 100,046 states.
+#[test]
+fn all_interleavings_of_two_devices_are_sound() {
+    if !whole() {
+        return;
+    }
+    let model = model(2, 0, false);
+    let schedule = relay(&model, &everything(&model, 1)).expect("a model of ours");
+    let (states, transitions) = explore(deal(schedule, 2), false, 1);
+    println!("{states} states, {transitions} moves");
+    assert!(states > 50_000);
 }

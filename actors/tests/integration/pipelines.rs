@@ -62,7 +62,10 @@ fn makespan(schedule: Schedule, forward: u64, backward: u64) -> u64 {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
+    #![proptest_config(ProptestConfig {
+        failure_persistence: None,
+        ..ProptestConfig::with_cases(300)
+    })]
 
     /// GPipe and 1F1B of N stages and M micro-batches: (M + N - 1) times a stage's forward and
     /// backward, so a bubble of (N - 1) / (M + N - 1).

@@ -1,5 +1,5 @@
-//! `l2l tune`: finds the channel depths, the micro-batch and the place of the stash that are best
-//! on this machine.
+//! `l2l tune`: finds the channel depths, the micro-batch, the place of the stash and, of several
+//! devices, how they share a step, that are best on this machine.
 //!
 //! A first trial measures how fast each lane is. A simulation in virtual time with those rates
 //! finds settings that could be better. These are tried, in turns with the user's own. A setting
@@ -23,7 +23,7 @@ use super::plan::rates;
 use super::train::runtime;
 use super::{RateArguments, TuneArguments, print, say};
 use tell::{conclude, tell, tuned};
-use trial::{Settings, Trial, best_of};
+use trial::{Layout, Settings, Trial, best_of};
 
 /// Depths (weights, gradients, reduced, stash) that are surely large enough, and smaller ones.
 const GENEROUS: [u32; 4] = [3, 3, 4, 16];
@@ -186,8 +186,8 @@ fn try_once(
     })
 }
 
-/// The best settings by simulation, with their predicted times: for each micro-batch and place, the
-/// smallest depths that are as good as generous ones and fit the ceiling.
+/// The best settings by simulation, with their predicted times: for each micro-batch, layout and
+/// place, the smallest depths that are as good as generous ones and fit the ceiling.
 fn candidates(
     config: &Config,
     model: &Model,
@@ -196,6 +196,7 @@ fn candidates(
 ) -> Vec<(Settings, f64)> {
     let fits = |settings: &Settings| {
         let config = settings.on(config);
+        config.check().ok()?;
         let plan = Plan::new(&config, model, &config.update_rule()).ok()?;
         plan.misfits(model, &config.update_rule()).is_empty().then(|| plan.device_bytes())
     };
@@ -205,10 +206,18 @@ fn candidates(
     };
     let mut sizes = vec![own.micro_batch, own.micro_batch / 2, own.micro_batch * 2];
     sizes.retain(|&size| (1..=config.step.batch).contains(&size));
+    let places = [StashPlace::Host, StashPlace::Device];
+    let of_place = |layout| places.into_iter().map(move |place| (layout, place));
+    let ways: Vec<(Layout, StashPlace)> =
+        Layout::all(config).into_iter().flat_map(of_place).collect();
     let mut found: Vec<(Settings, f64, u64)> = Vec::new();
     for micro_batch in sizes {
-        for place in [StashPlace::Host, StashPlace::Device] {
-            let mut at = Settings { micro_batch, place, depths: GENEROUS };
+        for &(layout, place) in &ways {
+            let mut depths = GENEROUS;
+            if layout.kind.is_pipeline() {
+                depths[0] = model.parts.len() as u32; // a device keeps its layers
+            }
+            let mut at = Settings { micro_batch, place, depths, layout };
             let mut best = predict(&at);
             if best.is_none() {
                 // Generous depths do not fit: take the user's own.

@@ -20,6 +20,8 @@ pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
             "step_seconds": seconds, "predicted_seconds": predicted,
             "device_bytes": trial.device_bytes, "bottleneck": trial.bottleneck.name(),
             "exposed_wait_fraction": trial.exposed,
+            "schedule": trial.settings.layout.names()[0],
+            "deal": trial.settings.layout.names()[1],
         }));
     }
     say(format_args!(
@@ -82,6 +84,7 @@ pub(super) fn conclude(
             "event": "tuned", "weights": weights, "gradients": gradients, "reduced": reduced,
             "stash": stash, "micro_batch": kept.settings.micro_batch,
             "stash_on_device": kept.settings.place == StashPlace::Device,
+            "schedule": kept.settings.layout.names()[0], "deal": kept.settings.layout.names()[1],
             "step_seconds": step, "own_step_seconds": own.median(),
             "spread_seconds": kept.spread(), "own_spread_seconds": own.spread(),
             "device_bytes": kept.device_bytes, "bottleneck": bottleneck,

@@ -1,6 +1,6 @@
 //! The settings that `l2l tune` varies, and how their trials are compared.
 
-use l2l::config::StashPlace;
+use l2l::config::{Deal, ScheduleKind, StashPlace};
 use l2l::{Bottleneck, Config};
 
 /// The settings that are tuned.
@@ -10,6 +10,50 @@ pub(super) struct Settings {
     pub(super) place: StashPlace,
     /// Weights, gradients, reduced, stash.
     pub(super) depths: [u32; 4],
+    /// How several devices share a step.
+    pub(super) layout: Layout,
+}
+
+/// How devices share a step: none of it changes the result.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Layout {
+    pub(super) kind: ScheduleKind,
+    pub(super) deal: Deal,
+}
+
+impl Layout {
+    fn of(config: &Config) -> Layout {
+        Layout { kind: config.schedule.kind, deal: config.parallel.deal }
+    }
+
+    /// The layouts to try with a config, its own first. What a config says of one layout alone
+    /// (a file, chunks, weights) stays as it is.
+    pub(super) fn all(config: &Config) -> Vec<Layout> {
+        let own = Layout::of(config);
+        let is_bound = own.kind == ScheduleKind::File
+            || config.schedule.chunks.is_some()
+            || config.parallel.weights.is_some();
+        let mut all = vec![own];
+        if config.devices() > 1 && !is_bound {
+            let of = |kind, deal| Layout { kind, deal };
+            let others = [
+                of(ScheduleKind::Relay, Deal::Layers),
+                of(ScheduleKind::Relay, Deal::Sequences),
+                of(ScheduleKind::Gpipe, Deal::Layers),
+                of(ScheduleKind::OneForwardOneBackward, Deal::Layers),
+                of(ScheduleKind::Interleaved, Deal::Layers),
+            ];
+            all.extend(others.into_iter().filter(|&layout| layout != own));
+        }
+        all
+    }
+
+    /// The names of the keys' values.
+    pub(super) fn names(&self) -> [String; 2] {
+        let name = |value: serde_json::Value| value.as_str().unwrap_or_default().to_string();
+        let [kind, deal] = [serde_json::to_value(self.kind), serde_json::to_value(self.deal)];
+        [kind, deal].map(|value| name(value.expect("a key has a name")))
+    }
 }
 
 /// The trials of one candidate.
@@ -31,13 +75,15 @@ impl Settings {
         };
         let depths = &config.channels;
         let depths = [depths.weights, depths.gradients, depths.reduced, depths.stash];
-        Settings { micro_batch: config.step.micro_batch, place, depths }
+        let layout = Layout::of(config);
+        Settings { micro_batch: config.step.micro_batch, place, depths, layout }
     }
 
     pub(super) fn on(&self, config: &Config) -> Config {
         let mut config = config.clone();
         config.step.micro_batch = self.micro_batch;
         config.stash.place = self.place;
+        (config.schedule.kind, config.parallel.deal) = (self.layout.kind, self.layout.deal);
         let channels = &mut config.channels;
         [channels.weights, channels.gradients, channels.reduced, channels.stash] = self.depths;
         config
@@ -62,6 +108,13 @@ impl Settings {
                 changes.push(("channels", name, i64::from(self.depths[index]).into()));
             }
         }
+        let (to, before) = (self.layout.names(), from.layout.names());
+        let keys = [("schedule", "kind"), ("parallel", "deal")];
+        for (nth, (section, key)) in keys.into_iter().enumerate() {
+            if to[nth] != before[nth] {
+                changes.push((section, key, to[nth].as_str().into()));
+            }
+        }
         changes
     }
 }
@@ -75,7 +128,14 @@ impl std::fmt::Display for Settings {
             "weights {weights}, gradients {gradients}, reduced {reduced}, stash {stash} on the \
              {place}, micro-batch {}",
             self.micro_batch
-        )
+        )?;
+        match (self.layout.kind, self.layout.deal) {
+            (ScheduleKind::Relay, Deal::Layers) => Ok(()),
+            (_, Deal::Layers) => write!(f, ", {}", self.layout.names()[0]),
+            (_, Deal::Sequences) => {
+                write!(f, ", {}, sequences dealt", self.layout.names()[0])
+            }
+        }
     }
 }
 

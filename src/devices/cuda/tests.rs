@@ -313,7 +313,8 @@ fn two_gpus_are_one() {
         &|config| config.schedule.kind = ScheduleKind::OneForwardOneBackward,
         &|config| config.parallel.deal = Deal::Sequences,
         &|config| {
-            (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
+            let folder = folder.path().join(config.device.dtype.to_string());
+            (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder));
         },
     ];
     for dtype in KINDS {

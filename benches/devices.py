@@ -1,0 +1,59 @@
+"""Overlap on several devices: the time of a step beside virtual time's answer.
+
+    cargo build --release && python3 benches/devices.py [--rounds N]
+
+The devices are CPU devices that sleep as long as a slower device would compute (device.flop_rate), so
+that this machine has enough cores for all of them. A step of a GPT-2 of 12 layers in 16 micro-batches
+is run on 1, 2 and 4 of them, in each way to share the work. Virtual time is what `l2l plan --forecast`
+says of the same config. Prints medians over the steps of all rounds without the first step.
+"""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+
+PROGRAM = pathlib.Path(__file__).parent.parent / "target/release/l2l"
+
+MODEL = """model.layers=12 model.hidden=64 model.heads=4 model.vocabulary=256 model.positions=32
+data.train=random data.sequence_length=32 step.batch=32 step.micro_batch=2 step.steps=4
+device.flop_rate=0.7GFLOP/s channels.weights=40 log.format=json"""
+
+WAYS = {
+    "layers dealt": "",
+    "sequences dealt, 4 groups": "parallel.deal=sequences parallel.groups=4",
+    "gpipe": "schedule.kind=gpipe",
+    "1f1b": "schedule.kind=1f1b",
+    "interleaved": "schedule.kind=interleaved",
+}
+
+
+def run(command, settings, *options):
+    sets = [word for setting in settings.split() for word in ("--set", setting)]
+    out = subprocess.run([PROGRAM, command, *sets, *options], check=True, capture_output=True).stdout
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=1)
+    rounds = parser.parse_args().rounds
+    print("| way | devices | step, s | virtual time, s | ratio | one device ÷ this |")
+    print("|---|---|---|---|---|---|")
+    for way, settings in WAYS.items():
+        alone = None
+        for devices in (1, 2, 4):
+            config = f"{MODEL} device.count={devices} {settings}"
+            [plan] = run("plan", config, "--forecast", "--tflops", "1", "--host-gbps", "10")
+            seconds = []
+            for _ in range(rounds):
+                steps = [event for event in run("train", config) if event["event"] == "step"]
+                seconds += [step["seconds"] for step in steps[1:]]
+            took, virtual = statistics.median(seconds), plan["step_seconds"]
+            alone = alone or took
+            print(f"| {way} | {devices} | {took:.3f} | {virtual:.3f} | {took / virtual:.3f} | {alone / took:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
