@@ -13,6 +13,7 @@ import json
 import pathlib
 import statistics
 import subprocess
+import tempfile
 
 PROGRAM = pathlib.Path(__file__).parent.parent / "target/release/l2l"
 
@@ -30,8 +31,14 @@ WAYS = {
 
 
 def run(command, settings, *options):
+    with tempfile.NamedTemporaryFile(suffix=".toml") as empty:
+        return run_on(empty.name, command, settings, *options)
+
+
+def run_on(config, command, settings, *options):
     sets = [word for setting in settings.split() for word in ("--set", setting)]
-    out = subprocess.run([PROGRAM, command, *sets, *options], check=True, capture_output=True).stdout
+    command = [PROGRAM, command, config, *sets, *options]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout
     return [json.loads(line) for line in out.splitlines()]
 
 

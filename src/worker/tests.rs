@@ -8,7 +8,7 @@ use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
 
 use super::{Parts, StepInput, Worker};
-use crate::config::{ChannelsConfig, Config, EpsTier, Recompute, StashPlace};
+use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace};
 use crate::data::{Batch, Dataset};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
@@ -83,13 +83,14 @@ impl Subject for Small {
             }
         };
         let eps = eps.published_as(config.device.dtype);
-        let records = Arc::new(Ledger::new(model.parts.len(), 1, Vec::new()));
+        let records = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
         let (plan, learning_rate) = (Arc::new(plan), config.learning_rate(100));
         let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
         worker.eps().randomise(1).expect("room on a disk");
-        Arc::new(ThreadLanes::start(worker, 1, None).expect("threads"))
+        let devices = self.config.devices();
+        Arc::new(ThreadLanes::start(worker, devices, None).expect("threads"))
     }
 
     fn batch(&self, step: Version) -> StepInput {
@@ -116,6 +117,18 @@ fn the_cuda_device_conforms() {
     small.config.device.kind = crate::config::DeviceKind::Cuda;
     let ConformanceReport { operations, rings, failures, drops } = check(&small);
     assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
+}
+
+/// Layers dealt over two devices, and groups.
+#[test]
+fn two_cpu_devices_conform() {
+    for deal in [Deal::Layers, Deal::Sequences] {
+        let mut small = Small::new(true.into(), StashPlace::Host, false);
+        small.config.device.count = Some(2);
+        (small.config.parallel.deal, small.config.parallel.groups) = (deal, 2);
+        let ConformanceReport { operations, rings, failures, drops } = check(&small);
+        assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
+    }
 }
 
 #[test]
