@@ -27,6 +27,7 @@ WAYS = {
     "gpipe": "schedule.kind=gpipe",
     "1f1b": "schedule.kind=1f1b",
     "interleaved": "schedule.kind=interleaved",
+    "zero bubble": "schedule.kind=zero-bubble",
 }
 
 

@@ -57,7 +57,7 @@ fn time(operation: &Operation) -> Duration {
         Work::Compute { phase, .. } => {
             let passes = match phase {
                 Phase::Forward => 2,
-                Phase::Backward => 6, // recompute and two products
+                _ => 6, // recompute and two products
             };
             let parameters = 12 * HIDDEN * HIDDEN;
             seconds((passes * parameters * SEQUENCE) as f64, DEVICE)

@@ -130,7 +130,7 @@ impl From<Phase> for WorkKind {
     fn from(phase: Phase) -> WorkKind {
         match phase {
             Phase::Forward => WorkKind::Forward,
-            Phase::Backward => WorkKind::Backward,
+            Phase::Backward | Phase::Inputs | Phase::Weights => WorkKind::Backward,
         }
     }
 }

@@ -261,7 +261,9 @@ impl Model {
         };
         match phase {
             Phase::Forward => forward,
-            Phase::Backward => (2.0 + again) * forward,
+            // Both parts walk the gradients through the layer; the second computes it again.
+            Phase::Inputs => (1.0 + again) * forward,
+            Phase::Backward | Phase::Weights => (2.0 + again) * forward,
         }
     }
 

@@ -1,6 +1,6 @@
 //! One micro-batch at one visit: which views are the inputs and outputs of the visited layer.
 
-use l2l_actors::schedule::{Phase, Role, Visit};
+use l2l_actors::schedule::{Role, Visit};
 
 use crate::kernels::{
     BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, DropoutKey, Kernels, Logits, Rows, STATISTICS,
@@ -80,7 +80,7 @@ pub(crate) fn run(
     kernels: &dyn Kernels,
     args: &VisitArgs<'_>,
 ) -> usize {
-    let backward = visit.phase == Phase::Backward;
+    let backward = visit.phase.is_backward();
     VisitRun::new(model, visit.layer.0 as usize, kernels, args).run(backward)
 }
 

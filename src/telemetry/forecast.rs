@@ -18,8 +18,8 @@ use crate::plan::{Plan, Purpose, StepShape, schedule_of};
 /// How fast lanes are. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Rates {
-    /// By layer and whether backward: of one sequence.
-    compute: HashMap<(u32, bool), f64>,
+    /// By layer and phase: of one sequence.
+    compute: HashMap<(u32, Phase), f64>,
     /// Blocks to the device, and gradients from it.
     pub(super) link: [f64; 2],
     /// Boundaries to the device, and from it, when the stash is on the host.
@@ -36,13 +36,17 @@ pub struct Rates {
     pub(super) file: f64,
 }
 
+/// All phases.
+const PHASES: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::Inputs, Phase::Weights];
+
 /// Bytes a second of a disk that nobody measured.
 const DISK: f64 = 1e9;
 
 impl Rates {
     /// Seconds of one sequence in a layer, forward or backward.
     pub(super) fn compute_of(&self, layer: u32, backward: bool) -> Option<f64> {
-        self.compute.get(&(layer, backward)).copied()
+        let phase = if backward { Phase::Backward } else { Phase::Forward };
+        self.compute.get(&(layer, phase)).copied()
     }
 
     /// With a file on a disk of so many bytes a second.
@@ -66,14 +70,13 @@ impl Rates {
         let bytes = positions * model.shape.hidden as f64 * size_of::<f32>() as f64;
         let save = config.schedule.recompute.keep();
         for layer in 1..model.parts.len() {
-            for phase in [Phase::Forward, Phase::Backward] {
+            for phase in PHASES {
                 let products = model.visit_flops(layer, phase, [positions as usize], save);
                 // What is read and written at least, in proportion to products.
                 let forward = model.visit_flops(layer, Phase::Forward, [positions as usize], save);
                 let moved = 2.0 * bytes * (products / forward.max(1.0)) / host;
                 let moved = if emulated.is_some() { 0.0 } else { moved };
-                let is_backward = phase == Phase::Backward;
-                compute.insert((layer as u32, is_backward), products / flops + moved);
+                compute.insert((layer as u32, phase), products / flops + moved);
             }
         }
         Rates {
@@ -119,14 +122,15 @@ impl Rates {
             let micro_batch = slice.micro_batch.map_or(0, |m| m as usize);
             plan.micro_batches.get(micro_batch).map_or(1.0, |&count| f64::from(count))
         };
-        let mut met: HashMap<(u32, bool), (f64, f64)> = HashMap::new();
+        let mut met: HashMap<(u32, Phase), (f64, f64)> = HashMap::new();
         let mut hosts = (0.0, 0.0);
         for slice in slices {
             let took = slice.took().as_secs_f64();
             match (slice.lane, slice.kind, slice.layer) {
                 (Lane::Compute, _, Some(layer)) => {
                     let is_backward = slice.phase == Some("backward");
-                    let sum = met.entry((layer, is_backward)).or_default();
+                    let phase = if is_backward { Phase::Backward } else { Phase::Forward };
+                    let sum = met.entry((layer, phase)).or_default();
                     *sum = (sum.0 + took, sum.1 + sequences(slice));
                 }
                 (_, SliceKind::Work(WorkKind::Gather), _) => {
@@ -135,7 +139,16 @@ impl Rates {
                 _ => {}
             }
         }
-        rates.compute.extend(met.into_iter().map(|(key, (took, count))| (key, took / count)));
+        for ((layer, phase), (took, count)) in met {
+            let (measured, told) =
+                (took / count, rates.compute.insert((layer, phase), took / count));
+            // The parts of a backward pass are as its whole is.
+            let parts = [Phase::Inputs, Phase::Weights].into_iter();
+            for part in parts.filter(|_| phase == Phase::Backward) {
+                let of_part = rates.compute.get_mut(&(layer, part)).zip(told);
+                of_part.into_iter().for_each(|(of_part, told)| *of_part *= measured / told);
+            }
+        }
         if hosts.1 > 0.0 {
             rates.host = hosts.0 / hosts.1;
         }
@@ -166,7 +179,7 @@ impl Rates {
             (WorkKind::Input, _) => bytes / boundaries[0],
             (WorkKind::Output, _) => bytes / boundaries[1],
             (_, &Work::Compute { device_visit, micro_batch, phase, .. }) => {
-                let key = (plan.visit(device_visit).layer.0, phase == Phase::Backward);
+                let key = (plan.visit(device_visit).layer.0, phase);
                 self.compute.get(&key).copied().unwrap_or(0.0) * sequences(micro_batch)
             }
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {

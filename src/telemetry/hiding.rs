@@ -7,7 +7,7 @@
 //! layer's spare time serve the next. The slowest lane decides. A [`Forecast`](super::Forecast)
 //! shows what the begin and the end of a step leave exposed.
 
-use l2l_actors::schedule::{Block, BoundaryId, Phase};
+use l2l_actors::schedule::{Block, BoundaryId};
 use serde::Serialize;
 
 use super::forecast::Rates;
@@ -58,7 +58,7 @@ impl Hiding {
         let step = StepShape { sequences: 1, positions, purpose };
         let schedule = schedule_of(&config, model, StepSpec { file: None, ..plan.step(step) })?;
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
-            let backward = visit.phase == Phase::Backward;
+            let backward = visit.phase.is_backward();
             let at = usize::from(backward);
             compute[at] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
             let of_blocks = visit.blocks().iter().map(|&id| schedule.block(id));

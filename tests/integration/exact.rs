@@ -132,6 +132,7 @@ fn ways() -> impl Strategy<Value = Ways> {
         ScheduleKind::Gpipe,
         ScheduleKind::OneForwardOneBackward,
         ScheduleKind::Interleaved,
+        ScheduleKind::ZeroBubble,
     ]);
     let kinds = (kinds, prop::sample::select(vec![Deal::Layers, Deal::Sequences]));
     let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
@@ -177,6 +178,10 @@ impl Ways {
             if self.chunks.is_none() {
                 self.kind = ScheduleKind::OneForwardOneBackward;
             }
+        }
+        let rounds = (turns / self.devices).max(1);
+        if self.kind == ScheduleKind::ZeroBubble && !turns.is_multiple_of(rounds) {
+            self.kind = ScheduleKind::Gpipe;
         }
         self
     }

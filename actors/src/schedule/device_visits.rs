@@ -3,7 +3,7 @@
 
 use super::residency::{Residence, residency};
 use super::spans::gradient_spans;
-use super::{BlockId, Phase, Pools, Schedule, Visit};
+use super::{BlockId, Pools, Schedule, Visit};
 
 /// A visit of a device, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -36,9 +36,9 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
     let spans = gradient_spans(schedule);
     let mut resolved = Vec::with_capacity(visits.len());
     for (now, ((index, visit), residences)) in visits.into_iter().zip(residences).enumerate() {
-        let backward = visit.phase == Phase::Backward;
+        let adds = visit.phase.adds_gradients();
         let group = schedule.group_of(visit.micro_batches.start);
-        let span = |id: BlockId| spans.get(&(id, group)).filter(|_| backward);
+        let span = |id: BlockId| spans.get(&(id, group)).filter(|_| adds);
         let trained = || visit.blocks().iter().filter_map(|&id| Some((id, *span(id)?)));
         resolved.push(DeviceVisit {
             visit: index,

@@ -1,9 +1,10 @@
 //! The Fetcher's list: what is read from file and gathered in a step, in order.
 //!
 //! A staged block is read into a staging slot before a gather or an upload takes it from there.
-//! Both stand in the order of the visits that they are for. Reads run as far ahead as staging
-//! slots allow: each waits for the slot of an earlier one, which its taker frees without anything
-//! that is read later.
+//! Both stand in the order of the visits that they are for; with several devices, in the order in
+//! which their Prefetchers take blocks, for these run ahead of each other. Reads run as far ahead as
+//! staging slots allow: each waits for the slot of an earlier one, which its taker frees without
+//! anything that is read later.
 
 use super::device_visits::DeviceVisit;
 use super::{BlockId, MicroBatch, Pools, Schedule, VisitKind};
@@ -44,13 +45,22 @@ struct Take {
     blocks: Vec<BlockId>,
 }
 
-/// The whole list.
+/// The whole list. `order`: of the device visits' takes, which otherwise stand as the visits do.
 pub(super) fn fetches(
     schedule: &Schedule,
     pools: &Pools,
     device_visits: &[DeviceVisit],
+    order: Option<&[usize]>,
 ) -> Vec<Fetch> {
-    let takes = takes(schedule, device_visits);
+    let mut takes = takes(schedule, device_visits);
+    if let Some(order) = order {
+        // Gathers need no device: they come first, in their order.
+        let mut nth = vec![0; schedule.visits.len()];
+        for (position, &device_visit) in order.iter().enumerate() {
+            nth[device_visits[device_visit].visit] = position + 1;
+        }
+        takes.sort_by_key(|take| nth[take.visit]);
+    }
     let read = |visit: usize| move |&block: &BlockId| Fetch::Read { visit, block };
     let reads = takes.iter().flat_map(|take| take.blocks.iter().map(read(take.visit)));
     let mut reads = reads.enumerate().peekable();

@@ -1,9 +1,14 @@
 //! Pipelines: layers in stages, and for each device the order in which it runs them.
 //!
 //! A [`Pipeline`] is plain data, one list of actions for each device; [`pipeline`] makes a schedule
-//! of it. Generators: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019, PipeDream-Flush) and
-//! interleaved 1F1B (Narayanan et al. 2021), each in the order of `torch.distributed.pipelining`;
-//! [`Pipeline::parse`] reads, and `Display` writes, the tables that it keeps in CSV files.
+//! of it. Generators: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019, PipeDream-Flush),
+//! interleaved 1F1B (Narayanan et al. 2021) and zero bubble (Qi et al. 2023), each in the order of
+//! `torch.distributed.pipelining`; [`Pipeline::parse`] reads, and `Display` writes, the tables that
+//! it keeps in CSV files.
+//!
+//! Zero bubble runs a backward pass in two parts, of which other stages wait for the first. A layer's
+//! second part walks its gradients through the layer again, so it takes as long as the whole. Heads
+//! run both parts at once, as the first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -11,7 +16,10 @@ use std::ops::Range;
 
 use super::generate::{Legs, legs};
 use super::model::{RingModel, Selection};
-use super::{DeviceId, LayerId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind};
+use super::{
+    BoundaryId, DeviceId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
+    VisitKind,
+};
 
 /// What a device does at one place of its list: a micro-batch passes a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -45,8 +53,19 @@ impl Action {
         let Action { stage, phase, micro_batch } = self;
         match phase {
             Phase::Forward => stage.checked_sub(1).map(|stage| Action { stage, ..self }),
-            Phase::Backward if stage + 1 == stages => Some(Action::forward(stage, micro_batch)),
-            Phase::Backward => Some(Action { stage: stage + 1, ..self }),
+            Phase::Weights => Some(Action::backward(stage, micro_batch)),
+            Phase::Backward | Phase::Inputs if stage + 1 == stages => {
+                Some(Action::forward(stage, micro_batch))
+            }
+            Phase::Backward | Phase::Inputs => Some(Action::backward(stage + 1, micro_batch)),
+        }
+    }
+
+    /// The action as what others wait for: of a backward pass in parts, the first is enough.
+    fn awaited(self) -> Action {
+        match self.phase {
+            Phase::Inputs => Action::backward(self.stage, self.micro_batch),
+            _ => self,
         }
     }
 }
@@ -92,37 +111,46 @@ impl Pipeline {
         chunks: u32,
         micro_batches: MicroBatch,
     ) -> Result<Pipeline, Refusal> {
-        let rounds = (micro_batches / devices).max(1);
-        if !micro_batches.is_multiple_of(rounds) {
-            let reason = format!(
-                "an interleaved pipeline of {devices} devices has {rounds} rounds for \
-                 {micro_batches} micro-batches, which must be a multiple of that"
-            );
-            return Err(Refusal::of(reason));
-        }
-        let round = micro_batches / rounds;
-        let all = micro_batches * chunks;
+        let rounds = Rounds::new(devices, chunks, micro_batches)?;
         let of_device = |device: u32| -> Vec<Action> {
-            let ahead = ((chunks - 1) * round + 2 * (devices - 1 - device)).min(all);
-            // The nth pass: which chunk, and which micro-batch of it.
-            let nth = |at: u32| {
-                let (turn, within) = (at / round, at % round);
-                (turn % chunks, turn / chunks * round + within)
-            };
-            let forward = |at: u32| {
-                let (chunk, m) = nth(at);
-                Action::forward(chunk * devices + device, m)
-            };
-            let backward = |at: u32| {
-                let (chunk, m) = nth(at);
-                Action::backward((chunks - 1 - chunk) * devices + device, m)
-            };
-            let mut actions: Vec<Action> = (0..ahead).map(forward).collect();
-            for at in 0..all {
-                let next = Some(at + ahead).filter(|&next| next < all);
-                actions.extend(next.map(forward));
-                actions.push(backward(at));
+            let ahead = rounds.ahead(2 * (devices - 1 - device));
+            let mut actions: Vec<Action> =
+                (0..ahead).map(|at| rounds.forward(device, at)).collect();
+            for at in 0..rounds.all() {
+                let next = Some(at + ahead).filter(|&next| next < rounds.all());
+                actions.extend(next.map(|next| rounds.forward(device, next)));
+                actions.push(rounds.backward(device, at));
             }
+            actions
+        };
+        Ok(Pipeline { devices: (0..devices).map(of_device).collect() })
+    }
+
+    /// The same with backward passes in two parts (ZB1P): device `d` computes the gradients of
+    /// weights `d` passes behind those of inputs, and the last ones at the end.
+    ///
+    /// # Errors
+    /// As [`interleaved`](Pipeline::interleaved).
+    pub fn zero_bubble(
+        devices: u32,
+        chunks: u32,
+        micro_batches: MicroBatch,
+    ) -> Result<Pipeline, Refusal> {
+        let rounds = Rounds::new(devices, chunks, micro_batches)?;
+        let of_device = |device: u32| -> Vec<Action> {
+            let ahead = rounds.ahead(devices - 1 - device);
+            let part = |at: u32, phase| Action { phase, ..rounds.backward(device, at) };
+            let mut actions: Vec<Action> =
+                (0..ahead).map(|at| rounds.forward(device, at)).collect();
+            for at in 0..rounds.all() {
+                let next = Some(at + ahead).filter(|&next| next < rounds.all());
+                actions.extend(next.map(|next| rounds.forward(device, next)));
+                actions.push(part(at, Phase::Inputs));
+                let behind = at.checked_sub(device);
+                actions.extend(behind.map(|behind| part(behind, Phase::Weights)));
+            }
+            let left = rounds.all().saturating_sub(device)..rounds.all();
+            actions.extend(left.map(|at| part(at, Phase::Weights)));
             actions
         };
         Ok(Pipeline { devices: (0..devices).map(of_device).collect() })
@@ -160,9 +188,9 @@ impl Pipeline {
     }
 
     /// Reads a table as `torch.distributed.pipelining` writes it: a row for each device, in it
-    /// actions such as `2F0` (stage, what, micro-batch) with `F` forward and `B` backward. Of `I`
-    /// and `W`, the two parts of a backward pass, `I` does both. Empty places and communication
-    /// (`SEND_F`, `UNSHARD`, …) are passed over.
+    /// actions such as `2F0` (stage, what, micro-batch) with `F` forward, `B` backward, and `I` and
+    /// `W` for the two parts of a backward pass. Empty places and communication (`SEND_F`, `UNSHARD`,
+    /// …) are passed over.
     ///
     /// # Errors
     /// The row and place of what is no action.
@@ -217,13 +245,22 @@ impl Pipeline {
     fn check(&self, micro_batches: MicroBatch) -> Result<(), Refusal> {
         let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
         for action in self.devices.iter().flatten() {
-            let expected = next.entry((action.stage, action.phase)).or_insert(0);
-            if action.micro_batch != *expected || *expected == micro_batches {
-                let what = format!("{action} comes where micro-batch {expected} would");
-                let rule = "each stage takes its micro-batches in order, which gradients add up in";
-                return Err(Refusal::of(format!("{what}, of {micro_batches}: {rule}")));
+            let parts = match action.phase {
+                Phase::Backward => &[Phase::Inputs, Phase::Weights][..],
+                ref one => std::slice::from_ref(one),
+            };
+            for &part in parts {
+                let expected = next.entry((action.stage, part)).or_insert(0);
+                if action.micro_batch != *expected || *expected == micro_batches {
+                    let rule = "each stage takes its micro-batches in order, in which gradients \
+                                are summed";
+                    return Err(Refusal::of(format!(
+                        "{action} comes where micro-batch {expected} would, of {micro_batches}: \
+                         {rule}"
+                    )));
+                }
+                *expected += 1;
             }
-            *expected += 1;
         }
         let phases = next.keys().map(|&(_, phase)| phase).collect::<BTreeSet<_>>();
         for stage in 0..self.stages() {
@@ -231,7 +268,10 @@ impl Pipeline {
                 let has = next.get(&(stage, phase)).copied().unwrap_or(0);
                 if has < micro_batches {
                     let missing = Action { stage, phase, micro_batch: has };
-                    return Err(Refusal::of(format!("{missing} is missing")));
+                    let whole = Action::backward(stage, has);
+                    let or = phase.is_backward().then(|| format!(" (or {whole})"));
+                    let or = or.unwrap_or_default();
+                    return Err(Refusal::of(format!("{missing}{or} is missing")));
                 }
             }
         }
@@ -258,7 +298,7 @@ impl Pipeline {
             if order.len() == before {
                 break;
             }
-            done.extend(order[before..].iter().map(|&(_, action)| action));
+            done.extend(order[before..].iter().map(|&(_, action)| action.awaited()));
         }
         let mut waiting = Vec::new();
         for (device, (actions, &at)) in self.devices.iter().zip(&at).enumerate() {
@@ -275,6 +315,56 @@ impl Pipeline {
     }
 }
 
+/// The passes of a device with several stages, in rounds.
+#[derive(Clone, Copy)]
+struct Rounds {
+    devices: u32,
+    chunks: u32,
+    micro_batches: MicroBatch,
+    /// Micro-batches of a round.
+    round: MicroBatch,
+}
+
+impl Rounds {
+    fn new(devices: u32, chunks: u32, micro_batches: MicroBatch) -> Result<Rounds, Refusal> {
+        let count = (micro_batches / devices).max(1);
+        if !micro_batches.is_multiple_of(count) {
+            let reason = format!(
+                "an interleaved pipeline of {devices} devices has {count} rounds for \
+                 {micro_batches} micro-batches, which must be a multiple of that"
+            );
+            return Err(Refusal::of(reason));
+        }
+        Ok(Rounds { devices, chunks, micro_batches, round: micro_batches / count })
+    }
+
+    /// Passes of a device, each way.
+    fn all(&self) -> u32 {
+        self.micro_batches * self.chunks
+    }
+
+    /// Forward passes before the first backward pass, for a device that waits for so many.
+    fn ahead(&self, behind: u32) -> u32 {
+        ((self.chunks - 1) * self.round + behind).min(self.all())
+    }
+
+    /// The pass number `at`: which chunk, and which micro-batch of it.
+    fn nth(&self, at: u32) -> (u32, MicroBatch) {
+        let (turn, within) = (at / self.round, at % self.round);
+        (turn % self.chunks, turn / self.chunks * self.round + within)
+    }
+
+    fn forward(&self, device: u32, at: u32) -> Action {
+        let (chunk, m) = self.nth(at);
+        Action::forward(chunk * self.devices + device, m)
+    }
+
+    fn backward(&self, device: u32, at: u32) -> Action {
+        let (chunk, m) = self.nth(at);
+        Action::backward((self.chunks - 1 - chunk) * self.devices + device, m)
+    }
+}
+
 /// `Some(None)`: an entry that says nothing about what is computed.
 fn parse_action(entry: &str) -> Option<Option<Action>> {
     if entry.is_empty() {
@@ -286,8 +376,10 @@ fn parse_action(entry: &str) -> Option<Option<Action>> {
     let stage: u32 = stage.parse().ok().filter(|&stage| stage <= 1 << 20)?;
     let phase = match what {
         "F" => Phase::Forward,
-        "B" | "I" => Phase::Backward,
-        "W" | "SEND_F" | "SEND_B" | "RECV_F" | "RECV_B" | "UNSHARD" | "RESHARD" | "REDUCE_GRAD"
+        "B" => Phase::Backward,
+        "I" => Phase::Inputs,
+        "W" => Phase::Weights,
+        "SEND_F" | "SEND_B" | "RECV_F" | "RECV_B" | "UNSHARD" | "RESHARD" | "REDUCE_GRAD"
         | "WAIT_REDUCE_GRAD" | "WAIT_SEND_F" | "WAIT_SEND_B" => return Some(None),
         _ => return None,
     };
@@ -296,7 +388,12 @@ fn parse_action(entry: &str) -> Option<Option<Action>> {
 
 impl fmt::Display for Action {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let phase = if self.phase == Phase::Forward { 'F' } else { 'B' };
+        let phase = match self.phase {
+            Phase::Forward => 'F',
+            Phase::Backward => 'B',
+            Phase::Inputs => 'I',
+            Phase::Weights => 'W',
+        };
         write!(f, "{}{phase}{}", self.stage, self.micro_batch)
     }
 }
@@ -325,15 +422,12 @@ pub fn pipeline(
     let (mut schedule, legs) = legs(model, selection)?;
     pipeline.check(schedule.micro_batches.len() as MicroBatch)?;
     let places = pipeline.places()?;
-    let stages = stages(&legs, places.len())?;
+    let stages = stages(&schedule, &legs, places.len())?;
     let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
     let is_scatter = |visit: &&Visit| visit.kind == VisitKind::Scatter;
     schedule.visits.extend(legs.forward.iter().filter(is_gather).cloned());
     for (device, Action { stage, phase, micro_batch }) in pipeline.in_order()? {
-        let visits = match phase {
-            Phase::Forward => &stages[stage as usize].forward,
-            Phase::Backward => &stages[stage as usize].backward,
-        };
+        let visits = stages[stage as usize].of(phase);
         schedule.visits.extend(visits.iter().map(|visit| {
             let place = if visit.on_device() { Place::Device(device) } else { visit.place };
             Visit { place, ..visit.of_micro_batches(micro_batch..micro_batch + 1) }
@@ -348,10 +442,41 @@ pub fn pipeline(
 struct Stage {
     forward: Vec<Visit>,
     backward: Vec<Visit>,
+    /// The parts of `backward`.
+    inputs: Vec<Visit>,
+    weights: Vec<Visit>,
+}
+
+impl Stage {
+    fn of(&self, phase: Phase) -> &[Visit] {
+        match phase {
+            Phase::Forward => &self.forward,
+            Phase::Backward => &self.backward,
+            Phase::Inputs => &self.inputs,
+            Phase::Weights => &self.weights,
+        }
+    }
+
+    /// Adds a visit of the backward pass, and its parts. What computes a loss has one part.
+    fn add_backward(&mut self, schedule: &Schedule, visit: &Visit) {
+        self.backward.push(visit.clone());
+        let meets_loss = |id: &BoundaryId| schedule.boundary(*id).role == Role::Statistics;
+        let has_parts = visit.kind == VisitKind::Layer
+            && !visit.reads.iter().chain(&visit.writes).any(meets_loss);
+        if !has_parts {
+            return self.inputs.push(visit.clone());
+        }
+        if !visit.writes.is_empty() {
+            self.inputs.push(Visit { phase: Phase::Inputs, ..visit.clone() });
+        }
+        if visit.blocks().iter().any(|&id| schedule.trains(id)) {
+            self.weights.push(Visit { phase: Phase::Weights, writes: Vec::new(), ..visit.clone() });
+        }
+    }
 }
 
 /// Cuts legs into stages. A loss follows the visit that completes its statistics.
-fn stages(legs: &Legs, count: usize) -> Result<Vec<Stage>, Refusal> {
+fn stages(schedule: &Schedule, legs: &Legs, count: usize) -> Result<Vec<Stage>, Refusal> {
     let mut layers: Vec<LayerId> = Vec::new(); // in the order of the forward pass
     let forward = legs.forward.iter().filter(|visit| visit.on_device());
     // The last tile may have no visit in forward; backward begins with it.
@@ -377,7 +502,7 @@ fn stages(legs: &Legs, count: usize) -> Result<Vec<Stage>, Refusal> {
         stages[stage_of[&visit.layer]].forward.push(visit.clone());
     }
     for visit in legs.backward.iter().filter(has_stage) {
-        stages[stage_of[&visit.layer]].backward.push(visit.clone());
+        stages[stage_of[&visit.layer]].add_backward(schedule, visit);
     }
     Ok(stages)
 }

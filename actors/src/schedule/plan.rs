@@ -56,7 +56,6 @@ impl StepPlan {
         let reductions = reductions(&schedule, &device_visits);
         let (updates, carried) = updates(&schedule, &reductions);
         let traffic = Traffic::of(&schedule, &device_visits, &reductions, &updates);
-        let fetches = fetches(&schedule, &pools, &device_visits);
         let walk = |visits: Vec<usize>| {
             let pieces = pieces(&schedule, &pools, &device_visits, &visits);
             let resolved = visits.iter().map(|&visit| &device_visits[visit]);
@@ -64,15 +63,20 @@ impl StepPlan {
             DeviceWalk { visits, pieces, traffic }
         };
         let walks: Vec<DeviceWalk> = by_device(&schedule, &pools).into_iter().map(walk).collect();
-        Walks {
-            schedule: &schedule,
-            pools: &pools,
-            fetches: &fetches,
-            device_visits: &device_visits,
-            devices: &walks,
-            reductions: &reductions,
-        }
-        .replay()?;
+        let replay = |pools: &Pools, fetches: &[Fetch]| {
+            let (schedule, device_visits, devices) = (&schedule, &device_visits[..], &walks[..]);
+            Walks { schedule, pools, fetches, device_visits, devices, reductions: &reductions }
+                .replay()
+        };
+        let fetches = if walks.len() > 1 && schedule.blocks.iter().any(|block| block.staged) {
+            // With several devices, the order in which they would take blocks that are all there.
+            let all_there = Pools { reads: u32::MAX, ..pools };
+            let order = replay(&all_there, &fetches(&schedule, &all_there, &device_visits, None))?;
+            fetches(&schedule, &pools, &device_visits, Some(&order))
+        } else {
+            fetches(&schedule, &pools, &device_visits, None)
+        };
+        replay(&pools, &fetches)?;
         Ok(StepPlan {
             schedule,
             pools,

@@ -25,8 +25,9 @@ pub(super) struct Walks<'p> {
 }
 
 impl Walks<'_> {
-    /// Refuses walks that do not end, naming the piece and the pool.
-    pub(super) fn replay(self) -> Result<(), Refusal> {
+    /// Refuses walks that do not end, naming the piece and the pool. The order in which weights are
+    /// announced, as indices of device visits.
+    pub(super) fn replay(self) -> Result<Vec<usize>, Refusal> {
         let boundaries = self.schedule.boundaries.len() * self.schedule.micro_batches.len();
         let mut replay = Replay {
             walks: self,
@@ -35,6 +36,7 @@ impl Walks<'_> {
             devices: self.devices.iter().map(|_| OfDevice::default()).collect(),
             reduction: 0,
             landed: vec![false; boundaries],
+            announced: Vec::with_capacity(self.device_visits.len()),
         };
         loop {
             let mut all = Vec::new();
@@ -43,7 +45,8 @@ impl Walks<'_> {
             }
             all.extend([replay.reduce(), replay.fetch()]);
             if !all.contains(&Ok(true)) {
-                return all.into_iter().find_map(Result::err).map_or(Ok(()), Err);
+                let refusal = all.into_iter().find_map(Result::err);
+                return refusal.map_or(Ok(replay.announced), Err);
             }
         }
     }
@@ -59,6 +62,8 @@ struct Replay<'p> {
     reduction: usize,
     /// Boundary × micro-batch.
     landed: Vec<bool>,
+    /// Device visits whose weights were announced.
+    announced: Vec<usize>,
 }
 
 /// Where the actors of one device stand, and what they have taken.
@@ -177,6 +182,7 @@ impl<'p> Replay<'p> {
         let of = &mut self.devices[device];
         of.staged -= staged;
         of.announced += 1;
+        self.announced.push(device_visit);
         Ok(())
     }
 

@@ -148,16 +148,23 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
 }
 
 /// A layer meets its micro-batches in order and once a phase: the order gradients are summed in.
+/// A backward pass may come in two parts, of which each has that order.
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        let key = (visit.layer, visit.phase == Phase::Backward, visit.kind);
-        let expected = next.entry(key).or_insert(0);
-        if visit.micro_batches.start != *expected {
-            let reason = format!("starts at {}, expected {expected}", visit.micro_batches.start);
-            return Err(Refusal::at(schedule, index, format!("micro-batch order: {reason}")));
+        let parts = match visit.phase {
+            Phase::Backward => &[Phase::Inputs, Phase::Weights][..],
+            ref one => std::slice::from_ref(one),
+        };
+        for &part in parts {
+            let expected = next.entry((visit.layer, part, visit.kind)).or_insert(0);
+            if visit.micro_batches.start != *expected {
+                let start = visit.micro_batches.start;
+                let reason = format!("micro-batch order: starts at {start}, expected {expected}");
+                return Err(Refusal::at(schedule, index, reason));
+            }
+            *expected = visit.micro_batches.end;
         }
-        *expected = visit.micro_batches.end;
     }
     Ok(())
 }
@@ -183,7 +190,7 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     }
                     scattered.insert(id);
                 }
-                (_, Phase::Backward) => {
+                (_, phase) if phase.adds_gradients() => {
                     let first = *first_of.entry(id).or_insert(visit);
                     if first.layer != visit.layer {
                         let order = "the order of their sum would depend on the schedule";
@@ -198,14 +205,14 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     }
                     last_backward.insert(id, index);
                 }
-                (_, Phase::Forward) => {}
+                _ => {}
             }
         }
     }
     no_forward_after(schedule, &last_backward)
 }
 
-/// No forward visit meets a block behind the last backward visit that adds to its gradient.
+/// No visit meets a block behind the last one that adds to its gradient.
 fn no_forward_after(
     schedule: &Schedule,
     last_backward: &BTreeMap<BlockId, usize>,
@@ -213,7 +220,7 @@ fn no_forward_after(
     for (index, visit) in schedule.visits.iter().enumerate() {
         let ended = |id: &&BlockId| last_backward.get(id).is_some_and(|&last| index > last);
         if let Some(id) = visit.blocks().iter().find(ended)
-            && visit.phase == Phase::Forward
+            && !visit.phase.adds_gradients()
         {
             let reason = format!("meets {id} after its gradient ended");
             return Err(Refusal::at(schedule, index, reason));
@@ -233,7 +240,7 @@ fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
                 first_read.entry((id, m)).or_insert(index);
             }
         }
-        if visit.phase == Phase::Backward {
+        if visit.phase.adds_gradients() {
             ends.extend(visit.blocks().iter().map(|&id| (id, index)));
         }
     }

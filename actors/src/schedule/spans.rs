@@ -2,14 +2,14 @@
 
 use std::collections::BTreeMap;
 
-use super::{BlockId, GroupId, Phase, Schedule, Visit};
+use super::{BlockId, GroupId, Schedule, Visit};
 
 /// First and last backward visit of every trained block by each group, as indices among the
 /// devices' visits.
 pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<(BlockId, GroupId), (usize, usize)> {
     let mut spans = BTreeMap::new();
     for (index, visit) in schedule.device_visits().enumerate() {
-        if visit.phase == Phase::Backward {
+        if visit.phase.adds_gradients() {
             let group = schedule.group_of(visit.micro_batches.start);
             for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
                 spans.entry((id, group)).or_insert((index, index)).1 = index;

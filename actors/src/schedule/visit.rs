@@ -48,6 +48,22 @@ pub enum Phase {
     Forward,
     /// Gradients.
     Backward,
+    /// The part of a backward pass that other layers wait for: the gradient of the input.
+    Inputs,
+    /// The rest of it: gradients of the blocks.
+    Weights,
+}
+
+impl Phase {
+    /// True for a backward pass and each of its parts.
+    pub fn is_backward(self) -> bool {
+        self != Phase::Forward
+    }
+
+    /// True for a visit that adds to the gradients of its blocks.
+    pub fn adds_gradients(self) -> bool {
+        matches!(self, Phase::Backward | Phase::Weights)
+    }
 }
 
 impl fmt::Display for Phase {
@@ -55,6 +71,8 @@ impl fmt::Display for Phase {
         f.write_str(match self {
             Phase::Forward => "forward",
             Phase::Backward => "backward",
+            Phase::Inputs => "backward of inputs",
+            Phase::Weights => "backward of weights",
         })
     }
 }

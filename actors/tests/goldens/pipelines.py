@@ -9,7 +9,12 @@ table for 1F1B numbers the forward passes of the last stage from 1; they are cou
 
 from types import SimpleNamespace
 
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 
 def table(kind, devices, chunks, micro_batches, orders):
@@ -17,7 +22,7 @@ def table(kind, devices, chunks, micro_batches, orders):
     for device in range(devices):
         forward, row = {}, []
         for action in orders[device]:
-            if action is None or action.computation_type.value not in "FB":
+            if action is None or action.computation_type.value not in "FBIW":
                 continue
             stage, what, micro_batch = action[0], action.computation_type.value, action[2]
             if what == "F":
@@ -36,7 +41,7 @@ for devices in (1, 2, 3, 4, 8):
             orders = Schedule1F1B._get_pipeline_order(stage)
             table("1f1b", devices, 1, micro_batches, orders)
         rounds = max(1, micro_batches // devices)
-        for chunks in (2, 3):
+        for chunks in (1, 2, 3):
             if micro_batches % rounds:
                 continue
             ranks = SimpleNamespace(
@@ -45,6 +50,10 @@ for devices in (1, 2, 3, 4, 8):
                 microbatches_per_round=micro_batches // rounds,
                 _n_microbatches=micro_batches,
             )
-            operations = ScheduleInterleaved1F1B._calculate_single_rank_operations
-            orders = {device: operations(ranks, device) for device in range(devices)}
-            table("interleaved", devices, chunks, micro_batches, orders)
+            for kind, schedule in (
+                ("interleaved", ScheduleInterleaved1F1B),
+                ("zero-bubble", ScheduleInterleavedZeroBubble),
+            ):
+                operations = schedule._calculate_single_rank_operations
+                orders = {device: operations(ranks, device) for device in range(devices)}
+                table(kind, devices, chunks, micro_batches, orders)

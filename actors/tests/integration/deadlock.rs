@@ -4,7 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Capacities, Pools, Schedule, StepPlan, deal, deal_groups, relay, resident,
+    BlockId, Capacities, Pipeline, Pools, Schedule, StepPlan, deal, deal_groups, pipeline, relay,
+    resident,
 };
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::work::Queue;
@@ -27,6 +28,8 @@ struct Case {
     devices: u32,
     groups: u32,
     by_groups: bool,
+    /// 0: none.
+    pipeline: u32,
     seed: u64,
 }
 
@@ -35,9 +38,9 @@ fn cases() -> impl Strategy<Value = Case> {
     let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
-    let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>()), any::<u64>());
+    let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
-        let (frozen, devices, (groups, by_groups), seed) = rest;
+        let (frozen, devices, (groups, by_groups, pipeline), seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
         let (deferred, recompute, resident, on_file) = flags;
@@ -56,6 +59,7 @@ fn cases() -> impl Strategy<Value = Case> {
             devices,
             groups,
             by_groups,
+            pipeline,
             seed,
         }
     })
@@ -70,6 +74,11 @@ impl Case {
         selection.groups = self.groups;
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
+        if let Some(order) = self.order()
+            && let Ok(schedule) = pipeline(&model, &selection, &order)
+        {
+            return schedule;
+        }
         let generate = if self.resident { resident } else { relay };
         let schedule = generate(&model, &selection).expect("a model of ours has a schedule");
         if self.by_groups {
@@ -81,6 +90,18 @@ impl Case {
 }
 
 impl Case {
+    /// The pipeline of some cases; others have none.
+    fn order(&self) -> Option<Pipeline> {
+        let (devices, count) = (self.devices, self.micro_batches);
+        match self.pipeline {
+            1 => Some(Pipeline::gpipe(devices, 1, count)),
+            2 => Some(Pipeline::one_forward_one_backward(devices, count)),
+            3 => Pipeline::interleaved(devices, 2, count).ok(),
+            4 => Pipeline::zero_bubble(devices, 1, count).ok(),
+            _ => None,
+        }
+    }
+
     fn config(&self, schedule: &Schedule) -> RingConfig {
         config(schedule, &self.depths, self.deferred)
     }

@@ -1,16 +1,23 @@
 //! Pipelines: the orders of PyTorch's generators, published makespans, tables in and out, and what
 //! is refused.
 
+use std::time::Duration;
+
 use crate::common::*;
-use l2l_actors::schedule::{Pipeline, RingModel, Schedule, deal, pipeline, relay};
+use l2l_actors::schedule::{
+    LayerId, Pipeline, RingModel, Schedule, StepPlan, deal, pipeline, relay,
+};
 use l2l_actors::virtual_time;
-use l2l_actors::work::WorkKind;
+use l2l_actors::work::{Work, WorkKind};
 use proptest::prelude::*;
 
 fn made(kind: &str, devices: u32, chunks: u32, micro_batches: u32) -> Pipeline {
     match kind {
         "gpipe" => Pipeline::gpipe(devices, chunks, micro_batches),
         "1f1b" => Pipeline::one_forward_one_backward(devices, micro_batches),
+        "zero-bubble" => {
+            Pipeline::zero_bubble(devices, chunks, micro_batches).expect("even rounds")
+        }
         _ => Pipeline::interleaved(devices, chunks, micro_batches).expect("even rounds"),
     }
 }
@@ -29,7 +36,7 @@ fn orders_are_those_of_pytorch() {
         assert_eq!(ours.to_string(), rows, "{head}");
         tables += 1;
     }
-    assert!(tables > 60);
+    assert!(tables > 100);
 }
 
 fn stack(layers: u32) -> RingModel {
@@ -44,15 +51,21 @@ fn schedule_of(order: &Pipeline, layers: u32, micro_batches: u32) -> Schedule {
 /// Ends of a step in which layers take so long, forward and backward, and nothing else takes time.
 /// All blocks stay on their devices.
 fn makespan(schedule: Schedule, forward: u64, backward: u64) -> u64 {
-    let micro_batches = schedule.micro_batches.len() as u32;
-    let config = config(&schedule, &depths(1000, 2, 2, 8 * micro_batches), false);
-    let times = move |operation: &l2l_actors::Operation| {
+    run(schedule, move |operation| {
         ticks(match operation.work().row().kind {
             WorkKind::Forward => forward,
             WorkKind::Backward => backward,
             _ => 0,
         })
-    };
+    })
+}
+
+fn run(
+    schedule: Schedule,
+    times: impl Fn(&l2l_actors::Operation) -> Duration + Send + 'static,
+) -> u64 {
+    let micro_batches = schedule.micro_batches.len() as u32;
+    let config = config(&schedule, &depths(1000, 2, 2, 8 * micro_batches), false);
     let run = virtual_time::run(config, times, async move |mut relay| {
         relay.step(&schedule, ()).await.expect("nothing fails here");
         relay.stop().await.expect("nothing fails here");
@@ -97,6 +110,25 @@ proptest! {
         let order = made("interleaved", devices, chunks, micro_batches);
         let schedule = schedule_of(&order, layers, micro_batches);
         prop_assert_eq!(makespan(schedule, forward, backward), (m * v + n - 1) * stage);
+    }
+
+    /// Zero bubble, where forward pass and both parts take the same time: of the bubble of 1F1B, a
+    /// third is left (ZB-H1, Qi et al. 2023: F + B - W for each stage before the last).
+    #[test]
+    fn zero_bubble_takes_what_was_published(
+        devices in 1..=5_u32, per_stage in 1..=3_u32, rounds in 2..=4_u32, unit in 1..20_u64,
+    ) {
+        let (layers, micro_batches) = (devices * per_stage, devices * rounds);
+        let (n, m) = (u64::from(devices), u64::from(micro_batches));
+        let order = made("zero-bubble", devices, 1, micro_batches);
+        // One layer more, which takes no time: the last computes the loss and has no parts.
+        let schedule = schedule_of(&order, layers + 1, micro_batches);
+        let times = move |operation: &l2l_actors::Operation| match operation.work() {
+            Work::Compute { .. } if operation.layer() != Some(LayerId(layers + 1)) => ticks(unit),
+            _ => ticks(0),
+        };
+        let expected = (3 * m + n - 1) * u64::from(per_stage) * unit;
+        prop_assert_eq!(run(schedule, times), expected);
     }
 
     /// A relay that was written to a table and read from it takes as long as the relay.
@@ -155,7 +187,10 @@ fn tables_that_cannot_run_are_refused() {
         ("0F0,0F1,0B0,0B1,0B2", "0B2 comes where micro-batch 2 would, of 2"),
         ("0F1,0F0,0B0,0B1", "0F1 comes where micro-batch 0 would"),
         ("0F0,0F0,0B0,0B1", "0F0 comes where micro-batch 1 would"),
-        ("0F0,0F1,0B0", "0B1 is missing"),
+        ("0F0,0F1,0B0", "0I1 (or 0B1) is missing"),
+        ("0F0,0F1,0I0,0I1,0W0", "0W1 (or 0B1) is missing"),
+        ("0F0,0F1,0I0,0B1,0W0", "0B1 comes where micro-batch 0 would"),
+        ("0F0,0F1,0W0,0W1,0I0,0I1", "device 0 waits with 0W0 for 0B0"),
         ("0F0,0F1,0B0,0B1\n2F0,2F1,2B0,2B1", "1F0 is missing"),
         ("0F0,0F1,0B0,0B1,1F0\n1F0,1F1,1B0,1B1", "1F0 comes where micro-batch 1 would"),
         (
@@ -173,8 +208,27 @@ fn tables_that_cannot_run_are_refused() {
     }
     let uneven = Pipeline::interleaved(2, 2, 5).expect_err("two rounds of five");
     assert!(uneven.reason.contains("multiple"), "{uneven}");
-    // Communication, places and parts of a backward pass as PyTorch writes them.
-    let zero_bubble = "0UNSHARD,0F0,0SEND_F0,,0F1,0I0,0W0,0I1,0W1,0REDUCE_GRAD";
-    let plain = "0F0,0F1,0B0,0B1";
-    assert_eq!(Pipeline::parse(zero_bubble), Pipeline::parse(plain));
+    // Communication and empty places, as PyTorch writes them.
+    let with_communication = "0UNSHARD,0F0,0SEND_F0,,0F1,0I0,0W0,0B1,0REDUCE_GRAD";
+    let plain = "0F0,0F1,0I0,0W0,0B1";
+    assert_eq!(Pipeline::parse(with_communication), Pipeline::parse(plain));
+}
+
+/// With the EPS on file, a device that runs ahead must not take the read slots that another needs.
+#[test]
+fn pipelines_run_from_file_with_few_slots() {
+    for kind in ["gpipe", "1f1b", "interleaved", "zero-bubble"] {
+        for (devices, micro_batches) in [(1, 1), (2, 1), (2, 4), (3, 1), (3, 3), (4, 4)] {
+            let chunks = if kind == "1f1b" { 1 } else { 2 };
+            let order = made(kind, devices, chunks, micro_batches);
+            let model = on_file(model(13, 2, true));
+            let schedule = pipeline(&model, &everything(&model, micro_batches), &order);
+            let schedule = schedule.expect("a pipeline of ours");
+            for weights in [1, 3, 1000] {
+                let config = config(&schedule, &depths(weights, 1, 1, 1), false);
+                let plan = StepPlan::new(schedule.clone(), config.pools);
+                assert!(plan.is_ok(), "{kind} {devices} {micro_batches} {weights}: {plan:?}");
+            }
+        }
+    }
 }
