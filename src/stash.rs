@@ -54,14 +54,14 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let last_reads = last_reads(schedule);
     let mut places: Vec<Option<(usize, usize)>> =
         vec![None; schedule.boundaries.len() * groups.len()];
-    // Device, floats per sequence, and sequences -> places.
-    let mut free: HashMap<(Option<DeviceId>, usize, usize), Vec<usize>> = HashMap::new();
+    // Device, and floats per sequence -> places.
+    let mut free: HashMap<(Option<DeviceId>, usize), Vec<usize>> = HashMap::new();
+    // Each place has room for the largest group, so that any group can reuse it.
+    let largest =
+        |group: &Range<MicroBatch>| before[group.end as usize] - before[group.start as usize];
+    let sequences = groups.iter().map(largest).max().unwrap_or(0);
     let mut floats = 0;
     for (now, visit) in schedule.visits.iter().enumerate() {
-        let of_group = |group: GroupId| {
-            let Range { start, end } = groups[group as usize];
-            before[end as usize] - before[start as usize]
-        };
         for part in parts(schedule, visit, &visit.writes) {
             let stashed = schedule.boundary(part.0).stashed_per_sequence as usize;
             let per_sequence = stashed / size_of::<f32>();
@@ -69,9 +69,7 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
             if place.is_some() || schedule.boundary(part.0).role.is_kv() {
                 continue; // another micro-batch of the part was written before
             }
-            let sequences = of_group(part.1);
-            let key = (visit.device(), per_sequence, sequences);
-            let reused = free.get_mut(&key).and_then(Vec::pop);
+            let reused = free.get_mut(&(visit.device(), per_sequence)).and_then(Vec::pop);
             let at = reused.unwrap_or_else(|| {
                 let at = floats;
                 floats += (per_sequence * sequences).next_multiple_of(16);
@@ -83,8 +81,7 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
             if last_reads.get(&part) == Some(&Some(now))
                 && let Some((at, per_sequence)) = places[index(part)]
             {
-                let key = (visit.device(), per_sequence, of_group(part.1));
-                free.entry(key).or_default().push(at);
+                free.entry((visit.device(), per_sequence)).or_default().push(at);
             }
         }
     }

@@ -156,6 +156,16 @@ impl Context {
         self.wait(ActorState::Blocked, WaitsFor::Operation(lane), layer, fence.wait()).await
     }
 
+    /// Waits until what another actor sent was computed.
+    pub(crate) async fn computed(
+        &mut self,
+        fence: &Fence,
+        layer: Option<LayerId>,
+    ) -> Result<Done, BoxedError> {
+        let what = WaitsFor::Operation(Lane::Compute);
+        self.wait(ActorState::Starved, what, layer, fence.wait()).await
+    }
+
     /// Waits until a block is published as of this version.
     pub(crate) async fn published(
         &mut self,

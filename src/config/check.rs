@@ -45,6 +45,11 @@ impl Config {
         self.check_schedule()?;
         must((0.0..1.0).contains(&self.depth.drop), "depth.drop", "in [0, 1)")?;
         must(self.depth.ramp_steps != Some(0), "depth.ramp_steps", "at least 1")?;
+        refuse(
+            self.depth.drop == 0.0 && self.depth.ramp_steps.is_some(),
+            "depth.ramp_steps",
+            "has no effect: set depth.drop above 0",
+        )?;
         self.check_contradictions()?;
         self.link_bytes_per_second()?;
         self.flops_per_second()?;
@@ -180,7 +185,7 @@ impl Config {
             Some(device) => {
                 let problem = format_args!(
                     "is {groups}, and device {device} of {devices} gets none of them: set more \
-                     groups, or fewer devices"
+                     groups, fewer devices, or other parallel.weights"
                 );
                 Err(Error::config("parallel.groups", problem))
             }

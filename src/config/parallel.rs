@@ -13,7 +13,7 @@ pub struct ParallelConfig {
     pub deal: Deal,
     /// Groups of micro-batches, a divisor of the number of micro-batches. Each group adds up
     /// gradients of its own; then the groups' gradients are added in pairs. With `deal =
-    /// "sequences"` there is at least one group for each device. Results depend on it in the last
+    /// "sequences"` set at least as many as there are devices. Results depend on it in the last
     /// bits, for sums are rounded in another order: 1 is the order of one device.
     pub groups: u32,
     /// With `deal = "sequences"`: how much of the work each device gets, one number for each, for

@@ -134,7 +134,10 @@ impl Engine {
             let schedule = schedule_of(&self.config, &self.model, step)?;
             let (needs, has) = (stash::layout(&schedule).floats, self.plan.stash_floats());
             if needs > has {
-                let what = format_args!("these layers need {needs} floats of stash, not {has}");
+                let what = format_args!(
+                    "a step of these sequences and layers needs {needs} floats of the stash, and \
+                     the plan has {has}"
+                );
                 return Err(Error::argument(what));
             }
             *cached = Some(CachedSchedule { shape, layers: layers.clone(), schedule });

@@ -203,8 +203,8 @@ impl Model {
         self.training_flops_of(&LayerSelection::default(), lengths, labelled)
     }
 
-    /// The same for a step that uses these layers.
-    pub fn training_flops_of(
+    /// The same for a step that uses these layers; the selection must have been checked.
+    pub(crate) fn training_flops_of(
         &self,
         layers: &LayerSelection,
         lengths: &[usize],

@@ -31,12 +31,19 @@ impl LayerSelection {
     /// # Errors
     /// The layer.
     pub fn check(&self, model: &Model) -> Result<(), Error> {
-        let count = model.optional_layers().len();
+        let optional = model.optional_layers();
+        let count = optional.len();
         let mut met = BTreeSet::new();
         for &layer in self.layers.iter().flatten() {
             if !met.insert(layer) {
                 return Err(Error::argument(format_args!("layer {layer} is selected twice")));
             }
+        }
+        let follow = |pair: &[LayerId]| pair[0].0 + 1 == pair[1].0;
+        if !self.is_in_order() && !optional.windows(2).all(follow) {
+            let what = "layers can be used in another order only where no layer stands between \
+                        them that is always used";
+            return Err(Error::argument(what));
         }
         match met.into_iter().chain(self.frozen.iter().copied()).find(|&layer| layer >= count) {
             None => Ok(()),
@@ -47,11 +54,23 @@ impl LayerSelection {
         }
     }
 
+    /// True for layers in the model's order.
+    fn is_in_order(&self) -> bool {
+        self.layers.as_ref().is_none_or(|layers| layers.is_sorted())
+    }
+
     /// The layers of the ring, in order; the selection must have been checked.
     pub(crate) fn ring_layers(&self, model: &Model) -> Vec<LayerId> {
         let optional = model.optional_layers();
         let all = (0..model.parts.len() as u32).map(LayerId);
         let Some(layers) = &self.layers else { return all.collect() };
+        if self.is_in_order() {
+            let is_used = |layer: &LayerId| match optional.binary_search(layer) {
+                Ok(nth) => layers.contains(&nth),
+                Err(_) => true,
+            };
+            return all.filter(is_used).collect();
+        }
         let (first, last) = match (optional.first(), optional.last()) {
             (Some(&first), Some(&last)) => (first, last),
             _ => return all.collect(),

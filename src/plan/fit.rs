@@ -164,9 +164,9 @@ impl Plan {
             config.step.micro_batch = sequences;
             // Where nothing of the device grows with the batch, the smallest tells.
             let grows = config.stash.place == crate::config::StashPlace::Device
-                || config.schedule.kind == crate::config::ScheduleKind::Resident;
+                || config.schedule.kind != crate::config::ScheduleKind::Relay;
             config.step.batch = if grows { config.step.batch.max(sequences) } else { sequences };
-            let plan = Plan::new(&config, model, rule);
+            let plan = config.check().and_then(|()| Plan::new(&config, model, rule));
             plan.is_ok_and(|plan| plan.device_bytes() <= ceiling)
         };
         let mut least = 1;

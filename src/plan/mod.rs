@@ -16,7 +16,7 @@ pub(crate) use regions::{Holder, Place, Regions};
 use sizing::Sizing;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
-use crate::config::{ByteSize, Config};
+use crate::config::{ByteSize, Config, Deal};
 use crate::error::Error;
 use crate::models::{Model, Part};
 use crate::optimizers::UpdateRule;
@@ -159,11 +159,18 @@ impl Plan {
     /// The order in which each device does a step's work, each layer a stage.
     ///
     /// # Errors
-    /// The schedule cannot be.
+    /// The schedule cannot be, or its layers are on several devices each.
     pub fn order(&self, model: &Model) -> Result<Pipeline, Error> {
+        if self.config.parallel.deal == Deal::Sequences {
+            let problem = "is \"sequences\": each layer is on every device, which a table of \
+                           stages cannot say";
+            return Err(Error::config("parallel.deal", problem));
+        }
         let (sequences, positions) = (self.sequences, self.positions);
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
-        Ok(Pipeline::of(&schedule_of(&self.config, model, self.step(step))?))
+        let mut order = Pipeline::of(&schedule_of(&self.config, model, self.step(step))?);
+        order.devices.resize(self.devices as usize, Vec::new());
+        Ok(order)
     }
 
     /// What the schedule of a step of all layers is made of.

@@ -1,5 +1,7 @@
 //! Pipelines as a config names them: by kind, or in a file.
 
+use std::fs::File;
+use std::io::Read;
 use std::path::Path;
 
 use l2l_actors::schedule::{
@@ -33,11 +35,13 @@ pub(super) fn read(config: &Config) -> Result<Option<Pipeline>, Error> {
 }
 
 fn read_text(path: &Path) -> Result<String, String> {
-    let bytes = std::fs::metadata(path).map_err(|error| error.to_string())?.len();
-    if bytes > LARGEST {
-        return Err(format!("has {bytes} bytes, too many for a pipeline"));
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    let mut text = String::new();
+    let read = file.take(LARGEST + 1).read_to_string(&mut text);
+    match read.map_err(|error| error.to_string())? as u64 {
+        bytes if bytes > LARGEST => Err("is too large for a pipeline".into()),
+        _ => Ok(text),
     }
-    std::fs::read_to_string(path).map_err(|error| error.to_string())
 }
 
 /// The schedule of the config's pipeline; `file`: the one of its file. A step that trains nothing

@@ -7,7 +7,7 @@ use l2l_actors::schedule::{self, Capacities, Pipeline, Pools, Schedule};
 
 use super::regions::{Holder, Place, Regions};
 use super::{KvCache, Plan, StepShape, StepSpec, pipelines, schedule_of};
-use crate::config::{ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
+use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
 use crate::error::Error;
@@ -283,11 +283,16 @@ fn check_sizes(
     const VISITS: u128 = 1 << 22;
     const FLOATS: u128 = 1 << 44;
     let (shape, devices, layers) = (&model.shape, config.devices(), model.parts.len() - 1);
-    if devices as usize > layers {
+    let is_dealt = config.parallel.deal == Deal::Layers;
+    if is_dealt && devices as usize > layers {
         let problem = format_args!(
             "is {devices}, and the model has {layers} layers for devices: set at most {layers}"
         );
-        return Err(Error::config("device.count", problem));
+        let key = match config.device.kind {
+            DeviceKind::Cpu => "device.count",
+            DeviceKind::Cuda => "the number of device.ordinals",
+        };
+        return Err(Error::config(key, problem));
     }
     let stages = u64::from(devices) * u64::from(config.schedule.chunks());
     if config.schedule.kind.is_pipeline() && stages > layers as u64 {

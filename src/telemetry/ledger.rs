@@ -322,7 +322,7 @@ mod tests {
         ledger.resolves(at(19));
         let tally = ledger.tally(at(20));
         let of = |cause: WaitCause| tally.waited[cause as usize].as_secs();
-        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 0, 1 + 1 + 1]);
+        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 0, 0, 1 + 1 + 1]);
         assert_eq!(tally.outside, at(1 + 5));
         let busy = tally.lanes[Lane::Compute as usize].busy;
         assert_eq!(busy + tally.exposed() + tally.outside, at(20), "they add up to the time");
@@ -355,7 +355,7 @@ mod tests {
         ledger.heard(&of(1, slice(2, Lane::Compute, 2, 6, Some(1))));
         ledger.resolves(at(6));
         let tally = ledger.tally(at(6));
-        let waited = |of: [Duration; 6]| of.iter().sum::<Duration>();
+        let waited = |of: [Duration; WaitCause::ALL.len()]| of.iter().sum::<Duration>();
         assert_eq!(tally.devices[1].waited[WaitCause::Upload as usize], at(2));
         assert_eq!(
             tally.devices.iter().map(|of| waited(of.waited)).collect::<Vec<_>>(),

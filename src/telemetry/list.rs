@@ -102,7 +102,8 @@ pub const METRICS: &[Metric] = &[
         "Time that a lane was busy with training, the sum of all devices"),
     counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
         "Time in which the compute lane was idle, by the lane that it waited \
-         for, in the mean of devices. `ring` is the latency of the actors. \
+         for, in the mean of devices. `devices`: kernels of other devices; \
+         `ring`: the latency of the actors. \
          Between training steps: `checkpoint`, and `outside` for the rest"),
     counter("l2l_device_lane_seconds_total", Unit::Seconds, &["device", "lane"],
         "Time that a device's lane was busy with training"),

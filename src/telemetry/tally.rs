@@ -17,24 +17,27 @@ pub enum WaitCause {
     Update,
     /// The file under the EPS.
     File,
+    /// Kernels of other devices.
+    Devices,
     /// The ring itself: between an end and the begin that it allows.
     Ring,
 }
 
 impl WaitCause {
     /// All.
-    pub const ALL: [WaitCause; 6] = [
+    pub const ALL: [WaitCause; 7] = [
         WaitCause::Upload,
         WaitCause::Download,
         WaitCause::Host,
         WaitCause::Update,
         WaitCause::File,
+        WaitCause::Devices,
         WaitCause::Ring,
     ];
 
     /// Its name in metrics and events.
     pub fn name(self) -> &'static str {
-        ["upload", "download", "host", "update", "file", "ring"][self as usize]
+        ["upload", "download", "host", "update", "file", "devices", "ring"][self as usize]
     }
 
     /// True for what crosses the link.
@@ -49,7 +52,7 @@ impl WaitCause {
             Lane::Host => WaitCause::Host,
             Lane::Update => WaitCause::Update,
             Lane::File => WaitCause::File,
-            Lane::Compute => WaitCause::Ring,
+            Lane::Compute => WaitCause::Devices,
         }
     }
 }

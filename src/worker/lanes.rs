@@ -173,7 +173,7 @@ impl Worker {
             chunk_state: device.chunk_state,
         };
         if state.purpose == Purpose::Encode {
-            self.keep_hidden(device, visit.layer.0 as usize, &args)?;
+            self.keep_hidden(device, visit.layer.0 as usize, m, &args)?;
         }
         let run = |kernels: &dyn Kernels| models::run(&self.model, visit, kernels, &args);
         let begin = Instant::now();
@@ -189,6 +189,7 @@ impl Worker {
         &self,
         device: &DeviceSide,
         layer: usize,
+        m: MicroBatch,
         args: &VisitArgs<'_>,
     ) -> Result<(), BoxedError> {
         if self.model.parts.iter().position(Part::is_head) != Some(layer) {
@@ -197,6 +198,7 @@ impl Worker {
         let x = args.reads.hidden.expect("a head reads a hidden state");
         let read = device.read_back(x)?;
         let mut hidden = self.results.hidden.lock().expect("nothing panics inside");
+        let hidden = hidden.entry(m).or_default();
         match self.plan.dtype {
             Dtype::F32 => hidden.extend(read),
             Dtype::Bf16 => {

@@ -192,7 +192,7 @@ impl Worker {
                 step.plan.schedule.boundary(placed.boundary).role != Role::Statistics
             }
             Work::UploadBlock { .. } | Work::DownloadGradient { .. } => true,
-            Work::Loss { .. } | Work::Scatter { .. } => true,
+            Work::Loss { .. } | Work::Scatter { .. } | Work::Join { .. } => true,
             _ => false,
         }
     }

@@ -1,5 +1,6 @@
 //! A step as the lanes see it: its batch, what it is for, and what it leaves for the caller.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
@@ -145,15 +146,15 @@ impl Steps {
 pub(super) struct Results {
     /// Logits of each labelled position, or scores of each sequence, in order.
     pub(super) logits: Mutex<Vec<f32>>,
-    /// What the head read.
-    pub(super) hidden: Mutex<Vec<f32>>,
+    /// What the head read, by micro-batch: devices read theirs at once.
+    pub(super) hidden: Mutex<BTreeMap<MicroBatch, Vec<f32>>>,
 }
 
 impl Results {
     /// Takes both, and leaves nothing.
     pub(super) fn take(&self) -> (Vec<f32>, Vec<f32>) {
-        let take =
-            |of: &Mutex<Vec<f32>>| std::mem::take(&mut *of.lock().expect("nothing panics inside"));
-        (take(&self.logits), take(&self.hidden))
+        let logits = std::mem::take(&mut *self.logits.lock().expect("nothing panics inside"));
+        let hidden = std::mem::take(&mut *self.hidden.lock().expect("nothing panics inside"));
+        (logits, hidden.into_values().flatten().collect())
     }
 }

@@ -214,6 +214,8 @@ fn what_contradicts_itself() {
              step = { batch = 5, micro_batch = 1 }",
             "schedule.kind cannot run: an interleaved pipeline of 2 devices has 2 rounds",
         ),
+        ("depth.ramp_steps = 5", "depth.ramp_steps has no effect: set depth.drop above 0"),
+        ("depth.drop = 1.0", "depth.drop must be in [0, 1)"),
         ("schedule.kind = \"file\"", "schedule.path is missing"),
         ("schedule.path = \"x.csv\"", "schedule.path is for schedule.kind = \"file\""),
         (

@@ -131,6 +131,34 @@ async fn a_selection_that_cannot_be_changes_nothing() {
     trainer.stop().await.expect("nothing fails here");
 }
 
+/// In a pipeline a layer keeps its stage, and a stage may be empty.
+#[tokio::test]
+async fn dropped_layers_are_the_same_in_a_pipeline() {
+    let golden = golden();
+    let digest = async |kind, devices| {
+        let mut config = config(&golden);
+        config.depth.drop = 0.6;
+        (config.step.micro_batch, config.schedule.kind) = (1, kind);
+        config.device.count = Some(devices);
+        let mut batches = Batches::open(&config).expect("it is committed");
+        let mut trainer = Trainer::start(config).expect("a case of ours");
+        for _ in 0..10 {
+            let batch = batches.next().await.expect("good data");
+            trainer.step(batch).await.expect("nothing fails here");
+        }
+        trainer.stop().await.expect("nothing fails here").weights_digest
+    };
+    let expected = digest(ScheduleKind::Relay, 1).await;
+    for (kind, devices) in [
+        (ScheduleKind::Relay, 4),
+        (ScheduleKind::Gpipe, 5),
+        (ScheduleKind::OneForwardOneBackward, 3),
+        (ScheduleKind::ZeroBubble, 4),
+    ] {
+        assert_eq!(digest(kind, devices).await, expected, "{kind:?} {devices}");
+    }
+}
+
 /// Layers are dropped by seed and step, whoever computes; a resumed run goes on as it would have.
 #[tokio::test]
 async fn dropped_layers_resume() {

@@ -65,6 +65,9 @@ async fn it_is_the_same_on_several_devices() {
             (other.parallel.deal, other.parallel.groups) = (deal, 3);
             other.device.count = Some(devices);
             assert_eq!(evaluated(&other).await, expected, "{name} {kind:?} {deal:?}");
+            // A last batch with groups of unequal sizes.
+            (other.step.batch, other.step.micro_batch) = (9, 1);
+            assert_eq!(evaluated(&other).await, expected, "{name} {kind:?} {deal:?}");
         }
     }
 }

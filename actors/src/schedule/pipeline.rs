@@ -15,11 +15,14 @@ use std::fmt;
 use std::ops::Range;
 
 use super::generate::{Legs, legs};
-use super::model::{RingModel, Selection};
+use super::model::{LayerKind, RingModel, Selection};
 use super::{
     BoundaryId, DeviceId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
     VisitKind,
 };
+
+/// A device has a number of one byte.
+const MOST_DEVICES: usize = 255;
 
 /// What a device does at one place of its list: a micro-batch passes a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -208,9 +211,6 @@ impl Pipeline {
             }
             devices.push(actions);
         }
-        while devices.last().is_some_and(Vec::is_empty) {
-            devices.pop();
-        }
         Ok(Pipeline { devices })
     }
 
@@ -242,7 +242,15 @@ impl Pipeline {
     }
 
     /// Every stage meets every micro-batch once in each phase, and in order.
-    fn check(&self, micro_batches: MicroBatch) -> Result<(), Refusal> {
+    fn check(&self, micro_batches: MicroBatch, trains: bool) -> Result<(), Refusal> {
+        let devices = self.devices.len();
+        if self.stages() == 0 || devices > MOST_DEVICES {
+            let reason = format!(
+                "a pipeline has 1 to {MOST_DEVICES} devices and at least one stage, not {devices} and {}",
+                self.stages()
+            );
+            return Err(Refusal::of(reason));
+        }
         let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
         for action in self.devices.iter().flatten() {
             let parts = match action.phase {
@@ -262,9 +270,10 @@ impl Pipeline {
                 *expected += 1;
             }
         }
-        let phases = next.keys().map(|&(_, phase)| phase).collect::<BTreeSet<_>>();
+        let phases = [Phase::Forward, Phase::Inputs, Phase::Weights];
+        let phases = if trains { &phases[..] } else { &phases[..1] };
         for stage in 0..self.stages() {
-            for &phase in &phases {
+            for &phase in phases {
                 let has = next.get(&(stage, phase)).copied().unwrap_or(0);
                 if has < micro_batches {
                     let missing = Action { stage, phase, micro_batch: has };
@@ -327,6 +336,9 @@ struct Rounds {
 
 impl Rounds {
     fn new(devices: u32, chunks: u32, micro_batches: MicroBatch) -> Result<Rounds, Refusal> {
+        if devices == 0 || chunks == 0 {
+            return Err(Refusal::of("a pipeline has devices, and stages on each"));
+        }
         let count = (micro_batches / devices).max(1);
         if !micro_batches.is_multiple_of(count) {
             let reason = format!(
@@ -420,9 +432,9 @@ pub fn pipeline(
     pipeline: &Pipeline,
 ) -> Result<Schedule, Refusal> {
     let (mut schedule, legs) = legs(model, selection)?;
-    pipeline.check(schedule.micro_batches.len() as MicroBatch)?;
+    pipeline.check(schedule.micro_batches.len() as MicroBatch, !legs.backward.is_empty())?;
     let places = pipeline.places()?;
-    let stages = stages(&schedule, &legs, places.len())?;
+    let stages = stages(model, &schedule, &legs, places.len())?;
     let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
     let is_scatter = |visit: &&Visit| visit.kind == VisitKind::Scatter;
     schedule.visits.extend(legs.forward.iter().filter(is_gather).cloned());
@@ -475,8 +487,15 @@ impl Stage {
     }
 }
 
-/// Cuts legs into stages. A loss follows the visit that completes its statistics.
-fn stages(schedule: &Schedule, legs: &Legs, count: usize) -> Result<Vec<Stage>, Refusal> {
+/// Cuts legs into stages: by the model's layers, so that a layer keeps its stage when others are left
+/// out; or, of layers in another order, by those that are visited. A loss follows the visit that
+/// completes its statistics.
+fn stages(
+    model: &RingModel,
+    schedule: &Schedule,
+    legs: &Legs,
+    count: usize,
+) -> Result<Vec<Stage>, Refusal> {
     let mut layers: Vec<LayerId> = Vec::new(); // in the order of the forward pass
     let forward = legs.forward.iter().filter(|visit| visit.on_device());
     // The last tile may have no visit in forward; backward begins with it.
@@ -485,6 +504,11 @@ fn stages(schedule: &Schedule, legs: &Legs, count: usize) -> Result<Vec<Stage>, 
         if !layers.contains(&visit.layer) {
             layers.push(visit.layer);
         }
+    }
+    if layers.is_sorted() {
+        let of_devices = (0..).zip(&model.layers);
+        let of_devices = of_devices.filter(|(_, layer)| layer.kind != LayerKind::Embedding);
+        layers = of_devices.map(|(id, _)| LayerId(id)).collect();
     }
     if count > layers.len() {
         let has = layers.len();

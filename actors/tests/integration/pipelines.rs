@@ -181,6 +181,8 @@ fn tables_that_cannot_run_are_refused() {
         made.expect_err("it cannot run").reason
     };
     for (table, says) in [
+        ("", "at least one stage, not 0 and 0"),
+        ("0F0,0F1", "0I0 (or 0B0) is missing"),
         ("0F0,0F1,0X0,0B1", "row 1, place 3: \"0X0\""),
         ("0F0\n1F0,1B-1", "row 2, place 2: \"1B-1\""),
         ("99999999999F0", "row 1, place 1"),
@@ -208,6 +210,8 @@ fn tables_that_cannot_run_are_refused() {
     }
     let uneven = Pipeline::interleaved(2, 2, 5).expect_err("two rounds of five");
     assert!(uneven.reason.contains("multiple"), "{uneven}");
+    let none = Pipeline::interleaved(0, 2, 5).expect_err("no device");
+    assert!(none.reason.contains("a pipeline has devices"), "{none}");
     // Communication and empty places, as PyTorch writes them.
     let with_communication = "0UNSHARD,0F0,0SEND_F0,,0F1,0I0,0W0,0B1,0REDUCE_GRAD";
     let plain = "0F0,0F1,0I0,0W0,0B1";
