@@ -141,7 +141,8 @@ impl Trainer {
     /// The next step, through these layers. Nothing is compiled or allocated for it.
     ///
     /// # Errors
-    /// As [`step`](Trainer::step); or the model has not these layers, and nothing was done.
+    /// As [`step`](Trainer::step); or the model has not these layers, or the plan has no room for
+    /// another order of them in a pipeline, and nothing was done.
     pub async fn step_with(
         &mut self,
         batch: Batch,

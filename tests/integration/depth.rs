@@ -195,7 +195,7 @@ async fn dropped_layers_resume() {
     let found = rest.stop().await.expect("nothing fails here");
     assert_eq!(found.weights_digest, expected.weights_digest);
 
-    config.depth.drop = 0.0;
+    (config.depth.drop, config.depth.ramp_steps) = (0.0, None);
     let all = Trainer::start(config.clone()).expect("a case of ours");
     let (all, _) = steps(0, 8, all, config).await;
     let all = all.stop().await.expect("nothing fails here");

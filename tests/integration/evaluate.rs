@@ -72,6 +72,28 @@ async fn it_is_the_same_on_several_devices() {
     }
 }
 
+/// Hidden states come in the order of the batch, whichever device was faster.
+#[tokio::test]
+async fn hidden_states_are_the_same_on_several_devices() {
+    let encoded = async |deal, devices| {
+        let mut config = config("tied");
+        (config.step.batch, config.step.micro_batch) = (8, 1);
+        (config.parallel.deal, config.parallel.groups) = (deal, 4);
+        config.device.count = Some(devices);
+        let shape = shape_of(&config).expect("good");
+        let data = Dataset::open_validation(&config, &shape).expect("committed");
+        let mut trainer = Trainer::start(config).expect("good");
+        let batch = data.in_order(8, 1).next().expect("a batch").expect("good");
+        let hidden = trainer.encode(batch).await.expect("a good batch");
+        trainer.stop().await.expect("a clean end");
+        hidden
+    };
+    let expected = encoded(Deal::Layers, 1).await;
+    for (deal, devices) in [(Deal::Layers, 3), (Deal::Sequences, 2), (Deal::Sequences, 4)] {
+        assert_eq!(encoded(deal, devices).await, expected, "{deal:?} {devices}");
+    }
+}
+
 /// Every sequence is counted once.
 #[tokio::test]
 async fn classes_are_counted() {

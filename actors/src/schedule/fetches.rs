@@ -2,8 +2,8 @@
 //!
 //! A staged block is read into a staging slot before a gather or an upload takes it from there.
 //! Both stand in the order of the visits that they are for; with several devices, in the order in
-//! which their Prefetchers take blocks, for these run ahead of each other. Reads run as far ahead as
-//! staging slots allow: each waits for the slot of an earlier one, which its taker frees without
+//! which their Prefetchers take blocks, for these run ahead of each other. Reads run as far ahead
+//! as staging slots allow: each waits for the slot of an earlier one, which its taker frees without
 //! anything that is read later.
 
 use super::device_visits::DeviceVisit;

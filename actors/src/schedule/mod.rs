@@ -31,6 +31,7 @@ mod replay;
 mod residency;
 mod rules;
 mod spans;
+mod stages;
 mod traffic;
 mod visit;
 
@@ -45,12 +46,13 @@ pub use generate::{relay, resident};
 pub use ids::{BlockId, BoundaryId, GroupId, LayerId, MicroBatch, Version};
 pub use model::{LayerKind, RingLayer, RingModel, Selection};
 pub use pieces::Piece;
-pub use pipeline::{Action, Pipeline, pipeline};
+pub use pipeline::{Action, Pipeline};
 pub use plan::{DeviceWalk, StepPlan};
 pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;
 pub use spans::Join;
+pub use stages::pipeline;
 pub use traffic::Traffic;
 pub use visit::{DeviceId, Needs, Phase, Place, Visit, VisitKind};
 

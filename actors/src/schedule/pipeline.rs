@@ -1,25 +1,19 @@
 //! Pipelines: layers in stages, and for each device the order in which it runs them.
 //!
-//! A [`Pipeline`] is plain data, one list of actions for each device; [`pipeline`] makes a schedule
-//! of it. Generators: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019, PipeDream-Flush),
-//! interleaved 1F1B (Narayanan et al. 2021) and zero bubble (Qi et al. 2023), each in the order of
-//! `torch.distributed.pipelining`; [`Pipeline::parse`] reads, and `Display` writes, the tables that
-//! it keeps in CSV files.
+//! A [`Pipeline`] is plain data, one list of actions for each device; [`pipeline`](super::pipeline)
+//! makes a schedule of it. Generators: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019,
+//! PipeDream-Flush), interleaved 1F1B (Narayanan et al. 2021) and zero bubble (Qi et al. 2023),
+//! each in the order of `torch.distributed.pipelining`; [`Pipeline::parse`] reads, and `Display`
+//! writes, the tables that it keeps in CSV files.
 //!
-//! Zero bubble runs a backward pass in two parts, of which other stages wait for the first. A layer's
-//! second part walks its gradients through the layer again, so it takes as long as the whole. Heads
-//! run both parts at once, as the first.
+//! Zero bubble runs a backward pass in two parts, of which other stages wait for the first. A
+//! layer's second part walks its gradients through the layer again, so it takes as long as the
+//! whole. Heads run both parts at once, as the first.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::ops::Range;
 
-use super::generate::{Legs, legs};
-use super::model::{LayerKind, RingModel, Selection};
-use super::{
-    BoundaryId, DeviceId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
-    VisitKind,
-};
+use super::{DeviceId, LayerId, MicroBatch, Phase, Refusal, Schedule};
 
 /// A device has a number of one byte.
 const MOST_DEVICES: usize = 255;
@@ -192,8 +186,8 @@ impl Pipeline {
 
     /// Reads a table as `torch.distributed.pipelining` writes it: a row for each device, in it
     /// actions such as `2F0` (stage, what, micro-batch) with `F` forward, `B` backward, and `I` and
-    /// `W` for the two parts of a backward pass. Empty places and communication (`SEND_F`, `UNSHARD`,
-    /// …) are passed over.
+    /// `W` for the two parts of a backward pass. Empty places and communication (`SEND_F`,
+    /// `UNSHARD`, …) are passed over.
     ///
     /// # Errors
     /// The row and place of what is no action.
@@ -224,7 +218,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// A stage that is on two devices, or on none.
-    fn places(&self) -> Result<Vec<DeviceId>, Refusal> {
+    pub(super) fn places(&self) -> Result<Vec<DeviceId>, Refusal> {
         let mut places = BTreeMap::new();
         for (device, actions) in (0..).zip(&self.devices) {
             for &Action { stage, .. } in actions {
@@ -242,14 +236,14 @@ impl Pipeline {
     }
 
     /// Every stage meets every micro-batch once in each phase, and in order.
-    fn check(&self, micro_batches: MicroBatch, trains: bool) -> Result<(), Refusal> {
+    pub(super) fn check(&self, micro_batches: MicroBatch, trains: bool) -> Result<(), Refusal> {
         let devices = self.devices.len();
         if self.stages() == 0 || devices > MOST_DEVICES {
-            let reason = format!(
-                "a pipeline has 1 to {MOST_DEVICES} devices and at least one stage, not {devices} and {}",
+            return Err(Refusal::of(format!(
+                "a pipeline has 1 to {MOST_DEVICES} devices and at least one stage, not {devices} \
+                 and {}",
                 self.stages()
-            );
-            return Err(Refusal::of(reason));
+            )));
         }
         let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
         for action in self.devices.iter().flatten() {
@@ -291,7 +285,7 @@ impl Pipeline {
     ///
     /// # Errors
     /// What every device waits for, where they wait for each other.
-    fn in_order(&self) -> Result<Vec<(DeviceId, Action)>, Refusal> {
+    pub(super) fn in_order(&self) -> Result<Vec<(DeviceId, Action)>, Refusal> {
         let stages = self.stages();
         let mut at = vec![0; self.devices.len()];
         let (mut done, mut order) = (BTreeSet::new(), Vec::new());
@@ -418,115 +412,4 @@ impl fmt::Display for Pipeline {
         }
         Ok(())
     }
-}
-
-/// The schedule of a pipeline. The model's layers are cut into stages of as many layers each as can
-/// be, a tile of the head being a layer.
-///
-/// # Errors
-/// As [`relay`](super::relay); or the pipeline has more stages than there are layers, or does not
-/// take every micro-batch once through each stage, or cannot end.
-pub fn pipeline(
-    model: &RingModel,
-    selection: &Selection,
-    pipeline: &Pipeline,
-) -> Result<Schedule, Refusal> {
-    let (mut schedule, legs) = legs(model, selection)?;
-    pipeline.check(schedule.micro_batches.len() as MicroBatch, !legs.backward.is_empty())?;
-    let places = pipeline.places()?;
-    let stages = stages(model, &schedule, &legs, places.len())?;
-    let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
-    let is_scatter = |visit: &&Visit| visit.kind == VisitKind::Scatter;
-    schedule.visits.extend(legs.forward.iter().filter(is_gather).cloned());
-    for (device, Action { stage, phase, micro_batch }) in pipeline.in_order()? {
-        let visits = stages[stage as usize].of(phase);
-        schedule.visits.extend(visits.iter().map(|visit| {
-            let place = if visit.on_device() { Place::Device(device) } else { visit.place };
-            Visit { place, ..visit.of_micro_batches(micro_batch..micro_batch + 1) }
-        }));
-    }
-    schedule.visits.extend(legs.backward.iter().filter(is_scatter).cloned());
-    Ok(schedule)
-}
-
-/// The visits of one stage.
-#[derive(Default)]
-struct Stage {
-    forward: Vec<Visit>,
-    backward: Vec<Visit>,
-    /// The parts of `backward`.
-    inputs: Vec<Visit>,
-    weights: Vec<Visit>,
-}
-
-impl Stage {
-    fn of(&self, phase: Phase) -> &[Visit] {
-        match phase {
-            Phase::Forward => &self.forward,
-            Phase::Backward => &self.backward,
-            Phase::Inputs => &self.inputs,
-            Phase::Weights => &self.weights,
-        }
-    }
-
-    /// Adds a visit of the backward pass, and its parts. What computes a loss has one part.
-    fn add_backward(&mut self, schedule: &Schedule, visit: &Visit) {
-        self.backward.push(visit.clone());
-        let meets_loss = |id: &BoundaryId| schedule.boundary(*id).role == Role::Statistics;
-        let has_parts = visit.kind == VisitKind::Layer
-            && !visit.reads.iter().chain(&visit.writes).any(meets_loss);
-        if !has_parts {
-            return self.inputs.push(visit.clone());
-        }
-        if !visit.writes.is_empty() {
-            self.inputs.push(Visit { phase: Phase::Inputs, ..visit.clone() });
-        }
-        if visit.blocks().iter().any(|&id| schedule.trains(id)) {
-            self.weights.push(Visit { phase: Phase::Weights, writes: Vec::new(), ..visit.clone() });
-        }
-    }
-}
-
-/// Cuts legs into stages: by the model's layers, so that a layer keeps its stage when others are left
-/// out; or, of layers in another order, by those that are visited. A loss follows the visit that
-/// completes its statistics.
-fn stages(
-    model: &RingModel,
-    schedule: &Schedule,
-    legs: &Legs,
-    count: usize,
-) -> Result<Vec<Stage>, Refusal> {
-    let mut layers: Vec<LayerId> = Vec::new(); // in the order of the forward pass
-    let forward = legs.forward.iter().filter(|visit| visit.on_device());
-    // The last tile may have no visit in forward; backward begins with it.
-    let backward = legs.backward.iter().filter(|visit| visit.on_device()).rev();
-    for visit in forward.chain(backward) {
-        if !layers.contains(&visit.layer) {
-            layers.push(visit.layer);
-        }
-    }
-    if layers.is_sorted() {
-        let of_devices = (0..).zip(&model.layers);
-        let of_devices = of_devices.filter(|(_, layer)| layer.kind != LayerKind::Embedding);
-        layers = of_devices.map(|(id, _)| LayerId(id)).collect();
-    }
-    if count > layers.len() {
-        let has = layers.len();
-        let reason = format!("{count} stages need as many layers; {has} are visited by devices");
-        return Err(Refusal::of(reason));
-    }
-    let mut stage_of = BTreeMap::new();
-    for stage in 0..count {
-        let Range { start, end } = stage * layers.len() / count..(stage + 1) * layers.len() / count;
-        stage_of.extend(layers[start..end].iter().map(|&layer| (layer, stage)));
-    }
-    let mut stages: Vec<Stage> = (0..count).map(|_| Stage::default()).collect();
-    let has_stage = |visit: &&Visit| visit.on_device() || visit.kind == VisitKind::Loss;
-    for visit in legs.forward.iter().filter(has_stage) {
-        stages[stage_of[&visit.layer]].forward.push(visit.clone());
-    }
-    for visit in legs.backward.iter().filter(has_stage) {
-        stages[stage_of[&visit.layer]].add_backward(schedule, visit);
-    }
-    Ok(stages)
 }

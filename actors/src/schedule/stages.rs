@@ -1,0 +1,122 @@
+//! The schedule of a pipeline: layers cut into stages, and their visits in the pipeline's order.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use super::generate::{Legs, legs};
+use super::model::{LayerKind, RingModel, Selection};
+use super::pipeline::{Action, Pipeline};
+use super::{
+    BoundaryId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit, VisitKind,
+};
+
+/// The schedule of a pipeline. The model's layers are cut into stages of as many layers each as can
+/// be, a tile of the head being a layer.
+///
+/// # Errors
+/// As [`relay`](super::relay); or the pipeline has more stages than there are layers, or does not
+/// take every micro-batch once through each stage, or cannot end.
+pub fn pipeline(
+    model: &RingModel,
+    selection: &Selection,
+    pipeline: &Pipeline,
+) -> Result<Schedule, Refusal> {
+    let (mut schedule, legs) = legs(model, selection)?;
+    pipeline.check(schedule.micro_batches.len() as MicroBatch, !legs.backward.is_empty())?;
+    let places = pipeline.places()?;
+    let stages = stages(model, &schedule, &legs, places.len())?;
+    let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
+    let is_scatter = |visit: &&Visit| visit.kind == VisitKind::Scatter;
+    schedule.visits.extend(legs.forward.iter().filter(is_gather).cloned());
+    for (device, Action { stage, phase, micro_batch }) in pipeline.in_order()? {
+        let visits = stages[stage as usize].of(phase);
+        schedule.visits.extend(visits.iter().map(|visit| {
+            let place = if visit.on_device() { Place::Device(device) } else { visit.place };
+            Visit { place, ..visit.of_micro_batches(micro_batch..micro_batch + 1) }
+        }));
+    }
+    schedule.visits.extend(legs.backward.iter().filter(is_scatter).cloned());
+    Ok(schedule)
+}
+
+/// The visits of one stage.
+#[derive(Default)]
+struct Stage {
+    forward: Vec<Visit>,
+    backward: Vec<Visit>,
+    /// The parts of `backward`.
+    inputs: Vec<Visit>,
+    weights: Vec<Visit>,
+}
+
+impl Stage {
+    fn of(&self, phase: Phase) -> &[Visit] {
+        match phase {
+            Phase::Forward => &self.forward,
+            Phase::Backward => &self.backward,
+            Phase::Inputs => &self.inputs,
+            Phase::Weights => &self.weights,
+        }
+    }
+
+    /// Adds a visit of the backward pass, and its parts. What computes a loss has one part.
+    fn add_backward(&mut self, schedule: &Schedule, visit: &Visit) {
+        self.backward.push(visit.clone());
+        let meets_loss = |id: &BoundaryId| schedule.boundary(*id).role == Role::Statistics;
+        let has_parts = visit.kind == VisitKind::Layer
+            && !visit.reads.iter().chain(&visit.writes).any(meets_loss);
+        if !has_parts {
+            return self.inputs.push(visit.clone());
+        }
+        if !visit.writes.is_empty() {
+            self.inputs.push(Visit { phase: Phase::Inputs, ..visit.clone() });
+        }
+        if visit.blocks().iter().any(|&id| schedule.trains(id)) {
+            self.weights.push(Visit { phase: Phase::Weights, writes: Vec::new(), ..visit.clone() });
+        }
+    }
+}
+
+/// Cuts legs into stages: by the model's layers, so that a layer keeps its stage when others are
+/// left out; or, of layers in another order, by those that are visited. A loss follows the visit
+/// that completes its statistics.
+fn stages(
+    model: &RingModel,
+    schedule: &Schedule,
+    legs: &Legs,
+    count: usize,
+) -> Result<Vec<Stage>, Refusal> {
+    let mut layers: Vec<LayerId> = Vec::new(); // in the order of the forward pass
+    let forward = legs.forward.iter().filter(|visit| visit.on_device());
+    // The last tile may have no visit in forward; backward begins with it.
+    let backward = legs.backward.iter().filter(|visit| visit.on_device()).rev();
+    for visit in forward.chain(backward) {
+        if !layers.contains(&visit.layer) {
+            layers.push(visit.layer);
+        }
+    }
+    if layers.is_sorted() {
+        let of_devices = (0..).zip(&model.layers);
+        let of_devices = of_devices.filter(|(_, layer)| layer.kind != LayerKind::Embedding);
+        layers = of_devices.map(|(id, _)| LayerId(id)).collect();
+    }
+    if count > layers.len() {
+        let has = layers.len();
+        let reason = format!("{count} stages need as many layers; {has} are visited by devices");
+        return Err(Refusal::of(reason));
+    }
+    let mut stage_of = BTreeMap::new();
+    for stage in 0..count {
+        let Range { start, end } = stage * layers.len() / count..(stage + 1) * layers.len() / count;
+        stage_of.extend(layers[start..end].iter().map(|&layer| (layer, stage)));
+    }
+    let mut stages: Vec<Stage> = (0..count).map(|_| Stage::default()).collect();
+    let has_stage = |visit: &&Visit| visit.on_device() || visit.kind == VisitKind::Loss;
+    for visit in legs.forward.iter().filter(has_stage) {
+        stages[stage_of[&visit.layer]].forward.push(visit.clone());
+    }
+    for visit in legs.backward.iter().filter(has_stage) {
+        stages[stage_of[&visit.layer]].add_backward(schedule, visit);
+    }
+    Ok(stages)
+}
