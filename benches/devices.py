@@ -1,6 +1,6 @@
 """Overlap on several devices: the time of a step beside virtual time's answer.
 
-    cargo build --release && python3 benches/devices.py [--rounds N]
+    cargo build --release && python3 benches/devices.py [--rounds N] [WAY ...]
 
 The devices are CPU devices that sleep as long as a slower device would compute (device.flop_rate), so
 that this machine has enough cores for all of them. A step of a GPT-2 of 12 layers in 16 micro-batches
@@ -46,10 +46,13 @@ def run_on(config, command, settings, *options):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=1)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("ways", nargs="*", default=list(WAYS), help=", ".join(WAYS))
+    options = parser.parse_args()
+    rounds = options.rounds
     print("| way | devices | step, s | virtual time, s | ratio | one device ÷ this |")
     print("|---|---|---|---|---|---|")
-    for way, settings in WAYS.items():
+    for way in options.ways:
+        settings = WAYS[way]
         alone = None
         for devices in (1, 2, 4):
             config = f"{MODEL} device.count={devices} {settings}"

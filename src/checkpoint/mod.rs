@@ -123,10 +123,11 @@ const MOST_STEPS: u64 = 1 << 40;
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 25] = [
+const FREE: [&str; 26] = [
     "checkpoint",
     "channels",
     "data.validation",
+    "depth.freezes",
     "device.count",
     "device.cuda_libraries",
     "device.flop_rate",

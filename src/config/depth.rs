@@ -17,11 +17,14 @@ pub struct DepthConfig {
     /// Progressive layer dropping (Zhang and He 2020): after `t` steps the probability is `drop`
     /// times 1 - exp(-t / ramp_steps). When absent it is `drop` from the first step.
     pub ramp_steps: Option<u64>,
+    /// Makes room in the workspace for steps that freeze layers, which programs can ask for
+    /// (`Trainer::step_with`). A frozen layer computes its gradient all the same, and drops it.
+    pub freezes: bool,
 }
 
 impl Default for DepthConfig {
     fn default() -> DepthConfig {
-        DepthConfig { drop: 0.0, rule: DropRule::Linear, ramp_steps: None }
+        DepthConfig { drop: 0.0, rule: DropRule::Linear, ramp_steps: None, freezes: false }
     }
 }
 

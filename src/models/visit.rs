@@ -1,6 +1,6 @@
 //! One micro-batch at one visit: which views are the inputs and outputs of the visited layer.
 
-use l2l_actors::schedule::{Role, Visit};
+use l2l_actors::schedule::{Phase, Role, Visit};
 
 use crate::kernels::{
     BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, DropoutKey, Kernels, Logits, Rows, STATISTICS,
@@ -316,7 +316,7 @@ struct Measure<'m> {
 
 /// Floats of workspace that one micro-batch of at most so many positions needs. The chunks of a
 /// sequence that is cut may need less than the longest sequence that is not. `kernels` have no
-/// memory.
+/// memory; `phases`: those of its visits.
 pub(crate) fn workspace(
     kernels: &dyn Kernels,
     dtype: Dtype,
@@ -324,17 +324,17 @@ pub(crate) fn workspace(
     sequences: usize,
     positions: usize,
     save: Option<Save>,
-    trains: bool,
+    phases: &[Phase],
 ) -> usize {
     let measure = Measure { kernels, dtype, model, save };
     let needs = [positions, positions.min(CHUNK_POSITIONS)]
-        .map(|positions| measure.workspace(Rows { sequences, positions }, trains));
+        .map(|positions| measure.workspace(Rows { sequences, positions }, phases));
     needs[0].max(needs[1])
 }
 
 impl Measure<'_> {
-    /// Walks every layer both ways on a device without memory.
-    fn workspace(&self, rows: Rows, trains: bool) -> usize {
+    /// Walks every layer in every phase on a device without memory.
+    fn workspace(&self, rows: Rows, phases: &[Phase]) -> usize {
         let (starts, kinds) = (rows.starts(), vec![0; rows.count()]);
         let batch = BatchMetadata {
             starts: &starts,
@@ -343,10 +343,16 @@ impl Measure<'_> {
             cached: &[],
             dropout_key: Some(DropoutKey { seed: 0, step: 0, first_sequence: 0 }),
         };
-        let passes = if trains { &[false, true][..] } else { &[false] };
         let layers = 0..self.model.parts.len();
-        let visits = layers.flat_map(|layer| passes.iter().map(move |&backward| (layer, backward)));
-        let needs = visits.map(|(layer, backward)| self.visit(batch.view(), layer, backward));
+        // A frozen layer computes no gradients of weights, as a part of a backward pass does.
+        let has_parts = phases.contains(&Phase::Weights);
+        let has_phase = |&(layer, phase): &(usize, Phase)| match &self.model.parts[layer] {
+            Part::Stack(layer) => phase != Phase::Inputs || has_parts || layer.is_optional(),
+            _ => !matches!(phase, Phase::Inputs | Phase::Weights),
+        };
+        let visits = layers.flat_map(|layer| phases.iter().map(move |&phase| (layer, phase)));
+        let visits = visits.filter(has_phase);
+        let needs = visits.map(|(layer, phase)| self.visit(batch.view(), layer, phase));
         needs.max().unwrap_or(0)
     }
 
@@ -356,7 +362,8 @@ impl Measure<'_> {
     }
 
     /// Floats of workspace that one visit needs. Its views overlap nothing.
-    fn visit(&self, batch: BatchView<'_>, layer: usize, backward: bool) -> usize {
+    fn visit(&self, batch: BatchView<'_>, layer: usize, phase: Phase) -> usize {
+        let backward = phase.is_backward();
         let Measure { kernels, dtype, model, save } = *self;
         let (sequences, positions) = (batch.sequences(), batch.longest());
         let (saved, chunk_state, is_tile) = match &model.parts[layer] {
@@ -387,7 +394,11 @@ impl Measure<'_> {
         let [known, updated] = statistics.map(|statistics| (Role::Statistics, statistics));
         let (reads, writes) = match (is_tile, backward) {
             (false, false) => (vec![hidden], vec![(Role::Hidden, y)]),
-            (false, true) => (vec![hidden, (dy_role, dy)], vec![(Role::HiddenGradient, y)]),
+            (false, true) => {
+                let is_read = phase != Phase::Weights;
+                let dx = is_read.then_some((Role::HiddenGradient, y));
+                (vec![hidden, (dy_role, dy)], dx.into_iter().collect())
+            }
             (true, false) => (vec![hidden, known], vec![updated]),
             (true, true) => {
                 let last = layer + 1 == model.parts.len();
@@ -401,7 +412,7 @@ impl Measure<'_> {
             labelled: batch.rows(),
             dtype,
             weights,
-            gradient: backward.then_some(gradient),
+            gradient: phase.adds_gradients().then_some(gradient),
             accumulate: false,
             reads,
             writes: writes.into_iter().collect(),

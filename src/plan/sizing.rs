@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 
-use l2l_actors::schedule::{self, Capacities, Pipeline, Pools, Schedule};
+use l2l_actors::schedule::{self, Capacities, Phase, Pipeline, Pools, Schedule};
 
 use super::regions::{Holder, Place, Regions};
 use super::{KvCache, Plan, StepShape, StepSpec, pipelines, schedule_of};
-use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, StashPlace};
+use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
 use crate::error::Error;
@@ -120,6 +120,19 @@ impl Sizing<'_> {
         self.config.eps.tier == EpsTier::File
     }
 
+    /// The phases of visits. A frozen layer's is the one that has no gradients of weights.
+    fn phases(&self) -> &'static [Phase] {
+        const ALL: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::Inputs, Phase::Weights];
+        let has_parts =
+            matches!(self.config.schedule.kind, ScheduleKind::ZeroBubble | ScheduleKind::File);
+        match (self.trains(), has_parts, self.config.depth.freezes) {
+            (false, ..) => &ALL[..1],
+            (true, true, _) => &ALL,
+            (true, false, true) => &ALL[..3],
+            (true, false, false) => &ALL[..2],
+        }
+    }
+
     fn stash_on_device(&self) -> bool {
         self.config.stash.place == StashPlace::Device
     }
@@ -222,7 +235,7 @@ impl Sizing<'_> {
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(16);
         let kernels = devices::kernels_to_plan(config);
         let workspace =
-            models::workspace(&*kernels, dtype, model, sequences, positions, save, trains);
+            models::workspace(&*kernels, dtype, model, sequences, positions, save, self.phases());
         let gradients = if trains { pools.gradients as usize } else { 0 };
         let overhead = devices::overhead(config, rows).next_multiple_of(16);
         let mut add = |holder, count: usize, floats| {

@@ -37,7 +37,7 @@ mod tests {
 
     #[test]
     fn layers_stay_as_often_as_the_config_says() {
-        let depth = DepthConfig { drop: 0.3, rule: DropRule::Uniform, ramp_steps: None };
+        let depth = DepthConfig { drop: 0.3, rule: DropRule::Uniform, ..DepthConfig::default() };
         let (steps, layers) = (4000, 6);
         let mut stayed = [0; 6];
         for step in 0..steps {

@@ -155,6 +155,10 @@ impl Trainer {
             return Err(Error::bad_batch(what));
         }
         layers.check(&self.model)?;
+        if !layers.frozen.is_empty() && !self.config.depth.freezes {
+            let what = "a step freezes layers: set depth.freezes = true, which makes room for that";
+            return Err(Error::argument(what));
+        }
         let tokens = batch.token_count();
         let lengths = batch.document_lengths();
         let model_flops = self.model.training_flops_of(layers, &lengths, batch.labelled);

@@ -39,6 +39,7 @@ fn config(golden: &Golden) -> Config {
     (config.step.batch, config.step.micro_batch) = (golden.batch, 2);
     config.optimizer.learning_rate = golden.learning_rate;
     config.optimizer.weight_decay = golden.weight_decay;
+    config.depth.freezes = true;
     config
 }
 
@@ -112,13 +113,15 @@ async fn layers_that_vary_are_pytorchs_in_every_way() {
 #[tokio::test]
 async fn a_selection_that_cannot_be_changes_nothing() {
     let golden = golden();
-    let config = config(&golden);
+    let mut config = config(&golden);
+    config.depth.freezes = false;
     let mut batches = Batches::open(&config).expect("it is committed");
     let mut trainer = Trainer::start(config).expect("a case of ours");
     for (layers, says) in [
         (LayerSelection::of([0, 3]), "layer 3 is selected, and the model has layers 0 to 2"),
         (LayerSelection::of([1, 1]), "layer 1 is selected twice"),
         (LayerSelection { layers: None, frozen: vec![9] }, "layer 9 is selected"),
+        (LayerSelection { layers: None, frozen: vec![1] }, "set depth.freezes = true"),
     ] {
         let batch = batches.next().await.expect("good data");
         let error = trainer.step_with(batch, &layers).await.expect_err("it cannot be");
@@ -128,6 +131,26 @@ async fn a_selection_that_cannot_be_changes_nothing() {
     // Stem and final norm are left: still a model.
     let batch = batches.next().await.expect("good data");
     trainer.step_with(batch, &LayerSelection::of([])).await.expect("no layer is a selection");
+    trainer.stop().await.expect("nothing fails here");
+}
+
+/// Frozen layers have room, also where their workspace is the largest.
+#[tokio::test]
+async fn wide_layers_can_be_frozen() {
+    let mut config = Config::default();
+    config.data.train = "random".into();
+    (config.model.layers, config.model.hidden) = (Some(3), Some(64));
+    (config.model.heads, config.model.vocabulary) = (Some(4), Some(51));
+    (config.model.positions, config.data.sequence_length) = (Some(16), Some(16));
+    (config.step.batch, config.step.micro_batch) = (4, 2);
+    config.depth.freezes = true;
+    let mut batches = Batches::open(&config).expect("random data");
+    let mut trainer = Trainer::start(config).expect("a case of ours");
+    for frozen in [vec![0], vec![1, 2], vec![0, 1, 2], vec![]] {
+        let batch = batches.next().await.expect("random data");
+        let layers = LayerSelection { layers: None, frozen };
+        trainer.step_with(batch, &layers).await.expect("there is room");
+    }
     trainer.stop().await.expect("nothing fails here");
 }
 

@@ -216,6 +216,25 @@ proptest! {
     }
 }
 
+/// Layers whose workspace is the largest, in every kind of pipeline.
+#[test]
+fn wide_layers_have_room_in_every_pipeline() {
+    let case = Case { layers: 4, batch: 4, micro_batch: 2, ..SMALL.clone() };
+    let of = |ways: &Ways| {
+        let mut config = config(&case, ways);
+        (config.model.hidden, config.model.positions) = (Some(48), Some(40));
+        config.data.sequence_length = Some(40);
+        run(config, 2).1.weights_digest
+    };
+    let expected = of(&baseline());
+    for recompute in [true.into(), false.into(), Recompute::ATTENTION] {
+        for kind in [ScheduleKind::Gpipe, ScheduleKind::Interleaved, ScheduleKind::ZeroBubble] {
+            let ways = Ways { kind, devices: 2, recompute, place: StashPlace::Host, ..baseline() };
+            assert_eq!(of(&ways), expected, "{kind:?} {recompute:?}");
+        }
+    }
+}
+
 static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     layers: 4,
     batch: 5,
