@@ -1,10 +1,10 @@
 //! Pipelines: layers in stages, and for each device the order in which it runs them.
 //!
-//! A [`Pipeline`] is plain data, one list of actions for each device; [`pipeline`](super::pipeline)
-//! makes a schedule of it. Generators: GPipe (Huang et al. 2018), 1F1B (Narayanan et al. 2019,
-//! PipeDream-Flush), interleaved 1F1B (Narayanan et al. 2021) and zero bubble (Qi et al. 2023),
-//! each in the order of `torch.distributed.pipelining`; [`Pipeline::parse`] reads, and `Display`
-//! writes, the tables that it keeps in CSV files.
+//! A [`Pipeline`] is plain data, one list of actions for each device;
+//! [`pipeline`](super::pipeline()) makes a schedule of it. Generators: GPipe (Huang et al. 2018),
+//! 1F1B (Narayanan et al. 2019, PipeDream-Flush), interleaved 1F1B (Narayanan et al. 2021) and zero
+//! bubble (Qi et al. 2023), each in the order of `torch.distributed.pipelining`;
+//! [`Pipeline::parse`] reads, and `Display` writes, the tables that it keeps in CSV files.
 //!
 //! Zero bubble runs a backward pass in two parts, of which other stages wait for the first. A
 //! layer's second part walks its gradients through the layer again, so it takes as long as the
@@ -109,18 +109,7 @@ impl Pipeline {
         micro_batches: MicroBatch,
     ) -> Result<Pipeline, Refusal> {
         let rounds = Rounds::new(devices, chunks, micro_batches)?;
-        let of_device = |device: u32| -> Vec<Action> {
-            let ahead = rounds.ahead(2 * (devices - 1 - device));
-            let mut actions: Vec<Action> =
-                (0..ahead).map(|at| rounds.forward(device, at)).collect();
-            for at in 0..rounds.all() {
-                let next = Some(at + ahead).filter(|&next| next < rounds.all());
-                actions.extend(next.map(|next| rounds.forward(device, next)));
-                actions.push(rounds.backward(device, at));
-            }
-            actions
-        };
-        Ok(Pipeline { devices: (0..devices).map(of_device).collect() })
+        Ok(rounds.by_turns(2, |device, at| vec![rounds.backward(device, at)]))
     }
 
     /// The same with backward passes in two parts (ZB1P): device `d` computes the gradients of
@@ -134,23 +123,16 @@ impl Pipeline {
         micro_batches: MicroBatch,
     ) -> Result<Pipeline, Refusal> {
         let rounds = Rounds::new(devices, chunks, micro_batches)?;
-        let of_device = |device: u32| -> Vec<Action> {
-            let ahead = rounds.ahead(devices - 1 - device);
-            let part = |at: u32, phase| Action { phase, ..rounds.backward(device, at) };
-            let mut actions: Vec<Action> =
-                (0..ahead).map(|at| rounds.forward(device, at)).collect();
-            for at in 0..rounds.all() {
-                let next = Some(at + ahead).filter(|&next| next < rounds.all());
-                actions.extend(next.map(|next| rounds.forward(device, next)));
-                actions.push(part(at, Phase::Inputs));
-                let behind = at.checked_sub(device);
-                actions.extend(behind.map(|behind| part(behind, Phase::Weights)));
-            }
+        let part = |device: u32, at: u32, phase| Action { phase, ..rounds.backward(device, at) };
+        let mut pipeline = rounds.by_turns(1, |device, at| {
+            let behind = at.checked_sub(device).map(|at| part(device, at, Phase::Weights));
+            [part(device, at, Phase::Inputs)].into_iter().chain(behind).collect()
+        });
+        for (device, actions) in (0..).zip(&mut pipeline.devices) {
             let left = rounds.all().saturating_sub(device)..rounds.all();
-            actions.extend(left.map(|at| part(at, Phase::Weights)));
-            actions
-        };
-        Ok(Pipeline { devices: (0..devices).map(of_device).collect() })
+            actions.extend(left.map(|at| part(device, at, Phase::Weights)));
+        }
+        Ok(pipeline)
     }
 
     /// The same stages on the same devices, without backward passes, for so many micro-batches.
@@ -349,9 +331,22 @@ impl Rounds {
         self.micro_batches * self.chunks
     }
 
-    /// Forward passes before the first backward pass, for a device that waits for so many.
-    fn ahead(&self, behind: u32) -> u32 {
-        ((self.chunks - 1) * self.round + behind).min(self.all())
+    /// On each device a forward pass and what `backward` gives for the pass of that number, by turns.
+    /// Before them as many forward passes as it takes until the first one comes back, of which there
+    /// are `hops` for each device behind it.
+    fn by_turns(&self, hops: u32, backward: impl Fn(u32, u32) -> Vec<Action>) -> Pipeline {
+        let of_device = |device: u32| -> Vec<Action> {
+            let behind = hops * (self.devices - 1 - device);
+            let ahead = ((self.chunks - 1) * self.round + behind).min(self.all());
+            let mut actions: Vec<Action> = (0..ahead).map(|at| self.forward(device, at)).collect();
+            for at in 0..self.all() {
+                let next = Some(at + ahead).filter(|&next| next < self.all());
+                actions.extend(next.map(|next| self.forward(device, next)));
+                actions.extend(backward(device, at));
+            }
+            actions
+        };
+        Pipeline { devices: (0..self.devices).map(of_device).collect() }
     }
 
     /// The pass number `at`: which chunk, and which micro-batch of it.
