@@ -1,15 +1,15 @@
 //! The schedule: the visits of one step, as plain data.
 //!
 //! A schedule says *what* meets *what*, in which order; nothing in it runs. The generators
-//! ([`relay`], [`resident`], [`pipeline()`]) are pure functions from a [`RingModel`] and a [`Selection`]; anyone
-//! may write another, or edit what they return. A [`StepPlan`] is a schedule that was checked, with
-//! every choice made once that would otherwise be made at run time: which slot a block takes, in
-//! what order the upload lane moves pieces, where gradients open, close and join. All actors walk
-//! the one plan, so nothing they do depends on timing.
+//! ([`relay`], [`resident`], [`pipeline()`]) are pure functions from a [`RingModel`] and a
+//! [`Selection`]; anyone may write another, or edit what they return. A [`StepPlan`] is a schedule
+//! that was checked, with every choice made once that would otherwise be made at run time: which
+//! slot a block takes, in what order the upload lane moves pieces, where gradients open, close and
+//! join. All actors walk the one plan, so nothing they do depends on timing.
 //!
 //! A visit names its [`Place`]: each device walks the visits of its own, and [`deal()`] and
-//! [`deal_groups`] say which. A boundary is written by one visit and read by others, wherever they are, so
-//! activations pass between devices through the stash. Each block says whether it is
+//! [`deal_groups`] say which. A boundary is written by one visit and read by others, wherever they
+//! are, so activations pass between devices through the stash. Each block says whether it is
 //! [staged](Block::staged); actors take it from the plan.
 //!
 //! Room left on purpose. *Experts*: what a visit [`Needs`] is an open enum; blocks that a router

@@ -331,9 +331,9 @@ impl Rounds {
         self.micro_batches * self.chunks
     }
 
-    /// On each device a forward pass and what `backward` gives for the pass of that number, by turns.
-    /// Before them as many forward passes as it takes until the first one comes back, of which there
-    /// are `hops` for each device behind it.
+    /// On each device a forward pass and what `backward` gives for the pass of that number, by
+    /// turns. Before them as many forward passes as it takes until the first one comes back, of
+    /// which there are `hops` for each device behind it.
     fn by_turns(&self, hops: u32, backward: impl Fn(u32, u32) -> Vec<Action>) -> Pipeline {
         let of_device = |device: u32| -> Vec<Action> {
             let behind = hops * (self.devices - 1 - device);
