@@ -1,43 +1,43 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
-//! A boundary has a place for each group of micro-batches. It reuses the place of one of the same
-//! size that was read for the last time by an earlier visit of the device that writes it. No lock
-//! is needed: one lane of a device computes its visits in their order, and a visit's outputs are
-//! written while it computes (on the CPU) or downloaded after it. By then all earlier visits of the
-//! device have read their inputs. A visit never writes where it reads: its outputs get their places
-//! before those of its inputs are free. What the host reads (loss, scatter), or more than one
-//! device, keeps its place for the whole step.
+//! A boundary has a place for each group of micro-batches; in a pipeline, for each micro-batch. It
+//! reuses the place of one of the same size that was read for the last time by an earlier visit of
+//! the device that writes it. No lock is needed: one lane of a device computes its visits in their
+//! order, and a visit's outputs are written while it computes (on the CPU) or downloaded after it.
+//! By then all earlier visits of the device have read their inputs. A visit never writes where it
+//! reads: its outputs get their places before those of its inputs are free. What the host reads
+//! (loss, scatter), or more than one device, keeps its place for the whole step.
 //!
 //! A boundary may be *packed*: its elements are rounded to bf16 (`tensor::packed`).
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-use l2l_actors::schedule::{BoundaryId, DeviceId, GroupId, MicroBatch, Schedule, Visit};
+use l2l_actors::schedule::{BoundaryId, DeviceId, MicroBatch, Schedule, Visit};
 
 /// Where each boundary of a step lies in the stash, in floats.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct StashLayout {
-    /// For each boundary and group: its first float, and the floats per sequence.
+    /// For each boundary and unit: its first float, and the floats per sequence.
     places: Vec<(usize, usize)>,
     /// The number of sequences before each micro-batch; the last entry is the number of all.
     before: Vec<usize>,
-    /// The groups of micro-batches.
-    groups: Vec<Range<MicroBatch>>,
+    /// Micro-batches that have places of their own.
+    units: Vec<Range<MicroBatch>>,
     /// The size of the stash.
     pub(crate) floats: usize,
 }
 
-/// A boundary's part of one group.
-type Part = (BoundaryId, GroupId);
+/// A boundary's part of one unit, by its index.
+type Part = (BoundaryId, usize);
 
 impl StashLayout {
     /// The first float of one micro-batch of a boundary, and the number of floats that it has room
     /// for.
     pub(crate) fn place(&self, id: BoundaryId, m: MicroBatch) -> (usize, usize) {
-        let group = self.groups.partition_point(|group| group.end <= m);
-        let (at, floats) = self.places[id.0 as usize * self.groups.len() + group];
-        let first = self.before[self.groups[group].start as usize];
+        let unit = unit_of(&self.units, m);
+        let (at, floats) = self.places[id.0 as usize * self.units.len() + unit];
+        let first = self.before[self.units[unit].start as usize];
         let (from, to) = (self.before[m as usize], self.before[m as usize + 1]);
         (at + (from - first) * floats, (to - from) * floats)
     }
@@ -49,20 +49,20 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     for &sequences in &schedule.micro_batches {
         before.push(before[before.len() - 1] + sequences as usize);
     }
-    let groups = schedule.groups.clone();
-    let index = |(id, group): Part| id.0 as usize * groups.len() + group as usize;
-    let last_reads = last_reads(schedule);
+    let units = units(schedule);
+    let index = |(id, unit): Part| id.0 as usize * units.len() + unit;
+    let last_reads = last_reads(schedule, &units);
     let mut places: Vec<Option<(usize, usize)>> =
-        vec![None; schedule.boundaries.len() * groups.len()];
+        vec![None; schedule.boundaries.len() * units.len()];
     // Device, and floats per sequence -> places.
     let mut free: HashMap<(Option<DeviceId>, usize), Vec<usize>> = HashMap::new();
-    // Each place has room for the largest group, so that any group can reuse it.
-    let largest =
-        |group: &Range<MicroBatch>| before[group.end as usize] - before[group.start as usize];
-    let sequences = groups.iter().map(largest).max().unwrap_or(0);
+    // Each place has room for the largest group, so that any unit can reuse it.
+    let sequences =
+        |unit: &Range<MicroBatch>| before[unit.end as usize] - before[unit.start as usize];
+    let sequences = units.iter().map(sequences).max().unwrap_or(0);
     let mut floats = 0;
     for (now, visit) in schedule.visits.iter().enumerate() {
-        for part in parts(schedule, visit, &visit.writes) {
+        for part in parts(&units, visit, &visit.writes) {
             let stashed = schedule.boundary(part.0).stashed_per_sequence as usize;
             let per_sequence = stashed / size_of::<f32>();
             let place = &mut places[index(part)];
@@ -77,7 +77,7 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
             });
             *place = Some((at, per_sequence));
         }
-        for part in parts(schedule, visit, &visit.reads) {
+        for part in parts(&units, visit, &visit.reads) {
             if last_reads.get(&part) == Some(&Some(now))
                 && let Some((at, per_sequence)) = places[index(part)]
             {
@@ -86,21 +86,37 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
         }
     }
     let places = places.into_iter().map(Option::unwrap_or_default).collect();
-    StashLayout { places, before, groups, floats }
+    StashLayout { places, before, units, floats }
+}
+
+/// Micro-batches that have places of their own: groups; or each, where several devices meet one at a
+/// time, so that the places of one are free for others before the step ends.
+fn units(schedule: &Schedule) -> Vec<Range<MicroBatch>> {
+    let is_pipeline = schedule.devices() > 1
+        && schedule.device_visits().all(|visit| visit.micro_batches.len() == 1);
+    match is_pipeline {
+        true => (0..schedule.micro_batches.len() as MicroBatch).map(|m| m..m + 1).collect(),
+        false => schedule.groups.clone(),
+    }
+}
+
+/// The unit of a micro-batch.
+fn unit_of(units: &[Range<MicroBatch>], m: MicroBatch) -> usize {
+    units.partition_point(|unit| unit.end <= m)
 }
 
 /// The parts of boundaries that a visit meets.
-fn parts(schedule: &Schedule, visit: &Visit, boundaries: &[BoundaryId]) -> Vec<Part> {
+fn parts(units: &[Range<MicroBatch>], visit: &Visit, boundaries: &[BoundaryId]) -> Vec<Part> {
     let Range { start, end } = visit.micro_batches;
-    let groups = schedule.group_of(start)..=schedule.group_of(end - 1);
-    boundaries.iter().flat_map(|&id| groups.clone().map(move |group| (id, group))).collect()
+    let units = unit_of(units, start)..=unit_of(units, end - 1);
+    boundaries.iter().flat_map(|&id| units.clone().map(move |unit| (id, unit))).collect()
 }
 
 /// The visit that reads each part last. `None`: the host reads it, or several devices do.
-fn last_reads(schedule: &Schedule) -> HashMap<Part, Option<usize>> {
+fn last_reads(schedule: &Schedule, units: &[Range<MicroBatch>]) -> HashMap<Part, Option<usize>> {
     let mut last_reads: HashMap<Part, Option<usize>> = HashMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for part in parts(schedule, visit, &visit.reads) {
+        for part in parts(units, visit, &visit.reads) {
             let before = last_reads.insert(part, Some(index).filter(|_| visit.on_device()));
             let is_ours = |before: Option<usize>| {
                 before.is_some_and(|before| schedule.visits[before].place == visit.place)

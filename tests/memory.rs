@@ -108,6 +108,24 @@ fn several_devices_hold_what_one_does() {
     }
 }
 
+/// A pipeline's stash holds what is on its way: with 1F1B of no more micro-batches when a step has
+/// more.
+#[test]
+fn one_forward_one_backward_keeps_few_micro_batches() {
+    let stash = |kind, micro_batches: usize| {
+        let mut config = config(24, micro_batches);
+        (config.device.count, config.schedule.kind) = (Some(3), kind);
+        let plan = plan(&config);
+        plan.host.iter().find(|term| term.name == "stash").expect("it has one").bytes
+    };
+    let gpipe = |micro_batches| stash(ScheduleKind::Gpipe, micro_batches);
+    let alternating = |micro_batches| stash(ScheduleKind::OneForwardOneBackward, micro_batches);
+    assert!(gpipe(32) > 3 * gpipe(8));
+    // What the host writes and reads, at both ends of the model, is kept of all.
+    assert!(alternating(32) < 2 * alternating(8));
+    assert!(4 * alternating(32) < gpipe(32));
+}
+
 /// Also: not one large allocation from the third step on, in any schedule.
 #[test]
 fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {

@@ -7,11 +7,12 @@ use super::generate::{Legs, legs};
 use super::model::{LayerKind, RingModel, Selection};
 use super::pipeline::{Action, Pipeline};
 use super::{
-    BoundaryId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit, VisitKind,
+    BlockId, BoundaryId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
+    VisitKind,
 };
 
-/// The schedule of a pipeline. The model's layers are cut into stages of as many layers each as can
-/// be, a tile of the head being a layer.
+/// The schedule of a pipeline. The model's layers are cut into stages of about as many parameters
+/// each, a tile of the head being a layer.
 ///
 /// # Errors
 /// As [`relay`](super::relay); or the pipeline has more stages than there are layers, or does not
@@ -105,9 +106,11 @@ fn stages(
         let reason = format!("{count} stages need as many layers; {has} are visited by devices");
         return Err(Refusal::of(reason));
     }
+    let bytes = |id: &BlockId| schedule.block(*id).weight_bytes;
+    let size = |layer: &LayerId| model.layers[layer.0 as usize].blocks.iter().map(bytes).sum();
+    let sizes: Vec<u64> = layers.iter().map(size).collect();
     let mut stage_of = BTreeMap::new();
-    for stage in 0..count {
-        let Range { start, end } = stage * layers.len() / count..(stage + 1) * layers.len() / count;
+    for (stage, Range { start, end }) in cuts(&sizes, count).into_iter().enumerate() {
         stage_of.extend(layers[start..end].iter().map(|&layer| (layer, stage)));
     }
     let mut stages: Vec<Stage> = (0..count).map(|_| Stage::default()).collect();
@@ -119,4 +122,38 @@ fn stages(
         stages[stage_of[&visit.layer]].add_backward(schedule, visit);
     }
     Ok(stages)
+}
+
+/// Cuts layers of these sizes into `count` stages: a stage ends where the share of all sizes that it
+/// ends at would be passed, and has at least one layer.
+fn cuts(sizes: &[u64], count: usize) -> Vec<Range<usize>> {
+    let total: u128 = sizes.iter().map(|&size| u128::from(size)).sum();
+    let (mut cuts, mut end, mut sum) = (Vec::with_capacity(count), 0, 0_u128);
+    for stage in 1..=count {
+        let start = end;
+        let most = sizes.len() - (count - stage); // the stages behind it have a layer each
+        let is_within = |sum: u128| sum * count as u128 <= total * stage as u128;
+        while end < most && (end == start || is_within(sum + u128::from(sizes[end]))) {
+            sum += u128::from(sizes[end]);
+            end += 1;
+        }
+        cuts.push(start..end);
+    }
+    cuts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::cuts;
+
+    #[test]
+    fn stages_are_about_equal_and_none_is_empty() {
+        assert_eq!(cuts(&[1; 8], 4), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(cuts(&[1; 5], 2), [0..2, 2..5]);
+        // A stem, blocks, a final norm, and a head.
+        assert_eq!(cuts(&[1, 10, 10, 10, 10, 1, 8], 2), [0..3, 3..7]);
+        assert_eq!(cuts(&[100, 1, 1], 3), [0..1, 1..2, 2..3]);
+        assert_eq!(cuts(&[1, 1, 100], 3), [0..1, 1..2, 2..3]);
+        assert_eq!(cuts(&[0, 0, 0, 0], 2), [0..3, 3..4]);
+    }
 }
