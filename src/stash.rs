@@ -89,8 +89,8 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     StashLayout { places, before, units, floats }
 }
 
-/// Micro-batches that have places of their own: groups; or each, where several devices meet one at a
-/// time, so that the places of one are free for others before the step ends.
+/// Micro-batches that have places of their own: groups; or each, where several devices meet one at
+/// a time, so that the places of one are free for others before the step ends.
 fn units(schedule: &Schedule) -> Vec<Range<MicroBatch>> {
     let is_pipeline = schedule.devices() > 1
         && schedule.device_visits().all(|visit| visit.micro_batches.len() == 1);

@@ -124,8 +124,8 @@ fn stages(
     Ok(stages)
 }
 
-/// Cuts layers of these sizes into `count` stages: a stage ends where the share of all sizes that it
-/// ends at would be passed, and has at least one layer.
+/// Cuts layers of these sizes into `count` stages: a stage ends where the share of all sizes that
+/// it ends at would be passed, and has at least one layer.
 fn cuts(sizes: &[u64], count: usize) -> Vec<Range<usize>> {
     let total: u128 = sizes.iter().map(|&size| u128::from(size)).sum();
     let (mut cuts, mut end, mut sum) = (Vec::with_capacity(count), 0, 0_u128);
