@@ -7,9 +7,9 @@
 //! that no landing block is ever held by something that waits. The region of a staged block is
 //! written from a landing block and read back into one.
 //!
-//! Each group of micro-batches has a gradient of its own. It lands, gradients that were kept of
-//! earlier groups are added to it, and the sum is kept for later groups in a slot of pool `parts`,
-//! until it is the block's.
+//! Each group of micro-batches has a gradient of its own. When it has landed, the Reducer adds the
+//! gradients that it kept of earlier groups. The sum waits in a slot of pool `parts` for later
+//! groups. After the last group the sum is the block's gradient.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

@@ -15,7 +15,7 @@ use std::fmt;
 
 use super::{DeviceId, LayerId, MicroBatch, Phase, Refusal, Schedule};
 
-/// A device has a number of one byte.
+/// The most devices of a pipeline: a [`DeviceId`] is a `u8`.
 const MOST_DEVICES: usize = 255;
 
 /// What a device does at one place of its list: a micro-batch passes a stage.
@@ -85,17 +85,8 @@ impl Pipeline {
     /// One forward pass, one backward pass, by turns, once each device has as many micro-batches on
     /// their way as there are devices behind it.
     pub fn one_forward_one_backward(devices: u32, micro_batches: MicroBatch) -> Pipeline {
-        let of_device = |stage: u32| -> Vec<Action> {
-            let ahead = (devices - 1 - stage).min(micro_batches);
-            let mut actions: Vec<Action> = (0..ahead).map(|m| Action::forward(stage, m)).collect();
-            for m in 0..micro_batches {
-                let next = Some(m + ahead).filter(|&next| next < micro_batches);
-                actions.extend(next.map(|next| Action::forward(stage, next)));
-                actions.push(Action::backward(stage, m));
-            }
-            actions
-        };
-        Pipeline { devices: (0..devices).map(of_device).collect() }
+        let rounds = Rounds { devices, chunks: 1, micro_batches, round: micro_batches.max(1) };
+        rounds.by_turns(1, |device, at| vec![rounds.backward(device, at)])
     }
 
     /// 1F1B with several stages on each device, `chunks` of them: stage `s` is on device `s` modulo
@@ -331,9 +322,9 @@ impl Rounds {
         self.micro_batches * self.chunks
     }
 
-    /// On each device a forward pass and what `backward` gives for the pass of that number, by
-    /// turns. Before them as many forward passes as it takes until the first one comes back, of
-    /// which there are `hops` for each device behind it.
+    /// The list of each device. First come the forward passes that run before the first backward
+    /// pass can: a round for each further chunk, and `hops` passes for each later device. Then a
+    /// forward pass and `backward` of a device and a pass's number take turns.
     fn by_turns(&self, hops: u32, backward: impl Fn(u32, u32) -> Vec<Action>) -> Pipeline {
         let of_device = |device: u32| -> Vec<Action> {
             let behind = hops * (self.devices - 1 - device);
