@@ -21,6 +21,9 @@ MODEL = """model.layers=12 model.hidden=64 model.heads=4 model.vocabulary=256 mo
 data.train=random data.sequence_length=32 step.batch=32 step.micro_batch=2 step.steps=4
 device.flop_rate=0.7GFLOP/s channels.weights=40 log.format=json"""
 
+# Uploads take longer than kernels.
+SLOW = "device.link=8MB/s device.flop_rate=7GFLOP/s channels.weights=2"
+
 WAYS = {
     "layers dealt": "",
     "sequences dealt, 4 groups": "parallel.deal=sequences parallel.groups=4",
@@ -28,6 +31,8 @@ WAYS = {
     "1f1b": "schedule.kind=1f1b",
     "interleaved": "schedule.kind=interleaved",
     "zero bubble": "schedule.kind=zero-bubble",
+    "whole blocks, slow link": f"parallel.deal=sequences parallel.groups=4 {SLOW}",
+    "blocks in shards, slow link": f"parallel.deal=sequences parallel.groups=4 parallel.transfer=sharded {SLOW}",
 }
 
 

@@ -1,9 +1,10 @@
 //! The layout of the stash, where boundaries wait between visits, on the host or on the device.
 //!
-//! A boundary has a place for each group of micro-batches; in a pipeline, for each micro-batch. It
-//! reuses the place of one of the same size that was read for the last time by an earlier visit of
-//! the device that writes it. No lock is needed: one lane of a device computes its visits in their
-//! order, and a visit's outputs are written while it computes (on the CPU) or downloaded after it.
+//! A boundary has a place for each group of micro-batches. Where devices meet one micro-batch at a
+//! time (resident, pipelines), it has a place for each micro-batch. A boundary reuses the place of
+//! one of the same size that was read for the last time by an earlier visit of the device that
+//! writes it. No lock is needed: one lane of a device computes its visits in their order, and a
+//! visit's outputs are written while it computes (on the CPU) or downloaded after it.
 //! By then all earlier visits of the device have read their inputs. A visit never writes where it
 //! reads: its outputs get their places before those of its inputs are free. What the host reads
 //! (loss, scatter), or more than one device, keeps its place for the whole step.
@@ -89,12 +90,10 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     StashLayout { places, before, units, floats }
 }
 
-/// Micro-batches that have places of their own: groups; or each, where several devices meet one at
-/// a time, so that the places of one are free for others before the step ends.
+/// Micro-batches that have places of their own: groups; or each, where devices meet one at a time
+/// (resident, pipelines), so that the places of one are free for others before the step ends.
 fn units(schedule: &Schedule) -> Vec<Range<MicroBatch>> {
-    let is_pipeline = schedule.devices() > 1
-        && schedule.device_visits().all(|visit| visit.micro_batches.len() == 1);
-    match is_pipeline {
+    match schedule.device_visits().all(|visit| visit.micro_batches.len() == 1) {
         true => (0..schedule.micro_batches.len() as MicroBatch).map(|m| m..m + 1).collect(),
         false => schedule.groups.clone(),
     }

@@ -4,7 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-use l2l::config::{EpsTier, ScheduleKind};
+use l2l::config::{Deal, EpsTier, ScheduleKind, Transfer};
 use l2l::data::Batches;
 use l2l::{Config, Plan, Trainer, models::Model, shape_of};
 
@@ -98,14 +98,40 @@ fn several_devices_hold_what_one_does() {
     }
     // Each link moves its own layers.
     let (one, four) = (of(64, 1), of(64, 4));
-    let up = |plan: &Plan| plan.link_bytes.iter().map(|link| link.0).sum::<u64>();
+    let up = |plan: &Plan| plan.link_bytes.iter().map(|link| link.upload).sum::<u64>();
     assert_eq!(up(&one), one.upload_bytes);
     assert_eq!(up(&four), four.upload_bytes);
-    for &(up, down) in &four.link_bytes {
+    for link in &four.link_bytes {
+        let (up, down) = (link.upload, link.download);
         let share = |of: u64, all: u64| 4.0 * of as f64 / all as f64;
         assert!((share(up, one.upload_bytes) - 1.0).abs() < 0.2, "{up}");
         assert!((share(down, one.download_bytes) - 1.0).abs() < 0.2, "{down}");
     }
+}
+
+/// In shards, each link moves an nth of the weights that one device's would, and devices copy the
+/// rest from each other.
+#[test]
+fn sharded_transfer_moves_an_nth_over_each_link() {
+    let of = |devices: u32, transfer| {
+        let mut config = config(16, 8);
+        config.device.count = Some(devices);
+        (config.parallel.deal, config.parallel.groups) = (Deal::Sequences, 4);
+        config.parallel.transfer = transfer;
+        plan(&config)
+    };
+    let (one, whole, sharded) =
+        (of(1, Transfer::Whole), of(4, Transfer::Whole), of(4, Transfer::Sharded));
+    assert_eq!(sharded.upload_bytes, one.upload_bytes);
+    let copied: u64 = sharded.link_bytes.iter().map(|link| link.peers).sum();
+    assert_eq!(sharded.upload_bytes + copied, whole.upload_bytes);
+    for (link, of_whole) in sharded.link_bytes.iter().zip(&whole.link_bytes) {
+        let share = |of: u64, all: u64| 4.0 * of as f64 / all as f64;
+        assert!((share(link.upload, one.upload_bytes) - 1.0).abs() < 0.05, "{link:?}");
+        assert!((share(link.download, one.download_bytes) - 1.0).abs() < 0.05, "{link:?}");
+        assert_eq!(link.upload + link.peers, of_whole.upload, "all of every block comes");
+    }
+    assert_eq!(sharded.device, whole.device, "it takes no memory");
 }
 
 /// A pipeline's stash holds what is on its way: with 1F1B of no more micro-batches when a step has

@@ -150,6 +150,7 @@ fn main() {
         let runtime = builder.worker_threads(threads.max(1)).build().expect("a runtime");
         let (mut bare, mut on_threads, mut messages, mut ratios) = (vec![], vec![], vec![], vec![]);
         let mut operations = 0.0;
+        let pools = Pools::of(&schedule, &Capacities::default());
         for _ in 0..ROUNDS {
             let micros = |time: Duration| time.as_secs_f64() * 1e6;
             let lanes = Instantly { origin: Instant::now(), operations: Mutex::new(0) };
@@ -158,7 +159,7 @@ fn main() {
             let count = *lanes.operations.lock().expect("nothing panics inside");
             operations = count as f64 / (STEPS + 1) as f64 / visits;
             let message = micros(runtime.block_on(message_time()));
-            let lanes = Arc::new(ThreadLanes::start(Idle, 1, None).expect("threads"));
+            let lanes = Arc::new(ThreadLanes::start(Idle, &pools, None).expect("threads"));
             on_threads.push(micros(runtime.block_on(step_time(lanes, &schedule))) / visits);
             bare.push(visit);
             messages.push(message);

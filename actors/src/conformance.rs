@@ -100,7 +100,7 @@ pub fn check<S: Subject>(subject: &S) -> ConformanceReport {
             report.operations += in_order(&run.queued);
             report.rings += 1;
         }
-        for actor in ActorName::all(subject.schedule().devices()) {
+        for actor in ActorName::all(&Pools::of(&subject.schedule(), &Capacities::default())) {
             for wait in 0.. {
                 let inject = FaultInjection { actor, wait, fault: Fault::Error };
                 let run = Run::of(subject, 2, deferred, Some(inject), End::Stops);

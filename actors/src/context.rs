@@ -156,13 +156,14 @@ impl Context {
         self.wait(ActorState::Blocked, WaitsFor::Operation(lane), layer, fence.wait()).await
     }
 
-    /// Waits until what another actor sent was computed.
-    pub(crate) async fn computed(
+    /// Waits for an operation on this lane that another actor queued; it sent the fence.
+    pub(crate) async fn arrived(
         &mut self,
+        lane: Lane,
         fence: &Fence,
         layer: Option<LayerId>,
     ) -> Result<Done, BoxedError> {
-        let what = WaitsFor::Operation(Lane::Compute);
+        let what = WaitsFor::Operation(lane);
         self.wait(ActorState::Starved, what, layer, fence.wait()).await
     }
 

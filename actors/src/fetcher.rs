@@ -76,8 +76,12 @@ impl Fetcher {
         let arrived = self.context.queue(Order::at(step, visit, work));
         let staged = Staged { block, slot: held, arrived };
         match visit.device() {
-            Some(device) => self.staged[usize::from(device)].send(Flow::Datum(staged)),
             None => self.gathered.push_back(staged),
+            Some(_) if step.plan.schedule.shards > 1 => {
+                let all = self.staged.iter();
+                all.for_each(|device| device.send(Flow::Datum(staged.clone())));
+            }
+            Some(device) => self.staged[usize::from(device)].send(Flow::Datum(staged)),
         }
         Ok(())
     }

@@ -21,6 +21,8 @@
 //!    the [slot](pool::Held) that the plan names and a visit credit, queues
 //!    [`UploadBlock`](work::Work::UploadBlock), and sends [`Weights`](messages::Weights) with the
 //!    slot and the upload's [fence](fence::Fence).
+//!    Where blocks come in shards, an Exchanger behind it queues
+//!    [`CopyShards`](work::Work::CopyShards) and hands `Weights` on.
 //! 3. The Executor takes [`Inputs`](messages::Inputs) with it, one per micro-batch, acquires
 //!    outputs and a gradient slot, queues [`Compute`](work::Work::Compute) for every micro-batch,
 //!    and sends [`Outputs`](messages::Outputs) to the Stasher, which queues downloads; each
@@ -61,6 +63,8 @@ mod task;
 mod fetcher;
 
 mod prefetcher;
+
+mod exchanger;
 
 mod executor;
 

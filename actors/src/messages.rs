@@ -1,8 +1,8 @@
 //! Everything that travels on an edge, in flow order. The datum changes its name at each hop:
-//! [`Staged`] → [`Weights`] and [`Inputs`] → [`Outputs`] and [`Gradients`] → [`Reduced`] → the fact
-//! [`Updated`](crate::facts::Fact::Updated). Each message owns the slots it speaks of, and says
-//! with fences when what they hold is there. No caller ever holds one but [`Resolved`]; they are
-//! public as documentation.
+//! [`Staged`] → [`Weights`] (with [`Uploaded`] shards) and [`Inputs`] → [`Outputs`] and
+//! [`Gradients`] → [`Reduced`] → the fact [`Updated`](crate::facts::Fact::Updated). Each message
+//! owns the slots it speaks of, and says with fences when what they hold is there. No caller ever
+//! holds one but [`Resolved`]; they are public as documentation.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ pub enum Flow<T> {
 }
 
 /// Fetcher → Prefetcher: the master of a staged block is in a staging slot, or on its way there.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Staged {
     /// Whose.
     pub block: BlockId,
@@ -46,7 +46,19 @@ impl Staged {
     }
 }
 
-/// Prefetcher → Executor: the blocks of the next device visit are here or on their way.
+/// Prefetcher → Exchangers of other devices: a shard of a block is on its way to a weight slot.
+#[derive(Clone, Debug)]
+pub struct Uploaded {
+    /// Whose.
+    pub block: BlockId,
+    /// Where.
+    pub slot: Held,
+    /// The operation that uploads it.
+    pub arrived: Fence,
+}
+
+/// Prefetcher → Executor, by way of the Exchanger if there is one: the blocks of the next device
+/// visit are here or on their way.
 #[derive(Debug)]
 pub struct Weights {
     /// Which visit, among the device's.

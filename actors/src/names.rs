@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::schedule::DeviceId;
+use crate::schedule::{DeviceId, Pools};
 
 /// One actor of a ring. Some serve one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -11,6 +11,8 @@ pub enum ActorName {
     Fetcher,
     /// Uploads.
     Prefetcher(DeviceId),
+    /// Copies shards of blocks from other devices.
+    Exchanger(DeviceId),
     /// Computes.
     Executor(DeviceId),
     /// Downloads boundaries.
@@ -22,13 +24,15 @@ pub enum ActorName {
 }
 
 impl ActorName {
-    /// All actors of a ring with so many devices, in flow order.
-    pub fn all(devices: u32) -> Vec<ActorName> {
+    /// All actors of a ring with these pools, in flow order; behind them Exchangers, if it has any.
+    pub fn all(pools: &Pools) -> Vec<ActorName> {
         let of_device =
             |d| [ActorName::Prefetcher(d), ActorName::Executor(d), ActorName::Stasher(d)];
+        let devices = || (0..pools.devices).map(|device| device as DeviceId);
         let mut all = vec![ActorName::Fetcher];
-        all.extend((0..devices).flat_map(|device| of_device(device as DeviceId)));
+        all.extend(devices().flat_map(of_device));
         all.extend([ActorName::Reducer, ActorName::Optimizer]);
+        all.extend(devices().filter(|_| pools.shards > 1).map(ActorName::Exchanger));
         all
     }
 
@@ -41,6 +45,7 @@ impl ActorName {
             ActorName::Stasher(device) => 3 + 3 * usize::from(device),
             ActorName::Reducer => 1 + 3 * devices,
             ActorName::Optimizer => 2 + 3 * devices,
+            ActorName::Exchanger(device) => 3 + 3 * devices + usize::from(device),
         }
     }
 
@@ -48,6 +53,7 @@ impl ActorName {
     pub fn device(self) -> Option<DeviceId> {
         match self {
             ActorName::Prefetcher(device)
+            | ActorName::Exchanger(device)
             | ActorName::Executor(device)
             | ActorName::Stasher(device) => Some(device),
             ActorName::Fetcher | ActorName::Reducer | ActorName::Optimizer => None,
@@ -59,6 +65,7 @@ impl ActorName {
         match self {
             ActorName::Fetcher => "fetcher",
             ActorName::Prefetcher(_) => "prefetcher",
+            ActorName::Exchanger(_) => "exchanger",
             ActorName::Executor(_) => "executor",
             ActorName::Stasher(_) => "stasher",
             ActorName::Reducer => "reducer",

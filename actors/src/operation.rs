@@ -239,7 +239,7 @@ impl Operation {
     fn fail(&self, problem: Problem) {
         self.ring.failed(self.number());
         let Order { layer, work, .. } = &self.order;
-        let operation = work.to_string();
+        let operation = self.ring.named(self.actor, self.queue(), work.row());
         self.ring.switch.trip(Cause { actor: self.actor, layer: *layer, operation, problem });
     }
 }

@@ -12,10 +12,10 @@ use crate::cause::BoxedError;
 use crate::context::Context;
 use crate::fence::Fence;
 use crate::mailbox::{Inbox, Outbox};
-use crate::messages::{Flow, Inputs, Staged, Weights};
+use crate::messages::{Flow, Inputs, Staged, Uploaded, Weights};
 use crate::operation::{Order, Step};
 use crate::pool::{Content, Held, Pool};
-use crate::schedule::{BlockId, DeviceId, MicroBatch, Piece, Residence, Visit};
+use crate::schedule::{BlockId, DeviceId, MicroBatch, Piece, Residence, Shard, Visit};
 use crate::task::Actor;
 use crate::work::{Placed, Work};
 
@@ -25,6 +25,8 @@ pub(crate) struct Prefetcher {
     pub(crate) staged: Inbox<Flow<Staged>>,
     pub(crate) weights: Outbox<Flow<Weights>>,
     pub(crate) inputs: Outbox<Inputs>,
+    /// One for each other device, where blocks may come in shards.
+    pub(crate) peers: Vec<Outbox<Uploaded>>,
     pub(crate) weight_slots: Pool,
     pub(crate) visit_credits: Pool,
     pub(crate) input_slots: Pool,
@@ -80,7 +82,7 @@ impl Prefetcher {
         Ok(())
     }
 
-    /// Uploads one block to the slot that the plan names.
+    /// Uploads one block, or the device's shard of it, to the slot that the plan names.
     async fn upload(
         &mut self,
         step: &Arc<Step>,
@@ -92,9 +94,15 @@ impl Prefetcher {
         let content = Content::Block(block, version);
         let held = self.context.acquire_slot(&mut self.weight_slots, slot, content, layer).await?;
         let master = Staged::master(staged.as_ref(), version);
-        let work = Work::UploadBlock { block, version, master, weights: slot };
+        let shard = step.plan.schedule.shard_of(self.device);
+        let work = Work::UploadBlock { block, version, master, weights: slot, shard };
+        let arrived = self.context.queue(Order::at(step, visit, work).of_staged(staged));
+        if shard != Shard::WHOLE {
+            let uploaded = Uploaded { block, slot: held.clone(), arrived: arrived.clone() };
+            self.peers.iter().for_each(|peer| peer.send(uploaded.clone()));
+        }
         self.resident[slot as usize] = Some(held);
-        Ok(self.context.queue(Order::at(step, visit, work).of_staged(staged)))
+        Ok(arrived)
     }
 
     /// Waits until a block is published; the master that was read for it, if it is on file.

@@ -103,7 +103,7 @@ impl Reducer {
         assert_eq!(closed.block, block, "gradients close in the order of visits");
         // The lane of downloads runs in order: boundaries that are computed before must not stand
         // behind this gradient.
-        self.context.computed(&closed.computed, layer).await?;
+        self.context.arrived(Lane::Compute, &closed.computed, layer).await?;
         let content = Content::Gradient(block, step.number);
         let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
         let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));

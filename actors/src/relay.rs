@@ -243,9 +243,10 @@ impl<P: Ports> Relay<P> {
         self.fetcher.send(Flow::Stop);
         match self.ring.switch.until_tripped(self.ring.ended()).await {
             Some(()) => {
-                self.ports.closed().await;
-                if self.ring.switch.tripped() {
-                    return Err(self.end().await); // what lanes still had to do
+                // Lanes may fail or hang at what they still have to do.
+                let closed = self.ring.switch.until_tripped(self.ports.closed()).await;
+                if closed.is_none() || self.ring.switch.tripped() {
+                    return Err(self.end().await);
                 }
                 self.ended = true;
                 Ok(())

@@ -15,7 +15,7 @@ use crate::meter::{ActorState, Meter, Spent};
 use crate::names::ActorName;
 use crate::pool::{Content, Gauge};
 use crate::report::{Doing, InFlight, Snapshot};
-use crate::schedule::LayerId;
+use crate::schedule::{LayerId, Pools};
 use crate::work::{Lane, Queue, Row};
 
 /// What an actor waits for. Kept unformatted, for waits are many and reports few.
@@ -99,9 +99,9 @@ impl Queued {
         self.row.lane == Lane::Update && (self.begun || self.commits)
     }
 
-    fn in_flight(&self) -> InFlight {
+    fn in_flight(&self, ring: &Ring) -> InFlight {
         let Queued { actor, layer, queue, row, commits, begun } = *self;
-        InFlight { actor, queue, layer, operation: row.to_string(), begun, commits }
+        InFlight { actor, queue, layer, operation: ring.named(actor, queue, row), begun, commits }
     }
 }
 
@@ -113,7 +113,7 @@ pub(crate) struct Ring {
     pub(crate) gauges: Vec<Gauge>,
     /// One for each actor.
     posts: Vec<Post>,
-    devices: u32,
+    pools: Pools,
     in_flight: Mutex<BTreeMap<u64, Queued>>,
     enqueued: AtomicU64,
     /// One more than the number of the operation that ended last; 0: none has.
@@ -129,13 +129,13 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    pub(crate) fn new(blocks: usize, devices: u32, gauges: Vec<Gauge>, now: Duration) -> Ring {
+    pub(crate) fn new(blocks: usize, pools: Pools, gauges: Vec<Gauge>, now: Duration) -> Ring {
         Ring {
             switch: Switch::default(),
             facts: Facts::new(blocks),
             gauges,
-            posts: ActorName::all(devices).iter().map(|_| Post::new(now)).collect(),
-            devices,
+            posts: ActorName::all(&pools).iter().map(|_| Post::new(now)).collect(),
+            pools,
             in_flight: Mutex::default(),
             enqueued: AtomicU64::new(0),
             last_finished: AtomicU64::new(0),
@@ -147,8 +147,18 @@ impl Ring {
         }
     }
 
+    /// An operation's name in reports. Where the ring has several devices, the name says which one,
+    /// unless the actor's name does. (Names of the first device's actors have no number.)
+    pub(crate) fn named(&self, actor: ActorName, queue: Queue, row: Row) -> String {
+        let is_said = actor.device().is_some_and(|device| device > 0);
+        match queue.device.filter(|_| self.pools.devices > 1 && !is_said) {
+            Some(device) => format!("{row} on device {device}"),
+            None => row.to_string(),
+        }
+    }
+
     pub(crate) fn post(&self, actor: ActorName) -> &Post {
-        &self.posts[actor.index(self.devices as usize)]
+        &self.posts[actor.index(self.pools.devices as usize)]
     }
 
     /// Grows whenever anything moves.
@@ -240,19 +250,19 @@ impl Ring {
 
     /// What each actor has spent until now, with the state it is in.
     pub(crate) fn spent(&self, now: Duration) -> Vec<(ActorName, Spent)> {
-        let names = ActorName::all(self.devices).into_iter();
+        let names = ActorName::all(&self.pools).into_iter();
         names.map(|name| (name, self.post(name).meter.spent_until(now))).collect()
     }
 
     pub(crate) fn snapshot(&self) -> Snapshot {
-        let actors = ActorName::all(self.devices).into_iter().map(|name| {
+        let actors = ActorName::all(&self.pools).into_iter().map(|name| {
             let (doing, spent) = self.post(name).doing();
             (name, doing, spent)
         });
         Snapshot {
             actors: actors.collect(),
             pools: self.gauges.iter().map(Gauge::read).collect(),
-            operations: self.operations().values().map(Queued::in_flight).collect(),
+            operations: self.operations().values().map(|queued| queued.in_flight(self)).collect(),
             versions: self.facts.versions(),
         }
     }

@@ -25,6 +25,7 @@ use crate::fence::Done;
 use crate::operation::{Operation, Step};
 use crate::ports::{Lanes, Ports};
 use crate::record::{RecordSink, Scribe};
+use crate::schedule::Pools;
 use crate::work::Queue;
 
 /// Waits for work that was issued to a device, and says how it ended, in the lanes' time.
@@ -74,19 +75,19 @@ pub struct ThreadLanes<W> {
 }
 
 impl<W: LaneWork> ThreadLanes<W> {
-    /// Starts the threads, for so many devices. `records` receives the record of each operation
-    /// that ended well.
+    /// Starts the threads, for a ring with these pools. `records` receives the record of each
+    /// operation that ended well.
     ///
     /// # Errors
     /// The system gives no thread.
     pub fn start(
         work: W,
-        devices: u32,
+        pools: &Pools,
         records: Option<Arc<dyn RecordSink>>,
     ) -> io::Result<ThreadLanes<W>> {
         let (work, origin, alive) = (Arc::new(work), Instant::now(), watch::Sender::new(0));
         let mut queues = HashMap::new();
-        for queue in Queue::all(devices) {
+        for queue in Queue::all(pools) {
             let name = name_of(queue);
             let (sender, operations) = flume::unbounded::<Operation>();
             let runner = || Runner {

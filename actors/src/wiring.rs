@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use crate::config::RingConfig;
 use crate::context::Context;
+use crate::exchanger::Exchanger;
 use crate::executor::Executor;
 use crate::fetcher::Fetcher;
 use crate::mailbox::{Inbox, Outbox, mailbox};
-use crate::messages::{Flow, Gradients, Resolved, Staged};
+use crate::messages::{Flow, Gradients, Resolved, Staged, Uploaded};
 use crate::names::ActorName;
 use crate::optimizer::Optimizer;
 use crate::pool::Pool;
@@ -73,7 +74,7 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     let of_process = [&landing, &part_slots, &read_slots, &state_slots];
     let all = of_devices.chain(of_process).map(Pool::gauge);
     let gauges = all.filter(|gauge| !gauge.read().holders.is_empty()).collect();
-    let ring = Arc::new(Ring::new(blocks as usize, sizes.devices, gauges, lanes.now()));
+    let ring = Arc::new(Ring::new(blocks as usize, sizes, gauges, lanes.now()));
     let context_of = |name| Context::new(name, &ring, lanes, inject);
 
     let outcomes = blocks as usize + max_micro_batches as usize;
@@ -89,8 +90,8 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     };
     let mut tasks = vec![task(ActorName::Optimizer, &ring, lanes, optimizer)];
     let (mut gradients, mut staged) = (Vec::new(), Vec::new());
-    for (device, pools) in (0..).zip(devices) {
-        let wired = wire_device(device, pools, &sizes, &ring, lanes, &context_of);
+    for ((device, pools), peers) in (0..).zip(devices).zip(peers(&sizes)) {
+        let wired = wire_device(device, pools, peers, &sizes, &ring, lanes, &context_of);
         tasks.extend(wired.tasks);
         gradients.push(wired.gradients);
         staged.push(wired.staged);
@@ -106,9 +107,30 @@ pub(crate) fn wire(config: &RingConfig, lanes: &Arc<dyn Lanes>) -> Wired {
     Wired { ring, tasks, fetcher, resolved }
 }
 
+/// The edges of shards between one device and each other: to their Exchangers, and to its own.
+#[derive(Default)]
+struct Peers {
+    to: Vec<Outbox<Uploaded>>,
+    from: Vec<Inbox<Uploaded>>,
+}
+
+/// Those of each device; none where blocks come whole.
+fn peers(sizes: &Pools) -> Vec<Peers> {
+    let devices = sizes.devices as usize;
+    let mut all: Vec<Peers> = (0..devices).map(|_| Peers::default()).collect();
+    for to in (0..devices).filter(|_| sizes.shards > 1) {
+        for from in (0..devices).filter(|&from| from != to) {
+            let (outbox, inbox) = mailbox("shards", sizes.weights as usize);
+            all[from].to.push(outbox);
+            all[to].from.push(inbox);
+        }
+    }
+    all
+}
+
 /// The actors of one device, and their edges to the others.
 struct WiredDevice {
-    tasks: [ActorTask; 3],
+    tasks: Vec<ActorTask>,
     /// To the first of them.
     staged: Outbox<Flow<Staged>>,
     /// From them to the Reducer.
@@ -118,6 +140,7 @@ struct WiredDevice {
 fn wire_device(
     device: DeviceId,
     pools: DevicePools,
+    peers: Peers,
     sizes: &Pools,
     ring: &Arc<Ring>,
     lanes: &Arc<dyn Lanes>,
@@ -126,12 +149,13 @@ fn wire_device(
     let (to_reducer, gradients) = mailbox("gradients", sizes.gradients as usize + SIGNALS);
     let (to_stasher, outputs) = mailbox("outputs", sizes.outputs as usize + SIGNALS);
     let (inputs_to_executor, inputs) = mailbox("inputs", sizes.inputs as usize);
-    let (to_executor, weights) = mailbox("weights", sizes.visits as usize + SIGNALS);
     let (to_prefetcher, staged) = mailbox("staged", sizes.reads as usize + SIGNALS);
 
     let name = ActorName::Stasher(device);
     let stasher = Stasher { context: context_of(name), outputs, step: None };
-    let stasher = task(name, ring, lanes, stasher);
+    let mut tasks = vec![task(name, ring, lanes, stasher)];
+    let weights_mailbox = |name| mailbox(name, sizes.visits as usize + SIGNALS);
+    let (mut to_executor, weights) = weights_mailbox("weights");
     let name = ActorName::Executor(device);
     let executor = Executor {
         context: context_of(name),
@@ -144,7 +168,15 @@ fn wire_device(
         gradient_slots: pools.gradients,
         open: HashMap::new(),
     };
-    let executor = task(name, ring, lanes, executor);
+    tasks.push(task(name, ring, lanes, executor));
+    if sizes.shards > 1 {
+        let name = ActorName::Exchanger(device);
+        let (to_exchanger, prefetched) = weights_mailbox("prefetched");
+        let weights = std::mem::replace(&mut to_executor, to_exchanger);
+        let (context, peers) = (context_of(name), peers.from);
+        let exchanger = Exchanger { context, device, prefetched, peers, weights, step: None };
+        tasks.push(task(name, ring, lanes, exchanger));
+    }
     let name = ActorName::Prefetcher(device);
     let prefetcher = Prefetcher {
         context: context_of(name),
@@ -152,11 +184,12 @@ fn wire_device(
         staged,
         weights: to_executor,
         inputs: inputs_to_executor,
+        peers: peers.to,
         weight_slots: pools.weights,
         visit_credits: pools.visits,
         input_slots: pools.inputs,
         resident: vec![None; sizes.weights as usize],
     };
-    let prefetcher = task(name, ring, lanes, prefetcher);
-    WiredDevice { tasks: [stasher, executor, prefetcher], staged: to_prefetcher, gradients }
+    tasks.push(task(name, ring, lanes, prefetcher));
+    WiredDevice { tasks, staged: to_prefetcher, gradients }
 }

@@ -7,7 +7,8 @@
 use std::fmt;
 
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceId, GroupId, MicroBatch, Phase, Schedule, Share, Version,
+    BlockId, BoundaryId, DeviceId, GroupId, MicroBatch, Phase, Pools, Schedule, Shard, Share,
+    Version,
 };
 
 /// A kind of in-order queue of work.
@@ -25,6 +26,8 @@ pub enum Lane {
     Update,
     /// Files under the EPS.
     File,
+    /// Device to device.
+    Peer,
 }
 
 /// A queue of operations that run in order: a lane of a device, or one of the host.
@@ -37,34 +40,42 @@ pub struct Queue {
 }
 
 impl Queue {
-    /// All queues of a ring with so many devices.
-    pub fn all(devices: u32) -> Vec<Queue> {
+    /// All queues of a ring with these pools.
+    pub fn all(pools: &Pools) -> Vec<Queue> {
         let of_lane = |lane: Lane| -> Vec<Queue> {
             if lane.is_of_device() {
-                (0..devices)
+                (0..pools.devices)
                     .map(|device| Queue { lane, device: Some(device as DeviceId) })
                     .collect()
             } else {
                 vec![Queue { lane, device: None }]
             }
         };
-        Lane::ALL.into_iter().flat_map(of_lane).collect()
+        let lanes = Lane::ALL.into_iter().filter(|&lane| lane != Lane::Peer || pools.shards > 1);
+        lanes.flat_map(of_lane).collect()
     }
 }
 
 impl Lane {
     /// True for a lane that each device has, false for one of the host.
     pub fn is_of_device(self) -> bool {
-        matches!(self, Lane::Upload | Lane::Compute | Lane::Download)
+        matches!(self, Lane::Upload | Lane::Peer | Lane::Compute | Lane::Download)
     }
 
-    /// All lanes, in flow order.
-    pub const ALL: [Lane; 6] =
-        [Lane::Upload, Lane::Compute, Lane::Download, Lane::Host, Lane::Update, Lane::File];
+    /// All lanes, in flow order; the last is there only where blocks come in shards.
+    pub const ALL: [Lane; 7] = [
+        Lane::Upload,
+        Lane::Compute,
+        Lane::Download,
+        Lane::Host,
+        Lane::Update,
+        Lane::File,
+        Lane::Peer,
+    ];
 
     /// Its name in metrics and timelines.
     pub fn name(self) -> &'static str {
-        ["upload", "compute", "download", "host", "update", "file"][self as usize]
+        ["upload", "compute", "download", "host", "update", "file", "peer"][self as usize]
     }
 }
 
@@ -73,6 +84,8 @@ impl Lane {
 pub enum WorkKind {
     /// A block goes to the device.
     Weights,
+    /// Shards of a block come from other devices.
+    Shards,
     /// A boundary goes to the device.
     Input,
     /// A micro-batch's forward pass through a layer.
@@ -108,6 +121,7 @@ impl WorkKind {
     pub fn name(self) -> &'static str {
         match self {
             WorkKind::Weights => "weights",
+            WorkKind::Shards => "shards",
             WorkKind::Input => "input",
             WorkKind::Forward => "forward",
             WorkKind::Backward => "backward",
@@ -204,8 +218,17 @@ pub enum Work {
     Gather { visit: usize, share: Share, master: MasterAt },
     /// File: reads what is stored of a staged block into a staging slot.
     Stage { block: BlockId, version: Version, stored: Stored, slot: u32 },
-    /// Upload: copies a published block of this version into a weight slot.
-    UploadBlock { block: BlockId, version: Version, master: MasterAt, weights: u32 },
+    /// Upload: copies a shard of a published block of this version into a weight slot.
+    UploadBlock { block: BlockId, version: Version, master: MasterAt, weights: u32, shard: Shard },
+    /// Peer: copies the shards of a block that other devices uploaded, each from a weight slot of
+    /// its device, into the slot `weights` of this device, which uploaded `shard`.
+    CopyShards {
+        block: BlockId,
+        version: Version,
+        weights: u32,
+        shard: Shard,
+        from: Vec<(Shard, u32)>,
+    },
     /// Upload: copies a boundary from the stash into input slots.
     UploadBoundary { micro_batch: MicroBatch, inputs: Placed },
     /// Compute: one micro-batch of a device visit. `blocks` are the visit's, in its order.
@@ -268,7 +291,8 @@ enum Subject {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moves {
     Nothing,
-    Weights(BlockId),
+    Shard(BlockId, Shard),
+    OtherShards(BlockId, Shard),
     Gradient(BlockId),
     Master(BlockId),
     State(BlockId),
@@ -312,8 +336,12 @@ impl Work {
                     row(L::File, K::Read, "read of state of ", S::Published(b, v), moves)
                 }
             },
-            Work::UploadBlock { block: b, version: v, .. } => {
-                row(L::Upload, K::Weights, "upload of ", S::Published(b, v), M::Weights(b))
+            Work::UploadBlock { block: b, version: v, shard, .. } => {
+                row(L::Upload, K::Weights, "upload of ", S::Published(b, v), M::Shard(b, shard))
+            }
+            Work::CopyShards { block: b, version: v, shard, .. } => {
+                let moves = M::OtherShards(b, shard);
+                row(L::Peer, K::Shards, "copy of shards of ", S::Published(b, v), moves)
             }
             Work::UploadBoundary { micro_batch: m, inputs: Placed { boundary: id, .. } } => {
                 row(L::Upload, K::Input, "upload of ", S::Boundary(id, m), M::Boundary(id, m))
@@ -364,8 +392,8 @@ impl Work {
         self.row().lane
     }
 
-    /// Bytes it moves between host and device (or stash and device), or between host and file;
-    /// 0 for work that stays where it is.
+    /// Bytes it moves: to or from a device, or between host and file; 0 for work that stays where
+    /// it is.
     pub fn bytes(&self, schedule: &Schedule) -> u64 {
         self.row().bytes(schedule)
     }
@@ -400,7 +428,11 @@ impl Row {
     pub fn bytes(&self, schedule: &Schedule) -> u64 {
         match self.moves {
             Moves::Nothing => 0,
-            Moves::Weights(id) => schedule.block(id).weight_bytes,
+            Moves::Shard(id, shard) => shard.bytes(schedule.block(id).weight_bytes),
+            Moves::OtherShards(id, shard) => {
+                let all = schedule.block(id).weight_bytes;
+                all - shard.bytes(all)
+            }
             Moves::Gradient(id) => schedule.block(id).gradient_bytes,
             Moves::Master(id) => schedule.block(id).master_bytes,
             Moves::State(id) => {

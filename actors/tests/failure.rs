@@ -15,7 +15,7 @@ use common::*;
 use l2l_actors::schedule::{Capacities, LayerId, Schedule, deal, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
-use l2l_actors::work::{Lane, Work};
+use l2l_actors::work::{Queue, Work};
 use l2l_actors::{
     ActorName, Fault, FaultInjection, Integrity, Problem, Relay, RingConfig, RingError,
 };
@@ -33,20 +33,23 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// When updates come, where blocks are, and on how many devices.
+/// When updates come, where blocks are, on how many devices, and how they come there.
 #[derive(Clone, Copy, Debug)]
 struct Mode {
     deferred: bool,
     on_file: bool,
     devices: u32,
+    sharded: bool,
 }
 
-const MODES: [Mode; 5] = [
-    Mode { deferred: false, on_file: false, devices: 1 },
-    Mode { deferred: true, on_file: false, devices: 1 },
-    Mode { deferred: false, on_file: true, devices: 1 },
-    Mode { deferred: true, on_file: true, devices: 1 },
-    Mode { deferred: true, on_file: false, devices: 2 },
+const MODES: [Mode; 7] = [
+    Mode { deferred: false, on_file: false, devices: 1, sharded: false },
+    Mode { deferred: true, on_file: false, devices: 1, sharded: false },
+    Mode { deferred: false, on_file: true, devices: 1, sharded: false },
+    Mode { deferred: true, on_file: true, devices: 1, sharded: false },
+    Mode { deferred: true, on_file: false, devices: 2, sharded: false },
+    Mode { deferred: true, on_file: false, devices: 2, sharded: true },
+    Mode { deferred: false, on_file: true, devices: 2, sharded: true },
 ];
 
 impl Mode {
@@ -63,7 +66,8 @@ fn ring(mode: Mode) -> (Schedule, RingConfig) {
     let mut selection = everything(&model, 2);
     selection.frozen = vec![l2l_actors::schedule::BlockId(1)];
     let schedule = relay(&model, &selection).expect("a model of ours");
-    let schedule = deal(schedule, mode.devices);
+    let schedule =
+        if mode.sharded { sharded(&model, 2, mode.devices) } else { deal(schedule, mode.devices) };
     let config = config(&schedule, &Capacities::default(), mode.deferred);
     (schedule, config)
 }
@@ -110,7 +114,7 @@ fn injections(fault: Fault, mode: Mode) -> Vec<(Injection, Blame)> {
     let mut all: Vec<(Injection, Blame)> = Vec::new();
     let mut names = Vec::new();
     for record in records {
-        let name = Name::of(record.step, &record.work);
+        let name = Name::of(record.step, record.device, &record.work);
         if names.contains(&name) {
             continue; // a boundary uploaded for a second visit
         }
@@ -187,14 +191,14 @@ fn check(case: &Injection, blame: &Blame, mode: Mode, threads: usize) {
     let (inject, event, fault) = match case {
         Injection::Actor(inject) => (Some(*inject), None, inject.fault),
         Injection::Operation(record, fault) => {
-            let name = Name::of(record.step, &record.work);
+            let name = Name::of(record.step, record.device, &record.work);
             (None, Some((name, Event::Fails(*fault))), *fault)
         }
     };
     let watchdog = (fault == Fault::Hang).then_some(PATIENCE);
     let config = RingConfig { inject, watchdog, ..config };
     let work = Rehearsal::new(schedule.blocks.len(), event);
-    let lanes = Arc::new(ThreadLanes::start(work, mode.devices, None).expect("threads"));
+    let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
     let begin = Instant::now();
     let error = runtime(threads).block_on(async {
         let relay = Relay::start(config, lanes.clone());
@@ -292,7 +296,7 @@ fn a_dropped_relay_ends_by_itself_wherever_it_is() {
         for (case, _) in injections(Fault::Error, mode) {
             let Injection::Operation(record, _) = case else { continue };
             for threads in [0, 2] {
-                drop_at(Name::of(record.step, &record.work), mode, threads);
+                drop_at(Name::of(record.step, record.device, &record.work), mode, threads);
                 count += 1;
             }
         }
@@ -316,8 +320,8 @@ fn a_relay_dropped_between_any_two_moves_leaves_nothing() {
 
 /// False: the ring had ended before.
 fn drop_after(moves: usize, mode: Mode) -> bool {
-    let main = ActorName::all(mode.devices).len();
     let (schedule, config) = ring(mode);
+    let main = ActorName::all(&config.pools).len();
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
     let (mut relay, tasks) = Relay::wire(config, lanes.clone());
     let observer = relay.observer();
@@ -356,7 +360,7 @@ fn drop_at(name: Name, mode: Mode, threads: usize) {
     let begun = Arc::new(Notify::new());
     let work =
         Rehearsal::new(schedule.blocks.len(), Some((name.clone(), Event::Notifies(begun.clone()))));
-    let lanes = Arc::new(ThreadLanes::start(work, mode.devices, None).expect("threads"));
+    let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
     runtime(threads).block_on(async {
         let relay = Relay::start(config, lanes.clone());
         first(begun.notified(), drive(relay, &schedule)).await;
@@ -386,7 +390,7 @@ fn two_relays_in_one_process_do_not_know_each_other() {
         let (schedule, config) = ring(MODES[1]);
         let start = |inject| {
             let work = Rehearsal::new(schedule.blocks.len(), None);
-            let lanes = Arc::new(ThreadLanes::start(work, 1, None).expect("threads"));
+            let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
             Relay::start(RingConfig { inject, ..config.clone() }, lanes)
         };
         runtime(threads).block_on(async {
@@ -400,7 +404,9 @@ fn two_relays_in_one_process_do_not_know_each_other() {
             }
             let error = failing.await.expect("no panic");
             assert!(matches!(error, Some(RingError::Failed { .. })), "{error:?}");
-            soon("the other's threads are gone", || threads_of_ours() == Lane::ALL.len());
+            soon("the other's threads are gone", || {
+                threads_of_ours() == Queue::all(&config.pools).len()
+            });
             sound.stop().await.expect("it knows of no failure");
             tasks_gone().await;
         });
@@ -414,12 +420,13 @@ fn steps_start_no_thread_and_no_task() {
     for threads in [0, 2] {
         let (schedule, config) = ring(MODES[0]);
         let work = Rehearsal::new(schedule.blocks.len(), None);
-        let lanes = Arc::new(ThreadLanes::start(work, 1, None).expect("threads"));
+        let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
+        let queues = Queue::all(&config.pools).len();
         runtime(threads).block_on(async {
             let mut relay = Relay::start(config, lanes);
             let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
-            soon("threads have their names", || threads_of_ours() == Lane::ALL.len());
-            let before = (tasks(), Lane::ALL.len());
+            soon("threads have their names", || threads_of_ours() == queues);
+            let before = (tasks(), queues);
             for _ in 0..50 {
                 relay.step(&schedule, ()).await.expect("nothing fails here");
                 assert_eq!((tasks(), threads_of_ours()), before);

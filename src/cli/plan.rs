@@ -1,12 +1,13 @@
 //! `l2l plan`: the memory and the traffic of a run, before it starts.
 
+use std::fmt::Write;
 use std::path::Path;
 
 use l2l::config::{DeviceKind, EpsTier, Format};
 use l2l::models::{Model, Part, block_len};
-use l2l::plan::Term;
+use l2l::plan::{LinkBytes, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
-use l2l::{Config, Error, Misfit, Plan, devices, eps, machine, optimizers, shape_of};
+use l2l::{Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, optimizers};
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
@@ -16,7 +17,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
     let PlanArguments { common, draw: picture, forecast, csv, rates: given } = arguments;
     let (config, layers) = common.read(None, None)?;
     let locate = |error| layers.locate(error);
-    let model = Model::new(shape_of(&config).map_err(locate)?);
+    let model = Model::new(largest_shape_of(&config).map_err(locate)?);
     let plan = Plan::new(&config, &model, &config.update_rule()).map_err(locate)?;
     let is_asked = *forecast || picture.is_some() || given.any();
     let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
@@ -216,8 +217,11 @@ impl Shown<'_> {
             "file_bytes": terms(&plan.file, plan.file_bytes()),
             "upload_bytes": plan.upload_bytes,
             "download_bytes": plan.download_bytes,
-            "links": self.links().map(|(device, up, down)| {
-                json!({ "device": device, "upload_bytes": up, "download_bytes": down })
+            "links": self.links().map(|(device, link)| {
+                json!({
+                    "device": device, "upload_bytes": link.upload,
+                    "download_bytes": link.download, "peer_bytes": link.peers,
+                })
             }).collect::<Vec<_>>(),
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
@@ -267,8 +271,12 @@ impl Shown<'_> {
         number("upload a step", plan.upload_bytes, "bytes");
         number("download a step", plan.download_bytes, "bytes");
         if plan.devices() > 1 {
-            for (device, up, down) in self.links() {
-                number(&format!("  {device}"), up, &format!("bytes up, {down} down"));
+            for (device, link) in self.links() {
+                let mut others = format!("bytes up, {} down", link.download);
+                if link.peers > 0 {
+                    write!(others, ", {} from other devices", link.peers).expect("into a text");
+                }
+                number(&format!("  {device}"), link.upload, &others);
             }
         }
         if !plan.file.is_empty() {
@@ -278,9 +286,8 @@ impl Shown<'_> {
     }
 
     /// Each device's name, and the bytes that a step moves to it and from it.
-    fn links(&self) -> impl Iterator<Item = (&str, u64, u64)> {
-        let links = self.names.iter().zip(&self.plan.link_bytes);
-        links.map(|(name, &(up, down))| (name.as_str(), up, down))
+    fn links(&self) -> impl Iterator<Item = (&String, &LinkBytes)> {
+        self.names.iter().zip(&self.plan.link_bytes)
     }
 
     /// What decides whether it fits.

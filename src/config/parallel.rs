@@ -19,11 +19,16 @@ pub struct ParallelConfig {
     /// With `deal = "sequences"`: how much of the work each device gets, one number for each, for
     /// devices of different speed. All the same when absent. Results do not depend on it.
     pub weights: Option<Vec<u32>>,
+    /// How blocks come to devices that visit the same layers, with `deal = "sequences"`. `whole`:
+    /// each device uploads all of them. `sharded`: each device uploads an equal part of a block
+    /// over its own link, and copies the other parts from the devices that have them (the paper's
+    /// L2L-p). Results do not depend on it.
+    pub transfer: Transfer,
 }
 
 impl Default for ParallelConfig {
     fn default() -> ParallelConfig {
-        ParallelConfig { deal: Deal::Layers, groups: 1, weights: None }
+        ParallelConfig { deal: Deal::Layers, groups: 1, weights: None, transfer: Transfer::Whole }
     }
 }
 
@@ -36,4 +41,15 @@ pub enum Deal {
     Layers,
     /// Groups of micro-batches.
     Sequences,
+}
+
+/// See [`ParallelConfig::transfer`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum Transfer {
+    /// Each device uploads whole blocks.
+    Whole,
+    /// Each device uploads a part, and copies the others from other devices.
+    Sharded,
 }

@@ -37,6 +37,12 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Copies from a slot.
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;
 
+    /// Where a slot is, as other devices of its kind name it.
+    fn for_peers(&self, view: View) -> PeerView;
+
+    /// Copies a slot of another device to a slot of the same size.
+    fn copy_from_peer(&self, to: View, from: PeerView) -> Result<(), BoxedError>;
+
     /// Copies to a slot from a packed place of the stash.
     fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError>;
 
@@ -62,6 +68,9 @@ pub(crate) trait Device: Send + Sync + 'static {
         0
     }
 
+    /// Waits for all that it has been issued, even after an error.
+    fn finish(&self) {}
+
     /// Prepares memory of the host that copies will use.
     fn pin(&self, memory: &mut [f32]) {
         _ = memory;
@@ -86,6 +95,15 @@ pub(crate) trait Device: Send + Sync + 'static {
     ) -> Result<Pending, BoxedError> {
         unreachable!("{} of {value} at {now:?} is not issued", operation.work())
     }
+}
+
+/// The memory of a slot, as other devices of the same kind name it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PeerView {
+    /// The GPU's context in the driver; 0 for a CPU device.
+    pub(crate) context: usize,
+    /// The GPU's address; for a CPU device the slot's first element in the shared memory.
+    pub(crate) at: u64,
 }
 
 /// Floats from one device to the next, in memory that they share: whole pages.

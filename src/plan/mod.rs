@@ -31,6 +31,28 @@ pub struct Term {
     pub bytes: u64,
 }
 
+/// Bytes that one device moves.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LinkBytes {
+    /// From the host to it.
+    pub upload: u64,
+    /// From it to the host.
+    pub download: u64,
+    /// To it from other devices.
+    pub peers: u64,
+}
+
+impl LinkBytes {
+    /// Its bytes and another's.
+    pub(crate) fn plus(self, other: LinkBytes) -> LinkBytes {
+        LinkBytes {
+            upload: self.upload + other.upload,
+            download: self.download + other.download,
+            peers: self.peers + other.peers,
+        }
+    }
+}
+
 /// What a run will hold and move.
 #[derive(Clone, Debug)]
 pub struct Plan {
@@ -47,8 +69,8 @@ pub struct Plan {
     pub upload_bytes: u64,
     /// Bytes from them.
     pub download_bytes: u64,
-    /// The same for the link of each device: to it, and from it.
-    pub link_bytes: Vec<(u64, u64)>,
+    /// The same for each device.
+    pub link_bytes: Vec<LinkBytes>,
     /// Bytes that such a step reads from the EPS's file.
     pub read_bytes: u64,
     /// Bytes that it writes there.

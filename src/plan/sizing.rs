@@ -6,7 +6,7 @@ use std::sync::Arc;
 use l2l_actors::schedule::{self, Capacities, Phase, Pipeline, Pools, Schedule};
 
 use super::regions::{Holder, Place, Regions};
-use super::{KvCache, Plan, StepShape, StepSpec, pipelines, schedule_of};
+use super::{KvCache, LinkBytes, Plan, StepShape, StepSpec, pipelines, schedule_of};
 use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
 use crate::devices;
 use crate::eps::part_floats;
@@ -64,7 +64,11 @@ impl Sizing<'_> {
         let walked = schedule::StepPlan::new(schedule, pools)?;
         let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(self.deferred()));
         let links = walked.walks.iter().map(|walk| &walk.traffic);
-        let links = links.map(|link| (link.to_device(), link.from_device()));
+        let links = links.map(|link| LinkBytes {
+            upload: link.to_device(),
+            download: link.from_device(),
+            peers: link.shards,
+        });
         self.check_dtype()?;
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let blocks = self.blocks();

@@ -10,7 +10,7 @@ use l2l_actors::schedule::{
 };
 
 use super::pipelines;
-use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype};
+use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype, Transfer};
 use crate::error::Error;
 use crate::models::{Head, LayerSelection, Model, Part, Save};
 use crate::tensor::{Dtype, packed_floats};
@@ -100,7 +100,13 @@ pub(crate) fn schedule_of(
     let mut schedule = match config.parallel.deal {
         _ if config.schedule.kind.is_pipeline() => schedule,
         Deal::Layers => schedule::deal(schedule, config.devices()),
-        Deal::Sequences => schedule::deal_groups(schedule, &config.device_weights()),
+        Deal::Sequences => {
+            let dealt = schedule::deal_groups(schedule, &config.device_weights());
+            // Steps of few sequences leave a device without a group: blocks come whole.
+            let is_sharded =
+                config.parallel.transfer == Transfer::Sharded && dealt.keeps_busy(config.devices());
+            Schedule { shards: if is_sharded { config.devices() } else { 1 }, ..dealt }
+        }
     };
     if purpose.scores() {
         add_logits(&mut schedule, model);

@@ -12,8 +12,9 @@ use super::{Ledger, Slice, SliceKind, Tally};
 use crate::config::{Config, DeviceKind, StashPlace};
 use crate::engine::ring_config;
 use crate::error::Error;
-use crate::models::Model;
-use crate::plan::{Plan, Purpose, StepShape, schedule_of};
+use crate::hf::shape_of;
+use crate::models::{LayerSelection, Model};
+use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
 
 /// How fast lanes are. Times are in seconds, rates in bytes a second.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,6 +23,8 @@ pub struct Rates {
     compute: HashMap<(u32, Phase), f64>,
     /// Blocks to the device, and gradients from it.
     pub(super) link: [f64; 2],
+    /// From device to device.
+    pub(super) peers: f64,
     /// Boundaries to the device, and from it, when the stash is on the host.
     pub(super) boundaries: [f64; 2],
     /// The same when the stash is on the device.
@@ -82,6 +85,7 @@ impl Rates {
         Rates {
             compute,
             link: [link; 2],
+            peers: link,
             boundaries: [link; 2],
             on_device: [host; 2],
             host: 2.0 * bytes / host,
@@ -109,6 +113,7 @@ impl Rates {
         };
         set(&mut rates.link[0], WorkKind::Weights);
         set(&mut rates.link[1], WorkKind::Gradient);
+        set(&mut rates.peers, WorkKind::Shards);
         let boundaries = match config.stash.place {
             StashPlace::Device => &mut rates.on_device,
             StashPlace::Auto | StashPlace::Host => &mut rates.boundaries,
@@ -175,6 +180,7 @@ impl Rates {
         let block = || largest().unwrap_or(0) as f64;
         let seconds = match (row.kind, operation.work()) {
             (WorkKind::Weights, _) => bytes / self.link[0],
+            (WorkKind::Shards, _) => bytes / self.peers,
             (WorkKind::Gradient, _) => bytes / self.link[1],
             (WorkKind::Input, _) => bytes / boundaries[0],
             (WorkKind::Output, _) => bytes / boundaries[1],
@@ -225,7 +231,7 @@ impl Forecast {
         (self.seconds - busy).max(0.0)
     }
 
-    /// Of a config's step of the longest sequences.
+    /// Of a config's step of the longest sequences, with the layers that a run begins with.
     ///
     /// # Errors
     /// The config's schedule, or its plan, cannot be.
@@ -233,7 +239,12 @@ impl Forecast {
         let plan = Plan::new(config, model, &config.update_rule())?;
         let (sequences, positions) = (config.step.batch, plan.positions);
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
-        let schedule = schedule_of(config, model, plan.step(step))?;
+        let begins_with = match config.model.max_layers {
+            Some(_) => LayerSelection::of((0..shape_of(config)?.layers).collect::<Vec<_>>()),
+            None => LayerSelection::default(),
+        };
+        let step = StepSpec { layers: Some(&begins_with), ..plan.step(step) };
+        let schedule = schedule_of(config, model, step)?;
         let (rates, on_device) = (rates.clone(), plan.stash_on_device);
         let run = virtual_time::run(
             ring_config(model, &plan, None),

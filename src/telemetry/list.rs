@@ -250,6 +250,9 @@ fn samples_of_ring(view: &RunView, report: &mut Report<'_>) {
     }
     report("l2l_transfer_bytes_total", &["upload"], view.bytes_uploaded as f64);
     report("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
+    if view.bytes_between_devices > 0 {
+        report("l2l_transfer_bytes_total", &["peer"], view.bytes_between_devices as f64);
+    }
 }
 
 fn samples_of_memory(view: &RunView, report: &mut Report<'_>) {

@@ -52,7 +52,7 @@ impl WaitCause {
             Lane::Host => WaitCause::Host,
             Lane::Update => WaitCause::Update,
             Lane::File => WaitCause::File,
-            Lane::Compute => WaitCause::Devices,
+            Lane::Compute | Lane::Peer => WaitCause::Devices,
         }
     }
 }

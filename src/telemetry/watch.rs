@@ -97,6 +97,8 @@ pub struct RunView {
     pub bytes_uploaded: u64,
     /// Bytes from the device.
     pub bytes_downloaded: u64,
+    /// Bytes that devices copied from each other.
+    pub bytes_between_devices: u64,
     /// The emulated link.
     pub link: Option<String>,
     /// Pools of slots.
@@ -295,6 +297,7 @@ impl Watch {
         let host = plan.host.iter();
         let digits = tally.layers.len().saturating_sub(1).to_string().len();
         let layers = tally.layers.iter().enumerate();
+        let moved = self.0.used.all_links();
         RunView {
             run: self.0.run.clone(),
             state: status.state,
@@ -325,12 +328,13 @@ impl Watch {
             host_memory: host
                 .map(|term| MemoryView { kind: term.name, used: term.bytes, planned: term.bytes })
                 .collect(),
-            bytes_uploaded: self.0.used.uploaded(),
-            bytes_downloaded: self.0.used.downloaded(),
+            bytes_uploaded: moved.upload,
+            bytes_downloaded: moved.download,
+            bytes_between_devices: moved.peers,
             link: self.0.link.clone(),
             channels: channels(&self.0.observer.pools()),
             actors: actors(self.0.observer.spent()),
-            lanes: Lane::ALL.map(|track| lane(track, &tally)).into(),
+            lanes: lanes(&tally).map(|track| lane(track, &tally)).collect(),
             waited: WaitCause::ALL
                 .map(|cause| (cause.name(), tally.waited[cause as usize].as_secs_f64()))
                 .into(),
@@ -352,8 +356,14 @@ impl Watch {
     }
 }
 
+/// All lanes; the lane between devices only if something was copied there.
+fn lanes(tally: &Tally) -> impl Iterator<Item = Lane> + Clone {
+    let has_peers = tally.lanes[Lane::Peer as usize].operations > 0;
+    Lane::ALL.into_iter().filter(move |&lane| lane != Lane::Peer || has_peers)
+}
+
 fn devices(names: &[String], tally: &Tally) -> Vec<DeviceView> {
-    let of_device = Lane::ALL.into_iter().filter(|lane| lane.is_of_device());
+    let of_device = lanes(tally).filter(|lane| lane.is_of_device());
     let view = |(name, of): (&String, &DeviceTally)| DeviceView {
         name: name.clone(),
         lanes: of_device

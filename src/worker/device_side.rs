@@ -9,6 +9,7 @@ use l2l_actors::threads::Pending;
 use l2l_actors::work::Placed;
 use l2l_actors::{BoxedError, Operation};
 
+use super::counts::LinkUsed;
 use super::{Used, take_as_long};
 use crate::config::Config;
 use crate::devices::Device;
@@ -32,6 +33,8 @@ pub(super) struct DeviceSide {
     /// Whether boundaries cross the link: the stash is on the host.
     boundaries_cross: bool,
     used: Arc<Used>,
+    /// Which device it is, among all.
+    index: usize,
 }
 
 /// Whether a copy crosses the link between host and device.
@@ -49,6 +52,7 @@ impl DeviceSide {
         device: Box<dyn Device>,
         plan: &Plan,
         used: &Arc<Used>,
+        index: usize,
     ) -> Result<DeviceSide, Error> {
         let first = device.first();
         let slots = |holder| {
@@ -67,7 +71,19 @@ impl DeviceSide {
             link: config.link_bytes_per_second()?,
             boundaries_cross: !plan.stash_on_device,
             used: used.clone(),
+            index,
         })
+    }
+
+    /// This side, with another device in place of its own.
+    #[cfg(test)]
+    pub(super) fn with(self, by: impl FnOnce(Box<dyn Device>) -> Box<dyn Device>) -> DeviceSide {
+        DeviceSide { device: by(self.device), ..self }
+    }
+
+    /// See [`Device::finish`].
+    pub(super) fn finish(&self) {
+        self.device.finish();
     }
 
     /// See [`Device::read_back`].
@@ -94,12 +110,12 @@ impl DeviceSide {
 
     /// Counts the bytes of a boundary that stays in the stash, as if it was uploaded.
     pub(super) fn count_upload(&self, floats: usize) {
-        self.used.uploaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
+        self.link_used().uploaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
 
     /// Counts the bytes of a boundary that stays in the stash, as if it was downloaded.
     pub(super) fn count_download(&self, floats: usize) {
-        self.used.downloaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
+        self.link_used().downloaded.fetch_add((floats * size_of::<f32>()) as u64, Relaxed);
     }
 
     /// The input slot of a boundary, in floats whatever it holds.
@@ -120,7 +136,7 @@ impl DeviceSide {
         crosses: Crosses,
     ) -> Result<(), BoxedError> {
         let copy = || self.device.upload(to, from);
-        self.moves(copy, size_of_val(from), &self.used.uploaded, crosses)
+        self.moves(copy, size_of_val(from), &self.link_used().uploaded, crosses)
     }
 
     /// Copies floats from the device.
@@ -132,7 +148,23 @@ impl DeviceSide {
     ) -> Result<(), BoxedError> {
         let bytes = size_of_val(to);
         let copy = || self.device.download(to, from);
-        self.moves(copy, bytes, &self.used.downloaded, crosses)
+        self.moves(copy, bytes, &self.link_used().downloaded, crosses)
+    }
+
+    /// Copies a slot's elements from the same elements of another device's slot.
+    pub(super) fn copy_from(
+        &self,
+        to: View,
+        peer: &DeviceSide,
+        from: View,
+    ) -> Result<(), BoxedError> {
+        let copy = || self.device.copy_from_peer(to, peer.device.for_peers(from));
+        let bytes = to.len() * to.dtype.size();
+        self.moves(copy, bytes, &self.link_used().peers, Crosses::Always)
+    }
+
+    fn link_used(&self) -> &LinkUsed {
+        &self.used.links[self.index]
     }
 
     /// Copies a boundary from the stash to its slot.
@@ -147,7 +179,7 @@ impl DeviceSide {
             return self.upload(to, from, crosses);
         }
         let unpack = || self.device.upload_packed(to, from);
-        self.moves(unpack, size_of_val(from), &self.used.uploaded, crosses)
+        self.moves(unpack, size_of_val(from), &self.link_used().uploaded, crosses)
     }
 
     /// Copies a boundary from its slot to the stash.
@@ -163,7 +195,7 @@ impl DeviceSide {
         }
         let bytes = size_of_val(to);
         let pack = || self.device.download_packed(to, from);
-        self.moves(pack, bytes, &self.used.downloaded, crosses)
+        self.moves(pack, bytes, &self.link_used().downloaded, crosses)
     }
 
     /// Moves bytes, counts them, and takes as long as an emulated link would.

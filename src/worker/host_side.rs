@@ -1,5 +1,6 @@
 //! The host's side: gathers and scatters of embedding rows, losses and logits, sums of gradients.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use half::bf16;
@@ -124,7 +125,12 @@ impl Worker {
             Work::Loss { visit, micro_batch } => {
                 let loss = self.loss(step, &host, visit_of(visit), micro_batch);
                 if !loss.is_finite() {
-                    return Err(not_finite(format!("the loss is {loss}")));
+                    let reads = &visit_of(visit).reads;
+                    let on = self.computed_on(step, |visit| {
+                        visit.micro_batches.contains(&micro_batch)
+                            && visit.writes.iter().any(|id| reads.contains(id))
+                    });
+                    return Err(not_finite(format!("the loss is {loss}{on}")));
                 }
                 return Ok(loss);
             }
@@ -136,11 +142,12 @@ impl Worker {
             }
             Work::Reduce { block, reduced, to_region } => {
                 let landed = host.landing(reduced, self.host.block_len(block));
-                return Ok(if to_region {
+                let squares = if to_region {
                     self.host.reduce(block, landed)
                 } else {
                     self.host.measure(block, landed)
-                });
+                };
+                return self.finite(step, block, squares);
             }
             Work::Scatter { visit, block, first, gradient } => {
                 let landing = match gradient {
@@ -149,11 +156,14 @@ impl Worker {
                     }
                     GradientAt::Region => None,
                 };
-                return Ok(self.scatter(step, &host, visit_of(visit), block, first, landing));
+                let squares = self.scatter(step, &host, visit_of(visit), block, first, landing);
+                return self.finite(step, block, squares);
             }
             Work::Update { block, version, master, gradient, norm } => {
                 let rate = self.steps.of(version).learning_rate;
-                return self.host.update(&host, block, version, (master, gradient), norm, rate);
+                let at = (master, gradient);
+                let squares = self.host.update(&host, block, version, at, norm, rate);
+                return squares.or_else(|no_number| self.finite(step, block, no_number));
             }
             Work::Carry { version } => {
                 let eps = &self.host.eps;
@@ -162,6 +172,32 @@ impl Worker {
             ref other => unreachable!("{other} is not of the host's lanes"),
         }
         Ok(0.0)
+    }
+
+    /// A gradient's sum of squares.
+    ///
+    /// # Errors
+    /// It is not finite; with the devices that computed the gradient.
+    fn finite(&self, step: &Step, block: BlockId, squares: f64) -> Result<f64, BoxedError> {
+        if squares.is_finite() {
+            return Ok(squares);
+        }
+        let on = self.computed_on(step, |visit| {
+            visit.phase.adds_gradients() && visit.blocks().contains(&block)
+        });
+        Err(not_finite(format!("the gradient of {block} is not finite{on}")))
+    }
+
+    /// Words for an error message: which devices ran some visits. Empty if there is one device.
+    fn computed_on(&self, step: &Step, is_one: impl Fn(&&Visit) -> bool) -> String {
+        let devices: BTreeSet<_> =
+            step.plan.schedule.device_visits().filter(is_one).filter_map(Visit::device).collect();
+        let names: Vec<String> = devices.iter().map(|device| device.to_string()).collect();
+        match &names[..] {
+            names if names.is_empty() || self.devices.len() == 1 => String::new(),
+            [one] => format!("; device {one} computed it"),
+            several => format!("; devices {} computed it", several.join(", ")),
+        }
     }
 
     /// Writes a share of a gather: the embedding rows of its blocks, for its micro-batches. The

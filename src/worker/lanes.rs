@@ -1,10 +1,11 @@
 //! The lanes of devices: uploads, kernels, downloads. What they copy from or to on the host is
 //! the operation's until it has ended: the ring lets nobody write or read it meanwhile.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use half::bf16;
-use l2l_actors::schedule::{BlockId, Boundary, LayerId, MicroBatch, Role};
+use l2l_actors::schedule::{BlockId, Boundary, LayerId, MicroBatch, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -26,18 +27,19 @@ impl Worker {
     pub(super) fn upload(&self, operation: &Operation) -> Result<(), BoxedError> {
         let (host, device) = (self.memory.lease(), self.device(operation));
         match *operation.work() {
-            Work::UploadBlock { block, version, master, weights } => {
+            Work::UploadBlock { block, version, master, weights, shard } => {
                 let slot = device.weights(weights, self.block_len(block));
-                let floats = slot.dtype.floats(slot.len());
+                let range = elements_of(shard, slot);
+                let floats = slot.dtype.floats(range.start)..slot.dtype.floats(range.end);
                 match master {
                     MasterAt::Slot(read) => {
-                        let read = &host.read_slot(read)[..floats];
-                        device.upload(slot, read, Crosses::Always)
+                        let read = &host.read_slot(read)[floats];
+                        device.upload(slot.part(range), read, Crosses::Always)
                     }
                     MasterAt::Memory => {
                         let lease = self.host.eps.memory().read(block, version);
-                        let published = &lease.parameters[..floats];
-                        device.upload(slot, published, Crosses::Always)
+                        let published = &lease.parameters[floats];
+                        device.upload(slot.part(range), published, Crosses::Always)
                     }
                 }
             }
@@ -58,6 +60,22 @@ impl Worker {
             }
             ref other => unreachable!("{other} is not of the upload lane"),
         }
+    }
+
+    /// The lane of copies from other devices.
+    pub(super) fn copy_shards(&self, operation: &Operation) -> Result<(), BoxedError> {
+        let &Work::CopyShards { block, weights, ref from, .. } = operation.work() else {
+            unreachable!("{} is not of the lane of peers", operation.work())
+        };
+        let (device, len) = (self.device(operation), self.block_len(block));
+        let slot = device.weights(weights, len);
+        for &(shard, weights) in from {
+            let peer = &self.devices[usize::from(shard.index)];
+            let range = elements_of(shard, slot);
+            let uploaded = peer.weights(weights, len).part(range.clone());
+            device.copy_from(slot.part(range), peer, uploaded)?;
+        }
+        Ok(())
     }
 
     /// The download lane.
@@ -207,6 +225,13 @@ impl Worker {
         }
         Ok(())
     }
+}
+
+/// The elements that a shard of a block is, of all in its slot.
+fn elements_of(shard: Shard, slot: View) -> Range<usize> {
+    let bytes = shard.range((slot.len() * slot.dtype.size()) as u64);
+    let element = |byte: u64| byte as usize / slot.dtype.size();
+    element(bytes.start)..element(bytes.end)
 }
 
 /// What an operation's micro-batch fills of a boundary.

@@ -118,9 +118,11 @@ impl Worker {
             eps.memory().pin_masters(|masters| devices[0].pin(masters));
         }
         let save = config.schedule.recompute.keep();
-        let used = Arc::<Used>::default();
+        let used = Arc::new(Used::of(devices.len()));
         let host = HostSide::new(config, &plan, rule, eps, &threads)?;
-        let sides = devices.into_iter().map(|device| DeviceSide::new(config, device, &plan, &used));
+        let sides = devices.into_iter().enumerate();
+        let sides =
+            sides.map(|(index, device)| DeviceSide::new(config, device, &plan, &used, index));
         Ok(Worker {
             devices: sides.collect::<Result<_, Error>>()?,
             host,
@@ -191,7 +193,9 @@ impl Worker {
             | Work::DownloadBoundary { outputs: placed, .. } => {
                 step.plan.schedule.boundary(placed.boundary).role != Role::Statistics
             }
-            Work::UploadBlock { .. } | Work::DownloadGradient { .. } => true,
+            Work::UploadBlock { .. } | Work::CopyShards { .. } | Work::DownloadGradient { .. } => {
+                true
+            }
             Work::Loss { .. } | Work::Scatter { .. } | Work::Join { .. } => true,
             _ => false,
         }
@@ -204,11 +208,19 @@ impl Worker {
         }
         match operation.work().lane() {
             Lane::Upload => self.upload(operation).map(|()| 0.0),
+            Lane::Peer => self.copy_shards(operation).map(|()| 0.0),
             Lane::Compute => self.compute(operation).map(|()| 0.0),
             Lane::Download => self.download(operation).map(|()| 0.0),
             Lane::Host | Lane::Update => self.on_host(operation),
             Lane::File => self.on_file(operation).map(|()| 0.0),
         }
+    }
+}
+
+impl Drop for Worker {
+    /// A device may be copying from another's memory, which is freed next.
+    fn drop(&mut self) {
+        self.devices.iter().for_each(DeviceSide::finish);
     }
 }
 

@@ -2,19 +2,24 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::time::Duration;
 
 use l2l_actors::conformance::{ConformanceReport, Subject, check};
 use l2l_actors::schedule::{Pools, Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
+use l2l_actors::{BoxedError, Integrity, Relay, RingConfig, RingError};
 
 use super::{Parts, StepInput, Worker};
-use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace};
+use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace, Transfer};
 use crate::data::{Batch, Dataset};
+use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
-use crate::models::Model;
+use crate::kernels::{BatchMetadata, Kernels};
+use crate::models::{Model, block_len};
 use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::telemetry::Ledger;
+use crate::tensor::{Arena, View};
 
 /// A model small enough to be run a thousand times.
 struct Small {
@@ -61,6 +66,25 @@ impl Subject for Small {
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        Arc::new(ThreadLanes::start(self.worker(pools), pools, None).expect("threads"))
+    }
+
+    fn batch(&self, step: Version) -> StepInput {
+        let shape = shape_of(&self.config).expect("a shape of ours");
+        let (data, _) = Dataset::open(&self.config, &shape).expect("random data");
+        let sequence = |index| data.sequence(index).expect("random data");
+        let sequences: Vec<_> = (3 * step..3 * step + 3).map(sequence).collect();
+        StepInput {
+            batch: Batch::new(&sequences),
+            purpose: Purpose::Train,
+            trained: step,
+            cache: Vec::new(),
+        }
+    }
+}
+
+impl Small {
+    fn worker(&self, pools: &Pools) -> Worker {
         let channels = ChannelsConfig {
             weights: pools.weights,
             gradients: pools.gradients,
@@ -88,22 +112,8 @@ impl Subject for Small {
         let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };
         let worker = Worker::new(&config, parts);
         let worker = worker.expect("memory and threads");
-        worker.eps().randomise(1).expect("room on a disk");
-        let devices = self.config.devices();
-        Arc::new(ThreadLanes::start(worker, devices, None).expect("threads"))
-    }
-
-    fn batch(&self, step: Version) -> StepInput {
-        let shape = shape_of(&self.config).expect("a shape of ours");
-        let (data, _) = Dataset::open(&self.config, &shape).expect("random data");
-        let sequence = |index| data.sequence(index).expect("random data");
-        let sequences: Vec<_> = (3 * step..3 * step + 3).map(sequence).collect();
-        StepInput {
-            batch: Batch::new(&sequences),
-            purpose: Purpose::Train,
-            trained: step,
-            cache: Vec::new(),
-        }
+        worker.eps().randomise(worker.model(), 1).expect("room on a disk");
+        worker
     }
 }
 
@@ -119,13 +129,17 @@ fn the_cuda_device_conforms() {
     assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
 }
 
-/// Layers dealt over two devices, and groups.
+/// Layers dealt over two devices, and groups, with whole blocks and in shards.
 #[test]
 fn two_cpu_devices_conform() {
-    for deal in [Deal::Layers, Deal::Sequences] {
+    let (whole, sharded) = (Transfer::Whole, Transfer::Sharded);
+    for (deal, transfer) in
+        [(Deal::Layers, whole), (Deal::Sequences, whole), (Deal::Sequences, sharded)]
+    {
         let mut small = Small::new(true.into(), StashPlace::Host, false);
         small.config.device.count = Some(2);
         (small.config.parallel.deal, small.config.parallel.groups) = (deal, 2);
+        small.config.parallel.transfer = transfer;
         let ConformanceReport { operations, rings, failures, drops } = check(&small);
         assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
     }
@@ -141,5 +155,124 @@ fn the_cpu_device_conforms() {
         let ConformanceReport { operations, rings, failures, drops } =
             check(&Small::new(recompute, place, on_file));
         assert!(operations > 0 && rings == 6 && failures > 100 && drops > 0);
+    }
+}
+
+/// What goes wrong with a device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fault {
+    Fails,
+    Panics,
+    Hangs,
+    /// Its results are NaN.
+    Lies,
+}
+
+/// A device that goes wrong at its second gradient.
+struct Faulty {
+    device: Box<dyn Device>,
+    fault: Fault,
+    downloads: AtomicUsize,
+    gradient_floats: usize,
+}
+
+impl Device for Faulty {
+    fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
+        self.device.upload(to, from)
+    }
+
+    fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
+        self.device.download(to, from)?;
+        if to.len() < self.gradient_floats || self.downloads.fetch_add(1, Relaxed) != 1 {
+            return Ok(());
+        }
+        match self.fault {
+            Fault::Fails => Err("the device fell off the bus".into()),
+            Fault::Panics => panic!("a device panicked"),
+            Fault::Hangs => {
+                std::thread::sleep(Duration::from_secs(3));
+                Ok(())
+            }
+            Fault::Lies => {
+                to.fill(f32::NAN);
+                Ok(())
+            }
+        }
+    }
+
+    fn for_peers(&self, view: View) -> PeerView {
+        self.device.for_peers(view)
+    }
+
+    fn copy_from_peer(&self, to: View, from: PeerView) -> Result<(), BoxedError> {
+        self.device.copy_from_peer(to, from)
+    }
+
+    fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
+        self.device.upload_packed(to, from)
+    }
+
+    fn download_packed(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
+        self.device.download_packed(to, from)
+    }
+
+    fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
+        self.device.read_back(view)
+    }
+
+    fn compute(
+        &self,
+        batch: &BatchMetadata<'_>,
+        run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
+    ) -> Result<usize, BoxedError> {
+        self.device.compute(batch, run)
+    }
+
+    fn shared(&self) -> Option<&Arc<Arena>> {
+        self.device.shared()
+    }
+
+    fn first(&self) -> usize {
+        self.device.first()
+    }
+}
+
+/// A device that fails, panics, hangs or gives results that are no numbers ends the run, with its
+/// name, and no block of a deferred step has changed.
+#[tokio::test]
+async fn a_faulty_device_is_named() {
+    let faults = [Fault::Fails, Fault::Panics, Fault::Hangs, Fault::Lies];
+    for (fault, faulty) in faults.into_iter().flat_map(|fault| [(fault, 0), (fault, 1)]) {
+        let mut small = Small::new(true.into(), StashPlace::Host, false);
+        small.config.device.count = Some(2);
+        small.config.model.layers = Some(4);
+        let (model, schedule) = (small.model(), small.schedule());
+        let gradient_floats = block_len(&model.blocks[model.block_of_layer(0).0 as usize]);
+        let plan = Plan::new(&small.config, &model, &small.config.update_rule());
+        let mut worker = small.worker(&plan.expect("a plan of ours").pools);
+        let side = worker.devices.remove(faulty).with(|device| {
+            Box::new(Faulty { device, fault, downloads: AtomicUsize::new(0), gradient_floats })
+        });
+        worker.devices.insert(faulty, side);
+        let plan = worker.plan().clone();
+        let lanes = Arc::new(ThreadLanes::start(worker, &plan.pools, None).expect("threads"));
+        let patience = (fault == Fault::Hangs).then_some(Duration::from_secs(1));
+        let config = RingConfig {
+            pools: plan.pools,
+            blocks: model.blocks.len() as u32,
+            max_layers: model.parts.len() as u32,
+            max_micro_batches: plan.micro_batches.len() as u32,
+            deferred: plan.deferred,
+            watchdog: patience,
+            inject: None,
+        };
+        let mut relay = Relay::start(config, lanes);
+        let stepped = relay.step(&schedule, small.batch(0)).await;
+        let Err(RingError::Failed { cause, integrity }) = stepped else {
+            panic!("{fault:?}: {stepped:?}");
+        };
+        assert_eq!(integrity, Integrity::Whole(0), "{fault:?}: {cause}");
+        let says = cause.to_string();
+        assert!(says.contains(&format!("device {faulty}")), "{fault:?}: {says}");
     }
 }

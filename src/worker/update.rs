@@ -3,13 +3,12 @@
 
 use std::time::Instant;
 
-use l2l_actors::BoxedError;
 use l2l_actors::schedule::{BlockId, Version};
 use l2l_actors::work::{GradientAt, MasterAt};
 
 use super::host_side::HostSide;
 use super::memory::HostLease;
-use super::{not_finite, take_as_long};
+use super::take_as_long;
 use crate::models::Tensor;
 use crate::optimizers::{SplitMasters, Update};
 
@@ -17,7 +16,7 @@ impl HostSide {
     /// Moves a block to its next version; its gradient's sum of squares.
     ///
     /// # Errors
-    /// The gradient is not finite.
+    /// That sum, when it is not finite; then nothing was done.
     pub(super) fn update(
         &self,
         host: &HostLease<'_>,
@@ -26,7 +25,7 @@ impl HostSide {
         (master, gradient): (MasterAt, GradientAt),
         norm: Option<f64>,
         learning_rate: f64,
-    ) -> Result<f64, BoxedError> {
+    ) -> Result<f64, f64> {
         let begin = Instant::now();
         let (tensors, len) = (self.eps.tensors(block), self.block_len(block));
         // Of a staged block: masters, states, and the gradient if it waited on file.
@@ -50,8 +49,8 @@ impl HostSide {
             }
         };
         let squares = self.measure(block, gradient);
-        if !squares.is_finite() || norm.is_some_and(|norm| !norm.is_finite()) {
-            return Err(not_finite("the gradient is not finite".into()));
+        if !squares.is_finite() {
+            return Err(squares);
         }
         let (scale, level) = (self.clip_factor(norm), self.level);
         let update = |updates| Update { step: updates, learning_rate, scale, level };

@@ -4,8 +4,11 @@
 
 use std::sync::LazyLock;
 
-use l2l::config::{ChannelsConfig, Deal, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace};
+use l2l::config::{
+    ChannelsConfig, Deal, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace, Transfer,
+};
 use l2l::data::Batches;
+use l2l::plan::LinkBytes;
 use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
 use proptest::prelude::*;
 
@@ -33,6 +36,7 @@ struct Ways {
     on_file: bool,
     devices: u32,
     deal: Deal,
+    sharded: bool,
     chunks: Option<u32>,
     threads: usize,
     link: bool,
@@ -59,6 +63,7 @@ fn config(case: &Case, ways: &Ways) -> Config {
     config.channels = ways.channels;
     config.device.count = Some(ways.devices);
     config.parallel.deal = ways.deal;
+    config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
     config.schedule.chunks = ways.chunks;
     // Several devices pass boundaries on through the host.
@@ -99,6 +104,7 @@ fn baseline() -> Ways {
         on_file: false,
         devices: 1,
         deal: Deal::Layers,
+        sharded: false,
         chunks: None,
         threads: 1,
         link: false,
@@ -134,14 +140,15 @@ fn ways() -> impl Strategy<Value = Ways> {
         ScheduleKind::Interleaved,
         ScheduleKind::ZeroBubble,
     ]);
-    let kinds = (kinds, prop::sample::select(vec![Deal::Layers, Deal::Sequences]));
+    let deals = prop::sample::select(vec![Deal::Layers, Deal::Sequences]);
+    let kinds = (kinds, deals, any::<bool>());
     let places = prop::sample::select(vec![StashPlace::Device, StashPlace::Host]);
     let recompute = prop::sample::select(vec![true.into(), false.into(), Recompute::ATTENTION]);
     let threads = (1..=4_u32, 1..=2_usize);
     let flags = (recompute, threads, prop::bool::weighted(0.2), prop::bool::weighted(0.4));
     (kinds, channels, stash, places, flags).prop_map(
         |(
-            (kind, deal),
+            (kind, deal, sharded),
             (weights, gradients, reduced),
             stash,
             place,
@@ -154,6 +161,7 @@ fn ways() -> impl Strategy<Value = Ways> {
             on_file,
             devices,
             deal,
+            sharded,
             chunks: None,
             threads,
             link,
@@ -171,6 +179,7 @@ impl Ways {
         if self.deal == Deal::Sequences {
             self.devices = self.devices.min(case.groups);
         }
+        self.sharded &= self.deal == Deal::Sequences && self.kind == ScheduleKind::Relay;
         if self.kind == ScheduleKind::Interleaved {
             self.devices = self.devices.min(2); // of two stages each
             let rounds = (turns / self.devices).max(1);
@@ -187,11 +196,16 @@ impl Ways {
     }
 }
 
-/// The bytes that a step uploads and downloads, by the plan.
-fn planned(config: &Config) -> (u64, u64) {
+/// The bytes that so many steps move, by device, as the plan says.
+fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
     let model = Model::new(shape_of(config).expect("a shape of ours"));
     let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");
-    (plan.upload_bytes, plan.download_bytes)
+    let all = |link: LinkBytes| LinkBytes {
+        upload: steps * link.upload,
+        download: steps * link.download,
+        peers: steps * link.peers,
+    };
+    plan.link_bytes.into_iter().map(all).collect()
 }
 
 proptest! {
@@ -207,12 +221,11 @@ proptest! {
         let (expected, reference) = run(config(&case, &baseline()), STEPS);
         let config = config(&case, &ways);
         // Random sequences all have the longest length, so each step moves the plan's bytes.
-        let (uploaded, downloaded) = planned(&config);
+        let planned = planned(&config, STEPS as u64);
         let (bits, summary) = run(config, STEPS);
         prop_assert_eq!(bits, expected);
         prop_assert_eq!(summary.weights_digest, reference.weights_digest);
-        prop_assert_eq!(summary.bytes_uploaded, STEPS as u64 * uploaded);
-        prop_assert_eq!(summary.bytes_downloaded, STEPS as u64 * downloaded);
+        prop_assert_eq!(summary.links, planned);
     }
 }
 

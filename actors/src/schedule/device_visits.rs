@@ -19,6 +19,13 @@ pub struct DeviceVisit {
     pub closes: Vec<BlockId>,
 }
 
+impl DeviceVisit {
+    /// Its blocks that are fetched for it.
+    pub fn fetched(&self) -> impl Iterator<Item = &Residence> {
+        self.residences.iter().filter(|residence| residence.fetch)
+    }
+}
+
 /// All devices' visits, in the order of the schedule.
 pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVisit> {
     let visits: Vec<(usize, &Visit)> =

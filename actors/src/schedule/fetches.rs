@@ -45,6 +45,12 @@ struct Take {
     blocks: Vec<BlockId>,
 }
 
+/// Whether blocks are read for a visit of a device: where they come in shards, all devices take
+/// theirs from what is read for the first.
+pub(super) fn reads_for(schedule: &Schedule, resolved: &DeviceVisit) -> bool {
+    schedule.shards == 1 || schedule.visits[resolved.visit].device() == Some(0)
+}
+
 /// The whole list. `order`: of the device visits' takes, which otherwise stand as the visits do.
 pub(super) fn fetches(
     schedule: &Schedule,
@@ -87,8 +93,8 @@ fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
     let mut takes = Vec::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
         if visit.on_device() {
-            let residences = device.next().into_iter().flat_map(|resolved| &resolved.residences);
-            let fetched = residences.filter(|residence| residence.fetch);
+            let resolved = device.next().into_iter().filter(|visit| reads_for(schedule, visit));
+            let fetched = resolved.flat_map(DeviceVisit::fetched);
             let blocks = staged(fetched.map(|residence| residence.block).collect());
             takes.push(Take { visit: index, share: None, blocks });
         } else if visit.kind == VisitKind::Gather {

@@ -109,7 +109,7 @@ impl<'m> Layout<'m> {
         let (boundaries, visits) = (Vec::new(), Vec::new());
         let micro_batches = selection.micro_batches.clone();
         let groups = groups(micro_batches.len() as MicroBatch, selection.groups);
-        let schedule = Schedule { blocks, boundaries, micro_batches, groups, visits };
+        let schedule = Schedule { blocks, boundaries, micro_batches, groups, shards: 1, visits };
         let (recompute, met) = (selection.recompute, Vec::new());
         Ok(Layout {
             model,

@@ -30,6 +30,7 @@ mod reductions;
 mod replay;
 mod residency;
 mod rules;
+mod shards;
 mod spans;
 mod stages;
 mod traffic;
@@ -51,6 +52,7 @@ pub use plan::{DeviceWalk, StepPlan};
 pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;
+pub use shards::Shard;
 pub use spans::Join;
 pub use stages::pipeline;
 pub use traffic::Traffic;
@@ -88,6 +90,9 @@ pub struct Schedule {
     /// The groups of micro-batches, in order, none empty. Each group has gradients of its own,
     /// which the Reducer adds in pairs, by a tree that depends on the number of groups alone.
     pub groups: Vec<Range<MicroBatch>>,
+    /// 1: each device uploads whole blocks. More: the number of devices, each of which uploads its
+    /// [`Shard`] of a block and copies the others from the devices that uploaded them.
+    pub shards: u32,
     /// The visits.
     pub visits: Vec<Visit>,
 }

@@ -7,7 +7,7 @@ use super::pools::Pools;
 use super::reductions::{Reduction, reductions, updates};
 use super::replay::Walks;
 use super::traffic::Traffic;
-use super::{BlockId, Refusal, Schedule, Visit, rules};
+use super::{BlockId, Refusal, Schedule, Visit, rules, shards};
 
 /// A schedule that was checked against pools, and what each actor walks.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,6 +53,7 @@ impl StepPlan {
         rules::check(&schedule)?;
         pools.check(&schedule)?;
         let device_visits = device_visits(&schedule, &pools);
+        shards::check(&schedule, &device_visits)?;
         let reductions = reductions(&schedule, &device_visits);
         let (updates, carried) = updates(&schedule, &reductions);
         let traffic = Traffic::of(&schedule, &device_visits, &reductions, &updates);
@@ -76,7 +77,7 @@ impl StepPlan {
         } else {
             fetches(&schedule, &pools, &device_visits, None)
         };
-        replay(&pools, &fetches)?;
+        replay(&pools, &fetches).map_err(|refusal| shards::hint(&schedule, refusal))?;
         Ok(StepPlan {
             schedule,
             pools,

@@ -27,6 +27,8 @@ impl Default for Capacities {
 pub struct Pools {
     /// Devices. Each has its own pools of weights, visits, inputs, outputs and gradients.
     pub devices: u32,
+    /// Parts of a block that each device uploads one of; more than 1: each has an Exchanger.
+    pub shards: u32,
     /// Blocks on the device.
     pub weights: u32,
     /// Device visits between the announcement of their weights and their end.
@@ -67,6 +69,7 @@ impl Pools {
         let is_staged = schedule.blocks.iter().any(|block| block.staged);
         Pools {
             devices: schedule.devices(),
+            shards: schedule.shards,
             weights,
             // One visit runs, and the blocks of the others come; more than three ahead only queue
             // up in front of the inputs of the visit that runs.
@@ -88,6 +91,7 @@ impl Pools {
     pub fn max(self, other: Pools) -> Pools {
         Pools {
             devices: self.devices.max(other.devices),
+            shards: self.shards.max(other.shards),
             weights: self.weights.max(other.weights),
             visits: self.visits.max(other.visits),
             inputs: self.inputs.max(other.inputs),
@@ -124,6 +128,9 @@ impl Pools {
                     return Err(Refusal::at(schedule, index, reason));
                 }
             }
+        }
+        if schedule.shards > 1 && self.shards == 1 {
+            return Err(Refusal::of("blocks come in shards, and this ring has no Exchangers"));
         }
         let (open, has) = (open_gradients(schedule), self.gradients);
         if open > has {

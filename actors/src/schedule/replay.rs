@@ -1,9 +1,12 @@
 //! Does the walk end? Replays a plan once without tensors and without time.
 //!
-//! Four actors wait for more than a lane: Fetcher, Prefetchers, Executors, Reducer. Each takes from
-//! its pools alone and in a fixed order, and a completed operation never takes anything back. So
-//! whether the walk ends does not depend on timing, and one replay, in which lanes are as fast as
-//! they can be, decides for all. A property test holds it against the real ring.
+//! Five kinds of actors wait for more than a lane: Fetcher, Prefetchers, Exchangers, Executors,
+//! Reducer. Each takes from its pools alone and in a fixed order, and a completed operation never
+//! takes anything back. So whether the walk ends does not depend on timing, and one replay, in
+//! which lanes are as fast as they can be, decides for all. A property test holds it against the
+//! real ring.
+
+use std::collections::BTreeMap;
 
 use super::device_visits::DeviceVisit;
 use super::fetches::{Fetch, Share};
@@ -31,6 +34,7 @@ impl Walks<'_> {
         let boundaries = self.schedule.boundaries.len() * self.schedule.micro_batches.len();
         let mut replay = Replay {
             walks: self,
+            is_sharded: self.schedule.shards > 1,
             fetch: 0,
             reads: 0,
             devices: self.devices.iter().map(|_| OfDevice::default()).collect(),
@@ -55,6 +59,8 @@ impl Walks<'_> {
 /// Where each actor stands, and what is taken.
 struct Replay<'p> {
     walks: Walks<'p>,
+    /// Whether blocks come in shards.
+    is_sharded: bool,
     fetch: usize,
     /// Read slots taken.
     reads: u32,
@@ -71,6 +77,13 @@ struct Replay<'p> {
 struct OfDevice {
     /// Masters in read slots that the Prefetcher has not taken.
     staged: usize,
+    /// Blocks that were fetched, or their shards.
+    fetched: usize,
+    /// For each weight slot, which of these fetches it holds.
+    tenants: BTreeMap<u32, usize>,
+    /// For each visit that was announced, how many blocks were fetched for it and for earlier
+    /// visits.
+    needs: Vec<usize>,
     piece: usize,
     /// Visits whose weights were sent.
     announced: usize,
@@ -105,6 +118,13 @@ impl<'p> Replay<'p> {
         }
     }
 
+    /// The devices that upload the other shards of what this one fetches; none for whole blocks.
+    fn peers(&self, device: usize) -> impl Iterator<Item = &OfDevice> {
+        let is_sharded = self.is_sharded;
+        let all = self.devices.iter().enumerate();
+        all.filter(move |(other, _)| is_sharded && *other != device).map(|(_, peer)| peer)
+    }
+
     fn device_visit(&self, index: usize) -> (&'p DeviceVisit, &'p Visit) {
         let resolved = &self.walks.device_visits[index];
         (resolved, &self.walks.schedule.visits[resolved.visit])
@@ -125,7 +145,9 @@ impl<'p> Replay<'p> {
                 }
                 self.reads += 1;
                 if let Some(device) = self.walks.schedule.visits[visit].device() {
-                    self.devices[usize::from(device)].staged += 1;
+                    let is_for = |nth: usize| self.is_sharded || nth == usize::from(device);
+                    let takers = self.devices.iter_mut().enumerate();
+                    takers.filter(|(nth, _)| is_for(*nth)).for_each(|(_, of)| of.staged += 1);
                 }
             }
         }
@@ -173,15 +195,29 @@ impl<'p> Replay<'p> {
         if freed.is_some_and(|after| runs.is_some_and(|&runs| after >= runs)) {
             return waits("a slot of pool weights");
         }
-        let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
+        let is_copied = |nth: &usize| self.peers(device).all(|peer| peer.fetched > *nth);
+        let tenants = resolved.fetched().filter_map(|residence| of.tenants.get(&residence.slot));
+        if !tenants.into_iter().all(is_copied) {
+            return waits("other devices, which copy from its slot of pool weights");
+        }
+        let fetched = resolved.fetched();
         let staged = fetched.filter(|residence| schedule.block(residence.block).staged).count();
         if staged > of.staged {
             return waits("the read of a block");
         }
-        self.reads -= staged as u32;
         let of = &mut self.devices[device];
+        for residence in resolved.fetched() {
+            of.tenants.insert(residence.slot, of.fetched);
+            of.fetched += 1;
+        }
+        of.needs.push(of.fetched);
         of.staged -= staged;
         of.announced += 1;
+        // A slot of pool reads is free when the last of the devices has what it takes from there.
+        let left = |of: &OfDevice| of.staged;
+        let most = self.peers(device).map(left).max().unwrap_or(0);
+        let left = self.devices[device].staged;
+        self.reads -= ((staged + left).max(most) - left.max(most)) as u32;
         self.announced.push(device_visit);
         Ok(())
     }
@@ -210,6 +246,9 @@ impl<'p> Replay<'p> {
         let (resolved, visit) = self.device_visit(device_visit);
         if of.announced <= of.visit {
             return Err(self.waits(resolved.visit, "an operation", "its weights"));
+        }
+        if !self.peers(device).all(|peer| peer.fetched >= of.needs[of.visit]) {
+            return Err(self.waits(resolved.visit, "an operation", "shards of other devices"));
         }
         if !visit.reads.is_empty() && of.inputs_sent <= of.inputs_used {
             return Err(self.waits(resolved.visit, "an operation", "its inputs"));

@@ -124,8 +124,9 @@ fn stages(
     Ok(stages)
 }
 
-/// Cuts layers of these sizes into `count` stages: a stage ends where the share of all sizes that
-/// it ends at would be passed, and has at least one layer.
+/// Cuts layers of these sizes into `count` stages of about the same size, each of at least one
+/// layer: stage `s` (from 1) takes layers while the sum of all sizes so far is at most `s / count`
+/// of the total.
 fn cuts(sizes: &[u64], count: usize) -> Vec<Range<usize>> {
     let total: u128 = sizes.iter().map(|&size| u128::from(size)).sum();
     let (mut cuts, mut end, mut sum) = (Vec::with_capacity(count), 0, 0_u128);

@@ -1,6 +1,7 @@
 //! How many bytes each edge moves in a step, as the schedule says.
 
 use super::device_visits::DeviceVisit;
+use super::fetches::reads_for;
 use super::reductions::Reduction;
 use super::{BlockId, BoundaryId, Schedule, Visit, VisitKind};
 
@@ -9,6 +10,8 @@ use super::{BlockId, BoundaryId, Schedule, Visit, VisitKind};
 pub struct Traffic {
     /// Blocks, to the device.
     pub weights: u64,
+    /// Shards of blocks, to the device from other devices.
+    pub shards: u64,
     /// Boundaries, from the stash.
     pub inputs: u64,
     /// Boundaries, to the stash.
@@ -53,8 +56,13 @@ impl Traffic {
         let add = |edge: &mut u64, bytes: u64| *edge = edge.saturating_add(bytes);
         for resolved in device_visits {
             let visit = &schedule.visits[resolved.visit];
-            let fetched = resolved.residences.iter().filter(|residence| residence.fetch);
-            fetched.for_each(|r| add(&mut traffic.weights, schedule.block(r.block).weight_bytes));
+            let shard = schedule.shard_of(visit.device().expect("it is a device's"));
+            for residence in resolved.fetched() {
+                let all = schedule.block(residence.block).weight_bytes;
+                let uploaded = shard.bytes(all);
+                add(&mut traffic.weights, uploaded);
+                add(&mut traffic.shards, all - uploaded);
+            }
             let closed = resolved.closes.iter();
             closed.for_each(|&id| add(&mut traffic.gradients, schedule.block(id).gradient_bytes));
             for m in visit.micro_batches.clone() {
@@ -77,8 +85,8 @@ impl Traffic {
         let staged = |id: BlockId| Some(schedule.block(id)).filter(|block| block.staged);
         let gathers = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Gather);
         let gathered = gathers.flat_map(Visit::blocks).copied();
-        let fetched = device_visits.iter().flat_map(|visit| &visit.residences);
-        let fetched = fetched.filter(|residence| residence.fetch).map(|residence| residence.block);
+        let readers = device_visits.iter().filter(|visit| reads_for(schedule, visit));
+        let fetched = readers.flat_map(DeviceVisit::fetched).map(|residence| residence.block);
         for block in gathered.chain(fetched).filter_map(staged) {
             self.read = self.read.saturating_add(block.master_bytes);
         }

@@ -3,15 +3,16 @@
 
 use crate::operation::Operation;
 use crate::schedule::{
-    BlockId, BoundaryId, DeviceId, DeviceVisit, GroupId, MicroBatch, Share, StepPlan, Version,
-    Visit,
+    BlockId, BoundaryId, DeviceId, DeviceVisit, GroupId, MicroBatch, Shard, Share, StepPlan,
+    Version, Visit,
 };
 use crate::work::{Accumulator, BlockUse, GradientAt, MasterAt, Placed, Stored, Work};
 
 /// A piece of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Cell {
-    Weights(DeviceId, u32),
+    /// The part of a weight slot that a shard fills.
+    Weights(DeviceId, u32, DeviceId),
     Input(DeviceId, u32),
     Output(DeviceId, u32),
     Gradient(DeviceId, u32),
@@ -68,10 +69,17 @@ impl Touch {
             &Work::Stage { block, stored, slot, .. } => {
                 touch.stage((block, now), stored, slot, &count);
             }
-            &Work::UploadBlock { block, version, master, weights } => {
+            &Work::UploadBlock { block, version, master, weights, shard } => {
                 let label = Label::Block(block, version);
                 touch.read(master_cell(block, master, Cell::Read), label);
-                touch.write(Cell::Weights(device, weights), label);
+                touch.write(Cell::Weights(device, weights, shard.index), label);
+            }
+            &Work::CopyShards { block, version, weights, ref from, .. } => {
+                let label = Label::Block(block, version);
+                for &(Shard { index, .. }, slot) in from {
+                    touch.read(Cell::Weights(index, slot, index), label);
+                    touch.write(Cell::Weights(device, weights, index), label);
+                }
             }
             Work::UploadBoundary { micro_batch, inputs } => {
                 touch.read_stash(&[inputs.boundary], *micro_batch, now);
@@ -80,7 +88,7 @@ impl Touch {
             Work::Compute { micro_batch: m, blocks, inputs, outputs, .. } => {
                 touch.place(inputs, *m, now, input, false);
                 touch.place(outputs, *m, now, output, true);
-                blocks.iter().for_each(|of| touch.compute(device, of, now, &count));
+                blocks.iter().for_each(|of| touch.compute(plan, device, of, now, &count));
             }
             Work::DownloadBoundary { micro_batch: m, outputs } => {
                 touch.place(std::slice::from_ref(outputs), *m, now, output, false);
@@ -201,13 +209,17 @@ impl Touch {
 
     fn compute(
         &mut self,
+        plan: &StepPlan,
         device: DeviceId,
         of: &BlockUse,
         now: Version,
         count: &impl Contributions,
     ) {
         let &BlockUse { block, weights, gradient } = of;
-        self.read(Cell::Weights(device, weights), Label::Block(block, now));
+        for shard in 0..plan.schedule.shards {
+            let part = Cell::Weights(device, weights, shard as DeviceId);
+            self.read(part, Label::Block(block, now));
+        }
         if let Some(Accumulator { slot, first }) = gradient {
             self.add(Cell::Gradient(device, slot), (block, now), first, count);
         }

@@ -9,7 +9,7 @@ use std::time::Duration;
 use l2l_actors::RingConfig;
 use l2l_actors::schedule::{
     Block, BlockId, Boundary, Capacities, LayerId, LayerKind, Pools, RingLayer, RingModel, Role,
-    Schedule, Selection,
+    Schedule, Selection, deal_groups, relay,
 };
 
 /// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles
@@ -85,6 +85,15 @@ pub fn config(schedule: &Schedule, depths: &Capacities, deferred: bool) -> RingC
         watchdog: None,
         inject: None,
     }
+}
+
+/// A relay whose groups, one for each device, are dealt, and whose blocks come in shards.
+pub fn sharded(model: &RingModel, micro_batches: u32, devices: u32) -> Schedule {
+    let mut selection = everything(model, micro_batches);
+    selection.groups = devices;
+    let schedule = relay(model, &selection).expect("a model of ours");
+    let dealt = deal_groups(schedule, &vec![1; devices as usize]);
+    Schedule { shards: devices, ..dealt }
 }
 
 /// The same model with all its blocks on file.

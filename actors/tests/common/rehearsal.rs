@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-use l2l_actors::schedule::Version;
+use l2l_actors::schedule::{DeviceId, Version};
 use l2l_actors::threads::LaneWork;
 use l2l_actors::virtual_time::Memory;
 use l2l_actors::work::{MasterAt, Stored, Work};
@@ -17,18 +17,19 @@ use tokio::sync::Notify;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Name {
     pub step: Version,
+    pub device: Option<DeviceId>,
     pub visit: Option<usize>,
     pub what: String,
 }
 
 impl Name {
-    pub fn of(step: Version, work: &Work) -> Name {
+    pub fn of(step: Version, device: Option<DeviceId>, work: &Work) -> Name {
         let visit = match *work {
             Work::Compute { device_visit, .. } => Some(device_visit),
             _ => None,
         };
         // A boundary is uploaded for each visit that reads it: the first of them fails.
-        Name { step, visit, what: work.to_string() }
+        Name { step, device, visit, what: work.to_string() }
     }
 }
 
@@ -77,9 +78,9 @@ impl LaneWork for Rehearsal {
     fn begin(&self, _step: &Arc<Step>, _batch: (), _now: Duration) {}
 
     fn perform(&self, operation: &Operation) -> Result<f64, BoxedError> {
-        let work = operation.work();
+        let (work, device) = (operation.work(), operation.queue().device);
         match &self.event {
-            Some((name, event)) if *name == Name::of(operation.step().number, work) => {
+            Some((name, event)) if *name == Name::of(operation.step().number, device, work) => {
                 match event {
                     Event::Fails(Fault::Error) => return Err("an injected error".into()),
                     Event::Fails(Fault::Panic) => panic!("an injected panic"),

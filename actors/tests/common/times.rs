@@ -13,6 +13,7 @@ use super::{config, ticks};
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Times {
     pub upload: u64,
+    pub peer: u64,
     pub compute: u64,
     pub download: u64,
     pub update: u64,
@@ -29,6 +30,7 @@ impl Times {
             WorkKind::Carry => 0,
             _ => match row.lane {
                 Lane::Upload => self.upload,
+                Lane::Peer => self.peer,
                 Lane::Compute => self.compute,
                 Lane::Download => self.download,
                 Lane::Host => self.host,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::common::times::*;
 use crate::common::*;
-use l2l_actors::schedule::{BlockId, LayerId, Phase, Schedule, StepPlan, deal, relay};
+use l2l_actors::schedule::{BlockId, LayerId, Phase, Pools, Schedule, StepPlan, deal, relay};
 use l2l_actors::virtual_time::{self, Record};
 use l2l_actors::work::{Lane, Work, WorkKind};
 use proptest::prelude::*;
@@ -156,5 +156,47 @@ proptest! {
         let (n, all) = (u64::from(devices), u64::from(layers * micro_batches));
         let both = forward + backward;
         prop_assert_eq!(end_of(&records), all / n * both + (n - 1) * both);
+    }
+
+    /// Sharded transfer: each link moves an nth of the weights that one device's would, and copies
+    /// between devices hide behind uploads that are at least as long.
+    #[test]
+    fn sharded_blocks_take_an_nth_of_each_link(
+        layers in 1..=20_u32, each in 1..=3_u32, devices in 2..=4_u32,
+        upload in 1..100_u64, part in 0..=100_u64,
+    ) {
+        let model = model(layers, 0, false);
+        let sharded = sharded(&model, each * devices, devices);
+        let whole = Schedule { shards: 1, ..sharded.clone() };
+        let plan = |schedule: &Schedule| {
+            let pools = Pools::of(schedule, &depths(1, 1, 1, 1));
+            StepPlan::new(schedule.clone(), pools).expect("pools were made for it")
+        };
+        let (of_whole, of_sharded) = (plan(&whole), plan(&sharded));
+        let all = of_whole.walks[0].traffic.weights;
+        let sum: u64 = of_sharded.walks.iter().map(|walk| walk.traffic.weights).sum();
+        prop_assert_eq!(sum, all);
+        for (walk, whole) in of_sharded.walks.iter().zip(&of_whole.walks) {
+            prop_assert_eq!(whole.traffic.weights, all);
+            prop_assert_eq!(walk.traffic.weights + walk.traffic.shards, all);
+            // Shards are cut at multiples of 256 bytes: blocks here have about 1,000.
+            let nth = all / u64::from(devices);
+            prop_assert!(walk.traffic.weights <= nth + 256 * 2 * u64::from(layers));
+            prop_assert_eq!(walk.traffic.gradients, whole.traffic.gradients);
+        }
+        // One slot: a block's upload and copy add up. The last layer's block is there at the turn.
+        let peer = upload * part / 100;
+        let times = Times { upload, peer, ..Times::default() };
+        let records = timeline(&sharded, &depths(1, 1, 1, 64), times, false, 1);
+        prop_assert_eq!(end_of(&records), (2 * u64::from(layers) - 1) * (upload + peer));
+        // Two slots: the copy of a block hides behind the upload of the next.
+        let records = timeline(&sharded, &depths(2, 1, 1, 64), times, false, 1);
+        let two = StepPlan::new(sharded.clone(), Pools::of(&sharded, &depths(2, 1, 1, 64)));
+        let two = two.expect("pools were made for it");
+        let own = two.walks[0].visits.iter().map(|&visit| &two.device_visits[visit]);
+        let fetches = own.flat_map(|visit| visit.fetched()).count() as u64;
+        // At the turn the last block's copy frees the slot that the next upload waits for.
+        let shown = if layers > 2 { 2 } else { 1 };
+        prop_assert_eq!(end_of(&records), fetches * upload + shown * peer);
     }
 }

@@ -28,9 +28,9 @@ impl Subject for Threads {
         small(model(2, 2, true))
     }
 
-    fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
         let work = Rehearsal::new(self.schedule().blocks.len(), None);
-        Arc::new(ThreadLanes::start(work, 1, None).expect("threads"))
+        Arc::new(ThreadLanes::start(work, pools, None).expect("threads"))
     }
 
     fn batch(&self, _step: Version) {}
@@ -46,9 +46,25 @@ impl Subject for TwoDevices {
         deal(Threads.schedule(), 2)
     }
 
-    fn ports(&self, _pools: &Pools) -> Arc<Self::Ports> {
-        let work = Rehearsal::new(self.schedule().blocks.len(), None);
-        Arc::new(ThreadLanes::start(work, 2, None).expect("threads"))
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        Threads.ports(pools)
+    }
+
+    fn batch(&self, _step: Version) {}
+}
+
+/// The same with groups dealt, and blocks in shards.
+struct Sharded;
+
+impl Subject for Sharded {
+    type Ports = ThreadLanes<Rehearsal>;
+
+    fn schedule(&self) -> Schedule {
+        sharded(&model(2, 2, true), 2, 2)
+    }
+
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        Threads.ports(pools)
     }
 
     fn batch(&self, _step: Version) {}
@@ -104,6 +120,7 @@ fn lanes_of_threads_conform() {
     full(check(&Threads));
     full(check(&OnFile));
     full(check(&TwoDevices));
+    full(check(&Sharded));
 }
 
 #[test]

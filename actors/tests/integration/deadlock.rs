@@ -28,6 +28,8 @@ struct Case {
     devices: u32,
     groups: u32,
     by_groups: bool,
+    /// Blocks come in shards, where all devices visit the same layers.
+    sharded: bool,
     /// 0: none.
     pipeline: u32,
     seed: u64,
@@ -36,14 +38,14 @@ struct Case {
 fn cases() -> impl Strategy<Value = Case> {
     let shape = (1..=6_u32, 0..=8_u32, any::<bool>(), 1..=5_u32);
     let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
-    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
     let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
         let (frozen, devices, (groups, by_groups, pipeline), seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
-        let (deferred, recompute, resident, on_file) = flags;
+        let (deferred, recompute, resident, on_file, sharded) = flags;
         let depths = Capacities { weights, gradients, reduced, stash };
         Case {
             layers,
@@ -59,6 +61,7 @@ fn cases() -> impl Strategy<Value = Case> {
             devices,
             groups,
             by_groups,
+            sharded,
             pipeline,
             seed,
         }
@@ -82,7 +85,14 @@ impl Case {
         let generate = if self.resident { resident } else { relay };
         let schedule = generate(&model, &selection).expect("a model of ours has a schedule");
         if self.by_groups {
-            deal_groups(schedule, &vec![1; self.devices as usize])
+            let mut dealt = deal_groups(schedule, &vec![1; self.devices as usize]);
+            if self.sharded && dealt.keeps_busy(dealt.devices()) {
+                dealt.shards = dealt.devices();
+            }
+            // By micro-batch, devices with more of them may fetch more often: refused.
+            let fits = StepPlan::new(dealt.clone(), Pools::of(&dealt, &self.depths)).is_ok();
+            assert!(fits || self.resident, "a relay fetches the same on all devices");
+            Schedule { shards: if fits { dealt.shards } else { 1 }, ..dealt }
         } else {
             deal(schedule, self.devices)
         }
@@ -121,9 +131,10 @@ impl Chance {
 /// one task or lane is left for last as long as anything else can move.
 fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u64>, Vec<String>> {
     let lanes = Arc::new(VirtualLanes::new(|_| ticks(1)));
-    let (mut relay, tasks) = Relay::wire(config, lanes.clone());
+    let (queues, tasks) = (Queue::all(&config.pools), ActorName::all(&config.pools).len() + 1);
+    let (mut relay, actors) = Relay::wire(config, lanes.clone());
     let mut world = World::new(lanes);
-    for task in tasks {
+    for task in actors {
         world.spawn(task.name.to_string(), task.future);
     }
     let schedule = case.schedule();
@@ -138,8 +149,6 @@ fn run_in_any_order(config: RingConfig, case: &Case, steps: u64) -> Result<Vec<u
         relay.stop().await.expect("nothing fails here");
     });
     let mut chance = Chance(case.seed);
-    let queues = Queue::all(case.devices);
-    let tasks = ActorName::all(case.devices).len() + 1;
     let mut hated = chance.below(tasks + queues.len());
     let is_hated = |chosen: &Move, hated: usize| match *chosen {
         Move::Poll(index) => index == hated,
@@ -226,13 +235,13 @@ proptest! {
             let own = records.iter().filter(|record| record.device == Some(device));
             let moved: u64 = own.map(|record| record.bytes).sum();
             let t = walk.traffic;
-            prop_assert_eq!(moved, t.weights + t.inputs + t.outputs + t.gradients);
+            prop_assert_eq!(moved, t.weights + t.shards + t.inputs + t.outputs + t.gradients);
         }
         let t = plan.traffic;
         let (read, written) = plan.file_bytes(case.deferred);
         prop_assert!(case.on_file || plan.traffic.read + plan.traffic.written == 0);
         let of_file = if case.on_file { read + written } else { 0 };
-        prop_assert_eq!(moved, t.weights + t.inputs + t.outputs + t.gradients + of_file);
+        prop_assert_eq!(moved, t.weights + t.shards + t.inputs + t.outputs + t.gradients + of_file);
     }
 }
 

@@ -65,7 +65,7 @@ struct Reference<'p> {
     plan: &'p StepPlan,
     times: Times,
     deferred: bool,
-    free: [u64; 5], // when each lane is free
+    free: [u64; Lane::ALL.len()], // when each lane is free
     pools: HashMap<&'static str, Slots>,
     landed: HashMap<(u32, u32), u64>,
     weights: HashMap<usize, (u64, u64)>, // device visit -> sent, arrived
@@ -309,7 +309,7 @@ fn reference(plan: &StepPlan, times: Times, deferred: bool, list: VecDeque<Of>) 
         plan,
         times,
         deferred,
-        free: [0; 5],
+        free: [0; Lane::ALL.len()],
         pools,
         landed: HashMap::new(),
         weights: HashMap::new(),
@@ -339,7 +339,7 @@ proptest! {
         deferred: bool,
     ) {
         let (upload, compute, download, update, stash, host) = times;
-        let times = Times { upload, compute, download, update, stash, host, file: 0 };
+        let times = Times { upload, compute, download, update, stash, host, ..Times::default() };
         let (layers, micro_batches, tiles, tied) = shape;
         let model = model(layers, tiles, tied && tiles > 0);
         let schedule = relay(&model, &everything(&model, micro_batches)).expect("a model of ours");

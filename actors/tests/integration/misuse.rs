@@ -16,9 +16,9 @@ fn small() -> Schedule {
 }
 
 fn lanes(schedule: &Schedule) -> Arc<ThreadLanes<Rehearsal>> {
-    Arc::new(
-        ThreadLanes::start(Rehearsal::new(schedule.blocks.len(), None), 1, None).expect("threads"),
-    )
+    let pools = Pools::of(schedule, &Capacities::default());
+    let work = Rehearsal::new(schedule.blocks.len(), None);
+    Arc::new(ThreadLanes::start(work, &pools, None).expect("threads"))
 }
 
 /// A step whose future was dropped goes on; the ring is then idle, and no watchdog minds.

@@ -30,7 +30,15 @@ fn after_two_steps(times: Times, inject: Option<FaultInjection>) -> (Option<Ring
 
 #[test]
 fn busy_starved_and_blocked_sum_to_the_time_that_passed() {
-    let slow = Times { upload: 9, compute: 5, download: 7, update: 30, stash: 2, host: 1, file: 0 };
+    let slow = Times {
+        upload: 9,
+        compute: 5,
+        download: 7,
+        update: 30,
+        stash: 2,
+        host: 1,
+        ..Times::default()
+    };
     let (error, snapshot) = after_two_steps(slow, None);
     assert!(error.is_none());
     for (name, doing, spent) in snapshot.actors {
@@ -64,8 +72,8 @@ fn a_snapshot_says_who_holds_which_slot_and_waits_for_what() {
     let Some(RingError::Failed { cause, .. }) = error else { panic!("{error:?}") };
     assert_eq!(cause.actor, ActorName::Executor(0));
     let text = snapshot.to_string();
-    for actor in ActorName::all(1) {
-        assert!(text.contains(&format!("{actor}")), "{text}");
+    for actor in ["fetcher", "prefetcher", "executor", "stasher", "reducer", "optimizer"] {
+        assert!(text.contains(actor), "{text}");
     }
     for pool in ["weights", "visits", "inputs", "outputs", "gradients", "reduced"] {
         assert!(text.contains(&format!("pool {pool}: 0 of")), "all are free after the end: {text}");

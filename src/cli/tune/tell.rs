@@ -22,6 +22,7 @@ pub(super) fn tell(format: Format, trial: &Trial, round: usize) {
             "exposed_wait_fraction": trial.exposed,
             "schedule": trial.settings.layout.names()[0],
             "deal": trial.settings.layout.names()[1],
+            "transfer": trial.settings.layout.names()[2],
         }));
     }
     say(format_args!(
@@ -85,6 +86,7 @@ pub(super) fn conclude(
             "stash": stash, "micro_batch": kept.settings.micro_batch,
             "stash_on_device": kept.settings.place == StashPlace::Device,
             "schedule": kept.settings.layout.names()[0], "deal": kept.settings.layout.names()[1],
+            "transfer": kept.settings.layout.names()[2],
             "step_seconds": step, "own_step_seconds": own.median(),
             "spread_seconds": kept.spread(), "own_spread_seconds": own.spread(),
             "device_bytes": kept.device_bytes, "bottleneck": bottleneck,

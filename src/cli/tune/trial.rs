@@ -1,6 +1,6 @@
 //! The settings that `l2l tune` varies, and how their trials are compared.
 
-use l2l::config::{Deal, ScheduleKind, StashPlace};
+use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, Transfer};
 use l2l::{Bottleneck, Config};
 
 /// The settings that are tuned.
@@ -19,11 +19,13 @@ pub(super) struct Settings {
 pub(super) struct Layout {
     pub(super) kind: ScheduleKind,
     pub(super) deal: Deal,
+    pub(super) transfer: Transfer,
 }
 
 impl Layout {
     fn of(config: &Config) -> Layout {
-        Layout { kind: config.schedule.kind, deal: config.parallel.deal }
+        let ParallelConfig { deal, transfer, .. } = config.parallel;
+        Layout { kind: config.schedule.kind, deal, transfer }
     }
 
     /// The layouts to try with a config, its own first. What a config says of one layout alone
@@ -35,10 +37,12 @@ impl Layout {
             || config.parallel.weights.is_some();
         let mut all = vec![own];
         if config.devices() > 1 && !is_bound {
-            let of = |kind, deal| Layout { kind, deal };
+            let of = |kind, deal| Layout { kind, deal, transfer: Transfer::Whole };
+            let by_sequences = of(ScheduleKind::Relay, Deal::Sequences);
             let others = [
                 of(ScheduleKind::Relay, Deal::Layers),
-                of(ScheduleKind::Relay, Deal::Sequences),
+                by_sequences,
+                Layout { transfer: Transfer::Sharded, ..by_sequences },
                 of(ScheduleKind::Gpipe, Deal::Layers),
                 of(ScheduleKind::OneForwardOneBackward, Deal::Layers),
                 of(ScheduleKind::Interleaved, Deal::Layers),
@@ -50,10 +54,15 @@ impl Layout {
     }
 
     /// The names of the keys' values.
-    pub(super) fn names(&self) -> [String; 2] {
+    pub(super) fn names(&self) -> [String; 3] {
         let name = |value: serde_json::Value| value.as_str().unwrap_or_default().to_string();
-        let [kind, deal] = [serde_json::to_value(self.kind), serde_json::to_value(self.deal)];
-        [kind, deal].map(|value| name(value.expect("a key has a name")))
+        let Layout { kind, deal, transfer } = self;
+        let values = [
+            serde_json::to_value(kind),
+            serde_json::to_value(deal),
+            serde_json::to_value(transfer),
+        ];
+        values.map(|value| name(value.expect("a key has a name")))
     }
 }
 
@@ -85,6 +94,7 @@ impl Settings {
         config.step.micro_batch = self.micro_batch;
         config.stash.place = self.place;
         (config.schedule.kind, config.parallel.deal) = (self.layout.kind, self.layout.deal);
+        config.parallel.transfer = self.layout.transfer;
         let channels = &mut config.channels;
         [channels.weights, channels.gradients, channels.reduced, channels.stash] = self.depths;
         config
@@ -110,7 +120,7 @@ impl Settings {
             }
         }
         let (to, before) = (self.layout.names(), from.layout.names());
-        let keys = [("schedule", "kind"), ("parallel", "deal")];
+        let keys = [("schedule", "kind"), ("parallel", "deal"), ("parallel", "transfer")];
         for (nth, (section, key)) in keys.into_iter().enumerate() {
             if to[nth] != before[nth] {
                 changes.push((section, key, to[nth].as_str().into()));
@@ -134,7 +144,9 @@ impl std::fmt::Display for Settings {
             (ScheduleKind::Relay, Deal::Layers) => Ok(()),
             (_, Deal::Layers) => write!(f, ", {}", self.layout.names()[0]),
             (_, Deal::Sequences) => {
-                write!(f, ", {}, sequences dealt", self.layout.names()[0])
+                let sharded = self.layout.transfer == Transfer::Sharded;
+                let blocks = if sharded { ", blocks in shards" } else { "" };
+                write!(f, ", {}, sequences dealt{blocks}", self.layout.names()[0])
             }
         }
     }

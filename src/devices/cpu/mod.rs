@@ -34,7 +34,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 pub use rates::{KernelRate, Rate, kernel_rates, product_flops_per_second};
 pub(crate) use views::CpuKernels;
 
-use super::Device;
+use super::{Device, PeerView};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
@@ -85,6 +85,17 @@ impl Device for Cpu {
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
         // SAFETY: the ring holds the slot for this download.
         to.copy_from_slice(unsafe { self.memory.read(from) });
+        Ok(())
+    }
+
+    fn for_peers(&self, view: View) -> PeerView {
+        PeerView { context: 0, at: view.at as u64 }
+    }
+
+    fn copy_from_peer(&self, to: View, from: PeerView) -> Result<(), BoxedError> {
+        let from = View { at: from.at as usize, ..to };
+        // SAFETY: the ring gives the slot to this copy alone, and holds the other device's for it.
+        unsafe { self.memory.write(to).copy_from_slice(self.memory.read(from)) };
         Ok(())
     }
 

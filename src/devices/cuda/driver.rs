@@ -1,5 +1,5 @@
 //! What the device asks of a CUDA driver: one memory; copies, launches and products, in order on
-//! three streams; and events between the streams. Only calls that say so wait for the device.
+//! streams of its own; and events between the streams. Only calls that say so wait for the device.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use l2l_actors::BoxedError;
 use l2l_actors::work::Lane;
 
+use crate::devices::PeerView;
 use crate::tensor::Dtype;
 
 /// An address in the device's memory.
@@ -16,15 +17,20 @@ pub(super) type Address = u64;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stream {
     Upload,
+    Peer,
     Compute,
     Download,
 }
+
+/// How many there are.
+pub(super) const STREAMS: usize = 4;
 
 impl Stream {
     /// The stream of a lane.
     pub(super) fn of(lane: Lane) -> Stream {
         match lane {
             Lane::Upload => Stream::Upload,
+            Lane::Peer => Stream::Peer,
             Lane::Compute => Stream::Compute,
             Lane::Download => Stream::Download,
             Lane::Host | Lane::Update | Lane::File => unreachable!("{lane:?} is the host's"),
@@ -163,6 +169,18 @@ pub(super) trait Driver: Send + Sync + 'static {
         on: Stream,
         to: *mut u8,
         from: Address,
+        bytes: usize,
+    ) -> Result<(), BoxedError>;
+
+    /// The device's context, as the drivers of other devices name it.
+    fn context(&self) -> usize;
+
+    /// Copies from another device.
+    fn copy_from_peer(
+        &self,
+        on: Stream,
+        to: Address,
+        from: PeerView,
         bytes: usize,
     ) -> Result<(), BoxedError>;
 

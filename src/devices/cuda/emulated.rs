@@ -14,8 +14,9 @@ use half::bf16;
 use l2l_actors::BoxedError;
 use libloading::Library;
 
-use super::driver::{Address, Driver, Launch, Matrix, Place, Product, Stream};
+use super::driver::{Address, Driver, Launch, Matrix, Place, Product, STREAMS, Stream};
 use super::texts::{self, Declared, PRELUDE};
+use crate::devices::PeerView;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
@@ -133,7 +134,7 @@ impl Flag {
 struct Emulated {
     kernels: Kernels,
     memory: Mutex<Vec<Box<[u64]>>>,
-    streams: [mpsc::Sender<Task>; 3],
+    streams: [mpsc::Sender<Task>; STREAMS],
     events: Mutex<HashMap<u64, Arc<Flag>>>,
     next: AtomicU64,
     /// What went wrong on a stream, as a device has it: all that comes after fails.
@@ -145,7 +146,7 @@ struct Emulated {
 impl Emulated {
     /// `None` where there is no compiler.
     fn new(custom: &[CustomKernel], dtype: Dtype) -> Option<Emulated> {
-        let streams = [(); 3].map(|()| {
+        let streams = [(); STREAMS].map(|()| {
             let (queue, tasks) = mpsc::channel::<Task>();
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue
@@ -257,6 +258,23 @@ impl Driver for Emulated {
         bytes: usize,
     ) -> Result<(), BoxedError> {
         self.copy(on, to as Address, from, bytes)
+    }
+
+    fn context(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
+    fn copy_from_peer(
+        &self,
+        on: Stream,
+        to: Address,
+        from: PeerView,
+        bytes: usize,
+    ) -> Result<(), BoxedError> {
+        if from.context == self.context() {
+            return Err("a device copies from itself as from another".into());
+        }
+        self.copy(on, to, from.at, bytes)
     }
 
     fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), BoxedError> {

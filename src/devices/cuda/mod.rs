@@ -45,9 +45,9 @@ pub(super) use libraries::libraries;
 pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
-use self::driver::{Address, Driver, Event, Place, Stream, WORKSPACE};
+use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::FLOAT;
-use super::{Check, Device, GpuRates};
+use super::{Check, Device, GpuRates, PeerView};
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
@@ -78,7 +78,7 @@ pub(super) struct Cuda {
     /// The event at the end of each operation that was issued to the device and is not done.
     issued: Arc<Mutex<HashMap<u64, Arc<Event>>>>,
     /// The event at the begin of the operation that is being issued to each stream.
-    begun: Mutex<[Option<Arc<Event>>; 3]>,
+    begun: Mutex<[Option<Arc<Event>>; STREAMS]>,
     clock: Arc<Mutex<Clock>>,
     /// Addresses of host memory that is pinned.
     pinned: Mutex<Vec<usize>>,
@@ -235,6 +235,15 @@ impl Device for Cuda {
         self.driver.copy_out(Stream::Download, to, self.address(from), bytes)
     }
 
+    fn for_peers(&self, view: View) -> PeerView {
+        PeerView { context: self.driver.context(), at: self.address(view) }
+    }
+
+    fn copy_from_peer(&self, to: View, from: PeerView) -> Result<(), BoxedError> {
+        let bytes = to.len() * to.dtype.size();
+        self.driver.copy_from_peer(Stream::Peer, self.address(to), from, bytes)
+    }
+
     fn upload_packed(&self, _: View, _: &[f32]) -> Result<(), BoxedError> {
         unreachable!("a packed stash is refused on this device")
     }
@@ -286,6 +295,10 @@ impl Device for Cuda {
     fn pin(&self, memory: &mut [f32]) {
         let pinned = pin(&*self.driver, memory);
         self.pinned.lock().expect("nothing panics inside").extend(pinned);
+    }
+
+    fn finish(&self) {
+        self.driver.finish();
     }
 
     fn issues(&self) -> bool {

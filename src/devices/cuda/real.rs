@@ -9,12 +9,12 @@ use cudarc::driver::{result, sys};
 use l2l_actors::BoxedError;
 
 use super::compile;
-use super::driver::{Address, Driver, Kind, Launch, Product, Stream};
+use super::driver::{Address, Driver, Kind, Launch, Product, STREAMS, Stream};
 use super::libraries;
 use super::product::Products;
 use super::texts;
 use crate::config::DeviceConfig;
-use crate::devices::{Gpu, Library};
+use crate::devices::{Gpu, Library, PeerView};
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
@@ -31,13 +31,15 @@ const SHARED: u32 = 48 << 10;
 pub(super) struct Real {
     device: sys::CUdevice,
     context: sys::CUcontext,
-    streams: [sys::CUstream; 3],
+    streams: [sys::CUstream; STREAMS],
     modules: Vec<sys::CUmodule>,
     kernels: HashMap<String, (sys::CUfunction, Vec<Kind>)>,
     products: Option<Products>,
     memory: Mutex<Vec<Address>>,
     /// Events that are let go of, to be used again.
     events: Mutex<Vec<u64>>,
+    /// Contexts of other devices that it was given access to, if it can have it.
+    peers: Mutex<Vec<usize>>,
 }
 
 // SAFETY: the driver's handles may be used by any thread whose context is this one, which every
@@ -123,12 +125,13 @@ impl Real {
         let mut real = Real {
             device,
             context,
-            streams: [std::ptr::null_mut(); 3],
+            streams: [std::ptr::null_mut(); STREAMS],
             modules: Vec::new(),
             kernels: HashMap::new(),
             products: None,
             memory: Mutex::default(),
             events: Mutex::default(),
+            peers: Mutex::default(),
         };
         real.enter()?;
         for stream in &mut real.streams {
@@ -250,6 +253,33 @@ impl Driver for Real {
         // SAFETY: see above.
         checked(unsafe {
             sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.stream(on)).result()
+        })
+    }
+
+    fn context(&self) -> usize {
+        self.context.expose_provenance()
+    }
+
+    fn copy_from_peer(
+        &self,
+        on: Stream,
+        to: Address,
+        from: PeerView,
+        bytes: usize,
+    ) -> Result<(), BoxedError> {
+        self.enter()?;
+        let peer = std::ptr::with_exposed_provenance_mut(from.context);
+        let mut peers = self.peers.lock().expect("nothing panics inside");
+        if !peers.contains(&from.context) {
+            // Where the devices cannot reach each other, the driver copies by way of the host.
+            // SAFETY: the other device's context is there as long as the ring.
+            _ = unsafe { sys::cuCtxEnablePeerAccess(peer, 0).result() };
+            peers.push(from.context);
+        }
+        let stream = self.stream(on);
+        // SAFETY: see above; both devices are kept until the copy is done.
+        checked(unsafe {
+            sys::cuMemcpyPeerAsync(to, self.context, from.at, peer, bytes, stream).result()
         })
     }
 

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 
-use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind};
+use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind, Transfer};
 use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
 use crate::kernels::{Custom, CustomKernel, Kernels};
@@ -306,13 +306,17 @@ fn two_gpus_are_one() {
         return;
     }
     let folder = tempfile::tempdir().expect("a place for files");
-    let ways: [&dyn Fn(&mut Config); 7] = [
+    let ways: [&dyn Fn(&mut Config); 8] = [
         &|_| (),
         &|config| config.schedule.kind = ScheduleKind::Resident,
         &|config| config.schedule.recompute = false.into(),
         &|config| config.schedule.kind = ScheduleKind::OneForwardOneBackward,
         &|config| config.schedule.kind = ScheduleKind::ZeroBubble,
         &|config| config.parallel.deal = Deal::Sequences,
+        &|config| {
+            let sharded = Transfer::Sharded;
+            (config.parallel.deal, config.parallel.transfer) = (Deal::Sequences, sharded);
+        },
         &|config| {
             let folder = folder.path().join(config.device.dtype.to_string());
             (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder));
