@@ -37,6 +37,19 @@ pub struct Progress {
     /// The step of the last validation.
     #[serde(rename = "looked_at")]
     pub validated_at: Option<u64>,
+    /// The model's layers, where a run can add some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub layers: Option<LayerCount>,
+}
+
+/// The layers of a model to which a run adds some.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LayerCount {
+    /// How many there were when the run began.
+    pub first: usize,
+    /// How many there are.
+    pub now: usize,
 }
 
 /// The validation with the lowest loss.
@@ -88,7 +101,7 @@ impl RunRecord {
     ///
     /// # Errors
     /// They cannot be read.
-    fn sealed(&self, eps: &Eps) -> Result<String, Error> {
+    fn sealed(&self, model: &Model, eps: &Eps) -> Result<String, Error> {
         let open = serde_json::json!({
             "format": self.format,
             "progress": self.progress,
@@ -96,7 +109,7 @@ impl RunRecord {
             "steps": self.steps,
             "data": self.data,
             "config": self.config,
-            "weights": eps.full_digest()?,
+            "weights": eps.full_digest(model)?,
         });
         let digest = Sha256::digest(open.to_string().as_bytes());
         Ok(digest.iter().map(|byte| format!("{byte:02x}")).collect())
@@ -123,7 +136,7 @@ const MOST_STEPS: u64 = 1 << 40;
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 26] = [
+const FREE: [&str; 27] = [
     "checkpoint",
     "channels",
     "data.validation",
@@ -143,6 +156,7 @@ const FREE: [&str; 26] = [
     "metrics",
     "model.path",
     "parallel.deal",
+    "parallel.transfer",
     "parallel.weights",
     "schedule",
     "stash.place",
@@ -186,7 +200,7 @@ pub(crate) fn write(
     hf::save(&partial, run.model, eps)?;
     hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps)?;
     let mut record = record_of(run, progress, eps.updates());
-    record.seal = record.sealed(eps)?;
+    record.seal = record.sealed(run.model, eps)?;
     let text = serde_json::to_string_pretty(&record).expect("it is plain data");
     fs::write(partial.join(RECORD), text).map_err(failed)?;
     for file in ["config.json", RECORD] {
@@ -288,6 +302,19 @@ pub(crate) fn bytes_of(directory: &Path) -> u64 {
     files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
 }
 
+/// The layers of a checkpoint's model, if its run could add some.
+pub(crate) fn layers_of(directory: &Path) -> Option<LayerCount> {
+    recover(directory).ok()?;
+    let text = fs::read_to_string(directory.join(RECORD)).ok()?;
+    let record: RunRecord = serde_json::from_str(&text).ok()?;
+    record.progress.layers
+}
+
+/// The same of what an EPS on file kept.
+pub(crate) fn remembered_layers(remembered: &Value) -> Option<LayerCount> {
+    serde_json::from_value(remembered["rest"]["progress"]["layers"].clone()).ok()
+}
+
 /// A checkpoint that fits this run, as far as its record and its shape say.
 pub(crate) struct Checked<'c> {
     directory: &'c Path,
@@ -338,7 +365,7 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     hf::load(directory, run.model, eps, false)?;
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&record.updates);
-    if record.sealed(eps)? != record.seal {
+    if record.sealed(run.model, eps)? != record.seal {
         return Err(refuse(
             "it is damaged: its content is not what was written. Remove it to resume from the one \
              before it"

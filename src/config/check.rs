@@ -4,8 +4,9 @@
 use l2l_actors::schedule;
 
 use super::{
-    ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, Labels, OptimizerConfig,
-    ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, ValidationConfig,
+    ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, Labels, NewLayers,
+    OptimizerConfig, ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, Transfer,
+    ValidationConfig,
 };
 use crate::error::Error;
 use crate::tensor::Dtype;
@@ -49,6 +50,23 @@ impl Config {
             self.depth.drop == 0.0 && self.depth.ramp_steps.is_some(),
             "depth.ramp_steps",
             "has no effect: set depth.drop above 0",
+        )?;
+        must(self.model.max_layers != Some(0), "model.max_layers", "at least 1")?;
+        let stacks = !self.depth.stack_at.is_empty();
+        refuse(
+            stacks && self.model.max_layers.is_none(),
+            "depth.stack_at",
+            "adds layers: set model.max_layers to how many there can be",
+        )?;
+        refuse(
+            !stacks && self.depth.new_layers != NewLayers::Copy,
+            "depth.new_layers",
+            "has no effect: set depth.stack_at",
+        )?;
+        refuse(
+            !self.depth.stack_at.is_sorted_by(|a, b| a < b),
+            "depth.stack_at",
+            "must be numbers of steps, each larger than the one before",
         )?;
         self.check_contradictions()?;
         self.link_bytes_per_second()?;
@@ -177,8 +195,19 @@ impl Config {
         }
         if self.parallel.deal == Deal::Layers {
             let problem = "is for parallel.deal = \"sequences\": leave it out";
-            return refuse(self.parallel.weights.is_some(), "parallel.weights", problem);
+            refuse(self.parallel.weights.is_some(), "parallel.weights", problem)?;
+            let is_sharded = self.parallel.transfer == Transfer::Sharded;
+            let problem = "is \"sharded\", which needs parallel.deal = \"sequences\": dealt layers \
+                           are on one device each";
+            return refuse(is_sharded, "parallel.transfer", problem);
         }
+        refuse(
+            self.parallel.transfer == Transfer::Sharded
+                && self.schedule.kind != ScheduleKind::Relay,
+            "parallel.transfer",
+            "is \"sharded\", which needs schedule.kind = \"relay\": only there all devices need a \
+             block at the same time",
+        )?;
         let dealt = schedule::devices_of_groups(groups, &self.device_weights());
         match (0..devices).find(|&device| !dealt.contains(&(device as u8))) {
             None => Ok(()),

@@ -1,4 +1,5 @@
-//! The keys of `[depth]`: layers that are left out of training steps at random.
+//! The keys of `[depth]`: layers that training steps leave out at random, and layers that are
+//! added.
 
 use serde::{Deserialize, Serialize};
 
@@ -20,11 +21,23 @@ pub struct DepthConfig {
     /// Makes room in the workspace for steps that freeze layers, which programs can ask for
     /// (`Trainer::step_with`). A frozen layer computes its gradient all the same, and drops it.
     pub freezes: bool,
+    /// Progressive stacking (Gong et al. 2019): numbers of steps. After each of them the model gets
+    /// twice as many layers, up to `model.max_layers`.
+    pub stack_at: Vec<u64>,
+    /// What the parameters of an added layer are at first.
+    pub new_layers: NewLayers,
 }
 
 impl Default for DepthConfig {
     fn default() -> DepthConfig {
-        DepthConfig { drop: 0.0, rule: DropRule::Linear, ramp_steps: None, freezes: false }
+        DepthConfig {
+            drop: 0.0,
+            rule: DropRule::Linear,
+            ramp_steps: None,
+            freezes: false,
+            stack_at: Vec::new(),
+            new_layers: NewLayers::Copy,
+        }
     }
 }
 
@@ -39,7 +52,25 @@ pub enum DropRule {
     Uniform,
 }
 
+/// See [`DepthConfig::new_layers`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum NewLayers {
+    /// Copies of the layers below, in their order.
+    Copy,
+    /// Copies whose residual branches end in zeros, so that they pass hidden states on unchanged.
+    /// Not for models that have norms behind the branches (BERT).
+    ZeroResidual,
+}
+
 impl DepthConfig {
+    /// The layers of a run that began with `first` and has room for `most`, after so many steps.
+    pub fn stacked_layers(&self, steps: u64, first: usize, most: usize) -> usize {
+        let doubled = self.stack_at.iter().filter(|&&at| at <= steps);
+        doubled.fold(first, |layers, _| layers.saturating_mul(2)).min(most.max(first))
+    }
+
     /// The probability with which step `step` (from 0) leaves out layer `layer` (from 0) of
     /// `layers`.
     pub fn probability(&self, step: u64, layer: usize, layers: usize) -> f64 {

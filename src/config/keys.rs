@@ -64,6 +64,9 @@ pub struct ModelConfig {
     pub preset: Option<String>,
     /// Number of transformer blocks. This key and the sizes below override those of the preset.
     pub layers: Option<usize>,
+    /// The most transformer blocks that the model can have: `depth.stack_at` and
+    /// `Trainer::add_layers` add some during a run. When absent, as many as it begins with.
+    pub max_layers: Option<usize>,
     /// Width of the residual stream: a multiple of `heads`.
     pub hidden: Option<usize>,
     /// Number of attention heads.

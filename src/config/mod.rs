@@ -11,13 +11,13 @@ mod sizes;
 use std::path::Path;
 
 pub use data::{DataConfig, DataFile, Files, TooLong};
-pub use depth::{DepthConfig, DropRule};
+pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
     ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
     Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
     StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
 };
-pub use parallel::{Deal, ParallelConfig};
+pub use parallel::{Deal, ParallelConfig, Transfer};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
 

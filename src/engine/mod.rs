@@ -43,6 +43,8 @@ pub(crate) struct Engine {
     last_trained: bool,
     /// The number of visits of all steps.
     visits: u64,
+    /// How many of the layers that a step can leave out are used; `None`: all.
+    layers: Option<usize>,
 }
 
 /// A schedule, and the shape of the steps that it is for.
@@ -81,7 +83,7 @@ impl Engine {
         let (model, plan) = (worker.model().clone(), worker.plan().clone());
         let records = worker.records().clone();
         let lanes =
-            ThreadLanes::start(worker, plan.devices, Some(records)).map_err(Error::system)?;
+            ThreadLanes::start(worker, &plan.pools, Some(records)).map_err(Error::system)?;
         let lanes = Arc::new(lanes);
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
@@ -98,7 +100,20 @@ impl Engine {
             pending: None,
             last_trained: false,
             visits: 0,
+            layers: None,
         })
+    }
+
+    /// From the next step on, only the first `count` of the layers that a step can leave out are
+    /// used.
+    pub(crate) fn use_layers(&mut self, count: usize) {
+        self.layers = Some(count);
+    }
+
+    /// The layers of a step: those that were asked for, or all that are used now.
+    fn layers_of_step(&self, asked: &LayerSelection) -> LayerSelection {
+        let all = || self.layers.map(|count| (0..count).collect());
+        LayerSelection { layers: asked.layers.clone().or_else(all), ..asked.clone() }
     }
 
     /// Runs one step. `cache` has the KV cache slot of each sequence, if the step generates.
@@ -126,6 +141,7 @@ impl Engine {
         layers: &LayerSelection,
     ) -> Result<Outcome, Error> {
         self.count_step();
+        let layers = &self.layers_of_step(layers);
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
         let cached = &mut self.schedules[usize::from(purpose.trains())];

@@ -1,5 +1,7 @@
 //! Reports of a step and of a whole run.
 
+use crate::plan::LinkBytes;
+
 /// The report of a training step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct StepReport {
@@ -66,4 +68,6 @@ pub struct Summary {
     pub bytes_uploaded: u64,
     /// Bytes that were downloaded from the device.
     pub bytes_downloaded: u64,
+    /// The same for each device.
+    pub links: Vec<LinkBytes>,
 }

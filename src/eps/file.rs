@@ -440,12 +440,13 @@ impl FileTier {
     /// The disk fails; then the state before stays valid.
     pub(crate) fn seal(&self, step: u64) -> io::Result<()> {
         let Some(folder) = &self.folder else { return Ok(()) };
-        self.file.sync()?;
+        // What the index names has been written by now, and is synced next.
         let index = {
             let mut current = self.current();
             (current.index.step, current.index.sequence) = (step, current.index.sequence + 1);
             current.index.clone()
         };
+        self.file.sync()?;
         let failed = |error: io::Error| {
             io::Error::new(error.kind(), format!("eps.path {}: {error}", folder.display()))
         };

@@ -4,11 +4,11 @@ use l2l_actors::schedule::BlockId;
 
 use super::{BlockPart, Eps};
 use crate::error::Error;
-use crate::models::{Init, tensor_ranges};
+use crate::models::{Init, Model, tensor_ranges};
 use crate::random;
 
-/// The random numbers of one tensor. Its state is a function of the seed, the block and the tensor,
-/// so a weight does not depend on the order in which tensors are filled.
+/// The random numbers of one tensor. Its state is a function of the seed, the block's place in the
+/// model and the tensor, so a weight does not depend on the order in which tensors are filled.
 struct Draws(u64);
 
 impl Draws {
@@ -30,17 +30,18 @@ impl Draws {
 }
 
 impl Eps {
-    /// Gives every tensor its initial values, from a seed.
+    /// Gives every tensor of a model its initial values, from a seed.
     ///
     /// # Errors
     /// The file under the EPS cannot be written.
-    pub(crate) fn randomise(&self, seed: u64) -> Result<(), Error> {
-        for (index, tensors) in self.tensors.iter().enumerate() {
-            self.write_with(BlockId(index as u32), BlockPart::Parameters, |parameters| {
+    pub(crate) fn randomise(&self, model: &Model, seed: u64) -> Result<(), Error> {
+        let blocks = (0..).map(BlockId).zip(&model.blocks);
+        for (nth, (id, tensors)) in blocks.filter(|(_, all)| !all.is_empty()).enumerate() {
+            self.write_with(id, BlockPart::Parameters, |parameters| {
                 for (number, (tensor, range)) in
                     tensors.iter().zip(tensor_ranges(tensors)).enumerate()
                 {
-                    let stream = (index as u64) << 32 | number as u64;
+                    let stream = (nth as u64) << 32 | number as u64;
                     initialise(&mut parameters[range], tensor.init, seed, stream);
                 }
             })?;

@@ -170,7 +170,7 @@ impl Eps {
         }
     }
 
-    /// Changes a part of a block, given as f32, before the first step.
+    /// Changes a part of a block, given as f32, while no step runs.
     ///
     /// # Errors
     /// The file cannot be read or written, or is not as it was written.
@@ -214,25 +214,26 @@ impl Eps {
         }
     }
 
-    /// SHA-256 of all masters, block by block, tensor by tensor, as little-endian f32.
+    /// SHA-256 of all masters of a model, block by block, tensor by tensor, as little-endian f32.
     ///
     /// # Errors
     /// As [`read_with`](Eps::read_with).
-    pub(crate) fn digest(&self) -> Result<String, Error> {
-        self.digest_of(0)
+    pub(crate) fn digest(&self, model: &Model) -> Result<String, Error> {
+        self.digest_of(model, 0)
     }
 
     /// SHA-256 of all masters and optimizer states, block by block.
     ///
     /// # Errors
     /// As [`read_with`](Eps::read_with).
-    pub(crate) fn full_digest(&self) -> Result<String, Error> {
-        self.digest_of(self.states)
+    pub(crate) fn full_digest(&self, model: &Model) -> Result<String, Error> {
+        self.digest_of(model, self.states)
     }
 
-    fn digest_of(&self, states: usize) -> Result<String, Error> {
+    fn digest_of(&self, model: &Model, states: usize) -> Result<String, Error> {
         let mut hasher = Sha256::new();
-        for (index, tensors) in self.tensors.iter().enumerate() {
+        let blocks = model.blocks.iter().enumerate();
+        for (index, tensors) in blocks.filter(|(_, tensors)| !tensors.is_empty()) {
             for part in BlockPart::all(states) {
                 self.read_with(BlockId(index as u32), part, |values| {
                     for range in tensor_ranges(tensors) {

@@ -25,7 +25,7 @@ pub(crate) use config::{
 pub use export::export;
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
-pub use shape::shape_of;
+pub use shape::{largest_shape_of, shape_of};
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;

@@ -1,6 +1,6 @@
 //! The shape of the model that a config names: a preset or a directory, with the config's changes.
 
-use crate::config::{Config, Labels, Task};
+use crate::config::{Config, DepthConfig, Labels, NewLayers, Task};
 use crate::error::Error;
 use crate::hf;
 use crate::kernels::HEAD_LIMIT;
@@ -19,6 +19,35 @@ pub fn shape_of(config: &Config) -> Result<Shape, Error> {
         }
         (error, _) => error,
     })
+}
+
+/// The shape with all the layers that the config makes room for.
+///
+/// # Errors
+/// As [`shape_of`]; or the model has more layers than there is room for, or its layers can never be
+/// added as the config says.
+pub fn largest_shape_of(config: &Config) -> Result<Shape, Error> {
+    let shape = shape_of(config)?;
+    let layers = config.model.max_layers.unwrap_or(shape.layers);
+    if layers < shape.layers {
+        let problem = format_args!("is {layers}, and the model has {} layers", shape.layers);
+        return Err(Error::config("model.max_layers", problem));
+    }
+    if layers > MOST_LAYERS {
+        let problem = format_args!("is {layers}: it must be 1 to {MOST_LAYERS}");
+        return Err(Error::config("model.max_layers", problem));
+    }
+    let DepthConfig { stack_at, new_layers, .. } = &config.depth;
+    if !stack_at.is_empty() && layers == shape.layers {
+        let problem = format_args!("has no effect: the model has model.max_layers = {layers}");
+        return Err(Error::config("depth.stack_at", problem));
+    }
+    if *new_layers == NewLayers::ZeroResidual && shape.post_norm {
+        let problem = "is \"zero-residual\", but such a layer would change the hidden states that \
+                       pass it: this model has norms behind the residual branches. Use \"copy\"";
+        return Err(Error::config("depth.new_layers", problem));
+    }
+    Ok(Shape { layers, ..shape })
 }
 
 /// Whether a config sets this key of its model.
@@ -120,12 +149,15 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     }
 }
 
+/// No model has more layers.
+const MOST_LAYERS: usize = 100_000;
+
 /// Refuses sizes that are out of range or contradict each other.
 fn check_shape(shape: &Shape) -> Result<(), Error> {
     let Shape { layers, hidden, heads, intermediate, vocabulary, positions, .. } = *shape;
     let limit = |size: usize, most: usize| (1..=most).contains(&size);
     let sizes = [
-        ("layers", layers, 100_000),
+        ("layers", layers, MOST_LAYERS),
         ("hidden", hidden, 1 << 20),
         ("heads", heads, 1 << 11),
         ("intermediate", intermediate, 1 << 22),

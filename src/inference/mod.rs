@@ -16,7 +16,7 @@ pub use quality::{Agreement, Confusion, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
-use crate::config::{Config, EpsTier, ModelConfig};
+use crate::config::{Config, EpsTier, ModelConfig, NewLayers};
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
@@ -37,6 +37,8 @@ pub fn load_from(config: &mut Config, directory: &Path) {
     let ModelConfig { task, labels, .. } = std::mem::take(&mut config.model);
     config.model =
         ModelConfig { path: Some(directory.into()), task, labels, ..config.model.clone() };
+    // Nothing is added to a model that is not trained.
+    (config.depth.stack_at, config.depth.new_layers) = (Vec::new(), NewLayers::Copy);
 }
 
 impl Loaded {
@@ -71,7 +73,7 @@ impl Loaded {
             copies: true,
         };
         let worker = Worker::new(&config, parts)?;
-        worker.eps().randomise(config.step.seed)?;
+        worker.eps().randomise(worker.model(), config.step.seed)?;
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
             hf::load(path, &model, worker.eps(), false)?;
         }

@@ -10,11 +10,12 @@ use crate::kernels::{
 };
 use crate::tensor::{Scratch, View};
 
+/// Its index for dropout, which no layer has.
+const INDEX: u32 = 0;
+
 /// A head of a shape that classifies.
 #[derive(Clone, Debug)]
 pub struct Classes {
-    /// The layer's index, for dropout.
-    pub index: u32,
     /// The model.
     pub shape: Shape,
 }
@@ -134,7 +135,7 @@ impl Classes {
     fn dropouts<'a>(&self, batch: &BatchView<'a>) -> [Option<Dropout<'a>>; 2] {
         let p = self.shape.dropout.classifier;
         let before = if self.shape.names.class_drops_first { p } else { 0.0 };
-        [batch.dropout(before, self.index, 0), batch.dropout(p, self.index, 1)]
+        [batch.dropout(before, INDEX, 0), batch.dropout(p, INDEX, 1)]
             .map(|dropout| dropout.map(|dropout| Dropout { rows: MaskRows::Sequences, ..dropout }))
     }
 

@@ -7,6 +7,7 @@ mod ends;
 pub mod families;
 mod layer;
 mod model;
+mod room;
 mod selection;
 mod shape;
 mod visit;

@@ -89,7 +89,8 @@ impl Model {
     }
 
     /// A model of these layers, between an embedding and a head of this shape's vocabulary and
-    /// width. Each layer with dropout must have an index of its own, for its masks.
+    /// width. Each layer with dropout must have an index of its own, for its masks; not 0,
+    /// which is that of a head of classes.
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
         let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
         let tiles = tiles(&shape, largest);
@@ -124,7 +125,7 @@ impl Model {
             push(Part::Stack(layer), tensors);
         }
         if !shape.scores_tokens() {
-            let classes = Classes { index: parts.len() as u32, shape };
+            let classes = Classes { shape };
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(classes.tensors());
             parts.push(Part::Classes(classes));

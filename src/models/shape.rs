@@ -94,6 +94,13 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// The modules of a layer whose outputs are added to the hidden states: of attention and of the
+    /// feed-forward layer.
+    pub(crate) fn residual_outputs(&self, layer: usize) -> [String; 2] {
+        let name = |module: &str| module.replace("{}", &layer.to_string());
+        [name(self.names.projection), name(self.names.down)]
+    }
+
     /// True when the head has a transform and a bias for each token.
     pub fn masked_head(&self) -> bool {
         self.head == Head::Masked

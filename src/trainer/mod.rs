@@ -5,6 +5,7 @@ mod builder;
 mod depth;
 mod events;
 mod fit;
+mod growth;
 mod sample;
 mod start;
 
@@ -17,6 +18,7 @@ use l2l_actors::work::Lane;
 
 pub use builder::{Builder, state_on_file};
 pub use fit::{Callbacks, End, Fit, Fitted, Prepared, RunMessage, StopRequest};
+pub use growth::NewLayer;
 
 use crate::checkpoint::{self, Identity, Progress};
 use crate::config::Config;
@@ -45,6 +47,7 @@ use crate::worker::{Worker, take_as_long};
 /// threads without waiting for them, and what was not saved is lost.
 pub struct Trainer {
     config: Config,
+    /// Of the layers that there are now.
     model: Arc<Model>,
     plan: Arc<Plan>,
     learning_rate: LearningRate,
@@ -83,7 +86,7 @@ impl Trainer {
         &self.plan
     }
 
-    /// The model.
+    /// The model, of the layers that there are now.
     pub fn model(&self) -> &Model {
         &self.model
     }
@@ -103,9 +106,7 @@ impl Trainer {
     pub fn record_validation(&mut self, loss: f64) -> bool {
         self.refresh();
         let is_best = self.progress.note(loss);
-        if let Some(file) = self.worker().eps().file() {
-            file.set_run(checkpoint::remembered(self.identity(), &self.progress));
-        }
+        self.remember();
         is_best
     }
 
@@ -126,16 +127,30 @@ impl Trainer {
         self.worker().eps().file().is_some_and(|file| !file.is_direct())
     }
 
-    /// The next step, on a batch of `step.batch` sequences, through the layers that `depth` of the
-    /// config leaves. See [`Trainer`] for what holds when it returns, is cancelled, or fails.
+    /// The next step, on a batch of `step.batch` sequences: `depth` of the config says which layers
+    /// are added before it and which are left out. See [`Trainer`] for what holds when it returns,
+    /// is cancelled, or fails.
     ///
     /// # Errors
     /// The batch is not what the plan was made for, and nothing was done; or the ring failed.
     pub async fn step(&mut self, batch: Batch) -> Result<StepReport, Error> {
         self.refresh();
+        self.check_batch(&batch)?;
+        self.grow().await?;
         let (seed, count) = (self.config.step.seed, self.model.optional_layers().len());
         let layers = depth::selection(&self.config.depth, seed, self.progress.step, count);
         self.step_with(batch, &layers).await
+    }
+
+    /// Refuses a batch of another number of sequences than the config says, or one that does not
+    /// fit the plan or the model.
+    fn check_batch(&self, batch: &Batch) -> Result<(), Error> {
+        let (has, sequences) = (batch.sequences(), self.config.step.batch);
+        if has != sequences {
+            let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
+            return Err(Error::bad_batch(what));
+        }
+        batch.check(&self.model, self.plan.positions, self.plan.sequences)
     }
 
     /// The next step, through these layers. Nothing is compiled or allocated for it.
@@ -148,12 +163,7 @@ impl Trainer {
         batch: Batch,
         layers: &LayerSelection,
     ) -> Result<StepReport, Error> {
-        let sequences = self.config.step.batch;
-        if batch.sequences() != sequences {
-            let has = batch.sequences();
-            let what = format_args!("a batch of {has} sequences: step.batch is {sequences}");
-            return Err(Error::bad_batch(what));
-        }
+        self.check_batch(&batch)?;
         layers.check(&self.model)?;
         if !layers.frozen.is_empty() && !self.config.depth.freezes {
             let what = "a step freezes layers: set depth.freezes = true, which makes room for that";
@@ -360,18 +370,20 @@ impl Trainer {
     /// The ring failed.
     pub async fn stop(mut self) -> Result<Summary, Error> {
         self.refresh();
-        let Trainer { engine, progress, begin, watch, .. } = self;
+        let Trainer { engine, model, progress, begin, watch, .. } = self;
         let visits = engine.visits();
         let lanes = engine.stop().await?;
         watch.ended();
         let worker = lanes.work();
+        let moved = worker.used().all_links();
         Ok(Summary {
             steps: progress.step,
             seconds: begin.elapsed().as_secs_f64(),
-            weights_digest: worker.eps().digest()?,
+            weights_digest: worker.eps().digest(&model)?,
             visits,
-            bytes_uploaded: worker.used().uploaded(),
-            bytes_downloaded: worker.used().downloaded(),
+            bytes_uploaded: moved.upload,
+            bytes_downloaded: moved.download,
+            links: worker.used().links(),
         })
     }
 }

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use l2l_actors::schedule::BlockId;
 use serde_json::Value;
 
-use super::{Builder, Trainer};
-use crate::checkpoint::{self, Identity, Progress};
+use super::{Builder, Trainer, growth};
+use crate::checkpoint::{self, Identity, LayerCount, Progress};
 use crate::config::{Config, EpsTier, Labels};
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier, Folder, StateOnFile};
 use crate::error::Error;
 use crate::hf;
-use crate::hf::shape_of;
+use crate::hf::largest_shape_of;
 use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
@@ -46,8 +46,13 @@ impl Checked {
         let Builder { config, model, rule, steps, data, resume, .. } = builder;
         config.check()?;
         let model = match model {
+            Some(_) if config.model.max_layers.is_some() => {
+                let problem = "is for a model that the config names: give a model of your own all \
+                               its layers, and choose among them (Trainer::step_with)";
+                return Err(Error::config("model.max_layers", problem));
+            }
             Some(model) => model,
-            None => Model::new(shape_of(&config)?),
+            None => Model::new(largest_shape_of(&config)?),
         };
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
         let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
@@ -79,21 +84,30 @@ impl Checked {
 
     /// Makes the trainer.
     pub(super) fn make(self) -> Result<Trainer, Error> {
-        let Checked { config, model, plan, learning_rate, source_config, data, .. } = self;
+        let Checked { config, model: ring, plan, learning_rate, source_config, data, .. } = self;
+        let from = self.resume.as_deref();
+        let layers = match from.and_then(checkpoint::layers_of) {
+            Some(layers) => Some(layers),
+            None => growth::first_layers(&config)?,
+        };
+        let saved = growth::model_of(&config, &ring, layers)?;
         let run = Identity {
             config: &config,
-            model: &model,
+            model: &saved,
             source_config: &source_config,
             steps: learning_rate.steps,
             data: &data,
         };
-        let from = self.resume.as_deref();
         let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
         let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
-        let (eps, found) = open_eps(&config, &model, &plan, start)?;
-        let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, self.observers));
+        let (eps, found) = open_eps(&config, &ring, &plan, start)?;
+        let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
+        let layers = on_file.or(layers);
+        let model = growth::model_of(&config, &ring, layers)?;
+        let run = Identity { model: &model, ..run };
+        let ledger = Arc::new(Ledger::new(ring.parts.len(), plan.devices, self.observers));
         let parts = Parts {
-            model: model.clone(),
+            model: ring.clone(),
             plan: plan.clone(),
             rule: self.rule,
             learning_rate,
@@ -102,8 +116,11 @@ impl Checked {
             copies: self.copies,
         };
         let worker = Worker::new(&config, parts)?;
-        let progress = fill(worker.eps(), found, checkpoint, run)?;
-        let engine = Engine::start(config.clone(), worker, progress.step)?;
+        let progress = fill(worker.eps(), found, checkpoint, run, layers)?;
+        let mut engine = Engine::start(config.clone(), worker, progress.step)?;
+        if config.model.max_layers.is_some() {
+            engine.use_layers(model.shape.layers);
+        }
         let status = status(&config, learning_rate.steps, progress.step, from);
         let watch = watch(&config, &engine, &ledger, status);
         let disk_rate = config.disk_bytes_per_second()?;
@@ -204,17 +221,18 @@ fn fill(
     found: Option<StateOnFile>,
     checkpoint: Option<checkpoint::Checked<'_>>,
     run: Identity<'_>,
+    layers: Option<LayerCount>,
 ) -> Result<Progress, Error> {
     let config = run.config;
-    let mut progress = Progress::default();
+    let mut progress = Progress { layers, ..Progress::default() };
     match (found, checkpoint, &config.model.path) {
         (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
         (None, Some(checkpoint), _) => progress = checkpoint::read(checkpoint, run, eps)?,
         (None, None, Some(path)) if !config.model.random_weights => {
-            eps.randomise(config.step.seed)?; // for tensors that the file does not have
+            eps.randomise(run.model, config.step.seed)?; // for tensors that the file does not have
             hf::load(path, run.model, eps, true)?;
         }
-        (None, None, _) => eps.randomise(config.step.seed)?,
+        (None, None, _) => eps.randomise(run.model, config.step.seed)?,
     }
     if let Some(file) = eps.file() {
         file.set_run(checkpoint::remembered(run, &progress));

@@ -216,6 +216,22 @@ fn what_contradicts_itself() {
         ),
         ("depth.ramp_steps = 5", "depth.ramp_steps has no effect: set depth.drop above 0"),
         ("depth.drop = 1.0", "depth.drop must be in [0, 1)"),
+        ("depth.stack_at = [9]", "depth.stack_at adds layers: set model.max_layers"),
+        (
+            "depth.stack_at = [9, 9]\nmodel.max_layers = 40",
+            "depth.stack_at must be numbers of steps, each larger than the one before",
+        ),
+        ("model.max_layers = 0", "model.max_layers must be at least 1"),
+        ("model.max_layers = 3", "model.max_layers is 3, and the model has"),
+        (
+            "parallel.transfer = \"sharded\"",
+            "parallel.transfer is \"sharded\", which needs parallel.deal = \"sequences\"",
+        ),
+        (
+            "parallel = { deal = \"sequences\", transfer = \"sharded\" }\n\
+             schedule.kind = \"resident\"",
+            "parallel.transfer is \"sharded\", which needs schedule.kind = \"relay\"",
+        ),
         ("schedule.kind = \"file\"", "schedule.path is missing"),
         ("schedule.path = \"x.csv\"", "schedule.path is for schedule.kind = \"file\""),
         (

@@ -285,3 +285,25 @@ fn the_reference_is_up_to_date() {
     let is_same = page.replace("\r\n", "\n") == good(&["config", "reference"]);
     assert!(is_same, "l2l config reference > CONFIG.md");
 }
+
+/// Several processes of one command would all do the same work. One of them says so.
+#[test]
+fn ranks_of_a_launcher_are_refused_once() {
+    let folder = folder();
+    let config = config(folder.path(), "");
+    for (rank, says) in [("0", true), ("1", false)] {
+        let output = l2l(&["train", &config])
+            .env("OMPI_COMM_WORLD_RANK", rank)
+            .env("OMPI_COMM_WORLD_SIZE", "4")
+            .output()
+            .expect("it starts");
+        assert_eq!(output.status.code(), Some(if says { 2 } else { 1 }));
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(
+            error.contains("a launcher started 4 processes of `l2l train`"),
+            says,
+            "{error}"
+        );
+        assert!(!folder.path().join("checkpoints").exists());
+    }
+}

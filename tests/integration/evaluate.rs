@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use l2l::config::{Config, Deal, ScheduleKind, Task};
+use l2l::config::{Config, Deal, ScheduleKind, Task, Transfer};
 use l2l::data::Dataset;
 use l2l::inference::{Evaluation, Evaluator, Quality};
 use l2l::{Trainer, shape_of};
@@ -65,6 +65,10 @@ async fn it_is_the_same_on_several_devices() {
             (other.parallel.deal, other.parallel.groups) = (deal, 3);
             other.device.count = Some(devices);
             assert_eq!(evaluated(&other).await, expected, "{name} {kind:?} {deal:?}");
+            if (kind, deal) == (ScheduleKind::Relay, Deal::Sequences) {
+                other.parallel.transfer = Transfer::Sharded;
+                assert_eq!(evaluated(&other).await, expected, "{name} in shards");
+            }
             // A last batch with groups of unequal sizes.
             (other.step.batch, other.step.micro_batch) = (9, 1);
             assert_eq!(evaluated(&other).await, expected, "{name} {kind:?} {deal:?}");

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use l2l::Config;
-use l2l::config::{Deal, ScheduleKind, StashPlace};
+use l2l::config::{Deal, ScheduleKind, StashPlace, Transfer};
 use l2l::inference::{Ended, Generator, Room, Sampling};
 use serde_json::Value;
 
@@ -90,6 +90,17 @@ async fn text_is_the_same_on_several_devices() {
         let found = generated(other, &prompts, Sampling::default(), &[]).await;
         let texts: Vec<&Vec<u32>> = found.iter().map(|(text, _)| text).collect();
         assert_eq!(texts, greedy.iter().collect::<Vec<_>>(), "{kind:?} {deal:?}");
+    }
+    // Blocks in shards, and whole where one of the devices has no sequence.
+    let mut sharded = config("llama");
+    (sharded.parallel.deal, sharded.parallel.groups) = (Deal::Sequences, 2);
+    (sharded.parallel.transfer, sharded.device.count) = (Transfer::Sharded, Some(2));
+    (sharded.step.batch, sharded.step.micro_batch) = (2, 1);
+    for count in [2, 1] {
+        let found = generated(sharded.clone(), &prompts[..count], Sampling::default(), &[]).await;
+        for ((text, _), expected) in found.iter().zip(&greedy) {
+            assert_eq!(text, expected, "{count}");
+        }
     }
 }
 

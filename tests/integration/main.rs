@@ -20,6 +20,7 @@ mod exact;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fit;
 mod generate;
+mod growth;
 #[cfg(feature = "cli")]
 mod hostile_weights;
 #[cfg(feature = "cli")]

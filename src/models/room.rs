@@ -1,0 +1,67 @@
+//! Room for layers that are added while a model is trained.
+//!
+//! The ring has a model with the most layers that there can be. Everything else sees a model with
+//! today's layers. Their tensors are in the same blocks; the blocks of later layers are empty.
+
+use l2l_actors::schedule::BlockId;
+
+use super::model::Model;
+use super::shape::Shape;
+
+impl Model {
+    /// The model of this shape, whose blocks have the ids that they have in a model of so many
+    /// layers.
+    pub(crate) fn with_room(shape: Shape, max_layers: usize) -> Model {
+        let mut model = Model::new(shape);
+        let room = max_layers.saturating_sub(shape.layers);
+        let last = model.optional_layers().last().map_or(0, |layer| layer.0 as usize);
+        let first_empty = model.part_blocks[last].iter().map(|block| block.0 + 1).max();
+        let first_empty = first_empty.unwrap_or(0);
+        for BlockId(block) in model.part_blocks.iter_mut().flatten() {
+            *block += if *block >= first_empty { room as u32 } else { 0 };
+        }
+        let at = first_empty as usize;
+        model.blocks.splice(at..at, (0..room).map(|_| Vec::new()));
+        model
+    }
+
+    /// The block of a layer that a step can leave out, counted as in
+    /// [`LayerSelection`](super::LayerSelection).
+    pub(crate) fn block_of_layer(&self, layer: usize) -> BlockId {
+        self.part_blocks[self.optional_layers()[layer].0 as usize][0]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::families;
+
+    #[test]
+    fn blocks_are_those_of_the_largest_model() {
+        for name in ["gpt2", "bert-base", "llama-7b"] {
+            let shape = families::preset(name).expect("it is one");
+            let shape = Shape { layers: 2, ..shape };
+            let (few, all) = (Model::with_room(shape, 5), Model::new(Shape { layers: 5, ..shape }));
+            assert_eq!(few.blocks.len(), all.blocks.len());
+            let named = |model: &Model| -> Vec<Vec<String>> {
+                let names = |block: &Vec<crate::models::Tensor>| {
+                    block.iter().map(|tensor| tensor.name.clone()).collect()
+                };
+                model.blocks.iter().map(names).collect()
+            };
+            for (few, all) in named(&few).into_iter().zip(named(&all)) {
+                assert!(few == all || few.is_empty(), "{few:?}");
+            }
+            let same = Model::new(shape);
+            let used = |model: &Model| model.blocks.iter().filter(|b| !b.is_empty()).count();
+            assert_eq!(used(&few), used(&same));
+            for (part, blocks) in few.part_blocks.iter().enumerate() {
+                for (spread, own) in blocks.iter().zip(&same.part_blocks[part]) {
+                    let names = |model: &Model, id: &BlockId| named(model)[id.0 as usize].clone();
+                    assert_eq!(names(&few, spread), names(&same, own));
+                }
+            }
+        }
+    }
+}

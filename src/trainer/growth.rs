@@ -1,0 +1,142 @@
+//! Layers that are added while a model is trained.
+
+use std::sync::Arc;
+
+use super::Trainer;
+use crate::checkpoint::{self, LayerCount};
+use crate::config::{Config, NewLayers};
+use crate::eps::{BlockPart, Eps};
+use crate::error::Error;
+use crate::hf::shape_of;
+use crate::models::{Model, Shape, block_len, tensor_ranges};
+
+/// A layer to add on top of the others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NewLayer {
+    /// The layer whose parameters it begins with. The optimizer's states begin at zero.
+    pub copy_of: usize,
+    /// Whether the parameters that end its residual branches are zeros, so that it passes hidden
+    /// states on unchanged until it has been trained.
+    pub zero_residual: bool,
+}
+
+/// The layers that a run begins with, if it can add some.
+pub(super) fn first_layers(config: &Config) -> Result<Option<LayerCount>, Error> {
+    let Some(_) = config.model.max_layers else { return Ok(None) };
+    let first = shape_of(config)?.layers;
+    Ok(Some(LayerCount { first, now: first }))
+}
+
+/// The model of these layers. `ring` is the model with all layers that there is room for.
+pub(super) fn model_of(
+    config: &Config,
+    ring: &Arc<Model>,
+    layers: Option<LayerCount>,
+) -> Result<Arc<Model>, Error> {
+    let most = config.model.max_layers;
+    let (Some(most), Some(LayerCount { now, .. })) = (most, layers) else {
+        return Ok(ring.clone());
+    };
+    if !(1..=most).contains(&now) {
+        let problem = format_args!("is {most}, and the run to go on with has {now} layers");
+        return Err(Error::config("model.max_layers", problem));
+    }
+    let shape = Shape { layers: now, ..shape_of(config)? };
+    Ok(Arc::new(Model::with_room(shape, most)))
+}
+
+impl Trainer {
+    /// Adds layers on top of those that there are. The model must have room for them
+    /// (`model.max_layers`). Waits for the updates of the last step.
+    ///
+    /// # Errors
+    /// There is no room, a layer to copy is not there, or residual branches of this family cannot
+    /// be zeros; nothing was done. Or the ring failed, or the file under the EPS.
+    pub async fn add_layers(&mut self, new: &[NewLayer]) -> Result<(), Error> {
+        if new.is_empty() {
+            return Ok(());
+        }
+        let layers = self.model.shape.layers;
+        let most = self.config.model.max_layers.unwrap_or(layers);
+        if layers + new.len() > most {
+            let what = format_args!(
+                "{} layers more: the model has {layers}, and room for {most}: set model.max_layers",
+                new.len()
+            );
+            return Err(Error::argument(what));
+        }
+        if let Some(unknown) = new.iter().find(|new| new.copy_of >= layers) {
+            let what = format_args!(
+                "a copy of layer {}: the model has layers 0 to {}",
+                unknown.copy_of,
+                layers - 1
+            );
+            return Err(Error::argument(what));
+        }
+        if self.model.shape.post_norm && new.iter().any(|new| new.zero_residual) {
+            let what = "a new layer with zeroed residual branches must pass hidden states on \
+                        unchanged, and this model's norms behind the branches change them: copy \
+                        layers";
+            return Err(Error::argument(what));
+        }
+        self.settle().await?;
+        let first = self.progress.layers.map_or(layers, |layers| layers.first);
+        let count = LayerCount { first, now: layers + new.len() };
+        let grown = model_of(&self.config, &self.engine.model, Some(count))?;
+        for (layer, new) in (layers..).zip(new) {
+            copy(self.worker().eps(), &grown, layer, *new)?;
+        }
+        self.model = grown;
+        self.engine.use_layers(count.now);
+        self.progress.layers = Some(count);
+        self.remember();
+        match self.worker().eps().file() {
+            Some(file) => {
+                let sealed = file.seal(self.progress.step);
+                sealed.map_err(|error| Error::storage("eps.path", error))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Adds the layers that `depth.stack_at` asks for after so many steps.
+    pub(super) async fn grow(&mut self) -> Result<(), Error> {
+        let depth = &self.config.depth;
+        let (Some(most), Some(LayerCount { first, now: layers })) =
+            (self.config.model.max_layers, self.progress.layers)
+        else {
+            return Ok(());
+        };
+        let rule = depth.new_layers;
+        let wanted = depth.stacked_layers(self.progress.step, first, most);
+        let new = |layer: usize| NewLayer {
+            copy_of: (layer - layers) % layers,
+            zero_residual: rule == NewLayers::ZeroResidual,
+        };
+        let new: Vec<NewLayer> = (layers..wanted).map(new).collect();
+        self.add_layers(&new).await
+    }
+
+    /// Sets the run's record in an EPS on file: the next seal writes it.
+    pub(super) fn remember(&self) {
+        if let Some(file) = self.worker().eps().file() {
+            file.set_run(checkpoint::remembered(self.identity(), &self.progress));
+        }
+    }
+}
+
+/// Fills the block of a new layer.
+fn copy(eps: &Eps, model: &Model, layer: usize, new: NewLayer) -> Result<(), Error> {
+    let (to, from) = (model.block_of_layer(layer), model.block_of_layer(new.copy_of));
+    let tensors = &model.blocks[to.0 as usize];
+    let len = block_len(tensors);
+    let mut masters = eps.read_with(from, BlockPart::Parameters, |all| all[..len].to_vec())?;
+    let ends_branch = model.shape.residual_outputs(layer);
+    for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+        let name = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
+        if new.zero_residual && ends_branch.iter().any(|module| module == name) {
+            masters[range].fill(0.0);
+        }
+    }
+    eps.write_with(to, BlockPart::Parameters, |all| all[..len].copy_from_slice(&masters))
+}
