@@ -14,6 +14,9 @@
 pub use l2l_actors as actors;
 
 mod error;
+
+pub mod fabric;
+
 mod random;
 mod simd;
 
@@ -58,10 +61,11 @@ pub mod testing;
 pub use config::Config;
 pub use engine::{Bottleneck, StepReport, Summary};
 pub use error::{Error, ErrorKind, Misfit, Resource};
-pub use hf::shape_of;
+pub use hf::{largest_shape_of, shape_of};
 pub use plan::Plan;
 pub use trainer::{
-    Builder, Callbacks, End, Fit, Fitted, Prepared, RunMessage, StopRequest, Trainer, state_on_file,
+    Builder, Callbacks, End, Fit, Fitted, NewLayer, Prepared, RunMessage, StopRequest, Trainer,
+    state_on_file,
 };
 
 /// The programs in README.md compile.

@@ -7,6 +7,7 @@ mod data;
 mod doctor;
 mod eval;
 mod export;
+mod fabric;
 mod generate;
 mod layers;
 mod observe;
@@ -253,6 +254,10 @@ struct DoctorArguments {
     /// values.
     #[arg(long)]
     check: bool,
+    /// Check and measure the fabric between processes: `mpirun -n 4 l2l doctor --mpi`, in a program
+    /// that was built with the feature `mpi`.
+    #[arg(long, conflicts_with = "check")]
+    mpi: bool,
 }
 
 #[derive(Args)]
@@ -282,18 +287,25 @@ pub(crate) enum Ended {
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Ended, Error> {
     match Arguments::parse().command {
-        Command::Train(arguments) => return train::train(arguments),
+        Command::Train(arguments) => {
+            fabric::refuse_ranks("train")?;
+            return train::train(arguments);
+        }
         Command::Data(arguments) => data::data(&arguments)?,
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
         Command::Plan(arguments) => plan::plan(&arguments)?,
-        Command::Tune(arguments) => tune::tune(&arguments)?,
+        Command::Tune(arguments) => {
+            fabric::refuse_ranks("tune")?;
+            tune::tune(&arguments)?;
+        }
         Command::Dashboards { to } => dashboards::write(&to)?,
         Command::Bench(BenchArguments { common, without_copies, kernels }) => {
             return bench::bench(&common, !without_copies, kernels);
         }
         Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
-        Command::Doctor(DoctorArguments { common, check: true }) => doctor::check(&common)?,
+        Command::Doctor(DoctorArguments { common, check: true, .. }) => doctor::check(&common)?,
+        Command::Doctor(DoctorArguments { common, mpi: true, .. }) => fabric::check(&common)?,
         Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,
         Command::Config(ConfigArguments { what }) => match what {
             What::Show(common) => {

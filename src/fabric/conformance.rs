@@ -1,0 +1,169 @@
+//! What every fabric must do, as a suite that all ranks run at once.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::{Duration, Instant};
+
+use super::{Channel, Fabric, Lost, Rank, Tag, gather};
+
+/// Checks a fabric, with messages of up to so many bytes. Every rank calls it.
+///
+/// # Panics
+/// The fabric broke a rule: which.
+pub fn check(fabric: &dyn Fabric, largest: usize) {
+    let numbers = Numbers::default();
+    for bytes in [0, 1, 7, 4096, 65_537, largest] {
+        everywhere(fabric, numbers.next(Channel::Blocks), bytes);
+    }
+    different_lengths(fabric, numbers.next(Channel::Gradients));
+    around(fabric, &numbers);
+    channels_do_not_wait_for_each_other(fabric, &numbers);
+    for round in 0..3 {
+        let own = vec![fabric.rank() as u8; (1 + fabric.rank() as usize) * 1000 * round as usize];
+        let all = gather(fabric, round, &own, &|| true).expect("all take part");
+        for (rank, of_rank) in all.iter().enumerate() {
+            assert_eq!(*of_rank, vec![rank as u8; (1 + rank) * 1000 * round as usize]);
+        }
+    }
+}
+
+/// Counts the exchanges of each channel.
+#[derive(Default)]
+struct Numbers([AtomicU64; Channel::ALL.len()]);
+
+impl Numbers {
+    fn next(&self, channel: Channel) -> Tag {
+        Tag { channel, number: self.0[channel as usize].fetch_add(1, Relaxed) }
+    }
+}
+
+fn others(fabric: &dyn Fabric) -> Vec<Rank> {
+    (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect()
+}
+
+/// The byte at a place of the message of one rank to another.
+fn byte(tag: Tag, from: Rank, to: Rank, at: usize) -> u8 {
+    let all = [tag.number as usize, tag.channel as usize, from as usize, to as usize, at, at >> 8];
+    all.iter().fold(17, |sum, &of| sum.wrapping_mul(31).wrapping_add(of as u8))
+}
+
+fn message(tag: Tag, from: Rank, to: Rank, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| byte(tag, from, to, at)).collect()
+}
+
+/// Sends a message to some ranks and receives one from others, and checks what came.
+fn exchange(fabric: &dyn Fabric, tag: Tag, to: &[(Rank, usize)], from: &[(Rank, usize)]) {
+    let own = fabric.rank();
+    let sends: Vec<_> =
+        to.iter().map(|&(rank, bytes)| (rank, message(tag, own, rank, bytes))).collect();
+    let sends: Vec<_> = sends.iter().map(|(rank, bytes)| (*rank, &bytes[..])).collect();
+    let mut received: Vec<_> = from.iter().map(|&(rank, bytes)| (rank, vec![0; bytes])).collect();
+    let mut receives: Vec<_> =
+        received.iter_mut().map(|(rank, bytes)| (*rank, &mut bytes[..])).collect();
+    fabric.exchange(tag, &sends, &mut receives, &|| true).expect("all take part");
+    for (rank, bytes) in received {
+        assert!(bytes == message(tag, rank, own, bytes.len()), "rank {rank} to {own}, {tag:?}");
+    }
+}
+
+/// Every rank to every other.
+fn everywhere(fabric: &dyn Fabric, tag: Tag, bytes: usize) {
+    let all: Vec<_> = others(fabric).into_iter().map(|rank| (rank, bytes)).collect();
+    exchange(fabric, tag, &all, &all);
+}
+
+/// Every pair of ranks has a length of its own.
+fn different_lengths(fabric: &dyn Fabric, tag: Tag) {
+    let own = fabric.rank();
+    let bytes = |from: Rank, to: Rank| 1000 * from as usize + 10 * to as usize;
+    let to: Vec<_> = others(fabric).into_iter().map(|rank| (rank, bytes(own, rank))).collect();
+    let from: Vec<_> = others(fabric).into_iter().map(|rank| (rank, bytes(rank, own))).collect();
+    exchange(fabric, tag, &to, &from);
+}
+
+/// Each rank sends to the next one and receives from the one before, many times.
+fn around(fabric: &dyn Fabric, numbers: &Numbers) {
+    if fabric.ranks() == 1 {
+        return;
+    }
+    let (own, ranks) = (fabric.rank(), fabric.ranks());
+    for nth in 0..100 {
+        let bytes = 37 * nth % 1000;
+        let tag = numbers.next(Channel::Sums);
+        let (next, before) = ((own + 1) % ranks, (own + ranks - 1) % ranks);
+        exchange(fabric, tag, &[(next, bytes)], &[(before, bytes)]);
+    }
+}
+
+/// Threads exchange on all channels at once. On half of the ranks one channel begins late: the
+/// others go on meanwhile.
+fn channels_do_not_wait_for_each_other(fabric: &dyn Fabric, numbers: &Numbers) {
+    std::thread::scope(|scope| {
+        let (ended, late) = std::sync::mpsc::channel();
+        for channel in [Channel::Blocks, Channel::Gradients] {
+            let ended = ended.clone();
+            scope.spawn(move || {
+                (0..50).for_each(|nth| everywhere(fabric, numbers.next(channel), 100 * nth));
+                _ = ended.send(()); // on half of the ranks nobody waits
+            });
+        }
+        scope.spawn(move || {
+            if fabric.rank().is_multiple_of(2) {
+                (0..2).for_each(|_| late.recv().expect("both end"));
+            }
+            (0..50).for_each(|nth| everywhere(fabric, numbers.next(Channel::Sums), 30 * nth));
+        });
+    });
+}
+
+/// A mistake of rank 1. The fabric of all ranks is of no use afterwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Misuse {
+    /// It makes another exchange than the others.
+    Number,
+    /// It sends a longer message.
+    Length,
+    /// It does not take part.
+    Silence,
+}
+
+impl Misuse {
+    /// All of them.
+    pub const ALL: [Misuse; 3] = [Misuse::Number, Misuse::Length, Misuse::Silence];
+
+    /// Makes the mistake, or checks that it is found and that rank 1 is named. Every rank calls it.
+    ///
+    /// # Panics
+    /// It is not found.
+    pub fn check(self, fabric: &dyn Fabric) {
+        let tag = Tag { channel: Channel::Gradients, number: 5 };
+        let bytes = [1; 100];
+        let (mistaken, begin) = (fabric.rank() == 1, Instant::now());
+        let goes_on = || begin.elapsed() < Duration::from_secs(if mistaken { 1 } else { 20 });
+        let sends: Vec<_> = others(fabric).into_iter().map(|rank| (rank, &bytes[..])).collect();
+        if mistaken {
+            let other = Tag { number: 6, ..tag };
+            let longer = [1; 101];
+            let longer: Vec<_> = sends.iter().map(|(rank, _)| (*rank, &longer[..])).collect();
+            // Whether this exchange ends well does not matter.
+            _ = match self {
+                Misuse::Number => fabric.exchange(other, &sends, &mut [], &goes_on),
+                Misuse::Length => fabric.exchange(tag, &longer, &mut [], &goes_on),
+                Misuse::Silence => Ok(()),
+            };
+            while goes_on() {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            return;
+        }
+        // Only silence has to be waited for: in the other cases a message comes, even if late.
+        let patience = Duration::from_millis(if self == Misuse::Silence { 500 } else { 60_000 });
+        let patient = || begin.elapsed() < patience;
+        let mut to = [0; 100];
+        let lost = fabric.exchange(tag, &[], &mut [(1, &mut to)], &patient);
+        match lost.expect_err("rank 1 made a mistake") {
+            Lost::Ranks { ranks, .. } if self == Misuse::Silence => assert_eq!(ranks, [1]),
+            Lost::Disagrees { rank: 1, .. } if self != Misuse::Silence => {}
+            other => panic!("{self:?}: {other}"),
+        }
+    }
+}

@@ -1,0 +1,309 @@
+//! The fabric of MPI: one thread makes all calls, for MPI moves bytes only while it is called.
+//!
+//! A message is cut into pieces, each of which is copied from or to memory of the fabric. So MPI
+//! never has memory of a caller, and a caller may give up at any time. The first piece begins with
+//! the message's header. On a channel two ranks have at most [`WINDOW`] pieces on their way, in
+//! each direction.
+//!
+//! After a failure MPI is neither called nor finalized: the process ends with another status than
+//! 0, and the launcher ends the others.
+
+mod world;
+
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Mutex, MutexGuard};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use flume::{RecvTimeoutError, Sender};
+
+use self::world::{Ask, PIECE, Piece, Post, Reply, World};
+use super::{Channel, Fabric, Header, Lost, Rank, Tag};
+use crate::error::Error;
+
+/// Bytes of a header: number and length.
+const HEADER: usize = 16;
+
+/// Pieces on their way.
+const WINDOW: usize = 2;
+
+/// How long a caller waits before it asks again whether to go on.
+const PATIENCE: Duration = Duration::from_millis(10);
+
+/// See the [module](self).
+struct Mpi {
+    rank: Rank,
+    ranks: u32,
+    asks: Sender<Ask>,
+    thread: Option<JoinHandle<()>>,
+    /// One exchange at a time on each channel.
+    channels: [Mutex<()>; Channel::ALL.len()],
+    /// Pieces that nobody uses.
+    free: Mutex<Vec<Piece>>,
+    has_failed: AtomicBool,
+}
+
+/// The fabric of MPI, for all ranks that a launcher started. It can be opened once in a process.
+///
+/// # Errors
+/// MPI says no, or was opened before.
+pub fn open() -> Result<Box<dyn Fabric>, Error> {
+    static OPENED: AtomicBool = AtomicBool::new(false);
+    if OPENED.swap(true, Relaxed) {
+        return Err(Error::argument("MPI was opened in this process before"));
+    }
+    let (asks, asked) = flume::unbounded();
+    let (begun, begins) = flume::bounded(1);
+    let spawned = thread::Builder::new().name("l2l-mpi".into()).spawn(move || {
+        let world = World::initialise();
+        let is_there = world.is_ok();
+        let size = world.as_ref().map(|world| (world.rank, world.ranks)).map_err(Clone::clone);
+        if begun.send(size).is_ok() && is_there {
+            world.into_iter().for_each(|mut world| world.serve(&asked));
+        }
+    });
+    let thread = spawned.map_err(Error::system)?;
+    let refused = |what: String| Error::System(format!("MPI: {what}"));
+    let (rank, ranks) = match begins.recv() {
+        Ok(size) => size.map_err(refused)?,
+        Err(_) => return Err(refused("its thread ended".into())),
+    };
+    Ok(Box::new(Mpi {
+        rank,
+        ranks,
+        asks,
+        thread: Some(thread),
+        channels: Default::default(),
+        free: Mutex::default(),
+        has_failed: AtomicBool::new(false),
+    }))
+}
+
+/// One message of an exchange, on its way.
+struct Sending<'m> {
+    rank: Rank,
+    /// Its header; `None` when it was posted.
+    header: Option<[u8; HEADER]>,
+    left: &'m [u8],
+    posted: usize,
+}
+
+/// One message of an exchange, as it comes.
+struct Receiving<'m, 'b> {
+    rank: Rank,
+    to: &'m mut &'b mut [u8],
+    /// Bytes that came; `None`: not even the header.
+    came: Option<usize>,
+    /// Pieces that were posted and have not come.
+    posted: usize,
+    /// Bytes that posted pieces will bring.
+    coming: usize,
+}
+
+impl Fabric for Mpi {
+    fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    fn ranks(&self) -> u32 {
+        self.ranks
+    }
+
+    fn exchange(
+        &self,
+        tag: Tag,
+        sends: &[(Rank, &[u8])],
+        receives: &mut [(Rank, &mut [u8])],
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<(), Lost> {
+        let sending = |&(rank, message)| {
+            let header = Some(Header::of(tag, message).to_bytes());
+            Sending { rank, header, left: message, posted: 0 }
+        };
+        let receiving = |(rank, to)| Receiving { rank, to, came: None, posted: 0, coming: 0 };
+        let mut sending: Vec<_> = sends.iter().map(sending).collect();
+        let receives = receives.iter_mut().map(|(rank, to)| (*rank, to));
+        let mut receiving: Vec<_> = receives.map(receiving).collect();
+        let _alone = self.channels[tag.channel as usize].lock();
+        let ended = self.move_all(tag, &mut sending, &mut receiving, goes_on);
+        ended.inspect_err(|_| self.has_failed.store(true, Relaxed))
+    }
+}
+
+impl Mpi {
+    /// Posts pieces and takes what came of them, until all messages have gone and come.
+    fn move_all(
+        &self,
+        tag: Tag,
+        sending: &mut [Sending<'_>],
+        receiving: &mut [Receiving<'_, '_>],
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<(), Lost> {
+        let (reply, replies) = flume::unbounded();
+        loop {
+            for (nth, message) in sending.iter_mut().enumerate() {
+                while message.posted < WINDOW
+                    && let Some(piece) = message.next(|| self.piece())
+                {
+                    self.post(tag, true, message.rank, piece, (nth, 0), &reply)?;
+                }
+            }
+            for (nth, message) in receiving.iter_mut().enumerate() {
+                while message.posted < WINDOW
+                    && let Some(at) = message.expects_more()
+                {
+                    self.post(tag, false, message.rank, self.piece(), (nth, at), &reply)?;
+                }
+            }
+            if sending.iter().all(Sending::is_done) && receiving.iter().all(Receiving::is_done) {
+                return Ok(());
+            }
+            let Reply { sends, place: (nth, at), done } = match replies.recv_timeout(PATIENCE) {
+                Ok(reply) => reply,
+                Err(RecvTimeoutError::Timeout) if goes_on() => continue,
+                Err(_) => return Err(lost(tag, sending, receiving)),
+            };
+            let piece = done.map_err(|what| Lost::Failed { what, tag })?;
+            if sends {
+                sending[nth].posted -= 1;
+            } else {
+                receiving[nth].take(piece.bytes(), at, tag)?;
+            }
+            self.lock_free().push(piece);
+        }
+    }
+
+    fn post(
+        &self,
+        tag: Tag,
+        sends: bool,
+        rank: Rank,
+        piece: Piece,
+        place: (usize, usize),
+        reply: &Sender<Reply>,
+    ) -> Result<(), Lost> {
+        let reply = reply.clone();
+        let post = Post { sends, rank, channel: tag.channel, piece, place, reply };
+        let ended = |_| Lost::Failed { what: "the thread of MPI has ended".into(), tag };
+        self.asks.send(Ask::Post(post)).map_err(ended)
+    }
+
+    /// Room for a piece; it may hold an old one.
+    fn piece(&self) -> Piece {
+        let new = || Piece { memory: vec![0; PIECE].into(), filled: 0 };
+        self.lock_free().pop().unwrap_or_else(new)
+    }
+
+    fn lock_free(&self) -> MutexGuard<'_, Vec<Piece>> {
+        self.free.lock().expect("nothing panics inside")
+    }
+}
+
+/// The ranks that an exchange still waits for.
+fn lost(tag: Tag, sending: &[Sending<'_>], receiving: &[Receiving<'_, '_>]) -> Lost {
+    let silent = receiving.iter().filter(|message| !message.is_done());
+    let mut ranks: Vec<Rank> = silent.map(|message| message.rank).collect();
+    if ranks.is_empty() {
+        let full = sending.iter().filter(|message| !message.is_done());
+        ranks = full.map(|message| message.rank).collect();
+    }
+    Lost::Ranks { ranks, tag }
+}
+
+impl Sending<'_> {
+    fn is_done(&self) -> bool {
+        self.header.is_none() && self.left.is_empty() && self.posted == 0
+    }
+
+    /// The next piece, if one is left.
+    fn next(&mut self, room: impl FnOnce() -> Piece) -> Option<Piece> {
+        if self.header.is_none() && self.left.is_empty() {
+            return None;
+        }
+        let mut piece = room();
+        let header = self.header.take();
+        let header = header.as_ref().map_or(&[][..], |header| header);
+        let (now, later) = self.left.split_at(self.left.len().min(PIECE - header.len()));
+        piece.filled = header.len() + now.len();
+        piece.memory[..header.len()].copy_from_slice(header);
+        piece.memory[header.len()..piece.filled].copy_from_slice(now);
+        self.left = later;
+        self.posted += 1;
+        Some(piece)
+    }
+}
+
+impl Receiving<'_, '_> {
+    fn is_done(&self) -> bool {
+        self.came == Some(self.to.len())
+    }
+
+    /// Where the next piece goes, if one is expected: the first, and others once the header has
+    /// come.
+    fn expects_more(&mut self) -> Option<usize> {
+        let expects = match self.came {
+            None => self.posted == 0,
+            Some(_) => self.coming < self.to.len(),
+        };
+        let at = self.coming;
+        if expects {
+            let room = if self.came.is_none() { PIECE - HEADER } else { PIECE };
+            self.coming = (at + room).min(self.to.len());
+            self.posted += 1;
+        }
+        expects.then_some(at)
+    }
+
+    /// Takes a piece that came. Large pieces may arrive in another order than they were sent.
+    fn take(&mut self, piece: &[u8], at: usize, tag: Tag) -> Result<(), Lost> {
+        self.posted -= 1;
+        let expected = Header { number: tag.number, bytes: self.to.len() as u64 };
+        let mut bytes = piece;
+        if self.came.is_none() {
+            let header = piece.first_chunk().map(Header::from_bytes);
+            match header {
+                Some(header) if header == expected => bytes = &piece[HEADER..],
+                Some(header) => return Err(header.refused(self.rank, expected, tag)),
+                None => return Err(self.cut_off(piece.len(), tag)),
+            }
+        }
+        let Some(to) = self.to.get_mut(at..at + bytes.len()) else {
+            return Err(self.cut_off(at + bytes.len(), tag));
+        };
+        to.copy_from_slice(bytes);
+        self.came = Some(self.came.unwrap_or(0) + bytes.len());
+        Ok(())
+    }
+
+    fn cut_off(&self, bytes: usize, tag: Tag) -> Lost {
+        let (sent, expected) = (format!("{bytes} bytes"), format!("{} bytes", self.to.len()));
+        Lost::Disagrees { rank: self.rank, sent, expected, tag }
+    }
+}
+
+impl Header {
+    fn to_bytes(self) -> [u8; HEADER] {
+        let mut bytes = [0; HEADER];
+        bytes[..8].copy_from_slice(&self.number.to_le_bytes());
+        bytes[8..].copy_from_slice(&self.bytes.to_le_bytes());
+        bytes
+    }
+
+    fn from_bytes(bytes: &[u8; HEADER]) -> Header {
+        let word = |at: usize| {
+            let word = bytes[at..at + 8].try_into().expect("eight bytes");
+            u64::from_le_bytes(word)
+        };
+        Header { number: word(0), bytes: word(8) }
+    }
+}
+
+impl Drop for Mpi {
+    fn drop(&mut self) {
+        let fails = self.has_failed.load(Relaxed) || thread::panicking();
+        if fails || self.asks.send(Ask::End).is_err() {
+            return;
+        }
+        self.thread.take().into_iter().for_each(|thread| _ = thread.join());
+    }
+}

@@ -1,0 +1,189 @@
+//! Blocks cut into parts, one for each rank. [`complete`] makes a block whole from the parts of all
+//! ranks. [`deal`] sends each rank its part of a gradient. Both move bytes: the rank that owns a
+//! part adds what it receives.
+
+use std::ops::Range;
+
+use super::{Fabric, Lost, Rank, Tag};
+
+/// Which bytes of a block each rank has: whole chunks, about as many each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Parts {
+    /// Bytes of the block.
+    pub bytes: usize,
+    /// Bytes that stay together. The last chunk may have fewer.
+    pub chunk: usize,
+    /// How many parts there are.
+    pub ranks: u32,
+}
+
+impl Parts {
+    /// The bytes of a rank's part; none where there are more ranks than chunks.
+    pub fn of(&self, rank: Rank) -> Range<usize> {
+        let chunks = self.bytes.div_ceil(self.chunk);
+        let first = |rank: Rank| chunks * rank as usize / self.ranks as usize;
+        let end = |chunk: usize| (chunk * self.chunk).min(self.bytes);
+        end(first(rank))..end(first(rank + 1))
+    }
+
+    fn others(&self, own: Rank) -> impl Iterator<Item = Rank> {
+        (0..self.ranks).filter(move |&rank| rank != own)
+    }
+}
+
+/// Completes a block of which this rank has its part: sends that part to all other ranks, and
+/// receives theirs. (An all-gather.)
+///
+/// # Errors
+/// As [`Fabric::exchange`].
+pub fn complete(
+    fabric: &dyn Fabric,
+    tag: Tag,
+    parts: Parts,
+    block: &mut [u8],
+    goes_on: &dyn Fn() -> bool,
+) -> Result<(), Lost> {
+    assert_eq!(block.len(), parts.bytes, "the parts are of this block");
+    let own = fabric.rank();
+    let Range { start, end } = parts.of(own);
+    let (before, from_own) = block.split_at_mut(start);
+    let (part, behind) = from_own.split_at_mut(end - start);
+    let mut receives = Vec::new();
+    for (ranks, mut left) in [(0..own, before), (own + 1..parts.ranks, behind)] {
+        for rank in ranks {
+            let (to, rest) = left.split_at_mut(parts.of(rank).len());
+            receives.push((rank, to));
+            left = rest;
+        }
+    }
+    let sends: Vec<_> = parts.others(own).map(|rank| (rank, &*part)).collect();
+    fabric.exchange(tag, &sends, &mut receives, goes_on)
+}
+
+/// Sends each rank its part of a gradient, and receives what the other ranks have for this rank's
+/// part: for each of them, in their order, one after the other in `received`. (A reduce-scatter
+/// without its sum.)
+///
+/// # Errors
+/// As [`Fabric::exchange`].
+pub fn deal(
+    fabric: &dyn Fabric,
+    tag: Tag,
+    parts: Parts,
+    gradient: &[u8],
+    received: &mut [u8],
+    goes_on: &dyn Fn() -> bool,
+) -> Result<(), Lost> {
+    assert_eq!(gradient.len(), parts.bytes, "the parts are of this gradient");
+    let own = fabric.rank();
+    let bytes = parts.of(own).len();
+    assert_eq!(received.len(), bytes * parts.others(own).count(), "room for a part of each rank");
+    let sends: Vec<_> = parts.others(own).map(|rank| (rank, &gradient[parts.of(rank)])).collect();
+    let mut left = received;
+    let mut receives = Vec::new();
+    for rank in parts.others(own) {
+        let (to, rest) = left.split_at_mut(bytes);
+        receives.push((rank, to));
+        left = rest;
+    }
+    fabric.exchange(tag, &sends, &mut receives, goes_on)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+    use super::super::{Channel, ThreadFabric, threads};
+    use super::*;
+
+    #[test]
+    fn parts_cover_a_block_once_in_whole_chunks() {
+        for bytes in [0, 1, 63, 64, 65, 1000, 6400] {
+            for ranks in 1..=5 {
+                let parts = Parts { bytes, chunk: 64, ranks };
+                let mut next = 0;
+                for rank in 0..ranks {
+                    let Range { start, end } = parts.of(rank);
+                    assert_eq!(start, next);
+                    assert!(end == bytes || end % 64 == 0);
+                    next = end;
+                }
+                assert_eq!(next, bytes);
+            }
+        }
+    }
+
+    /// A fabric that counts what it sends and receives.
+    struct Counted {
+        fabric: ThreadFabric,
+        sent: AtomicUsize,
+        received: AtomicUsize,
+    }
+
+    impl Fabric for Counted {
+        fn rank(&self) -> Rank {
+            self.fabric.rank()
+        }
+
+        fn ranks(&self) -> u32 {
+            self.fabric.ranks()
+        }
+
+        fn exchange(
+            &self,
+            tag: Tag,
+            sends: &[(Rank, &[u8])],
+            receives: &mut [(Rank, &mut [u8])],
+            goes_on: &dyn Fn() -> bool,
+        ) -> Result<(), Lost> {
+            self.sent.fetch_add(sends.iter().map(|(_, bytes)| bytes.len()).sum(), Relaxed);
+            self.received.fetch_add(receives.iter().map(|(_, bytes)| bytes.len()).sum(), Relaxed);
+            self.fabric.exchange(tag, sends, receives, goes_on)
+        }
+    }
+
+    /// Every rank completes a block, and every part of the gradients arrives where it belongs.
+    /// Each direction moves (N - 1) / N of the block's bytes a rank, but for the cut in chunks.
+    #[test]
+    fn blocks_are_completed_and_gradients_dealt() {
+        const BYTES: usize = 64 * 60 + 7;
+        let of_block = |at: usize| (at * 7 % 251) as u8;
+        let of_gradient = |rank: Rank, at: usize| (at * 5 % 241) as u8 ^ rank as u8;
+        for ranks in 1..=4_u32 {
+            std::thread::scope(|scope| {
+                for fabric in threads(ranks) {
+                    scope.spawn(move || {
+                        let (sent, received) = (AtomicUsize::new(0), AtomicUsize::new(0));
+                        let fabric = Counted { fabric, sent, received };
+                        let parts = Parts { bytes: BYTES, chunk: 64, ranks };
+                        let own = parts.of(fabric.rank());
+                        let mut block = vec![0; BYTES];
+                        own.clone().for_each(|at| block[at] = of_block(at));
+                        let tag = Tag { channel: Channel::Blocks, number: 0 };
+                        complete(&fabric, tag, parts, &mut block, &|| true).expect("all are there");
+                        assert!(block.iter().enumerate().all(|(at, &byte)| byte == of_block(at)));
+                        let others = ranks as usize - 1;
+                        assert_eq!(fabric.sent.load(Relaxed), own.len() * others);
+                        assert_eq!(fabric.received.load(Relaxed), BYTES - own.len());
+
+                        let gradient: Vec<u8> =
+                            (0..BYTES).map(|at| of_gradient(fabric.rank(), at)).collect();
+                        let mut received = vec![0; own.len() * others];
+                        let tag = Tag { channel: Channel::Gradients, number: 0 };
+                        deal(&fabric, tag, parts, &gradient, &mut received, &|| true)
+                            .expect("all are there");
+                        let from: Vec<Rank> = parts.others(fabric.rank()).collect();
+                        for (rank, part) in from.into_iter().zip(received.chunks(own.len())) {
+                            let same = own.clone().map(|at| of_gradient(rank, at));
+                            assert!(same.eq(part.iter().copied()));
+                        }
+                        assert_eq!(
+                            fabric.sent.load(Relaxed),
+                            own.len() * others + BYTES - own.len()
+                        );
+                    });
+                }
+            });
+        }
+    }
+}
