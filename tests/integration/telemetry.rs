@@ -224,8 +224,8 @@ fn an_applications_own_recorder_gets_everything() {
     assert!(met > 50, "{met}");
 }
 
-/// Histograms keep only their buckets: memory does not grow with observations. Measured in a process
-/// of its own, where no other test takes memory.
+/// Histograms keep only their buckets: memory does not grow with observations. It is measured in a
+/// process of its own, where no other test takes memory.
 #[test]
 fn memory_is_flat_over_a_million_observations() {
     if std::env::var_os("L2L_TEST_ALONE").is_none() {
