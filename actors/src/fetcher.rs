@@ -72,7 +72,10 @@ impl Fetcher {
         let content = Content::Block(block, version);
         let held = self.context.acquire_one(&mut self.read_slots, content, layer).await?;
         let slot = held.slot(content);
-        let work = Work::Stage { block, version, stored: Stored::Master, slot };
+        let work = match step.plan.schedule.ranks.count {
+            1 => Work::Stage { block, version, stored: Stored::Master, slot },
+            _ => Work::Complete { block, version, slot },
+        };
         let arrived = self.context.queue(Order::at(step, visit, work));
         let staged = Staged { block, slot: held, arrived };
         match visit.device() {
@@ -125,7 +128,7 @@ impl Fetcher {
         visit: &Visit,
         block: BlockId,
     ) -> Result<Option<Staged>, BoxedError> {
-        if !step.plan.schedule.block(block).staged {
+        if !step.plan.schedule.is_fetched(block) {
             self.context.published(block, step.number, Some(visit.layer)).await?;
             return Ok(None);
         }

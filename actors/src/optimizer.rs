@@ -25,7 +25,7 @@ use crate::pool::{Content, Held, Pool};
 use crate::reducer::layer_of;
 use crate::schedule::BlockId;
 use crate::task::Actor;
-use crate::work::{GradientAt, Lane, MasterAt, Stored, Work};
+use crate::work::{GradientAt, Lane, MasterAt, Stored, Summed, Work};
 
 pub(crate) struct Optimizer {
     pub(crate) context: Context,
@@ -88,9 +88,13 @@ impl Optimizer {
             }
         };
         // In micro-batch order and in block order, whatever order they came in.
-        let loss = self.sum(Lane::Host, losses).await?;
         let lane = if self.deferred { Lane::Host } else { Lane::Update };
-        let norm = self.sum(lane, squares.into_values()).await?.sqrt();
+        let [loss, squares] = if step.plan.schedule.ranks.count == 1 {
+            [self.sum(Lane::Host, losses).await?, self.sum(lane, squares.into_values()).await?]
+        } else {
+            self.sum_over_ranks(step, losses, squares.into_values().collect()).await?
+        };
+        let norm = squares.sqrt();
         for end in &ends {
             self.context.fence(Lane::Compute, end, None).await?;
         }
@@ -178,6 +182,23 @@ impl Optimizer {
         order.raises = carried.map(|&block| Fact::Updated(block, step.number + 1)).collect();
         order.commits = true;
         self.context.queue(order);
+    }
+
+    /// The sums of losses and of squares over all processes.
+    async fn sum_over_ranks(
+        &mut self,
+        step: &Arc<Step>,
+        losses: Vec<Fence>,
+        squares: Vec<Fence>,
+    ) -> Result<[f64; 2], BoxedError> {
+        let queued = [(Summed::Losses, losses), (Summed::Squares, squares)].map(|(of, waits)| {
+            self.context.queue(Order { waits, ..Order::new(step, Work::Sum { of }) })
+        });
+        let mut sums = [0.0; 2];
+        for (sum, fence) in sums.iter_mut().zip(&queued) {
+            *sum = self.context.fence(Lane::Exchange, fence, None).await?.value;
+        }
+        Ok(sums)
     }
 
     async fn sum(

@@ -113,7 +113,7 @@ impl Prefetcher {
         block: BlockId,
     ) -> Result<Option<Staged>, BoxedError> {
         let layer = Some(visit.layer);
-        if !step.plan.schedule.block(block).staged {
+        if !step.plan.schedule.is_fetched(block) {
             self.context.published(block, step.number, layer).await?;
             return Ok(None);
         }

@@ -70,7 +70,8 @@ impl Reducer {
                     let (landing, landed) = self.land(step, (block, group), device).await?;
                     let joined = self.join(step, block, join, &landing, landed).await?;
                     if !join.keeps {
-                        self.complete(step, block, scattered, landing, joined).await?;
+                        let whole = self.deal(step, block, &landing, joined);
+                        self.complete(step, block, scattered, landing, whole).await?;
                     }
                 }
                 Reduction::Loss { visit } => self.loss(step, visit).await?,
@@ -144,6 +145,20 @@ impl Reducer {
         let mut order = Order::gradient(step, layer, work);
         (order.waits, order.holds) = (vec![landed], holds);
         Ok(self.context.queue(order))
+    }
+
+    /// Exchanges parts of a gradient with the other processes, if there are any. The fence behind
+    /// which the sum of this process's part is in the landing block.
+    fn deal(&self, step: &Arc<Step>, block: BlockId, landing: &Held, joined: Fence) -> Fence {
+        if step.plan.schedule.ranks.count == 1 {
+            return joined;
+        }
+        let reduced = landing.slot(Content::Gradient(block, step.number));
+        let work = Work::Deal { block, reduced };
+        let mut order = Order::gradient(step, layer_of(step, block), work);
+        order.waits = vec![joined];
+        order.holds = vec![landing.clone()];
+        self.context.queue(order)
     }
 
     /// Sends a block's gradient on: in its landing block, or from its region where it waits.
@@ -230,6 +245,8 @@ impl Reducer {
         self.all_stashed(step, index).await?;
         let schedule = &step.plan.schedule;
         let visit = &schedule.visits[index];
+        let rows = Order::at(step, visit, Work::Rows { visit: index });
+        let rows = schedule.ranks.dealt.then(|| self.context.queue(rows));
         for &block in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
             // Its region may still feed the update of the step before.
             self.context.published(block, step.number, Some(visit.layer)).await?;
@@ -237,11 +254,13 @@ impl Reducer {
                 |r: &Reduction| matches!(r, Reduction::Gradient { block: b, .. } if *b == block);
             let first = !step.plan.reductions.iter().any(joined);
             if schedule.block(block).staged {
-                self.scatter_landed(step, index, block, first).await?;
+                self.scatter_landed(step, index, block, first, rows.clone()).await?;
             } else {
                 let gradient = GradientAt::Region;
                 let work = Work::Scatter { visit: index, block, first, gradient };
-                let scattered = self.context.queue(Order::at(step, visit, work));
+                let mut order = Order::at(step, visit, work);
+                order.waits.extend(rows.clone());
+                let scattered = self.context.queue(order);
                 self.send(block, None, scattered);
             }
         }
@@ -256,6 +275,7 @@ impl Reducer {
         index: usize,
         block: BlockId,
         first: bool,
+        rows: Option<Fence>,
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
         let (content, layer) = (Content::Gradient(block, step.number), Some(visit.layer));
@@ -264,6 +284,7 @@ impl Reducer {
         let gradient = GradientAt::Landing(slot);
         let mut order =
             Order::at(step, visit, Work::Scatter { visit: index, block, first, gradient });
+        order.waits.extend(rows);
         if !first {
             let work = Work::Stage { block, version, stored: Stored::Gradient, slot };
             order.waits.push(self.context.queue(Order::at(step, visit, work)));

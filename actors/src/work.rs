@@ -28,6 +28,10 @@ pub enum Lane {
     File,
     /// Device to device.
     Peer,
+    /// Parts of blocks, between the processes of a run.
+    Fetch,
+    /// Gradients and sums, between the processes of a run.
+    Exchange,
 }
 
 /// A queue of operations that run in order: a lane of a device, or one of the host.
@@ -51,8 +55,12 @@ impl Queue {
                 vec![Queue { lane, device: None }]
             }
         };
-        let lanes = Lane::ALL.into_iter().filter(|&lane| lane != Lane::Peer || pools.shards > 1);
-        lanes.flat_map(of_lane).collect()
+        let is_there = |lane: &Lane| match lane {
+            Lane::Peer => pools.shards > 1,
+            Lane::Fetch | Lane::Exchange => pools.ranks > 1,
+            _ => true,
+        };
+        Lane::ALL.into_iter().filter(is_there).flat_map(of_lane).collect()
     }
 }
 
@@ -62,8 +70,13 @@ impl Lane {
         matches!(self, Lane::Upload | Lane::Peer | Lane::Compute | Lane::Download)
     }
 
-    /// All lanes, in flow order; the last is there only where blocks come in shards.
-    pub const ALL: [Lane; 7] = [
+    /// True for a lane that every ring has. Others are there only with shards or several processes.
+    pub fn is_always_there(self) -> bool {
+        !matches!(self, Lane::Peer | Lane::Fetch | Lane::Exchange)
+    }
+
+    /// All lanes, in flow order; behind them those that not every ring has.
+    pub const ALL: [Lane; 9] = [
         Lane::Upload,
         Lane::Compute,
         Lane::Download,
@@ -71,11 +84,23 @@ impl Lane {
         Lane::Update,
         Lane::File,
         Lane::Peer,
+        Lane::Fetch,
+        Lane::Exchange,
     ];
 
     /// Its name in metrics and timelines.
     pub fn name(self) -> &'static str {
-        ["upload", "compute", "download", "host", "update", "file", "peer"][self as usize]
+        match self {
+            Lane::Upload => "upload",
+            Lane::Compute => "compute",
+            Lane::Download => "download",
+            Lane::Host => "host",
+            Lane::Update => "update",
+            Lane::File => "file",
+            Lane::Peer => "peer",
+            Lane::Fetch => "fetch",
+            Lane::Exchange => "exchange",
+        }
     }
 }
 
@@ -114,6 +139,13 @@ pub enum WorkKind {
     Write,
     /// The files of a step are made the state to resume from.
     Seal,
+    /// A block is completed of the parts that other processes have.
+    Fetch,
+    /// A gradient goes to the processes that update its parts, and theirs comes; rows of the
+    /// embedding's gradient, likewise.
+    Exchange,
+    /// Losses or sums of squares of all processes are added.
+    Sum,
 }
 
 impl WorkKind {
@@ -136,6 +168,9 @@ impl WorkKind {
             WorkKind::Read => "read",
             WorkKind::Write => "write",
             WorkKind::Seal => "seal",
+            WorkKind::Fetch => "fetch",
+            WorkKind::Exchange => "exchange",
+            WorkKind::Sum => "sum",
         }
     }
 }
@@ -272,6 +307,24 @@ pub enum Work {
     Seal,
     /// Update: publishes the step's carried blocks, unchanged, as of the next version.
     Carry { version: Version },
+    /// Fetch: makes a block's master whole in a staging slot, of the parts of all processes.
+    Complete { block: BlockId, version: Version, slot: u32 },
+    /// Exchange: in a landing block, replaces a gradient by this process's part of the sum over all
+    /// processes. Where the step is not dealt, each process has the sum already.
+    Deal { block: BlockId, reduced: u32 },
+    /// Exchange: receives what a scatter reads of the micro-batches of other processes.
+    Rows { visit: usize },
+    /// Exchange: the sum of what operations of all processes reported. Value: that sum.
+    Sum { of: Summed },
+}
+
+/// What is added over the processes of a run, in an order that does not depend on their number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Summed {
+    /// The losses of a step, by micro-batch.
+    Losses,
+    /// The squares of a step's gradient, by block.
+    Squares,
 }
 
 /// What a table row says an operation concerns.
@@ -298,6 +351,10 @@ enum Moves {
     State(BlockId),
     StateAndGradient(BlockId),
     Boundary(BoundaryId, MicroBatch),
+    /// The parts of a block's published copy that other processes have.
+    OtherParts(BlockId),
+    /// The parts of a block's gradient that other processes have.
+    OtherPartsOfGradient(BlockId),
 }
 
 /// One row of the table of [`Work`]. Its `Display` is the operation's name in reports.
@@ -384,6 +441,23 @@ impl Work {
             Work::Carry { version: v } => {
                 row(L::Update, K::Carry, "carry of ", S::Version(v), M::Nothing)
             }
+            Work::Complete { block: b, version: v, .. } => {
+                row(L::Fetch, K::Fetch, "fetch of ", S::Published(b, v), M::OtherParts(b))
+            }
+            Work::Deal { block: b, .. } => {
+                let moves = M::OtherPartsOfGradient(b);
+                row(L::Exchange, K::Exchange, "exchange of gradient of ", S::Block(b), moves)
+            }
+            Work::Rows { .. } => {
+                let title = "exchange of rows of the embedding's gradient";
+                row(L::Exchange, K::Exchange, title, S::Nothing, M::Nothing)
+            }
+            Work::Sum { of: Summed::Losses } => {
+                row(L::Exchange, K::Sum, "sum of losses", S::Nothing, M::Nothing)
+            }
+            Work::Sum { of: Summed::Squares } => {
+                row(L::Exchange, K::Sum, "sum of squares", S::Nothing, M::Nothing)
+            }
         }
     }
 
@@ -401,8 +475,8 @@ impl Work {
     /// True for an operation whose [`Done`](crate::fence::Done) reports a value: a loss or a sum
     /// of squares.
     pub fn has_value(&self) -> bool {
-        use Work::{Loss, Reduce, Scatter, Update};
-        matches!(self, Loss { .. } | Reduce { .. } | Scatter { .. } | Update { .. })
+        use Work::{Loss, Reduce, Scatter, Sum, Update};
+        matches!(self, Loss { .. } | Reduce { .. } | Scatter { .. } | Update { .. } | Sum { .. })
     }
 }
 
@@ -444,6 +518,11 @@ impl Row {
                 state.saturating_add(schedule.block(id).gradient_bytes)
             }
             Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
+            Moves::OtherParts(id) => schedule.of_others(schedule.block(id).weight_bytes),
+            Moves::OtherPartsOfGradient(_) if !schedule.ranks.dealt => 0,
+            Moves::OtherPartsOfGradient(id) => {
+                schedule.of_others(schedule.block(id).gradient_bytes)
+            }
         }
     }
 }

@@ -23,6 +23,7 @@ pub use overview::Overview;
 pub use vocabulary::Vocabulary;
 
 use std::borrow::Borrow;
+use std::ops::Range;
 
 use crate::error::Error;
 use crate::kernels::Document;
@@ -136,6 +137,21 @@ impl Sequence {
 }
 
 impl Batch {
+    /// Some of its sequences. They count as labelled what the whole batch does: losses and
+    /// gradients are divided by that.
+    pub(crate) fn part(&self, sequences: Range<usize>) -> Batch {
+        let rows = self.starts[sequences.start]..self.starts[sequences.end];
+        let starts = self.starts[sequences.start..=sequences.end].iter();
+        Batch {
+            tokens: self.tokens[rows.clone()].to_vec(),
+            kinds: self.kinds[rows.clone()].to_vec(),
+            targets: self.targets[rows.clone()].to_vec(),
+            starts: starts.map(|start| start - rows.start).collect(),
+            documents: self.documents.get(rows).unwrap_or_default().to_vec(),
+            labelled: self.labelled,
+        }
+    }
+
     /// A batch for a classifier: the tokens and the class of each sequence.
     ///
     /// # Panics

@@ -19,10 +19,11 @@ pub use report::{Bottleneck, StepReport, Summary};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::error::Error;
+use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
-use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
-use crate::worker::{CacheSlot, StepInput, Worker};
+use crate::worker::{CacheSlot, Dealt, StepInput, Worker};
 
 /// See the [module](self).
 pub(crate) struct Engine {
@@ -144,6 +145,7 @@ impl Engine {
         let layers = &self.layers_of_step(layers);
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
+        let (batch, dealt) = self.deal(batch, purpose)?;
         let cached = &mut self.schedules[usize::from(purpose.trains())];
         if cached.as_ref().is_none_or(|cached| !cached.is_of(shape, layers)) {
             let step = StepSpec { layers: Some(layers), ..self.plan.step(shape) };
@@ -161,7 +163,7 @@ impl Engine {
         let CachedSchedule { schedule, .. } = cached.as_ref().expect("it was just made");
         self.visits += schedule.visits.len() as u64;
         self.pending = Some(purpose);
-        let input = StepInput { batch, purpose, trained: self.trained, cache };
+        let input = StepInput { batch, purpose, trained: self.trained, cache, dealt };
         let resolved = self.relay.step(schedule, input).await;
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
@@ -169,6 +171,22 @@ impl Engine {
         let resolved = resolved.map_err(|error| self.in_training_steps(error))?;
         let (logits, hidden) = self.worker().take_results();
         Ok(Outcome { loss: resolved.loss, norm: resolved.norm, logits, hidden })
+    }
+
+    /// This process's part of a batch, and what it must know of the whole; the batch itself where
+    /// each process computes the whole step.
+    fn deal(&self, batch: Batch, purpose: Purpose) -> Result<(Batch, Option<Dealt>), Error> {
+        let share = self.plan.share;
+        if !share.deals(purpose) {
+            return Ok((batch, None));
+        }
+        let DealtStep { groups, sequences } = share.deal(&self.config, batch.sequences())?;
+        let own = sequences[share.rank as usize].clone();
+        let ends = sequences.iter().map(|of_rank| batch.starts[of_rank.end]).collect();
+        let first_sequence = own.start;
+        let part = batch.part(own);
+        let rows = Parts::new(ends);
+        Ok((part, Some(Dealt { groups, rows, tokens: batch.tokens, first_sequence })))
     }
 
     /// Counts the step that the ring was given last, if it began. A step that began is counted also
@@ -258,7 +276,7 @@ pub(crate) fn ring_config(model: &Model, plan: &Plan, watchdog: Option<Duration>
         pools: plan.pools,
         blocks: model.blocks.len() as u32,
         max_layers: model.parts.len() as u32,
-        max_micro_batches: plan.micro_batches.len() as u32,
+        max_micro_batches: plan.most_micro_batches as u32,
         deferred: plan.deferred,
         watchdog,
         inject: None,

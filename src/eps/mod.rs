@@ -11,6 +11,7 @@ mod file;
 mod index;
 mod init;
 mod memory;
+mod parts;
 
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
@@ -18,6 +19,7 @@ use sha2::{Digest, Sha256};
 pub use direct::disk_bytes_per_second;
 pub(crate) use file::{FileTier, Folder, StateOnFile, part_floats, state_in};
 pub(crate) use memory::Memory;
+pub(crate) use parts::{RankParts, cut, lost, tensors_of};
 
 use crate::error::Error;
 use crate::models::{Model, Tensor, block_len, tensor_ranges};
@@ -56,7 +58,10 @@ enum Tier {
 
 /// See the [module](self).
 pub(crate) struct Eps {
+    /// Of each block; of a run with several ranks, of this rank's part.
     tensors: Vec<Vec<Tensor>>,
+    /// Which parts the ranks have, if there are several.
+    parts: Option<RankParts>,
     states: usize,
     /// Whether the masters are [split](SplitMasters).
     pub(crate) split: bool,
@@ -68,13 +73,40 @@ impl Eps {
     /// a gradient region.
     pub(crate) fn in_memory(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
         let tier = Tier::Memory(Memory::new(&model.blocks, states, region));
-        Eps { tensors: model.blocks.clone(), states, split: false, tier }
+        Eps { tensors: model.blocks.clone(), parts: None, states, split: false, tier }
+    }
+
+    /// This rank's parts of the blocks, of zeros, in memory.
+    pub(crate) fn of_rank(
+        parts: RankParts,
+        states: usize,
+        region: impl Fn(BlockId) -> bool,
+    ) -> Eps {
+        let tensors = parts.own_tensors();
+        let tier = Tier::Memory(Memory::new(&tensors, states, region));
+        Eps { tensors, parts: Some(parts), states, split: false, tier }
+    }
+
+    /// Which parts the ranks have, if there are several.
+    pub(crate) fn parts(&self) -> Option<&RankParts> {
+        self.parts.as_ref()
+    }
+
+    /// Does work that reads the EPS, and that is to be done once: with several ranks, on the first.
+    ///
+    /// # Errors
+    /// That of the work, on all ranks.
+    pub(crate) fn once(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        match &self.parts {
+            None => work(),
+            Some(parts) => parts.first_alone(self, work),
+        }
     }
 
     /// Blocks on file, with `states` optimizer states.
     pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
-        Eps { tensors: model.blocks.clone(), states, split: false, tier }
+        Eps { tensors: model.blocks.clone(), parts: None, states, split: false, tier }
     }
 
     /// The same EPS for a device of this dtype: masters are split for bf16. Call it before anything
@@ -136,11 +168,24 @@ impl Eps {
         &self.tensors[id.0 as usize]
     }
 
-    /// Reads a part of a block as f32, while no step runs.
+    /// Reads a part of a block as f32, while no step runs. All ranks read the same; see
+    /// [`once`](Eps::once) for what one rank does.
     ///
     /// # Errors
-    /// The file cannot be read, or is not as it was written.
+    /// The file cannot be read, or is not as it was written; or a rank is lost.
     pub(crate) fn read_with<R>(
+        &self,
+        id: BlockId,
+        part: BlockPart,
+        read: impl FnOnce(&[f32]) -> R,
+    ) -> Result<R, Error> {
+        let Some(parts) = &self.parts else { return self.read_own(id, part, read) };
+        let own = self.read_own(id, part, <[f32]>::to_vec)?;
+        Ok(read(&parts.complete(id, part, &own)?))
+    }
+
+    /// Reads what this process has of a part of a block.
+    fn read_own<R>(
         &self,
         id: BlockId,
         part: BlockPart,
@@ -170,11 +215,25 @@ impl Eps {
         }
     }
 
-    /// Changes a part of a block, given as f32, while no step runs.
+    /// Changes a part of a block, given as f32, while no step runs. All ranks make the same change.
     ///
     /// # Errors
-    /// The file cannot be read or written, or is not as it was written.
+    /// The file cannot be read or written, or is not as it was written; or a rank is lost.
     pub(crate) fn write_with(
+        &self,
+        id: BlockId,
+        part: BlockPart,
+        write: impl FnOnce(&mut [f32]),
+    ) -> Result<(), Error> {
+        let Some(parts) = &self.parts else { return self.write_own(id, part, write) };
+        let own = self.read_own(id, part, <[f32]>::to_vec)?;
+        let mut whole = parts.complete(id, part, &own)?;
+        write(&mut whole);
+        self.write_own(id, part, |own| own.copy_from_slice(&whole[parts.own(id)]))
+    }
+
+    /// Changes what this process has of a part of a block.
+    fn write_own(
         &self,
         id: BlockId,
         part: BlockPart,

@@ -19,7 +19,8 @@ pub fn check(fabric: &dyn Fabric, largest: usize) {
     channels_do_not_wait_for_each_other(fabric, &numbers);
     for round in 0..3 {
         let own = vec![fabric.rank() as u8; (1 + fabric.rank() as usize) * 1000 * round as usize];
-        let all = gather(fabric, round, &own, &|| true).expect("all take part");
+        let tag = Tag { channel: Channel::Control, number: 2 * round };
+        let all = gather(fabric, tag, &own, &|| true).expect("all take part");
         for (rank, of_rank) in all.iter().enumerate() {
             assert_eq!(*of_rank, vec![rank as u8; (1 + rank) * 1000 * round as usize]);
         }

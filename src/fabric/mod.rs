@@ -9,6 +9,7 @@
 //! have a thread of its own.
 
 pub mod conformance;
+mod exchanges;
 #[cfg(feature = "mpi")]
 mod mpi;
 #[cfg(not(feature = "mpi"))]
@@ -19,6 +20,7 @@ mod threads;
 
 use std::{env, fmt};
 
+pub(crate) use exchanges::Exchanges;
 pub use mpi::open as open_mpi;
 pub use threads::{ThreadFabric, threads};
 
@@ -145,13 +147,14 @@ impl Header {
 }
 
 /// Sends the same bytes to all other ranks, and returns those of each rank, its own included.
-/// Messages may have different lengths; none is longer than 4 GiB.
+/// Messages may have different lengths; none is longer than 4 GiB. It makes two exchanges: the
+/// first, of lengths, has this tag, and the second the next number.
 ///
 /// # Errors
 /// As [`Fabric::exchange`].
 pub fn gather(
     fabric: &dyn Fabric,
-    number: u64,
+    tag: Tag,
     own: &[u8],
     goes_on: &dyn Fn() -> bool,
 ) -> Result<Vec<Vec<u8>>, Lost> {
@@ -160,15 +163,15 @@ pub fn gather(
         let sends: Vec<_> = others().map(|rank| (rank, own)).collect();
         let receives = (0..).zip(all.iter_mut()).filter(|(rank, _)| *rank != fabric.rank());
         let mut receives: Vec<_> = receives.map(|(rank, to)| (rank, &mut to[..])).collect();
-        let tag = Tag { channel: Channel::Control, number };
+        let tag = Tag { number, ..tag };
         fabric.exchange(tag, &sends, &mut receives, goes_on)
     };
     let mut lengths: Vec<Vec<u8>> = (0..fabric.ranks()).map(|_| vec![0; 4]).collect();
-    everywhere(2 * number, &(own.len() as u32).to_le_bytes(), &mut lengths)?;
+    everywhere(tag.number, &(own.len() as u32).to_le_bytes(), &mut lengths)?;
     let length = |bytes: &Vec<u8>| u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
     let mut all: Vec<Vec<u8>> =
         lengths.iter().map(|bytes| vec![0; length(bytes) as usize]).collect();
-    everywhere(2 * number + 1, own, &mut all)?;
+    everywhere(tag.number + 1, own, &mut all)?;
     all[fabric.rank() as usize] = own.to_vec();
     Ok(all)
 }

@@ -6,28 +6,43 @@ use std::ops::Range;
 
 use super::{Fabric, Lost, Rank, Tag};
 
-/// Which bytes of a block each rank has: whole chunks, about as many each.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// Which part of a block each rank has. The parts follow each other; a part may be empty.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Parts {
-    /// Bytes of the block.
-    pub bytes: usize,
-    /// Bytes that stay together. The last chunk may have fewer.
-    pub chunk: usize,
-    /// How many parts there are.
-    pub ranks: u32,
+    /// Where each rank's part ends.
+    ends: Vec<usize>,
 }
 
 impl Parts {
-    /// The bytes of a rank's part; none where there are more ranks than chunks.
+    /// Parts that end there, one for each rank, in order. The last end is the block's length.
+    pub fn new(ends: Vec<usize>) -> Parts {
+        assert!(ends.is_sorted() && !ends.is_empty(), "parts follow each other");
+        Parts { ends }
+    }
+
+    /// The part of a rank.
     pub fn of(&self, rank: Rank) -> Range<usize> {
-        let chunks = self.bytes.div_ceil(self.chunk);
-        let first = |rank: Rank| chunks * rank as usize / self.ranks as usize;
-        let end = |chunk: usize| (chunk * self.chunk).min(self.bytes);
-        end(first(rank))..end(first(rank + 1))
+        let start = rank.checked_sub(1).map_or(0, |before| self.ends[before as usize]);
+        start..self.ends[rank as usize]
+    }
+
+    /// The length of the whole block.
+    pub fn len(&self) -> usize {
+        *self.ends.last().expect("there is a rank")
+    }
+
+    /// True for a block without elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The same parts in bytes, of elements of so many bytes.
+    pub fn in_bytes(&self, element: usize) -> Parts {
+        Parts { ends: self.ends.iter().map(|end| end * element).collect() }
     }
 
     fn others(&self, own: Rank) -> impl Iterator<Item = Rank> {
-        (0..self.ranks).filter(move |&rank| rank != own)
+        (0..self.ends.len() as Rank).filter(move |&rank| rank != own)
     }
 }
 
@@ -39,17 +54,18 @@ impl Parts {
 pub fn complete(
     fabric: &dyn Fabric,
     tag: Tag,
-    parts: Parts,
+    parts: &Parts,
     block: &mut [u8],
     goes_on: &dyn Fn() -> bool,
 ) -> Result<(), Lost> {
-    assert_eq!(block.len(), parts.bytes, "the parts are of this block");
+    assert_eq!(block.len(), parts.len(), "the parts are of this block");
     let own = fabric.rank();
     let Range { start, end } = parts.of(own);
     let (before, from_own) = block.split_at_mut(start);
     let (part, behind) = from_own.split_at_mut(end - start);
     let mut receives = Vec::new();
-    for (ranks, mut left) in [(0..own, before), (own + 1..parts.ranks, behind)] {
+    let ranks = parts.ends.len() as Rank;
+    for (ranks, mut left) in [(0..own, before), (own + 1..ranks, behind)] {
         for rank in ranks {
             let (to, rest) = left.split_at_mut(parts.of(rank).len());
             receives.push((rank, to));
@@ -69,12 +85,12 @@ pub fn complete(
 pub fn deal(
     fabric: &dyn Fabric,
     tag: Tag,
-    parts: Parts,
+    parts: &Parts,
     gradient: &[u8],
     received: &mut [u8],
     goes_on: &dyn Fn() -> bool,
 ) -> Result<(), Lost> {
-    assert_eq!(gradient.len(), parts.bytes, "the parts are of this gradient");
+    assert_eq!(gradient.len(), parts.len(), "the parts are of this gradient");
     let own = fabric.rank();
     let bytes = parts.of(own).len();
     assert_eq!(received.len(), bytes * parts.others(own).count(), "room for a part of each rank");
@@ -95,23 +111,6 @@ mod tests {
 
     use super::super::{Channel, ThreadFabric, threads};
     use super::*;
-
-    #[test]
-    fn parts_cover_a_block_once_in_whole_chunks() {
-        for bytes in [0, 1, 63, 64, 65, 1000, 6400] {
-            for ranks in 1..=5 {
-                let parts = Parts { bytes, chunk: 64, ranks };
-                let mut next = 0;
-                for rank in 0..ranks {
-                    let Range { start, end } = parts.of(rank);
-                    assert_eq!(start, next);
-                    assert!(end == bytes || end % 64 == 0);
-                    next = end;
-                }
-                assert_eq!(next, bytes);
-            }
-        }
-    }
 
     /// A fabric that counts what it sends and receives.
     struct Counted {
@@ -143,7 +142,7 @@ mod tests {
     }
 
     /// Every rank completes a block, and every part of the gradients arrives where it belongs.
-    /// Each direction moves (N - 1) / N of the block's bytes a rank, but for the cut in chunks.
+    /// Each direction moves (N - 1) / N of the block's bytes a rank.
     #[test]
     fn blocks_are_completed_and_gradients_dealt() {
         const BYTES: usize = 64 * 60 + 7;
@@ -155,12 +154,14 @@ mod tests {
                     scope.spawn(move || {
                         let (sent, received) = (AtomicUsize::new(0), AtomicUsize::new(0));
                         let fabric = Counted { fabric, sent, received };
-                        let parts = Parts { bytes: BYTES, chunk: 64, ranks };
+                        let ends = (1..=ranks as usize).map(|rank| BYTES * rank / ranks as usize);
+                        let parts = Parts::new(ends.collect());
                         let own = parts.of(fabric.rank());
                         let mut block = vec![0; BYTES];
                         own.clone().for_each(|at| block[at] = of_block(at));
                         let tag = Tag { channel: Channel::Blocks, number: 0 };
-                        complete(&fabric, tag, parts, &mut block, &|| true).expect("all are there");
+                        complete(&fabric, tag, &parts, &mut block, &|| true)
+                            .expect("all are there");
                         assert!(block.iter().enumerate().all(|(at, &byte)| byte == of_block(at)));
                         let others = ranks as usize - 1;
                         assert_eq!(fabric.sent.load(Relaxed), own.len() * others);
@@ -170,7 +171,7 @@ mod tests {
                             (0..BYTES).map(|at| of_gradient(fabric.rank(), at)).collect();
                         let mut received = vec![0; own.len() * others];
                         let tag = Tag { channel: Channel::Gradients, number: 0 };
-                        deal(&fabric, tag, parts, &gradient, &mut received, &|| true)
+                        deal(&fabric, tag, &parts, &gradient, &mut received, &|| true)
                             .expect("all are there");
                         let from: Vec<Rank> = parts.others(fabric.rank()).collect();
                         for (rank, part) in from.into_iter().zip(received.chunks(own.len())) {

@@ -6,6 +6,8 @@ mod rate;
 mod rates;
 pub(crate) mod split;
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 pub use adamw::AdamW;
@@ -19,6 +21,33 @@ use crate::simd::Level;
 /// The elements of one parallel task and of one partial sum. It does not depend on the number of
 /// threads, so sums do not either.
 const CHUNK: usize = 16384;
+
+/// The chunks of a block's tensors, in order, each of at most [`CHUNK`] elements.
+pub(crate) fn chunks(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
+    tensor_ranges(tensors).flat_map(|range| {
+        let end = range.end;
+        range.step_by(CHUNK).map(move |start| start..(start + CHUNK).min(end))
+    })
+}
+
+/// The sum of squares of each of a gradient's [`chunks`].
+pub(crate) fn chunk_squares(tensors: &[Tensor], gradient: &[f32]) -> Vec<f64> {
+    let squares =
+        |chunk: Range<usize>| gradient[chunk].iter().map(|&g| f64::from(g) * f64::from(g)).sum();
+    let chunks: Vec<Range<usize>> = chunks(tensors).collect();
+    chunks.into_par_iter().map(squares).collect()
+}
+
+/// The sum over a block's chunks, tensor by tensor.
+pub(crate) fn sum_of_chunks(tensors: &[Tensor], squares: &[f64]) -> f64 {
+    let (mut sum, mut left) = (0.0, squares);
+    for tensor in tensors {
+        let (of_tensor, behind) = left.split_at(tensor.len().div_ceil(CHUNK));
+        sum += of_tensor.iter().sum::<f64>();
+        left = behind;
+    }
+    sum
+}
 
 /// The arguments of an update, beside the gradient.
 #[derive(Clone, Copy, Debug)]
@@ -44,13 +73,7 @@ pub trait UpdateRule: Send + Sync {
     /// The sum of squares of a block's gradient, in f64 over fixed chunks. The gradient norm of a
     /// step is the root of the sum over all blocks.
     fn measure(&self, tensors: &[Tensor], gradient: &[f32]) -> f64 {
-        let squares = |chunk: &[f32]| chunk.iter().map(|&g| f64::from(g) * f64::from(g)).sum();
-        let mut sum = 0.0;
-        for range in tensor_ranges(tensors) {
-            let parts: Vec<f64> = gradient[range].par_chunks(CHUNK).map(squares).collect();
-            sum += parts.iter().sum::<f64>();
-        }
-        sum
+        sum_of_chunks(tensors, &chunk_squares(tensors, gradient))
     }
 
     /// Updates a block's parameters and states in place.

@@ -4,6 +4,7 @@
 mod fit;
 mod pipelines;
 mod regions;
+mod share;
 mod sizing;
 mod step;
 
@@ -13,6 +14,8 @@ use std::sync::Arc;
 use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
 pub(crate) use regions::{Holder, Place, Regions};
+pub(crate) use share::DealtStep;
+pub use share::Share;
 use sizing::Sizing;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
@@ -81,6 +84,12 @@ pub struct Plan {
     pub micro_batches: Vec<u32>,
     /// Sequences of a step, at most.
     pub(crate) sequences: usize,
+    /// Micro-batches of the step that has most of them.
+    pub(crate) most_micro_batches: usize,
+    /// Which process this is, where several share steps.
+    pub(crate) share: Share,
+    /// Floats for parts of a gradient that other processes send, and for rows of the embedding's.
+    pub(crate) exchanged: [usize; 2],
     /// Devices, of which each has as much memory.
     pub(crate) devices: u32,
     pub(crate) pools: Pools,
@@ -126,12 +135,29 @@ impl Plan {
     /// # Errors
     /// The shapes cannot be: a sequence longer than the model's positions, absurd sizes.
     pub fn new(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Result<Plan, Error> {
+        Plan::of_rank(config, model, rule, Share::WHOLE)
+    }
+
+    /// Sums everything that one of several processes holds while it trains.
+    ///
+    /// # Errors
+    /// As [`new`](Plan::new); or so many processes cannot share a step.
+    pub fn of_rank(
+        config: &Config,
+        model: &Model,
+        rule: &dyn UpdateRule,
+        share: Share,
+    ) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
         let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
         // Between steps, scoring a prompt fits, too.
         let sequences = if model.shape.scores_tokens() { 1 } else { config.step.batch };
         let score = StepShape { sequences, purpose: Purpose::Score, ..train };
-        Sizing { config, model, rule: Some(rule), steps: &[train, score], cache: None }.plan()
+        // Each process evaluates whole batches, of which it trains on a part.
+        let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
+        let steps = [train, score, evaluate];
+        let steps = if share.ranks > 1 { &steps[..] } else { &steps[..2] };
+        Sizing { config, model, rule: Some(rule), steps, share, cache: None }.plan()
     }
 
     /// Sums everything that evaluation holds.
@@ -143,7 +169,8 @@ impl Plan {
         let has_scores = !model.shape.scores_tokens();
         let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
         let step = StepShape { sequences: config.step.batch, positions, purpose };
-        Sizing { config, model, rule: None, steps: &[step], cache: None }.plan()
+        Sizing { config, model, rule: None, steps: &[step], share: Share::WHOLE, cache: None }
+            .plan()
     }
 
     /// Sums everything that generating from so many prompts at once holds, the longest of
@@ -175,7 +202,8 @@ impl Plan {
         }
         let cache = KvCache { layers: widths.len(), sequences, capacity, width };
         let steps = &[first, last];
-        Sizing { config, model, rule: None, steps, cache: Some(cache) }.plan()
+        let (share, cache) = (Share::WHOLE, Some(cache));
+        Sizing { config, model, rule: None, steps, share, cache }.plan()
     }
 
     /// The order in which each device does a step's work, each layer a stage.
@@ -197,7 +225,8 @@ impl Plan {
 
     /// What the schedule of a step of all layers is made of.
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
-        StepSpec { shape, layers: None, states: self.states, file: self.pipeline.as_deref() }
+        let (states, share, file) = (self.states, self.share, self.pipeline.as_deref());
+        StepSpec { shape, layers: None, states, share, file }
     }
 
     /// Floats of the stash.

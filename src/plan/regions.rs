@@ -29,7 +29,7 @@ pub(crate) enum Holder {
     Landing,
     /// Gradients of groups of micro-batches that are kept for those of later groups.
     Parts,
-    /// Blocks read from the EPS's file.
+    /// Blocks read from the EPS's file, or completed of the parts of all processes.
     FileReads,
     /// Blocks with their optimizer states, read from the EPS's file to be updated.
     FileStates,
@@ -43,6 +43,8 @@ pub(crate) enum Holder {
     GradientRegions,
     /// Split masters as f32, for an update rule that wants them whole.
     UnpackedMasters,
+    /// What other processes send: parts of a gradient, and rows of the embedding's gradient.
+    Exchanged,
     /// Lengths, kinds and documents of micro-batches, on their way to a device.
     BatchMetadata,
 }
@@ -119,7 +121,7 @@ impl Holder {
             Holder::Masters => "masters",
             Holder::Moments => "moments",
             Holder::GradientRegions => "gradient_regions",
-            Holder::UnpackedMasters => "desk",
+            Holder::UnpackedMasters | Holder::Exchanged => "desk",
             Holder::BatchMetadata => "notes",
         }
     }

@@ -6,13 +6,13 @@ use std::sync::Arc;
 use l2l_actors::schedule::{self, Capacities, Phase, Pipeline, Pools, Schedule};
 
 use super::regions::{Holder, Place, Regions};
-use super::{KvCache, LinkBytes, Plan, StepShape, StepSpec, pipelines, schedule_of};
+use super::{KvCache, LinkBytes, Plan, Share, StepShape, StepSpec, pipelines, schedule_of, share};
 use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
 use crate::devices;
-use crate::eps::part_floats;
+use crate::eps::{cut, part_floats};
 use crate::error::Error;
 use crate::kernels::Rows;
-use crate::models::{self, Model, Part, block_len};
+use crate::models::{self, Model, Part, Tensor, block_len};
 use crate::optimizers::UpdateRule;
 use crate::stash;
 use crate::tensor::Dtype;
@@ -25,6 +25,8 @@ pub(super) struct Sizing<'a> {
     pub(super) rule: Option<&'a dyn UpdateRule>,
     /// Steps that will be run, the first the one with the longest sequences.
     pub(super) steps: &'a [StepShape],
+    /// Which process this is, where several share steps.
+    pub(super) share: Share,
     pub(super) cache: Option<KvCache>,
 }
 
@@ -54,6 +56,7 @@ impl Sizing<'_> {
     pub(super) fn plan(self) -> Result<Plan, Error> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
+        self.share.check(self.config, self.model)?;
         let pipeline = pipelines::read(self.config)?.map(Arc::new);
         let schedules = self.schedules(pipeline.as_deref())?;
         let pools = self.pools(&schedules.all);
@@ -61,7 +64,10 @@ impl Sizing<'_> {
         let shown = if self.trains() { 0 } else { self.steps.len() - 1 };
         let schedule = schedules.all[shown].clone();
         let micro_batches = schedule.micro_batches.clone();
+        let most_micro_batches =
+            schedules.all.iter().map(|schedule| schedule.micro_batches.len()).max().unwrap_or(0);
         let walked = schedule::StepPlan::new(schedule, pools)?;
+        self.check_exchanges(&walked, pipeline.as_deref())?;
         let (traffic, file_bytes) = (walked.traffic, walked.file_bytes(self.deferred()));
         let links = walked.walks.iter().map(|walk| &walk.traffic);
         let links = links.map(|link| LinkBytes {
@@ -89,6 +95,9 @@ impl Sizing<'_> {
             positions,
             micro_batches,
             sequences,
+            most_micro_batches,
+            share: self.share,
+            exchanged: self.exchanged(),
             devices: self.config.devices(),
             pools,
             regions,
@@ -150,7 +159,8 @@ impl Sizing<'_> {
         let mut schedules = Schedules { all: Vec::new(), boundary: 0, stash: 0 };
         for step in self.steps {
             let states = self.states();
-            let spec = StepSpec { shape: *step, layers: None, states, file };
+            let share = self.share;
+            let spec = StepSpec { shape: *step, layers: None, states, share, file };
             let schedule = schedule_of(self.config, self.model, spec)?;
             schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
             let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
@@ -163,11 +173,49 @@ impl Sizing<'_> {
         Ok(schedules)
     }
 
+    /// Refuses a step in which ranks would not exchange the same in the same order.
+    fn check_exchanges(
+        &self,
+        walked: &schedule::StepPlan,
+        file: Option<&Pipeline>,
+    ) -> Result<(), Error> {
+        let own = self.share.rank;
+        if self.share.ranks == 1 {
+            return Ok(());
+        }
+        let dealt = self.share.deal(self.config, self.steps[0].sequences)?;
+        let differs = |rank: &u32| {
+            dealt.sequences[*rank as usize].len() != dealt.sequences[own as usize].len()
+        };
+        for rank in (0..self.share.ranks).filter(differs) {
+            let share = Share { rank, ..self.share };
+            let spec =
+                StepSpec { shape: self.steps[0], layers: None, states: self.states(), share, file };
+            let schedule = schedule_of(self.config, self.model, spec)?;
+            let pools = Pools { devices: self.config.devices(), ..self.depths(&schedule) };
+            let others = schedule::StepPlan::new(schedule, pools)?;
+            if share::exchanges(&others) != share::exchanges(walked) {
+                let problem = format_args!(
+                    "is {}, of which {} processes have different numbers, and their devices would \
+                     need blocks in different orders: set a multiple of {0} × {1}, or one device a \
+                     process",
+                    self.config.parallel.groups, self.share.ranks
+                );
+                return Err(Error::config("parallel.groups", problem));
+            }
+        }
+        Ok(())
+    }
+
+    /// The pools of a schedule, at the depths of the config.
+    fn depths(&self, schedule: &Schedule) -> Pools {
+        let ChannelsConfig { weights, gradients, reduced, stash } = self.config.channels;
+        Pools::of(schedule, &Capacities { weights, gradients, reduced, stash })
+    }
+
     /// As many slots on each device, also on one that some schedule does not visit.
     fn pools(&self, schedules: &[Schedule]) -> Pools {
-        let ChannelsConfig { weights, gradients, reduced, stash } = self.config.channels;
-        let depths = Capacities { weights, gradients, reduced, stash };
-        let pools_of = |schedule: &Schedule| Pools::of(schedule, &depths);
+        let pools_of = |schedule: &Schedule| self.depths(schedule);
         let first = pools_of(&schedules[0]);
         let pools = match self.cache {
             None => first,
@@ -177,10 +225,15 @@ impl Sizing<'_> {
     }
 
     fn blocks(&self) -> Blocks {
-        let lengths: Vec<usize> = self.model.blocks.iter().map(|block| block_len(block)).collect();
-        let largest = lengths.iter().copied().max().unwrap_or(0);
+        let largest = self.model.blocks.iter().map(|block| block_len(block)).max().unwrap_or(0);
         let on_host = |floats: usize| if self.on_file() { part_floats(floats) } else { floats };
         let tied = self.tied_tiles();
+        // What this process has of each block.
+        let own = |block: &Vec<Tensor>| match self.share {
+            Share { ranks: 1, .. } => block_len(block),
+            Share { rank, ranks } => cut(block, ranks).of(rank).len(),
+        };
+        let lengths: Vec<usize> = self.model.blocks.iter().map(own).collect();
         let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
         let waiting = lengths.iter().enumerate().filter(|(index, _)| waits(*index));
         Blocks {
@@ -216,6 +269,8 @@ impl Sizing<'_> {
         let rule = self.rule.filter(|_| self.config.device.dtype == Dtype::Bf16);
         let unpacked = rule.map_or(0, |rule| rule.unpacked_len(blocks.largest));
         regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
+        let exchanged = self.exchanged().iter().sum();
+        regions.add_if_any(Holder::Exchanged, Place::HostOwn, exchanged);
         let metadata = devices::overhead_on_host(self.config, rows);
         regions.add_if_any(Holder::BatchMetadata, Place::HostOwn, metadata);
         regions
@@ -259,7 +314,9 @@ impl Sizing<'_> {
         let parts = if self.trains() { pools.parts as usize } else { 0 };
         regions.add(Holder::Landing, Place::Host, reduced, blocks.on_host);
         regions.add(Holder::Parts, Place::Host, parts, blocks.on_host);
-        if self.on_file() {
+        if self.share.ranks > 1 {
+            regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
+        } else if self.on_file() {
             let states = if self.trains() { pools.states as usize } else { 0 };
             let parts = 1 + self.states() + usize::from(self.deferred());
             regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
@@ -276,6 +333,19 @@ impl Sizing<'_> {
         regions.add(Holder::Masters, place, copies, blocks.all);
         regions.add(Holder::Moments, place, copies * self.states(), blocks.all);
         regions.add(Holder::GradientRegions, place, 1, blocks.regions);
+    }
+
+    /// Floats for what other ranks send: parts of a gradient, and rows of the embedding's.
+    fn exchanged(&self) -> [usize; 2] {
+        let Share { rank, ranks } = self.share;
+        if ranks == 1 || !self.trains() {
+            return [0, 0];
+        }
+        let parts = self.model.blocks.iter().map(|block| cut(block, ranks).of(rank).len());
+        let received = (ranks as usize - 1) * parts.max().unwrap_or(0);
+        let StepShape { sequences, positions, .. } = self.steps[0];
+        let rows = sequences * positions * self.model.shape.hidden;
+        [received, self.config.device.dtype.floats(rows)]
     }
 
     fn check_dtype(&self) -> Result<(), Error> {

@@ -5,11 +5,11 @@
 //! the *KV cache*, and new ones leave for it; its place on the host outlives the step.
 
 use l2l_actors::schedule::{
-    self, BlockId, Boundary, BoundaryId, Encoding, Pipeline, RingModel, Role, Schedule, Selection,
-    VisitKind,
+    self, BlockId, Boundary, BoundaryId, Encoding, Pipeline, Ranks, RingModel, Role, Schedule,
+    Selection, VisitKind,
 };
 
-use super::pipelines;
+use super::{DealtStep, Share, pipelines};
 use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype, Transfer};
 use crate::error::Error;
 use crate::models::{Head, LayerSelection, Model, Part, Save};
@@ -66,6 +66,8 @@ pub(crate) struct StepSpec<'a> {
     pub(crate) layers: Option<&'a LayerSelection>,
     /// States that the update rule keeps of each parameter.
     pub(crate) states: usize,
+    /// Which process this is, where several share steps.
+    pub(crate) share: Share,
     /// The pipeline of the config's file, if it names one.
     pub(crate) file: Option<&'a Pipeline>,
 }
@@ -76,14 +78,22 @@ pub(crate) fn schedule_of(
     model: &Model,
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
-    let StepSpec { shape, layers, states, file } = step;
+    let StepSpec { shape, layers, states, share, file } = step;
     let StepShape { sequences, positions, purpose } = shape;
     let states = if purpose.trains() { states } else { 0 };
     let ring = ring_model(config, model, positions, states);
+    let is_dealt = share.deals(purpose);
+    let (sequences, groups) = if is_dealt {
+        let DealtStep { sequences, groups } = share.deal(config, sequences)?;
+        let own = share.rank as usize;
+        (sequences[own].len(), groups[own].len() as u32)
+    } else {
+        (sequences, config.parallel.groups)
+    };
     let sizes = micro_batches(sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
     selection.recompute = config.schedule.recompute.keep().is_none();
-    selection.groups = config.parallel.groups;
+    selection.groups = groups;
     if let Some(layers) = layers {
         layers.check(model)?;
         selection.layers = layers.ring_layers(model);
@@ -108,6 +118,7 @@ pub(crate) fn schedule_of(
             Schedule { shards: if is_sharded { config.devices() } else { 1 }, ..dealt }
         }
     };
+    schedule.ranks = Ranks { count: share.ranks, dealt: is_dealt };
     if purpose.scores() {
         add_logits(&mut schedule, model);
     }

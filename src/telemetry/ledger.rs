@@ -322,7 +322,7 @@ mod tests {
         ledger.resolves(at(19));
         let tally = ledger.tally(at(20));
         let of = |cause: WaitCause| tally.waited[cause as usize].as_secs();
-        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 0, 0, 1 + 1 + 1]);
+        assert_eq!(WaitCause::ALL.map(of), [1, 2, 0, 5, 0, 0, 0, 1 + 1 + 1]);
         assert_eq!(tally.outside, at(1 + 5));
         let busy = tally.lanes[Lane::Compute as usize].busy;
         assert_eq!(busy + tally.exposed() + tally.outside, at(20), "they add up to the time");

@@ -19,25 +19,37 @@ pub enum WaitCause {
     File,
     /// Kernels of other devices.
     Devices,
+    /// Exchanges with other processes.
+    Fabric,
     /// The ring itself: between an end and the begin that it allows.
     Ring,
 }
 
 impl WaitCause {
     /// All.
-    pub const ALL: [WaitCause; 7] = [
+    pub const ALL: [WaitCause; 8] = [
         WaitCause::Upload,
         WaitCause::Download,
         WaitCause::Host,
         WaitCause::Update,
         WaitCause::File,
         WaitCause::Devices,
+        WaitCause::Fabric,
         WaitCause::Ring,
     ];
 
     /// Its name in metrics and events.
     pub fn name(self) -> &'static str {
-        ["upload", "download", "host", "update", "file", "devices", "ring"][self as usize]
+        match self {
+            WaitCause::Upload => "upload",
+            WaitCause::Download => "download",
+            WaitCause::Host => "host",
+            WaitCause::Update => "update",
+            WaitCause::File => "file",
+            WaitCause::Devices => "devices",
+            WaitCause::Fabric => "fabric",
+            WaitCause::Ring => "ring",
+        }
     }
 
     /// True for what crosses the link.
@@ -53,6 +65,7 @@ impl WaitCause {
             Lane::Update => WaitCause::Update,
             Lane::File => WaitCause::File,
             Lane::Compute | Lane::Peer => WaitCause::Devices,
+            Lane::Fetch | Lane::Exchange => WaitCause::Fabric,
         }
     }
 }

@@ -106,7 +106,7 @@ fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
     let name = json!({ "ph": "M", "pid": PROCESS, "name": "process_name",
                        "args": { "name": format!("l2l {run}") } });
     write!(to, "[\n{name}")?;
-    for lane in Lane::ALL.into_iter().filter(|&lane| lane != Lane::Peer) {
+    for lane in Lane::ALL.into_iter().filter(|lane| lane.is_always_there()) {
         for event in row_names(lane, None) {
             write!(to, ",\n{event}")?;
         }
@@ -125,7 +125,7 @@ fn write(file: &File, run: &str, slices: &Receiver<Slice>, left_out: &AtomicU64)
     let mut named = BTreeSet::new();
     loop {
         let other = next.device.filter(|&device| device > 0);
-        let is_named = other.is_none() && next.lane != Lane::Peer;
+        let is_named = other.is_none() && next.lane.is_always_there();
         if !is_named && named.insert((next.lane, other)) {
             for event in row_names(next.lane, other) {
                 write!(to, ",\n{event}")?;

@@ -356,10 +356,10 @@ impl Watch {
     }
 }
 
-/// All lanes; the lane between devices only if something was copied there.
+/// The lanes that every run has, and those of others that did something.
 fn lanes(tally: &Tally) -> impl Iterator<Item = Lane> + Clone {
-    let has_peers = tally.lanes[Lane::Peer as usize].operations > 0;
-    Lane::ALL.into_iter().filter(move |&lane| lane != Lane::Peer || has_peers)
+    let worked = Lane::ALL.map(|lane| tally.lanes[lane as usize].operations > 0);
+    Lane::ALL.into_iter().filter(move |&lane| lane.is_always_there() || worked[lane as usize])
 }
 
 fn devices(names: &[String], tally: &Tally) -> Vec<DeviceView> {

@@ -8,6 +8,7 @@ use super::start::Checked;
 use crate::config::{Config, EpsTier};
 use crate::eps;
 use crate::error::Error;
+use crate::fabric::Fabric;
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
 use crate::telemetry::Observe;
@@ -24,6 +25,7 @@ pub struct Builder {
     pub(super) is_trial: bool,
     pub(super) copies: bool,
     pub(super) observers: Vec<Arc<dyn Observe>>,
+    pub(super) fabric: Option<Arc<dyn Fabric>>,
 }
 
 impl Builder {
@@ -39,6 +41,7 @@ impl Builder {
             is_trial: false,
             copies: true,
             observers: Vec::new(),
+            fabric: None,
         }
     }
 
@@ -92,6 +95,14 @@ impl Builder {
     pub fn without_copies(mut self) -> Builder {
         self.copies = false;
         self.trial()
+    }
+
+    /// Trains in several processes, the ranks of this fabric. All of them make the same trainer and
+    /// the same calls; each holds a part of every block, and computes some of each step's groups
+    /// (`parallel.groups`).
+    pub fn fabric(mut self, fabric: Arc<dyn Fabric>) -> Builder {
+        self.fabric = Some(fabric);
+        self
     }
 
     /// Adds an observer, which receives every operation as it ends.

@@ -318,7 +318,8 @@ impl Trainer {
     /// The ring failed, or the file cannot be written.
     pub async fn save(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        hf::save(directory, &self.model, self.worker().eps())
+        let eps = self.worker().eps();
+        eps.once(|| hf::save(directory, &self.model, eps))
     }
 
     /// Waits for all updates and writes everything that a run resumes from to a new directory. The
@@ -331,7 +332,8 @@ impl Trainer {
         let run = self.identity();
         let before = std::mem::replace(&mut self.watch.status().state, State::Checkpointing);
         let (began, begin) = (Instant::now(), self.engine.now());
-        let written = checkpoint::write(directory, run, self.worker().eps(), &self.progress);
+        let eps = self.worker().eps();
+        let written = eps.once(|| checkpoint::write(directory, run, eps, &self.progress));
         let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
         take_as_long(began, bytes, self.disk_rate);
         self.ledger.heard(&Slice {

@@ -6,20 +6,22 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use l2l_actors::schedule::BlockId;
-use serde_json::Value;
+use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 
 use super::{Builder, Trainer, growth};
 use crate::checkpoint::{self, Identity, LayerCount, Progress};
-use crate::config::{Config, EpsTier, Labels};
+use crate::config::{Config, EpsTier, Labels, LogConfig, MetricsConfig};
 use crate::engine::Engine;
-use crate::eps::{Eps, FileTier, Folder, StateOnFile};
+use crate::eps::{Eps, FileTier, Folder, RankParts, StateOnFile, lost};
 use crate::error::Error;
+use crate::fabric::{Channel, Exchanges};
 use crate::hf;
 use crate::hf::largest_shape_of;
 use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
-use crate::plan::Plan;
+use crate::plan::{Plan, Share};
 use crate::telemetry::{Ledger, Observe, RunStatus, Watch, Watched, made_up_name, seconds_of};
 use crate::worker::{Parts, Worker};
 
@@ -38,13 +40,20 @@ pub(super) struct Checked {
     is_trial: bool,
     copies: bool,
     observers: Vec<Arc<dyn Observe>>,
+    exchanges: Option<Arc<Exchanges>>,
 }
 
 impl Checked {
     /// Checks config, model, plan and names. Nothing is allocated or written.
     pub(super) fn new(builder: Builder) -> Result<Checked, Error> {
-        let Builder { config, model, rule, steps, data, resume, .. } = builder;
+        let Builder { config, model, rule, steps, data, resume, fabric, .. } = builder;
         config.check()?;
+        let patience = Duration::from_secs_f64(config.watchdog.seconds);
+        let fabric = fabric.filter(|fabric| fabric.ranks() > 1);
+        let exchanges = fabric.map(|fabric| Arc::new(Exchanges::new(fabric, patience)));
+        let share = exchanges
+            .as_ref()
+            .map_or(Share::WHOLE, |all| Share { rank: all.rank(), ranks: all.ranks() });
         let model = match model {
             Some(_) if config.model.max_layers.is_some() => {
                 let problem = "is for a model that the config names: give a model of your own all \
@@ -55,7 +64,7 @@ impl Checked {
             None => Model::new(largest_shape_of(&config)?),
         };
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
-        let plan = Arc::new(Plan::new(&config, &model, &*rule)?);
+        let plan = Arc::new(Plan::of_rank(&config, &model, &*rule, share)?);
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
         }
@@ -79,6 +88,7 @@ impl Checked {
             is_trial: builder.is_trial,
             copies: builder.copies,
             observers: builder.observers,
+            exchanges,
         })
     }
 
@@ -100,7 +110,15 @@ impl Checked {
         };
         let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
         let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
-        let (eps, found) = open_eps(&config, &ring, &plan, start)?;
+        let (eps, found) = match self.exchanges {
+            None => open_eps(&config, &ring, &plan, start)?,
+            Some(exchanges) => {
+                agree(&exchanges, &config, &ring, (&data, from))?;
+                let parts = RankParts::new(exchanges, &ring);
+                let eps = Eps::of_rank(parts, plan.states, |id| plan.has_region(id));
+                (eps.published_as(config.device.dtype), None)
+            }
+        };
         let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
         let layers = on_file.or(layers);
         let model = growth::model_of(&config, &ring, layers)?;
@@ -158,6 +176,46 @@ fn source_config(config: &Config) -> Result<Value, Error> {
         hf::set_label_names(&mut source, names);
     }
     Ok(source)
+}
+
+/// Refuses ranks that would not do the same work.
+fn agree(
+    exchanges: &Exchanges,
+    config: &Config,
+    model: &Model,
+    (data, resume): (&str, Option<&Path>),
+) -> Result<(), Error> {
+    let shapes: Vec<Vec<Vec<usize>>> = model
+        .blocks
+        .iter()
+        .map(|tensors| tensors.iter().map(|tensor| tensor.shape.clone()).collect())
+        .collect();
+    let program = std::env::current_exe().and_then(std::fs::read).unwrap_or_default();
+    let of = |bytes: &[u8]| Sha256::digest(bytes).to_vec();
+    // What a process shows and where is its own.
+    let (metrics, log) = (MetricsConfig::default(), LogConfig::default());
+    let shared = Config { metrics, log, ..config.clone() };
+    let run = json!({ "data": data, "resume": resume });
+    let all = [
+        ("program", of(&program)),
+        ("config", of(format!("{shared:?}").as_bytes())),
+        ("model", of(format!("{shapes:?}").as_bytes())),
+        ("data or checkpoint", of(run.to_string().as_bytes())),
+    ];
+    let own: Vec<u8> = all.iter().flat_map(|(_, digest)| digest.iter().copied()).collect();
+    let ranks = exchanges.gather(Channel::Control, &own, &|| ()).map_err(lost)?;
+    for (rank, of_rank) in ranks.iter().enumerate().skip(1) {
+        let pairs = ranks[0].chunks(32).zip(of_rank.chunks(32));
+        let mut named = all.iter().zip(pairs);
+        if let Some(((what, _), _)) = named.find(|(_, (first, other))| first != other) {
+            let problem = format_args!(
+                "rank {rank} has another {what} than rank 0: start the same program with the same \
+                 config, model and data on all hosts"
+            );
+            return Err(Error::argument(problem));
+        }
+    }
+    Ok(())
 }
 
 /// How the EPS starts.

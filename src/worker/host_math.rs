@@ -30,30 +30,41 @@ pub(super) fn gather<Y: Send, X: Copy + Sync>(
 /// A tile is cut into this many runs of rows; each run is added to by one thread.
 const RUNS: usize = 64;
 
-/// Adds gradients to the rows of those tokens that lie in a tile, which holds rows `first..` of the
-/// vocabulary. Each row's gradients are added in the order of the tokens. `gradients`: one for each
-/// token; `cast` converts each number to f32.
+/// A tile of the embedding's gradient, or a part of one.
+pub(super) struct Table<'t> {
+    pub(super) rows: &'t mut [f32],
+    /// Elements of the tile before the part.
+    pub(super) from: usize,
+    /// The tile's first row of the vocabulary.
+    pub(super) first: usize,
+}
+
+/// Adds gradients to the rows of those tokens that lie in a table. Each row's gradients are added in
+/// the order of the tokens. `gradients`: one for each token; `cast` converts each number to f32.
 pub(super) fn scatter<D: Copy + Sync>(
     level: Level,
-    dtile: &mut [f32],
+    table: Table<'_>,
     tokens: &[u32],
     gradients: &[&[D]],
-    first: usize,
     cast: impl Fn(D) -> f32 + Sync,
 ) {
+    let Table { rows, from, first } = table;
     let channels = gradients.first().map_or(1, |gradient| gradient.len());
-    let run = (dtile.len() / channels).div_ceil(RUNS).max(1);
-    let runs = dtile.par_chunks_mut(run * channels).enumerate();
-    runs.for_each(|(index, rows)| {
-        let first = first + index * run;
+    let run = (rows.len() / channels).div_ceil(RUNS).max(1) * channels;
+    rows.par_chunks_mut(run).enumerate().for_each(|(index, run_of_rows)| {
+        let start = from + index * run;
+        let end = start + run_of_rows.len();
         level.run(
             #[inline(always)]
             || {
                 for (&token, gradient) in tokens.iter().zip(gradients) {
-                    let row = (token as usize).checked_sub(first);
-                    if let Some(row) = row.filter(|&row| row < rows.len() / channels) {
-                        let to = &mut rows[row * channels..][..channels];
-                        to.iter_mut().zip(*gradient).for_each(|(to, &dy)| *to += cast(dy));
+                    let Some(row) = (token as usize).checked_sub(first) else { continue };
+                    let at = row * channels;
+                    let (low, high) = (at.max(start), (at + channels).min(end));
+                    if low < high {
+                        let to = &mut run_of_rows[low - start..high - start];
+                        let dy = &gradient[low - at..high - at];
+                        to.iter_mut().zip(dy).for_each(|(to, &dy)| *to += cast(dy));
                     }
                 }
             },
@@ -91,8 +102,13 @@ mod tests {
         let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
         for (first, to) in [(0, 3), (3, 5)] {
             gather(&mut y, &tokens, &table[first * c..to * c], first, c, |x| x);
-            let (dtile, rows) = (&mut dtable[first * c..to * c], dy.chunks_exact(c));
-            scatter(Level::best(), dtile, &tokens, &rows.collect::<Vec<_>>(), first, |dy| dy);
+            let rows: Vec<&[f32]> = dy.chunks_exact(c).collect();
+            // In two parts, of which the first ends within a row.
+            let (one, other) = dtable[first * c..to * c].split_at_mut(3);
+            for (rows_of_part, from) in [(one, 0), (other, 3)] {
+                let table = Table { rows: rows_of_part, from, first };
+                scatter(Level::best(), table, &tokens, &rows, |dy| dy);
+            }
         }
         for (at, &token) in tokens.iter().enumerate() {
             assert_eq!(y[at * c..][..c], table[token as usize * c..][..c]);

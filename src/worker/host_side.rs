@@ -14,6 +14,7 @@ use rayon::prelude::*;
 
 use super::boundaries::Filled;
 use super::memory::HostLease;
+use super::ranks::Exchanged;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
 use crate::config::Config;
@@ -21,8 +22,8 @@ use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
 use crate::models::block_len;
-use crate::optimizers::UpdateRule;
 use crate::optimizers::split::published;
+use crate::optimizers::{UpdateRule, chunk_squares};
 use crate::plan::Plan;
 use crate::simd::Level;
 use crate::tensor::Dtype;
@@ -41,6 +42,14 @@ pub(super) struct HostSide {
     pub(super) file_part: usize,
     /// Split masters as f32, for an update rule that wants them whole.
     pub(super) unpacked: Mutex<Vec<f32>>,
+    pub(super) exchanged: Exchanged,
+}
+
+/// A gradient's sum of squares.
+pub(super) struct Squares {
+    pub(super) sum: f64,
+    /// That of each chunk, where other processes have other chunks of the block.
+    pub(super) chunks: Vec<f64>,
 }
 
 /// Floats that a thread copies at once.
@@ -66,6 +75,7 @@ impl HostSide {
             disk_rate: config.disk_bytes_per_second()?,
             file_part: plan.host_block(),
             unpacked: Mutex::new(vec![0.0; unpacked]),
+            exchanged: Exchanged::new(plan),
         })
     }
 
@@ -82,12 +92,7 @@ impl HostSide {
     /// where it is kept.
     fn join(&self, landed: &mut [f32], parts: &[&[f32]], keep: Option<&mut [f32]>) {
         self.threads.install(|| {
-            landed.par_chunks_mut(COPIED).enumerate().for_each(|(nth, sum)| {
-                for part in parts {
-                    let part = &part[nth * COPIED..][..sum.len()];
-                    sum.iter_mut().zip(part).for_each(|(sum, part)| *sum += part);
-                }
-            });
+            parts.iter().for_each(|part| add(landed, part));
             if let Some(keep) = keep {
                 let chunks = keep.par_chunks_mut(COPIED).zip(landed.par_chunks(COPIED));
                 chunks.for_each(|(to, from)| to.copy_from_slice(from));
@@ -95,8 +100,13 @@ impl HostSide {
         });
     }
 
-    /// Replaces a block's gradient region with a landing block; its sum of squares.
-    fn reduce(&self, block: BlockId, landed: &[f32]) -> f64 {
+    /// Adds a gradient to a sum.
+    pub(super) fn add(&self, sum: &mut [f32], gradient: &[f32]) {
+        self.threads.install(|| add(sum, gradient));
+    }
+
+    /// Replaces a block's gradient region with a landing block.
+    fn reduce(&self, block: BlockId, landed: &[f32]) -> Squares {
         let mut region = self.eps.memory().region_mut(block);
         let region = &mut region[..];
         self.threads.install(|| {
@@ -106,10 +116,24 @@ impl HostSide {
         self.measure(block, region)
     }
 
-    /// A gradient's sum of squares.
-    pub(super) fn measure(&self, block: BlockId, gradient: &[f32]) -> f64 {
-        self.threads.install(|| self.rule.measure(self.eps.tensors(block), gradient))
+    /// A gradient's sum of squares; of several processes that of this one's part.
+    pub(super) fn measure(&self, block: BlockId, gradient: &[f32]) -> Squares {
+        let tensors = self.eps.tensors(block);
+        self.threads.install(|| match self.eps.parts() {
+            None => Squares { sum: self.rule.measure(tensors, gradient), chunks: Vec::new() },
+            Some(_) => {
+                let chunks = chunk_squares(tensors, gradient);
+                Squares { sum: chunks.iter().sum(), chunks }
+            }
+        })
     }
+}
+
+/// Adds a gradient to a sum, on all threads.
+fn add(sum: &mut [f32], gradient: &[f32]) {
+    sum.par_chunks_mut(COPIED).zip(gradient.par_chunks(COPIED)).for_each(|(sum, gradient)| {
+        sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
+    });
 }
 
 impl Worker {
@@ -124,6 +148,11 @@ impl Worker {
             }
             Work::Loss { visit, micro_batch } => {
                 let loss = self.loss(step, &host, visit_of(visit), micro_batch);
+                if step.plan.schedule.ranks.count > 1 {
+                    let state = self.steps.of(step.number);
+                    let mut losses = state.losses.lock().expect("nothing panics inside");
+                    losses.insert(micro_batch, loss);
+                }
                 if !loss.is_finite() {
                     let reads = &visit_of(visit).reads;
                     let on = self.computed_on(step, |visit| {
@@ -135,7 +164,7 @@ impl Worker {
                 return Ok(loss);
             }
             Work::Join { block, reduced, ref parts, keep } => {
-                let len = self.host.block_len(block);
+                let len = self.block_len(block);
                 let parts: Vec<&[f32]> = parts.iter().map(|&part| host.part(part, len)).collect();
                 let keep = keep.map(|part| host.part_mut(part, len));
                 self.host.join(host.landing(reduced, len), &parts, keep);
@@ -162,8 +191,8 @@ impl Worker {
             Work::Update { block, version, master, gradient, norm } => {
                 let rate = self.steps.of(version).learning_rate;
                 let at = (master, gradient);
-                let squares = self.host.update(&host, block, version, at, norm, rate);
-                return squares.or_else(|no_number| self.finite(step, block, no_number));
+                let updated = self.host.update(&host, block, version, at, norm, rate);
+                return self.finite(step, block, updated.unwrap_or_else(|not_finite| not_finite));
             }
             Work::Carry { version } => {
                 let eps = &self.host.eps;
@@ -178,9 +207,18 @@ impl Worker {
     ///
     /// # Errors
     /// It is not finite; with the devices that computed the gradient.
-    fn finite(&self, step: &Step, block: BlockId, squares: f64) -> Result<f64, BoxedError> {
-        if squares.is_finite() {
-            return Ok(squares);
+    fn finite(
+        &self,
+        step: &Step,
+        block: BlockId,
+        Squares { sum, chunks }: Squares,
+    ) -> Result<f64, BoxedError> {
+        if sum.is_finite() {
+            if step.plan.schedule.ranks.count > 1 {
+                let state = self.steps.of(step.number);
+                state.squares.lock().expect("nothing panics inside").insert(block, chunks);
+            }
+            return Ok(sum);
         }
         let on = self.computed_on(step, |visit| {
             visit.phase.adds_gradients() && visit.blocks().contains(&block)
@@ -223,7 +261,7 @@ impl Worker {
                         self.gather_block(step, &state, host, visit, m, (block, &lease.parameters));
                     }
                     MasterAt::Slot(slot) => {
-                        let table = &host.read_slot(slot)[..self.host.block_len(block)];
+                        let table = &host.read_slot(slot)[..self.block_len(block)];
                         self.gather_block(step, &state, host, visit, m, (block, table));
                     }
                 }
@@ -270,7 +308,7 @@ impl Worker {
     }
 
     /// Whether the stash holds this boundary as bf16.
-    fn is_bf16(&self, boundary: &Boundary) -> bool {
+    pub(super) fn is_bf16(&self, boundary: &Boundary) -> bool {
         self.plan.dtype == Dtype::Bf16 || boundary.encoding == Encoding::PackedBf16
     }
 
@@ -350,7 +388,7 @@ impl Worker {
         block: BlockId,
         first: bool,
         landing: Option<&mut [f32]>,
-    ) -> f64 {
+    ) -> Squares {
         let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
         let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let id = id.expect("a scatter reads it");
@@ -373,18 +411,27 @@ impl Worker {
             gradient.fill(0.0);
         }
         let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
-        let table = &mut gradient[..tile.rows * channels];
-        let (level, first, tokens) = (self.host.level, tile.first, &*state.batch.tokens);
+        // Of several processes, this one's part of the table.
+        let from = self.host.eps.parts().map_or(0, |parts| parts.own(block).start);
+        let floats = (tile.rows * channels).saturating_sub(from).min(gradient.len());
+        let table = host_math::Table { rows: &mut gradient[..floats], from, first: tile.first };
+        let others = self.host.exchanged.rows.read().expect("nothing panics inside");
+        let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.dealt {
+            None => (dx.collect(), &state.batch.tokens),
+            Some(dealt) => (vec![(&others, dealt.rows.len())], &dealt.tokens),
+        };
+        let level = self.host.level;
         if !self.is_bf16(schedule.boundary(id)) {
-            let rows = dx.flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
+            let rows = dx.into_iter().flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
             let rows: Vec<&[f32]> = rows.collect();
-            let scatter = || host_math::scatter(level, table, tokens, &rows, first, |dx| dx);
+            let scatter = || host_math::scatter(level, table, tokens, &rows, |dx| dx);
             self.host.threads.install(scatter);
         } else {
-            let packed = dx.map(|(dx, rows)| (bytemuck::cast_slice::<f32, bf16>(dx), rows));
+            let cast = |(dx, rows)| (bytemuck::cast_slice::<f32, bf16>(dx), rows);
+            let packed = dx.into_iter().map(cast);
             let rows = packed.flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
             let rows: Vec<&[bf16]> = rows.collect();
-            let scatter = || host_math::scatter(level, table, tokens, &rows, first, bf16::to_f32);
+            let scatter = || host_math::scatter(level, table, tokens, &rows, bf16::to_f32);
             self.host.threads.install(scatter);
         }
         self.host.measure(block, gradient)

@@ -19,7 +19,7 @@ use crate::plan::Purpose;
 use crate::tensor::{Dtype, View};
 
 impl Worker {
-    fn block_len(&self, block: BlockId) -> usize {
+    pub(super) fn block_len(&self, block: BlockId) -> usize {
         block_len(&self.model.blocks[block.0 as usize])
     }
 

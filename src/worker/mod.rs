@@ -12,6 +12,7 @@ mod host_math;
 mod host_side;
 mod lanes;
 mod memory;
+mod ranks;
 mod records;
 mod step;
 #[cfg(test)]
@@ -29,7 +30,7 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 pub(crate) use counts::Used;
 pub(crate) use records::Records;
-pub(crate) use step::{CacheSlot, StepInput};
+pub(crate) use step::{CacheSlot, Dealt, StepInput};
 
 use self::device_side::DeviceSide;
 use self::host_side::HostSide;
@@ -213,6 +214,7 @@ impl Worker {
             Lane::Download => self.download(operation).map(|()| 0.0),
             Lane::Host | Lane::Update => self.on_host(operation),
             Lane::File => self.on_file(operation).map(|()| 0.0),
+            Lane::Fetch | Lane::Exchange => self.on_ranks(operation),
         }
     }
 }

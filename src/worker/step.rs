@@ -5,9 +5,10 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
 use l2l_actors::Step;
-use l2l_actors::schedule::{MicroBatch, Schedule, Version};
+use l2l_actors::schedule::{BlockId, MicroBatch, Schedule, Version};
 
 use crate::data::Batch;
+use crate::fabric::parts::Parts;
 use crate::kernels::{BatchMetadata, DropoutKey};
 use crate::optimizers::LearningRate;
 use crate::plan::Purpose;
@@ -22,6 +23,21 @@ pub(crate) struct StepInput {
     pub(crate) trained: u64,
     /// The KV cache slot of each sequence, of a step that generates.
     pub(crate) cache: Vec<CacheSlot>,
+    /// What other processes compute of the step, where it is dealt.
+    pub(crate) dealt: Option<Dealt>,
+}
+
+/// A step that several processes share.
+#[derive(Clone, Debug)]
+pub(crate) struct Dealt {
+    /// The groups of each process.
+    pub(crate) groups: Vec<Range<u32>>,
+    /// The rows of each process among those of the whole batch.
+    pub(crate) rows: Parts,
+    /// The token ids of the whole batch.
+    pub(crate) tokens: Vec<u32>,
+    /// Sequences of the whole batch before those of this process.
+    pub(crate) first_sequence: usize,
 }
 
 /// A sequence's slot of the KV cache.
@@ -45,6 +61,11 @@ pub(super) struct StepState {
     /// 1 ÷ labelled positions.
     pub(super) scale: f32,
     pub(super) learning_rate: f64,
+    pub(super) dealt: Option<Dealt>,
+    /// Of a run with several processes: the losses of this one's micro-batches.
+    pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
+    /// The same for the sums of squares of the chunks of this process's parts of gradients.
+    pub(super) squares: Mutex<BTreeMap<BlockId, Vec<f64>>>,
 }
 
 /// Where a micro-batch lies in its step's batch.
@@ -57,7 +78,7 @@ pub(super) struct MicroBatchRange {
 
 impl StepState {
     pub(super) fn new(step: &Step, input: StepInput, rate: LearningRate) -> StepState {
-        let StepInput { batch, purpose, trained, cache } = input;
+        let StepInput { batch, purpose, trained, cache, dealt } = input;
         StepState {
             number: step.number,
             stash: stash::layout(&step.plan.schedule),
@@ -68,6 +89,9 @@ impl StepState {
             batch,
             purpose,
             trained,
+            dealt,
+            losses: Mutex::default(),
+            squares: Mutex::default(),
         }
     }
 
@@ -96,7 +120,8 @@ impl StepState {
         seed: u64,
     ) -> BatchMetadata<'_> {
         let MicroBatchRange { sequences, rows } = self.range(m, schedule);
-        let first_sequence = sequences.start as u32;
+        let before = self.dealt.as_ref().map_or(0, |dealt| dealt.first_sequence);
+        let first_sequence = (before + sequences.start) as u32;
         let key = DropoutKey { seed, step: self.trained, first_sequence };
         BatchMetadata {
             starts: &self.batch.starts[sequences.start..=sequences.end],

@@ -6,7 +6,7 @@ use std::time::Instant;
 use l2l_actors::schedule::{BlockId, Version};
 use l2l_actors::work::{GradientAt, MasterAt};
 
-use super::host_side::HostSide;
+use super::host_side::{HostSide, Squares};
 use super::memory::HostLease;
 use super::take_as_long;
 use crate::models::Tensor;
@@ -25,7 +25,7 @@ impl HostSide {
         (master, gradient): (MasterAt, GradientAt),
         norm: Option<f64>,
         learning_rate: f64,
-    ) -> Result<f64, f64> {
+    ) -> Result<Squares, Squares> {
         let begin = Instant::now();
         let (tensors, len) = (self.eps.tensors(block), self.block_len(block));
         // Of a staged block: masters, states, and the gradient if it waited on file.
@@ -49,7 +49,7 @@ impl HostSide {
             }
         };
         let squares = self.measure(block, gradient);
-        if !squares.is_finite() {
+        if !squares.sum.is_finite() {
             return Err(squares);
         }
         let (scale, level) = (self.clip_factor(norm), self.level);

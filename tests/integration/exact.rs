@@ -16,33 +16,33 @@ use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
 #[derive(Clone, Debug)]
-struct Case {
-    layers: usize,
-    batch: usize,
-    micro_batch: usize,
-    dropout: f32,
-    clip: bool,
-    tied_tiles: bool,
-    groups: u32,
+pub(crate) struct Case {
+    pub(crate) layers: usize,
+    pub(crate) batch: usize,
+    pub(crate) micro_batch: usize,
+    pub(crate) dropout: f32,
+    pub(crate) clip: bool,
+    pub(crate) tied_tiles: bool,
+    pub(crate) groups: u32,
 }
 
 /// How it is trained: this must not change a bit.
 #[derive(Clone, Debug)]
-struct Ways {
-    kind: ScheduleKind,
-    channels: ChannelsConfig,
-    place: StashPlace,
-    recompute: Recompute,
-    on_file: bool,
-    devices: u32,
-    deal: Deal,
-    sharded: bool,
-    chunks: Option<u32>,
-    threads: usize,
-    link: bool,
+pub(crate) struct Ways {
+    pub(crate) kind: ScheduleKind,
+    pub(crate) channels: ChannelsConfig,
+    pub(crate) place: StashPlace,
+    pub(crate) recompute: Recompute,
+    pub(crate) on_file: bool,
+    pub(crate) devices: u32,
+    pub(crate) deal: Deal,
+    pub(crate) sharded: bool,
+    pub(crate) chunks: Option<u32>,
+    pub(crate) threads: usize,
+    pub(crate) link: bool,
 }
 
-fn config(case: &Case, ways: &Ways) -> Config {
+pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     let mut config = Config::default();
     config.model.layers = Some(case.layers);
     config.model.hidden = Some(24);
@@ -95,7 +95,7 @@ fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
 }
 
 /// The baseline: resident, everything on the device, one thread.
-fn baseline() -> Ways {
+pub(crate) fn baseline() -> Ways {
     Ways {
         kind: ScheduleKind::Resident,
         channels: ChannelsConfig { weights: 1000, gradients: 2, reduced: 2, stash: 4 },
@@ -111,7 +111,7 @@ fn baseline() -> Ways {
     }
 }
 
-fn cases() -> impl Strategy<Value = Case> {
+pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
     let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
     (shape, flags).prop_map(|((layers, batch, micro_batch), (drops, clip, tied_tiles, groups))| {
@@ -129,7 +129,7 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-fn ways() -> impl Strategy<Value = Ways> {
+pub(crate) fn ways() -> impl Strategy<Value = Ways> {
     let channels = (prop::sample::select(vec![1_u32, 2, 3, 1000]), 1..=2_u32, 1..=3_u32);
     let stash = prop::sample::select(vec![1_u32, 4]);
     let kinds = prop::sample::select(vec![
@@ -170,6 +170,22 @@ fn ways() -> impl Strategy<Value = Ways> {
 }
 
 impl Ways {
+    /// The same for one of so many ranks, of which each has some of the groups.
+    pub(crate) fn for_ranks(mut self, case: &Case, ranks: u32) -> Ways {
+        self.on_file = false;
+        let spans = l2l_actors::schedule::group_spans(case.groups, ranks);
+        let fewest = spans.iter().map(|span| span.len() as u32).min().expect("there is a rank");
+        let most = spans.iter().map(|span| span.len() as u32).max().expect("there is a rank");
+        if fewest < most {
+            // Ranks with different numbers of groups exchange the same only in a relay.
+            (self.kind, self.devices) = (ScheduleKind::Relay, 1);
+        }
+        let turns = case.batch.div_ceil(case.micro_batch) as u32 / case.groups;
+        let micro_batches = (turns * fewest) as usize;
+        let part = Case { batch: micro_batches * case.micro_batch, groups: fewest, ..case.clone() };
+        self.for_case(&part)
+    }
+
     /// The nearest way in which this case can be run.
     fn for_case(mut self, case: &Case) -> Ways {
         let turns = case.batch.div_ceil(case.micro_batch) as u32;
@@ -248,7 +264,7 @@ fn wide_layers_have_room_in_every_pipeline() {
     }
 }
 
-static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
+pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     layers: 4,
     batch: 5,
     micro_batch: 2,

@@ -32,6 +32,7 @@ mod plan;
 #[cfg(feature = "cli")]
 mod program;
 mod pytorch;
+mod ranks;
 #[cfg(feature = "cli")]
 mod recipes;
 mod resume;

@@ -87,7 +87,7 @@ pub(super) fn fetches(
 /// What gathers and uploads take, in the order of visits.
 fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
     let staged = |ids: Vec<BlockId>| -> Vec<BlockId> {
-        ids.into_iter().filter(|&id| schedule.block(id).staged).collect()
+        ids.into_iter().filter(|&id| schedule.is_fetched(id)).collect()
     };
     let mut device = device_visits.iter();
     let mut takes = Vec::new();
@@ -99,7 +99,7 @@ fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
             takes.push(Take { visit: index, share: None, blocks });
         } else if visit.kind == VisitKind::Gather {
             let take = |share: Share, blocks| Take { visit: index, share: Some(share), blocks };
-            if schedule.staged(visit.blocks()) == 0 {
+            if schedule.fetched(visit.blocks()) == 0 {
                 // By micro-batch, so that the first one can go on early.
                 let shares = visit.micro_batches.clone().map(Share::MicroBatch);
                 takes.extend(shares.map(|share| take(share, Vec::new())));

@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::model::{LayerKind, RingLayer, RingModel, Selection};
 use super::{
-    BlockId, Boundary, BoundaryId, LayerId, MicroBatch, Needs, Phase, Place, Refusal, Role,
+    BlockId, Boundary, BoundaryId, LayerId, MicroBatch, Needs, Phase, Place, Ranks, Refusal, Role,
     Schedule, Visit, VisitKind,
 };
 
@@ -109,7 +109,15 @@ impl<'m> Layout<'m> {
         let (boundaries, visits) = (Vec::new(), Vec::new());
         let micro_batches = selection.micro_batches.clone();
         let groups = groups(micro_batches.len() as MicroBatch, selection.groups);
-        let schedule = Schedule { blocks, boundaries, micro_batches, groups, shards: 1, visits };
+        let schedule = Schedule {
+            blocks,
+            boundaries,
+            micro_batches,
+            groups,
+            shards: 1,
+            ranks: Ranks::ONE,
+            visits,
+        };
         let (recompute, met) = (selection.recompute, Vec::new());
         Ok(Layout {
             model,

@@ -53,7 +53,7 @@ pub use pools::{Capacities, Pools};
 pub use reductions::Reduction;
 pub use residency::Residence;
 pub use shards::Shard;
-pub use spans::Join;
+pub use spans::{Join, group_spans, sums_of_spans};
 pub use stages::pipeline;
 pub use traffic::Traffic;
 pub use visit::{DeviceId, Needs, Phase, Place, Visit, VisitKind};
@@ -93,8 +93,26 @@ pub struct Schedule {
     /// 1: each device uploads whole blocks. More: the number of devices, each of which uploads its
     /// [`Shard`] of a block and copies the others from the devices that uploaded them.
     pub shards: u32,
+    /// The processes of the run, and whether they share this step's groups.
+    pub ranks: Ranks,
     /// The visits.
     pub visits: Vec<Visit>,
+}
+
+/// The processes of a run. Each has a ring of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ranks {
+    /// How many. If there are several, each process has a part of every block: a block is
+    /// completed in a staging slot, and each process updates its part.
+    pub count: u32,
+    /// True: other processes compute other groups of this step, so gradients are exchanged. False:
+    /// each process computes the whole step.
+    pub dealt: bool,
+}
+
+impl Ranks {
+    /// One process, which has everything.
+    pub const ONE: Ranks = Ranks { count: 1, dealt: false };
 }
 
 impl Schedule {
@@ -149,15 +167,31 @@ impl Schedule {
         self.visits.iter().filter(|visit| visit.on_device())
     }
 
+    /// True for a block whose master passes through a staging slot on the host: it is on file, or
+    /// other processes have parts of it.
+    pub fn is_fetched(&self, id: BlockId) -> bool {
+        self.ranks.count > 1 || self.block(id).staged
+    }
+
+    /// How many of so many bytes of a block other processes have, if all parts have the same size.
+    pub fn of_others(&self, bytes: u64) -> u64 {
+        bytes - bytes / u64::from(self.ranks.count)
+    }
+
+    /// True if some block's master passes through a staging slot.
+    pub(crate) fn fetches(&self) -> bool {
+        self.ranks.count > 1 || self.blocks.iter().any(|block| block.staged)
+    }
+
     /// True for a known block that computes a gradient.
     fn trains(&self, id: BlockId) -> bool {
         self.blocks.get(id.0 as usize).is_some_and(|block| !block.frozen)
     }
 
-    /// How many of these blocks are staged; of unknown ones, none.
-    fn staged(&self, blocks: &[BlockId]) -> usize {
-        let is_staged = |id: &&BlockId| self.blocks.get(id.0 as usize).is_some_and(|b| b.staged);
-        blocks.iter().filter(is_staged).count()
+    /// How many of these blocks pass through staging slots; of unknown ones, none.
+    fn fetched(&self, blocks: &[BlockId]) -> usize {
+        let is_known = |id: &&BlockId| (id.0 as usize) < self.blocks.len();
+        blocks.iter().filter(is_known).filter(|&&id| self.is_fetched(id)).count()
     }
 }
 

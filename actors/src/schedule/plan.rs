@@ -69,7 +69,7 @@ impl StepPlan {
             Walks { schedule, pools, fetches, device_visits, devices, reductions: &reductions }
                 .replay()
         };
-        let fetches = if walks.len() > 1 && schedule.blocks.iter().any(|block| block.staged) {
+        let fetches = if walks.len() > 1 && schedule.fetches() {
             // With several devices, the order in which they would take blocks that are all there.
             let all_there = Pools { reads: u32::MAX, ..pools };
             let order = replay(&all_there, &fetches(&schedule, &all_there, &device_visits, None))?;

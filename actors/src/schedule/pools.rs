@@ -29,6 +29,8 @@ pub struct Pools {
     pub devices: u32,
     /// Parts of a block that each device uploads one of; more than 1: each has an Exchanger.
     pub shards: u32,
+    /// Processes of the run; more than 1: each has lanes for exchanges with the others.
+    pub ranks: u32,
     /// Blocks on the device.
     pub weights: u32,
     /// Device visits between the announcement of their weights and their end.
@@ -46,7 +48,8 @@ pub struct Pools {
     pub reduced: u32,
     /// Gradients on the host that are kept for those of later groups.
     pub parts: u32,
-    /// Staging slots on the host for masters of staged blocks: read ahead, or being uploaded.
+    /// Staging slots on the host for masters that are read from file, or completed of the parts
+    /// that the processes of a run have: ahead, or being uploaded.
     pub reads: u32,
     /// Staging slots on the host for masters of staged blocks with their optimizer state: being
     /// read, updated or written.
@@ -66,10 +69,11 @@ impl Pools {
             schedule.slots(&visit.reads).saturating_mul(visit.micro_batches.len() as u32)
         });
         let ahead = depths.stash.min(brought.fold(0, u32::saturating_add)).max(1);
-        let is_staged = schedule.blocks.iter().any(|block| block.staged);
+        let on_file = schedule.blocks.iter().any(|block| block.staged);
         Pools {
             devices: schedule.devices(),
             shards: schedule.shards,
+            ranks: schedule.ranks.count,
             weights,
             // One visit runs, and the blocks of the others come; more than three ahead only queue
             // up in front of the inputs of the visit that runs.
@@ -81,9 +85,13 @@ impl Pools {
             reduced: depths.reduced.min(all).max(1),
             parts: kept_gradients(schedule),
             // One block is read while those of a visit are uploaded.
-            reads: if is_staged { staged_in_a_visit(schedule).saturating_add(1) } else { 0 },
+            reads: if schedule.fetches() {
+                fetched_in_a_visit(schedule).saturating_add(1)
+            } else {
+                0
+            },
             // The state of one block is read or written while another is updated.
-            states: if is_staged { 2 } else { 0 },
+            states: if on_file { 2 } else { 0 },
         }
     }
 
@@ -92,6 +100,7 @@ impl Pools {
         Pools {
             devices: self.devices.max(other.devices),
             shards: self.shards.max(other.shards),
+            ranks: self.ranks.max(other.ranks),
             weights: self.weights.max(other.weights),
             visits: self.visits.max(other.visits),
             inputs: self.inputs.max(other.inputs),
@@ -144,9 +153,14 @@ impl Pools {
             let reason = format!("keeps {kept} gradients for later groups; pool parts has {has}");
             return Err(Refusal::of(reason));
         }
-        let is_staged = schedule.blocks.iter().any(|block| block.staged);
-        if is_staged && (self.reads < staged_in_a_visit(schedule).max(1) || self.states < 2) {
-            return Err(Refusal::of("pools reads and states are too small for a visit's blocks"));
+        if schedule.fetches() && self.reads < fetched_in_a_visit(schedule).max(1) {
+            return Err(Refusal::of("pool reads is too small for a visit's blocks"));
+        }
+        if schedule.blocks.iter().any(|block| block.staged) && self.states < 2 {
+            return Err(Refusal::of("pool states is too small: it needs 2 slots"));
+        }
+        if schedule.ranks.count > self.ranks {
+            return Err(Refusal::of("the schedule is for more processes than this ring"));
         }
         if self.visits == 0 || self.reduced == 0 {
             return Err(Refusal::of("pools visits and reduced need at least one slot"));
@@ -155,8 +169,8 @@ impl Pools {
     }
 }
 
-/// The most staged blocks that one visit of the device needs.
-fn staged_in_a_visit(schedule: &Schedule) -> u32 {
-    let staged = schedule.device_visits().map(|visit| schedule.staged(visit.blocks()) as u32);
-    staged.max().unwrap_or(0)
+/// The most blocks that one visit of the device takes from staging slots.
+fn fetched_in_a_visit(schedule: &Schedule) -> u32 {
+    let fetched = schedule.device_visits().map(|visit| schedule.fetched(visit.blocks()) as u32);
+    fetched.max().unwrap_or(0)
 }

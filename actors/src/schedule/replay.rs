@@ -161,7 +161,7 @@ impl<'p> Replay<'p> {
         match share {
             Share::MicroBatch(m) => self.land(&gather.writes, m),
             Share::Block(block) => {
-                self.reads -= u32::from(schedule.block(block).staged);
+                self.reads -= u32::from(schedule.is_fetched(block));
                 if gather.blocks().last() == Some(&block) {
                     gather.micro_batches.clone().for_each(|m| self.land(&gather.writes, m));
                 }
@@ -201,7 +201,7 @@ impl<'p> Replay<'p> {
             return waits("other devices, which copy from its slot of pool weights");
         }
         let fetched = resolved.fetched();
-        let staged = fetched.filter(|residence| schedule.block(residence.block).staged).count();
+        let staged = fetched.filter(|residence| schedule.is_fetched(residence.block)).count();
         if staged > of.staged {
             return waits("the read of a block");
         }

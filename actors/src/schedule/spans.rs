@@ -1,6 +1,7 @@
 //! From which visit to which a gradient lies open on its device, and how many wait on the host.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::{BlockId, GroupId, Schedule, Visit};
 
@@ -55,6 +56,44 @@ pub(super) fn join(nth: u32, count: u32) -> Join {
     }
 }
 
+/// Cuts groups into so many spans, about equal, each a subtree of the tree in which [`join`] adds
+/// gradients. So the gradients of a span can be added anywhere, and then the sums of the spans, as
+/// [`sums_of_spans`] says: to the bits of one process that has all groups.
+///
+/// # Panics
+/// There are fewer groups than spans.
+pub fn group_spans(groups: u32, count: u32) -> Vec<Range<u32>> {
+    assert!(count >= 1 && groups >= count, "{groups} groups in {count} spans");
+    let mut spans = vec![0..groups];
+    while spans.len() < count as usize {
+        let largest = spans.iter().map(|span| span.len()).max().expect("there is one");
+        let at = spans.iter().position(|span| span.len() == largest).expect("it is one of them");
+        let Range { start, end } = spans[at].clone();
+        let middle = start + left_of(end - start);
+        spans.splice(at..=at, [start..middle, middle..end]);
+    }
+    spans
+}
+
+/// How many of so many contributions, at least two, the left side of their tree has.
+fn left_of(count: u32) -> u32 {
+    1 << (count - 1).ilog2()
+}
+
+/// How the sums of spans that cover all groups are added: each pair says to which span's sum which
+/// other is added. The first span's becomes the sum of all.
+pub fn sums_of_spans(spans: &[Range<u32>]) -> Vec<(usize, usize)> {
+    let (Some(first), Some(last)) = (spans.first(), spans.last()) else { return Vec::new() };
+    if spans.len() == 1 {
+        return Vec::new();
+    }
+    let middle = first.start + left_of(last.end - first.start);
+    let at = spans.partition_point(|span| span.start < middle);
+    let right = sums_of_spans(&spans[at..]).into_iter().map(|(to, from)| (to + at, from + at));
+    let sides = sums_of_spans(&spans[..at]).into_iter().chain(right);
+    sides.chain([(0, at)]).collect()
+}
+
 /// The most gradients that are kept on the host at once for later groups.
 pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
     let spans = gradient_spans(schedule);
@@ -81,7 +120,7 @@ pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::join;
+    use super::{group_spans, join, sums_of_spans};
 
     /// Runs the joins of `count` contributions; the sum as a term.
     fn term(count: u32) -> String {
@@ -107,5 +146,34 @@ mod tests {
         assert_eq!(term(2), "(0+1)");
         assert_eq!(term(4), "((0+1)+(2+3))");
         assert_eq!(term(7), "(((0+1)+(2+3))+((4+5)+6))");
+    }
+
+    /// The sums of spans, each added by itself, are the tree of all groups.
+    #[test]
+    fn spans_are_subtrees() {
+        assert_eq!(group_spans(4, 2), [0..2, 2..4]);
+        assert_eq!(group_spans(4, 3), [0..1, 1..2, 2..4]);
+        assert_eq!(group_spans(12, 3), [0..4, 4..8, 8..12]);
+        let shifted = |span: &std::ops::Range<u32>| {
+            let term = term(span.len() as u32);
+            let parts = term.split_inclusive(|c: char| !c.is_ascii_digit());
+            let shift = |part: &str| {
+                let digits = part.trim_end_matches(|c: char| !c.is_ascii_digit());
+                let rest = &part[digits.len()..];
+                let number = digits.parse::<u32>().map(|n| (n + span.start).to_string());
+                number.unwrap_or_default() + rest
+            };
+            parts.map(shift).collect::<String>()
+        };
+        for groups in 1..=17 {
+            for count in 1..=groups {
+                let spans = group_spans(groups, count);
+                let mut sums: Vec<String> = spans.iter().map(shifted).collect();
+                for (to, from) in sums_of_spans(&spans) {
+                    sums[to] = format!("({}+{})", sums[to], sums[from]);
+                }
+                assert_eq!(sums[0], term(groups), "{spans:?}");
+            }
+        }
     }
 }

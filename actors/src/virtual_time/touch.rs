@@ -125,7 +125,21 @@ impl Touch {
             &Work::Store { block, version, stored, slot } => {
                 touch.store((block, version), stored, slot, &count);
             }
-            Work::Seal => {}
+            &Work::Complete { block, version, slot } => {
+                let label = Label::Block(block, version);
+                touch.read(Cell::Master(block), label);
+                touch.write(Cell::Read(slot), label);
+            }
+            &Work::Deal { block, reduced } => {
+                let label = Label::Gradient(block, now, of_groups(plan, block, None));
+                touch.read(Cell::Landing(reduced), label);
+                touch.write(Cell::Landing(reduced), label);
+            }
+            &Work::Rows { visit } => {
+                let visit = &plan.schedule.visits[visit];
+                visit.micro_batches.clone().for_each(|m| touch.read_stash(&visit.reads, m, now));
+            }
+            Work::Sum { .. } | Work::Seal => {}
             &Work::Carry { version } => {
                 let carried = plan.carried.iter();
                 carried.for_each(|&block| touch.publish(Cell::Master(block), block, version));

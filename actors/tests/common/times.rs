@@ -35,7 +35,7 @@ impl Times {
                 Lane::Download => self.download,
                 Lane::Host => self.host,
                 Lane::Update => self.update,
-                Lane::File => self.file,
+                Lane::File | Lane::Fetch | Lane::Exchange => self.file,
             },
         })
     }

@@ -33,7 +33,9 @@ impl Stream {
             Lane::Peer => Stream::Peer,
             Lane::Compute => Stream::Compute,
             Lane::Download => Stream::Download,
-            Lane::Host | Lane::Update | Lane::File => unreachable!("{lane:?} is the host's"),
+            Lane::Host | Lane::Update | Lane::File | Lane::Fetch | Lane::Exchange => {
+                unreachable!("{lane:?} is the host's")
+            }
         }
     }
 }

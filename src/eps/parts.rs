@@ -1,0 +1,209 @@
+//! The EPS of a run with several ranks: each has a part of every block.
+//!
+//! A part is cut at the chunks of the gradient norm's sums, so a rank measures and updates its part
+//! as one process would. Between steps a block is read whole: each rank sends its part. Either all
+//! ranks read the same block, or the first rank asks the others for it ([`RankParts::first_alone`]).
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+use l2l_actors::schedule::BlockId;
+
+use super::{BlockPart, Eps};
+use crate::error::Error;
+use crate::fabric::parts::Parts;
+use crate::fabric::{Channel, Exchanges, Lost};
+use crate::models::{Model, Tensor, block_len, tensor_ranges};
+use crate::optimizers::chunks;
+
+/// See the [module](self).
+pub(crate) struct RankParts {
+    pub(crate) exchanges: Arc<Exchanges>,
+    /// The tensors of the whole blocks.
+    pub(crate) tensors: Vec<Vec<Tensor>>,
+    /// How each block is cut, in elements.
+    cuts: Vec<Parts>,
+    /// Whether the first rank asks for blocks.
+    asks: AtomicBool,
+}
+
+/// Parts begin at multiples of so many elements, as tensors do.
+const ALIGNED: usize = 16;
+
+/// Cuts a block of these tensors into about equal parts, each of whole chunks.
+pub(crate) fn cut(tensors: &[Tensor], ranks: u32) -> Parts {
+    let (len, ranks) = (block_len(tensors), ranks as usize);
+    let starts: Vec<usize> =
+        chunks(tensors).map(|chunk| chunk.start).filter(|start| start % ALIGNED == 0).collect();
+    let cut = |rank: usize| {
+        let at = starts.partition_point(|start| start * ranks < len * rank);
+        starts.get(at).copied().unwrap_or(len)
+    };
+    Parts::new((1..ranks).map(cut).chain([len]).collect())
+}
+
+/// The tensors of a part, which lie in it as [`tensor_ranges`] says.
+pub(crate) fn tensors_of(tensors: &[Tensor], part: Range<usize>) -> Vec<Tensor> {
+    let mut cut: Vec<Tensor> = Vec::new();
+    for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+        let (start, end) = (range.start.max(part.start), range.end.min(part.end));
+        if start < end {
+            let joined = tensor.joined && !cut.is_empty();
+            cut.push(Tensor { shape: vec![end - start], joined, ..tensor.clone() });
+        }
+    }
+    cut
+}
+
+impl RankParts {
+    pub(crate) fn new(exchanges: Arc<Exchanges>, model: &Model) -> RankParts {
+        let cuts = model.blocks.iter().map(|tensors| cut(tensors, exchanges.ranks())).collect();
+        RankParts { exchanges, tensors: model.blocks.clone(), cuts, asks: AtomicBool::new(false) }
+    }
+
+    /// How a block is cut.
+    pub(crate) fn of(&self, id: BlockId) -> &Parts {
+        &self.cuts[id.0 as usize]
+    }
+
+    /// This rank's part of a block.
+    pub(crate) fn own(&self, id: BlockId) -> Range<usize> {
+        self.of(id).of(self.exchanges.rank())
+    }
+
+    /// The tensors of this rank's parts, block by block.
+    pub(super) fn own_tensors(&self) -> Vec<Vec<Tensor>> {
+        let blocks = self.tensors.iter().zip(0..);
+        blocks.map(|(tensors, id)| tensors_of(tensors, self.own(BlockId(id)))).collect()
+    }
+
+    /// A part of a block, of all ranks, given this rank's.
+    pub(super) fn complete(
+        &self,
+        id: BlockId,
+        part: BlockPart,
+        own: &[f32],
+    ) -> Result<Vec<f32>, Error> {
+        if self.asks.load(Relaxed) && self.exchanges.rank() == 0 {
+            self.say(Said::Asks(id, part))?;
+        }
+        let parts = self.of(id);
+        let mut whole = vec![0.0_f32; parts.len()];
+        whole[self.own(id)].copy_from_slice(own);
+        let bytes = bytemuck::cast_slice_mut(&mut whole);
+        let parts = parts.in_bytes(size_of::<f32>());
+        self.exchanges.complete(Channel::Control, &parts, bytes, &|| ()).map_err(lost)?;
+        Ok(whole)
+    }
+
+    /// Does work on the first rank alone, for which the other ranks give their parts of the blocks
+    /// that it reads.
+    ///
+    /// # Errors
+    /// That of the work, on all ranks.
+    pub(super) fn first_alone(
+        &self,
+        eps: &Eps,
+        work: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        if self.exchanges.rank() == 0 {
+            self.asks.store(true, Relaxed);
+            let done = work();
+            self.asks.store(false, Relaxed);
+            let problem = done.as_ref().err().map(Error::to_string);
+            self.say(Said::Ends(problem))?;
+            return done;
+        }
+        loop {
+            match self.hear()? {
+                Said::Asks(id, part) => eps.read_with(id, part, |_| ())?,
+                Said::Ends(None) => return Ok(()),
+                Said::Ends(Some(problem)) => {
+                    return Err(Error::System(format!("rank 0: {problem}")));
+                }
+            }
+        }
+    }
+
+    fn say(&self, said: Said) -> Result<(), Error> {
+        self.exchanges.gather(Channel::Control, &said.written(), &|| ()).map_err(lost)?;
+        Ok(())
+    }
+
+    fn hear(&self) -> Result<Said, Error> {
+        let all = self.exchanges.gather(Channel::Control, &[], &|| ()).map_err(lost)?;
+        Ok(Said::read(&all[0]))
+    }
+}
+
+/// What the first rank says to the others.
+enum Said {
+    /// It reads this.
+    Asks(BlockId, BlockPart),
+    /// Its work has ended; with a problem, if it failed.
+    Ends(Option<String>),
+}
+
+impl Said {
+    fn written(&self) -> Vec<u8> {
+        match self {
+            Said::Asks(id, part) => {
+                let words = [0, id.0, part.index() as u32];
+                words.iter().flat_map(|word| word.to_le_bytes()).collect()
+            }
+            Said::Ends(None) => vec![1],
+            Said::Ends(Some(problem)) => [&[2], problem.as_bytes()].concat(),
+        }
+    }
+
+    fn read(bytes: &[u8]) -> Said {
+        match bytes {
+            [1] => Said::Ends(None),
+            [2, problem @ ..] => Said::Ends(Some(String::from_utf8_lossy(problem).into_owned())),
+            words => {
+                let word = |nth: usize| {
+                    let bytes = words[4 * nth..][..4].try_into().expect("four bytes");
+                    u32::from_le_bytes(bytes)
+                };
+                let part = match word(2) {
+                    0 => BlockPart::Parameters,
+                    state => BlockPart::State(state as usize - 1),
+                };
+                Said::Asks(BlockId(word(1)), part)
+            }
+        }
+    }
+}
+
+/// An exchange between steps that did not end.
+pub(crate) fn lost(lost: Lost) -> Error {
+    Error::System(lost.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::families;
+
+    /// Parts cover each block once, and the chunks of all parts are those of the block.
+    #[test]
+    fn parts_have_the_chunks_of_their_block() {
+        let model = Model::new(families::preset("gpt-small").expect("there is one"));
+        for ranks in 1..=5 {
+            for tensors in &model.blocks {
+                let parts = cut(tensors, ranks);
+                assert_eq!(parts.len(), block_len(tensors));
+                let mut found = Vec::new();
+                for rank in 0..ranks {
+                    let part = parts.of(rank);
+                    let cut = tensors_of(tensors, part.clone());
+                    assert_eq!(block_len(&cut), part.len());
+                    let at = |chunk: Range<usize>| chunk.start + part.start..chunk.end + part.start;
+                    found.extend(chunks(&cut).map(at));
+                }
+                assert!(found.into_iter().eq(chunks(tensors)));
+            }
+        }
+    }
+}

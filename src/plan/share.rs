@@ -1,0 +1,100 @@
+//! What one process of a run has of a step.
+//!
+//! A step that trains is dealt: each rank computes groups of its own, which are a subtree of the
+//! tree in which groups' gradients are added. All other steps are computed whole by each rank.
+
+use std::ops::Range;
+
+use l2l_actors::schedule::{Fetch, Reduction, StepPlan, group_spans};
+
+use super::Purpose;
+use crate::config::{Config, EpsTier};
+use crate::error::Error;
+use crate::fabric::Rank;
+use crate::models::Model;
+
+/// Which process of how many this is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// From 0.
+    pub rank: Rank,
+    /// How many there are.
+    pub ranks: u32,
+}
+
+/// How a step that trains is dealt to the ranks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct DealtStep {
+    /// The groups of each rank.
+    pub(crate) groups: Vec<Range<u32>>,
+    /// The sequences of each rank, which follow each other.
+    pub(crate) sequences: Vec<Range<usize>>,
+}
+
+impl Share {
+    /// The only process.
+    pub const WHOLE: Share = Share { rank: 0, ranks: 1 };
+
+    /// True if other processes compute other groups of a step.
+    pub(crate) fn deals(self, purpose: Purpose) -> bool {
+        self.ranks > 1 && purpose.trains()
+    }
+
+    /// How a step of so many sequences is dealt.
+    pub(crate) fn deal(self, config: &Config, sequences: usize) -> Result<DealtStep, Error> {
+        let (groups, ranks) = (config.parallel.groups, self.ranks);
+        if groups < ranks {
+            let problem = format_args!(
+                "is {groups}, and {ranks} processes share each step: set at least {ranks} (a step \
+                 has {} micro-batches)",
+                sequences.div_ceil(config.step.micro_batch)
+            );
+            return Err(Error::config("parallel.groups", problem));
+        }
+        let turns = sequences.div_ceil(config.step.micro_batch);
+        let first = |group: u32| {
+            let turn = turns * group as usize / groups as usize;
+            (turn * config.step.micro_batch).min(sequences)
+        };
+        let groups = group_spans(groups, ranks);
+        let sequences = groups.iter().map(|span| first(span.start)..first(span.end)).collect();
+        Ok(DealtStep { groups, sequences })
+    }
+
+    /// Refuses what several ranks cannot do.
+    pub(super) fn check(self, config: &Config, model: &Model) -> Result<(), Error> {
+        if self.ranks == 1 {
+            return Ok(());
+        }
+        if config.eps.tier == EpsTier::File {
+            let problem = "is \"file\": several processes keep the model in memory";
+            return Err(Error::config("eps.tier", problem));
+        }
+        let most = model.blocks.iter().map(|tensors| {
+            let parts = crate::eps::cut(tensors, self.ranks);
+            (0..self.ranks).filter(|&rank| !parts.of(rank).is_empty()).count()
+        });
+        if most.max().unwrap_or(0) < self.ranks as usize {
+            return Err(Error::argument(format_args!(
+                "{} processes, and no block of the model has that many parts of 16384 parameters: \
+                 start fewer",
+                self.ranks
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// What ranks exchange in a step, in order: blocks that are completed, and gradients.
+pub(super) fn exchanges(plan: &StepPlan) -> (Vec<u32>, Vec<u32>) {
+    let fetched = plan.fetches.iter().filter_map(|fetch| match fetch {
+        Fetch::Read { block, .. } => Some(block.0),
+        Fetch::Gather { .. } => None,
+    });
+    let dealt = plan.reductions.iter().filter_map(|reduction| match reduction {
+        Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(block.0),
+        Reduction::Scatter { .. } => Some(u32::MAX),
+        Reduction::Loss { .. } => None,
+    });
+    (fetched.collect(), dealt.collect())
+}

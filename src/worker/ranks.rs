@@ -1,0 +1,196 @@
+//! The lanes of exchanges: blocks are completed, gradients and rows of the embedding's gradient
+//! exchanged, losses and sums of squares added, with the other ranks of the run.
+
+use std::sync::{Mutex, RwLock};
+
+use l2l_actors::schedule::{BlockId, MicroBatch, Ranks, Role, Version, Visit, sums_of_spans};
+use l2l_actors::work::{Summed, Work};
+use l2l_actors::{BoxedError, Operation};
+
+use super::Worker;
+use super::boundaries::Filled;
+use super::step::StepState;
+use crate::eps::{RankParts, tensors_of};
+use crate::fabric::Channel;
+use crate::optimizers::split::published;
+use crate::optimizers::{chunks, sum_of_chunks};
+use crate::plan::Plan;
+
+/// Memory for what other ranks send.
+pub(super) struct Exchanged {
+    /// For each other rank what it has for this rank's part of a gradient.
+    parts: Mutex<Vec<f32>>,
+    /// The rows of the embedding's gradient of a whole batch.
+    pub(super) rows: RwLock<Vec<f32>>,
+}
+
+impl Exchanged {
+    pub(super) fn new(plan: &Plan) -> Exchanged {
+        let [parts, rows] = plan.exchanged;
+        Exchanged { parts: Mutex::new(vec![0.0; parts]), rows: RwLock::new(vec![0.0; rows]) }
+    }
+}
+
+impl Worker {
+    fn parts(&self) -> &RankParts {
+        self.host.eps.parts().expect("the lanes of exchanges are those of several ranks")
+    }
+
+    /// The lanes of exchanges.
+    pub(super) fn on_ranks(&self, operation: &Operation) -> Result<f64, BoxedError> {
+        let step = operation.step();
+        let state = self.steps.of(step.number);
+        let beat = &|| operation.still_runs();
+        match *operation.work() {
+            Work::Complete { block, version, slot } => self.complete(block, version, slot, beat)?,
+            Work::Deal { block, reduced } => self.deal(&state, block, reduced, beat)?,
+            Work::Rows { visit } => {
+                self.exchange_rows(operation, &state, &step.plan.schedule.visits[visit], beat)?;
+            }
+            Work::Sum { of: Summed::Losses } => {
+                return self.sum_losses(&state, step.plan.schedule.ranks, beat);
+            }
+            Work::Sum { of: Summed::Squares } => return self.sum_squares(&state, beat),
+            ref other => unreachable!("{other} is not of the lanes of exchanges"),
+        }
+        Ok(0.0)
+    }
+
+    /// Completes the published copy of a block in a staging slot.
+    fn complete(
+        &self,
+        block: BlockId,
+        version: Version,
+        slot: u32,
+        beat: &dyn Fn(),
+    ) -> Result<(), BoxedError> {
+        let (parts, host) = (self.parts(), self.memory.lease());
+        let own = parts.own(block);
+        let slot = &mut host.read_slot_mut(slot)[..self.block_len(block)];
+        let bytes = if self.host.eps.split {
+            let half = slot.len() / 2;
+            let slot = bytemuck::cast_slice_mut(&mut slot[..half]);
+            let lease = self.host.eps.memory().read(block, version);
+            slot[own].copy_from_slice(published(&lease.parameters));
+            bytemuck::cast_slice_mut(slot)
+        } else {
+            let lease = self.host.eps.memory().read(block, version);
+            slot[own].copy_from_slice(&lease.parameters);
+            bytemuck::cast_slice_mut(slot)
+        };
+        let element = bytes.len() / self.block_len(block).max(1);
+        let cut = parts.of(block).in_bytes(element);
+        Ok(parts.exchanges.complete(Channel::Blocks, &cut, bytes, beat)?)
+    }
+
+    /// Leaves this rank's part of a gradient's sum at the begin of its landing block.
+    fn deal(
+        &self,
+        state: &StepState,
+        block: BlockId,
+        reduced: u32,
+        beat: &dyn Fn(),
+    ) -> Result<(), BoxedError> {
+        let (parts, host) = (self.parts(), self.memory.lease());
+        let (cut, own) = (parts.of(block), parts.own(block));
+        let gradient = host.landing(reduced, cut.len());
+        if let Some(dealt) = &state.dealt {
+            let (rank, ranks) = (parts.exchanges.rank() as usize, parts.exchanges.ranks() as usize);
+            let mut received = self.host.exchanged.parts.lock().expect("nothing panics inside");
+            let received = &mut received[..own.len() * (ranks - 1)];
+            let sent = bytemuck::cast_slice(gradient);
+            let to = bytemuck::cast_slice_mut(received);
+            parts.exchanges.deal(&cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
+            let mut sums: Vec<&mut [f32]> = received.chunks_mut(own.len().max(1)).collect();
+            sums.resize_with(ranks - 1, Default::default);
+            sums.insert(rank, &mut gradient[own.clone()]);
+            for (to, from) in sums_of_spans(&dealt.groups) {
+                let [to, from] = sums.get_disjoint_mut([to, from]).expect("two ranks");
+                self.host.add(to, from);
+            }
+            if rank > 0 {
+                let [sum, own] = sums.get_disjoint_mut([0, rank]).expect("two ranks");
+                own.copy_from_slice(sum);
+            }
+        }
+        gradient.copy_within(own, 0);
+        Ok(())
+    }
+
+    /// Completes the rows that a scatter adds up: those of all sequences of the batch.
+    fn exchange_rows(
+        &self,
+        operation: &Operation,
+        state: &StepState,
+        visit: &Visit,
+        beat: &dyn Fn(),
+    ) -> Result<(), BoxedError> {
+        let (step, host) = (operation.step(), self.memory.lease());
+        let schedule = &step.plan.schedule;
+        let dealt = state.dealt.as_ref().expect("the step is dealt");
+        let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
+        let boundary = id.expect("a scatter reads it");
+        let is_bf16 = self.is_bf16(schedule.boundary(boundary));
+        let row = self.model.shape.hidden * if is_bf16 { 2 } else { 4 };
+        let (exchanges, cut) = (&self.parts().exchanges, dealt.rows.in_bytes(row));
+        let mut rows = self.host.exchanged.rows.write().expect("nothing panics inside");
+        let rows = &mut bytemuck::cast_slice_mut::<f32, u8>(&mut rows)[..cut.len()];
+        let mut at = cut.of(exchanges.rank()).start;
+        for micro_batch in 0..schedule.micro_batches.len() as MicroBatch {
+            let filled = Filled { step, state, layer: visit.layer, boundary, micro_batch };
+            let bytes = state.range(micro_batch, schedule).rows.len() * row;
+            let stashed: &[u8] = bytemuck::cast_slice(host.stashed(self.in_stash(filled)));
+            rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
+            at += bytes;
+        }
+        Ok(exchanges.complete(Channel::Gradients, &cut, rows, beat)?)
+    }
+
+    /// The sum of the losses of all micro-batches, in their order.
+    fn sum_losses(
+        &self,
+        state: &StepState,
+        ranks: Ranks,
+        beat: &dyn Fn(),
+    ) -> Result<f64, BoxedError> {
+        let own = state.losses.lock().expect("nothing panics inside").values().copied().collect();
+        let all = match ranks.dealt {
+            false => own,
+            true => self.numbers_of_ranks(own, beat)?.concat(),
+        };
+        Ok(all.iter().fold(0.0, |sum, loss| sum + loss))
+    }
+
+    /// The sum of squares of all gradients: of a block the sums of its chunks, which its ranks
+    /// measured, in their order; then over the blocks.
+    fn sum_squares(&self, state: &StepState, beat: &dyn Fn()) -> Result<f64, BoxedError> {
+        let parts = self.parts();
+        let own = state.squares.lock().expect("nothing panics inside").clone();
+        let blocks: Vec<BlockId> = own.keys().copied().collect();
+        let all = self.numbers_of_ranks(own.into_values().flatten().collect(), beat)?;
+        let mut left: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
+        let mut sum = 0.0;
+        for block in blocks {
+            let tensors = &parts.tensors[block.0 as usize];
+            let mut squares = Vec::new();
+            for (rank, left) in (0..).zip(&mut left) {
+                let count = chunks(&tensors_of(tensors, parts.of(block).of(rank))).count();
+                squares.extend(left.split_off(..count).ok_or("ranks measured different blocks")?);
+            }
+            sum += sum_of_chunks(tensors, &squares);
+        }
+        Ok(sum)
+    }
+
+    /// The numbers of each rank.
+    fn numbers_of_ranks(
+        &self,
+        own: Vec<f64>,
+        beat: &dyn Fn(),
+    ) -> Result<Vec<Vec<f64>>, BoxedError> {
+        let own: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let all = self.parts().exchanges.gather(Channel::Sums, &own, beat)?;
+        let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("eight bytes"));
+        Ok(all.iter().map(|bytes| bytes.chunks_exact(8).map(number).collect()).collect())
+    }
+}
