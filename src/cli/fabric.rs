@@ -1,14 +1,16 @@
-//! `l2l doctor --mpi`: checks and measures the fabric between the processes that a launcher
-//! started. `train` and `tune` refuse to run in several processes.
+//! Several processes, which a launcher started: the fabric of `l2l train` between them, how they
+//! end together, and `l2l doctor --mpi`, which checks and measures the fabric.
 
-use std::time::Instant;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{process, thread};
 
-use l2l::config::{ByteSize, Format};
+use l2l::config::{ByteSize, FabricKind, Format};
 use l2l::fabric::{self, Channel, Fabric, Rank, Tag, conformance};
 use l2l::{Config, Error};
 use serde_json::json;
 
-use super::{Common, print};
+use super::{Common, print, say};
 
 /// Bytes of the messages whose rate is measured.
 const LARGE: usize = 64 << 20;
@@ -67,6 +69,63 @@ fn show(config: &Config, ranks: u32, small: f64, large: f64) {
     }
 }
 
+/// The fabric of a run: that of MPI where a launcher started several processes, or the config asks
+/// for it.
+///
+/// # Errors
+/// The config forbids several processes, or this program was built without MPI.
+pub(super) fn of(config: &Config) -> Result<Option<Arc<dyn Fabric>>, Error> {
+    let launched = fabric::launched();
+    match (config.parallel.fabric, launched) {
+        (FabricKind::Auto | FabricKind::None, None) => Ok(None),
+        (FabricKind::None, Some((_, ranks))) => Err(Error::Argument(format!(
+            "a launcher started {ranks} processes, and parallel.fabric is \"none\", so each would \
+             do all of the work: start one, or set parallel.fabric = \"mpi\""
+        ))),
+        (FabricKind::Auto, Some((_, ranks))) => match fabric::open_mpi() {
+            Ok(fabric) => Ok(Some(fabric.into())),
+            Err(error) => Err(Error::Argument(format!(
+                "a launcher started {ranks} processes, which need MPI to share the work: {error}"
+            ))),
+        },
+        (FabricKind::Mpi, _) => fabric::open_mpi().map(|fabric| Some(fabric.into())),
+    }
+}
+
+/// How long the first rank has to say why a run ended, before another ends its process.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Ends this process if a launcher started others before it: the first one says the same.
+pub(super) fn leave_it_to_the_first(error: &Error) {
+    if fabric::launched().is_some_and(|(rank, _)| rank > 0) {
+        thread::sleep(LAST_WORDS);
+        process::exit(error.exit_code().into());
+    }
+}
+
+/// Ends this process after a run that failed. If all ranks failed, the first one says why, for all;
+/// else each says it for itself.
+pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
+    let (own, begin) = (error.to_string(), Instant::now());
+    let tag = Tag { channel: Channel::End, number: 0 };
+    let all = fabric::gather(fabric, tag, own.as_bytes(), &|| begin.elapsed() < 2 * LAST_WORDS);
+    let rank = fabric.rank();
+    match all {
+        Err(_) => say(format_args!("error: rank {rank}: {error}")),
+        Ok(_) if rank > 0 => thread::sleep(LAST_WORDS),
+        Ok(all) => {
+            say(format_args!("error: {error}"));
+            let other = |text: &[u8]| String::from_utf8_lossy(text).into_owned();
+            let others = all.iter().map(|text| other(text)).enumerate().skip(1);
+            for (rank, text) in others.filter(|(_, text)| *text != own) {
+                say(format_args!("error: rank {rank}: {text}"));
+            }
+        }
+    }
+    // MPI cannot be ended in an orderly way: other ranks may be in the middle of an exchange.
+    process::exit(error.exit_code().into())
+}
+
 /// Refuses to run a command that a launcher started in several processes: each process would do the
 /// same work.
 ///
@@ -77,9 +136,8 @@ pub(super) fn refuse_ranks(what: &str) -> Result<(), Error> {
         None => Ok(()),
         Some((0, ranks)) => Err(Error::Argument(format!(
             "a launcher started {ranks} processes of `l2l {what}`, and each would do all of the \
-             work: start one. Training on several hosts is not supported yet; `l2l doctor --mpi` \
-             checks the fabric between them"
+             work: start one"
         ))),
-        Some(_) => std::process::exit(1),
+        Some(_) => process::exit(2),
     }
 }

@@ -108,7 +108,7 @@ struct BenchArguments {
     kernels: bool,
 }
 
-#[derive(Args)]
+#[derive(Args, Default)]
 struct ObserveArguments {
     /// Serve metrics and a live page at this address: the key `metrics.listen`.
     #[arg(long, value_name = "ADDRESS")]
@@ -288,7 +288,6 @@ pub(crate) enum Ended {
 pub(crate) fn run() -> Result<Ended, Error> {
     match Arguments::parse().command {
         Command::Train(arguments) => {
-            fabric::refuse_ranks("train")?;
             return train::train(arguments);
         }
         Command::Data(arguments) => data::data(&arguments)?,

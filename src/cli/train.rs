@@ -1,14 +1,14 @@
 //! `l2l train`: the library's `fit`, with signals that end it and a screen that shows it.
 
 use l2l::{
-    Callbacks, Config, End, Error, RunMessage, StepReport, StopRequest, Summary, Trainer,
+    Callbacks, Config, End, Error, Fitted, RunMessage, StepReport, StopRequest, Summary, Trainer,
     inference::Evaluation, telemetry,
 };
 use serde_json::Value;
 
 use super::observe::OutputFiles;
 use super::progress::Screen;
-use super::{BUILT_IN, Ended, TrainArguments, say};
+use super::{BUILT_IN, Ended, ObserveArguments, TrainArguments, fabric, say};
 
 /// A tokio runtime: a worker for the ring and for signals, beside the main thread.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
@@ -18,18 +18,37 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
 }
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
-    let TrainArguments { common, resume, observe } = arguments;
-    let (mut config, layers) = common.read(Some(BUILT_IN), observe.metrics.clone())?;
+    let TrainArguments { common, resume, mut observe } = arguments;
+    let read = common.read(Some(BUILT_IN), observe.metrics.clone());
+    let opened = read.and_then(|(config, layers)| {
+        let fabric = fabric::of(&config).map_err(|error| layers.locate(error))?;
+        Ok((config, layers, fabric))
+    });
+    let (mut config, layers, fabric) = opened.inspect_err(fabric::leave_it_to_the_first)?;
+    let is_first = fabric.as_ref().is_none_or(|fabric| fabric.rank() == 0);
+    if !is_first {
+        // The first process shows the run.
+        observe = ObserveArguments::default();
+        (config.metrics, config.log) = Default::default();
+    }
     let mut run = || -> Result<Ended, Error> {
         config.metrics.run.get_or_insert_with(telemetry::made_up_name);
         let stop = StopRequest::new();
-        let mut fit = Trainer::fit(config.clone()).resume(resume).stop(stop.clone());
+        let mut builder = Trainer::builder(config.clone());
+        if let Some(fabric) = &fabric {
+            builder = builder.fabric(fabric.clone());
+        }
+        let mut fit = builder.fit().resume(resume).stop(stop.clone());
         if observe.report.is_some() {
             fit = fit.measure_peak();
         }
         let prepared = fit.prepare()?;
         runtime()?.block_on(async {
             stop_on_signal(&stop);
+            if !is_first {
+                let fitted = prepared.run(&mut ()).await?;
+                return Ok(ended(&fitted));
+            }
             let files = OutputFiles::open(&config, &observe)?;
             let mut terminal = Terminal {
                 is_built_in: common.config.is_none(),
@@ -39,10 +58,18 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             };
             let prepared = terminal.files.attach(prepared);
             let fitted = prepared.run(&mut terminal).await?;
-            Ok(if fitted.end == End::Stopped { Ended::Interrupted } else { Ended::Well })
+            Ok(ended(&fitted))
         })
     };
-    run().map_err(|error| layers.locate(error))
+    let outcome = run().map_err(|error| layers.locate(error));
+    if let (Err(error), Some(fabric)) = (&outcome, &fabric) {
+        fabric::end(&**fabric, error);
+    }
+    outcome
+}
+
+fn ended(fitted: &Fitted) -> Ended {
+    if fitted.end == End::Stopped { Ended::Interrupted } else { Ended::Well }
 }
 
 /// Requests a stop at the first signal, an interrupt or a request to end. A second signal ends the

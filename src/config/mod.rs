@@ -17,7 +17,7 @@ pub use keys::{
     Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
     StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
 };
-pub use parallel::{Deal, ParallelConfig, Transfer};
+pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
 

@@ -24,11 +24,21 @@ pub struct ParallelConfig {
     /// over its own link, and copies the other parts from the devices that have them (the paper's
     /// L2L-p). Results do not depend on it.
     pub transfer: Transfer,
+    /// What moves bytes between the processes that `mpirun` or `srun` started. `auto`: MPI, if they
+    /// started several. `mpi`: MPI. `none`: several processes are refused. Results do not depend on
+    /// the number of processes.
+    pub fabric: FabricKind,
 }
 
 impl Default for ParallelConfig {
     fn default() -> ParallelConfig {
-        ParallelConfig { deal: Deal::Layers, groups: 1, weights: None, transfer: Transfer::Whole }
+        ParallelConfig {
+            deal: Deal::Layers,
+            groups: 1,
+            weights: None,
+            transfer: Transfer::Whole,
+            fabric: FabricKind::Auto,
+        }
     }
 }
 
@@ -52,4 +62,17 @@ pub enum Transfer {
     Whole,
     /// Each device uploads a part, and copies the others from other devices.
     Sharded,
+}
+
+/// See [`ParallelConfig::fabric`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum FabricKind {
+    /// MPI, if a launcher started several processes.
+    Auto,
+    /// None: one process.
+    None,
+    /// MPI.
+    Mpi,
 }

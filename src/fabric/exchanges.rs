@@ -1,6 +1,5 @@
 //! The exchanges of a run with its other ranks: numbered, and ended when a rank stays silent.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -14,8 +13,6 @@ pub(crate) struct Exchanges {
     next: [Mutex<u64>; Channel::ALL.len()],
     /// How long other ranks may be silent.
     patience: Duration,
-    /// Bytes sent on each channel, and bytes received.
-    moved: [[AtomicU64; 2]; Channel::ALL.len()],
 }
 
 /// Tells the watchdog that an exchange still waits: it ends by itself.
@@ -23,7 +20,7 @@ type Beat<'b> = &'b dyn Fn();
 
 impl Exchanges {
     pub(crate) fn new(fabric: Arc<dyn Fabric>, patience: Duration) -> Exchanges {
-        Exchanges { fabric, next: Default::default(), patience, moved: Default::default() }
+        Exchanges { fabric, next: Default::default(), patience }
     }
 
     pub(crate) fn rank(&self) -> Rank {
@@ -32,17 +29,6 @@ impl Exchanges {
 
     pub(crate) fn ranks(&self) -> u32 {
         self.fabric.ranks()
-    }
-
-    /// Bytes that this rank sent on a channel until now, and bytes that it received.
-    pub(crate) fn moved(&self, channel: Channel) -> [u64; 2] {
-        self.moved[channel as usize].each_ref().map(|bytes| bytes.load(Relaxed))
-    }
-
-    fn count(&self, channel: Channel, sent: usize, received: usize) {
-        let [of_sent, of_received] = &self.moved[channel as usize];
-        of_sent.fetch_add(sent as u64, Relaxed);
-        of_received.fetch_add(received as u64, Relaxed);
     }
 
     /// Makes `count` exchanges of a channel.
@@ -73,8 +59,6 @@ impl Exchanges {
         block: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        let own = parts.of(self.rank()).len();
-        self.count(channel, own * (self.ranks() as usize - 1), block.len() - own);
         self.make(channel, 1, beat, |tag, goes_on| {
             parts::complete(&*self.fabric, tag, parts, block, goes_on)
         })
@@ -88,11 +72,14 @@ impl Exchanges {
         received: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        let own = parts.of(self.rank()).len();
-        self.count(Channel::Gradients, gradient.len() - own, received.len());
         self.make(Channel::Gradients, 1, beat, |tag, goes_on| {
             parts::deal(&*self.fabric, tag, parts, gradient, received, goes_on)
         })
+    }
+
+    /// Waits until all ranks are here.
+    pub(crate) fn meet(&self) -> Result<(), Lost> {
+        self.gather(Channel::Control, &[], &|| ()).map(|_| ())
     }
 
     /// The same bytes to all ranks, and those of each: see [`gather`].
@@ -102,10 +89,6 @@ impl Exchanges {
         own: &[u8],
         beat: Beat<'_>,
     ) -> Result<Vec<Vec<u8>>, Lost> {
-        let all =
-            self.make(channel, 2, beat, |tag, goes_on| gather(&*self.fabric, tag, own, goes_on))?;
-        let received = all.iter().map(Vec::len).sum::<usize>() - own.len();
-        self.count(channel, own.len() * (self.ranks() as usize - 1), received);
-        Ok(all)
+        self.make(channel, 2, beat, |tag, goes_on| gather(&*self.fabric, tag, own, goes_on))
     }
 }

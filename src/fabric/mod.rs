@@ -30,7 +30,7 @@ pub type Rank = u32;
 /// A sequence of exchanges. All ranks make the exchanges of a channel in the same order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Channel {
-    /// What ranks agree on before and after a run, and at its end.
+    /// What ranks agree on between steps.
     Control,
     /// Parts of blocks, to whoever needs the block.
     Blocks,
@@ -38,12 +38,14 @@ pub enum Channel {
     Gradients,
     /// Losses and sums of squares.
     Sums,
+    /// Why a run ended.
+    End,
 }
 
 impl Channel {
     /// All of them.
-    pub const ALL: [Channel; 4] =
-        [Channel::Control, Channel::Blocks, Channel::Gradients, Channel::Sums];
+    pub const ALL: [Channel; 5] =
+        [Channel::Control, Channel::Blocks, Channel::Gradients, Channel::Sums, Channel::End];
 }
 
 /// Which exchange of a channel a message belongs to.

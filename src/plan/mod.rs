@@ -263,6 +263,11 @@ impl Plan {
         self.config.device.memory.bytes()
     }
 
+    /// Which process this is, where several share steps.
+    pub fn share(&self) -> Share {
+        self.share
+    }
+
     /// How many devices there are.
     pub fn devices(&self) -> u32 {
         self.devices

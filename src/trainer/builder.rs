@@ -2,13 +2,14 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::Trainer;
 use super::start::Checked;
 use crate::config::{Config, EpsTier};
 use crate::eps;
 use crate::error::Error;
-use crate::fabric::Fabric;
+use crate::fabric::{Exchanges, Fabric};
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
 use crate::telemetry::Observe;
@@ -25,7 +26,8 @@ pub struct Builder {
     pub(super) is_trial: bool,
     pub(super) copies: bool,
     pub(super) observers: Vec<Arc<dyn Observe>>,
-    pub(super) fabric: Option<Arc<dyn Fabric>>,
+    /// Those with the other processes, if there are any.
+    pub(super) exchanges: Option<Arc<Exchanges>>,
 }
 
 impl Builder {
@@ -41,7 +43,7 @@ impl Builder {
             is_trial: false,
             copies: true,
             observers: Vec::new(),
-            fabric: None,
+            exchanges: None,
         }
     }
 
@@ -101,7 +103,8 @@ impl Builder {
     /// the same calls; each holds a part of every block, and computes some of each step's groups
     /// (`parallel.groups`).
     pub fn fabric(mut self, fabric: Arc<dyn Fabric>) -> Builder {
-        self.fabric = Some(fabric);
+        let patience = Duration::from_secs_f64(self.config.watchdog.seconds);
+        self.exchanges = (fabric.ranks() > 1).then(|| Arc::new(Exchanges::new(fabric, patience)));
         self
     }
 

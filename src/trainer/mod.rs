@@ -24,7 +24,9 @@ use crate::checkpoint::{self, Identity, Progress};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::{Engine, Outcome, StepReport, Summary};
+use crate::eps::lost;
 use crate::error::Error;
+use crate::fabric::Channel;
 use crate::hf;
 use crate::inference::{Evaluation, evaluate};
 use crate::models::{LayerSelection, Model};
@@ -119,6 +121,20 @@ impl Trainer {
             steps: self.learning_rate.steps,
             data: &self.data,
         }
+    }
+
+    /// True for the first process of a run, which is its only one unless it has a
+    /// [`fabric`](Builder::fabric).
+    pub fn is_first(&self) -> bool {
+        self.worker().eps().parts().is_none_or(|parts| parts.exchanges.rank() == 0)
+    }
+
+    /// Whether this is so in any process of the run. All of them ask.
+    fn any(&self, is_so: bool) -> Result<bool, Error> {
+        let Some(parts) = self.worker().eps().parts() else { return Ok(is_so) };
+        let own = [u8::from(is_so)];
+        let all = parts.exchanges.gather(Channel::Control, &own, &|| ()).map_err(lost)?;
+        Ok(all.contains(&vec![1]))
     }
 
     /// True when the model is on file and the file system refuses direct I/O: then the file goes

@@ -46,11 +46,8 @@ pub(super) struct Checked {
 impl Checked {
     /// Checks config, model, plan and names. Nothing is allocated or written.
     pub(super) fn new(builder: Builder) -> Result<Checked, Error> {
-        let Builder { config, model, rule, steps, data, resume, fabric, .. } = builder;
+        let Builder { config, model, rule, steps, data, resume, exchanges, .. } = builder;
         config.check()?;
-        let patience = Duration::from_secs_f64(config.watchdog.seconds);
-        let fabric = fabric.filter(|fabric| fabric.ranks() > 1);
-        let exchanges = fabric.map(|fabric| Arc::new(Exchanges::new(fabric, patience)));
         let share = exchanges
             .as_ref()
             .map_or(Share::WHOLE, |all| Share { rank: all.rank(), ranks: all.ranks() });

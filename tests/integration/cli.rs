@@ -286,24 +286,34 @@ fn the_reference_is_up_to_date() {
     assert!(is_same, "l2l config reference > CONFIG.md");
 }
 
-/// Several processes of one command would all do the same work. One of them says so.
+/// Several processes of one command would all do the same work, where they cannot share it. One of
+/// them says so.
 #[test]
 fn ranks_of_a_launcher_are_refused_once() {
     let folder = folder();
     let config = config(folder.path(), "");
-    for (rank, says) in [("0", true), ("1", false)] {
-        let output = l2l(&["train", &config])
+    let needs_mpi = "a launcher started 4 processes, which need MPI to share the work: this \
+                     program was built without MPI";
+    let forbidden = "a launcher started 4 processes, and parallel.fabric is \"none\"";
+    let cases = [
+        ("0", "auto", Some(needs_mpi)),
+        ("1", "auto", None),
+        ("0", "none", Some(forbidden)),
+        ("3", "none", None),
+    ];
+    for (rank, fabric, says) in cases {
+        let set = format!("parallel.fabric={fabric}");
+        let output = l2l(&["train", &config, "--set", &set])
             .env("OMPI_COMM_WORLD_RANK", rank)
             .env("OMPI_COMM_WORLD_SIZE", "4")
             .output()
             .expect("it starts");
-        assert_eq!(output.status.code(), Some(if says { 2 } else { 1 }));
+        assert_eq!(output.status.code(), Some(2));
         let error = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(
-            error.contains("a launcher started 4 processes of `l2l train`"),
-            says,
-            "{error}"
-        );
+        match says {
+            Some(says) => assert!(error.contains(says), "{error}"),
+            None => assert_eq!(error, ""),
+        }
         assert!(!folder.path().join("checkpoints").exists());
     }
 }

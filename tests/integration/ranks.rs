@@ -20,7 +20,7 @@ struct Late {
     fabric: ThreadFabric,
     chance: AtomicU64,
     /// By channel.
-    sent: [AtomicU64; 4],
+    sent: [AtomicU64; 5],
 }
 
 impl Fabric for Late {
@@ -72,7 +72,7 @@ fn run(config: Config, fabric: Option<Arc<dyn Fabric>>, steps: usize) -> Result<
 }
 
 /// The same on all ranks of a fabric of threads, with the bytes that each sent, by channel.
-fn on_ranks(config: &Config, ranks: u32, steps: usize) -> Vec<(Result<Seen, Error>, [u64; 4])> {
+fn on_ranks(config: &Config, ranks: u32, steps: usize) -> Vec<(Result<Seen, Error>, [u64; 5])> {
     thread::scope(|scope| {
         let start = |fabric: ThreadFabric| {
             let chance = AtomicU64::new(u64::from(fabric.rank()) << 50);

@@ -20,7 +20,9 @@ use crate::config::{Config, DataConfig, EpsTier};
 use crate::data::{Baseline, Batches, Dataset, baselines};
 use crate::devices;
 use crate::engine::Summary;
+use crate::eps::lost;
 use crate::error::Error;
+use crate::fabric::Exchanges;
 use crate::hf::shape_of;
 use crate::telemetry::{EventLog, Exporter, Observe, made_up_name};
 
@@ -132,7 +134,15 @@ impl Fit {
             return Err(Error::config("validation.every_steps", problem));
         }
         let directory = config.checkpoint.directory.as_deref();
-        let keeper = directory.map(|at| Keeper::open(at, config.checkpoint.keep)).transpose()?;
+        let exchanges = self.builder.exchanges.as_deref();
+        let is_first = exchanges.is_none_or(|exchanges| exchanges.rank() == 0);
+        let keeper = |at| match is_first {
+            true => Keeper::open(at, config.checkpoint.keep),
+            false => Ok(Keeper::peek(at)),
+        };
+        let keeper = directory.map(keeper).transpose()?;
+        // Nobody looks for checkpoints before the first process has repaired what a kill left.
+        exchanges.map_or(Ok(()), Exchanges::meet).map_err(lost)?;
         let mut warnings = Vec::new();
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {

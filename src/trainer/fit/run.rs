@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
+use crate::plan::Share;
 use crate::telemetry::{EventLog, Exporter};
 use crate::trainer::Trainer;
 
@@ -35,7 +36,9 @@ impl Run<'_> {
         let step = self.trainer.progress().step;
         if let Err(error) = trained {
             // The model is whole unless the ring failed: the steps before need not be lost.
-            if !matches!(error, Error::Ring(_)) && step > first {
+            // Other processes may be in the middle of a step: none is saved with them.
+            let is_alone = self.trainer.plan().share() == Share::WHOLE;
+            if is_alone && !matches!(error, Error::Ring(_)) && step > first {
                 self.save().await?;
             }
             return Err(error);
@@ -47,7 +50,7 @@ impl Run<'_> {
             self.save().await?;
         }
         self.validate_at_the_end(step).await?;
-        let (is_stopped, is_early) = (self.stop.is_requested(), self.is_out_of_patience());
+        let (is_stopped, is_early) = (self.is_stopped()?, self.is_out_of_patience());
         let link = self.trainer.config().device.link.clone();
         let Run { trainer, mut log, callbacks, validated, .. } = self;
         let summary = trainer.stop().await?;
@@ -66,6 +69,11 @@ impl Run<'_> {
         patience.is_some_and(|most| self.trainer.progress().validations_since >= most)
     }
 
+    /// Whether a stop was requested, of any process of the run.
+    fn is_stopped(&self) -> Result<bool, Error> {
+        self.trainer.any(self.stop.is_requested())
+    }
+
     /// All steps, with validations and checkpoints between them.
     async fn all_steps(&mut self, batches: &mut Batches) -> Result<(), Error> {
         let config = self.trainer.config();
@@ -81,7 +89,7 @@ impl Run<'_> {
         let steps = self.steps;
         while self.trainer.progress().step < steps
             && !self.is_out_of_patience()
-            && !self.stop.is_requested()
+            && !self.is_stopped()?
         {
             let step = self.step(batches).await?;
             if is_due(validate_every, step) && !self.validate_and_note().await? {
@@ -118,10 +126,12 @@ impl Run<'_> {
         let config = self.trainer.config();
         let (batch, batches) = (config.step.batch, config.validation.batches);
         let data = self.between.validation.as_ref().expect("a run validates where it has data");
-        let stop = self.stop.clone();
-        let batches = data.in_order(batch, batches).take_while(|_| !stop.is_requested());
+        // Several processes stop together, so none cuts its validation off.
+        let (stop, is_alone) = (self.stop.clone(), self.trainer.plan().share() == Share::WHOLE);
+        let goes_on = || !is_alone || !stop.is_requested();
+        let batches = data.in_order(batch, batches).take_while(|_| goes_on());
         let evaluation = self.trainer.evaluate(batches).await?;
-        if self.stop.is_requested() {
+        if !goes_on() {
             return Ok(None);
         }
         let step = self.trainer.progress().step;
@@ -133,7 +143,7 @@ impl Run<'_> {
 
     /// The last validation, unless the last step had one, and what it is compared with.
     async fn validate_at_the_end(&mut self, step: u64) -> Result<(), Error> {
-        if self.between.validation.is_none() || self.stop.is_requested() {
+        if self.between.validation.is_none() || self.is_stopped()? {
             return Ok(());
         }
         let loss = match self.validated {
@@ -156,7 +166,7 @@ impl Run<'_> {
             self.saved = Some(step);
             self.callbacks.checkpoint(&directory);
         }
-        keeper.tidy()
+        if self.trainer.is_first() { keeper.tidy() } else { Ok(()) }
     }
 
     /// Writes the best checkpoint, and removes the one that was the best before.
@@ -166,7 +176,7 @@ impl Run<'_> {
         let directory = keeper.best_place(step);
         self.trainer.checkpoint(&directory).await?;
         self.callbacks.checkpoint(&directory);
-        keeper.tidy_best(step)
+        if self.trainer.is_first() { keeper.tidy_best(step) } else { Ok(()) }
     }
 
     /// Compares the model of the built-in text with counting, and shows a sample of its text.
@@ -181,7 +191,7 @@ impl Run<'_> {
         const LENGTH: u64 = 240;
         let mut tokens: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
         for drawn in 0..LENGTH {
-            if self.stop.is_requested() {
+            if self.is_stopped()? {
                 return Ok(());
             }
             let seed = self.trainer.config().step.seed.wrapping_add(drawn);
