@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use common::rehearsal::{Event, Name, Rehearsal};
 use common::*;
-use l2l_actors::schedule::{Capacities, LayerId, Schedule, deal, relay};
+use l2l_actors::schedule::{Capacities, LayerId, Ranks, Schedule, deal, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{self, Record, VirtualLanes, World};
 use l2l_actors::work::{Queue, Work};
@@ -40,16 +40,22 @@ struct Mode {
     on_file: bool,
     devices: u32,
     sharded: bool,
+    ranks: u32,
 }
 
-const MODES: [Mode; 7] = [
-    Mode { deferred: false, on_file: false, devices: 1, sharded: false },
-    Mode { deferred: true, on_file: false, devices: 1, sharded: false },
-    Mode { deferred: false, on_file: true, devices: 1, sharded: false },
-    Mode { deferred: true, on_file: true, devices: 1, sharded: false },
-    Mode { deferred: true, on_file: false, devices: 2, sharded: false },
-    Mode { deferred: true, on_file: false, devices: 2, sharded: true },
-    Mode { deferred: false, on_file: true, devices: 2, sharded: true },
+/// One process with one device, whose blocks are in memory.
+const PLAIN: Mode = Mode { deferred: false, on_file: false, devices: 1, sharded: false, ranks: 1 };
+
+const MODES: [Mode; 9] = [
+    PLAIN,
+    Mode { deferred: true, ..PLAIN },
+    Mode { on_file: true, ..PLAIN },
+    Mode { deferred: true, on_file: true, ..PLAIN },
+    Mode { deferred: true, devices: 2, ..PLAIN },
+    Mode { deferred: true, devices: 2, sharded: true, ..PLAIN },
+    Mode { on_file: true, devices: 2, sharded: true, ..PLAIN },
+    Mode { ranks: 2, ..PLAIN },
+    Mode { deferred: true, ranks: 2, ..PLAIN },
 ];
 
 impl Mode {
@@ -66,8 +72,9 @@ fn ring(mode: Mode) -> (Schedule, RingConfig) {
     let mut selection = everything(&model, 2);
     selection.frozen = vec![l2l_actors::schedule::BlockId(1)];
     let schedule = relay(&model, &selection).expect("a model of ours");
-    let schedule =
+    let mut schedule =
         if mode.sharded { sharded(&model, 2, mode.devices) } else { deal(schedule, mode.devices) };
+    schedule.ranks = Ranks { count: mode.ranks, dealt: mode.ranks > 1 };
     let config = config(&schedule, &Capacities::default(), mode.deferred);
     (schedule, config)
 }

@@ -132,8 +132,7 @@ impl Touch {
             }
             &Work::Deal { block, reduced } => {
                 let label = Label::Gradient(block, now, of_groups(plan, block, None));
-                touch.read(Cell::Landing(reduced), label);
-                touch.write(Cell::Landing(reduced), label);
+                touch.writes.push((Cell::Landing(reduced), Some(label), label));
             }
             &Work::Rows { visit } => {
                 let visit = &plan.schedule.visits[visit];

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::common::rehearsal::Rehearsal;
 use crate::common::*;
 use l2l_actors::conformance::{ConformanceReport, Main, Subject, check};
-use l2l_actors::schedule::{Pools, RingModel, Schedule, Version, deal, relay};
+use l2l_actors::schedule::{Pools, Ranks, RingModel, Schedule, Version, deal, relay};
 use l2l_actors::threads::ThreadLanes;
 use l2l_actors::virtual_time::{VirtualLanes, World};
 use l2l_actors::{ActorTask, schedule::BlockId};
@@ -44,6 +44,23 @@ impl Subject for TwoDevices {
 
     fn schedule(&self) -> Schedule {
         deal(Threads.schedule(), 2)
+    }
+
+    fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
+        Threads.ports(pools)
+    }
+
+    fn batch(&self, _step: Version) {}
+}
+
+/// One of two ranks, whose exchanges are operations like others.
+struct OfTwoRanks;
+
+impl Subject for OfTwoRanks {
+    type Ports = ThreadLanes<Rehearsal>;
+
+    fn schedule(&self) -> Schedule {
+        Schedule { ranks: Ranks { count: 2, dealt: true }, ..Threads.schedule() }
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -121,6 +138,7 @@ fn lanes_of_threads_conform() {
     full(check(&OnFile));
     full(check(&TwoDevices));
     full(check(&Sharded));
+    full(check(&OfTwoRanks));
 }
 
 #[test]

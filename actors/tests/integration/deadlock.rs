@@ -4,8 +4,8 @@ use std::sync::{Arc, Mutex};
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    BlockId, Capacities, Pipeline, Pools, Schedule, StepPlan, deal, deal_groups, pipeline, relay,
-    resident,
+    BlockId, Capacities, Pipeline, Pools, Ranks, Schedule, StepPlan, deal, deal_groups, pipeline,
+    relay, resident,
 };
 use l2l_actors::virtual_time::{self, Move, VirtualLanes, World};
 use l2l_actors::work::Queue;
@@ -30,6 +30,8 @@ struct Case {
     by_groups: bool,
     /// Blocks come in shards, where all devices visit the same layers.
     sharded: bool,
+    /// Other processes have parts of the blocks.
+    several: bool,
     /// 0: none.
     pipeline: u32,
     seed: u64,
@@ -39,13 +41,14 @@ fn cases() -> impl Strategy<Value = Case> {
     let shape = (1..=6_u32, 0..=8_u32, any::<bool>(), 1..=5_u32);
     let depths = (1..=4_u32, 1..=3_u32, 1..=3_u32, 1..=5_u32);
     let flags = (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>());
+    let flags = (flags, any::<bool>());
     let frozen = prop::collection::vec(0..6_u32, 0..3);
     let rest = (frozen, 1..=3_u32, (1..=4_u32, any::<bool>(), 0..=8_u32), any::<u64>());
     (shape, depths, flags, rest).prop_map(|(shape, depths, flags, rest)| {
         let (frozen, devices, (groups, by_groups, pipeline), seed) = rest;
         let (layers, tiles, tied, micro_batches) = shape;
         let (weights, gradients, reduced, stash) = depths;
-        let (deferred, recompute, resident, on_file, sharded) = flags;
+        let ((deferred, recompute, resident, on_file, sharded), several) = flags;
         let depths = Capacities { weights, gradients, reduced, stash };
         Case {
             layers,
@@ -62,6 +65,7 @@ fn cases() -> impl Strategy<Value = Case> {
             groups,
             by_groups,
             sharded,
+            several,
             pipeline,
             seed,
         }
@@ -69,7 +73,16 @@ fn cases() -> impl Strategy<Value = Case> {
 }
 
 impl Case {
+    /// That of one of two ranks, in some cases: its exchanges are operations like others.
     fn schedule(&self) -> Schedule {
+        let mut schedule = self.schedule_of_one();
+        if self.several {
+            schedule.ranks = Ranks { count: 2, dealt: true };
+        }
+        schedule
+    }
+
+    fn schedule_of_one(&self) -> Schedule {
         let model = model(self.layers, self.tiles, self.tied && self.tiles > 0);
         let model = if self.on_file { on_file(model) } else { model };
         let mut selection = everything(&model, self.micro_batches);
@@ -219,7 +232,7 @@ proptest! {
     /// Loss, norm, versions and traffic do not depend on depths; bytes are the schedule's.
     #[test]
     fn bytes_are_a_function_of_the_schedule(case in cases()) {
-        let schedule = case.schedule();
+        let schedule = case.schedule_of_one();
         let config = case.config(&schedule);
         let plan = StepPlan::new(schedule.clone(), config.pools).expect("pools were made for it");
         let (resolved, records) = virtual_time::run(config, |_| ticks(3), async |mut relay| {
