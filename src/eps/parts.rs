@@ -127,12 +127,12 @@ impl RankParts {
     }
 
     fn say(&self, said: Said) -> Result<(), Error> {
-        self.exchanges.gather(Channel::Control, &said.written(), &|| ()).map_err(lost)?;
+        self.exchanges.meet(&said.written()).map_err(lost)?;
         Ok(())
     }
 
     fn hear(&self) -> Result<Said, Error> {
-        let all = self.exchanges.gather(Channel::Control, &[], &|| ()).map_err(lost)?;
+        let all = self.exchanges.meet(&[]).map_err(lost)?;
         Ok(Said::read(&all[0]))
     }
 }

@@ -15,6 +15,9 @@ pub(crate) struct Exchanges {
     patience: Duration,
 }
 
+/// How much longer a rank waits where others do work that it does not.
+const UNEQUAL: u32 = 10;
+
 /// Tells the watchdog that an exchange still waits: it ends by itself.
 type Beat<'b> = &'b dyn Fn();
 
@@ -36,6 +39,7 @@ impl Exchanges {
         &self,
         channel: Channel,
         count: u64,
+        patience: Duration,
         beat: Beat<'_>,
         exchange: impl FnOnce(Tag, &dyn Fn() -> bool) -> Result<R, Lost>,
     ) -> Result<R, Lost> {
@@ -43,8 +47,6 @@ impl Exchanges {
         let tag = Tag { channel, number: *next };
         *next += count;
         let begin = Instant::now();
-        // Between steps ranks do unequal work: one writes a checkpoint, the others wait.
-        let patience = if channel == Channel::Control { 10 * self.patience } else { self.patience };
         exchange(tag, &|| {
             beat();
             begin.elapsed() < patience
@@ -59,7 +61,7 @@ impl Exchanges {
         block: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        self.make(channel, 1, beat, |tag, goes_on| {
+        self.make(channel, 1, self.patience, beat, |tag, goes_on| {
             parts::complete(&*self.fabric, tag, parts, block, goes_on)
         })
     }
@@ -72,14 +74,9 @@ impl Exchanges {
         received: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        self.make(Channel::Gradients, 1, beat, |tag, goes_on| {
+        self.make(Channel::Gradients, 1, self.patience, beat, |tag, goes_on| {
             parts::deal(&*self.fabric, tag, parts, gradient, received, goes_on)
         })
-    }
-
-    /// Waits until all ranks are here.
-    pub(crate) fn meet(&self) -> Result<(), Lost> {
-        self.gather(Channel::Control, &[], &|| ()).map(|_| ())
     }
 
     /// The same bytes to all ranks, and those of each: see [`gather`].
@@ -89,6 +86,16 @@ impl Exchanges {
         own: &[u8],
         beat: Beat<'_>,
     ) -> Result<Vec<Vec<u8>>, Lost> {
-        self.make(channel, 2, beat, |tag, goes_on| gather(&*self.fabric, tag, own, goes_on))
+        self.make(channel, 2, self.patience, beat, |tag, goes_on| {
+            gather(&*self.fabric, tag, own, goes_on)
+        })
+    }
+
+    /// The same on the channel of control, where ranks do unequal work before: one of them reads
+    /// data longer than others, or writes a checkpoint alone.
+    pub(crate) fn meet(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Lost> {
+        self.make(Channel::Control, 2, UNEQUAL * self.patience, &|| (), |tag, goes_on| {
+            gather(&*self.fabric, tag, own, goes_on)
+        })
     }
 }

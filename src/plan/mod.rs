@@ -15,7 +15,7 @@ use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
 pub(crate) use regions::{Holder, Place, Regions};
 pub(crate) use share::DealtStep;
-pub use share::Share;
+pub use share::{FabricBytes, Share};
 use sizing::Sizing;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
@@ -74,6 +74,8 @@ pub struct Plan {
     pub download_bytes: u64,
     /// The same for each device.
     pub link_bytes: Vec<LinkBytes>,
+    /// What this process sends to the others in such a step.
+    pub fabric_bytes: FabricBytes,
     /// Bytes that such a step reads from the EPS's file.
     pub read_bytes: u64,
     /// Bytes that it writes there.

@@ -85,6 +85,44 @@ impl Share {
     }
 }
 
+/// Bytes that a process sends to the others in a step that trains.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct FabricBytes {
+    /// Its parts of blocks, each time that a block is completed.
+    pub blocks: u64,
+    /// The others' parts of gradients. Rows of the embedding's gradient come to it.
+    pub gradients: u64,
+}
+
+impl Share {
+    /// What this process sends in a step, but for rows of the embedding's gradient.
+    pub(super) fn sends(self, plan: &StepPlan, model: &Model) -> FabricBytes {
+        let others = u64::from(self.ranks - 1);
+        if others == 0 {
+            return FabricBytes::default();
+        }
+        let part = |block: u32, bytes: u64| {
+            let cut = crate::eps::cut(&model.blocks[block as usize], self.ranks);
+            let element = bytes / cut.len().max(1) as u64;
+            let own = cut.of(self.rank).len() as u64 * element;
+            [own, bytes - own]
+        };
+        let block = |id: u32| &plan.schedule.blocks[id as usize];
+        let (fetched, dealt) = exchanges(plan);
+        let dealt = dealt.into_iter().filter(|&id| id != SCATTER);
+        FabricBytes {
+            blocks: fetched
+                .into_iter()
+                .map(|id| others * part(id, block(id).weight_bytes)[0])
+                .sum(),
+            gradients: dealt.map(|id| part(id, block(id).gradient_bytes)[1]).sum(),
+        }
+    }
+}
+
+/// A scatter, among the gradients that ranks exchange.
+const SCATTER: u32 = u32::MAX;
+
 /// What ranks exchange in a step, in order: blocks that are completed, and gradients.
 pub(super) fn exchanges(plan: &StepPlan) -> (Vec<u32>, Vec<u32>) {
     let fetched = plan.fetches.iter().filter_map(|fetch| match fetch {
@@ -93,7 +131,7 @@ pub(super) fn exchanges(plan: &StepPlan) -> (Vec<u32>, Vec<u32>) {
     });
     let dealt = plan.reductions.iter().filter_map(|reduction| match reduction {
         Reduction::Gradient { block, join, .. } => (!join.keeps).then_some(block.0),
-        Reduction::Scatter { .. } => Some(u32::MAX),
+        Reduction::Scatter { .. } => Some(SCATTER),
         Reduction::Loss { .. } => None,
     });
     (fetched.collect(), dealt.collect())

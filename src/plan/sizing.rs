@@ -90,6 +90,7 @@ impl Sizing<'_> {
             upload_bytes: traffic.to_device(),
             download_bytes: traffic.from_device(),
             link_bytes: links.collect(),
+            fabric_bytes: self.share.sends(&walked, self.model),
             read_bytes: file_bytes.0,
             written_bytes: file_bytes.1,
             positions,

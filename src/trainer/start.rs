@@ -15,7 +15,7 @@ use crate::config::{Config, EpsTier, Labels, LogConfig, MetricsConfig};
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier, Folder, RankParts, StateOnFile, lost};
 use crate::error::Error;
-use crate::fabric::{Channel, Exchanges};
+use crate::fabric::Exchanges;
 use crate::hf;
 use crate::hf::largest_shape_of;
 use crate::machine;
@@ -200,7 +200,7 @@ fn agree(
         ("data or checkpoint", of(run.to_string().as_bytes())),
     ];
     let own: Vec<u8> = all.iter().flat_map(|(_, digest)| digest.iter().copied()).collect();
-    let ranks = exchanges.gather(Channel::Control, &own, &|| ()).map_err(lost)?;
+    let ranks = exchanges.meet(&own).map_err(lost)?;
     for (rank, of_rank) in ranks.iter().enumerate().skip(1) {
         let pairs = ranks[0].chunks(32).zip(of_rank.chunks(32));
         let mut named = all.iter().zip(pairs);

@@ -1,15 +1,18 @@
 //! Training in several processes is the same, bit for bit, as in one: any number of ranks and
 //! devices, whatever the order in which messages arrive. The ranks here are threads.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-use l2l::config::{Deal, ScheduleKind, StashDtype};
+use l2l::config::{EpsTier, ScheduleKind, StashDtype};
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
-use l2l::{Config, Error, Summary, Trainer};
+use l2l::models::{Model, block_len};
+use l2l::plan::{FabricBytes, Share, Term};
+use l2l::{Config, Error, Plan, Summary, Trainer, shape_of};
 use proptest::prelude::*;
 
 use crate::exact::{Case, Ways, baseline, cases, config, ways};
@@ -47,38 +50,73 @@ impl Fabric for Late {
     }
 }
 
-/// What a rank saw: the bits of each step's loss and norm, a loss of evaluation, and the summary.
+/// What a rank saw: the bits of each step's loss and norm, and of an evaluation; the summary.
 type Seen = (Vec<[u64; 3]>, Summary);
 
-/// Runs `steps` steps on a rank; the only one if there is no fabric.
-fn run(config: Config, fabric: Option<Arc<dyn Fabric>>, steps: usize) -> Result<Seen, Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    runtime.block_on(async {
-        let mut batches = Batches::open(&config)?;
-        let mut builder = Trainer::builder(config);
-        if let Some(fabric) = fabric {
-            builder = builder.fabric(fabric);
-        }
-        let mut trainer = builder.start()?;
-        let mut bits = Vec::new();
-        for _ in 0..steps {
-            let batch = batches.next().await?;
-            let report = trainer.step(batch.clone()).await?;
-            let seen = trainer.evaluate([Ok(batch)]).await?;
-            bits.push([report.loss, report.grad_norm, seen.loss].map(f64::to_bits));
-        }
-        Ok((bits, trainer.stop().await?))
-    })
+/// What a rank is to do.
+#[derive(Clone)]
+struct Task {
+    config: Config,
+    /// Steps that were done before.
+    from: usize,
+    steps: usize,
+    evaluates: bool,
+    /// Where it resumes from, and where it leaves a checkpoint.
+    resumes: Option<PathBuf>,
+    leaves: Option<PathBuf>,
 }
 
-/// The same on all ranks of a fabric of threads, with the bytes that each sent, by channel.
-fn on_ranks(config: &Config, ranks: u32, steps: usize) -> Vec<(Result<Seen, Error>, [u64; 5])> {
+impl Task {
+    fn new(config: Config, steps: usize) -> Task {
+        Task { config, from: 0, steps, evaluates: false, resumes: None, leaves: None }
+    }
+
+    /// Does it on a rank; on the only one if there is no fabric.
+    fn run(self, fabric: Option<Arc<dyn Fabric>>) -> Result<Seen, Error> {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        runtime.block_on(async {
+            let mut batches = Batches::open(&self.config)?;
+            let mut builder = Trainer::builder(self.config);
+            if let Some(fabric) = fabric {
+                builder = builder.fabric(fabric);
+            }
+            if let Some(checkpoint) = self.resumes {
+                builder = builder.resume(checkpoint);
+            }
+            let mut trainer = builder.start()?;
+            for _ in 0..self.from {
+                batches.next().await?;
+            }
+            let mut bits = Vec::new();
+            for _ in 0..self.steps {
+                let batch = batches.next().await?;
+                let report = trainer.step(batch.clone()).await?;
+                let seen = match self.evaluates {
+                    true => trainer.evaluate([Ok(batch)]).await?.loss,
+                    false => 0.0,
+                };
+                bits.push([report.loss, report.grad_norm, seen].map(f64::to_bits));
+            }
+            if let Some(checkpoint) = self.leaves {
+                trainer.checkpoint(&checkpoint).await?;
+            }
+            Ok((bits, trainer.stop().await?))
+        })
+    }
+}
+
+/// Does a task on each rank of a fabric of threads; with the bytes that each sent, by channel.
+fn on_ranks(
+    ranks: u32,
+    task: impl Fn(Rank) -> Task + Sync,
+) -> Vec<(Result<Seen, Error>, [u64; 5])> {
     thread::scope(|scope| {
         let start = |fabric: ThreadFabric| {
-            let chance = AtomicU64::new(u64::from(fabric.rank()) << 50);
+            let (rank, task) = (fabric.rank(), &task);
+            let chance = AtomicU64::new(u64::from(rank) << 50);
             let late = Arc::new(Late { fabric, chance, sent: Default::default() });
             scope.spawn(move || {
-                let seen = run(config.clone(), Some(late.clone()), steps);
+                let seen = task(rank).run(Some(late.clone()));
                 (seen, late.sent.each_ref().map(|bytes| bytes.load(Relaxed)))
             })
         };
@@ -111,8 +149,9 @@ proptest! {
             config.stash.dtype = if packs { StashDtype::Bf16 } else { config.stash.dtype };
             config
         };
-        let (expected, reference) = run(of(&baseline()), None, STEPS).expect("a case of ours");
-        for (seen, _) in on_ranks(&of(&ways), ranks, STEPS) {
+        let task = |ways: &Ways| Task { evaluates: true, ..Task::new(of(ways), STEPS) };
+        let (expected, reference) = task(&baseline()).run(None).expect("a case of ours");
+        for (seen, _) in on_ranks(ranks, |_| task(&ways)) {
             let (bits, summary) = seen.expect("a case of ours");
             prop_assert_eq!(&bits, &expected);
             prop_assert_eq!(summary.weights_digest, reference.weights_digest.clone());
@@ -120,15 +159,20 @@ proptest! {
     }
 }
 
-fn four_groups() -> Case {
-    Case { batch: 8, micro_batch: 2, groups: 4, ..crate::exact::SMALL.clone() }
+/// A relay of eight sequences in groups.
+fn relay(groups: u32, micro_batch: usize) -> Config {
+    let case = Case { batch: 8, micro_batch, groups, clip: true, ..crate::exact::SMALL.clone() };
+    config(&case, &Ways { kind: ScheduleKind::Relay, ..baseline() })
+}
+
+fn refused(ranks: u32, task: impl Fn(Rank) -> Task + Sync) -> Vec<String> {
+    let all = on_ranks(ranks, task).into_iter();
+    all.map(|(seen, _)| seen.expect_err("it is refused").to_string()).collect()
 }
 
 #[test]
 fn fewer_groups_than_ranks_are_refused_on_each() {
-    let ways = Ways { kind: ScheduleKind::Relay, ..baseline() };
-    for (seen, _) in on_ranks(&config(&Case { groups: 2, ..four_groups() }, &ways), 3, 1) {
-        let says = seen.expect_err("two groups on three ranks").to_string();
+    for says in refused(3, |_| Task::new(relay(2, 2), 1)) {
         assert!(
             says.starts_with("parallel.groups is 2, and 3 processes share each step"),
             "{says}"
@@ -136,16 +180,126 @@ fn fewer_groups_than_ranks_are_refused_on_each() {
     }
 }
 
-/// Bytes on the fabric do not depend on the number of micro-batches: a rank sends its part of each
-/// block to each other rank twice, for forward and backward, and their parts of its gradients.
 #[test]
-fn bytes_follow_from_the_model_alone() {
-    let ways = Ways { kind: ScheduleKind::Relay, deal: Deal::Layers, ..baseline() };
-    let sent = |micro_batch: usize, steps: usize| {
-        let case = Case { micro_batch, ..four_groups() };
-        let all = on_ranks(&config(&case, &ways), 2, steps);
-        all.into_iter().map(|(_, sent)| [sent[1], sent[2]]).collect::<Vec<_>>()
+fn a_model_on_file_is_refused() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let task = |_| {
+        let mut config = relay(2, 2);
+        (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
+        Task::new(config, 1)
     };
-    let (few, many) = (sent(2, 2), sent(1, 2));
-    assert_eq!(few, many);
+    for says in refused(2, task) {
+        assert!(says.starts_with("eps.tier is \"file\""), "{says}");
+    }
+}
+
+#[test]
+fn a_rank_with_another_config_is_named_on_each() {
+    let task = |rank| {
+        let mut config = relay(4, 2);
+        config.optimizer.learning_rate *= f64::from(1 + rank / 2);
+        Task::new(config, 1)
+    };
+    for says in refused(3, task) {
+        assert!(says.starts_with("rank 2 has another config than rank 0"), "{says}");
+    }
+}
+
+/// A rank that leaves the run, or stays silent, is named by the others within the watchdog's time.
+#[test]
+fn a_rank_that_is_lost_is_named() {
+    let task = |rank| {
+        let mut config = relay(4, 2);
+        config.watchdog.seconds = 2.0;
+        Task::new(config, if rank == 1 { 1 } else { 2 })
+    };
+    let all = refused(3, task);
+    for rank in [0, 2] {
+        assert!(all[rank].contains("nothing comes from rank 1"), "{all:?}");
+    }
+}
+
+/// What a rank sends is the plan's, and does not depend on the number of micro-batches: its parts of
+/// blocks, the other ranks' parts of gradients, and its rows of the embedding's gradient.
+#[test]
+fn bytes_are_the_plans() {
+    const STEPS: u64 = 2;
+    for ranks in [2, 4] {
+        let sent = |micro_batch: usize| {
+            let all = on_ranks(ranks, |_| Task::new(relay(4, micro_batch), STEPS as usize));
+            all.into_iter().map(|(_, sent)| [sent[1], sent[2]]).collect::<Vec<_>>()
+        };
+        let found = sent(2);
+        assert_eq!(found, sent(1));
+        let config = relay(4, 2);
+        let model = Model::new(shape_of(&config).expect("a shape of ours"));
+        let mut received = 0;
+        for (rank, found) in (0..ranks).zip(found) {
+            let share = Share { rank, ranks };
+            let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
+            let plan = plan.expect("a plan of ours");
+            let rows = 8 / ranks * 7 * 24 * 4 * (ranks - 1);
+            let FabricBytes { blocks, gradients } = plan.fabric_bytes;
+            assert_eq!(found, [STEPS * blocks, STEPS * (gradients + u64::from(rows))]);
+            received += gradients;
+        }
+        // (N - 1) / N of all gradients leave each rank.
+        let parameters: usize = model.blocks.iter().map(|block| block_len(block)).sum();
+        assert_eq!(received, u64::from(ranks - 1) * 4 * gradients_of(&model, parameters));
+    }
+}
+
+/// Parameters whose gradients come from devices: all but the embedding's own.
+fn gradients_of(model: &Model, parameters: usize) -> u64 {
+    let untied = if model.shape.tied { 0 } else { block_len(&model.blocks[0]) };
+    (parameters - untied) as u64
+}
+
+/// A rank holds its part of masters and states.
+#[test]
+fn masters_and_states_fall_with_the_number_of_ranks() {
+    let mut config = relay(4, 2);
+    (config.model.hidden, config.model.heads) = (Some(128), Some(4));
+    let model = Model::new(shape_of(&config).expect("a shape of ours"));
+    let held = |ranks: u32| -> Vec<u64> {
+        let of_rank = |rank| {
+            let share = Share { rank, ranks };
+            let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
+            let host = plan.expect("a plan of ours").host;
+            let is_eps = |term: &&Term| ["masters", "moments"].contains(&term.name);
+            host.iter().filter(is_eps).map(|term| term.bytes).sum()
+        };
+        (0..ranks).map(of_rank).collect()
+    };
+    let all = held(1)[0];
+    for ranks in [2, 3, 4] {
+        let held = held(ranks);
+        assert_eq!(held.iter().sum::<u64>(), all);
+        let most = held.into_iter().max().expect("there is a rank");
+        assert!(most < all / u64::from(ranks) * 11 / 10, "{most} of {all} on one of {ranks}");
+    }
+}
+
+/// A run that goes on with other numbers of ranks is the run that was not interrupted.
+#[test]
+fn a_run_resumes_on_any_number_of_ranks() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let config = relay(8, 1);
+    let (bits, whole) = Task::new(config.clone(), 8).run(None).expect("a case of ours");
+    let place = |nth: usize| folder.path().join(format!("after-{nth}"));
+    for (nth, ranks) in [4, 2, 3, 1].into_iter().enumerate() {
+        let task = Task {
+            from: 2 * nth,
+            resumes: nth.checked_sub(1).map(place),
+            leaves: Some(place(nth)),
+            ..Task::new(config.clone(), 2)
+        };
+        for (seen, _) in on_ranks(ranks, |_| task.clone()) {
+            let (found, summary) = seen.expect("a case of ours");
+            assert_eq!(found, bits[2 * nth..][..2]);
+            if nth == 3 {
+                assert_eq!(summary.weights_digest, whole.weights_digest);
+            }
+        }
+    }
 }

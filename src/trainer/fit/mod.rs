@@ -22,7 +22,6 @@ use crate::devices;
 use crate::engine::Summary;
 use crate::eps::lost;
 use crate::error::Error;
-use crate::fabric::Exchanges;
 use crate::hf::shape_of;
 use crate::telemetry::{EventLog, Exporter, Observe, made_up_name};
 
@@ -142,7 +141,7 @@ impl Fit {
         };
         let keeper = directory.map(keeper).transpose()?;
         // Nobody looks for checkpoints before the first process has repaired what a kill left.
-        exchanges.map_or(Ok(()), Exchanges::meet).map_err(lost)?;
+        exchanges.map_or(Ok(Vec::new()), |exchanges| exchanges.meet(&[])).map_err(lost)?;
         let mut warnings = Vec::new();
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {
