@@ -1,8 +1,8 @@
 //! Real ranks of MPI: `cargo test --features mpi --test fabric`.
 //!
-//! Without a launcher this program starts itself with `mpirun`, once for each case of the fabric and
-//! number of ranks, and checks how the ranks end. Started by one, it is a rank. Then it trains: on
-//! several ranks, and with ranks that are killed or stopped.
+//! Without a launcher this program starts itself with `mpirun`, once for each case of the fabric
+//! and number of ranks, and checks how the ranks end. Started by one, it is a rank. Then it trains:
+//! on several ranks, and with ranks that are killed or stopped.
 
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -177,7 +177,7 @@ fn failures_end_in_bounds(place: &dyn Fn(&str) -> String) {
         let directory = place(&format!("broken-{case}"));
         let ranks = 2 + (next() % 2) as u32;
         // Slow enough to be hit on its way.
-        let slow = ["device.flop_rate=150MFLOP/s", "watchdog.seconds=3"];
+        let slow = ["device.flop_rate=150MFLOP/s", "watchdog.seconds=2"];
         let (out, err) = (place("out"), place("err"));
         let file = |path: &str| std::fs::File::create(path).expect("room on a disk");
         let mut run = train(ranks, &directory, &slow);

@@ -95,10 +95,12 @@ pub(super) fn of(config: &Config) -> Result<Option<Arc<dyn Fabric>>, Error> {
 /// How long the first rank has to say why a run ended, before another ends its process.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
-/// Ends this process if a launcher started others before it: the first one says the same.
+/// Ends this process if a launcher started others before it. The first one says the same, and then
+/// the launcher ends this one; if not, the error is this process's own.
 pub(super) fn leave_it_to_the_first(error: &Error) {
-    if fabric::launched().is_some_and(|(rank, _)| rank > 0) {
+    if let Some((rank @ 1.., _)) = fabric::launched() {
         thread::sleep(LAST_WORDS);
+        say(format_args!("error: rank {rank}: {error}"));
         process::exit(error.exit_code().into());
     }
 }
@@ -117,7 +119,8 @@ pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
             say(format_args!("error: {error}"));
             let other = |text: &[u8]| String::from_utf8_lossy(text).into_owned();
             let others = all.iter().map(|text| other(text)).enumerate().skip(1);
-            for (rank, text) in others.filter(|(_, text)| *text != own) {
+            let told = format!("rank 0: {own}");
+            for (rank, text) in others.filter(|(_, text)| *text != own && *text != told) {
                 say(format_args!("error: rank {rank}: {text}"));
             }
         }
@@ -130,14 +133,13 @@ pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
 /// same work.
 ///
 /// # Errors
-/// There are several processes. The first one returns this error. The others end without a message.
+/// There are several processes. The first one says so.
 pub(super) fn refuse_ranks(what: &str) -> Result<(), Error> {
-    match fabric::launched() {
-        None => Ok(()),
-        Some((0, ranks)) => Err(Error::Argument(format!(
-            "a launcher started {ranks} processes of `l2l {what}`, and each would do all of the \
-             work: start one"
-        ))),
-        Some(_) => process::exit(2),
-    }
+    let Some((_, ranks)) = fabric::launched() else { return Ok(()) };
+    let error = Error::Argument(format!(
+        "a launcher started {ranks} processes of `l2l {what}`, and each would do all of the work: \
+         start one"
+    ));
+    leave_it_to_the_first(&error);
+    Err(error)
 }

@@ -18,6 +18,7 @@ mod train;
 mod tune;
 
 use std::io::Write;
+use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
@@ -128,6 +129,9 @@ struct PlanArguments {
     /// Draw a step, simulated in virtual time, to this SVG file.
     #[arg(long, value_name = "FILE")]
     draw: Option<PathBuf>,
+    /// Plan for the first of so many processes, which `mpirun` or `srun` starts.
+    #[arg(long, value_name = "COUNT", default_value_t = NonZeroU32::MIN)]
+    ranks: NonZeroU32,
     /// Forecast a step with this machine's rates. They are measured (the disk's with an unnamed
     /// file of 256 MiB in `eps.path`), except those given below.
     #[arg(long)]

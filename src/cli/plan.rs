@@ -5,7 +5,7 @@ use std::path::Path;
 
 use l2l::config::{DeviceKind, EpsTier, Format};
 use l2l::models::{Model, Part, block_len};
-use l2l::plan::{LinkBytes, Term};
+use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, optimizers};
 use l2l_actors::schedule::BlockId;
@@ -14,11 +14,16 @@ use serde_json::{Map, Value, json};
 use super::{PlanArguments, RateArguments, print, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
-    let PlanArguments { common, draw: picture, forecast, csv, rates: given } = arguments;
+    let PlanArguments { common, draw: picture, ranks, forecast, csv, rates: given } = arguments;
     let (config, layers) = common.read(None, None)?;
     let locate = |error| layers.locate(error);
     let model = Model::new(largest_shape_of(&config).map_err(locate)?);
-    let plan = Plan::new(&config, &model, &config.update_rule()).map_err(locate)?;
+    let share = RankShare { rank: 0, ranks: ranks.get() };
+    let plan = Plan::of_rank(&config, &model, &config.update_rule(), share).map_err(locate)?;
+    if ranks.get() > 1 && (*forecast || picture.is_some() || given.any() || csv.is_some()) {
+        let what = "--ranks: forecasts, pictures and tables are of one process";
+        return Err(Error::Argument(what.into()));
+    }
     let is_asked = *forecast || picture.is_some() || given.any();
     let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
     let found = found.map_err(locate)?;
@@ -223,6 +228,10 @@ impl Shown<'_> {
                     "download_bytes": link.download, "peer_bytes": link.peers,
                 })
             }).collect::<Vec<_>>(),
+            "ranks": plan.share().ranks,
+            "fabric_bytes": {
+                "blocks": plan.fabric_bytes.blocks, "gradients": plan.fabric_bytes.gradients,
+            },
             "read_bytes": plan.read_bytes,
             "written_bytes": plan.written_bytes,
             "largest_layer": { "layer": layer, "parameters": parameters, "bytes": bytes },
@@ -278,6 +287,10 @@ impl Shown<'_> {
                 }
                 number(&format!("  {device}"), link.upload, &others);
             }
+        }
+        if plan.share().ranks > 1 {
+            let FabricBytes { blocks, gradients } = plan.fabric_bytes;
+            number("sent a step", blocks + gradients, "bytes to other processes");
         }
         if !plan.file.is_empty() {
             number("read a step", plan.read_bytes, "bytes");

@@ -2,7 +2,8 @@
 //!
 //! A part is cut at the chunks of the gradient norm's sums, so a rank measures and updates its part
 //! as one process would. Between steps a block is read whole: each rank sends its part. Either all
-//! ranks read the same block, or the first rank asks the others for it ([`RankParts::first_alone`]).
+//! ranks read the same block, or the first rank asks the others for it
+//! ([`RankParts::first_alone`]).
 
 use std::ops::Range;
 use std::sync::Arc;

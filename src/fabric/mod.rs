@@ -40,12 +40,20 @@ pub enum Channel {
     Sums,
     /// Why a run ended.
     End,
+    /// Signs of life.
+    Beats,
 }
 
 impl Channel {
     /// All of them.
-    pub const ALL: [Channel; 5] =
-        [Channel::Control, Channel::Blocks, Channel::Gradients, Channel::Sums, Channel::End];
+    pub const ALL: [Channel; 6] = [
+        Channel::Control,
+        Channel::Blocks,
+        Channel::Gradients,
+        Channel::Sums,
+        Channel::End,
+        Channel::Beats,
+    ];
 }
 
 /// Which exchange of a channel a message belongs to.

@@ -100,6 +100,10 @@ impl UpdateRule for AdamW {
         2
     }
 
+    fn is_elementwise(&self) -> bool {
+        true
+    }
+
     fn apply(
         &self,
         tensors: &[Tensor],

@@ -70,6 +70,13 @@ pub trait UpdateRule: Send + Sync {
     /// The number of states that the rule keeps for each parameter (AdamW: 2).
     fn states(&self) -> usize;
 
+    /// True for a rule that updates each parameter by itself, from its own gradient and states.
+    /// Only such a rule can be used in several processes: there, tensors are cut into parts, and
+    /// the sum of squares is that of [`measure`](UpdateRule::measure)'s own implementation.
+    fn is_elementwise(&self) -> bool {
+        false
+    }
+
     /// The sum of squares of a block's gradient, in f64 over fixed chunks. The gradient norm of a
     /// step is the root of the sum over all blocks.
     fn measure(&self, tensors: &[Tensor], gradient: &[f32]) -> f64 {

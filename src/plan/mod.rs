@@ -15,7 +15,7 @@ use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
 pub(crate) use regions::{Holder, Place, Regions};
 pub(crate) use share::DealtStep;
-pub use share::{FabricBytes, Share};
+pub use share::{FabricBytes, RankShare};
 use sizing::Sizing;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
@@ -89,7 +89,7 @@ pub struct Plan {
     /// Micro-batches of the step that has most of them.
     pub(crate) most_micro_batches: usize,
     /// Which process this is, where several share steps.
-    pub(crate) share: Share,
+    pub(crate) share: RankShare,
     /// Floats for parts of a gradient that other processes send, and for rows of the embedding's.
     pub(crate) exchanged: [usize; 2],
     /// Devices, of which each has as much memory.
@@ -137,7 +137,7 @@ impl Plan {
     /// # Errors
     /// The shapes cannot be: a sequence longer than the model's positions, absurd sizes.
     pub fn new(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Result<Plan, Error> {
-        Plan::of_rank(config, model, rule, Share::WHOLE)
+        Plan::of_rank(config, model, rule, RankShare::WHOLE)
     }
 
     /// Sums everything that one of several processes holds while it trains.
@@ -148,7 +148,7 @@ impl Plan {
         config: &Config,
         model: &Model,
         rule: &dyn UpdateRule,
-        share: Share,
+        share: RankShare,
     ) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
         let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
@@ -171,7 +171,7 @@ impl Plan {
         let has_scores = !model.shape.scores_tokens();
         let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
         let step = StepShape { sequences: config.step.batch, positions, purpose };
-        Sizing { config, model, rule: None, steps: &[step], share: Share::WHOLE, cache: None }
+        Sizing { config, model, rule: None, steps: &[step], share: RankShare::WHOLE, cache: None }
             .plan()
     }
 
@@ -204,7 +204,7 @@ impl Plan {
         }
         let cache = KvCache { layers: widths.len(), sequences, capacity, width };
         let steps = &[first, last];
-        let (share, cache) = (Share::WHOLE, Some(cache));
+        let (share, cache) = (RankShare::WHOLE, Some(cache));
         Sizing { config, model, rule: None, steps, share, cache }.plan()
     }
 
@@ -266,7 +266,7 @@ impl Plan {
     }
 
     /// Which process this is, where several share steps.
-    pub fn share(&self) -> Share {
+    pub fn share(&self) -> RankShare {
         self.share
     }
 

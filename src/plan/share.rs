@@ -12,10 +12,11 @@ use crate::config::{Config, EpsTier};
 use crate::error::Error;
 use crate::fabric::Rank;
 use crate::models::Model;
+use crate::optimizers::UpdateRule;
 
 /// Which process of how many this is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
+pub struct RankShare {
     /// From 0.
     pub rank: Rank,
     /// How many there are.
@@ -31,9 +32,9 @@ pub(crate) struct DealtStep {
     pub(crate) sequences: Vec<Range<usize>>,
 }
 
-impl Share {
+impl RankShare {
     /// The only process.
-    pub const WHOLE: Share = Share { rank: 0, ranks: 1 };
+    pub const WHOLE: RankShare = RankShare { rank: 0, ranks: 1 };
 
     /// True if other processes compute other groups of a step.
     pub(crate) fn deals(self, purpose: Purpose) -> bool {
@@ -62,9 +63,21 @@ impl Share {
     }
 
     /// Refuses what several ranks cannot do.
-    pub(super) fn check(self, config: &Config, model: &Model) -> Result<(), Error> {
+    pub(super) fn check(
+        self,
+        config: &Config,
+        model: &Model,
+        rule: Option<&dyn UpdateRule>,
+    ) -> Result<(), Error> {
         if self.ranks == 1 {
             return Ok(());
+        }
+        if rule.is_some_and(|rule| !rule.is_elementwise()) {
+            return Err(Error::argument(
+                "the update rule needs whole tensors, and each of several processes has parts of \
+                 them: start one process, or implement UpdateRule::is_elementwise if the rule \
+                 updates each parameter by itself",
+            ));
         }
         if config.eps.tier == EpsTier::File {
             let problem = "is \"file\": several processes keep the model in memory";
@@ -94,7 +107,7 @@ pub struct FabricBytes {
     pub gradients: u64,
 }
 
-impl Share {
+impl RankShare {
     /// What this process sends in a step, but for rows of the embedding's gradient.
     pub(super) fn sends(self, plan: &StepPlan, model: &Model) -> FabricBytes {
         let others = u64::from(self.ranks - 1);

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use l2l_actors::schedule::{self, Capacities, Phase, Pipeline, Pools, Schedule};
 
 use super::regions::{Holder, Place, Regions};
-use super::{KvCache, LinkBytes, Plan, Share, StepShape, StepSpec, pipelines, schedule_of, share};
+use super::{
+    KvCache, LinkBytes, Plan, RankShare, StepShape, StepSpec, pipelines, schedule_of, share,
+};
 use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
 use crate::devices;
 use crate::eps::{cut, part_floats};
@@ -26,7 +28,7 @@ pub(super) struct Sizing<'a> {
     /// Steps that will be run, the first the one with the longest sequences.
     pub(super) steps: &'a [StepShape],
     /// Which process this is, where several share steps.
-    pub(super) share: Share,
+    pub(super) share: RankShare,
     pub(super) cache: Option<KvCache>,
 }
 
@@ -56,7 +58,7 @@ impl Sizing<'_> {
     pub(super) fn plan(self) -> Result<Plan, Error> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
-        self.share.check(self.config, self.model)?;
+        self.share.check(self.config, self.model, self.rule)?;
         let pipeline = pipelines::read(self.config)?.map(Arc::new);
         let schedules = self.schedules(pipeline.as_deref())?;
         let pools = self.pools(&schedules.all);
@@ -189,7 +191,7 @@ impl Sizing<'_> {
             dealt.sequences[*rank as usize].len() != dealt.sequences[own as usize].len()
         };
         for rank in (0..self.share.ranks).filter(differs) {
-            let share = Share { rank, ..self.share };
+            let share = RankShare { rank, ..self.share };
             let spec =
                 StepSpec { shape: self.steps[0], layers: None, states: self.states(), share, file };
             let schedule = schedule_of(self.config, self.model, spec)?;
@@ -197,10 +199,12 @@ impl Sizing<'_> {
             let others = schedule::StepPlan::new(schedule, pools)?;
             if share::exchanges(&others) != share::exchanges(walked) {
                 let problem = format_args!(
-                    "is {}, of which {} processes have different numbers, and their devices would \
-                     need blocks in different orders: set a multiple of {0} × {1}, or one device a \
-                     process",
-                    self.config.parallel.groups, self.share.ranks
+                    "is {}, of which {1} processes have different numbers, and their devices would \
+                     need blocks in different orders: set {1}, {2} or another {1} times a power of \
+                     two (a relay with one device a process takes any number)",
+                    self.config.parallel.groups,
+                    self.share.ranks,
+                    2 * self.share.ranks
                 );
                 return Err(Error::config("parallel.groups", problem));
             }
@@ -218,9 +222,9 @@ impl Sizing<'_> {
     fn pools(&self, schedules: &[Schedule]) -> Pools {
         let pools_of = |schedule: &Schedule| self.depths(schedule);
         let first = pools_of(&schedules[0]);
-        let pools = match self.cache {
-            None => first,
-            Some(_) => schedules.iter().map(pools_of).fold(first, Pools::max),
+        let pools = match (self.cache, self.share.ranks) {
+            (None, 1) => first,
+            _ => schedules.iter().map(pools_of).fold(first, Pools::max),
         };
         Pools { devices: self.config.devices(), ..pools }
     }
@@ -231,8 +235,8 @@ impl Sizing<'_> {
         let tied = self.tied_tiles();
         // What this process has of each block.
         let own = |block: &Vec<Tensor>| match self.share {
-            Share { ranks: 1, .. } => block_len(block),
-            Share { rank, ranks } => cut(block, ranks).of(rank).len(),
+            RankShare { ranks: 1, .. } => block_len(block),
+            RankShare { rank, ranks } => cut(block, ranks).of(rank).len(),
         };
         let lengths: Vec<usize> = self.model.blocks.iter().map(own).collect();
         let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
@@ -338,7 +342,7 @@ impl Sizing<'_> {
 
     /// Floats for what other ranks send: parts of a gradient, and rows of the embedding's.
     fn exchanged(&self) -> [usize; 2] {
-        let Share { rank, ranks } = self.share;
+        let RankShare { rank, ranks } = self.share;
         if ranks == 1 || !self.trains() {
             return [0, 0];
         }

@@ -9,7 +9,7 @@ use l2l_actors::schedule::{
     Selection, VisitKind,
 };
 
-use super::{DealtStep, Share, pipelines};
+use super::{DealtStep, RankShare, pipelines};
 use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype, Transfer};
 use crate::error::Error;
 use crate::models::{Head, LayerSelection, Model, Part, Save};
@@ -67,7 +67,7 @@ pub(crate) struct StepSpec<'a> {
     /// States that the update rule keeps of each parameter.
     pub(crate) states: usize,
     /// Which process this is, where several share steps.
-    pub(crate) share: Share,
+    pub(crate) share: RankShare,
     /// The pipeline of the config's file, if it names one.
     pub(crate) file: Option<&'a Pipeline>,
 }

@@ -29,7 +29,7 @@ pub struct Hiding {
 
 /// What a lane moves in a phase: seconds whatever the tokens, and for each sequence.
 #[derive(Clone, Copy, Debug, Default)]
-struct Share {
+struct RankShare {
     fixed: f64,
     each: f64,
 }
@@ -50,7 +50,7 @@ impl Hiding {
     ) -> Result<Hiding, Error> {
         let on_file = config.eps.tier == EpsTier::File;
         let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
-        let (mut shares, mut compute) = ([[Share::default(); LANES.len()]; 2], [0.0; 2]);
+        let (mut shares, mut compute) = ([[RankShare::default(); LANES.len()]; 2], [0.0; 2]);
         // One sequence: each layer is visited once each way, in whatever order.
         let mut config = config.clone();
         config.schedule.kind = ScheduleKind::Relay;
@@ -89,7 +89,7 @@ impl Hiding {
             }
         }
         let needed = |(phase, lane): (usize, usize)| {
-            let Share { fixed, each } = shares[phase][lane];
+            let RankShare { fixed, each } = shares[phase][lane];
             let spare = compute[phase] - each;
             let sequences = if fixed == 0.0 && spare >= 0.0 {
                 0.0

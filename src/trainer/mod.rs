@@ -394,10 +394,15 @@ impl Trainer {
         watch.ended();
         let worker = lanes.work();
         let moved = worker.used().all_links();
+        let (eps, seconds) = (worker.eps(), begin.elapsed().as_secs_f64());
+        let weights_digest = eps.digest(&model)?;
+        if let Some(parts) = eps.parts() {
+            parts.exchanges.end();
+        }
         Ok(Summary {
             steps: progress.step,
-            seconds: begin.elapsed().as_secs_f64(),
-            weights_digest: worker.eps().digest(&model)?,
+            seconds,
+            weights_digest,
             visits,
             bytes_uploaded: moved.upload,
             bytes_downloaded: moved.download,

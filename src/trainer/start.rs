@@ -11,7 +11,7 @@ use sha2::{Digest, Sha256};
 
 use super::{Builder, Trainer, growth};
 use crate::checkpoint::{self, Identity, LayerCount, Progress};
-use crate::config::{Config, EpsTier, Labels, LogConfig, MetricsConfig};
+use crate::config::{Config, DeviceConfig, EpsTier, Labels, LogConfig, MetricsConfig};
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier, Folder, RankParts, StateOnFile, lost};
 use crate::error::Error;
@@ -21,7 +21,7 @@ use crate::hf::largest_shape_of;
 use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
-use crate::plan::{Plan, Share};
+use crate::plan::{Plan, RankShare};
 use crate::telemetry::{Ledger, Observe, RunStatus, Watch, Watched, made_up_name, seconds_of};
 use crate::worker::{Parts, Worker};
 
@@ -50,7 +50,7 @@ impl Checked {
         config.check()?;
         let share = exchanges
             .as_ref()
-            .map_or(Share::WHOLE, |all| Share { rank: all.rank(), ranks: all.ranks() });
+            .map_or(RankShare::WHOLE, |all| RankShare { rank: all.rank(), ranks: all.ranks() });
         let model = match model {
             Some(_) if config.model.max_layers.is_some() => {
                 let problem = "is for a model that the config names: give a model of your own all \
@@ -189,9 +189,12 @@ fn agree(
         .collect();
     let program = std::env::current_exe().and_then(std::fs::read).unwrap_or_default();
     let of = |bytes: &[u8]| Sha256::digest(bytes).to_vec();
-    // What a process shows and where is its own.
+    // What a process shows, and on which of its machine's devices it runs, is its own.
     let (metrics, log) = (MetricsConfig::default(), LogConfig::default());
-    let shared = Config { metrics, log, ..config.clone() };
+    let (kind, count) = (config.device.kind, Some(config.devices()));
+    let (dtype, flop_rate) = (config.device.dtype, None);
+    let device = DeviceConfig { kind, count, dtype, flop_rate, ..DeviceConfig::default() };
+    let shared = Config { metrics, log, device, ..config.clone() };
     let run = json!({ "data": data, "resume": resume });
     let all = [
         ("program", of(&program)),

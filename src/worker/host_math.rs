@@ -39,8 +39,8 @@ pub(super) struct Table<'t> {
     pub(super) first: usize,
 }
 
-/// Adds gradients to the rows of those tokens that lie in a table. Each row's gradients are added in
-/// the order of the tokens. `gradients`: one for each token; `cast` converts each number to f32.
+/// Adds gradients to the rows of those tokens that lie in a table. Each row's gradients are added
+/// in the order of the tokens. `gradients`: one for each token; `cast` converts each number to f32.
 pub(super) fn scatter<D: Copy + Sync>(
     level: Level,
     table: Table<'_>,

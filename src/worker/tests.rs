@@ -17,7 +17,7 @@ use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::{Model, block_len};
-use crate::plan::{Plan, Purpose, Share, StepShape, StepSpec, schedule_of};
+use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 use crate::telemetry::Ledger;
 use crate::tensor::{Arena, View};
 
@@ -61,7 +61,7 @@ impl Subject for Small {
 
     fn schedule(&self) -> Schedule {
         let shape = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
-        let step = StepSpec { shape, layers: None, states: 2, share: Share::WHOLE, file: None };
+        let step = StepSpec { shape, layers: None, states: 2, share: RankShare::WHOLE, file: None };
         schedule_of(&self.config, &self.model(), step).expect("a model of ours")
     }
 

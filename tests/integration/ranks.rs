@@ -7,11 +7,12 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-use l2l::config::{EpsTier, ScheduleKind, StashDtype};
+use l2l::config::{Deal, EpsTier, ScheduleKind, StashDtype, StashPlace, Transfer};
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
-use l2l::models::{Model, block_len};
-use l2l::plan::{FabricBytes, Share, Term};
+use l2l::models::{Model, Tensor, block_len};
+use l2l::optimizers::{AdamW, Update, UpdateRule};
+use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Summary, Trainer, shape_of};
 use proptest::prelude::*;
 
@@ -23,7 +24,7 @@ struct Late {
     fabric: ThreadFabric,
     chance: AtomicU64,
     /// By channel.
-    sent: [AtomicU64; 5],
+    sent: [AtomicU64; 6],
 }
 
 impl Fabric for Late {
@@ -109,7 +110,7 @@ impl Task {
 fn on_ranks(
     ranks: u32,
     task: impl Fn(Rank) -> Task + Sync,
-) -> Vec<(Result<Seen, Error>, [u64; 5])> {
+) -> Vec<(Result<Seen, Error>, [u64; 6])> {
     thread::scope(|scope| {
         let start = |fabric: ThreadFabric| {
             let (rank, task) = (fabric.rank(), &task);
@@ -205,6 +206,68 @@ fn a_rank_with_another_config_is_named_on_each() {
     }
 }
 
+/// Devices without a group of their own: a validation is dealt to all of them, a step is not.
+#[test]
+fn ranks_with_one_group_and_two_devices_train_and_validate() {
+    let task = || {
+        let mut config = relay(2, 2);
+        (config.device.count, config.stash.place) = (Some(2), StashPlace::Host);
+        (config.parallel.deal, config.parallel.transfer) = (Deal::Sequences, Transfer::Sharded);
+        Task { evaluates: true, ..Task::new(config, 2) }
+    };
+    let (expected, whole) = task().run(None).expect("a case of ours");
+    for (seen, _) in on_ranks(2, |_| task()) {
+        let (bits, summary) = seen.expect("a case of ours");
+        assert_eq!((&bits, &summary.weights_digest), (&expected, &whole.weights_digest));
+    }
+}
+
+/// A rank that takes longer than the watchdog's time to make an exchange is not a lost one.
+#[test]
+fn a_rank_may_be_much_slower() {
+    let task = |rank| {
+        let mut config = relay(2, 2);
+        config.watchdog.seconds = 2.0;
+        config.device.flop_rate = (rank == 1).then(|| "2MFLOP/s".to_string());
+        Task::new(config, 1)
+    };
+    let (expected, _) = task(0).run(None).expect("a case of ours");
+    for (seen, _) in on_ranks(2, task) {
+        assert_eq!(seen.expect("no rank is lost").0, expected);
+    }
+}
+
+/// A rule that needs whole tensors, perhaps.
+struct Rule(AdamW);
+
+impl UpdateRule for Rule {
+    fn states(&self) -> usize {
+        self.0.states()
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        self.0.apply(tensors, parameters, states, gradient, update);
+    }
+}
+
+#[test]
+fn a_rule_that_needs_whole_tensors_is_refused() {
+    let config = relay(2, 2);
+    for fabric in fabric::threads(2) {
+        let rule = Rule(config.update_rule());
+        let builder = Trainer::builder(config.clone()).update_rule(rule).fabric(Arc::new(fabric));
+        let says = builder.start().err().expect("it is refused").to_string();
+        assert!(says.starts_with("the update rule needs whole tensors"), "{says}");
+    }
+}
+
 /// A rank that leaves the run, or stays silent, is named by the others within the watchdog's time.
 #[test]
 fn a_rank_that_is_lost_is_named() {
@@ -219,8 +282,8 @@ fn a_rank_that_is_lost_is_named() {
     }
 }
 
-/// What a rank sends is the plan's, and does not depend on the number of micro-batches: its parts of
-/// blocks, the other ranks' parts of gradients, and its rows of the embedding's gradient.
+/// What a rank sends is the plan's, and does not depend on the number of micro-batches: its parts
+/// of blocks, the other ranks' parts of gradients, and its rows of the embedding's gradient.
 #[test]
 fn bytes_are_the_plans() {
     const STEPS: u64 = 2;
@@ -235,7 +298,7 @@ fn bytes_are_the_plans() {
         let model = Model::new(shape_of(&config).expect("a shape of ours"));
         let mut received = 0;
         for (rank, found) in (0..ranks).zip(found) {
-            let share = Share { rank, ranks };
+            let share = RankShare { rank, ranks };
             let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
             let plan = plan.expect("a plan of ours");
             let rows = 8 / ranks * 7 * 24 * 4 * (ranks - 1);
@@ -263,7 +326,7 @@ fn masters_and_states_fall_with_the_number_of_ranks() {
     let model = Model::new(shape_of(&config).expect("a shape of ours"));
     let held = |ranks: u32| -> Vec<u64> {
         let of_rank = |rank| {
-            let share = Share { rank, ranks };
+            let share = RankShare { rank, ranks };
             let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
             let host = plan.expect("a plan of ours").host;
             let is_eps = |term: &&Term| ["masters", "moments"].contains(&term.name);

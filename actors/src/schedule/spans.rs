@@ -56,7 +56,7 @@ pub(super) fn join(nth: u32, count: u32) -> Join {
     }
 }
 
-/// Cuts groups into so many spans, about equal, each a subtree of the tree in which [`join`] adds
+/// Cuts groups into so many spans, about equal, each a subtree of the tree in which the Reducer adds
 /// gradients. So the gradients of a span can be added anywhere, and then the sums of the spans, as
 /// [`sums_of_spans`] says: to the bits of one process that has all groups.
 ///
@@ -64,7 +64,7 @@ pub(super) fn join(nth: u32, count: u32) -> Join {
 /// There are fewer groups than spans.
 pub fn group_spans(groups: u32, count: u32) -> Vec<Range<u32>> {
     assert!(count >= 1 && groups >= count, "{groups} groups in {count} spans");
-    let mut spans = vec![0..groups];
+    let mut spans: Vec<Range<u32>> = std::iter::once(0..groups).collect();
     while spans.len() < count as usize {
         let largest = spans.iter().map(|span| span.len()).max().expect("there is one");
         let at = spans.iter().position(|span| span.len() == largest).expect("it is one of them");

@@ -159,7 +159,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "heatmap",
                 "Exposed wait by layer",
                 "percentunit",
-                "Share of time in which the compute lane was idle at a layer.",
+                "RankShare of time in which the compute lane was idle at a layer.",
                 &[(
                     "sum by (layer) \
                 (rate(l2l_exposed_wait_seconds_total{run=\"$run\"}[$__rate_interval]))",
@@ -211,7 +211,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Devices",
                 "percentunit",
-                "Share of time that each device computed.",
+                "RankShare of time that each device computed.",
                 &[(
                     "rate(l2l_device_lane_seconds_total{run=\"$run\",lane=\"compute\"}\
                      [$__rate_interval])",
@@ -223,7 +223,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Lanes",
                 "percentunit",
-                "Share of time that each was busy.",
+                "RankShare of time that each was busy.",
                 &[(r#"rate(l2l_lane_seconds_total{run="$run"}[$__rate_interval])"#, "{{lane}}")],
                 12,
             ),
@@ -293,7 +293,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Starved",
                 "percentunit",
-                "Share of time an actor waited for actors before it.",
+                "RankShare of time an actor waited for actors before it.",
                 &[(
                     "rate(l2l_actor_seconds_total{run=\"$run\",state=\"starved\"}\
                          [$__rate_interval])",
@@ -305,7 +305,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Blocked",
                 "percentunit",
-                "Share of time an actor waited for actors after it: more slots there may help.",
+                "RankShare of time an actor waited for actors after it: more slots there may help.",
                 &[(
                     "rate(l2l_actor_seconds_total{run=\"$run\",state=\"blocked\"}\
                          [$__rate_interval])",
@@ -317,7 +317,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Busy",
                 "percentunit",
-                "Share of time. Actors decide and do not compute, so it should be near 0.",
+                "RankShare of time. Actors decide and do not compute, so it should be near 0.",
                 &[(
                     r#"rate(l2l_actor_seconds_total{run="$run",state="busy"}[$__rate_interval])"#,
                     "{{actor}}",
@@ -387,7 +387,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Host, update and file lanes",
                 "percentunit",
-                "Share of time that each was busy.",
+                "RankShare of time that each was busy.",
                 &[(
                     "rate(l2l_lane_seconds_total{run=\"$run\",lane=~\"host|update|file\"}\
                          [$__rate_interval])",

@@ -3,6 +3,7 @@
 //! `.ci/kernels.py` checks.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind, Transfer};
 use crate::data::Batches;
@@ -336,6 +337,35 @@ fn two_gpus_are_one() {
         for way in ways {
             assert_eq!(of(Some(vec![0, 1]), way), one, "{dtype}");
         }
+    }
+}
+
+/// Ranks, each with a GPU, give the bits of one with as many groups, with split masters, too.
+#[test]
+fn ranks_with_gpus_are_one() {
+    if !emulated::instead() {
+        return;
+    }
+    for (dtype, ranks) in KINDS.into_iter().flat_map(|dtype| [(dtype, 2), (dtype, 3)]) {
+        let config = || {
+            let mut config = config(DeviceKind::Cuda);
+            (config.step.batch, config.device.dtype) = (8, dtype);
+            (config.parallel.groups, config.optimizer.clip_norm) = (4, Some(0.5));
+            config
+        };
+        let (steps, one) = run(config(), 3).expect("a case of ours");
+        let on_rank = |fabric| {
+            assert!(emulated::instead()); // of each thread
+            let builder = Trainer::builder(config()).fabric(Arc::new(fabric));
+            run_on(builder, &config(), 3).expect("a case of ours")
+        };
+        std::thread::scope(|scope| {
+            let spawn = |fabric| scope.spawn(move || on_rank(fabric));
+            let all: Vec<_> = crate::fabric::threads(ranks).into_iter().map(spawn).collect();
+            for (found, end) in all.into_iter().map(|rank| rank.join().expect("no panic")) {
+                assert_eq!((&found, &end.weights_digest), (&steps, &one.weights_digest));
+            }
+        });
     }
 }
 

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
-use crate::plan::Share;
+use crate::plan::RankShare;
 use crate::telemetry::{EventLog, Exporter};
 use crate::trainer::Trainer;
 
@@ -37,7 +37,7 @@ impl Run<'_> {
         if let Err(error) = trained {
             // The model is whole unless the ring failed: the steps before need not be lost.
             // Other processes may be in the middle of a step: none is saved with them.
-            let is_alone = self.trainer.plan().share() == Share::WHOLE;
+            let is_alone = self.trainer.plan().share() == RankShare::WHOLE;
             if is_alone && !matches!(error, Error::Ring(_)) && step > first {
                 self.save().await?;
             }
@@ -127,7 +127,7 @@ impl Run<'_> {
         let (batch, batches) = (config.step.batch, config.validation.batches);
         let data = self.between.validation.as_ref().expect("a run validates where it has data");
         // Several processes stop together, so none cuts its validation off.
-        let (stop, is_alone) = (self.stop.clone(), self.trainer.plan().share() == Share::WHOLE);
+        let (stop, is_alone) = (self.stop.clone(), self.trainer.plan().share() == RankShare::WHOLE);
         let goes_on = || !is_alone || !stop.is_requested();
         let batches = data.in_order(batch, batches).take_while(|_| goes_on());
         let evaluation = self.trainer.evaluate(batches).await?;
