@@ -56,9 +56,9 @@ pub(super) fn join(nth: u32, count: u32) -> Join {
     }
 }
 
-/// Cuts groups into so many spans, about equal, each a subtree of the tree in which the Reducer adds
-/// gradients. So the gradients of a span can be added anywhere, and then the sums of the spans, as
-/// [`sums_of_spans`] says: to the bits of one process that has all groups.
+/// Cuts groups into so many spans, about equal, each a subtree of the tree in which the Reducer
+/// adds gradients. So the gradients of a span can be added anywhere, and then the sums of the
+/// spans, as [`sums_of_spans`] says: to the bits of one process that has all groups.
 ///
 /// # Panics
 /// There are fewer groups than spans.
