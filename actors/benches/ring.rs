@@ -32,6 +32,7 @@ fn schedule() -> Schedule {
         gradient_bytes: 1,
         master_bytes: 1,
         state_bytes: 2,
+        region_bytes: 1,
         staged: false,
         frozen: false,
     };

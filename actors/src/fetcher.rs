@@ -1,9 +1,9 @@
-//! Reads staged masters and gathers embeddings: walks the plan's one list of fetches.
+//! Fetches masters and gathers embeddings: walks the plan's one list of fetches.
 //!
-//! It alone takes from the pool of reads. It queues the reads of staged masters, each as soon as
-//! its version is published and a slot is free, and hands the slot to whoever takes the master:
-//! a Prefetcher for an upload, or itself for a gather. A gather writes the first boundaries of a
-//! step into the stash.
+//! It alone takes from the pool of reads. A master is read from its file, or completed of the parts
+//! of all processes, or both, as soon as its version is published and a slot is free. The slot is
+//! handed to whoever takes the master: a Prefetcher for an upload, or the Fetcher for a gather. A
+//! gather writes the first boundaries of a step into the stash.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ impl Fetcher {
         Ok(())
     }
 
-    /// Reads a block from its file, ahead of who takes it.
+    /// Brings a block to a slot, ahead of who takes it.
     async fn read(
         &mut self,
         step: &Arc<Step>,
@@ -72,11 +72,18 @@ impl Fetcher {
         let content = Content::Block(block, version);
         let held = self.context.acquire_one(&mut self.read_slots, content, layer).await?;
         let slot = held.slot(content);
-        let work = match step.plan.schedule.ranks.count {
-            1 => Work::Stage { block, version, stored: Stored::Master, slot },
-            _ => Work::Complete { block, version, slot },
-        };
-        let arrived = self.context.queue(Order::at(step, visit, work));
+        let schedule = &step.plan.schedule;
+        let mut arrived = None;
+        if schedule.block(block).staged {
+            let work = Work::Stage { block, version, stored: Stored::Master, slot };
+            arrived = Some(self.context.queue(Order::at(step, visit, work)));
+        }
+        if schedule.ranks.count > 1 {
+            let mut order = Order::at(step, visit, Work::Complete { block, version, slot });
+            order.waits.extend(arrived);
+            arrived = Some(self.context.queue(order));
+        }
+        let arrived = arrived.expect("what is fetched is staged, or of several processes");
         let staged = Staged { block, slot: held, arrived };
         match visit.device() {
             None => self.gathered.push_back(staged),

@@ -46,7 +46,7 @@ struct Mode {
 /// One process with one device, whose blocks are in memory.
 const PLAIN: Mode = Mode { deferred: false, on_file: false, devices: 1, sharded: false, ranks: 1 };
 
-const MODES: [Mode; 9] = [
+const MODES: [Mode; 11] = [
     PLAIN,
     Mode { deferred: true, ..PLAIN },
     Mode { on_file: true, ..PLAIN },
@@ -56,6 +56,8 @@ const MODES: [Mode; 9] = [
     Mode { on_file: true, devices: 2, sharded: true, ..PLAIN },
     Mode { ranks: 2, ..PLAIN },
     Mode { deferred: true, ranks: 2, ..PLAIN },
+    Mode { on_file: true, ranks: 2, ..PLAIN },
+    Mode { deferred: true, on_file: true, ranks: 2, ..PLAIN },
 ];
 
 impl Mode {

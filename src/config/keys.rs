@@ -353,7 +353,7 @@ pub struct EpsConfig {
     /// few blocks at a time are in memory.
     pub tier: EpsTier,
     /// Folder of the file of `tier = "file"`. One run uses it at a time, and `--resume` continues
-    /// from it without a checkpoint.
+    /// from it without a checkpoint. Of several processes each has a folder of its own there.
     pub path: Option<PathBuf>,
     /// For experiments: emulates a slow optimizer, so that each update takes at least as long as at
     /// this many bytes of gradient a second, for instance `1GB/s`.

@@ -15,19 +15,10 @@ use serde_json::Value;
 
 use super::BlockPart;
 use super::direct::{Direct, PAGE_FLOATS, Progress};
-use super::index::{Entry, Index};
-use crate::models::{Model, block_len};
+use super::index::{Entry, Index, StateOnFile, states_in};
+use crate::models::{Tensor, block_len};
 use crate::tensor::Arena;
 use crate::tensor::View;
-
-/// The state of a run that a folder holds.
-#[derive(Clone, Debug)]
-pub(crate) struct StateOnFile {
-    /// The number of training steps done.
-    pub(crate) step: u64,
-    /// The run's progress and identity, as [`FileTier::set_run`] was given them.
-    pub(crate) run: Value,
-}
 
 /// Where blocks lie in the file.
 struct Places {
@@ -76,7 +67,7 @@ pub(crate) fn part_floats(floats: usize) -> usize {
 
 impl Places {
     fn new(
-        model: &Model,
+        blocks: &[Vec<Tensor>],
         copies: usize,
         states: usize,
         region: impl Fn(BlockId) -> bool,
@@ -88,7 +79,7 @@ impl Places {
             at
         };
         let parts = 1 + states;
-        let floats = model.blocks.iter().map(|tensors| part_floats(block_len(tensors)));
+        let floats = blocks.iter().map(|tensors| part_floats(block_len(tensors)));
         let floats: Vec<usize> = floats.collect();
         let blocks = floats.iter().map(|&part| (place(copies * parts * part), part)).collect();
         let regions = floats.iter().enumerate();
@@ -137,22 +128,13 @@ impl Folder {
         Ok(Folder { path: path.into(), lock })
     }
 
-    /// The state that the folder holds, if any.
+    /// The states that the folder holds: see [`states_in`].
     ///
     /// # Errors
-    /// There is a state, and it is not complete.
-    pub(crate) fn state(&self) -> io::Result<Option<StateOnFile>> {
-        state_in(&self.path)
+    /// As [`states_in`].
+    pub(crate) fn states(&self) -> io::Result<Vec<StateOnFile>> {
+        states_in(&self.path)
     }
-}
-
-/// The state that a folder holds, if any. The folder is not locked.
-///
-/// # Errors
-/// There is a state, and it is not complete.
-pub(crate) fn state_in(folder: &Path) -> io::Result<Option<StateOnFile>> {
-    let index = Index::read(folder)?;
-    Ok(index.map(|Index { step, run, .. }| StateOnFile { step, run }))
 }
 
 /// The error of data whose digest differs.
@@ -166,32 +148,37 @@ fn changed(what: &str, floats: usize, at: u64) -> io::Error {
 }
 
 impl FileTier {
-    /// Opens the file in a folder: with the state of the run before if `resume`, else new. A new
-    /// run's blocks are written beside an existing state, which stays valid until the first seal.
+    /// Opens the file in a folder: with the state after step `resume` of the run before, or new. A
+    /// new run's blocks are written beside an existing state, which stays valid until the first
+    /// seal.
     ///
     /// # Errors
-    /// The disk is full; or, with `resume`, there is no complete state of a model of this shape.
+    /// The disk is full; or there is no complete state after that step, of blocks of this shape.
     pub(crate) fn open(
         folder: Folder,
-        model: &Model,
+        blocks: &[Vec<Tensor>],
         states: usize,
         region: impl Fn(BlockId) -> bool,
-        resume: bool,
+        resume: Option<u64>,
     ) -> io::Result<FileTier> {
         let Folder { path, lock } = folder;
-        let places = Places::new(model, COPIES, states, region);
+        let places = Places::new(blocks, COPIES, states, region);
         let layout = places.layout();
         let fits =
             |index: &Index| index.layout == layout && index.blocks.len() == places.blocks.len();
-        let index = match Index::read(&path) {
-            Ok(Some(index)) if resume && fits(&index) => index,
-            Ok(Some(_)) if resume => {
-                let what = "it is of a model of another shape, or of another update rule";
+        let found = match resume {
+            Some(step) => Index::all(&path)?.into_iter().find(|index| index.step == step),
+            None => Index::all(&path).unwrap_or_default().into_iter().next(),
+        };
+        let index = match found {
+            Some(index) if resume.is_some() && fits(&index) => index,
+            _ if resume.is_some() => {
+                let what = "it is of a model of another shape, of another update rule, or of \
+                            another number of processes";
                 return Err(io::Error::new(io::ErrorKind::InvalidData, what));
             }
-            Err(error) if resume => return Err(error),
             // The new blocks go where the valid copies are not.
-            Ok(Some(before)) if fits(&before) => {
+            Some(before) if fits(&before) => {
                 let mut index = FileTier::blank(&places);
                 index.sequence = before.sequence;
                 for (entry, before) in index.blocks.iter_mut().zip(&before.blocks) {
@@ -217,13 +204,13 @@ impl FileTier {
     /// The disk is full.
     pub(crate) fn unnamed(
         folder: &Path,
-        model: &Model,
+        blocks: &[Vec<Tensor>],
         trains: bool,
         states: usize,
         region: impl Fn(BlockId) -> bool,
     ) -> io::Result<FileTier> {
         fs::create_dir_all(folder)?;
-        let places = Places::new(model, if trains { COPIES } else { 1 }, states, region);
+        let places = Places::new(blocks, if trains { COPIES } else { 1 }, states, region);
         let index = FileTier::blank(&places);
         FileTier::new(tempfile::tempfile_in(folder)?, None, places, index, None)
     }

@@ -4,6 +4,7 @@
 //! written to two files in turn. A file that was torn by a kill does not match its digest, and then
 //! the other file has the state before. So a kill at any moment costs only the running step.
 
+use std::cmp::Reverse;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -11,6 +12,8 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_128;
+
+use crate::fabric::Rank;
 
 /// The valid copy of one block.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -41,25 +44,71 @@ pub(super) struct Index {
     pub(super) run: Value,
 }
 
+/// The state of a run that a folder holds.
+#[derive(Clone, Debug)]
+pub(crate) struct StateOnFile {
+    /// The number of training steps done.
+    pub(crate) step: u64,
+    /// The run's progress and identity.
+    pub(crate) run: Value,
+}
+
+/// The folder of a rank, of several that have an EPS on file.
+pub(crate) fn rank_folder(path: &Path, rank: Rank) -> PathBuf {
+    path.join(format!("{OF_RANK}{rank}"))
+}
+
+const OF_RANK: &str = "rank-";
+
+/// The states that a folder holds, the newest first: that of the last step, and that of the step
+/// before. The folder need not be locked.
+///
+/// # Errors
+/// There is a state, and it is not complete; or there is one of another number of processes.
+pub(super) fn states_in(folder: &Path) -> io::Result<Vec<StateOnFile>> {
+    let all = Index::all(folder)?;
+    let is_of_rank = folder.file_name().is_some_and(|name| {
+        name.to_str().and_then(|name| name.strip_prefix(OF_RANK)?.parse::<Rank>().ok()).is_some()
+    });
+    let other = match folder.parent() {
+        Some(whole) if is_of_rank => (whole.to_path_buf(), "the state of one process"),
+        _ => (rank_folder(folder, 0), "the states of several processes"),
+    };
+    if all.is_empty() && !Index::all(&other.0)?.is_empty() {
+        let what = format!(
+            "{} holds {}: start as many, resume from a checkpoint, or name another folder",
+            other.0.display(),
+            other.1
+        );
+        return Err(io::Error::new(io::ErrorKind::InvalidData, what));
+    }
+    Ok(all.into_iter().map(|Index { step, run, .. }| StateOnFile { step, run }).collect())
+}
+
+/// The newest of these states.
+///
+/// # Errors
+/// As [`states_in`].
+pub(crate) fn state_in(folder: &Path) -> io::Result<Option<StateOnFile>> {
+    Ok(states_in(folder)?.into_iter().next())
+}
+
 impl Index {
     fn path(folder: &Path, sequence: u64) -> PathBuf {
         folder.join(format!("index.{}", sequence % 2))
     }
 
-    /// Reads the newest index that is complete. `None` when the folder has none.
+    /// Reads all indexes that are complete, at most two, the newest first.
     ///
     /// # Errors
     /// There is an index, and none is complete.
-    pub(super) fn read(folder: &Path) -> io::Result<Option<Index>> {
-        let mut newest: Option<Index> = None;
+    pub(super) fn all(folder: &Path) -> io::Result<Vec<Index>> {
+        let mut all: Vec<Index> = Vec::new();
         let mut torn = None;
         for nth in 0..2 {
             let path = Index::path(folder, nth);
             match fs::read(&path).and_then(|bytes| Index::parse(&bytes)) {
-                Ok(index) if newest.as_ref().is_none_or(|n| n.sequence < index.sequence) => {
-                    newest = Some(index);
-                }
-                Ok(_) => {}
+                Ok(index) => all.push(index),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => {
                     torn =
@@ -67,9 +116,10 @@ impl Index {
                 }
             }
         }
-        match (newest, torn) {
-            (None, Some(error)) => Err(error),
-            (newest, _) => Ok(newest),
+        all.sort_by_key(|index| Reverse(index.sequence));
+        match torn {
+            Some(error) if all.is_empty() => Err(error),
+            _ => Ok(all),
         }
     }
 
@@ -121,21 +171,23 @@ mod tests {
     fn the_newest_complete_index_is_read() {
         let folder = tempfile::tempdir().expect("a place for files");
         let folder = folder.path();
-        assert_eq!(Index::read(folder).expect("none is no fault"), None);
+        assert_eq!(Index::all(folder).expect("none is no fault"), []);
         let index = |sequence| Index { sequence, step: 10 * sequence, ..Index::default() };
         for sequence in 1..5 {
             index(sequence).write(folder).expect("a disk with room");
-            assert_eq!(Index::read(folder).expect("it is whole"), Some(index(sequence)));
+            let all = Index::all(folder).expect("they are whole");
+            let expected = [index(sequence), index(sequence - 1)];
+            assert_eq!(all, expected[..if sequence > 1 { 2 } else { 1 }]);
         }
         let newest = Index::path(folder, 4);
         let bytes = fs::read(&newest).expect("it was written");
         for len in 0..bytes.len() {
             fs::write(&newest, &bytes[..len]).expect("a disk with room");
-            assert_eq!(Index::read(folder).expect("the other is whole"), Some(index(3)));
+            assert_eq!(Index::all(folder).expect("the other is whole"), [index(3)]);
         }
         fs::write(Index::path(folder, 3), "no index").expect("a disk with room");
-        assert!(Index::read(folder).is_err());
+        assert!(Index::all(folder).is_err());
         Index::remove(folder).expect("a folder of ours");
-        assert_eq!(Index::read(folder).expect("none is no fault"), None);
+        assert_eq!(Index::all(folder).expect("none is no fault"), []);
     }
 }

@@ -17,9 +17,10 @@ use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
 pub use direct::disk_bytes_per_second;
-pub(crate) use file::{FileTier, Folder, StateOnFile, part_floats, state_in};
+pub(crate) use file::{FileTier, Folder, part_floats};
+pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::Memory;
-pub(crate) use parts::{RankParts, cut, lost, tensors_of};
+pub(crate) use parts::{RankParts, agreed_step, cut, lost, tensors_of};
 
 use crate::error::Error;
 use crate::models::{Model, Tensor, block_len, tensor_ranges};
@@ -71,20 +72,24 @@ pub(crate) struct Eps {
 impl Eps {
     /// Blocks of zeros in memory, with `states` optimizer states. `region` says which blocks have
     /// a gradient region.
-    pub(crate) fn in_memory(model: &Model, states: usize, region: impl Fn(BlockId) -> bool) -> Eps {
-        let tier = Tier::Memory(Memory::new(&model.blocks, states, region));
-        Eps { tensors: model.blocks.clone(), parts: None, states, split: false, tier }
-    }
-
-    /// This rank's parts of the blocks, of zeros, in memory.
-    pub(crate) fn of_rank(
-        parts: RankParts,
+    pub(crate) fn in_memory(
+        tensors: Vec<Vec<Tensor>>,
         states: usize,
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
-        let tensors = parts.own_tensors();
         let tier = Tier::Memory(Memory::new(&tensors, states, region));
-        Eps { tensors, parts: Some(parts), states, split: false, tier }
+        Eps { tensors, parts: None, states, split: false, tier }
+    }
+
+    /// Blocks on file, with `states` optimizer states.
+    pub(crate) fn on_file(tensors: Vec<Vec<Tensor>>, states: usize, tier: FileTier) -> Eps {
+        let tier = Tier::File(Box::new(tier));
+        Eps { tensors, parts: None, states, split: false, tier }
+    }
+
+    /// The same EPS, whose tensors are this rank's parts of the model's.
+    pub(crate) fn of_rank(self, parts: Option<RankParts>) -> Eps {
+        Eps { parts, ..self }
     }
 
     /// Which parts the ranks have, if there are several.
@@ -101,12 +106,6 @@ impl Eps {
             None => work(),
             Some(parts) => parts.first_alone(self, work),
         }
-    }
-
-    /// Blocks on file, with `states` optimizer states.
-    pub(crate) fn on_file(model: &Model, states: usize, tier: FileTier) -> Eps {
-        let tier = Tier::File(Box::new(tier));
-        Eps { tensors: model.blocks.clone(), parts: None, states, split: false, tier }
     }
 
     /// The same EPS for a device of this dtype: masters are split for bf16. Call it before anything
@@ -180,8 +179,7 @@ impl Eps {
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
         let Some(parts) = &self.parts else { return self.read_own(id, part, read) };
-        let own = self.read_own(id, part, <[f32]>::to_vec)?;
-        Ok(read(&parts.complete(id, part, &own)?))
+        Ok(read(&self.read_whole(parts, id, part)?))
     }
 
     /// Reads what this process has of a part of a block.
@@ -226,10 +224,22 @@ impl Eps {
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
         let Some(parts) = &self.parts else { return self.write_own(id, part, write) };
-        let own = self.read_own(id, part, <[f32]>::to_vec)?;
-        let mut whole = parts.complete(id, part, &own)?;
+        let mut whole = self.read_whole(parts, id, part)?;
         write(&mut whole);
-        self.write_own(id, part, |own| own.copy_from_slice(&whole[parts.own(id)]))
+        let changed = &whole[parts.own(id)];
+        self.write_own(id, part, |own| own[..changed.len()].copy_from_slice(changed))
+    }
+
+    /// Reads what all ranks have of a part of a block.
+    fn read_whole(
+        &self,
+        parts: &RankParts,
+        id: BlockId,
+        part: BlockPart,
+    ) -> Result<Vec<f32>, Error> {
+        let len = parts.own(id).len();
+        let own = self.read_own(id, part, |own| own[..len].to_vec())?;
+        parts.complete(id, part, &own)
     }
 
     /// Changes what this process has of a part of a block.

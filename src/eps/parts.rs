@@ -74,7 +74,7 @@ impl RankParts {
     }
 
     /// The tensors of this rank's parts, block by block.
-    pub(super) fn own_tensors(&self) -> Vec<Vec<Tensor>> {
+    pub(crate) fn own_tensors(&self) -> Vec<Vec<Tensor>> {
         let blocks = self.tensors.iter().zip(0..);
         blocks.map(|(tensors, id)| tensors_of(tensors, self.own(BlockId(id)))).collect()
     }
@@ -174,6 +174,44 @@ impl Said {
                 Said::Asks(BlockId(word(1)), part)
             }
         }
+    }
+}
+
+/// The step after which all ranks have a state on file. A kill may leave some of them one step
+/// ahead: those go back to the state before.
+///
+/// # Errors
+/// A rank, perhaps this one, cannot read its states; some ranks have none, or those of another run.
+pub(crate) fn agreed_step(
+    exchanges: &Exchanges,
+    own: Result<Option<u64>, &Error>,
+) -> Result<Option<u64>, Error> {
+    let own = serde_json::to_vec(&own.map_err(Error::to_string)).expect("it is plain data");
+    let mut steps = Vec::new();
+    for (rank, said) in exchanges.meet(&own).map_err(lost)?.iter().enumerate() {
+        let of_rank: Result<Option<u64>, String> =
+            serde_json::from_slice(said).map_err(Error::system)?;
+        steps.push(of_rank.map_err(|what| Error::System(format!("rank {rank}: {what}")))?);
+    }
+    let (least, most) = (steps.iter().min().copied().flatten(), steps.iter().max().copied());
+    match (least, most.flatten()) {
+        (Some(least), Some(most)) if most - least > 1 => {
+            let problem = format_args!(
+                "has states after steps {least} to {most} on different ranks: they are of \
+                 different runs. Resume from a checkpoint, or name another folder"
+            );
+            Err(Error::config("eps.path", problem))
+        }
+        (None, Some(_)) => {
+            let without = steps.iter().filter(|step| step.is_none()).count();
+            let problem = format_args!(
+                "has no state of {without} of {} processes: start as many processes as the run \
+                 had, resume from a checkpoint, or name another folder",
+                steps.len()
+            );
+            Err(Error::config("eps.path", problem))
+        }
+        (least, _) => Ok(least),
     }
 }
 

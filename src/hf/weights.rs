@@ -396,7 +396,7 @@ mod tests {
     #[test]
     fn shards_are_read_as_they_were_written() {
         let model = Model::new(gpt2([2, 16, 2, 24, 50, 9]));
-        let make = || Eps::in_memory(&model, 0, |_| false);
+        let make = || Eps::in_memory(model.blocks.clone(), 0, |_| false);
         let (from, to) = (make(), make());
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");

@@ -53,13 +53,10 @@ impl Loaded {
             Some(path) => {
                 let refused =
                     |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
-                Eps::on_file(
-                    &model,
-                    0,
-                    FileTier::unnamed(path, &model, false, 0, |_| false).map_err(refused)?,
-                )
+                let file = FileTier::unnamed(path, &model.blocks, false, 0, |_| false);
+                Eps::on_file(model.blocks.clone(), 0, file.map_err(refused)?)
             }
-            None => Eps::in_memory(&model, 0, |_| false),
+            None => Eps::in_memory(model.blocks.clone(), 0, |_| false),
         };
         let eps = eps.published_as(config.device.dtype);
         let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));

@@ -169,6 +169,7 @@ impl Model {
                 gradient_bytes: master_bytes,
                 master_bytes,
                 state_bytes: master_bytes * states as u64,
+                region_bytes: master_bytes,
                 staged: false,
                 frozen: false,
             }

@@ -247,9 +247,9 @@ impl Plan {
         self.trains && (self.deferred || (id.0 as usize) < self.tied_tiles)
     }
 
-    /// Floats of a landing block, or of one part of a block of a file.
-    pub(crate) fn host_block(&self) -> usize {
-        self.regions.slots(Holder::Landing, Place::Host).slot_floats
+    /// Floats that one part of a block takes where it is staged: masters, or one of the states.
+    pub(crate) fn staged_part(&self) -> usize {
+        self.regions.slots(Holder::FileBuffer, Place::HostOwn).slot_floats
     }
 
     /// Where the KV cache of a position begins, in floats behind the cache's first.

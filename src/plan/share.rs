@@ -8,7 +8,7 @@ use std::ops::Range;
 use l2l_actors::schedule::{Fetch, Reduction, StepPlan, group_spans};
 
 use super::Purpose;
-use crate::config::{Config, EpsTier};
+use crate::config::Config;
 use crate::error::Error;
 use crate::fabric::Rank;
 use crate::models::Model;
@@ -65,7 +65,6 @@ impl RankShare {
     /// Refuses what several ranks cannot do.
     pub(super) fn check(
         self,
-        config: &Config,
         model: &Model,
         rule: Option<&dyn UpdateRule>,
     ) -> Result<(), Error> {
@@ -78,10 +77,6 @@ impl RankShare {
                  them: start one process, or implement UpdateRule::is_elementwise if the rule \
                  updates each parameter by itself",
             ));
-        }
-        if config.eps.tier == EpsTier::File {
-            let problem = "is \"file\": several processes keep the model in memory";
-            return Err(Error::config("eps.tier", problem));
         }
         let most = model.blocks.iter().map(|tensors| {
             let parts = crate::eps::cut(tensors, self.ranks);

@@ -48,6 +48,8 @@ struct Blocks {
     published: usize,
     /// The largest, as it lies on the host: on file in whole pages.
     on_host: usize,
+    /// The largest of what this process has of a block, as it lies on the host.
+    own: usize,
     /// All of them, on the host.
     all: usize,
     /// Those whose gradient waits in a region.
@@ -58,7 +60,7 @@ impl Sizing<'_> {
     pub(super) fn plan(self) -> Result<Plan, Error> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
-        self.share.check(self.config, self.model, self.rule)?;
+        self.share.check(self.model, self.rule)?;
         let pipeline = pipelines::read(self.config)?.map(Arc::new);
         let schedules = self.schedules(pipeline.as_deref())?;
         let pools = self.pools(&schedules.all);
@@ -245,6 +247,7 @@ impl Sizing<'_> {
             largest,
             published: self.config.device.dtype.floats(largest).next_multiple_of(16),
             on_host: on_host(largest),
+            own: on_host(lengths.iter().copied().max().unwrap_or(0)),
             all: lengths.iter().map(|&floats| on_host(floats)).sum(),
             regions: waiting.map(|(_, &floats)| on_host(floats)).sum(),
         }
@@ -319,14 +322,14 @@ impl Sizing<'_> {
         let parts = if self.trains() { pools.parts as usize } else { 0 };
         regions.add(Holder::Landing, Place::Host, reduced, blocks.on_host);
         regions.add(Holder::Parts, Place::Host, parts, blocks.on_host);
-        if self.share.ranks > 1 {
+        if self.share.ranks > 1 || self.on_file() {
             regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
-        } else if self.on_file() {
+        }
+        if self.on_file() {
             let states = if self.trains() { pools.states as usize } else { 0 };
             let parts = 1 + self.states() + usize::from(self.deferred());
-            regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
-            regions.add(Holder::FileStates, Place::Host, states, parts * blocks.on_host);
-            regions.add(Holder::FileBuffer, Place::HostOwn, 1, blocks.on_host);
+            regions.add(Holder::FileStates, Place::Host, states, parts * blocks.own);
+            regions.add(Holder::FileBuffer, Place::HostOwn, 1, blocks.own);
         }
     }
 

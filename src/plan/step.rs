@@ -11,6 +11,7 @@ use l2l_actors::schedule::{
 
 use super::{DealtStep, RankShare, pipelines};
 use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype, Transfer};
+use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{Head, LayerSelection, Model, Part, Save};
 use crate::tensor::{Dtype, packed_floats};
@@ -81,7 +82,7 @@ pub(crate) fn schedule_of(
     let StepSpec { shape, layers, states, share, file } = step;
     let StepShape { sequences, positions, purpose } = shape;
     let states = if purpose.trains() { states } else { 0 };
-    let ring = ring_model(config, model, positions, states);
+    let ring = ring_model(config, model, positions, states, share);
     let is_dealt = share.deals(purpose);
     let (sequences, groups) = if is_dealt {
         let DealtStep { sequences, groups } = share.deal(config, sequences)?;
@@ -129,7 +130,13 @@ pub(crate) fn schedule_of(
 }
 
 /// The model as the ring schedules it, with this config's stash and tier.
-fn ring_model(config: &Config, model: &Model, positions: usize, states: usize) -> RingModel {
+fn ring_model(
+    config: &Config,
+    model: &Model,
+    positions: usize,
+    states: usize,
+    share: RankShare,
+) -> RingModel {
     let save = config.schedule.recompute.keep().unwrap_or(Save::All);
     let mut ring = model.for_ring(positions, save, states, config.device.dtype);
     let packed = packed_floats(positions * model.shape.hidden) * size_of::<f32>();
@@ -139,7 +146,14 @@ fn ring_model(config: &Config, model: &Model, positions: usize, states: usize) -
         ring.hidden.stashed_per_sequence = packed;
     }
     let staged = config.eps.tier == EpsTier::File;
-    ring.blocks.iter_mut().for_each(|block| block.staged = staged);
+    for (block, tensors) in ring.blocks.iter_mut().zip(&model.blocks) {
+        block.staged = staged;
+        if staged && share.ranks > 1 {
+            let own = cut(tensors, share.ranks).of(share.rank).len() * size_of::<f32>();
+            (block.master_bytes, block.region_bytes) = (own as u64, own as u64);
+            block.state_bytes = (own * states) as u64;
+        }
+    }
     ring
 }
 

@@ -101,10 +101,14 @@ impl Builder {
 
     /// Trains in several processes, the ranks of this fabric. All of them make the same trainer and
     /// the same calls; each holds a part of every block, and computes some of each step's groups
-    /// (`parallel.groups`).
+    /// (`parallel.groups`). With `eps.tier = "file"` each has a folder of its own in `eps.path`.
     pub fn fabric(mut self, fabric: Arc<dyn Fabric>) -> Builder {
-        let patience = Duration::from_secs_f64(self.config.watchdog.seconds);
-        self.exchanges = (fabric.ranks() > 1).then(|| Arc::new(Exchanges::new(fabric, patience)));
+        if fabric.ranks() > 1 {
+            let patience = Duration::from_secs_f64(self.config.watchdog.seconds);
+            let path = &mut self.config.eps.path;
+            *path = path.take().map(|path| eps::rank_folder(&path, fabric.rank()));
+            self.exchanges = Some(Arc::new(Exchanges::new(fabric, patience)));
+        }
         self
     }
 

@@ -11,9 +11,9 @@ use sha2::{Digest, Sha256};
 
 use super::{Builder, Trainer, growth};
 use crate::checkpoint::{self, Identity, LayerCount, Progress};
-use crate::config::{Config, DeviceConfig, EpsTier, Labels, LogConfig, MetricsConfig};
+use crate::config::{Config, DeviceConfig, EpsConfig, EpsTier, Labels, LogConfig, MetricsConfig};
 use crate::engine::Engine;
-use crate::eps::{Eps, FileTier, Folder, RankParts, StateOnFile, lost};
+use crate::eps::{Eps, FileTier, Folder, RankParts, StateOnFile, agreed_step, lost};
 use crate::error::Error;
 use crate::fabric::Exchanges;
 use crate::hf;
@@ -107,15 +107,11 @@ impl Checked {
         };
         let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
         let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
-        let (eps, found) = match self.exchanges {
-            None => open_eps(&config, &ring, &plan, start)?,
-            Some(exchanges) => {
-                agree(&exchanges, &config, &ring, (&data, from))?;
-                let parts = RankParts::new(exchanges, &ring);
-                let eps = Eps::of_rank(parts, plan.states, |id| plan.has_region(id));
-                (eps.published_as(config.device.dtype), None)
-            }
-        };
+        if let Some(exchanges) = &self.exchanges {
+            agree(exchanges, &config, &ring, (&data, from))?;
+        }
+        let parts = self.exchanges.map(|exchanges| RankParts::new(exchanges, &ring));
+        let (eps, found) = open_eps(&config, &ring, &plan, parts, start)?;
         let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
         let layers = on_file.or(layers);
         let model = growth::model_of(&config, &ring, layers)?;
@@ -194,7 +190,8 @@ fn agree(
     let (kind, count) = (config.device.kind, Some(config.devices()));
     let (dtype, flop_rate) = (config.device.dtype, None);
     let device = DeviceConfig { kind, count, dtype, flop_rate, ..DeviceConfig::default() };
-    let shared = Config { metrics, log, device, ..config.clone() };
+    let eps = EpsConfig { path: None, ..config.eps.clone() };
+    let shared = Config { metrics, log, device, eps, ..config.clone() };
     let run = json!({ "data": data, "resume": resume });
     let all = [
         ("program", of(&program)),
@@ -234,43 +231,49 @@ fn open_eps(
     config: &Config,
     model: &Model,
     plan: &Plan,
+    parts: Option<RankParts>,
     start: EpsStart<'_>,
 ) -> Result<(Eps, Option<StateOnFile>), Error> {
     let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
-    let dtype = config.device.dtype;
+    let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
+    let made = |eps: Eps, parts| eps.of_rank(parts).published_as(config.device.dtype);
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
         if start.resumes_file {
             return Err(Error::config("eps.tier", "is memory: there is no state to go on from"));
         }
-        return Ok((Eps::in_memory(model, states, region).published_as(dtype), None));
+        return Ok((made(Eps::in_memory(blocks, states, region), parts), None));
     };
     let unusable = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
     if start.is_trial {
-        let file = FileTier::unnamed(path, model, true, states, region).map_err(unusable)?;
-        return Ok((Eps::on_file(model, states, file).published_as(dtype), None));
+        let file = FileTier::unnamed(path, &blocks, true, states, region).map_err(unusable)?;
+        return Ok((made(Eps::on_file(blocks, states, file), parts), None));
     }
     let folder = Folder::lock(path).map_err(unusable)?;
-    let found = match folder.state() {
-        Ok(found) => found,
-        Err(_) if start.from.is_some() => None, // the checkpoint replaces a damaged state
-        Err(error) => return Err(unusable(error)),
+    let found = match folder.states() {
+        Err(_) if start.from.is_some() => Ok(Vec::new()), // the checkpoint replaces a damaged state
+        found => found.map_err(unusable),
     };
-    match (&found, start.resumes_file, start.from) {
-        (Some(found), false, None) => {
+    let newest = found.as_ref().map(|found| found.first().map(|found| found.step));
+    let agreed = match &parts {
+        Some(parts) if start.resumes_file => agreed_step(&parts.exchanges, newest),
+        _ => Ok(newest.unwrap_or(None)),
+    };
+    let (found, newest) = (found?, agreed?);
+    match (newest, start.resumes_file, start.from) {
+        (Some(step), false, None) => {
             let problem = format_args!(
-                "holds the state of a run, of step {}: go on from it (`--resume`), or remove the \
-                 folder, or name another",
-                found.step
+                "holds the state of a run, of step {step}: go on from it (`--resume`), or remove \
+                 the folder, or name another"
             );
             return Err(Error::config("eps.path", problem));
         }
         (None, true, _) => return Err(Error::config("eps.path", "holds no state to go on from")),
         _ => {}
     }
-    let resumes = start.resumes_file;
-    let file = FileTier::open(folder, model, states, region, resumes).map_err(unusable)?;
-    let eps = Eps::on_file(model, states, file).published_as(dtype);
-    Ok((eps, found.filter(|_| resumes)))
+    let step = newest.filter(|_| start.resumes_file);
+    let file = FileTier::open(folder, &blocks, states, region, step).map_err(unusable)?;
+    let found = found.into_iter().find(|found| Some(found.step) == step);
+    Ok((made(Eps::on_file(blocks, states, file), parts), found))
 }
 
 /// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random.

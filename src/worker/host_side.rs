@@ -73,7 +73,7 @@ impl HostSide {
             level: Level::best(),
             update_rate: config.update_bytes_per_second()?,
             disk_rate: config.disk_bytes_per_second()?,
-            file_part: plan.host_block(),
+            file_part: plan.staged_part(),
             unpacked: Mutex::new(vec![0.0; unpacked]),
             exchanged: Exchanged::new(plan),
         })

@@ -3,6 +3,7 @@
 
 use std::sync::{Mutex, RwLock};
 
+use half::bf16;
 use l2l_actors::schedule::{BlockId, MicroBatch, Ranks, Role, Version, Visit, sums_of_spans};
 use l2l_actors::work::{Summed, Work};
 use l2l_actors::{BoxedError, Operation};
@@ -64,23 +65,21 @@ impl Worker {
         slot: u32,
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
-        let (parts, host) = (self.parts(), self.memory.lease());
-        let own = parts.own(block);
-        let slot = &mut host.read_slot_mut(slot)[..self.block_len(block)];
-        let bytes = if self.host.eps.split {
-            let half = slot.len() / 2;
-            let slot = bytemuck::cast_slice_mut(&mut slot[..half]);
-            let lease = self.host.eps.memory().read(block, version);
-            slot[own].copy_from_slice(published(&lease.parameters));
-            bytemuck::cast_slice_mut(slot)
-        } else {
-            let lease = self.host.eps.memory().read(block, version);
-            slot[own].copy_from_slice(&lease.parameters);
-            bytemuck::cast_slice_mut(slot)
-        };
-        let element = bytes.len() / self.block_len(block).max(1);
+        let (parts, host, eps) = (self.parts(), self.memory.lease(), &self.host.eps);
+        let element = if eps.split { size_of::<bf16>() } else { size_of::<f32>() };
         let cut = parts.of(block).in_bytes(element);
-        Ok(parts.exchanges.complete(Channel::Blocks, &cut, bytes, beat)?)
+        let own = cut.of(parts.exchanges.rank());
+        let slot = &mut bytemuck::cast_slice_mut(host.read_slot_mut(slot))[..cut.len()];
+        if eps.file().is_some() {
+            slot.copy_within(..own.len(), own.start); // it was read there; its published half first
+        } else {
+            let lease = eps.memory().read(block, version);
+            slot[own].copy_from_slice(match eps.split {
+                true => bytemuck::cast_slice(published(&lease.parameters)),
+                false => bytemuck::cast_slice(&lease.parameters),
+            });
+        }
+        Ok(parts.exchanges.complete(Channel::Blocks, &cut, slot, beat)?)
     }
 
     /// Leaves this rank's part of a gradient's sum at the begin of its landing block.

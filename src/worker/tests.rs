@@ -98,13 +98,13 @@ impl Small {
         let plan = Plan::new(&config, &model, &*rule).expect("a plan of ours");
         assert_eq!(plan.pools, *pools);
         let eps = match &self.folder {
-            None => Eps::in_memory(&model, 2, |_| true),
+            None => Eps::in_memory(model.blocks.clone(), 2, |_| true),
             Some(folder) => {
                 // A relay that was dropped may have its file a little longer.
                 let nth = self.made.fetch_add(1, Relaxed).to_string();
                 let folder = Folder::lock(&folder.path().join(nth)).expect("a place for files");
-                let file = FileTier::open(folder, &model, 2, |_| true, false);
-                Eps::on_file(&model, 2, file.expect("a place for files"))
+                let file = FileTier::open(folder, &model.blocks, 2, |_| true, None);
+                Eps::on_file(model.blocks.clone(), 2, file.expect("a place for files"))
             }
         };
         let eps = eps.published_as(config.device.dtype);

@@ -172,7 +172,6 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
 impl Ways {
     /// The same for one of so many ranks, of which each has some of the groups.
     pub(crate) fn for_ranks(mut self, case: &Case, ranks: u32) -> Ways {
-        self.on_file = false;
         let spans = l2l_actors::schedule::group_spans(case.groups, ranks);
         let fewest = spans.iter().map(|span| span.len() as u32).min().expect("there is a rank");
         let most = spans.iter().map(|span| span.len() as u32).max().expect("there is a rank");

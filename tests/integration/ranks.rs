@@ -1,7 +1,8 @@
 //! Training in several processes is the same, bit for bit, as in one: any number of ranks and
 //! devices, whatever the order in which messages arrive. The ranks here are threads.
 
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
@@ -65,11 +66,14 @@ struct Task {
     /// Where it resumes from, and where it leaves a checkpoint.
     resumes: Option<PathBuf>,
     leaves: Option<PathBuf>,
+    /// It resumes from the state on file.
+    resumes_file: bool,
 }
 
 impl Task {
     fn new(config: Config, steps: usize) -> Task {
-        Task { config, from: 0, steps, evaluates: false, resumes: None, leaves: None }
+        let (resumes, leaves) = (None, None);
+        Task { config, from: 0, steps, evaluates: false, resumes, leaves, resumes_file: false }
     }
 
     /// Does it on a rank; on the only one if there is no fabric.
@@ -83,6 +87,9 @@ impl Task {
             }
             if let Some(checkpoint) = self.resumes {
                 builder = builder.resume(checkpoint);
+            }
+            if self.resumes_file {
+                builder = builder.resume_file();
             }
             let mut trainer = builder.start()?;
             for _ in 0..self.from {
@@ -145,8 +152,10 @@ proptest! {
         let case = Case { batch, groups, ..case };
         let ranks = ranks.min(groups);
         let ways = ways.for_ranks(&case, ranks);
+        let folder = tempfile::tempdir().expect("a place for files");
         let of = |ways: &Ways| {
             let mut config = config(&case, ways);
+            config.eps.path = ways.on_file.then(|| folder.path().into());
             config.stash.dtype = if packs { StashDtype::Bf16 } else { config.stash.dtype };
             config
         };
@@ -181,16 +190,74 @@ fn fewer_groups_than_ranks_are_refused_on_each() {
     }
 }
 
+/// A task whose model is on file there. It resumes from the state that it finds.
+fn on_file(folder: &Path, from: usize, steps: usize) -> Task {
+    let mut config = relay(4, 2);
+    (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.into()));
+    Task { from, resumes_file: from > 0, ..Task::new(config, steps) }
+}
+
+/// Copies a folder and the folders in it.
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir_all(to).expect("a place for files");
+    for entry in fs::read_dir(from).expect("a folder").flatten() {
+        let place = to.join(entry.file_name());
+        match entry.file_type().expect("a file").is_dir() {
+            true => copy(&entry.path(), &place),
+            false => _ = fs::copy(entry.path(), place).expect("room on a disk"),
+        }
+    }
+}
+
+/// Each rank has its parts on a file of its own, and a run goes on from these: also where a kill
+/// left some ranks one step ahead of the others.
 #[test]
-fn a_model_on_file_is_refused() {
+fn a_run_goes_on_from_the_files_of_its_ranks() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let task = |_| {
-        let mut config = relay(2, 2);
-        (config.eps.tier, config.eps.path) = (EpsTier::File, Some(folder.path().into()));
-        Task::new(config, 1)
+    let (bits, whole) = Task::new(relay(4, 2), 6).run(None).expect("a case of ours");
+    let place = folder.path().join("run");
+    let run = |at: &Path, from: usize, steps: usize| {
+        for (seen, _) in on_ranks(3, |_| on_file(at, from, steps)) {
+            let (found, summary) = seen.expect("a case of ours");
+            assert_eq!(found, bits[from..from + steps]);
+            if from + steps == 6 {
+                assert_eq!(summary.weights_digest, whole.weights_digest);
+            }
+        }
     };
-    for says in refused(2, task) {
-        assert!(says.starts_with("eps.tier is \"file\""), "{says}");
+    run(&place, 0, 3);
+    let before = folder.path().join("before");
+    copy(&place, &before);
+    run(&place, 3, 1);
+    // Rank 1 was killed before it sealed the last step.
+    let late = folder.path().join("late");
+    copy(&place, &late);
+    copy(&before.join("rank-1"), &late.join("rank-1"));
+    run(&late, 3, 3);
+    run(&place, 4, 2);
+    // Further apart they are not of one run.
+    copy(&before.join("rank-1"), &late.join("rank-1"));
+    for says in refused(3, |_| on_file(&late, 6, 1)) {
+        assert!(says.contains("has states after steps 3 to 6 on different ranks"), "{says}");
+    }
+}
+
+#[test]
+fn files_of_another_number_of_ranks_are_refused() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = folder.path().join("two");
+    for (seen, _) in on_ranks(2, |_| on_file(&place, 0, 1)) {
+        seen.expect("a case of ours");
+    }
+    for says in refused(3, |_| on_file(&place, 1, 1)) {
+        assert!(says.contains("has no state of 1 of 3 processes"), "{says}");
+    }
+    let says = on_file(&place, 1, 1).run(None).expect_err("it is refused").to_string();
+    assert!(says.contains("holds the states of several processes: start as many"), "{says}");
+    let place = folder.path().join("one");
+    on_file(&place, 0, 1).run(None).expect("a case of ours");
+    for says in refused(2, |_| on_file(&place, 1, 1)) {
+        assert!(says.contains("holds the state of one process"), "{says}");
     }
 }
 

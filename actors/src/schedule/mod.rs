@@ -65,11 +65,14 @@ pub struct Block {
     pub weight_bytes: u64,
     /// Bytes of the f32 gradient of the trainable part: what one download moves.
     pub gradient_bytes: u64,
-    /// Bytes of the f32 master: what one read of a staged block moves.
+    /// Bytes of the f32 master: what one read of a staged block moves. Of several processes, those
+    /// of this one's part; so are the next two.
     pub master_bytes: u64,
     /// Bytes of the optimizer state. The update of a staged block moves them and the master, each
     /// way.
     pub state_bytes: u64,
+    /// Bytes of the gradient region of a staged block.
+    pub region_bytes: u64,
     /// True when the EPS keeps the block in a file. Then its master, its optimizer state and its
     /// gradient region pass through staging slots on the host.
     pub staged: bool,

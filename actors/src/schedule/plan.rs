@@ -94,7 +94,7 @@ impl StepPlan {
     /// Bytes that a step reads from the file of the EPS, and bytes that it writes there. Where
     /// updates are deferred, the gradients of all updated blocks are counted: they wait there.
     pub fn file_bytes(&self, deferred: bool) -> (u64, u64) {
-        let waiting = self.updates.iter().map(|&id| self.schedule.block(id).gradient_bytes);
+        let waiting = self.updates.iter().map(|&id| self.schedule.block(id).region_bytes);
         let waiting = if deferred { waiting.fold(0, u64::saturating_add) } else { 0 };
         let Traffic { read, written, .. } = self.traffic;
         (read.saturating_add(waiting), written.saturating_add(waiting))

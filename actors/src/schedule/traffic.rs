@@ -101,7 +101,7 @@ impl Traffic {
             if let Reduction::Gradient { block, join, scattered: true, .. } = *reduction
                 && !join.keeps
             {
-                staged(block).into_iter().for_each(|block| both_ways(block.gradient_bytes));
+                staged(block).into_iter().for_each(|block| both_ways(block.region_bytes));
             }
         }
     }

@@ -126,9 +126,13 @@ impl Touch {
                 touch.store((block, version), stored, slot, &count);
             }
             &Work::Complete { block, version, slot } => {
-                let label = Label::Block(block, version);
-                touch.read(Cell::Master(block), label);
-                touch.write(Cell::Read(slot), label);
+                let (label, whole) = (Label::Block(block, version), Cell::Read(slot));
+                if plan.schedule.block(block).staged {
+                    touch.writes.push((whole, Some(label), label));
+                } else {
+                    touch.read(Cell::Master(block), label);
+                    touch.write(whole, label);
+                }
             }
             &Work::Deal { block, reduced } => {
                 let label = Label::Gradient(block, now, of_groups(plan, block, None));

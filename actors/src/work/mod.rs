@@ -139,7 +139,8 @@ pub enum Work {
     Seal,
     /// Update: publishes the step's carried blocks, unchanged, as of the next version.
     Carry { version: Version },
-    /// Fetch: makes a block's master whole in a staging slot, of the parts of all processes.
+    /// Fetch: makes a block's master whole in a staging slot, of the parts of all processes. That of
+    /// this process was read there, if the block is staged.
     Complete { block: BlockId, version: Version, slot: u32 },
     /// Exchange: in a landing block, replaces a gradient by this process's part of the sum over all
     /// processes. Where the step is not dealt, each process has the sum already.
@@ -179,6 +180,7 @@ enum Moves {
     Shard(BlockId, Shard),
     OtherShards(BlockId, Shard),
     Gradient(BlockId),
+    Region(BlockId),
     Master(BlockId),
     State(BlockId),
     StateAndGradient(BlockId),
@@ -218,7 +220,7 @@ impl Work {
                     row(L::File, K::Read, "read of ", S::Published(b, v), M::Master(b))
                 }
                 Stored::Gradient => {
-                    row(L::File, K::Read, "read of gradient of ", S::Block(b), M::Gradient(b))
+                    row(L::File, K::Read, "read of gradient of ", S::Block(b), M::Region(b))
                 }
                 Stored::State { with_gradient } => {
                     let moves = if with_gradient { M::StateAndGradient(b) } else { M::State(b) };
@@ -263,7 +265,7 @@ impl Work {
             }
             Work::Store { block: b, version: v, stored, .. } => match stored {
                 Stored::Gradient => {
-                    row(L::File, K::Write, "write of gradient of ", S::Block(b), M::Gradient(b))
+                    row(L::File, K::Write, "write of gradient of ", S::Block(b), M::Region(b))
                 }
                 Stored::Master | Stored::State { .. } => {
                     row(L::File, K::Write, "write of ", S::Published(b, v + 1), M::State(b))
@@ -340,6 +342,7 @@ impl Row {
                 all - shard.bytes(all)
             }
             Moves::Gradient(id) => schedule.block(id).gradient_bytes,
+            Moves::Region(id) => schedule.block(id).region_bytes,
             Moves::Master(id) => schedule.block(id).master_bytes,
             Moves::State(id) => {
                 let block = schedule.block(id);
@@ -347,7 +350,7 @@ impl Row {
             }
             Moves::StateAndGradient(id) => {
                 let state = Row { moves: Moves::State(id), ..*self }.bytes(schedule);
-                state.saturating_add(schedule.block(id).gradient_bytes)
+                state.saturating_add(schedule.block(id).region_bytes)
             }
             Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
             Moves::OtherParts(id) => schedule.of_others(schedule.block(id).weight_bytes),

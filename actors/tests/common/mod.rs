@@ -23,6 +23,7 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
             gradient_bytes: 2 * bytes,
             master_bytes: 3 * bytes,
             state_bytes: 4 * bytes,
+            region_bytes: 2 * bytes,
             staged: false,
             frozen: false,
         }

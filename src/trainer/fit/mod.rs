@@ -20,7 +20,7 @@ use crate::config::{Config, DataConfig, EpsTier};
 use crate::data::{Baseline, Batches, Dataset, baselines};
 use crate::devices;
 use crate::engine::Summary;
-use crate::eps::lost;
+use crate::eps::{agreed_step, lost};
 use crate::error::Error;
 use crate::hf::shape_of;
 use crate::telemetry::{EventLog, Exporter, Observe, made_up_name};
@@ -146,7 +146,14 @@ impl Fit {
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {
             true => Beginning::AsBuilt,
-            false => Beginning::find(config, keeper.as_ref(), self.resume, &mut warn)?,
+            false => {
+                let mut on_file = state_on_file(config);
+                if let Some(exchanges) = exchanges {
+                    let agreed = agreed_step(exchanges, on_file.as_ref().copied());
+                    on_file = on_file.and(agreed);
+                }
+                Beginning::find(config, keeper.as_ref(), on_file, self.resume, &mut warn)?
+            }
         };
         Ok(Prepared {
             train,

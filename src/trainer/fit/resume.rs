@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use crate::checkpoint::Keeper;
 use crate::config::{Config, EpsTier};
 use crate::error::Error;
-use crate::trainer::state_on_file;
 
 /// See the [module](self).
 pub(super) enum Beginning {
@@ -18,7 +17,7 @@ pub(super) enum Beginning {
 }
 
 impl Beginning {
-    /// What a run resumes from: of checkpoints and the state on file, whichever has more steps. A
+    /// What a run resumes from: of checkpoints and the state `on_file`, whichever has more steps. A
     /// run that does not resume must not find the checkpoints of another. `warn` is called when
     /// the state on file cannot be used and a checkpoint takes its place.
     ///
@@ -27,12 +26,13 @@ impl Beginning {
     pub(super) fn find(
         config: &Config,
         keeper: Option<&Keeper>,
+        on_file: Result<Option<u64>, Error>,
         resume: bool,
         warn: &mut dyn FnMut(String),
     ) -> Result<Beginning, Error> {
         let checkpoint = keeper.and_then(Keeper::newest);
         if !resume {
-            state_on_file(config)?; // it must be readable, also for a run that does not use it
+            on_file?; // it must be readable, also for a run that does not use it
             return match checkpoint {
                 None => Ok(Beginning::New),
                 Some(found) => Err(Error::config(
@@ -46,7 +46,7 @@ impl Beginning {
             };
         }
         let checkpoint_step = keeper.and_then(Keeper::newest_step);
-        let on_file = match state_on_file(config) {
+        let on_file = match on_file {
             Err(error) if checkpoint_step.is_some() => {
                 warn(format!("{error}: resumes from a checkpoint instead"));
                 None
