@@ -6,7 +6,9 @@ use super::quality::{Agreement, Confusion, Quality};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::engine::Engine;
+use crate::eps::lost;
 use crate::error::Error;
+use crate::fabric::Exchanges;
 use crate::hf::shape_of;
 use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
@@ -112,13 +114,53 @@ pub(crate) async fn evaluate(
     let mut evaluation = Evaluation::new(engine.model.shape.head);
     let scores_sequences = evaluation.quality.is_some();
     let purpose = if scores_sequences { Purpose::Score } else { Purpose::Evaluate };
-    for batch in batches {
-        let batch = batch?;
-        let labels = evaluation.count(&batch);
-        let outcome = engine.run(batch, purpose, Vec::new()).await?;
-        evaluation.add(&labels, outcome.loss, &outcome.logits);
+    let exchanges = engine.worker().eps().parts().map(|parts| parts.exchanges.clone());
+    let at_once = exchanges.as_ref().map_or(1, |exchanges| exchanges.ranks() as usize);
+    let mut batches = batches.into_iter();
+    loop {
+        let round = batches.by_ref().take(at_once).collect::<Result<Vec<Batch>, Error>>()?;
+        let Some(first) = round.first() else { return Ok(evaluation.finish()) };
+        // Ranks exchange the same in the same order for batches of as many sequences.
+        let is_alike = round.iter().all(|batch| batch.sequences() == first.sequences());
+        let labels: Vec<Labels> = round.iter().map(|batch| evaluation.count(batch)).collect();
+        let found = match &exchanges {
+            Some(exchanges) if is_alike && round.len() == at_once => {
+                of_all_ranks(engine, exchanges, round, purpose).await?
+            }
+            _ => {
+                let mut found = Vec::new();
+                for batch in round {
+                    let outcome = engine.run(batch, purpose, Vec::new()).await?;
+                    found.push((outcome.loss, outcome.logits));
+                }
+                found
+            }
+        };
+        for (labels, (loss, scores)) in labels.iter().zip(found) {
+            evaluation.add(labels, loss, &scores);
+        }
     }
-    Ok(evaluation.finish())
+}
+
+/// The loss and the logits of each of these batches, of which each rank computes one.
+async fn of_all_ranks(
+    engine: &mut Engine,
+    exchanges: &Exchanges,
+    mut round: Vec<Batch>,
+    purpose: Purpose,
+) -> Result<Vec<(f64, Vec<f32>)>, Error> {
+    let own = round.swap_remove(exchanges.rank() as usize);
+    let outcome = engine.run(own, purpose, Vec::new()).await?;
+    let mut bytes = outcome.loss.to_le_bytes().to_vec();
+    bytes.extend(outcome.logits.iter().flat_map(|logit| logit.to_le_bytes()));
+    let all = exchanges.meet(&bytes).map_err(lost)?;
+    let found = all.iter().map(|bytes| {
+        let (loss, logits) = bytes.split_first_chunk().expect("each rank sends a loss");
+        let (logits, _) = logits.as_chunks();
+        let logits = logits.iter().map(|&bytes| f32::from_le_bytes(bytes));
+        (f64::from_le_bytes(*loss), logits.collect())
+    });
+    Ok(found.collect())
 }
 
 /// Evaluates the model of a config.

@@ -95,12 +95,13 @@ impl Task {
             for _ in 0..self.from {
                 batches.next().await?;
             }
-            let mut bits = Vec::new();
+            let (mut bits, mut all) = (Vec::new(), Vec::new());
             for _ in 0..self.steps {
                 let batch = batches.next().await?;
-                let report = trainer.step(batch.clone()).await?;
+                all.push(batch.clone());
+                let report = trainer.step(batch).await?;
                 let seen = match self.evaluates {
-                    true => trainer.evaluate([Ok(batch)]).await?.loss,
+                    true => trainer.evaluate(all.iter().chain(&all).cloned().map(Ok)).await?.loss,
                     false => 0.0,
                 };
                 bits.push([report.loss, report.grad_norm, seen].map(f64::to_bits));
