@@ -32,6 +32,7 @@ fn model() -> RingModel {
         gradient_bytes: 4 * parameters,
         master_bytes: 4 * parameters,
         state_bytes: 8 * parameters,
+        region_bytes: 4 * parameters,
         staged: false,
         frozen: false,
     };

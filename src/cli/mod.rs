@@ -158,6 +158,10 @@ struct RateArguments {
     /// GB/s of the disk of `eps.path` [default: measured].
     #[arg(long, value_name = "RATE")]
     disk_gbps: Option<f64>,
+    /// GB/s that a process receives from the others, with `--ranks`; `l2l doctor --mpi` measures
+    /// it [default: `parallel.fabric_rate`, else 1.25].
+    #[arg(long, value_name = "RATE")]
+    fabric_gbps: Option<f64>,
 }
 
 #[derive(Args)]

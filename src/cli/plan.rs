@@ -20,9 +20,8 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
     let model = Model::new(largest_shape_of(&config).map_err(locate)?);
     let share = RankShare { rank: 0, ranks: ranks.get() };
     let plan = Plan::of_rank(&config, &model, &config.update_rule(), share).map_err(locate)?;
-    if ranks.get() > 1 && (*forecast || picture.is_some() || given.any() || csv.is_some()) {
-        let what = "--ranks: forecasts, pictures and tables are of one process";
-        return Err(Error::Argument(what.into()));
+    if ranks.get() > 1 && csv.is_some() {
+        return Err(Error::Argument("--csv: a table is of one process, without --ranks".into()));
     }
     let is_asked = *forecast || picture.is_some() || given.any();
     let found = is_asked.then(|| Outlook::of(&config, &model, &plan, given)).transpose();
@@ -56,11 +55,13 @@ impl Outlook {
         let rates = rates(config, model, given)?;
         let hiding = |deferred| Hiding::of(config, model, plan, &rates, deferred);
         let (eager, deferred) = (hiding(false)?, hiding(true)?);
-        Ok(Outlook { forecast: Forecast::of(config, model, &rates)?, eager, deferred })
+        let forecast = Forecast::of_plan(config, model, plan, &rates)?;
+        Ok(Outlook { forecast, eager, deferred })
     }
 
-    fn print(&self) {
+    fn print(&self, ranks: u32) {
         let Outlook { forecast, eager, deferred } = self;
+        let step = if ranks > 1 { "a step of each process" } else { "a step" };
         print(format_args!(
             "a step takes {:.4} s in virtual time; the device waits {:.4} s of it",
             forecast.seconds,
@@ -70,7 +71,7 @@ impl Outlook {
             let Hiding { lane, phase, tokens } = hiding;
             match tokens {
                 Some(tokens) => print(format_args!(
-                    "{how}: updates and transfers are hidden from {tokens} tokens a step on \
+                    "{how}: updates and transfers are hidden from {tokens} tokens {step} on \
                      ({lane}, {phase})"
                 )),
                 None => print(format_args!(
@@ -101,12 +102,13 @@ pub(super) fn rates(
     model: &Model,
     arguments: &RateArguments,
 ) -> Result<Rates, Error> {
-    let RateArguments { tflops, link_gbps, host_gbps, disk_gbps } = *arguments;
+    let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = *arguments;
     for (name, rate) in [
         ("tflops", tflops),
         ("link-gbps", link_gbps),
         ("host-gbps", host_gbps),
         ("disk-gbps", disk_gbps),
+        ("fabric-gbps", fabric_gbps),
     ] {
         if rate.is_some_and(|rate| !(1e-9..=1e9).contains(&rate)) {
             return Err(Error::Argument(format!("--{name} must be from 1e-9 to 1e9")));
@@ -135,7 +137,10 @@ pub(super) fn rates(
         }
         (None, None) => config.link_bytes_per_second()?.unwrap_or(host),
     };
-    let rates = Rates::of(config, model, flops, link, host);
+    let mut rates = Rates::of(config, model, flops, link, host);
+    if let Some(rate) = fabric_gbps {
+        rates = rates.with_fabric(rate * 1e9);
+    }
     let folder = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File);
     let disk = match (disk_gbps, folder) {
         (Some(rate), _) => rate * 1e9,
@@ -157,8 +162,8 @@ pub(super) fn rates(
 
 impl RateArguments {
     fn any(&self) -> bool {
-        let RateArguments { tflops, link_gbps, host_gbps, disk_gbps } = self;
-        [tflops, link_gbps, host_gbps, disk_gbps].into_iter().any(Option::is_some)
+        let RateArguments { tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps } = self;
+        [tflops, link_gbps, host_gbps, disk_gbps, fabric_gbps].into_iter().any(Option::is_some)
     }
 }
 
@@ -249,7 +254,8 @@ impl Shown<'_> {
     fn print(&self) {
         self.print_bytes();
         self.print_limits();
-        self.outlook.into_iter().for_each(Outlook::print);
+        let ranks = self.plan.share().ranks;
+        self.outlook.into_iter().for_each(|outlook| outlook.print(ranks));
         match &self.misfits[..] {
             [] => print("fits"),
             misfits => {

@@ -72,7 +72,8 @@ impl Config {
         self.link_bytes_per_second()?;
         self.flops_per_second()?;
         self.update_bytes_per_second()?;
-        self.disk_bytes_per_second().map(|_| ())
+        self.disk_bytes_per_second()?;
+        self.fabric_bytes_per_second().map(|_| ())
     }
 
     fn check_model(&self) -> Result<(), Error> {

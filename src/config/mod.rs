@@ -113,6 +113,14 @@ impl Config {
         rate("eps.disk_rate", self.eps.disk_rate.as_deref())
     }
 
+    /// `parallel.fabric_rate` in bytes a second.
+    ///
+    /// # Errors
+    /// It is no rate.
+    pub fn fabric_bytes_per_second(&self) -> Result<Option<f64>, Error> {
+        rate("parallel.fabric_rate", self.parallel.fabric_rate.as_deref())
+    }
+
     /// The update rule.
     pub fn update_rule(&self) -> AdamW {
         let OptimizerConfig { betas, epsilon, weight_decay, no_decay, .. } = &self.optimizer;

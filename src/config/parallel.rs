@@ -28,6 +28,9 @@ pub struct ParallelConfig {
     /// started several. `mpi`: MPI. `none`: several processes are refused. Results do not depend on
     /// the number of processes.
     pub fabric: FabricKind,
+    /// For experiments: emulates a slow fabric. The parts of a block, and those of a gradient, take
+    /// at least as long as at this many bytes a second, for instance `1GB/s`.
+    pub fabric_rate: Option<String>,
 }
 
 impl Default for ParallelConfig {
@@ -38,6 +41,7 @@ impl Default for ParallelConfig {
             weights: None,
             transfer: Transfer::Whole,
             fabric: FabricKind::Auto,
+            fabric_rate: None,
         }
     }
 }

@@ -37,6 +37,8 @@ pub struct Rates {
     pub(super) update: f64,
     /// Of the EPS's file.
     pub(super) file: f64,
+    /// From the other processes of a run, on each of the two lanes of exchanges.
+    pub(super) fabric: f64,
 }
 
 /// All phases.
@@ -44,6 +46,9 @@ const PHASES: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::Inputs, Phas
 
 /// Bytes a second of a disk that nobody measured.
 const DISK: f64 = 1e9;
+
+/// The same of a fabric: 10 Gbit/s.
+const FABRIC: f64 = 1.25e9;
 
 impl Rates {
     /// Seconds of one sequence in a layer, forward or backward.
@@ -56,6 +61,12 @@ impl Rates {
     #[must_use]
     pub fn with_disk(self, rate: f64) -> Rates {
         Rates { file: rate, ..self }
+    }
+
+    /// With a fabric of so many bytes a second.
+    #[must_use]
+    pub fn with_fabric(self, rate: f64) -> Rates {
+        Rates { fabric: rate, ..self }
     }
 
     /// Of a device of so many FLOP/s behind a link of so many bytes a second, beside a host whose
@@ -92,6 +103,7 @@ impl Rates {
             reduce: host / 3.0,
             update: host / 7.0,
             file: DISK,
+            fabric: config.fabric_bytes_per_second().ok().flatten().unwrap_or(FABRIC),
         }
     }
 
@@ -177,7 +189,8 @@ impl Rates {
         let sequences = |m: u32| f64::from(plan.schedule.micro_batches[m as usize]);
         let boundaries = if on_device { self.on_device } else { self.boundaries };
         let largest = || plan.schedule.blocks.iter().map(|block| block.gradient_bytes).max();
-        let block = || largest().unwrap_or(0) as f64;
+        let ranks = f64::from(plan.schedule.ranks.count);
+        let block = || largest().unwrap_or(0) as f64 / ranks;
         let seconds = match (row.kind, operation.work()) {
             (WorkKind::Weights, _) => bytes / self.link[0],
             (WorkKind::Shards, _) => bytes / self.peers,
@@ -198,6 +211,7 @@ impl Rates {
             (WorkKind::Reduce | WorkKind::Scatter, _) => block() / self.reduce,
             (WorkKind::Read | WorkKind::Write, _) => bytes / self.file,
             (WorkKind::Update, _) => block() / self.update,
+            (WorkKind::Fetch | WorkKind::Exchange, _) => bytes / self.fabric,
             _ => 0.0,
         };
         Duration::try_from_secs_f64(seconds).unwrap_or(ENDLESS)
@@ -236,7 +250,20 @@ impl Forecast {
     /// # Errors
     /// The config's schedule, or its plan, cannot be.
     pub fn of(config: &Config, model: &Model, rates: &Rates) -> Result<Forecast, Error> {
-        let plan = Plan::new(config, model, &config.update_rule())?;
+        Forecast::of_plan(config, model, &Plan::new(config, model, &config.update_rule())?, rates)
+    }
+
+    /// The same of a plan of this config: that of one of several processes, for instance, of which
+    /// the others keep pace.
+    ///
+    /// # Errors
+    /// The config's schedule cannot be.
+    pub fn of_plan(
+        config: &Config,
+        model: &Model,
+        plan: &Plan,
+        rates: &Rates,
+    ) -> Result<Forecast, Error> {
         let (sequences, positions) = (config.step.batch, plan.positions);
         let step = StepShape { sequences, positions, purpose: Purpose::Train };
         let begins_with = match config.model.max_layers {
@@ -247,7 +274,7 @@ impl Forecast {
         let schedule = schedule_of(config, model, step)?;
         let (rates, on_device) = (rates.clone(), plan.stash_on_device);
         let run = virtual_time::run(
-            ring_config(model, &plan, None),
+            ring_config(model, plan, None),
             move |operation| rates.time(operation, on_device),
             async move |mut relay: Relay<_>| {
                 let observer = relay.observer();

@@ -14,7 +14,7 @@ use super::forecast::Rates;
 use crate::config::{Config, EpsTier, ScheduleKind};
 use crate::error::Error;
 use crate::models::Model;
-use crate::plan::{Plan, Purpose, StepShape, StepSpec, schedule_of};
+use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 
 /// What a step needs for its lanes to hide.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -23,18 +23,19 @@ pub struct Hiding {
     pub lane: &'static str,
     /// The phase in which it does.
     pub phase: &'static str,
-    /// Tokens a step; `None`: it never hides, for each token takes longer to move than to compute.
+    /// Tokens a step, of several processes for each; `None`: it never hides, for each token takes longer to move than to compute.
     pub tokens: Option<u64>,
 }
 
 /// What a lane moves in a phase: seconds whatever the tokens, and for each sequence.
 #[derive(Clone, Copy, Debug, Default)]
-struct RankShare {
+struct Moves {
     fixed: f64,
     each: f64,
 }
 
-const LANES: [&str; 5] = ["upload", "download", "host", "update", "file"];
+const LANES: [&str; 7] =
+    ["upload", "download", "host", "update", "file", "fetch", "exchange"];
 
 impl Hiding {
     /// Of a config's schedule, with updates that are eager or deferred.
@@ -50,13 +51,16 @@ impl Hiding {
     ) -> Result<Hiding, Error> {
         let on_file = config.eps.tier == EpsTier::File;
         let [up, down] = if plan.stash_on_device { rates.on_device } else { rates.boundaries };
-        let (mut shares, mut compute) = ([[RankShare::default(); LANES.len()]; 2], [0.0; 2]);
+        let (mut shares, mut compute) = ([[Moves::default(); LANES.len()]; 2], [0.0; 2]);
         // One sequence: each layer is visited once each way, in whatever order.
         let mut config = config.clone();
         config.schedule.kind = ScheduleKind::Relay;
         let (positions, purpose) = (plan.positions, Purpose::Train);
         let step = StepShape { sequences: 1, positions, purpose };
-        let schedule = schedule_of(&config, model, StepSpec { file: None, ..plan.step(step) })?;
+        let step = StepSpec { file: None, share: RankShare::WHOLE, ..plan.step(step) };
+        let schedule = schedule_of(&config, model, step)?;
+        // What this process has of a block, of which it receives the rest.
+        let own = 1.0 / f64::from(plan.share().ranks);
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
             let backward = visit.phase.is_backward();
             let at = usize::from(backward);
@@ -79,9 +83,11 @@ impl Hiding {
             let moved = [
                 (weights / rates.link[0], through(&visit.reads) / up),
                 (lands * gradient / rates.link[1], through(&visit.writes) / down),
-                (lands * waits / rates.reduce, 0.0),
-                (updates * master / rates.update, 0.0),
-                (if on_file { file / rates.file } else { 0.0 }, 0.0),
+                (lands * waits * own / rates.reduce, 0.0),
+                (updates * master * own / rates.update, 0.0),
+                (if on_file { file * own / rates.file } else { 0.0 }, 0.0),
+                (weights * (1.0 - own) / rates.fabric, 0.0),
+                (lands * gradient * (1.0 - own) / rates.fabric, 0.0),
             ];
             for (share, (fixed, each)) in shares[at].iter_mut().zip(moved) {
                 share.fixed += fixed;
@@ -89,7 +95,7 @@ impl Hiding {
             }
         }
         let needed = |(phase, lane): (usize, usize)| {
-            let RankShare { fixed, each } = shares[phase][lane];
+            let Moves { fixed, each } = shares[phase][lane];
             let spare = compute[phase] - each;
             let sequences = if fixed == 0.0 && spare >= 0.0 {
                 0.0

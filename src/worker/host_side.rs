@@ -38,6 +38,8 @@ pub(super) struct HostSide {
     /// Bytes a second of emulated updates, and of an emulated disk.
     pub(super) update_rate: Option<f64>,
     pub(super) disk_rate: Option<f64>,
+    /// Bytes a second of an emulated fabric.
+    pub(super) fabric_rate: Option<f64>,
     /// Floats of one part of a block of a file: masters, or one of its states.
     pub(super) file_part: usize,
     /// Split masters as f32, for an update rule that wants them whole.
@@ -73,6 +75,7 @@ impl HostSide {
             level: Level::best(),
             update_rate: config.update_bytes_per_second()?,
             disk_rate: config.disk_bytes_per_second()?,
+            fabric_rate: config.fabric_bytes_per_second()?,
             file_part: plan.staged_part(),
             unpacked: Mutex::new(vec![0.0; unpacked]),
             exchanged: Exchanged::new(plan),

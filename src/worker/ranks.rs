@@ -2,15 +2,16 @@
 //! exchanged, losses and sums of squares added, with the other ranks of the run.
 
 use std::sync::{Mutex, RwLock};
+use std::time::Instant;
 
 use half::bf16;
 use l2l_actors::schedule::{BlockId, MicroBatch, Ranks, Role, Version, Visit, sums_of_spans};
 use l2l_actors::work::{Summed, Work};
 use l2l_actors::{BoxedError, Operation};
 
-use super::Worker;
 use super::boundaries::Filled;
 use super::step::StepState;
+use super::{Worker, take_as_long};
 use crate::eps::{RankParts, tensors_of};
 use crate::fabric::Channel;
 use crate::optimizers::split::published;
@@ -39,7 +40,7 @@ impl Worker {
 
     /// The lanes of exchanges.
     pub(super) fn on_ranks(&self, operation: &Operation) -> Result<f64, BoxedError> {
-        let step = operation.step();
+        let (begin, step) = (Instant::now(), operation.step());
         let state = self.steps.of(step.number);
         let beat = &|| operation.still_runs();
         match *operation.work() {
@@ -54,6 +55,8 @@ impl Worker {
             Work::Sum { of: Summed::Squares } => return self.sum_squares(&state, beat),
             ref other => unreachable!("{other} is not of the lanes of exchanges"),
         }
+        let bytes = operation.work().bytes(&step.plan.schedule);
+        take_as_long(begin, bytes, self.host.fabric_rate);
         Ok(0.0)
     }
 

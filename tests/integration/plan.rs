@@ -5,6 +5,7 @@ use l2l::config::{ChannelsConfig, EpsTier, Recompute, ScheduleKind, StashDtype, 
 use l2l::data::Batches;
 use l2l::models::{Model, Tensor};
 use l2l::optimizers::{Update, UpdateRule};
+use l2l::plan::RankShare;
 use l2l::telemetry::{Forecast, Hiding, Rates};
 use l2l::{Config, Plan, Trainer, shape_of};
 use proptest::prelude::*;
@@ -82,10 +83,12 @@ proptest! {
 /// wait with so many tokens, and do wait with a quarter of them.
 #[test]
 fn transfers_hide_where_the_plan_says() {
-    for (link, clip, tier) in [
-        (1e9, None, EpsTier::Memory),
-        (4e9, Some(1.0), EpsTier::Memory),
-        (16e9, None, EpsTier::File),
+    for (link, clip, tier, ranks) in [
+        (1e9, None, EpsTier::Memory, 1),
+        (4e9, Some(1.0), EpsTier::Memory, 1),
+        (16e9, None, EpsTier::File, 1),
+        (16e9, Some(1.0), EpsTier::Memory, 4),
+        (16e9, None, EpsTier::File, 2),
     ] {
         let mut config = Config::default();
         config.data.train = "random".into();
@@ -97,13 +100,18 @@ fn transfers_hide_where_the_plan_says() {
         config.optimizer.clip_norm = clip;
         let exposed = |batch: usize| {
             let mut config = config.clone();
-            config.step.batch = batch;
+            (config.step.batch, config.parallel.groups) = (batch * ranks as usize, ranks);
             let model = Model::new(shape_of(&config).expect("a shape of ours"));
-            let rates = Rates::of(&config, &model, 2e12, link, 50e9).with_disk(4e9);
-            let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+            let rates = Rates::of(&config, &model, 2e12, link, 50e9);
+            let rates = rates.with_disk(4e9).with_fabric(2e9);
+            let share = RankShare { rank: 0, ranks };
+            let plan = Plan::of_rank(&config, &model, &config.update_rule(), share);
+            let plan = plan.expect("a plan of ours");
             let hiding = Hiding::of(&config, &model, &plan, &rates, clip.is_some());
             let hiding = hiding.expect("a schedule of ours");
-            let forecast = Forecast::of(&config, &model, &rates).expect("a step of ours");
+            assert!(ranks < 4 || hiding.lane == "fetch", "{hiding:?}");
+            let forecast = Forecast::of_plan(&config, &model, &plan, &rates);
+            let forecast = forecast.expect("a step of ours");
             (hiding.tokens.expect("it hides"), forecast.exposed_seconds() / forecast.seconds)
         };
         let (tokens, _) = exposed(4);
