@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{process, thread};
 
-use l2l::config::{ByteSize, FabricKind, Format};
+use l2l::config::{ByteSize, DeviceConfig, DeviceKind, FabricKind, Format};
 use l2l::fabric::{self, Channel, Fabric, Rank, Tag, conformance};
-use l2l::{Config, Error};
+use l2l::{Config, Error, devices};
 use serde_json::json;
 
 use super::{Common, print, say};
@@ -89,6 +89,18 @@ pub(super) fn of(config: &Config) -> Result<Option<Arc<dyn Fabric>>, Error> {
             ))),
         },
         (FabricKind::Mpi, _) => fabric::open_mpi().map(|fabric| Some(fabric.into())),
+    }
+}
+
+/// Gives each process of a host a GPU of its own, by turns, unless the config names GPUs. (A
+/// launcher may let each process see a GPU of its own: then that is the only one.)
+pub(super) fn choose_gpu(device: &mut DeviceConfig) {
+    let is_named = device.ordinal > 0 || device.ordinals.is_some();
+    if let (DeviceKind::Cuda, false, Some(nth)) =
+        (device.kind, is_named, fabric::launched_on_host())
+    {
+        let there = devices::gpus().map_or(1, |gpus| gpus.len()).max(1);
+        device.ordinal = nth as usize % there;
     }
 }
 

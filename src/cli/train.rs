@@ -25,6 +25,9 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         Ok((config, layers, fabric))
     });
     let (mut config, layers, fabric) = opened.inspect_err(fabric::leave_it_to_the_first)?;
+    if fabric.is_some() {
+        fabric::choose_gpu(&mut config.device);
+    }
     let is_first = fabric.as_ref().is_none_or(|fabric| fabric.rank() == 0);
     if !is_first {
         // The first process shows the run.

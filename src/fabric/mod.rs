@@ -189,7 +189,6 @@ pub fn gather(
 /// The rank of this process and the number of ranks, if a launcher (`mpirun`, `srun`) started
 /// several: read from its environment, without MPI.
 pub fn launched() -> Option<(Rank, u32)> {
-    let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
     // Open MPI; MPICH and others of PMI; steps of Slurm.
     let launchers = [
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -198,4 +197,16 @@ pub fn launched() -> Option<(Rank, u32)> {
     ];
     let found = launchers.iter().find_map(|(rank, ranks)| Some((number(rank)?, number(ranks)?)));
     found.filter(|(_, ranks)| *ranks > 1)
+}
+
+/// Which of its host's processes this is, from 0, where the launcher says so.
+pub fn launched_on_host() -> Option<u32> {
+    // Open MPI; MPICH and others of its family; steps of Slurm.
+    let names = ["OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID"];
+    names.into_iter().find_map(number)
+}
+
+/// A variable of the environment that is a number.
+fn number(name: &str) -> Option<u32> {
+    env::var(name).ok()?.parse().ok()
 }
