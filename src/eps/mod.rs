@@ -179,7 +179,9 @@ impl Eps {
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
         let Some(parts) = &self.parts else { return self.read_own(id, part, read) };
-        Ok(read(&self.read_whole(parts, id, part)?))
+        let len = parts.own(id).len();
+        let own = self.read_own(id, part, |own| own[..len].to_vec())?;
+        Ok(read(&parts.complete(id, part, &own)?))
     }
 
     /// Reads what this process has of a part of a block.
@@ -213,10 +215,11 @@ impl Eps {
         }
     }
 
-    /// Changes a part of a block, given as f32, while no step runs. All ranks make the same change.
+    /// Changes a part of a block, given as f32, while no step runs. All ranks make the same change,
+    /// each in its own part; what other ranks have is zeros here.
     ///
     /// # Errors
-    /// The file cannot be read or written, or is not as it was written; or a rank is lost.
+    /// The file cannot be read or written, or is not as it was written.
     pub(crate) fn write_with(
         &self,
         id: BlockId,
@@ -224,22 +227,13 @@ impl Eps {
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
         let Some(parts) = &self.parts else { return self.write_own(id, part, write) };
-        let mut whole = self.read_whole(parts, id, part)?;
-        write(&mut whole);
-        let changed = &whole[parts.own(id)];
-        self.write_own(id, part, |own| own[..changed.len()].copy_from_slice(changed))
-    }
-
-    /// Reads what all ranks have of a part of a block.
-    fn read_whole(
-        &self,
-        parts: &RankParts,
-        id: BlockId,
-        part: BlockPart,
-    ) -> Result<Vec<f32>, Error> {
-        let len = parts.own(id).len();
-        let own = self.read_own(id, part, |own| own[..len].to_vec())?;
-        parts.complete(id, part, &own)
+        let (mut whole, own) = (vec![0.0; parts.of(id).len()], parts.own(id));
+        self.write_own(id, part, |stored| {
+            let stored = &mut stored[..own.len()];
+            whole[own.clone()].copy_from_slice(stored);
+            write(&mut whole);
+            stored.copy_from_slice(&whole[own]);
+        })
     }
 
     /// Changes what this process has of a part of a block.
