@@ -1,20 +1,22 @@
 //! The exchanges of a run with its other ranks: numbered, and ended when a rank stays silent.
 //!
-//! A rank may wait long for another that has more to do. So each rank has a thread that exchanges a
-//! byte with all others many times a minute, and exchanges end when those *beats* do: a rank that
-//! was stopped or cut off sends none. (A rank whose ring hangs is ended by its own watchdog.)
+//! A rank may wait long for another that has more to do. So each rank has a thread that exchanges
+//! short messages with all others many times a minute, and exchanges end when those *beats* do: a
+//! rank that was stopped or cut off sends none. (A rank whose ring hangs is ended by its own
+//! watchdog.)
 
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use super::beats::{Beats, Numbers, Reports};
 use super::parts::{self, Parts};
 use super::{Channel, Fabric, Lost, Rank, Tag, gather};
 
 /// See the [module](self).
 pub(crate) struct Exchanges {
-    fabric: Arc<dyn Fabric>,
+    fabric: Counted,
     /// For each channel the number of its next exchange. Exchanges of a channel follow each other.
     next: [Mutex<u64>; Channel::ALL.len()],
     patience: Duration,
@@ -22,21 +24,9 @@ pub(crate) struct Exchanges {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-/// What the thread of beats shares with the exchanges.
-#[derive(Default)]
-struct Beats {
-    /// Why there are no more beats, if a rank is lost.
-    lost: Mutex<Option<Lost>>,
-    is_lost: AtomicBool,
-    /// This rank has no more exchanges to make.
-    ends: AtomicBool,
-    /// This rank ends without the others.
-    is_dropped: AtomicBool,
-}
-
 /// How many times longer a rank waits for one that beats and does not make the exchange. Ranks
 /// whose plans differ could wait for each other for ever.
-const UNEQUAL: u32 = 10;
+pub(super) const UNEQUAL: u32 = 10;
 
 /// Tells the watchdog that an exchange still waits: it ends by itself.
 type Beat<'b> = &'b dyn Fn();
@@ -44,10 +34,11 @@ type Beat<'b> = &'b dyn Fn();
 impl Exchanges {
     /// With these ranks, which may be silent for as long as `patience`.
     pub(crate) fn new(fabric: Arc<dyn Fabric>, patience: Duration) -> Exchanges {
-        let beats = Arc::new(Beats::default());
+        let beats = Arc::new(Beats::new(&*fabric));
         let (other, shared) = (fabric.clone(), beats.clone());
         let run = move || shared.run(&*other, patience);
         let thread = thread::Builder::new().name("l2l-beats".into()).spawn(run).ok();
+        let fabric = Counted { fabric, reports: beats.reports.clone() };
         Exchanges { fabric, next: Default::default(), patience, beats, thread: Mutex::new(thread) }
     }
 
@@ -57,6 +48,17 @@ impl Exchanges {
 
     pub(crate) fn ranks(&self) -> u32 {
         self.fabric.ranks()
+    }
+
+    /// Reports these numbers to all ranks with every beat from now on. The first call counts. The
+    /// thread of beats calls `report` about once a second, and once more at the end.
+    pub(crate) fn report_with(&self, report: impl Fn() -> Numbers + Send + Sync + 'static) {
+        _ = self.beats.report.set(Box::new(report));
+    }
+
+    /// What all ranks report.
+    pub(crate) fn reports(&self) -> Arc<Reports> {
+        self.beats.reports.clone()
     }
 
     /// Makes `count` exchanges of a channel.
@@ -90,7 +92,7 @@ impl Exchanges {
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
         self.make(channel, 1, beat, |tag, goes_on| {
-            parts::complete(&*self.fabric, tag, parts, block, goes_on)
+            parts::complete(&self.fabric, tag, parts, block, goes_on)
         })
     }
 
@@ -103,7 +105,7 @@ impl Exchanges {
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
         self.make(Channel::Gradients, 1, beat, |tag, goes_on| {
-            parts::deal(&*self.fabric, tag, parts, gradient, received, goes_on)
+            parts::deal(&self.fabric, tag, parts, gradient, received, goes_on)
         })
     }
 
@@ -114,7 +116,7 @@ impl Exchanges {
         own: &[u8],
         beat: Beat<'_>,
     ) -> Result<Vec<Vec<u8>>, Lost> {
-        self.make(channel, 2, beat, |tag, goes_on| gather(&*self.fabric, tag, own, goes_on))
+        self.make(channel, 2, beat, |tag, goes_on| gather(&self.fabric, tag, own, goes_on))
     }
 
     /// The same between steps.
@@ -122,7 +124,7 @@ impl Exchanges {
         self.gather(Channel::Control, own, &|| ())
     }
 
-    /// Ends, when all ranks do.
+    /// Ends, when all ranks do. Then each has the last report of every other.
     pub(crate) fn end(&self) {
         self.beats.ends.store(true, Relaxed);
         self.join();
@@ -144,32 +146,34 @@ impl Drop for Exchanges {
     }
 }
 
-impl Beats {
-    /// Beats until all ranks end, or one is lost.
-    fn run(&self, fabric: &dyn Fabric, patience: Duration) {
-        let others: Vec<Rank> = (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect();
-        for number in (0..).take_while(|_| !self.is_dropped.load(Relaxed)) {
-            let own = [u8::from(self.ends.load(Relaxed))];
-            let sends: Vec<_> = others.iter().map(|&rank| (rank, &own[..])).collect();
-            let mut ends = vec![[0_u8]; others.len()];
-            let receives = others.iter().zip(&mut ends);
-            let mut receives: Vec<_> = receives.map(|(&rank, end)| (rank, &mut end[..])).collect();
-            // Ranks need not start at the same time.
-            let patience = if number == 0 { UNEQUAL * patience } else { patience };
-            let begin = Instant::now();
-            let goes_on = || !self.is_dropped.load(Relaxed) && begin.elapsed() < patience;
-            let tag = Tag { channel: Channel::Beats, number };
-            if let Err(lost) = fabric.exchange(tag, &sends, &mut receives, &goes_on) {
-                *self.lost.lock().expect("nothing panics inside") = Some(lost);
-                self.is_lost.store(true, Relaxed);
-                return;
-            }
-            if own == [1] && ends.iter().all(|end| *end == [1]) {
-                return;
-            }
-            if !self.ends.load(Relaxed) {
-                thread::park_timeout((patience / 8).min(Duration::from_secs(1)));
-            }
+/// A fabric that counts the bytes of its messages.
+struct Counted {
+    fabric: Arc<dyn Fabric>,
+    reports: Arc<Reports>,
+}
+
+impl Fabric for Counted {
+    fn rank(&self) -> Rank {
+        self.fabric.rank()
+    }
+
+    fn ranks(&self) -> u32 {
+        self.fabric.ranks()
+    }
+
+    fn exchange(
+        &self,
+        tag: Tag,
+        sends: &[(Rank, &[u8])],
+        receives: &mut [(Rank, &mut [u8])],
+        goes_on: &dyn Fn() -> bool,
+    ) -> Result<(), Lost> {
+        self.fabric.exchange(tag, sends, receives, goes_on)?;
+        let sent: usize = sends.iter().map(|(_, message)| message.len()).sum();
+        let received: usize = receives.iter().map(|(_, message)| message.len()).sum();
+        for (moved, bytes) in self.reports.moved.iter().zip([sent, received]) {
+            moved.fetch_add(bytes as u64, Relaxed);
         }
+        Ok(())
     }
 }

@@ -8,6 +8,7 @@
 //! order; a message of another number is refused. Channels do not wait for each other, so each may
 //! have a thread of its own.
 
+mod beats;
 pub mod conformance;
 mod exchanges;
 #[cfg(feature = "mpi")]
@@ -20,6 +21,7 @@ mod threads;
 
 use std::{env, fmt};
 
+pub(crate) use beats::{NUMBERS, Numbers, Reports};
 pub(crate) use exchanges::Exchanges;
 pub use mpi::open as open_mpi;
 pub use threads::{ThreadFabric, threads};
@@ -40,7 +42,7 @@ pub enum Channel {
     Sums,
     /// Why a run ended.
     End,
-    /// Signs of life.
+    /// Signs of life, with reports.
     Beats,
 }
 

@@ -110,6 +110,19 @@ pub const METRICS: &[Metric] = &[
     counter("l2l_device_wait_seconds_total", Unit::Seconds, &["device", "cause"],
         "Time in which a device's compute lane was idle within training steps, \
          by the lane that it waited for"),
+    gauge("l2l_rank_step", Unit::Count, &["rank"],
+        "Training steps that a rank has done. Metrics of ranks are those of a \
+         run with several, and up to a second old"),
+    counter("l2l_rank_lane_seconds_total", Unit::Seconds, &["rank", "lane"],
+        "Time that a rank's lane was busy with training, the sum of its devices"),
+    counter("l2l_rank_wait_seconds_total", Unit::Seconds, &["rank", "cause"],
+        "Time in which a rank's compute lane was idle within training steps, by \
+         the lane that it waited for, in the mean of its devices"),
+    counter("l2l_fabric_bytes_total", Unit::Bytes, &["rank", "direction"],
+        "Bytes that a rank sent to other ranks (`sent`) and received from them \
+         (`received`)"),
+    gauge("l2l_rank_resident_memory_bytes", Unit::Bytes, &["rank"],
+        "Resident memory of a rank's process"),
     counter("l2l_actor_seconds_total", Unit::Seconds, &["actor", "state"],
         "Time that an actor was busy, starved (waiting for actors before it) or \
          blocked (by those after it)"),
@@ -192,6 +205,7 @@ pub fn samples(view: &RunView, mut report: impl FnMut(&'static Metric, &[&str], 
     };
     samples_of_layers(view, report);
     samples_of_ring(view, report);
+    samples_of_ranks(view, report);
     samples_of_memory(view, report);
     samples_of_training(view, report);
     samples_of_process(report);
@@ -252,6 +266,22 @@ fn samples_of_ring(view: &RunView, report: &mut Report<'_>) {
     report("l2l_transfer_bytes_total", &["download"], view.bytes_downloaded as f64);
     if view.bytes_between_devices > 0 {
         report("l2l_transfer_bytes_total", &["peer"], view.bytes_between_devices as f64);
+    }
+}
+
+fn samples_of_ranks(view: &RunView, report: &mut Report<'_>) {
+    for rank in &view.ranks {
+        let name = &rank.rank.to_string()[..];
+        report("l2l_rank_step", &[name], rank.step as f64);
+        for (lane, seconds) in &rank.lanes {
+            report("l2l_rank_lane_seconds_total", &[name, lane], *seconds);
+        }
+        for (cause, seconds) in &rank.waited {
+            report("l2l_rank_wait_seconds_total", &[name, cause], *seconds);
+        }
+        report("l2l_fabric_bytes_total", &[name, "sent"], rank.sent_bytes as f64);
+        report("l2l_fabric_bytes_total", &[name, "received"], rank.received_bytes as f64);
+        report("l2l_rank_resident_memory_bytes", &[name], rank.resident_bytes as f64);
     }
 }
 

@@ -25,6 +25,7 @@ mod log;
 mod page;
 #[cfg(feature = "metrics")]
 mod publish;
+mod ranks;
 #[cfg(feature = "prometheus")]
 mod server;
 mod slice;
@@ -45,6 +46,7 @@ pub use log::EventLog;
 pub use page::{Report, live};
 #[cfg(feature = "metrics")]
 pub use publish::{Histograms, describe, publish};
+pub use ranks::RankView;
 #[cfg(feature = "prometheus")]
 pub use server::{Server, recorder};
 pub use slice::{Observe, Slice, SliceKind};

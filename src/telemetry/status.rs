@@ -148,6 +148,11 @@ impl RunStatus {
         }
     }
 
+    /// Training steps done.
+    pub(crate) fn step(&self) -> u64 {
+        self.last.map_or(self.resumed, |step| step.step)
+    }
+
     pub(crate) fn stepped(&mut self, report: &StepReport) {
         self.last = Some(*report);
         self.last_step = Some(unix_seconds());

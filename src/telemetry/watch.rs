@@ -9,7 +9,8 @@ use serde::Serialize;
 use super::ledger::Ledger;
 use super::status::{FAULTS, RunStatus, unix_seconds};
 use super::tally::DeviceTally;
-use super::{Point, Slice, State, Tally, WaitCause};
+use super::{Point, RankView, Slice, State, Tally, WaitCause};
+use crate::fabric::Reports;
 use crate::plan::Plan;
 use crate::worker::Used;
 
@@ -27,6 +28,8 @@ pub(crate) struct Watched {
     pub(crate) status: Mutex<RunStatus>,
     pub(crate) observer: Observer,
     pub(crate) plan: Arc<Plan>,
+    /// What all ranks report, if there are several.
+    pub(crate) reports: Option<Arc<Reports>>,
     pub(crate) link: Option<String>,
     /// Of each layer, whether the device meets it, and whether a block is its own.
     pub(crate) layers: Vec<(bool, bool)>,
@@ -87,6 +90,8 @@ pub struct RunView {
     pub faults: Vec<(&'static str, u64)>,
     /// The devices.
     pub devices: Vec<DeviceView>,
+    /// The ranks of a run that has several.
+    pub ranks: Vec<RankView>,
     /// The device's memory.
     pub device_memory: Vec<MemoryView>,
     /// Bytes of it that may be in use.
@@ -304,7 +309,7 @@ impl Watch {
             started: status.started,
             now: unix_seconds(),
             seconds: self.0.observer.now().as_secs_f64(),
-            step: last.map_or(status.resumed, |step| step.step),
+            step: status.step(),
             steps: status.steps,
             loss: last.map(|step| step.loss),
             validation_loss: status.validation_loss,
@@ -323,6 +328,7 @@ impl Watch {
             checkpoint_failures: status.checkpoint_failures,
             faults: FAULTS.into_iter().zip(status.faults).collect(),
             devices: devices(&self.0.devices, &tally),
+            ranks: self.ranks(),
             device_memory: self.device_memory(),
             device_budget: self.0.budget,
             host_memory: host

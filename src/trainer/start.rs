@@ -134,6 +134,10 @@ impl Checked {
         }
         let status = status(&config, learning_rate.steps, progress.step, from);
         let watch = watch(&config, &engine, &ledger, status);
+        if let Some(parts) = engine.worker().eps().parts() {
+            let watch = watch.clone();
+            parts.exchanges.report_with(move || watch.numbers());
+        }
         let disk_rate = config.disk_bytes_per_second()?;
         let now = Instant::now();
         Ok(Trainer {
@@ -325,6 +329,7 @@ fn watch(config: &Config, engine: &Engine, ledger: &Arc<Ledger>, status: RunStat
         status: Mutex::new(status),
         observer: engine.observer(),
         plan: plan.clone(),
+        reports: engine.worker().eps().parts().map(|parts| parts.exchanges.reports()),
         link: config.device.link.clone(),
         layers: layers(&engine.model),
         budget: plan

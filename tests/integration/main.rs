@@ -36,6 +36,7 @@ mod ranks;
 #[cfg(feature = "cli")]
 mod recipes;
 mod resume;
+mod seen;
 mod slim;
 #[cfg(feature = "prometheus")]
 mod telemetry;

@@ -21,11 +21,18 @@ use crate::exact::{Case, Ways, baseline, cases, config, ways};
 use crate::whole;
 
 /// A fabric whose messages are late by some pseudo-random time, and that counts its bytes.
-struct Late {
+pub(crate) struct Late {
     fabric: ThreadFabric,
     chance: AtomicU64,
     /// By channel.
-    sent: [AtomicU64; 6],
+    pub(crate) sent: [AtomicU64; 6],
+}
+
+impl Late {
+    pub(crate) fn new(fabric: ThreadFabric) -> Arc<Late> {
+        let chance = AtomicU64::new(u64::from(fabric.rank()) << 50);
+        Arc::new(Late { fabric, chance, sent: Default::default() })
+    }
 }
 
 impl Fabric for Late {
@@ -122,8 +129,7 @@ fn on_ranks(
     thread::scope(|scope| {
         let start = |fabric: ThreadFabric| {
             let (rank, task) = (fabric.rank(), &task);
-            let chance = AtomicU64::new(u64::from(rank) << 50);
-            let late = Arc::new(Late { fabric, chance, sent: Default::default() });
+            let late = Late::new(fabric);
             scope.spawn(move || {
                 let seen = task(rank).run(Some(late.clone()));
                 (seen, late.sent.each_ref().map(|bytes| bytes.load(Relaxed)))
@@ -171,7 +177,7 @@ proptest! {
 }
 
 /// A relay of eight sequences in groups.
-fn relay(groups: u32, micro_batch: usize) -> Config {
+pub(crate) fn relay(groups: u32, micro_batch: usize) -> Config {
     let case = Case { batch: 8, micro_batch, groups, clip: true, ..crate::exact::SMALL.clone() };
     config(&case, &Ways { kind: ScheduleKind::Relay, ..baseline() })
 }

@@ -135,7 +135,7 @@ def panels():
 
 
 def filled(query):
-    query = query.replace("$run", "checked").replace("$device", "cpu0")
+    query = query.replace("$run", "checked").replace("$device", "cpu0").replace("$rank", "0")
     query = query.replace("$__rate_interval", "10s")
     assert not re.search(r"\$\w", query), query
     return query

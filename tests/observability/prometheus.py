@@ -27,6 +27,8 @@ def panels_have_data(program):
         time.sleep(WATCHED)
         count = 0
         for title, query, legend in panels():
+            if title.startswith("l2l: ranks"):
+                continue  # this run has one process
             series = prometheus.past(filled(query), WATCHED - 10)
             finite = [sum(math.isfinite(value) for _, value in values) for _, values in series]
             assert finite and (max(finite) >= 2), f"{title}: {query}: {series}"

@@ -53,6 +53,7 @@ fn dashboard(Dashboard(uid, title, panels): &Dashboard) -> Value {
             variable("run", "Run", "label_values(l2l_steps_target, run)"),
             variable("device", "Device",
                 "label_values(l2l_device_memory_budget_bytes{run=\"$run\"}, device)"),
+            variable("rank", "Rank", "label_values(l2l_rank_step{run=\"$run\"}, rank)"),
         ] },
     })
 }

@@ -2,6 +2,7 @@
 
 mod grafana;
 mod panels;
+mod ranks;
 mod rules;
 
 use std::collections::BTreeMap;

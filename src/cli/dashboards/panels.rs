@@ -432,4 +432,5 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
             ),
         ],
     ),
+    super::ranks::RANKS,
 ];

@@ -207,6 +207,38 @@ const ALERTS: &[Alert] = &[
         ],
     },
     Alert {
+        name: "L2lRankSlow",
+        expression: "(max by (run) (rate(l2l_rank_lane_seconds_total{lane=\"compute\"}[5m])) > \
+            1.5 * min by (run) (rate(l2l_rank_lane_seconds_total{lane=\"compute\"}[5m]))) and \
+            on (run) (max by (run) \
+            (rate(l2l_rank_wait_seconds_total{cause=\"fabric\"}[5m])) > 0.25)",
+        after: "5m",
+        severity: "warning",
+        summary: "ranks wait for one that computes much longer than others",
+        means: "All ranks do a step together. One of them computes half as long again as another, \
+            or longer, and a rank waits for the fabric for more than a quarter of the time.",
+        todo: &[
+            "Open the dashboard *l2l: ranks*: the rank whose compute lane is busiest is the slow \
+            one.",
+            "If it is always the same rank: check its machine for other processes, for heat, and \
+            for a slower device.",
+            "If `parallel.groups` is not the number of ranks times a power of two, some ranks \
+            compute more groups than others: choose another number for the next run.",
+        ],
+        fires: &[
+            ("l2l_rank_lane_seconds_total{run=\"r\",rank=\"0\",lane=\"compute\"}", "0+50x20"),
+            ("l2l_rank_lane_seconds_total{run=\"r\",rank=\"1\",lane=\"compute\"}", "0+25x20"),
+            ("l2l_rank_wait_seconds_total{run=\"r\",rank=\"0\",cause=\"fabric\"}", "0+5x20"),
+            ("l2l_rank_wait_seconds_total{run=\"r\",rank=\"1\",cause=\"fabric\"}", "0+30x20"),
+        ],
+        silent: &[
+            ("l2l_rank_lane_seconds_total{run=\"r\",rank=\"0\",lane=\"compute\"}", "0+30x20"),
+            ("l2l_rank_lane_seconds_total{run=\"r\",rank=\"1\",lane=\"compute\"}", "0+25x20"),
+            ("l2l_rank_wait_seconds_total{run=\"r\",rank=\"0\",cause=\"fabric\"}", "0+25x20"),
+            ("l2l_rank_wait_seconds_total{run=\"r\",rank=\"1\",cause=\"fabric\"}", "0+30x20"),
+        ],
+    },
+    Alert {
         name: "L2lLossNotFinite",
         expression: "(l2l_loss != l2l_loss) or (abs(l2l_loss) == Inf) or \
             (increase(l2l_faults_total{kind=\"not_finite\"}[5m]) > 0)",

@@ -1,0 +1,140 @@
+//! The beats of a rank: signs of life, with numbers of what it did so far.
+//!
+//! A beat is one message to each other rank: a byte of flags, and the [`Numbers`] in little-endian
+//! order. The fabric does not know what the numbers mean. A rank beats from a thread of its own, so
+//! nothing else waits for what the others report.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::exchanges::UNEQUAL;
+use super::{Channel, Fabric, Lost, Rank, Tag};
+
+/// Numbers of a report, the same on all ranks.
+pub(crate) const NUMBERS: usize = 32;
+
+/// What a rank reports of itself.
+pub(crate) type Numbers = [f64; NUMBERS];
+
+/// Bytes of a beat.
+const BEAT: usize = 1 + NUMBERS * size_of::<f64>();
+
+/// A flag of a beat: its rank has no more exchanges to make.
+const ENDS: u8 = 1;
+
+/// A flag of a beat: its numbers are a report.
+const REPORTS: u8 = 2;
+
+/// What this rank knows of each rank. It outlives the exchanges, so that it can be read after the
+/// end of a run.
+pub(crate) struct Reports {
+    pub(crate) rank: Rank,
+    /// Of each rank the last report; none of this rank.
+    last: Mutex<Vec<Option<Numbers>>>,
+    /// Bytes that this rank sent and received on all channels but that of beats.
+    pub(super) moved: [AtomicU64; 2],
+}
+
+impl Reports {
+    pub(super) fn new(fabric: &dyn Fabric) -> Reports {
+        let last = Mutex::new(vec![None; fabric.ranks() as usize]);
+        Reports { rank: fabric.rank(), last, moved: Default::default() }
+    }
+
+    /// The last report of each rank. This rank and those that have not reported yet have none.
+    pub(crate) fn last(&self) -> Vec<Option<Numbers>> {
+        self.last.lock().expect("nothing panics inside").clone()
+    }
+
+    /// Bytes that this rank sent and received.
+    pub(crate) fn moved(&self) -> [u64; 2] {
+        self.moved.each_ref().map(|bytes| bytes.load(Relaxed))
+    }
+}
+
+/// What the thread of beats shares with the exchanges.
+pub(super) struct Beats {
+    /// Why there are no more beats, if a rank is lost.
+    pub(super) lost: Mutex<Option<Lost>>,
+    pub(super) is_lost: AtomicBool,
+    /// This rank has no more exchanges to make.
+    pub(super) ends: AtomicBool,
+    /// This rank ends without the others.
+    pub(super) is_dropped: AtomicBool,
+    /// What the others reported.
+    pub(super) reports: Arc<Reports>,
+    /// What this rank reports, once there is something to report.
+    pub(super) report: OnceLock<Box<dyn Fn() -> Numbers + Send + Sync>>,
+}
+
+impl Beats {
+    pub(super) fn new(fabric: &dyn Fabric) -> Beats {
+        Beats {
+            lost: Mutex::default(),
+            is_lost: AtomicBool::default(),
+            ends: AtomicBool::default(),
+            is_dropped: AtomicBool::default(),
+            reports: Arc::new(Reports::new(fabric)),
+            report: OnceLock::new(),
+        }
+    }
+
+    /// Beats until all ranks end, or one is lost. The last beat has what each rank did in all.
+    pub(super) fn run(&self, fabric: &dyn Fabric, patience: Duration) {
+        let others: Vec<Rank> = (0..fabric.ranks()).filter(|&rank| rank != fabric.rank()).collect();
+        for number in (0..).take_while(|_| !self.is_dropped.load(Relaxed)) {
+            let own = self.beat();
+            let sends: Vec<_> = others.iter().map(|&rank| (rank, &own[..])).collect();
+            let mut beats = vec![[0; BEAT]; others.len()];
+            let receives = others.iter().zip(&mut beats);
+            let mut receives: Vec<_> =
+                receives.map(|(&rank, beat)| (rank, &mut beat[..])).collect();
+            // Ranks need not start at the same time.
+            let patience = if number == 0 { UNEQUAL * patience } else { patience };
+            let begin = Instant::now();
+            let goes_on = || !self.is_dropped.load(Relaxed) && begin.elapsed() < patience;
+            let tag = Tag { channel: Channel::Beats, number };
+            if let Err(lost) = fabric.exchange(tag, &sends, &mut receives, &goes_on) {
+                *self.lost.lock().expect("nothing panics inside") = Some(lost);
+                self.is_lost.store(true, Relaxed);
+                return;
+            }
+            let mut last = self.reports.last.lock().expect("nothing panics inside");
+            for (&rank, beat) in others.iter().zip(&beats) {
+                if let Some(numbers) = numbers_of(beat) {
+                    last[rank as usize] = Some(numbers);
+                }
+            }
+            drop(last);
+            if own[0] & ENDS > 0 && beats.iter().all(|beat| beat[0] & ENDS > 0) {
+                return;
+            }
+            if !self.ends.load(Relaxed) {
+                thread::park_timeout((patience / 8).min(Duration::from_secs(1)));
+            }
+        }
+    }
+
+    fn beat(&self) -> [u8; BEAT] {
+        let mut beat = [0; BEAT];
+        // In this order: a rank that ends has nothing more to count.
+        let ends = self.ends.load(Relaxed);
+        let report = self.report.get().map(|report| report());
+        beat[0] = u8::from(ends) * ENDS + u8::from(report.is_some()) * REPORTS;
+        for (to, number) in beat[1..].chunks_exact_mut(8).zip(report.iter().flatten()) {
+            to.copy_from_slice(&number.to_le_bytes());
+        }
+        beat
+    }
+}
+
+/// The report in a beat.
+fn numbers_of(beat: &[u8; BEAT]) -> Option<Numbers> {
+    let number = |at: usize| {
+        let bytes = beat[1 + 8 * at..][..8].try_into().expect("eight bytes");
+        f64::from_le_bytes(bytes)
+    };
+    (beat[0] & REPORTS > 0).then(|| std::array::from_fn(number))
+}
