@@ -36,7 +36,7 @@ struct Beats {
 
 /// How many times longer a rank waits for one that beats and does not make the exchange. Ranks
 /// whose plans differ could wait for each other for ever.
-const UNEQUAL: u32 = 10;
+pub(super) const UNEQUAL: u32 = 10;
 
 /// Tells the watchdog that an exchange still waits: it ends by itself.
 type Beat<'b> = &'b dyn Fn();
