@@ -20,7 +20,7 @@ const ROUNDS: usize = 5;
 
 pub(super) fn check(common: &Common) -> Result<(), Error> {
     let (config, _) = common.read(None, None)?;
-    let fabric = &*fabric::open_mpi()?;
+    let fabric = &*fabric::open_mpi(patience(&config))?;
     conformance::check(fabric, 16 << 20);
     let small = seconds(fabric, 8)?;
     let large = seconds(fabric, LARGE)?;
@@ -82,13 +82,13 @@ pub(super) fn of(config: &Config) -> Result<Option<Arc<dyn Fabric>>, Error> {
             "a launcher started {ranks} processes, and parallel.fabric is \"none\", so each would \
              do all of the work: start one, or set parallel.fabric = \"mpi\""
         ))),
-        (FabricKind::Auto, Some((_, ranks))) => match fabric::open_mpi() {
+        (FabricKind::Auto, Some((_, ranks))) => match fabric::open_mpi(patience(config)) {
             Ok(fabric) => Ok(Some(fabric.into())),
             Err(error) => Err(Error::Argument(format!(
                 "a launcher started {ranks} processes, which need MPI to share the work: {error}"
             ))),
         },
-        (FabricKind::Mpi, _) => fabric::open_mpi().map(|fabric| Some(fabric.into())),
+        (FabricKind::Mpi, _) => fabric::open_mpi(patience(config)).map(|it| Some(it.into())),
     }
 }
 
@@ -102,6 +102,11 @@ pub(super) fn choose_gpu(device: &mut DeviceConfig) {
         let there = devices::gpus().map_or(1, |gpus| gpus.len()).max(1);
         device.ordinal = nth as usize % there;
     }
+}
+
+/// How long a rank may be silent.
+fn patience(config: &Config) -> Duration {
+    Duration::from_secs_f64(config.watchdog.seconds)
 }
 
 /// How long the first rank has to say why a run ended, before another ends its process.
@@ -131,8 +136,9 @@ pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
             say(format_args!("error: {error}"));
             let other = |text: &[u8]| String::from_utf8_lossy(text).into_owned();
             let others = all.iter().map(|text| other(text)).enumerate().skip(1);
-            let told = format!("rank 0: {own}");
-            for (rank, text) in others.filter(|(_, text)| *text != own && *text != told) {
+            // What another rank heard from the first, the first has said.
+            let is_said = |text: &str| text == own || text.starts_with("rank 0: ");
+            for (rank, text) in others.filter(|(_, text)| !is_said(text)) {
                 say(format_args!("error: rank {rank}: {text}"));
             }
         }

@@ -1,5 +1,7 @@
 //! In a program that was built without MPI: what to do.
 
+use std::time::Duration;
+
 use super::Fabric;
 use crate::error::Error;
 
@@ -7,7 +9,7 @@ use crate::error::Error;
 ///
 /// # Errors
 /// This program was built without MPI.
-pub fn open() -> Result<Box<dyn Fabric>, Error> {
+pub fn open(_patience: Duration) -> Result<Box<dyn Fabric>, Error> {
     let what = "this program was built without MPI: build it with `--features mpi`, which needs a \
                 compiler for MPI (`mpicc`) and libclang";
     Err(Error::argument(what))

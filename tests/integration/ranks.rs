@@ -351,8 +351,12 @@ fn a_rank_that_is_lost_is_named() {
         Task::new(config, if rank == 1 { 1 } else { 2 })
     };
     let all = refused(3, task);
-    for rank in [0, 2] {
-        assert!(all[rank].contains("nothing comes from rank 1"), "{all:?}");
+    // Whoever gives up first ends, and the other may name that one.
+    let (first, last) = (&all[0], &all[2]);
+    let name_it = |says: &String| says.contains("nothing comes from rank 1");
+    assert!(name_it(first) || name_it(last), "{all:?}");
+    for says in [first, last] {
+        assert!(says.contains("nothing comes from rank"), "{all:?}");
     }
 }
 

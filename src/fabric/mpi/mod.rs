@@ -12,12 +12,13 @@ mod world;
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::Duration;
 
-use flume::{RecvTimeoutError, Sender};
+use flume::{Receiver, RecvTimeoutError, Sender};
 
 use self::world::{Ask, PIECE, Piece, Post, Reply, World};
+use super::exchanges::UNEQUAL;
 use super::{Channel, Fabric, Header, Lost, Rank, Tag};
 use crate::error::Error;
 
@@ -35,7 +36,10 @@ struct Mpi {
     rank: Rank,
     ranks: u32,
     asks: Sender<Ask>,
-    thread: Option<JoinHandle<()>>,
+    /// The thread of MPI drops its side when it ends.
+    ended: Receiver<()>,
+    /// How long this rank waits for others to finalize MPI.
+    patience: Duration,
     /// One exchange at a time on each channel.
     channels: [Mutex<()>; Channel::ALL.len()],
     /// Pieces that nobody uses.
@@ -44,17 +48,22 @@ struct Mpi {
 }
 
 /// The fabric of MPI, for all ranks that a launcher started. It can be opened once in a process.
+/// MPI starts, and is finalized, by all ranks together. A rank waits for the others ten times as
+/// long as `patience`: they need not start at the same time.
 ///
 /// # Errors
-/// MPI says no, or was opened before.
-pub fn open() -> Result<Box<dyn Fabric>, Error> {
+/// MPI says no, or was opened before; or another rank does not start.
+pub fn open(patience: Duration) -> Result<Box<dyn Fabric>, Error> {
     static OPENED: AtomicBool = AtomicBool::new(false);
     if OPENED.swap(true, Relaxed) {
         return Err(Error::argument("MPI was opened in this process before"));
     }
     let (asks, asked) = flume::unbounded();
     let (begun, begins) = flume::bounded(1);
+    let (ends, ended) = flume::bounded(0);
+    let patience = UNEQUAL * patience;
     let spawned = thread::Builder::new().name("l2l-mpi".into()).spawn(move || {
+        let _ends: Sender<()> = ends;
         let world = World::initialise();
         let is_there = world.is_ok();
         let size = world.as_ref().map(|world| (world.rank, world.ranks)).map_err(Clone::clone);
@@ -62,17 +71,24 @@ pub fn open() -> Result<Box<dyn Fabric>, Error> {
             world.into_iter().for_each(|mut world| world.serve(&asked));
         }
     });
-    let thread = spawned.map_err(Error::system)?;
+    spawned.map_err(Error::system)?;
     let refused = |what: String| Error::System(format!("MPI: {what}"));
-    let (rank, ranks) = match begins.recv() {
+    let (rank, ranks) = match begins.recv_timeout(patience) {
         Ok(size) => size.map_err(refused)?,
-        Err(_) => return Err(refused("its thread ended".into())),
+        Err(RecvTimeoutError::Disconnected) => return Err(refused("its thread ended".into())),
+        Err(RecvTimeoutError::Timeout) => {
+            let seconds = patience.as_secs_f64();
+            return Err(refused(format!(
+                "not all ranks started within {seconds} s: one failed, or cannot be reached"
+            )));
+        }
     };
     Ok(Box::new(Mpi {
         rank,
         ranks,
         asks,
-        thread: Some(thread),
+        ended,
+        patience,
         channels: Default::default(),
         free: Mutex::default(),
         has_failed: AtomicBool::new(false),
@@ -304,6 +320,7 @@ impl Drop for Mpi {
         if fails || self.asks.send(Ask::End).is_err() {
             return;
         }
-        self.thread.take().into_iter().for_each(|thread| _ = thread.join());
+        // All exchanges are made: a rank that is lost now must not keep this one.
+        _ = self.ended.recv_timeout(self.patience);
     }
 }

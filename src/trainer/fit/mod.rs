@@ -139,9 +139,17 @@ impl Fit {
             true => Keeper::open(at, config.checkpoint.keep),
             false => Ok(Keeper::peek(at)),
         };
-        let keeper = directory.map(keeper).transpose()?;
+        let keeper = directory.map(keeper).transpose();
         // Nobody looks for checkpoints before the first process has repaired what a kill left.
-        exchanges.map_or(Ok(Vec::new()), |exchanges| exchanges.meet(&[])).map_err(lost)?;
+        if let Some(exchanges) = exchanges {
+            let problem = keeper.as_ref().err().map(Error::to_string).unwrap_or_default();
+            let problems = exchanges.meet(problem.as_bytes()).map_err(lost)?;
+            if !is_first && !problems[0].is_empty() {
+                let problem = String::from_utf8_lossy(&problems[0]);
+                return Err(Error::System(format!("rank 0: {problem}")));
+            }
+        }
+        let keeper = keeper?;
         let mut warnings = Vec::new();
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {
