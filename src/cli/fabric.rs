@@ -41,7 +41,7 @@ fn seconds(fabric: &dyn Fabric, bytes: usize) -> Result<f64, Error> {
         let receives = others.iter().zip(&mut to);
         let mut receives: Vec<_> = receives.map(|(&rank, to)| (rank, &mut to[..])).collect();
         let begin = Instant::now();
-        let tag = Tag { channel: Channel::Blocks, number };
+        let tag = Tag::new(Channel::Blocks, number);
         let exchanged = fabric.exchange(tag, &sends, &mut receives, &|| true);
         exchanged.map_err(|lost| Error::System(lost.to_string()))?;
         took.push(begin.elapsed().as_secs_f64());
@@ -126,7 +126,7 @@ pub(super) fn leave_it_to_the_first(error: &Error) {
 /// else each says it for itself.
 pub(super) fn end(fabric: &dyn Fabric, error: &Error) -> ! {
     let (own, begin) = (error.to_string(), Instant::now());
-    let tag = Tag { channel: Channel::End, number: 0 };
+    let tag = Tag::new(Channel::End, 0);
     let all = fabric::gather(fabric, tag, own.as_bytes(), &|| begin.elapsed() < 2 * LAST_WORDS);
     let rank = fabric.rank();
     match all {

@@ -94,7 +94,8 @@ impl RankParts {
         whole[self.own(id)].copy_from_slice(own);
         let bytes = bytemuck::cast_slice_mut(&mut whole);
         let parts = parts.in_bytes(size_of::<f32>());
-        self.exchanges.complete(Channel::Control, &parts, bytes, &|| ()).map_err(lost)?;
+        let of = (Channel::Control, u64::from(id.0) << 32 | part.index() as u64);
+        self.exchanges.complete(of, &parts, bytes, &|| ()).map_err(lost)?;
         Ok(whole)
     }
 

@@ -95,7 +95,7 @@ impl Beats {
             let patience = if number == 0 { UNEQUAL * patience } else { patience };
             let begin = Instant::now();
             let goes_on = || !self.is_dropped.load(Relaxed) && begin.elapsed() < patience;
-            let tag = Tag { channel: Channel::Beats, number };
+            let tag = Tag::new(Channel::Beats, number);
             if let Err(lost) = fabric.exchange(tag, &sends, &mut receives, &goes_on) {
                 *self.lost.lock().expect("nothing panics inside") = Some(lost);
                 self.is_lost.store(true, Relaxed);

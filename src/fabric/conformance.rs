@@ -19,7 +19,7 @@ pub fn check(fabric: &dyn Fabric, largest: usize) {
     channels_do_not_wait_for_each_other(fabric, &numbers);
     for round in 0..3 {
         let own = vec![fabric.rank() as u8; (1 + fabric.rank() as usize) * 1000 * round as usize];
-        let tag = Tag { channel: Channel::Control, number: 2 * round };
+        let tag = Tag::new(Channel::Control, 2 * round);
         let all = gather(fabric, tag, &own, &|| true).expect("all take part");
         for (rank, of_rank) in all.iter().enumerate() {
             assert_eq!(*of_rank, vec![rank as u8; (1 + rank) * 1000 * round as usize]);
@@ -33,7 +33,7 @@ struct Numbers([AtomicU64; Channel::ALL.len()]);
 
 impl Numbers {
     fn next(&self, channel: Channel) -> Tag {
-        Tag { channel, number: self.0[channel as usize].fetch_add(1, Relaxed) }
+        Tag::new(channel, self.0[channel as usize].fetch_add(1, Relaxed))
     }
 }
 
@@ -121,6 +121,8 @@ fn channels_do_not_wait_for_each_other(fabric: &dyn Fabric, numbers: &Numbers) {
 pub enum Misuse {
     /// It makes another exchange than the others.
     Number,
+    /// It exchanges something else.
+    Subject,
     /// It sends a longer message.
     Length,
     /// It does not take part.
@@ -129,14 +131,14 @@ pub enum Misuse {
 
 impl Misuse {
     /// All of them.
-    pub const ALL: [Misuse; 3] = [Misuse::Number, Misuse::Length, Misuse::Silence];
+    pub const ALL: [Misuse; 4] = [Misuse::Number, Misuse::Subject, Misuse::Length, Misuse::Silence];
 
     /// Makes the mistake, or checks that it is found and that rank 1 is named. Every rank calls it.
     ///
     /// # Panics
     /// It is not found.
     pub fn check(self, fabric: &dyn Fabric) {
-        let tag = Tag { channel: Channel::Gradients, number: 5 };
+        let tag = Tag::new(Channel::Gradients, 5);
         let bytes = [1; 100];
         let (mistaken, begin) = (fabric.rank() == 1, Instant::now());
         let goes_on = || begin.elapsed() < Duration::from_secs(if mistaken { 1 } else { 20 });
@@ -148,6 +150,9 @@ impl Misuse {
             // Whether this exchange ends well does not matter.
             _ = match self {
                 Misuse::Number => fabric.exchange(other, &sends, &mut [], &goes_on),
+                Misuse::Subject => {
+                    fabric.exchange(Tag { subject: 1, ..tag }, &sends, &mut [], &goes_on)
+                }
                 Misuse::Length => fabric.exchange(tag, &longer, &mut [], &goes_on),
                 Misuse::Silence => Ok(()),
             };

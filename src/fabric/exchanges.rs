@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+use l2l_actors::schedule::BlockId;
+
 use super::beats::{Beats, Numbers, Reports};
 use super::parts::{self, Parts};
 use super::{Channel, Fabric, Lost, Rank, Tag, gather};
@@ -64,13 +66,13 @@ impl Exchanges {
     /// Makes `count` exchanges of a channel.
     fn make<R>(
         &self,
-        channel: Channel,
+        (channel, subject): (Channel, u64),
         count: u64,
         beat: Beat<'_>,
         exchange: impl FnOnce(Tag, &dyn Fn() -> bool) -> Result<R, Lost>,
     ) -> Result<R, Lost> {
         let mut next = self.next[channel as usize].lock().expect("nothing panics inside");
-        let tag = Tag { channel, number: *next };
+        let tag = Tag { channel, number: *next, subject };
         *next += count;
         let (begin, patience) = (Instant::now(), UNEQUAL * self.patience);
         let made = exchange(tag, &|| {
@@ -83,28 +85,30 @@ impl Exchanges {
         })
     }
 
-    /// Completes a block of which each rank has its part: see [`parts::complete`].
+    /// Completes a block, or something else of which each rank has its part, and which all ranks call
+    /// by the same number: see [`parts::complete`].
     pub(crate) fn complete(
         &self,
-        channel: Channel,
+        of: (Channel, u64),
         parts: &Parts,
         block: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        self.make(channel, 1, beat, |tag, goes_on| {
+        self.make(of, 1, beat, |tag, goes_on| {
             parts::complete(&self.fabric, tag, parts, block, goes_on)
         })
     }
 
-    /// Sends each rank its part of a gradient, and receives theirs: see [`parts::deal`].
+    /// Sends each rank its part of a block's gradient, and receives theirs: see [`parts::deal`].
     pub(crate) fn deal(
         &self,
+        block: BlockId,
         parts: &Parts,
         gradient: &[u8],
         received: &mut [u8],
         beat: Beat<'_>,
     ) -> Result<(), Lost> {
-        self.make(Channel::Gradients, 1, beat, |tag, goes_on| {
+        self.make((Channel::Gradients, u64::from(block.0)), 1, beat, |tag, goes_on| {
             parts::deal(&self.fabric, tag, parts, gradient, received, goes_on)
         })
     }
@@ -116,7 +120,7 @@ impl Exchanges {
         own: &[u8],
         beat: Beat<'_>,
     ) -> Result<Vec<Vec<u8>>, Lost> {
-        self.make(channel, 2, beat, |tag, goes_on| gather(&self.fabric, tag, own, goes_on))
+        self.make((channel, 0), 2, beat, |tag, goes_on| gather(&self.fabric, tag, own, goes_on))
     }
 
     /// The same between steps.

@@ -65,6 +65,15 @@ pub struct Tag {
     pub channel: Channel,
     /// The exchange's number there. All ranks must use the same number for the same exchange.
     pub number: u64,
+    /// What is exchanged, such as the number of a block. All ranks must say the same.
+    pub subject: u64,
+}
+
+impl Tag {
+    /// An exchange whose number says all.
+    pub fn new(channel: Channel, number: u64) -> Tag {
+        Tag { channel, number, subject: 0 }
+    }
 }
 
 impl fmt::Display for Tag {
@@ -139,21 +148,25 @@ pub trait Fabric: Send + Sync {
     ) -> Result<(), Lost>;
 }
 
-/// The number and length that a message is announced with.
+/// What a message is announced with: the numbers of its tag, and its length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Header {
     number: u64,
+    subject: u64,
     bytes: u64,
 }
 
 impl Header {
     fn of(tag: Tag, message: &[u8]) -> Header {
-        Header { number: tag.number, bytes: message.len() as u64 }
+        let Tag { number, subject, .. } = tag;
+        Header { number, subject, bytes: message.len() as u64 }
     }
 
     /// The error of a rank that announced this and not `expected`.
     fn refused(self, rank: Rank, expected: Header, tag: Tag) -> Lost {
-        let words = |Header { number, bytes }| format!("{bytes} bytes of exchange {number}");
+        let words = |Header { number, subject, bytes }| {
+            format!("{bytes} bytes of exchange {number} (of {subject})")
+        };
         Lost::Disagrees { rank, sent: words(self), expected: words(expected), tag }
     }
 }

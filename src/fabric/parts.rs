@@ -159,7 +159,7 @@ mod tests {
                         let own = parts.of(fabric.rank());
                         let mut block = vec![0; BYTES];
                         own.clone().for_each(|at| block[at] = of_block(at));
-                        let tag = Tag { channel: Channel::Blocks, number: 0 };
+                        let tag = Tag::new(Channel::Blocks, 0);
                         complete(&fabric, tag, &parts, &mut block, &|| true)
                             .expect("all are there");
                         assert!(block.iter().enumerate().all(|(at, &byte)| byte == of_block(at)));
@@ -170,7 +170,7 @@ mod tests {
                         let gradient: Vec<u8> =
                             (0..BYTES).map(|at| of_gradient(fabric.rank(), at)).collect();
                         let mut received = vec![0; own.len() * others];
-                        let tag = Tag { channel: Channel::Gradients, number: 0 };
+                        let tag = Tag::new(Channel::Gradients, 0);
                         deal(&fabric, tag, &parts, &gradient, &mut received, &|| true)
                             .expect("all are there");
                         let from: Vec<Rank> = parts.others(fabric.rank()).collect();

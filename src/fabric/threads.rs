@@ -114,7 +114,7 @@ mod tests {
     fn a_rank_that_has_ended_is_named() {
         let mut all = threads(3);
         drop(all.remove(1));
-        let tag = Tag { channel: Channel::Sums, number: 0 };
+        let tag = Tag::new(Channel::Sums, 0);
         let mut to = [0; 4];
         let lost = all[0].exchange(tag, &[], &mut [(1, &mut to)], &|| true);
         assert_eq!(lost, Err(Lost::Ranks { ranks: vec![1], tag }));

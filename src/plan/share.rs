@@ -63,11 +63,7 @@ impl RankShare {
     }
 
     /// Refuses what several ranks cannot do.
-    pub(super) fn check(
-        self,
-        model: &Model,
-        rule: Option<&dyn UpdateRule>,
-    ) -> Result<(), Error> {
+    pub(super) fn check(self, model: &Model, rule: Option<&dyn UpdateRule>) -> Result<(), Error> {
         if self.ranks == 1 {
             return Ok(());
         }

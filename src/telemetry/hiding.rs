@@ -34,8 +34,7 @@ struct Moves {
     each: f64,
 }
 
-const LANES: [&str; 7] =
-    ["upload", "download", "host", "update", "file", "fetch", "exchange"];
+const LANES: [&str; 7] = ["upload", "download", "host", "update", "file", "fetch", "exchange"];
 
 impl Hiding {
     /// Of a config's schedule, with updates that are eager or deferred.

@@ -18,6 +18,9 @@ use crate::optimizers::split::published;
 use crate::optimizers::{chunks, sum_of_chunks};
 use crate::plan::Plan;
 
+/// The number under which rows are exchanged among the gradients of blocks.
+const ROWS: u64 = u64::MAX;
+
 /// Memory for what other ranks send.
 pub(super) struct Exchanged {
     /// For each other rank what it has for this rank's part of a gradient.
@@ -82,7 +85,8 @@ impl Worker {
                 false => bytemuck::cast_slice(&lease.parameters),
             });
         }
-        Ok(parts.exchanges.complete(Channel::Blocks, &cut, slot, beat)?)
+        let of = (Channel::Blocks, u64::from(block.0));
+        Ok(parts.exchanges.complete(of, &cut, slot, beat)?)
     }
 
     /// Leaves this rank's part of a gradient's sum at the begin of its landing block.
@@ -102,7 +106,7 @@ impl Worker {
             let received = &mut received[..own.len() * (ranks - 1)];
             let sent = bytemuck::cast_slice(gradient);
             let to = bytemuck::cast_slice_mut(received);
-            parts.exchanges.deal(&cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
+            parts.exchanges.deal(block, &cut.in_bytes(size_of::<f32>()), sent, to, beat)?;
             let mut sums: Vec<&mut [f32]> = received.chunks_mut(own.len().max(1)).collect();
             sums.resize_with(ranks - 1, Default::default);
             sums.insert(rank, &mut gradient[own.clone()]);
@@ -145,7 +149,7 @@ impl Worker {
             rows[at..][..bytes].copy_from_slice(&stashed[..bytes]);
             at += bytes;
         }
-        Ok(exchanges.complete(Channel::Gradients, &cut, rows, beat)?)
+        Ok(exchanges.complete((Channel::Gradients, ROWS), &cut, rows, beat)?)
     }
 
     /// The sum of the losses of all micro-batches, in their order.

@@ -112,7 +112,7 @@ fn rank(case: &str, fabric: &dyn Fabric) {
     match case {
         "conforms" => conformance::check(fabric, if ranks == 2 { 300 << 20 } else { 16 << 20 }),
         "dies" => {
-            let tag = Tag { channel: Channel::Sums, number: 0 };
+            let tag = Tag::new(Channel::Sums, 0);
             if own == 1 {
                 std::process::abort();
             }

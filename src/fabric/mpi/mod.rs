@@ -22,8 +22,8 @@ use super::exchanges::UNEQUAL;
 use super::{Channel, Fabric, Header, Lost, Rank, Tag};
 use crate::error::Error;
 
-/// Bytes of a header: number and length.
-const HEADER: usize = 16;
+/// Bytes of a header: number, subject and length.
+const HEADER: usize = 24;
 
 /// Pieces on their way.
 const WINDOW: usize = 2;
@@ -273,7 +273,7 @@ impl Receiving<'_, '_> {
     /// Takes a piece that came. Large pieces may arrive in another order than they were sent.
     fn take(&mut self, piece: &[u8], at: usize, tag: Tag) -> Result<(), Lost> {
         self.posted -= 1;
-        let expected = Header { number: tag.number, bytes: self.to.len() as u64 };
+        let expected = Header::of(tag, self.to);
         let mut bytes = piece;
         if self.came.is_none() {
             let header = piece.first_chunk().map(Header::from_bytes);
@@ -300,8 +300,10 @@ impl Receiving<'_, '_> {
 impl Header {
     fn to_bytes(self) -> [u8; HEADER] {
         let mut bytes = [0; HEADER];
-        bytes[..8].copy_from_slice(&self.number.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.bytes.to_le_bytes());
+        let words = [self.number, self.subject, self.bytes];
+        for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
+            to.copy_from_slice(&word.to_le_bytes());
+        }
         bytes
     }
 
@@ -310,7 +312,7 @@ impl Header {
             let word = bytes[at..at + 8].try_into().expect("eight bytes");
             u64::from_le_bytes(word)
         };
-        Header { number: word(0), bytes: word(8) }
+        Header { number: word(0), subject: word(8), bytes: word(16) }
     }
 }
 
