@@ -132,6 +132,9 @@ struct PlanArguments {
     /// Plan for the first of so many processes, which `mpirun` or `srun` starts.
     #[arg(long, value_name = "COUNT", default_value_t = NonZeroU32::MIN)]
     ranks: NonZeroU32,
+    /// Plan for so many devices of each process, in place of those of the config.
+    #[arg(long, value_name = "COUNT")]
+    devices: Option<NonZeroU32>,
     /// Forecast a step with this machine's rates. They are measured (the disk's with an unnamed
     /// file of 256 MiB in `eps.path`), except those given below.
     #[arg(long)]

@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
-use l2l::config::{DeviceKind, EpsTier, Format};
+use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
 use l2l::models::{Model, Part, block_len};
 use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
@@ -14,8 +14,13 @@ use serde_json::{Map, Value, json};
 use super::{PlanArguments, RateArguments, print, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
-    let PlanArguments { common, draw: picture, ranks, forecast, csv, rates: given } = arguments;
-    let (config, layers) = common.read(None, None)?;
+    let PlanArguments { common, draw: picture, ranks, devices, forecast, csv, rates: given } =
+        arguments;
+    let (mut config, layers) = common.read(None, None)?;
+    if let Some(devices) = devices {
+        set_devices(&mut config.device, devices.get());
+        config.check()?;
+    }
     let locate = |error| layers.locate(error);
     let model = Model::new(largest_shape_of(&config).map_err(locate)?);
     let share = RankShare { rank: 0, ranks: ranks.get() };
@@ -35,6 +40,16 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
     match (picture, found) {
         (Some(picture), Some(found)) => draw(picture, &config, &model, &found.forecast),
         _ => Ok(()),
+    }
+}
+
+/// Sets how many devices there are, the first ones of the machine.
+fn set_devices(device: &mut DeviceConfig, count: u32) {
+    match device.kind {
+        DeviceKind::Cpu => device.count = Some(count),
+        DeviceKind::Cuda => {
+            (device.ordinal, device.ordinals) = (0, Some((0..count as usize).collect()));
+        }
     }
 }
 

@@ -17,7 +17,7 @@ use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Summary, Trainer, shape_of};
 use proptest::prelude::*;
 
-use crate::exact::{Case, Ways, baseline, cases, config, ways};
+use crate::exact::{Case, SMALL, Ways, baseline, cases, config, ways};
 use crate::whole;
 
 /// A fabric whose messages are late by some pseudo-random time, and that counts its bytes.
@@ -176,9 +176,47 @@ proptest! {
     }
 }
 
+/// Ranks × devices with as many groups: the same bits over twenty steps, clipped or not, with tied
+/// embeddings or without, in memory and on file, with layers or sequences dealt.
+#[test]
+fn every_layout_of_ranks_and_devices_gives_the_same_bits() {
+    let steps = if whole() { 20 } else { 2 };
+    for (clip, is_tied) in [(false, true), (true, true), (false, false), (true, false)] {
+        let of = |folder: &Path, devices: u32, on_file: bool, deal: Deal| {
+            let case = Case { batch: 8, micro_batch: 1, groups: 4, clip, ..SMALL.clone() };
+            let kind = ScheduleKind::Relay;
+            let mut config = config(&case, &Ways { kind, devices, deal, on_file, ..baseline() });
+            config.eps.path = on_file.then(|| folder.into());
+            if !is_tied {
+                config.model.preset = Some("llama-7b".into());
+                (config.model.intermediate, config.model.dropout) = (Some(40), None);
+            }
+            Task::new(config, steps)
+        };
+        let folder = tempfile::tempdir().expect("a place for files");
+        let place = |nth: usize| folder.path().join(nth.to_string());
+        let alone = of(folder.path(), 1, false, Deal::Layers);
+        let model = Model::new(shape_of(&alone.config).expect("a shape of ours"));
+        assert_eq!(model.shape.tied, is_tied);
+        let (expected, reference) = alone.run(None).expect("a case of ours");
+        let layouts = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)];
+        let tiers = [false, true].map(|on_file| layouts.map(|layout| (layout, on_file)));
+        for (nth, ((ranks, devices), on_file)) in tiers.into_iter().flatten().enumerate() {
+            for deal in [Deal::Layers, Deal::Sequences] {
+                let at = place(2 * nth + deal as usize);
+                for (seen, _) in on_ranks(ranks, |_| of(&at, devices, on_file, deal)) {
+                    let (bits, summary) = seen.expect("a case of ours");
+                    assert_eq!(bits, expected, "{ranks} × {devices}, {deal:?}, file {on_file}");
+                    assert_eq!(summary.weights_digest, reference.weights_digest);
+                }
+            }
+        }
+    }
+}
+
 /// A relay of eight sequences in groups.
 pub(crate) fn relay(groups: u32, micro_batch: usize) -> Config {
-    let case = Case { batch: 8, micro_batch, groups, clip: true, ..crate::exact::SMALL.clone() };
+    let case = Case { batch: 8, micro_batch, groups, clip: true, ..SMALL.clone() };
     config(&case, &Ways { kind: ScheduleKind::Relay, ..baseline() })
 }
 
