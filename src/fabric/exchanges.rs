@@ -85,8 +85,8 @@ impl Exchanges {
         })
     }
 
-    /// Completes a block, or something else of which each rank has its part, and which all ranks call
-    /// by the same number: see [`parts::complete`].
+    /// Completes a block, or something else of which each rank has its part, and which all ranks
+    /// call by the same number: see [`parts::complete`].
     pub(crate) fn complete(
         &self,
         of: (Channel, u64),

@@ -23,7 +23,8 @@ pub struct Hiding {
     pub lane: &'static str,
     /// The phase in which it does.
     pub phase: &'static str,
-    /// Tokens a step, of several processes for each; `None`: it never hides, for each token takes longer to move than to compute.
+    /// Tokens a step, of several processes for each; `None`: it never hides, for each token takes
+    /// longer to move than to compute.
     pub tokens: Option<u64>,
 }
 

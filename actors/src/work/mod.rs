@@ -139,8 +139,8 @@ pub enum Work {
     Seal,
     /// Update: publishes the step's carried blocks, unchanged, as of the next version.
     Carry { version: Version },
-    /// Fetch: makes a block's master whole in a staging slot, of the parts of all processes. That of
-    /// this process was read there, if the block is staged.
+    /// Fetch: makes a block's master whole in a staging slot, of the parts of all processes. That
+    /// of this process was read there, if the block is staged.
     Complete { block: BlockId, version: Version, slot: u32 },
     /// Exchange: in a landing block, replaces a gradient by this process's part of the sum over all
     /// processes. Where the step is not dealt, each process has the sum already.
