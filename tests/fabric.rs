@@ -8,6 +8,7 @@ use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use l2l::fabric::{self, Channel, Fabric, Tag, conformance};
+use serde_json::Value;
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args().skip(1);
@@ -59,6 +60,7 @@ fn launch_all() {
     let folder = tempfile::tempdir().expect("a place for files");
     let place = |name: &str| folder.path().join(name).display().to_string();
     trains_alike(&place);
+    all_ranks_are_seen(&place);
     ranks_that_differ_are_refused_once();
     failures_end_in_bounds(&place);
 }
@@ -116,6 +118,32 @@ fn trains_alike(place: &dyn Fn(&str) -> String) {
         assert_eq!(of(ranks), alone, "{ranks} ranks");
         println!("{ranks} ranks train as one process does");
     }
+}
+
+/// The first rank's timeline and metrics have all ranks.
+fn all_ranks_are_seen(place: &dyn Fn(&str) -> String) {
+    const RANKS: u64 = 3;
+    let (trace, metrics) = (place("trace.json"), place("metrics.txt"));
+    let file = format!("metrics.file={metrics}");
+    let mut command = train(RANKS as u32, &place("seen"), &[&file]);
+    let output = command.args(["--trace", &trace]).output().expect("it starts");
+    digest(&output);
+    let text = std::fs::read_to_string(&trace).expect("the timeline is there");
+    let events: Vec<Value> = serde_json::from_str(&text).expect("an array of objects");
+    let metrics = std::fs::read_to_string(&metrics).expect("metrics are there");
+    for rank in 0..RANKS {
+        let of_rank = |event: &&Value| event["pid"] == 1 + rank && event["ph"] == "X";
+        let slices = events.iter().filter(of_rank).count();
+        assert!(slices > 1000, "{slices} operations of rank {rank}");
+        let steps = format!(",rank=\"{rank}\"}} 40\n");
+        assert!(metrics.contains(&steps), "{steps}: {metrics}");
+        for series in ["l2l_rank_lane_seconds_total", "l2l_fabric_bytes_total"] {
+            let has =
+                |line: &str| line.starts_with(series) && line.contains(&format!("rank=\"{rank}\""));
+            assert!(metrics.lines().any(has), "{series} of rank {rank}: {metrics}");
+        }
+    }
+    println!("{} events and the metrics of {RANKS} ranks are in one file each", events.len());
 }
 
 /// A rank with another config: one message, and all end.
