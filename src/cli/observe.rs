@@ -52,7 +52,7 @@ impl OutputFiles {
     /// Lets the timeline hear of every operation.
     pub(super) fn attach(&self, prepared: Prepared) -> Prepared {
         match &self.trace {
-            Some((trace, _)) => prepared.observe(trace.clone()),
+            Some((trace, _)) => prepared.trace(trace.clone()),
             None => prepared,
         }
     }

@@ -1,8 +1,8 @@
 //! `l2l train`: the library's `fit`, with signals that end it and a screen that shows it.
 
 use l2l::{
-    Callbacks, Config, End, Error, Fitted, RunMessage, StepReport, StopRequest, Summary, Trainer,
-    inference::Evaluation, telemetry,
+    Callbacks, Config, End, Error, Fitted, Prepared, RunMessage, StepReport, StopRequest, Summary,
+    Trainer, inference::Evaluation, telemetry,
 };
 use serde_json::Value;
 
@@ -29,6 +29,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         fabric::choose_gpu(&mut config.device);
     }
     let is_first = fabric.as_ref().is_none_or(|fabric| fabric.rank() == 0);
+    let traces = observe.trace.is_some();
     if !is_first {
         // The first process shows the run.
         observe = ObserveArguments::default();
@@ -49,6 +50,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         runtime()?.block_on(async {
             stop_on_signal(&stop);
             if !is_first {
+                let prepared = if traces { traced(prepared) } else { prepared };
                 let fitted = prepared.run(&mut ()).await?;
                 return Ok(ended(&fitted));
             }
@@ -69,6 +71,17 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         fabric::end(&**fabric, error);
     }
     outcome
+}
+
+/// Lets the first process collect this one's timeline. The run does not depend on it.
+fn traced(prepared: Prepared) -> Prepared {
+    match telemetry::Trace::unnamed() {
+        Ok(trace) => prepared.trace(trace),
+        Err(error) => {
+            say(format_args!("--trace: a rank has no temporary file for its events: {error}"));
+            prepared
+        }
+    }
 }
 
 fn ended(fitted: &Fitted) -> Ended {

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use l2l_actors::schedule::BlockId;
 
 use super::beats::{Beats, Numbers, Reports};
+use super::clock::{self, ClockOffset};
 use super::parts::{self, Parts};
 use super::{Channel, Fabric, Lost, Rank, Tag, gather};
 
@@ -126,6 +127,23 @@ impl Exchanges {
     /// The same between steps.
     pub(crate) fn meet(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Lost> {
         self.gather(Channel::Control, own, &|| ())
+    }
+
+    /// Measures how a clock of this rank differs from the first rank's, between steps.
+    pub(crate) fn clock_offset(&self, now: &dyn Fn() -> Duration) -> Result<ClockOffset, Lost> {
+        self.make((Channel::Control, 0), clock::EXCHANGES, &|| (), |tag, goes_on| {
+            clock::offset(&self.fabric, tag, now, goes_on)
+        })
+    }
+
+    /// Sends bytes of one rank to the first, between steps. All ranks call it; those that are
+    /// neither do nothing. On the first, `bytes` receives as many.
+    pub(crate) fn to_first(&self, from: Rank, bytes: &mut [u8]) -> Result<(), Lost> {
+        self.make((Channel::Control, 0), 1, &|| (), |tag, goes_on| match self.rank() {
+            0 => self.fabric.exchange(tag, &[], &mut [(from, bytes)], goes_on),
+            own if own == from => self.fabric.exchange(tag, &[(0, bytes)], &mut [], goes_on),
+            _ => Ok(()),
+        })
     }
 
     /// Ends, when all ranks do. Then each has the last report of every other.

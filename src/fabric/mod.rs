@@ -9,6 +9,7 @@
 //! have a thread of its own.
 
 mod beats;
+mod clock;
 pub mod conformance;
 mod exchanges;
 #[cfg(feature = "mpi")]
@@ -22,6 +23,7 @@ mod threads;
 use std::{env, fmt};
 
 pub(crate) use beats::{NUMBERS, Numbers, Reports};
+pub(crate) use clock::ClockOffset;
 pub(crate) use exchanges::Exchanges;
 pub use mpi::open as open_mpi;
 pub use threads::{ThreadFabric, threads};

@@ -23,6 +23,7 @@ mod ledger;
 mod list;
 mod log;
 mod page;
+mod perfetto;
 #[cfg(feature = "metrics")]
 mod publish;
 mod ranks;

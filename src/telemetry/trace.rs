@@ -4,20 +4,23 @@
 //! A thread of its own writes. Operations wait for it in a queue of fixed length; an operation that
 //! comes when the queue is full is left out and counted. The file of a run that was killed lacks
 //! the last bracket, which its readers accept.
+//!
+//! In a run of several ranks each writes its own events. When the run ends well, the first rank
+//! collects the others' in its file. If a rank is lost, the file has the first rank's events.
 
-use std::collections::{BTreeSet, HashMap};
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, BufWriter, Read, Seek, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, channel, sync_channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
-use l2l_actors::work::{Lane, WorkKind};
-use serde_json::{Value, json};
+use serde_json::Value;
 
-use super::{Observe, Slice, SliceKind};
+use super::perfetto::{Events, Place};
+use super::{Observe, Slice};
+use crate::fabric::{ClockOffset, Exchanges, Lost, Rank};
 
 /// Slices that wait to be written, at most.
 const QUEUE: usize = 1 << 14;
@@ -25,46 +28,126 @@ const QUEUE: usize = 1 << 14;
 /// What the rest of a file may take to be written, at the end.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// Bytes of another rank's events that are sent at once, at most.
+const PIECE: u64 = 4 << 20;
+
+/// What is between two events.
+const SEPARATOR: &str = ",\n";
+
 /// Writes a timeline.
 pub struct Trace {
     slices: Mutex<Option<SyncSender<Slice>>>,
-    /// What became of the writer.
-    writer: Mutex<Option<Receiver<io::Result<()>>>>,
+    output: Mutex<Output>,
+    place: Arc<OnceLock<Place>>,
     left_out: Arc<AtomicU64>,
+}
+
+/// What became of a timeline's file.
+struct Output {
+    /// Says what the writer wrote: the file if there is anything in it. `None` once it has said so.
+    writer: Option<Receiver<io::Result<Option<File>>>>,
+    /// The file without its last bracket.
+    file: Option<File>,
+    /// The first thing that went wrong.
+    problem: Option<io::Error>,
 }
 
 impl Trace {
     /// Opens a file, whose old content stays until there is something to write. `run` names it in
-    /// the viewer.
+    /// the viewer. In a run of several ranks it is for the first.
     ///
     /// # Errors
     /// It cannot be written.
     pub fn create(path: &Path, run: &str) -> io::Result<Arc<Trace>> {
         let mut open = File::options();
         let file = open.create(true).write(true).truncate(false).open(path)?;
-        let (slices, received) = sync_channel(QUEUE);
-        let left_out = Arc::new(AtomicU64::new(0));
-        let missed = left_out.clone();
-        let (done, writer) = channel();
-        let (named, run) = (std::thread::Builder::new().name("l2l-trace".into()), run.to_string());
-        named.spawn(move || _ = done.send(write(&file, &run, &received, &missed)))?;
-        let (slices, writer) = (Mutex::new(Some(slices)), Mutex::new(Some(writer)));
-        Ok(Arc::new(Trace { slices, writer, left_out }))
+        let run = run.to_string();
+        Trace::start(file, "[\n", move |place| match place {
+            None => format!("l2l {run}"),
+            Some((rank, _)) => format!("l2l {run}, rank {rank}"),
+        })
     }
 
-    /// Ends the file; how many slices were left out.
+    /// The timeline of a rank that is not the first: a file without a name in the system's folder
+    /// of temporary files, which the first rank collects. See
+    /// [`Builder::trace`](crate::trainer::Builder::trace).
     ///
     /// # Errors
-    /// It could not be written.
-    pub fn finish(&self) -> io::Result<u64> {
+    /// There can be no such file.
+    pub fn unnamed() -> io::Result<Arc<Trace>> {
+        let name = |place: Option<Place>| format!("rank {}", place.unwrap_or_default().0);
+        Trace::start(tempfile::tempfile()?, SEPARATOR, name)
+    }
+
+    /// Starts the writer. `opens` comes before the first event.
+    fn start(
+        file: File,
+        opens: &'static str,
+        name: impl FnOnce(Option<Place>) -> String + Send + 'static,
+    ) -> io::Result<Arc<Trace>> {
+        let (slices, received) = sync_channel(QUEUE);
+        let (left_out, place) = (Arc::new(AtomicU64::new(0)), Arc::new(OnceLock::new()));
+        let (missed, told) = (left_out.clone(), place.clone());
+        let (done, writer) = channel();
+        std::thread::Builder::new().name("l2l-trace".into()).spawn(move || {
+            let written = received.recv().ok().map(|first| {
+                let place = told.get().copied(); // it is known before anything is done
+                let mut events = Events::new(place);
+                let head = events.head(&name(place));
+                write(file, opens, head, &mut events, first, &received, &missed)
+            });
+            _ = done.send(written.transpose());
+        })?;
+        let output = Output { writer: Some(writer), file: None, problem: None };
+        let (slices, output) = (Mutex::new(Some(slices)), Mutex::new(output));
+        Ok(Arc::new(Trace { slices, output, place, left_out }))
+    }
+
+    /// Says whose timeline it is, in a run of several ranks and before its first step.
+    pub(crate) fn is_of(&self, rank: Rank, clock: ClockOffset) {
+        _ = self.place.set((rank, clock));
+    }
+
+    /// Lets the writer end.
+    fn settle(&self) -> MutexGuard<'_, Output> {
         self.slices.lock().expect("nothing panics inside").take();
-        let writer = self.writer.lock().expect("nothing panics inside").take();
-        if let Some(writer) = writer {
-            let slow = || format!("the disk is too slow: given up after {PATIENCE:?}");
-            let written = writer.recv_timeout(PATIENCE);
-            written.map_err(|_| io::Error::new(io::ErrorKind::TimedOut, slow()))??;
+        let mut output = self.output.lock().expect("nothing panics inside");
+        let Some(writer) = output.writer.take() else { return output };
+        match writer.recv_timeout(PATIENCE) {
+            Ok(Ok(file)) => output.file = file,
+            Ok(Err(error)) => output.problem = Some(error),
+            Err(_) => {
+                let slow = format!("the disk is too slow: given up after {PATIENCE:?}");
+                output.problem = Some(io::Error::new(io::ErrorKind::TimedOut, slow));
+            }
         }
-        Ok(self.left_out.load(Relaxed))
+        output
+    }
+
+    /// Ends the file; how many slices were left out, of all ranks that it has.
+    ///
+    /// # Errors
+    /// It could not be written, or lacks what another rank did.
+    pub fn finish(&self) -> io::Result<u64> {
+        let mut output = self.settle();
+        if output.file.is_some() {
+            output.append(b"\n]\n");
+        }
+        output.file = None;
+        output.problem.take().map_or_else(|| Ok(self.left_out.load(Relaxed)), Err)
+    }
+
+    /// Collects the events of all ranks in the first rank's file. All ranks call it once, those
+    /// without a timeline too. What goes wrong is said by [`finish`](Trace::finish) of the first.
+    pub(crate) fn collect(trace: Option<&Trace>, exchanges: &Exchanges) {
+        let mut output = trace.map(Trace::settle);
+        let left_out = trace.map_or(0, |trace| trace.left_out.load(Relaxed));
+        let collected = collect(output.as_deref_mut(), left_out, exchanges);
+        let (Some(trace), Some(output)) = (trace, &mut output) else { return };
+        match collected {
+            Ok(others) => _ = trace.left_out.fetch_add(others, Relaxed),
+            Err(lost) => output.fails(format!("operations of other ranks are missing: {lost}")),
+        }
     }
 }
 
@@ -79,138 +162,169 @@ impl Observe for Trace {
     }
 }
 
-const PROCESS: u64 = 1;
-
-/// A row's thread: none is that of the process, which viewers take for its main one. The lanes of
-/// the host and of the first device come first, then those of each other device.
-fn thread(lane: Lane, device: Option<u8>) -> u64 {
-    let row = lane as usize + Lane::ALL.len() * usize::from(device.unwrap_or_default());
-    PROCESS + 1 + row as u64
-}
-
-/// The events that name a row.
-fn row_names(lane: Lane, device: Option<u8>) -> [Value; 2] {
-    let tid = thread(lane, device);
-    let name = match device.filter(|&device| device > 0) {
-        Some(device) => format!("{} of device {device}", lane.name()),
-        None => lane.name().to_string(),
-    };
-    let (name, order) = (json!({ "name": name }), json!({ "sort_index": tid }));
-    [("thread_name", name), ("thread_sort_index", order)].map(
-        |(what, args)| json!({ "ph": "M", "pid": PROCESS, "tid": tid, "name": what, "args": args }),
-    )
-}
-
-/// Opens the array, and names its rows.
-fn head(to: &mut impl Write, run: &str) -> io::Result<()> {
-    let name = json!({ "ph": "M", "pid": PROCESS, "name": "process_name",
-                       "args": { "name": format!("l2l {run}") } });
-    write!(to, "[\n{name}")?;
-    for lane in Lane::ALL.into_iter().filter(|lane| lane.is_always_there()) {
-        for event in row_names(lane, None) {
-            write!(to, ",\n{event}")?;
-        }
-    }
-    Ok(())
-}
-
-fn write(file: &File, run: &str, slices: &Receiver<Slice>, left_out: &AtomicU64) -> io::Result<()> {
-    let mut flows = Flows::default();
-    let Ok(mut next) = slices.recv() else { return Ok(()) };
+/// Writes events until there are no more slices; not the last bracket.
+fn write(
+    file: File,
+    opens: &str,
+    head: Vec<Value>,
+    events: &mut Events,
+    first: Slice,
+    slices: &Receiver<Slice>,
+    left_out: &AtomicU64,
+) -> io::Result<File> {
     if file.metadata()?.is_file() {
         file.set_len(0)?;
     }
     let mut to = BufWriter::new(file);
-    head(&mut to, run)?;
-    let mut named = BTreeSet::new();
-    loop {
-        let other = next.device.filter(|&device| device > 0);
-        let is_named = other.is_none() && next.lane.is_always_there();
-        if !is_named && named.insert((next.lane, other)) {
-            for event in row_names(next.lane, other) {
-                write!(to, ",\n{event}")?;
-            }
-        }
-        for event in flows.events(&next) {
-            write!(to, ",\n{event}")?;
-        }
-        match slices.recv() {
-            Ok(slice) => next = slice,
-            Err(_) => break,
-        }
+    let mut before = opens;
+    let mut put = |all: Vec<Value>| {
+        let mut all = all.into_iter();
+        all.try_for_each(|event| write!(to, "{}{event}", std::mem::replace(&mut before, SEPARATOR)))
+    };
+    put(head)?;
+    put(events.of(&first))?;
+    for slice in slices {
+        put(events.of(&slice))?;
     }
     let left_out = left_out.load(Relaxed);
     if left_out > 0 {
-        let what = json!({ "ph": "M", "pid": PROCESS, "name": "process_labels",
-                           "args": { "labels": format!("{left_out} slices left out") } });
-        write!(to, ",\n{what}")?;
+        put(vec![events.label(&format!("{left_out} slices left out"))])?;
     }
-    writeln!(to, "\n]")?;
-    to.flush()
+    Ok(to.into_inner()?)
 }
 
-/// Arrows that have begun: of a block's upload to its first use, and of its gradient to its update.
-#[derive(Default)]
-struct Flows {
-    uploads: HashMap<u32, u64>,
-    gradients: HashMap<u32, u64>,
-    next: u64,
-}
+impl Output {
+    fn fails(&mut self, problem: String) {
+        self.problem.get_or_insert_with(|| io::Error::other(problem));
+    }
 
-impl Flows {
-    /// The events of a slice: itself, and the arrows that begin or end there.
-    fn events(&mut self, slice: &Slice) -> Vec<Value> {
-        let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let tid = thread(slice.lane, slice.device);
-        let name = match (slice.layer, slice.micro_batch) {
-            (Some(layer), Some(m)) => format!("{} {layer}.{m}", slice.kind.name()),
-            (Some(layer), None) => format!("{} {layer}", slice.kind.name()),
-            _ => slice.kind.name().to_string(),
-        };
-        let mut args = json!({ "step": slice.step, "bytes": slice.bytes });
-        let mut add = |key: &str, value: Option<Value>| {
-            value.into_iter().for_each(|value| args[key] = value);
-        };
-        add("layer", slice.layer.map(Value::from));
-        add("phase", slice.phase.map(Value::from));
-        add("micro_batch", slice.micro_batch.map(Value::from));
-        add("block", slice.block.map(Value::from));
-        add("version", slice.version.map(Value::from));
-        let mut events = vec![json!({
-            "ph": "X", "pid": PROCESS, "tid": tid, "name": name, "cat": slice.kind.name(),
-            "ts": micros(slice.begin), "dur": micros(slice.took()), "args": args,
-        })];
-        let Some(block) = slice.block else { return events };
-        let SliceKind::Work(kind) = slice.kind else { return events };
-        let mut arrow = |ph: &str, id: u64, kind: &str| {
-            let mut event = json!({ "ph": ph, "pid": PROCESS, "tid": tid, "id": id, "name": kind,
-                                    "cat": kind, "ts": micros(slice.begin) });
-            if ph == "f" {
-                event["bp"] = json!("e"); // to the slice around it
-            }
-            events.push(event);
-        };
-        match kind {
-            WorkKind::Weights => {
-                self.next += 1;
-                self.uploads.insert(block, self.next);
-                arrow("s", self.next, "upload to first use");
-            }
-            WorkKind::Forward | WorkKind::Backward => {
-                let begun = self.uploads.remove(&block);
-                begun.into_iter().for_each(|id| arrow("f", id, "upload to first use"));
-            }
-            WorkKind::Gradient | WorkKind::Scatter => {
-                self.next += 1;
-                self.gradients.insert(block, self.next);
-                arrow("s", self.next, "gradient to update");
-            }
-            WorkKind::Update => {
-                let begun = self.gradients.remove(&block);
-                begun.into_iter().for_each(|id| arrow("f", id, "gradient to update"));
-            }
-            _ => {}
+    fn append(&mut self, bytes: &[u8]) {
+        let Some(file) = &mut self.file else { return };
+        if let Err(error) = file.write_all(bytes) {
+            self.problem.get_or_insert(error);
+            self.file = None;
         }
-        events
+    }
+
+    /// What a rank says of its timeline: the bytes of its events, how many slices were left out,
+    /// and what went wrong.
+    fn said(&mut self, left_out: u64) -> Vec<u8> {
+        let bytes = self.file.as_mut().map_or(Ok(0), |file| {
+            let bytes = file.stream_position()?;
+            file.rewind().map(|()| bytes)
+        });
+        let bytes = bytes.unwrap_or_else(|error| {
+            self.problem.get_or_insert(error);
+            0
+        });
+        let problem = self.problem.as_ref().map_or(String::new(), io::Error::to_string);
+        [&bytes.to_le_bytes(), &left_out.to_le_bytes(), problem.as_bytes()].concat()
+    }
+}
+
+/// See [`Trace::collect`]; how many slices the other ranks left out.
+fn collect(
+    mut output: Option<&mut Output>,
+    left_out: u64,
+    exchanges: &Exchanges,
+) -> Result<u64, Lost> {
+    let own = exchanges.rank();
+    let said = match &mut output {
+        Some(_) if own == 0 => vec![0; 16],
+        Some(output) => output.said(left_out),
+        None => Vec::new(),
+    };
+    let all = exchanges.meet(&said)?;
+    if all[0].is_empty() {
+        return Ok(0);
+    }
+    let word = |said: &[u8]| u64::from_le_bytes(said.try_into().expect("eight bytes"));
+    let (mut others, mut piece) = (0, Vec::new());
+    for (rank, said) in (0..).zip(&all).skip(1).filter(|(_, said)| !said.is_empty()) {
+        others += word(&said[8..16]);
+        if let (0, Some(output), [_, ..]) = (own, &mut output, &said[16..]) {
+            output.fails(format!("rank {rank}: {}", String::from_utf8_lossy(&said[16..])));
+        }
+        let (mut left, mut lines) = (word(&said[..8]), Vec::new());
+        while left > 0 {
+            piece.resize(left.min(PIECE) as usize, 0);
+            if let (true, Some(Output { file: Some(file), .. })) = (own == rank, &mut output)
+                && file.read_exact(&mut piece).is_err()
+            {
+                piece.fill(0);
+            }
+            exchanges.to_first(rank, &mut piece)?;
+            left -= piece.len() as u64;
+            if let (0, Some(output)) = (own, &mut output) {
+                lines.extend_from_slice(&piece);
+                let whole = whole_events(&lines, left == 0);
+                output.append(&lines[..whole]);
+                lines.drain(..whole);
+            }
+        }
+    }
+    Ok(if own == 0 { others } else { 0 })
+}
+
+/// The bytes of events that are there to their end. Each begins with the [`SEPARATOR`].
+fn whole_events(lines: &[u8], is_last: bool) -> usize {
+    if is_last && lines.ends_with(b"}") {
+        return lines.len();
+    }
+    let mut separators = lines.windows(SEPARATOR.len());
+    separators.rposition(|two| two == SEPARATOR.as_bytes()).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fabric::threads;
+
+    /// A rank that is lost while it sends its events: what came of them is there, and whole.
+    #[test]
+    fn a_rank_that_is_lost_on_its_last_words_leaves_a_whole_file() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("trace.json");
+        let patience = Duration::from_secs(1);
+        let fabrics = threads(2).into_iter();
+        let mut all = fabrics.map(|fabric| Exchanges::new(Arc::new(fabric), patience));
+        let (first, other) = (all.next().expect("the first"), all.next().expect("another"));
+        let trace = Trace::create(&path, "tested").expect("a folder of ours");
+        trace.heard(&slice());
+        std::thread::scope(|scope| {
+            scope.spawn(|| Trace::collect(Some(&trace), &first));
+            let event = br#",
+{"ph":"X","pid":2,"tid":3,"name":"own","ts":1,"dur":1,"args":{"bytes":1}}"#;
+            let mut piece: Vec<u8> = event.iter().copied().cycle().take(PIECE as usize).collect();
+            let said = [&(2 * PIECE).to_le_bytes()[..], &7_u64.to_le_bytes()].concat();
+            other.meet(&said).expect("both are there");
+            other.to_first(1, &mut piece).expect("both are there");
+            drop(other);
+        });
+        let says = trace.finish().expect_err("a piece is missing").to_string();
+        assert!(says.starts_with("operations of other ranks are missing"), "{says}");
+        let text = std::fs::read_to_string(&path).expect("it is there");
+        let events: Vec<Value> = serde_json::from_str(&text).expect("an array of objects");
+        let others = events.iter().filter(|event| event["pid"] == 2).count();
+        assert!(others > 10_000, "{others}");
+    }
+
+    fn slice() -> Slice {
+        Slice {
+            number: None,
+            lane: l2l_actors::work::Lane::File,
+            device: None,
+            kind: super::super::SliceKind::Checkpoint,
+            step: 0,
+            layer: None,
+            phase: None,
+            micro_batch: None,
+            block: None,
+            version: None,
+            bytes: 0,
+            begin: Duration::ZERO,
+            end: Duration::from_nanos(1),
+            released_by: None,
+        }
     }
 }

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::fabric::{Exchanges, Fabric};
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
-use crate::telemetry::Observe;
+use crate::telemetry::{Observe, Trace};
 
 /// What a trainer is made of. What is not given comes from the config.
 pub struct Builder {
@@ -26,6 +26,7 @@ pub struct Builder {
     pub(super) is_trial: bool,
     pub(super) copies: bool,
     pub(super) observers: Vec<Arc<dyn Observe>>,
+    pub(super) trace: Option<Arc<Trace>>,
     /// Those with the other processes, if there are any.
     pub(super) exchanges: Option<Arc<Exchanges>>,
 }
@@ -43,6 +44,7 @@ impl Builder {
             is_trial: false,
             copies: true,
             observers: Vec::new(),
+            trace: None,
             exchanges: None,
         }
     }
@@ -116,6 +118,15 @@ impl Builder {
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
         self.observers.push(observer);
         self
+    }
+
+    /// Writes a timeline, which is ended with [`Trace::finish`] after the run. With several
+    /// processes, the first has [`Trace::create`] and the others [`Trace::unnamed`]. Then
+    /// [`Trainer::stop`] brings the events of all into the first one's file, in the time of its
+    /// clock.
+    pub fn trace(mut self, trace: Arc<Trace>) -> Builder {
+        self.trace = Some(trace.clone());
+        self.observe(trace)
     }
 
     /// Whether [`resume`](Builder::resume) or [`resume_file`](Builder::resume_file) was called.

@@ -32,7 +32,7 @@ use crate::inference::{Evaluation, evaluate};
 use crate::models::{LayerSelection, Model};
 use crate::optimizers::LearningRate;
 use crate::plan::{Plan, Purpose, Term};
-use crate::telemetry::{Ledger, Point, Slice, SliceKind, State, Tally, Watch, unix_seconds};
+use crate::telemetry::{Ledger, Point, Slice, SliceKind, State, Tally, Trace, Watch, unix_seconds};
 use crate::worker::{Worker, take_as_long};
 
 /// A run.
@@ -64,6 +64,7 @@ pub struct Trainer {
     /// What the disk had taken by then.
     last_disk: Duration,
     watch: Watch,
+    trace: Option<Arc<Trace>>,
     disk_rate: Option<f64>,
 }
 
@@ -388,7 +389,7 @@ impl Trainer {
     /// The ring failed.
     pub async fn stop(mut self) -> Result<Summary, Error> {
         self.refresh();
-        let Trainer { engine, model, progress, begin, watch, .. } = self;
+        let Trainer { engine, model, progress, begin, watch, trace, .. } = self;
         let visits = engine.visits();
         let lanes = engine.stop().await?;
         watch.ended();
@@ -397,6 +398,7 @@ impl Trainer {
         let (eps, seconds) = (worker.eps(), begin.elapsed().as_secs_f64());
         let weights_digest = eps.digest(&model)?;
         if let Some(parts) = eps.parts() {
+            Trace::collect(trace.as_deref(), &parts.exchanges);
             parts.exchanges.end();
         }
         Ok(Summary {

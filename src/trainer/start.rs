@@ -22,7 +22,9 @@ use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare};
-use crate::telemetry::{Ledger, Observe, RunStatus, Watch, Watched, made_up_name, seconds_of};
+use crate::telemetry::{
+    Ledger, Observe, RunStatus, Trace, Watch, Watched, made_up_name, seconds_of,
+};
 use crate::worker::{Parts, Worker};
 
 /// Everything that a trainer is made of, checked by itself and together.
@@ -40,6 +42,7 @@ pub(super) struct Checked {
     is_trial: bool,
     copies: bool,
     observers: Vec<Arc<dyn Observe>>,
+    trace: Option<Arc<Trace>>,
     exchanges: Option<Arc<Exchanges>>,
 }
 
@@ -85,6 +88,7 @@ impl Checked {
             is_trial: builder.is_trial,
             copies: builder.copies,
             observers: builder.observers,
+            trace: builder.trace,
             exchanges,
         })
     }
@@ -135,8 +139,10 @@ impl Checked {
         let status = status(&config, learning_rate.steps, progress.step, from);
         let watch = watch(&config, &engine, &ledger, status);
         if let Some(parts) = engine.worker().eps().parts() {
-            let watch = watch.clone();
-            parts.exchanges.report_with(move || watch.numbers());
+            let (exchanges, watch) = (&parts.exchanges, watch.clone());
+            exchanges.report_with(move || watch.numbers());
+            let clock = exchanges.clock_offset(&|| engine.now()).map_err(lost)?;
+            self.trace.iter().for_each(|trace| trace.is_of(exchanges.rank(), clock));
         }
         let disk_rate = config.disk_bytes_per_second()?;
         let now = Instant::now();
@@ -154,6 +160,7 @@ impl Checked {
             last_end: now,
             last_disk: Duration::ZERO,
             watch,
+            trace: self.trace,
             disk_rate,
         })
     }

@@ -23,7 +23,7 @@ use crate::engine::Summary;
 use crate::eps::{agreed_step, lost};
 use crate::error::Error;
 use crate::hf::shape_of;
-use crate::telemetry::{EventLog, Exporter, Observe, made_up_name};
+use crate::telemetry::{EventLog, Exporter, Observe, Trace, made_up_name};
 
 /// A run that is about to be prepared. See [`Trainer::fit`].
 pub struct Fit {
@@ -203,6 +203,12 @@ impl Prepared {
     /// Lets an observer hear of every operation.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Prepared {
         self.builder = self.builder.observe(observer);
+        self
+    }
+
+    /// Writes a timeline. See [`Builder::trace`].
+    pub fn trace(mut self, trace: Arc<Trace>) -> Prepared {
+        self.builder = self.builder.trace(trace);
         self
     }
 
