@@ -17,7 +17,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
         let batches = arguments.batches.unwrap_or(most);
         let found = train::runtime()?.block_on(async {
             let stop = StopRequest::new();
-            train::stop_on_signal(&stop);
+            train::stop_on_signal(&stop, true);
             let mut evaluator = Evaluator::start(config.clone())?;
             let in_order = data.in_order(config.step.batch, batches);
             let found = evaluator.evaluate(in_order.take_while(|_| !stop.is_requested())).await;

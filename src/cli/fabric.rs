@@ -84,9 +84,10 @@ pub(super) fn of(config: &Config) -> Result<Option<Arc<dyn Fabric>>, Error> {
         ))),
         (FabricKind::Auto, Some((_, ranks))) => match fabric::open_mpi(patience(config)) {
             Ok(fabric) => Ok(Some(fabric.into())),
-            Err(error) => Err(Error::Argument(format!(
-                "a launcher started {ranks} processes, which need MPI to share the work: {error}"
+            Err(Error::Argument(what)) => Err(Error::Argument(format!(
+                "a launcher started {ranks} processes, which need MPI to share the work: {what}"
             ))),
+            Err(error) => Err(error),
         },
         (FabricKind::Mpi, _) => fabric::open_mpi(patience(config)).map(|it| Some(it.into())),
     }

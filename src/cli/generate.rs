@@ -43,7 +43,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         how.check()?;
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
-            train::stop_on_signal(&stop);
+            train::stop_on_signal(&stop, true);
             let mut page = Page::new(&config, &vocabulary, &prompts);
             let mut generator = Generator::start(config.clone(), room)?;
             let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {

@@ -48,7 +48,7 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         }
         let prepared = fit.prepare()?;
         runtime()?.block_on(async {
-            stop_on_signal(&stop);
+            stop_on_signal(&stop, is_first);
             if !is_first {
                 let prepared = if traces { traced(prepared) } else { prepared };
                 let fitted = prepared.run(&mut ()).await?;
@@ -88,9 +88,9 @@ fn ended(fitted: &Fitted) -> Ended {
     if fitted.end == End::Stopped { Ended::Interrupted } else { Ended::Well }
 }
 
-/// Requests a stop at the first signal, an interrupt or a request to end. A second signal ends the
-/// process at once.
-pub(super) fn stop_on_signal(stop: &StopRequest) {
+/// Requests a stop at the first signal, an interrupt or a request to end, and `says` so. A second
+/// signal ends the process at once.
+pub(super) fn stop_on_signal(stop: &StopRequest, says: bool) {
     #[cfg(unix)]
     {
         use tokio::signal::unix::{SignalKind, signal};
@@ -99,7 +99,7 @@ pub(super) fn stop_on_signal(stop: &StopRequest) {
             tokio::spawn(async move {
                 let Ok(mut signals) = signal(kind) else { return };
                 while signals.recv().await.is_some() {
-                    signalled(&stop);
+                    signalled(&stop, says);
                 }
             });
         }
@@ -109,17 +109,19 @@ pub(super) fn stop_on_signal(stop: &StopRequest) {
         let stop = stop.clone();
         tokio::spawn(async move {
             while tokio::signal::ctrl_c().await.is_ok() {
-                signalled(&stop);
+                signalled(&stop, says);
             }
         });
     }
 }
 
-fn signalled(stop: &StopRequest) {
+fn signalled(stop: &StopRequest, says: bool) {
     if stop.stop() {
         std::process::exit(130);
     }
-    say("finishing this step; interrupt once more to stop at once");
+    if says {
+        say("finishing this step; interrupt once more to stop at once");
+    }
 }
 
 /// Shows a run on the terminal.

@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, id};
 use std::time::Duration;
 
-use crate::failures::slow;
-use crate::runs::{Chance, PROGRAM, Phase, Run, Tally, resumes, settings};
+use crate::failures::{NEVER_BEGAN, slow};
+use crate::runs::{Chance, Moment, PROGRAM, Phase, Run, Tally, resumes, settings};
 
 /// The part of all addresses, and the subnet.
 const NETWORK: &str = "10.77.0";
@@ -140,8 +140,7 @@ fn lost(said: &str) -> Vec<u32> {
     named.split(',').filter_map(|rank| rank.trim().parse().ok()).collect()
 }
 
-/// Cuts the link of a rank's host so many times, every third time in a checkpoint, and every other
-/// time with keepalives.
+/// Cuts the link of a rank's host so many times, every other time with keepalives.
 pub(crate) fn cuts_end_in_bounds(count: u32, folder: &Path, expected: &str, chance: &mut Chance) {
     let mut tally = Tally::default();
     for case in 0..count {
@@ -166,12 +165,12 @@ fn cut_once(
     chance: &mut Chance,
 ) -> (Phase, Duration) {
     let directory = folder.join(format!("cut-{case}"));
-    let (in_checkpoint, is_kept_alive) = (case.is_multiple_of(3), !case.is_multiple_of(2));
+    let (moment, is_kept_alive) = (Moment::of(case), !case.is_multiple_of(2));
     let seconds = if is_kept_alive { LATER } else { "watchdog.seconds=3" };
     let keepalives = if is_kept_alive { &KEEPALIVES[..] } else { &[] };
-    let command = hosts.train(&directory, &slow(seconds, in_checkpoint), keepalives);
+    let command = hosts.train(&directory, &slow(seconds, moment), keepalives);
     let mut run = Run::start(command, hosts.count, &directory);
-    run.wait_for_a_moment(chance, in_checkpoint);
+    run.wait_for(moment, chance);
     let victim = chance.below(u64::from(hosts.count)) as u32;
     let phase = run.disturb(|| hosts.cut(victim));
     let took = run.wait_for_ranks();
@@ -179,23 +178,28 @@ fn cut_once(
         let said = fs::read_to_string(format!("{}.{rank}", directory.display()));
         said.unwrap_or_default()
     };
+    let fails = |text: &str| text.contains("error:");
     let others = (0..hosts.count).filter(|&rank| rank != victim);
     if is_kept_alive && phase != Phase::Starting {
         let is_well = run.wait_for_launcher();
         let names = run.error().contains("lost communication with a remote daemon");
-        assert!(phase == Phase::Ended || (!is_well && names), "rank {victim}: {}", run.error());
+        assert!(
+            phase == Phase::Ended || (is_well != Some(true) && names),
+            "rank {victim}: {}",
+            run.error()
+        );
     } else if !is_kept_alive && phase != Phase::Ended {
         let all: Vec<(u32, String)> = (0..hosts.count).map(|rank| (rank, said(rank))).collect();
-        let fails = |text: &str| text.contains("error:");
         assert!(fails(&said(victim)) && others.clone().any(|rank| fails(&said(rank))), "{all:?}");
         for (rank, text) in all.iter().filter(|(_, text)| fails(text)) {
             let of = |lost: &u32| (*lost == victim) != (*rank == victim);
-            let never_began = phase == Phase::Starting && text.contains("not all ranks started");
+            let never_began = phase == Phase::Starting && text.contains(NEVER_BEGAN);
             assert!(never_began || lost(text).iter().any(of), "{victim} was cut off: {all:?}");
         }
     }
-    // It may wait for the lost host. A rank that it ended on its side said nothing.
-    let silent = (0..hosts.count).filter(|&rank| said(rank).is_empty()).count();
+    // A rank that its launcher ended may have said nothing. Without keepalives the launcher waits
+    // for the lost host.
+    let silent = (0..hosts.count).filter(|&rank| !fails(&said(rank))).count();
     let stays = if run.has_launcher_ended() { "mpirun ended" } else { "mpirun stayed" };
     drop(run);
     let again = chance.below(4) as u32;

@@ -11,10 +11,12 @@ mod links;
 mod runs;
 
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{self, ExitCode};
 use std::time::{Duration, Instant};
+use std::{fs, thread};
 
 use l2l::fabric::{self, Channel, Fabric, Tag, conformance};
+use serde_json::Value;
 
 use crate::runs::{Chance, PROGRAM, digest, mpirun, train};
 
@@ -23,8 +25,13 @@ fn main() -> ExitCode {
     match arguments.next().as_deref() {
         Some("rank") => {
             let case = arguments.next().unwrap_or_default();
-            let fabric = fabric::open_mpi(Duration::from_secs(10)).expect("a launcher started it");
-            rank(&case, &*fabric);
+            if case == "absent" {
+                without_a_rank();
+            } else {
+                let seconds = if case == "stays" { 2 } else { 10 };
+                let fabric = fabric::open_mpi(Duration::from_secs(seconds));
+                rank(&case, fabric.expect("a launcher started it"));
+            }
             ExitCode::SUCCESS
         }
         // `cargo test` names tests, or asks for a list of them.
@@ -63,9 +70,14 @@ fn launch_all() {
     let begin = Instant::now();
     let (is_well, text) = launch("dies", 3);
     assert!(!is_well && begin.elapsed() < Duration::from_secs(20), "{text}");
+    for (case, says) in [("absent", "MPI: not all ranks started within 10 s"), ("stays", "left")] {
+        let (is_well, text) = launch(case, 2);
+        assert!(!is_well && text.contains(says), "{case}: {text}");
+    }
     let folder = tempfile::tempdir().expect("a place for files");
     let folder = folder.path();
     let expected = trains_alike(folder);
+    all_ranks_are_seen(folder);
     ranks_that_differ_are_refused_once();
     disks::problems_are_said_once(folder, &expected);
     let (mut chance, [kills, stops, cuts]) = (Chance(0x2545_f491_4f6c_dd1d), runs::counts());
@@ -89,6 +101,31 @@ fn trains_alike(folder: &Path) -> String {
     alone.0
 }
 
+/// The first rank's timeline and metrics have all ranks.
+fn all_ranks_are_seen(folder: &Path) {
+    const RANKS: u64 = 3;
+    let (trace, metrics) = (folder.join("trace.json"), folder.join("metrics.txt"));
+    let file = format!("metrics.file={}", metrics.display());
+    let mut command = train(RANKS as u32, &folder.join("seen"), &[&file]);
+    digest(&command.arg("--trace").arg(&trace).output().expect("it starts"));
+    let text = fs::read_to_string(&trace).expect("the timeline is there");
+    let events: Vec<Value> = serde_json::from_str(&text).expect("an array of objects");
+    let metrics = fs::read_to_string(&metrics).expect("metrics are there");
+    for rank in 0..RANKS {
+        let of_rank = |event: &&Value| event["pid"] == 1 + rank && event["ph"] == "X";
+        let slices = events.iter().filter(of_rank).count();
+        assert!(slices > 1000, "{slices} operations of rank {rank}");
+        let steps = format!(",rank=\"{rank}\"}} 40\n");
+        assert!(metrics.contains(&steps), "{steps}: {metrics}");
+        for series in ["l2l_rank_lane_seconds_total", "l2l_fabric_bytes_total"] {
+            let has =
+                |line: &str| line.starts_with(series) && line.contains(&format!("rank=\"{rank}\""));
+            assert!(metrics.lines().any(has), "{series} of rank {rank}: {metrics}");
+        }
+    }
+    println!("{} events and the metrics of {RANKS} ranks are in one file each", events.len());
+}
+
 /// A rank with another config: one message, and all end.
 fn ranks_that_differ_are_refused_once() {
     let own = ["train", "--set", "parallel.groups=2", "--set", "step.micro_batch=1"];
@@ -106,11 +143,30 @@ fn ranks_that_differ_are_refused_once() {
     println!("a rank with another config is refused once");
 }
 
-fn rank(case: &str, fabric: &dyn Fabric) {
+/// The last of the ranks does not start MPI: the others do not wait for it for ever.
+fn without_a_rank() {
+    let (own, ranks) = fabric::launched().expect("a launcher started several");
+    if own == ranks - 1 {
+        thread::sleep(Duration::from_secs(120));
+    }
+    let error = fabric::open_mpi(Duration::from_secs(1)).err().expect("a rank is absent");
+    println!("{error}");
+    process::exit(1);
+}
+
+fn rank(case: &str, fabric: Box<dyn Fabric>) {
     let (own, ranks) = fabric::launched().unwrap_or((0, 1));
     assert_eq!((own, ranks), (fabric.rank(), fabric.ranks()));
     match case {
-        "conforms" => conformance::check(fabric, if ranks == 2 { 300 << 20 } else { 16 << 20 }),
+        "conforms" => conformance::check(&*fabric, if ranks == 2 { 300 << 20 } else { 16 << 20 }),
+        // A rank does not finalize MPI: the others do not wait for it for ever.
+        "stays" => {
+            if own == 1 {
+                thread::sleep(Duration::from_secs(120));
+            }
+            drop(fabric);
+            println!("left");
+        }
         "dies" => {
             let tag = Tag::new(Channel::Sums, 0);
             if own == 1 {
@@ -127,7 +183,7 @@ fn rank(case: &str, fabric: &dyn Fabric) {
         case => {
             let nth: usize =
                 case.trim_start_matches("misuse").parse().expect("a number of a misuse");
-            conformance::Misuse::ALL[nth].check(fabric);
+            conformance::Misuse::ALL[nth].check(&*fabric);
             if own != 1 {
                 println!("found");
             }

@@ -28,7 +28,10 @@ const SETTINGS: [&str; 12] = [
 ];
 
 /// All ranks of a disturbed run end within this time, on a machine that has other work, too.
-pub(crate) const BOUND: Duration = Duration::from_secs(120);
+pub(crate) const BOUND: Duration = Duration::from_secs(180);
+
+/// How long a launcher may stay when its ranks have ended.
+const LAUNCHER: Duration = Duration::from_secs(60);
 
 /// How often a run is looked at.
 const LOOK: Duration = Duration::from_millis(2);
@@ -123,6 +126,25 @@ impl Chance {
     }
 }
 
+/// When a run is disturbed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Moment {
+    AtOnce,
+    Any,
+    InCheckpoint,
+}
+
+impl Moment {
+    /// Each kind comes among any five cases.
+    pub(crate) fn of(case: u32) -> Moment {
+        match case % 5 {
+            0 | 3 => Moment::InCheckpoint,
+            4 => Moment::AtOnce,
+            _ => Moment::Any,
+        }
+    }
+}
+
 /// What a run did when it was disturbed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Phase {
@@ -204,16 +226,18 @@ impl Run {
         }
     }
 
-    /// Waits for a random moment: in a checkpoint, or anywhere from the start of its processes on.
-    pub(crate) fn wait_for_a_moment(&mut self, chance: &mut Chance, in_checkpoint: bool) {
+    /// Waits for a random moment after the start of its processes.
+    pub(crate) fn wait_for(&mut self, moment: Moment, chance: &mut Chance) {
         self.wait_until(|run| run.processes().len() == run.ranks as usize);
-        if in_checkpoint {
-            self.wait_until(|run| run.phase() != Phase::Starting);
-            thread::sleep(chance.milliseconds(3000));
-            self.wait_until(|run| has_partial(&run.directory));
-            thread::sleep(Duration::from_micros(chance.below(6000)));
-        } else {
-            thread::sleep(chance.milliseconds(7000));
+        match moment {
+            Moment::AtOnce => thread::sleep(chance.milliseconds(500)),
+            Moment::Any => thread::sleep(chance.milliseconds(7000)),
+            Moment::InCheckpoint => {
+                self.wait_until(|run| run.phase() != Phase::Starting);
+                thread::sleep(chance.milliseconds(3000));
+                self.wait_until(|run| has_partial(&run.directory));
+                thread::sleep(Duration::from_micros(chance.below(6000)));
+            }
         }
     }
 
@@ -236,10 +260,17 @@ impl Run {
         begin.elapsed()
     }
 
-    /// Waits until its launcher has ended. Returns whether it succeeded.
-    pub(crate) fn wait_for_launcher(&mut self) -> bool {
-        self.wait_until(|_| false);
-        self.launcher.wait().expect("it is ours").success()
+    /// Waits until its launcher has ended. Returns whether it succeeded; `None` if it stays. (That
+    /// of Open MPI 4.1 may hang when all its processes have ended, in `PMIx_server_finalize`.)
+    pub(crate) fn wait_for_launcher(&mut self) -> Option<bool> {
+        let begin = Instant::now();
+        while !self.has_launcher_ended() {
+            if begin.elapsed() > LAUNCHER {
+                return None;
+            }
+            thread::sleep(LOOK);
+        }
+        Some(self.launcher.wait().expect("it is ours").success())
     }
 
     pub(crate) fn has_launcher_ended(&mut self) -> bool {

@@ -37,7 +37,7 @@ impl Fabric for Apart {
         goes_on: &dyn Fn() -> bool,
     ) -> Result<(), Lost> {
         self.0.exchange(tag, sends, receives, goes_on)?;
-        if tag == (Tag { channel: Channel::Control, number: 1 }) {
+        if tag == Tag::new(Channel::Control, 1) {
             thread::sleep(Duration::from_millis(70) * ((self.rank() + 1) % 3));
         }
         Ok(())
