@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
-use l2l::models::{Model, Part, block_len};
+use l2l::models::{BlockTensors, Model, Part};
 use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
 use l2l::telemetry::{self, Forecast, Hiding, Rates};
 use l2l::{Config, Error, Misfit, Plan, devices, eps, largest_shape_of, machine, optimizers};
@@ -353,10 +353,10 @@ fn largest_layer(model: &Model) -> (String, usize) {
         let part = &model.parts[index];
         let (what, parameters): (_, usize) = match part {
             // The device holds one tile of it at a time.
-            Part::Embedding => ("embedding", blocks.map(|tensors| block_len(tensors)).max()?),
-            Part::Stack(_) => ("stack", blocks.map(|tensors| block_len(tensors)).sum()),
-            Part::Head(_) => ("head", blocks.map(|tensors| block_len(tensors)).sum()),
-            Part::Classes(_) => ("classes", blocks.map(|tensors| block_len(tensors)).sum()),
+            Part::Embedding => ("embedding", blocks.map(BlockTensors::len).max()?),
+            Part::Stack(_) => ("stack", blocks.map(BlockTensors::len).sum()),
+            Part::Head(_) => ("head", blocks.map(BlockTensors::len).sum()),
+            Part::Classes(_) => ("classes", blocks.map(BlockTensors::len).sum()),
         };
         Some((format!("layer {index} ({what})"), parameters))
     };

@@ -16,7 +16,7 @@ use serde_json::Value;
 use super::BlockPart;
 use super::direct::{Direct, PAGE_FLOATS, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
-use crate::models::{Tensor, block_len};
+use crate::models::BlockTensors;
 use crate::tensor::Arena;
 use crate::tensor::View;
 
@@ -67,7 +67,7 @@ pub(crate) fn part_floats(floats: usize) -> usize {
 
 impl Places {
     fn new(
-        blocks: &[Vec<Tensor>],
+        blocks: &[BlockTensors],
         copies: usize,
         states: usize,
         region: impl Fn(BlockId) -> bool,
@@ -79,7 +79,7 @@ impl Places {
             at
         };
         let parts = 1 + states;
-        let floats = blocks.iter().map(|tensors| part_floats(block_len(tensors)));
+        let floats = blocks.iter().map(|tensors| part_floats(tensors.len()));
         let floats: Vec<usize> = floats.collect();
         let blocks = floats.iter().map(|&part| (place(copies * parts * part), part)).collect();
         let regions = floats.iter().enumerate();
@@ -156,7 +156,7 @@ impl FileTier {
     /// The disk is full; or there is no complete state after that step, of blocks of this shape.
     pub(crate) fn open(
         folder: Folder,
-        blocks: &[Vec<Tensor>],
+        blocks: &[BlockTensors],
         states: usize,
         region: impl Fn(BlockId) -> bool,
         resume: Option<u64>,
@@ -204,7 +204,7 @@ impl FileTier {
     /// The disk is full.
     pub(crate) fn unnamed(
         folder: &Path,
-        blocks: &[Vec<Tensor>],
+        blocks: &[BlockTensors],
         trains: bool,
         states: usize,
         region: impl Fn(BlockId) -> bool,

@@ -4,7 +4,7 @@ use l2l_actors::schedule::BlockId;
 
 use super::{BlockPart, Eps};
 use crate::error::Error;
-use crate::models::{Init, Model, tensor_ranges};
+use crate::models::{Init, Model};
 use crate::random;
 
 /// The random numbers of one tensor. Its state is a function of the seed, the block's place in the
@@ -38,9 +38,7 @@ impl Eps {
         let blocks = (0..).map(BlockId).zip(&model.blocks);
         for (nth, (id, tensors)) in blocks.filter(|(_, all)| !all.is_empty()).enumerate() {
             self.write_with(id, BlockPart::Parameters, |parameters| {
-                for (number, (tensor, range)) in
-                    tensors.iter().zip(tensor_ranges(tensors)).enumerate()
-                {
+                for (number, (tensor, range)) in tensors.ranges().enumerate() {
                     let stream = (nth as u64) << 32 | number as u64;
                     initialise(&mut parameters[range], tensor.init, seed, stream);
                 }

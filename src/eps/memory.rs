@@ -9,7 +9,7 @@ use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use l2l_actors::schedule::{BlockId, Version};
 
 use super::BlockPart;
-use crate::models::{Tensor, block_len};
+use crate::models::BlockTensors;
 use crate::tensor::Pages;
 
 /// One block of the model.
@@ -21,7 +21,7 @@ pub(crate) struct Block {
     pub(crate) updates: u64,
     /// The masters, f32 or split, in pages that a device can pin.
     pub(crate) parameters: Pages,
-    /// The optimizer's states, each as long as the masters.
+    /// The optimizer's states, each as long as the trained part of the masters.
     pub(crate) states: Vec<Vec<f32>>,
 }
 
@@ -34,19 +34,19 @@ pub(crate) struct Memory {
 impl Memory {
     /// Blocks of zeros. `region` says which blocks have a gradient region.
     pub(super) fn new(
-        blocks: &[Vec<Tensor>],
+        blocks: &[BlockTensors],
         states: usize,
         region: impl Fn(BlockId) -> bool,
     ) -> Memory {
-        let block = |tensors: &Vec<Tensor>| {
-            let zeros = || vec![0.0; block_len(tensors)];
+        let block = |tensors: &BlockTensors| {
+            let zeros = || vec![0.0; tensors.trained_len()];
             let states = (0..states).map(|_| zeros()).collect();
-            let parameters = Pages::new(block_len(tensors));
+            let parameters = Pages::new(tensors.len());
             let parameters = parameters.expect("the plan found that much memory available");
             RwLock::new(Block { version: 0, updates: 0, parameters, states })
         };
-        let region = |(index, tensors): (usize, &Vec<Tensor>)| {
-            let len = if region(BlockId(index as u32)) { block_len(tensors) } else { 0 };
+        let region = |(index, tensors): (usize, &BlockTensors)| {
+            let len = if region(BlockId(index as u32)) { tensors.trained_len() } else { 0 };
             RwLock::new(vec![0.0; len])
         };
         Memory {

@@ -20,10 +20,10 @@ pub use direct::disk_bytes_per_second;
 pub(crate) use file::{FileTier, Folder, part_floats};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::Memory;
-pub(crate) use parts::{RankParts, agreed_step, cut, lost, tensors_of};
+pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 
 use crate::error::Error;
-use crate::models::{Model, Tensor, block_len, tensor_ranges};
+use crate::models::{BlockTensors, Model};
 use crate::optimizers::SplitMasters;
 use crate::tensor::Dtype;
 
@@ -60,7 +60,7 @@ enum Tier {
 /// See the [module](self).
 pub(crate) struct Eps {
     /// Of each block; of a run with several ranks, of this rank's part.
-    tensors: Vec<Vec<Tensor>>,
+    tensors: Vec<BlockTensors>,
     /// Which parts the ranks have, if there are several.
     parts: Option<RankParts>,
     states: usize,
@@ -73,7 +73,7 @@ impl Eps {
     /// Blocks of zeros in memory, with `states` optimizer states. `region` says which blocks have
     /// a gradient region.
     pub(crate) fn in_memory(
-        tensors: Vec<Vec<Tensor>>,
+        tensors: Vec<BlockTensors>,
         states: usize,
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
@@ -82,7 +82,7 @@ impl Eps {
     }
 
     /// Blocks on file, with `states` optimizer states.
-    pub(crate) fn on_file(tensors: Vec<Vec<Tensor>>, states: usize, tier: FileTier) -> Eps {
+    pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: usize, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
         Eps { tensors, parts: None, states, split: false, tier }
     }
@@ -163,7 +163,7 @@ impl Eps {
     }
 
     /// The tensors of a block.
-    pub(crate) fn tensors(&self, id: BlockId) -> &[Tensor] {
+    pub(crate) fn tensors(&self, id: BlockId) -> &BlockTensors {
         &self.tensors[id.0 as usize]
     }
 
@@ -179,7 +179,7 @@ impl Eps {
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
         let Some(parts) = &self.parts else { return self.read_own(id, part, read) };
-        let len = parts.own(id).len();
+        let len = parts.own_of_part(id, part).len();
         let own = self.read_own(id, part, |own| own[..len].to_vec())?;
         Ok(read(&parts.complete(id, part, &own)?))
     }
@@ -195,7 +195,7 @@ impl Eps {
             return self.read_stored(id, part, read);
         }
         let mut stored = self.read_stored(id, part, <[f32]>::to_vec)?;
-        let split = SplitMasters::of(&mut stored[..block_len(&self.tensors[id.0 as usize])]);
+        let split = SplitMasters::of(&mut stored[..self.tensors(id).len()]);
         let masters: Vec<f32> = split.masters().collect();
         Ok(read(&masters))
     }
@@ -227,7 +227,8 @@ impl Eps {
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
         let Some(parts) = &self.parts else { return self.write_own(id, part, write) };
-        let (mut whole, own) = (vec![0.0; parts.of(id).len()], parts.own(id));
+        let own = parts.own_of_part(id, part);
+        let mut whole = vec![0.0; parts.len_of(id, part)];
         self.write_own(id, part, |stored| {
             let stored = &mut stored[..own.len()];
             whole[own.clone()].copy_from_slice(stored);
@@ -246,7 +247,7 @@ impl Eps {
         if !self.split || part != BlockPart::Parameters {
             return self.write_stored(id, part, write);
         }
-        let len = block_len(self.tensors(id));
+        let len = self.tensors(id).len();
         self.write_stored(id, part, |stored| {
             let split = SplitMasters::of(&mut stored[..len]);
             let mut masters: Vec<f32> = split.masters().collect();
@@ -299,7 +300,9 @@ impl Eps {
         for (index, tensors) in blocks.filter(|(_, tensors)| !tensors.is_empty()) {
             for part in BlockPart::all(states) {
                 self.read_with(BlockId(index as u32), part, |values| {
-                    for range in tensor_ranges(tensors) {
+                    let trained = tensors.trained().len();
+                    let count = if part == BlockPart::Parameters { usize::MAX } else { trained };
+                    for (_, range) in tensors.ranges().take(count) {
                         values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
                     }
                 })?;

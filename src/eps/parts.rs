@@ -15,14 +15,14 @@ use super::{BlockPart, Eps};
 use crate::error::Error;
 use crate::fabric::parts::Parts;
 use crate::fabric::{Channel, Exchanges, Lost};
-use crate::models::{Model, Tensor, block_len, tensor_ranges};
+use crate::models::{BlockTensors, Model};
 use crate::optimizers::chunks;
 
 /// See the [module](self).
 pub(crate) struct RankParts {
     pub(crate) exchanges: Arc<Exchanges>,
     /// The tensors of the whole blocks.
-    pub(crate) tensors: Vec<Vec<Tensor>>,
+    pub(crate) tensors: Vec<BlockTensors>,
     /// How each block is cut, in elements.
     cuts: Vec<Parts>,
     /// Whether the first rank asks for blocks.
@@ -33,28 +33,16 @@ pub(crate) struct RankParts {
 const ALIGNED: usize = 16;
 
 /// Cuts a block of these tensors into about equal parts, each of whole chunks.
-pub(crate) fn cut(tensors: &[Tensor], ranks: u32) -> Parts {
-    let (len, ranks) = (block_len(tensors), ranks as usize);
-    let starts: Vec<usize> =
-        chunks(tensors).map(|chunk| chunk.start).filter(|start| start % ALIGNED == 0).collect();
+pub(crate) fn cut(tensors: &BlockTensors, ranks: u32) -> Parts {
+    let (len, ranks) = (tensors.len(), ranks as usize);
+    let frozen = chunks(tensors.frozen()).map(|chunk| chunk.start + tensors.trained_len());
+    let starts = chunks(tensors.trained()).map(|chunk| chunk.start).chain(frozen);
+    let starts: Vec<usize> = starts.filter(|start| start % ALIGNED == 0).collect();
     let cut = |rank: usize| {
         let at = starts.partition_point(|start| start * ranks < len * rank);
         starts.get(at).copied().unwrap_or(len)
     };
     Parts::new((1..ranks).map(cut).chain([len]).collect())
-}
-
-/// The tensors of a part, which lie in it as [`tensor_ranges`] says.
-pub(crate) fn tensors_of(tensors: &[Tensor], part: Range<usize>) -> Vec<Tensor> {
-    let mut cut: Vec<Tensor> = Vec::new();
-    for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-        let (start, end) = (range.start.max(part.start), range.end.min(part.end));
-        if start < end {
-            let joined = tensor.joined && !cut.is_empty();
-            cut.push(Tensor { shape: vec![end - start], joined, ..tensor.clone() });
-        }
-    }
-    cut
 }
 
 impl RankParts {
@@ -68,15 +56,38 @@ impl RankParts {
         &self.cuts[id.0 as usize]
     }
 
+    /// How the gradient of a block is cut, and each of its optimizer states.
+    pub(crate) fn of_trained(&self, id: BlockId) -> Parts {
+        self.of(id).clipped(self.tensors[id.0 as usize].trained_len())
+    }
+
+    /// How a part of a block that the EPS has is cut.
+    fn of_part(&self, id: BlockId, part: BlockPart) -> Parts {
+        match part {
+            BlockPart::Parameters => self.of(id).clone(),
+            BlockPart::State(_) => self.of_trained(id),
+        }
+    }
+
+    /// What this rank has of a part of a block.
+    pub(super) fn own_of_part(&self, id: BlockId, part: BlockPart) -> Range<usize> {
+        self.of_part(id, part).of(self.exchanges.rank())
+    }
+
+    /// The length of a part of a whole block.
+    pub(super) fn len_of(&self, id: BlockId, part: BlockPart) -> usize {
+        self.of_part(id, part).len()
+    }
+
     /// This rank's part of a block.
     pub(crate) fn own(&self, id: BlockId) -> Range<usize> {
         self.of(id).of(self.exchanges.rank())
     }
 
     /// The tensors of this rank's parts, block by block.
-    pub(crate) fn own_tensors(&self) -> Vec<Vec<Tensor>> {
+    pub(crate) fn own_tensors(&self) -> Vec<BlockTensors> {
         let blocks = self.tensors.iter().zip(0..);
-        blocks.map(|(tensors, id)| tensors_of(tensors, self.own(BlockId(id)))).collect()
+        blocks.map(|(tensors, id)| tensors.part(self.own(BlockId(id)))).collect()
     }
 
     /// A part of a block, of all ranks, given this rank's.
@@ -89,9 +100,9 @@ impl RankParts {
         if self.asks.load(Relaxed) && self.exchanges.rank() == 0 {
             self.say(Said::Asks(id, part))?;
         }
-        let parts = self.of(id);
+        let parts = self.of_part(id, part);
         let mut whole = vec![0.0_f32; parts.len()];
-        whole[self.own(id)].copy_from_slice(own);
+        whole[parts.of(self.exchanges.rank())].copy_from_slice(own);
         let bytes = bytemuck::cast_slice_mut(&mut whole);
         let parts = parts.in_bytes(size_of::<f32>());
         let of = (Channel::Control, u64::from(id.0) << 32 | part.index() as u64);
@@ -233,16 +244,16 @@ mod tests {
         for ranks in 1..=5 {
             for tensors in &model.blocks {
                 let parts = cut(tensors, ranks);
-                assert_eq!(parts.len(), block_len(tensors));
+                assert_eq!(parts.len(), tensors.len());
                 let mut found = Vec::new();
                 for rank in 0..ranks {
                     let part = parts.of(rank);
-                    let cut = tensors_of(tensors, part.clone());
-                    assert_eq!(block_len(&cut), part.len());
+                    let cut = tensors.part(part.clone());
+                    assert_eq!(cut.len(), part.len());
                     let at = |chunk: Range<usize>| chunk.start + part.start..chunk.end + part.start;
-                    found.extend(chunks(&cut).map(at));
+                    found.extend(chunks(cut.trained()).map(at));
                 }
-                assert!(found.into_iter().eq(chunks(tensors)));
+                assert!(found.into_iter().eq(chunks(tensors.trained())));
             }
         }
     }

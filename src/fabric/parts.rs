@@ -36,6 +36,11 @@ impl Parts {
         self.len() == 0
     }
 
+    /// How the block's first `len` elements are cut.
+    pub fn clipped(&self, len: usize) -> Parts {
+        Parts { ends: self.ends.iter().map(|end| *end.min(&len)).collect() }
+    }
+
     /// The same parts in bytes, of elements of so many bytes.
     pub fn in_bytes(&self, element: usize) -> Parts {
         Parts { ends: self.ends.iter().map(|end| end * element).collect() }

@@ -18,7 +18,7 @@ use safetensors::tensor::{Metadata, SafeTensors, TensorInfo, TensorView};
 
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
-use crate::models::{Model, tensor_ranges};
+use crate::models::Model;
 
 /// A tensor of a file, and where its elements lie in the EPS.
 struct FileTensor {
@@ -42,7 +42,12 @@ type FileTensors = BTreeMap<String, FileTensor>;
 fn file_tensors(model: &Model, part: BlockPart) -> FileTensors {
     let mut all = FileTensors::new();
     for (block, tensors) in model.blocks.iter().enumerate() {
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+        // Only trained tensors have states.
+        let count = match part {
+            BlockPart::Parameters => usize::MAX,
+            BlockPart::State(_) => tensors.trained().len(),
+        };
+        for (tensor, range) in tensors.ranges().take(count) {
             let name = match part {
                 BlockPart::Parameters => tensor.name.clone(),
                 BlockPart::State(index) => format!("{}.state{index}", tensor.name),

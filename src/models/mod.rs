@@ -1,6 +1,7 @@
 //! Models: what layers there are and what each does, without saying where.
 
 mod block;
+mod block_tensors;
 mod classes;
 mod composed;
 mod ends;
@@ -13,6 +14,7 @@ mod shape;
 mod visit;
 
 pub use block::TransformerBlock;
+pub use block_tensors::BlockTensors;
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};

@@ -7,6 +7,7 @@ use l2l_actors::schedule::{
 };
 
 use super::block::TransformerBlock;
+use super::block_tensors::BlockTensors;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
 use super::layer::{Init, Kind, Layer, Save, Tensor, block_len};
@@ -54,7 +55,7 @@ pub struct Model {
     /// The blocks of each part.
     pub part_blocks: Vec<Vec<BlockId>>,
     /// The tensors of each block.
-    pub blocks: Vec<Vec<Tensor>>,
+    pub blocks: Vec<BlockTensors>,
     /// Tiles of the vocabulary.
     pub tiles: Vec<Tile>,
     /// The loss of a labelled position.
@@ -112,13 +113,14 @@ impl Model {
         };
         let ties = shape.tied && shape.scores_tokens();
         let embedding = |tile: &Tile| table(names.embedding, tile, ties);
-        let mut blocks: Vec<Vec<Tensor>> = tiles.iter().map(embedding).collect();
+        let mut blocks: Vec<BlockTensors> =
+            tiles.iter().map(|tile| embedding(tile).into()).collect();
         let mut parts = vec![Part::Embedding];
         let mut part_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
         let mut push = |part: Part, tensors: Vec<Tensor>| {
             parts.push(part);
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
-            blocks.push(tensors);
+            blocks.push(tensors.into());
         };
         for layer in stack {
             let tensors = layer.tensors();
@@ -127,7 +129,7 @@ impl Model {
         if !shape.scores_tokens() {
             let classes = Classes { shape };
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
-            blocks.push(classes.tensors());
+            blocks.push(classes.tensors().into());
             parts.push(Part::Classes(classes));
         }
         for (index, tile) in tiles.iter().enumerate().filter(|_| shape.scores_tokens()) {
@@ -136,7 +138,7 @@ impl Model {
                 part_blocks.push(vec![BlockId(index as u32)]);
             } else {
                 part_blocks.push(vec![BlockId(blocks.len() as u32)]);
-                blocks.push(table(names.head, tile, true));
+                blocks.push(table(names.head, tile, true).into());
             }
         }
         let loss = Box::new(CrossEntropy);
@@ -162,16 +164,16 @@ impl Model {
             _ => 0,
         };
         let saved = self.parts.iter().map(saved_len).max().unwrap_or(0);
-        let block = |tensors: &Vec<Tensor>| {
-            let master_bytes = (block_len(tensors) * size_of::<f32>()) as u64;
+        let block = |tensors: &BlockTensors| {
+            let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
             BlockSize {
-                weight_bytes: (block_len(tensors) * dtype.size()) as u64,
-                gradient_bytes: master_bytes,
-                master_bytes,
-                state_bytes: master_bytes * states as u64,
-                region_bytes: master_bytes,
+                weight_bytes: (tensors.len() * dtype.size()) as u64,
+                gradient_bytes,
+                master_bytes: (tensors.len() * size_of::<f32>()) as u64,
+                state_bytes: gradient_bytes * states as u64,
+                region_bytes: gradient_bytes,
                 staged: false,
-                frozen: false,
+                frozen: tensors.trained().is_empty() && !tensors.is_empty(),
             }
         };
         let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| RingLayer {
@@ -223,7 +225,7 @@ impl Model {
         let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
         let heads = self.parts.iter().zip(&self.part_blocks);
         let heads = heads.filter(|(part, _)| part.is_head());
-        let weights = heads.flat_map(|(_, blocks)| &self.blocks[blocks[0].0 as usize]);
+        let weights = heads.flat_map(|(_, blocks)| self.blocks[blocks[0].0 as usize].iter());
         let weights = weights.filter(|tensor| tensor.kind == Kind::Weight);
         let head = weights.map(Tensor::len).sum::<usize>() as f64;
         6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
@@ -277,7 +279,7 @@ impl Model {
         let mut met = BTreeSet::new();
         let tables =
             [self.shape.names.embedding, self.shape.names.head, self.shape.names.head_bias];
-        for tensor in self.blocks.iter().flatten() {
+        for tensor in self.blocks.iter().flat_map(BlockTensors::iter) {
             let is_new = met.insert(&tensor.name) || tables.contains(&tensor.name.as_str());
             if !is_new || tensor.shape.is_empty() {
                 let Tensor { name, shape, .. } = tensor;
@@ -290,6 +292,6 @@ impl Model {
 
     /// The number of its parameters, each counted once.
     pub fn parameters(&self) -> usize {
-        self.blocks.iter().flatten().map(Tensor::len).sum()
+        self.blocks.iter().flat_map(BlockTensors::iter).map(Tensor::len).sum()
     }
 }

@@ -5,6 +5,7 @@
 
 use l2l_actors::schedule::BlockId;
 
+use super::block_tensors::BlockTensors;
 use super::model::Model;
 use super::shape::Shape;
 
@@ -21,7 +22,7 @@ impl Model {
             *block += if *block >= first_empty { room as u32 } else { 0 };
         }
         let at = first_empty as usize;
-        model.blocks.splice(at..at, (0..room).map(|_| Vec::new()));
+        model.blocks.splice(at..at, (0..room).map(|_| BlockTensors::default()));
         model
     }
 
@@ -45,9 +46,8 @@ mod tests {
             let (few, all) = (Model::with_room(shape, 5), Model::new(Shape { layers: 5, ..shape }));
             assert_eq!(few.blocks.len(), all.blocks.len());
             let named = |model: &Model| -> Vec<Vec<String>> {
-                let names = |block: &Vec<crate::models::Tensor>| {
-                    block.iter().map(|tensor| tensor.name.clone()).collect()
-                };
+                let names =
+                    |block: &BlockTensors| block.iter().map(|tensor| tensor.name.clone()).collect();
                 model.blocks.iter().map(names).collect()
             };
             for (few, all) in named(&few).into_iter().zip(named(&all)) {

@@ -8,7 +8,7 @@ use crate::kernels::{
 };
 use crate::models::{
     Backward, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer, Model, Part, Save,
-    Tile, block_len,
+    Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -374,7 +374,7 @@ impl Measure<'_> {
             }
             Part::Head(_) | Part::Classes(_) => (0, 0, true),
         };
-        let block = block_len(&model.blocks[model.part_blocks[layer][0].0 as usize]);
+        let block = model.blocks[model.part_blocks[layer][0].0 as usize].len();
         let hidden = batch.rows() * model.shape.hidden;
         let statistics = batch.rows() * STATISTICS;
         let mut at = 0;

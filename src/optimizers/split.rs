@@ -47,6 +47,14 @@ impl<'a> SplitMasters<'a> {
         SplitMasters { published, remainder }
     }
 
+    /// The first of them, as many as `len`.
+    pub fn first(self, len: usize) -> SplitMasters<'a> {
+        SplitMasters {
+            published: &mut self.published[..len],
+            remainder: &mut self.remainder[..len],
+        }
+    }
+
     /// The masters one by one, joined on the calling thread.
     pub fn masters(&self) -> impl Iterator<Item = f32> {
         let halves = self.published.iter().zip(self.remainder.iter());

@@ -105,8 +105,10 @@ impl RankShare {
         if others == 0 {
             return FabricBytes::default();
         }
-        let part = |block: u32, bytes: u64| {
-            let cut = crate::eps::cut(&model.blocks[block as usize], self.ranks);
+        let part = |block: u32, bytes: u64, is_gradient: bool| {
+            let tensors = &model.blocks[block as usize];
+            let len = if is_gradient { tensors.trained_len() } else { tensors.len() };
+            let cut = crate::eps::cut(tensors, self.ranks).clipped(len);
             let element = bytes / cut.len().max(1) as u64;
             let own = cut.of(self.rank).len() as u64 * element;
             [own, bytes - own]
@@ -117,9 +119,9 @@ impl RankShare {
         FabricBytes {
             blocks: fetched
                 .into_iter()
-                .map(|id| others * part(id, block(id).weight_bytes)[0])
+                .map(|id| others * part(id, block(id).weight_bytes, false)[0])
                 .sum(),
-            gradients: dealt.map(|id| part(id, block(id).gradient_bytes)[1]).sum(),
+            gradients: dealt.map(|id| part(id, block(id).gradient_bytes, true)[1]).sum(),
         }
     }
 }

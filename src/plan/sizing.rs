@@ -14,7 +14,7 @@ use crate::devices;
 use crate::eps::{cut, part_floats};
 use crate::error::Error;
 use crate::kernels::Rows;
-use crate::models::{self, Model, Part, Tensor, block_len};
+use crate::models::{self, BlockTensors, Model, Part};
 use crate::optimizers::UpdateRule;
 use crate::stash;
 use crate::tensor::Dtype;
@@ -42,16 +42,22 @@ struct Schedules {
 
 /// Sizes of the model's blocks, in floats.
 struct Blocks {
-    /// The largest, as masters and gradients are.
+    /// The largest, as masters are.
     largest: usize,
+    /// The largest gradient.
+    gradient: usize,
     /// The largest, as it is published to the device.
     published: usize,
     /// The largest, as it lies on the host: on file in whole pages.
     on_host: usize,
     /// The largest of what this process has of a block, as it lies on the host.
     own: usize,
-    /// All of them, on the host.
+    /// The largest gradient, as it lies on the host.
+    landing: usize,
+    /// All masters, on the host.
     all: usize,
+    /// One state of all of them, on the host.
+    trained: usize,
     /// Those whose gradient waits in a region.
     regions: usize,
 }
@@ -232,24 +238,34 @@ impl Sizing<'_> {
     }
 
     fn blocks(&self) -> Blocks {
-        let largest = self.model.blocks.iter().map(|block| block_len(block)).max().unwrap_or(0);
+        let most =
+            |len: fn(&BlockTensors) -> usize| self.model.blocks.iter().map(len).max().unwrap_or(0);
+        let (largest, gradient) = (most(BlockTensors::len), most(BlockTensors::trained_len));
         let on_host = |floats: usize| if self.on_file() { part_floats(floats) } else { floats };
         let tied = self.tied_tiles();
-        // What this process has of each block.
-        let own = |block: &Vec<Tensor>| match self.share {
-            RankShare { ranks: 1, .. } => block_len(block),
-            RankShare { rank, ranks } => cut(block, ranks).of(rank).len(),
+        // What this process has of each block: masters, and the trained part of them.
+        let own = |block: &BlockTensors| match self.share {
+            RankShare { ranks: 1, .. } => [block.len(), block.trained_len()],
+            RankShare { rank, ranks } => {
+                let cut = cut(block, ranks);
+                [cut.of(rank).len(), cut.clipped(block.trained_len()).of(rank).len()]
+            }
         };
-        let lengths: Vec<usize> = self.model.blocks.iter().map(own).collect();
+        let lengths: Vec<[usize; 2]> = self.model.blocks.iter().map(own).collect();
         let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
         let waiting = lengths.iter().enumerate().filter(|(index, _)| waits(*index));
+        // A block's parts all take the same place on file.
+        let part = |[all, trained]: [usize; 2]| on_host(if self.on_file() { all } else { trained });
         Blocks {
             largest,
+            gradient,
             published: self.config.device.dtype.floats(largest).next_multiple_of(16),
             on_host: on_host(largest),
-            own: on_host(lengths.iter().copied().max().unwrap_or(0)),
-            all: lengths.iter().map(|&floats| on_host(floats)).sum(),
-            regions: waiting.map(|(_, &floats)| on_host(floats)).sum(),
+            own: on_host(lengths.iter().map(|own| own[0]).max().unwrap_or(0)),
+            landing: on_host(if self.on_file() { largest } else { gradient }),
+            all: lengths.iter().map(|own| on_host(own[0])).sum(),
+            trained: lengths.iter().map(|&own| part(own)).sum(),
+            regions: waiting.map(|(_, &own)| part(own)).sum(),
         }
     }
 
@@ -309,7 +325,7 @@ impl Sizing<'_> {
             regions.add(holder, Place::Device, count, floats);
         };
         add(Holder::Weights, pools.weights as usize, blocks.published);
-        add(Holder::Gradients, gradients, blocks.largest);
+        add(Holder::Gradients, gradients, blocks.gradient);
         add(Holder::Inputs, pools.inputs as usize, schedules.boundary);
         add(Holder::Outputs, pools.outputs as usize, schedules.boundary);
         add(Holder::ChunkState, 1, chunk_state);
@@ -320,8 +336,8 @@ impl Sizing<'_> {
     fn host_regions(&self, regions: &mut Regions, pools: &Pools, blocks: &Blocks) {
         let reduced = if self.trains() { pools.reduced as usize } else { 0 };
         let parts = if self.trains() { pools.parts as usize } else { 0 };
-        regions.add(Holder::Landing, Place::Host, reduced, blocks.on_host);
-        regions.add(Holder::Parts, Place::Host, parts, blocks.on_host);
+        regions.add(Holder::Landing, Place::Host, reduced, blocks.landing);
+        regions.add(Holder::Parts, Place::Host, parts, blocks.landing);
         if self.share.ranks > 1 || self.on_file() {
             regions.add(Holder::FileReads, Place::Host, pools.reads as usize, blocks.on_host);
         }
@@ -339,7 +355,7 @@ impl Sizing<'_> {
         // On file a block is there twice, as it is and as it was, unless it never changes.
         let copies = if self.on_file() && self.trains() { 2 } else { 1 };
         regions.add(Holder::Masters, place, copies, blocks.all);
-        regions.add(Holder::Moments, place, copies * self.states(), blocks.all);
+        regions.add(Holder::Moments, place, copies * self.states(), blocks.trained);
         regions.add(Holder::GradientRegions, place, 1, blocks.regions);
     }
 
@@ -349,7 +365,11 @@ impl Sizing<'_> {
         if ranks == 1 || !self.trains() {
             return [0, 0];
         }
-        let parts = self.model.blocks.iter().map(|block| cut(block, ranks).of(rank).len());
+        let parts = self
+            .model
+            .blocks
+            .iter()
+            .map(|block| cut(block, ranks).clipped(block.trained_len()).of(rank).len());
         let received = (ranks as usize - 1) * parts.max().unwrap_or(0);
         let StepShape { sequences, positions, .. } = self.steps[0];
         let rows = sequences * positions * self.model.shape.hidden;

@@ -149,9 +149,11 @@ fn ring_model(
     for (block, tensors) in ring.blocks.iter_mut().zip(&model.blocks) {
         block.staged = staged;
         if staged && share.ranks > 1 {
-            let own = cut(tensors, share.ranks).of(share.rank).len() * size_of::<f32>();
-            (block.master_bytes, block.region_bytes) = (own as u64, own as u64);
-            block.state_bytes = (own * states) as u64;
+            let cut = cut(tensors, share.ranks);
+            let own = |len: usize| cut.clipped(len).of(share.rank).len() * size_of::<f32>();
+            let trained = own(tensors.trained_len());
+            block.master_bytes = own(tensors.len()) as u64;
+            (block.region_bytes, block.state_bytes) = (trained as u64, (trained * states) as u64);
         }
     }
     ring

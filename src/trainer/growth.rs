@@ -8,7 +8,7 @@ use crate::config::{Config, NewLayers};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::hf::shape_of;
-use crate::models::{Model, Shape, block_len, tensor_ranges};
+use crate::models::{Model, Shape};
 
 /// A layer to add on top of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,10 +129,10 @@ impl Trainer {
 fn copy(eps: &Eps, model: &Model, layer: usize, new: NewLayer) -> Result<(), Error> {
     let (to, from) = (model.block_of_layer(layer), model.block_of_layer(new.copy_of));
     let tensors = &model.blocks[to.0 as usize];
-    let len = block_len(tensors);
+    let len = tensors.len();
     let mut masters = eps.read_with(from, BlockPart::Parameters, |all| all[..len].to_vec())?;
     let ends_branch = model.shape.residual_outputs(layer);
-    for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
+    for (tensor, range) in tensors.ranges() {
         let name = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
         if new.zero_residual && ends_branch.iter().any(|module| module == name) {
             masters[range].fill(0.0);

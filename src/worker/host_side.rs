@@ -21,7 +21,6 @@ use crate::config::Config;
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
-use crate::models::block_len;
 use crate::optimizers::split::published;
 use crate::optimizers::{UpdateRule, chunk_squares};
 use crate::plan::Plan;
@@ -82,8 +81,14 @@ impl HostSide {
         })
     }
 
+    /// Elements of what this process has of a block.
     pub(super) fn block_len(&self, block: BlockId) -> usize {
-        block_len(self.eps.tensors(block))
+        self.eps.tensors(block).len()
+    }
+
+    /// Elements of the trained part of that.
+    pub(super) fn trained_len(&self, block: BlockId) -> usize {
+        self.eps.tensors(block).trained_len()
     }
 
     /// The EPS's file.
@@ -121,7 +126,7 @@ impl HostSide {
 
     /// A gradient's sum of squares; of several processes that of this one's part.
     pub(super) fn measure(&self, block: BlockId, gradient: &[f32]) -> Squares {
-        let tensors = self.eps.tensors(block);
+        let tensors = self.eps.tensors(block).trained();
         self.threads.install(|| match self.eps.parts() {
             None => Squares { sum: self.rule.measure(tensors, gradient), chunks: Vec::new() },
             Some(_) => {
@@ -167,13 +172,13 @@ impl Worker {
                 return Ok(loss);
             }
             Work::Join { block, reduced, ref parts, keep } => {
-                let len = self.block_len(block);
+                let len = self.trained_len(block);
                 let parts: Vec<&[f32]> = parts.iter().map(|&part| host.part(part, len)).collect();
                 let keep = keep.map(|part| host.part_mut(part, len));
                 self.host.join(host.landing(reduced, len), &parts, keep);
             }
             Work::Reduce { block, reduced, to_region } => {
-                let landed = host.landing(reduced, self.host.block_len(block));
+                let landed = host.landing(reduced, self.host.trained_len(block));
                 let squares = if to_region {
                     self.host.reduce(block, landed)
                 } else {
@@ -184,7 +189,7 @@ impl Worker {
             Work::Scatter { visit, block, first, gradient } => {
                 let landing = match gradient {
                     GradientAt::Landing(slot) => {
-                        Some(host.landing(slot, self.host.block_len(block)))
+                        Some(host.landing(slot, self.host.trained_len(block)))
                     }
                     GradientAt::Region => None,
                 };

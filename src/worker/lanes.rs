@@ -14,13 +14,18 @@ use super::device_side::{Crosses, DeviceSide};
 use super::step::StepState;
 use super::{CacheSlot, Worker};
 use crate::kernels::Kernels;
-use crate::models::{self, Part, VisitArgs, block_len};
+use crate::models::{self, Part, VisitArgs};
 use crate::plan::Purpose;
 use crate::tensor::{Dtype, View};
 
 impl Worker {
     pub(super) fn block_len(&self, block: BlockId) -> usize {
-        block_len(&self.model.blocks[block.0 as usize])
+        self.model.blocks[block.0 as usize].len()
+    }
+
+    /// Elements of a block's gradient.
+    pub(super) fn trained_len(&self, block: BlockId) -> usize {
+        self.model.blocks[block.0 as usize].trained_len()
     }
 
     /// The upload lane.
@@ -83,7 +88,7 @@ impl Worker {
         let (host, device) = (self.memory.lease(), self.device(operation));
         match *operation.work() {
             Work::DownloadGradient { block, gradients, reduced, .. } => {
-                let len = self.block_len(block);
+                let len = self.trained_len(block);
                 let gradient = device.gradient(gradients, len);
                 device.download(host.landing(reduced, len), gradient, Crosses::Always)
             }
@@ -166,7 +171,7 @@ impl Worker {
         let (step, m, device) = (operation.step(), *micro_batch, self.device(operation));
         let state = self.steps.of(step.number);
         let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
-        let len = self.block_len(block);
+        let (len, trained) = (self.block_len(block), self.trained_len(block));
         let input = |placed| {
             let filled = filled(operation, &state, placed, m);
             (filled.what().role, self.input(device, filled, placed))
@@ -181,7 +186,7 @@ impl Worker {
             labelled: state.labelled(m, schedule),
             dtype: self.plan.dtype,
             weights: device.weights(weights, len),
-            gradient: gradient.map(|accumulator| device.gradient(accumulator.slot, len)),
+            gradient: gradient.map(|accumulator| device.gradient(accumulator.slot, trained)),
             accumulate: gradient.is_some_and(|accumulator| !accumulator.first),
             reads: inputs.iter().map(input).collect(),
             writes: outputs.iter().map(output).collect(),

@@ -12,7 +12,7 @@ use l2l_actors::{BoxedError, Operation};
 use super::boundaries::Filled;
 use super::step::StepState;
 use super::{Worker, take_as_long};
-use crate::eps::{RankParts, tensors_of};
+use crate::eps::RankParts;
 use crate::fabric::Channel;
 use crate::optimizers::split::published;
 use crate::optimizers::{chunks, sum_of_chunks};
@@ -98,7 +98,8 @@ impl Worker {
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
         let (parts, host) = (self.parts(), self.memory.lease());
-        let (cut, own) = (parts.of(block), parts.own(block));
+        let cut = parts.of_trained(block);
+        let own = cut.of(parts.exchanges.rank());
         let gradient = host.landing(reduced, cut.len());
         if let Some(dealt) = &state.dealt {
             let (rank, ranks) = (parts.exchanges.rank() as usize, parts.exchanges.ranks() as usize);
@@ -180,10 +181,11 @@ impl Worker {
             let tensors = &parts.tensors[block.0 as usize];
             let mut squares = Vec::new();
             for (rank, left) in (0..).zip(&mut left) {
-                let count = chunks(&tensors_of(tensors, parts.of(block).of(rank))).count();
+                let part = tensors.part(parts.of(block).of(rank));
+                let count = chunks(part.trained()).count();
                 squares.extend(left.split_off(..count).ok_or("ranks measured different blocks")?);
             }
-            sum += sum_of_chunks(tensors, &squares);
+            sum += sum_of_chunks(tensors.trained(), &squares);
         }
         Ok(sum)
     }

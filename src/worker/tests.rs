@@ -16,7 +16,7 @@ use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
 use crate::kernels::{BatchMetadata, Kernels};
-use crate::models::{Model, block_len};
+use crate::models::Model;
 use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 use crate::telemetry::Ledger;
 use crate::tensor::{Arena, View};
@@ -248,7 +248,7 @@ async fn a_faulty_device_is_named() {
         small.config.device.count = Some(2);
         small.config.model.layers = Some(4);
         let (model, schedule) = (small.model(), small.schedule());
-        let gradient_floats = block_len(&model.blocks[model.block_of_layer(0).0 as usize]);
+        let gradient_floats = model.blocks[model.block_of_layer(0).0 as usize].len();
         let plan = Plan::new(&small.config, &model, &small.config.update_rule());
         let mut worker = small.worker(&plan.expect("a plan of ours").pools);
         let side = worker.devices.remove(faulty).with(|device| {

@@ -27,18 +27,19 @@ impl HostSide {
         learning_rate: f64,
     ) -> Result<Squares, Squares> {
         let begin = Instant::now();
-        let (tensors, len) = (self.eps.tensors(block), self.block_len(block));
+        let tensors = self.eps.tensors(block).trained();
+        let (len, trained) = (self.block_len(block), self.trained_len(block));
         // Of a staged block: masters, states, and the gradient if it waited on file.
         let mut parts: Vec<&mut [f32]> = match master {
             MasterAt::Slot(slot) => {
-                let parts = host.state_slot(slot).chunks_mut(self.file_part);
-                parts.map(|part| &mut part[..len]).collect()
+                let parts = host.state_slot(slot).chunks_mut(self.file_part).enumerate();
+                parts.map(|(at, part)| &mut part[..if at == 0 { len } else { trained }]).collect()
             }
             MasterAt::Memory => Vec::new(),
         };
         let (region, waited);
         let gradient = match (gradient, master) {
-            (GradientAt::Landing(slot), _) => &*host.landing(slot, len),
+            (GradientAt::Landing(slot), _) => &*host.landing(slot, trained),
             (GradientAt::Region, MasterAt::Slot(_)) => {
                 waited = parts.pop().expect("a slot has a part for what waited");
                 &*waited
@@ -92,10 +93,10 @@ impl HostSide {
         self.threads.install(|| {
             if self.eps.split {
                 let unpacked = &mut self.unpacked.lock().expect("nothing panics inside");
-                let masters = &mut SplitMasters::of(masters);
+                let masters = &mut SplitMasters::of(masters).first(gradient.len());
                 rule.apply_split(tensors, masters, states, gradient, update, unpacked);
             } else {
-                rule.apply(tensors, masters, states, gradient, update);
+                rule.apply(tensors, &mut masters[..gradient.len()], states, gradient, update);
             }
         });
     }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use l2l::config::{Deal, EpsTier, ScheduleKind, StashDtype, StashPlace, Transfer};
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
-use l2l::models::{Model, Tensor, block_len};
+use l2l::models::{BlockTensors, Model, Tensor};
 use l2l::optimizers::{AdamW, Update, UpdateRule};
 use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Summary, Trainer, shape_of};
@@ -423,14 +423,14 @@ fn bytes_are_the_plans() {
             received += gradients;
         }
         // (N - 1) / N of all gradients leave each rank.
-        let parameters: usize = model.blocks.iter().map(|block| block_len(block)).sum();
+        let parameters: usize = model.blocks.iter().map(BlockTensors::len).sum();
         assert_eq!(received, u64::from(ranks - 1) * 4 * gradients_of(&model, parameters));
     }
 }
 
 /// Parameters whose gradients come from devices: all but the embedding's own.
 fn gradients_of(model: &Model, parameters: usize) -> u64 {
-    let untied = if model.shape.tied { 0 } else { block_len(&model.blocks[0]) };
+    let untied = if model.shape.tied { 0 } else { model.blocks[0].len() };
     (parameters - untied) as u64
 }
 
