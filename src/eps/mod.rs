@@ -13,6 +13,8 @@ mod init;
 mod memory;
 mod parts;
 
+use std::ops::Range;
+
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
@@ -23,7 +25,7 @@ pub(crate) use memory::Memory;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 
 use crate::error::Error;
-use crate::models::{BlockTensors, Model};
+use crate::models::{BlockTensors, Model, Tensor};
 use crate::optimizers::SplitMasters;
 use crate::tensor::Dtype;
 
@@ -43,6 +45,18 @@ impl BlockPart {
             BlockPart::Parameters => 0,
             BlockPart::State(index) => 1 + index,
         }
+    }
+
+    /// The tensors that have this part, and where each lies in it.
+    pub(crate) fn ranges_of(
+        self,
+        tensors: &BlockTensors,
+    ) -> impl Iterator<Item = (&Tensor, Range<usize>)> {
+        let len = match self {
+            BlockPart::Parameters => tensors.len(),
+            BlockPart::State(_) => tensors.trained_len(),
+        };
+        tensors.ranges().filter(move |(_, range)| range.end <= len)
     }
 
     /// All parts of a block with so many optimizer states.
@@ -300,9 +314,7 @@ impl Eps {
         for (index, tensors) in blocks.filter(|(_, tensors)| !tensors.is_empty()) {
             for part in BlockPart::all(states) {
                 self.read_with(BlockId(index as u32), part, |values| {
-                    let trained = tensors.trained().len();
-                    let count = if part == BlockPart::Parameters { usize::MAX } else { trained };
-                    for (_, range) in tensors.ranges().take(count) {
+                    for (_, range) in part.ranges_of(tensors) {
                         values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
                     }
                 })?;

@@ -42,12 +42,7 @@ type FileTensors = BTreeMap<String, FileTensor>;
 fn file_tensors(model: &Model, part: BlockPart) -> FileTensors {
     let mut all = FileTensors::new();
     for (block, tensors) in model.blocks.iter().enumerate() {
-        // Only trained tensors have states.
-        let count = match part {
-            BlockPart::Parameters => usize::MAX,
-            BlockPart::State(_) => tensors.trained().len(),
-        };
-        for (tensor, range) in tensors.ranges().take(count) {
+        for (tensor, range) in part.ranges_of(tensors) {
             let name = match part {
                 BlockPart::Parameters => tensor.name.clone(),
                 BlockPart::State(index) => format!("{}.state{index}", tensor.name),
