@@ -9,9 +9,8 @@ use l2l::kernels::{
 };
 use l2l::models::{
     Backward, Final, Forward, Init, Kind, Layer, Model, Save, Stem, Tensor, TransformerBlock,
-    tensor_views,
 };
-use l2l::tensor::{Dtype, View};
+use l2l::tensor::Dtype;
 use l2l::testing::check_gradients;
 use l2l::{Config, Trainer, shape_of};
 
@@ -20,12 +19,6 @@ struct Adapter {
     number: usize,
     channels: usize,
     bottleneck: usize,
-}
-
-impl Adapter {
-    fn parts(&self, block: View) -> [View; 4] {
-        tensor_views(&self.tensors(), block).try_into().expect("four tensors")
-    }
 }
 
 impl Layer for Adapter {
@@ -53,7 +46,7 @@ impl Layer for Adapter {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { weights, x, y, scratch, .. } = *pass;
-        let [a, b, c, d] = self.parts(weights);
+        let [a, b, c, d] = weights.try_into().expect("four tensors");
         let narrow = scratch.take(x.rows, self.bottleneck);
         let activated = scratch.take_like(narrow);
         let added = scratch.take_like(y);
@@ -65,10 +58,10 @@ impl Layer for Adapter {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let [a, b, c, _] = self.parts(weights);
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
-        let [da, db, dc, dd] = self.parts(gradient);
+        let Backward { weights, gradients, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let [a, b, c, _] = weights.try_into().expect("four tensors");
+        // Of a frozen tensor there is none.
+        let [da, db, dc, dd] = gradients.try_into().expect("four tensors");
         let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
         let narrow = scratch.take(x.rows, self.bottleneck);
         let activated = scratch.take_like(narrow);
@@ -80,7 +73,7 @@ impl Layer for Adapter {
         let up = LinearBackward {
             dx: dnarrow,
             dw: dc,
-            dbias: Some(dd),
+            dbias: dd,
             dy,
             x: activated,
             w: c,
@@ -92,7 +85,7 @@ impl Layer for Adapter {
         let down = LinearBackward {
             dx: dadded,
             dw: da,
-            dbias: Some(db),
+            dbias: db,
             dy: dnarrow,
             x,
             w: a,
@@ -118,7 +111,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shape = shape_of(&config)?;
     let mut stack: Vec<Box<dyn Layer>> = vec![Box::new(Stem { index: 1, shape })];
     for number in 0..shape.layers {
-        stack.push(Box::new(TransformerBlock { index: 2 + number as u32, number, shape }));
+        stack.push(Box::new(TransformerBlock::new(2 + number as u32, number, shape)));
         stack.push(Box::new(adapter(number)));
     }
     stack.push(Box::new(Final { shape }));

@@ -94,7 +94,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let shape = shape_of(&config)?;
     let stack: Vec<Box<dyn Layer>> = vec![
         Box::new(Stem { index: 1, shape }),
-        Box::new(TransformerBlock { index: 2, number: 0, shape }),
+        Box::new(TransformerBlock::new(2, 0, shape)),
         Box::new(Squares),
         Box::new(Final { shape }),
     ];

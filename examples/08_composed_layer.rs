@@ -78,7 +78,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     config.data.sequence_length = Some(64);
     config.step.batch = 8;
     let shape = shape_of(&config)?;
-    let block = |index| TransformerBlock { index, number: index as usize / 2 - 1, shape };
+    let block = |index| TransformerBlock::new(index, index as usize / 2 - 1, shape);
     let stack: Vec<Box<dyn Layer>> = vec![
         Box::new(Stem { index: 1, shape }),
         Box::new(block(2)),

@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
-use crate::models::{Backward, Forward, Init, Layer, Save, Tensor, block_len, tensor_ranges};
+use crate::models::{
+    Backward, Forward, Init, Layer, Save, Tensor, block_len, tensor_ranges, tensor_views,
+};
 use crate::random;
 use crate::simd::Level;
 use crate::tensor::{Arena, Dtype, Scratch, View};
@@ -113,7 +115,8 @@ impl<'l> Bench<'l> {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let (batch, saved) = (self.batch(), self.saved(keeps));
-        let (weights, x, y, chunk_state) = (self.weights, self.x, self.y, self.chunk_state);
+        let (x, y, chunk_state) = (self.x, self.y, self.chunk_state);
+        let weights = &tensor_views(&self.layer.tensors(), self.weights);
         let pass = Forward { batch, weights, x, y, saved, kv_cache: None, chunk_state, scratch };
         self.layer.forward(&kernels, &pass);
         scratch.peak()
@@ -122,10 +125,13 @@ impl<'l> Bench<'l> {
     fn backward(&self, memory: Option<&Arena>, keeps: Option<Save>, accumulate: bool) -> usize {
         let kernels = CpuKernels { memory, level: Level::best() };
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
+        let tensors = self.layer.tensors();
+        let gradients = tensor_views(&tensors, self.gradient).into_iter().map(Some);
+        let gradients: Vec<Option<View>> = gradients.collect();
         let pass = Backward {
             batch: self.batch(),
-            weights: self.weights,
-            gradient: Some(self.gradient),
+            weights: &tensor_views(&tensors, self.weights),
+            gradients: &gradients,
             accumulate,
             x: self.x,
             saved: self.saved(keeps),
@@ -416,7 +422,7 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_found() {
-        let block = || TransformerBlock { index: 2, number: 0, shape: small() };
+        let block = || TransformerBlock::new(2, 0, small());
         let forgets = |what| check_gradients(&Wrong(block(), what), small().hidden, ROWS);
         assert!(forgets(false).is_err(), "masks");
         let error = forgets(true).expect_err("accumulation").to_string();

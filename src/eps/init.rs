@@ -53,6 +53,12 @@ fn initialise(values: &mut [f32], init: Init, seed: u64, stream: u64) {
     match init {
         Init::Zeros => values.fill(0.0),
         Init::Ones => values.fill(1.0),
+        Init::Uniform(bound) => {
+            let mut draws = Draws(Draws(seed).next() ^ Draws(!stream).next());
+            for value in values {
+                *value = ((2.0 * draws.uniform() - 1.0) * f64::from(bound)) as f32;
+            }
+        }
         Init::Normal(deviation) => {
             let mut draws = Draws(Draws(seed).next() ^ Draws(!stream).next());
             for pair in values.chunks_mut(2) {

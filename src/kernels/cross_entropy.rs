@@ -55,8 +55,8 @@ pub struct Logits {
 pub struct ScoreBackward<'a> {
     /// Output: floats. (R, C).
     pub dh: View,
-    /// Floats. (V, C).
-    pub dw: View,
+    /// Floats; `None`: the tile is frozen. (V, C).
+    pub dw: Option<View>,
     /// Floats. (1, V).
     pub dbias: Option<View>,
     /// The gradient by the tiles that came before; `None`: this is the first. (R, C).
@@ -137,7 +137,7 @@ impl ScoreBackward<'_> {
         let ScoreBackward { dh, dw, dbias, dh_before, statistics, h, w, bias, .. } = *self;
         let check = Check("score_backward");
         check.view("dh", dh, [h.rows, h.columns], Dtype::F32);
-        check.view("dw", dw, [w.rows, w.columns], Dtype::F32);
+        check.optional("dw", dw, [w.rows, w.columns], Dtype::F32);
         check.optional("dbias", dbias, [1, w.rows], Dtype::F32);
         check.optional("dh_before", dh_before, [h.rows, h.columns], Dtype::F32);
         check_tile(check, statistics, h, w, bias);

@@ -23,8 +23,8 @@ pub struct Linear {
 pub struct LinearBackward {
     /// (R, C).
     pub dx: View,
-    /// Floats, of the shape of `w`.
-    pub dw: View,
+    /// Floats, of the shape of `w`; `None`: it is frozen.
+    pub dw: Option<View>,
     /// Floats. (1, N).
     pub dbias: Option<View>,
     /// (R, N).
@@ -79,7 +79,7 @@ impl LinearBackward {
     pub fn check(&self) {
         let (check, size, dtype) = (Check("linear_backward"), self.size(), self.x.dtype);
         check.view("dx", self.dx, [size.rows, size.inputs], dtype);
-        check.view("dw", self.dw, size.weights(), Dtype::F32);
+        check.optional("dw", self.dw, size.weights(), Dtype::F32);
         check.optional("dbias", self.dbias, [1, size.outputs], Dtype::F32);
         check.view("dy", self.dy, [size.rows, size.outputs], dtype);
         check.view("w", self.w, size.weights(), dtype);

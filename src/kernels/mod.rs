@@ -15,6 +15,7 @@ mod attention;
 mod batch;
 mod check;
 mod classes;
+mod columns;
 mod copy;
 mod cross_entropy;
 mod custom;
@@ -33,6 +34,7 @@ pub use activation::{Activate, ActivateBackward, Activation, Gate, GateBackward}
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, CHUNK_POSITIONS, Document, Rows, SequenceChunk};
 pub use classes::{ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward};
+pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
 pub(crate) use cross_entropy::ScoreSize;
 pub use cross_entropy::{Logits, STATISTICS, Score, ScoreBackward, label_of};
@@ -111,6 +113,12 @@ pub trait Kernels {
 
     /// See [`Clear`].
     fn clear(&self, op: &Clear);
+
+    /// See [`AddColumns`].
+    fn add_columns(&self, op: &AddColumns);
+
+    /// See [`TakeColumns`].
+    fn take_columns(&self, op: &TakeColumns);
 
     /// See [`FirstRows`].
     fn first_rows(&self, op: &FirstRows<'_>);

@@ -107,7 +107,8 @@ fn wrong_views_of_products_and_norms_are_found() {
         let bias = Some(element(1, N));
         found!(Linear { y, x, w, bias, transposed }, [y, x, w, bias]);
         let (dx, dw, dbias) = (x, View { dtype: Dtype::F32, ..w }, Some(float(1, N)));
-        let op = LinearBackward { dx, dw, dbias, dy: y, x, w, transposed, accumulate: false };
+        let op =
+            LinearBackward { dx, dw: Some(dw), dbias, dy: y, x, w, transposed, accumulate: false };
         found!(op, [dx, dw, dbias, dy, x, w]);
     }
     let (y, statistics, x, gamma) = (element(R, C), float(R, 2), element(R, C), element(1, C));
@@ -222,7 +223,7 @@ fn wrong_views_of_heads_are_found() {
     found!(op, [y, statistics, h, w, bias], any_rows: ["y"]);
     let op = ScoreBackward {
         dh: float(R, C),
-        dw: float(N, C),
+        dw: Some(float(N, C)),
         dbias: Some(float(1, N)),
         dh_before: Some(float(R, C)),
         statistics,

@@ -1,7 +1,7 @@
 //! The head of whole sequences: their first position, a transform, and scores of classes or one
 //! value (Devlin et al. 2019).
 
-use super::layer::{Init, Kind, Tensor, tensor_views};
+use super::layer::{Init, Kind, Tensor};
 use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
@@ -29,8 +29,8 @@ pub struct ClassesForward<'a> {
     pub scores: Option<View>,
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// The head's block.
-    pub weights: View,
+    /// The head's tensors.
+    pub weights: &'a [View],
     /// Labels. (R, 4).
     pub statistics: View,
     /// What the head reads. (R, C).
@@ -42,12 +42,12 @@ pub struct ClassesForward<'a> {
 pub struct ClassesBackward<'a> {
     /// Output: the gradient of `h`. (R, C).
     pub dh: View,
-    /// Output: the block's gradient.
-    pub gradient: View,
+    /// Output: the gradients of the tensors that are trained.
+    pub gradients: &'a [Option<View>],
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// The head's block.
-    pub weights: View,
+    /// The head's tensors.
+    pub weights: &'a [View],
     /// Labels. (R, 4).
     pub statistics: View,
     /// What the head reads. (R, C).
@@ -142,8 +142,7 @@ impl Classes {
     /// Each sequence's loss, and its scores.
     pub fn forward(&self, k: &dyn Kernels, pass: &ClassesForward<'_>, scratch: &Scratch<'_>) {
         let ClassesForward { out, ref batch, weights, statistics, h, .. } = *pass;
-        let w = tensor_views(&self.tensors(), weights);
-        let Activations { scores, .. } = self.activations(k, batch, &w, h, scratch);
+        let Activations { scores, .. } = self.activations(k, batch, weights, h, scratch);
         if let Some(y) = pass.scores {
             k.cast(&Cast { y, x: scores });
         }
@@ -153,10 +152,8 @@ impl Classes {
 
     /// The gradients of `h` and of the block.
     pub fn backward(&self, k: &dyn Kernels, pass: &ClassesBackward<'_>, scratch: &Scratch<'_>) {
-        let ClassesBackward { dh, gradient, ref batch, weights, statistics, h, .. } = *pass;
-        let (w, d) =
-            (tensor_views(&self.tensors(), weights), tensor_views(&self.tensors(), gradient));
-        let Activations { first, sum, pooled, scores } = self.activations(k, batch, &w, h, scratch);
+        let ClassesBackward { dh, gradients: d, ref batch, weights: w, statistics, h, .. } = *pass;
+        let Activations { first, sum, pooled, scores } = self.activations(k, batch, w, h, scratch);
         let [before, behind] = self.dropouts(batch);
         let dscores = scratch.take_like(scores);
         let (dpooled, dfirst) = (scratch.take_like(pooled), scratch.take_like(first));
@@ -168,7 +165,7 @@ impl Classes {
             let op = LinearBackward {
                 dx,
                 dw: d[at],
-                dbias: Some(d[at + 1]),
+                dbias: d[at + 1],
                 dy,
                 x,
                 w: w[at],

@@ -1,6 +1,6 @@
 //! The layers before the first block and behind the last.
 
-use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor, tensor_views};
+use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor};
 use super::shape::Shape;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
@@ -32,12 +32,11 @@ pub struct Stem {
     pub shape: Shape,
 }
 
-/// Its tensors, or their gradients.
-struct StemParts {
-    /// From the first position on.
-    positions: Option<View>,
-    kinds: Option<View>,
-    norm: Option<(View, Option<View>)>,
+/// Its tensors, or their gradients, where a family has them.
+struct StemParts<V> {
+    positions: Option<V>,
+    kinds: Option<V>,
+    norm: Option<(V, Option<V>)>,
 }
 
 impl Stem {
@@ -51,22 +50,31 @@ impl Stem {
         !self.shape.names.stem_norm.is_empty()
     }
 
-    fn parts(&self, block: View) -> StemParts {
-        let Shape { positions, learned_positions, token_types, rms_norm, .. } = self.shape;
-        let mut views = tensor_views(&self.tensors(), block).into_iter();
+    fn parts<V: Copy>(&self, views: &[V]) -> StemParts<V> {
+        let Shape { learned_positions, token_types, rms_norm, .. } = self.shape;
+        let mut views = views.iter().copied();
         let mut next = || views.next().expect("as `tensors` lists them");
         StemParts {
-            positions: learned_positions.map(|before| next().row_range(before..before + positions)),
+            positions: learned_positions.map(|_| next()),
             kinds: (token_types > 0).then(&mut next),
             norm: self.has_norm().then(|| (next(), (!rms_norm).then(&mut next))),
         }
     }
 
+    /// A table of positions from the first position on.
+    fn from_first(&self, table: View) -> View {
+        let before = self.shape.learned_positions.unwrap_or(0);
+        table.row_range(before..before + self.shape.positions)
+    }
+
     /// The sum of embedding, positions and kinds of tokens.
-    fn sum(&self, k: &dyn Kernels, w: &StemParts, y: View, x: View, batch: &BatchView<'_>) {
+    fn sum(&self, k: &dyn Kernels, w: &StemParts<View>, y: View, x: View, batch: &BatchView<'_>) {
         let batch = *batch;
         match w.positions {
-            Some(table) => k.add_positions(&AddPositions { y, x, table, batch }),
+            Some(table) => {
+                let table = self.from_first(table);
+                k.add_positions(&AddPositions { y, x, table, batch });
+            }
             None => k.dropout(&ApplyDropout { y, x, dropout: None }),
         }
         if let Some(table) = w.kinds {
@@ -78,21 +86,20 @@ impl Stem {
     fn tables_backward(
         &self,
         k: &dyn Kernels,
-        d: &StemParts,
-        gradient: View,
+        d: &StemParts<Option<View>>,
         dy: View,
         pass: &Backward<'_>,
     ) {
         let Backward { batch, accumulate, scratch, .. } = *pass;
-        if let (Some(dtable), Some(before)) = (d.positions, self.shape.learned_positions) {
+        if let (Some(Some(rows)), Some(before)) = (d.positions, self.shape.learned_positions) {
             // No token has a position before the first.
-            let rows = tensor_views(&self.tensors(), gradient)[0];
             if before > 0 && !accumulate {
                 k.clear(&Clear { y: rows.row_range(0..before) });
             }
+            let dtable = self.from_first(rows);
             k.add_positions_backward(&AddPositionsBackward { dtable, dy, batch, accumulate });
         }
-        if let Some(dtable) = d.kinds {
+        if let Some(Some(dtable)) = d.kinds {
             let op = AddTokenTypesBackward { dtable, dy, batch, accumulate };
             k.add_token_types_backward(&op, scratch);
         }
@@ -147,9 +154,8 @@ impl Layer for Stem {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
-        let (w, d) = (self.parts(weights), self.parts(gradient));
+        let Backward { batch, weights, gradients, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let (w, d) = (self.parts(weights), self.parts(gradients));
         let dropout = batch.dropout(self.shape.dropout.embedding, self.index, 0);
         let dx = dx.unwrap_or_else(|| scratch.take_like(dy));
         if let (Some((gamma, beta)), Some((dgamma, dbeta))) = (w.norm, d.norm) {
@@ -160,8 +166,8 @@ impl Layer for Stem {
             k.dropout(&ApplyDropout { y: dsum, x: dy, dropout });
             let op = NormBackward {
                 dx,
-                dgamma,
-                dbeta,
+                dgamma: or_scratch(dgamma, gamma, scratch),
+                dbeta: dbeta.zip(beta).map(|(dbeta, beta)| or_scratch(dbeta, beta, scratch)),
                 residual: None,
                 dy: dsum,
                 x: sum,
@@ -174,8 +180,13 @@ impl Layer for Stem {
         } else {
             k.dropout(&ApplyDropout { y: dx, x: dy, dropout });
         }
-        self.tables_backward(k, &d, gradient, dx, pass);
+        self.tables_backward(k, &d, dx, pass);
     }
+}
+
+/// A small gradient; of a frozen tensor in workspace, where nobody reads it.
+pub(super) fn or_scratch(gradient: Option<View>, tensor: View, scratch: &Scratch<'_>) -> View {
+    gradient.unwrap_or_else(|| scratch.take_floats(tensor.rows, tensor.columns))
 }
 
 /// The norm of a shape.
@@ -268,23 +279,18 @@ impl Layer for Final {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
-        let views = tensor_views(&self.tensors(), weights);
-        let (gamma, beta) = (views[self.norm_at()], views.get(self.norm_at() + 1).copied());
+        let (gamma, beta) = (weights[self.norm_at()], weights.get(self.norm_at() + 1).copied());
         for chunk in batch.chunks(true) {
             let scratch = &scratch.nested();
             let [x, y] = [x, y].map(|view| chunk.rows_of(view));
-            let (input, _) = self.norm_input(k, &views, x, scratch);
+            let (input, _) = self.norm_input(k, weights, x, scratch);
             let statistics = scratch.take_floats(x.rows, 2);
             k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
         }
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref batch, weights, gradient, mut accumulate, x, dy, dx, .. } = *pass;
-        let scratch = pass.scratch;
-        let views = tensor_views(&self.tensors(), weights);
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
-        let d = tensor_views(&self.tensors(), gradient);
+        let Backward { ref batch, mut accumulate, x, dy, dx, scratch, .. } = *pass;
         for chunk in batch.chunks(true) {
             let scratch = &scratch.nested();
             let [x, mut dy] = [x, dy].map(|view| chunk.rows_of(view));
@@ -294,32 +300,32 @@ impl Layer for Final {
                 dy = scratch.take_like(floats);
                 k.cast(&Cast { y: dy, x: floats });
             }
-            self.chunk_backward(k, [&views, &d], [x, dy, dx], accumulate, scratch);
+            self.chunk_backward(k, pass, [x, dy, dx], accumulate, scratch);
             accumulate = true;
         }
     }
 }
 
 impl Final {
-    /// Of one chunk: `x`, `dy` and `dx` are its own. The tensors and their gradients.
+    /// Of one chunk: `x`, `dy` and `dx` are its own.
     fn chunk_backward(
         &self,
         k: &dyn Kernels,
-        [views, d]: [&[View]; 2],
+        &Backward { weights, gradients: d, .. }: &Backward<'_>,
         [x, dy, dx]: [View; 3],
         accumulate: bool,
         scratch: &Scratch<'_>,
     ) {
         let (y, statistics) = (scratch.take_like(dy), scratch.take_floats(x.rows, 2));
         let at = self.norm_at();
-        let (gamma, beta) = (views[at], views.get(at + 1).copied());
-        let (input, sum) = self.norm_input(k, views, x, scratch);
+        let (gamma, beta) = (weights[at], weights.get(at + 1).copied());
+        let (input, sum) = self.norm_input(k, weights, x, scratch);
         k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
         let dinput = if sum.is_some() { scratch.take_like(dy) } else { dx };
         let op = NormBackward {
             dx: dinput,
-            dgamma: d[at],
-            dbeta: d.get(at + 1).copied(),
+            dgamma: or_scratch(d[at], gamma, scratch),
+            dbeta: beta.map(|beta| or_scratch(d[at + 1], beta, scratch)),
             residual: None,
             dy,
             x: input,
@@ -335,10 +341,10 @@ impl Final {
             let op = LinearBackward {
                 dx,
                 dw: d[0],
-                dbias: Some(d[1]),
+                dbias: d[1],
                 dy: dinput,
                 x,
-                w: views[0],
+                w: weights[0],
                 transposed: self.shape.transposed,
                 accumulate,
             };

@@ -18,6 +18,8 @@ pub enum Init {
     Ones,
     /// Normal, of this standard deviation.
     Normal(f32),
+    /// Uniform in ± this bound.
+    Uniform(f32),
 }
 
 /// The kind of a tensor, for weight decay.
@@ -72,8 +74,8 @@ impl Tensor {
 pub struct Forward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// The layer's block.
-    pub weights: View,
+    /// The layer's tensors, in its order. Joined tensors are one view.
+    pub weights: &'a [View],
     /// Input, to be read only: the backward may read it again. (R, C).
     pub x: View,
     /// Output. (R, C).
@@ -102,11 +104,11 @@ pub struct KvCache {
 pub struct Backward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// The layer's block.
-    pub weights: View,
-    /// Its gradient; `None` when it is frozen.
-    pub gradient: Option<View>,
-    /// True when the gradient holds contributions of this step already.
+    /// The layer's tensors, in its order. Joined tensors are one view.
+    pub weights: &'a [View],
+    /// For each of them its gradient, in floats; `None` where it is frozen.
+    pub gradients: &'a [Option<View>],
+    /// True when the gradients hold contributions of this step already.
     pub accumulate: bool,
     /// The forward's input. (R, C).
     pub x: View,
@@ -173,7 +175,7 @@ pub trait Layer: Send + Sync {
     /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 
-    /// Computes `dx` and the gradient of the block.
+    /// Computes `dx` and the gradients of the tensors that are trained.
     fn backward(&self, kernels: &dyn Kernels, pass: &Backward<'_>);
 }
 

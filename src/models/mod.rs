@@ -1,5 +1,6 @@
 //! Models: what layers there are and what each does, without saying where.
 
+mod adapters;
 mod block;
 mod block_tensors;
 mod classes;
@@ -13,6 +14,7 @@ mod selection;
 mod shape;
 mod visit;
 
+pub use adapters::Adapters;
 pub use block::TransformerBlock;
 pub use block_tensors::BlockTensors;
 pub use classes::{Classes, ClassesBackward, ClassesForward};

@@ -81,7 +81,7 @@ impl Model {
             stack.push(Box::new(Stem { index: 1, shape }));
         }
         for number in 0..shape.layers {
-            stack.push(Box::new(TransformerBlock { index: 2 + number as u32, number, shape }));
+            stack.push(Box::new(TransformerBlock::new(2 + number as u32, number, shape)));
         }
         if Final::is_in(&shape) {
             stack.push(Box::new(Final { shape }));

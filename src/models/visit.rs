@@ -7,8 +7,8 @@ use crate::kernels::{
     Score, ScoreBackward,
 };
 use crate::models::{
-    Backward, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer, Model, Part, Save,
-    Tile,
+    Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
+    Model, Part, Save, Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -144,19 +144,28 @@ impl<'r> VisitRun<'r> {
         self.hidden(given(self.args.writes.head_gradient), dtype)
     }
 
-    /// The block's gradient; of a frozen block, in workspace.
-    fn gradient(&self) -> View {
-        let VisitArgs { gradient, weights, .. } = *self.args;
-        gradient.unwrap_or_else(|| self.scratch.take_floats(1, weights.len()))
+    /// The tensors of the layer's block.
+    fn tensors(&self) -> &BlockTensors {
+        &self.model.blocks[self.model.part_blocks[self.layer][0].0 as usize]
+    }
+
+    /// Views of them.
+    fn weights(&self) -> Vec<View> {
+        self.tensors().views(self.args.weights)
+    }
+
+    /// Views of the gradients of those that are trained.
+    fn gradients(&self) -> Vec<Option<View>> {
+        self.tensors().gradients(self.args.gradient)
     }
 
     fn layer_forward(&self, layer: &dyn Layer) {
-        let VisitArgs { batch, dtype, weights, reads, writes, save, chunk_state, .. } = *self.args;
+        let VisitArgs { batch, dtype, reads, writes, save, chunk_state, .. } = *self.args;
         let kv = |slot: View| self.kv(slot, layer.kv_width());
         let new_kv = writes.new_kv.map(kv);
         let pass = Forward {
             batch,
-            weights,
+            weights: &self.weights(),
             x: self.x(),
             y: self.hidden(given(writes.hidden), dtype),
             saved: writes.saved_activations.map(|view| (save, view)),
@@ -168,16 +177,16 @@ impl<'r> VisitRun<'r> {
     }
 
     fn layer_backward(&self, layer: &dyn Layer) {
-        let VisitArgs { batch, dtype, weights, gradient, accumulate, .. } = *self.args;
-        let VisitArgs { reads, writes, save, chunk_state, .. } = *self.args;
+        let VisitArgs { batch, dtype, accumulate, reads, writes, .. } = *self.args;
+        let VisitArgs { save, chunk_state, .. } = *self.args;
         let dy = match reads.head_gradient {
             Some(slot) => self.head_gradient_for(layer, slot),
             None => self.hidden(given(reads.hidden_gradient), dtype),
         };
         let pass = Backward {
             batch,
-            weights,
-            gradient,
+            weights: &self.weights(),
+            gradients: &self.gradients(),
             accumulate,
             x: self.x(),
             saved: reads.saved_activations.map(|view| (save, view)),
@@ -203,14 +212,14 @@ impl<'r> VisitRun<'r> {
     }
 
     fn classes_forward(&self, classes: &Classes) {
-        let VisitArgs { batch, weights, reads, writes, .. } = *self.args;
+        let VisitArgs { batch, reads, writes, .. } = *self.args;
         let sequences = batch.sequences();
         let scores = |slot: View| slot.with_columns(slot.len() / sequences);
         let pass = ClassesForward {
             out: self.statistics(given(writes.statistics)),
             scores: writes.logits.map(scores),
             batch,
-            weights,
+            weights: &self.weights(),
             statistics: self.statistics(given(reads.statistics)),
             h: self.x(),
         };
@@ -225,15 +234,15 @@ impl<'r> VisitRun<'r> {
     }
 
     fn classes_backward(&self, classes: &Classes) {
-        let VisitArgs { batch, weights, writes, .. } = *self.args;
+        let VisitArgs { batch, writes, .. } = *self.args;
         if writes.statistics.is_some() {
             self.classes_forward(classes);
         }
         let pass = ClassesBackward {
-            gradient: self.gradient(),
+            gradients: &self.gradients(),
             dh: self.head_gradient(),
             batch,
-            weights,
+            weights: &self.weights(),
             statistics: self.complete_statistics(),
             h: self.x(),
             scale: self.args.scale,
@@ -244,14 +253,14 @@ impl<'r> VisitRun<'r> {
 
     /// A tile's score.
     fn score(&self, tile: Tile) -> Score {
-        let VisitArgs { weights, labelled, reads, writes, .. } = *self.args;
-        let (w, bias) = head_views(self.model, tile, weights);
+        let VisitArgs { labelled, reads, writes, .. } = *self.args;
+        let weights = self.weights();
         Score {
             out: self.statistics(given(writes.statistics)),
             statistics: self.statistics(given(reads.statistics)),
             h: self.x(),
-            w,
-            bias,
+            w: weights[0],
+            bias: weights.get(1).copied(),
             first: tile.first,
             labelled,
         }
@@ -270,20 +279,19 @@ impl<'r> VisitRun<'r> {
     }
 
     fn tile_backward(&self, tile: Tile) {
-        let VisitArgs { dtype, weights, labelled, accumulate, scale, .. } = *self.args;
+        let VisitArgs { dtype, labelled, accumulate, scale, .. } = *self.args;
         let VisitArgs { reads, writes, .. } = *self.args;
         let head_gradient = self.model.head_gradient(dtype);
-        let (w, bias) = head_views(self.model, tile, weights);
-        let (dw, dbias) = head_views(self.model, tile, self.gradient());
+        let (weights, gradients) = (self.weights(), self.gradients());
         let op = ScoreBackward {
             dh: self.head_gradient(),
-            dw,
-            dbias,
+            dw: gradients[0],
+            dbias: gradients.get(1).copied().flatten(),
             dh_before: reads.head_gradient.map(|slot| self.hidden(slot, head_gradient)),
             statistics: self.complete_statistics(),
             h: self.x(),
-            w,
-            bias,
+            w: weights[0],
+            bias: weights.get(1).copied(),
             loss: &*self.model.loss,
             scale,
             first: tile.first,
@@ -295,14 +303,6 @@ impl<'r> VisitRun<'r> {
             None => self.k.score_backward(&op, &self.scratch),
         }
     }
-}
-
-/// The table of a head's tile, and its bias by token.
-fn head_views(model: &Model, tile: Tile, block: View) -> (View, Option<View>) {
-    let table = tile.rows * model.shape.hidden;
-    let bias = table.next_multiple_of(16);
-    let bias = model.shape.masked_head().then(|| block.part(bias..bias + tile.rows));
-    (block.part(0..table).with_columns(model.shape.hidden), bias)
 }
 
 /// What workspace is measured for.
@@ -374,7 +374,8 @@ impl Measure<'_> {
             }
             Part::Head(_) | Part::Classes(_) => (0, 0, true),
         };
-        let block = model.blocks[model.part_blocks[layer][0].0 as usize].len();
+        let tensors = &model.blocks[model.part_blocks[layer][0].0 as usize];
+        let (block, trained) = (tensors.len(), tensors.trained_len());
         let hidden = batch.rows() * model.shape.hidden;
         let statistics = batch.rows() * STATISTICS;
         let mut at = 0;
@@ -382,7 +383,7 @@ impl Measure<'_> {
             at += len;
             View::floats(at - len, len)
         };
-        let (weights, gradient) = (place(block).hold(1, block, dtype), place(block));
+        let (weights, gradient) = (place(block).hold(1, block, dtype), place(trained));
         let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
         // An evaluation saves nothing, whatever training saves.
         let saved = (backward && saved > 0).then(|| place(saved));

@@ -141,7 +141,7 @@ async fn a_composed_block_trains_as_the_one_by_hand() {
     let shape = shape_of(&config).expect("a shape of ours");
     let (mut losses, mut told) = (Vec::new(), Vec::new());
     for composes in [false, true] {
-        let block = |number: usize| TransformerBlock { index: 2 + number as u32, number, shape };
+        let block = |number: usize| TransformerBlock::new(2 + number as u32, number, shape);
         let layer = |number| -> Box<dyn Layer> {
             if composes {
                 Box::new(Derived(Composition(block(number))))

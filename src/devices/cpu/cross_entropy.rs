@@ -65,10 +65,11 @@ fn both_ways(
     let known = score.map_or(op.statistics, |score| score.statistics);
     let reads = [known, h, w, dh_before.unwrap_or(h), or_nothing(bias)];
     let completed = or_nothing(score.map(|score| score.out));
-    let Some(call) = on.call([dh, dw, or_nothing(dbias), completed, memory], &reads) else {
+    let Some(call) = on.call([dh, or_nothing(dw), or_nothing(dbias), completed, memory], &reads)
+    else {
         return;
     };
-    let [dh, dw, dbias_or_nothing, completed, memory] = call.write();
+    let [dh, dw_or_nothing, dbias_or_nothing, completed, memory] = call.write();
     match dh_before {
         Some(before) => dh.copy_from_slice(call.read(before)),
         None => dh.fill(0.0),
@@ -82,7 +83,8 @@ fn both_ways(
     };
     let head = Head { w: call.read(w), bias: call.read_if(bias) };
     let inputs = Inputs { statistics, h: call.read(h), head, loss, scale };
-    let gradients = Gradients { dh, dw, dbias: dbias.map(|_| dbias_or_nothing) };
+    let (dw, dbias) = (dw.map(|_| dw_or_nothing), dbias.map(|_| dbias_or_nothing));
+    let gradients = Gradients { dh, dw, dbias };
     backward(on.level, gradients, inputs, &size, op.accumulate, memory);
 }
 
@@ -246,14 +248,14 @@ struct Inputs<'a> {
 /// What the backward writes.
 struct Gradients<'a> {
     dh: &'a mut [f32],
-    dw: &'a mut [f32],
+    dw: Option<&'a mut [f32]>,
     dbias: Option<&'a mut [f32]>,
 }
 
 /// dh += scale d w, dw (+)= scale dᵀ h, with d the loss's gradient of the logits.
 fn backward(
     level: Level,
-    Gradients { dh, dw, mut dbias }: Gradients<'_>,
+    Gradients { dh, mut dw, mut dbias }: Gradients<'_>,
     Inputs { mut statistics, h, head, loss, scale }: Inputs<'_>,
     size: &ScoreSize,
     accumulate: bool,
@@ -298,8 +300,10 @@ fn backward(
         for (moved, &row) in moved.chunks_exact(c).zip(&rows[..count]) {
             dh[row * c..][..c].iter_mut().zip(moved).for_each(|(dh, moved)| *dh += moved);
         }
-        let (a, start) = (d.transposed(), Start::accumulate(accumulate));
-        Product { a, b: h, rows: v, depth: count, columns: c, start }.run(level, dw);
+        if let Some(dw) = &mut dw {
+            let (a, start) = (d.transposed(), Start::accumulate(accumulate));
+            Product { a, b: h, rows: v, depth: count, columns: c, start }.run(level, dw);
+        }
         if let Some(dbias) = &mut dbias {
             if !accumulate {
                 dbias.fill(0.0);
@@ -311,8 +315,7 @@ fn backward(
         accumulate = true;
     }
     if !accumulate {
-        dw.fill(0.0);
-        dbias.into_iter().for_each(|dbias| dbias.fill(0.0));
+        [dw, dbias].into_iter().flatten().for_each(|gradient| gradient.fill(0.0));
     }
 }
 
@@ -350,7 +353,8 @@ mod tests {
                 let mut dbias = vec![1.0; v];
                 let (h, loss) = (&h.narrow, &CrossEntropy);
                 let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
-                let gradients = Gradients { dh: &mut dh, dw: &mut dw, dbias: Some(&mut dbias) };
+                let gradients =
+                    Gradients { dh: &mut dh, dw: Some(&mut dw), dbias: Some(&mut dbias) };
                 let mut memory = vec![f32::NAN; backward_scratch(&size)];
                 backward(level, gradients, inputs, &size, true, &mut memory);
                 (dh, dw, dbias)
@@ -412,7 +416,7 @@ mod tests {
                     let statistics = Statistics::Complete(statistics);
                     let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
                     let (dw, dbias) = (&mut dw[part], Some(&mut dbias[first..][..tile]));
-                    let gradients = Gradients { dh: &mut dh, dw, dbias };
+                    let gradients = Gradients { dh: &mut dh, dw: Some(dw), dbias };
                     backward(level, gradients, inputs, &size, false, &mut memory);
                 }
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();

@@ -2,15 +2,15 @@
 
 use super::views::CpuKernels;
 use super::{
-    activation, attention, classes, copy, cross_entropy, custom, dropout, embedding, head_norm,
-    kv_cache, linear, norm, rotary,
+    activation, attention, classes, columns, copy, cross_entropy, custom, dropout, embedding,
+    head_norm, kv_cache, linear, norm, rotary,
 };
 use crate::kernels::{
-    Activate, ActivateBackward, AddPositions, AddPositionsBackward, AddTokenTypes,
+    Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
     ClassLoss, ClassLossBackward, Clear, Custom, FirstRows, FirstRowsBackward, Gate, GateBackward,
     HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward,
-    ReadKv, Residual, Rotate, Score, ScoreBackward, WriteKv,
+    ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::Scratch;
 
@@ -112,6 +112,16 @@ impl Kernels for CpuKernels<'_> {
 
     fn clear(&self, op: &Clear) {
         copy::clear(self, op);
+    }
+
+    fn add_columns(&self, op: &AddColumns) {
+        op.check();
+        columns::add_columns(self, op);
+    }
+
+    fn take_columns(&self, op: &TakeColumns) {
+        op.check();
+        columns::take_columns(self, op);
     }
 
     fn first_rows(&self, op: &FirstRows<'_>) {

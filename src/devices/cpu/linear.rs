@@ -22,11 +22,12 @@ pub(super) fn linear_backward(on: &CpuKernels<'_>, op: &LinearBackward, scratch:
     let LinearBackward { dx, dw, dbias, dy, x, w, accumulate, .. } = *op;
     let size = op.size();
     let scratch = scratch.nested();
-    let memory = scratch.take(1, scratch_len(&size));
-    let writes = [dx, dw, or_nothing(dbias), memory];
+    let memory = scratch.take(1, dbias.map_or(0, |_| scratch_len(&size)));
+    let writes = [dx, or_nothing(dw), or_nothing(dbias), memory];
     let Some(call) = on.call(writes, &[dy, x, w]) else { return };
-    let [dx, dw, dbias_or_nothing, memory] = call.write();
-    let gradients = Gradients { dx, dw, db: dbias.map(|_| dbias_or_nothing) };
+    let [dx, dw_or_nothing, dbias_or_nothing, memory] = call.write();
+    let (dw, db) = (dw.map(|_| dw_or_nothing), dbias.map(|_| dbias_or_nothing));
+    let gradients = Gradients { dx, dw, db };
     let inputs = Inputs { dy: call.read(dy), x: call.read(x), w: call.read(w) };
     backward(on.level, gradients, inputs, &size, accumulate, memory);
 }
@@ -63,7 +64,7 @@ fn scratch_len(size: &LinearSize) -> usize {
 /// What the backward writes.
 struct Gradients<'a> {
     dx: &'a mut [f32],
-    dw: &'a mut [f32],
+    dw: Option<&'a mut [f32]>,
     db: Option<&'a mut [f32]>,
 }
 
@@ -91,8 +92,10 @@ fn backward(
     let (x, dy) = (Matrix::rows(x, inputs), Matrix::rows(dy, outputs));
     let (a, b, [of, by]) =
         if transposed { (dy, x, [outputs, inputs]) } else { (x, dy, [inputs, outputs]) };
-    let start = Start::accumulate(accumulate);
-    Product { a: a.transposed(), b, rows: of, depth: rows, columns: by, start }.run(level, dw);
+    if let Some(dw) = dw {
+        let start = Start::accumulate(accumulate);
+        Product { a: a.transposed(), b, rows: of, depth: rows, columns: by, start }.run(level, dw);
+    }
     let (b, start) = (upright(w, size).transposed(), Start::Zero);
     Product { a: dy, b, rows, depth: outputs, columns: inputs, start }.run(level, dx);
 }
@@ -179,7 +182,7 @@ mod tests {
                     let mut dx = vec![f32::NAN; r * c];
                     let (mut dw, mut db) = (vec![start; c * n], vec![start; n]);
                     let mut memory = vec![f32::NAN; scratch_len(&size)];
-                    let gradients = Gradients { dx: &mut dx, dw: &mut dw, db: Some(&mut db) };
+                    let gradients = Gradients { dx: &mut dx, dw: Some(&mut dw), db: Some(&mut db) };
                     let inputs = Inputs { dy: &dy.narrow, x: &x.narrow, w: &w.narrow };
                     backward(level, gradients, inputs, &size, accumulate, &mut memory);
                     (dx, dw, db)

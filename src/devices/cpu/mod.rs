@@ -7,6 +7,7 @@
 mod activation;
 mod attention;
 mod classes;
+mod columns;
 mod copy;
 mod cross_entropy;
 mod custom;

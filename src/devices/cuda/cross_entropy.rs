@@ -145,7 +145,7 @@ impl On<'_> {
             None => self.clear(dh),
         }
         if op.labelled == 0 && !accumulate {
-            [Some(dw), dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
+            [dw, dbias].into_iter().flatten().for_each(|gradient| self.clear(gradient));
         }
         for rows in chunks(&op.size()) {
             self.score_backward_of(op, &rows, scratch, accumulate);
@@ -175,8 +175,10 @@ impl On<'_> {
         let (to, from) = (self.at(dh), self.at(scratch.dh));
         let arguments: [&dyn Argument; 5] = [&to, &from, &places, &count, &int(c)];
         self.queue.columns("add_rows", [r, 1], c, &arguments);
-        let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];
-        self.product(Table::of(dw), factors, [v, r, c], None, accumulate);
+        if let Some(dw) = dw {
+            let factors = [dlogits.transposed(), Table::of(scratch.labelled.h)];
+            self.product(Table::of(dw), factors, [v, r, c], None, accumulate);
+        }
         if let Some(dbias) = dbias {
             self.sum_columns(dbias, dlogits, [r, v], scratch.parts, accumulate);
         }

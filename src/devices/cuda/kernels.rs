@@ -5,11 +5,11 @@ use super::driver::{Address, Driver, Place};
 use super::launches::Queue;
 use super::{cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
-    Activate, ActivateBackward, AddPositions, AddPositionsBackward, AddTokenTypes,
+    Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
     ClassLoss, ClassLossBackward, Clear, Custom, FirstRows, FirstRowsBackward, Gate, GateBackward,
     HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward,
-    ReadKv, Residual, Rotate, Score, ScoreBackward, WriteKv,
+    ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -169,6 +169,16 @@ impl Kernels for CudaKernels<'_> {
 
     fn clear(&self, op: &Clear) {
         self.run(|on| on.clear(op.y));
+    }
+
+    fn add_columns(&self, op: &AddColumns) {
+        op.check();
+        self.run(|on| on.add_columns(op));
+    }
+
+    fn take_columns(&self, op: &TakeColumns) {
+        op.check();
+        self.run(|on| on.take_columns(op));
     }
 
     fn first_rows(&self, op: &FirstRows<'_>) {

@@ -61,7 +61,9 @@ impl On<'_> {
         self.product(dx, [dy, w], [rows, outputs, inputs], None, false);
         let ((a, m), (b, n)) =
             if transposed { ((dy, outputs), (x, inputs)) } else { ((x, inputs), (dy, outputs)) };
-        self.product(Table::of(dw), [a.transposed(), b], [m, rows, n], None, accumulate);
+        if let Some(dw) = dw {
+            self.product(Table::of(dw), [a.transposed(), b], [m, rows, n], None, accumulate);
+        }
         if let Some(dbias) = dbias {
             self.sum_columns(dbias, dy, [rows, outputs], parts, accumulate);
         }

@@ -8,6 +8,7 @@ mod attention;
 mod batch_metadata;
 mod check;
 mod classes;
+mod columns;
 mod compile;
 mod copy;
 mod cross_entropy;

@@ -231,7 +231,7 @@ fn custom_kernels_run() {
             Box::new(Stem { index: 1, shape }),
             Box::new(Halves),
             Box::new(Derived(Squares)),
-            Box::new(TransformerBlock { index: 3, number: 0, shape }),
+            Box::new(TransformerBlock::new(3, 0, shape)),
             Box::new(Final { shape }),
         ];
         run_on(Trainer::builder(config.clone()).model(Model::of(shape, stack)), &config, 3)

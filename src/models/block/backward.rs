@@ -1,11 +1,12 @@
 //! The backward of a block on one chunk: the feed-forward's half, then attention's.
 
 use super::chunk::ChunkPass;
-use super::tensors::{Affine, Weights};
+use super::tensors::{Affine, Gradients, Product};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, GateBackward, HeadNormBackward,
-    LinearBackward, NormBackward, ReadKv, Residual, Rotate,
+    LinearBackward, NormBackward, QueryKey, ReadKv, Residual, Rotate,
 };
+use crate::models::ends::or_scratch;
 use crate::models::layer::Save;
 use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
@@ -13,7 +14,7 @@ use crate::tensor::{Scratch, View};
 /// What a chunk's backward is given beside its forward.
 pub(super) struct ChunkGradients<'a> {
     /// Gradients of the block's tensors.
-    pub(super) d: &'a Weights,
+    pub(super) d: &'a Gradients,
     /// The gradient of the chunk's output. (R, C).
     pub(super) dy: View,
     /// Where the gradient of its input goes. (R, C).
@@ -39,13 +40,26 @@ struct Buffers {
     dattention_sum: View,
 }
 
-/// The backward of a product with some weights, whose gradients are `d`.
-struct Product {
+/// The backward of a norm with scale and shift `w`, whose gradients are `d`.
+#[derive(Clone, Copy)]
+struct AffineBackward {
     dx: View,
-    d: Affine,
+    d: Affine<Option<View>>,
     dy: View,
     x: View,
-    w: Affine,
+    statistics: View,
+    w: Affine<View>,
+    residual: Option<View>,
+}
+
+/// The backward of a product with some weights, whose gradients are `d`.
+#[derive(Clone, Copy)]
+struct ProductBackward<'a> {
+    dx: View,
+    d: &'a Product<Option<View>>,
+    dy: View,
+    x: View,
+    w: &'a Product<View>,
 }
 
 impl ChunkPass<'_> {
@@ -75,19 +89,45 @@ impl ChunkPass<'_> {
         self.qkv_backward(g, buffers, dqkv, scratch);
     }
 
-    fn product_backward(&self, g: &ChunkGradients<'_>, op: &Product, scratch: &Scratch<'_>) {
-        let Product { dx, d, dy, x, w } = *op;
+    fn product_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        op: &ProductBackward<'_>,
+        scratch: &Scratch<'_>,
+    ) {
+        let ProductBackward { dx, d, dy, x, w } = *op;
         let op = LinearBackward {
             dx,
-            dw: d.weight,
-            dbias: d.bias,
+            dw: d.affine.weight,
+            dbias: d.affine.bias.flatten(),
             dy,
             x,
-            w: w.weight,
+            w: w.affine.weight,
             transposed: self.block.shape.transposed,
             accumulate: g.accumulate,
         };
         self.k.linear_backward(&op, scratch);
+        self.adapters_backward(g, [dx, dy, x], (w, d), scratch);
+    }
+
+    /// The backward of a norm. Gradients of frozen tensors go to workspace.
+    fn norm_backward(&self, g: &ChunkGradients<'_>, op: &AffineBackward, scratch: &Scratch<'_>) {
+        let AffineBackward { dx, d, dy, x, statistics, w, residual } = *op;
+        let scratch = &scratch.nested();
+        let dbeta = w.bias.zip(d.bias).map(|(beta, dbeta)| or_scratch(dbeta, beta, scratch));
+        let op = NormBackward {
+            dx,
+            dgamma: or_scratch(d.weight, w.weight, scratch),
+            dbeta,
+            residual,
+            dy,
+            x,
+            statistics,
+            gamma: w.weight,
+            rms: self.block.shape.rms_norm,
+            accumulate: g.accumulate,
+        };
+        self.k.norm_backward(&op, scratch);
     }
 
     /// Back over the norm behind the feed-forward's sum, where there is one: the gradient of the
@@ -102,25 +142,16 @@ impl ChunkPass<'_> {
         let Some(sum) = saved.feed_forward_sum else { return g.dy };
         if g.save.is_none() {
             let output = buffers.dbranch;
-            self.linear(output, buffers.activated, w.down);
+            self.linear(output, buffers.activated, &w.down);
             let dropout = block.feed_forward_dropout(batch);
             k.residual(&Residual { y: sum, a: hidden, x: output, dropout });
             self.norm(output, saved.norm2, sum, w.norm2);
         }
         let dsum = scratch.take_like(buffers.dbranch);
-        let op = NormBackward {
-            dx: dsum,
-            dgamma: g.d.norm2.weight,
-            dbeta: g.d.norm2.bias,
-            residual: None,
-            dy: g.dy,
-            x: sum,
-            statistics: saved.norm2,
-            gamma: w.norm2.weight,
-            rms: block.shape.rms_norm,
-            accumulate: g.accumulate,
-        };
-        k.norm_backward(&op, scratch);
+        let (d, w, statistics) = (g.d.norm2, w.norm2, saved.norm2);
+        let (dx, dy, x, residual) = (dsum, g.dy, sum, None);
+        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        self.norm_backward(g, &op, scratch);
         dsum
     }
 
@@ -140,14 +171,16 @@ impl ChunkPass<'_> {
         k.dropout(&ApplyDropout { y: dbranch, x: dsum, dropout });
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
         let (dx, dy, x) = (dactivated, dbranch, activated);
-        self.product_backward(g, &Product { dx, d: g.d.down, dy, x, w: w.down }, scratch);
+        let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down };
+        self.product_backward(g, &op, scratch);
         if gated {
             k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: saved.up, activation });
         } else {
             k.activate_backward(&ActivateBackward { dx: dup, x: saved.up, activation });
         }
         let (dx, dy, x) = (dbranch, dup, hidden);
-        self.product_backward(g, &Product { dx, d: g.d.up, dy, x, w: w.up }, scratch);
+        let op = ProductBackward { dx, d: &g.d.up, dy, x, w: &w.up };
+        self.product_backward(g, &op, scratch);
     }
 
     /// From the gradient of what the feed-forward read, in `dbranch`, to that of the sum behind
@@ -162,25 +195,16 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, ref saved, .. } = *self;
         let post_norm = block.shape.post_norm;
         let dbranch = buffers.dbranch;
-        let (d, gamma, statistics) = if post_norm {
+        let (d, w, statistics) = if post_norm {
             k.residual(&Residual { y: dbranch, a: dsum, x: dbranch, dropout: None });
-            (g.d.norm1, w.norm1.weight, saved.norm1)
+            (g.d.norm1, w.norm1, saved.norm1)
         } else {
-            (g.d.norm2, w.norm2.weight, saved.norm2)
+            (g.d.norm2, w.norm2, saved.norm2)
         };
-        let op = NormBackward {
-            dx: buffers.dattention_sum,
-            dgamma: d.weight,
-            dbeta: d.bias,
-            residual: (!post_norm).then_some(dsum),
-            dy: dbranch,
-            x: saved.attention_sum,
-            statistics,
-            gamma,
-            rms: block.shape.rms_norm,
-            accumulate: g.accumulate,
-        };
-        k.norm_backward(&op, scratch);
+        let (dx, dy, x) = (buffers.dattention_sum, dbranch, saved.attention_sum);
+        let residual = (!post_norm).then_some(dsum);
+        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        self.norm_backward(g, &op, scratch);
     }
 
     /// From the gradient of the sum behind attention to that of queries, keys and values as they
@@ -197,8 +221,8 @@ impl ChunkPass<'_> {
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
         let (dx, dy, x) = (doutput, dbranch, y);
-        let (d, w) = (g.d.projection, w.projection);
-        self.product_backward(g, &Product { dx, d, dy, x, w }, scratch);
+        let (d, w) = (&g.d.projection, &w.projection);
+        self.product_backward(g, &ProductBackward { dx, d, dy, x, w }, scratch);
         let (dqkv, shape) = (scratch.take_like(saved.qkv), block.attention(batch));
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
@@ -218,8 +242,13 @@ impl ChunkPass<'_> {
         if let Some(rotary) = &block.shape.rotary {
             k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
         }
-        let norms = (g.d.qk_norm, self.w.qk_norm, saved.qk_norm);
-        if let (Some(dgamma), Some(gamma), Some(statistics)) = norms {
+        let norms = (g.d.qk_norm, self.w.qk_norm(), saved.qk_norm);
+        if let (Some([dquery, dkey]), Some(gamma), Some(statistics)) = norms {
+            let scratch = &scratch.nested();
+            let dgamma = QueryKey {
+                query: or_scratch(dquery, gamma.query, scratch),
+                key: or_scratch(dkey, gamma.key, scratch),
+            };
             let (dx, x, accumulate) = (dqkv, saved.qkv, g.accumulate);
             let op = HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, accumulate };
             k.head_norm_backward(&op, scratch);
@@ -237,7 +266,7 @@ impl ChunkPass<'_> {
     ) {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
-        let product = Product { dx: dbranch, d: g.d.qkv, dy: dqkv, x, w: w.qkv };
+        let product = ProductBackward { dx: dbranch, d: &g.d.qkv, dy: dqkv, x, w: &w.qkv };
         if block.shape.post_norm {
             self.product_backward(g, &product, scratch);
             let (y, a) = (g.dx, dattention_sum);
@@ -245,19 +274,10 @@ impl ChunkPass<'_> {
             return;
         }
         self.norm(hidden, saved.norm1, x, w.norm1);
-        self.product_backward(g, &Product { x: hidden, ..product }, scratch);
-        let op = NormBackward {
-            dx: g.dx,
-            dgamma: g.d.norm1.weight,
-            dbeta: g.d.norm1.bias,
-            residual: Some(dattention_sum),
-            dy: dbranch,
-            x,
-            statistics: saved.norm1,
-            gamma: w.norm1.weight,
-            rms: block.shape.rms_norm,
-            accumulate: g.accumulate,
-        };
-        k.norm_backward(&op, scratch);
+        self.product_backward(g, &ProductBackward { x: hidden, ..product }, scratch);
+        let (d, w, statistics) = (g.d.norm1, w.norm1, saved.norm1);
+        let (dx, dy, residual) = (g.dx, dbranch, Some(dattention_sum));
+        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        self.norm_backward(g, &op, scratch);
     }
 }

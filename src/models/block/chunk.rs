@@ -1,8 +1,9 @@
 //! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
 
 use super::TransformerBlock;
+use super::low_rank::Buffers;
 use super::saved::Activations;
-use super::tensors::{Affine, Weights};
+use super::tensors::{Affine, Product, Weights};
 use crate::kernels::{
     Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, Norm,
     Residual, Rotate, WriteKv,
@@ -25,7 +26,7 @@ pub(super) struct KvViews {
 pub(super) struct ChunkPass<'a> {
     pub(super) block: &'a TransformerBlock,
     pub(super) k: &'a dyn Kernels,
-    pub(super) w: &'a Weights,
+    pub(super) w: &'a Weights<View>,
     pub(super) batch: BatchView<'a>,
     /// The chunk's input. (R, C).
     pub(super) x: View,
@@ -37,17 +38,20 @@ pub(super) struct ChunkPass<'a> {
     /// Queries and keys that were normed and rotated, where their heads are normed.
     /// (R, (H + 2 K) D).
     pub(super) rotated: View,
+    /// Workspace of adapters.
+    pub(super) low_rank: Option<Buffers>,
     pub(super) kv: KvViews,
 }
 
 impl ChunkPass<'_> {
-    pub(super) fn linear(&self, y: View, x: View, w: Affine) {
-        let Affine { weight: w, bias } = w;
+    pub(super) fn linear(&self, y: View, x: View, product: &Product<View>) {
+        let Affine { weight: w, bias } = product.affine;
         let transposed = self.block.shape.transposed;
         self.k.linear(&Linear { y, x, w, bias, transposed });
+        self.add_adapters(y, x, product);
     }
 
-    pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine) {
+    pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) {
         let Affine { weight: gamma, bias: beta } = w;
         let Shape { norm_epsilon: epsilon, rms_norm: rms, .. } = self.block.shape;
         self.k.norm(&Norm { y, statistics, x, gamma, beta, epsilon, rms });
@@ -61,11 +65,11 @@ impl ChunkPass<'_> {
         self.activate(activated);
         let dropout = block.feed_forward_dropout(batch);
         let Some(sum) = saved.feed_forward_sum else {
-            self.linear(hidden, activated, w.down);
+            self.linear(hidden, activated, &w.down);
             k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
             return;
         };
-        self.linear(y, activated, w.down);
+        self.linear(y, activated, &w.down);
         k.residual(&Residual { y: sum, a: hidden, x: y, dropout });
         self.norm(y, saved.norm2, sum, w.norm2);
     }
@@ -74,11 +78,11 @@ impl ChunkPass<'_> {
     pub(super) fn recompute_all(&self) {
         self.recompute_attention();
         let ChunkPass { block, k, w, x, ref saved, hidden, ref batch, .. } = *self;
-        self.linear(hidden, saved.attention_output, w.projection);
+        self.linear(hidden, saved.attention_output, &w.projection);
         let (y, dropout) = (saved.attention_sum, block.attention_dropout(batch));
         k.residual(&Residual { y, a: x, x: hidden, dropout });
         self.recompute_feed_forward_input();
-        self.linear(saved.up, hidden, w.up);
+        self.linear(saved.up, hidden, &w.up);
     }
 
     /// Attention's activations, from the chunk's input to attention's output.
@@ -100,8 +104,8 @@ impl ChunkPass<'_> {
             self.norm(hidden, saved.norm1, x, w.norm1);
             input = hidden;
         }
-        self.linear(saved.qkv, input, w.qkv);
-        if let (Some(rotary), None) = (&block.shape.rotary, w.qk_norm) {
+        self.linear(saved.qkv, input, &w.qkv);
+        if let (Some(rotary), None) = (&block.shape.rotary, &w.qk_norm) {
             let shape = block.attention(&self.batch);
             k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
         }
@@ -114,7 +118,7 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, ref saved, rotated, .. } = *self;
         let shape = block.attention(&self.batch);
         let mut qkv = saved.qkv;
-        if let (Some(gamma), Some(statistics)) = (w.qk_norm, saved.qk_norm) {
+        if let (Some(gamma), Some(statistics)) = (w.qk_norm(), saved.qk_norm) {
             let (y, x, epsilon) = (rotated, saved.qkv, block.shape.norm_epsilon);
             k.head_norm(&HeadNorm { y, statistics, x, gamma, epsilon, shape });
             if let Some(rotary) = &block.shape.rotary {

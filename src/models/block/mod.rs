@@ -3,12 +3,15 @@
 
 mod backward;
 mod chunk;
+mod low_rank;
 mod saved;
 mod tensors;
 
 use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
-use self::tensors::Weights;
+use self::low_rank::Buffers;
+use self::tensors::{Gradients, Weights};
+use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
 use super::shape::Shape;
 use crate::kernels::{
@@ -25,12 +28,14 @@ pub struct TransformerBlock {
     pub number: usize,
     /// The model.
     pub shape: Shape,
+    /// The adapters of its modules, if it has any.
+    pub adapters: Option<Adapters>,
 }
 
 /// What a pass over one chunk starts from.
 #[derive(Clone, Copy)]
 struct ChunkInputs<'a> {
-    weights: &'a Weights,
+    weights: &'a Weights<View>,
     chunk: BatchView<'a>,
     /// The layer's input for the whole micro-batch. (R, C).
     x: View,
@@ -39,6 +44,11 @@ struct ChunkInputs<'a> {
 }
 
 impl TransformerBlock {
+    /// A block without adapters.
+    pub fn new(index: u32, number: usize, shape: Shape) -> TransformerBlock {
+        TransformerBlock { index, number, shape, adapters: None }
+    }
+
     /// Where the keys and values of a chunk go and come from.
     fn kv_views(
         &self,
@@ -123,6 +133,7 @@ impl TransformerBlock {
             saved: self.activations(&chunk, saved, scratch),
             hidden: scratch.take(rows, self.shape.hidden),
             rotated: scratch.take(rotated_rows, self.shape.qkv()),
+            low_rank: Buffers::take(self, rows, scratch),
             kv,
         }
     }
@@ -136,7 +147,7 @@ impl TransformerBlock {
         &'a self,
         k: &'a dyn Kernels,
         pass: &Backward<'_>,
-        [w, d]: [&'a Weights; 2],
+        (w, d): (&'a Weights<View>, &'a Gradients),
         chunks: &[BatchView<'a>],
         mut accumulate: bool,
     ) {
@@ -212,14 +223,12 @@ impl Layer for TransformerBlock {
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { ref batch, weights, gradient, mut accumulate, scratch, .. } = *pass;
-        let w = self.weights(weights);
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
-        let d = self.weights(gradient);
+        let Backward { ref batch, weights, gradients, mut accumulate, .. } = *pass;
+        let (w, d) = (self.weights(weights), self.weights(gradients));
         let sequence = |chunk: &BatchView<'_>| chunk.chunk().map(|chunk| chunk.sequence);
         let chunks = self.chunks(batch);
         for chunks in chunks.chunk_by(|a, b| sequence(a) == sequence(b)) {
-            self.sequence_backward(k, pass, [&w, &d], chunks, accumulate);
+            self.sequence_backward(k, pass, (&w, &d), chunks, accumulate);
             accumulate = true;
         }
     }

@@ -2,66 +2,78 @@
 
 use super::TransformerBlock;
 use crate::kernels::QueryKey;
-use crate::models::layer::{Init, Kind, Tensor, tensor_views};
+use crate::models::layer::{Init, Kind, Tensor};
 use crate::models::shape::Shape;
 use crate::tensor::View;
 
 /// Weight and bias of a product, or scale and shift of a norm.
 #[derive(Clone, Copy)]
-pub(super) struct Affine {
-    pub(super) weight: View,
-    pub(super) bias: Option<View>,
+pub(super) struct Affine<V> {
+    pub(super) weight: V,
+    pub(super) bias: Option<V>,
 }
 
-/// Views of a block's tensors, or of their gradients.
-pub(super) struct Weights {
-    pub(super) norm1: Affine,
-    pub(super) qkv: Affine,
-    pub(super) qk_norm: Option<QueryKey>,
-    pub(super) projection: Affine,
-    pub(super) norm2: Affine,
-    pub(super) up: Affine,
-    pub(super) down: Affine,
+/// A product, with the adapters of its modules.
+pub(super) struct Product<V> {
+    pub(super) affine: Affine<V>,
+    pub(super) adapters: Vec<Adapter<V>>,
 }
 
-/// Lists tensors in the order in which they lie in the block.
-struct List<'b> {
-    block: &'b TransformerBlock,
-    tensors: Vec<Tensor>,
+/// The adapter of one module of a product.
+#[derive(Clone, Copy)]
+pub(super) struct Adapter<V> {
+    /// (r, C).
+    pub(super) a: V,
+    /// (outputs, r).
+    pub(super) b: V,
+    /// The module's first column in the product's output.
+    pub(super) first: usize,
+    /// Its columns.
+    pub(super) outputs: usize,
+    /// Which of the block's modules it is, for dropout.
+    pub(super) site: u32,
 }
 
-impl List<'_> {
-    fn push(&mut self, name: &str, shape: Vec<usize>, kind: Kind, init: Init, joined: bool) {
-        let name = name.replace("{}", &self.block.number.to_string());
-        self.tensors.push(Tensor { name, shape, kind, init, joined });
-    }
+/// Views of a block's tensors, or of the gradients of those that are trained.
+pub(super) struct Weights<V> {
+    pub(super) norm1: Affine<V>,
+    pub(super) qkv: Product<V>,
+    pub(super) qk_norm: Option<[V; 2]>,
+    pub(super) projection: Product<V>,
+    pub(super) norm2: Affine<V>,
+    pub(super) up: Product<V>,
+    pub(super) down: Product<V>,
+}
 
-    fn norm(&mut self, name: &str, len: usize, has_shift: bool) {
-        self.push(&format!("{name}.weight"), vec![len], Kind::Norm, Init::Ones, false);
-        if has_shift {
-            self.push(&format!("{name}.bias"), vec![len], Kind::Norm, Init::Zeros, false);
-        }
-    }
+/// The gradients of a block's tensors: none of a frozen one.
+pub(super) type Gradients = Weights<Option<View>>;
 
-    /// Products that read the same input, by name and outputs. They lie one behind the other and
-    /// are computed as one.
-    fn linear(&mut self, parts: &[(&str, usize)], inputs: usize, has_bias: bool, init: Init) {
-        for (index, &(name, outputs)) in parts.iter().enumerate() {
-            let is_transposed = self.block.shape.transposed;
-            let shape = if is_transposed { vec![outputs, inputs] } else { vec![inputs, outputs] };
-            self.push(&format!("{name}.weight"), shape, Kind::Weight, init, index > 0);
-        }
-        for (index, &(name, outputs)) in parts.iter().enumerate().filter(|_| has_bias) {
-            let name = format!("{name}.bias");
-            self.push(&name, vec![outputs], Kind::Bias, Init::Zeros, index > 0);
-        }
+impl Weights<View> {
+    /// The norms of queries and keys.
+    pub(super) fn qk_norm(&self) -> Option<QueryKey> {
+        self.qk_norm.map(|[query, key]| QueryKey { query, key })
     }
+}
+
+/// Modules that read the same input: their weights lie one behind the other and are one product.
+pub(super) struct Modules {
+    /// The name and the outputs of each.
+    pub(super) parts: Vec<(String, usize)>,
+    pub(super) inputs: usize,
+    has_bias: bool,
+    init: Init,
 }
 
 impl TransformerBlock {
-    pub(super) fn list_tensors(&self) -> Vec<Tensor> {
-        let Shape { names, hidden: c, heads, kv_heads, head_size: d, .. } = self.shape;
-        let Shape { initializer_range, layers, rms_norm, biases, intermediate: i, .. } = self.shape;
+    fn name(&self, name: &str) -> String {
+        name.replace("{}", &self.number.to_string())
+    }
+
+    /// The modules of the block's products: queries, keys and values; attention's projection; the
+    /// two of the feed-forward.
+    pub(super) fn modules(&self) -> [Modules; 4] {
+        let Shape { names, hidden, heads, kv_heads, head_size: d, .. } = self.shape;
+        let Shape { initializer_range, layers, biases, intermediate, .. } = self.shape;
         let weight = Init::Normal(initializer_range);
         // Projections onto the residual stream begin smaller: each block adds two of them.
         let onto = Init::Normal(initializer_range / (2.0 * layers as f32).sqrt());
@@ -69,35 +81,115 @@ impl TransformerBlock {
             [fused] => vec![(*fused, self.shape.qkv())],
             three => three.iter().copied().zip([heads * d, kv_heads * d, kv_heads * d]).collect(),
         };
-        let up: Vec<(&str, usize)> = names.up.iter().map(|name| (*name, i)).collect();
-        let mut list = List { block: self, tensors: Vec::new() };
-        list.norm(names.norm1, c, !rms_norm);
-        list.linear(&qkv, c, biases[0], weight);
-        list.linear(&[(names.projection, c)], heads * d, biases[1], onto);
-        list.norm(names.norm2, c, !rms_norm);
-        list.linear(&up, c, biases[2], weight);
-        list.linear(&[(names.down, c)], i, biases[2], onto);
-        if self.shape.qk_norm {
-            names.qk_norm.iter().for_each(|name| list.norm(name, d, false));
-        }
-        list.tensors
+        let up = names.up.iter().map(|name| (*name, intermediate)).collect();
+        let modules = |parts: Vec<(&str, usize)>, inputs, has_bias, init| {
+            let named = |(name, outputs)| (self.name(name), outputs);
+            Modules { parts: parts.into_iter().map(named).collect(), inputs, has_bias, init }
+        };
+        [
+            modules(qkv, hidden, biases[0], weight),
+            modules(vec![(names.projection, hidden)], heads * d, biases[1], onto),
+            modules(up, hidden, biases[2], weight),
+            modules(vec![(names.down, hidden)], intermediate, biases[2], onto),
+        ]
     }
 
-    /// Views of the tensors in a block, or in its gradient.
-    pub(super) fn weights(&self, block: View) -> Weights {
+    fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
+        let tensor = |part: &str, init| Tensor {
+            name: format!("{}.{part}", self.name(name)),
+            shape: vec![len],
+            kind: Kind::Norm,
+            init,
+            joined: false,
+        };
+        let shift = has_shift.then(|| tensor("bias", Init::Zeros));
+        [tensor("weight", Init::Ones)].into_iter().chain(shift).collect()
+    }
+
+    fn product_tensors(&self, modules: &Modules) -> Vec<Tensor> {
+        let Modules { ref parts, inputs, has_bias, init } = *modules;
+        let is_transposed = self.shape.transposed;
+        let weight = |index: usize| {
+            let (name, outputs) = &parts[index];
+            Tensor {
+                name: format!("{name}.weight"),
+                shape: if is_transposed { vec![*outputs, inputs] } else { vec![inputs, *outputs] },
+                kind: Kind::Weight,
+                init,
+                joined: index > 0,
+            }
+        };
+        let bias = |index: usize| {
+            let (name, outputs) = &parts[index];
+            Tensor {
+                name: format!("{name}.bias"),
+                shape: vec![*outputs],
+                kind: Kind::Bias,
+                init: Init::Zeros,
+                joined: index > 0,
+            }
+        };
+        let biases = if has_bias { parts.len() } else { 0 };
+        (0..parts.len()).map(weight).chain((0..biases).map(bias)).collect()
+    }
+
+    /// Each module with its adapter's tensors, in order, if the block has adapters.
+    fn adapter_tensors(&self) -> impl Iterator<Item = Tensor> {
+        let adapters = self.adapters.clone().into_iter();
+        adapters.flat_map(|adapters| {
+            let tensors = |modules: &Modules| -> Vec<Tensor> {
+                let has = modules.parts.iter().filter(|(name, _)| adapters.has(name));
+                has.flat_map(|(name, n)| adapters.tensors(name, modules.inputs, *n)).collect()
+            };
+            self.modules().iter().flat_map(tensors).collect::<Vec<Tensor>>()
+        })
+    }
+
+    pub(super) fn list_tensors(&self) -> Vec<Tensor> {
+        let Shape { names, hidden: c, head_size: d, rms_norm, qk_norm, .. } = self.shape;
+        let [qkv, projection, up, down] = self.modules();
+        let mut all = self.norm_tensors(names.norm1, c, !rms_norm);
+        all.extend(self.product_tensors(&qkv));
+        all.extend(self.product_tensors(&projection));
+        all.extend(self.norm_tensors(names.norm2, c, !rms_norm));
+        all.extend(self.product_tensors(&up));
+        all.extend(self.product_tensors(&down));
+        let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
+        all.extend(of_heads.flat_map(|name| self.norm_tensors(name, d, false)));
+        all.extend(self.adapter_tensors());
+        all
+    }
+
+    /// The tensors' views, or their gradients', by what they are.
+    pub(super) fn weights<V: Copy>(&self, views: &[V]) -> Weights<V> {
         let Shape { rms_norm, qk_norm, biases, .. } = self.shape;
-        let mut views = tensor_views(&self.list_tensors(), block).into_iter();
+        let mut views = views.iter().copied();
         let mut next = || views.next().expect("as `list_tensors` lists them");
         let mut affine = |has_bias: bool| Affine { weight: next(), bias: has_bias.then(&mut next) };
+        let (norm1, qkv, projection) = (affine(!rms_norm), affine(biases[0]), affine(biases[1]));
+        let (norm2, up, down) = (affine(!rms_norm), affine(biases[2]), affine(biases[2]));
+        let qk_norm = qk_norm.then(|| [affine(false).weight, affine(false).weight]);
+        let mut site = 0;
+        let mut product = |affine: Affine<V>, modules: Modules| {
+            let (mut adapters, mut first) = (Vec::new(), 0);
+            for (name, outputs) in modules.parts {
+                if self.adapters.as_ref().is_some_and(|adapters| adapters.has(&name)) {
+                    let (a, b) = (next(), next());
+                    adapters.push(Adapter { a, b, first, outputs, site });
+                }
+                (first, site) = (first + outputs, site + 1);
+            }
+            Product { affine, adapters }
+        };
+        let [of_qkv, of_projection, of_up, of_down] = self.modules();
         Weights {
-            norm1: affine(!rms_norm),
-            qkv: affine(biases[0]),
-            projection: affine(biases[1]),
-            norm2: affine(!rms_norm),
-            up: affine(biases[2]),
-            down: affine(biases[2]),
-            qk_norm: qk_norm
-                .then(|| QueryKey { query: affine(false).weight, key: affine(false).weight }),
+            norm1,
+            qkv: product(qkv, of_qkv),
+            qk_norm,
+            projection: product(projection, of_projection),
+            norm2,
+            up: product(up, of_up),
+            down: product(down, of_down),
         }
     }
 }

@@ -6,6 +6,7 @@ use crate::kernels::{
     Clear, Custom, CustomKernel, GateBackward, Kernels, LinearBackward, NormBackward, Residual,
     Rotate,
 };
+use crate::models::ends::or_scratch;
 use crate::models::layer::{
     Backward, Forward, KvCache, Layer, Save, Tensor, block_len, tensor_views,
 };
@@ -25,8 +26,8 @@ struct Walk<'a, 'n> {
     forward: &'n Operations<'a>,
     /// The gradient of each value.
     gradients: Vec<Option<Gradient>>,
-    /// Gradients of the tensors, and whether each holds contributions of this step.
-    tensors: Vec<(View, bool)>,
+    /// Gradients of the tensors that are trained, and whether each holds contributions of this step.
+    tensors: Vec<(Option<View>, bool)>,
     scratch: &'n Scratch<'n>,
 }
 
@@ -65,11 +66,12 @@ impl Walk<'_, '_> {
         let accumulate = tensors.iter().flatten().any(|&index| self.tensors[index].1);
         let views = tensors.map(|index| {
             let (view, has) = &mut self.tensors[index?];
+            let y = (*view)?;
             if accumulate && !*has {
-                self.k.clear(&Clear { y: *view });
+                self.k.clear(&Clear { y });
             }
             *has = true;
-            Some(*view)
+            Some(y)
         });
         (views, accumulate)
     }
@@ -129,7 +131,7 @@ impl Walk<'_, '_> {
         let [w, _] = tensors;
         let op = LinearBackward {
             dx,
-            dw: dw.expect("a product has a weight"),
+            dw,
             dbias,
             dy,
             x: self.forward.view(x),
@@ -152,16 +154,17 @@ impl Walk<'_, '_> {
     ) {
         let dx = self.take_for(x);
         let ([dgamma, dbeta], accumulate) = self.gradients_of(tensors);
-        let [gamma, _] = tensors;
+        let [gamma, beta] = tensors.map(|index| index.map(|index| self.forward.weights[index]));
+        let gamma = gamma.expect("a norm has a scale");
         let op = NormBackward {
             dx,
-            dgamma: dgamma.expect("a norm has a scale"),
-            dbeta,
+            dgamma: or_scratch(dgamma, gamma, self.scratch),
+            dbeta: beta.map(|beta| or_scratch(dbeta, beta, self.scratch)),
             residual: None,
             dy,
             x: self.forward.view(x),
             statistics,
-            gamma: self.forward.weights[gamma.expect("a norm has a scale")],
+            gamma,
             rms,
             accumulate,
         };
@@ -176,14 +179,15 @@ impl<C: Composed> Derived<C> {
         &self,
         kernels: Option<&'a dyn Kernels>,
         batch: BatchView<'a>,
-        [weights, x]: [View; 2],
+        weights: &[View],
+        x: View,
         kv_cache: Option<KvCache>,
         scratch: &'a Scratch<'a>,
     ) -> (Operations<'a>, Value) {
         let mut operations = Operations {
             kernels,
             batch,
-            weights: tensor_views(&self.0.tensors(), weights),
+            weights: weights.to_vec(),
             scratch,
             layer: self.0.index(),
             sites: 0,
@@ -205,9 +209,10 @@ impl<C: Composed> Derived<C> {
             dropout_key: None,
         };
         let scratch = Scratch::new(View::floats(0, usize::MAX / 8), Dtype::F32);
-        let weights = View::floats(0, block_len(&self.0.tensors()));
+        let tensors = self.0.tensors();
+        let weights = tensor_views(&tensors, View::floats(0, block_len(&tensors)));
         let x = View::floats(0, self.0.channels());
-        let (operations, _) = self.record(None, batch.view(), [weights, x], None, &scratch);
+        let (operations, _) = self.record(None, batch.view(), &weights, x, None, &scratch);
         let attentions = operations.recorded.iter().filter_map(|(operation, _)| match operation {
             Operation::Attention { shape, .. } => Some(number(shape)),
             _ => None,
@@ -240,16 +245,14 @@ impl<C: Composed> Layer for Derived<C> {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { batch, weights, x, y, kv_cache, scratch, .. } = *pass;
-        let (operations, end) = self.record(Some(k), batch, [weights, x], kv_cache, scratch);
+        let (operations, end) = self.record(Some(k), batch, weights, x, kv_cache, scratch);
         k.dropout(&ApplyDropout { y, x: operations.view(end), dropout: None });
     }
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
-        let Backward { batch, weights, gradient, accumulate, x, dy, dx, scratch, .. } = *pass;
-        let gradient = gradient.unwrap_or_else(|| scratch.take_floats(1, weights.len()));
-        let (forward, end) = self.record(Some(k), batch, [weights, x], None, scratch);
-        let tensors = tensor_views(&self.0.tensors(), gradient);
-        let tensors = tensors.into_iter().map(|view| (view, accumulate)).collect();
+        let Backward { batch, weights, gradients, accumulate, x, dy, dx, scratch, .. } = *pass;
+        let (forward, end) = self.record(Some(k), batch, weights, x, None, scratch);
+        let tensors = gradients.iter().map(|view| (*view, accumulate)).collect();
         let gradients = vec![None; forward.values.len()];
         let mut walk = Walk { k, forward: &forward, gradients, tensors, scratch };
         walk.add(end, dy, false);
@@ -260,7 +263,7 @@ impl<C: Composed> Layer for Derived<C> {
             }
         }
         for &(y, has) in &walk.tensors {
-            if !has {
+            if let Some(y) = y.filter(|_| !has) {
                 k.clear(&Clear { y });
             }
         }

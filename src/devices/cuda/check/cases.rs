@@ -2,12 +2,12 @@
 
 use super::FLOATS;
 use crate::kernels::{
-    Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
-    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, AttentionShape, BatchView,
-    CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, FirstRows,
-    FirstRowsBackward, Gate, GateBackward, HeadNorm, HeadNormBackward, Kernels, Linear,
-    LinearBackward, Logits, Norm, NormBackward, QueryKey, ReadKv, Residual, Rotary, RotaryScaling,
-    Rotate, STATISTICS, Score, ScoreBackward, WriteKv,
+    Activate, ActivateBackward, Activation, AddColumns, AddPositions, AddPositionsBackward,
+    AddTokenTypes, AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward,
+    AttentionShape, BatchView, CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear,
+    CrossEntropy, FirstRows, FirstRowsBackward, Gate, GateBackward, HeadNorm, HeadNormBackward,
+    Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, QueryKey, ReadKv, Residual,
+    Rotary, RotaryScaling, Rotate, STATISTICS, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -128,6 +128,8 @@ impl<'c> Cases<'c> {
     /// All that treat rows alike.
     pub(super) fn of_rows(&mut self) {
         self.of_products();
+        self.of_frozen_products();
+        self.of_columns();
         self.of_norms();
         self.of_activations();
         self.of_dropouts();
@@ -157,7 +159,7 @@ impl<'c> Cases<'c> {
                 self.case("linear_backward", |p| {
                     let op = LinearBackward {
                         dx: p.output([r, inputs]),
-                        dw: p.gradient(weights, accumulate),
+                        dw: Some(p.gradient(weights, accumulate)),
                         dbias: Some(p.gradient([1, outputs], accumulate)),
                         dy: p.input([r, outputs]),
                         x: p.input([r, inputs]),
@@ -168,6 +170,38 @@ impl<'c> Cases<'c> {
                     move |k, scratch| k.linear_backward(&op, scratch)
                 });
             }
+        }
+    }
+
+    /// Those of weights that are frozen.
+    fn of_frozen_products(&mut self) {
+        let r = self.batch.rows();
+        self.case("linear_backward", |p| {
+            let op = LinearBackward {
+                dx: p.output([r, 12]),
+                dw: None,
+                dbias: None,
+                dy: p.input([r, 9]),
+                x: p.input([r, 12]),
+                w: p.input([9, 12]),
+                transposed: true,
+                accumulate: false,
+            };
+            move |k, scratch| k.linear_backward(&op, scratch)
+        });
+    }
+
+    fn of_columns(&mut self) {
+        let (r, first, scale) = (self.batch.rows(), 3, 0.75);
+        for (all, some) in [(9, 5), (1100, 1030)] {
+            self.case("add_columns", |p| {
+                let (y, x) = (p.input([r, all]), p.input([r, some]));
+                move |k, _| k.add_columns(&AddColumns { y, x, first, scale })
+            });
+            self.case("take_columns", |p| {
+                let (y, x) = (p.output([r, some]), p.input([r, all]));
+                move |k, _| k.take_columns(&TakeColumns { y, x, first, scale })
+            });
         }
     }
 
@@ -432,7 +466,7 @@ impl<'c> Cases<'c> {
                     let before = p.floats([r, c], 0.0);
                     let op = ScoreBackward {
                         dh,
-                        dw: p.gradient([tile, c], accumulate),
+                        dw: Some(p.gradient([tile, c], accumulate)),
                         dbias: Some(p.gradient([1, tile], accumulate)),
                         dh_before: accumulate.then_some(before),
                         statistics,

@@ -62,3 +62,26 @@ extern "C" __global__ void add_rows(float* y, const float* x, const int* places,
     }
     write(y, sum, some);
 }
+
+// y[:, first..first + columns] += scale x. y: (rows, width); x: (rows, columns).
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void add_columns(T* y, const T* x, int rows, int width, int columns, int first,
+                                       float scale) {
+    const long long row = blockIdx.x;
+    const int from = my_column();
+    for (int column = from; column < min(from + 4, columns); ++column) {
+        T& to = y[row * width + first + column];
+        to = put(get(to) + scale * get(x[row * columns + column]));
+    }
+}
+
+// y = scale x[:, first..first + columns]. y: (rows, columns); x: (rows, width).
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void take_columns(T* y, const T* x, int rows, int width, int columns, int first,
+                                        float scale) {
+    const long long row = blockIdx.x;
+    const int from = my_column();
+    for (int column = from; column < min(from + 4, columns); ++column) {
+        y[row * columns + column] = put(scale * get(x[row * width + first + column]));
+    }
+}
