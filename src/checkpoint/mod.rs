@@ -197,7 +197,12 @@ pub(crate) fn write(
     if let Some(path) = &run.config.model.path {
         hf::copy_companions(path, &partial).map_err(failed)?;
     }
-    hf::save(&partial, run.model, eps)?;
+    if run.config.train.lora.is_some() {
+        hf::write_adapter_config(&partial, run.model, run.config)?;
+        hf::save_adapters(&partial, run.model, eps)?;
+    } else {
+        hf::save(&partial, run.model, eps)?;
+    }
     hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps)?;
     let mut record = record_of(run, progress, eps.updates());
     record.seal = record.sealed(run.model, eps)?;
@@ -362,7 +367,16 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     let path = directory.join(RECORD);
     let refuse =
         |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
-    hf::load(directory, run.model, eps, false)?;
+    match (&run.config.train.lora, &run.config.model.path) {
+        (None, _) => hf::load(directory, run.model, eps, false)?,
+        (Some(_), base) => {
+            eps.randomise(run.model, run.config.step.seed)?;
+            if let Some(base) = base.as_ref().filter(|_| !run.config.model.random_weights) {
+                hf::load(base, run.model, eps, true)?;
+            }
+            hf::load_adapters(directory, run.model, eps)?;
+        }
+    }
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&record.updates);
     if record.sealed(run.model, eps)? != record.seal {

@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::tensor::Dtype;
 
 /// Refuses a key that is not what it must be.
-fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
+pub(super) fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
     if holds { Ok(()) } else { Err(Error::config(key, format_args!("must be {be}"))) }
 }
 
@@ -38,6 +38,7 @@ impl Config {
         self.step.check()?;
         self.data.check()?;
         self.optimizer.check()?;
+        self.train.check()?;
         self.channels.check()?;
         self.check_model()?;
         self.check_run()?;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, DataConfig, DepthConfig, ParallelConfig, ScheduleConfig};
+use super::{ByteSize, DataConfig, DepthConfig, ParallelConfig, ScheduleConfig, TrainConfig};
 use crate::tensor::Dtype;
 
 /// A whole config file.
@@ -19,6 +19,8 @@ pub struct Config {
     pub data: DataConfig,
     /// The size of a training step, and the number of steps.
     pub step: StepConfig,
+    /// What is trained of the model: some of its tensors, or adapters.
+    pub train: TrainConfig,
     /// The optimizer and its learning rate.
     pub optimizer: OptimizerConfig,
     /// The device that computes the layers.

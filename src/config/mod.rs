@@ -7,6 +7,7 @@ mod keys;
 mod parallel;
 mod schedule;
 mod sizes;
+mod train;
 
 use std::path::Path;
 
@@ -20,6 +21,7 @@ pub use keys::{
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
+pub use train::{LoraConfig, TrainConfig};
 
 use crate::error::Error;
 use crate::models::Shape;

@@ -1,6 +1,7 @@
 //! Models in transformers' format: `config.json`, `model.safetensors`, tokenizers and chat
 //! templates, read from a directory and written to one.
 
+mod adapters;
 #[cfg(feature = "tokenizers")]
 mod chat;
 mod companions;
@@ -14,6 +15,8 @@ mod text;
 mod tokenizer;
 mod weights;
 
+pub(crate) use adapters::{base_of, has_adapters, write_adapter_config};
+pub use adapters::{model_of, training_of};
 #[cfg(feature = "tokenizers")]
 pub use chat::Template;
 pub(crate) use companions::copy_companions;
@@ -29,4 +32,6 @@ pub use shape::{largest_shape_of, shape_of};
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
-pub(crate) use weights::{load, load_states, save, save_states, tensor};
+pub(crate) use weights::{
+    load, load_adapters, load_states, save, save_adapters, save_states, tensor,
+};

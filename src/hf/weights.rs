@@ -16,9 +16,11 @@ use memmap2::Mmap;
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo, TensorView};
 
+use super::adapters::{PREFIX, WEIGHTS, has_adapters};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
-use crate::models::Model;
+use crate::models::adapters::is_of_adapter;
+use crate::models::{BlockTensors, Model};
 
 /// A tensor of a file, and where its elements lie in the EPS.
 struct FileTensor {
@@ -37,6 +39,23 @@ impl FileTensor {
 
 /// The tensors of a file, by name.
 type FileTensors = BTreeMap<String, FileTensor>;
+
+/// The parameters of a model without adapters.
+fn base_tensors(model: &Model) -> FileTensors {
+    let mut all = file_tensors(model, BlockPart::Parameters);
+    all.retain(|name, _| !is_of_adapter(name));
+    all
+}
+
+/// The parameters of a model's adapters, and those that are trained beside them, under the names
+/// that PEFT gives them.
+fn adapter_tensors(model: &Model) -> FileTensors {
+    let trained = model.blocks.iter().flat_map(BlockTensors::trained);
+    let trained: BTreeSet<&str> = trained.map(|tensor| &tensor.name[..]).collect();
+    let all = file_tensors(model, BlockPart::Parameters).into_iter();
+    let all = all.filter(|(name, _)| trained.contains(&name[..]));
+    all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
+}
 
 /// The tensors of a model's parameters, or of one of the optimizer's states.
 fn file_tensors(model: &Model, part: BlockPart) -> FileTensors {
@@ -75,7 +94,23 @@ pub(crate) fn load(
     new_head: bool,
 ) -> Result<(), Error> {
     let files = weight_files(directory)?;
-    read(&files, &file_tensors(model, BlockPart::Parameters), Some(model), eps, new_head)
+    read(&files, &base_tensors(model), Some(model), eps, new_head)
+}
+
+/// Reads adapters, and what was trained beside them, into the EPS.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn load_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    read(&[directory.join(WEIGHTS)], &adapter_tensors(model), None, eps, false)
+}
+
+/// Writes adapters, and what is trained beside them, to a directory.
+///
+/// # Errors
+/// The file cannot be written.
+pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    write(&directory.join(WEIGHTS), adapter_tensors(model), eps)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -92,6 +127,11 @@ pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
         (directory.join("model.safetensors.index.json"), directory.join("model.safetensors"));
     if index.exists() && !single.exists() {
         return shards(directory, &index);
+    }
+    if !single.exists() && has_adapters(directory) {
+        let what = "it holds adapters, and not the model that they are of: set model.path to that \
+                    model, and train.lora.path to this directory";
+        return Err(Error::bad_model(directory.display(), what));
     }
     Ok(vec![single])
 }

@@ -9,8 +9,8 @@ use crate::engine::Engine;
 use crate::eps::lost;
 use crate::error::Error;
 use crate::fabric::Exchanges;
-use crate::hf::shape_of;
-use crate::models::{Head, Model};
+use crate::hf::{self, shape_of};
+use crate::models::Head;
 use crate::plan::{Plan, Purpose};
 
 /// What an evaluation found.
@@ -178,7 +178,7 @@ impl Evaluator {
     /// There is no tokio runtime.
     pub fn start(config: Config) -> Result<Evaluator, Error> {
         config.check()?;
-        let model = Model::new(shape_of(&config)?);
+        let model = hf::model_of(&config, shape_of(&config)?)?;
         let plan = Plan::of_evaluation(&config, &model)?;
         Ok(Evaluator { loaded: Loaded::start(config, model, plan)? })
     }

@@ -9,7 +9,7 @@ use super::{Dice, Loaded, Sampling};
 use crate::config::Config;
 use crate::data::Batch;
 use crate::error::Error;
-use crate::hf::shape_of;
+use crate::hf::{self, shape_of};
 use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
 use crate::worker::CacheSlot;
@@ -177,7 +177,7 @@ fn prepare(config: &Config, room: Room) -> Result<(Model, Plan), Error> {
     if prompts == 0 || prompt == 0 || tokens < prompt {
         return Err(Error::argument(format_args!("there is no room in {room:?}")));
     }
-    let model = Model::new(shape);
+    let model = hf::model_of(config, shape)?;
     let plan = Plan::of_generation(config, &model, prompts, prompt, tokens)?;
     Ok((model, plan))
 }

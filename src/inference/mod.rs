@@ -16,7 +16,7 @@ pub use quality::{Agreement, Confusion, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
-use crate::config::{Config, EpsTier, ModelConfig, NewLayers};
+use crate::config::{Config, EpsTier, LoraConfig, ModelConfig, NewLayers, TrainConfig};
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
@@ -32,8 +32,20 @@ struct Loaded {
 }
 
 /// Makes a config load its model from a directory, such as a checkpoint's, in place of the model
-/// that it named before.
+/// that it named before. A directory of adapters comes to the model that the config names, or else
+/// to the one that the adapters name.
 pub fn load_from(config: &mut Config, directory: &Path) {
+    if hf::has_adapters(directory) {
+        let ModelConfig { path, preset, .. } = &mut config.model;
+        if path.is_none() && preset.is_none() {
+            *path = hf::base_of(directory);
+        }
+        config.train.lora = Some(LoraConfig { path: Some(directory.into()), ..Default::default() });
+        return;
+    }
+    if config.model.path.as_deref() != Some(directory) {
+        config.train = TrainConfig::default();
+    }
     let ModelConfig { task, labels, .. } = std::mem::take(&mut config.model);
     config.model =
         ModelConfig { path: Some(directory.into()), task, labels, ..config.model.clone() };
@@ -73,6 +85,9 @@ impl Loaded {
         worker.eps().randomise(worker.model(), config.step.seed)?;
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
             hf::load(path, &model, worker.eps(), false)?;
+        }
+        if let Some(path) = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
+            hf::load_adapters(path, &model, worker.eps())?;
         }
         Ok(Loaded { engine: Engine::start(config, worker, 0)? })
     }

@@ -19,6 +19,11 @@ pub struct Adapters {
 /// The ends of the names of an adapter's two tensors, as in PEFT.
 pub(crate) const ENDS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 
+/// Whether a tensor is of an adapter.
+pub(crate) fn is_of_adapter(name: &str) -> bool {
+    ENDS.iter().any(|end| name.ends_with(end))
+}
+
 impl Adapters {
     /// Whether a module has an adapter.
     pub fn has(&self, module: &str) -> bool {

@@ -1,6 +1,6 @@
 //! Models: what layers there are and what each does, without saying where.
 
-mod adapters;
+pub(crate) mod adapters;
 mod block;
 mod block_tensors;
 mod classes;
@@ -12,6 +12,7 @@ mod model;
 mod room;
 mod selection;
 mod shape;
+mod training;
 mod visit;
 
 pub use adapters::Adapters;
@@ -27,4 +28,5 @@ pub use layer::{
 pub use model::{Model, Part, Tile};
 pub use selection::LayerSelection;
 pub use shape::{Dropouts, Head, Shape};
+pub use training::{Lora, Training};
 pub(crate) use visit::{VisitArgs, run, workspace};

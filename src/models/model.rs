@@ -76,17 +76,26 @@ fn tiles(shape: &Shape, block_elements: usize) -> Vec<Tile> {
 impl Model {
     /// A model of this shape.
     pub fn new(shape: Shape) -> Model {
+        Model::of(shape, Model::stack_of(shape, |block| block))
+    }
+
+    /// The layers between the embedding and the head of a shape. `with` changes each block.
+    pub(super) fn stack_of(
+        shape: Shape,
+        with: impl Fn(TransformerBlock) -> TransformerBlock,
+    ) -> Vec<Box<dyn Layer>> {
         let mut stack: Vec<Box<dyn Layer>> = Vec::new();
         if Stem::is_in(&shape) {
             stack.push(Box::new(Stem { index: 1, shape }));
         }
         for number in 0..shape.layers {
-            stack.push(Box::new(TransformerBlock::new(2 + number as u32, number, shape)));
+            let block = TransformerBlock::new(2 + number as u32, number, shape);
+            stack.push(Box::new(with(block)));
         }
         if Final::is_in(&shape) {
             stack.push(Box::new(Final { shape }));
         }
-        Model::of(shape, stack)
+        stack
     }
 
     /// A model of these layers, between an embedding and a head of this shape's vocabulary and

@@ -8,12 +8,18 @@ use l2l_actors::schedule::BlockId;
 use super::block_tensors::BlockTensors;
 use super::model::Model;
 use super::shape::Shape;
+use super::training::Training;
+use crate::error::Error;
 
 impl Model {
     /// The model of this shape, whose blocks have the ids that they have in a model of so many
     /// layers.
-    pub(crate) fn with_room(shape: Shape, max_layers: usize) -> Model {
-        let mut model = Model::new(shape);
+    pub(crate) fn with_room(
+        shape: Shape,
+        max_layers: usize,
+        training: &Training,
+    ) -> Result<Model, Error> {
+        let mut model = Model::for_training(shape, training)?;
         let room = max_layers.saturating_sub(shape.layers);
         let last = model.optional_layers().last().map_or(0, |layer| layer.0 as usize);
         let first_empty = model.part_blocks[last].iter().map(|block| block.0 + 1).max();
@@ -23,7 +29,7 @@ impl Model {
         }
         let at = first_empty as usize;
         model.blocks.splice(at..at, (0..room).map(|_| BlockTensors::default()));
-        model
+        Ok(model)
     }
 
     /// The block of a layer that a step can leave out, counted as in
@@ -43,7 +49,10 @@ mod tests {
         for name in ["gpt2", "bert-base", "llama-7b"] {
             let shape = families::preset(name).expect("it is one");
             let shape = Shape { layers: 2, ..shape };
-            let (few, all) = (Model::with_room(shape, 5), Model::new(Shape { layers: 5, ..shape }));
+            let (few, all) = (
+                Model::with_room(shape, 5, &Training::default()).expect("all is trained"),
+                Model::new(Shape { layers: 5, ..shape }),
+            );
             assert_eq!(few.blocks.len(), all.blocks.len());
             let named = |model: &Model| -> Vec<Vec<String>> {
                 let names =

@@ -138,10 +138,16 @@ impl<'r> VisitRun<'r> {
         self.hidden(given(self.args.reads.hidden), self.args.dtype)
     }
 
-    /// The gradient that a head's visit writes.
+    /// The gradient that a head's visit writes: in workspace, where nobody reads it.
     fn head_gradient(&self) -> View {
         let dtype = self.model.head_gradient(self.args.dtype);
-        self.hidden(given(self.args.writes.head_gradient), dtype)
+        match self.args.writes.head_gradient {
+            Some(slot) => self.hidden(slot, dtype),
+            None => {
+                let [rows, columns] = [self.args.batch.rows(), self.model.shape.hidden];
+                self.scratch.take_floats(1, dtype.floats(rows * columns)).hold(rows, columns, dtype)
+            }
+        }
     }
 
     /// The tensors of the layer's block.
@@ -352,7 +358,12 @@ impl Measure<'_> {
         };
         let visits = layers.flat_map(|layer| phases.iter().map(move |&phase| (layer, phase)));
         let visits = visits.filter(has_phase);
-        let needs = visits.map(|(layer, phase)| self.visit(batch.view(), layer, phase));
+        let needs = visits.flat_map(|(layer, phase)| {
+            let hands_on = if self.ends_above_embedding() { &[true, false][..] } else { &[true] };
+            hands_on.iter().map(move |&hands_on| (layer, phase, hands_on))
+        });
+        let needs =
+            needs.map(|(layer, phase, hands_on)| self.visit(batch.view(), layer, phase, hands_on));
         needs.max().unwrap_or(0)
     }
 
@@ -361,8 +372,15 @@ impl Measure<'_> {
         self.model.parts.get(layer + 1).is_some_and(Part::is_head)
     }
 
-    /// Floats of workspace that one visit needs. Its views overlap nothing.
-    fn visit(&self, batch: BatchView<'_>, layer: usize, phase: Phase) -> usize {
+    /// Whether a backward pass may end above the embedding, at a layer that hands no gradient on.
+    fn ends_above_embedding(&self) -> bool {
+        let mut blocks = self.model.part_blocks[0].iter();
+        blocks.all(|id| self.model.blocks[id.0 as usize].trained().is_empty())
+    }
+
+    /// Floats of workspace that one visit needs. Its views overlap nothing. `hands_on`: it writes
+    /// the gradient of what it read.
+    fn visit(&self, batch: BatchView<'_>, layer: usize, phase: Phase, hands_on: bool) -> usize {
         let backward = phase.is_backward();
         let Measure { kernels, dtype, model, save } = *self;
         let (sequences, positions) = (batch.sequences(), batch.longest());
@@ -396,14 +414,15 @@ impl Measure<'_> {
         let (reads, writes) = match (is_tile, backward) {
             (false, false) => (vec![hidden], vec![(Role::Hidden, y)]),
             (false, true) => {
-                let is_read = phase != Phase::Weights;
+                let is_read = phase != Phase::Weights && hands_on;
                 let dx = is_read.then_some((Role::HiddenGradient, y));
                 (vec![hidden, (dy_role, dy)], dx.into_iter().collect())
             }
             (true, false) => (vec![hidden, known], vec![updated]),
             (true, true) => {
                 let last = layer + 1 == model.parts.len();
-                let writes = [(dy_role, y)].into_iter().chain(last.then_some(updated));
+                let down = hands_on.then_some((dy_role, y));
+                let writes = down.into_iter().chain(last.then_some(updated));
                 (vec![hidden, known, (dy_role, dy)], writes.collect())
             }
         };
@@ -413,7 +432,7 @@ impl Measure<'_> {
             labelled: batch.rows(),
             dtype,
             weights,
-            gradient: phase.adds_gradients().then_some(gradient),
+            gradient: (phase.adds_gradients() && trained > 0).then_some(gradient),
             accumulate: false,
             reads,
             writes: writes.into_iter().collect(),

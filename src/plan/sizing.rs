@@ -144,12 +144,13 @@ impl Sizing<'_> {
         self.config.eps.tier == EpsTier::File
     }
 
-    /// The phases of visits. A frozen layer's is the one that has no gradients of weights.
+    /// The phases of visits. A frozen layer's backward has no gradients of weights, as `Inputs`.
     fn phases(&self) -> &'static [Phase] {
         const ALL: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::Inputs, Phase::Weights];
         let has_parts =
             matches!(self.config.schedule.kind, ScheduleKind::ZeroBubble | ScheduleKind::File);
-        match (self.trains(), has_parts, self.config.depth.freezes) {
+        let freezes = self.model.blocks.iter().any(|block| !block.frozen().is_empty());
+        match (self.trains(), has_parts, freezes || self.config.depth.freezes) {
             (false, ..) => &ALL[..1],
             (true, true, _) => &ALL,
             (true, false, true) => &ALL[..3],

@@ -7,7 +7,7 @@ use crate::checkpoint::{self, LayerCount};
 use crate::config::{Config, NewLayers};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
-use crate::hf::shape_of;
+use crate::hf::{self, shape_of};
 use crate::models::{Model, Shape};
 
 /// A layer to add on top of the others.
@@ -42,7 +42,7 @@ pub(super) fn model_of(
         return Err(Error::config("model.max_layers", problem));
     }
     let shape = Shape { layers: now, ..shape_of(config)? };
-    Ok(Arc::new(Model::with_room(shape, most)))
+    Ok(Arc::new(Model::with_room(shape, most, &hf::training_of(config)?)?))
 }
 
 impl Trainer {

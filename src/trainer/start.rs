@@ -60,8 +60,16 @@ impl Checked {
                                its layers, and choose among them (Trainer::step_with)";
                 return Err(Error::config("model.max_layers", problem));
             }
-            Some(model) => model,
-            None => Model::new(largest_shape_of(&config)?),
+            Some(_) if config.train.lora.is_some() => {
+                let problem = "is for a model that the config names: give a model of your own its \
+                               adapters as tensors of its layers";
+                return Err(Error::config("train.lora", problem));
+            }
+            Some(mut model) => {
+                model.freeze(&hf::training_of(&config)?)?;
+                model
+            }
+            None => hf::model_of(&config, largest_shape_of(&config)?)?,
         };
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
         let plan = Arc::new(Plan::of_rank(&config, &model, &*rule, share)?);
@@ -303,14 +311,26 @@ fn fill(
         (None, None, Some(path)) if !config.model.random_weights => {
             eps.randomise(run.model, config.step.seed)?; // for tensors that the file does not have
             hf::load(path, run.model, eps, true)?;
+            load_adapters(run, eps)?;
         }
-        (None, None, _) => eps.randomise(run.model, config.step.seed)?,
+        (None, None, _) => {
+            eps.randomise(run.model, config.step.seed)?;
+            load_adapters(run, eps)?;
+        }
     }
     if let Some(file) = eps.file() {
         file.set_run(checkpoint::remembered(run, &progress));
         file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
     }
     Ok(progress)
+}
+
+/// Adapters to start from, if the config names some.
+fn load_adapters(run: Identity<'_>, eps: &Eps) -> Result<(), Error> {
+    match run.config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
+        Some(path) => hf::load_adapters(path, run.model, eps),
+        None => Ok(()),
+    }
 }
 
 /// The run as it is before its first step.

@@ -5,11 +5,12 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, Deal, EpsTier, Recompute, ScheduleKind, StashDtype, StashPlace, Transfer,
+    ChannelsConfig, Deal, EpsTier, LoraConfig, Recompute, ScheduleKind, StashDtype, StashPlace,
+    TrainConfig, Transfer,
 };
 use l2l::data::Batches;
 use l2l::plan::LinkBytes;
-use l2l::{Config, Plan, Summary, Trainer, models::Model, shape_of};
+use l2l::{Config, Plan, Summary, Trainer, hf, shape_of};
 use proptest::prelude::*;
 
 use crate::whole;
@@ -24,6 +25,64 @@ pub(crate) struct Case {
     pub(crate) clip: bool,
     pub(crate) tied_tiles: bool,
     pub(crate) groups: u32,
+    pub(crate) trained: Trained,
+}
+
+/// Which of its tensors are trained.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Trained {
+    All,
+    /// Biases alone, of all layers.
+    Biases,
+    /// All but the embedding, which is the head as well, and the first block.
+    Upper,
+    /// The head's norm alone.
+    Last,
+    /// Some of each block: a joined group, one tensor behind a frozen one.
+    Some,
+    Adapters,
+    /// Adapters of some modules, with dropout, beside norms.
+    AdaptersAndNorms,
+}
+
+impl Trained {
+    const ALL: [Trained; 7] = [
+        Trained::All,
+        Trained::Biases,
+        Trained::Upper,
+        Trained::Last,
+        Trained::Some,
+        Trained::Adapters,
+        Trained::AdaptersAndNorms,
+    ];
+
+    fn config(self) -> TrainConfig {
+        let texts = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect();
+        let some = TrainConfig::default();
+        let lora = |lora| TrainConfig { lora: Some(lora), ..TrainConfig::default() };
+        match self {
+            Trained::All => some,
+            Trained::Biases => TrainConfig { only: texts(&["bias"]), ..some },
+            Trained::Upper => TrainConfig { frozen: texts(&["wte", "wpe", "h.0"]), ..some },
+            Trained::Last => TrainConfig { only: texts(&["ln_f"]), ..some },
+            Trained::Some => {
+                let only = texts(&["*.attn.c_attn.weight", "mlp.c_proj.bias", "ln_2", "wpe"]);
+                TrainConfig { only, ..some }
+            }
+            Trained::Adapters => lora(LoraConfig::default()),
+            Trained::AdaptersAndNorms => TrainConfig {
+                only: texts(&["norm"]),
+                ..lora(LoraConfig {
+                    rank: Some(3),
+                    alpha: Some(4.0),
+                    rank_stabilised: true,
+                    dropout: 0.2,
+                    targets: Some(texts(&["c_attn", "mlp.c_proj"])),
+                    path: None,
+                })
+            },
+        }
+    }
 }
 
 /// How it is trained: this must not change a bit.
@@ -65,6 +124,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.deal = ways.deal;
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
+    config.train = case.trained.config();
     config.schedule.chunks = ways.chunks;
     // Several devices pass boundaries on through the host.
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
@@ -114,7 +174,9 @@ pub(crate) fn baseline() -> Ways {
 pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
     let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
-    (shape, flags).prop_map(|((layers, batch, micro_batch), (drops, clip, tied_tiles, groups))| {
+    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()));
+    (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained))| {
+        let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
         Case {
@@ -125,6 +187,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             clip,
             tied_tiles,
             groups: divisors.max().unwrap_or(1) as u32,
+            trained,
         }
     })
 }
@@ -213,7 +276,8 @@ impl Ways {
 
 /// The bytes that so many steps move, by device, as the plan says.
 fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
-    let model = Model::new(shape_of(config).expect("a shape of ours"));
+    let model = hf::model_of(config, shape_of(config).expect("a shape of ours"));
+    let model = model.expect("a model of ours");
     let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");
     let all = |link: LinkBytes| LinkBytes {
         upload: steps * link.upload,
@@ -271,6 +335,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     clip: false,
     tied_tiles: false,
     groups: 1,
+    trained: Trained::All,
 });
 
 #[test]

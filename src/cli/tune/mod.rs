@@ -17,7 +17,7 @@ use l2l::config::{Format, StashPlace};
 use l2l::data::{Batch, Batches};
 use l2l::models::Model;
 use l2l::telemetry::{Forecast, Observe, Rates, Slice};
-use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, largest_shape_of};
+use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, hf, largest_shape_of};
 
 use super::plan::rates;
 use super::train::runtime;
@@ -55,7 +55,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     config.step.steps = Some(steps + 1);
     config.step.epochs = None;
     let run = || {
-        let model = Model::new(largest_shape_of(&config)?);
+        let model = hf::model_of(&config, largest_shape_of(&config)?)?;
         let batches = runtime()?.block_on(first_batches(&config, steps + 1))?;
         let own = Settings::of(&config);
         let place = saves.as_ref().map(|(_, place)| place.as_path());

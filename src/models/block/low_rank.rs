@@ -6,9 +6,7 @@ use super::TransformerBlock;
 use super::backward::ChunkGradients;
 use super::chunk::ChunkPass;
 use super::tensors::{Adapter, Product};
-use crate::kernels::{
-    AddColumns, ApplyDropout, Dropout, Linear, LinearBackward, Residual, TakeColumns,
-};
+use crate::kernels::{AddColumns, ApplyDropout, Dropout, Linear, LinearBackward, TakeColumns};
 use crate::models::adapters::Adapters;
 use crate::tensor::{Scratch, View};
 
@@ -113,7 +111,10 @@ impl ChunkPass<'_> {
             self.k.linear_backward(&product(dlow, d.b, dsum, low, one.b), scratch);
             self.k.linear_backward(&product(dinput, d.a, dlow, input, one.a), scratch);
             let dropout = self.adapter_dropout(adapters, one.site);
-            self.k.residual(&Residual { y: dx, a: dx, x: dinput, dropout });
+            if dropout.is_some() {
+                self.k.dropout(&ApplyDropout { y: dinput, x: dinput, dropout });
+            }
+            self.k.add_columns(&AddColumns { y: dx, x: dinput, first: 0, scale: 1.0 });
         }
     }
 }

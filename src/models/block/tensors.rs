@@ -94,6 +94,14 @@ impl TransformerBlock {
         ]
     }
 
+    /// Name, inputs and outputs of each module of the block's products.
+    pub(crate) fn linear_modules(&self) -> Vec<(String, usize, usize)> {
+        let of = |Modules { parts, inputs, .. }: Modules| {
+            parts.into_iter().map(move |(name, outputs)| (name, inputs, outputs))
+        };
+        self.modules().into_iter().flat_map(of).collect()
+    }
+
     fn norm_tensors(&self, name: &str, len: usize, has_shift: bool) -> Vec<Tensor> {
         let tensor = |part: &str, init| Tensor {
             name: format!("{}.{part}", self.name(name)),

@@ -1,0 +1,76 @@
+//! The keys of `[train]`: which tensors are trained, or adapters beside them.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::check::must;
+use crate::error::Error;
+
+/// `[train]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainConfig {
+    /// Tensors that are trained; all when empty. Each entry is a kind (`bias`, `norm`, `weight`),
+    /// some parts of a tensor's name that follow each other between its dots (`q_proj`,
+    /// `layers.3`), or a pattern with `*` for the whole name. With `lora` they are trained beside
+    /// the adapters. Weights of queries, keys and values that one product computes are trained
+    /// together.
+    pub only: Vec<String>,
+    /// Tensors that are not trained, named in the same way; they count before `only`. A frozen
+    /// tensor has no gradient and no optimizer state. The backward pass ends at the lowest layer
+    /// that has something to train.
+    pub frozen: Vec<String>,
+    /// Low-rank adapters (LoRA). They are trained in place of the model's own tensors, but for the
+    /// head of a classifier, which is trained too. Checkpoints hold adapters in the layout of
+    /// `peft`; `l2l export` adds them to the weights.
+    pub lora: Option<LoraConfig>,
+}
+
+/// `[train.lora]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct LoraConfig {
+    /// Rank of the adapters; 8 when absent.
+    pub rank: Option<usize>,
+    /// What an adapter computes is multiplied by `alpha` ÷ `rank`; 16 when absent.
+    pub alpha: Option<f64>,
+    /// Multiplies by `alpha` ÷ √`rank` instead (rsLoRA).
+    pub rank_stabilised: bool,
+    /// Probability of dropout of what an adapter reads.
+    pub dropout: f32,
+    /// Modules that get an adapter: parts of their names, as in `train.only`, or `all-linear` for
+    /// all products of the transformer blocks, which is the default.
+    pub targets: Option<Vec<String>>,
+    /// A directory with adapters to start from, as `peft` and the checkpoints of l2l have them.
+    /// `rank`, `alpha`, `rank_stabilised` and `targets` come from there.
+    pub path: Option<PathBuf>,
+}
+
+impl TrainConfig {
+    pub(super) fn check(&self) -> Result<(), Error> {
+        let Some(lora) = &self.lora else { return Ok(()) };
+        let LoraConfig { rank, alpha, rank_stabilised, dropout, ref targets, ref path } = *lora;
+        must(rank != Some(0), "train.lora.rank", "at least 1")?;
+        let be = "a finite number above 0";
+        let is_positive = |alpha: f64| alpha.is_finite() && alpha > 0.0;
+        must(alpha.is_none_or(is_positive), "train.lora.alpha", be)?;
+        must((0.0..1.0).contains(&dropout), "train.lora.dropout", "in [0, 1)")?;
+        let own = [
+            ("train.lora.rank", rank.is_some()),
+            ("train.lora.alpha", alpha.is_some()),
+            ("train.lora.rank_stabilised", rank_stabilised),
+            ("train.lora.targets", targets.is_some()),
+        ];
+        match own.into_iter().find(|(_, is_set)| *is_set && path.is_some()) {
+            Some((key, _)) => {
+                let problem =
+                    "is set together with train.lora.path, which has its own: leave it out";
+                Err(Error::config(key, problem))
+            }
+            None => Ok(()),
+        }
+    }
+}

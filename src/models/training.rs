@@ -1,0 +1,241 @@
+//! Which tensors of a model are trained: those that patterns name, or adapters beside frozen ones.
+
+use super::adapters::{self, Adapters};
+use super::block::TransformerBlock;
+use super::block_tensors::BlockTensors;
+use super::layer::{Kind, Tensor};
+use super::model::{Model, Part};
+use super::shape::Shape;
+use crate::error::Error;
+
+/// What is trained of a model. Without any of it, everything is.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Training {
+    /// [Patterns](matches) of tensors; with adapters, of those that are trained beside them. Empty:
+    /// all; with adapters: none but the head of classes.
+    pub only: Vec<String>,
+    /// Patterns of tensors that are not trained, whatever `only` says.
+    pub frozen: Vec<String>,
+    /// Adapters.
+    pub lora: Option<Lora>,
+}
+
+/// Low-rank adapters (Hu et al. 2021) of the transformer blocks' products.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Lora {
+    /// r.
+    pub rank: usize,
+    /// What an adapter computes is multiplied by alpha ÷ r.
+    pub alpha: f64,
+    /// True: by alpha ÷ √r instead (Kalajdzievski 2023).
+    pub rank_stabilised: bool,
+    /// Probability of dropout of what an adapter reads.
+    pub dropout: f32,
+    /// [Patterns](matches) of modules. `all-linear`: all.
+    pub targets: Vec<String>,
+}
+
+impl Lora {
+    /// The factor of what an adapter computes.
+    pub fn scale(&self) -> f64 {
+        let rank = self.rank as f64;
+        self.alpha / if self.rank_stabilised { rank.sqrt() } else { rank }
+    }
+
+    /// Whether a module gets an adapter.
+    pub(crate) fn targets(&self, module: &str) -> bool {
+        self.targets.iter().any(|target| target == ALL_LINEAR || matches(target, module))
+    }
+}
+
+/// The target that stands for all products of transformer blocks.
+const ALL_LINEAR: &str = "all-linear";
+
+/// Whether a pattern names a tensor or a module: one with `*` stands for whole names, in which `*`
+/// is any text; one without for names that have its parts, which dots separate, one behind the
+/// other. So `q_proj` and `layers.3` are patterns of `model.layers.3.self_attn.q_proj.weight`.
+pub(super) fn matches(pattern: &str, name: &str) -> bool {
+    if pattern.contains('*') {
+        return matches_text(pattern, name);
+    }
+    let (parts, names): (Vec<&str>, Vec<&str>) =
+        (pattern.split('.').collect(), name.split('.').collect());
+    names.windows(parts.len()).any(|some| some == parts)
+}
+
+/// Whether a text matches a pattern, in which `*` stands for any text.
+fn matches_text(pattern: &str, text: &str) -> bool {
+    let Some((before, after)) = pattern.split_once('*') else { return pattern == text };
+    text.strip_prefix(before).is_some_and(|rest| {
+        (0..=rest.len())
+            .filter(|&at| rest.is_char_boundary(at))
+            .any(|at| matches_text(after, &rest[at..]))
+    })
+}
+
+/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name.
+fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
+    let kind = match tensor.kind {
+        Kind::Weight => "weight",
+        Kind::Bias => "bias",
+        Kind::Norm => "norm",
+    };
+    pattern == kind || matches(pattern, &tensor.name)
+}
+
+impl Model {
+    /// A model of this shape, of which some tensors are trained.
+    ///
+    /// # Errors
+    /// A pattern names nothing, nothing is trained, or adapters do not fit the model.
+    pub fn for_training(shape: Shape, training: &Training) -> Result<Model, Error> {
+        let stack = Model::stack_of(shape, |block| match &training.lora {
+            Some(lora) => adapted(block, lora),
+            None => block,
+        });
+        let mut model = Model::of(shape, stack);
+        if let Some(lora) = &training.lora {
+            model.check_adapters(lora)?;
+        }
+        model.freeze(training)?;
+        Ok(model)
+    }
+
+    /// Sets which tensors are trained. Adapters, if there are any, are.
+    ///
+    /// # Errors
+    /// A pattern names nothing, or nothing is trained.
+    pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
+        let Training { only, frozen, lora } = training;
+        if only.is_empty() && frozen.is_empty() && lora.is_none() {
+            return Ok(());
+        }
+        for (key, patterns) in [("train.only", only), ("train.frozen", frozen)] {
+            for pattern in patterns {
+                if !self.tensors().any(|tensor| matches_tensor(pattern, tensor)) {
+                    return Err(Error::config(key, no_match(pattern, &self.modules())));
+                }
+            }
+        }
+        let classes = self.parts.iter().zip(&self.part_blocks);
+        let classes = classes.filter(|(part, _)| matches!(part, Part::Classes(_)));
+        let classes: Vec<usize> = classes.map(|(_, blocks)| blocks[0].0 as usize).collect();
+        for (index, block) in self.blocks.iter_mut().enumerate() {
+            let is_named = |patterns: &[String], tensor: &Tensor| {
+                patterns.iter().any(|pattern| matches_tensor(pattern, tensor))
+            };
+            *block = block.with_trained(|tensor| {
+                let by_default = match lora {
+                    Some(_) => adapters::is_of_adapter(&tensor.name) || classes.contains(&index),
+                    None => only.is_empty(),
+                };
+                (by_default || is_named(only, tensor)) && !is_named(frozen, tensor)
+            });
+        }
+        if self.blocks.iter().all(|block| block.trained().is_empty()) {
+            let key = if frozen.is_empty() { "train.only" } else { "train.frozen" };
+            return Err(Error::config(
+                key,
+                "leaves nothing to train: leave some tensors out of it",
+            ));
+        }
+        Ok(())
+    }
+
+    /// All tensors; each tile of the vocabulary has some.
+    fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.blocks.iter().flat_map(BlockTensors::iter)
+    }
+
+    /// The last parts of the names of modules, each once.
+    fn modules(&self) -> Vec<String> {
+        let mut all: Vec<String> = Vec::new();
+        for Tensor { name, .. } in self.tensors() {
+            let module = name.rsplit_once('.').map_or(&name[..], |(module, _)| module);
+            let last = module.rsplit('.').next().unwrap_or(module);
+            if !all.iter().any(|known| known == last) {
+                all.push(last.into());
+            }
+        }
+        all
+    }
+
+    /// Refuses adapters of no module, and those that are larger than what they adapt.
+    fn check_adapters(&self, lora: &Lora) -> Result<(), Error> {
+        let linear = self.linear_modules();
+        let mut names: Vec<String> = Vec::new();
+        for (name, ..) in &linear {
+            let last = name.rsplit('.').next().unwrap_or(name);
+            if !names.iter().any(|known| known == last) {
+                names.push(last.into());
+            }
+        }
+        if lora.targets.is_empty() {
+            let what =
+                format_args!("is empty: name some of {}, or {ALL_LINEAR:?}", names.join(", "));
+            return Err(Error::config("train.lora.targets", what));
+        }
+        for target in lora.targets.iter().filter(|target| *target != ALL_LINEAR) {
+            if !linear.iter().any(|(name, ..)| matches(target, name)) {
+                let what = no_match(target, &names);
+                return Err(Error::config("train.lora.targets", what));
+            }
+        }
+        let limit = linear.iter().filter(|(name, ..)| lora.targets(name));
+        let limit = limit.min_by_key(|(_, inputs, outputs)| *inputs.min(outputs));
+        match limit {
+            Some((name, inputs, outputs)) if lora.rank > *inputs.min(outputs) => {
+                let what = format_args!(
+                    "is {}, and {name} is a matrix of {outputs} × {inputs}: at most {}",
+                    lora.rank,
+                    inputs.min(outputs)
+                );
+                Err(Error::config("train.lora.rank", what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The modules of the transformer blocks' products: name, inputs and outputs.
+    pub(crate) fn linear_modules(&self) -> Vec<(String, usize, usize)> {
+        let blocks =
+            (0..self.shape.layers).map(|number| TransformerBlock::new(0, number, self.shape));
+        blocks.flat_map(|block| block.linear_modules()).collect()
+    }
+}
+
+/// The block with adapters of the modules that are targets, if there are any.
+fn adapted(block: TransformerBlock, lora: &Lora) -> TransformerBlock {
+    let modules = block.linear_modules().into_iter().map(|(name, ..)| name);
+    let modules: Vec<String> = modules.filter(|name| lora.targets(name)).collect();
+    let (rank, scale, dropout) = (lora.rank, lora.scale() as f32, lora.dropout);
+    let adapters = Adapters { rank, scale, dropout, modules };
+    TransformerBlock { adapters: Some(adapters).filter(|one| !one.modules.is_empty()), ..block }
+}
+
+fn no_match(pattern: &str, modules: &[String]) -> String {
+    const SHOWN: usize = 24;
+    let shown = modules[..modules.len().min(SHOWN)].join(", ");
+    let more = if modules.len() > SHOWN { ", …" } else { "" };
+    format!(
+        "has {pattern:?}, which names nothing of the model: the parts of names are {shown}{more}; \
+         with `*`, a pattern is for whole names"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_name_tensors() {
+        let name = "model.layers.3.self_attn.q_proj.weight";
+        for pattern in ["q_proj", "layers.3", "self_attn.q_proj", name, "*.q_proj.*", "model.*"] {
+            assert!(matches(pattern, name), "{pattern}");
+        }
+        for pattern in ["proj", "layers.4", "q_proj.self_attn", "*.q_proj", "q*", ""] {
+            assert!(!matches(pattern, name), "{pattern}");
+        }
+        assert!(matches("a*c*", "abcd") && !matches("*.bias", "a.bias.b"));
+    }
+}
