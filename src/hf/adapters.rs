@@ -5,9 +5,10 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
+use super::weights::names_in;
 use crate::config::{Config, LoraConfig, TrainConfig};
 use crate::error::Error;
-use crate::models::{Lora, Model, Shape, Training, adapters};
+use crate::models::{Head, Lora, Model, Shape, Training, adapters};
 
 /// The file that says what adapters are.
 const CONFIG: &str = "adapter_config.json";
@@ -75,7 +76,7 @@ fn read(directory: &Path) -> Result<Map<String, Value>, Error> {
     serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))
 }
 
-/// The adapters of a directory, and the modules that were trained beside them.
+/// The adapters of a directory, and the tensors that were trained beside them.
 fn lora_of(directory: &Path) -> Result<(Lora, Vec<String>), Error> {
     let config = read(directory)?;
     let refuse = |what: String| Error::bad_model(directory.join(CONFIG).display(), what);
@@ -107,22 +108,33 @@ fn lora_of(directory: &Path) -> Result<(Lora, Vec<String>), Error> {
             "{key} is set, and l2l cannot do that: train adapters without"
         )));
     }
-    let texts = |value: &Value| -> Option<Vec<String>> {
-        value.as_array()?.iter().map(|text| text.as_str().map(str::to_string)).collect()
-    };
-    let targets = match given("target_modules") {
-        Some(Value::String(all)) if all == "all-linear" => Some(vec![all.clone()]),
-        Some(value) => texts(value),
-        None => None,
-    };
-    let targets = targets.ok_or_else(|| refuse("target_modules is no list of names".into()))?;
     let rank = given("r").and_then(Value::as_u64).filter(|rank| (1..1 << 20).contains(rank));
     let rank = rank.ok_or_else(|| refuse("r is no rank".into()))? as usize;
     let alpha = given("lora_alpha").and_then(Value::as_f64).filter(|alpha| alpha.is_finite());
     let alpha = alpha.ok_or_else(|| refuse("lora_alpha is no number".into()))?;
     let rank_stabilised = given("use_rslora").and_then(Value::as_bool).unwrap_or(false);
-    let saved = given("modules_to_save").and_then(texts).unwrap_or_default();
+    let (targets, saved) = tensors_of(directory)?;
     Ok((Lora { rank, alpha, rank_stabilised, dropout: 0.0, targets }, saved))
+}
+
+/// The modules that have adapters in a directory, and the tensors that were trained beside them.
+fn tensors_of(directory: &Path) -> Result<(Vec<String>, Vec<String>), Error> {
+    let path = directory.join(WEIGHTS);
+    let refuse = |what: String| Error::bad_model(path.display(), what);
+    let (mut modules, mut saved) = (Vec::new(), Vec::new());
+    for name in names_in(&path)? {
+        let bare = name.strip_prefix(PREFIX).ok_or_else(|| {
+            refuse(format!("{name}: the names of adapters' tensors begin with {PREFIX}"))
+        })?;
+        match adapters::ENDS.iter().find_map(|end| bare.strip_suffix(end)) {
+            Some(module) => push_once(&mut modules, module.into()),
+            None if bare.contains(".lora_") => {
+                return Err(refuse(format!("{name} is of a kind of adapter that l2l cannot do")));
+            }
+            None => saved.push(bare.into()),
+        }
+    }
+    Ok((modules, saved))
 }
 
 /// Writes what the adapters of a model are.
@@ -137,10 +149,8 @@ pub(crate) fn write_adapter_config(
     let Some(lora) = training_of(config)?.lora else { return Ok(()) };
     let linear = model.linear_modules().into_iter().map(|(name, ..)| name);
     let adapted = linear.filter(|name| lora.targets(name));
-    let (mut targets, mut saved) = (Vec::new(), Vec::new());
-    for name in adapted {
-        push_once(&mut targets, name);
-    }
+    let targets: Vec<String> = adapted.collect();
+    let mut saved = Vec::new();
     for tensor in model.blocks.iter().flat_map(|block| block.trained()) {
         let is_adapter = adapters::is_of_adapter(&tensor.name);
         if let Some((module, _)) = tensor.name.rsplit_once('.').filter(|_| !is_adapter) {
@@ -148,9 +158,9 @@ pub(crate) fn write_adapter_config(
         }
     }
     let task = match model.shape.head {
-        crate::models::Head::Tokens => json!("CAUSAL_LM"),
-        crate::models::Head::Classes { .. } => json!("SEQ_CLS"),
-        crate::models::Head::Masked => Value::Null,
+        Head::Tokens => json!("CAUSAL_LM"),
+        Head::Classes { .. } => json!("SEQ_CLS"),
+        Head::Masked => Value::Null,
     };
     let written = json!({
         "peft_type": "LORA",

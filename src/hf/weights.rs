@@ -159,6 +159,20 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     }
 }
 
+/// The names of the tensors of a file.
+///
+/// # Errors
+/// It cannot be read.
+pub(super) fn names_in(path: &Path) -> Result<Vec<String>, Error> {
+    let refuse = |what: String| Error::bad_model(path.display(), what);
+    let file = File::open(path).map_err(|error| refuse(error.to_string()))?;
+    // SAFETY: as in `read`.
+    let map = unsafe { Mmap::map(&file) }.map_err(|error| refuse(error.to_string()))?;
+    let (_, header) =
+        SafeTensors::read_metadata(&map).map_err(|error| refuse(error.to_string()))?;
+    Ok(header.tensors().into_keys().collect())
+}
+
 /// Reads tensors from memory-mapped files into the EPS. `model`: the model that the files are of,
 /// whose family may have other names for the same tensors; `None` for files of l2l's own.
 fn read(

@@ -126,10 +126,11 @@ impl Model {
             };
             *block = block.with_trained(|tensor| {
                 let by_default = match lora {
-                    Some(_) => adapters::is_of_adapter(&tensor.name) || classes.contains(&index),
+                    Some(_) => only.is_empty() && classes.contains(&index),
                     None => only.is_empty(),
                 };
-                (by_default || is_named(only, tensor)) && !is_named(frozen, tensor)
+                let is_adapter = lora.is_some() && adapters::is_of_adapter(&tensor.name);
+                (is_adapter || by_default || is_named(only, tensor)) && !is_named(frozen, tensor)
             });
         }
         if self.blocks.iter().all(|block| block.trained().is_empty()) {

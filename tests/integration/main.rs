@@ -25,6 +25,7 @@ mod growth;
 mod hostile_weights;
 #[cfg(feature = "cli")]
 mod limits;
+mod lora;
 #[cfg(feature = "cli")]
 mod observed;
 mod packing;

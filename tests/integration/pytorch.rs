@@ -14,11 +14,16 @@ fn numbers(golden: &Value, key: &str) -> Vec<f64> {
     list.iter().map(|number| number.as_f64().expect("a number")).collect()
 }
 
-/// A case's config, and its golden.
-fn case(name: &str) -> (Config, Value) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
+/// The golden in a folder.
+pub(crate) fn golden_of(folder: &Path) -> Value {
     let text = fs::read_to_string(folder.join("golden.json")).expect("it is committed");
-    let golden: Value = serde_json::from_str(&text).expect("it is JSON");
+    serde_json::from_str(&text).expect("it is JSON")
+}
+
+/// A case's config, and its golden.
+pub(crate) fn case(name: &str) -> (Config, Value) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name);
+    let golden = golden_of(&folder);
     let mut config = Config::default();
     config.data.train = folder.join("data.jsonl").display().to_string().into();
     config.data.shuffle = false;
@@ -33,7 +38,7 @@ fn case(name: &str) -> (Config, Value) {
 }
 
 /// Runs a case against its golden; the digest it ends with.
-async fn check(config: Config, golden: &Value) -> String {
+pub(crate) async fn check(config: Config, golden: &Value) -> String {
     let name = config.model.path.clone().expect("a case has one");
     let name = name.display().to_string();
     let steps = config.step.steps.expect("a case has them");

@@ -1,0 +1,69 @@
+"""Ten AdamW steps of PEFT's LoRA on each family, in f64, from adapters whose two matrices are random.
+
+Makes, below `lora/`, a directory a case: adapter_config.json and adapter_model.safetensors as PEFT
+writes them, and golden.json (losses, gradient norms, logits of the first sequence before them). The
+models and their data are those of `families.py` and `gpt2.py`.
+
+    pip install torch transformers peft && python peft_lora.py
+"""
+
+import json
+import pathlib
+
+import peft
+import torch
+import transformers
+from families import BATCH, CAUSAL, CLASSES, DECAY, FAMILIES, RATE, STEPS, train
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+ALL = "all-linear"
+CASES = {
+    "tied": dict(r=3, lora_alpha=5, target_modules=["c_attn", "c_fc", "mlp.c_proj"], fan_in_fan_out=True),
+    "llama": dict(r=4, lora_alpha=6, target_modules=ALL),
+    "mistral": dict(r=2, lora_alpha=3, target_modules=["q_proj", "v_proj"], use_rslora=True),
+    "qwen2": dict(r=5, lora_alpha=2.5, target_modules=["k_proj", "up_proj"]),
+    "qwen3": dict(r=8, lora_alpha=16, target_modules=["o_proj", "gate_proj", "down_proj"]),
+    "bert": dict(r=4, lora_alpha=8, target_modules=["query", "value", "intermediate.dense"]),
+    "roberta": dict(r=4, lora_alpha=8, target_modules=["key", "attention.output.dense"]),
+    "distilbert": dict(r=4, lora_alpha=8, target_modules=["q_lin", "out_lin", "lin1", "lin2"]),
+    "bert-classes": dict(r=4, lora_alpha=8, target_modules=["query", "value"], modules_to_save=["classifier"]),
+    "roberta-classes": dict(r=4, lora_alpha=8, target_modules=["query"], modules_to_save=["classifier"]),
+}
+
+
+def main():
+    here = pathlib.Path(__file__).parent
+    for number, (name, settings) in enumerate(CASES.items()):
+        torch.manual_seed(100 + number)
+        is_causal = name in CAUSAL or name == "tied"
+        kind = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+        if name in CLASSES:
+            kind = AutoModelForSequenceClassification
+        base = kind.from_pretrained(here / name, attn_implementation="eager").double()
+        config = peft.LoraConfig(**settings, lora_dropout=0.0, init_lora_weights=False)
+        model = peft.get_peft_model(base, config).double()
+        with torch.no_grad():  # f32 values, so that the files hold exactly what is trained
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.copy_((0.3 * parameter).float().double())
+        folder = here / "lora" / name
+        model.float().save_pretrained(folder)
+        model.double()
+        (folder / "README.md").unlink(missing_ok=True)
+        written = json.loads((folder / "adapter_config.json").read_text())
+        written["base_model_name_or_path"] = f"tests/goldens/{name}"
+        (folder / "adapter_config.json").write_text(json.dumps(written, indent=1, sort_keys=True) + "\n")
+        lines = [json.loads(line) for line in (here / name / "data.jsonl").read_text().splitlines()]
+        batch = json.loads((here / name / "golden.json").read_text())["batch"]
+        assert batch == BATCH
+        model.train()
+        family = name if name in FAMILIES else "llama"  # GPT-2's data and loss are those of a decoder
+        golden = {"batch": BATCH, "clip_norm": None, "steps": STEPS, "learning_rate": RATE,
+                  "weight_decay": DECAY, "peft": peft.__version__, "transformers": transformers.__version__,
+                  "float64": {key: value for key, value in train(family, model, lines).items()
+                              if key != "singles"}}
+        (folder / "golden.json").write_text(json.dumps(golden, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
