@@ -6,6 +6,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use l2l::config::LoraConfig;
 use l2l::{Config, Error};
 use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Table, Value};
@@ -149,18 +150,22 @@ impl Layers {
     pub(super) fn config(&self) -> Result<Config, Error> {
         let mut all = Table::new();
         for (key, (value, _)) in &self.values {
-            let (section, key) = key.split_once('.').expect("known keys have a section");
-            let section = all.entry(section).or_insert_with(|| Table::new().into());
-            let section = section.as_table_mut().expect("sections are tables");
-            section.insert(key.into(), value.clone());
+            let (sections, key) = key.rsplit_once('.').expect("known keys have a section");
+            let place = sections.split('.').fold(&mut all, |place, section| {
+                let section = place.entry(section).or_insert_with(|| Table::new().into());
+                section.as_table_mut().expect("sections are tables")
+            });
+            place.insert(key.into(), value.clone());
         }
         let mut read = serde_path_to_error::deserialize(Value::Table(all.clone()));
         // A value that looks like a number may be meant as text.
         while let Err(error) = &read {
             let key = error.path().to_string();
             let text = self.values.get(&key).and_then(|(_, origin)| origin.text());
-            let (Some(text), Some((section, name))) = (text, key.split_once('.')) else { break };
-            let value = &mut all[section][name];
+            let Some(text) = text else { break };
+            let mut parts = key.split('.');
+            let first = parts.next().expect("a key has a section");
+            let value = parts.fold(&mut all[first], |place, part| &mut place[part]);
             if value.is_str() {
                 break;
             }
@@ -240,13 +245,27 @@ fn parse(text: &str) -> Value {
     value.unwrap_or_else(|| Value::String(text.into()))
 }
 
+/// A section that is absent by default. Naming it is enough to have it.
+const OPTIONAL: &str = "train.lora";
+
 /// Every key, with its section.
 fn known_keys() -> Vec<String> {
-    let all = serde_json::to_value(Config::default()).expect("a config is plain data");
-    let sections = all.as_object().into_iter().flatten();
-    let keys = sections.filter_map(|(section, keys)| Some((section, keys.as_object()?)));
-    keys.flat_map(|(section, keys)| keys.keys().map(move |key| format!("{section}.{key}")))
-        .collect()
+    let mut config = Config::default();
+    config.train.lora = Some(LoraConfig::default());
+    let all = serde_json::to_value(config).expect("a config is plain data");
+    let mut keys = vec![OPTIONAL.to_string()];
+    list_keys("", &all, &mut keys);
+    keys
+}
+
+fn list_keys(prefix: &str, values: &serde_json::Value, keys: &mut Vec<String>) {
+    for (key, value) in values.as_object().into_iter().flatten() {
+        let name = format!("{prefix}{key}");
+        match value {
+            serde_json::Value::Object(_) => list_keys(&format!("{name}."), value, keys),
+            _ => keys.push(name),
+        }
+    }
 }
 
 /// The known key that is most similar to a wrong one, with its section or without.

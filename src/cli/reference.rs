@@ -29,20 +29,34 @@ pub(super) fn page() -> String {
         let about = of_section["description"].as_str().unwrap_or_default();
         let _ = write!(page, "\n## `[{section}]`\n\n{}\n\n", one_line(about));
         page.push_str("| key | default | meaning |\n|---|---|---|\n");
-        for (key, of_key) in resolved["properties"].as_object().into_iter().flatten() {
-            let default = match &defaults[section][key] {
-                Value::Null => String::new(),
-                value => format!("`{value}`"),
-            };
-            let mut meaning = one_line(of_key["description"].as_str().unwrap_or_default());
-            let choices = choices(&schema, of_key);
-            if !choices.is_empty() {
-                let _ = write!(meaning, " One of {}.", choices.join(", "));
-            }
-            let _ = writeln!(page, "| `{key}` | {default} | {} |", meaning.replace('|', "\\|"));
-        }
+        rows(&mut page, "", &schema, resolved, &defaults[section]);
     }
     page
+}
+
+/// A row for each key of a section; those of a section inside it come behind its own row.
+fn rows(page: &mut String, prefix: &str, schema: &Value, section: &Value, defaults: &Value) {
+    for (key, of_key) in section["properties"].as_object().into_iter().flatten() {
+        let default = match &defaults[key] {
+            Value::Null => String::new(),
+            value => format!("`{value}`"),
+        };
+        let mut meaning = one_line(of_key["description"].as_str().unwrap_or_default());
+        let choices = choices(schema, of_key);
+        if !choices.is_empty() {
+            let _ = write!(meaning, " One of {}.", choices.join(", "));
+        }
+        let meaning = meaning.replace('|', "\\|");
+        let _ = writeln!(page, "| `{prefix}{key}` | {default} | {meaning} |");
+        let inner = resolve(schema, &of_key["anyOf"][0]);
+        let inner_defaults: Value = inner["properties"]
+            .as_object()
+            .into_iter()
+            .flatten()
+            .map(|(key, of_key)| (key.clone(), of_key["default"].clone()))
+            .collect();
+        rows(page, &format!("{prefix}{key}."), schema, inner, &inner_defaults);
+    }
 }
 
 fn one_line(text: &str) -> String {

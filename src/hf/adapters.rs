@@ -3,9 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-use super::weights::names_in;
+use super::weights::map;
 use crate::config::{Config, LoraConfig, TrainConfig};
 use crate::error::Error;
 use crate::models::{Head, Lora, Model, Shape, Training, adapters};
@@ -46,7 +47,7 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
             let rank_stabilised = *rank_stabilised;
             (Lora { rank, alpha, rank_stabilised, dropout: 0.0, targets }, Vec::new())
         }
-        Some(path) => lora_of(path)?,
+        Some(path) => read_lora(path)?,
     };
     adapters.dropout = *dropout;
     training.only.extend(saved);
@@ -77,7 +78,7 @@ fn read(directory: &Path) -> Result<Map<String, Value>, Error> {
 }
 
 /// The adapters of a directory, and the tensors that were trained beside them.
-fn lora_of(directory: &Path) -> Result<(Lora, Vec<String>), Error> {
+pub(super) fn read_lora(directory: &Path) -> Result<(Lora, Vec<String>), Error> {
     let config = read(directory)?;
     let refuse = |what: String| Error::bad_model(directory.join(CONFIG).display(), what);
     let given = |key: &str| config.get(key).filter(|value| !value.is_null());
@@ -122,7 +123,9 @@ fn tensors_of(directory: &Path) -> Result<(Vec<String>, Vec<String>), Error> {
     let path = directory.join(WEIGHTS);
     let refuse = |what: String| Error::bad_model(path.display(), what);
     let (mut modules, mut saved) = (Vec::new(), Vec::new());
-    for name in names_in(&path)? {
+    let map = map(&path)?;
+    let tensors = SafeTensors::deserialize(&map).map_err(|error| refuse(error.to_string()))?;
+    for name in tensors.names() {
         let bare = name.strip_prefix(PREFIX).ok_or_else(|| {
             refuse(format!("{name}: the names of adapters' tensors begin with {PREFIX}"))
         })?;

@@ -7,6 +7,7 @@ mod chat;
 mod companions;
 mod config;
 mod export;
+mod merge;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
 mod shape;

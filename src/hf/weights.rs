@@ -159,18 +159,16 @@ fn shards(directory: &Path, index: &Path) -> Result<Vec<PathBuf>, Error> {
     }
 }
 
-/// The names of the tensors of a file.
+/// Maps a file to memory, to be read.
 ///
 /// # Errors
 /// It cannot be read.
-pub(super) fn names_in(path: &Path) -> Result<Vec<String>, Error> {
-    let refuse = |what: String| Error::bad_model(path.display(), what);
-    let file = File::open(path).map_err(|error| refuse(error.to_string()))?;
-    // SAFETY: as in `read`.
-    let map = unsafe { Mmap::map(&file) }.map_err(|error| refuse(error.to_string()))?;
-    let (_, header) =
-        SafeTensors::read_metadata(&map).map_err(|error| refuse(error.to_string()))?;
-    Ok(header.tensors().into_keys().collect())
+pub(super) fn map(path: &Path) -> Result<Mmap, Error> {
+    let refuse = |error: io::Error| Error::bad_model(path.display(), error);
+    let file = File::open(path).map_err(refuse)?;
+    // SAFETY: the map is only read. Nothing protects it from another process that cuts the file
+    // short meanwhile; users are asked not to.
+    unsafe { Mmap::map(&file) }.map_err(refuse)
 }
 
 /// Reads tensors from memory-mapped files into the EPS. `model`: the model that the files are of,
@@ -183,13 +181,7 @@ fn read(
     new_head: bool,
 ) -> Result<(), Error> {
     let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
-    let mut maps = Vec::new();
-    for path in files {
-        let file = File::open(path).map_err(|error| refuse(path, &error))?;
-        // SAFETY: the map is only read. Nothing protects it from another process that cuts the file
-        // short meanwhile; users are asked not to.
-        maps.push(unsafe { Mmap::map(&file) }.map_err(|error| refuse(path, &error))?);
-    }
+    let maps = files.iter().map(|path| map(path)).collect::<Result<Vec<_>, _>>()?;
     let mut parsed = Vec::new();
     for (path, map) in files.iter().zip(&maps) {
         parsed.push(SafeTensors::deserialize(map).map_err(|error| refuse(path, &error))?);
@@ -316,7 +308,7 @@ fn check<'t>(
 }
 
 /// Fills `to` with a tensor's elements from `from` on, as f32.
-fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
+pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     fn each<const N: usize>(
         to: &mut [f32],
         bytes: &[u8],
@@ -391,7 +383,7 @@ fn write(path: &Path, tensors: FileTensors, eps: &Eps) -> Result<(), Error> {
     let failed = |error: String| Error::bad_model(path.display(), error);
     let io = |error: io::Error| Error::storage(path.display(), error);
     let mut file = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(io)?);
-    let header = header(&tensors).map_err(failed)?;
+    let header = header(infos(&tensors)).map_err(failed)?;
     file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io)?;
     file.write_all(&header).map_err(io)?;
     for tensor in tensors.values() {
@@ -407,8 +399,8 @@ fn write(path: &Path, tensors: FileTensors, eps: &Eps) -> Result<(), Error> {
     file.sync_all().and_then(|()| std::fs::rename(&partial, path)).map_err(io)
 }
 
-/// The header of a safetensors file, padded to a multiple of 8 bytes.
-fn header(tensors: &FileTensors) -> Result<Vec<u8>, String> {
+/// Where the tensors of a file lie in it.
+fn infos(tensors: &FileTensors) -> Vec<(String, TensorInfo)> {
     let mut end = 0;
     let infos = tensors.iter().map(|(name, tensor)| {
         let begin = end;
@@ -416,8 +408,13 @@ fn header(tensors: &FileTensors) -> Result<Vec<u8>, String> {
         let (dtype, shape, data_offsets) = (Dtype::F32, tensor.shape.clone(), (begin, end));
         (name.clone(), TensorInfo { dtype, shape, data_offsets })
     });
+    infos.collect()
+}
+
+/// The header of a safetensors file, padded to a multiple of 8 bytes.
+pub(super) fn header(infos: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
     let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    let header = Metadata::new(Some(about), infos.collect()).map_err(|error| error.to_string())?;
+    let header = Metadata::new(Some(about), infos).map_err(|error| error.to_string())?;
     let mut header = serde_json::to_vec(&header).map_err(|error| error.to_string())?;
     header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
     Ok(header)

@@ -1,10 +1,15 @@
 //! Adapters: PEFT's training on each family, its files, and what is left of them after a merge.
 //! `goldens/peft_lora.py` makes what is compared with.
 
+use std::collections::BTreeMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 
-use l2l::config::{LoraConfig, ScheduleKind, StashPlace};
-use l2l::Config;
+use l2l::config::{LoraConfig, ScheduleKind, StashPlace, TrainConfig};
+use l2l::data::{Batches, Dataset};
+use l2l::inference::{self, Evaluator};
+use l2l::{Config, Trainer, hf, shape_of};
+use safetensors::tensor::{SafeTensors, TensorView};
 use serde_json::Value;
 
 use crate::pytorch::{self, check, golden_of};
@@ -47,4 +52,212 @@ async fn every_family_is_pefts() {
         resident.device.threads = Some(1);
         assert_eq!(check(resident, &golden).await, relay, "{name}");
     }
+}
+
+/// The loss of a model on the data of a case.
+async fn loss_of(config: &Config) -> f64 {
+    let shape = shape_of(config).expect("a case of ours");
+    let (data, _) = Dataset::open(config, &shape).expect("it is committed");
+    let mut evaluator = Evaluator::start(config.clone()).expect("a case of ours");
+    let loss = evaluator.evaluate(data.in_order(4, 3)).await.expect("nothing fails here").loss;
+    evaluator.stop().await.expect("nothing fails here");
+    loss
+}
+
+#[tokio::test]
+async fn merged_weights_are_the_weights_and_their_adapters() {
+    for name in CASES {
+        let (config, _) = case(name);
+        let folder = tempfile::tempdir().expect("a place for files");
+        let (merged, base) = (folder.path().join("merged"), config.model.path.clone());
+        hf::export(&adapters(name), base.as_deref(), &merged).expect("a case of ours");
+        let mut plain = config.clone();
+        plain.model.path = Some(merged);
+        plain.train = TrainConfig::default();
+        let (with, without) = (loss_of(&config).await, loss_of(&plain).await);
+        assert!((with - without).abs() < 1e-5, "{name}: {with} {without}");
+        plain.model.path = base;
+        let bare = loss_of(&plain).await;
+        assert!((with - bare).abs() > 1e-3, "{name}: adapters change something: {with} {bare}");
+    }
+}
+
+/// Adapters that were not trained are written as they were read.
+#[tokio::test]
+async fn adapters_are_written_in_pefts_layout() {
+    for name in CASES {
+        let (config, _) = case(name);
+        let folder = tempfile::tempdir().expect("a place for files");
+        let place = folder.path().join("checkpoint");
+        let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+        trainer.checkpoint(&place).await.expect("a directory of ours");
+        drop(trainer);
+        let tensors = |at: &Path| {
+            let bytes = fs::read(at.join("adapter_model.safetensors")).expect("it was written");
+            let all = SafeTensors::deserialize(&bytes).expect("good");
+            let one = |(name, view): (String, TensorView<'_>)| (name, view.data().to_vec());
+            all.tensors().into_iter().map(one).collect::<BTreeMap<_, _>>()
+        };
+        assert_eq!(tensors(&place), tensors(&adapters(name)), "{name}");
+        let config_of = |at: &Path| -> Value {
+            let text = fs::read_to_string(at.join("adapter_config.json")).expect("it was written");
+            serde_json::from_str(&text).expect("JSON")
+        };
+        let (ours, pefts) = (config_of(&place), config_of(&adapters(name)));
+        for key in ["peft_type", "r", "use_rslora", "fan_in_fan_out", "bias"] {
+            assert_eq!(ours[key], pefts[key], "{name}: {key}");
+        }
+        assert_eq!(ours["lora_alpha"].as_f64(), pefts["lora_alpha"].as_f64(), "{name}");
+        assert!(!place.join("model.safetensors").exists(), "the base is not copied");
+        // The directory is read as PEFT's is, alone or beside the model's.
+        let mut read = config.clone();
+        inference::load_from(&mut read, &place);
+        assert_eq!(loss_of(&read).await, loss_of(&config).await, "{name}");
+    }
+}
+
+#[tokio::test]
+async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
+    const STEPS: u64 = 5;
+    for name in ["llama", "tied", "bert-classes"] {
+        let (mut config, _) = case(name);
+        config.step.steps = Some(STEPS);
+        config.step.seed = 3;
+        let lora = config.train.lora.as_mut().expect("the case has adapters");
+        lora.dropout = 0.1;
+        config.optimizer.clip_norm = (name == "llama").then_some(0.5);
+        let steps = async |trainer: &mut Trainer, from: u64, to: u64| {
+            let shape = shape_of(trainer.config()).expect("a case of ours");
+            let (data, _) = Dataset::open(trainer.config(), &shape).expect("it is committed");
+            let mut batches = Batches::start(trainer.config(), data, from).expect("a thread");
+            for _ in from..to {
+                let batch = batches.next().await.expect("good data");
+                trainer.step(batch).await.expect("nothing fails here");
+            }
+        };
+        let mut whole = Trainer::start(config.clone()).expect("a case of ours");
+        steps(&mut whole, 0, STEPS).await;
+        let expected = whole.stop().await.expect("nothing fails here").weights_digest;
+        for at in [1, 4] {
+            let folder = tempfile::tempdir().expect("a place for files");
+            let place = folder.path().join("checkpoint");
+            let mut first = Trainer::start(config.clone()).expect("a case of ours");
+            steps(&mut first, 0, at).await;
+            first.checkpoint(&place).await.expect("a directory of ours");
+            drop(first);
+            let mut other = config.clone();
+            other.schedule.kind = ScheduleKind::Resident;
+            other.stash.place = StashPlace::Device;
+            other.channels.weights = 3;
+            let mut second = Trainer::builder(other).resume(&place).start().expect("ours");
+            steps(&mut second, at, STEPS).await;
+            let digest = second.stop().await.expect("nothing fails here").weights_digest;
+            assert_eq!(digest, expected, "{name} from {at}");
+        }
+    }
+}
+
+/// What a config that is refused says.
+fn refusal(config: &Config) -> String {
+    let made = shape_of(config).and_then(|shape| hf::model_of(config, shape));
+    match config.check().and(made) {
+        Ok(_) => panic!("{:?} is accepted", config.train),
+        Err(error) => error.to_string(),
+    }
+}
+
+#[test]
+fn what_cannot_be_trained_is_refused() {
+    let with = |change: &dyn Fn(&mut TrainConfig)| {
+        let (mut config, _) = pytorch::case("llama");
+        change(&mut config.train);
+        refusal(&config)
+    };
+    let texts = |texts: &[&str]| -> Vec<String> { texts.iter().map(|t| t.to_string()).collect() };
+    let lora = |train: &mut TrainConfig, change: &dyn Fn(&mut LoraConfig)| {
+        let mut lora = LoraConfig::default();
+        change(&mut lora);
+        train.lora = Some(lora);
+    };
+    for (error, parts) in [
+        (with(&|t| t.only = texts(&["q_prj"])), ["train.only", "q_prj", "q_proj"]),
+        (with(&|t| t.frozen = texts(&["layers.7"])), ["train.frozen", "layers.7", "q_proj"]),
+        (with(&|t| t.frozen = texts(&["*"])), ["train.frozen", "nothing to train", ""]),
+        (
+            with(&|t| lora(t, &|l| l.targets = Some(texts(&["lm_head"])))),
+            ["train.lora.targets", "lm_head", "down_proj"],
+        ),
+        (with(&|t| lora(t, &|l| l.targets = Some(Vec::new()))), ["targets", "is empty", "q_proj"]),
+        (with(&|t| lora(t, &|l| l.rank = Some(21))), ["train.lora.rank", "is 21", "at most 20"]),
+        (with(&|t| lora(t, &|l| l.rank = Some(0))), ["train.lora.rank", "at least 1", ""]),
+        (with(&|t| lora(t, &|l| l.alpha = Some(f64::NAN))), ["train.lora.alpha", "finite", ""]),
+        (with(&|t| lora(t, &|l| l.dropout = 1.0)), ["train.lora.dropout", "[0, 1)", ""]),
+        (
+            with(&|t| lora(t, &|l| (l.rank, l.path) = (Some(2), Some(adapters("llama"))))),
+            ["train.lora.rank", "train.lora.path", "leave it out"],
+        ),
+        (
+            with(&|t| lora(t, &|l| l.path = Some(adapters("bert")))),
+            ["adapter_config.json", "names nothing of the model", "q_proj"],
+        ),
+        (
+            with(&|t| lora(t, &|l| l.path = Some("/nowhere".into()))),
+            ["/nowhere/adapter_config.json", "No such file", ""],
+        ),
+    ] {
+        for part in parts {
+            assert!(error.contains(part), "{part:?} is not in: {error}");
+        }
+    }
+}
+
+/// Adapters of a model of the same family whose matrices have another size.
+#[tokio::test]
+async fn adapters_of_another_model_are_refused() {
+    let (mut config, _) = case("qwen2");
+    config.train.lora.as_mut().expect("it has adapters").path = Some(adapters("mistral"));
+    let error = Trainer::start(config).err().expect("it is another model's").to_string();
+    assert!(error.contains("expected") && error.contains("found"), "{error}");
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/qwen2");
+    let folder = tempfile::tempdir().expect("a place for files");
+    let to = folder.path().join("merged");
+    let error = hf::export(&adapters("mistral"), Some(&base), &to).expect_err("another model's");
+    assert!(error.to_string().contains("another model"), "{error}");
+    assert!(!to.exists() && fs::read_dir(folder.path()).expect("ours").next().is_none());
+}
+
+#[tokio::test]
+async fn frozen_tensors_keep_their_bits_and_have_no_state() {
+    let (mut config, _) = pytorch::case("llama");
+    config.train.only = vec!["q_proj".into(), "layers.2.input_layernorm".into()];
+    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let names: Vec<String> =
+        trainer.model().blocks.iter().flatten().map(|tensor| tensor.name.clone()).collect();
+    let read = async |trainer: &mut Trainer| {
+        let mut all = BTreeMap::new();
+        for name in &names {
+            let (_, values) = trainer.weights(name).await.expect("it has this name");
+            all.insert(name.clone(), values);
+        }
+        all
+    };
+    let before = read(&mut trainer).await;
+    let mut batches = Batches::open(&config).expect("it is committed");
+    for _ in 0..2 {
+        let batch = batches.next().await.expect("good data");
+        trainer.step(batch).await.expect("nothing fails here");
+    }
+    let after = read(&mut trainer).await;
+    // Queries, keys and values are one product of this family, and are trained together.
+    let together = ["q_proj", "k_proj", "v_proj", "layers.2.input_layernorm"];
+    for (name, values) in &before {
+        let is_trained = together.iter().any(|module| name.contains(module));
+        assert_eq!(after[name] != *values, is_trained, "{name}");
+    }
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = folder.path().join("checkpoint");
+    trainer.checkpoint(&place).await.expect("a directory of ours");
+    let bytes = fs::read(place.join("optimizer.safetensors")).expect("it was written");
+    let states = SafeTensors::deserialize(&bytes).expect("good");
+    assert_eq!(states.len(), 2 * (3 * 6 + 1), "two states of each trained tensor");
 }

@@ -1,0 +1,212 @@
+//! Adapters added to the weights that they are of: W + s B A, tensor by tensor, in the dtype of the
+//! file. One tensor at a time is in memory.
+
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+use half::{bf16, f16};
+use memmap2::Mmap;
+use rayon::prelude::*;
+use safetensors::Dtype;
+use safetensors::tensor::{SafeTensorError, SafeTensors, TensorInfo, TensorView};
+
+use super::adapters::{PREFIX, WEIGHTS, read_lora};
+use super::config::read_shape;
+use super::weights::{decode, header, map};
+use crate::error::Error;
+use crate::models::{Lora, adapters};
+
+/// Adapters of a directory, to be added to the weights of a model.
+pub(super) struct Merge {
+    map: Mmap,
+    lora: Lora,
+    /// Whether weights are (outputs, inputs).
+    transposed: bool,
+    /// The beginning of names that files of the model may leave out.
+    prefix: &'static str,
+}
+
+impl Merge {
+    /// The adapters of a directory, for the weights of the model in another.
+    ///
+    /// # Errors
+    /// One of them cannot be read.
+    pub(super) fn new(directory: &Path, base: &Path) -> Result<Merge, Error> {
+        let shape = read_shape(base)?;
+        let path = directory.join(WEIGHTS);
+        let refuse = |what: String| Error::bad_model(path.display(), what);
+        let map = map(&path)?;
+        SafeTensors::deserialize(&map).map_err(|error| refuse(error.to_string()))?;
+        let (lora, _) = read_lora(directory)?;
+        Ok(Merge { map, lora, transposed: shape.transposed, prefix: shape.names.prefix })
+    }
+
+    fn tensors(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.map).expect("it was read before")
+    }
+
+    /// Writes files of weights with the adapters added to a directory, under their names. Tensors
+    /// that the files do not have, as those of a new head, come to the last; they are returned.
+    ///
+    /// # Errors
+    /// A file cannot be read or written, or an adapter is not of these weights.
+    pub(super) fn write(&self, files: &[PathBuf], to: &Path) -> Result<Vec<String>, Error> {
+        let mut missing = self.changes();
+        for (at, from) in files.iter().enumerate() {
+            let refuse = |what: String| Error::bad_model(from.display(), what);
+            let map = map(from)?;
+            let (_, header) =
+                SafeTensors::read_metadata(&map).map_err(|error| refuse(error.to_string()))?;
+            let names = header.offset_keys();
+            missing.retain(|name| !names.iter().any(|own| self.is_called(own, name)));
+            let is_last = at + 1 == files.len();
+            if let Some(lost) = missing.iter().find(|name| is_last && !self.has(name)) {
+                return Err(refuse(format!(
+                    "{lost} is missing, of which there is an adapter: the adapters are of another \
+                     model"
+                )));
+            }
+            let new = if is_last { &missing[..] } else { &[] };
+            let to = to.join(from.file_name().expect("a file has a name"));
+            self.write_one((&map, &names), new, &to).map_err(|error| match error {
+                Failed::Write(error) => Error::storage(to.display(), error),
+                Failed::Read(what) => refuse(what),
+            })?;
+        }
+        Ok(missing)
+    }
+
+    /// The names of the weights that have adapters, and of the tensors that replace others.
+    fn changes(&self) -> Vec<String> {
+        let [a, b] = adapters::ENDS;
+        let changed = |name: &str| {
+            let bare = name.strip_prefix(PREFIX).unwrap_or(name);
+            match bare.strip_suffix(a) {
+                Some(module) => Some(format!("{module}.weight")),
+                None => (!bare.ends_with(b)).then(|| bare.to_string()),
+            }
+        };
+        let mut all: Vec<String> = self.tensors().names().into_iter().filter_map(changed).collect();
+        all.sort();
+        all
+    }
+
+    /// Whether a tensor of a file is the one of this name, of which files may leave out the prefix.
+    fn is_called(&self, in_file: &str, name: &str) -> bool {
+        in_file == name || name.strip_prefix(self.prefix) == Some(in_file)
+    }
+
+    /// Whether the adapters' file has a tensor itself, to replace or to add.
+    fn has(&self, name: &str) -> bool {
+        self.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
+    }
+
+    fn write_one(
+        &self,
+        (map, names): (&Mmap, &[String]),
+        new: &[String],
+        to: &Path,
+    ) -> Result<(), Failed> {
+        let read = |error: SafeTensorError| Failed::Read(error.to_string());
+        let (all, own) = (SafeTensors::deserialize(map).map_err(read)?, self.tensors());
+        let mut tensors = Vec::new();
+        for name in names {
+            tensors.push((name.clone(), all.tensor(name).map_err(read)?));
+        }
+        for name in new {
+            tensors.push((name.clone(), own.tensor(&format!("{PREFIX}{name}")).map_err(read)?));
+        }
+        let mut end = 0;
+        let infos = tensors.iter().map(|(name, tensor)| {
+            let (begin, shape) = (end, tensor.shape().to_vec());
+            end += tensor.data().len();
+            let (dtype, data_offsets) = (tensor.dtype(), (begin, end));
+            (name.clone(), TensorInfo { dtype, shape, data_offsets })
+        });
+        let header = header(infos.collect()).map_err(Failed::Read)?;
+        let mut out = BufWriter::with_capacity(1 << 20, File::create(to)?);
+        out.write_all(&(header.len() as u64).to_le_bytes())?;
+        out.write_all(&header)?;
+        for (name, tensor) in &tensors {
+            match self.merged(name, tensor).map_err(Failed::Read)? {
+                Some(values) => encode(&values, tensor.dtype(), &mut out)?,
+                None => out.write_all(tensor.data())?,
+            }
+        }
+        let file = out.into_inner().map_err(|error| error.into_error())?;
+        Ok(file.sync_all()?)
+    }
+
+    /// What a tensor is with its adapter, if it has one.
+    fn merged(&self, name: &str, tensor: &TensorView<'_>) -> Result<Option<Vec<f32>>, String> {
+        let tensors = self.tensors();
+        let find = |end: &str, of: &str| {
+            let names = [format!("{PREFIX}{of}{end}"), format!("{PREFIX}{}{of}{end}", self.prefix)];
+            names.iter().find_map(|name| tensors.tensor(name).ok())
+        };
+        let floats = |view: &TensorView<'_>| -> Result<Vec<f32>, String> {
+            if !matches!(view.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+                return Err(format!("{name}: f32, f16 or bf16 expected, {:?} found", view.dtype()));
+            }
+            let mut values = vec![0.0; view.shape().iter().product()];
+            decode(&mut values, view, 0);
+            Ok(values)
+        };
+        if let Some(other) = find("", name) {
+            if other.shape() != tensor.shape() {
+                return Err(differs(name, tensor, &other));
+            }
+            return floats(&other).map(Some);
+        }
+        let Some(module) = name.strip_suffix(".weight") else { return Ok(None) };
+        let [a, b] = adapters::ENDS.map(|end| find(end, module));
+        let (Some(a), Some(b)) = (a, b) else { return Ok(None) };
+        let (&[r, inputs], &[outputs, of_b]) = (a.shape(), b.shape()) else {
+            return Err(differs(name, tensor, &a));
+        };
+        let expected = if self.transposed { [outputs, inputs] } else { [inputs, outputs] };
+        if tensor.shape() != expected || [r, of_b] != [self.lora.rank; 2] {
+            return Err(differs(name, tensor, &a));
+        }
+        let (mut w, rank, scale) = (floats(tensor)?, self.lora.rank, self.lora.scale());
+        let (a, b) = (floats(&a)?, floats(&b)?);
+        let columns = expected[1];
+        w.par_chunks_mut(columns).enumerate().for_each(|(row, w)| {
+            for (column, w) in w.iter_mut().enumerate() {
+                let (i, o) = if self.transposed { (column, row) } else { (row, column) };
+                let sum: f64 = (0..rank)
+                    .map(|r| f64::from(b[o * rank + r]) * f64::from(a[r * inputs + i]))
+                    .sum();
+                *w = (f64::from(*w) + scale * sum) as f32;
+            }
+        });
+        Ok(Some(w))
+    }
+}
+
+/// Why a file was not written.
+enum Failed {
+    Read(String),
+    Write(std::io::Error),
+}
+
+impl From<std::io::Error> for Failed {
+    fn from(error: std::io::Error) -> Failed {
+        Failed::Write(error)
+    }
+}
+
+fn differs(name: &str, tensor: &TensorView<'_>, other: &TensorView<'_>) -> String {
+    let (has, other) = (tensor.shape(), other.shape());
+    format!("{name} has shape {has:?}, and the adapters are of another model: theirs is {other:?}")
+}
+
+/// Writes values as elements of this dtype.
+fn encode(values: &[f32], dtype: Dtype, out: &mut impl Write) -> std::io::Result<()> {
+    values.iter().try_for_each(|&value| match dtype {
+        Dtype::F16 => out.write_all(&f16::from_f32(value).to_le_bytes()),
+        Dtype::BF16 => out.write_all(&bf16::from_f32(value).to_le_bytes()),
+        _ => out.write_all(&value.to_le_bytes()),
+    })
+}
