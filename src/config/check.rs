@@ -5,8 +5,8 @@ use l2l_actors::schedule;
 
 use super::{
     ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, Labels, NewLayers,
-    OptimizerConfig, ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, Transfer,
-    ValidationConfig,
+    OptimizerConfig, OptimizerKind, RateSchedule, ScheduleConfig, ScheduleKind, StashDtype,
+    StashPlace, StepConfig, Transfer, ValidationConfig,
 };
 use crate::error::Error;
 use crate::tensor::Dtype;
@@ -338,6 +338,17 @@ impl OptimizerConfig {
         must(is_not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0")?;
         let be = "two numbers in [0, 1)";
         must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
+        let Self { kind, momentum, nesterov, power, schedule, .. } = *self;
+        must(is_share(momentum), "optimizer.momentum", "in [0, 1)")?;
+        let is_sgd = kind == OptimizerKind::Sgd;
+        let problem = "is for optimizer.kind = \"sgd\": leave it out";
+        refuse(momentum > 0.0 && !is_sgd, "optimizer.momentum", problem)?;
+        let problem =
+            "needs momentum: set optimizer.momentum above 0, with optimizer.kind = \"sgd\"";
+        refuse(nesterov && momentum == 0.0, "optimizer.nesterov", problem)?;
+        must(is_positive(power), "optimizer.power", "above 0")?;
+        let problem = "is for optimizer.schedule = \"polynomial\": leave it out";
+        refuse(power != 1.0 && schedule != RateSchedule::Polynomial, "optimizer.power", problem)?;
         must(is_positive(epsilon), "optimizer.epsilon", "above 0")?;
         must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
         let be = "at least 1e-45, because it is used in f32";

@@ -25,7 +25,9 @@ pub use train::{LoraConfig, TrainConfig};
 
 use crate::error::Error;
 use crate::models::Shape;
-use crate::optimizers::{AdamW, Decay, LearningRate};
+use crate::optimizers::{
+    Adam, AdamW, Decay, Lamb, LearningRate, Lion, Momentum, Sgd, UpdateRule, WeightDecay,
+};
 pub use crate::tensor::Dtype;
 
 impl Config {
@@ -124,10 +126,18 @@ impl Config {
     }
 
     /// The update rule.
-    pub fn update_rule(&self) -> AdamW {
-        let OptimizerConfig { betas, epsilon, weight_decay, no_decay, .. } = &self.optimizer;
-        let (betas, epsilon, weight_decay) = (*betas, *epsilon, *weight_decay);
-        AdamW { betas, epsilon, weight_decay, no_decay: no_decay.clone() }
+    pub fn update_rule(&self) -> Box<dyn UpdateRule> {
+        let OptimizerConfig { kind, betas, epsilon, momentum, nesterov, .. } = self.optimizer;
+        let OptimizerConfig { weight_decay: rate, ref no_decay, .. } = self.optimizer;
+        let decay = WeightDecay { rate, except: no_decay.clone() };
+        match kind {
+            OptimizerKind::Adamw => Box::new(AdamW { betas, epsilon, decay }),
+            OptimizerKind::Adam => Box::new(Adam { betas, epsilon, decay }),
+            OptimizerKind::Lamb => Box::new(Lamb { betas, epsilon, decay }),
+            OptimizerKind::Lion => Box::new(Lion { betas, decay }),
+            OptimizerKind::Sgd if momentum == 0.0 => Box::new(Sgd { decay }),
+            OptimizerKind::Sgd => Box::new(Momentum { momentum, nesterov, decay }),
+        }
     }
 
     /// Tokens of a sequence at most.
@@ -175,6 +185,8 @@ impl Config {
                 RateSchedule::Linear => Decay::Linear,
                 RateSchedule::Cosine => Decay::Cosine,
                 RateSchedule::Wsd => Decay::Wsd,
+                RateSchedule::Polynomial => Decay::Polynomial { power: self.optimizer.power },
+                RateSchedule::InverseSqrt => Decay::InverseSqrt,
             },
         }
     }

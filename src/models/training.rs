@@ -73,8 +73,9 @@ fn matches_text(pattern: &str, text: &str) -> bool {
     })
 }
 
-/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name.
-fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
+/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name: see
+/// [`matches`].
+pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
     let kind = match tensor.kind {
         Kind::Weight => "weight",
         Kind::Bias => "bias",

@@ -1,10 +1,9 @@
 //! AdamW (Loshchilov and Hutter 2019): Adam with decoupled weight decay. The order of operations is
 //! PyTorch's.
 
-use rayon::prelude::*;
-
-use super::{CHUNK, SplitMasters, Update, UpdateRule};
-use crate::models::{Kind, Tensor, tensor_ranges};
+use super::elementwise::{ElementRule, elementwise_rule};
+use super::{Update, WeightDecay};
+use crate::models::Tensor;
 
 /// AdamW's hyperparameters. It keeps two states a parameter: the first and the second moment.
 #[derive(Clone, Debug, PartialEq)]
@@ -14,32 +13,7 @@ pub struct AdamW {
     /// ε, which is added to the root of the second moment.
     pub epsilon: f64,
     /// The decay of parameters, as a share of the learning rate.
-    pub weight_decay: f64,
-    /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or names with `*` for any
-    /// text.
-    pub no_decay: Vec<String>,
-}
-
-impl AdamW {
-    /// Whether a tensor has weight decay.
-    fn decays(&self, tensor: &Tensor) -> bool {
-        !self.no_decay.iter().any(|pattern| match pattern.as_str() {
-            "bias" => tensor.kind == Kind::Bias,
-            "norm" => tensor.kind == Kind::Norm,
-            "weight" => tensor.kind == Kind::Weight,
-            pattern => matches(pattern, &tensor.name),
-        })
-    }
-}
-
-/// Whether a name matches a pattern, in which `*` stands for any text.
-fn matches(pattern: &str, name: &str) -> bool {
-    let Some((before, after)) = pattern.split_once('*') else { return pattern == name };
-    name.strip_prefix(before).is_some_and(|rest| {
-        (0..=rest.len())
-            .filter(|&at| rest.is_char_boundary(at))
-            .any(|at| matches(after, &rest[at..]))
-    })
+    pub decay: WeightDecay,
 }
 
 /// The factors of one update of a tensor, rounded to f32. t is the number of updates, this one
@@ -81,7 +55,7 @@ impl AdamW {
         let (beta1, beta2) = self.betas;
         let count = (update.step + 1) as f64;
         let (bias1, bias2) = (1.0 - beta1.powf(count), 1.0 - beta2.powf(count));
-        let decay = if self.decays(tensor) { self.weight_decay } else { 0.0 };
+        let decay = self.decay.of(tensor);
         Factors {
             one_minus_beta1: (1.0 - beta1) as f32,
             beta2: beta2 as f32,
@@ -95,90 +69,20 @@ impl AdamW {
     }
 }
 
-impl UpdateRule for AdamW {
-    fn states(&self) -> usize {
-        2
-    }
-
-    fn is_elementwise(&self) -> bool {
-        true
-    }
-
-    fn apply(
-        &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-    ) {
-        let [m, v] = states else { unreachable!("two moments") };
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let factors = self.factors(tensor, update);
-            let p = parameters[range.clone()].par_chunks_mut(CHUNK);
-            let m = m[range.clone()].par_chunks_mut(CHUNK);
-            let v = v[range.clone()].par_chunks_mut(CHUNK);
-            let g = gradient[range].par_chunks(CHUNK);
-            p.zip(m).zip(v).zip(g).for_each(|(((p, m), v), g)| {
-                update.level.run(
-                    #[inline(always)]
-                    || {
-                        for (((p, m), v), &g) in p.iter_mut().zip(m).zip(v).zip(g) {
-                            *p = factors.updated(*p, m, v, g);
-                        }
-                    },
-                );
-            });
-        }
-    }
-
-    fn apply_split(
-        &self,
-        tensors: &[Tensor],
-        split: &mut SplitMasters<'_>,
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-        _unpacked: &mut [f32],
-    ) {
-        let [m, v] = states else { unreachable!("two moments") };
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let factors = self.factors(tensor, update);
-            let published = split.published[range.clone()].par_chunks_mut(CHUNK);
-            let remainder = split.remainder[range.clone()].par_chunks_mut(CHUNK);
-            let m = m[range.clone()].par_chunks_mut(CHUNK);
-            let v = v[range.clone()].par_chunks_mut(CHUNK);
-            let g = gradient[range].par_chunks(CHUNK);
-            let all = published.zip(remainder).zip(m).zip(v).zip(g);
-            all.for_each(|((((published, remainder), m), v), g)| {
-                update.level.run(
-                    #[inline(always)]
-                    || {
-                        let p = published.iter_mut().zip(remainder);
-                        for ((((published, remainder), m), v), &g) in p.zip(m).zip(v).zip(g) {
-                            let p = factors.updated(
-                                SplitMasters::join(*published, *remainder),
-                                m,
-                                v,
-                                g,
-                            );
-                            (*published, *remainder) = SplitMasters::split(p);
-                        }
-                    },
-                );
-            });
-        }
-    }
-
-    fn unpacked_len(&self, _parameters: usize) -> usize {
-        0
+impl AdamW {
+    fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<2> + use<> {
+        let factors = self.factors(tensor, update);
+        move |p, [m, v]: [&mut f32; 2], g| factors.updated(p, m, v, g)
     }
 }
+
+elementwise_rule!(AdamW, 2);
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::models::Init;
+    use crate::models::{Init, Kind};
+    use crate::optimizers::UpdateRule;
     use crate::simd::Level;
 
     fn tensor(name: &str, kind: Kind, len: usize) -> Tensor {
@@ -189,8 +93,8 @@ mod tests {
     #[test]
     fn every_level_agrees_with_the_paper() {
         let tensors = [tensor("w", Kind::Weight, 20), tensor("b", Kind::Bias, 3)];
-        let no_decay = vec!["bias".to_string()];
-        let rule = AdamW { betas: (0.9, 0.99), epsilon: 1e-8, weight_decay: 0.1, no_decay };
+        let decay = WeightDecay { rate: 0.1, except: vec!["bias".to_string()] };
+        let rule = AdamW { betas: (0.9, 0.99), epsilon: 1e-8, decay };
         let value = |i: usize| (i as f32 * 0.7).sin();
         for level in Level::all() {
             let mut p: Vec<f32> = (0..48).map(value).collect();
@@ -223,11 +127,5 @@ mod tests {
             }
             assert_eq!(p[20..32], begin[20..32], "padding stays");
         }
-    }
-
-    #[test]
-    fn patterns_name_tensors() {
-        assert!(matches("*.bias", "a.bias") && matches("a*c*", "abcd") && matches("x", "x"));
-        assert!(!matches("*.bias", "a.bias.b") && !matches("x", "xy"));
     }
 }

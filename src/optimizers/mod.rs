@@ -1,18 +1,29 @@
 //! Update rules: how a gradient changes a block. Plain mathematics on slices, which knows nothing
 //! of lanes and tasks.
 
+mod adam;
 mod adamw;
+mod decay;
+pub(crate) mod elementwise;
+mod lamb;
+mod lion;
 mod rate;
 mod rates;
+mod sgd;
 pub(crate) mod split;
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
+pub use adam::Adam;
 pub use adamw::AdamW;
+pub use decay::WeightDecay;
+pub use lamb::Lamb;
+pub use lion::Lion;
 pub use rate::{Decay, LearningRate};
 pub use rates::{stream_bytes_per_second, update_bytes_per_second};
+pub use sgd::{Momentum, Sgd};
 pub use split::SplitMasters;
 
 use crate::models::{Tensor, tensor_ranges};
@@ -116,5 +127,131 @@ pub trait UpdateRule: Send + Sync {
     /// at most so many parameters.
     fn unpacked_len(&self, parameters: usize) -> usize {
         parameters
+    }
+}
+
+impl UpdateRule for Box<dyn UpdateRule> {
+    fn states(&self) -> usize {
+        (**self).states()
+    }
+
+    fn is_elementwise(&self) -> bool {
+        (**self).is_elementwise()
+    }
+
+    fn measure(&self, tensors: &[Tensor], gradient: &[f32]) -> f64 {
+        (**self).measure(tensors, gradient)
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        (**self).apply(tensors, parameters, states, gradient, update);
+    }
+
+    fn apply_split(
+        &self,
+        tensors: &[Tensor],
+        split: &mut SplitMasters<'_>,
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+        unpacked: &mut [f32],
+    ) {
+        (**self).apply_split(tensors, split, states, gradient, update, unpacked);
+    }
+
+    fn unpacked_len(&self, parameters: usize) -> usize {
+        (**self).unpacked_len(parameters)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::{Init, Kind};
+
+    /// Ten steps of each rule against `tests/goldens/optimizers.py`: PyTorch's rules, or the
+    /// paper's, in f64.
+    #[test]
+    fn every_rule_is_pytorchs_or_the_papers() {
+        let text = include_str!("../../tests/goldens/optimizers.json");
+        let golden: serde_json::Value = serde_json::from_str(text).expect("it is committed");
+        let numbers = |value: &serde_json::Value| -> Vec<f64> {
+            let list = value.as_array().expect("a list").iter();
+            list.map(|number| number.as_f64().expect("a number")).collect()
+        };
+        let tensor = |name: &str, shape: &[usize], kind| {
+            let (name, shape) = (name.to_string(), shape.to_vec());
+            Tensor { name, shape, kind, init: Init::Zeros, joined: false }
+        };
+        let tensors = [tensor("w", &[12, 5], Kind::Weight), tensor("b", &[7], Kind::Bias)];
+        let ranges: Vec<Range<usize>> = tensor_ranges(&tensors).collect();
+        let decay = |rate: f64| WeightDecay { rate, except: vec!["bias".into()] };
+        let (betas, epsilon) = ((0.9, 0.99), 1e-8);
+        let rules: Vec<(&str, Box<dyn UpdateRule>)> = vec![
+            ("adamw", Box::new(AdamW { betas, epsilon, decay: decay(0.1) })),
+            ("adam", Box::new(Adam { betas, epsilon, decay: decay(0.1) })),
+            ("sgd", Box::new(Sgd { decay: decay(0.1) })),
+            ("momentum", Box::new(Momentum { momentum: 0.9, nesterov: false, decay: decay(0.1) })),
+            ("nesterov", Box::new(Momentum { momentum: 0.9, nesterov: true, decay: decay(0.1) })),
+            ("lion", Box::new(Lion { betas, decay: decay(0.1) })),
+            ("lamb", Box::new(Lamb { betas, epsilon, decay: decay(0.1) })),
+        ];
+        let steps: Vec<Vec<f64>> =
+            golden["gradients"].as_array().expect("a list").iter().map(numbers).collect();
+        let len = 80;
+        let spread = |packed: &[f64]| {
+            let mut block = vec![0.0_f32; len];
+            let mut packed = packed.iter();
+            for range in &ranges {
+                let values = block[range.clone()].iter_mut().zip(&mut packed);
+                values.for_each(|(to, from)| *to = *from as f32);
+            }
+            block
+        };
+        for (name, rule) in rules {
+            let expected = numbers(&golden["rules"][name]);
+            for splits in [false, true] {
+                let mut p = spread(&numbers(&golden["begin"]));
+                let mut place = vec![0.0; len];
+                SplitMasters::of(&mut place).split_from(&p);
+                let mut states = vec![vec![0.0; len]; rule.states()];
+                let mut unpacked = vec![0.0; rule.unpacked_len(len)];
+                for (step, gradient) in (0..).zip(&steps) {
+                    let (level, scale) = (Level::best(), 0.5);
+                    let update = Update { step, learning_rate: 0.01, scale, level };
+                    let mut parts: Vec<&mut [f32]> =
+                        states.iter_mut().map(Vec::as_mut_slice).collect();
+                    let gradient = spread(gradient);
+                    if splits {
+                        let split = &mut SplitMasters::of(&mut place);
+                        rule.apply_split(
+                            &tensors,
+                            split,
+                            &mut parts,
+                            &gradient,
+                            update,
+                            &mut unpacked,
+                        );
+                    } else {
+                        rule.apply(&tensors, &mut p, &mut parts, &gradient, update);
+                    }
+                }
+                if splits {
+                    SplitMasters::of(&mut place).join_to(&mut p);
+                }
+                let found = ranges.iter().flat_map(|range| &p[range.clone()]);
+                for (at, (found, expected)) in found.zip(&expected).enumerate() {
+                    let error = (f64::from(*found) - expected).abs();
+                    assert!(error < 1e-5, "{name} {at}: {found} {expected}");
+                }
+            }
+        }
     }
 }

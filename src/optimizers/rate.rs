@@ -1,7 +1,7 @@
 //! Learning-rate schedules: a linear warm-up, then one of four shapes.
 
 /// How the learning rate changes after the warm-up.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Decay {
     /// It stays at the peak.
     Constant,
@@ -12,6 +12,14 @@ pub enum Decay {
     /// It stays at the peak, and falls linearly to the minimum over the last tenth of the steps
     /// after the warm-up (warm-up, stable, decay).
     Wsd,
+    /// It falls to the minimum as a power of what is left of the steps.
+    Polynomial {
+        /// The power; 1 is linear.
+        power: f64,
+    },
+    /// It falls with the root of the number of steps, beginning at the end of the warm-up; without
+    /// one, as if that had 10,000 steps (Vaswani et al. 2017).
+    InverseSqrt,
 }
 
 /// The learning rate of each step.
@@ -41,6 +49,12 @@ impl LearningRate {
             Decay::Constant => return self.peak,
             Decay::Linear => 1.0 - passed,
             Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * passed).cos()),
+            Decay::Polynomial { power } => (1.0 - passed).powf(power),
+            Decay::InverseSqrt => {
+                let warmup = if self.warmup == 0 { 10_000.0 } else { self.warmup as f64 };
+                let rate = self.peak * (warmup / (warmup + (step - self.warmup) as f64)).sqrt();
+                return rate.max(self.minimum.min(self.peak));
+            }
             Decay::Wsd => ((1.0 - passed) / 0.1).min(1.0),
         };
         self.minimum + (self.peak - self.minimum) * share
@@ -57,6 +71,13 @@ mod tests {
         for decay in [Decay::Constant, Decay::Linear, Decay::Cosine, Decay::Wsd] {
             assert_eq!((of(decay).at(0), of(decay).at(3), of(decay).at(4)), (0.25, 1.0, 1.0));
         }
+        // transformers' get_polynomial_decay_schedule_with_warmup and get_inverse_sqrt_schedule, one
+        // step later, for their warm-up begins with a rate of 0.
+        let polynomial = of(Decay::Polynomial { power: 2.0 });
+        assert_eq!((polynomial.at(3), polynomial.at(54)), (1.0, 0.1 + 0.9 * 0.25));
+        let root = of(Decay::InverseSqrt);
+        assert_eq!((root.at(3), root.at(4), root.at(16)), (1.0, 1.0, 0.5));
+        assert_eq!(LearningRate { warmup: 0, ..root }.at(30_000), 0.5);
         assert_eq!(of(Decay::Constant).at(1000), 1.0);
         assert!((of(Decay::Linear).at(54) - 0.55).abs() < 1e-12);
         assert!((of(Decay::Cosine).at(54) - 0.55).abs() < 1e-12);

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use rayon::ThreadPoolBuilder;
 
-use super::{AdamW, SplitMasters, Update, UpdateRule};
+use super::{AdamW, SplitMasters, Update, UpdateRule, WeightDecay};
 use crate::error::Error;
 use crate::models::{Init, Kind, Tensor};
 use crate::simd::Level;
@@ -44,8 +44,8 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
     const PARAMETERS: usize = 16 << 20;
     let pool = ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(Error::system)?;
-    let (betas, epsilon, weight_decay) = ((0.9, 0.999), 1e-8, 0.01);
-    let rule = AdamW { betas, epsilon, weight_decay, no_decay: Vec::new() };
+    let decay = WeightDecay { rate: 0.01, except: Vec::new() };
+    let rule = AdamW { betas: (0.9, 0.999), epsilon: 1e-8, decay };
     let (kind, init, joined) = (Kind::Weight, Init::Zeros, false);
     let tensors = [Tensor { name: "w".into(), shape: vec![PARAMETERS], kind, init, joined }];
     let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);

@@ -5,8 +5,8 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, Deal, EpsTier, LoraConfig, Recompute, ScheduleKind, StashDtype, StashPlace,
-    TrainConfig, Transfer,
+    ChannelsConfig, Deal, EpsTier, LoraConfig, OptimizerKind, Recompute, ScheduleKind, StashDtype,
+    StashPlace, TrainConfig, Transfer,
 };
 use l2l::data::Batches;
 use l2l::plan::LinkBytes;
@@ -26,6 +26,7 @@ pub(crate) struct Case {
     pub(crate) tied_tiles: bool,
     pub(crate) groups: u32,
     pub(crate) trained: Trained,
+    pub(crate) rule: OptimizerKind,
 }
 
 /// Which of its tensors are trained.
@@ -125,6 +126,10 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
     config.train = case.trained.config();
+    config.optimizer.kind = case.rule;
+    // One of the two rules of this kind, by chance.
+    let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);
+    config.optimizer.momentum = if has_momentum { 0.9 } else { 0.0 };
     config.schedule.chunks = ways.chunks;
     // Several devices pass boundaries on through the host.
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };
@@ -174,8 +179,15 @@ pub(crate) fn baseline() -> Ways {
 pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
     let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
-    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()));
-    (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained))| {
+    let rules = prop::sample::select(vec![
+        OptimizerKind::Adamw,
+        OptimizerKind::Adam,
+        OptimizerKind::Sgd,
+        OptimizerKind::Lamb,
+        OptimizerKind::Lion,
+    ]);
+    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), rules);
+    (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained, rule))| {
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -188,6 +200,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             tied_tiles,
             groups: divisors.max().unwrap_or(1) as u32,
             trained,
+            rule,
         }
     })
 }
@@ -336,6 +349,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     tied_tiles: false,
     groups: 1,
     trained: Trained::All,
+    rule: OptimizerKind::Adamw,
 });
 
 #[test]

@@ -13,7 +13,7 @@ use crate::models::{
     Backward, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem, Tensor,
     TransformerBlock, Value,
 };
-use crate::optimizers::{AdamW, Update, UpdateRule};
+use crate::optimizers::{Update, UpdateRule};
 use crate::tensor::Dtype;
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
@@ -420,7 +420,7 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
 }
 
 /// A rule that knows nothing of split masters: they are unpacked for it.
-struct Plain(AdamW);
+struct Plain(Box<dyn UpdateRule>);
 
 impl UpdateRule for Plain {
     fn states(&self) -> usize {
