@@ -19,7 +19,7 @@ pub struct DepthConfig {
     /// times 1 - exp(-t / ramp_steps). When absent it is `drop` from the first step.
     pub ramp_steps: Option<u64>,
     /// Makes room in the workspace for steps that freeze layers, which programs can ask for
-    /// (`Trainer::step_with`). A frozen layer computes its gradient all the same, and drops it.
+    /// (`Trainer::step_with`). A frozen layer computes no gradients of its weights.
     pub freezes: bool,
     /// Progressive stacking (Gong et al. 2019): numbers of steps. After each of them the model gets
     /// twice as many layers, up to `model.max_layers`.

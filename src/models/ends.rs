@@ -61,8 +61,8 @@ impl Stem {
         }
     }
 
-    /// A table of positions from the first position on.
-    fn from_first(&self, table: View) -> View {
+    /// The rows of a table of positions that are used: those from the first position on.
+    fn used_rows(&self, table: View) -> View {
         let before = self.shape.learned_positions.unwrap_or(0);
         table.row_range(before..before + self.shape.positions)
     }
@@ -72,7 +72,7 @@ impl Stem {
         let batch = *batch;
         match w.positions {
             Some(table) => {
-                let table = self.from_first(table);
+                let table = self.used_rows(table);
                 k.add_positions(&AddPositions { y, x, table, batch });
             }
             None => k.dropout(&ApplyDropout { y, x, dropout: None }),
@@ -96,7 +96,7 @@ impl Stem {
             if before > 0 && !accumulate {
                 k.clear(&Clear { y: rows.row_range(0..before) });
             }
-            let dtable = self.from_first(rows);
+            let dtable = self.used_rows(rows);
             k.add_positions_backward(&AddPositionsBackward { dtable, dy, batch, accumulate });
         }
         if let Some(Some(dtable)) = d.kinds {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use l2l_actors::schedule::{
-    Block as BlockSize, BlockId, Boundary, LayerKind, Phase, RingLayer, Role,
+    Block as BlockSize, BlockId, Boundary, LayerId, LayerKind, Phase, RingLayer, Role,
 };
 
 use super::block::TransformerBlock;
@@ -60,6 +60,17 @@ pub struct Model {
     pub tiles: Vec<Tile>,
     /// The loss of a labelled position.
     pub loss: Box<dyn Loss>,
+}
+
+/// What every token is multiplied by at a layer.
+#[derive(Clone, Copy, Debug, Default)]
+struct Products {
+    /// Elements of weights.
+    weights: f64,
+    /// Those that are trained.
+    trained: f64,
+    /// Channels of causal attention.
+    channels: f64,
 }
 
 /// The least bytes of a vocabulary tile.
@@ -211,7 +222,8 @@ impl Model {
 
     /// Model FLOPs of training on sequences of these lengths, of which `labelled` positions have a
     /// label: 6 for each weight and token (for the head: each labelled token), and half of full
-    /// attention. Recomputation and padding are not counted.
+    /// attention. A frozen weight takes 4; below the lowest layer that is trained, weights and
+    /// attention take 2. Recomputation and padding are not counted.
     pub fn training_flops(&self, lengths: &[usize], labelled: usize) -> f64 {
         self.training_flops_of(&LayerSelection::default(), lengths, labelled)
     }
@@ -223,21 +235,45 @@ impl Model {
         lengths: &[usize],
         labelled: usize,
     ) -> f64 {
-        let (mut products, mut channels) = (0, 0);
-        for layer in layers.ring_layers(self) {
-            if let Part::Stack(layer) = &self.parts[layer.0 as usize] {
-                products += layer.products();
-                channels += layer.attention_channels();
-            }
-        }
         let tokens: usize = lengths.iter().sum();
         let pairs: f64 = lengths.iter().map(|&len| (len as f64).powi(2)).sum();
-        let heads = self.parts.iter().zip(&self.part_blocks);
-        let heads = heads.filter(|(part, _)| part.is_head());
-        let weights = heads.flat_map(|(_, blocks)| self.blocks[blocks[0].0 as usize].iter());
-        let weights = weights.filter(|tensor| tensor.kind == Kind::Weight);
-        let head = weights.map(Tensor::len).sum::<usize>() as f64;
-        6.0 * (products as f64 * tokens as f64 + head * labelled as f64 + channels as f64 * pairs)
+        let lowest = self.part_blocks.iter().position(|blocks| self.trains(blocks));
+        let of_layer = |layer: LayerId| {
+            let layer = layer.0 as usize;
+            let Products { weights, trained, channels } = self.products(layer);
+            let positions = if self.parts[layer].is_head() { labelled } else { tokens } as f64;
+            let is_passed = lowest.is_some_and(|lowest| layer >= lowest);
+            let (passes, of_attention) = if is_passed { (4.0, 6.0) } else { (2.0, 2.0) };
+            (passes * weights + 2.0 * trained) * positions + of_attention * channels * pairs
+        };
+        layers.ring_layers(self).into_iter().map(of_layer).sum()
+    }
+
+    /// Whether any of these blocks has a tensor that is trained.
+    fn trains(&self, blocks: &[BlockId]) -> bool {
+        blocks.iter().any(|block| !self.blocks[block.0 as usize].trained().is_empty())
+    }
+
+    /// What every token is multiplied by at a layer.
+    fn products(&self, layer: usize) -> Products {
+        let block = &self.blocks[self.part_blocks[layer][0].0 as usize];
+        let weights_of = |tensors: &[Tensor]| -> f64 {
+            let weights = tensors.iter().filter(|tensor| tensor.kind == Kind::Weight);
+            weights.map(Tensor::len).sum::<usize>() as f64
+        };
+        let [trained, frozen] = [block.trained(), block.frozen()].map(weights_of);
+        match &self.parts[layer] {
+            Part::Embedding => Products::default(),
+            Part::Stack(layer) => {
+                let weights = layer.products() as f64;
+                let share = if trained > 0.0 { trained / (trained + frozen) } else { 0.0 };
+                let channels = layer.attention_channels() as f64;
+                Products { weights, trained: share * weights, channels }
+            }
+            Part::Head(_) | Part::Classes(_) => {
+                Products { weights: trained + frozen, trained, channels: 0.0 }
+            }
+        }
     }
 
     /// FLOPs of the products of a visit: of sequences of these lengths at a layer, which saves so
@@ -250,21 +286,13 @@ impl Model {
         save: Option<Save>,
     ) -> f64 {
         let part = &self.parts[layer];
-        let (products, channels) = match part {
-            Part::Embedding => (0, 0),
-            Part::Stack(layer) => (layer.products(), layer.attention_channels()),
-            Part::Head(_) | Part::Classes(_) => {
-                let BlockId(block) = self.part_blocks[layer][0];
-                let tensors = self.blocks[block as usize].iter();
-                let weights = tensors.filter(|tensor| tensor.kind == Kind::Weight);
-                (weights.map(Tensor::len).sum::<usize>(), 0)
-            }
-        };
-        let of_sequence = |length: usize| {
+        let Products { weights, trained, channels } = self.products(layer);
+        let (mut forward, mut of_gradients) = (0.0, 0.0);
+        for length in lengths {
             let length = length as f64;
-            2.0 * (products as f64 * length + channels as f64 * length * length)
-        };
-        let forward: f64 = lengths.into_iter().map(of_sequence).sum();
+            forward += 2.0 * (weights * length + channels * length * length);
+            of_gradients += 2.0 * (trained * length + channels * length * length);
+        }
         let again = match (part.is_head(), save) {
             // A head's backward computes its logits, too.
             (true, _) | (_, None) => 1.0,
@@ -276,7 +304,7 @@ impl Model {
             Phase::Forward => forward,
             // Both parts walk the gradients through the layer; the second computes it again.
             Phase::Inputs => (1.0 + again) * forward,
-            Phase::Backward | Phase::Weights => (2.0 + again) * forward,
+            Phase::Backward | Phase::Weights => (1.0 + again) * forward + of_gradients,
         }
     }
 
