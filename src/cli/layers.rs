@@ -364,8 +364,8 @@ mod tests {
             (
                 "",
                 &[],
-                &["optimizer.kind=sgd"],
-                "--set optimizer.kind=sgd: optimizer.kind: unknown variant `sgd`",
+                &["optimizer.kind=adagrad"],
+                "--set optimizer.kind=adagrad: optimizer.kind: unknown variant `adagrad`",
             ),
             ("", &[], &["step.batch"], "--set step.batch: write key=value"),
             ("[bogus]", &[], &[], "run.toml, line 1: unknown key bogus"),

@@ -5,8 +5,7 @@ use l2l_actors::schedule;
 
 use super::{
     ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, Labels, NewLayers,
-    OptimizerConfig, OptimizerKind, RateSchedule, ScheduleConfig, ScheduleKind, StashDtype,
-    StashPlace, StepConfig, Transfer, ValidationConfig,
+    ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, Transfer, ValidationConfig,
 };
 use crate::error::Error;
 use crate::tensor::Dtype;
@@ -17,15 +16,15 @@ pub(super) fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
 }
 
 /// Refuses a key that contradicts another.
-fn refuse(contradicts: bool, key: &str, problem: &str) -> Result<(), Error> {
+pub(super) fn refuse(contradicts: bool, key: &str, problem: &str) -> Result<(), Error> {
     if contradicts { Err(Error::config(key, problem)) } else { Ok(()) }
 }
 
-fn is_positive(value: f64) -> bool {
+pub(super) fn is_positive(value: f64) -> bool {
     value.is_finite() && value > 0.0
 }
 
-fn is_not_negative(value: f64) -> bool {
+pub(super) fn is_not_negative(value: f64) -> bool {
     value.is_finite() && value >= 0.0
 }
 
@@ -325,37 +324,6 @@ impl DataConfig {
         must(have_weights(&self.train), "data.train", be)?;
         must(self.validation.as_ref().is_none_or(have_weights), "data.validation", be)?;
         must(!self.train.each().is_empty(), "data.train", "at least one file")
-    }
-}
-
-impl OptimizerConfig {
-    fn check(&self) -> Result<(), Error> {
-        let Self { learning_rate, min_learning_rate, betas, epsilon, .. } = *self;
-        let (rate, decay, clip) = (learning_rate, self.weight_decay, self.clip_norm);
-        let is_share = |beta: f64| (0.0..1.0).contains(&beta);
-        let finite = "a finite number, at least 0";
-        must(is_not_negative(rate), "optimizer.learning_rate", finite)?;
-        must(is_not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0")?;
-        let be = "two numbers in [0, 1)";
-        must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
-        let Self { kind, momentum, nesterov, power, schedule, .. } = *self;
-        must(is_share(momentum), "optimizer.momentum", "in [0, 1)")?;
-        let is_sgd = kind == OptimizerKind::Sgd;
-        let problem = "is for optimizer.kind = \"sgd\": leave it out";
-        refuse(momentum > 0.0 && !is_sgd, "optimizer.momentum", problem)?;
-        let problem =
-            "needs momentum: set optimizer.momentum above 0, with optimizer.kind = \"sgd\"";
-        refuse(nesterov && momentum == 0.0, "optimizer.nesterov", problem)?;
-        must(is_positive(power), "optimizer.power", "above 0")?;
-        let problem = "is for optimizer.schedule = \"polynomial\": leave it out";
-        refuse(power != 1.0 && schedule != RateSchedule::Polynomial, "optimizer.power", problem)?;
-        must(is_positive(epsilon), "optimizer.epsilon", "above 0")?;
-        must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
-        let be = "at least 1e-45, because it is used in f32";
-        must(epsilon as f32 > 0.0, "optimizer.epsilon", be)?;
-        must(is_not_negative(decay), "optimizer.weight_decay", finite)?;
-        must(clip.is_none_or(is_positive), "optimizer.clip_norm", "above 0")?;
-        must(clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30")
     }
 }
 

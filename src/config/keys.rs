@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::{ByteSize, DataConfig, DepthConfig, ParallelConfig, ScheduleConfig, TrainConfig};
+use super::{
+    ByteSize, DataConfig, DepthConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig,
+};
 use crate::tensor::Dtype;
 
 /// A whole config file.
@@ -159,103 +161,6 @@ impl Default for StepConfig {
     fn default() -> StepConfig {
         StepConfig { batch: 32, micro_batch: 4, steps: None, epochs: None, seed: 0 }
     }
-}
-
-/// `[optimizer]`
-#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(default, deny_unknown_fields)]
-pub struct OptimizerConfig {
-    /// The update rule. `adamw` and `lamb` keep two states a parameter, as `adam` does, whose weight
-    /// decay passes through its moments; `lion` keeps one; `sgd` keeps one with momentum, and none
-    /// without. A program that uses the library may bring its own.
-    pub kind: OptimizerKind,
-    /// The highest learning rate, reached at the end of the warm-up.
-    pub learning_rate: f64,
-    /// Shape of the learning rate after the warm-up: `constant`; `linear` or `cosine` decay to
-    /// `min_learning_rate`; `polynomial` decays as (1 - share of the steps) to the power of `power`;
-    /// `inverse-sqrt` with the root of the number of steps, from the end of the warm-up (10,000
-    /// steps without one); `wsd` (warm-up, stable, decay) is constant for nine tenths of the steps
-    /// after the warm-up, then decays linearly.
-    pub schedule: RateSchedule,
-    /// The power of the `polynomial` schedule; 1 is `linear`.
-    pub power: f64,
-    /// Steps in which the learning rate rises linearly from 0.
-    pub warmup_steps: u64,
-    /// Learning rate at the end of the run; not used by the `constant` schedule.
-    pub min_learning_rate: f64,
-    /// Decay rates of the first and second moment of `adamw`, `adam` and `lamb`. Of `lion`: the rate
-    /// of the interpolation whose sign is taken, and of the momentum (its paper has 0.9 and 0.99).
-    pub betas: (f64, f64),
-    /// Term added to the denominator of `adamw`, `adam` and `lamb`, for numerical stability.
-    pub epsilon: f64,
-    /// Momentum of `sgd`: the share that a step leaves of it, in [0, 1).
-    pub momentum: f64,
-    /// Nesterov's momentum, for `sgd`.
-    pub nesterov: bool,
-    /// Weight decay. Of `adamw` and `lion` it is decoupled: each step multiplies a weight by 1 −
-    /// `learning_rate` × `weight_decay`. Of `lamb` it is a part of the step. Of `adam` and `sgd` it
-    /// is added to the gradient.
-    pub weight_decay: f64,
-    /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or patterns of tensor names
-    /// with `*`. Biases and norms are not decayed by default, as is usual for transformers.
-    pub no_decay: Vec<String>,
-    /// Largest global gradient norm; larger gradients are scaled down to it, exactly. Without it,
-    /// each block is updated as soon as its gradient is complete. With it, gradients wait on the
-    /// host (4 bytes a parameter) until the norm is known, and updates run under the next forward
-    /// pass.
-    pub clip_norm: Option<f64>,
-}
-
-impl Default for OptimizerConfig {
-    fn default() -> OptimizerConfig {
-        OptimizerConfig {
-            kind: OptimizerKind::Adamw,
-            learning_rate: 3e-4,
-            schedule: RateSchedule::Constant,
-            power: 1.0,
-            warmup_steps: 0,
-            min_learning_rate: 0.0,
-            betas: (0.9, 0.999),
-            epsilon: 1e-8,
-            momentum: 0.0,
-            nesterov: false,
-            weight_decay: 0.01,
-            no_decay: vec!["bias".into(), "norm".into()],
-            clip_norm: None,
-        }
-    }
-}
-
-/// The built-in update rules.
-#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum OptimizerKind {
-    /// Adam with decoupled weight decay (Loshchilov and Hutter 2019).
-    Adamw,
-    /// Adam (Kingma and Ba 2015).
-    Adam,
-    /// Stochastic gradient descent, with momentum or without.
-    Sgd,
-    /// LAMB (You et al. 2020).
-    Lamb,
-    /// Lion (Chen et al. 2023).
-    Lion,
-}
-
-/// Shape of the learning rate after the warm-up: see [`crate::optimizers::Decay`].
-#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-#[allow(missing_docs, reason = "named after the shapes of optimizers::Decay")]
-pub enum RateSchedule {
-    Constant,
-    Linear,
-    Cosine,
-    Wsd,
-    Polynomial,
-    InverseSqrt,
 }
 
 /// `[device]`

@@ -4,6 +4,7 @@ mod check;
 mod data;
 mod depth;
 mod keys;
+mod optimizer;
 mod parallel;
 mod schedule;
 mod sizes;
@@ -15,9 +16,10 @@ pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
     ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
-    Labels, LogConfig, MetricsConfig, ModelConfig, OptimizerConfig, OptimizerKind, RateSchedule,
-    StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
+    Labels, LogConfig, MetricsConfig, ModelConfig, StashConfig, StashDtype, StashPlace, StepConfig,
+    Task, ValidationConfig, WatchdogConfig,
 };
+pub use optimizer::{GroupConfig, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
@@ -26,7 +28,8 @@ pub use train::{LoraConfig, TrainConfig};
 use crate::error::Error;
 use crate::models::Shape;
 use crate::optimizers::{
-    Adam, AdamW, Decay, Lamb, LearningRate, Lion, Momentum, Sgd, UpdateRule, WeightDecay,
+    Adam, AdamW, Decay, Group, Groups, Lamb, LearningRate, Lion, Momentum, Sgd, UpdateRule,
+    WeightDecay,
 };
 pub use crate::tensor::Dtype;
 
@@ -129,15 +132,28 @@ impl Config {
     pub fn update_rule(&self) -> Box<dyn UpdateRule> {
         let OptimizerConfig { kind, betas, epsilon, momentum, nesterov, .. } = self.optimizer;
         let OptimizerConfig { weight_decay: rate, ref no_decay, .. } = self.optimizer;
+        let rule = |kind, decay| -> Box<dyn UpdateRule> {
+            match kind {
+                OptimizerKind::Adamw => Box::new(AdamW { betas, epsilon, decay }),
+                OptimizerKind::Adam => Box::new(Adam { betas, epsilon, decay }),
+                OptimizerKind::Lamb => Box::new(Lamb { betas, epsilon, decay }),
+                OptimizerKind::Lion => Box::new(Lion { betas, decay }),
+                OptimizerKind::Sgd if momentum == 0.0 => Box::new(Sgd { decay }),
+                OptimizerKind::Sgd => Box::new(Momentum { momentum, nesterov, decay }),
+            }
+        };
         let decay = WeightDecay { rate, except: no_decay.clone() };
-        match kind {
-            OptimizerKind::Adamw => Box::new(AdamW { betas, epsilon, decay }),
-            OptimizerKind::Adam => Box::new(Adam { betas, epsilon, decay }),
-            OptimizerKind::Lamb => Box::new(Lamb { betas, epsilon, decay }),
-            OptimizerKind::Lion => Box::new(Lion { betas, decay }),
-            OptimizerKind::Sgd if momentum == 0.0 => Box::new(Sgd { decay }),
-            OptimizerKind::Sgd => Box::new(Momentum { momentum, nesterov, decay }),
+        let others = rule(kind, decay.clone());
+        if self.optimizer.groups.is_empty() {
+            return others;
         }
+        let group = |group: &GroupConfig| {
+            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
+            let rate = group.learning_rate.map_or(1.0, |rate| rate / self.optimizer.learning_rate);
+            let rule = rule(group.kind.unwrap_or(kind), own.unwrap_or_else(|| decay.clone()));
+            Group { patterns: group.patterns.clone(), rule, rate }
+        };
+        Box::new(Groups { groups: self.optimizer.groups.iter().map(group).collect(), others })
     }
 
     /// Tokens of a sequence at most.
@@ -229,7 +245,9 @@ mod tests {
             ("[step]\nbatch = -1", "batch"),
             ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate"),
             ("[optimizer]\nclip_norm = 0.0", "optimizer.clip_norm must be above 0"),
-            ("[optimizer]\nkind = \"sgd\"", "unknown variant `sgd`"),
+            ("[optimizer]\nkind = \"adagrad\"", "unknown variant `adagrad`"),
+            ("[optimizer]\nmomentum = 0.9", "optimizer.kind = \"sgd\""),
+            ("[[optimizer.groups]]\nmatch = []", "optimizer.groups"),
             ("[channels]\nstash = 0", "channels.stash must be at least 1"),
             ("[device]\nlink = \"fast\"", "\"12GB/s\""),
             ("[device]\nmemory = \"12 apples\"", "12 apples"),

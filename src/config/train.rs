@@ -15,8 +15,8 @@ pub struct TrainConfig {
     /// Tensors that are trained; all when empty. Each entry is a kind (`bias`, `norm`, `weight`),
     /// some parts of a tensor's name that follow each other between its dots (`q_proj`,
     /// `layers.3`), or a pattern with `*` for the whole name. With `lora` they are trained beside
-    /// the adapters, in place of a classifier's head. Weights of queries, keys and values that one product computes are trained
-    /// together.
+    /// the adapters, in place of a classifier's head. Weights of queries, keys and values that one
+    /// product computes are trained together.
     pub only: Vec<String>,
     /// Tensors that are not trained, named in the same way; they count before `only`. A frozen
     /// tensor has no gradient and no optimizer state. The backward pass ends at the lowest layer

@@ -111,13 +111,8 @@ impl Model {
         if only.is_empty() && frozen.is_empty() && lora.is_none() {
             return Ok(());
         }
-        for (key, patterns) in [("train.only", only), ("train.frozen", frozen)] {
-            for pattern in patterns {
-                if !self.tensors().any(|tensor| matches_tensor(pattern, tensor)) {
-                    return Err(Error::config(key, no_match(pattern, &self.modules())));
-                }
-            }
-        }
+        self.check_patterns("train.only", only)?;
+        self.check_patterns("train.frozen", frozen)?;
         let classes = self.parts.iter().zip(&self.part_blocks);
         let classes = classes.filter(|(part, _)| matches!(part, Part::Classes(_)));
         let classes: Vec<usize> = classes.map(|(_, blocks)| blocks[0].0 as usize).collect();
@@ -142,6 +137,16 @@ impl Model {
             ));
         }
         Ok(())
+    }
+
+    /// Refuses patterns that name no tensor.
+    pub(crate) fn check_patterns(&self, key: &str, patterns: &[String]) -> Result<(), Error> {
+        let is_lost =
+            |pattern: &&String| !self.tensors().any(|tensor| matches_tensor(pattern, tensor));
+        match patterns.iter().find(is_lost) {
+            Some(pattern) => Err(Error::config(key, no_match(pattern, &self.modules()))),
+            None => Ok(()),
+        }
     }
 
     /// All tensors; each tile of the vocabulary has some.

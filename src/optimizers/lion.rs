@@ -1,4 +1,5 @@
-//! Lion (Chen et al. 2023, algorithm 2): the sign of an interpolation between momentum and gradient.
+//! Lion (Chen et al. 2023, algorithm 2): the sign of an interpolation between momentum and
+//! gradient.
 
 use super::elementwise::{ElementRule, elementwise_rule};
 use super::{Update, WeightDecay};

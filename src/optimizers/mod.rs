@@ -5,6 +5,7 @@ mod adam;
 mod adamw;
 mod decay;
 pub(crate) mod elementwise;
+mod groups;
 mod lamb;
 mod lion;
 mod rate;
@@ -19,6 +20,7 @@ use rayon::prelude::*;
 pub use adam::Adam;
 pub use adamw::AdamW;
 pub use decay::WeightDecay;
+pub use groups::{Group, Groups};
 pub use lamb::Lamb;
 pub use lion::Lion;
 pub use rate::{Decay, LearningRate};
@@ -202,6 +204,21 @@ mod tests {
             ("nesterov", Box::new(Momentum { momentum: 0.9, nesterov: true, decay: decay(0.1) })),
             ("lion", Box::new(Lion { betas, decay: decay(0.1) })),
             ("lamb", Box::new(Lamb { betas, epsilon, decay: decay(0.1) })),
+            (
+                "groups",
+                Box::new(Groups {
+                    groups: vec![Group {
+                        patterns: vec!["b".into()],
+                        rule: Box::new(Momentum {
+                            momentum: 0.9,
+                            nesterov: false,
+                            decay: WeightDecay { rate: 0.2, except: Vec::new() },
+                        }),
+                        rate: 3.0,
+                    }],
+                    others: Box::new(AdamW { betas, epsilon, decay: decay(0.1) }),
+                }),
+            ),
         ];
         let steps: Vec<Vec<f64>> =
             golden["gradients"].as_array().expect("a list").iter().map(numbers).collect();

@@ -71,8 +71,8 @@ mod tests {
         for decay in [Decay::Constant, Decay::Linear, Decay::Cosine, Decay::Wsd] {
             assert_eq!((of(decay).at(0), of(decay).at(3), of(decay).at(4)), (0.25, 1.0, 1.0));
         }
-        // transformers' get_polynomial_decay_schedule_with_warmup and get_inverse_sqrt_schedule, one
-        // step later, for their warm-up begins with a rate of 0.
+        // transformers' polynomial and inverse square root schedules, one step later, for their
+        // warm-up begins with a rate of 0.
         let polynomial = of(Decay::Polynomial { power: 2.0 });
         assert_eq!((polynomial.at(3), polynomial.at(54)), (1.0, 0.1 + 0.9 * 0.25));
         let root = of(Decay::InverseSqrt);

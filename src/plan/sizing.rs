@@ -67,6 +67,9 @@ impl Sizing<'_> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
         self.share.check(self.model, self.rule)?;
+        for group in &self.config.optimizer.groups {
+            self.model.check_patterns("optimizer.groups", &group.patterns)?;
+        }
         let pipeline = pipelines::read(self.config)?.map(Arc::new);
         let schedules = self.schedules(pipeline.as_deref())?;
         let pools = self.pools(&schedules.all);

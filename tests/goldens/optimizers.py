@@ -68,6 +68,17 @@ def main():
                 parameter.grad = SCALE * one
             optimizer.step()
         rules[name] = flat(tensor.detach() for tensor in parameters)
+    # Two groups: the bias by SGD with momentum, at three times the rate, with another decay.
+    weight, bias = parameters = [torch.nn.Parameter(tensor.clone()) for tensor in begin]
+    optimizers = [
+        torch.optim.AdamW([weight], lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY),
+        torch.optim.SGD([bias], lr=3 * RATE, momentum=0.9, weight_decay=0.2),
+    ]
+    for gradient in gradients:
+        for parameter, optimizer, one in zip(parameters, optimizers, gradient):
+            parameter.grad = SCALE * one
+            optimizer.step()
+    rules["groups"] = flat(tensor.detach() for tensor in parameters)
     golden = {"begin": flat(begin), "gradients": [flat(gradient) for gradient in gradients], "rules": rules}
     (pathlib.Path(__file__).parent / "optimizers.json").write_text(json.dumps(golden) + "\n")
 

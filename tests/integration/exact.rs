@@ -5,8 +5,8 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, Deal, EpsTier, LoraConfig, OptimizerKind, Recompute, ScheduleKind, StashDtype,
-    StashPlace, TrainConfig, Transfer,
+    ChannelsConfig, Deal, EpsTier, GroupConfig, LoraConfig, OptimizerKind, Recompute, ScheduleKind,
+    StashDtype, StashPlace, TrainConfig, Transfer,
 };
 use l2l::data::Batches;
 use l2l::plan::LinkBytes;
@@ -127,6 +127,12 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.groups = case.groups;
     config.train = case.trained.config();
     config.optimizer.kind = case.rule;
+    if case.layers == 2 {
+        let patterns = vec!["mlp".into(), "bias".into()];
+        let (learning_rate, kind) = (Some(3e-3), Some(OptimizerKind::Lion));
+        config.optimizer.groups =
+            vec![GroupConfig { patterns, learning_rate, weight_decay: Some(0.1), kind }];
+    }
     // One of the two rules of this kind, by chance.
     let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);
     config.optimizer.momentum = if has_momentum { 0.9 } else { 0.0 };

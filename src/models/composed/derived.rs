@@ -26,7 +26,8 @@ struct Walk<'a, 'n> {
     forward: &'n Operations<'a>,
     /// The gradient of each value.
     gradients: Vec<Option<Gradient>>,
-    /// Gradients of the tensors that are trained, and whether each holds contributions of this step.
+    /// Gradients of the tensors that are trained, and whether each holds contributions of this
+    /// step.
     tensors: Vec<(Option<View>, bool)>,
     scratch: &'n Scratch<'n>,
 }

@@ -1,0 +1,65 @@
+//! Products, with weights that are trained or frozen, and columns of their outputs.
+
+use super::Cases;
+use crate::kernels::{AddColumns, Linear, LinearBackward, TakeColumns};
+
+impl Cases<'_> {
+    pub(super) fn of_products(&mut self) {
+        let r = self.batch.rows();
+        for (inputs, outputs, transposed) in [(7, 5, false), (36, 20, true)] {
+            let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
+            self.case("linear", |p| {
+                let (y, x) = (p.output([r, outputs]), p.input([r, inputs]));
+                let (w, bias) = (p.input(weights), Some(p.input([1, outputs])));
+                move |k, _| k.linear(&Linear { y, x, w, bias, transposed })
+            });
+            for accumulate in [false, true] {
+                self.case("linear_backward", |p| {
+                    let op = LinearBackward {
+                        dx: p.output([r, inputs]),
+                        dw: Some(p.gradient(weights, accumulate)),
+                        dbias: Some(p.gradient([1, outputs], accumulate)),
+                        dy: p.input([r, outputs]),
+                        x: p.input([r, inputs]),
+                        w: p.input(weights),
+                        transposed,
+                        accumulate,
+                    };
+                    move |k, scratch| k.linear_backward(&op, scratch)
+                });
+            }
+        }
+    }
+
+    /// Those of weights that are frozen.
+    pub(super) fn of_frozen_products(&mut self) {
+        let r = self.batch.rows();
+        self.case("linear_backward", |p| {
+            let op = LinearBackward {
+                dx: p.output([r, 12]),
+                dw: None,
+                dbias: None,
+                dy: p.input([r, 9]),
+                x: p.input([r, 12]),
+                w: p.input([9, 12]),
+                transposed: true,
+                accumulate: false,
+            };
+            move |k, scratch| k.linear_backward(&op, scratch)
+        });
+    }
+
+    pub(super) fn of_columns(&mut self) {
+        let (r, first, scale) = (self.batch.rows(), 3, 0.75);
+        for (all, some) in [(9, 5), (1100, 1030)] {
+            self.case("add_columns", |p| {
+                let (y, x) = (p.input([r, all]), p.input([r, some]));
+                move |k, _| k.add_columns(&AddColumns { y, x, first, scale })
+            });
+            self.case("take_columns", |p| {
+                let (y, x) = (p.output([r, some]), p.input([r, all]));
+                move |k, _| k.take_columns(&TakeColumns { y, x, first, scale })
+            });
+        }
+    }
+}
