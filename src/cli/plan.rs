@@ -236,6 +236,7 @@ impl Shown<'_> {
             "fits": misfits.is_empty(),
             "why_not": misfits.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "parameters": model.parameters(),
+            "trained_parameters": model.trained_parameters(),
             "devices": plan.devices(),
             "device_bytes": terms(&plan.device, plan.device_bytes()),
             "pinned_bytes": plan.pinned_bytes,
@@ -284,6 +285,10 @@ impl Shown<'_> {
     fn print_bytes(&self) {
         let plan = self.plan;
         number("parameters", self.model.parameters() as u64, "");
+        let trained = self.model.trained_parameters();
+        if trained < self.model.parameters() {
+            number("trained", trained as u64, "of them");
+        }
         let device = match plan.devices() {
             1 => "device".to_string(),
             devices => format!("each of {devices} devices"),

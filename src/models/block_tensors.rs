@@ -1,5 +1,4 @@
-//! The tensors of a block, and where they lie in it: first those that are trained, then those that
-//! are frozen.
+//! Which tensors of a block are trained, and where all of them lie in it.
 //!
 //! Gradients, optimizer states and gradient regions have the trained part alone, which begins a
 //! block. So they are shorter than the block, and nothing of a frozen tensor leaves the device or
@@ -11,7 +10,7 @@ use std::slice::Iter;
 use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
 use crate::tensor::View;
 
-/// See the [module](self).
+/// The tensors of a block: those that are trained lie first in it, then those that are frozen.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct BlockTensors {
     /// All, in the order of their layer.

@@ -327,6 +327,11 @@ impl Model {
         Ok(())
     }
 
+    /// The number of its parameters that are trained.
+    pub fn trained_parameters(&self) -> usize {
+        self.blocks.iter().flat_map(BlockTensors::trained).map(Tensor::len).sum()
+    }
+
     /// The number of its parameters, each counted once.
     pub fn parameters(&self) -> usize {
         self.blocks.iter().flat_map(BlockTensors::iter).map(Tensor::len).sum()

@@ -11,8 +11,9 @@ use crate::error::Error;
 /// What is trained of a model. Without any of it, everything is.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Training {
-    /// [Patterns](matches) of tensors; with adapters, of those that are trained beside them. Empty:
-    /// all; with adapters: none but the head of classes.
+    /// Patterns of tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with `*` for
+    /// any text. With adapters, of those that are trained beside them. Empty: all; with adapters:
+    /// none but the head of classes.
     pub only: Vec<String>,
     /// Patterns of tensors that are not trained, whatever `only` says.
     pub frozen: Vec<String>,
@@ -31,7 +32,7 @@ pub struct Lora {
     pub rank_stabilised: bool,
     /// Probability of dropout of what an adapter reads.
     pub dropout: f32,
-    /// [Patterns](matches) of modules. `all-linear`: all.
+    /// Patterns of modules: parts of names, or names with `*`. `all-linear`: all.
     pub targets: Vec<String>,
 }
 
@@ -73,8 +74,7 @@ fn matches_text(pattern: &str, text: &str) -> bool {
     })
 }
 
-/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name: see
-/// [`matches`].
+/// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name.
 pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
     let kind = match tensor.kind {
         Kind::Weight => "weight",

@@ -2,9 +2,11 @@
 //! CPU, relay against resident, and a driver that fails anywhere. What kernels compute alone,
 //! `.ci/kernels.py` checks.
 
+mod trained;
 use std::path::Path;
 use std::sync::Arc;
 
+use super::emulated;
 use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind, Transfer};
 use crate::data::Batches;
 use crate::inference::{Generator, Room, Sampling};
@@ -17,8 +19,6 @@ use crate::optimizers::{Update, UpdateRule};
 use crate::tensor::Dtype;
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
-
-use super::emulated;
 
 fn config(kind: DeviceKind) -> Config {
     let mut config = Config::default();
