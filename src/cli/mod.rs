@@ -369,9 +369,11 @@ impl Common {
     }
 }
 
-/// The directory of a run's model: its newest or best checkpoint, or else `model.path`.
+/// The directory of a run's model: its newest or best checkpoint, or else the adapters that it
+/// begins with, or `model.path`.
 fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
-    match (&config.checkpoint.directory, &config.model.path) {
+    let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
+    match (&config.checkpoint.directory, adapters.or(config.model.path.as_ref())) {
         (Some(directory), _) if directory.is_dir() => {
             let keeper = Keeper::peek(directory);
             let found = if best { keeper.best() } else { keeper.newest() };

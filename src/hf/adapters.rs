@@ -61,7 +61,10 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
 /// As [`training_of`] and [`Model::for_training`].
 pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
     let located = |error| match (error, config.train.lora.as_ref().and_then(|l| l.path.as_ref())) {
-        (Error::Config { key, problem }, Some(path)) if key.starts_with("train.lora") => {
+        // The config did not set this key, so the value comes from the adapters.
+        (Error::Config { key, problem }, Some(path))
+            if key.starts_with("train.lora") || config.train.only.is_empty() =>
+        {
             let what = format_args!("{key} {problem}");
             Error::bad_model(path.join(CONFIG).display(), what)
         }

@@ -15,6 +15,7 @@ use super::adapters::{PREFIX, WEIGHTS, read_lora};
 use super::config::read_shape;
 use super::weights::{decode, header, map};
 use crate::error::Error;
+use crate::models::families::Names;
 use crate::models::{Lora, adapters};
 
 /// Adapters of a directory, to be added to the weights of a model.
@@ -23,8 +24,7 @@ pub(super) struct Merge {
     lora: Lora,
     /// Whether weights are (outputs, inputs).
     transposed: bool,
-    /// The beginning of names that files of the model may leave out.
-    prefix: &'static str,
+    names: &'static Names,
 }
 
 impl Merge {
@@ -37,9 +37,20 @@ impl Merge {
         let path = directory.join(WEIGHTS);
         let refuse = |what: String| Error::bad_model(path.display(), what);
         let map = map(&path)?;
-        SafeTensors::deserialize(&map).map_err(|error| refuse(error.to_string()))?;
+        let tensors = SafeTensors::deserialize(&map).map_err(|error| refuse(error.to_string()))?;
+        let [a, b] = adapters::ENDS;
+        for name in tensors.names() {
+            let other = match (name.strip_suffix(a), name.strip_suffix(b)) {
+                (Some(module), _) => format!("{module}{b}"),
+                (None, Some(module)) => format!("{module}{a}"),
+                (None, None) => continue,
+            };
+            if tensors.tensor(&other).is_err() {
+                return Err(refuse(format!("{other} is missing")));
+            }
+        }
         let (lora, _) = read_lora(directory)?;
-        Ok(Merge { map, lora, transposed: shape.transposed, prefix: shape.names.prefix })
+        Ok(Merge { map, lora, transposed: shape.transposed, names: shape.names })
     }
 
     fn tensors(&self) -> SafeTensors<'_> {
@@ -63,8 +74,7 @@ impl Merge {
             let is_last = at + 1 == files.len();
             if let Some(lost) = missing.iter().find(|name| is_last && !self.has(name)) {
                 return Err(refuse(format!(
-                    "{lost} is missing, of which there is an adapter: the adapters are of another \
-                     model"
+                    "{lost} is missing, which the adapters change: they are of another model"
                 )));
             }
             let new = if is_last { &missing[..] } else { &[] };
@@ -94,12 +104,15 @@ impl Merge {
 
     /// Whether a tensor of a file is the one of this name, of which files may leave out the prefix.
     fn is_called(&self, in_file: &str, name: &str) -> bool {
-        in_file == name || name.strip_prefix(self.prefix) == Some(in_file)
+        in_file == name || name.strip_prefix(self.names.prefix) == Some(in_file)
     }
 
-    /// Whether the adapters' file has a tensor itself, to replace or to add.
+    /// Whether the adapters' file has a tensor that the model may lack: one of a head.
     fn has(&self, name: &str) -> bool {
-        self.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
+        let Names { class_dense, class_out, head, .. } = self.names;
+        let is_in = |layer: &&str| !layer.is_empty() && name.starts_with(*layer);
+        let is_of_head = [class_dense, class_out, head].into_iter().any(|layer| is_in(&layer));
+        is_of_head && self.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
     }
 
     fn write_one(
@@ -142,7 +155,8 @@ impl Merge {
     fn merged(&self, name: &str, tensor: &TensorView<'_>) -> Result<Option<Vec<f32>>, String> {
         let tensors = self.tensors();
         let find = |end: &str, of: &str| {
-            let names = [format!("{PREFIX}{of}{end}"), format!("{PREFIX}{}{of}{end}", self.prefix)];
+            let names =
+                [format!("{PREFIX}{of}{end}"), format!("{PREFIX}{}{of}{end}", self.names.prefix)];
             names.iter().find_map(|name| tensors.tensor(name).ok())
         };
         let floats = |view: &TensorView<'_>| -> Result<Vec<f32>, String> {

@@ -261,3 +261,43 @@ async fn frozen_tensors_keep_their_bits_and_have_no_state() {
     let states = SafeTensors::deserialize(&bytes).expect("good");
     assert_eq!(states.len(), 2 * (3 * 6 + 1), "two states of each trained tensor");
 }
+
+/// Adapters of a kind that is not there, and files that are not whole: read and merged alike.
+#[test]
+fn adapters_that_cannot_be_read_are_refused() {
+    let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/llama");
+    let refused = |change: &dyn Fn(&mut Value), leave_out: &str| -> [String; 2] {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let (from, to) = (adapters("llama"), folder.path());
+        let text = fs::read_to_string(from.join("adapter_config.json")).expect("it is committed");
+        let mut value: Value = serde_json::from_str(&text).expect("JSON");
+        change(&mut value);
+        fs::write(to.join("adapter_config.json"), value.to_string()).expect("a place for files");
+        let bytes = fs::read(from.join("adapter_model.safetensors")).expect("it is committed");
+        let tensors = SafeTensors::deserialize(&bytes).expect("good").tensors();
+        let kept = tensors.into_iter().filter(|(name, _)| !name.ends_with(leave_out));
+        let kept = safetensors::serialize(kept, None).expect("plain tensors");
+        fs::write(to.join("adapter_model.safetensors"), kept).expect("a place for files");
+        let (mut config, _) = pytorch::case("llama");
+        config.train.lora = Some(LoraConfig { path: Some(to.into()), ..LoraConfig::default() });
+        let read = Trainer::start(config).err().expect("it is refused").to_string();
+        let merged = hf::export(to, Some(&base), &to.join("merged")).expect_err("it is refused");
+        [read, merged.to_string()]
+    };
+    let whole = "nothing";
+    for (errors, says) in [
+        (refused(&|config| config["peft_type"] = "IA3".into(), whole), "LORA alone"),
+        (refused(&|config| config["use_dora"] = true.into(), whole), "use_dora"),
+        (refused(&|config| config["rank_pattern"]["q_proj"] = 2.into(), whole), "rank_pattern"),
+        (refused(&|config| config["r"] = 4.5.into(), whole), "r is no rank"),
+        (refused(&|config| config["r"] = 3.into(), whole), "[48, 56]"),
+        (
+            refused(&|_| (), "layers.1.mlp.up_proj.lora_B.weight"),
+            "up_proj.lora_B.weight is missing",
+        ),
+    ] {
+        // A wrong rank is seen by other shapes when adapters are read.
+        assert!(errors[1].contains(says), "{says:?} is not in: {}", errors[1]);
+        assert!(errors[0].contains(says) || says.starts_with('['), "{says:?}: {}", errors[0]);
+    }
+}

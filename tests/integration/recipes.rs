@@ -49,13 +49,14 @@ fn every_recipe_runs() {
         format!("model.path={}", root("tests/goldens/text").join(directory).display())
     };
     let small = ["model.layers=1", "model.hidden=32", "model.heads=2"].map(String::from);
-    let recipes: [(&str, Vec<String>, &str, &str); 6] = [
+    let recipes: [(&str, Vec<String>, &str, &str); 7] = [
         ("pretrain", small.to_vec(), &text, "perplexity"),
         ("continue", vec![tiny("bpe")], &texts, "perplexity"),
         ("masked", vec![tiny("wordpiece")], &text, "perplexity"),
         ("classify", vec![tiny("wordpiece")], &classes, "accuracy"),
         ("similarity", vec![tiny("wordpiece")], &pairs, "spearman"),
         ("chat", vec![tiny("llama")], &chats, "perplexity"),
+        ("lora", vec![tiny("llama")], &chats, "perplexity"),
     ];
     let known = fs::read_dir(root("examples/recipes")).expect("a folder").count();
     assert_eq!(known, recipes.len(), "each recipe is tried");
@@ -88,11 +89,14 @@ fn every_recipe_runs() {
         let json = [command("eval"), vec!["--format".into(), "json".into()]].concat();
         let found: Value = serde_json::from_str(&good(&json)).expect("an object");
         assert!(found[metric].as_f64().is_some_and(f64::is_finite), "{recipe}: {found}");
-        if recipe == "chat" || recipe == "pretrain" {
+        if ["chat", "lora", "pretrain"].contains(&recipe) {
             let mut generate = command("generate");
             generate.extend(["--prompt", "the ring", "--tokens", "5"].map(String::from));
-            generate.extend((recipe == "chat").then(|| "--chat".to_string()));
+            generate.extend((recipe != "pretrain").then(|| "--chat".to_string()));
             good(&generate);
+            let to = format!("{run}.exported");
+            good(&[command("export"), vec!["--to".into(), to.clone()]].concat());
+            assert!(Path::new(&to).join("model.safetensors").is_file(), "{recipe}");
         }
     }
 }
