@@ -467,6 +467,18 @@ def check_bias(device, random, rows, channels):
     device.expect(y, expected, 1e-6)
 
 
+def check_columns(device, random, rows, width, columns, first):
+    scale, some = 0.75, slice(first, first + columns)
+    all_columns, taken = device.elements(noise(random, rows, width)), device.out(rows, columns)
+    device.launch("take_columns", taken, all_columns, rows, width, columns, first, scale)
+    device.expect(taken, scale * all_columns.wide[:, some], 1e-6)
+    y = device.elements(noise(random, rows, width), changes=True)
+    x, expected = device.elements(noise(random, rows, columns)), y.wide.copy()
+    expected[:, some] += scale * x.wide
+    device.launch("add_columns", y, x, rows, width, columns, first, scale)
+    device.expect(y, expected, 1e-6)
+
+
 def check_clear(device, random, n):
     y, floats = device.out(n), device.floats_out(n)
     device.launch("clear", y, n)
@@ -830,6 +842,9 @@ def checks():
     pasts = [dict(pasts=p, positions=t, spare=s) for p, t, s in pasts]
     remembered = [dict(rows=r, packed=p, width=w) for r, p, w in ((1, 3, 2), (5, 96, 64), (3, 3072, 2048))]
 
+    parts = [(1, 3, 3, 0), (5, 12, 4, 8), (3, 9, 1, 3), (2, 2060, 1100, 4), (4, 2051, 2050, 1)]
+    parts = [dict(rows=r, width=w, columns=n, first=f) for r, w, n, f in parts]
+
     def each(*lists, **axes):
         """All combinations."""
         axes = [[{name: value} for value in values] for name, values in axes.items()]
@@ -855,6 +870,7 @@ def checks():
         ("classes", check_first_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
+        ("rows", check_columns, parts),
         ("past", check_remember, remembered),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
