@@ -19,7 +19,7 @@ pub use keys::{
     Labels, LogConfig, MetricsConfig, ModelConfig, StashConfig, StashDtype, StashPlace, StepConfig,
     Task, ValidationConfig, WatchdogConfig,
 };
-pub use optimizer::{GroupConfig, OptimizerConfig, OptimizerKind, RateSchedule};
+pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
@@ -27,10 +27,7 @@ pub use train::{LoraConfig, TrainConfig};
 
 use crate::error::Error;
 use crate::models::Shape;
-use crate::optimizers::{
-    Adam, AdamW, Decay, Group, Groups, Lamb, LearningRate, Lion, Momentum, Sgd, UpdateRule,
-    WeightDecay,
-};
+use crate::optimizers::{Decay, LearningRate, UpdateRule};
 pub use crate::tensor::Dtype;
 
 impl Config {
@@ -130,30 +127,7 @@ impl Config {
 
     /// The update rule.
     pub fn update_rule(&self) -> Box<dyn UpdateRule> {
-        let OptimizerConfig { kind, betas, epsilon, momentum, nesterov, .. } = self.optimizer;
-        let OptimizerConfig { weight_decay: rate, ref no_decay, .. } = self.optimizer;
-        let rule = |kind, decay| -> Box<dyn UpdateRule> {
-            match kind {
-                OptimizerKind::Adamw => Box::new(AdamW { betas, epsilon, decay }),
-                OptimizerKind::Adam => Box::new(Adam { betas, epsilon, decay }),
-                OptimizerKind::Lamb => Box::new(Lamb { betas, epsilon, decay }),
-                OptimizerKind::Lion => Box::new(Lion { betas, decay }),
-                OptimizerKind::Sgd if momentum == 0.0 => Box::new(Sgd { decay }),
-                OptimizerKind::Sgd => Box::new(Momentum { momentum, nesterov, decay }),
-            }
-        };
-        let decay = WeightDecay { rate, except: no_decay.clone() };
-        let others = rule(kind, decay.clone());
-        if self.optimizer.groups.is_empty() {
-            return others;
-        }
-        let group = |group: &GroupConfig| {
-            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
-            let rate = group.learning_rate.map_or(1.0, |rate| rate / self.optimizer.learning_rate);
-            let rule = rule(group.kind.unwrap_or(kind), own.unwrap_or_else(|| decay.clone()));
-            Group { patterns: group.patterns.clone(), rule, rate }
-        };
-        Box::new(Groups { groups: self.optimizer.groups.iter().map(group).collect(), others })
+        self.optimizer.rule(self.step.seed)
     }
 
     /// Tokens of a sequence at most.
@@ -246,7 +220,12 @@ mod tests {
             ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate"),
             ("[optimizer]\nclip_norm = 0.0", "optimizer.clip_norm must be above 0"),
             ("[optimizer]\nkind = \"adagrad\"", "unknown variant `adagrad`"),
-            ("[optimizer]\nmomentum = 0.9", "optimizer.kind = \"sgd\""),
+            ("[optimizer]\nmomentum = 0.9", "optimizer.kind = \"sgd\" or \"muon\""),
+            ("[optimizer]\nkind = \"sgd\"\nnesterov = true", "needs momentum"),
+            ("[optimizer]\nblock_size = 128", "optimizer.kind = \"adamw-8bit\""),
+            ("[optimizer]\nblock_size = 100", "a power of two from 16 to 4096"),
+            ("[optimizer]\nrelative_step = true", "optimizer.kind = \"adafactor\""),
+            ("[optimizer]\nema = 1.0", "optimizer.ema must be in [0, 1)"),
             ("[[optimizer.groups]]\nmatch = []", "optimizer.groups"),
             ("[channels]\nstash = 0", "channels.stash must be at least 1"),
             ("[device]\nlink = \"fast\"", "\"12GB/s\""),

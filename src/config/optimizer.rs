@@ -4,6 +4,10 @@ use serde::{Deserialize, Serialize};
 
 use super::check::{is_not_negative, is_positive, must, refuse};
 use crate::error::Error;
+use crate::optimizers::{
+    Adafactor, Adam, AdamW, AdamW8bit, AdamWBf16, Ema, Group, Groups, Lamb, Lion, Momentum, Muon,
+    MuonRate, Sgd, UpdateRule, WeightDecay,
+};
 
 /// `[optimizer]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
@@ -12,7 +16,10 @@ use crate::error::Error;
 pub struct OptimizerConfig {
     /// The update rule. `adamw` and `lamb` keep two states a parameter, as `adam` does, whose
     /// weight decay passes through its moments; `lion` keeps one; `sgd` keeps one with momentum,
-    /// and none without. A program that uses the library may bring its own.
+    /// and none without. `adafactor` keeps a number for each row and each column of a matrix.
+    /// `muon` keeps one state of the matrices inside layers, and updates vectors, embeddings and
+    /// heads as `adamw` does. `adamw-8bit` and `adamw-bf16` are `adamw` with moments of one and of
+    /// two bytes. A program that uses the library may bring its own.
     pub kind: OptimizerKind,
     /// The highest learning rate, reached at the end of the warm-up.
     pub learning_rate: f64,
@@ -28,19 +35,41 @@ pub struct OptimizerConfig {
     pub warmup_steps: u64,
     /// Learning rate at the end of the run; not used by the `constant` schedule.
     pub min_learning_rate: f64,
-    /// Decay rates of the first and second moment of `adamw`, `adam` and `lamb`. Of `lion`: the
-    /// rate of the interpolation whose sign is taken, and of the momentum (its paper has 0.9 and
-    /// 0.99).
+    /// Decay rates of the first and second moment of `adamw` (in all its forms), `adam` and
+    /// `lamb`. Of `lion`: the rate of the interpolation whose sign is taken, and of the momentum
+    /// (its paper has 0.9 and 0.99).
     pub betas: (f64, f64),
-    /// Term added to the denominator of `adamw`, `adam` and `lamb`, for numerical stability.
+    /// Term added to the denominator of `adamw` (in all its forms), `adam` and `lamb`, for
+    /// numerical stability.
     pub epsilon: f64,
-    /// Momentum of `sgd`: the share that a step leaves of it, in [0, 1).
-    pub momentum: f64,
-    /// Nesterov's momentum, for `sgd`.
-    pub nesterov: bool,
-    /// Weight decay. Of `adamw` and `lion` it is decoupled: each step multiplies a weight by 1 −
-    /// `learning_rate` × `weight_decay`. Of `lamb` it is a part of the step. Of `adam` and `sgd` it
-    /// is added to the gradient.
+    /// Momentum of `sgd` and `muon`: the share that a step leaves of it, in [0, 1). When absent, 0
+    /// for `sgd` and 0.95 for `muon`.
+    pub momentum: Option<f64>,
+    /// Nesterov's momentum, for `sgd` and `muon`. When absent, `false` for `sgd` and `true` for
+    /// `muon`.
+    pub nesterov: Option<bool>,
+    /// How `muon` scales the learning rate for a matrix of A rows and B columns: `original` by
+    /// √max(1, A ÷ B), which wants rates of about 0.02; `match-rms-adamw` by 0.2 √max(A, B), so that
+    /// one rate fits matrices and what `adamw` updates.
+    pub muon_rate: MuonRateRule,
+    /// Of `adafactor`: in step t, t to this power is the share of the new in the second moment.
+    pub decay_rate: f64,
+    /// Of `adafactor`: the bound of the root mean square of a tensor's update.
+    pub clip_threshold: f64,
+    /// Of `adafactor`: multiply the learning rate by the root mean square of the tensor, at least
+    /// 0.001.
+    pub scale_parameter: bool,
+    /// Of `adafactor`: bound the learning rate by 1 ÷ √t in step t.
+    pub relative_step: bool,
+    /// Of `adamw-8bit`: elements of a tensor that share a factor, a power of two from 16 to 4096.
+    /// Tensors of fewer than 4,096 elements keep moments of floats.
+    pub block_size: usize,
+    /// Keep a moving average of the weights, of which a step leaves this share (0.999, say), in 4
+    /// bytes a parameter more. `l2l export --ema` writes it.
+    pub ema: Option<f64>,
+    /// Weight decay. Of `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is decoupled:
+    /// each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. Of `lamb` it is a part
+    /// of the step. Of `adam` and `sgd` it is added to the gradient.
     pub weight_decay: f64,
     /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or patterns of tensor names
     /// with `*`. Biases and norms are not decayed by default, as is usual for transformers.
@@ -84,8 +113,15 @@ impl Default for OptimizerConfig {
             min_learning_rate: 0.0,
             betas: (0.9, 0.999),
             epsilon: 1e-8,
-            momentum: 0.0,
-            nesterov: false,
+            momentum: None,
+            nesterov: None,
+            muon_rate: MuonRateRule::Original,
+            decay_rate: -0.8,
+            clip_threshold: 1.0,
+            scale_parameter: true,
+            relative_step: false,
+            block_size: 256,
+            ema: None,
             weight_decay: 0.01,
             no_decay: vec!["bias".into(), "norm".into()],
             clip_norm: None,
@@ -109,6 +145,27 @@ pub enum OptimizerKind {
     Lamb,
     /// Lion (Chen et al. 2023).
     Lion,
+    /// Adafactor (Shazeer and Stern 2018).
+    Adafactor,
+    /// Muon (Jordan et al. 2024), with AdamW for what is no matrix of a layer.
+    Muon,
+    /// AdamW with moments of 8 bits in blocks (Dettmers et al. 2022).
+    #[serde(rename = "adamw-8bit")]
+    Adamw8bit,
+    /// AdamW with moments in bf16, rounded at random.
+    #[serde(rename = "adamw-bf16")]
+    AdamwBf16,
+}
+
+/// See [`OptimizerConfig::muon_rate`].
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum MuonRateRule {
+    /// As its author has it.
+    Original,
+    /// An update as large as AdamW's (Liu et al. 2025).
+    MatchRmsAdamw,
 }
 
 /// Shape of the learning rate after the warm-up: see [`crate::optimizers::Decay`].
@@ -129,16 +186,27 @@ impl OptimizerConfig {
     pub(super) fn check(&self) -> Result<(), Error> {
         let Self { learning_rate, min_learning_rate, betas, epsilon, .. } = *self;
         let (rate, decay, clip) = (learning_rate, self.weight_decay, self.clip_norm);
-        let is_share = |beta: f64| (0.0..1.0).contains(&beta);
         let finite = "a finite number, at least 0";
         must(is_not_negative(rate), "optimizer.learning_rate", finite)?;
         must(is_not_negative(min_learning_rate), "optimizer.min_learning_rate", "at least 0")?;
         let be = "two numbers in [0, 1)";
         must(is_share(betas.0) && is_share(betas.1), "optimizer.betas", be)?;
-        let Self { kind, momentum, nesterov, power, schedule, .. } = *self;
-        must(is_share(momentum), "optimizer.momentum", "in [0, 1)")?;
-        let kinds = self.groups.iter().filter_map(|group| group.kind).chain([kind]);
-        let is_sgd = kinds.into_iter().any(|kind| kind == OptimizerKind::Sgd);
+        self.check_groups()?;
+        self.check_rules()?;
+        let Self { power, schedule, .. } = *self;
+        must(is_positive(power), "optimizer.power", "above 0")?;
+        let problem = "is for optimizer.schedule = \"polynomial\": leave it out";
+        refuse(power != 1.0 && schedule != RateSchedule::Polynomial, "optimizer.power", problem)?;
+        must(is_positive(epsilon), "optimizer.epsilon", "above 0")?;
+        must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
+        let be = "at least 1e-45, because it is used in f32";
+        must(epsilon as f32 > 0.0, "optimizer.epsilon", be)?;
+        must(is_not_negative(decay), "optimizer.weight_decay", finite)?;
+        must(clip.is_none_or(is_positive), "optimizer.clip_norm", "above 0")?;
+        must(clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30")
+    }
+
+    fn check_groups(&self) -> Result<(), Error> {
         for group in &self.groups {
             let GroupConfig { patterns, learning_rate, weight_decay, .. } = group;
             let be = "of groups with a `match` of at least one tensor";
@@ -151,20 +219,137 @@ impl OptimizerConfig {
             let has_none = self.learning_rate == 0.0;
             refuse(has_none && learning_rate.is_some(), "optimizer.groups", problem)?;
         }
-        let problem = "is for optimizer.kind = \"sgd\": leave it out";
-        refuse(momentum > 0.0 && !is_sgd, "optimizer.momentum", problem)?;
+        Ok(())
+    }
+
+    /// Checks the keys of single rules.
+    fn check_rules(&self) -> Result<(), Error> {
+        use OptimizerKind::{Adafactor, Adamw8bit, Muon, Sgd};
+        let default = OptimizerConfig::default();
+        let kinds = self.groups.iter().filter_map(|group| group.kind).chain([self.kind]);
+        let kinds: Vec<OptimizerKind> = kinds.collect();
+        let is_for = |key: &str, is_set: bool, rules: &[OptimizerKind]| {
+            let names: Vec<String> =
+                rules.iter().map(|kind| format!("{:?}", kind.name())).collect();
+            let problem = format!("is for optimizer.kind = {}: leave it out", names.join(" or "));
+            let is_used = kinds.iter().any(|kind| rules.contains(kind));
+            refuse(is_set && !is_used, &format!("optimizer.{key}"), &problem)
+        };
+        let Self { momentum, nesterov, decay_rate, clip_threshold, block_size, ema, .. } = *self;
+        must(momentum.is_none_or(is_share), "optimizer.momentum", "in [0, 1)")?;
+        is_for("momentum", momentum.is_some_and(|share| share > 0.0), &[Sgd, Muon])?;
+        is_for("nesterov", nesterov == Some(true), &[Sgd, Muon])?;
+        let has_none = momentum.unwrap_or(if kinds.contains(&Muon) { 0.95 } else { 0.0 }) == 0.0;
         let problem =
             "needs momentum: set optimizer.momentum above 0, with optimizer.kind = \"sgd\"";
-        refuse(nesterov && momentum == 0.0, "optimizer.nesterov", problem)?;
-        must(is_positive(power), "optimizer.power", "above 0")?;
-        let problem = "is for optimizer.schedule = \"polynomial\": leave it out";
-        refuse(power != 1.0 && schedule != RateSchedule::Polynomial, "optimizer.power", problem)?;
-        must(is_positive(epsilon), "optimizer.epsilon", "above 0")?;
-        must(epsilon <= 1.0, "optimizer.epsilon", "at most 1")?;
-        let be = "at least 1e-45, because it is used in f32";
-        must(epsilon as f32 > 0.0, "optimizer.epsilon", be)?;
-        must(is_not_negative(decay), "optimizer.weight_decay", finite)?;
-        must(clip.is_none_or(is_positive), "optimizer.clip_norm", "above 0")?;
-        must(clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30")
+        refuse(nesterov == Some(true) && has_none, "optimizer.nesterov", problem)?;
+        is_for("muon_rate", self.muon_rate != default.muon_rate, &[Muon])?;
+        let is_falling = decay_rate.is_finite() && (-1.0..0.0).contains(&decay_rate);
+        must(is_falling, "optimizer.decay_rate", "from -1 to below 0")?;
+        is_for("decay_rate", decay_rate != default.decay_rate, &[Adafactor])?;
+        must(is_positive(clip_threshold), "optimizer.clip_threshold", "above 0")?;
+        is_for("clip_threshold", clip_threshold != default.clip_threshold, &[Adafactor])?;
+        is_for("scale_parameter", !self.scale_parameter, &[Adafactor])?;
+        is_for("relative_step", self.relative_step, &[Adafactor])?;
+        let is_block = block_size.is_power_of_two() && (16..=4096).contains(&block_size);
+        must(is_block, "optimizer.block_size", "a power of two from 16 to 4096")?;
+        is_for("block_size", block_size != default.block_size, &[Adamw8bit])?;
+        must(ema.is_none_or(is_share), "optimizer.ema", "in [0, 1)")
+    }
+
+    /// The update rule, whose random numbers are of this seed.
+    pub(super) fn rule(&self, seed: u64) -> Box<dyn UpdateRule> {
+        let decay = WeightDecay { rate: self.weight_decay, except: self.no_decay.clone() };
+        let others = self.rule_of(self.kind, decay.clone(), seed);
+        let group = |group: &GroupConfig| {
+            let own = group.weight_decay.map(|rate| WeightDecay { rate, except: Vec::new() });
+            let rate = group.learning_rate.map_or(1.0, |rate| rate / self.learning_rate);
+            let kind = group.kind.unwrap_or(self.kind);
+            let rule = self.rule_of(kind, own.unwrap_or_else(|| decay.clone()), seed);
+            Group { patterns: group.patterns.clone(), rule, rate }
+        };
+        let rule: Box<dyn UpdateRule> = match &self.groups[..] {
+            [] => others,
+            groups => Box::new(Groups { groups: groups.iter().map(group).collect(), others }),
+        };
+        match self.ema {
+            Some(decay) => Box::new(Ema { decay, rule }),
+            None => rule,
+        }
+    }
+
+    /// A rule of this kind.
+    fn rule_of(&self, kind: OptimizerKind, decay: WeightDecay, seed: u64) -> Box<dyn UpdateRule> {
+        let Self { betas, epsilon, momentum, nesterov, block_size, .. } = *self;
+        let adamw = |decay| AdamW { betas, epsilon, decay };
+        match kind {
+            OptimizerKind::Adamw => Box::new(adamw(decay)),
+            OptimizerKind::Adam => Box::new(Adam { betas, epsilon, decay }),
+            OptimizerKind::Lamb => Box::new(Lamb { betas, epsilon, decay }),
+            OptimizerKind::Lion => Box::new(Lion { betas, decay }),
+            OptimizerKind::Sgd => match momentum.unwrap_or(0.0) {
+                0.0 => Box::new(Sgd { decay }),
+                momentum => {
+                    let nesterov = nesterov.unwrap_or(false);
+                    Box::new(Momentum { momentum, nesterov, decay })
+                }
+            },
+            OptimizerKind::Adafactor => Box::new(Adafactor {
+                decay_rate: self.decay_rate,
+                epsilon: f64::from(f32::EPSILON),
+                clip_threshold: self.clip_threshold,
+                scale_parameter: self.scale_parameter,
+                relative_step: self.relative_step,
+                decay,
+            }),
+            OptimizerKind::Muon => {
+                let rate = match self.muon_rate {
+                    MuonRateRule::Original => MuonRate::Original,
+                    MuonRateRule::MatchRmsAdamw => MuonRate::MatchRmsAdamw,
+                };
+                let (momentum, nesterov) = (momentum.unwrap_or(0.95), nesterov.unwrap_or(true));
+                Box::new(Muon::new(momentum, nesterov, rate, decay.clone(), adamw(decay)))
+            }
+            OptimizerKind::Adamw8bit => {
+                let smallest = AdamW8bit::SMALLEST;
+                Box::new(AdamW8bit { adamw: adamw(decay), block_size, smallest })
+            }
+            OptimizerKind::AdamwBf16 => Box::new(AdamWBf16 { adamw: adamw(decay), seed }),
+        }
+    }
+}
+
+/// Whether a number can be the share that a step leaves of something.
+fn is_share(share: f64) -> bool {
+    (0.0..1.0).contains(&share)
+}
+
+impl OptimizerKind {
+    /// All of them.
+    pub const ALL: [OptimizerKind; 9] = [
+        OptimizerKind::Adamw,
+        OptimizerKind::Adam,
+        OptimizerKind::Sgd,
+        OptimizerKind::Lamb,
+        OptimizerKind::Lion,
+        OptimizerKind::Adafactor,
+        OptimizerKind::Muon,
+        OptimizerKind::Adamw8bit,
+        OptimizerKind::AdamwBf16,
+    ];
+
+    /// Its name in config files.
+    pub fn name(self) -> &'static str {
+        match self {
+            OptimizerKind::Adamw => "adamw",
+            OptimizerKind::Adam => "adam",
+            OptimizerKind::Sgd => "sgd",
+            OptimizerKind::Lamb => "lamb",
+            OptimizerKind::Lion => "lion",
+            OptimizerKind::Adafactor => "adafactor",
+            OptimizerKind::Muon => "muon",
+            OptimizerKind::Adamw8bit => "adamw-8bit",
+            OptimizerKind::AdamwBf16 => "adamw-bf16",
+        }
     }
 }

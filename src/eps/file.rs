@@ -14,23 +14,13 @@ use l2l_actors::schedule::{BlockId, Version};
 use serde_json::Value;
 
 use super::BlockPart;
-use super::direct::{Direct, PAGE_FLOATS, Progress};
+use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
+use super::places::Places;
 use crate::models::BlockTensors;
+use crate::optimizers::StateLayout;
 use crate::tensor::Arena;
 use crate::tensor::View;
-
-/// Where blocks lie in the file.
-struct Places {
-    /// For each block: its first byte, and the floats of one of its parts.
-    blocks: Vec<(u64, usize)>,
-    /// For each block: the first byte of its gradient region, if it has one.
-    regions: Vec<Option<u64>>,
-    /// The number of parts of each block.
-    parts: usize,
-    /// The size of the file.
-    bytes: u64,
-}
 
 /// The copies of each block of a model that is trained: the valid one and the one before.
 const COPIES: usize = 2;
@@ -58,53 +48,6 @@ pub(crate) struct FileTier {
     buffer: Mutex<Arena>,
     /// Keeps other runs away from the folder until this is dropped.
     _lock: Option<File>,
-}
-
-/// The floats that a part of a block takes on file: rounded up to whole pages.
-pub(crate) fn part_floats(floats: usize) -> usize {
-    floats.next_multiple_of(PAGE_FLOATS)
-}
-
-impl Places {
-    fn new(
-        blocks: &[BlockTensors],
-        copies: usize,
-        states: usize,
-        region: impl Fn(BlockId) -> bool,
-    ) -> Places {
-        let mut bytes = 0;
-        let mut place = |floats: usize| {
-            let at = bytes;
-            bytes += (floats * size_of::<f32>()) as u64;
-            at
-        };
-        let parts = 1 + states;
-        let floats = blocks.iter().map(|tensors| part_floats(tensors.len()));
-        let floats: Vec<usize> = floats.collect();
-        let blocks = floats.iter().map(|&part| (place(copies * parts * part), part)).collect();
-        let regions = floats.iter().enumerate();
-        let regions =
-            regions.map(|(id, &part)| region(BlockId(id as u32)).then(|| place(part))).collect();
-        Places { blocks, regions, parts, bytes }
-    }
-
-    /// The first byte and the floats of a part of one copy of a block.
-    fn of(&self, id: BlockId, copy: u8, part: usize) -> (u64, usize) {
-        let (at, floats) = self.blocks[id.0 as usize];
-        let nth = usize::from(copy) * self.parts + part;
-        (at + (nth * floats * size_of::<f32>()) as u64, floats)
-    }
-
-    /// Describes the places, to compare them with those of an existing file.
-    fn layout(&self) -> String {
-        let floats: Vec<String> = self.blocks.iter().map(|(_, part)| part.to_string()).collect();
-        format!("{} parts of {}", self.parts, floats.join(" "))
-    }
-
-    /// The floats of the largest part.
-    fn largest(&self) -> usize {
-        self.blocks.iter().map(|&(_, floats)| floats).max().unwrap_or(0)
-    }
 }
 
 /// A folder for an EPS on file, locked by this run.
@@ -157,7 +100,7 @@ impl FileTier {
     pub(crate) fn open(
         folder: Folder,
         blocks: &[BlockTensors],
-        states: usize,
+        states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
         resume: Option<u64>,
     ) -> io::Result<FileTier> {
@@ -206,7 +149,7 @@ impl FileTier {
         folder: &Path,
         blocks: &[BlockTensors],
         trains: bool,
-        states: usize,
+        states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
     ) -> io::Result<FileTier> {
         fs::create_dir_all(folder)?;
@@ -217,8 +160,11 @@ impl FileTier {
 
     /// The index of blocks of zeros.
     fn blank(places: &Places) -> Index {
-        let entry = Entry { copy: 0, updates: 0, digests: vec![None; places.parts] };
-        let blocks = vec![entry; places.blocks.len()];
+        let entry = |(_, parts): &(u64, Vec<usize>)| {
+            let digests = vec![None; parts.len()];
+            Entry { copy: 0, updates: 0, digests }
+        };
+        let blocks = places.blocks.iter().map(entry).collect();
         Index { layout: places.layout(), blocks, ..Index::default() }
     }
 
@@ -324,8 +270,20 @@ impl FileTier {
         self.read_part(id, &self.entry(id, version), part, to, progress)
     }
 
-    /// Reads all parts of a block into `to`: part `i` begins at float `i × share`. With `region`
-    /// the block's gradient region follows.
+    /// Cuts memory for all parts of a block into these: masters, states, and what follows.
+    pub(crate) fn split<'m>(&self, id: BlockId, memory: &'m mut [f32]) -> Vec<&'m mut [f32]> {
+        let (mut rest, mut all) = (memory, Vec::new());
+        for &floats in self.places.parts(id) {
+            let (part, behind) = rest.split_at_mut(floats);
+            all.push(part);
+            rest = behind;
+        }
+        all.push(rest);
+        all
+    }
+
+    /// Reads all parts of a block into `to`, one behind the other. With `region` the block's
+    /// gradient region follows.
     ///
     /// # Errors
     /// As [`read_parameters`](FileTier::read_parameters).
@@ -334,19 +292,16 @@ impl FileTier {
         id: BlockId,
         version: Version,
         to: &mut [f32],
-        share: usize,
         region: bool,
         progress: Progress<'_>,
     ) -> io::Result<()> {
         let entry = self.entry(id, version);
-        let mut shares = to.chunks_mut(share);
-        for (part, to) in (0..self.places.parts).zip(&mut shares) {
+        let mut parts = self.split(id, to);
+        let behind = parts.pop().expect("what follows the parts");
+        for (part, to) in parts.into_iter().enumerate() {
             self.read_part(id, &entry, part, to, progress)?;
         }
-        match shares.next().filter(|_| region) {
-            Some(to) => self.read_region(id, to, progress),
-            None => Ok(()),
-        }
+        if region { self.read_region(id, behind, progress) } else { Ok(()) }
     }
 
     /// Writes all parts of a block that was updated from this version, over the older copy. The
@@ -358,18 +313,20 @@ impl FileTier {
         &self,
         id: BlockId,
         version: Version,
-        from: &[f32],
-        share: usize,
+        mut from: &[f32],
         progress: Progress<'_>,
     ) -> io::Result<()> {
         let Entry { copy, updates, .. } = self.entry(id, version);
         let copy = 1 - copy;
-        let mut digests = Vec::with_capacity(self.places.parts);
-        for (part, from) in (0..self.places.parts).zip(from.chunks(share)) {
+        let parts = self.places.parts(id).len();
+        let mut digests = Vec::with_capacity(parts);
+        for part in 0..parts {
             let (at, floats) = self.places.of(id, copy, part);
-            let digest = self.file.write(at, &from[..floats], progress);
+            let (values, behind) = from.split_at(floats);
+            let digest = self.file.write(at, values, progress);
             let digest = digest.map_err(|error| self.located(id, error))?;
             digests.push(Some(format!("{digest:032x}")));
+            from = behind;
         }
         let mut current = self.current();
         current.versions[id.0 as usize] = version + 1;
@@ -415,9 +372,8 @@ impl FileTier {
 
     /// The first byte and the floats of a block's gradient region.
     fn region(&self, id: BlockId) -> (u64, usize) {
-        let (_, floats) = self.places.blocks[id.0 as usize];
-        let at = self.places.regions[id.0 as usize];
-        (at.unwrap_or_else(|| panic!("{id} has no region")), floats)
+        let region = self.places.regions[id.0 as usize];
+        region.unwrap_or_else(|| panic!("{id} has no region"))
     }
 
     /// Makes everything written until now the valid state, after `step` training steps. An unnamed
@@ -446,9 +402,9 @@ impl FileTier {
         part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> io::Result<R> {
+        let Some(&floats) = self.places.parts(id).get(part.index()) else { return Ok(read(&[])) };
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let entry = self.current().index.blocks[id.0 as usize].clone();
-        let (_, floats) = self.places.blocks[id.0 as usize];
         let to = buffer.values_mut(View::floats(0, floats));
         self.read_part(id, &entry, part.index(), to, NO_PROGRESS)?;
         Ok(read(to))
@@ -460,6 +416,10 @@ impl FileTier {
         part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> io::Result<()> {
+        if part.index() >= self.places.parts(id).len() {
+            write(&mut []);
+            return Ok(());
+        }
         let mut buffer = self.buffer.lock().expect("nobody panicked inside");
         let (entry, part) = (self.current().index.blocks[id.0 as usize].clone(), part.index());
         let (at, floats) = self.places.of(id, entry.copy, part);

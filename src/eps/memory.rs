@@ -10,6 +10,7 @@ use l2l_actors::schedule::{BlockId, Version};
 
 use super::BlockPart;
 use crate::models::BlockTensors;
+use crate::optimizers::StateLayout;
 use crate::tensor::Pages;
 
 /// One block of the model.
@@ -21,7 +22,7 @@ pub(crate) struct Block {
     pub(crate) updates: u64,
     /// The masters, f32 or split, in pages that a device can pin.
     pub(crate) parameters: Pages,
-    /// The optimizer's states, each as long as the trained part of the masters.
+    /// The optimizer's states: state `i` of all tensors, one behind the other.
     pub(crate) states: Vec<Vec<f32>>,
 }
 
@@ -35,12 +36,11 @@ impl Memory {
     /// Blocks of zeros. `region` says which blocks have a gradient region.
     pub(super) fn new(
         blocks: &[BlockTensors],
-        states: usize,
+        states: &StateLayout,
         region: impl Fn(BlockId) -> bool,
     ) -> Memory {
-        let block = |tensors: &BlockTensors| {
-            let zeros = || vec![0.0; tensors.trained_len()];
-            let states = (0..states).map(|_| zeros()).collect();
+        let block = |(index, tensors): (usize, &BlockTensors)| {
+            let states = states.of(index).lens().iter().map(|&len| vec![0.0; len]).collect();
             let parameters = Pages::new(tensors.len());
             let parameters = parameters.expect("the plan found that much memory available");
             RwLock::new(Block { version: 0, updates: 0, parameters, states })
@@ -50,7 +50,7 @@ impl Memory {
             RwLock::new(vec![0.0; len])
         };
         Memory {
-            blocks: blocks.iter().map(block).collect(),
+            blocks: blocks.iter().enumerate().map(block).collect(),
             regions: blocks.iter().enumerate().map(region).collect(),
         }
     }
@@ -75,7 +75,7 @@ impl Memory {
         let block = self.blocks[id.0 as usize].read().expect("nobody panicked inside");
         read(match part {
             BlockPart::Parameters => &block.parameters,
-            BlockPart::State(index) => &block.states[index],
+            BlockPart::State(index) => block.states.get(index).map_or(&[], Vec::as_slice),
         })
     }
 
@@ -83,7 +83,7 @@ impl Memory {
         let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
         write(match part {
             BlockPart::Parameters => &mut block.parameters,
-            BlockPart::State(index) => &mut block.states[index],
+            BlockPart::State(index) => block.states.get_mut(index).map_or(&mut [], Vec::as_mut),
         });
     }
 

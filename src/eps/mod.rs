@@ -12,6 +12,7 @@ mod index;
 mod init;
 mod memory;
 mod parts;
+mod places;
 
 use std::ops::Range;
 
@@ -19,17 +20,18 @@ use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
 pub use direct::disk_bytes_per_second;
-pub(crate) use file::{FileTier, Folder, part_floats};
+pub(crate) use file::{FileTier, Folder};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::Memory;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
+pub(crate) use places::{part_floats, parts_of};
 
 use crate::error::Error;
 use crate::models::{BlockTensors, Model, Tensor};
-use crate::optimizers::SplitMasters;
+use crate::optimizers::{BlockStates, SplitMasters, State, StateLayout};
 use crate::tensor::Dtype;
 
-/// A part of a block. All parts have one float per parameter.
+/// A part of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum BlockPart {
     /// The masters.
@@ -45,18 +47,6 @@ impl BlockPart {
             BlockPart::Parameters => 0,
             BlockPart::State(index) => 1 + index,
         }
-    }
-
-    /// The tensors that have this part, and where each lies in it.
-    pub(crate) fn ranges_of(
-        self,
-        tensors: &BlockTensors,
-    ) -> impl Iterator<Item = (&Tensor, Range<usize>)> {
-        let len = match self {
-            BlockPart::Parameters => tensors.len(),
-            BlockPart::State(_) => tensors.trained_len(),
-        };
-        tensors.ranges().filter(move |(_, range)| range.end <= len)
     }
 
     /// All parts of a block with so many optimizer states.
@@ -77,26 +67,27 @@ pub(crate) struct Eps {
     tensors: Vec<BlockTensors>,
     /// Which parts the ranks have, if there are several.
     parts: Option<RankParts>,
-    states: usize,
+    /// The optimizer's states of those tensors.
+    states: StateLayout,
     /// Whether the masters are [split](SplitMasters).
     pub(crate) split: bool,
     tier: Tier,
 }
 
 impl Eps {
-    /// Blocks of zeros in memory, with `states` optimizer states. `region` says which blocks have
-    /// a gradient region.
+    /// Blocks of zeros in memory, with these optimizer states. `region` says which blocks have a
+    /// gradient region.
     pub(crate) fn in_memory(
         tensors: Vec<BlockTensors>,
-        states: usize,
+        states: StateLayout,
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
-        let tier = Tier::Memory(Memory::new(&tensors, states, region));
+        let tier = Tier::Memory(Memory::new(&tensors, &states, region));
         Eps { tensors, parts: None, states, split: false, tier }
     }
 
-    /// Blocks on file, with `states` optimizer states.
-    pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: usize, tier: FileTier) -> Eps {
+    /// Blocks on file, with these optimizer states.
+    pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: StateLayout, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
         Eps { tensors, parts: None, states, split: false, tier }
     }
@@ -147,9 +138,41 @@ impl Eps {
         }
     }
 
-    /// The number of optimizer states of each parameter.
-    pub(crate) fn states(&self) -> usize {
-        self.states
+    /// The optimizer's states of what this process has of a block.
+    pub(crate) fn own_states(&self, id: BlockId) -> &BlockStates {
+        self.states.of(id.0 as usize)
+    }
+
+    /// The optimizer's states of a whole block.
+    pub(crate) fn states(&self, id: BlockId) -> &BlockStates {
+        self.parts.as_ref().map_or_else(|| self.own_states(id), |parts| parts.states(id))
+    }
+
+    /// The number of states of the tensor that has most.
+    pub(crate) fn most_states(&self) -> usize {
+        self.parts.as_ref().map_or(&self.states, RankParts::layout).count()
+    }
+
+    /// What a block's part has of each tensor, in the order of their layer: bytes of the part, and
+    /// the state, of a part of states.
+    pub(crate) fn pieces<'t>(
+        &self,
+        id: BlockId,
+        part: BlockPart,
+        tensors: &'t BlockTensors,
+    ) -> Vec<(&'t Tensor, Option<State>, Range<usize>)> {
+        const FLOAT: usize = size_of::<f32>();
+        let BlockPart::State(index) = part else {
+            let in_bytes = |range: Range<usize>| FLOAT * range.start..FLOAT * range.end;
+            let each = tensors.ranges().map(|(tensor, range)| (tensor, None, in_bytes(range)));
+            return each.collect();
+        };
+        let of_tensor = |(at, tensor): (usize, &'t Tensor)| {
+            let (state, range) = self.states(id).of_tensor(at).get(index)?;
+            let begin = FLOAT * range.start;
+            Some((tensor, Some(state.clone()), begin..begin + state.bytes()))
+        };
+        tensors.trained().iter().enumerate().filter_map(of_tensor).collect()
     }
 
     /// The number of updates that each block has had.
@@ -305,7 +328,7 @@ impl Eps {
     /// # Errors
     /// As [`read_with`](Eps::read_with).
     pub(crate) fn full_digest(&self, model: &Model) -> Result<String, Error> {
-        self.digest_of(model, self.states)
+        self.digest_of(model, self.most_states())
     }
 
     fn digest_of(&self, model: &Model, states: usize) -> Result<String, Error> {
@@ -313,10 +336,11 @@ impl Eps {
         let blocks = model.blocks.iter().enumerate();
         for (index, tensors) in blocks.filter(|(_, tensors)| !tensors.is_empty()) {
             for part in BlockPart::all(states) {
-                self.read_with(BlockId(index as u32), part, |values| {
-                    for (_, range) in part.ranges_of(tensors) {
-                        values[range].iter().for_each(|value| hasher.update(value.to_le_bytes()));
-                    }
+                let id = BlockId(index as u32);
+                let pieces = self.pieces(id, part, tensors);
+                self.read_with(id, part, |values| {
+                    let bytes: &[u8] = bytemuck::cast_slice(values);
+                    pieces.into_iter().for_each(|(_, _, range)| hasher.update(&bytes[range]));
                 })?;
             }
         }

@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::fabric::parts::Parts;
 use crate::fabric::{Channel, Exchanges, Lost};
 use crate::models::{BlockTensors, Model};
-use crate::optimizers::chunks;
+use crate::optimizers::{BlockStates, StateLayout, UpdateRule, chunks};
 
 /// See the [module](self).
 pub(crate) struct RankParts {
@@ -25,6 +25,10 @@ pub(crate) struct RankParts {
     pub(crate) tensors: Vec<BlockTensors>,
     /// How each block is cut, in elements.
     cuts: Vec<Parts>,
+    /// The optimizer's states of the whole blocks.
+    states: StateLayout,
+    /// How each state of each block is cut, in floats.
+    state_cuts: Vec<Vec<Parts>>,
     /// Whether the first rank asks for blocks.
     asks: AtomicBool,
 }
@@ -46,9 +50,43 @@ pub(crate) fn cut(tensors: &BlockTensors, ranks: u32) -> Parts {
 }
 
 impl RankParts {
-    pub(crate) fn new(exchanges: Arc<Exchanges>, model: &Model) -> RankParts {
-        let cuts = model.blocks.iter().map(|tensors| cut(tensors, exchanges.ranks())).collect();
-        RankParts { exchanges, tensors: model.blocks.clone(), cuts, asks: AtomicBool::new(false) }
+    pub(crate) fn new(
+        exchanges: Arc<Exchanges>,
+        model: &Model,
+        rule: &dyn UpdateRule,
+    ) -> RankParts {
+        let ranks = exchanges.ranks();
+        let cuts: Vec<Parts> = model.blocks.iter().map(|block| cut(block, ranks)).collect();
+        let states = StateLayout::new(rule, &model.blocks);
+        let blocks = model.blocks.iter().zip(&cuts).enumerate();
+        let state_cuts = blocks.map(|(index, (block, cut))| {
+            let of_rank = |rank| BlockStates::new(rule, block.part(cut.of(rank)).trained());
+            let of_ranks: Vec<BlockStates> = (0..ranks).map(of_rank).collect();
+            let of_state = |(state, &len): (usize, &usize)| {
+                let mut end = 0;
+                let ends = of_ranks.iter().map(|states| {
+                    end += states.len(state);
+                    end
+                });
+                let parts = Parts::new(ends.collect());
+                assert_eq!(parts.len(), len, "the states of pieces are those of the block");
+                parts
+            };
+            states.of(index).lens().iter().enumerate().map(of_state).collect()
+        });
+        let state_cuts = state_cuts.collect();
+        let (tensors, asks) = (model.blocks.clone(), AtomicBool::new(false));
+        RankParts { exchanges, tensors, cuts, states, state_cuts, asks }
+    }
+
+    /// The optimizer's states of whole blocks.
+    pub(crate) fn layout(&self) -> &StateLayout {
+        &self.states
+    }
+
+    /// The optimizer's states of a whole block.
+    pub(crate) fn states(&self, id: BlockId) -> &BlockStates {
+        self.states.of(id.0 as usize)
     }
 
     /// How a block is cut.
@@ -56,7 +94,7 @@ impl RankParts {
         &self.cuts[id.0 as usize]
     }
 
-    /// How the gradient of a block is cut, and each of its optimizer states.
+    /// How the gradient of a block is cut.
     pub(crate) fn of_trained(&self, id: BlockId) -> Parts {
         self.of(id).clipped(self.tensors[id.0 as usize].trained_len())
     }
@@ -65,7 +103,11 @@ impl RankParts {
     fn of_part(&self, id: BlockId, part: BlockPart) -> Parts {
         match part {
             BlockPart::Parameters => self.of(id).clone(),
-            BlockPart::State(_) => self.of_trained(id),
+            BlockPart::State(state) => {
+                let cuts = &self.state_cuts[id.0 as usize];
+                let none = || Parts::new(vec![0; self.exchanges.ranks() as usize]);
+                cuts.get(state).cloned().unwrap_or_else(none)
+            }
         }
     }
 

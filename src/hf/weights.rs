@@ -21,65 +21,86 @@ use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
+use crate::optimizers::{State, StateDtype};
 
 /// A tensor of a file, and where its elements lie in the EPS.
 struct FileTensor {
     part: BlockPart,
+    dtype: Dtype,
     shape: Vec<usize>,
-    /// The tensor's rows, in order: a block, and a range of the block's part. More than one where
-    /// the tensor is cut into tiles.
+    /// The tensor's rows, in order: a block, and bytes of the block's part. More than one where the
+    /// tensor is cut into tiles.
     pieces: Vec<(BlockId, Range<usize>)>,
 }
 
 impl FileTensor {
     fn bytes(&self) -> usize {
-        self.pieces.iter().map(|(_, range)| range.len() * size_of::<f32>()).sum()
+        self.pieces.iter().map(|(_, range)| range.len()).sum()
     }
+}
+
+const FLOAT: usize = size_of::<f32>();
+
+/// The floats that these bytes are.
+fn floats(bytes: &Range<usize>) -> Range<usize> {
+    bytes.start / FLOAT..bytes.end / FLOAT
 }
 
 /// The tensors of a file, by name.
 type FileTensors = BTreeMap<String, FileTensor>;
 
 /// The parameters of a model without adapters.
-fn base_tensors(model: &Model) -> FileTensors {
-    let mut all = file_tensors(model, BlockPart::Parameters);
+fn base_tensors(model: &Model, eps: &Eps) -> FileTensors {
+    let mut all = file_tensors(model, eps, BlockPart::Parameters);
     all.retain(|name, _| !is_of_adapter(name));
     all
 }
 
 /// The parameters of a model's adapters, and those that are trained beside them, under the names
 /// that PEFT gives them.
-fn adapter_tensors(model: &Model) -> FileTensors {
+fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let trained = model.blocks.iter().flat_map(BlockTensors::trained);
     let trained: BTreeSet<&str> = trained.map(|tensor| &tensor.name[..]).collect();
-    let all = file_tensors(model, BlockPart::Parameters).into_iter();
+    let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
     let all = all.filter(|(name, _)| trained.contains(&name[..]));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
 }
 
 /// The tensors of a model's parameters, or of one of the optimizer's states.
-fn file_tensors(model: &Model, part: BlockPart) -> FileTensors {
+fn file_tensors(model: &Model, eps: &Eps, part: BlockPart) -> FileTensors {
     let mut all = FileTensors::new();
-    for (block, tensors) in model.blocks.iter().enumerate() {
-        for (tensor, range) in part.ranges_of(tensors) {
-            let name = match part {
-                BlockPart::Parameters => tensor.name.clone(),
-                BlockPart::State(index) => format!("{}.state{index}", tensor.name),
+    for (id, tensors) in (0..).map(BlockId).zip(&model.blocks).filter(|(_, all)| !all.is_empty()) {
+        for (tensor, state, range) in eps.pieces(id, part, tensors) {
+            let (name, dtype, shape) = match state {
+                None => (tensor.name.clone(), Dtype::F32, tensor.shape.clone()),
+                Some(State { name, dtype, shape }) => {
+                    (format!("{}.{name}", tensor.name), dtype_of(dtype), shape)
+                }
             };
-            let empty = FileTensor { part, shape: tensor.shape.clone(), pieces: Vec::new() };
+            let rows = shape[0];
+            let empty = FileTensor { part, dtype, shape, pieces: Vec::new() };
             let joined = all.entry(name).or_insert(empty);
             if !joined.pieces.is_empty() {
-                joined.shape[0] += tensor.shape[0];
+                joined.shape[0] += rows;
             }
-            joined.pieces.push((BlockId(block as u32), range));
+            joined.pieces.push((id, range));
         }
     }
     all
 }
 
-/// The tensors of the optimizer's `count` states.
-fn state_tensors(model: &Model, count: usize) -> FileTensors {
-    (0..count).flat_map(|index| file_tensors(model, BlockPart::State(index))).collect()
+fn dtype_of(dtype: StateDtype) -> Dtype {
+    match dtype {
+        StateDtype::F32 => Dtype::F32,
+        StateDtype::Bf16 => Dtype::BF16,
+        StateDtype::U8 => Dtype::U8,
+    }
+}
+
+/// The tensors of the optimizer's states.
+fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
+    let parts = (0..eps.most_states()).map(BlockPart::State);
+    parts.flat_map(|part| file_tensors(model, eps, part)).collect()
 }
 
 /// Reads a directory's weights into the EPS. With `new_head` the files may lack the tensors of a
@@ -94,7 +115,7 @@ pub(crate) fn load(
     new_head: bool,
 ) -> Result<(), Error> {
     let files = weight_files(directory)?;
-    read(&files, &base_tensors(model), Some(model), eps, new_head)
+    read(&files, &base_tensors(model, eps), Some(model), eps, new_head)
 }
 
 /// Reads adapters, and what was trained beside them, into the EPS.
@@ -102,7 +123,7 @@ pub(crate) fn load(
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model), None, eps, false)
+    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, false)
 }
 
 /// Writes adapters, and what is trained beside them, to a directory.
@@ -110,7 +131,7 @@ pub(crate) fn load_adapters(directory: &Path, model: &Model, eps: &Eps) -> Resul
 /// # Errors
 /// The file cannot be written.
 pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    write(&directory.join(WEIGHTS), adapter_tensors(model), eps)
+    write(&directory.join(WEIGHTS), adapter_tensors(model, eps), eps)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -118,7 +139,7 @@ pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Resul
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &state_tensors(model, eps.states()), None, eps, false)
+    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, false)
 }
 
 /// The weight files of a directory: one, or those that an index names.
@@ -207,7 +228,14 @@ fn read(
     for ((block, part), pieces) in blocks {
         eps.write_with(block, part, |values| {
             for (name, range, from) in pieces {
-                decode(&mut values[range], &find(name).expect("check() found it"), from);
+                let view = find(name).expect("check() found it");
+                if part == BlockPart::Parameters {
+                    decode(&mut values[floats(&range)], &view, from / FLOAT);
+                } else {
+                    let bytes: &mut [u8] = bytemuck::cast_slice_mut(values);
+                    let len = range.len();
+                    bytes[range].copy_from_slice(&view.data()[from..][..len]);
+                }
             }
         })?;
         // Pages that were read need not stay in memory.
@@ -281,6 +309,12 @@ fn check<'t>(
                 let (expected, found) = (&tensor.shape, view.shape());
                 problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
             }
+            Some(view) if tensor.part != BlockPart::Parameters => {
+                if view.dtype() != tensor.dtype {
+                    let (expected, found) = (tensor.dtype, view.dtype());
+                    problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
+                }
+            }
             Some(view) if !matches!(view.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) => {
                 problems
                     .push(format!("{name}: f32, f16 or bf16 expected, {:?} found", view.dtype()));
@@ -340,7 +374,7 @@ pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Err
 
 fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Result<(), Error> {
     let (mut shards, mut shard_bytes, mut total_bytes) = (vec![FileTensors::new()], 0, 0);
-    for (name, tensor) in file_tensors(model, BlockPart::Parameters) {
+    for (name, tensor) in file_tensors(model, eps, BlockPart::Parameters) {
         let bytes = tensor.bytes();
         if shard_bytes > 0 && shard_bytes + bytes > most {
             shards.push(FileTensors::new());
@@ -372,7 +406,7 @@ fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Re
 /// # Errors
 /// The file cannot be written.
 pub(crate) fn save_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    write(file, state_tensors(model, eps.states()), eps)
+    write(file, state_tensors(model, eps), eps)
 }
 
 /// Writes tensors to a file. The file appears complete or not at all, and is on the disk when this
@@ -389,8 +423,7 @@ fn write(path: &Path, tensors: FileTensors, eps: &Eps) -> Result<(), Error> {
     for tensor in tensors.values() {
         for (block, range) in &tensor.pieces {
             let written = eps.read_with(*block, tensor.part, |values| {
-                let mut values = values[range.clone()].iter();
-                values.try_for_each(|value| file.write_all(&value.to_le_bytes()))
+                file.write_all(&bytemuck::cast_slice(values)[range.clone()])
             })?;
             written.map_err(io)?;
         }
@@ -405,7 +438,7 @@ fn infos(tensors: &FileTensors) -> Vec<(String, TensorInfo)> {
     let infos = tensors.iter().map(|(name, tensor)| {
         let begin = end;
         end += tensor.bytes();
-        let (dtype, shape, data_offsets) = (Dtype::F32, tensor.shape.clone(), (begin, end));
+        let (dtype, shape, data_offsets) = (tensor.dtype, tensor.shape.clone(), (begin, end));
         (name.clone(), TensorInfo { dtype, shape, data_offsets })
     });
     infos.collect()
@@ -429,12 +462,12 @@ pub(crate) fn tensor(
     model: &Model,
     eps: &Eps,
 ) -> Result<(Vec<usize>, Vec<f32>), Error> {
-    let tensor = file_tensors(model, BlockPart::Parameters).remove(name);
+    let tensor = file_tensors(model, eps, BlockPart::Parameters).remove(name);
     let tensor =
         tensor.ok_or_else(|| Error::argument(format_args!("the model has no tensor {name:?}")))?;
     let mut all = Vec::new();
     for (block, range) in &tensor.pieces {
-        eps.read_with(*block, tensor.part, |values| all.extend_from_slice(&values[range.clone()]))?;
+        eps.read_with(*block, tensor.part, |values| all.extend_from_slice(&values[floats(range)]))?;
     }
     Ok((tensor.shape, all))
 }
@@ -443,11 +476,13 @@ pub(crate) fn tensor(
 mod tests {
     use super::*;
     use crate::models::families::gpt2;
+    use crate::optimizers::StateLayout;
 
     #[test]
     fn shards_are_read_as_they_were_written() {
         let model = Model::new(gpt2([2, 16, 2, 24, 50, 9]));
-        let make = || Eps::in_memory(model.blocks.clone(), 0, |_| false);
+        let none = StateLayout::default;
+        let make = || Eps::in_memory(model.blocks.clone(), none(), |_| false);
         let (from, to) = (make(), make());
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");

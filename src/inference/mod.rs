@@ -22,6 +22,7 @@ use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::hf;
 use crate::models::Model;
+use crate::optimizers::StateLayout;
 use crate::plan::Plan;
 use crate::telemetry::Ledger;
 use crate::worker::{Parts, Worker};
@@ -61,14 +62,15 @@ impl Loaded {
             return Err(Error::DoesNotFit(misfit));
         }
         let (model, plan) = (Arc::new(model), Arc::new(plan));
+        let none = StateLayout::default();
         let eps = match config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) {
             Some(path) => {
                 let refused =
                     |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
-                let file = FileTier::unnamed(path, &model.blocks, false, 0, |_| false);
-                Eps::on_file(model.blocks.clone(), 0, file.map_err(refused)?)
+                let file = FileTier::unnamed(path, &model.blocks, false, &none, |_| false);
+                Eps::on_file(model.blocks.clone(), none, file.map_err(refused)?)
             }
-            None => Eps::in_memory(model.blocks.clone(), 0, |_| false),
+            None => Eps::in_memory(model.blocks.clone(), none, |_| false),
         };
         let eps = eps.published_as(config.device.dtype);
         let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));

@@ -85,7 +85,7 @@ impl Classes {
     /// The tensors of its block.
     pub fn tensors(&self) -> Vec<Tensor> {
         let Shape { names, hidden: c, initializer_range, .. } = self.shape;
-        let linear = |name: &str, outputs: usize| {
+        let linear = |name: &str, outputs: usize, kind| {
             let tensor = |part: &str, shape: Vec<usize>, kind, init| Tensor {
                 name: format!("{name}.{part}"),
                 shape,
@@ -94,11 +94,12 @@ impl Classes {
                 joined: false,
             };
             [
-                tensor("weight", vec![outputs, c], Kind::Weight, Init::Normal(initializer_range)),
+                tensor("weight", vec![outputs, c], kind, Init::Normal(initializer_range)),
                 tensor("bias", vec![outputs], Kind::Bias, Init::Zeros),
             ]
         };
-        [linear(names.class_dense, c), linear(names.class_out, self.labels())].concat()
+        let dense = linear(names.class_dense, c, Kind::Weight);
+        [dense, linear(names.class_out, self.labels(), Kind::Table)].concat()
     }
 
     fn activation(&self) -> Activation {

@@ -112,7 +112,7 @@ impl Layer for Stem {
         let table = |name: &str, rows: usize| Tensor {
             name: name.into(),
             shape: vec![rows, hidden],
-            kind: Kind::Weight,
+            kind: Kind::Table,
             init: Init::Normal(initializer_range),
             joined: false,
         };

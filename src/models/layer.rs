@@ -25,8 +25,11 @@ pub enum Init {
 /// The kind of a tensor, for weight decay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Of a matrix product, or an embedding.
+    /// Of a matrix product inside the model.
     Weight,
+    /// A table of embeddings, or the matrix of a head. Patterns name it `weight`, too; a rule for
+    /// matrices (Muon) leaves it to another rule.
+    Table,
     /// A bias.
     Bias,
     /// Scale or shift of a norm.
@@ -55,6 +58,13 @@ pub struct Tensor {
     pub init: Init,
     /// True when it lies right behind the one before, so that both are one matrix of a product.
     pub joined: bool,
+}
+
+impl Kind {
+    /// True for a matrix of a product, and for a table.
+    pub fn is_weight(self) -> bool {
+        matches!(self, Kind::Weight | Kind::Table)
+    }
 }
 
 impl Tensor {
@@ -131,7 +141,7 @@ pub trait Layer: Send + Sync {
 
     /// Elements of weights that every token is multiplied by, for counting FLOPs.
     fn products(&self) -> usize {
-        let weights = |tensor: &Tensor| if tensor.kind == Kind::Weight { tensor.len() } else { 0 };
+        let weights = |tensor: &Tensor| if tensor.kind.is_weight() { tensor.len() } else { 0 };
         self.tensors().iter().map(weights).sum()
     }
 

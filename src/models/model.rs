@@ -125,7 +125,7 @@ impl Model {
                 init,
                 joined: false,
             };
-            let mut all = vec![tensor(name, vec![tile.rows, shape.hidden], Kind::Weight, init)];
+            let mut all = vec![tensor(name, vec![tile.rows, shape.hidden], Kind::Table, init)];
             if is_head && shape.masked_head() {
                 all.push(tensor(names.head_bias, vec![tile.rows], Kind::Bias, Init::Zeros));
             }
@@ -166,13 +166,12 @@ impl Model {
     }
 
     /// The model as the ring schedules it: blocks, layers and bytes of each sequence, for sequences
-    /// of `positions` tokens, this choice of saved activations, and update rules with `states`
-    /// states.
+    /// of `positions` tokens and this choice of saved activations. Blocks have no optimizer state:
+    /// see `plan`.
     pub fn for_ring(
         &self,
         positions: usize,
         save: Save,
-        states: usize,
         dtype: Dtype,
     ) -> l2l_actors::schedule::RingModel {
         let boundary = |role: Role, floats: usize| {
@@ -190,7 +189,7 @@ impl Model {
                 weight_bytes: (tensors.len() * dtype.size()) as u64,
                 gradient_bytes,
                 master_bytes: (tensors.len() * size_of::<f32>()) as u64,
-                state_bytes: gradient_bytes * states as u64,
+                state_bytes: 0,
                 region_bytes: gradient_bytes,
                 staged: false,
                 frozen: tensors.trained().is_empty() && !tensors.is_empty(),
@@ -258,7 +257,7 @@ impl Model {
     fn products(&self, layer: usize) -> Products {
         let block = &self.blocks[self.part_blocks[layer][0].0 as usize];
         let weights_of = |tensors: &[Tensor]| -> f64 {
-            let weights = tensors.iter().filter(|tensor| tensor.kind == Kind::Weight);
+            let weights = tensors.iter().filter(|tensor| tensor.kind.is_weight());
             weights.map(Tensor::len).sum::<usize>() as f64
         };
         let [trained, frozen] = [block.trained(), block.frozen()].map(weights_of);

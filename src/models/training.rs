@@ -77,7 +77,7 @@ fn matches_text(pattern: &str, text: &str) -> bool {
 /// Whether a pattern names a tensor, by its kind (`weight`, `bias`, `norm`) or its name.
 pub(crate) fn matches_tensor(pattern: &str, tensor: &Tensor) -> bool {
     let kind = match tensor.kind {
-        Kind::Weight => "weight",
+        Kind::Weight | Kind::Table => "weight",
         Kind::Bias => "bias",
         Kind::Norm => "norm",
     };

@@ -65,4 +65,4 @@ impl Adam {
     }
 }
 
-elementwise_rule!(Adam, 2);
+elementwise_rule!(Adam, ["exp_avg", "exp_avg_sq"]);

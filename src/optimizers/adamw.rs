@@ -70,13 +70,13 @@ impl AdamW {
 }
 
 impl AdamW {
-    fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<2> + use<> {
+    pub(super) fn rule(&self, tensor: &Tensor, update: Update) -> impl ElementRule<2> + use<> {
         let factors = self.factors(tensor, update);
         move |p, [m, v]: [&mut f32; 2], g| factors.updated(p, m, v, g)
     }
 }
 
-elementwise_rule!(AdamW, 2);
+elementwise_rule!(AdamW, ["state0", "state1"]);
 
 #[cfg(test)]
 mod tests {

@@ -15,12 +15,20 @@ pub(super) trait ElementRule<const N: usize>:
 impl<const N: usize, F: Fn(f32, [&mut f32; N], f32) -> f32 + Copy + Send> ElementRule<N> for F {}
 
 /// Makes an [`UpdateRule`](super::UpdateRule) of a type whose method `rule` gives the
-/// [`ElementRule`] of a tensor.
+/// [`ElementRule`] of a tensor. Its states have these names.
 macro_rules! elementwise_rule {
-    ($rule:ty, $states:literal) => {
+    ($rule:ty, [$($state:literal),*]) => {
         impl $crate::optimizers::UpdateRule for $rule {
             fn states(&self) -> usize {
-                $states
+                const NAMES: &[&str] = &[$($state),*];
+                NAMES.len()
+            }
+
+            fn state_layout(
+                &self,
+                _tensor: &$crate::models::Tensor,
+            ) -> Vec<$crate::optimizers::State> {
+                vec![$($crate::optimizers::State::like($state, _tensor)),*]
             }
 
             fn is_elementwise(&self) -> bool {
@@ -84,7 +92,7 @@ impl<'a> From<&'a mut SplitMasters<'_>> for Masters<'a> {
 
 impl<'a> Masters<'a> {
     /// The first elements, as many as `len`, and the others.
-    fn split_at(self, len: usize) -> (Masters<'a>, Masters<'a>) {
+    pub(super) fn split_at(self, len: usize) -> (Masters<'a>, Masters<'a>) {
         match self {
             Masters::Plain(all) => {
                 let (first, others) = all.split_at_mut(len);
@@ -100,17 +108,30 @@ impl<'a> Masters<'a> {
     }
 }
 
+impl<'a> Masters<'a> {
+    /// Pieces of `size` elements, of as many as `len`.
+    pub(super) fn chunks(self, len: usize, size: usize) -> Vec<Masters<'a>> {
+        let (mut rest, mut pieces) = (self, Vec::with_capacity(len.div_ceil(size)));
+        for start in (0..len).step_by(size) {
+            let (piece, behind) = rest.split_at(size.min(len - start));
+            pieces.push(piece);
+            rest = behind;
+        }
+        pieces
+    }
+}
+
 /// One task: a chunk of a tensor.
-struct Chunk<'a, const N: usize, F> {
-    masters: Masters<'a>,
-    states: [&'a mut [f32]; N],
-    gradient: &'a [f32],
-    rule: F,
+pub(super) struct Chunk<'a, const N: usize, F> {
+    pub(super) masters: Masters<'a>,
+    pub(super) states: [&'a mut [f32]; N],
+    pub(super) gradient: &'a [f32],
+    pub(super) rule: F,
 }
 
 impl<const N: usize, F: ElementRule<N>> Chunk<'_, N, F> {
     #[inline(always)]
-    fn run(self) {
+    pub(super) fn run(self) {
         let Chunk { masters, mut states, gradient, rule } = self;
         let len = gradient.len();
         let mut states = states.each_mut().map(|state| &mut state[..len]);

@@ -1,7 +1,7 @@
 //! Parameter groups: tensors that patterns name are updated by another rule, or at another rate.
 
-use super::{SplitMasters, Update, UpdateRule};
-use crate::models::{Tensor, matches_tensor, tensor_ranges};
+use super::{SplitMasters, State, Update, UpdateRule};
+use crate::models::{Tensor, matches_tensor};
 
 /// A parameter group.
 pub struct Group {
@@ -28,28 +28,32 @@ impl Groups {
         self.groups.iter().map(|group| &*group.rule).chain([&*self.others])
     }
 
-    /// The rule of a tensor, and its update.
-    fn of(&self, tensor: &Tensor, update: Update) -> (&dyn UpdateRule, Update) {
+    /// The rule of a tensor, and the factor of its learning rate.
+    fn rule_of(&self, tensor: &Tensor) -> (&dyn UpdateRule, f64) {
         let is_named =
             |group: &&Group| group.patterns.iter().any(|pattern| matches_tensor(pattern, tensor));
         match self.groups.iter().find(is_named) {
-            Some(Group { rule, rate, .. }) => {
-                let learning_rate = rate * update.learning_rate;
-                (&**rule, Update { learning_rate, ..update })
-            }
-            None => (&*self.others, update),
+            Some(group) => (&*group.rule, group.rate),
+            None => (&*self.others, 1.0),
         }
+    }
+
+    /// The rule of a tensor, and its update.
+    fn of(&self, tensor: &Tensor, update: Update) -> (&dyn UpdateRule, Update) {
+        let (rule, rate) = self.rule_of(tensor);
+        (rule, Update { learning_rate: rate * update.learning_rate, ..update })
     }
 }
 
-/// A tensor by itself.
-fn alone(tensor: &Tensor) -> [Tensor; 1] {
-    [Tensor { joined: false, ..tensor.clone() }]
+/// The tensor of an update.
+fn one(tensors: &[Tensor]) -> &Tensor {
+    let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
+    tensor
 }
 
 impl UpdateRule for Groups {
-    fn states(&self) -> usize {
-        self.rules().map(UpdateRule::states).max().unwrap_or(0)
+    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+        self.rule_of(tensor).0.state_layout(tensor)
     }
 
     fn is_elementwise(&self) -> bool {
@@ -64,13 +68,8 @@ impl UpdateRule for Groups {
         gradient: &[f32],
         update: Update,
     ) {
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let (rule, update) = self.of(tensor, update);
-            let own = states.iter_mut().take(rule.states());
-            let mut own: Vec<&mut [f32]> = own.map(|state| &mut state[range.clone()]).collect();
-            let (parameters, gradient) = (&mut parameters[range.clone()], &gradient[range]);
-            rule.apply(&alone(tensor), parameters, &mut own, gradient, update);
-        }
+        let (rule, update) = self.of(one(tensors), update);
+        rule.apply(tensors, parameters, states, gradient, update);
     }
 
     fn apply_split(
@@ -82,20 +81,15 @@ impl UpdateRule for Groups {
         update: Update,
         unpacked: &mut [f32],
     ) {
-        for (tensor, range) in tensors.iter().zip(tensor_ranges(tensors)) {
-            let (rule, update) = self.of(tensor, update);
-            let own = states.iter_mut().take(rule.states());
-            let mut own: Vec<&mut [f32]> = own.map(|state| &mut state[range.clone()]).collect();
-            let split = &mut SplitMasters {
-                published: &mut split.published[range.clone()],
-                remainder: &mut split.remainder[range.clone()],
-            };
-            let gradient = &gradient[range];
-            rule.apply_split(&alone(tensor), split, &mut own, gradient, update, unpacked);
-        }
+        let (rule, update) = self.of(one(tensors), update);
+        rule.apply_split(tensors, split, states, gradient, update, unpacked);
     }
 
     fn unpacked_len(&self, parameters: usize) -> usize {
         self.rules().map(|rule| rule.unpacked_len(parameters)).max().unwrap_or(0)
+    }
+
+    fn workspace_len(&self, tensor: &Tensor) -> usize {
+        self.rule_of(tensor).0.workspace_len(tensor)
     }
 }

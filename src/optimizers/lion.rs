@@ -56,4 +56,4 @@ impl Lion {
     }
 }
 
-elementwise_rule!(Lion, 1);
+elementwise_rule!(Lion, ["exp_avg"]);

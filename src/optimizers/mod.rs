@@ -1,32 +1,46 @@
 //! Update rules: how a gradient changes a block. Plain mathematics on slices, which knows nothing
 //! of lanes and tasks.
 
+mod adafactor;
 mod adam;
 mod adamw;
+mod adamw_8bit;
+mod adamw_bf16;
 mod decay;
 pub(crate) mod elementwise;
+mod ema;
 mod groups;
 mod lamb;
 mod lion;
+mod muon;
+mod product;
 mod rate;
 mod rates;
 mod sgd;
 pub(crate) mod split;
+mod states;
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
+pub use adafactor::Adafactor;
 pub use adam::Adam;
 pub use adamw::AdamW;
+pub use adamw_8bit::AdamW8bit;
+pub use adamw_bf16::AdamWBf16;
 pub use decay::WeightDecay;
+pub use ema::Ema;
 pub use groups::{Group, Groups};
 pub use lamb::Lamb;
 pub use lion::Lion;
+pub use muon::{Muon, MuonRate};
 pub use rate::{Decay, LearningRate};
 pub use rates::{stream_bytes_per_second, update_bytes_per_second};
 pub use sgd::{Momentum, Sgd};
 pub use split::SplitMasters;
+pub(crate) use states::{BlockStates, StateLayout};
+pub use states::{State, StateDtype};
 
 use crate::models::{Tensor, tensor_ranges};
 use crate::simd::Level;
@@ -75,28 +89,49 @@ pub struct Update {
     pub(crate) level: Level,
 }
 
-/// An update rule, in two phases: measure the gradient, then apply it. Implement it to train with
-/// an optimizer of your own.
+/// An update rule: measure a gradient, then apply it. Implement it to train with an optimizer of
+/// your own.
 ///
-/// All slices hold the tensors of one block, where [`tensor_ranges`] says.
+/// Gradients are measured block by block. Updates are applied tensor by tensor: `tensors` holds the
+/// one tensor, and all slices are of its elements. (A rule may go on to look where a tensor lies
+/// with [`tensor_ranges`], which then gives all of each slice.) Each tensor is whole, but for two
+/// cases: a large table of the vocabulary is cut into tiles of rows, which count as tensors of their
+/// own, and in several processes each updates pieces (see
+/// [`is_elementwise`](UpdateRule::is_elementwise)).
 pub trait UpdateRule: Send + Sync {
-    /// The number of states that the rule keeps for each parameter (AdamW: 2).
-    fn states(&self) -> usize;
+    /// The number of states that the rule keeps of each tensor, if each is one float a parameter
+    /// (AdamW: 2). A rule with other states has
+    /// [`state_layout`](UpdateRule::state_layout) instead.
+    fn states(&self) -> usize {
+        0
+    }
 
-    /// True for a rule that updates each parameter by itself, from its own gradient and states.
-    /// Only such a rule can be used in several processes: there, tensors are cut into parts, and
-    /// the sum of squares is that of [`measure`](UpdateRule::measure)'s own implementation.
+    /// The states that the rule keeps of a tensor: those of [`states`](UpdateRule::states), which
+    /// are named `state0` and so on. All begin as bytes of 0.
+    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+        const NAMES: [&str; 8] =
+            ["state0", "state1", "state2", "state3", "state4", "state5", "state6", "state7"];
+        let names = NAMES.get(..self.states()).expect("a rule with more states names them");
+        names.iter().map(|name| State::like(name, tensor)).collect()
+    }
+
+    /// True for a rule that updates each parameter by itself, from its own gradient and states,
+    /// which are one float a parameter. Only such a rule can be used in several processes: there,
+    /// tensors are cut into parts, and the sum of squares is that of
+    /// [`measure`](UpdateRule::measure)'s own implementation.
     fn is_elementwise(&self) -> bool {
         false
     }
 
     /// The sum of squares of a block's gradient, in f64 over fixed chunks. The gradient norm of a
-    /// step is the root of the sum over all blocks.
+    /// step is the root of the sum over all blocks. Here `tensors` are all that are trained of the
+    /// block; they lie in the gradient where [`tensor_ranges`] says.
     fn measure(&self, tensors: &[Tensor], gradient: &[f32]) -> f64 {
         sum_of_chunks(tensors, &chunk_squares(tensors, gradient))
     }
 
-    /// Updates a block's parameters and states in place.
+    /// Updates a tensor's parameters and states in place. `states` are those of
+    /// [`state_layout`](UpdateRule::state_layout), in its order.
     fn apply(
         &self,
         tensors: &[Tensor],
@@ -125,16 +160,26 @@ pub trait UpdateRule: Send + Sync {
         split.split_from(masters);
     }
 
-    /// The length of `unpacked` that [`apply_split`](UpdateRule::apply_split) needs, for blocks of
+    /// The length of `unpacked` that [`apply_split`](UpdateRule::apply_split) needs, for tensors of
     /// at most so many parameters.
     fn unpacked_len(&self, parameters: usize) -> usize {
         parameters
+    }
+
+    /// Floats of memory of its own that the rule works in while it updates a tensor. The plan counts
+    /// the most of them.
+    fn workspace_len(&self, _tensor: &Tensor) -> usize {
+        0
     }
 }
 
 impl UpdateRule for Box<dyn UpdateRule> {
     fn states(&self) -> usize {
         (**self).states()
+    }
+
+    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+        (**self).state_layout(tensor)
     }
 
     fn is_elementwise(&self) -> bool {
@@ -171,104 +216,48 @@ impl UpdateRule for Box<dyn UpdateRule> {
     fn unpacked_len(&self, parameters: usize) -> usize {
         (**self).unpacked_len(parameters)
     }
+
+    fn workspace_len(&self, tensor: &Tensor) -> usize {
+        (**self).workspace_len(tensor)
+    }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::models::{Init, Kind};
+/// The masters of a block, as the EPS has them.
+pub(crate) enum BlockMasters<'a> {
+    Plain(&'a mut [f32]),
+    Split(SplitMasters<'a>),
+}
 
-    /// Ten steps of each rule against `tests/goldens/optimizers.py`: PyTorch's rules, or the
-    /// paper's, in f64.
-    #[test]
-    fn every_rule_is_pytorchs_or_the_papers() {
-        let text = include_str!("../../tests/goldens/optimizers.json");
-        let golden: serde_json::Value = serde_json::from_str(text).expect("it is committed");
-        let numbers = |value: &serde_json::Value| -> Vec<f64> {
-            let list = value.as_array().expect("a list").iter();
-            list.map(|number| number.as_f64().expect("a number")).collect()
-        };
-        let tensor = |name: &str, shape: &[usize], kind| {
-            let (name, shape) = (name.to_string(), shape.to_vec());
-            Tensor { name, shape, kind, init: Init::Zeros, joined: false }
-        };
-        let tensors = [tensor("w", &[12, 5], Kind::Weight), tensor("b", &[7], Kind::Bias)];
-        let ranges: Vec<Range<usize>> = tensor_ranges(&tensors).collect();
-        let decay = |rate: f64| WeightDecay { rate, except: vec!["bias".into()] };
-        let (betas, epsilon) = ((0.9, 0.99), 1e-8);
-        let rules: Vec<(&str, Box<dyn UpdateRule>)> = vec![
-            ("adamw", Box::new(AdamW { betas, epsilon, decay: decay(0.1) })),
-            ("adam", Box::new(Adam { betas, epsilon, decay: decay(0.1) })),
-            ("sgd", Box::new(Sgd { decay: decay(0.1) })),
-            ("momentum", Box::new(Momentum { momentum: 0.9, nesterov: false, decay: decay(0.1) })),
-            ("nesterov", Box::new(Momentum { momentum: 0.9, nesterov: true, decay: decay(0.1) })),
-            ("lion", Box::new(Lion { betas, decay: decay(0.1) })),
-            ("lamb", Box::new(Lamb { betas, epsilon, decay: decay(0.1) })),
-            (
-                "groups",
-                Box::new(Groups {
-                    groups: vec![Group {
-                        patterns: vec!["b".into()],
-                        rule: Box::new(Momentum {
-                            momentum: 0.9,
-                            nesterov: false,
-                            decay: WeightDecay { rate: 0.2, except: Vec::new() },
-                        }),
-                        rate: 3.0,
-                    }],
-                    others: Box::new(AdamW { betas, epsilon, decay: decay(0.1) }),
-                }),
-            ),
-        ];
-        let steps: Vec<Vec<f64>> =
-            golden["gradients"].as_array().expect("a list").iter().map(numbers).collect();
-        let len = 80;
-        let spread = |packed: &[f64]| {
-            let mut block = vec![0.0_f32; len];
-            let mut packed = packed.iter();
-            for range in &ranges {
-                let values = block[range.clone()].iter_mut().zip(&mut packed);
-                values.for_each(|(to, from)| *to = *from as f32);
+/// Updates the trained tensors of a block, one by one. `states` are the runs of `layout`.
+pub(crate) fn update_block(
+    rule: &dyn UpdateRule,
+    (tensors, layout): (&[Tensor], &BlockStates),
+    masters: &mut BlockMasters<'_>,
+    states: &mut [&mut [f32]],
+    gradient: &[f32],
+    update: Update,
+    unpacked: &mut [f32],
+) {
+    for (at, (tensor, range)) in tensors.iter().zip(tensor_ranges(tensors)).enumerate() {
+        let alone = &[Tensor { joined: false, ..tensor.clone() }];
+        let own = states.iter_mut().zip(layout.of_tensor(at));
+        let mut own: Vec<&mut [f32]> =
+            own.map(|(run, (_, range))| &mut run[range.clone()]).collect();
+        let gradient = &gradient[range.clone()];
+        match masters {
+            BlockMasters::Plain(masters) => {
+                rule.apply(alone, &mut masters[range], &mut own, gradient, update);
             }
-            block
-        };
-        for (name, rule) in rules {
-            let expected = numbers(&golden["rules"][name]);
-            for splits in [false, true] {
-                let mut p = spread(&numbers(&golden["begin"]));
-                let mut place = vec![0.0; len];
-                SplitMasters::of(&mut place).split_from(&p);
-                let mut states = vec![vec![0.0; len]; rule.states()];
-                let mut unpacked = vec![0.0; rule.unpacked_len(len)];
-                for (step, gradient) in (0..).zip(&steps) {
-                    let (level, scale) = (Level::best(), 0.5);
-                    let update = Update { step, learning_rate: 0.01, scale, level };
-                    let mut parts: Vec<&mut [f32]> =
-                        states.iter_mut().map(Vec::as_mut_slice).collect();
-                    let gradient = spread(gradient);
-                    if splits {
-                        let split = &mut SplitMasters::of(&mut place);
-                        rule.apply_split(
-                            &tensors,
-                            split,
-                            &mut parts,
-                            &gradient,
-                            update,
-                            &mut unpacked,
-                        );
-                    } else {
-                        rule.apply(&tensors, &mut p, &mut parts, &gradient, update);
-                    }
-                }
-                if splits {
-                    SplitMasters::of(&mut place).join_to(&mut p);
-                }
-                let found = ranges.iter().flat_map(|range| &p[range.clone()]);
-                for (at, (found, expected)) in found.zip(&expected).enumerate() {
-                    let error = (f64::from(*found) - expected).abs();
-                    assert!(error < 1e-5, "{name} {at}: {found} {expected}");
-                }
+            BlockMasters::Split(SplitMasters { published, remainder }) => {
+                let split = &mut SplitMasters {
+                    published: &mut published[range.clone()],
+                    remainder: &mut remainder[range],
+                };
+                rule.apply_split(alone, split, &mut own, gradient, update, unpacked);
             }
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

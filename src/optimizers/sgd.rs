@@ -68,5 +68,5 @@ impl Momentum {
     }
 }
 
-elementwise_rule!(Sgd, 0);
-elementwise_rule!(Momentum, 1);
+elementwise_rule!(Sgd, []);
+elementwise_rule!(Momentum, ["momentum_buffer"]);

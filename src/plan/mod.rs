@@ -22,7 +22,7 @@ pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 use crate::config::{ByteSize, Config, Deal};
 use crate::error::Error;
 use crate::models::{Model, Part};
-use crate::optimizers::UpdateRule;
+use crate::optimizers::{StateLayout, UpdateRule};
 use crate::tensor::Dtype;
 
 /// What holds memory, and how much.
@@ -105,10 +105,12 @@ pub struct Plan {
     pub(crate) dtype: Dtype,
     pub(crate) stash_on_device: bool,
     pub(crate) deferred: bool,
-    /// States that the update rule keeps of each parameter.
-    pub(crate) states: usize,
+    /// The optimizer's states of what this process has of each block.
+    pub(crate) states: StateLayout,
     /// Floats of the largest block.
     pub(crate) largest_block: usize,
+    /// Elements of the largest tensor that is trained.
+    pub(crate) largest_tensor: usize,
     /// Tiles whose gradients are joined, from the head and the embedding.
     tied_tiles: usize,
     /// The pipeline of a file, where the config names one.
@@ -159,7 +161,7 @@ impl Plan {
         let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
         let steps = [train, score, evaluate];
         let steps = if share.ranks > 1 { &steps[..] } else { &steps[..2] };
-        Sizing { config, model, rule: Some(rule), steps, share, cache: None }.plan()
+        Sizing::new(config, model, Some(rule), steps, share).plan()
     }
 
     /// Sums everything that evaluation holds.
@@ -171,8 +173,7 @@ impl Plan {
         let has_scores = !model.shape.scores_tokens();
         let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
         let step = StepShape { sequences: config.step.batch, positions, purpose };
-        Sizing { config, model, rule: None, steps: &[step], share: RankShare::WHOLE, cache: None }
-            .plan()
+        Sizing::new(config, model, None, &[step], RankShare::WHOLE).plan()
     }
 
     /// Sums everything that generating from so many prompts at once holds, the longest of
@@ -204,8 +205,9 @@ impl Plan {
         }
         let cache = KvCache { layers: widths.len(), sequences, capacity, width };
         let steps = &[first, last];
-        let (share, cache) = (RankShare::WHOLE, Some(cache));
-        Sizing { config, model, rule: None, steps, share, cache }.plan()
+        let mut sizing = Sizing::new(config, model, None, steps, RankShare::WHOLE);
+        sizing.cache = Some(cache);
+        sizing.plan()
     }
 
     /// The order in which each device does a step's work, each layer a stage.
@@ -227,7 +229,7 @@ impl Plan {
 
     /// What the schedule of a step of all layers is made of.
     pub(crate) fn step(&self, shape: StepShape) -> StepSpec<'_> {
-        let (states, share, file) = (self.states, self.share, self.pipeline.as_deref());
+        let (states, share, file) = (&self.states, self.share, self.pipeline.as_deref());
         StepSpec { shape, layers: None, states, share, file }
     }
 
@@ -245,11 +247,6 @@ impl Plan {
     /// Whether a block's gradient waits in a region.
     pub(crate) fn has_region(&self, id: BlockId) -> bool {
         self.trains && (self.deferred || (id.0 as usize) < self.tied_tiles)
-    }
-
-    /// Floats that one part of a block takes where it is staged: masters, or one of the states.
-    pub(crate) fn staged_part(&self) -> usize {
-        self.regions.slots(Holder::FileBuffer, Place::HostOwn).slot_floats
     }
 
     /// Where the KV cache of a position begins, in floats behind the cache's first.

@@ -43,6 +43,8 @@ pub(crate) enum Holder {
     GradientRegions,
     /// Split masters as f32, for an update rule that wants them whole.
     UnpackedMasters,
+    /// What an update rule works in.
+    UpdateWorkspace,
     /// What other processes send: parts of a gradient, and rows of the embedding's gradient.
     Exchanged,
     /// Lengths, kinds and documents of micro-batches, on their way to a device.
@@ -121,7 +123,7 @@ impl Holder {
             Holder::Masters => "masters",
             Holder::Moments => "moments",
             Holder::GradientRegions => "gradient_regions",
-            Holder::UnpackedMasters | Holder::Exchanged => "desk",
+            Holder::UnpackedMasters | Holder::UpdateWorkspace | Holder::Exchanged => "desk",
             Holder::BatchMetadata => "notes",
         }
     }

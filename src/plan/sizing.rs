@@ -11,11 +11,11 @@ use super::{
 };
 use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
 use crate::devices;
-use crate::eps::{cut, part_floats};
+use crate::eps::{cut, part_floats, parts_of};
 use crate::error::Error;
 use crate::kernels::Rows;
-use crate::models::{self, BlockTensors, Model, Part};
-use crate::optimizers::UpdateRule;
+use crate::models::{self, BlockTensors, Model, Part, Tensor};
+use crate::optimizers::{StateLayout, UpdateRule};
 use crate::stash;
 use crate::tensor::Dtype;
 
@@ -30,6 +30,30 @@ pub(super) struct Sizing<'a> {
     /// Which process this is, where several share steps.
     pub(super) share: RankShare,
     pub(super) cache: Option<KvCache>,
+    /// What this process has of each block.
+    own: Vec<BlockTensors>,
+    /// The optimizer's states of that.
+    states: StateLayout,
+}
+
+impl<'a> Sizing<'a> {
+    /// Without a KV cache.
+    pub(super) fn new(
+        config: &'a Config,
+        model: &'a Model,
+        rule: Option<&'a dyn UpdateRule>,
+        steps: &'a [StepShape],
+        share: RankShare,
+    ) -> Sizing<'a> {
+        let RankShare { rank, ranks } = share;
+        let own = |block: &BlockTensors| block.part(cut(block, ranks).of(rank));
+        let own: Vec<BlockTensors> = match ranks {
+            1 => model.blocks.clone(),
+            _ => model.blocks.iter().map(own).collect(),
+        };
+        let states = rule.map_or_else(StateLayout::default, |rule| StateLayout::new(rule, &own));
+        Sizing { config, model, rule, steps, share, cache: None, own, states }
+    }
 }
 
 /// The schedules of all steps, and the most they need.
@@ -50,14 +74,12 @@ struct Blocks {
     published: usize,
     /// The largest, as it lies on the host: on file in whole pages.
     on_host: usize,
-    /// The largest of what this process has of a block, as it lies on the host.
-    own: usize,
     /// The largest gradient, as it lies on the host.
     landing: usize,
-    /// All masters, on the host.
+    /// All masters of this process, on the host.
     all: usize,
-    /// One state of all of them, on the host.
-    trained: usize,
+    /// All optimizer states.
+    states: usize,
     /// Those whose gradient waits in a region.
     regions: usize,
 }
@@ -120,8 +142,9 @@ impl Sizing<'_> {
             dtype: self.config.device.dtype,
             stash_on_device: self.stash_on_device(),
             deferred: self.deferred(),
-            states: self.states(),
             largest_block: blocks.largest,
+            largest_tensor: self.largest_tensor(),
+            states: self.states.clone(),
             tied_tiles: self.tied_tiles(),
             pipeline,
             config: self.config.clone(),
@@ -135,8 +158,9 @@ impl Sizing<'_> {
         self.rule.is_some()
     }
 
-    fn states(&self) -> usize {
-        self.rule.map_or(0, UpdateRule::states)
+    /// Elements of the largest tensor that is trained.
+    fn largest_tensor(&self) -> usize {
+        self.own.iter().flat_map(BlockTensors::trained).map(Tensor::len).max().unwrap_or(0)
     }
 
     fn deferred(&self) -> bool {
@@ -173,8 +197,7 @@ impl Sizing<'_> {
     fn schedules(&self, file: Option<&Pipeline>) -> Result<Schedules, Error> {
         let mut schedules = Schedules { all: Vec::new(), boundary: 0, stash: 0 };
         for step in self.steps {
-            let states = self.states();
-            let share = self.share;
+            let (states, share) = (&self.states, self.share);
             let spec = StepSpec { shape: *step, layers: None, states, share, file };
             let schedule = schedule_of(self.config, self.model, spec)?;
             schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
@@ -205,7 +228,7 @@ impl Sizing<'_> {
         for rank in (0..self.share.ranks).filter(differs) {
             let share = RankShare { rank, ..self.share };
             let spec =
-                StepSpec { shape: self.steps[0], layers: None, states: self.states(), share, file };
+                StepSpec { shape: self.steps[0], layers: None, states: &self.states, share, file };
             let schedule = schedule_of(self.config, self.model, spec)?;
             let pools = Pools { devices: self.config.devices(), ..self.depths(&schedule) };
             let others = schedule::StepPlan::new(schedule, pools)?;
@@ -247,29 +270,18 @@ impl Sizing<'_> {
         let (largest, gradient) = (most(BlockTensors::len), most(BlockTensors::trained_len));
         let on_host = |floats: usize| if self.on_file() { part_floats(floats) } else { floats };
         let tied = self.tied_tiles();
-        // What this process has of each block: masters, and the trained part of them.
-        let own = |block: &BlockTensors| match self.share {
-            RankShare { ranks: 1, .. } => [block.len(), block.trained_len()],
-            RankShare { rank, ranks } => {
-                let cut = cut(block, ranks);
-                [cut.of(rank).len(), cut.clipped(block.trained_len()).of(rank).len()]
-            }
-        };
-        let lengths: Vec<[usize; 2]> = self.model.blocks.iter().map(own).collect();
         let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
-        let waiting = lengths.iter().enumerate().filter(|(index, _)| waits(*index));
-        // A block's parts all take the same place on file.
-        let part = |[all, trained]: [usize; 2]| on_host(if self.on_file() { all } else { trained });
+        let waiting = self.own.iter().enumerate().filter(|(index, _)| waits(*index));
+        let states = (0..self.own.len()).flat_map(|block| self.states.of(block).lens());
         Blocks {
             largest,
             gradient,
             published: self.config.device.dtype.floats(largest).next_multiple_of(16),
             on_host: on_host(largest),
-            own: on_host(lengths.iter().map(|own| own[0]).max().unwrap_or(0)),
-            landing: on_host(if self.on_file() { largest } else { gradient }),
-            all: lengths.iter().map(|own| on_host(own[0])).sum(),
-            trained: lengths.iter().map(|&own| part(own)).sum(),
-            regions: waiting.map(|(_, &own)| part(own)).sum(),
+            landing: on_host(gradient),
+            all: self.own.iter().map(|own| on_host(own.len())).sum(),
+            states: states.map(|&floats| on_host(floats)).sum(),
+            regions: waiting.map(|(_, own)| on_host(own.trained_len())).sum(),
         }
     }
 
@@ -295,8 +307,12 @@ impl Sizing<'_> {
         }
         self.eps_regions(&mut regions, blocks);
         let rule = self.rule.filter(|_| self.config.device.dtype == Dtype::Bf16);
-        let unpacked = rule.map_or(0, |rule| rule.unpacked_len(blocks.largest));
+        let unpacked = rule.map_or(0, |rule| rule.unpacked_len(self.largest_tensor()));
         regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
+        let tensors = || self.own.iter().flat_map(BlockTensors::trained);
+        let workspace =
+            self.rule.and_then(|rule| tensors().map(|tensor| rule.workspace_len(tensor)).max());
+        regions.add_if_any(Holder::UpdateWorkspace, Place::HostOwn, workspace.unwrap_or(0));
         let exchanged = self.exchanged().iter().sum();
         regions.add_if_any(Holder::Exchanged, Place::HostOwn, exchanged);
         let metadata = devices::overhead_on_host(self.config, rows);
@@ -347,9 +363,15 @@ impl Sizing<'_> {
         }
         if self.on_file() {
             let states = if self.trains() { pools.states as usize } else { 0 };
-            let parts = 1 + self.states() + usize::from(self.deferred());
-            regions.add(Holder::FileStates, Place::Host, states, parts * blocks.own);
-            regions.add(Holder::FileBuffer, Place::HostOwn, 1, blocks.own);
+            let parts = |(index, own)| parts_of(own, self.states.of(index));
+            let parts: Vec<Vec<usize>> = self.own.iter().enumerate().map(parts).collect();
+            let waits = |own: &BlockTensors| part_floats(own.trained_len());
+            let staged = self.own.iter().zip(&parts).map(|(own, parts)| {
+                parts.iter().sum::<usize>() + if self.deferred() { waits(own) } else { 0 }
+            });
+            let (slot, part) = (staged.max(), parts.iter().flatten().max());
+            regions.add(Holder::FileStates, Place::Host, states, slot.unwrap_or(0));
+            regions.add(Holder::FileBuffer, Place::HostOwn, 1, part.copied().unwrap_or(0));
         }
     }
 
@@ -359,7 +381,7 @@ impl Sizing<'_> {
         // On file a block is there twice, as it is and as it was, unless it never changes.
         let copies = if self.on_file() && self.trains() { 2 } else { 1 };
         regions.add(Holder::Masters, place, copies, blocks.all);
-        regions.add(Holder::Moments, place, copies * self.states(), blocks.trained);
+        regions.add(Holder::Moments, place, copies, blocks.states);
         regions.add(Holder::GradientRegions, place, 1, blocks.regions);
     }
 

@@ -14,6 +14,7 @@ use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype, Transfer};
 use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{Head, LayerSelection, Model, Part, Save};
+use crate::optimizers::StateLayout;
 use crate::tensor::{Dtype, packed_floats};
 
 /// What a step of the ring is for.
@@ -65,8 +66,8 @@ pub(crate) struct StepSpec<'a> {
     pub(crate) shape: StepShape,
     /// The layers; `None`: all.
     pub(crate) layers: Option<&'a LayerSelection>,
-    /// States that the update rule keeps of each parameter.
-    pub(crate) states: usize,
+    /// The optimizer's states of what this process has of each block.
+    pub(crate) states: &'a StateLayout,
     /// Which process this is, where several share steps.
     pub(crate) share: RankShare,
     /// The pipeline of the config's file, if it names one.
@@ -81,7 +82,7 @@ pub(crate) fn schedule_of(
 ) -> Result<Schedule, Error> {
     let StepSpec { shape, layers, states, share, file } = step;
     let StepShape { sequences, positions, purpose } = shape;
-    let states = if purpose.trains() { states } else { 0 };
+    let states = Some(states).filter(|_| purpose.trains());
     let ring = ring_model(config, model, positions, states, share);
     let is_dealt = share.deals(purpose);
     let (sequences, groups) = if is_dealt {
@@ -134,11 +135,11 @@ fn ring_model(
     config: &Config,
     model: &Model,
     positions: usize,
-    states: usize,
+    states: Option<&StateLayout>,
     share: RankShare,
 ) -> RingModel {
     let save = config.schedule.recompute.keep().unwrap_or(Save::All);
-    let mut ring = model.for_ring(positions, save, states, config.device.dtype);
+    let mut ring = model.for_ring(positions, save, config.device.dtype);
     let packed = packed_floats(positions * model.shape.hidden) * size_of::<f32>();
     let packed = packed as u64;
     if config.stash.dtype == StashDtype::Bf16 && packed < ring.hidden.bytes_per_sequence {
@@ -146,14 +147,15 @@ fn ring_model(
         ring.hidden.stashed_per_sequence = packed;
     }
     let staged = config.eps.tier == EpsTier::File;
-    for (block, tensors) in ring.blocks.iter_mut().zip(&model.blocks) {
+    for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;
+        let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
+        block.state_bytes = (floats * size_of::<f32>()) as u64;
         if staged && share.ranks > 1 {
             let cut = cut(tensors, share.ranks);
             let own = |len: usize| cut.clipped(len).of(share.rank).len() * size_of::<f32>();
-            let trained = own(tensors.trained_len());
             block.master_bytes = own(tensors.len()) as u64;
-            (block.region_bytes, block.state_bytes) = (trained as u64, (trained * states) as u64);
+            block.region_bytes = own(tensors.trained_len()) as u64;
         }
     }
     ring

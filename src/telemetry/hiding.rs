@@ -70,7 +70,7 @@ impl Hiding {
             let (weights, master) =
                 (sum(|block| block.weight_bytes), sum(|block| block.master_bytes));
             let (gradient, state) =
-                (sum(|block| block.gradient_bytes), sum(|block| block.state_bytes));
+                (sum(|block| block.gradient_bytes), sum(|block| block.state_bytes) / own);
             let through = |boundaries: &[BoundaryId]| -> f64 {
                 let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_per_sequence as f64;
                 boundaries.iter().map(bytes).sum()

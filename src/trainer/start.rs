@@ -122,7 +122,7 @@ impl Checked {
         if let Some(exchanges) = &self.exchanges {
             agree(exchanges, &config, &ring, (&data, from))?;
         }
-        let parts = self.exchanges.map(|exchanges| RankParts::new(exchanges, &ring));
+        let parts = self.exchanges.map(|exchanges| RankParts::new(exchanges, &ring, &*self.rule));
         let (eps, found) = open_eps(&config, &ring, &plan, parts, start)?;
         let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
         let layers = on_file.or(layers);
@@ -253,7 +253,7 @@ fn open_eps(
     parts: Option<RankParts>,
     start: EpsStart<'_>,
 ) -> Result<(Eps, Option<StateOnFile>), Error> {
-    let (states, region) = (plan.states, |id: BlockId| plan.has_region(id));
+    let (states, region) = (plan.states.clone(), |id: BlockId| plan.has_region(id));
     let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
     let made = |eps: Eps, parts| eps.of_rank(parts).published_as(config.device.dtype);
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
@@ -264,7 +264,7 @@ fn open_eps(
     };
     let unusable = |error| Error::unusable(format_args!("eps.path {}", path.display()), error);
     if start.is_trial {
-        let file = FileTier::unnamed(path, &blocks, true, states, region).map_err(unusable)?;
+        let file = FileTier::unnamed(path, &blocks, true, &states, region).map_err(unusable)?;
         return Ok((made(Eps::on_file(blocks, states, file), parts), None));
     }
     let folder = Folder::lock(path).map_err(unusable)?;
@@ -290,7 +290,7 @@ fn open_eps(
         _ => {}
     }
     let step = newest.filter(|_| start.resumes_file);
-    let file = FileTier::open(folder, &blocks, states, region, step).map_err(unusable)?;
+    let file = FileTier::open(folder, &blocks, &states, region, step).map_err(unusable)?;
     let found = found.into_iter().find(|found| Some(found.step) == step);
     Ok((made(Eps::on_file(blocks, states, file), parts), found))
 }

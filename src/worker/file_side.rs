@@ -13,7 +13,6 @@ impl Worker {
         let (begin, file) = (Instant::now(), self.host.file());
         let host = self.memory.lease();
         let beat = &|| operation.still_runs();
-        let part = self.host.file_part;
         match *operation.work() {
             Work::Stage { block, version, stored, slot } => match stored {
                 Stored::Master => {
@@ -21,14 +20,13 @@ impl Worker {
                 }
                 Stored::Gradient => file.read_region(block, host.whole_landing(slot), beat)?,
                 Stored::State { with_gradient } => {
-                    let to = host.state_slot(slot);
-                    file.read_state(block, version, to, part, with_gradient, beat)?;
+                    file.read_state(block, version, host.state_slot(slot), with_gradient, beat)?;
                 }
             },
             Work::Store { block, version, stored, slot } => match stored {
                 Stored::Gradient => file.write_region(block, host.whole_landing(slot), beat)?,
                 Stored::State { .. } => {
-                    file.write_state(block, version, host.state_slot(slot), part, beat)?;
+                    file.write_state(block, version, host.state_slot(slot), beat)?;
                 }
                 Stored::Master => unreachable!("masters are written with their states"),
             },

@@ -39,8 +39,6 @@ pub(super) struct HostSide {
     pub(super) disk_rate: Option<f64>,
     /// Bytes a second of an emulated fabric.
     pub(super) fabric_rate: Option<f64>,
-    /// Floats of one part of a block of a file: masters, or one of its states.
-    pub(super) file_part: usize,
     /// Split masters as f32, for an update rule that wants them whole.
     pub(super) unpacked: Mutex<Vec<f32>>,
     pub(super) exchanged: Exchanged,
@@ -65,7 +63,7 @@ impl HostSide {
         threads: &Arc<ThreadPool>,
     ) -> Result<HostSide, Error> {
         let is_split = eps.split && plan.trains();
-        let unpacked = if is_split { rule.unpacked_len(plan.largest_block) } else { 0 };
+        let unpacked = if is_split { rule.unpacked_len(plan.largest_tensor) } else { 0 };
         Ok(HostSide {
             eps,
             rule,
@@ -75,7 +73,6 @@ impl HostSide {
             update_rate: config.update_bytes_per_second()?,
             disk_rate: config.disk_bytes_per_second()?,
             fabric_rate: config.fabric_bytes_per_second()?,
-            file_part: plan.staged_part(),
             unpacked: Mutex::new(vec![0.0; unpacked]),
             exchanged: Exchanged::new(plan),
         })

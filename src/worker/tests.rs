@@ -17,6 +17,7 @@ use crate::eps::{Eps, FileTier, Folder};
 use crate::hf::shape_of;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
+use crate::optimizers::StateLayout;
 use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 use crate::telemetry::Ledger;
 use crate::tensor::{Arena, View};
@@ -61,8 +62,11 @@ impl Subject for Small {
 
     fn schedule(&self) -> Schedule {
         let shape = StepShape { sequences: 3, positions: 4, purpose: Purpose::Train };
-        let step = StepSpec { shape, layers: None, states: 2, share: RankShare::WHOLE, file: None };
-        schedule_of(&self.config, &self.model(), step).expect("a model of ours")
+        let model = self.model();
+        let states = StateLayout::new(&self.config.update_rule(), &model.blocks);
+        let step =
+            StepSpec { shape, layers: None, states: &states, share: RankShare::WHOLE, file: None };
+        schedule_of(&self.config, &model, step).expect("a model of ours")
     }
 
     fn ports(&self, pools: &Pools) -> Arc<Self::Ports> {
@@ -97,14 +101,15 @@ impl Small {
         let rule = Box::new(config.update_rule());
         let plan = Plan::new(&config, &model, &*rule).expect("a plan of ours");
         assert_eq!(plan.pools, *pools);
+        let states = plan.states.clone();
         let eps = match &self.folder {
-            None => Eps::in_memory(model.blocks.clone(), 2, |_| true),
+            None => Eps::in_memory(model.blocks.clone(), states, |_| true),
             Some(folder) => {
                 // A relay that was dropped may have its file a little longer.
                 let nth = self.made.fetch_add(1, Relaxed).to_string();
                 let folder = Folder::lock(&folder.path().join(nth)).expect("a place for files");
-                let file = FileTier::open(folder, &model.blocks, 2, |_| true, None);
-                Eps::on_file(model.blocks.clone(), 2, file.expect("a place for files"))
+                let file = FileTier::open(folder, &model.blocks, &states, |_| true, None);
+                Eps::on_file(model.blocks.clone(), states, file.expect("a place for files"))
             }
         };
         let eps = eps.published_as(config.device.dtype);

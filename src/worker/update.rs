@@ -9,8 +9,7 @@ use l2l_actors::work::{GradientAt, MasterAt};
 use super::host_side::{HostSide, Squares};
 use super::memory::HostLease;
 use super::take_as_long;
-use crate::models::Tensor;
-use crate::optimizers::{SplitMasters, Update};
+use crate::optimizers::{BlockMasters, SplitMasters, Update, update_block};
 
 impl HostSide {
     /// Moves a block to its next version; its gradient's sum of squares.
@@ -27,23 +26,17 @@ impl HostSide {
         learning_rate: f64,
     ) -> Result<Squares, Squares> {
         let begin = Instant::now();
-        let tensors = self.eps.tensors(block).trained();
         let (len, trained) = (self.block_len(block), self.trained_len(block));
-        // Of a staged block: masters, states, and the gradient if it waited on file.
-        let mut parts: Vec<&mut [f32]> = match master {
-            MasterAt::Slot(slot) => {
-                let parts = host.state_slot(slot).chunks_mut(self.file_part).enumerate();
-                parts.map(|(at, part)| &mut part[..if at == 0 { len } else { trained }]).collect()
-            }
-            MasterAt::Memory => Vec::new(),
+        // Of a staged block: masters, states, and behind them the gradient if it waited on file.
+        let mut parts = match master {
+            MasterAt::Slot(slot) => self.file().split(block, host.state_slot(slot)),
+            MasterAt::Memory => vec![&mut [][..]],
         };
-        let (region, waited);
+        let behind = parts.pop().expect("what follows the parts");
+        let region;
         let gradient = match (gradient, master) {
             (GradientAt::Landing(slot), _) => &*host.landing(slot, trained),
-            (GradientAt::Region, MasterAt::Slot(_)) => {
-                waited = parts.pop().expect("a slot has a part for what waited");
-                &*waited
-            }
+            (GradientAt::Region, MasterAt::Slot(_)) => &behind[..trained],
             (GradientAt::Region, MasterAt::Memory) => {
                 region = self.eps.memory().region(block);
                 &region[..]
@@ -57,15 +50,14 @@ impl HostSide {
         let update = |updates| Update { step: updates, learning_rate, scale, level };
         if let Some((masters, states)) = parts.split_first_mut() {
             let update = update(self.file().updates_of(block));
-            let states = &mut states[..self.eps.states()];
-            self.apply(tensors, masters, states, gradient, update);
+            self.apply(block, &mut masters[..len], states, gradient, update);
         } else {
             let mut lease = self.eps.memory().write(block, version);
             let lease = &mut *lease;
             let update = update(lease.updates);
             let mut states: Vec<&mut [f32]> =
                 lease.states.iter_mut().map(Vec::as_mut_slice).collect();
-            self.apply(tensors, &mut lease.parameters, &mut states, gradient, update);
+            self.apply(block, &mut lease.parameters, &mut states, gradient, update);
             lease.version = version + 1;
             lease.updates += 1;
         }
@@ -83,21 +75,20 @@ impl HostSide {
 
     fn apply(
         &self,
-        tensors: &[Tensor],
+        block: BlockId,
         masters: &mut [f32],
         states: &mut [&mut [f32]],
         gradient: &[f32],
         update: Update,
     ) {
-        let rule = &self.rule;
+        let of_block = (self.eps.tensors(block).trained(), self.eps.own_states(block));
+        let mut masters = match self.eps.split {
+            true => BlockMasters::Split(SplitMasters::of(masters)),
+            false => BlockMasters::Plain(masters),
+        };
+        let unpacked = &mut self.unpacked.lock().expect("nothing panics inside")[..];
         self.threads.install(|| {
-            if self.eps.split {
-                let unpacked = &mut self.unpacked.lock().expect("nothing panics inside");
-                let masters = &mut SplitMasters::of(masters).first(gradient.len());
-                rule.apply_split(tensors, masters, states, gradient, update, unpacked);
-            } else {
-                rule.apply(tensors, &mut masters[..gradient.len()], states, gradient, update);
-            }
+            update_block(&*self.rule, of_block, &mut masters, states, gradient, update, unpacked);
         });
     }
 }

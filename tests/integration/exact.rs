@@ -135,7 +135,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     }
     // One of the two rules of this kind, by chance.
     let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);
-    config.optimizer.momentum = if has_momentum { 0.9 } else { 0.0 };
+    config.optimizer.momentum = has_momentum.then_some(0.9);
     config.schedule.chunks = ways.chunks;
     // Several devices pass boundaries on through the host.
     config.stash.place = if ways.devices > 1 { StashPlace::Host } else { ways.place };

@@ -1,0 +1,148 @@
+//! AdamW with moments in bf16, rounded at random so that small changes are not lost on average.
+//!
+//! The random numbers are a function of the seed, the update, the tensor's name and the element,
+//! as dropout's are of theirs. So a run that resumes draws the same ones, on any number of threads.
+
+use half::bf16;
+use rayon::prelude::*;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::elementwise::{Chunk, ElementRule, Masters};
+use super::{AdamW, CHUNK, SplitMasters, State, StateDtype, Update, UpdateRule};
+use crate::models::Tensor;
+use crate::random;
+
+/// AdamW whose two moments take two bytes a parameter each. The tiles of a large table of the
+/// vocabulary draw the same numbers.
+#[derive(Clone, Debug, PartialEq)]
+pub struct AdamWBf16 {
+    /// Its hyperparameters.
+    pub adamw: AdamW,
+    /// The seed of the random numbers.
+    pub seed: u64,
+}
+
+/// Elements that are decoded at once.
+const DECODED: usize = 256;
+
+/// Rounds to one of the two bf16 beside a number, to each as often as the other is far away. 16
+/// random bits decide.
+#[inline(always)]
+fn round(value: f32, random: u64) -> bf16 {
+    let bits = value.to_bits().wrapping_add(random as u32 & 0xffff);
+    if value.is_finite() { bf16::from_bits((bits >> 16) as u16) } else { bf16::from_f32(value) }
+}
+
+impl AdamWBf16 {
+    /// The key of the random numbers of one update of a tensor.
+    fn key(&self, tensor: &Tensor, update: Update) -> u64 {
+        random::keyed(random::keyed(self.seed, update.step), xxh3_64(tensor.name.as_bytes()))
+    }
+
+    fn update<'a>(
+        &self,
+        tensors: &[Tensor],
+        masters: impl Into<Masters<'a>>,
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
+        let [m, v] = states else { unreachable!("two moments") };
+        let (len, key) = (gradient.len(), self.key(tensor, update));
+        let m = &mut bytemuck::cast_slice_mut::<f32, bf16>(m)[..len];
+        let v = &mut bytemuck::cast_slice_mut::<f32, bf16>(v)[..len];
+        let rule = self.adamw.rule(tensor, update);
+        let chunks = masters.into().chunks(len, CHUNK).into_par_iter();
+        let moments = m.par_chunks_mut(CHUNK).zip(v.par_chunks_mut(CHUNK));
+        chunks.zip(moments).zip(gradient.par_chunks(CHUNK)).enumerate().for_each(
+            |(nth, ((masters, (m, v)), gradient))| {
+                update.level.run(
+                    #[inline(always)]
+                    || update_chunk(masters, [m, v], gradient, rule, (key, nth * CHUNK)),
+                );
+            },
+        );
+    }
+}
+
+/// Updates a chunk, whose first element is element `first` of its tensor.
+#[inline(always)]
+fn update_chunk(
+    masters: Masters<'_>,
+    [m, v]: [&mut [bf16]; 2],
+    gradient: &[f32],
+    rule: impl ElementRule<2>,
+    (key, first): (u64, usize),
+) {
+    let pieces = masters.chunks(gradient.len(), DECODED).into_iter();
+    let moments = m.chunks_mut(DECODED).zip(v.chunks_mut(DECODED));
+    let pieces = pieces.zip(moments).zip(gradient.chunks(DECODED)).enumerate();
+    for (nth, ((masters, (m, v)), gradient)) in pieces {
+        let (mut first_moment, mut second_moment) = ([0.0; DECODED], [0.0; DECODED]);
+        let decode = |to: &mut [f32], from: &[bf16]| {
+            to.iter_mut().zip(from).for_each(|(to, from)| *to = from.to_f32());
+        };
+        decode(&mut first_moment, m);
+        decode(&mut second_moment, v);
+        let states = [&mut first_moment[..], &mut second_moment[..]];
+        Chunk { masters, states, gradient, rule }.run();
+        let moments = first_moment.iter().zip(&second_moment);
+        for (i, ((m, v), (of_m, of_v))) in m.iter_mut().zip(v).zip(moments).enumerate() {
+            let random = random::keyed(key, (first + nth * DECODED + i) as u64);
+            (*m, *v) = (round(*of_m, random), round(*of_v, random >> 16));
+        }
+    }
+}
+
+impl UpdateRule for AdamWBf16 {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+        let state = |name| State { dtype: StateDtype::Bf16, ..State::like(name, tensor) };
+        vec![state("exp_avg"), state("exp_avg_sq")]
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        self.update(tensors, parameters, states, gradient, update);
+    }
+
+    fn apply_split(
+        &self,
+        tensors: &[Tensor],
+        split: &mut SplitMasters<'_>,
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+        _unpacked: &mut [f32],
+    ) {
+        self.update(tensors, split, states, gradient, update);
+    }
+
+    fn unpacked_len(&self, _parameters: usize) -> usize {
+        0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On average a rounded number is the number, also where rounding to nearest never moves.
+    #[test]
+    fn rounding_is_fair() {
+        for value in [1.0_f32 + 1e-3, -3.141_592_7, 1e-20, 0.0, 1.0] {
+            let draws = 1 << 16;
+            let sum: f64 =
+                (0..draws).map(|at| f64::from(round(value, random::keyed(7, at)).to_f32())).sum();
+            let error = sum / draws as f64 - f64::from(value);
+            assert!(error.abs() <= 5e-5 * f64::from(value.abs()), "{value}: {error}");
+        }
+        assert!(round(f32::INFINITY, 0xffff).is_infinite() && round(f32::NAN, 0xffff).is_nan());
+    }
+}

@@ -1,0 +1,235 @@
+//! Muon (Jordan et al. 2024): the momentum of a matrix, made orthogonal by Newton and Schulz's
+//! iteration. As PyTorch's `torch.optim.Muon`, but for the iteration's dtype: f32 here, bf16 there.
+
+use std::sync::Mutex;
+
+use rayon::prelude::*;
+
+use super::product::{Product, packed_len};
+use super::{AdamW, CHUNK, SplitMasters, State, Update, UpdateRule, WeightDecay};
+use crate::models::{Kind, Tensor};
+
+/// How Muon's learning rate follows from the sizes of a matrix of A rows and B columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MuonRate {
+    /// Times √max(1, A ÷ B), as its author has it. Rates are far above those of AdamW (0.02).
+    Original,
+    /// Times 0.2 √max(A, B), so that an update is as large as AdamW's, and one rate fits both (Liu
+    /// et al. 2025).
+    MatchRmsAdamw,
+}
+
+impl MuonRate {
+    fn factor(self, rows: usize, columns: usize) -> f64 {
+        match self {
+            MuonRate::Original => (rows as f64 / columns as f64).max(1.0).sqrt(),
+            MuonRate::MatchRmsAdamw => 0.2 * (rows.max(columns) as f64).sqrt(),
+        }
+    }
+}
+
+/// Muon's hyperparameters. Matrices of layers have one state, the momentum. All other tensors
+/// (vectors, tables of embeddings, heads) are updated by AdamW.
+#[derive(Debug)]
+pub struct Muon {
+    /// The share of the momentum that an update leaves.
+    momentum: f64,
+    nesterov: bool,
+    rate: MuonRate,
+    decay: WeightDecay,
+    others: AdamW,
+    /// What a matrix is computed in. Updates follow each other, so nobody waits for it.
+    workspace: Mutex<Vec<f32>>,
+}
+
+/// The coefficients of the iteration, and how often it is done.
+const COEFFICIENTS: (f32, f32, f32) = (3.4445, -4.7750, 2.0315);
+const ITERATIONS: usize = 5;
+
+/// Added to no norm, but the least that a matrix is divided by.
+const EPSILON: f64 = 1e-7;
+
+/// The sizes of a tensor that is updated as a matrix.
+fn sizes(tensor: &Tensor) -> Option<(usize, usize)> {
+    match tensor.shape[..] {
+        [rows, columns] if tensor.kind == Kind::Weight && rows * columns > 0 => {
+            Some((rows, columns))
+        }
+        _ => None,
+    }
+}
+
+/// The floats of each part of the workspace for a matrix of these sizes: two matrices, two squares
+/// of the shorter side, and room for a product.
+fn parts((rows, columns): (usize, usize)) -> [usize; 5] {
+    let (short, long) = (rows.min(columns), rows.max(columns));
+    let packed = packed_len(short, long).max(packed_len(long, short));
+    [short * long, short * long, short * short, short * short, packed]
+}
+
+impl Muon {
+    /// With AdamW for what is no matrix.
+    pub fn new(
+        momentum: f64,
+        nesterov: bool,
+        rate: MuonRate,
+        decay: WeightDecay,
+        others: AdamW,
+    ) -> Muon {
+        Muon { momentum, nesterov, rate, decay, others, workspace: Mutex::default() }
+    }
+
+    /// The workspace, which grows to what the largest matrix needs.
+    fn with_workspace<R>(
+        &self,
+        sizes: (usize, usize),
+        work: impl FnOnce([&mut [f32]; 5]) -> R,
+    ) -> R {
+        let lens = parts(sizes);
+        let mut all = self.workspace.lock().expect("nothing panics inside");
+        if all.len() < lens.iter().sum() {
+            *all = vec![0.0; lens.iter().sum()];
+        }
+        let mut rest = &mut all[..];
+        work(lens.map(|len| {
+            let (part, behind) = std::mem::take(&mut rest).split_at_mut(len);
+            rest = behind;
+            part
+        }))
+    }
+
+    /// Moves the momentum, and writes to `direction` what is to be made orthogonal.
+    fn observe(&self, momentum: &mut [f32], direction: &mut [f32], gradient: &[f32], scale: f32) {
+        let (share, nesterov) = ((1.0 - self.momentum) as f32, self.nesterov);
+        let of_momentum = self.momentum as f32;
+        let chunks = momentum.par_chunks_mut(CHUNK).zip(direction.par_chunks_mut(CHUNK));
+        chunks.zip(gradient.par_chunks(CHUNK)).for_each(|((momentum, direction), gradient)| {
+            for ((m, d), &g) in momentum.iter_mut().zip(direction).zip(gradient) {
+                let g = g * scale;
+                *m += (g - *m) * share;
+                *d = if nesterov { g + (*m - g) * of_momentum } else { *m };
+            }
+        });
+    }
+}
+
+/// Copies a matrix of `columns` columns transposed, each element multiplied by a factor.
+fn transpose(to: &mut [f32], from: &[f32], columns: usize, factor: f32) {
+    let rows = from.len() / columns;
+    to.par_chunks_mut(rows).enumerate().for_each(|(column, to)| {
+        for (row, to) in to.iter_mut().enumerate() {
+            *to = from[row * columns + column] * factor;
+        }
+    });
+}
+
+/// Newton and Schulz's iteration: moves the singular values of x, a matrix of no more rows than
+/// columns, to about 1. `other` has its size; `gram` and `sum` are squares of its rows.
+fn orthogonalise<'a>(
+    update: Update,
+    (short, long): (usize, usize),
+    mut x: &'a mut [f32],
+    [mut other, gram, sum, packed]: [&'a mut [f32]; 4],
+) -> &'a mut [f32] {
+    let (a, b, c) = COEFFICIENTS;
+    let level = update.level;
+    for _ in 0..ITERATIONS {
+        let (rows, depth, columns) = (short, long, short);
+        let product = Product {
+            a: x,
+            b: x,
+            is_transposed: true,
+            rows,
+            depth,
+            columns,
+            alpha: 1.0,
+            plus: None,
+        };
+        product.run(level, gram, packed);
+        let plus = Some((b, &*gram));
+        let (is_transposed, depth) = (false, short);
+        let product =
+            Product { a: gram, b: gram, is_transposed, rows, depth, columns, alpha: c, plus };
+        product.run(level, sum, packed);
+        let (columns, plus) = (long, Some((a, &*x)));
+        let product =
+            Product { a: sum, b: x, is_transposed, rows, depth, columns, alpha: 1.0, plus };
+        product.run(level, other, packed);
+        std::mem::swap(&mut x, &mut other);
+    }
+    x
+}
+
+impl UpdateRule for Muon {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+        match sizes(tensor) {
+            Some(_) => vec![State::like("momentum_buffer", tensor)],
+            None => self.others.state_layout(tensor),
+        }
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
+        let Some((rows, columns)) = sizes(tensor) else {
+            return self.others.apply(tensors, parameters, states, gradient, update);
+        };
+        let learning_rate = update.learning_rate;
+        let rate = (learning_rate * self.rate.factor(rows, columns)) as f32;
+        let shrink = (1.0 - learning_rate * self.decay.of(tensor)) as f32;
+        self.with_workspace((rows, columns), |[x, other, gram, sum, packed]| {
+            self.observe(states[0], other, gradient, update.scale);
+            let squares: Vec<f64> = other
+                .par_chunks(CHUNK)
+                .map(|chunk| chunk.iter().map(|&d| f64::from(d) * f64::from(d)).sum())
+                .collect();
+            let factor = (1.0 / squares.iter().sum::<f64>().sqrt().max(EPSILON)) as f32;
+            let is_tall = rows > columns;
+            if is_tall {
+                transpose(x, other, columns, factor);
+            } else {
+                let chunks = x.par_chunks_mut(CHUNK).zip(other.par_chunks(CHUNK));
+                chunks.for_each(|(x, direction)| {
+                    x.iter_mut().zip(direction).for_each(|(x, &d)| *x = d * factor);
+                });
+            }
+            let sides = (rows.min(columns), rows.max(columns));
+            let step = &*orthogonalise(update, sides, x, [other, gram, sum, packed]);
+            parameters.par_chunks_mut(columns).enumerate().for_each(|(row, parameters)| {
+                for (column, p) in parameters.iter_mut().enumerate() {
+                    let at = if is_tall { column * rows + row } else { row * columns + column };
+                    *p = *p * shrink - rate * step[at];
+                }
+            });
+        });
+    }
+
+    fn apply_split(
+        &self,
+        tensors: &[Tensor],
+        split: &mut SplitMasters<'_>,
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+        unpacked: &mut [f32],
+    ) {
+        if tensors.iter().all(|tensor| sizes(tensor).is_none()) {
+            let others = &self.others;
+            return others.apply_split(tensors, split, states, gradient, update, unpacked);
+        }
+        let masters = &mut unpacked[..gradient.len()];
+        split.join_to(masters);
+        self.apply(tensors, masters, states, gradient, update);
+        split.split_from(masters);
+    }
+
+    fn workspace_len(&self, tensor: &Tensor) -> usize {
+        sizes(tensor).map_or(0, |sizes| parts(sizes).iter().sum())
+    }
+}

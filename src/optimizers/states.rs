@@ -1,0 +1,131 @@
+//! What an update rule keeps of each tensor, and where that lies.
+//!
+//! A rule declares its states by name, dtype and sizes. The plan, the EPS, its file, checkpoints and
+//! digests follow from the declaration.
+
+use std::ops::Range;
+
+use super::UpdateRule;
+use crate::models::{BlockTensors, Tensor};
+
+/// What the elements of a state are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateDtype {
+    /// 32-bit floats.
+    F32,
+    /// 16-bit brain floats.
+    Bf16,
+    /// Bytes.
+    U8,
+}
+
+impl StateDtype {
+    /// The bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            StateDtype::F32 => 4,
+            StateDtype::Bf16 => 2,
+            StateDtype::U8 => 1,
+        }
+    }
+}
+
+/// One state of a tensor.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct State {
+    /// Its name in a checkpoint, behind the tensor's.
+    pub name: &'static str,
+    /// What its elements are. In memory they begin a slice of floats, in the machine's byte order.
+    pub dtype: StateDtype,
+    /// Its sizes, outermost first. The states of a tensor that is cut into tiles are joined along
+    /// the first size.
+    pub shape: Vec<usize>,
+}
+
+impl State {
+    /// A state of floats, as many as the tensor has elements.
+    pub fn like(name: &'static str, tensor: &Tensor) -> State {
+        State { name, dtype: StateDtype::F32, shape: tensor.shape.clone() }
+    }
+
+    /// Its bytes.
+    pub fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.dtype.size()
+    }
+
+    /// The floats that it takes.
+    pub fn floats(&self) -> usize {
+        self.bytes().div_ceil(size_of::<f32>())
+    }
+}
+
+/// States begin at a multiple of so many floats, as tensors do.
+const ALIGNED: usize = 16;
+
+/// The states of one block: state `i` of all its tensors, one behind the other, is one run of
+/// floats.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct BlockStates {
+    /// For each tensor that is trained: its states, each with its range in the run.
+    tensors: Vec<Vec<(State, Range<usize>)>>,
+    /// The floats of each run.
+    lens: Vec<usize>,
+}
+
+impl BlockStates {
+    /// What a rule keeps of these tensors.
+    pub(crate) fn new(rule: &dyn UpdateRule, tensors: &[Tensor]) -> BlockStates {
+        let mut lens: Vec<usize> = Vec::new();
+        let mut of_tensor = |tensor: &Tensor| {
+            let states = rule.state_layout(tensor);
+            lens.resize(lens.len().max(states.len()), 0);
+            let place = |(len, state): (&mut usize, State)| {
+                let range = *len..*len + state.floats();
+                *len = range.end.next_multiple_of(ALIGNED);
+                (state, range)
+            };
+            lens.iter_mut().zip(states).map(place).collect()
+        };
+        let tensors = tensors.iter().map(&mut of_tensor).collect();
+        BlockStates { tensors, lens }
+    }
+
+    /// The floats of each run.
+    pub(crate) fn lens(&self) -> &[usize] {
+        &self.lens
+    }
+
+    /// The floats of a run; of a state that no tensor of the block has, 0.
+    pub(crate) fn len(&self, state: usize) -> usize {
+        self.lens.get(state).copied().unwrap_or(0)
+    }
+
+    /// The states of a tensor, by its place among those that are trained, and the range of each in
+    /// its run.
+    pub(crate) fn of_tensor(&self, at: usize) -> &[(State, Range<usize>)] {
+        &self.tensors[at]
+    }
+}
+
+/// The states of all blocks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct StateLayout(Vec<BlockStates>);
+
+impl StateLayout {
+    /// What a rule keeps of these blocks.
+    pub(crate) fn new(rule: &dyn UpdateRule, blocks: &[BlockTensors]) -> StateLayout {
+        let of_block = |block: &BlockTensors| BlockStates::new(rule, block.trained());
+        StateLayout(blocks.iter().map(of_block).collect())
+    }
+
+    /// The states of a block. A layout of a model that is not trained has none.
+    pub(crate) fn of(&self, block: usize) -> &BlockStates {
+        static NONE: BlockStates = BlockStates { tensors: Vec::new(), lens: Vec::new() };
+        self.0.get(block).unwrap_or(&NONE)
+    }
+
+    /// The number of states of the tensor that has most.
+    pub(crate) fn count(&self) -> usize {
+        self.0.iter().map(|block| block.lens.len()).max().unwrap_or(0)
+    }
+}
