@@ -255,8 +255,7 @@ pub(crate) fn recall(
         |what: String| Error::bad_checkpoint(format_args!("eps.path {}", place.display()), what);
     let record: RunRecord = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
-    is_of(&record, &run)
-        .map_err(|why| refuse(format!("{why}. Set it back, or remove the folder")))?;
+    is_of(&record, &run).map_err(|why| refuse(format!("{why}, or remove the folder")))?;
     if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
         let what = "it holds the state of a model of another shape: set the model back, or remove \
                     the folder";
@@ -338,8 +337,7 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let record: RunRecord =
         serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-    is_of(&record, &run)
-        .map_err(|why| refuse(format!("{why}. Set it back, or start without --resume")))?;
+    is_of(&record, &run).map_err(|why| refuse(format!("{why}, or start without --resume")))?;
     // Shapes are compared as far as a config.json describes them.
     let written = |shape| families::write(shape, &Value::Null);
     if written(&hf::read_shape(directory)?) != written(&run.model.shape) {
@@ -389,18 +387,43 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     Ok(record.progress)
 }
 
-/// Checks that a record is of this run. The error says why it is not.
+/// Checks that a record is of this run. The error says why it is not, and what to do.
 fn is_of(record: &RunRecord, run: &Identity<'_>) -> Result<(), String> {
     if record.format != FORMAT {
         return Err(format!(
-            "it has format {}, and this program reads format {FORMAT}",
+            "it has format {}, and this program reads format {FORMAT}: use the program that wrote it",
             record.format
         ));
     }
-    match &differences(record, run)[..] {
-        [] => Ok(()),
-        differ => Err(format!("it was made by another run: {}", differ.join("; "))),
+    let differ = differences(record, run);
+    if differ.is_empty() {
+        return Ok(());
     }
+    // States of one rule are of no use to another.
+    let of_states = ["kind", "block_size", "groups", "ema"].map(|key| format!("optimizer.{key} "));
+    let changes_states = |one: &String| of_states.iter().any(|key| one.starts_with(key));
+    let remedy = if differ.iter().any(changes_states) {
+        "The optimizer's states are of that rule. Set it back, set model.path to the checkpoint to \
+         begin a new run with its weights and new states"
+    } else {
+        "Set it back"
+    };
+    Err(format!("it was made by another run: {}. {remedy}", differ.join("; ")))
+}
+
+/// Checks that the state on file is of a run with these keys, before its blocks are opened.
+///
+/// # Errors
+/// Which keys differ.
+pub(crate) fn check_keys(remembered: &Value, run: Identity<'_>) -> Result<(), Error> {
+    let Ok(record) = serde_json::from_value::<RunRecord>(remembered["rest"].clone()) else {
+        return Ok(()); // recall() says what is wrong with it
+    };
+    let place = run.config.eps.path.clone().unwrap_or_default();
+    is_of(&record, &run).map_err(|why| {
+        let what = format!("{why}, or remove the folder");
+        Error::bad_checkpoint(format_args!("eps.path {}", place.display()), what)
+    })
 }
 
 /// What changed although a run that resumes may not change it.

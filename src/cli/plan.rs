@@ -231,12 +231,16 @@ impl Shown<'_> {
             let terms = terms.iter().map(|term| (term.name.to_string(), json!(term.bytes)));
             json!({ "total": total, "terms": terms.collect::<Map<String, Value>>() })
         };
+        let [masters, states, waiting] = self.eps_bytes_a_parameter();
         let mut event = json!({
             "event": "plan",
             "fits": misfits.is_empty(),
             "why_not": misfits.iter().map(ToString::to_string).collect::<Vec<_>>(),
             "parameters": model.parameters(),
             "trained_parameters": model.trained_parameters(),
+            "eps_bytes_a_parameter": {
+                "masters": masters, "states": states, "gradient_regions": waiting,
+            },
             "devices": plan.devices(),
             "device_bytes": terms(&plan.device, plan.device_bytes()),
             "pinned_bytes": plan.pinned_bytes,
@@ -268,6 +272,12 @@ impl Shown<'_> {
         event
     }
 
+    /// What the EPS of this process holds for each parameter of the model.
+    fn eps_bytes_a_parameter(&self) -> [f64; 3] {
+        let parameters = self.model.parameters().max(1) as f64;
+        self.plan.eps_bytes().map(|bytes| bytes as f64 / parameters)
+    }
+
     fn print(&self) {
         self.print_bytes();
         self.print_limits();
@@ -289,6 +299,13 @@ impl Shown<'_> {
         if trained < self.model.parameters() {
             number("trained", trained as u64, "of them");
         }
+        let [masters, states, waiting] = self.eps_bytes_a_parameter();
+        let place = if plan.file.is_empty() { "host" } else { "file" };
+        print(format_args!(
+            "bytes a parameter   {:>18.2} on the {place}: weights {masters:.2}, optimizer states \
+             {states:.2}, waiting gradients {waiting:.2}",
+            masters + states + waiting
+        ));
         let device = match plan.devices() {
             1 => "device".to_string(),
             devices => format!("each of {devices} devices"),

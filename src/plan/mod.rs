@@ -282,6 +282,15 @@ impl Plan {
         self.host.iter().map(|term| term.bytes).sum()
     }
 
+    /// What the EPS holds, on the host or on file: bytes of master weights, of the optimizer's
+    /// states, and of gradients that wait.
+    pub fn eps_bytes(&self) -> [u64; 3] {
+        ["masters", "moments", "gradient_regions"].map(|name| {
+            let terms = self.host.iter().chain(&self.file);
+            terms.filter(|term| term.name == name).map(|term| term.bytes).sum()
+        })
+    }
+
     /// Bytes of files.
     pub fn file_bytes(&self) -> u64 {
         self.file.iter().map(|term| term.bytes).sum()

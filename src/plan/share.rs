@@ -69,9 +69,10 @@ impl RankShare {
         }
         if rule.is_some_and(|rule| !rule.is_elementwise()) {
             return Err(Error::argument(
-                "the update rule needs whole tensors, and each of several processes has parts of \
-                 them: start one process, or implement UpdateRule::is_elementwise if the rule \
-                 updates each parameter by itself",
+                "the update rule needs whole tensors, or its states are not floats by parameter, \
+                 and each of several processes has parts of tensors: start one process, set \
+                 optimizer.kind to \"adamw\", \"adam\", \"sgd\" or \"lion\", or implement \
+                 UpdateRule::is_elementwise if a rule of your own updates each parameter by itself",
             ));
         }
         let most = model.blocks.iter().map(|tensors| {

@@ -123,7 +123,7 @@ impl Checked {
             agree(exchanges, &config, &ring, (&data, from))?;
         }
         let parts = self.exchanges.map(|exchanges| RankParts::new(exchanges, &ring, &*self.rule));
-        let (eps, found) = open_eps(&config, &ring, &plan, parts, start)?;
+        let (eps, found) = open_eps(run, &ring, &plan, parts, start)?;
         let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
         let layers = on_file.or(layers);
         let model = growth::model_of(&config, &ring, layers)?;
@@ -247,12 +247,13 @@ struct EpsStart<'p> {
 
 /// Opens the EPS as the config says. Also returns the state that it keeps, where it resumes.
 fn open_eps(
-    config: &Config,
+    run: Identity<'_>,
     model: &Model,
     plan: &Plan,
     parts: Option<RankParts>,
     start: EpsStart<'_>,
 ) -> Result<(Eps, Option<StateOnFile>), Error> {
+    let config = run.config;
     let (states, region) = (plan.states.clone(), |id: BlockId| plan.has_region(id));
     let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
     let made = |eps: Eps, parts| eps.of_rank(parts).published_as(config.device.dtype);
@@ -290,6 +291,9 @@ fn open_eps(
         _ => {}
     }
     let step = newest.filter(|_| start.resumes_file);
+    if let Some(found) = found.iter().find(|found| Some(found.step) == step) {
+        checkpoint::check_keys(&found.run, run)?;
+    }
     let file = FileTier::open(folder, &blocks, &states, region, step).map_err(unusable)?;
     let found = found.into_iter().find(|found| Some(found.step) == step);
     Ok((made(Eps::on_file(blocks, states, file), parts), found))
