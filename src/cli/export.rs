@@ -6,11 +6,12 @@ use l2l::{Error, hf};
 
 use super::{Common, model_of, print};
 
-pub(super) fn export(common: &Common, best: bool, to: &Path) -> Result<(), Error> {
+pub(super) fn export(common: &Common, best: bool, ema: bool, to: &Path) -> Result<(), Error> {
     let (config, layers) = common.read(None, None)?;
     let run = || {
         let from = model_of(&config, best)?;
-        hf::export(&from, config.model.path.as_deref(), to)?;
+        let export = if ema { hf::export_average } else { hf::export };
+        export(&from, config.model.path.as_deref(), to)?;
         print(format_args!("{} -> {}", from.display(), to.display()));
         Ok(())
     };

@@ -255,6 +255,9 @@ struct Export {
     /// Use the run's best checkpoint instead of the newest.
     #[arg(long)]
     best: bool,
+    /// Write the moving average of the weights, of a run with optimizer.ema.
+    #[arg(long)]
+    ema: bool,
 }
 
 #[derive(Args)]
@@ -313,7 +316,9 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Bench(BenchArguments { common, without_copies, kernels }) => {
             return bench::bench(&common, !without_copies, kernels);
         }
-        Command::Export(Export { common, to, best }) => export::export(&common, best, &to)?,
+        Command::Export(Export { common, to, best, ema }) => {
+            export::export(&common, best, ema, &to)?;
+        }
         Command::Doctor(DoctorArguments { common, check: true, .. }) => doctor::check(&common)?,
         Command::Doctor(DoctorArguments { common, mpi: true, .. }) => fabric::check(&common)?,
         Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,

@@ -7,6 +7,7 @@ use std::{fs, io};
 use serde_json::Value;
 
 use super::adapters::{base_of, has_adapters};
+use super::average::Averages;
 use super::companions::copy_companions;
 use super::merge::Merge;
 use super::weights::weight_files;
@@ -23,6 +24,28 @@ const INDEX: &str = "model.safetensors.index.json";
 /// # Errors
 /// `to` exists and is not empty; there is no model in `from`; a file cannot be copied.
 pub fn export(from: &Path, base: Option<&Path>, to: &Path) -> Result<(), Error> {
+    export_with(from, base, to, None)
+}
+
+/// The same for a checkpoint of a run with `optimizer.ema`, with the moving averages of the weights
+/// in their place.
+///
+/// # Errors
+/// As [`export`]; or the checkpoint has no averages, or is of adapters.
+pub fn export_average(from: &Path, base: Option<&Path>, to: &Path) -> Result<(), Error> {
+    if has_adapters(from) {
+        let what = "it holds adapters, whose averages cannot be exported: leave out --ema";
+        return Err(Error::bad_model(from.display(), what));
+    }
+    export_with(from, base, to, Some(Averages::of(from)?))
+}
+
+fn export_with(
+    from: &Path,
+    base: Option<&Path>,
+    to: &Path,
+    averages: Option<Averages>,
+) -> Result<(), Error> {
     let is_new = fs::read_dir(to).map_or(!to.exists(), |mut entries| entries.next().is_none());
     if !is_new {
         let what = "it exists already: give a new directory";
@@ -57,6 +80,9 @@ pub fn export(from: &Path, base: Option<&Path>, to: &Path) -> Result<(), Error> 
         match &merge {
             Some(merge) => new = merge.write(&files, partial)?,
             None => copy(from, &files_of(&files), partial).map_err(failed)?,
+        }
+        for name in files_of(&files) {
+            averages.as_ref().map_or(Ok(()), |all| all.write_over(&partial.join(name)))?;
         }
         if has_index {
             write_index(weights_from, &files, &new, partial)?;

@@ -2,6 +2,7 @@
 //! templates, read from a directory and written to one.
 
 mod adapters;
+mod average;
 #[cfg(feature = "tokenizers")]
 mod chat;
 mod companions;
@@ -26,7 +27,7 @@ pub(crate) use config::{
     label_names, mark_byte_tokens, read_config, read_shape, reads_bytes, set_label_names,
     write_config,
 };
-pub use export::export;
+pub use export::{export, export_average};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
 pub use shape::{largest_shape_of, shape_of};

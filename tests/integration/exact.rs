@@ -145,7 +145,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
 }
 
 /// Runs `steps` steps. Gives the bits of each step's loss and gradient norm, and the summary.
-fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
+pub(crate) fn run(mut config: Config, steps: usize) -> (Vec<(u64, u64)>, Summary) {
     let folder = tempfile::tempdir().expect("a place for files");
     if config.eps.tier == EpsTier::File {
         config.eps.path = Some(folder.path().into());
@@ -185,13 +185,7 @@ pub(crate) fn baseline() -> Ways {
 pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
     let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
-    let rules = prop::sample::select(vec![
-        OptimizerKind::Adamw,
-        OptimizerKind::Adam,
-        OptimizerKind::Sgd,
-        OptimizerKind::Lamb,
-        OptimizerKind::Lion,
-    ]);
+    let rules = prop::sample::select(OptimizerKind::ALL.to_vec());
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), rules);
     (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained, rule))| {
         let (drops, clip, tied_tiles, groups) = flags;

@@ -28,6 +28,7 @@ mod limits;
 mod lora;
 #[cfg(feature = "cli")]
 mod observed;
+mod optimizers;
 mod packing;
 mod plan;
 #[cfg(feature = "cli")]

@@ -160,8 +160,8 @@ proptest! {
         let most = if let Trained::All = case.trained { groups } else { 2 };
         let ranks = ranks.min(groups).min(most);
         let rule = match case.rule {
-            OptimizerKind::Lamb => OptimizerKind::Adamw, // LAMB needs whole tensors
-            rule => rule,
+            rule @ (OptimizerKind::Adam | OptimizerKind::Sgd | OptimizerKind::Lion) => rule,
+            _ => OptimizerKind::Adamw, // others need whole tensors
         };
         let case = Case { batch, groups, rule, ..case };
         let ways = ways.for_ranks(&case, ranks);
@@ -170,6 +170,7 @@ proptest! {
             let mut config = config(&case, ways);
             config.eps.path = ways.on_file.then(|| folder.path().into());
             config.stash.dtype = if packs { StashDtype::Bf16 } else { config.stash.dtype };
+            config.optimizer.ema = packs.then_some(0.9);
             config
         };
         let task = |ways: &Ways| Task { evaluates: true, ..Task::new(of(ways), STEPS) };
