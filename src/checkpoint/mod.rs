@@ -391,7 +391,8 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
 fn is_of(record: &RunRecord, run: &Identity<'_>) -> Result<(), String> {
     if record.format != FORMAT {
         return Err(format!(
-            "it has format {}, and this program reads format {FORMAT}: use the program that wrote it",
+            "it has format {}, and this program reads format {FORMAT}: use the program that \
+             wrote it",
             record.format
         ));
     }

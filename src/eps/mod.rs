@@ -28,7 +28,7 @@ pub(crate) use places::{part_floats, parts_of};
 
 use crate::error::Error;
 use crate::models::{BlockTensors, Model, Tensor};
-use crate::optimizers::{BlockStates, SplitMasters, State, StateLayout};
+use crate::optimizers::{BlockStates, RuleState, SplitMasters, StateLayout};
 use crate::tensor::Dtype;
 
 /// A part of a block.
@@ -160,7 +160,7 @@ impl Eps {
         id: BlockId,
         part: BlockPart,
         tensors: &'t BlockTensors,
-    ) -> Vec<(&'t Tensor, Option<State>, Range<usize>)> {
+    ) -> Vec<(&'t Tensor, Option<RuleState>, Range<usize>)> {
         const FLOAT: usize = size_of::<f32>();
         let BlockPart::State(index) = part else {
             let in_bytes = |range: Range<usize>| FLOAT * range.start..FLOAT * range.end;

@@ -21,7 +21,7 @@ use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::adapters::is_of_adapter;
 use crate::models::{BlockTensors, Model};
-use crate::optimizers::{State, StateDtype};
+use crate::optimizers::{RuleState, StateDtype};
 
 /// A tensor of a file, and where its elements lie in the EPS.
 struct FileTensor {
@@ -73,7 +73,7 @@ fn file_tensors(model: &Model, eps: &Eps, part: BlockPart) -> FileTensors {
         for (tensor, state, range) in eps.pieces(id, part, tensors) {
             let (name, dtype, shape) = match state {
                 None => (tensor.name.clone(), Dtype::F32, tensor.shape.clone()),
-                Some(State { name, dtype, shape }) => {
+                Some(RuleState { name, dtype, shape }) => {
                     (format!("{}.{name}", tensor.name), dtype_of(dtype), shape)
                 }
             };

@@ -3,11 +3,12 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, State, Update, UpdateRule, WeightDecay};
+use super::{CHUNK, RuleState, Update, UpdateRule, WeightDecay};
 use crate::models::Tensor;
 
-/// Adafactor's hyperparameters. Of a matrix it keeps a float a row and a float a column; of a vector
-/// a float a parameter. A tensor of more sizes counts as a matrix of its last size's columns.
+/// Adafactor's hyperparameters. Of a matrix it keeps a float a row and a float a column; of a
+/// vector a float a parameter. A tensor of more sizes counts as a matrix of its last size's
+/// columns.
 ///
 /// The vocabulary's table counts tile by tile, where it is cut into several.
 #[derive(Clone, Debug, PartialEq)]
@@ -123,12 +124,12 @@ impl Adafactor {
 }
 
 impl UpdateRule for Adafactor {
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         match sizes(tensor) {
-            None => vec![State::like("variance", tensor)],
+            None => vec![RuleState::like("variance", tensor)],
             Some((rows, columns)) => vec![
-                State { shape: vec![rows, 1], ..State::like("row_var", tensor) },
-                State { shape: vec![1, columns], ..State::like("col_var", tensor) },
+                RuleState { shape: vec![rows, 1], ..RuleState::like("row_var", tensor) },
+                RuleState { shape: vec![1, columns], ..RuleState::like("col_var", tensor) },
             ],
         }
     }

@@ -6,7 +6,7 @@ use std::sync::LazyLock;
 use rayon::prelude::*;
 
 use super::elementwise::{Chunk, ElementRule, Masters};
-use super::{AdamW, CHUNK, SplitMasters, State, StateDtype, Update, UpdateRule};
+use super::{AdamW, CHUNK, RuleState, SplitMasters, StateDtype, Update, UpdateRule};
 use crate::models::Tensor;
 
 /// AdamW whose two moments take a byte a parameter each, and a float for each block. Small tensors
@@ -185,13 +185,13 @@ impl AdamW8bit {
 }
 
 impl UpdateRule for AdamW8bit {
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         if !self.is_coded(tensor) {
             return self.adamw.state_layout(tensor);
         }
-        let codes = |name| State { dtype: StateDtype::U8, ..State::like(name, tensor) };
+        let codes = |name| RuleState { dtype: StateDtype::U8, ..RuleState::like(name, tensor) };
         let blocks = vec![tensor.len().div_ceil(self.block_size)];
-        let largest = |name| State { shape: blocks.clone(), ..State::like(name, tensor) };
+        let largest = |name| RuleState { shape: blocks.clone(), ..RuleState::like(name, tensor) };
         vec![
             codes("exp_avg"),
             largest("exp_avg_absmax"),

@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::elementwise::{Chunk, ElementRule, Masters};
-use super::{AdamW, CHUNK, SplitMasters, State, StateDtype, Update, UpdateRule};
+use super::{AdamW, CHUNK, RuleState, SplitMasters, StateDtype, Update, UpdateRule};
 use crate::models::Tensor;
 use crate::random;
 
@@ -96,8 +96,8 @@ fn update_chunk(
 }
 
 impl UpdateRule for AdamWBf16 {
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
-        let state = |name| State { dtype: StateDtype::Bf16, ..State::like(name, tensor) };
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
+        let state = |name| RuleState { dtype: StateDtype::Bf16, ..RuleState::like(name, tensor) };
         vec![state("exp_avg"), state("exp_avg_sq")]
     }
 

@@ -27,8 +27,8 @@ macro_rules! elementwise_rule {
             fn state_layout(
                 &self,
                 _tensor: &$crate::models::Tensor,
-            ) -> Vec<$crate::optimizers::State> {
-                vec![$($crate::optimizers::State::like($state, _tensor)),*]
+            ) -> Vec<$crate::optimizers::RuleState> {
+                vec![$($crate::optimizers::RuleState::like($state, _tensor)),*]
             }
 
             fn is_elementwise(&self) -> bool {

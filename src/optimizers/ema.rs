@@ -2,7 +2,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, SplitMasters, State, Update, UpdateRule};
+use super::{CHUNK, RuleState, SplitMasters, Update, UpdateRule};
 use crate::models::Tensor;
 
 /// A rule that also keeps the moving average of the parameters, as the last state of each tensor.
@@ -35,9 +35,9 @@ impl UpdateRule for Ema {
         self.rule.states() + 1
     }
 
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         let mut states = self.rule.state_layout(tensor);
-        states.push(State::like(Ema::NAME, tensor));
+        states.push(RuleState::like(Ema::NAME, tensor));
         states
     }
 

@@ -1,6 +1,6 @@
 //! Parameter groups: tensors that patterns name are updated by another rule, or at another rate.
 
-use super::{SplitMasters, State, Update, UpdateRule};
+use super::{RuleState, SplitMasters, Update, UpdateRule};
 use crate::models::{Tensor, matches_tensor};
 
 /// A parameter group.
@@ -52,7 +52,7 @@ fn one(tensors: &[Tensor]) -> &Tensor {
 }
 
 impl UpdateRule for Groups {
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         self.rule_of(tensor).0.state_layout(tensor)
     }
 

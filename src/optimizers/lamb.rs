@@ -3,7 +3,7 @@
 
 use rayon::prelude::*;
 
-use super::{CHUNK, State, Update, UpdateRule, WeightDecay};
+use super::{CHUNK, RuleState, Update, UpdateRule, WeightDecay};
 use crate::models::{Tensor, tensor_ranges};
 
 /// LAMB's hyperparameters. It keeps two states a parameter: the first and the second moment.
@@ -71,8 +71,8 @@ fn square(value: f32) -> f64 {
 }
 
 impl UpdateRule for Lamb {
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
-        vec![State::like("exp_avg", tensor), State::like("exp_avg_sq", tensor)]
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
+        vec![RuleState::like("exp_avg", tensor), RuleState::like("exp_avg_sq", tensor)]
     }
 
     fn apply(

@@ -40,7 +40,7 @@ pub use rates::{stream_bytes_per_second, update_bytes_per_second};
 pub use sgd::{Momentum, Sgd};
 pub use split::SplitMasters;
 pub(crate) use states::{BlockStates, StateLayout};
-pub use states::{State, StateDtype};
+pub use states::{RuleState, StateDtype};
 
 use crate::models::{Tensor, tensor_ranges};
 use crate::simd::Level;
@@ -95,8 +95,8 @@ pub struct Update {
 /// Gradients are measured block by block. Updates are applied tensor by tensor: `tensors` holds the
 /// one tensor, and all slices are of its elements. (A rule may go on to look where a tensor lies
 /// with [`tensor_ranges`], which then gives all of each slice.) Each tensor is whole, but for two
-/// cases: a large table of the vocabulary is cut into tiles of rows, which count as tensors of their
-/// own, and in several processes each updates pieces (see
+/// cases: a large table of the vocabulary is cut into tiles of rows, which count as tensors of
+/// their own, and in several processes each updates pieces (see
 /// [`is_elementwise`](UpdateRule::is_elementwise)).
 pub trait UpdateRule: Send + Sync {
     /// The number of states that the rule keeps of each tensor, if each is one float a parameter
@@ -108,11 +108,11 @@ pub trait UpdateRule: Send + Sync {
 
     /// The states that the rule keeps of a tensor: those of [`states`](UpdateRule::states), which
     /// are named `state0` and so on. All begin as bytes of 0.
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         const NAMES: [&str; 8] =
             ["state0", "state1", "state2", "state3", "state4", "state5", "state6", "state7"];
         let names = NAMES.get(..self.states()).expect("a rule with more states names them");
-        names.iter().map(|name| State::like(name, tensor)).collect()
+        names.iter().map(|name| RuleState::like(name, tensor)).collect()
     }
 
     /// True for a rule that updates each parameter by itself, from its own gradient and states,
@@ -166,8 +166,8 @@ pub trait UpdateRule: Send + Sync {
         parameters
     }
 
-    /// Floats of memory of its own that the rule works in while it updates a tensor. The plan counts
-    /// the most of them.
+    /// Floats of memory of its own that the rule works in while it updates a tensor. The plan
+    /// counts the most of them.
     fn workspace_len(&self, _tensor: &Tensor) -> usize {
         0
     }
@@ -178,7 +178,7 @@ impl UpdateRule for Box<dyn UpdateRule> {
         (**self).states()
     }
 
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         (**self).state_layout(tensor)
     }
 

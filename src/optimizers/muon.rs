@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use rayon::prelude::*;
 
 use super::product::{Product, packed_len};
-use super::{AdamW, CHUNK, SplitMasters, State, Update, UpdateRule, WeightDecay};
+use super::{AdamW, CHUNK, RuleState, SplitMasters, Update, UpdateRule, WeightDecay};
 use crate::models::{Kind, Tensor};
 
 /// How Muon's learning rate follows from the sizes of a matrix of A rows and B columns.
@@ -14,8 +14,8 @@ use crate::models::{Kind, Tensor};
 pub enum MuonRate {
     /// Times √max(1, A ÷ B), as its author has it. Rates are far above those of AdamW (0.02).
     Original,
-    /// Times 0.2 √max(A, B), so that an update is as large as AdamW's, and one rate fits both (Liu
-    /// et al. 2025).
+    /// Times 0.2 √max(A, B), so that an update is as large as AdamW's, and one rate fits both
+    /// (Liu et al. 2025).
     MatchRmsAdamw,
 }
 
@@ -161,9 +161,9 @@ fn orthogonalise<'a>(
 }
 
 impl UpdateRule for Muon {
-    fn state_layout(&self, tensor: &Tensor) -> Vec<State> {
+    fn state_layout(&self, tensor: &Tensor) -> Vec<RuleState> {
         match sizes(tensor) {
-            Some(_) => vec![State::like("momentum_buffer", tensor)],
+            Some(_) => vec![RuleState::like("momentum_buffer", tensor)],
             None => self.others.state_layout(tensor),
         }
     }

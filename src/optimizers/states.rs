@@ -1,7 +1,7 @@
 //! What an update rule keeps of each tensor, and where that lies.
 //!
-//! A rule declares its states by name, dtype and sizes. The plan, the EPS, its file, checkpoints and
-//! digests follow from the declaration.
+//! A rule declares its states by name, dtype and sizes. The plan, the EPS, its file, checkpoints
+//! and digests follow from the declaration.
 
 use std::ops::Range;
 
@@ -32,7 +32,7 @@ impl StateDtype {
 
 /// One state of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct State {
+pub struct RuleState {
     /// Its name in a checkpoint, behind the tensor's.
     pub name: &'static str,
     /// What its elements are. In memory they begin a slice of floats, in the machine's byte order.
@@ -42,10 +42,10 @@ pub struct State {
     pub shape: Vec<usize>,
 }
 
-impl State {
+impl RuleState {
     /// A state of floats, as many as the tensor has elements.
-    pub fn like(name: &'static str, tensor: &Tensor) -> State {
-        State { name, dtype: StateDtype::F32, shape: tensor.shape.clone() }
+    pub fn like(name: &'static str, tensor: &Tensor) -> RuleState {
+        RuleState { name, dtype: StateDtype::F32, shape: tensor.shape.clone() }
     }
 
     /// Its bytes.
@@ -67,7 +67,7 @@ const ALIGNED: usize = 16;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BlockStates {
     /// For each tensor that is trained: its states, each with its range in the run.
-    tensors: Vec<Vec<(State, Range<usize>)>>,
+    tensors: Vec<Vec<(RuleState, Range<usize>)>>,
     /// The floats of each run.
     lens: Vec<usize>,
 }
@@ -79,7 +79,7 @@ impl BlockStates {
         let mut of_tensor = |tensor: &Tensor| {
             let states = rule.state_layout(tensor);
             lens.resize(lens.len().max(states.len()), 0);
-            let place = |(len, state): (&mut usize, State)| {
+            let place = |(len, state): (&mut usize, RuleState)| {
                 let range = *len..*len + state.floats();
                 *len = range.end.next_multiple_of(ALIGNED);
                 (state, range)
@@ -102,7 +102,7 @@ impl BlockStates {
 
     /// The states of a tensor, by its place among those that are trained, and the range of each in
     /// its run.
-    pub(crate) fn of_tensor(&self, at: usize) -> &[(State, Range<usize>)] {
+    pub(crate) fn of_tensor(&self, at: usize) -> &[(RuleState, Range<usize>)] {
         &self.tensors[at]
     }
 }

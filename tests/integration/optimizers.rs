@@ -46,7 +46,8 @@ fn settings() -> Vec<(String, OptimizerConfig)> {
     all
 }
 
-/// A model with matrices that are large enough for moments of 8 bits, and a vocabulary of two tiles.
+/// A model with matrices that are large enough for moments of 8 bits, and a vocabulary of two
+/// tiles.
 fn config(optimizer: &OptimizerConfig, ways: &Ways) -> Config {
     let mut config = exact::config(&SMALL, ways);
     config.model.layers = Some(2);
@@ -243,8 +244,8 @@ fn the_plan_counts_the_bytes_of_states() {
     }
 }
 
-/// A rule or a block size of another run's states is refused, with what to do, from a checkpoint and
-/// from a state on file.
+/// A rule or a block size of another run's states is refused, with what to do, from a checkpoint
+/// and from a state on file.
 #[tokio::test]
 async fn states_of_another_rule_are_refused() {
     let folder = tempfile::tempdir().expect("a place for files");
