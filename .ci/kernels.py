@@ -25,6 +25,7 @@ import faulthandler
 import importlib.metadata
 import importlib.util
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -479,6 +480,31 @@ def check_columns(device, random, rows, width, columns, first):
     device.expect(y, expected, 1e-6)
 
 
+def table(name):
+    """Values of codes, from bitsandbytes."""
+    golden = json.loads((HERE.parent / "tests/goldens/quantised/golden.json").read_text())
+    return np.frombuffer(bytes.fromhex(golden[name]), np.float32)
+
+
+def check_nf4(device, random, n):
+    codes = device.integers(random.integers(0, 256, (n + 1) // 2), np.uint8)
+    scales = device.integers(random.permutation(np.arange(n // 64 + 1) % 256), np.uint8)
+    groups, offset = device.floats(noise(random, n // 16384 + 1)), device.floats([0.3])
+    of_block = table("dynamic_map")[scales.bits] * groups.bits[np.arange(n // 64 + 1) // 256] + offset.bits
+    nibbles = np.stack([codes.bits >> 4, codes.bits & 15], 1).reshape(-1)[:n]
+    expected, y = table("nf4_map")[nibbles] * of_block[np.arange(n) // 64], device.out(n)
+    device.launch("dequantise_nf4", y, codes, scales, groups, offset, n)
+    device.same(y, device.elements(expected).bits)
+
+
+def check_int8(device, random, rows, channels):
+    codes = device.integers(random.integers(-128, 128, (rows, channels)), np.int8)
+    scales, y = device.floats(noise(random, rows)), device.out(rows, channels)
+    expected = codes.bits.astype(np.float32) * scales.bits[:, None]
+    device.launch("dequantise_int8", y, codes, scales, rows, channels)
+    device.same(y, device.elements(expected).bits)
+
+
 def check_clear(device, random, n):
     y, floats = device.out(n), device.floats_out(n)
     device.launch("clear", y, n)
@@ -861,6 +887,8 @@ def checks():
         ("elementwise", check_gate, each(rows, form=range(5))),
         ("elementwise", check_fold, each(folds, gap=[0, 3], accumulate=[0, 1])),
         ("elementwise", check_column_parts, each(rows, chunk=[1, 3, 64])),
+        ("quantised", check_nf4, [*n, dict(n=34001)]),
+        ("quantised", check_int8, rows),
         ("norm", check_norm, each(rows, rms=[0, 1])),
         ("norm", check_norm, each(rows[2:6], norms, rms=[0])),
         ("head_norm", check_head_norm, each(heads, head_rows)),

@@ -26,6 +26,7 @@ mod kv_cache;
 mod linear;
 mod loss;
 mod norm;
+mod quantised;
 mod rotary;
 #[cfg(test)]
 mod tests;
@@ -47,6 +48,7 @@ pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
 pub use loss::{CrossEntropy, Loss};
 pub use norm::{Norm, NormBackward};
+pub use quantised::Dequantise;
 pub use rotary::{Rotary, RotaryScaling, Rotate};
 
 use crate::tensor::Scratch;
@@ -113,6 +115,9 @@ pub trait Kernels {
 
     /// See [`Clear`].
     fn clear(&self, op: &Clear);
+
+    /// See [`Dequantise`].
+    fn dequantise(&self, op: &Dequantise);
 
     /// See [`AddColumns`].
     fn add_columns(&self, op: &AddColumns);

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::*;
-use crate::tensor::{Dtype, View};
+use crate::tensor::{Dtype, Quantisation, View};
 
 /// R, C and N of the operations below: no two are the same, nor one twice another.
 const R: usize = 12;
@@ -143,6 +143,10 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     found!(ApplyDropout { y: narrow, x: narrow, dropout }, [y, x]);
     let rows = element(R + 1, C);
     assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no position");
+    for quantisation in [Quantisation::Nf4, Quantisation::Int8] {
+        let x = float(1, quantisation.floats(R, C));
+        found!(Dequantise { y: narrow, x, quantisation }, [x]);
+    }
     found!(Cast { y: float(R, C), x: narrow }, [y, x], any_dtype: ["y", "x"]);
 }
 

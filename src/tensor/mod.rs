@@ -4,6 +4,7 @@
 mod arena;
 mod lease;
 mod packed;
+mod quantised;
 mod scratch;
 mod slots;
 mod view;
@@ -11,6 +12,7 @@ mod view;
 pub(crate) use arena::{Arena, Pages};
 pub(crate) use lease::Lease;
 pub(crate) use packed::{pack, packed_floats, unpack};
+pub use quantised::{NotQuantisable, Quantisation};
 pub use scratch::Scratch;
 pub(crate) use slots::Slots;
 pub use view::{Dtype, View};

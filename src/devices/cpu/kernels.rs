@@ -3,14 +3,14 @@
 use super::views::CpuKernels;
 use super::{
     activation, attention, classes, columns, copy, cross_entropy, custom, dropout, embedding,
-    head_norm, kv_cache, linear, norm, rotary,
+    head_norm, kv_cache, linear, norm, quantised, rotary,
 };
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, FirstRows, FirstRowsBackward, Gate, GateBackward,
-    HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward,
-    ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, FirstRows, FirstRowsBackward, Gate,
+    GateBackward, HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm,
+    NormBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::Scratch;
 
@@ -112,6 +112,11 @@ impl Kernels for CpuKernels<'_> {
 
     fn clear(&self, op: &Clear) {
         copy::clear(self, op);
+    }
+
+    fn dequantise(&self, op: &Dequantise) {
+        op.check();
+        quantised::dequantise(self, op);
     }
 
     fn add_columns(&self, op: &AddColumns) {

@@ -22,6 +22,7 @@ mod norm;
 #[cfg(test)]
 mod oracle;
 mod product;
+mod quantised;
 mod rates;
 mod rotary;
 mod scattered;

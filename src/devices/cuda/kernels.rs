@@ -7,9 +7,9 @@ use super::{cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, FirstRows, FirstRowsBackward, Gate, GateBackward,
-    HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward,
-    ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, FirstRows, FirstRowsBackward, Gate,
+    GateBackward, HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm,
+    NormBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -169,6 +169,11 @@ impl Kernels for CudaKernels<'_> {
 
     fn clear(&self, op: &Clear) {
         self.run(|on| on.clear(op.y));
+    }
+
+    fn dequantise(&self, op: &Dequantise) {
+        op.check();
+        self.run(|on| on.dequantise(op));
     }
 
     fn add_columns(&self, op: &AddColumns) {

@@ -26,6 +26,7 @@ mod libraries;
 mod linear;
 mod norm;
 mod product;
+mod quantised;
 mod rates;
 mod real;
 mod rotary;

@@ -1,6 +1,7 @@
 //! The cases: every kernel, at odd sizes.
 
 mod products;
+mod quantised;
 
 use super::FLOATS;
 use crate::kernels::{
@@ -135,6 +136,7 @@ impl<'c> Cases<'c> {
         self.of_norms();
         self.of_activations();
         self.of_dropouts();
+        self.of_quantised();
         self.case("clear", |p| {
             let (y, z) = (p.output([1, 131]), p.floats_output([1, 131]));
             move |k, _| {

@@ -362,6 +362,17 @@ constexpr std::common_type_t<A, B> min(A a, B b) {
 }
 
 #define rsqrtf(x) (1.0f / std::sqrt(x)) // no function: the newest C libraries have one
+// Never contracted with a sum or a product beside it.
+inline float __fmul_rn(float a, float b) {
+    volatile float product = a * b;
+    return product;
+}
+
+inline float __fadd_rn(float a, float b) {
+    volatile float sum = a + b;
+    return sum;
+}
+
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
 inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
 inline int __float_as_int(float x) { return std::bit_cast<int>(x); }

@@ -1,0 +1,111 @@
+//! Frozen weights that are stored in fewer bits.
+
+use super::driver::Argument;
+use super::kernels::On;
+use super::launches::{int, long};
+use crate::kernels::Dequantise;
+use crate::tensor::Quantisation;
+
+/// Elements that a thread of `dequantise_nf4` computes.
+const OF_THREAD: usize = 8;
+
+impl On<'_> {
+    pub(super) fn dequantise(&self, &Dequantise { y, x, quantisation }: &Dequantise) {
+        let parts = quantisation.parts(y.rows, y.columns);
+        let [codes, scales, groups, offset, _] = parts.map(|part| self.at(x).behind(part));
+        let (to, codes) = (self.at(y), codes.at);
+        match quantisation {
+            Quantisation::Nf4 => {
+                let (scales, n) = (scales.at, long(y.len()));
+                let arguments: [&dyn Argument; 6] = [&to, &codes, &scales, &groups, &offset, &n];
+                self.queue.each("dequantise_nf4", y.len(), OF_THREAD, &arguments);
+            }
+            Quantisation::Int8 => {
+                let [rows, columns] = [y.rows, y.columns].map(int);
+                let arguments: [&dyn Argument; 5] = [&to, &codes, &scales, &rows, &columns];
+                self.queue.columns("dequantise_int8", [y.rows, 1], y.columns, &arguments);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::bf16;
+
+    use super::*;
+    use crate::devices::Device;
+    use crate::devices::cuda::{Cuda, emulated, overhead};
+    use crate::kernels::{BatchMetadata, Kernels, Rows};
+    use crate::tensor::{Dtype, View};
+
+    /// Storage with every code of a scale, and of an element; floats that are no round numbers.
+    fn storage(quantisation: Quantisation, [rows, columns]: [usize; 2]) -> Vec<f32> {
+        let parts = quantisation.parts(rows, columns);
+        let mut storage = vec![0.0; parts[4]];
+        let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut storage);
+        bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at * 167 % 256) as u8);
+        let floats = match quantisation {
+            Quantisation::Nf4 => parts[2]..parts[4],
+            Quantisation::Int8 => parts[1]..parts[4],
+        };
+        for (at, float) in storage[floats].iter_mut().enumerate() {
+            *float = 0.137 + (at as f32).sqrt();
+        }
+        storage
+    }
+
+    #[test]
+    fn values_are_the_cpus_to_the_bit() {
+        if !emulated::instead() {
+            return;
+        }
+        let metadata = BatchMetadata {
+            starts: &[0, 1],
+            kinds: &[0],
+            documents: &[],
+            cached: &[],
+            dropout_key: None,
+        };
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            for quantisation in [Quantisation::Nf4, Quantisation::Int8] {
+                for [rows, columns] in [[1, 1], [3, 21], [2, 1032], [130, 257]] {
+                    let shape = [rows, columns];
+                    let from = storage(quantisation, shape);
+                    let mut expected = vec![f32::NAN; rows * columns];
+                    quantisation.decode(&from, rows, columns, &mut expected);
+
+                    let x = View::floats(0, from.len());
+                    let y = View::floats(x.len(), dtype.floats(rows * columns));
+                    let end = (y.at + y.len()).next_multiple_of(16);
+                    let own = overhead(Rows { sequences: 1, positions: 1 });
+                    let driver = emulated::asked_for(&[], dtype).expect("it was asked for");
+                    let device = Cuda::new(driver, end + own, View::floats(end, own));
+                    let device = device.expect("it is emulated");
+                    device.upload(x, &from).expect("it is emulated");
+                    device.driver.finish();
+                    let op = Dequantise { y: y.hold(rows, columns, dtype), x, quantisation };
+                    let run = |kernels: &dyn Kernels| {
+                        kernels.dequantise(&op);
+                        0
+                    };
+                    device.compute(&metadata, &run).expect("it is emulated");
+                    let found = device.read_back(y).expect("it is emulated");
+                    let what = format!("{quantisation:?} of {rows} by {columns} in {dtype}");
+                    match dtype {
+                        Dtype::F32 => {
+                            let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+                            assert!(found.iter().zip(&expected).all(same), "{what}");
+                        }
+                        Dtype::Bf16 => {
+                            let found: &[bf16] = bytemuck::cast_slice(&found);
+                            let same =
+                                |(a, b): (&bf16, &f32)| a.to_bits() == bf16::from_f32(*b).to_bits();
+                            assert!(found.iter().zip(&expected).all(same), "{what}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
