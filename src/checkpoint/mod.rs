@@ -15,11 +15,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::{Config, RateSchedule};
+use crate::config::{Config, RateSchedule, TrainConfig};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf;
-use crate::models::{Model, families};
+use crate::models::{Base, Model, families};
 
 pub use keeper::Keeper;
 
@@ -365,15 +365,19 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     let path = directory.join(RECORD);
     let refuse =
         |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
-    match (&run.config.train.lora, &run.config.model.path) {
-        (None, _) => hf::load(directory, run.model, eps, false)?,
-        (Some(_), base) => {
-            eps.randomise(run.model, run.config.step.seed)?;
-            if let Some(base) = base.as_ref().filter(|_| !run.config.model.random_weights) {
-                hf::load(base, run.model, eps, true)?;
-            }
-            hf::load_adapters(directory, run.model, eps)?;
+    let TrainConfig { lora, base, .. } = &run.config.train;
+    if lora.is_some() || *base != Base::AsIs {
+        // What is frozen is what the run began with.
+        eps.randomise(run.model, run.config.step.seed)?;
+        let path = run.config.model.path.as_ref();
+        if let Some(path) = path.filter(|_| !run.config.model.random_weights) {
+            hf::load(path, run.model, eps, true)?;
         }
+    }
+    match (lora, base) {
+        (Some(_), _) => hf::load_adapters(directory, run.model, eps)?,
+        (None, Base::AsIs) => hf::load(directory, run.model, eps, false)?,
+        (None, _) => hf::load_trained(directory, run.model, eps)?,
     }
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
     eps.set_updates(&record.updates);

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::check::must;
 use crate::error::Error;
+use crate::models::Base;
 
 /// `[train]`
 #[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
@@ -26,6 +27,12 @@ pub struct TrainConfig {
     /// head of a classifier, which is trained too. Checkpoints hold adapters in the layout of
     /// `peft`; `l2l export` adds them to the weights.
     pub lora: Option<LoraConfig>,
+    /// How weights that are not trained are stored, on the host and while they travel: `as-is`
+    /// (f32), `bf16`, `int8` (matrices in 8 bits with a scale a row) or `nf4` (matrices in 4 bits
+    /// with double quantisation, as QLoRA has them). The device turns a layer's matrices into its
+    /// own dtype when it computes the layer. With `int8` and `nf4`, embeddings, heads, biases and
+    /// norms that are not trained are in the device's dtype.
+    pub base: Base,
 }
 
 /// `[train.lora]`

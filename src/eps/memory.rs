@@ -20,7 +20,8 @@ pub(crate) struct Block {
     pub(crate) version: Version,
     /// The number of updates it has had.
     pub(crate) updates: u64,
-    /// The masters, f32 or split, in pages that a device can pin.
+    /// The masters, f32 or split, and frozen tensors in other formats, in pages that a device can
+    /// pin.
     pub(crate) parameters: Pages,
     /// The optimizer's states: state `i` of all tensors, one behind the other.
     pub(crate) states: Vec<Vec<f32>>,
@@ -41,7 +42,7 @@ impl Memory {
     ) -> Memory {
         let block = |(index, tensors): (usize, &BlockTensors)| {
             let states = states.of(index).lens().iter().map(|&len| vec![0.0; len]).collect();
-            let parameters = Pages::new(tensors.len());
+            let parameters = Pages::new(tensors.host_len());
             let parameters = parameters.expect("the plan found that much memory available");
             RwLock::new(Block { version: 0, updates: 0, parameters, states })
         };

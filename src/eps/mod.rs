@@ -13,6 +13,7 @@ mod init;
 mod memory;
 mod parts;
 mod places;
+mod stored;
 
 use std::ops::Range;
 
@@ -25,10 +26,11 @@ pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::Memory;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{part_floats, parts_of};
+pub(crate) use stored::TableRows;
 
 use crate::error::Error;
 use crate::models::{BlockTensors, Model, Tensor};
-use crate::optimizers::{BlockStates, RuleState, SplitMasters, StateLayout};
+use crate::optimizers::{BlockStates, RuleState, StateLayout};
 use crate::tensor::Dtype;
 
 /// A part of a block.
@@ -69,7 +71,7 @@ pub(crate) struct Eps {
     parts: Option<RankParts>,
     /// The optimizer's states of those tensors.
     states: StateLayout,
-    /// Whether the masters are [split](SplitMasters).
+    /// Whether the masters are [split](crate::optimizers::SplitMasters).
     pub(crate) split: bool,
     tier: Tier,
 }
@@ -221,22 +223,6 @@ impl Eps {
         Ok(read(&parts.complete(id, part, &own)?))
     }
 
-    /// Reads what this process has of a part of a block.
-    fn read_own<R>(
-        &self,
-        id: BlockId,
-        part: BlockPart,
-        read: impl FnOnce(&[f32]) -> R,
-    ) -> Result<R, Error> {
-        if !self.split || part != BlockPart::Parameters {
-            return self.read_stored(id, part, read);
-        }
-        let mut stored = self.read_stored(id, part, <[f32]>::to_vec)?;
-        let split = SplitMasters::of(&mut stored[..self.tensors(id).len()]);
-        let masters: Vec<f32> = split.masters().collect();
-        Ok(read(&masters))
-    }
-
     /// Reads a part of a block as it is stored: masters may be split.
     fn read_stored<R>(
         &self,
@@ -271,29 +257,6 @@ impl Eps {
             whole[own.clone()].copy_from_slice(stored);
             write(&mut whole);
             stored.copy_from_slice(&whole[own]);
-        })
-    }
-
-    /// Changes what this process has of a part of a block.
-    fn write_own(
-        &self,
-        id: BlockId,
-        part: BlockPart,
-        write: impl FnOnce(&mut [f32]),
-    ) -> Result<(), Error> {
-        if !self.split || part != BlockPart::Parameters {
-            return self.write_stored(id, part, write);
-        }
-        let len = self.tensors(id).len();
-        self.write_stored(id, part, |stored| {
-            let split = SplitMasters::of(&mut stored[..len]);
-            let mut masters: Vec<f32> = split.masters().collect();
-            write(&mut masters);
-            let SplitMasters { published, remainder } = split;
-            for ((published, remainder), master) in published.iter_mut().zip(remainder).zip(masters)
-            {
-                (*published, *remainder) = SplitMasters::split(master);
-            }
         })
     }
 

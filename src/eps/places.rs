@@ -24,7 +24,7 @@ pub(crate) fn part_floats(floats: usize) -> usize {
 
 /// The floats of a block's parts on file: masters, and each run of its optimizer states.
 pub(crate) fn parts_of(tensors: &BlockTensors, states: &BlockStates) -> Vec<usize> {
-    let parts = [tensors.len()].into_iter().chain(states.lens().iter().copied());
+    let parts = [tensors.host_len()].into_iter().chain(states.lens().iter().copied());
     parts.map(part_floats).collect()
 }
 

@@ -36,8 +36,9 @@ pub(crate) fn base_of(directory: &Path) -> Option<PathBuf> {
 /// # Errors
 /// Adapters that it names cannot be read, or are of another kind.
 pub fn training_of(config: &Config) -> Result<Training, Error> {
-    let TrainConfig { only, frozen, lora } = &config.train;
-    let mut training = Training { only: only.clone(), frozen: frozen.clone(), lora: None };
+    let TrainConfig { only, frozen, lora, base } = &config.train;
+    let (only, frozen, dtype) = (only.clone(), frozen.clone(), config.device.dtype);
+    let mut training = Training { only, frozen, lora: None, base: *base, dtype };
     let Some(lora) = lora else { return Ok(training) };
     let LoraConfig { rank, alpha, rank_stabilised, dropout, targets, path } = lora;
     let (mut adapters, saved) = match path {

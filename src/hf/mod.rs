@@ -35,5 +35,5 @@ pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
 pub(crate) use weights::{
-    load, load_adapters, load_states, save, save_adapters, save_states, tensor,
+    load, load_adapters, load_states, load_trained, save, save_adapters, save_states, tensor,
 };

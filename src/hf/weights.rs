@@ -56,11 +56,16 @@ fn base_tensors(model: &Model, eps: &Eps) -> FileTensors {
     all
 }
 
+/// The names of the parameters that are trained.
+fn trained_names(model: &Model) -> BTreeSet<&str> {
+    let trained = model.blocks.iter().flat_map(BlockTensors::trained);
+    trained.map(|tensor| &tensor.name[..]).collect()
+}
+
 /// The parameters of a model's adapters, and those that are trained beside them, under the names
 /// that PEFT gives them.
 fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
-    let trained = model.blocks.iter().flat_map(BlockTensors::trained);
-    let trained: BTreeSet<&str> = trained.map(|tensor| &tensor.name[..]).collect();
+    let trained = trained_names(model);
     let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
     let all = all.filter(|(name, _)| trained.contains(&name[..]));
     all.map(|(name, tensor)| (format!("{PREFIX}{name}"), tensor)).collect()
@@ -115,7 +120,16 @@ pub(crate) fn load(
     new_head: bool,
 ) -> Result<(), Error> {
     let files = weight_files(directory)?;
-    read(&files, &base_tensors(model, eps), Some(model), eps, new_head)
+    let reads = if new_head { Reads::ButMissingHead } else { Reads::All };
+    read(&files, &base_tensors(model, eps), Some(model), eps, reads)
+}
+
+/// Reads the tensors that are trained into the EPS, from a checkpoint of the whole model.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
+    read(&weight_files(directory)?, &base_tensors(model, eps), Some(model), eps, Reads::Trained)
 }
 
 /// Reads adapters, and what was trained beside them, into the EPS.
@@ -123,7 +137,7 @@ pub(crate) fn load(
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, false)
+    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, Reads::All)
 }
 
 /// Writes adapters, and what is trained beside them, to a directory.
@@ -139,7 +153,7 @@ pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Resul
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, false)
+    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Reads::All)
 }
 
 /// The weight files of a directory: one, or those that an index names.
@@ -192,6 +206,16 @@ pub(super) fn map(path: &Path) -> Result<Mmap, Error> {
     unsafe { Mmap::map(&file) }.map_err(refuse)
 }
 
+/// Which tensors of a file are read.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Reads {
+    All,
+    /// All, but a classifier's head may be missing.
+    ButMissingHead,
+    /// Those that are trained. All must be there.
+    Trained,
+}
+
 /// Reads tensors from memory-mapped files into the EPS. `model`: the model that the files are of,
 /// whose family may have other names for the same tensors; `None` for files of l2l's own.
 fn read(
@@ -199,7 +223,7 @@ fn read(
     tensors: &FileTensors,
     model: Option<&Model>,
     eps: &Eps,
-    new_head: bool,
+    reads: Reads,
 ) -> Result<(), Error> {
     let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
     let maps = files.iter().map(|path| map(path)).collect::<Result<Vec<_>, _>>()?;
@@ -211,13 +235,16 @@ fn read(
     let keeps_initial = |name: &str| {
         let Some(names) = model.map(|model| model.shape.names) else { return false };
         let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
-        new_head && (is_in(names.class_dense) || is_in(names.class_out)) && find(name).is_none()
+        let may_miss = reads == Reads::ButMissingHead;
+        may_miss && (is_in(names.class_dense) || is_in(names.class_out)) && find(name).is_none()
     };
     let tensors: BTreeMap<_, _> = tensors.iter().filter(|(name, _)| !keeps_initial(name)).collect();
     check(&parsed, &tensors, model, &find).map_err(|what| refuse(&files[0], &what))?;
     // Block by block, because a block on file is written as a whole.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();
-    for (name, tensor) in tensors {
+    let trained = model.filter(|_| reads == Reads::Trained).map(trained_names);
+    let is_read = |name: &str| trained.as_ref().is_none_or(|trained| trained.contains(name));
+    for (name, tensor) in tensors.into_iter().filter(|(name, _)| is_read(name)) {
         let mut from = 0;
         for (block, range) in &tensor.pieces {
             let pieces = blocks.entry((*block, tensor.part)).or_default();

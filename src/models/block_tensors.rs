@@ -3,12 +3,23 @@
 //! Gradients, optimizer states and gradient regions have the trained part alone, which begins a
 //! block. So they are shorter than the block, and nothing of a frozen tensor leaves the device or
 //! is updated.
+//!
+//! Elements are counted as if all were f32: that is how a block is read and written between steps.
+//! It is stored as masters, and behind them the frozen tensors that are stored in another way; a
+//! device of bf16 is sent the masters' published halves, and what remains of them lies at the end:
+//!
+//! | | floats | sent |
+//! |---|---|---|
+//! | masters, f32 or published halves | M, or M ÷ 2 | yes |
+//! | frozen tensors, as they are stored | E | yes |
+//! | remainders of split masters | M ÷ 2 | no |
 
 use std::ops::Range;
 use std::slice::Iter;
 
+use super::frozen::{Base, FrozenPart, StoredWeight};
 use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
-use crate::tensor::View;
+use crate::tensor::{Dtype, View};
 
 /// The tensors of a block: those that are trained lie first in it, then those that are frozen.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -19,6 +30,17 @@ pub struct BlockTensors {
     is_trained: Vec<bool>,
     trained: Vec<Tensor>,
     frozen: Vec<Tensor>,
+    /// How the frozen tensors are stored; empty: as the trained ones are.
+    stored: FrozenPart,
+}
+
+/// A weight in a device's weight slot.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum SlotWeight<'t> {
+    /// Elements of the device's dtype.
+    Ready(View),
+    /// A frozen weight that is stored in another way.
+    Stored(StoredWeight<'t>),
 }
 
 impl From<Vec<Tensor>> for BlockTensors {
@@ -54,6 +76,12 @@ impl BlockTensors {
     /// The same tensors, of which others are trained.
     pub fn with_trained(&self, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
         BlockTensors::new(self.tensors.clone(), trains)
+    }
+
+    /// The same tensors, whose frozen ones are stored in this way, for a device of this dtype.
+    pub fn with_base(self, base: Base, dtype: Dtype) -> BlockTensors {
+        let stored = FrozenPart::new(&self.frozen, self.trained_len(), base, dtype);
+        BlockTensors { stored, ..self }
     }
 
     /// All, in the order of their layer.
@@ -98,13 +126,44 @@ impl BlockTensors {
         self.tensors.is_empty()
     }
 
-    /// Views of the tensors, in the order of their layer. Joined tensors are one view.
-    pub fn views(&self, block: View) -> Vec<View> {
-        let (trained, len) = (self.trained_len(), self.len());
+    /// The frozen tensors that are not stored as masters are.
+    pub(crate) fn stored(&self) -> &FrozenPart {
+        &self.stored
+    }
+
+    /// Elements that are stored as masters.
+    pub(crate) fn masters_len(&self) -> usize {
+        if self.stored.len() == 0 { self.len() } else { self.trained_len() }
+    }
+
+    /// Floats that the block takes on the host.
+    pub(crate) fn host_len(&self) -> usize {
+        self.masters_len() + self.stored.len()
+    }
+
+    /// Floats that a device of this dtype is sent.
+    pub(crate) fn published_len(&self, dtype: Dtype) -> usize {
+        dtype.floats(self.masters_len()) + self.stored.len()
+    }
+
+    /// The weights in a slot of a device of this dtype, in the order of their layer. Joined tensors
+    /// are one.
+    pub(crate) fn weights(&self, slot: View, dtype: Dtype) -> Vec<SlotWeight<'_>> {
+        let (masters, trained) = (self.masters_len(), self.trained_len());
+        let (published, end) = (dtype.floats(masters), self.published_len(dtype));
+        let block = slot.part(0..published).hold(1, masters, dtype);
         let mut trained_views = tensor_views(&self.trained, block.part(0..trained)).into_iter();
-        let mut frozen_views = tensor_views(&self.frozen, block.part(trained..len)).into_iter();
-        let view = |is_trained| if is_trained { trained_views.next() } else { frozen_views.next() };
-        self.groups().filter_map(view).collect()
+        let behind = block.part(trained..masters);
+        let mut frozen_views = match masters > trained {
+            true => tensor_views(&self.frozen, behind).into_iter(),
+            false => Vec::new().into_iter(),
+        };
+        let mut stored = self.stored.views(slot.part(published..end));
+        let weight = |is_trained| {
+            let next = if is_trained { trained_views.next() } else { frozen_views.next() };
+            next.map(SlotWeight::Ready).or_else(|| stored.next().map(SlotWeight::Stored))
+        };
+        self.groups().filter_map(weight).collect()
     }
 
     /// Views of the tensors' gradients, in the order of their layer: none of a frozen tensor, and
@@ -124,8 +183,8 @@ impl BlockTensors {
         first.map(|(_, (_, is_trained))| *is_trained)
     }
 
-    /// The tensors of a part of the block, in a block of their own. The part begins and ends where
-    /// chunks of tensors do.
+    /// The tensors of a part of the block, in a block of their own, all stored as masters. The part
+    /// begins and ends where chunks of tensors do.
     pub(crate) fn part(&self, part: Range<usize>) -> BlockTensors {
         let cut = |tensors: &[Tensor], behind: usize| {
             let mut cut: Vec<Tensor> = Vec::new();
@@ -142,6 +201,6 @@ impl BlockTensors {
         let (trained, frozen) = (cut(&self.trained, 0), cut(&self.frozen, self.trained_len()));
         let is_trained = [vec![true; trained.len()], vec![false; frozen.len()]].concat();
         let tensors = [trained.clone(), frozen.clone()].concat();
-        BlockTensors { tensors, is_trained, trained, frozen }
+        BlockTensors { tensors, is_trained, trained, frozen, stored: FrozenPart::default() }
     }
 }

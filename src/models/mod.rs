@@ -7,6 +7,7 @@ mod classes;
 mod composed;
 mod ends;
 pub mod families;
+mod frozen;
 mod layer;
 mod model;
 mod room;
@@ -18,9 +19,12 @@ mod visit;
 pub use adapters::Adapters;
 pub use block::TransformerBlock;
 pub use block_tensors::BlockTensors;
+pub(crate) use block_tensors::SlotWeight;
 pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
+pub use frozen::Base;
+pub(crate) use frozen::{Format, Piece, StoredWeight};
 pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,

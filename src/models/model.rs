@@ -77,8 +77,8 @@ struct Products {
 const TILE_BYTES: usize = 4 << 20;
 
 /// Cuts the vocabulary by shape: a tile is as large as a block, or 4 MiB if that is more.
-fn tiles(shape: &Shape, block_elements: usize) -> Vec<Tile> {
-    let elements = block_elements.max(TILE_BYTES / size_of::<f32>());
+fn tiles(shape: &Shape, elements: usize) -> Vec<Tile> {
+    let elements = elements.max(TILE_BYTES / size_of::<f32>());
     let rows = (elements / shape.hidden).clamp(1, shape.vocabulary);
     let tile = |first| Tile { first, rows: rows.min(shape.vocabulary - first) };
     (0..shape.vocabulary).step_by(rows).map(tile).collect()
@@ -114,7 +114,16 @@ impl Model {
     /// which is that of a head of classes.
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
         let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
-        let tiles = tiles(&shape, largest);
+        Model::with_tiles(shape, stack, largest)
+    }
+
+    /// The same, with tiles of the vocabulary of so many elements.
+    pub(super) fn with_tiles(
+        shape: Shape,
+        stack: Vec<Box<dyn Layer>>,
+        tile_elements: usize,
+    ) -> Model {
+        let tiles = tiles(&shape, tile_elements);
         let names = shape.names;
         let table = |name: &str, tile: &Tile, is_head: bool| {
             let init = Init::Normal(shape.initializer_range);
@@ -186,9 +195,9 @@ impl Model {
         let block = |tensors: &BlockTensors| {
             let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
             BlockSize {
-                weight_bytes: (tensors.len() * dtype.size()) as u64,
+                weight_bytes: (tensors.published_len(dtype) * size_of::<f32>()) as u64,
                 gradient_bytes,
-                master_bytes: (tensors.len() * size_of::<f32>()) as u64,
+                master_bytes: (tensors.host_len() * size_of::<f32>()) as u64,
                 state_bytes: 0,
                 region_bytes: gradient_bytes,
                 staged: false,

@@ -3,12 +3,14 @@
 use super::adapters::{self, Adapters};
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
+use super::frozen::{Base, Format};
 use super::layer::{Kind, Tensor};
 use super::model::{Model, Part};
 use super::shape::Shape;
 use crate::error::Error;
+use crate::tensor::Dtype;
 
-/// What is trained of a model. Without any of it, everything is.
+/// What is trained of a model, and how the rest is stored. Without any of it, everything is.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Training {
     /// Patterns of tensors: kinds (`bias`, `norm`, `weight`), parts of names, or names with `*` for
@@ -19,6 +21,10 @@ pub struct Training {
     pub frozen: Vec<String>,
     /// Adapters.
     pub lora: Option<Lora>,
+    /// How frozen weights are stored.
+    pub base: Base,
+    /// The device's dtype.
+    pub dtype: Dtype,
 }
 
 /// Low-rank adapters (Hu et al. 2021) of the transformer blocks' products.
@@ -90,26 +96,44 @@ impl Model {
     /// # Errors
     /// A pattern names nothing, nothing is trained, or adapters do not fit the model.
     pub fn for_training(shape: Shape, training: &Training) -> Result<Model, Error> {
-        let stack = Model::stack_of(shape, |block| match &training.lora {
-            Some(lora) => adapted(block, lora),
-            None => block,
-        });
-        let mut model = Model::of(shape, stack);
+        let stack = || {
+            Model::stack_of(shape, |block| match &training.lora {
+                Some(lora) => adapted(block, lora),
+                None => block,
+            })
+        };
+        let mut model = Model::of(shape, stack());
         if let Some(lora) = &training.lora {
             model.check_adapters(lora)?;
         }
         model.freeze(training)?;
+        if training.base != Base::AsIs {
+            // Tiles of the vocabulary take as many bytes as the layers do now.
+            let layers = model.parts.iter().zip(&model.part_blocks);
+            let layers = layers.filter(|(part, _)| matches!(part, Part::Stack(_)));
+            let floats = layers.map(|(_, blocks)| {
+                model.blocks[blocks[0].0 as usize].published_len(training.dtype)
+            });
+            let floats = floats.max().unwrap_or(0);
+            let elements = floats * Dtype::F32.size() / training.dtype.size();
+            model = Model::with_tiles(shape, stack(), elements);
+            model.freeze(training)?;
+        }
         Ok(model)
     }
 
     /// Sets which tensors are trained. Adapters, if there are any, are.
     ///
     /// # Errors
-    /// A pattern names nothing, or nothing is trained.
+    /// A pattern names nothing, nothing is trained, or nothing is frozen that could be stored in
+    /// another way.
     pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
-        let Training { only, frozen, lora } = training;
+        let &Training { ref only, ref frozen, ref lora, base, dtype } = training;
         if only.is_empty() && frozen.is_empty() && lora.is_none() {
-            return Ok(());
+            return match base {
+                Base::AsIs => Ok(()),
+                _ => Err(no_base("all tensors are trained")),
+            };
         }
         self.check_patterns("train.only", only)?;
         self.check_patterns("train.frozen", frozen)?;
@@ -128,6 +152,7 @@ impl Model {
                 let is_adapter = lora.is_some() && adapters::is_of_adapter(&tensor.name);
                 (is_adapter || by_default || is_named(only, tensor)) && !is_named(frozen, tensor)
             });
+            *block = std::mem::take(block).with_base(base, dtype);
         }
         if self.blocks.iter().all(|block| block.trained().is_empty()) {
             let key = if frozen.is_empty() { "train.only" } else { "train.frozen" };
@@ -136,7 +161,12 @@ impl Model {
                 "leaves nothing to train: leave some tensors out of it",
             ));
         }
-        Ok(())
+        let mut pieces = self.blocks.iter().flat_map(|block| block.stored().pieces());
+        let is_stored = match base.is_quantised() {
+            true => pieces.any(|piece| matches!(piece.format, Format::Quantised(_))),
+            false => base == Base::AsIs || pieces.next().is_some(),
+        };
+        if is_stored { Ok(()) } else { Err(no_base("no matrix is frozen")) }
     }
 
     /// Refuses patterns that name no tensor.
@@ -218,6 +248,15 @@ fn adapted(block: TransformerBlock, lora: &Lora) -> TransformerBlock {
     let (rank, scale, dropout) = (lora.rank, lora.scale() as f32, lora.dropout);
     let adapters = Adapters { rank, scale, dropout, modules };
     TransformerBlock { adapters: Some(adapters).filter(|one| !one.modules.is_empty()), ..block }
+}
+
+/// Refuses to store frozen weights in another way, where there are none.
+fn no_base(why: &str) -> Error {
+    let problem = format_args!(
+        "is for weights that are not trained, and {why}: set train.lora, train.only or \
+         train.frozen, or leave it out"
+    );
+    Error::config("train.base", problem)
 }
 
 fn no_match(pattern: &str, modules: &[String]) -> String {

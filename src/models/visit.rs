@@ -3,12 +3,12 @@
 use l2l_actors::schedule::{Phase, Role, Visit};
 
 use crate::kernels::{
-    BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, DropoutKey, Kernels, Logits, Rows, STATISTICS,
-    Score, ScoreBackward,
+    BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, Dequantise, DropoutKey, Kernels, Logits, Rows,
+    STATISTICS, Score, ScoreBackward,
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
-    Model, Part, Save, Tile,
+    Model, Part, Save, SlotWeight, StoredWeight, Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -19,6 +19,7 @@ pub(crate) struct VisitArgs<'a> {
     pub(crate) labelled: usize,
     /// The dtype of weights and activations.
     pub(crate) dtype: Dtype,
+    /// The block's weight slot, in floats whatever it holds.
     pub(crate) weights: View,
     pub(crate) gradient: Option<View>,
     /// Whether the gradient is added to what the accumulator holds, or replaces it.
@@ -91,6 +92,8 @@ struct VisitRun<'r> {
     k: &'r dyn Kernels,
     args: &'r VisitArgs<'r>,
     scratch: Scratch<'static>,
+    /// Views of the layer's weights, in the device's dtype.
+    weights: Vec<View>,
 }
 
 impl<'r> VisitRun<'r> {
@@ -101,10 +104,12 @@ impl<'r> VisitRun<'r> {
         args: &'r VisitArgs<'r>,
     ) -> VisitRun<'r> {
         let scratch = Scratch::new(args.workspace, args.dtype);
-        VisitRun { model, layer, k, args, scratch }
+        VisitRun { model, layer, k, args, scratch, weights: Vec::new() }
     }
 
-    fn run(&self, backward: bool) -> usize {
+    fn run(mut self, backward: bool) -> usize {
+        let weights = self.tensors().weights(self.args.weights, self.args.dtype).into_iter();
+        self.weights = weights.map(|weight| self.ready(weight)).collect();
         match (&self.model.parts[self.layer], backward) {
             (Part::Embedding, _) => unreachable!("the embedding is visited on the host"),
             (Part::Stack(layer), false) => self.layer_forward(&**layer),
@@ -151,13 +156,27 @@ impl<'r> VisitRun<'r> {
     }
 
     /// The tensors of the layer's block.
-    fn tensors(&self) -> &BlockTensors {
+    fn tensors(&self) -> &'r BlockTensors {
         &self.model.blocks[self.model.part_blocks[self.layer][0].0 as usize]
     }
 
-    /// Views of them.
-    fn weights(&self) -> Vec<View> {
-        self.tensors().views(self.args.weights)
+    /// A weight in the device's dtype: where it lies, or in workspace.
+    fn ready(&self, weight: SlotWeight<'_>) -> View {
+        let stored: StoredWeight<'_> = match weight {
+            SlotWeight::Ready(view) => return view,
+            SlotWeight::Stored(stored) => stored,
+        };
+        let plain = stored.plain();
+        if let Some(view) = plain.filter(|view| view.dtype == self.args.dtype) {
+            return view;
+        }
+        let [rows, columns] = stored.shape();
+        let y = self.scratch.take(rows, columns);
+        plain.iter().for_each(|&x| self.k.cast(&Cast { y, x }));
+        for (rows, x, quantisation) in stored.quantised() {
+            self.k.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
+        }
+        y
     }
 
     /// Views of the gradients of those that are trained.
@@ -171,7 +190,7 @@ impl<'r> VisitRun<'r> {
         let new_kv = writes.new_kv.map(kv);
         let pass = Forward {
             batch,
-            weights: &self.weights(),
+            weights: &self.weights,
             x: self.x(),
             y: self.hidden(given(writes.hidden), dtype),
             saved: writes.saved_activations.map(|view| (save, view)),
@@ -191,7 +210,7 @@ impl<'r> VisitRun<'r> {
         };
         let pass = Backward {
             batch,
-            weights: &self.weights(),
+            weights: &self.weights,
             gradients: &self.gradients(),
             accumulate,
             x: self.x(),
@@ -225,7 +244,7 @@ impl<'r> VisitRun<'r> {
             out: self.statistics(given(writes.statistics)),
             scores: writes.logits.map(scores),
             batch,
-            weights: &self.weights(),
+            weights: &self.weights,
             statistics: self.statistics(given(reads.statistics)),
             h: self.x(),
         };
@@ -248,7 +267,7 @@ impl<'r> VisitRun<'r> {
             gradients: &self.gradients(),
             dh: self.head_gradient(),
             batch,
-            weights: &self.weights(),
+            weights: &self.weights,
             statistics: self.complete_statistics(),
             h: self.x(),
             scale: self.args.scale,
@@ -260,7 +279,7 @@ impl<'r> VisitRun<'r> {
     /// A tile's score.
     fn score(&self, tile: Tile) -> Score {
         let VisitArgs { labelled, reads, writes, .. } = *self.args;
-        let weights = self.weights();
+        let weights = &self.weights;
         Score {
             out: self.statistics(given(writes.statistics)),
             statistics: self.statistics(given(reads.statistics)),
@@ -288,7 +307,7 @@ impl<'r> VisitRun<'r> {
         let VisitArgs { dtype, labelled, accumulate, scale, .. } = *self.args;
         let VisitArgs { reads, writes, .. } = *self.args;
         let head_gradient = self.model.head_gradient(dtype);
-        let (weights, gradients) = (self.weights(), self.gradients());
+        let (weights, gradients) = (&self.weights, self.gradients());
         let op = ScoreBackward {
             dh: self.head_gradient(),
             dw: gradients[0],
@@ -393,7 +412,7 @@ impl Measure<'_> {
             Part::Head(_) | Part::Classes(_) => (0, 0, true),
         };
         let tensors = &model.blocks[model.part_blocks[layer][0].0 as usize];
-        let (block, trained) = (tensors.len(), tensors.trained_len());
+        let (published, trained) = (tensors.published_len(dtype), tensors.trained_len());
         let hidden = batch.rows() * model.shape.hidden;
         let statistics = batch.rows() * STATISTICS;
         let mut at = 0;
@@ -401,7 +420,7 @@ impl Measure<'_> {
             at += len;
             View::floats(at - len, len)
         };
-        let (weights, gradient) = (place(block).hold(1, block, dtype), place(trained));
+        let (weights, gradient) = (place(published), place(trained));
         let (x, y, dy) = (place(hidden), place(hidden), place(hidden));
         // An evaluation saves nothing, whatever training saves.
         let saved = (backward && saved > 0).then(|| place(saved));

@@ -75,6 +75,11 @@ impl RankShare {
                  UpdateRule::is_elementwise if a rule of your own updates each parameter by itself",
             ));
         }
+        if model.blocks.iter().any(|block| block.stored().pieces().next().is_some()) {
+            let problem = "is for one process, and each of several has parts of tensors: start one \
+                           process, or leave it out";
+            return Err(Error::config("train.base", problem));
+        }
         let most = model.blocks.iter().map(|tensors| {
             let parts = crate::eps::cut(tensors, self.ranks);
             (0..self.ranks).filter(|&rank| !parts.of(rank).is_empty()).count()

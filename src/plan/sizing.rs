@@ -273,13 +273,15 @@ impl Sizing<'_> {
         let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
         let waiting = self.own.iter().enumerate().filter(|(index, _)| waits(*index));
         let states = (0..self.own.len()).flat_map(|block| self.states.of(block).lens());
+        let published = |block: &BlockTensors| block.published_len(self.config.device.dtype);
+        let published = self.model.blocks.iter().map(published);
         Blocks {
             largest,
             gradient,
-            published: self.config.device.dtype.floats(largest).next_multiple_of(16),
-            on_host: on_host(largest),
+            published: published.max().unwrap_or(0).next_multiple_of(16),
+            on_host: on_host(most(BlockTensors::host_len)),
             landing: on_host(gradient),
-            all: self.own.iter().map(|own| on_host(own.len())).sum(),
+            all: self.own.iter().map(|own| on_host(own.host_len())).sum(),
             states: states.map(|&floats| on_host(floats)).sum(),
             regions: waiting.map(|(_, own)| on_host(own.trained_len())).sum(),
         }

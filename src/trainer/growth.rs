@@ -8,7 +8,7 @@ use crate::config::{Config, NewLayers};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::hf::{self, shape_of};
-use crate::models::{Model, Shape};
+use crate::models::{Base, Model, Shape};
 
 /// A layer to add on top of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +55,11 @@ impl Trainer {
     pub async fn add_layers(&mut self, new: &[NewLayer]) -> Result<(), Error> {
         if new.is_empty() {
             return Ok(());
+        }
+        if self.config.train.base != Base::AsIs {
+            let problem = "stores layers so that a copy of one is not the same: leave it out of a \
+                           run that adds layers";
+            return Err(Error::config("train.base", problem));
         }
         let layers = self.model.shape.layers;
         let most = self.config.model.max_layers.unwrap_or(layers);

@@ -16,7 +16,7 @@ use crate::devices::Device;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::plan::{Holder, Place, Plan};
-use crate::tensor::{Dtype, Slots, View};
+use crate::tensor::{Slots, View};
 
 /// See the [module](self).
 pub(super) struct DeviceSide {
@@ -27,7 +27,6 @@ pub(super) struct DeviceSide {
     outputs: Slots,
     pub(super) chunk_state: View,
     pub(super) workspace: View,
-    dtype: Dtype,
     /// Bytes a second of an emulated link.
     link: Option<f64>,
     /// Whether boundaries cross the link: the stash is on the host.
@@ -67,7 +66,6 @@ impl DeviceSide {
             outputs: slots(Holder::Outputs),
             chunk_state: slots(Holder::ChunkState).all(),
             workspace: slots(Holder::Workspace).all(),
-            dtype: plan.dtype,
             link: config.link_bytes_per_second()?,
             boundaries_cross: !plan.stash_on_device,
             used: used.clone(),
@@ -91,9 +89,9 @@ impl DeviceSide {
         self.device.read_back(view)
     }
 
-    /// A weight slot that holds a published block of so many numbers.
+    /// A weight slot that holds a published block of so many floats.
     pub(super) fn weights(&self, slot: u32, len: usize) -> View {
-        self.weights.whole(slot).hold(1, len, self.dtype)
+        self.weights.slot(slot, len)
     }
 
     /// The gradient accumulator of a block of so many numbers.

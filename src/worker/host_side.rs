@@ -18,10 +18,9 @@ use super::ranks::Exchanged;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
 use crate::config::Config;
-use crate::eps::{Eps, FileTier};
+use crate::eps::{Eps, FileTier, TableRows};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
-use crate::optimizers::split::published;
 use crate::optimizers::{UpdateRule, chunk_squares};
 use crate::plan::Plan;
 use crate::simd::Level;
@@ -78,12 +77,7 @@ impl HostSide {
         })
     }
 
-    /// Elements of what this process has of a block.
-    pub(super) fn block_len(&self, block: BlockId) -> usize {
-        self.eps.tensors(block).len()
-    }
-
-    /// Elements of the trained part of that.
+    /// Elements of the trained part of what this process has of a block.
     pub(super) fn trained_len(&self, block: BlockId) -> usize {
         self.eps.tensors(block).trained_len()
     }
@@ -266,8 +260,8 @@ impl Worker {
                         self.gather_block(step, &state, host, visit, m, (block, &lease.parameters));
                     }
                     MasterAt::Slot(slot) => {
-                        let table = &host.read_slot(slot)[..self.block_len(block)];
-                        self.gather_block(step, &state, host, visit, m, (block, table));
+                        let stored = host.read_slot(slot);
+                        self.gather_block(step, &state, host, visit, m, (block, stored));
                     }
                 }
             }
@@ -285,7 +279,7 @@ impl Worker {
         host: &HostLease<'_>,
         visit: &Visit,
         m: MicroBatch,
-        (block, table): (BlockId, &[f32]),
+        (block, stored): (BlockId, &[f32]),
     ) {
         let schedule = &step.plan.schedule;
         let tile = visit.blocks().iter().position(|&id| id == block);
@@ -295,19 +289,27 @@ impl Worker {
         let (layer, boundary) = (visit.layer, id);
         let x = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
         let (x, channels) = (host.stashed_mut(x), self.model.shape.hidden);
-        let (first, floats) = (tile.first, tile.rows * channels);
+        let tensors = &self.model.blocks[block.0 as usize];
+        let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
         self.host.threads.install(|| {
             if !self.is_bf16(schedule.boundary(id)) {
-                let table = &table[..floats];
-                return host_math::gather(x, tokens, table, first, channels, |x| x);
+                return match table {
+                    TableRows::Floats(table) => {
+                        host_math::gather(x, tokens, table, first, channels, |x| x);
+                    }
+                    TableRows::Halves(table) => {
+                        host_math::gather(x, tokens, table, first, channels, bf16::to_f32);
+                    }
+                };
             }
             let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
-            if self.host.eps.split {
-                let table = &published(table)[..floats];
-                host_math::gather(x, tokens, table, first, channels, |x| x);
-            } else {
-                let table = &table[..floats];
-                host_math::gather(x, tokens, table, first, channels, bf16::from_f32);
+            match table {
+                TableRows::Floats(table) => {
+                    host_math::gather(x, tokens, table, first, channels, bf16::from_f32);
+                }
+                TableRows::Halves(table) => {
+                    host_math::gather(x, tokens, table, first, channels, |x| x);
+                }
             }
         });
     }

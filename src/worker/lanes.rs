@@ -19,8 +19,9 @@ use crate::plan::Purpose;
 use crate::tensor::{Dtype, View};
 
 impl Worker {
-    pub(super) fn block_len(&self, block: BlockId) -> usize {
-        self.model.blocks[block.0 as usize].len()
+    /// Floats that a device is sent of a block.
+    fn published_len(&self, block: BlockId) -> usize {
+        self.model.blocks[block.0 as usize].published_len(self.plan.dtype)
     }
 
     /// Elements of a block's gradient.
@@ -33,18 +34,16 @@ impl Worker {
         let (host, device) = (self.memory.lease(), self.device(operation));
         match *operation.work() {
             Work::UploadBlock { block, version, master, weights, shard } => {
-                let slot = device.weights(weights, self.block_len(block));
-                let range = elements_of(shard, slot);
-                let floats = slot.dtype.floats(range.start)..slot.dtype.floats(range.end);
+                let slot = device.weights(weights, self.published_len(block));
+                let range = floats_of(shard, slot);
+                let to = slot.part(range.clone());
                 match master {
                     MasterAt::Slot(read) => {
-                        let read = &host.read_slot(read)[floats];
-                        device.upload(slot.part(range), read, Crosses::Always)
+                        device.upload(to, &host.read_slot(read)[range], Crosses::Always)
                     }
                     MasterAt::Memory => {
                         let lease = self.host.eps.memory().read(block, version);
-                        let published = &lease.parameters[floats];
-                        device.upload(slot.part(range), published, Crosses::Always)
+                        device.upload(to, &lease.parameters[range], Crosses::Always)
                     }
                 }
             }
@@ -72,11 +71,11 @@ impl Worker {
         let &Work::CopyShards { block, weights, ref from, .. } = operation.work() else {
             unreachable!("{} is not of the lane of peers", operation.work())
         };
-        let (device, len) = (self.device(operation), self.block_len(block));
+        let (device, len) = (self.device(operation), self.published_len(block));
         let slot = device.weights(weights, len);
         for &(shard, weights) in from {
             let peer = &self.devices[usize::from(shard.index)];
-            let range = elements_of(shard, slot);
+            let range = floats_of(shard, slot);
             let uploaded = peer.weights(weights, len).part(range.clone());
             device.copy_from(slot.part(range), peer, uploaded)?;
         }
@@ -171,7 +170,7 @@ impl Worker {
         let (step, m, device) = (operation.step(), *micro_batch, self.device(operation));
         let state = self.steps.of(step.number);
         let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
-        let (len, trained) = (self.block_len(block), self.trained_len(block));
+        let (len, trained) = (self.published_len(block), self.trained_len(block));
         let input = |placed| {
             let filled = filled(operation, &state, placed, m);
             (filled.what().role, self.input(device, filled, placed))
@@ -232,11 +231,11 @@ impl Worker {
     }
 }
 
-/// The elements that a shard of a block is, of all in its slot.
-fn elements_of(shard: Shard, slot: View) -> Range<usize> {
-    let bytes = shard.range((slot.len() * slot.dtype.size()) as u64);
-    let element = |byte: u64| byte as usize / slot.dtype.size();
-    element(bytes.start)..element(bytes.end)
+/// The floats that a shard of a block is, of all in its slot.
+fn floats_of(shard: Shard, slot: View) -> Range<usize> {
+    let bytes = shard.range((slot.len() * size_of::<f32>()) as u64);
+    let float = |byte: u64| byte as usize / size_of::<f32>();
+    float(bytes.start)..float(bytes.end)
 }
 
 /// What an operation's micro-batch fills of a boundary.

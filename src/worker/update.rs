@@ -9,7 +9,7 @@ use l2l_actors::work::{GradientAt, MasterAt};
 use super::host_side::{HostSide, Squares};
 use super::memory::HostLease;
 use super::take_as_long;
-use crate::optimizers::{BlockMasters, SplitMasters, Update, update_block};
+use crate::optimizers::{Update, update_block};
 
 impl HostSide {
     /// Moves a block to its next version; its gradient's sum of squares.
@@ -26,7 +26,7 @@ impl HostSide {
         learning_rate: f64,
     ) -> Result<Squares, Squares> {
         let begin = Instant::now();
-        let (len, trained) = (self.block_len(block), self.trained_len(block));
+        let trained = self.trained_len(block);
         // Of a staged block: masters, states, and behind them the gradient if it waited on file.
         let mut parts = match master {
             MasterAt::Slot(slot) => self.file().split(block, host.state_slot(slot)),
@@ -50,7 +50,7 @@ impl HostSide {
         let update = |updates| Update { step: updates, learning_rate, scale, level };
         if let Some((masters, states)) = parts.split_first_mut() {
             let update = update(self.file().updates_of(block));
-            self.apply(block, &mut masters[..len], states, gradient, update);
+            self.apply(block, masters, states, gradient, update);
         } else {
             let mut lease = self.eps.memory().write(block, version);
             let lease = &mut *lease;
@@ -82,10 +82,7 @@ impl HostSide {
         update: Update,
     ) {
         let of_block = (self.eps.tensors(block).trained(), self.eps.own_states(block));
-        let mut masters = match self.eps.split {
-            true => BlockMasters::Split(SplitMasters::of(masters)),
-            false => BlockMasters::Plain(masters),
-        };
+        let mut masters = self.eps.masters(block, masters);
         let unpacked = &mut self.unpacked.lock().expect("nothing panics inside")[..];
         self.threads.install(|| {
             update_block(&*self.rule, of_block, &mut masters, states, gradient, update, unpacked);

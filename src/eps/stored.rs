@@ -1,0 +1,191 @@
+//! How a block is stored: masters, which a device of bf16 has split, and frozen tensors in other
+//! formats. See [`BlockTensors`] for their order. Between steps a block is read and written as f32.
+
+use half::bf16;
+use l2l_actors::schedule::BlockId;
+
+use super::{BlockPart, Eps};
+use crate::error::Error;
+use crate::models::{BlockTensors, Format, Piece};
+use crate::optimizers::{BlockMasters, SplitMasters};
+use crate::tensor::Dtype;
+
+/// The rows of a tile of the vocabulary, as they are stored.
+pub(crate) enum TableRows<'t> {
+    Floats(&'t [f32]),
+    Halves(&'t [bf16]),
+}
+
+impl Eps {
+    /// Whether a block's masters are stored as f32, and nothing but them.
+    fn is_plain(&self, id: BlockId) -> bool {
+        !self.split && self.tensors(id).stored().pieces().next().is_none()
+    }
+
+    /// The masters of a stored block, to be updated.
+    pub(crate) fn masters<'m>(&self, id: BlockId, stored: &'m mut [f32]) -> BlockMasters<'m> {
+        let (masters, _) = parts(self.tensors(id), self.split, stored);
+        masters
+    }
+
+    /// The rows of a tile of the vocabulary, given its tensors and its published part as it is
+    /// stored.
+    pub(crate) fn table_rows<'t>(
+        &self,
+        tensors: &BlockTensors,
+        stored: &'t [f32],
+    ) -> TableRows<'t> {
+        let (_, range) = tensors.ranges().next().expect("a tile has its table");
+        let dtype = if self.split { Dtype::Bf16 } else { Dtype::F32 };
+        let behind = dtype.floats(tensors.masters_len());
+        let mut pieces = tensors.stored().pieces();
+        let (dtype, stored, range) = match pieces.find(|piece| piece.elements == range) {
+            None => (dtype, stored, range),
+            Some(Piece { format: Format::Plain(dtype), floats, .. }) => {
+                (*dtype, &stored[behind + floats.start..], 0..range.len())
+            }
+            Some(_) => unreachable!("tables are not quantised"),
+        };
+        match dtype {
+            Dtype::F32 => TableRows::Floats(&stored[range]),
+            Dtype::Bf16 => {
+                let floats = dtype.floats(range.end);
+                TableRows::Halves(&bytemuck::cast_slice(&stored[..floats])[range])
+            }
+        }
+    }
+
+    /// Reads what this process has of a part of a block, as f32.
+    pub(super) fn read_own<R>(
+        &self,
+        id: BlockId,
+        part: BlockPart,
+        read: impl FnOnce(&[f32]) -> R,
+    ) -> Result<R, Error> {
+        if part != BlockPart::Parameters || self.is_plain(id) {
+            return self.read_stored(id, part, read);
+        }
+        let tensors = self.tensors(id);
+        let mut stored = self.read_stored(id, part, |all| all[..tensors.host_len()].to_vec())?;
+        Ok(read(&decode(tensors, self.split, &mut stored)))
+    }
+
+    /// Changes what this process has of a part of a block, given as f32. Frozen tensors that stay
+    /// as they are keep their bytes.
+    pub(super) fn write_own(
+        &self,
+        id: BlockId,
+        part: BlockPart,
+        write: impl FnOnce(&mut [f32]),
+    ) -> Result<(), Error> {
+        if part != BlockPart::Parameters || self.is_plain(id) {
+            return self.write_stored(id, part, write);
+        }
+        let tensors = self.tensors(id);
+        let mut done = Ok(());
+        self.write_stored(id, part, |stored| {
+            let stored = &mut stored[..tensors.host_len()];
+            let mut values = decode(tensors, self.split, stored);
+            write(&mut values);
+            done = encode(tensors, self.split, &values, stored);
+        })?;
+        done
+    }
+}
+
+/// The masters of a stored block, and its frozen tensors in other formats.
+fn parts<'m>(
+    tensors: &BlockTensors,
+    split: bool,
+    stored: &'m mut [f32],
+) -> (BlockMasters<'m>, &'m mut [f32]) {
+    let stored = &mut stored[..tensors.host_len()];
+    let len = tensors.masters_len();
+    let frozen = tensors.host_len() - len;
+    let (masters, rest) = stored.split_at_mut(if split { Dtype::Bf16.floats(len) } else { len });
+    let (frozen, remainder) = rest.split_at_mut(frozen);
+    let masters = match split {
+        false => BlockMasters::Plain(masters),
+        true => BlockMasters::Split(SplitMasters {
+            published: bytemuck::cast_slice_mut(masters),
+            remainder: bytemuck::cast_slice_mut(remainder),
+        }),
+    };
+    (masters, frozen)
+}
+
+/// A stored block as f32.
+fn decode(tensors: &BlockTensors, split: bool, stored: &mut [f32]) -> Vec<f32> {
+    let (masters, frozen) = parts(tensors, split, stored);
+    let mut values = vec![0.0; tensors.len()];
+    let to = &mut values[..tensors.masters_len()];
+    match masters {
+        BlockMasters::Plain(masters) => to.copy_from_slice(masters),
+        BlockMasters::Split(split) => split.join_to(to),
+    }
+    for piece in tensors.stored().pieces() {
+        decode_piece(piece, frozen, &mut values[piece.elements.clone()]);
+    }
+    values
+}
+
+fn decode_piece(piece: &Piece, frozen: &[f32], to: &mut [f32]) {
+    let &Piece { rows, columns, format, ref floats, .. } = piece;
+    let stored = &frozen[floats.clone()];
+    match format {
+        Format::Plain(Dtype::F32) => to.copy_from_slice(&stored[..to.len()]),
+        Format::Plain(Dtype::Bf16) => {
+            let halves: &[bf16] = bytemuck::cast_slice(stored);
+            to.iter_mut().zip(halves).for_each(|(to, half)| *to = half.to_f32());
+        }
+        Format::Quantised(quantisation) => {
+            let len = quantisation.floats(rows, columns);
+            quantisation.decode(&stored[..len], rows, columns, to);
+        }
+    }
+}
+
+/// Stores a block.
+fn encode(
+    tensors: &BlockTensors,
+    split: bool,
+    values: &[f32],
+    stored: &mut [f32],
+) -> Result<(), Error> {
+    let (masters, frozen) = parts(tensors, split, stored);
+    let from = &values[..tensors.masters_len()];
+    match masters {
+        BlockMasters::Plain(masters) => masters.copy_from_slice(from),
+        BlockMasters::Split(mut split) => split.split_from(from),
+    }
+    for piece in tensors.stored().pieces() {
+        encode_piece(piece, &values[piece.elements.clone()], frozen)?;
+    }
+    Ok(())
+}
+
+fn encode_piece(piece: &Piece, values: &[f32], frozen: &mut [f32]) -> Result<(), Error> {
+    let &Piece { rows, columns, format, ref floats, ref name, .. } = piece;
+    let stored = &mut frozen[floats.clone()];
+    match format {
+        Format::Plain(Dtype::F32) => stored[..values.len()].copy_from_slice(values),
+        Format::Plain(Dtype::Bf16) => {
+            let halves: &mut [bf16] = bytemuck::cast_slice_mut(stored);
+            halves.iter_mut().zip(values).for_each(|(half, value)| *half = bf16::from_f32(*value));
+        }
+        Format::Quantised(quantisation) => {
+            // To quantise what was quantised gives other bytes: the scales are rounded again.
+            let mut before = vec![0.0; values.len()];
+            decode_piece(piece, frozen, &mut before);
+            let is_same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+            if before.iter().zip(values).all(is_same) {
+                return Ok(());
+            }
+            let len = quantisation.floats(rows, columns);
+            let stored = &mut frozen[floats.start..floats.start + len];
+            let refused = |error| Error::bad_model(format_args!("tensor {name}"), error);
+            quantisation.encode(values, rows, columns, stored).map_err(refused)?;
+        }
+    }
+    Ok(())
+}
