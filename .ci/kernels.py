@@ -497,6 +497,13 @@ def check_nf4(device, random, n):
     device.same(y, device.elements(expected).bits)
 
 
+def check_bf16(device, random, n):
+    halves = device.integers(random.integers(0, 0x7f80, n), np.uint16)
+    expected, y = (halves.bits.astype(np.uint32) << 16).view(np.float32), device.out(n)
+    device.launch("dequantise_bf16", y, halves, n)
+    device.same(y, device.elements(expected).bits)
+
+
 def check_int8(device, random, rows, channels):
     codes = device.integers(random.integers(-128, 128, (rows, channels)), np.int8)
     scales, y = device.floats(noise(random, rows)), device.out(rows, channels)
@@ -888,6 +895,7 @@ def checks():
         ("elementwise", check_fold, each(folds, gap=[0, 3], accumulate=[0, 1])),
         ("elementwise", check_column_parts, each(rows, chunk=[1, 3, 64])),
         ("quantised", check_nf4, [*n, dict(n=34001)]),
+        ("quantised", check_bf16, n),
         ("quantised", check_int8, rows),
         ("norm", check_norm, each(rows, rms=[0, 1])),
         ("norm", check_norm, each(rows[2:6], norms, rms=[0])),

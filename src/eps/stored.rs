@@ -8,7 +8,7 @@ use super::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::{BlockTensors, Format, Piece};
 use crate::optimizers::{BlockMasters, SplitMasters};
-use crate::tensor::Dtype;
+use crate::tensor::{Dtype, Quantisation};
 
 /// The rows of a tile of the vocabulary, as they are stored.
 pub(crate) enum TableRows<'t> {
@@ -41,10 +41,14 @@ impl Eps {
         let mut pieces = tensors.stored().pieces();
         let (dtype, stored, range) = match pieces.find(|piece| piece.elements == range) {
             None => (dtype, stored, range),
-            Some(Piece { format: Format::Plain(dtype), floats, .. }) => {
-                (*dtype, &stored[behind + floats.start..], 0..range.len())
+            Some(Piece { format, floats, .. }) => {
+                let dtype = match format {
+                    Format::Plain(dtype) => *dtype,
+                    Format::Quantised(Quantisation::Bf16) => Dtype::Bf16,
+                    Format::Quantised(_) => unreachable!("tables are stored row by row"),
+                };
+                (dtype, &stored[behind + floats.start..], 0..range.len())
             }
-            Some(_) => unreachable!("tables are not quantised"),
         };
         match dtype {
             Dtype::F32 => TableRows::Floats(&stored[range]),
@@ -134,14 +138,8 @@ fn decode_piece(piece: &Piece, frozen: &[f32], to: &mut [f32]) {
     let stored = &frozen[floats.clone()];
     match format {
         Format::Plain(Dtype::F32) => to.copy_from_slice(&stored[..to.len()]),
-        Format::Plain(Dtype::Bf16) => {
-            let halves: &[bf16] = bytemuck::cast_slice(stored);
-            to.iter_mut().zip(halves).for_each(|(to, half)| *to = half.to_f32());
-        }
-        Format::Quantised(quantisation) => {
-            let len = quantisation.floats(rows, columns);
-            quantisation.decode(&stored[..len], rows, columns, to);
-        }
+        Format::Plain(Dtype::Bf16) => Quantisation::Bf16.decode(stored, rows, columns, to),
+        Format::Quantised(quantisation) => quantisation.decode(stored, rows, columns, to),
     }
 }
 
@@ -166,26 +164,22 @@ fn encode(
 
 fn encode_piece(piece: &Piece, values: &[f32], frozen: &mut [f32]) -> Result<(), Error> {
     let &Piece { rows, columns, format, ref floats, ref name, .. } = piece;
-    let stored = &mut frozen[floats.clone()];
-    match format {
-        Format::Plain(Dtype::F32) => stored[..values.len()].copy_from_slice(values),
-        Format::Plain(Dtype::Bf16) => {
-            let halves: &mut [bf16] = bytemuck::cast_slice_mut(stored);
-            halves.iter_mut().zip(values).for_each(|(half, value)| *half = bf16::from_f32(*value));
+    let quantisation = match format {
+        Format::Plain(Dtype::F32) => {
+            frozen[floats.start..][..values.len()].copy_from_slice(values);
+            return Ok(());
         }
-        Format::Quantised(quantisation) => {
-            // To quantise what was quantised gives other bytes: the scales are rounded again.
-            let mut before = vec![0.0; values.len()];
-            decode_piece(piece, frozen, &mut before);
-            let is_same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
-            if before.iter().zip(values).all(is_same) {
-                return Ok(());
-            }
-            let len = quantisation.floats(rows, columns);
-            let stored = &mut frozen[floats.start..floats.start + len];
-            let refused = |error| Error::bad_model(format_args!("tensor {name}"), error);
-            quantisation.encode(values, rows, columns, stored).map_err(refused)?;
-        }
+        Format::Plain(Dtype::Bf16) => Quantisation::Bf16,
+        Format::Quantised(quantisation) => quantisation,
+    };
+    // To quantise what was quantised gives other bytes: the scales are rounded again.
+    let mut before = vec![0.0; values.len()];
+    decode_piece(piece, frozen, &mut before);
+    let is_same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
+    if before.iter().zip(values).all(is_same) {
+        return Ok(());
     }
-    Ok(())
+    let refused = |error| Error::bad_model(format_args!("tensor {name}"), error);
+    let stored = &mut frozen[floats.clone()];
+    quantisation.encode(values, rows, columns, stored).map_err(refused)
 }

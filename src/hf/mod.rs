@@ -9,6 +9,7 @@ mod companions;
 mod config;
 mod export;
 mod merge;
+mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
 mod shape;

@@ -17,6 +17,7 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, SafeTensors, TensorInfo, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
+use super::names::{check, find, prefix};
 use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::models::adapters::is_of_adapter;
@@ -24,10 +25,10 @@ use crate::models::{BlockTensors, Model};
 use crate::optimizers::{RuleState, StateDtype};
 
 /// A tensor of a file, and where its elements lie in the EPS.
-struct FileTensor {
-    part: BlockPart,
-    dtype: Dtype,
-    shape: Vec<usize>,
+pub(super) struct FileTensor {
+    pub(super) part: BlockPart,
+    pub(super) dtype: Dtype,
+    pub(super) shape: Vec<usize>,
     /// The tensor's rows, in order: a block, and bytes of the block's part. More than one where the
     /// tensor is cut into tiles.
     pieces: Vec<(BlockId, Range<usize>)>,
@@ -274,98 +275,6 @@ fn read(
         }
     }
     Ok(())
-}
-
-/// The prefix of tensor names that checkpoints of a model may leave out.
-fn prefix(model: Option<&Model>) -> &'static str {
-    model.map_or("", |model| model.shape.names.prefix)
-}
-
-/// Finds a tensor in files by its name, with or without the prefix, or by its old name.
-fn find<'t>(files: &[SafeTensors<'t>], name: &str, prefix: &str) -> Option<TensorView<'t>> {
-    let old = old_name(name);
-    let short = |name| str::strip_prefix(name, prefix).unwrap_or(name);
-    let names = [name, short(name), &old, short(&old)];
-    names.iter().find_map(|name| files.iter().find_map(|file| file.tensor(name).ok()))
-}
-
-/// The name that the tensor of a norm has in the first BERT's checkpoints.
-fn old_name(name: &str) -> String {
-    match name.rsplit_once("LayerNorm.") {
-        Some((before, "weight")) => format!("{before}LayerNorm.gamma"),
-        Some((before, "bias")) => format!("{before}LayerNorm.beta"),
-        _ => name.into(),
-    }
-}
-
-/// Whether a checkpoint may hold this tensor, although the model does not have it: buffers, heads
-/// of other tasks, and copies of tied tensors. Such tensors are not read.
-fn is_ignored(name: &str, model: &Model) -> bool {
-    const ENDS: [&str; 5] = [
-        ".attn.bias",
-        ".attn.masked_bias",
-        "embeddings.position_ids",
-        "rotary_emb.inv_freq",
-        ".decoder.bias",
-    ];
-    const PARTS: [&str; 2] = ["cls.seq_relationship.", "pooler.dense."];
-    let names = model.shape.names;
-    // The LM head of the pretrained model that a classifier starts from.
-    let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
-    let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
-    if !model.shape.scores_tokens() && lm_head.iter().any(|layer| is_in(layer)) {
-        return true;
-    }
-    ENDS.iter().any(|end| name.ends_with(end))
-        || PARTS.iter().any(|part| name.contains(part))
-        || (model.shape.tied && name == names.head)
-}
-
-/// Refuses files that lack a tensor, have one too many, or one of another shape or dtype.
-fn check<'t>(
-    files: &[SafeTensors<'_>],
-    tensors: &BTreeMap<&String, &FileTensor>,
-    model: Option<&Model>,
-    find: &impl Fn(&str) -> Option<TensorView<'t>>,
-) -> Result<(), String> {
-    let (mut problems, mut missing) = (Vec::new(), Vec::new());
-    for (name, tensor) in tensors {
-        match find(name) {
-            None => missing.push(format!("{name} is missing")),
-            Some(view) if view.shape() != tensor.shape => {
-                let (expected, found) = (&tensor.shape, view.shape());
-                problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
-            }
-            Some(view) if tensor.part != BlockPart::Parameters => {
-                if view.dtype() != tensor.dtype {
-                    let (expected, found) = (tensor.dtype, view.dtype());
-                    problems.push(format!("{name}: {expected:?} expected, {found:?} found"));
-                }
-            }
-            Some(view) if !matches!(view.dtype(), Dtype::F32 | Dtype::F16 | Dtype::BF16) => {
-                problems
-                    .push(format!("{name}: f32, f16 or bf16 expected, {:?} found", view.dtype()));
-            }
-            Some(_) => {}
-        }
-    }
-    problems.append(&mut missing);
-    let prefix = prefix(model);
-    let names = tensors.keys().flat_map(|name| [name.to_string(), old_name(name)]);
-    let known: BTreeSet<String> = names
-        .flat_map(|name| [name.strip_prefix(prefix).unwrap_or(&name).to_string(), name.clone()])
-        .collect();
-    for name in files.iter().flat_map(|tensors| tensors.names()) {
-        if !known.contains(name) && !model.is_some_and(|model| is_ignored(name, model)) {
-            problems.push(format!("{name} is in the file and not in the model"));
-        }
-    }
-    const SHOWN: usize = 8;
-    match problems.len() {
-        0 => Ok(()),
-        count if count <= SHOWN => Err(problems.join("; ")),
-        count => Err(format!("{}; and {} more", problems[..SHOWN].join("; "), count - SHOWN)),
-    }
 }
 
 /// Fills `to` with a tensor's elements from `from` on, as f32.

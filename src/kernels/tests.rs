@@ -143,7 +143,7 @@ fn wrong_views_of_activations_and_dropouts_are_found() {
     found!(ApplyDropout { y: narrow, x: narrow, dropout }, [y, x]);
     let rows = element(R + 1, C);
     assert!(panics(|| ApplyDropout { y: rows, x: rows, dropout }.check()), "rows of no position");
-    for quantisation in [Quantisation::Nf4, Quantisation::Int8] {
+    for quantisation in Quantisation::ALL {
         let x = float(1, quantisation.floats(R, C));
         found!(Dequantise { y: narrow, x, quantisation }, [x]);
     }

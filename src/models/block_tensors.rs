@@ -39,7 +39,7 @@ pub struct BlockTensors {
 pub(crate) enum SlotWeight<'t> {
     /// Elements of the device's dtype.
     Ready(View),
-    /// A frozen weight that is stored in another way.
+    /// A frozen weight that is to be dequantised.
     Stored(StoredWeight<'t>),
 }
 
@@ -161,7 +161,10 @@ impl BlockTensors {
         let mut stored = self.stored.views(slot.part(published..end));
         let weight = |is_trained| {
             let next = if is_trained { trained_views.next() } else { frozen_views.next() };
-            next.map(SlotWeight::Ready).or_else(|| stored.next().map(SlotWeight::Stored))
+            next.map(SlotWeight::Ready).or_else(|| {
+                let stored = stored.next()?;
+                Some(stored.plain().map_or(SlotWeight::Stored(stored), SlotWeight::Ready))
+            })
         };
         self.groups().filter_map(weight).collect()
     }

@@ -1,8 +1,8 @@
 //! How frozen weights are stored on the host and sent to a device, where that is not as trained
 //! ones are.
 //!
-//! What is stored is what is sent: a device's weight slot has the same bytes. A visit casts or
-//! dequantises them into its workspace, unless they are of the device's dtype already.
+//! What is stored is what is sent: a device's weight slot has the same bytes. A visit dequantises
+//! them into its workspace, unless they are of the device's dtype already.
 
 use std::ops::Range;
 
@@ -32,10 +32,25 @@ pub enum Base {
 /// How the elements of some frozen tensors are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// One by one.
+    /// In the device's dtype, which is this.
     Plain(Dtype),
-    /// As a matrix.
+    /// In fewer bits.
     Quantised(Quantisation),
+}
+
+impl Format {
+    /// The format of elements that are stored one by one, for a device of this dtype.
+    fn of(stored: Dtype, device: Dtype) -> Format {
+        match stored {
+            Dtype::Bf16 if device == Dtype::F32 => Format::Quantised(Quantisation::Bf16),
+            _ => Format::Plain(device),
+        }
+    }
+
+    /// Whether elements are stored one by one, so that joined tensors can be one piece.
+    fn is_elementwise(self) -> bool {
+        matches!(self, Format::Plain(_) | Format::Quantised(Quantisation::Bf16))
+    }
 }
 
 impl Base {
@@ -44,15 +59,15 @@ impl Base {
         let is_matrix = tensor.kind == Kind::Weight && tensor.shape.len() == 2;
         match self {
             Base::AsIs => None,
-            Base::Bf16 => Some(Format::Plain(Dtype::Bf16)),
+            Base::Bf16 => Some(Format::of(Dtype::Bf16, dtype)),
             Base::Int8 if is_matrix => Some(Format::Quantised(Quantisation::Int8)),
             Base::Nf4 if is_matrix => Some(Format::Quantised(Quantisation::Nf4)),
-            Base::Int8 | Base::Nf4 => Some(Format::Plain(dtype)),
+            Base::Int8 | Base::Nf4 => Some(Format::of(dtype, dtype)),
         }
     }
 
-    /// Whether it quantises matrices.
-    pub(super) fn is_quantised(self) -> bool {
+    /// Whether it stores matrices in another way than all else.
+    pub(super) fn is_of_matrices(self) -> bool {
         matches!(self, Base::Int8 | Base::Nf4)
     }
 }
@@ -92,7 +107,7 @@ impl FrozenPart {
             let rows = if is_vector { 1 } else { tensor.shape[0] };
             let columns = tensor.len() / rows.max(1);
             match weights.last_mut().filter(|_| tensor.joined) {
-                Some(pieces) if matches!(format, Format::Plain(_)) => {
+                Some(pieces) if format.is_elementwise() => {
                     let piece = &mut pieces[0];
                     piece.elements.end = elements.end;
                     *if is_vector { &mut piece.columns } else { &mut piece.rows } +=
@@ -156,7 +171,7 @@ impl StoredWeight<'_> {
         [self.pieces.iter().map(|piece| piece.rows).sum(), self.pieces[0].columns]
     }
 
-    /// The view of its elements, if they are not quantised.
+    /// The view of its elements, if they are of the device's dtype.
     pub(crate) fn plain(&self) -> Option<View> {
         match self.pieces {
             [Piece { format: Format::Plain(dtype), rows, columns, floats, .. }] => {

@@ -24,7 +24,7 @@ pub use classes::{Classes, ClassesBackward, ClassesForward};
 pub use composed::{Composed, Derived, Heads, Operations, Value};
 pub use ends::{Final, Stem};
 pub use frozen::Base;
-pub(crate) use frozen::{Format, Piece, StoredWeight};
+pub(crate) use frozen::{Format, Piece};
 pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,

@@ -162,7 +162,7 @@ impl Model {
             ));
         }
         let mut pieces = self.blocks.iter().flat_map(|block| block.stored().pieces());
-        let is_stored = match base.is_quantised() {
+        let is_stored = match base.is_of_matrices() {
             true => pieces.any(|piece| matches!(piece.format, Format::Quantised(_))),
             false => base == Base::AsIs || pieces.next().is_some(),
         };

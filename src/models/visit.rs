@@ -8,7 +8,7 @@ use crate::kernels::{
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
-    Model, Part, Save, SlotWeight, StoredWeight, Tile,
+    Model, Part, Save, SlotWeight, Tile,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -162,17 +162,12 @@ impl<'r> VisitRun<'r> {
 
     /// A weight in the device's dtype: where it lies, or in workspace.
     fn ready(&self, weight: SlotWeight<'_>) -> View {
-        let stored: StoredWeight<'_> = match weight {
+        let stored = match weight {
             SlotWeight::Ready(view) => return view,
             SlotWeight::Stored(stored) => stored,
         };
-        let plain = stored.plain();
-        if let Some(view) = plain.filter(|view| view.dtype == self.args.dtype) {
-            return view;
-        }
         let [rows, columns] = stored.shape();
         let y = self.scratch.take(rows, columns);
-        plain.iter().for_each(|&x| self.k.cast(&Cast { y, x }));
         for (rows, x, quantisation) in stored.quantised() {
             self.k.dequantise(&Dequantise { y: y.row_range(rows), x, quantisation });
         }

@@ -1,5 +1,6 @@
-//! Frozen weights in 4 or 8 bits: 4-bit `NormalFloat` with double quantisation (QLoRA, Dettmers et
-//! al. 2023), and integers with a scale a row (LLM.int8(), Dettmers et al. 2022).
+//! Frozen weights in fewer bits than 32: 4-bit `NormalFloat` with double quantisation (QLoRA,
+//! Dettmers et al. 2023), integers with a scale a row (LLM.int8(), Dettmers et al. 2022), and brain
+//! floats.
 //!
 //! A quantised matrix lies in whole floats, so that slots, copies and files treat it as any block.
 //! Its parts begin at multiples of 16 bytes, one behind the other; the bytes between them are zero.
@@ -12,8 +13,9 @@
 //! | | mean of all absmax: a float | 4 |
 //! | Int8 | codes | n |
 //! | | scale of each row: floats | 4 · rows |
+//! | Bf16 | elements | 2 n |
 //!
-//! These are the bytes of bitsandbytes' kernels in PyTorch, but for three things. A short last block
+//! Codes are those of bitsandbytes' kernels in PyTorch, but for three things. A short last block
 //! is treated as whole ones are, as by its kernels for CUDA. The mean of the absmax is summed in f64,
 //! so that it does not depend on the device. And int8 keeps the scale, absmax ÷ 127, where
 //! bitsandbytes keeps the absmax.
@@ -24,6 +26,7 @@ mod dynamic_map;
 #[cfg(test)]
 mod tests;
 
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::simd::Level;
@@ -35,6 +38,8 @@ pub enum Quantisation {
     Nf4,
     /// 8-bit integers, with a scale a row.
     Int8,
+    /// Brain floats, each rounded to the nearest.
+    Bf16,
 }
 
 /// An element that cannot be quantised.
@@ -104,6 +109,11 @@ const NF4_PAIRS: [[f32; 2]; 256] = {
 };
 
 impl Quantisation {
+    /// All of them.
+    #[cfg(test)]
+    pub(crate) const ALL: [Quantisation; 3] =
+        [Quantisation::Nf4, Quantisation::Int8, Quantisation::Bf16];
+
     /// Floats of storage of a (`rows`, `columns`) matrix: a multiple of 16.
     pub fn floats(self, rows: usize, columns: usize) -> usize {
         self.parts(rows, columns)[PARTS]
@@ -116,6 +126,7 @@ impl Quantisation {
         let bytes = match self {
             Quantisation::Nf4 => [elements.div_ceil(2), blocks, 4 * groups, 4],
             Quantisation::Int8 => [elements, 4 * rows, 0, 0],
+            Quantisation::Bf16 => [2 * elements, 0, 0, 0],
         };
         let (mut end, mut parts) = (0, [0; PARTS + 1]);
         for (part, bytes) in parts.iter_mut().zip(bytes) {
@@ -130,7 +141,8 @@ impl Quantisation {
     /// all of which is written. The bytes depend on the matrix alone.
     ///
     /// # Errors
-    /// An element is NaN or infinite: the first one is named, and `to` is as before.
+    /// An element is NaN or infinite, which brain floats alone can be: the first one is named, and
+    /// `to` is as before.
     ///
     /// # Panics
     /// The slices are not as long as the matrix and its storage are.
@@ -155,7 +167,8 @@ impl Quantisation {
         assert_eq!(from.len(), rows * columns, "a matrix of {rows} by {columns}");
         let parts = self.parts(rows, columns);
         assert_eq!(to.len(), parts[PARTS], "storage of {rows} by {columns}");
-        if let Some(at) = first_not_finite(from) {
+        let not_finite = if self == Quantisation::Bf16 { None } else { first_not_finite(from) };
+        if let Some(at) = not_finite {
             return Err(NotQuantisable {
                 row: at / columns,
                 column: at % columns,
@@ -167,9 +180,9 @@ impl Quantisation {
         let (to, last) = to.split_at_mut(fourth);
         let (to, groups) = to.split_at_mut(third);
         let (codes, scales) = to.split_at_mut(second);
-        let codes = bytemuck::cast_slice_mut(codes);
         match self {
             Quantisation::Nf4 if !from.is_empty() => {
+                let codes = bytemuck::cast_slice_mut(codes);
                 let (scales, offset) = (bytemuck::cast_slice_mut(scales), &mut last[0]);
                 encode_nf4(level, from, Nf4Mut { codes, scales, groups, offset });
             }
@@ -177,6 +190,7 @@ impl Quantisation {
                 encode_int8(level, from, columns, bytemuck::cast_slice_mut(codes), scales);
             }
             Quantisation::Nf4 | Quantisation::Int8 => {}
+            Quantisation::Bf16 => encode_bf16(from, bytemuck::cast_slice_mut(codes)),
         }
         Ok(())
     }
@@ -207,15 +221,16 @@ impl Quantisation {
         }
         let [codes, scales, groups, last] =
             std::array::from_fn(|part| &from[parts[part]..parts[part + 1]]);
-        let codes = bytemuck::cast_slice(codes);
         match self {
             Quantisation::Nf4 => {
+                let codes = bytemuck::cast_slice(codes);
                 let (scales, offset) = (bytemuck::cast_slice(scales), last[0]);
                 decode_nf4(level, Nf4 { codes, scales, groups, offset }, to);
             }
             Quantisation::Int8 => {
                 decode_int8(level, bytemuck::cast_slice(codes), scales, columns, to);
             }
+            Quantisation::Bf16 => decode_bf16(level, bytemuck::cast_slice(codes), to),
         }
     }
 }
@@ -365,6 +380,27 @@ fn decode_int8(level: Level, codes: &[i8], scales: &[f32], columns: usize, to: &
                 for ((to, codes), scale) in rows.zip(scales) {
                     to.iter_mut().zip(codes).for_each(|(to, code)| *to = f32::from(*code) * scale);
                 }
+            },
+        );
+    });
+}
+
+fn encode_bf16(from: &[f32], codes: &mut [bf16]) {
+    let tasks = codes.par_chunks_mut(TASK).zip(from.par_chunks(TASK));
+    tasks.for_each(|(codes, from)| {
+        let each = codes.iter_mut().zip(from);
+        each.for_each(|(code, value)| *code = bf16::from_f32(*value));
+    });
+}
+
+fn decode_bf16(level: Level, codes: &[u16], to: &mut [f32]) {
+    let tasks = to.par_chunks_mut(TASK).zip(codes.par_chunks(TASK));
+    tasks.for_each(|(to, codes)| {
+        level.run(
+            #[inline(always)]
+            || {
+                let each = to.iter_mut().zip(codes);
+                each.for_each(|(to, code)| *to = f32::from_bits(u32::from(*code) << 16));
             },
         );
     });

@@ -64,9 +64,9 @@ def filled_up(values, multiple):
     return torch.nn.functional.pad(values, (0, -len(values) % multiple))
 
 
-def nf4(rows, columns, **how):
-    n = rows * columns
-    x = filled_up(make_input(rows, columns, **how), BLOCK)
+def quantised_nf4(values):
+    """Codes, their scales and the decoded values of a vector, and what the library decides otherwise."""
+    n, x = len(values), filled_up(values, BLOCK)
     codes, absmax = in_pytorch(OPS.quantize_4bit, x, BLOCK, "nf4", torch.uint8)
     blocks = len(absmax)
     offset = absmax.double().mean().float()
@@ -84,22 +84,31 @@ def nf4(rows, columns, **how):
     whole, of_library = functional.quantize_4bit(x, compress_statistics=True, quant_type="nf4")
     assert torch.equal(whole, codes)
     others = int((of_library.absmax != absmax_codes).sum())
-    is_mean = of_library.offset == offset
-    print(f"nf4 {rows} x {columns}: the CPU library has {others} of {blocks} other scales; same mean: {is_mean}")
+    differs = f"{others} of {blocks} other scales; same mean: {of_library.offset == offset}"
     found = dict(codes=codes[: (n + 1) // 2], absmax_codes=absmax_codes, groups=groups, offset=offset)
-    return dict(rows=rows, columns=columns, **how) | written(found | dict(decoded=decoded[:n]))
+    return found | dict(decoded=decoded[:n]), differs
 
 
-def int8(rows, columns, **how):
-    x = make_input(rows, columns, **how).reshape(rows, columns)
+def quantised_int8(x):
+    """Codes, scales and decoded values of a matrix."""
     codes, absmax, _ = OPS.int8_vectorwise_quant.default(x, 0.0)
     scales = absmax / 127
     decoded = codes.float() * scales[:, None]
     theirs = functional.int8_vectorwise_dequant(codes, absmax)
     off = (decoded.view(torch.int32) - theirs.view(torch.int32)).abs().max()
-    print(f"int8 {rows} x {columns}: code times scale is at most {off} ulp from their code times absmax times 1/127")
-    assert off <= 2
-    return dict(rows=rows, columns=columns, **how) | written(dict(codes=codes, scales=scales, decoded=decoded))
+    assert off <= 2, "code times scale is their code times absmax times 1/127"
+    return dict(codes=codes, scales=scales, decoded=decoded)
+
+
+def nf4(rows, columns, **how):
+    found, differs = quantised_nf4(make_input(rows, columns, **how))
+    print(f"nf4 {rows} x {columns}: the CPU library has {differs}")
+    return dict(rows=rows, columns=columns, **how) | written(found)
+
+
+def int8(rows, columns, **how):
+    found = quantised_int8(make_input(rows, columns, **how).reshape(rows, columns))
+    return dict(rows=rows, columns=columns, **how) | written(found)
 
 
 def written(tensors):

@@ -9,6 +9,7 @@ use l2l::config::{
     StashDtype, StashPlace, TrainConfig, Transfer,
 };
 use l2l::data::Batches;
+use l2l::models::Base;
 use l2l::plan::LinkBytes;
 use l2l::{Config, Plan, Summary, Trainer, hf, shape_of};
 use proptest::prelude::*;
@@ -26,6 +27,8 @@ pub(crate) struct Case {
     pub(crate) tied_tiles: bool,
     pub(crate) groups: u32,
     pub(crate) trained: Trained,
+    /// How what is not trained is stored, if anything is not.
+    pub(crate) base: Base,
     pub(crate) rule: OptimizerKind,
 }
 
@@ -126,6 +129,9 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
     config.train = case.trained.config();
+    if !matches!(case.trained, Trained::All) {
+        config.train.base = case.base;
+    }
     config.optimizer.kind = case.rule;
     if case.layers == 2 {
         let patterns = vec!["mlp".into(), "bias".into()];
@@ -186,8 +192,9 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let shape = (prop::sample::select(vec![1_usize, 2, 13]), 1..=7_usize, 1..=3_usize);
     let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
     let rules = prop::sample::select(OptimizerKind::ALL.to_vec());
-    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), rules);
-    (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained, rule))| {
+    let bases = prop::sample::select(vec![Base::AsIs, Base::Bf16, Base::Int8, Base::Nf4]);
+    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules);
+    (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained, base, rule))| {
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -200,6 +207,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             tied_tiles,
             groups: divisors.max().unwrap_or(1) as u32,
             trained,
+            base,
             rule,
         }
     })
@@ -349,6 +357,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     tied_tiles: false,
     groups: 1,
     trained: Trained::All,
+    base: Base::AsIs,
     rule: OptimizerKind::Adamw,
 });
 

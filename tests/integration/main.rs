@@ -5,6 +5,7 @@
 
 #[cfg(feature = "cli")]
 mod bad_input;
+mod base;
 #[cfg(feature = "cli")]
 mod cli;
 #[cfg(feature = "cli")]

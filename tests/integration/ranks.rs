@@ -11,7 +11,7 @@ use std::time::Duration;
 use l2l::config::{Deal, EpsTier, OptimizerKind, ScheduleKind, StashDtype, StashPlace, Transfer};
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
-use l2l::models::{BlockTensors, Model, Tensor};
+use l2l::models::{Base, BlockTensors, Model, Tensor};
 use l2l::optimizers::{Update, UpdateRule};
 use l2l::plan::{FabricBytes, RankShare, Term};
 use l2l::{Config, Error, Plan, Summary, Trainer, shape_of};
@@ -163,7 +163,7 @@ proptest! {
             rule @ (OptimizerKind::Adam | OptimizerKind::Sgd | OptimizerKind::Lion) => rule,
             _ => OptimizerKind::Adamw, // others need whole tensors
         };
-        let case = Case { batch, groups, rule, ..case };
+        let case = Case { batch, groups, rule, base: Base::AsIs, ..case };
         let ways = ways.for_ranks(&case, ranks);
         let folder = tempfile::tempdir().expect("a place for files");
         let of = |ways: &Ways| {

@@ -6,17 +6,17 @@ use super::launches::{int, long};
 use crate::kernels::Dequantise;
 use crate::tensor::Quantisation;
 
-/// Elements that a thread of `dequantise_nf4` computes.
+/// Elements that a thread of `dequantise_nf4` and `dequantise_bf16` computes.
 const OF_THREAD: usize = 8;
 
 impl On<'_> {
     pub(super) fn dequantise(&self, &Dequantise { y, x, quantisation }: &Dequantise) {
         let parts = quantisation.parts(y.rows, y.columns);
         let [codes, scales, groups, offset, _] = parts.map(|part| self.at(x).behind(part));
-        let (to, codes) = (self.at(y), codes.at);
+        let (to, codes, n) = (self.at(y), codes.at, long(y.len()));
         match quantisation {
             Quantisation::Nf4 => {
-                let (scales, n) = (scales.at, long(y.len()));
+                let scales = scales.at;
                 let arguments: [&dyn Argument; 6] = [&to, &codes, &scales, &groups, &offset, &n];
                 self.queue.each("dequantise_nf4", y.len(), OF_THREAD, &arguments);
             }
@@ -24,6 +24,9 @@ impl On<'_> {
                 let [rows, columns] = [y.rows, y.columns].map(int);
                 let arguments: [&dyn Argument; 5] = [&to, &codes, &scales, &rows, &columns];
                 self.queue.columns("dequantise_int8", [y.rows, 1], y.columns, &arguments);
+            }
+            Quantisation::Bf16 => {
+                self.queue.each("dequantise_bf16", y.len(), OF_THREAD, &[&to, &codes, &n]);
             }
         }
     }
@@ -39,15 +42,20 @@ mod tests {
     use crate::kernels::{BatchMetadata, Kernels, Rows};
     use crate::tensor::{Dtype, View};
 
-    /// Storage with every code of a scale, and of an element; floats that are no round numbers.
+    /// Storage with every code of a scale, and of an element; floats that are no round numbers, and
+    /// none that is NaN.
     fn storage(quantisation: Quantisation, [rows, columns]: [usize; 2]) -> Vec<f32> {
         let parts = quantisation.parts(rows, columns);
         let mut storage = vec![0.0; parts[4]];
         let bytes: &mut [u8] = bytemuck::cast_slice_mut(&mut storage);
         bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at * 167 % 256) as u8);
+        if quantisation == Quantisation::Bf16 {
+            bytes.iter_mut().skip(1).step_by(2).for_each(|byte| *byte &= 0xbf);
+        }
         let floats = match quantisation {
             Quantisation::Nf4 => parts[2]..parts[4],
             Quantisation::Int8 => parts[1]..parts[4],
+            Quantisation::Bf16 => 0..0,
         };
         for (at, float) in storage[floats].iter_mut().enumerate() {
             *float = 0.137 + (at as f32).sqrt();
@@ -68,7 +76,7 @@ mod tests {
             dropout_key: None,
         };
         for dtype in [Dtype::F32, Dtype::Bf16] {
-            for quantisation in [Quantisation::Nf4, Quantisation::Int8] {
+            for quantisation in Quantisation::ALL {
                 for [rows, columns] in [[1, 1], [3, 21], [2, 1032], [130, 257]] {
                     let shape = [rows, columns];
                     let from = storage(quantisation, shape);

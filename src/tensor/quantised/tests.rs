@@ -107,6 +107,7 @@ fn bytes_and_values_are_those_of_bitsandbytes() {
                         same(case, "codes", part(0, n));
                         same(case, "scales", part(1, 4 * shape[0]));
                     }
+                    Quantisation::Bf16 => unreachable!("it has no golden"),
                 }
                 let mut decoded = vec![f32::NAN; n];
                 how.decode_at(level, &storage, shape, &mut decoded);
@@ -155,6 +156,7 @@ fn every_element_has_the_nearest_code() {
                     let step = 1.0 / 127.0;
                     (&from[row..row + shape[1]], Some(step), f64::from(codes[at] as i8) * step)
                 }
+                Quantisation::Bf16 => unreachable!("it has no codes"),
             };
             let most = all.iter().fold(0.0, |most: f64, value| most.max(f64::from(value.abs())));
             let scaled = f64::from(*value) / most;
@@ -219,5 +221,20 @@ fn parts_are_aligned_and_have_room() {
         let bits = 32.0 * how.floats(5000, 4096) as f64 / (5000.0 * 4096.0);
         let expected = if how == Quantisation::Nf4 { 4.127 } else { 8.008 };
         assert!((bits - expected).abs() < 1e-3, "{how:?}: {bits} bits an element");
+    }
+}
+
+#[test]
+fn brain_floats_are_rounded_once() {
+    let shape = [33, 701];
+    let mut from = noise(shape[0] * shape[1], 5);
+    (from[3], from[4]) = (f32::INFINITY, -0.0);
+    for level in Level::all() {
+        let storage = encoded(Quantisation::Bf16, level, &from, shape);
+        let mut decoded = vec![f32::NAN; from.len()];
+        Quantisation::Bf16.decode_at(level, &storage, shape, &mut decoded);
+        for (found, value) in decoded.iter().zip(&from) {
+            assert_eq!(found.to_bits(), bf16::from_f32(*value).to_f32().to_bits());
+        }
     }
 }

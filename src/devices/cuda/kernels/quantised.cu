@@ -73,6 +73,26 @@ extern "C" __global__ void dequantise_nf4(T* y, const unsigned char* codes, cons
     }
 }
 
+// y = brain floats, n of them: the upper halves of floats. A thread has eight.
+// launch: grid (ceil(n / 2048)), block (256)
+extern "C" __global__ void dequantise_bf16(T* y, const unsigned char* halves, long long n) {
+    const long long at = 8 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at >= n) {
+        return;
+    }
+    const int count = static_cast<int>(min(n - at, 8LL));
+    for (int part = 0; part < 4; part += 2) {
+        const int first = 2 * part, left = count - first;
+        Four values;
+        for (int pair = 0; pair < 2; ++pair) {
+            const unsigned word = word_at(halves + 2 * (at + first + 2 * pair), 2 * (left - 2 * pair));
+            values.of[2 * pair] = __uint_as_float(word << 16);
+            values.of[2 * pair + 1] = __uint_as_float(word & 0xffff0000u);
+        }
+        write(y + at + first, values, left);
+    }
+}
+
 // y = codes times the scale of their row. y, codes: (rows, columns); scales: (rows).
 // launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
 extern "C" __global__ void dequantise_int8(T* y, const signed char* codes, const float* scales, int rows,

@@ -3,6 +3,7 @@
 use super::{KINDS, close, config, run};
 use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};
 use crate::devices::cuda::emulated;
+use crate::models::Base;
 use crate::tensor::Dtype;
 
 /// Adapters, or some tensors: relay and resident end with the same bits, close to the CPU's.
@@ -12,9 +13,15 @@ fn parts_of_a_model_are_trained() {
         return;
     }
     let lora = LoraConfig { rank: Some(3), dropout: 0.1, ..LoraConfig::default() };
-    let adapters = TrainConfig { lora: Some(lora), ..TrainConfig::default() };
+    let adapters = |base| TrainConfig { lora: Some(lora.clone()), base, ..TrainConfig::default() };
     let some = TrainConfig { only: vec!["c_attn".into(), "bias".into()], ..TrainConfig::default() };
-    for (train, rule) in [(adapters, OptimizerKind::Adamw), (some, OptimizerKind::Lion)] {
+    for (train, rule) in [
+        (adapters(Base::AsIs), OptimizerKind::Adamw),
+        (adapters(Base::Nf4), OptimizerKind::Adamw),
+        (adapters(Base::Int8), OptimizerKind::AdamwBf16),
+        (TrainConfig { base: Base::Bf16, ..some.clone() }, OptimizerKind::Muon),
+        (some, OptimizerKind::Lion),
+    ] {
         let of = |kind, dtype, schedule| {
             let mut config = config(kind);
             config.device.dtype = dtype;
