@@ -49,8 +49,8 @@ pub struct OptimizerConfig {
     /// `muon`.
     pub nesterov: Option<bool>,
     /// How `muon` scales the learning rate for a matrix of A rows and B columns: `original` by
-    /// √max(1, A ÷ B), which wants rates of about 0.02; `match-rms-adamw` by 0.2 √max(A, B), so that
-    /// one rate fits matrices and what `adamw` updates.
+    /// √max(1, A ÷ B), which wants rates of about 0.02; `match-rms-adamw` by 0.2 √max(A, B), so
+    /// that one rate fits matrices and what `adamw` updates.
     pub muon_rate: MuonRateRule,
     /// Of `adafactor`: in step t, t to this power is the share of the new in the second moment.
     pub decay_rate: f64,
@@ -68,8 +68,8 @@ pub struct OptimizerConfig {
     /// bytes a parameter more. `l2l export --ema` writes it.
     pub ema: Option<f64>,
     /// Weight decay. Of `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is decoupled:
-    /// each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. Of `lamb` it is a part
-    /// of the step. Of `adam` and `sgd` it is added to the gradient.
+    /// each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. Of `lamb` it is a
+    /// part of the step. Of `adam` and `sgd` it is added to the gradient.
     pub weight_decay: f64,
     /// Tensors without weight decay: kinds (`bias`, `norm`, `weight`), or patterns of tensor names
     /// with `*`. Biases and norms are not decayed by default, as is usual for transformers.

@@ -38,7 +38,7 @@ impl AdamW8bit {
 /// towards 0 (Dettmers 2016).
 struct Map {
     values: [f32; 256],
-    /// The code of the least number of each [bucket](bucket).
+    /// The code of the least number of each [bucket].
     first: Vec<u8>,
 }
 

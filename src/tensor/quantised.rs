@@ -16,8 +16,8 @@
 //! | Bf16 | elements | 2 n |
 //!
 //! Codes are those of bitsandbytes' kernels in PyTorch, but for three things. A short last block
-//! is treated as whole ones are, as by its kernels for CUDA. The mean of the absmax is summed in f64,
-//! so that it does not depend on the device. And int8 keeps the scale, absmax ÷ 127, where
+//! is treated as whole ones are, as by its kernels for CUDA. The mean of the absmax is summed in
+//! f64, so that it does not depend on the device. And int8 keeps the scale, absmax ÷ 127, where
 //! bitsandbytes keeps the absmax.
 //!
 //! Zeros stay zeros: in NF4 their block has no other codes, and an int8 row's scale is 0.
