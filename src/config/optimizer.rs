@@ -82,7 +82,8 @@ pub struct OptimizerConfig {
     /// Parameter groups: tensors with a learning rate, a weight decay or a rule of their own. Each
     /// `[[optimizer.groups]]` has `match`, a list of tensors as in `train.only`, and some of
     /// `learning_rate` (which follows the schedule as the run's does), `weight_decay` (of all its
-    /// tensors, whatever `no_decay` says) and `kind`. The first group that names a tensor has it.
+    /// tensors, whatever `no_decay` says), `kind`, and `clip_norm` (of the gradient of its tensors;
+    /// then `optimizer.clip_norm` is for the others). The first group that names a tensor has it.
     pub groups: Vec<GroupConfig>,
 }
 
@@ -100,6 +101,9 @@ pub struct GroupConfig {
     pub weight_decay: Option<f64>,
     /// The update rule; that of the run when absent.
     pub kind: Option<OptimizerKind>,
+    /// The largest norm of the gradient of its tensors. When absent, they are clipped together with
+    /// all tensors that are in no group with a norm of its own, by that of the run.
+    pub clip_norm: Option<f64>,
 }
 
 impl Default for OptimizerConfig {
@@ -206,6 +210,12 @@ impl OptimizerConfig {
         must(clip.is_none_or(|clip| clip >= 1e-30), "optimizer.clip_norm", "at least 1e-30")
     }
 
+    /// Whether gradients are clipped, so that updates wait for norms.
+    pub(crate) fn clips(&self) -> bool {
+        let of_groups = || self.groups.iter().any(|group| group.clip_norm.is_some());
+        self.clip_norm.is_some() || of_groups()
+    }
+
     fn check_groups(&self) -> Result<(), Error> {
         for group in &self.groups {
             let GroupConfig { patterns, learning_rate, weight_decay, .. } = group;
@@ -214,6 +224,9 @@ impl OptimizerConfig {
             let be = "of finite numbers, at least 0";
             let all_good = [learning_rate, weight_decay].into_iter().flatten();
             must(all_good.copied().all(is_not_negative), "optimizer.groups", be)?;
+            let is_norm = |clip: f64| is_positive(clip) && clip >= 1e-30;
+            let be = "of clip_norms of at least 1e-30";
+            must(group.clip_norm.is_none_or(is_norm), "optimizer.groups", be)?;
             let problem = "has a learning_rate, which follows the run's: set \
                            optimizer.learning_rate above 0";
             let has_none = self.learning_rate == 0.0;

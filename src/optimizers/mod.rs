@@ -65,15 +65,19 @@ pub(crate) fn chunk_squares(tensors: &[Tensor], gradient: &[f32]) -> Vec<f64> {
     chunks.into_par_iter().map(squares).collect()
 }
 
+/// The sum over each tensor's chunks, of a block.
+pub(crate) fn sums_of_tensors(tensors: &[Tensor], squares: &[f64]) -> impl Iterator<Item = f64> {
+    let mut left = squares;
+    tensors.iter().map(move |tensor| {
+        let (of_tensor, behind) = left.split_at(tensor.len().div_ceil(CHUNK));
+        left = behind;
+        of_tensor.iter().sum()
+    })
+}
+
 /// The sum over a block's chunks, tensor by tensor.
 pub(crate) fn sum_of_chunks(tensors: &[Tensor], squares: &[f64]) -> f64 {
-    let (mut sum, mut left) = (0.0, squares);
-    for tensor in tensors {
-        let (of_tensor, behind) = left.split_at(tensor.len().div_ceil(CHUNK));
-        sum += of_tensor.iter().sum::<f64>();
-        left = behind;
-    }
-    sum
+    sums_of_tensors(tensors, squares).fold(0.0, |sum, of_tensor| sum + of_tensor)
 }
 
 /// The arguments of an update, beside the gradient.
@@ -228,17 +232,19 @@ pub(crate) enum BlockMasters<'a> {
     Split(SplitMasters<'a>),
 }
 
-/// Updates the trained tensors of a block, one by one. `states` are the runs of `layout`.
+/// Updates the trained tensors of a block, one by one. `states` are the runs of `layout`; `scale`
+/// gives the factor of each tensor's gradient.
 pub(crate) fn update_block(
     rule: &dyn UpdateRule,
     (tensors, layout): (&[Tensor], &BlockStates),
     masters: &mut BlockMasters<'_>,
     states: &mut [&mut [f32]],
     gradient: &[f32],
-    update: Update,
+    (update, scale): (Update, &dyn Fn(&Tensor) -> f32),
     unpacked: &mut [f32],
 ) {
     for (at, (tensor, range)) in tensors.iter().zip(tensor_ranges(tensors)).enumerate() {
+        let update = Update { scale: scale(tensor), ..update };
         let alone = &[Tensor { joined: false, ..tensor.clone() }];
         let own = states.iter_mut().zip(layout.of_tensor(at));
         let mut own: Vec<&mut [f32]> =

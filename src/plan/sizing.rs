@@ -164,7 +164,7 @@ impl Sizing<'_> {
     }
 
     fn deferred(&self) -> bool {
-        self.trains() && self.config.optimizer.clip_norm.is_some()
+        self.trains() && self.config.optimizer.clips()
     }
 
     fn on_file(&self) -> bool {

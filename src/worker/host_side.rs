@@ -13,6 +13,7 @@ use rayon::ThreadPool;
 use rayon::prelude::*;
 
 use super::boundaries::Filled;
+use super::clipping::Clipping;
 use super::memory::HostLease;
 use super::ranks::Exchanged;
 use super::step::StepState;
@@ -30,7 +31,7 @@ use crate::tensor::Dtype;
 pub(super) struct HostSide {
     pub(super) eps: Eps,
     pub(super) rule: Box<dyn UpdateRule>,
-    pub(super) clip_norm: Option<f64>,
+    pub(super) clipping: Clipping,
     pub(super) threads: Arc<ThreadPool>,
     pub(super) level: Level,
     /// Bytes a second of emulated updates, and of an emulated disk.
@@ -46,7 +47,8 @@ pub(super) struct HostSide {
 /// A gradient's sum of squares.
 pub(super) struct Squares {
     pub(super) sum: f64,
-    /// That of each chunk, where other processes have other chunks of the block.
+    /// That of each chunk, where other processes have other chunks of the block, or groups of
+    /// tensors are clipped by their own norm.
     pub(super) chunks: Vec<f64>,
 }
 
@@ -66,7 +68,7 @@ impl HostSide {
         Ok(HostSide {
             eps,
             rule,
-            clip_norm: config.optimizer.clip_norm,
+            clipping: Clipping::new(&config.optimizer),
             threads: threads.clone(),
             level: Level::best(),
             update_rate: config.update_bytes_per_second()?,
@@ -119,7 +121,12 @@ impl HostSide {
     pub(super) fn measure(&self, block: BlockId, gradient: &[f32]) -> Squares {
         let tensors = self.eps.tensors(block).trained();
         self.threads.install(|| match self.eps.parts() {
-            None => Squares { sum: self.rule.measure(tensors, gradient), chunks: Vec::new() },
+            None => {
+                let sum = self.rule.measure(tensors, gradient);
+                let has_groups = self.clipping.has_groups();
+                let chunks = if has_groups { chunk_squares(tensors, gradient) } else { Vec::new() };
+                Squares { sum, chunks }
+            }
             Some(_) => {
                 let chunks = chunk_squares(tensors, gradient);
                 Squares { sum: chunks.iter().sum(), chunks }
@@ -188,9 +195,12 @@ impl Worker {
                 return self.finite(step, block, squares);
             }
             Work::Update { block, version, master, gradient, norm } => {
-                let rate = self.steps.of(version).learning_rate;
-                let at = (master, gradient);
-                let updated = self.host.update(&host, block, version, at, norm, rate);
+                let state = self.steps.of(version);
+                let (rate, at) = (state.learning_rate, (master, gradient));
+                let has_groups = self.host.clipping.has_groups();
+                let factors =
+                    self.host.clipping.factors(norm, has_groups.then(|| self.group_sums(&state)));
+                let updated = self.host.update(&host, block, version, at, &factors, rate);
                 return self.finite(step, block, updated.unwrap_or_else(|not_finite| not_finite));
             }
             Work::Carry { version } => {
@@ -200,6 +210,19 @@ impl Worker {
             ref other => unreachable!("{other} is not of the host's lanes"),
         }
         Ok(0.0)
+    }
+
+    /// The sums of squares of each group's gradients, once all are measured.
+    fn group_sums<'s>(&self, state: &'s StepState) -> &'s [f64] {
+        state.group_sums.get_or_init(|| {
+            let squares = state.squares.lock().expect("nothing panics inside");
+            let mut sums = self.host.clipping.no_sums();
+            for (block, chunks) in &*squares {
+                let tensors = self.host.eps.tensors(*block).trained();
+                self.host.clipping.add(&mut sums, tensors, chunks);
+            }
+            sums
+        })
     }
 
     /// A gradient's sum of squares.
@@ -213,7 +236,7 @@ impl Worker {
         Squares { sum, chunks }: Squares,
     ) -> Result<f64, BoxedError> {
         if sum.is_finite() {
-            if step.plan.schedule.ranks.count > 1 {
+            if step.plan.schedule.ranks.count > 1 || !chunks.is_empty() {
                 let state = self.steps.of(step.number);
                 state.squares.lock().expect("nothing panics inside").insert(block, chunks);
             }

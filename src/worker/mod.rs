@@ -5,6 +5,7 @@
 //! work to one of the two sides.
 
 mod boundaries;
+mod clipping;
 mod counts;
 mod device_side;
 mod file_side;

@@ -176,7 +176,7 @@ impl Worker {
         let blocks: Vec<BlockId> = own.keys().copied().collect();
         let all = self.numbers_of_ranks(own.into_values().flatten().collect(), beat)?;
         let mut left: Vec<&[f64]> = all.iter().map(Vec::as_slice).collect();
-        let mut sum = 0.0;
+        let (mut sum, mut group_sums) = (0.0, self.host.clipping.no_sums());
         for block in blocks {
             let tensors = &parts.tensors[block.0 as usize];
             let mut squares = Vec::new();
@@ -186,7 +186,9 @@ impl Worker {
                 squares.extend(left.split_off(..count).ok_or("ranks measured different blocks")?);
             }
             sum += sum_of_chunks(tensors.trained(), &squares);
+            self.host.clipping.add(&mut group_sums, tensors.trained(), &squares);
         }
+        let _ = state.group_sums.set(group_sums); // the updates of a step come behind this
         Ok(sum)
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use l2l_actors::Step;
 use l2l_actors::schedule::{BlockId, MicroBatch, Schedule, Version};
@@ -64,8 +64,11 @@ pub(super) struct StepState {
     pub(super) dealt: Option<Dealt>,
     /// Of a run with several processes: the losses of this one's micro-batches.
     pub(super) losses: Mutex<BTreeMap<MicroBatch, f64>>,
-    /// The same for the sums of squares of the chunks of this process's parts of gradients.
+    /// The sums of squares of the chunks of gradients, where they are needed: of several processes
+    /// those of this one's parts.
     pub(super) squares: Mutex<BTreeMap<BlockId, Vec<f64>>>,
+    /// The sums of squares of parameter groups, where they are clipped by their own norm.
+    pub(super) group_sums: OnceLock<Vec<f64>>,
 }
 
 /// Where a micro-batch lies in its step's batch.
@@ -92,6 +95,7 @@ impl StepState {
             dealt,
             losses: Mutex::default(),
             squares: Mutex::default(),
+            group_sums: OnceLock::new(),
         }
     }
 

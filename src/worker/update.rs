@@ -6,9 +6,11 @@ use std::time::Instant;
 use l2l_actors::schedule::{BlockId, Version};
 use l2l_actors::work::{GradientAt, MasterAt};
 
+use super::clipping::Factors;
 use super::host_side::{HostSide, Squares};
 use super::memory::HostLease;
 use super::take_as_long;
+use crate::models::Tensor;
 use crate::optimizers::{Update, update_block};
 
 impl HostSide {
@@ -22,7 +24,7 @@ impl HostSide {
         block: BlockId,
         version: Version,
         (master, gradient): (MasterAt, GradientAt),
-        norm: Option<f64>,
+        factors: &Factors<'_>,
         learning_rate: f64,
     ) -> Result<Squares, Squares> {
         let begin = Instant::now();
@@ -46,8 +48,8 @@ impl HostSide {
         if !squares.sum.is_finite() {
             return Err(squares);
         }
-        let (scale, level) = (self.clip_factor(norm), self.level);
-        let update = |updates| Update { step: updates, learning_rate, scale, level };
+        let (scale, level) = (1.0, self.level);
+        let update = |updates| (Update { step: updates, learning_rate, scale, level }, factors);
         if let Some((masters, states)) = parts.split_first_mut() {
             let update = update(self.file().updates_of(block));
             self.apply(block, masters, states, gradient, update);
@@ -65,26 +67,20 @@ impl HostSide {
         Ok(squares)
     }
 
-    /// What gradients are multiplied by, as PyTorch's `clip_grad_norm_` does.
-    fn clip_factor(&self, norm: Option<f64>) -> f32 {
-        match (norm, self.clip_norm) {
-            (Some(norm), Some(clip)) => (clip / (norm + 1e-6)).min(1.0) as f32,
-            _ => 1.0,
-        }
-    }
-
     fn apply(
         &self,
         block: BlockId,
         masters: &mut [f32],
         states: &mut [&mut [f32]],
         gradient: &[f32],
-        update: Update,
+        (update, factors): (Update, &Factors<'_>),
     ) {
         let of_block = (self.eps.tensors(block).trained(), self.eps.own_states(block));
         let mut masters = self.eps.masters(block, masters);
         let unpacked = &mut self.unpacked.lock().expect("nothing panics inside")[..];
         self.threads.install(|| {
+            let scale = |tensor: &Tensor| factors.of(tensor);
+            let update = (update, &scale as _);
             update_block(&*self.rule, of_block, &mut masters, states, gradient, update, unpacked);
         });
     }

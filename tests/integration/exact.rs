@@ -136,8 +136,9 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     if case.layers == 2 {
         let patterns = vec!["mlp".into(), "bias".into()];
         let (learning_rate, kind) = (Some(3e-3), Some(OptimizerKind::Lion));
+        let clip_norm = (case.batch > 3).then_some(0.2);
         config.optimizer.groups =
-            vec![GroupConfig { patterns, learning_rate, weight_decay: Some(0.1), kind }];
+            vec![GroupConfig { patterns, learning_rate, weight_decay: Some(0.1), kind, clip_norm }];
     }
     // One of the two rules of this kind, by chance.
     let has_momentum = case.rule == OptimizerKind::Sgd && case.batch.is_multiple_of(2);

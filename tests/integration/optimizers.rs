@@ -34,6 +34,7 @@ fn settings() -> Vec<(String, OptimizerConfig)> {
         patterns: vec![pattern.into()],
         learning_rate: Some(3e-3),
         weight_decay: Some(0.1),
+        clip_norm: None,
         kind: Some(kind),
     };
     let groups = vec![

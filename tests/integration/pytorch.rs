@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{Recompute, ScheduleKind, StashPlace};
+use l2l::config::{GroupConfig, Recompute, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Batches, Dataset, Predicts, Sequence};
 use l2l::{Config, Trainer};
 use serde_json::Value;
@@ -80,6 +80,25 @@ async fn an_untied_gpt2_of_one_block_is_pytorchs() {
     config.schedule.recompute = false.into();
     config.stash.place = StashPlace::Device;
     check(config, &golden).await;
+}
+
+/// A group with a learning rate and a largest norm of its own; all else is clipped together.
+#[tokio::test]
+async fn groups_that_are_clipped_are_pytorchs() {
+    let (mut config, _) = case("llama");
+    let folder = config.model.path.clone().expect("a case has one");
+    let text = fs::read_to_string(folder.join("clipped_groups.json")).expect("it is committed");
+    let golden: Value = serde_json::from_str(&text).expect("it is JSON");
+    let clip_norm = golden["group_norm"].as_f64();
+    let learning_rate = golden["group_rate"].as_f64();
+    let patterns = vec!["mlp".into()];
+    config.optimizer.groups =
+        vec![GroupConfig { patterns, learning_rate, clip_norm, ..GroupConfig::default() }];
+    config.optimizer.clip_norm = golden["clip_norm"].as_f64();
+    let relay = check(config.clone(), &golden).await;
+    config.schedule.kind = ScheduleKind::Resident;
+    config.stash.place = StashPlace::Device;
+    assert_eq!(check(config, &golden).await, relay);
 }
 
 const FAMILIES: [&str; 11] = [

@@ -1,0 +1,88 @@
+//! Gradient clipping: by the norm of all gradients, or of those of some parameter groups.
+
+use crate::config::OptimizerConfig;
+use crate::models::{Tensor, matches_tensor};
+use crate::optimizers::sums_of_tensors;
+
+/// The largest norms. Tensors whose group has no limit of its own are clipped together.
+pub(super) struct Clipping {
+    /// Of the tensors that are clipped together.
+    limit: Option<f64>,
+    /// The patterns of each group, and its limit.
+    groups: Vec<(Vec<String>, Option<f64>)>,
+}
+
+/// What the gradients of a step are multiplied by.
+pub(super) struct Factors<'c> {
+    clipping: &'c Clipping,
+    together: f32,
+    /// Those of groups, where there are limits of groups.
+    of_groups: Vec<f32>,
+}
+
+impl Clipping {
+    pub(super) fn new(config: &OptimizerConfig) -> Clipping {
+        let groups = config.groups.iter();
+        let groups = groups.map(|group| (group.patterns.clone(), group.clip_norm)).collect();
+        Clipping { limit: config.clip_norm, groups }
+    }
+
+    /// Whether a group has a limit of its own, so that the sums of [`Clipping::add`] are needed.
+    pub(super) fn has_groups(&self) -> bool {
+        self.groups.iter().any(|(_, limit)| limit.is_some())
+    }
+
+    /// The group of a tensor, if it has a limit of its own.
+    fn group_of(&self, tensor: &Tensor) -> Option<usize> {
+        let is_named = |(patterns, _): &(Vec<String>, Option<f64>)| {
+            patterns.iter().any(|pattern| matches_tensor(pattern, tensor))
+        };
+        let group = self.groups.iter().position(is_named)?;
+        self.groups[group].1.map(|_| group)
+    }
+
+    /// Sums of squares before any block was added: of each group, and of the other tensors.
+    pub(super) fn no_sums(&self) -> Vec<f64> {
+        vec![0.0; self.groups.len() + 1]
+    }
+
+    /// Adds the sums of squares of a block's chunks.
+    pub(super) fn add(&self, sums: &mut [f64], tensors: &[Tensor], chunks: &[f64]) {
+        for (tensor, sum) in tensors.iter().zip(sums_of_tensors(tensors, chunks)) {
+            sums[self.group_of(tensor).unwrap_or(self.groups.len())] += sum;
+        }
+    }
+
+    /// The factors of a step, given the norm of all its gradients, and the sums of groups if a
+    /// group has a limit of its own.
+    pub(super) fn factors(&self, norm: Option<f64>, sums: Option<&[f64]>) -> Factors<'_> {
+        let Some(sums) = sums else {
+            let together = factor(norm, self.limit);
+            return Factors { clipping: self, together, of_groups: Vec::new() };
+        };
+        let limits = self.groups.iter().map(|(_, limit)| *limit).zip(sums);
+        let of_groups = limits.map(|(limit, sum)| factor(Some(sum.sqrt()), limit)).collect();
+        let together = factor(Some(sums[self.groups.len()].sqrt()), self.limit);
+        Factors { clipping: self, together, of_groups }
+    }
+}
+
+impl Factors<'_> {
+    /// What a tensor's gradient is multiplied by.
+    pub(super) fn of(&self, tensor: &Tensor) -> f32 {
+        match self.of_groups[..] {
+            [] => self.together,
+            ref of_groups => {
+                self.clipping.group_of(tensor).map_or(self.together, |group| of_groups[group])
+            }
+        }
+    }
+}
+
+/// As PyTorch's `clip_grad_norm_` has it.
+fn factor(norm: Option<f64>, limit: Option<f64>) -> f32 {
+    match (norm, limit) {
+        (Some(norm), Some(limit)) => (limit / (norm + 1e-6)).min(1.0) as f32,
+        _ => 1.0,
+    }
+}
