@@ -1,4 +1,4 @@
-"""Prints the table of plans in docs/memory.md: which models and settings fit which machine, in f32.
+"""Prints the table of plans in docs/memory.md: which models and settings fit which machine, on a device of f32.
 
 It also says from how many tokens a step on transfers and updates hide.
 
@@ -32,6 +32,8 @@ SETTINGS = [
     ("memory, clipped", {"optimizer.clip_norm": 1.0}),
     ("file", FILE),
     ("file, stash in bf16", {**FILE, "stash.dtype": "bf16"}),
+    ("memory, LoRA over bf16", {"train.lora.rank": 16, "train.base": "bf16"}),
+    ("memory, LoRA over NF4", {"train.lora.rank": 16, "train.base": "nf4"}),
 ]
 
 

@@ -107,8 +107,8 @@ pub struct Plan {
     pub(crate) deferred: bool,
     /// The optimizer's states of what this process has of each block.
     pub(crate) states: StateLayout,
-    /// Floats of the largest block.
-    pub(crate) largest_block: usize,
+    /// Floats of the largest gradient.
+    pub(crate) largest_gradient: usize,
     /// Elements of the largest tensor that is trained.
     pub(crate) largest_tensor: usize,
     /// Tiles whose gradients are joined, from the head and the embedding.

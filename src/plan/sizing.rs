@@ -66,11 +66,9 @@ struct Schedules {
 
 /// Sizes of the model's blocks, in floats.
 struct Blocks {
-    /// The largest, as masters are.
-    largest: usize,
     /// The largest gradient.
     gradient: usize,
-    /// The largest, as it is published to the device.
+    /// The largest block, as it is published to the device.
     published: usize,
     /// The largest, as it lies on the host: on file in whole pages.
     on_host: usize,
@@ -142,7 +140,7 @@ impl Sizing<'_> {
             dtype: self.config.device.dtype,
             stash_on_device: self.stash_on_device(),
             deferred: self.deferred(),
-            largest_block: blocks.largest,
+            largest_gradient: blocks.gradient,
             largest_tensor: self.largest_tensor(),
             states: self.states.clone(),
             tied_tiles: self.tied_tiles(),
@@ -267,7 +265,7 @@ impl Sizing<'_> {
     fn blocks(&self) -> Blocks {
         let most =
             |len: fn(&BlockTensors) -> usize| self.model.blocks.iter().map(len).max().unwrap_or(0);
-        let (largest, gradient) = (most(BlockTensors::len), most(BlockTensors::trained_len));
+        let gradient = most(BlockTensors::trained_len);
         let on_host = |floats: usize| if self.on_file() { part_floats(floats) } else { floats };
         let tied = self.tied_tiles();
         let waits = |index: usize| self.trains() && (self.deferred() || index < tied);
@@ -276,7 +274,6 @@ impl Sizing<'_> {
         let published = |block: &BlockTensors| block.published_len(self.config.device.dtype);
         let published = self.model.blocks.iter().map(published);
         Blocks {
-            largest,
             gradient,
             published: published.max().unwrap_or(0).next_multiple_of(16),
             on_host: on_host(most(BlockTensors::host_len)),

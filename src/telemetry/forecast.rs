@@ -169,7 +169,7 @@ impl Rates {
         if hosts.1 > 0.0 {
             rates.host = hosts.0 / hosts.1;
         }
-        let block = plan.largest_block as f64 * size_of::<f32>() as f64;
+        let block = plan.largest_gradient as f64 * size_of::<f32>() as f64;
         let reduces = &[WorkKind::Reduce, WorkKind::Scatter][..];
         let updates = &[WorkKind::Update][..];
         for (rate, kinds) in [(&mut rates.reduce, reduces), (&mut rates.update, updates)] {

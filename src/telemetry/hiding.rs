@@ -79,12 +79,14 @@ impl Hiding {
             let updates = f64::from(u8::from(deferred != backward));
             let lands = f64::from(u8::from(backward));
             let waits = f64::from(u8::from(deferred)) * gradient;
-            let file = master + updates * 2.0 * (master + state) + waits;
+            // Blocks that are frozen are not written.
+            let is_written = updates * f64::from(u8::from(gradient > 0.0));
+            let file = master + is_written * 2.0 * (master + state) + waits;
             let moved = [
                 (weights / rates.link[0], through(&visit.reads) / up),
                 (lands * gradient / rates.link[1], through(&visit.writes) / down),
                 (lands * waits * own / rates.reduce, 0.0),
-                (updates * master * own / rates.update, 0.0),
+                (updates * gradient * own / rates.update, 0.0),
                 (if on_file { file * own / rates.file } else { 0.0 }, 0.0),
                 (weights * (1.0 - own) / rates.fabric, 0.0),
                 (lands * gradient * (1.0 - own) / rates.fabric, 0.0),
