@@ -114,7 +114,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         stack.push(Box::new(TransformerBlock::new(2 + number as u32, number, shape)));
         stack.push(Box::new(adapter(number)));
     }
-    stack.push(Box::new(Final { shape }));
+    stack.push(Box::new(Final::new(shape)));
 
     let mut batches = Batches::open(&config)?;
     let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start()?;

@@ -96,7 +96,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Box::new(Stem { index: 1, shape }),
         Box::new(TransformerBlock::new(2, 0, shape)),
         Box::new(Squares),
-        Box::new(Final { shape }),
+        Box::new(Final::new(shape)),
     ];
     let mut batches = Batches::open(&config)?;
     let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start()?;

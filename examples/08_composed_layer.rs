@@ -85,7 +85,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Box::new(gated(3)),
         Box::new(block(4)),
         Box::new(gated(5)),
-        Box::new(Final { shape }),
+        Box::new(Final::new(shape)),
     ];
     let mut batches = Batches::open(&config)?;
     let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start()?;

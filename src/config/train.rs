@@ -49,7 +49,8 @@ pub struct LoraConfig {
     /// Probability of dropout of what an adapter reads.
     pub dropout: f32,
     /// Modules that get an adapter: parts of their names, as in `train.only`, or `all-linear` for
-    /// all products of the transformer blocks, which is the default.
+    /// all products of the transformer blocks and the transform of a masked head, which is the
+    /// default. The transform of a classifier's head gets one if its name is among them.
     pub targets: Option<Vec<String>>,
     /// A directory with adapters to start from, as `peft` and the checkpoints of l2l have them.
     /// `rank`, `alpha`, `rank_stabilised` and `targets` come from there.

@@ -154,9 +154,7 @@ pub(crate) fn write_adapter_config(
     config: &Config,
 ) -> Result<(), Error> {
     let Some(lora) = training_of(config)?.lora else { return Ok(()) };
-    let linear = model.linear_modules().into_iter().map(|(name, ..)| name);
-    let adapted = linear.filter(|name| lora.targets(name));
-    let targets: Vec<String> = adapted.collect();
+    let targets: Vec<&str> = model.adapted_modules().collect();
     let mut saved = Vec::new();
     for tensor in model.blocks.iter().flat_map(|block| block.trained()) {
         let is_adapter = adapters::is_of_adapter(&tensor.name);

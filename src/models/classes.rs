@@ -1,7 +1,9 @@
 //! The head of whole sequences: their first position, a transform, and scores of classes or one
 //! value (Devlin et al. 2019).
 
+use super::adapters::Adapters;
 use super::layer::{Init, Kind, Tensor};
+use super::low_rank::LowRank;
 use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
@@ -13,11 +15,16 @@ use crate::tensor::{Scratch, View};
 /// Its index for dropout, which no layer has.
 const INDEX: u32 = 0;
 
+/// Where the adapter's tensors begin among the head's.
+const ADAPTER_AT: usize = 4;
+
 /// A head of a shape that classifies.
 #[derive(Clone, Debug)]
 pub struct Classes {
     /// The model.
     pub shape: Shape,
+    /// The adapter of its transform, if it has one.
+    pub adapters: Option<Adapters>,
 }
 
 /// The arguments of its forward on one micro-batch.
@@ -99,11 +106,26 @@ impl Classes {
             ]
         };
         let dense = linear(names.class_dense, c, Kind::Weight);
-        [dense, linear(names.class_out, self.labels(), Kind::Table)].concat()
+        let mut all = [dense, linear(names.class_out, self.labels(), Kind::Table)].concat();
+        let adapters = self.adapters.iter();
+        all.extend(adapters.flat_map(|adapters| adapters.tensors(names.class_dense, c, c)));
+        all
     }
 
     fn activation(&self) -> Activation {
         self.shape.names.class_activation
+    }
+
+    /// The transform's adapter on a micro-batch, if it has one.
+    fn low_rank<'a>(
+        &'a self,
+        k: &'a dyn Kernels,
+        batch: BatchView<'a>,
+        scratch: &Scratch<'_>,
+    ) -> Option<LowRank<'a>> {
+        let (adapters, c) = (self.adapters.as_ref()?, self.shape.hidden);
+        let size = (batch.sequences(), c, c);
+        Some(LowRank::new(k, adapters, (batch, INDEX), size, scratch).of_sequences())
     }
 
     fn activations(
@@ -126,6 +148,9 @@ impl Classes {
         k.first_rows(&FirstRows { y: first, x: h, batch: *batch });
         k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
         k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
+        if let Some(low_rank) = self.low_rank(k, *batch, &scratch.nested()) {
+            low_rank.add(sum, first, &Adapters::only(w, ADAPTER_AT, self.shape.hidden));
+        }
         k.activate(&Activate { y: pooled, x: sum, activation: self.activation() });
         k.dropout(&ApplyDropout { y: pooled, x: pooled, dropout: behind });
         k.linear(&Linear { y: scores, x: pooled, w: w[2], bias: Some(w[3]), transposed: true });
@@ -180,6 +205,11 @@ impl Classes {
         let activation = self.activation();
         k.activate_backward(&ActivateBackward { dx: dpooled, x: sum, activation });
         linear_backward(dfirst, dpooled, first, 0);
+        if let Some(low_rank) = self.low_rank(k, batch, scratch) {
+            let c = self.shape.hidden;
+            let (w, d) = (Adapters::only(w, ADAPTER_AT, c), Adapters::only(d, ADAPTER_AT, c));
+            low_rank.backward([dfirst, dpooled, first], (&w, &d), pass.accumulate, scratch);
+        }
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
         k.first_rows_backward(&FirstRowsBackward { dx: dh, dy: dfirst, batch });
     }

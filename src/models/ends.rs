@@ -1,6 +1,8 @@
 //! The layers before the first block and behind the last.
 
+use super::adapters::Adapters;
 use super::layer::{Backward, Forward, Init, Kind, Layer, Save, Tensor};
+use super::low_rank::LowRank;
 use super::shape::Shape;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
@@ -207,9 +209,22 @@ fn norm(
 pub struct Final {
     /// The model.
     pub shape: Shape,
+    /// The adapter of its transform, if it has one.
+    pub adapters: Option<Adapters>,
 }
 
+/// The index for dropout of the transform's adapter: that of the stem, which has no adapters.
+const ADAPTER_INDEX: u32 = 1;
+
+/// Where the adapter's tensors begin among those of a transform.
+const ADAPTER_AT: usize = 4;
+
 impl Final {
+    /// The layer of a shape, without an adapter.
+    pub fn new(shape: Shape) -> Final {
+        Final { shape, adapters: None }
+    }
+
     /// True when a family has such a layer.
     pub fn is_in(shape: &Shape) -> bool {
         shape.masked_head() || !shape.names.final_norm.is_empty()
@@ -220,12 +235,24 @@ impl Final {
         self.shape.names.transform_activation.unwrap_or(self.shape.activation)
     }
 
+    /// The transform's adapter on a chunk, if it has one.
+    fn low_rank<'a>(
+        &'a self,
+        k: &'a dyn Kernels,
+        chunk: BatchView<'a>,
+        scratch: &Scratch<'_>,
+    ) -> Option<LowRank<'a>> {
+        let (adapters, c) = (self.adapters.as_ref()?, self.shape.hidden);
+        Some(LowRank::new(k, adapters, (chunk, ADAPTER_INDEX), (chunk.rows(), c, c), scratch))
+    }
+
     /// What the norm reads: x, or its transform; and the transform before its activation function.
     fn norm_input(
         &self,
         k: &dyn Kernels,
         views: &[View],
         x: View,
+        low_rank: Option<&LowRank<'_>>,
         scratch: &Scratch<'_>,
     ) -> (View, Option<View>) {
         if !self.shape.masked_head() {
@@ -234,6 +261,9 @@ impl Final {
         let (sum, activated) = (scratch.take_like(x), scratch.take_like(x));
         let transposed = self.shape.transposed;
         k.linear(&Linear { y: sum, x, w: views[0], bias: Some(views[1]), transposed });
+        if let Some(low_rank) = low_rank {
+            low_rank.add(sum, x, &Adapters::only(views, ADAPTER_AT, self.shape.hidden));
+        }
         k.activate(&Activate { y: activated, x: sum, activation: self.activation() });
         (activated, Some(sum))
     }
@@ -262,6 +292,8 @@ impl Layer for Final {
             part("bias", vec![c], Kind::Bias, Init::Zeros),
         ];
         all.extend(norm_tensors(names.transform_norm, &self.shape));
+        let adapters = self.adapters.iter();
+        all.extend(adapters.flat_map(|adapters| adapters.tensors(names.transform, c, c)));
         all
     }
 
@@ -279,11 +311,13 @@ impl Layer for Final {
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
         let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
-        let (gamma, beta) = (weights[self.norm_at()], weights.get(self.norm_at() + 1).copied());
+        let at = self.norm_at();
+        let (gamma, beta) = (weights[at], weights.get(at + 1).copied());
         for chunk in batch.chunks(true) {
             let scratch = &scratch.nested();
             let [x, y] = [x, y].map(|view| chunk.rows_of(view));
-            let (input, _) = self.norm_input(k, weights, x, scratch);
+            let low_rank = self.low_rank(k, chunk, scratch);
+            let (input, _) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
             let statistics = scratch.take_floats(x.rows, 2);
             k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
         }
@@ -300,18 +334,19 @@ impl Layer for Final {
                 dy = scratch.take_like(floats);
                 k.cast(&Cast { y: dy, x: floats });
             }
-            self.chunk_backward(k, pass, [x, dy, dx], accumulate, scratch);
+            self.chunk_backward(k, pass, chunk, [x, dy, dx], accumulate, scratch);
             accumulate = true;
         }
     }
 }
 
 impl Final {
-    /// Of one chunk: `x`, `dy` and `dx` are its own.
+    /// Of one chunk, which `x`, `dy` and `dx` are of.
     fn chunk_backward(
         &self,
         k: &dyn Kernels,
         &Backward { weights, gradients: d, .. }: &Backward<'_>,
+        chunk: BatchView<'_>,
         [x, dy, dx]: [View; 3],
         accumulate: bool,
         scratch: &Scratch<'_>,
@@ -319,7 +354,8 @@ impl Final {
         let (y, statistics) = (scratch.take_like(dy), scratch.take_floats(x.rows, 2));
         let at = self.norm_at();
         let (gamma, beta) = (weights[at], weights.get(at + 1).copied());
-        let (input, sum) = self.norm_input(k, weights, x, scratch);
+        let low_rank = self.low_rank(k, chunk, scratch);
+        let (input, sum) = self.norm_input(k, weights, x, low_rank.as_ref(), scratch);
         k.norm(&norm(&self.shape, y, statistics, input, gamma, beta));
         let dinput = if sum.is_some() { scratch.take_like(dy) } else { dx };
         let op = NormBackward {
@@ -349,6 +385,12 @@ impl Final {
                 accumulate,
             };
             k.linear_backward(&op, scratch);
+            if let Some(low_rank) = low_rank {
+                let c = self.shape.hidden;
+                let w = Adapters::only(weights, ADAPTER_AT, c);
+                let d = Adapters::only(d, ADAPTER_AT, c);
+                low_rank.backward([dx, dinput, x], (&w, &d), accumulate, scratch);
+            }
         }
     }
 }

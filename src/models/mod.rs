@@ -9,6 +9,7 @@ mod ends;
 pub mod families;
 mod frozen;
 mod layer;
+mod low_rank;
 mod model;
 mod room;
 mod selection;

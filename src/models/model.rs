@@ -6,6 +6,7 @@ use l2l_actors::schedule::{
     Block as BlockSize, BlockId, Boundary, LayerId, LayerKind, Phase, RingLayer, Role,
 };
 
+use super::adapters::Adapters;
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::classes::Classes;
@@ -87,13 +88,14 @@ fn tiles(shape: &Shape, elements: usize) -> Vec<Tile> {
 impl Model {
     /// A model of this shape.
     pub fn new(shape: Shape) -> Model {
-        Model::of(shape, Model::stack_of(shape, |block| block))
+        Model::of(shape, Model::stack_of(shape, &|_| None))
     }
 
-    /// The layers between the embedding and the head of a shape. `with` changes each block.
+    /// The layers between the embedding and the head of a shape. `adapters` gives those of a
+    /// layer's modules.
     pub(super) fn stack_of(
         shape: Shape,
-        with: impl Fn(TransformerBlock) -> TransformerBlock,
+        adapters: &dyn Fn(Vec<String>) -> Option<Adapters>,
     ) -> Vec<Box<dyn Layer>> {
         let mut stack: Vec<Box<dyn Layer>> = Vec::new();
         if Stem::is_in(&shape) {
@@ -101,10 +103,13 @@ impl Model {
         }
         for number in 0..shape.layers {
             let block = TransformerBlock::new(2 + number as u32, number, shape);
-            stack.push(Box::new(with(block)));
+            let modules = block.linear_modules().into_iter().map(|(name, ..)| name).collect();
+            stack.push(Box::new(TransformerBlock { adapters: adapters(modules), ..block }));
         }
         if Final::is_in(&shape) {
-            stack.push(Box::new(Final { shape }));
+            let transform = shape.masked_head().then(|| shape.names.transform.to_string());
+            let adapters = adapters(transform.into_iter().collect());
+            stack.push(Box::new(Final { adapters, ..Final::new(shape) }));
         }
         stack
     }
@@ -114,13 +119,15 @@ impl Model {
     /// which is that of a head of classes.
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
         let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
-        Model::with_tiles(shape, stack, largest)
+        Model::with_tiles(shape, stack, None, largest)
     }
 
-    /// The same, with tiles of the vocabulary of so many elements.
+    /// The same, with the adapters of a head of classes, and with tiles of the vocabulary of so
+    /// many elements.
     pub(super) fn with_tiles(
         shape: Shape,
         stack: Vec<Box<dyn Layer>>,
+        adapters: Option<Adapters>,
         tile_elements: usize,
     ) -> Model {
         let tiles = tiles(&shape, tile_elements);
@@ -156,7 +163,7 @@ impl Model {
             push(Part::Stack(layer), tensors);
         }
         if !shape.scores_tokens() {
-            let classes = Classes { shape };
+            let classes = Classes { shape, adapters };
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(classes.tensors().into());
             parts.push(Part::Classes(classes));

@@ -4,9 +4,9 @@ use super::adapters::{self, Adapters};
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::frozen::{Base, Format};
-use super::layer::{Kind, Tensor};
+use super::layer::{Kind, Tensor, block_len};
 use super::model::{Model, Part};
-use super::shape::Shape;
+use super::shape::{Head, Shape};
 use crate::error::Error;
 use crate::tensor::Dtype;
 
@@ -27,7 +27,7 @@ pub struct Training {
     pub dtype: Dtype,
 }
 
-/// Low-rank adapters (Hu et al. 2021) of the transformer blocks' products.
+/// Low-rank adapters (Hu et al. 2021) of a model's products.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Lora {
     /// r.
@@ -51,11 +51,36 @@ impl Lora {
 
     /// Whether a module gets an adapter.
     pub(crate) fn targets(&self, module: &str) -> bool {
-        self.targets.iter().any(|target| target == ALL_LINEAR || matches(target, module))
+        self.targets.iter().any(|target| target == ALL_LINEAR) || self.names(module)
+    }
+
+    /// Whether a target names a module.
+    fn names(&self, module: &str) -> bool {
+        self.targets.iter().any(|target| matches(target, module))
+    }
+
+    /// The adapters of those of a layer's modules that are targets, if any is.
+    fn adapters(&self, mut modules: Vec<String>) -> Option<Adapters> {
+        modules.retain(|name| self.targets(name));
+        let (rank, scale, dropout) = (self.rank, self.scale() as f32, self.dropout);
+        (!modules.is_empty()).then_some(Adapters { rank, scale, dropout, modules })
     }
 }
 
-/// The target that stands for all products of transformer blocks.
+impl Training {
+    /// The transform of a head of classes, if a target names it and it is not trained itself.
+    fn adapted_transform(&self, shape: &Shape) -> Option<String> {
+        let lora = self.lora.as_ref().filter(|_| !shape.scores_tokens())?;
+        let module = shape.names.class_dense;
+        let weight = format!("{module}.weight");
+        let is_trained = self.only.iter().any(|pattern| matches(pattern, &weight));
+        (lora.names(module) && !is_trained).then(|| module.into())
+    }
+}
+
+/// The target that stands for all products of transformer blocks, and the transform of a masked
+/// head. The transform of a head of classes gets an adapter where a target names it; else it is
+/// trained with the head.
 const ALL_LINEAR: &str = "all-linear";
 
 /// Whether a pattern names a tensor or a module: one with `*` stands for whole names, in which `*`
@@ -96,30 +121,29 @@ impl Model {
     /// # Errors
     /// A pattern names nothing, nothing is trained, or adapters do not fit the model.
     pub fn for_training(shape: Shape, training: &Training) -> Result<Model, Error> {
-        let stack = || {
-            Model::stack_of(shape, |block| match &training.lora {
-                Some(lora) => adapted(block, lora),
-                None => block,
-            })
+        let adapters = |modules| training.lora.as_ref().and_then(|lora| lora.adapters(modules));
+        let of_classes = || adapters(training.adapted_transform(&shape).into_iter().collect());
+        let of_tiles = |tile_elements| {
+            let stack = Model::stack_of(shape, &adapters);
+            let mut model = Model::with_tiles(shape, stack, of_classes(), tile_elements);
+            model.freeze(training).map(|()| model)
         };
-        let mut model = Model::of(shape, stack());
+        let plain = Model::new(shape);
         if let Some(lora) = &training.lora {
-            model.check_adapters(lora)?;
+            plain.check_adapters(lora)?;
         }
-        model.freeze(training)?;
-        if training.base != Base::AsIs {
-            // Tiles of the vocabulary take as many bytes as the layers do now.
-            let layers = model.parts.iter().zip(&model.part_blocks);
-            let layers = layers.filter(|(part, _)| matches!(part, Part::Stack(_)));
-            let floats = layers.map(|(_, blocks)| {
-                model.blocks[blocks[0].0 as usize].published_len(training.dtype)
-            });
-            let floats = floats.max().unwrap_or(0);
-            let elements = floats * Dtype::F32.size() / training.dtype.size();
-            model = Model::with_tiles(shape, stack(), elements);
-            model.freeze(training)?;
+        let stack = Model::stack_of(shape, &adapters);
+        let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
+        let model = of_tiles(largest)?;
+        if training.base == Base::AsIs {
+            return Ok(model);
         }
-        Ok(model)
+        // Tiles of the vocabulary take as many bytes as the layers do now.
+        let layers = model.parts.iter().zip(&model.part_blocks);
+        let layers = layers.filter(|(part, _)| matches!(part, Part::Stack(_)));
+        let floats = layers
+            .map(|(_, blocks)| model.blocks[blocks[0].0 as usize].published_len(training.dtype));
+        of_tiles(floats.max().unwrap_or(0) * Dtype::F32.size() / training.dtype.size())
     }
 
     /// Sets which tensors are trained. Adapters, if there are any, are.
@@ -140,13 +164,18 @@ impl Model {
         let classes = self.parts.iter().zip(&self.part_blocks);
         let classes = classes.filter(|(part, _)| matches!(part, Part::Classes(_)));
         let classes: Vec<usize> = classes.map(|(_, blocks)| blocks[0].0 as usize).collect();
+        let adapted: Vec<String> = self.adapted_modules().map(String::from).collect();
+        let adapts = |tensor: &Tensor| {
+            let module = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
+            adapted.iter().any(|one| one == module)
+        };
         for (index, block) in self.blocks.iter_mut().enumerate() {
             let is_named = |patterns: &[String], tensor: &Tensor| {
                 patterns.iter().any(|pattern| matches_tensor(pattern, tensor))
             };
             *block = block.with_trained(|tensor| {
                 let by_default = match lora {
-                    Some(_) => only.is_empty() && classes.contains(&index),
+                    Some(_) => only.is_empty() && classes.contains(&index) && !adapts(tensor),
                     None => only.is_empty(),
                 };
                 let is_adapter = lora.is_some() && adapters::is_of_adapter(&tensor.name);
@@ -233,21 +262,23 @@ impl Model {
         }
     }
 
-    /// The modules of the transformer blocks' products: name, inputs and outputs.
+    /// The modules that can have adapters: name, inputs and outputs.
     pub(crate) fn linear_modules(&self) -> Vec<(String, usize, usize)> {
-        let blocks =
-            (0..self.shape.layers).map(|number| TransformerBlock::new(0, number, self.shape));
-        blocks.flat_map(|block| block.linear_modules()).collect()
+        let Shape { names, hidden, layers, .. } = self.shape;
+        let blocks = (0..layers).map(|number| TransformerBlock::new(0, number, self.shape));
+        let of_head = match self.shape.head {
+            Head::Masked => Some(names.transform),
+            Head::Classes { .. } => Some(names.class_dense),
+            Head::Tokens => None,
+        };
+        let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
+        blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()
     }
-}
 
-/// The block with adapters of the modules that are targets, if there are any.
-fn adapted(block: TransformerBlock, lora: &Lora) -> TransformerBlock {
-    let modules = block.linear_modules().into_iter().map(|(name, ..)| name);
-    let modules: Vec<String> = modules.filter(|name| lora.targets(name)).collect();
-    let (rank, scale, dropout) = (lora.rank, lora.scale() as f32, lora.dropout);
-    let adapters = Adapters { rank, scale, dropout, modules };
-    TransformerBlock { adapters: Some(adapters).filter(|one| !one.modules.is_empty()), ..block }
+    /// The modules that have adapters.
+    pub(crate) fn adapted_modules(&self) -> impl Iterator<Item = &str> {
+        self.tensors().filter_map(|tensor| tensor.name.strip_suffix(adapters::ENDS[0]))
+    }
 }
 
 /// Refuses to store frozen weights in another way, where there are none.

@@ -28,12 +28,18 @@ CASES = {
     "distilbert": dict(r=4, lora_alpha=8, target_modules=["q_lin", "out_lin", "lin1", "lin2"]),
     "bert-classes": dict(r=4, lora_alpha=8, target_modules=["query", "value"], modules_to_save=["classifier"]),
     "roberta-classes": dict(r=4, lora_alpha=8, target_modules=["query"], modules_to_save=["classifier"]),
+    # All linear layers: also a head's transform, and a pooler.
+    "bert-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
+    "roberta-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
+    "distilbert-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
+    "bert-classes-linear": dict(r=3, lora_alpha=6, target_modules=ALL, task_type="SEQ_CLS"),
 }
 
 
 def main():
     here = pathlib.Path(__file__).parent
-    for number, (name, settings) in enumerate(CASES.items()):
+    for number, (case, settings) in enumerate(CASES.items()):
+        name = case.removesuffix("-linear")
         torch.manual_seed(100 + number)
         is_causal = name in CAUSAL or name == "tied"
         kind = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
@@ -46,7 +52,7 @@ def main():
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.copy_((0.3 * parameter).float().double())
-        folder = here / "lora" / name
+        folder = here / "lora" / case
         model.float().save_pretrained(folder)
         model.double()
         (folder / "README.md").unlink(missing_ok=True)

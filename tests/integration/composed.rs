@@ -150,8 +150,12 @@ async fn a_composed_block_trains_as_the_one_by_hand() {
             }
         };
         told.push((layer(0).kv_width(), layer(0).attention_channels(), layer(0).products()));
-        let stack: Vec<Box<dyn Layer>> =
-            vec![Box::new(Stem { index: 1, shape }), layer(0), layer(1), Box::new(Final { shape })];
+        let stack: Vec<Box<dyn Layer>> = vec![
+            Box::new(Stem { index: 1, shape }),
+            layer(0),
+            layer(1),
+            Box::new(Final::new(shape)),
+        ];
         let mut batches = Batches::open(&config).expect("random data");
         let builder = Trainer::builder(config.clone()).model(Model::of(shape, stack));
         let mut trainer = builder.start().expect("a model of ours");

@@ -14,7 +14,8 @@ use serde_json::Value;
 
 use crate::pytorch::{self, check, golden_of};
 
-const CASES: [&str; 10] = [
+/// A case ends with `-linear` where adapters are of all linear layers of the model before that.
+const CASES: [&str; 14] = [
     "tied",
     "llama",
     "mistral",
@@ -25,6 +26,10 @@ const CASES: [&str; 10] = [
     "distilbert",
     "bert-classes",
     "roberta-classes",
+    "bert-linear",
+    "roberta-linear",
+    "distilbert-linear",
+    "bert-classes-linear",
 ];
 
 fn adapters(name: &str) -> PathBuf {
@@ -33,7 +38,7 @@ fn adapters(name: &str) -> PathBuf {
 
 /// A case that trains PEFT's adapters, and its golden.
 fn case(name: &str) -> (Config, Value) {
-    let (mut config, _) = pytorch::case(name);
+    let (mut config, _) = pytorch::case(name.strip_suffix("-linear").unwrap_or(name));
     let golden = golden_of(&adapters(name));
     config.optimizer.clip_norm = None;
     config.train.lora = Some(LoraConfig { path: Some(adapters(name)), ..LoraConfig::default() });
@@ -119,7 +124,7 @@ async fn adapters_are_written_in_pefts_layout() {
 #[tokio::test]
 async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
     const STEPS: u64 = 5;
-    for name in ["llama", "tied", "bert-classes"] {
+    for name in ["llama", "tied", "bert-classes", "bert-linear", "bert-classes-linear"] {
         let (mut config, _) = case(name);
         config.step.steps = Some(STEPS);
         config.step.seed = 3;

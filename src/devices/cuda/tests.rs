@@ -232,7 +232,7 @@ fn custom_kernels_run() {
             Box::new(Halves),
             Box::new(Derived(Squares)),
             Box::new(TransformerBlock::new(3, 0, shape)),
-            Box::new(Final { shape }),
+            Box::new(Final::new(shape)),
         ];
         run_on(Trainer::builder(config.clone()).model(Model::of(shape, stack)), &config, 3)
     };

@@ -107,7 +107,10 @@ impl ChunkPass<'_> {
             accumulate: g.accumulate,
         };
         self.k.linear_backward(&op, scratch);
-        self.adapters_backward(g, [dx, dy, x], (w, d), scratch);
+        if let Some(low_rank) = &self.low_rank {
+            let adapters = (&w.adapters[..], &d.adapters[..]);
+            low_rank.backward([dx, dy, x], adapters, g.accumulate, scratch);
+        }
     }
 
     /// The backward of a norm. Gradients of frozen tensors go to workspace.

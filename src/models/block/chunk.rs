@@ -1,13 +1,13 @@
 //! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
 
 use super::TransformerBlock;
-use super::low_rank::Buffers;
 use super::saved::Activations;
 use super::tensors::{Affine, Product, Weights};
 use crate::kernels::{
     Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, Norm,
     Residual, Rotate, WriteKv,
 };
+use crate::models::low_rank::LowRank;
 use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
 
@@ -38,8 +38,8 @@ pub(super) struct ChunkPass<'a> {
     /// Queries and keys that were normed and rotated, where their heads are normed.
     /// (R, (H + 2 K) D).
     pub(super) rotated: View,
-    /// Workspace of adapters.
-    pub(super) low_rank: Option<Buffers>,
+    /// Its adapters, if it has any.
+    pub(super) low_rank: Option<LowRank<'a>>,
     pub(super) kv: KvViews,
 }
 
@@ -48,7 +48,9 @@ impl ChunkPass<'_> {
         let Affine { weight: w, bias } = product.affine;
         let transposed = self.block.shape.transposed;
         self.k.linear(&Linear { y, x, w, bias, transposed });
-        self.add_adapters(y, x, product);
+        if let Some(low_rank) = &self.low_rank {
+            low_rank.add(y, x, &product.adapters);
+        }
     }
 
     pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) {

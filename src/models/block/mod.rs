@@ -3,16 +3,15 @@
 
 mod backward;
 mod chunk;
-mod low_rank;
 mod saved;
 mod tensors;
 
 use self::backward::ChunkGradients;
 use self::chunk::{ChunkPass, KvViews};
-use self::low_rank::Buffers;
 use self::tensors::{Gradients, Weights};
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
+use super::low_rank::LowRank;
 use super::shape::Shape;
 use crate::kernels::{
     AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, SequenceChunk,
@@ -114,6 +113,21 @@ impl TransformerBlock {
         batch.dropout(self.shape.dropout.feed_forward, self.index, 2)
     }
 
+    /// The adapters, if there are any, on a chunk.
+    fn low_rank<'a>(
+        &'a self,
+        k: &'a dyn Kernels,
+        chunk: BatchView<'a>,
+        scratch: &Scratch<'_>,
+    ) -> Option<LowRank<'a>> {
+        let adapters = self.adapters.as_ref()?;
+        let modules = self.linear_modules();
+        let inputs = modules.iter().map(|(_, inputs, _)| *inputs).max()?;
+        let outputs = modules.iter().map(|(.., outputs)| *outputs).max()?;
+        let size = (chunk.rows(), inputs, outputs);
+        Some(LowRank::new(k, adapters, (chunk, self.index), size, scratch))
+    }
+
     /// Begins a pass over a chunk: takes the workspace that forward and backward share.
     fn chunk_pass<'a>(
         &'a self,
@@ -133,7 +147,7 @@ impl TransformerBlock {
             saved: self.activations(&chunk, saved, scratch),
             hidden: scratch.take(rows, self.shape.hidden),
             rotated: scratch.take(rotated_rows, self.shape.qkv()),
-            low_rank: Buffers::take(self, rows, scratch),
+            low_rank: self.low_rank(k, chunk, scratch),
             kv,
         }
     }

@@ -3,6 +3,7 @@
 use super::TransformerBlock;
 use crate::kernels::QueryKey;
 use crate::models::layer::{Init, Kind, Tensor};
+use crate::models::low_rank::Adapter;
 use crate::models::shape::Shape;
 use crate::tensor::View;
 
@@ -17,21 +18,6 @@ pub(super) struct Affine<V> {
 pub(super) struct Product<V> {
     pub(super) affine: Affine<V>,
     pub(super) adapters: Vec<Adapter<V>>,
-}
-
-/// The adapter of one module of a product.
-#[derive(Clone, Copy)]
-pub(super) struct Adapter<V> {
-    /// (r, C).
-    pub(super) a: V,
-    /// (outputs, r).
-    pub(super) b: V,
-    /// The module's first column in the product's output.
-    pub(super) first: usize,
-    /// Its columns.
-    pub(super) outputs: usize,
-    /// Which of the block's modules it is, for dropout.
-    pub(super) site: u32,
 }
 
 /// Views of a block's tensors, or of the gradients of those that are trained.

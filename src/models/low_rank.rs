@@ -1,0 +1,145 @@
+//! The adapters of a layer's products, forward and backward.
+//!
+//! An adapter recomputes the little that its backward needs from the product's input.
+
+use super::adapters::Adapters;
+use crate::kernels::{
+    AddColumns, ApplyDropout, BatchView, Dropout, Kernels, Linear, LinearBackward, MaskRows,
+    TakeColumns,
+};
+use crate::tensor::{Scratch, View};
+
+/// The adapter of one module of a product.
+#[derive(Clone, Copy)]
+pub(super) struct Adapter<V> {
+    /// (r, C).
+    pub(super) a: V,
+    /// (outputs, r).
+    pub(super) b: V,
+    /// The module's first column in the product's output.
+    pub(super) first: usize,
+    /// Its columns.
+    pub(super) outputs: usize,
+    /// Which of the layer's modules it is, for dropout.
+    pub(super) site: u32,
+}
+
+/// The adapters of a layer, on a micro-batch or on a chunk of it.
+pub(super) struct LowRank<'a> {
+    k: &'a dyn Kernels,
+    adapters: &'a Adapters,
+    batch: BatchView<'a>,
+    /// The layer's index, for dropout.
+    index: u32,
+    /// Whether the products' rows are the sequences, and not their positions.
+    of_sequences: bool,
+    /// What A reads: the product's input behind dropout. (R, C).
+    dropped: View,
+    /// What B reads. (R, r).
+    low: View,
+    /// What B writes. (R, outputs).
+    sum: View,
+}
+
+/// The dropouts of adapters are numbered apart from those of layers.
+const FIRST_INDEX: u32 = 1 << 24;
+
+/// The first rows of so many columns in a vector.
+fn columns(vector: View, rows: usize, columns: usize) -> View {
+    vector.part(0..rows * columns).with_columns(columns)
+}
+
+impl<'a> LowRank<'a> {
+    /// Takes workspace for products of so many rows, and of at most so many inputs and outputs.
+    pub(super) fn new(
+        k: &'a dyn Kernels,
+        adapters: &'a Adapters,
+        (batch, index): (BatchView<'a>, u32),
+        (rows, inputs, outputs): (usize, usize, usize),
+        scratch: &Scratch<'_>,
+    ) -> LowRank<'a> {
+        let [dropped, low, sum] =
+            [inputs, adapters.rank, outputs].map(|columns| scratch.take(rows, columns));
+        LowRank { k, adapters, batch, index, of_sequences: false, dropped, low, sum }
+    }
+
+    /// The same, of which each row is a sequence.
+    pub(super) fn of_sequences(self) -> LowRank<'a> {
+        LowRank { of_sequences: true, ..self }
+    }
+
+    /// The dropout of what an adapter reads.
+    fn dropout(&self, site: u32) -> Option<Dropout<'a>> {
+        let dropout = self.batch.dropout(self.adapters.dropout, FIRST_INDEX + self.index, site)?;
+        let rows = if self.of_sequences { MaskRows::Sequences } else { dropout.rows };
+        Some(Dropout { rows, ..dropout })
+    }
+
+    /// What A and B of an adapter read.
+    fn inputs(&self, one: &Adapter<View>, x: View) -> [View; 2] {
+        let low = columns(self.low, x.rows, self.adapters.rank);
+        let mut input = x;
+        let dropout = self.dropout(one.site);
+        if dropout.is_some() {
+            input = columns(self.dropped, x.rows, x.columns);
+            self.k.dropout(&ApplyDropout { y: input, x, dropout });
+        }
+        let op = Linear { y: low, x: input, w: one.a, bias: None, transposed: true };
+        self.k.linear(&op);
+        [input, low]
+    }
+
+    /// Adds what a product's adapters compute to its output.
+    pub(super) fn add(&self, y: View, x: View, adapters: &[Adapter<View>]) {
+        for one in adapters {
+            let [_, low] = self.inputs(one, x);
+            let sum = columns(self.sum, x.rows, one.outputs);
+            let op = Linear { y: sum, x: low, w: one.b, bias: None, transposed: true };
+            self.k.linear(&op);
+            let (first, scale) = (one.first, self.adapters.scale);
+            self.k.add_columns(&AddColumns { y, x: sum, first, scale });
+        }
+    }
+
+    /// Adds to `dx` what a product's adapters do, and computes the gradients of their tensors.
+    pub(super) fn backward(
+        &self,
+        [dx, dy, x]: [View; 3],
+        (w, d): (&[Adapter<View>], &[Adapter<Option<View>>]),
+        accumulate: bool,
+        scratch: &Scratch<'_>,
+    ) {
+        for (one, d) in w.iter().zip(d) {
+            let scratch = &scratch.nested();
+            let [input, low] = self.inputs(one, x);
+            let dsum = columns(self.sum, x.rows, one.outputs);
+            let (first, scale) = (one.first, self.adapters.scale);
+            self.k.take_columns(&TakeColumns { y: dsum, x: dy, first, scale });
+            let (dlow, dinput) = (scratch.take_like(low), scratch.take_like(x));
+            let product = |dx, dw, dy, x, w| LinearBackward {
+                dx,
+                dw,
+                dbias: None,
+                dy,
+                x,
+                w,
+                transposed: true,
+                accumulate,
+            };
+            self.k.linear_backward(&product(dlow, d.b, dsum, low, one.b), scratch);
+            self.k.linear_backward(&product(dinput, d.a, dlow, input, one.a), scratch);
+            let dropout = self.dropout(one.site);
+            if dropout.is_some() {
+                self.k.dropout(&ApplyDropout { y: dinput, x: dinput, dropout });
+            }
+            self.k.add_columns(&AddColumns { y: dx, x: dinput, first: 0, scale: 1.0 });
+        }
+    }
+}
+
+impl Adapters {
+    /// The adapter of the only module of a product, whose two tensors begin here among a layer's.
+    pub(super) fn only<V: Copy>(views: &[V], at: usize, outputs: usize) -> [Adapter<V>; 1] {
+        [Adapter { a: views[at], b: views[at + 1], first: 0, outputs, site: 0 }]
+    }
+}
