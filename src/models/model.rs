@@ -36,7 +36,7 @@ pub enum Part {
     /// A tile of the head.
     Head(Tile),
     /// A head of whole sequences.
-    Classes(Classes),
+    Classes(Box<Classes>),
 }
 
 impl Part {
@@ -166,7 +166,7 @@ impl Model {
             let classes = Classes { shape, adapters };
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(classes.tensors().into());
-            parts.push(Part::Classes(classes));
+            parts.push(Part::Classes(Box::new(classes)));
         }
         for (index, tile) in tiles.iter().enumerate().filter(|_| shape.scores_tokens()) {
             parts.push(Part::Head(*tile));
