@@ -79,7 +79,8 @@ impl Keeper {
 
     /// The newest checkpoint, if there is one. It may be the best one, which is complete, too.
     pub fn newest(&self) -> Option<PathBuf> {
-        let all = [self.all("best"), self.all("step")].concat();
+        // Of one step the best is taken: its validation came after the other was written.
+        let all = [self.all("step"), self.all("best")].concat();
         all.into_iter().max_by_key(|(step, _)| *step).map(|(_, path)| path)
     }
 

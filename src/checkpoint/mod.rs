@@ -5,6 +5,7 @@
 //! `l2l.json` the record of the run. A directory is written under another name, flushed to the
 //! disk, and renamed.
 
+mod identity;
 mod keeper;
 
 use std::fs::{self, File};
@@ -15,12 +16,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::{Config, RateSchedule, TrainConfig};
+use crate::config::{BestMetric, TrainConfig};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf;
 use crate::models::{Base, Model, families};
 
+pub(crate) use identity::Identity;
+use identity::{as_value, changes};
 pub use keeper::Keeper;
 
 /// How far a run is, and its validations. Checkpoints keep it beside the parameters.
@@ -52,23 +55,29 @@ pub struct LayerCount {
     pub now: usize,
 }
 
-/// The validation with the lowest loss.
+/// The best validation: by its loss, or by the metric that `validation.best` names.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Best {
     /// Its step.
     pub step: u64,
-    /// Its loss.
-    pub loss: f64,
+    /// Its loss, or the metric.
+    #[serde(alias = "loss")]
+    pub value: f64,
 }
 
 impl Progress {
-    /// Records a validation. Returns true when it is the best so far.
-    pub fn note(&mut self, loss: f64) -> bool {
+    /// Records a validation by its value, of which less is better where `metric` is a loss.
+    /// Returns true when it is the best so far.
+    pub fn note(&mut self, metric: BestMetric, value: f64) -> bool {
         self.validated_at = Some(self.step);
-        let is_best = loss.is_finite() && self.best.is_none_or(|best| loss < best.loss);
+        let is_better = |best: Best| match metric.is_loss() {
+            true => value < best.value,
+            false => value > best.value,
+        };
+        let is_best = value.is_finite() && self.best.is_none_or(is_better);
         if is_best {
-            self.best = Some(Best { step: self.step, loss });
+            self.best = Some(Best { step: self.step, value });
             self.validations_since = 0;
         } else {
             self.validations_since += 1;
@@ -116,71 +125,10 @@ impl RunRecord {
     }
 }
 
-/// What identifies a run: a checkpoint is of this run if all of it agrees.
-#[derive(Clone, Copy)]
-pub(crate) struct Identity<'r> {
-    pub(crate) config: &'r Config,
-    pub(crate) model: &'r Model,
-    /// The `config.json` that the model was read with, or null.
-    pub(crate) source_config: &'r Value,
-    /// Steps of the run.
-    pub(crate) steps: u64,
-    /// The fingerprint of the training data, or empty.
-    pub(crate) data: &'r str,
-}
-
 const FORMAT: u32 = 1;
 
 /// No run is longer.
 const MOST_STEPS: u64 = 1 << 40;
-
-/// Keys that may have another value when a run resumes: they change when and where something is
-/// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 27] = [
-    "checkpoint",
-    "channels",
-    "data.validation",
-    "depth.freezes",
-    "device.count",
-    "device.cuda_libraries",
-    "device.flop_rate",
-    "device.kernel_cache",
-    "device.kind",
-    "device.link",
-    "device.memory",
-    "device.ordinal",
-    "device.ordinals",
-    "device.threads",
-    "eps",
-    "log",
-    "metrics",
-    "model.path",
-    "parallel.deal",
-    "parallel.transfer",
-    "parallel.weights",
-    "schedule",
-    "stash.place",
-    "step.epochs",
-    "step.steps",
-    "validation",
-    "watchdog",
-];
-
-/// The keys that must keep their values, with the values.
-fn fixed(config: &Value) -> Vec<(String, &Value)> {
-    let sections = config.as_object().into_iter().flatten();
-    let keys = sections.filter_map(|(section, keys)| Some((section, keys.as_object()?)));
-    keys.flat_map(|(section, keys)| {
-        keys.iter().map(move |(key, value)| (format!("{section}.{key}"), section, value))
-    })
-    .filter(|(key, section, _)| !FREE.contains(&key.as_str()) && !FREE.contains(&section.as_str()))
-    .map(|(key, _, value)| (key, value))
-    .collect()
-}
-
-fn as_value(config: &Config) -> Value {
-    serde_json::to_value(config).expect("a config is plain data")
-}
 
 /// Writes a checkpoint; see [`Trainer::checkpoint`](crate::Trainer::checkpoint).
 pub(crate) fn write(
@@ -255,7 +203,7 @@ pub(crate) fn recall(
         |what: String| Error::bad_checkpoint(format_args!("eps.path {}", place.display()), what);
     let record: RunRecord = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
-    is_of(&record, &run).map_err(|why| refuse(format!("{why}, or remove the folder")))?;
+    changes(&record, &run).map_err(|why| refuse(format!("{why}, or remove the folder")))?;
     if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
         let what = "it holds the state of a model of another shape: set the model back, or remove \
                     the folder";
@@ -323,6 +271,8 @@ pub(crate) fn remembered_layers(remembered: &Value) -> Option<LayerCount> {
 pub(crate) struct Checked<'c> {
     directory: &'c Path,
     record: RunRecord,
+    /// What is not as it was in the checkpoint's run.
+    pub(crate) changes: Vec<String>,
 }
 
 /// Checks a checkpoint before anything is replaced by it.
@@ -337,7 +287,8 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
     let text = fs::read_to_string(&path).map_err(|error| refuse(error.to_string()))?;
     let record: RunRecord =
         serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
-    is_of(&record, &run).map_err(|why| refuse(format!("{why}, or start without --resume")))?;
+    let changes = changes(&record, &run);
+    let changes = changes.map_err(|why| refuse(format!("{why}, or start without --resume")))?;
     // Shapes are compared as far as a config.json describes them.
     let written = |shape| families::write(shape, &Value::Null);
     if written(&hf::read_shape(directory)?) != written(&run.model.shape) {
@@ -353,7 +304,7 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
             record.progress.step
         )));
     }
-    Ok(Checked { directory, record })
+    Ok(Checked { directory, record, changes })
 }
 
 /// Reads a checkpoint into the EPS.
@@ -361,7 +312,7 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
 /// # Errors
 /// It is not whole.
 pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result<Progress, Error> {
-    let Checked { directory, record } = checked;
+    let Checked { directory, record, .. } = checked;
     let path = directory.join(RECORD);
     let refuse =
         |what: String| Error::bad_checkpoint(format_args!("checkpoint {}", path.display()), what);
@@ -391,70 +342,17 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     Ok(record.progress)
 }
 
-/// Checks that a record is of this run. The error says why it is not, and what to do.
-fn is_of(record: &RunRecord, run: &Identity<'_>) -> Result<(), String> {
-    if record.format != FORMAT {
-        return Err(format!(
-            "it has format {}, and this program reads format {FORMAT}: use the program that \
-             wrote it",
-            record.format
-        ));
-    }
-    let differ = differences(record, run);
-    if differ.is_empty() {
-        return Ok(());
-    }
-    // States of one rule are of no use to another.
-    let of_states = ["kind", "block_size", "groups", "ema"].map(|key| format!("optimizer.{key} "));
-    let changes_states = |one: &String| of_states.iter().any(|key| one.starts_with(key));
-    let remedy = if differ.iter().any(changes_states) {
-        "The optimizer's states are of that rule. Set it back, set model.path to the checkpoint to \
-         begin a new run with its weights and new states"
-    } else {
-        "Set it back"
-    };
-    Err(format!("it was made by another run: {}. {remedy}", differ.join("; ")))
-}
-
 /// Checks that the state on file is of a run with these keys, before its blocks are opened.
 ///
 /// # Errors
 /// Which keys differ.
-pub(crate) fn check_keys(remembered: &Value, run: Identity<'_>) -> Result<(), Error> {
+pub(crate) fn check_keys(remembered: &Value, run: Identity<'_>) -> Result<Vec<String>, Error> {
     let Ok(record) = serde_json::from_value::<RunRecord>(remembered["rest"].clone()) else {
-        return Ok(()); // recall() says what is wrong with it
+        return Ok(Vec::new()); // recall() says what is wrong with it
     };
     let place = run.config.eps.path.clone().unwrap_or_default();
-    is_of(&record, &run).map_err(|why| {
+    changes(&record, &run).map_err(|why| {
         let what = format!("{why}, or remove the folder");
         Error::bad_checkpoint(format_args!("eps.path {}", place.display()), what)
     })
-}
-
-/// What changed although a run that resumes may not change it.
-fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<String> {
-    let now = as_value(run.config);
-    let default = as_value(&Config::default());
-    let (then, now, default) = (fixed(&record.config), fixed(&now), fixed(&default));
-    // A key that did not exist yet had its default.
-    let value = |key: &String| {
-        then.iter().chain(&default).find(|(then, _)| then == key).map(|(_, value)| *value)
-    };
-    let pairs = now.iter().map(|(key, now)| (key, value(key).unwrap_or(&Value::Null), *now));
-    let mut differ: Vec<String> = pairs
-        .filter(|(_, then, now)| then != now)
-        .map(|(key, then, now)| format!("{key} was {then}, is {now}"))
-        .collect();
-    let falls = run.config.optimizer.schedule != RateSchedule::Constant;
-    if falls && record.steps != run.steps {
-        differ.push(format!(
-            "step.steps was {}, is {}, and the learning rate follows from it",
-            record.steps, run.steps
-        ));
-    }
-    let is_known = !record.data.is_empty() && !run.data.is_empty();
-    if is_known && record.data != run.data {
-        differ.push(format!("the data was {}, is {}", record.data, run.data));
-    }
-    differ
 }

@@ -19,8 +19,8 @@ pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
             return Ok(());
         }
         let is_json = config.log.format == Format::Json;
-        for (part, data) in [("train", Some(&train)), ("validation", aside.as_ref())] {
-            let Some(data) = data else { continue };
+        let validation = aside.iter().map(|data| (data.set_name().unwrap_or("validation"), data));
+        for (part, data) in [("train", &train)].into_iter().chain(validation) {
             let overview = Overview::of(&config, data)?;
             match is_json {
                 true => print(overview_event(part, data, &overview)),

@@ -11,33 +11,36 @@ use super::{Ended, EvalArguments, load, print, train};
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
     let (mut config, layers) = arguments.common.read(None, None)?;
     let mut run = || {
-        let from = load(&mut config, arguments.best)?;
-        let data = Dataset::open_validation(&config, &shape_of(&config)?)?;
-        let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
-        let batches = arguments.batches.unwrap_or(most);
-        let found = train::runtime()?.block_on(async {
+        let from = load(&mut config, &arguments.model)?;
+        let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
+        train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             train::stop_on_signal(&stop, true);
             let mut evaluator = Evaluator::start(config.clone())?;
-            let in_order = data.in_order(config.step.batch, batches);
-            let found = evaluator.evaluate(in_order.take_while(|_| !stop.is_requested())).await;
-            let found = found?;
+            for data in &sets {
+                let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
+                let in_order =
+                    data.in_order(config.step.batch, arguments.batches.unwrap_or(most));
+                let batches = in_order.take_while(|_| !stop.is_requested());
+                let found = evaluator.evaluate(batches).await?;
+                if stop.is_requested() {
+                    return Ok(Ended::Interrupted);
+                }
+                if found.labelled == 0 {
+                    let what = "nothing to evaluate, no sequence has a label";
+                    return Err(Error::Argument(format!("data {}: {what}", data.name())));
+                }
+                show(&config, &from, data, &found);
+            }
             evaluator.stop().await?;
-            Ok::<_, Error>((!stop.is_requested()).then_some(found))
-        })?;
-        let Some(found) = found else { return Ok(Ended::Interrupted) };
-        if found.labelled == 0 {
-            let what =
-                format!("data {}: nothing to evaluate, no sequence has a label", data.name());
-            return Err(Error::Argument(what));
-        }
-        show(&config, &from, data.name(), &found);
-        Ok(Ended::Well)
+            Ok(Ended::Well)
+        })
     };
     run().map_err(|error| layers.locate(error))
 }
 
-fn show(config: &Config, from: &std::path::Path, data: &str, found: &Evaluation) {
+fn show(config: &Config, from: &std::path::Path, set: &Dataset, found: &Evaluation) {
+    let data = set.name();
     let Evaluation { sequences, tokens, labelled, quality, .. } = found;
     let values = found.values();
     let names = match &config.model.labels {
@@ -54,6 +57,9 @@ fn show(config: &Config, from: &std::path::Path, data: &str, found: &Evaluation)
             "tokens": tokens,
             "labelled": labelled,
         });
+        if let Some(name) = set.set_name() {
+            event["set"] = json!(name);
+        }
         values.iter().for_each(|(name, value)| event[*name] = json!(value));
         if let Some(Quality::Classes(confusion)) = quality {
             event["confusion"] = confusion.rows().collect::<Vec<_>>().into();

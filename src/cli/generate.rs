@@ -17,7 +17,7 @@ use super::{Ended, GenerateArguments, load, plan, print, train};
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
     let (mut config, layers) = arguments.common.read(None, None)?;
     let mut run = || {
-        let from = load(&mut config, arguments.best)?;
+        let from = load(&mut config, &arguments.model)?;
         let shape = shape_of(&config)?;
         let vocabulary = Vocabulary::of(&config, &shape)?;
         let prompts = prompts(arguments, &vocabulary, shape.vocabulary)?;

@@ -11,6 +11,8 @@ use l2l::{Config, Error};
 use toml::de::{DeTable, DeValue};
 use toml::{Spanned, Table, Value};
 
+use super::other_names;
+
 /// Where a value was written.
 #[derive(Clone, Debug, PartialEq)]
 enum Origin {
@@ -101,14 +103,20 @@ impl Layers {
         Ok(())
     }
 
-    /// Adds the value of `--set key=value`.
+    /// Adds the value of `--set key=value`. `--set key=` gives a key its default back.
     pub(super) fn flag(&mut self, text: &str) -> Result<(), Error> {
         let Some((key, value)) = text.split_once('=') else {
             return Err(refused(format_args!(
                 "--set {text}: write key=value, for example step.batch=8"
             )));
         };
-        self.set(key.trim(), parse(value.trim()), Origin::Flag(format!("--set {text}")))
+        let (key, value, origin) =
+            (key.trim(), value.trim(), Origin::Flag(format!("--set {text}")));
+        self.set(key, parse(value), origin)?;
+        if value.is_empty() {
+            self.values.remove(key);
+        }
+        Ok(())
     }
 
     /// Adds the value of a flag that has a key of its own, such as `--format`.
@@ -138,6 +146,9 @@ impl Layers {
             self.known.iter().filter_map(|known| known.strip_prefix(&section)).collect();
         let what = if !keys.is_empty() {
             format!("{key} is a section: its keys are {}", keys.join(", "))
+        } else if let Some((own, note)) = other_names::key_of(key) {
+            let note = if note.is_empty() { String::new() } else { format!(" ({note})") };
+            format!("unknown key {key}: it is {own} here{note}")
         } else if let Some(near) = nearest(key, &self.known) {
             format!("unknown key {key}: did you mean {near}?")
         } else {
@@ -249,7 +260,7 @@ fn parse(text: &str) -> Value {
 const OPTIONAL: &str = "train.lora";
 
 /// Every key, with its section.
-fn known_keys() -> Vec<String> {
+pub(super) fn known_keys() -> Vec<String> {
     let mut config = Config::default();
     config.train.lora = Some(LoraConfig::default());
     let all = serde_json::to_value(config).expect("a config is plain data");
@@ -315,12 +326,19 @@ mod tests {
         assert!(config.data.train.is("some file.txt"));
         assert_eq!(config.metrics.run.as_deref(), Some("2024"));
         assert_eq!((config.step.steps, config.step.epochs), (None, Some(2.0)));
+        layers.flag("step.seed=").expect("good");
+        layers.flag("metrics.run=").expect("good");
+        let config = layers.config().expect("good");
+        assert_eq!((config.step.seed, config.metrics.run), (0, None));
+        layers.flag("step.sed=").expect_err("not a key");
     }
 
     #[test]
     fn errors_say_where_and_what_was_meant() {
         type Case<'c> = (&'c str, &'c [(&'c str, &'c str)], &'c [&'c str], &'c str);
-        let cases: [Case<'_>; 17] = [
+        let cases: [Case<'_>; 19] = [
+            ("lr = 1", &[], &[], "unknown key lr: it is optimizer.learning_rate here"),
+            ("", &[], &["lora.r=8"], "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),
             (
                 "[step]\nbach = 3",
                 &[],

@@ -11,6 +11,7 @@ mod fabric;
 mod generate;
 mod layers;
 mod observe;
+mod other_names;
 mod plan;
 mod progress;
 mod reference;
@@ -24,7 +25,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use l2l::checkpoint::Keeper;
-use l2l::config::Format;
+use l2l::config::{Format, TrainConfig};
 use l2l::{Config, Error, inference};
 
 use layers::Layers;
@@ -76,7 +77,8 @@ enum Command {
 struct Common {
     /// The config file; every key has a default.
     config: Option<PathBuf>,
-    /// Set a key; overrides the file and the environment. May be repeated.
+    /// Set a key; overrides the file and the environment. May be repeated. `KEY=` gives the key
+    /// its default back.
     #[arg(long, value_name = "KEY=VALUE")]
     set: Vec<String>,
     /// Format of the output: the key `log.format`.
@@ -92,6 +94,11 @@ struct TrainArguments {
     /// `eps.path` if its state is at least as new.
     #[arg(long)]
     resume: bool,
+    /// Continue the last run although keys have other values: the learning rate, the number of
+    /// steps or epochs, batch and micro-batch, the data and others. Weights and optimizer states
+    /// are kept, and each change is reported. Without it such a run is refused.
+    #[arg(long)]
+    resume_with_changes: bool,
     #[command(flatten)]
     observe: ObserveArguments,
 }
@@ -194,13 +201,24 @@ struct DataArguments {
     batches: Option<u64>,
 }
 
+/// The model that a command takes.
+#[derive(Args)]
+struct ModelArguments {
+    /// Use the run's best checkpoint instead of the newest.
+    #[arg(long)]
+    best: bool,
+    /// Use the model of this directory, whatever run the config names: a base model to compare
+    /// with, a checkpoint, adapters.
+    #[arg(long, value_name = "DIRECTORY", conflicts_with = "best")]
+    model: Option<PathBuf>,
+}
+
 #[derive(Args)]
 struct EvalArguments {
     #[command(flatten)]
     common: Common,
-    /// Use the run's best checkpoint instead of the newest.
-    #[arg(long)]
-    best: bool,
+    #[command(flatten)]
+    model: ModelArguments,
     /// Number of batches of `step.batch` sequences [default: all].
     #[arg(long, value_name = "N")]
     batches: Option<u64>,
@@ -237,9 +255,8 @@ struct GenerateArguments {
     /// Continue past the model's end-of-text token.
     #[arg(long)]
     ignore_end: bool,
-    /// Use the run's best checkpoint instead of the newest.
-    #[arg(long)]
-    best: bool,
+    #[command(flatten)]
+    model: ModelArguments,
     /// Report memory and traffic, and generate nothing.
     #[arg(long)]
     plan: bool,
@@ -252,9 +269,8 @@ struct Export {
     /// The directory to create.
     #[arg(long, value_name = "DIRECTORY")]
     to: PathBuf,
-    /// Use the run's best checkpoint instead of the newest.
-    #[arg(long)]
-    best: bool,
+    #[command(flatten)]
+    model: ModelArguments,
     /// Write the moving average of the weights, of a run with optimizer.ema.
     #[arg(long)]
     ema: bool,
@@ -316,9 +332,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Bench(BenchArguments { common, without_copies, kernels }) => {
             return bench::bench(&common, !without_copies, kernels);
         }
-        Command::Export(Export { common, to, best, ema }) => {
-            export::export(&common, best, ema, &to)?;
-        }
+        Command::Export(arguments) => export::export(&arguments)?,
         Command::Doctor(DoctorArguments { common, check: true, .. }) => doctor::check(&common)?,
         Command::Doctor(DoctorArguments { common, mpi: true, .. }) => fabric::check(&common)?,
         Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,
@@ -374,18 +388,33 @@ impl Common {
     }
 }
 
-/// The directory of a run's model: its newest or best checkpoint, or else the adapters that it
-/// begins with, or `model.path`.
-fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
+/// The directory that a command takes its model from: the one that it names, or a run's newest or
+/// best checkpoint, or else the adapters that the run begins with, or `model.path`.
+fn model_of(config: &Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
+    let best = arguments.best;
+    if let Some(directory) = &arguments.model {
+        let is_model =
+            |file: &&str| directory.join(file).is_file();
+        return match ["config.json", "adapter_config.json"].iter().any(|file| is_model(&file)) {
+            true => Ok(directory.clone()),
+            false => Err(Error::Argument(format!(
+                "--model {}: there is no model in it: config.json is missing",
+                directory.display()
+            ))),
+        };
+    }
     let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
     match (&config.checkpoint.directory, adapters.or(config.model.path.as_ref())) {
         (Some(directory), _) if directory.is_dir() => {
             let keeper = Keeper::peek(directory);
             let found = if best { keeper.best() } else { keeper.newest() };
             found.ok_or_else(|| {
-                let kind = if best { "best checkpoint" } else { "checkpoint" };
+                let kind = match best {
+                    true => "best checkpoint in it: no validation of the run has ended yet",
+                    false => "checkpoint in it",
+                };
                 Error::Argument(format!(
-                    "checkpoint.directory {}: there is no {kind} in it",
+                    "checkpoint.directory {}: there is no {kind}",
                     directory.display()
                 ))
             })
@@ -405,8 +434,11 @@ fn model_of(config: &Config, best: bool) -> Result<PathBuf, Error> {
 }
 
 /// Makes a config load the model of its run, and returns where that is.
-fn load(config: &mut Config, best: bool) -> Result<PathBuf, Error> {
-    let from = model_of(config, best)?;
+fn load(config: &mut Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
+    let from = model_of(config, arguments)?;
+    if arguments.model.is_some() {
+        config.train = TrainConfig::default();
+    }
     inference::load_from(config, &from);
     Ok(from)
 }

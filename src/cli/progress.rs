@@ -18,7 +18,8 @@ pub(super) struct Screen {
     format: Format,
     bar: Option<ProgressBar>,
     steps: u64,
-    validation: Option<f64>,
+    /// The validation set whose loss is shown with each step, and its last loss.
+    validation: Option<(Option<String>, f64)>,
     /// Bytes of the device that may be in use.
     ceiling: u64,
 }
@@ -72,7 +73,7 @@ impl Screen {
         let slowest = report.slowest_device.map(|(device, share)| {
             format!("  slowest device {device} (computes {:.0} %)", 100.0 * share)
         });
-        let validation = self.validation.map(|loss| format!(" (held out {loss:.4})"));
+        let validation = self.validation.as_ref().map(|(_, loss)| format!(" (held out {loss:.4})"));
         format!(
             "loss {loss:.4}{}  {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
              device {} of {}{}",
@@ -88,10 +89,15 @@ impl Screen {
 
     /// A validation, for people.
     pub(super) fn validation(&mut self, step: u64, evaluation: &Evaluation) {
-        self.validation = Some(evaluation.loss);
+        let set = evaluation.set.as_ref().map(|set| format!(" ({set})")).unwrap_or_default();
+        let loss = evaluation.loss;
+        let shown = self.validation.get_or_insert_with(|| (evaluation.set.clone(), loss));
+        if shown.0 == evaluation.set {
+            shown.1 = loss;
+        }
         let shown = evaluation.values().into_iter();
         let shown: Vec<String> = shown.map(|(name, value)| format!("{name} {value:.4}")).collect();
-        self.say(format_args!("step {step}: held-out {}", shown.join(", ")));
+        self.say(format_args!("step {step}: held-out{set} {}", shown.join(", ")));
     }
 
     /// A line to read, above the bar; nothing for tools.

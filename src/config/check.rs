@@ -89,7 +89,7 @@ impl Config {
 
     /// Validation, checkpoints, the watchdog.
     fn check_run(&self) -> Result<(), Error> {
-        let ValidationConfig { every_steps, batches, patience } = self.validation;
+        let ValidationConfig { every_steps, batches, patience, .. } = self.validation;
         must(every_steps != Some(0), "validation.every_steps", "at least 1")?;
         must(batches >= 1, "validation.batches", "at least 1")?;
         must(batches <= 1 << 30, "validation.batches", "at most 1073741824")?;
@@ -323,6 +323,19 @@ impl DataConfig {
         let be = "of weights from 1e-6 to 1e6";
         must(have_weights(&self.train), "data.train", be)?;
         must(self.validation.as_ref().is_none_or(have_weights), "data.validation", be)?;
+        let names = self.validation.as_ref().map(Files::names).unwrap_or_default();
+        let named = names.iter().filter(|name| name.is_some()).count();
+        must(
+            named == 0 || named == names.len(),
+            "data.validation",
+            "entries that all have a name, or none",
+        )?;
+        must(!names.contains(&Some("")), "data.validation", "names that are not empty")?;
+        refuse(
+            self.train.names().iter().any(Option::is_some),
+            "data.train",
+            "has an entry with a name: only validation sets have names",
+        )?;
         must(!self.train.each().is_empty(), "data.train", "at least one file")
     }
 }

@@ -16,7 +16,8 @@ pub struct DataConfig {
     /// or `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many
     /// times.
     pub train: Files,
-    /// The validation data, in the same formats as `train`.
+    /// The validation data, in the same formats as `train`. Entries `{ path = "...", name = "..." }`
+    /// of a list make several validation sets, one of each name, which are measured one by one.
     pub validation: Option<Files>,
     /// Instead of `validation`: the fraction of `train` that becomes the validation set, spread
     /// evenly over it. When absent, 0.1 for text files and 0 for other data.
@@ -68,7 +69,7 @@ impl DataConfig {
 /// The names of data: one, or a list.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged, expecting = "expected a name, or a list of names and { path, weight }")]
+#[serde(untagged, expecting = "expected a name, or a list of names and { path, weight, name }")]
 pub enum Files {
     /// One name.
     One(String),
@@ -79,17 +80,25 @@ pub enum Files {
 /// One entry of a list.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(untagged, expecting = "expected a name, or { path, weight }")]
+#[serde(untagged, expecting = "expected a name, or { path, weight, name }")]
 pub enum DataFile {
     /// A name.
     Named(String),
-    /// A name with a weight.
-    Weighted {
+    /// A file with more about it.
+    Described {
         /// The file or folder.
         path: String,
-        /// How many times an epoch sees each of its sequences.
+        /// How many times an epoch sees each of its sequences; 1 when absent.
+        #[serde(default = "one")]
         weight: f64,
+        /// The validation set that it belongs to.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        name: Option<String>,
     },
+}
+
+fn one() -> f64 {
+    1.0
 }
 
 impl From<&str> for Files {
@@ -113,15 +122,46 @@ impl Files {
                 .iter()
                 .map(|file| match file {
                     DataFile::Named(path) => (path.as_str(), 1.0),
-                    DataFile::Weighted { path, weight } => (path.as_str(), *weight),
+                    DataFile::Described { path, weight, .. } => (path.as_str(), *weight),
                 })
                 .collect(),
         }
     }
 
+    /// The name of each entry's validation set.
+    pub(crate) fn names(&self) -> Vec<Option<&str>> {
+        match self {
+            Files::One(_) => vec![None],
+            Files::Several(files) => files.iter().map(DataFile::set).collect(),
+        }
+    }
+
+    /// The validation sets, each with its name and its entries, in the order of their first ones.
+    pub(crate) fn sets(&self) -> Vec<(Option<&str>, Files)> {
+        let Files::Several(files) = self else { return vec![(None, self.clone())] };
+        let mut sets: Vec<(Option<&str>, Vec<DataFile>)> = Vec::new();
+        for file in files {
+            match sets.iter_mut().find(|(name, _)| *name == file.set()) {
+                Some((_, files)) => files.push(file.clone()),
+                None => sets.push((file.set(), vec![file.clone()])),
+            }
+        }
+        sets.into_iter().map(|(name, files)| (name, Files::Several(files))).collect()
+    }
+
     /// True if this is the only name.
     pub fn is(&self, name: &str) -> bool {
         matches!(self, Files::One(one) if one == name)
+    }
+}
+
+impl DataFile {
+    /// The validation set that it belongs to.
+    fn set(&self) -> Option<&str> {
+        match self {
+            DataFile::Described { name, .. } => name.as_deref(),
+            DataFile::Named(_) => None,
+        }
     }
 }
 

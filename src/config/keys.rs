@@ -332,14 +332,50 @@ pub struct ValidationConfig {
     pub every_steps: Option<u64>,
     /// Batches of `step.batch` sequences in a validation; fewer if the validation set is smaller.
     pub batches: u64,
-    /// Number of validations in a row without a better loss after which training stops early; never
+    /// Number of validations in a row without a better one after which training stops early; never
     /// when absent.
     pub patience: Option<u64>,
+    /// What the best checkpoint and `patience` are decided by: `loss`, or for a model that
+    /// classifies sequences `accuracy`, `f1` or `matthews`, or for one that predicts a value
+    /// `pearson` or `spearman`. Of several validation sets the first one decides.
+    pub best: BestMetric,
+}
+
+/// See [`ValidationConfig::best`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum BestMetric {
+    /// The loss: the least is the best.
+    #[default]
+    Loss,
+    /// The share of sequences that get the right class.
+    Accuracy,
+    /// F1.
+    F1,
+    /// Matthews' correlation.
+    Matthews,
+    /// Pearson's correlation.
+    Pearson,
+    /// Spearman's correlation.
+    Spearman,
+}
+
+impl BestMetric {
+    /// Its name in config files and events.
+    pub fn name(self) -> &'static str {
+        ["loss", "accuracy", "f1", "matthews", "pearson", "spearman"][self as usize]
+    }
+
+    /// Whether less is better.
+    pub fn is_loss(self) -> bool {
+        self == BestMetric::Loss
+    }
 }
 
 impl Default for ValidationConfig {
     fn default() -> ValidationConfig {
-        ValidationConfig { every_steps: None, batches: 8, patience: None }
+        ValidationConfig { every_steps: None, batches: 8, patience: None, best: BestMetric::Loss }
     }
 }
 
@@ -352,7 +388,7 @@ pub struct CheckpointConfig {
     pub directory: Option<PathBuf>,
     /// Steps between checkpoints; when absent there is one, at the end of the run.
     pub every_steps: Option<u64>,
-    /// Number of newest checkpoints to keep. The one with the best validation loss is kept as well.
+    /// Number of newest checkpoints to keep. That of the best validation is kept as well.
     pub keep: usize,
 }
 

@@ -15,7 +15,7 @@ use std::path::Path;
 pub use data::{DataConfig, DataFile, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
-    ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
+    BestMetric, ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
     Labels, LogConfig, MetricsConfig, ModelConfig, StashConfig, StashDtype, StashPlace, StepConfig,
     Task, ValidationConfig, WatchdogConfig,
 };

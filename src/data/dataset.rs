@@ -30,6 +30,8 @@ enum Kind {
 pub struct Dataset {
     kind: Kind,
     name: String,
+    /// The name of the validation set, where there are several.
+    set: Option<String>,
     /// Which label a position is scored by.
     predicts: Predicts,
     mask: Option<Mask>,
@@ -38,63 +40,72 @@ pub struct Dataset {
 }
 
 impl Dataset {
-    /// Opens the training set and, if the config has one, the validation set.
+    /// Opens the training set and the validation sets of a config, of which there may be none.
     ///
     /// # Errors
-    /// The file and line, and what is wrong there; or the validation set has no label.
-    pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
+    /// The file and line, and what is wrong there; or a validation set has no label.
+    pub fn open(config: &Config, shape: &Shape) -> Result<(Dataset, Vec<Dataset>), Error> {
         let (mut train, mut validation) = Dataset::split(config, shape)?;
         train.pack(config, shape)?;
-        if let Some(validation) = &mut validation {
-            validation.pack(config, shape)?;
-        }
         let scored = config.validation.batches.saturating_mul(config.step.batch as u64);
-        match validation {
-            Some(validation) if !validation.has_labels(scored) => {
+        for one in &mut validation {
+            one.pack(config, shape)?;
+            if !one.has_labels(scored) {
                 let problem = "no sequence of the validation set has a label";
-                Err(Error::bad_data(&validation.name, problem))
+                return Err(Error::bad_data(&one.name, problem));
             }
-            validation => Ok((train, validation)),
         }
+        Ok((train, validation))
     }
 
-    /// Opens only the validation set. The training set is read only where the validation set is
+    /// Opens only the validation sets. The training set is read only where the validation set is
     /// split off from it.
     ///
     /// # Errors
     /// As [`open`](Dataset::open); or the config has no validation set.
-    pub fn open_validation(config: &Config, shape: &Shape) -> Result<Dataset, Error> {
-        match &config.data.validation {
-            Some(files) => {
-                let mut validation = Dataset::named(config, shape, files, !config.step.seed)?;
-                validation.pack(config, shape)?;
-                Ok(validation)
-            }
-            None => Dataset::open(config, shape)?.1.ok_or_else(|| {
-                let problem = "is missing: name the data to evaluate, or set data.validation_split";
-                Error::config("data.validation", problem)
-            }),
+    pub fn open_validation(config: &Config, shape: &Shape) -> Result<Vec<Dataset>, Error> {
+        if config.data.validation.is_some() {
+            let mut sets = Dataset::validation_sets(config, shape)?;
+            sets.iter_mut().try_for_each(|set| set.pack(config, shape))?;
+            return Ok(sets);
         }
+        let (_, sets) = Dataset::open(config, shape)?;
+        if sets.is_empty() {
+            let problem = "is missing: name the data to evaluate, or set data.validation_split";
+            return Err(Error::config("data.validation", problem));
+        }
+        Ok(sets)
     }
 
-    /// Opens both sets, before packing. A validation split takes its share of each source.
-    fn split(config: &Config, shape: &Shape) -> Result<(Dataset, Option<Dataset>), Error> {
+    /// Opens the sets of `data.validation`, before packing.
+    fn validation_sets(config: &Config, shape: &Shape) -> Result<Vec<Dataset>, Error> {
+        let sets = config.data.validation.as_ref().map(Files::sets).unwrap_or_default();
+        let open = |(name, files): (Option<&str>, Files)| {
+            let mut set = Dataset::named(config, shape, &files, !config.step.seed)?;
+            set.set = name.map(str::to_string);
+            Ok(set)
+        };
+        sets.into_iter().map(open).collect()
+    }
+
+    /// Opens all sets, before packing. A validation split takes its share of each source.
+    fn split(config: &Config, shape: &Shape) -> Result<(Dataset, Vec<Dataset>), Error> {
         let data = &config.data;
         let mut train = Dataset::named(config, shape, &data.train, config.step.seed)?;
-        if let Some(files) = &data.validation {
+        if data.validation.is_some() {
             if data.validation_split.is_some() {
                 return Err(Error::config(
                     "data.validation_split",
                     "is set together with data.validation: set only one of them",
                 ));
             }
-            let validation = Dataset::named(config, shape, files, !config.step.seed)?;
-            return Ok((train, Some(validation)));
+            return Ok((train, Dataset::validation_sets(config, shape)?));
         }
         let Kind::Sources(sources) = &mut train.kind else {
             let split = data.validation_split.unwrap_or(0.0);
             let validation = || Dataset::named(config, shape, &data.train, !config.step.seed);
-            return Ok((train, (split > 0.0).then(validation).transpose()?));
+            let validation = (split > 0.0).then(validation).transpose()?;
+            return Ok((train, validation.into_iter().collect()));
         };
         let is_text = sources.iter().all(|source| source.is_text);
         let split = data.validation_split.unwrap_or(if is_text { 0.1 } else { 0.0 });
@@ -102,7 +113,7 @@ impl Dataset {
         let total: u64 = sources.iter().map(Source::total).sum();
         let total_held_out: u64 = sources.iter().map(held_out).sum();
         if total_held_out == 0 {
-            return Ok((train, None));
+            return Ok((train, Vec::new()));
         }
         if total_held_out >= total {
             return Err(Error::config(
@@ -126,7 +137,7 @@ impl Dataset {
         let (kind, name) = (Kind::Sources(validation_sources), train.name.clone());
         let (vocabulary, seed) = (train.vocabulary.clone(), !config.step.seed);
         let validation = Dataset::of(config, kind, name, train.predicts, vocabulary, seed)?;
-        Ok((train, Some(validation)))
+        Ok((train, vec![validation]))
     }
 
     /// A dataset of these sources. `seed` is the seed of its masks.
@@ -148,7 +159,7 @@ impl Dataset {
         let mask = || Mask::new(vocabulary.clone(), probability, seed);
         let mask = draws_masks.then(mask).transpose()?;
         let attend_across = config.data.attend_across;
-        Ok(Dataset { kind, name, predicts, mask, attend_across, vocabulary })
+        Ok(Dataset { kind, name, set: None, predicts, mask, attend_across, vocabulary })
     }
 
     /// Opens and tokenizes all files of an entry of the config (`data.train`, `data.validation`).
@@ -222,6 +233,11 @@ impl Dataset {
     /// The name it has in the config: its files, "random" or the built-in corpus.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// The name of the validation set, where `data.validation` names several.
+    pub fn set_name(&self) -> Option<&str> {
+        self.set.as_deref()
     }
 
     /// The vocabulary its tokens are of.

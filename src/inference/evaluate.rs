@@ -3,7 +3,7 @@
 
 use super::Loaded;
 use super::quality::{Agreement, Confusion, Quality};
-use crate::config::Config;
+use crate::config::{BestMetric, Config};
 use crate::data::Batch;
 use crate::engine::Engine;
 use crate::eps::lost;
@@ -16,6 +16,8 @@ use crate::plan::{Plan, Purpose};
 /// What an evaluation found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
+    /// The name of the validation set, where there are several.
+    pub set: Option<String>,
     /// The mean over all labelled positions: the cross entropy in nats, or the squared error of a
     /// value.
     pub loss: f64,
@@ -51,6 +53,16 @@ impl Evaluation {
         values
     }
 
+    /// The value of a metric, if the model's head has it.
+    pub fn value(&self, metric: BestMetric) -> Option<f64> {
+        self.values().into_iter().find(|(name, _)| *name == metric.name()).map(|(_, value)| value)
+    }
+
+    /// Whether a model with this head has a metric.
+    pub(crate) fn has(head: Head, metric: BestMetric) -> bool {
+        Evaluation::new(head).value(metric).is_some()
+    }
+
     /// An evaluation without a batch, for a model with this head.
     fn new(head: Head) -> Evaluation {
         let quality = match head {
@@ -58,7 +70,7 @@ impl Evaluation {
             Head::Classes { is_value: true, .. } => Some(Quality::Values(Agreement::default())),
             Head::Classes { labels, .. } => Some(Quality::Classes(Confusion::new(labels))),
         };
-        Evaluation { loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
+        Evaluation { set: None, loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
     }
 
     /// Counts a batch, and returns its labels.

@@ -156,6 +156,8 @@ pub const METRICS: &[Metric] = &[
         "Loss of the last step"),
     gauge("l2l_validation_loss", Unit::None, &[],
         "Loss of the last validation"),
+    gauge("l2l_validation_metric", Unit::None, &["set", "metric"],
+        "What the last validation of each set found, by metric: loss, perplexity, accuracy, ..."),
     gauge("l2l_grad_norm", Unit::None, &[],
         "Gradient norm of the last step, before clipping"),
     gauge("l2l_learning_rate", Unit::None, &[],
@@ -315,6 +317,9 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
         ("l2l_speed_of_light_ratio", view.speed_of_light),
     ] {
         value.into_iter().for_each(|value| report(name, &[], value));
+    }
+    for (set, metric, value) in &view.measured {
+        report("l2l_validation_metric", &[set, metric], *value);
     }
     let saved = view.checkpoint.or(view.checkpoints_since);
     report("l2l_checkpoint_last_success_timestamp_seconds", &[], saved.unwrap_or(0.0));

@@ -67,7 +67,7 @@ fn open_lines(path: &Path) -> io::Result<File> {
 }
 
 /// The values of an event that TensorBoard draws, by tag.
-fn scalars(event: &Value) -> Vec<(&'static str, f64)> {
+fn scalars(event: &Value) -> Vec<(String, f64)> {
     let value = |key: &str| event[key].as_f64();
     let a_second = |key: &str| value(key).zip(value("seconds")).map(|(of, s)| of / s);
     let all = match event["event"].as_str() {
@@ -78,16 +78,15 @@ fn scalars(event: &Value) -> Vec<(&'static str, f64)> {
             ("tokens_per_second", a_second("tokens")),
             ("exposed_wait_share", a_second("exposed_wait_seconds")),
         ],
-        Some("validation") => vec![
-            ("loss/validation", value("loss")),
-            ("perplexity/validation", value("perplexity")),
-            ("accuracy/validation", value("accuracy")),
-            ("f1/validation", value("f1")),
-            ("matthews/validation", value("matthews")),
-            ("pearson/validation", value("pearson")),
-            ("spearman/validation", value("spearman")),
-        ],
+        Some("validation") => {
+            let set = event["set"].as_str().unwrap_or("validation");
+            let metrics = event.as_object().into_iter().flatten();
+            let metrics = metrics.filter(|(name, _)| *name != "step");
+            return metrics
+                .filter_map(|(name, value)| Some((format!("{name}/{set}"), value.as_f64()?)))
+                .collect();
+        }
         _ => Vec::new(),
     };
-    all.into_iter().filter_map(|(tag, value)| Some((tag, value?))).collect()
+    all.into_iter().filter_map(|(tag, value)| Some((tag.to_string(), value?))).collect()
 }

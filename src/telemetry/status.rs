@@ -93,6 +93,8 @@ pub(crate) struct RunStatus {
     pub(crate) last_step: Option<f64>,
     pub(crate) validation: Curve,
     pub(crate) validation_loss: Option<f64>,
+    /// What the last validation of each set found: set, metric, value.
+    pub(crate) measured: Vec<(String, &'static str, f64)>,
     /// Steps that were done before it.
     pub(crate) resumed: u64,
     pub(crate) losses: Curve,
@@ -135,6 +137,7 @@ impl RunStatus {
             last_step: None,
             validation: Curve::default(),
             validation_loss: None,
+            measured: Vec::new(),
             resumed: 0,
             losses: Curve::default(),
             bounds: VecDeque::new(),
@@ -159,6 +162,13 @@ impl RunStatus {
         self.losses.push(Point { step: report.step, loss: report.loss });
         self.tokens += report.tokens as u64;
         self.model_flops += report.model_flops;
+    }
+
+    /// The values of a validation set, by metric, in place of those before.
+    pub(crate) fn measured(&mut self, set: &str, values: &[(&'static str, f64)]) {
+        self.measured.retain(|(of, ..)| of != set);
+        let new = values.iter().map(|&(metric, value)| (set.to_string(), metric, value));
+        self.measured.extend(new);
     }
 
     /// A validation ended.

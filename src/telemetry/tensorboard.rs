@@ -25,7 +25,7 @@ impl EventFile {
     }
 
     /// Writes the values of a step, each under its tag.
-    pub(super) fn scalars(&mut self, step: u64, scalars: &[(&str, f64)]) -> io::Result<()> {
+    pub(super) fn scalars(&mut self, step: u64, scalars: &[(String, f64)]) -> io::Result<()> {
         self.record(&summary(step, scalars))
     }
 
@@ -51,11 +51,11 @@ fn crc32c(bytes: &[u8]) -> u32 {
 }
 
 /// An `Event` with a `Summary` of simple values, as `tensorflow/core/util/event.proto` has them.
-fn summary(step: u64, scalars: &[(&str, f64)]) -> Vec<u8> {
-    let value = |&(tag, value): &(&str, f64)| {
+fn summary(step: u64, scalars: &[(String, f64)]) -> Vec<u8> {
+    let value = |(tag, value): &(String, f64)| {
         let mut inner = bytes(1, tag.as_bytes());
         inner.push(2 << 3 | 5);
-        inner.extend((value as f32).to_le_bytes());
+        inner.extend((*value as f32).to_le_bytes());
         bytes(1, &inner)
     };
     let values: Vec<u8> = scalars.iter().flat_map(value).collect();
@@ -94,7 +94,7 @@ mod tests {
     /// The wire format of protocol buffers for fields 1, 2 and 5 of an `Event`.
     #[test]
     fn an_event_is_as_protocol_buffers_write_it() {
-        let event = summary(300, &[("loss", 0.5)]);
+        let event = summary(300, &[("loss".into(), 0.5)]);
         let behind =
             [&[0x10, 0xac, 0x02, 0x2a, 13, 0x0a, 11, 0x0a, 4][..], b"loss", &[0x15, 0, 0, 0, 0x3f]];
         assert_eq!(event[0], 0x09);

@@ -60,6 +60,8 @@ pub struct RunView {
     pub loss: Option<f64>,
     /// The loss of the last validation.
     pub validation_loss: Option<f64>,
+    /// What the last validation of each set found: set, metric, value.
+    pub measured: Vec<(String, &'static str, f64)>,
     /// Of the last step.
     pub grad_norm: Option<f64>,
     /// Of the last step.
@@ -313,6 +315,7 @@ impl Watch {
             steps: status.steps,
             loss: last.map(|step| step.loss),
             validation_loss: status.validation_loss,
+            measured: status.measured.clone(),
             grad_norm: last.map(|step| step.grad_norm),
             learning_rate: last.map(|step| step.learning_rate),
             step_seconds: last.map(|step| step.seconds),

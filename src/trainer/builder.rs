@@ -23,6 +23,7 @@ pub struct Builder {
     pub(super) data: String,
     pub(super) resume: Option<PathBuf>,
     pub(super) resumes_file: bool,
+    pub(super) changes: bool,
     pub(super) is_trial: bool,
     pub(super) copies: bool,
     pub(super) observers: Vec<Arc<dyn Observe>>,
@@ -41,6 +42,7 @@ impl Builder {
             data: String::new(),
             resume: None,
             resumes_file: false,
+            changes: false,
             is_trial: false,
             copies: true,
             observers: Vec::new(),
@@ -84,6 +86,16 @@ impl Builder {
     /// checkpoint. See [`state_on_file`].
     pub fn resume_file(mut self) -> Builder {
         self.resumes_file = true;
+        self
+    }
+
+    /// Allows the run to resume one with other values of some keys: of the learning rate and the
+    /// other settings of the optimizer but its rule, of `step.batch`, `step.micro_batch`, the number
+    /// of steps, the data. Weights, states of the optimizer and the number of steps done are kept;
+    /// the next batch is that of the next step, by the new settings. See
+    /// [`Trainer::changes`](Trainer::changes).
+    pub fn with_changes(mut self) -> Builder {
+        self.changes = true;
         self
     }
 

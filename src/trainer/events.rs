@@ -34,6 +34,9 @@ impl Evaluation {
     /// The evaluation as a validation event, after a training step.
     pub fn event(&self, step: u64) -> Value {
         let mut event = json!({ "event": "validation", "step": step });
+        if let Some(set) = &self.set {
+            event["set"] = json!(set);
+        }
         self.values().iter().for_each(|(name, value)| event[*name] = json!(value));
         event
     }

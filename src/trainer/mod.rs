@@ -66,6 +66,8 @@ pub struct Trainer {
     watch: Watch,
     trace: Option<Arc<Trace>>,
     disk_rate: Option<f64>,
+    /// What it changed of the run that it resumes.
+    changes: Vec<String>,
 }
 
 impl Trainer {
@@ -99,16 +101,24 @@ impl Trainer {
         &self.config
     }
 
+    /// What it changed of the run that it resumes, a line each. See
+    /// [`with_changes`](Builder::with_changes).
+    pub fn changes(&self) -> &[String] {
+        &self.changes
+    }
+
     /// How far the run is, and its best validation. A step that was cancelled is counted by the
     /// next call of any method.
     pub fn progress(&self) -> &Progress {
         &self.progress
     }
 
-    /// Records the loss of a validation, for patience. Returns true when it is the best so far.
-    pub fn record_validation(&mut self, loss: f64) -> bool {
+    /// Records a validation, for patience, by the metric that `validation.best` names. Returns true
+    /// when it is the best so far.
+    pub fn record_validation(&mut self, evaluation: &Evaluation) -> bool {
         self.refresh();
-        let is_best = self.progress.note(loss);
+        let metric = self.config.validation.best;
+        let is_best = self.progress.note(metric, evaluation.value(metric).unwrap_or(f64::NAN));
         self.remember();
         is_best
     }
@@ -121,6 +131,7 @@ impl Trainer {
             source_config: &self.source_config,
             steps: self.learning_rate.steps,
             data: &self.data,
+            changes: false,
         }
     }
 
@@ -259,13 +270,27 @@ impl Trainer {
         &mut self,
         batches: impl IntoIterator<Item = Result<Batch, Error>>,
     ) -> Result<Evaluation, Error> {
+        self.evaluate_set(None, true, batches).await
+    }
+
+    /// The same for one of several validation sets. The first one's loss is the run's.
+    async fn evaluate_set(
+        &mut self,
+        set: Option<&str>,
+        is_first: bool,
+        batches: impl IntoIterator<Item = Result<Batch, Error>>,
+    ) -> Result<Evaluation, Error> {
         let before = std::mem::replace(&mut self.watch.status().state, State::Validating);
         let evaluated = evaluate(&mut self.engine, batches).await;
         self.refresh();
-        let evaluation = evaluated.inspect_err(|error| self.note_failure(error))?;
+        let mut evaluation = evaluated.inspect_err(|error| self.note_failure(error))?;
+        evaluation.set = set.map(str::to_string);
         let mut status = self.watch.status();
         status.state = before;
         if evaluation.labelled > 0 {
+            status.measured(set.unwrap_or("validation"), &evaluation.values());
+        }
+        if evaluation.labelled > 0 && is_first {
             status.validated(Point { step: self.progress.step, loss: evaluation.loss });
         }
         drop(status);

@@ -18,6 +18,7 @@ use crate::error::Error;
 use crate::fabric::Exchanges;
 use crate::hf;
 use crate::hf::largest_shape_of;
+use crate::inference::Evaluation;
 use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
@@ -39,6 +40,7 @@ pub(super) struct Checked {
     data: String,
     resume: Option<PathBuf>,
     resumes_file: bool,
+    changes: bool,
     is_trial: bool,
     copies: bool,
     observers: Vec<Arc<dyn Observe>>,
@@ -83,6 +85,11 @@ impl Checked {
         }
         let learning_rate = config.learning_rate(steps.map_or_else(|| config.steps(None), Ok)?);
         model.check_names()?;
+        let best = config.validation.best;
+        if !Evaluation::has(model.shape.head, best) {
+            let problem = format_args!("is {:?}, which this model's task does not have", best.name());
+            return Err(Error::config("validation.best", problem));
+        }
         Ok(Checked {
             source_config: source_config(&config)?,
             config,
@@ -93,6 +100,7 @@ impl Checked {
             data,
             resume,
             resumes_file: builder.resumes_file,
+            changes: builder.changes,
             is_trial: builder.is_trial,
             copies: builder.copies,
             observers: builder.observers,
@@ -116,6 +124,7 @@ impl Checked {
             source_config: &source_config,
             steps: learning_rate.steps,
             data: &data,
+            changes: self.changes,
         };
         let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
         let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
@@ -123,7 +132,12 @@ impl Checked {
             agree(exchanges, &config, &ring, (&data, from))?;
         }
         let parts = self.exchanges.map(|exchanges| RankParts::new(exchanges, &ring, &*self.rule));
+        let changes = checkpoint.as_ref().map(|checkpoint| checkpoint.changes.clone());
         let (eps, found) = open_eps(run, &ring, &plan, parts, start)?;
+        let (found, changes) = match found {
+            Some((found, changes)) => (Some(found), Some(changes)),
+            None => (None, changes),
+        };
         let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
         let layers = on_file.or(layers);
         let model = growth::model_of(&config, &ring, layers)?;
@@ -170,6 +184,7 @@ impl Checked {
             watch,
             trace: self.trace,
             disk_rate,
+            changes: changes.unwrap_or_default(),
         })
     }
 }
@@ -245,14 +260,15 @@ struct EpsStart<'p> {
     is_trial: bool,
 }
 
-/// Opens the EPS as the config says. Also returns the state that it keeps, where it resumes.
+/// Opens the EPS as the config says. Also returns the state that it keeps, where it resumes, and
+/// what the run changes of the one that made it.
 fn open_eps(
     run: Identity<'_>,
     model: &Model,
     plan: &Plan,
     parts: Option<RankParts>,
     start: EpsStart<'_>,
-) -> Result<(Eps, Option<StateOnFile>), Error> {
+) -> Result<(Eps, Option<(StateOnFile, Vec<String>)>), Error> {
     let config = run.config;
     let (states, region) = (plan.states.clone(), |id: BlockId| plan.has_region(id));
     let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
@@ -291,12 +307,11 @@ fn open_eps(
         _ => {}
     }
     let step = newest.filter(|_| start.resumes_file);
-    if let Some(found) = found.iter().find(|found| Some(found.step) == step) {
-        checkpoint::check_keys(&found.run, run)?;
-    }
-    let file = FileTier::open(folder, &blocks, &states, region, step).map_err(unusable)?;
     let found = found.into_iter().find(|found| Some(found.step) == step);
-    Ok((made(Eps::on_file(blocks, states, file), parts), found))
+    let changes = found.as_ref().map(|found| checkpoint::check_keys(&found.run, run));
+    let changes = changes.transpose()?;
+    let file = FileTier::open(folder, &blocks, &states, region, step).map_err(unusable)?;
+    Ok((made(Eps::on_file(blocks, states, file), parts), found.zip(changes)))
 }
 
 /// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random.

@@ -22,7 +22,7 @@ fn config(name: &str) -> Config {
 
 async fn evaluated(config: &Config) -> Evaluation {
     let data =
-        Dataset::open_validation(config, &shape_of(config).expect("good")).expect("committed");
+        &Dataset::open_validation(config, &shape_of(config).expect("good")).expect("committed")[0];
     let mut evaluator = Evaluator::start(config.clone()).expect("good");
     let found = evaluator.evaluate(data.in_order(config.step.batch, u64::MAX)).await;
     evaluator.stop().await.expect("a clean end");
@@ -34,7 +34,7 @@ async fn it_gives_the_loss_of_training_s_validation() {
     for name in ["tied", "llama", "qwen3", "bert", "bert-classes", "bert-value", "distilbert"] {
         let config = config(name);
         let shape = shape_of(&config).expect("good");
-        let data = Dataset::open_validation(&config, &shape).expect("committed");
+        let data = &Dataset::open_validation(&config, &shape).expect("committed")[0];
         let mut trainer = Trainer::start(config.clone()).expect("good");
         let looked = trainer.evaluate(data.in_order(7, u64::MAX)).await.expect("good batches");
         trainer.stop().await.expect("a clean end");
@@ -85,7 +85,7 @@ async fn hidden_states_are_the_same_on_several_devices() {
         (config.parallel.deal, config.parallel.groups) = (deal, 4);
         config.device.count = Some(devices);
         let shape = shape_of(&config).expect("good");
-        let data = Dataset::open_validation(&config, &shape).expect("committed");
+        let data = &Dataset::open_validation(&config, &shape).expect("committed")[0];
         let mut trainer = Trainer::start(config).expect("good");
         let batch = data.in_order(8, 1).next().expect("a batch").expect("good");
         let hidden = trainer.encode(batch).await.expect("a good batch");

@@ -48,7 +48,8 @@ pub struct Prepared {
 
 /// What happens between training steps.
 struct Between {
-    validation: Option<Dataset>,
+    /// The validation sets. The first one decides which model is the best.
+    validation: Vec<Dataset>,
     /// Of the built-in text: the losses that counting bytes gives.
     baseline: Option<Baseline>,
     keeper: Option<Keeper>,
@@ -99,6 +100,13 @@ impl Fit {
         self
     }
 
+    /// Resumes, also where some keys have other values. See
+    /// [`with_changes`](Builder::with_changes).
+    pub fn resume_with_changes(mut self) -> Fit {
+        self.builder = self.builder.with_changes();
+        self.resume(true)
+    }
+
     /// Ends the run after its step, with a checkpoint, once the request is made.
     pub fn stop(mut self, stop: StopRequest) -> Fit {
         self.stop = stop;
@@ -127,8 +135,8 @@ impl Fit {
         let (train, validation) = Dataset::open(config, &shape)?;
         let steps = config.steps(train.len())?;
         Batches::check(config, &train, steps)?;
-        let baseline = baseline(config, &train, validation.as_ref())?;
-        if validation.is_none() && config.validation.every_steps.is_some() {
+        let baseline = baseline(config, &train, validation.first())?;
+        if validation.is_empty() && config.validation.every_steps.is_some() {
             let problem = "needs a validation set: set data.validation or data.validation_split";
             return Err(Error::config("validation.every_steps", problem));
         }

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
+use crate::inference::Evaluation;
 use crate::plan::RankShare;
 use crate::telemetry::{EventLog, Exporter};
 use crate::trainer::Trainer;
@@ -30,6 +31,8 @@ impl Run<'_> {
         let first = self.trainer.progress().step;
         if first > 0 {
             self.info(format!("resumes from step {first}"));
+            let changes = self.trainer.changes().to_vec();
+            changes.into_iter().for_each(|change| self.info(format!("changed: {change}")));
         }
         let trained = self.all_steps(&mut batches).await;
         drop(batches);
@@ -114,44 +117,49 @@ impl Run<'_> {
     /// A validation that counts for patience and for the best checkpoint. False when a stop cut it
     /// off.
     async fn validate_and_note(&mut self) -> Result<bool, Error> {
-        let Some(loss) = self.validate().await? else { return Ok(false) };
-        if self.trainer.record_validation(loss) {
+        let Some(evaluation) = self.validate().await? else { return Ok(false) };
+        if self.trainer.record_validation(&evaluation) {
             self.save_best().await?;
         }
         Ok(true)
     }
 
-    /// The loss on the validation set; `None` when a stop cut the validation off.
-    async fn validate(&mut self) -> Result<Option<f64>, Error> {
+    /// Evaluates on the validation sets. Returns what the first one gave; `None` when a stop cut
+    /// the validation off.
+    async fn validate(&mut self) -> Result<Option<Evaluation>, Error> {
         let config = self.trainer.config();
         let (batch, batches) = (config.step.batch, config.validation.batches);
-        let data = self.between.validation.as_ref().expect("a run validates where it has data");
         // Several processes stop together, so none cuts its validation off.
         let (stop, is_alone) = (self.stop.clone(), self.trainer.plan().share() == RankShare::WHOLE);
         let goes_on = || !is_alone || !stop.is_requested();
-        let batches = data.in_order(batch, batches).take_while(|_| goes_on());
-        let evaluation = self.trainer.evaluate(batches).await?;
-        if !goes_on() {
-            return Ok(None);
-        }
         let step = self.trainer.progress().step;
-        self.report(&evaluation.event(step));
-        self.callbacks.validation(step, &evaluation);
-        self.validated = Some((step, evaluation.loss));
-        Ok(Some(evaluation.loss))
+        let mut first = None;
+        for data in &self.between.validation {
+            let batches = data.in_order(batch, batches).take_while(|_| goes_on());
+            let (set, is_first) = (data.set_name(), first.is_none());
+            let evaluation = self.trainer.evaluate_set(set, is_first, batches).await?;
+            if !goes_on() {
+                return Ok(None);
+            }
+            report(&mut self.log, self.callbacks, &evaluation.event(step));
+            self.callbacks.validation(step, &evaluation);
+            first.get_or_insert(evaluation);
+        }
+        self.validated = first.as_ref().map(|evaluation| (step, evaluation.loss));
+        Ok(first)
     }
 
-    /// The last validation, unless the last step had one, and what it is compared with.
+    /// The last validation, unless the last step had one, and what it is compared with. It may find
+    /// the best model.
     async fn validate_at_the_end(&mut self, step: u64) -> Result<(), Error> {
-        if self.between.validation.is_none() || self.is_stopped()? {
+        if self.between.validation.is_empty() || self.is_stopped()? {
             return Ok(());
         }
-        let loss = match self.validated {
-            Some((at, loss)) if at == step => Some(loss),
-            _ => self.validate().await?,
-        };
-        match (loss, self.between.baseline) {
-            (Some(loss), Some(baseline)) => self.compare(loss, baseline).await,
+        if self.validated.is_none_or(|(at, _)| at != step) {
+            self.validate_and_note().await?;
+        }
+        match (self.validated, self.between.baseline) {
+            (Some((at, loss)), Some(baseline)) if at == step => self.compare(loss, baseline).await,
             _ => Ok(()),
         }
     }

@@ -1,0 +1,175 @@
+//! What a run that resumes has in common with the run of a checkpoint, and what it may change.
+
+use serde_json::Value;
+
+use super::{FORMAT, RunRecord};
+use crate::config::{Config, RateSchedule};
+use crate::models::Model;
+
+/// What identifies a run: a checkpoint is of this run if all of it agrees.
+#[derive(Clone, Copy)]
+pub(crate) struct Identity<'r> {
+    pub(crate) config: &'r Config,
+    pub(crate) model: &'r Model,
+    /// The `config.json` that the model was read with, or null.
+    pub(crate) source_config: &'r Value,
+    /// Steps of the run.
+    pub(crate) steps: u64,
+    /// The fingerprint of the training data, or empty.
+    pub(crate) data: &'r str,
+    /// Whether it may resume a run of which [`CHANGEABLE`] differs.
+    pub(crate) changes: bool,
+}
+
+/// Keys that may have another value when a run resumes: they change when and where something is
+/// computed, and not what; or what they change is checked separately.
+const FREE: [&str; 27] = [
+    "checkpoint",
+    "channels",
+    "data.validation",
+    "depth.freezes",
+    "device.count",
+    "device.cuda_libraries",
+    "device.flop_rate",
+    "device.kernel_cache",
+    "device.kind",
+    "device.link",
+    "device.memory",
+    "device.ordinal",
+    "device.ordinals",
+    "device.threads",
+    "eps",
+    "log",
+    "metrics",
+    "model.path",
+    "parallel.deal",
+    "parallel.transfer",
+    "parallel.weights",
+    "schedule",
+    "stash.place",
+    "step.epochs",
+    "step.steps",
+    "validation",
+    "watchdog",
+];
+
+/// Keys that a run may change when it is asked to resume with changes, and the data: weights and
+/// states of the optimizer are as good as before.
+const CHANGEABLE: [&str; 36] = [
+    "data",
+    "data.attend_across",
+    "data.end_of_text",
+    "data.fields",
+    "data.mask_probability",
+    "data.packing",
+    "data.sequence_length",
+    "data.shuffle",
+    "data.too_long",
+    "data.train",
+    "data.validation_split",
+    "depth.drop",
+    "depth.ramp_steps",
+    "device.dtype",
+    "model.dropout",
+    "optimizer.betas",
+    "optimizer.clip_norm",
+    "optimizer.clip_threshold",
+    "optimizer.decay_rate",
+    "optimizer.epsilon",
+    "optimizer.learning_rate",
+    "optimizer.min_learning_rate",
+    "optimizer.muon_rate",
+    "optimizer.no_decay",
+    "optimizer.power",
+    "optimizer.relative_step",
+    "optimizer.scale_parameter",
+    "optimizer.schedule",
+    "optimizer.warmup_steps",
+    "optimizer.weight_decay",
+    "parallel.groups",
+    "stash.dtype",
+    "step.batch",
+    "step.micro_batch",
+    "step.seed",
+    "step.steps",
+];
+
+/// The keys that must keep their values, with the values.
+fn fixed(config: &Value) -> Vec<(String, &Value)> {
+    let sections = config.as_object().into_iter().flatten();
+    let keys = sections.filter_map(|(section, keys)| Some((section, keys.as_object()?)));
+    keys.flat_map(|(section, keys)| {
+        keys.iter().map(move |(key, value)| (format!("{section}.{key}"), section, value))
+    })
+    .filter(|(key, section, _)| !FREE.contains(&key.as_str()) && !FREE.contains(&section.as_str()))
+    .map(|(key, _, value)| (key, value))
+    .collect()
+}
+
+pub(super) fn as_value(config: &Config) -> Value {
+    serde_json::to_value(config).expect("a config is plain data")
+}
+
+/// What a run changes of that of a record, which it may change. The error says why the record is
+/// not of this run, and what to do.
+pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<String>, String> {
+    if record.format != FORMAT {
+        return Err(format!(
+            "it has format {}, and this program reads format {FORMAT}: use the program that \
+             wrote it",
+            record.format
+        ));
+    }
+    let differ = differences(record, run);
+    let may_change = |(key, _): &(String, String)| CHANGEABLE.contains(&key.as_str());
+    let all_may = differ.iter().all(may_change);
+    if differ.is_empty() || all_may && run.changes {
+        return Ok(differ.into_iter().map(|(_, difference)| difference).collect());
+    }
+    // States of one rule are of no use to another.
+    let of_states = ["kind", "block_size", "groups", "ema", "momentum"];
+    let is_of_states = |(key, _): &(String, String)| {
+        key.strip_prefix("optimizer.").is_some_and(|key| of_states.contains(&key))
+    };
+    let remedy = if differ.iter().any(is_of_states) {
+        "The optimizer's states are of that rule. Set it back, set model.path to the checkpoint to \
+         begin a new run with its weights and new states"
+    } else if all_may {
+        "Set it back, resume with --resume-with-changes to go on with these changes"
+    } else {
+        "Set it back"
+    };
+    // What may change is no reason where changes are allowed.
+    let reasons = differ.iter().filter(|one| !run.changes || !may_change(one));
+    let reasons: Vec<&str> = reasons.map(|(_, difference)| difference.as_str()).collect();
+    Err(format!("it was made by another run: {}. {remedy}", reasons.join("; ")))
+}
+
+/// The keys that are not as they were, and for each what it was and is.
+fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<(String, String)> {
+    let now = as_value(run.config);
+    let default = as_value(&Config::default());
+    let (then, now, default) = (fixed(&record.config), fixed(&now), fixed(&default));
+    // A key that did not exist yet had its default.
+    let value = |key: &String| {
+        then.iter().chain(&default).find(|(then, _)| then == key).map(|(_, value)| *value)
+    };
+    let pairs = now.iter().map(|(key, now)| (key, value(key).unwrap_or(&Value::Null), *now));
+    let mut differ: Vec<(String, String)> = pairs
+        .filter(|(_, then, now)| then != now)
+        .map(|(key, then, now)| (key.clone(), format!("{key} was {then}, is {now}")))
+        .collect();
+    let falls = run.config.optimizer.schedule != RateSchedule::Constant;
+    if falls && record.steps != run.steps {
+        let difference = format!(
+            "step.steps was {}, is {}, and the learning rate follows from it",
+            record.steps, run.steps
+        );
+        differ.push(("step.steps".into(), difference));
+    }
+    let is_known = !record.data.is_empty() && !run.data.is_empty();
+    if is_known && record.data != run.data {
+        differ.push(("data".into(), format!("the data was {}, is {}", record.data, run.data)));
+    }
+    differ
+}
