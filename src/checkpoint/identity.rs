@@ -23,7 +23,7 @@ pub(crate) struct Identity<'r> {
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 27] = [
+const FREE: [&str; 28] = [
     "checkpoint",
     "channels",
     "data.validation",
@@ -39,6 +39,7 @@ const FREE: [&str; 27] = [
     "device.ordinals",
     "device.threads",
     "eps",
+    "export",
     "log",
     "metrics",
     "model.path",

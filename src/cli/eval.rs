@@ -19,8 +19,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
             let mut evaluator = Evaluator::start(config.clone())?;
             for data in &sets {
                 let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
-                let in_order =
-                    data.in_order(config.step.batch, arguments.batches.unwrap_or(most));
+                let in_order = data.in_order(config.step.batch, arguments.batches.unwrap_or(most));
                 let batches = in_order.take_while(|_| !stop.is_requested());
                 let found = evaluator.evaluate(batches).await?;
                 if stop.is_requested() {

@@ -5,12 +5,23 @@ use l2l::{Error, hf};
 use super::{Export, model_of, print};
 
 pub(super) fn export(arguments: &Export) -> Result<(), Error> {
-    let Export { common, to, model, ema } = arguments;
-    let (config, layers) = common.read(None, None)?;
+    let Export { common, to, model, ema, dtype, shard_size } = arguments;
+    let flags = [
+        ("--dtype", "export.dtype", dtype.clone()),
+        ("--shard-size", "export.shard_size", shard_size.clone()),
+    ];
+    let (config, layers) = common.read_with(None, flags)?;
     let run = || {
         let from = model_of(&config, model)?;
-        let export = if *ema { hf::export_average } else { hf::export };
-        export(&from, config.model.path.as_deref(), to)?;
+        let mut options =
+            hf::ExportOptions { dtype: config.export.dtype, average: *ema, ..Default::default() };
+        if let Some(bytes) = config.export.shard_size.bytes() {
+            options.shard_bytes = bytes;
+        }
+        // A model that was named has nothing to do with the run, unless it is of adapters.
+        let is_of_run = model.model.is_none() || from.join("adapter_config.json").is_file();
+        let base = config.model.path.as_deref().filter(|_| is_of_run);
+        hf::export(&from, base, to, options)?;
         print(format_args!("{} -> {}", from.display(), to.display()));
         Ok(())
     };

@@ -6,13 +6,13 @@ use std::path::Path;
 use l2l::config::Format;
 use l2l::data::Vocabulary;
 use l2l::hf::{self, Message};
-use l2l::inference::{self, Generator, Room, Sampling};
+use l2l::inference::{self, Generator, Room, Sampling, Then};
 use l2l::models::Model;
 use l2l::{Config, Error, StopRequest, shape_of};
 use serde::Deserialize;
-use serde_json::json;
+use serde_json::{Value, json};
 
-use super::{Ended, GenerateArguments, load, plan, print, train};
+use super::{Ended, GenerateArguments, SamplingArguments, load, plan, print, train};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
     let (mut config, layers) = arguments.common.read(None, None)?;
@@ -24,7 +24,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         // As many as were asked for, or as the model has positions for.
         let left = shape.positions.saturating_sub(longest).clamp(1, DEFAULT_TOKENS);
-        let most = arguments.tokens.unwrap_or(left);
+        let most = arguments.sampling.tokens.unwrap_or(left);
         let tokens = longest.saturating_add(most);
         let room = Room { prompts: prompts.len(), prompt: longest, tokens };
         if arguments.plan {
@@ -32,23 +32,16 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
             plan::show(&config, &plan, &Model::new(shape), None);
             return Ok(Ended::Well);
         }
-        let mut ends = hf::ends(&from);
-        ends.extend(vocabulary.end());
-        if arguments.ignore_end {
-            ends.clear();
-        }
-        let &GenerateArguments { temperature, top_k, top_p, .. } = arguments;
-        let seed = arguments.seed.unwrap_or(config.step.seed);
-        let how = Sampling { temperature, top_k, top_p, seed };
-        how.check()?;
+        let ends = arguments.sampling.ends(&from, &vocabulary);
+        let how = arguments.sampling.how(&config)?;
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             train::stop_on_signal(&stop, true);
-            let mut page = Page::new(&config, &vocabulary, &prompts);
+            let mut page = Page::new(&config, &vocabulary, &arguments.sampling.stop, &prompts);
             let mut generator = Generator::start(config.clone(), room)?;
             let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
-                page.take(prompt, token, ended, ends.contains(&token));
-                !stop.is_requested()
+                let then = page.take(prompt, token, ended, ends.contains(&token));
+                if stop.is_requested() { Then::EndAll } else { then }
             };
             let done = generator.generate(&prompts, most, how, &ends, each).await;
             page.end();
@@ -61,7 +54,33 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
 }
 
 /// Tokens that are generated when nobody says how many.
-const DEFAULT_TOKENS: usize = 128;
+pub(super) const DEFAULT_TOKENS: usize = 128;
+
+impl SamplingArguments {
+    /// How tokens are drawn.
+    ///
+    /// # Errors
+    /// That is no way to draw.
+    pub(super) fn how(&self, config: &Config) -> Result<Sampling, Error> {
+        let &SamplingArguments { temperature, top_k, top_p, min_p, repetition_penalty, .. } = self;
+        let seed = self.seed.unwrap_or(config.step.seed);
+        let how = Sampling { temperature, top_k, top_p, min_p, repetition_penalty, seed };
+        if self.stop.iter().any(String::is_empty) {
+            return Err(Error::Argument("--stop: give a text that is not empty".into()));
+        }
+        how.check().map(|()| how)
+    }
+
+    /// The tokens that end a text, of the model in a directory.
+    pub(super) fn ends(&self, model: &Path, vocabulary: &Vocabulary) -> Vec<u32> {
+        if self.ignore_end {
+            return Vec::new();
+        }
+        let mut ends = hf::ends(model);
+        ends.extend(vocabulary.end());
+        ends
+    }
+}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -78,7 +97,13 @@ fn prompts(
     known: usize,
 ) -> Result<Vec<Vec<u32>>, Error> {
     let refused = |what: String| Error::Argument(what);
-    let chats = arguments.chat;
+    let system = arguments.sampling.system.as_deref();
+    if system.is_some() && !arguments.chat {
+        return Err(refused(
+            "--system: only a chat has a system's message: give --chat, too".into(),
+        ));
+    }
+    let chats = arguments.chat.then_some(system);
     let mut all = Vec::new();
     for (index, text) in arguments.prompt.iter().enumerate() {
         let tokens = encode(vocabulary, text, chats);
@@ -101,11 +126,17 @@ fn prompts(
     }
 }
 
-/// The tokens of a text: as it is, or as a user's message in a chat.
-fn encode(vocabulary: &Vocabulary, text: &str, chats: bool) -> Result<Vec<u32>, String> {
-    if chats {
-        let content = text.to_string();
-        let text = vocabulary.ask(&[Message { role: "user".into(), content }])?;
+/// The tokens of a text: as it is, or as a user's message in a chat, which may have a message of the
+/// system before it.
+fn encode(
+    vocabulary: &Vocabulary,
+    text: &str,
+    chats: Option<Option<&str>>,
+) -> Result<Vec<u32>, String> {
+    if let Some(system) = chats {
+        let mut messages = vec![Message::new("user", text)];
+        system.into_iter().for_each(|system| messages.insert(0, Message::new("system", system)));
+        let text = vocabulary.ask(&messages, &Value::Null)?;
         return Ok(vocabulary.encode(&text, None, false)?.tokens);
     }
     let mut encoded = vocabulary.encode(text, None, true)?;
@@ -122,7 +153,7 @@ fn encode(vocabulary: &Vocabulary, text: &str, chats: bool) -> Result<Vec<u32>, 
 fn prompts_of_file(
     path: &Path,
     vocabulary: &Vocabulary,
-    chats: bool,
+    chats: Option<Option<&str>>,
     known: usize,
 ) -> Result<Vec<Vec<u32>>, Error> {
     let refused = |what: String| Error::Argument(format!("{}{what}", path.display()));
@@ -143,7 +174,11 @@ fn prompts_of_file(
     Ok(all)
 }
 
-fn prompt_of_line(line: &str, vocabulary: &Vocabulary, chats: bool) -> Result<Vec<u32>, String> {
+fn prompt_of_line(
+    line: &str,
+    vocabulary: &Vocabulary,
+    chats: Option<Option<&str>>,
+) -> Result<Vec<u32>, String> {
     let line: Line = serde_json::from_str(line).map_err(|error| error.to_string())?;
     match line {
         Line { prompt: Some(text), messages: None, input_ids: None } => {
@@ -153,7 +188,7 @@ fn prompt_of_line(line: &str, vocabulary: &Vocabulary, chats: bool) -> Result<Ve
             Err("messages is empty".into())
         }
         Line { prompt: None, messages: Some(messages), input_ids: None } => {
-            let text = vocabulary.ask(&messages)?;
+            let text = vocabulary.ask(&messages, &Value::Null)?;
             Ok(vocabulary.encode(&text, None, false)?.tokens)
         }
         Line { prompt: None, messages: None, input_ids: Some(ids) } => Ok(ids),
@@ -166,21 +201,23 @@ struct Writing {
     /// With the prompt's.
     tokens: Vec<u32>,
     prompt: usize,
-    /// Tokens before it are behind what can still change; before `read` they are shown.
-    stable: usize,
-    read: usize,
-    ended: Option<inference::Ended>,
+    /// Bytes of the text that were shown.
+    shown: usize,
+    ended: Option<&'static str>,
     /// True when the last token is no text, but ends it.
     is_cut: bool,
 }
 
 impl Writing {
-    /// All of what was generated, as text.
-    fn text(&self, vocabulary: &Vocabulary) -> String {
+    /// All of what was generated, as text, up to the first of the stop strings.
+    fn text(&self, vocabulary: &Vocabulary, stops: &[String]) -> (String, bool) {
         let from = self.prompt.saturating_sub(CONTEXT);
         let to = self.tokens.len() - usize::from(self.is_cut);
         let decode = |to: usize| vocabulary.decode(&self.tokens[from..to], false);
-        behind(&decode(self.prompt), &decode(to)).into()
+        let mut text = behind(&decode(self.prompt), &decode(to)).to_string();
+        let stop = stops.iter().filter_map(|stop| text.find(stop)).min();
+        stop.into_iter().for_each(|at| text.truncate(at));
+        (text, stop.is_some())
     }
 }
 
@@ -195,42 +232,69 @@ fn behind<'t>(before: &str, with: &'t str) -> &'t str {
     &with[alike..]
 }
 
+/// The bytes of a text that stay as they are, whatever comes: not those of a character that may not
+/// be complete, nor the beginning of a stop string.
+fn settled(text: &str, stops: &[String]) -> usize {
+    // A character has four bytes at most, and each broken one is shown as U+FFFD.
+    let whole = text.trim_end_matches('\u{fffd}');
+    let broken = (text.len() - whole.len()) / '\u{fffd}'.len_utf8();
+    let text = if (1..4).contains(&broken) { whole } else { text };
+    let begins = |stop: &String| {
+        let ends = stop.char_indices().map(|(at, _)| at).filter(|&at| at > 0);
+        ends.filter(|&at| text.ends_with(&stop[..at])).max()
+    };
+    text.len() - stops.iter().filter_map(begins).max().unwrap_or(0)
+}
+
 /// Shows tokens as text, as they come when there is one prompt, else when a sequence has ended.
-struct Page<'v> {
+pub(super) struct Page<'v> {
     vocabulary: &'v Vocabulary,
     format: Format,
+    stops: &'v [String],
     all: Vec<Writing>,
 }
 
 impl<'v> Page<'v> {
-    fn new(config: &Config, vocabulary: &'v Vocabulary, prompts: &[Vec<u32>]) -> Page<'v> {
+    pub(super) fn new(
+        config: &Config,
+        vocabulary: &'v Vocabulary,
+        stops: &'v [String],
+        prompts: &[Vec<u32>],
+    ) -> Page<'v> {
         let writing = |tokens: &Vec<u32>| Writing {
             tokens: tokens.clone(),
             prompt: tokens.len(),
-            stable: tokens.len().saturating_sub(CONTEXT),
-            read: tokens.len(),
+            shown: 0,
             ended: None,
             is_cut: false,
         };
-        Page { vocabulary, format: config.log.format, all: prompts.iter().map(writing).collect() }
+        let all = prompts.iter().map(writing).collect();
+        Page { vocabulary, format: config.log.format, stops, all }
     }
 
-    fn take(&mut self, prompt: usize, token: u32, ended: Option<inference::Ended>, is_end: bool) {
+    /// Takes a token, and says what follows.
+    pub(super) fn take(
+        &mut self,
+        prompt: usize,
+        token: u32,
+        ended: Option<inference::Ended>,
+        is_end: bool,
+    ) -> Then {
         let is_alone = self.all.len() == 1;
         let one = &mut self.all[prompt];
         one.tokens.push(token);
-        one.ended = ended;
         one.is_cut = is_end;
-        let decode = |tokens: &[u32]| self.vocabulary.decode(tokens, false);
-        let (before, with) =
-            (decode(&one.tokens[one.stable..one.read]), decode(&one.tokens[one.stable..]));
-        // A character may be made of several tokens, but not of many.
-        let waits = with.ends_with('\u{fffd}') && one.tokens.len() - one.read < 8;
-        let is_shown = !is_end && (!waits || ended.is_some());
-        let new = if is_shown { behind(&before, &with) } else { "" };
-        if is_shown {
-            (one.stable, one.read) = (one.read, one.tokens.len());
+        one.ended = ended.map(|ended| match ended {
+            inference::Ended::EndOfText => "end-of-text",
+            inference::Ended::Length => "length",
+        });
+        let (text, is_stopped) = one.text(self.vocabulary, self.stops);
+        if is_stopped {
+            one.ended = Some("stop");
         }
+        let to = if one.ended.is_some() { text.len() } else { settled(&text, self.stops) };
+        let new = text.get(one.shown..to).unwrap_or_default();
+        one.shown += new.len();
         match self.format {
             Format::Json => {
                 print(json!({ "event": "token", "prompt": prompt, "token": token, "text": new }));
@@ -241,25 +305,42 @@ impl<'v> Page<'v> {
             }
             Format::Pretty => {}
         }
+        if is_stopped { Then::EndSequence } else { Then::GoOn }
     }
 
-    fn end(&self) {
+    /// The text of a prompt's sequence.
+    pub(super) fn text(&self, prompt: usize) -> String {
+        self.all[prompt].text(self.vocabulary, self.stops).0
+    }
+
+    pub(super) fn end(&self) {
         for (index, one) in self.all.iter().enumerate() {
             match self.format {
                 Format::Json => print(json!({
                     "event": "generated",
                     "prompt": index,
                     "tokens": one.tokens[one.prompt..],
-                    "text": one.text(self.vocabulary),
-                    "ended": match one.ended {
-                        Some(inference::Ended::EndOfText) => "end-of-text",
-                        Some(inference::Ended::Length) => "length",
-                        None => "interrupted",
-                    },
+                    "text": self.text(index),
+                    "ended": one.ended.unwrap_or("interrupted"),
                 })),
                 Format::Pretty if self.all.len() == 1 => print(""),
-                Format::Pretty => print(format_args!("{index}: {}", one.text(self.vocabulary))),
+                Format::Pretty => print(format_args!("{index}: {}", self.text(index))),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::settled;
+
+    #[test]
+    fn what_may_be_the_beginning_of_a_stop_string_waits() {
+        let stops = ["\nUser:".to_string(), "##".to_string()];
+        for (text, to) in [("Hi", 2), ("Hi\n", 2), ("Hi\nUse", 2), ("Hi\nX", 4), ("a#", 1)] {
+            assert_eq!(settled(text, &stops), to, "{text:?}");
+        }
+        assert_eq!(settled("a\u{fffd}", &[]), 1);
+        assert_eq!(settled("a\u{fffd}\u{fffd}\u{fffd}\u{fffd}", &[]), 13);
     }
 }

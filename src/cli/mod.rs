@@ -2,6 +2,7 @@
 //! returns. One file a command.
 
 mod bench;
+mod chat;
 mod dashboards;
 mod data;
 mod doctor;
@@ -48,6 +49,8 @@ enum Command {
     Eval(EvalArguments),
     /// Continue text with a run's model, or with the one that the config loads.
     Generate(GenerateArguments),
+    /// Talk with a run's model, or with the one that the config loads: a message a line.
+    Chat(ChatArguments),
     /// Report the memory and the traffic of a run without starting it.
     Plan(PlanArguments),
     /// Train a few steps and report the speed, beside that of this machine's matrix product.
@@ -224,6 +227,51 @@ struct EvalArguments {
     batches: Option<u64>,
 }
 
+/// How text is generated.
+#[derive(Args)]
+struct SamplingArguments {
+    /// Most tokens to generate [default: 128, or as many as the model has positions for].
+    #[arg(long, value_name = "N")]
+    tokens: Option<usize>,
+    /// Sampling temperature; 0 always takes the most probable token.
+    #[arg(long, value_name = "T", default_value_t = 0.0)]
+    temperature: f32,
+    /// Sample from the K most probable tokens; 0 means from all.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    top_k: usize,
+    /// Sample from the most probable tokens whose probabilities add up to P.
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    top_p: f32,
+    /// Sample from tokens at least P times as probable as the most probable one; 0 means from all.
+    #[arg(long, value_name = "P", default_value_t = 0.0)]
+    min_p: f32,
+    /// Make tokens that were there before less probable: above 1, such as 1.1.
+    #[arg(long, value_name = "R", default_value_t = 1.0)]
+    repetition_penalty: f32,
+    /// Seed of the sampling [default: `step.seed`].
+    #[arg(long)]
+    seed: Option<u64>,
+    /// End where the model writes this text, which is left out. May be repeated.
+    #[arg(long, value_name = "TEXT")]
+    stop: Vec<String>,
+    /// Continue past the model's end-of-text token.
+    #[arg(long)]
+    ignore_end: bool,
+    /// The system's message of a chat.
+    #[arg(long, value_name = "TEXT")]
+    system: Option<String>,
+}
+
+#[derive(Args)]
+struct ChatArguments {
+    #[command(flatten)]
+    common: Common,
+    #[command(flatten)]
+    sampling: SamplingArguments,
+    #[command(flatten)]
+    model: ModelArguments,
+}
+
 #[derive(Args)]
 struct GenerateArguments {
     #[command(flatten)]
@@ -237,24 +285,8 @@ struct GenerateArguments {
     /// Treat each prompt as a user's message, through the model's chat template.
     #[arg(long)]
     chat: bool,
-    /// Most tokens to generate [default: 128, or as many as the model has positions for].
-    #[arg(long, value_name = "N")]
-    tokens: Option<usize>,
-    /// Sampling temperature; 0 always takes the most probable token.
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
-    temperature: f32,
-    /// Sample from the K most probable tokens; 0 means from all.
-    #[arg(long, value_name = "K", default_value_t = 0)]
-    top_k: usize,
-    /// Sample from the most probable tokens whose probabilities add up to P.
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
-    top_p: f32,
-    /// Seed of the sampling [default: `step.seed`].
-    #[arg(long)]
-    seed: Option<u64>,
-    /// Continue past the model's end-of-text token.
-    #[arg(long)]
-    ignore_end: bool,
+    #[command(flatten)]
+    sampling: SamplingArguments,
     #[command(flatten)]
     model: ModelArguments,
     /// Report memory and traffic, and generate nothing.
@@ -274,6 +306,12 @@ struct Export {
     /// Write the moving average of the weights, of a run with optimizer.ema.
     #[arg(long)]
     ema: bool,
+    /// Dtype of the weights, `f32`, `bf16` or `f16`: the key `export.dtype`.
+    #[arg(long, value_name = "DTYPE")]
+    dtype: Option<String>,
+    /// The most bytes of a file of weights, such as `2GB`: the key `export.shard_size`.
+    #[arg(long, value_name = "SIZE")]
+    shard_size: Option<String>,
 }
 
 #[derive(Args)]
@@ -323,6 +361,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Data(arguments) => data::data(&arguments)?,
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
+        Command::Chat(arguments) => return chat::chat(&arguments),
         Command::Plan(arguments) => plan::plan(&arguments)?,
         Command::Tune(arguments) => {
             fabric::refuse_ranks("tune")?;
@@ -365,6 +404,15 @@ impl Common {
         built_in: Option<&str>,
         metrics: Option<String>,
     ) -> Result<(Config, Layers), Error> {
+        self.read_with(built_in, [("--metrics", "metrics.listen", metrics)])
+    }
+
+    /// The same with flags that have keys of their own: flag, key, value.
+    fn read_with<const N: usize>(
+        &self,
+        built_in: Option<&str>,
+        own_flags: [(&str, &str, Option<String>); N],
+    ) -> Result<(Config, Layers), Error> {
         let mut layers = Layers::new();
         match (&self.config, built_in) {
             (Some(path), _) => layers.file(path)?,
@@ -381,7 +429,9 @@ impl Common {
         let format =
             self.format.and_then(|format| Some(format.to_possible_value()?.get_name().into()));
         layers.own_flag("--format", "log.format", format);
-        layers.own_flag("--metrics", "metrics.listen", metrics);
+        for (flag, key, value) in own_flags {
+            layers.own_flag(flag, key, value);
+        }
         let mut config = layers.config()?;
         config.device.kernel_cache = config.device.kernel_cache.or_else(kernel_cache);
         Ok((config, layers))
@@ -393,8 +443,7 @@ impl Common {
 fn model_of(config: &Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
     let best = arguments.best;
     if let Some(directory) = &arguments.model {
-        let is_model =
-            |file: &&str| directory.join(file).is_file();
+        let is_model = |file: &&str| directory.join(file).is_file();
         return match ["config.json", "adapter_config.json"].iter().any(|file| is_model(&file)) {
             true => Ok(directory.clone()),
             false => Err(Error::Argument(format!(

@@ -83,11 +83,7 @@ const NAMES: &[(&[&str], &str, &str)] = &[
     (&["use_rslora"], "train.lora.rank_stabilised", ""),
     (&["load_in_4bit", "bnb_4bit_quant_type"], "train.base", "\"nf4\""),
     (&["load_in_8bit"], "train.base", "\"int8\""),
-    (
-        &["fp16", "bf16", "tf32", "precision", "mixed_precision", "torch_dtype"],
-        "device.dtype",
-        "",
-    ),
+    (&["fp16", "bf16", "tf32", "precision", "mixed_precision", "torch_dtype"], "device.dtype", ""),
     (&["gpus", "devices", "num_gpus"], "device.ordinals", "a list of numbers"),
     (
         &["gradient_checkpointing", "activation_checkpointing", "checkpoint_activations"],

@@ -96,6 +96,8 @@ impl Config {
         must(patience != Some(0), "validation.patience", "at least 1")?;
         must(self.checkpoint.every_steps != Some(0), "checkpoint.every_steps", "at least 1")?;
         must(self.checkpoint.keep >= 1, "checkpoint.keep", "at least 1")?;
+        let shard = self.export.shard_size.bytes();
+        must(shard.is_none_or(|bytes| bytes > 0), "export.shard_size", "above 0")?;
         must(is_positive(self.watchdog.seconds), "watchdog.seconds", "above 0")?;
         must(self.watchdog.seconds <= 1e9, "watchdog.seconds", "at most 1e9")
     }

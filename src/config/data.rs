@@ -9,12 +9,14 @@ use serde::{Deserialize, Serialize};
 pub struct DataConfig {
     /// The training data: `built-in` (this project's own source and documentation), `random`
     /// tokens, a file, a folder of files, or a list of these. `.txt` and `.md` are text, read with
-    /// the model's `tokenizer.json`, or as bytes if it has none. `.jsonl` has one sequence a line:
-    /// `text` (with `text_pair` and `label` for classification), `messages`, `prompt` and
-    /// `completion`, or `input_ids` (with `labels`, not shifted, where -100 is not scored, or
-    /// `label`, and `token_type_ids`). `.bin` is tokens of two bytes. An entry of a list is a name
-    /// or `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many
-    /// times.
+    /// the model's `tokenizer.json`, or as bytes if it has none. `.jsonl` (an object a line),
+    /// `.json` (a list of objects), `.csv` and `.tsv` (with a line of names) have records of one
+    /// sequence each, in columns: `text` (with `text_pair` and `label` for classification);
+    /// `messages` or ShareGPT's `conversations`; `prompt` and `completion`, texts or messages;
+    /// Alpaca's `instruction`, `input` and `output`; or `input_ids` (with `labels`, not shifted,
+    /// where -100 is not scored, or `label`, and `token_type_ids`). Other columns are not used.
+    /// `.bin` is tokens of two bytes. An entry of a list is a name or
+    /// `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many times.
     pub train: Files,
     /// The validation data, in the same formats as `train`. Entries `{ path = "...", name = "..." }`
     /// of a list make several validation sets, one of each name, which are measured one by one.
@@ -22,6 +24,9 @@ pub struct DataConfig {
     /// Instead of `validation`: the fraction of `train` that becomes the validation set, spread
     /// evenly over it. When absent, 0.1 for text files and 0 for other data.
     pub validation_split: Option<f64>,
+    /// The columns of records that have other names in the data: `text = "sentence"`, say. Where
+    /// records have the columns of several kinds, the kind that is named here is used.
+    pub fields: FieldsConfig,
     /// Length of the longest sequence, in tokens; when absent, the model's `positions`, at most
     /// 1024.
     pub sequence_length: Option<usize>,
@@ -50,6 +55,7 @@ impl Default for DataConfig {
             train: DataConfig::BUILT_IN.into(),
             validation: None,
             validation_split: None,
+            fields: FieldsConfig::default(),
             sequence_length: None,
             shuffle: true,
             too_long: TooLong::Error,
@@ -64,6 +70,56 @@ impl Default for DataConfig {
 impl DataConfig {
     /// The name of the built-in corpus.
     pub const BUILT_IN: &str = "built-in";
+}
+
+/// `[data.fields]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct FieldsConfig {
+    /// The column with the text.
+    pub text: Option<String>,
+    /// The column with the second text of a pair.
+    pub text_pair: Option<String>,
+    /// The column with the label of a sequence.
+    pub label: Option<String>,
+    /// The column with the messages of a chat.
+    pub messages: Option<String>,
+    /// The column with the prompt.
+    pub prompt: Option<String>,
+    /// The column with the completion of a prompt.
+    pub completion: Option<String>,
+    /// The column with an instruction.
+    pub instruction: Option<String>,
+    /// The column with the input of an instruction.
+    pub input: Option<String>,
+    /// The column with the output of an instruction.
+    pub output: Option<String>,
+    /// The column with the system message of a chat.
+    pub system: Option<String>,
+    /// The column with token ids.
+    pub input_ids: Option<String>,
+}
+
+impl FieldsConfig {
+    /// The columns that have other names: ours, theirs.
+    pub(crate) fn named(&self) -> Vec<(&'static str, String)> {
+        let all = [
+            ("text", &self.text),
+            ("text_pair", &self.text_pair),
+            ("label", &self.label),
+            ("messages", &self.messages),
+            ("prompt", &self.prompt),
+            ("completion", &self.completion),
+            ("instruction", &self.instruction),
+            ("input", &self.input),
+            ("output", &self.output),
+            ("system", &self.system),
+            ("input_ids", &self.input_ids),
+        ];
+        let named = all.into_iter().filter_map(|(ours, theirs)| Some((ours, theirs.clone()?)));
+        named.collect()
+    }
 }
 
 /// The names of data: one, or a list.

@@ -43,6 +43,8 @@ pub struct Config {
     pub validation: ValidationConfig,
     /// Checkpoints: complete states that a later run can resume from.
     pub checkpoint: CheckpointConfig,
+    /// What `l2l export` writes.
+    pub export: ExportConfig,
     /// Metrics for Prometheus, and the live page.
     pub metrics: MetricsConfig,
     /// The watchdog: it ends a run in which nothing moves.
@@ -396,6 +398,35 @@ impl Default for CheckpointConfig {
     fn default() -> CheckpointConfig {
         CheckpointConfig { directory: None, every_steps: None, keep: 2 }
     }
+}
+
+/// `[export]`
+#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct ExportConfig {
+    /// The dtype of the weights that are written; `source`: that of `model.path`, or f32 without
+    /// one.
+    pub dtype: WeightDtype,
+    /// The most bytes of a file of weights, for instance `2GB`; more weights are written to several
+    /// files and an index. `auto`: 5 GB, as transformers has it.
+    pub shard_size: ByteSize,
+}
+
+/// See [`ExportConfig::dtype`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum WeightDtype {
+    /// That of the model that training began with.
+    #[default]
+    Source,
+    /// 32-bit floats.
+    F32,
+    /// 16-bit floats.
+    F16,
+    /// 16-bit brain floats.
+    Bf16,
 }
 
 /// `[metrics]`

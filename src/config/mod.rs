@@ -12,12 +12,12 @@ mod train;
 
 use std::path::Path;
 
-pub use data::{DataConfig, DataFile, Files, TooLong};
+pub use data::{DataConfig, DataFile, FieldsConfig, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
-    BestMetric, ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, Format,
-    Labels, LogConfig, MetricsConfig, ModelConfig, StashConfig, StashDtype, StashPlace, StepConfig,
-    Task, ValidationConfig, WatchdogConfig,
+    BestMetric, ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig,
+    EpsTier, ExportConfig, Format, Labels, LogConfig, MetricsConfig, ModelConfig, StashConfig,
+    StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig, WeightDtype,
 };
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};

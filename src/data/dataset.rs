@@ -32,6 +32,8 @@ pub struct Dataset {
     name: String,
     /// The name of the validation set, where there are several.
     set: Option<String>,
+    /// Columns of its records that are not used.
+    unused: Vec<String>,
     /// Which label a position is scored by.
     predicts: Predicts,
     mask: Option<Mask>,
@@ -159,7 +161,8 @@ impl Dataset {
         let mask = || Mask::new(vocabulary.clone(), probability, seed);
         let mask = draws_masks.then(mask).transpose()?;
         let attend_across = config.data.attend_across;
-        Ok(Dataset { kind, name, set: None, predicts, mask, attend_across, vocabulary })
+        let (set, unused) = (None, Vec::new());
+        Ok(Dataset { kind, name, set, unused, predicts, mask, attend_across, vocabulary })
     }
 
     /// Opens and tokenizes all files of an entry of the config (`data.train`, `data.validation`).
@@ -192,6 +195,8 @@ impl Dataset {
             predicts,
             classes,
             names: label_names(config)?,
+            fields: config.data.fields.named(),
+            unused: Default::default(),
         };
         let mut sources = Vec::new();
         for (name, weight) in files.each() {
@@ -201,7 +206,10 @@ impl Dataset {
             sources.push(Source::new(files::open(name, &reader)?, weight));
         }
         let (kind, name) = (Kind::Sources(sources), files.to_string());
-        Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)
+        let unused = reader.unused.into_inner().expect("nothing panics inside");
+        let mut data = Dataset::of(config, kind, name, predicts, reader.vocabulary, seed)?;
+        data.unused = unused.into_iter().collect();
+        Ok(data)
     }
 
     /// Packs sequences, if the config asks for it.
@@ -238,6 +246,11 @@ impl Dataset {
     /// The name of the validation set, where `data.validation` names several.
     pub fn set_name(&self) -> Option<&str> {
         self.set.as_deref()
+    }
+
+    /// The columns of its records that are not used.
+    pub fn unused_columns(&self) -> &[String] {
+        &self.unused
     }
 
     /// The vocabulary its tokens are of.

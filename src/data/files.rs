@@ -20,7 +20,7 @@ use crate::error::Error;
 const LONGEST_LINE: u64 = 1 << 28;
 
 /// How many lines of a `.jsonl` file the cores tokenize at a time.
-const LINES_AT_ONCE: usize = 256;
+pub(super) const LINES_AT_ONCE: usize = 256;
 
 /// How many pieces of a text the cores tokenize at a time.
 const PIECES_AT_ONCE: usize = 8;
@@ -29,7 +29,7 @@ const PIECES_AT_ONCE: usize = 8;
 const PIECE_BYTES: usize = 1 << 20;
 
 /// File name extensions of data.
-const EXTENSIONS: [&str; 4] = ["txt", "md", "jsonl", "bin"];
+const EXTENSIONS: [&str; 7] = ["txt", "md", "jsonl", "json", "csv", "tsv", "bin"];
 
 /// All sequences of a file, a folder or the built-in corpus.
 pub(super) struct Opened {
@@ -64,6 +64,15 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
                 Some("jsonl") => {
                     is_text = false;
                     opening.lines(&at, &mut file)?;
+                }
+                Some("json") => {
+                    is_text = false;
+                    opening.list(&at, &mut file)?;
+                }
+                Some(extension @ ("csv" | "tsv")) => {
+                    is_text = false;
+                    let delimiter = if extension == "csv" { b',' } else { b'\t' };
+                    opening.table(&at, &mut file, delimiter)?;
                 }
                 Some("bin") => opening.token_ids(&at, &mut file)?,
                 _ => opening.text(&at, &mut file)?,
@@ -134,19 +143,20 @@ fn files(path: &Path) -> Result<Vec<PathBuf>, String> {
     if found.is_empty() { Err(NOTHING.into()) } else { Ok(found) }
 }
 
-const NOTHING: &str = "there is no .txt, .md, .jsonl or .bin file in this folder";
+const NOTHING: &str =
+    "there is no .txt, .md, .jsonl, .json, .csv, .tsv or .bin file in this folder";
 
 /// A source that is being read.
-struct Opening<'r> {
-    reader: &'r Reader,
-    pool: ThreadPool,
+pub(super) struct Opening<'r> {
+    pub(super) reader: &'r Reader,
+    pub(super) pool: ThreadPool,
     spooling: Spooling,
-    hasher: Sha256,
+    pub(super) hasher: Sha256,
 }
 
 impl Opening<'_> {
     /// Appends a sequence to the spool. `name`: the file it comes from.
-    fn push(&mut self, name: &str, sequence: &Sequence) -> Result<(), Error> {
+    pub(super) fn push(&mut self, name: &str, sequence: &Sequence) -> Result<(), Error> {
         let predicts = self.reader.predicts;
         // Masks give labels to any sequence that has a token which is not special.
         let tokenizer = self.reader.vocabulary.tokenizer();
@@ -160,7 +170,7 @@ impl Opening<'_> {
     }
 
     /// Reads a `.jsonl` file: sequences of its lines.
-    fn lines(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
+    pub(super) fn lines(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let refuse = |number: u64, what: &dyn std::fmt::Display| {
             let (file, problem) = (name.to_string(), what.to_string());
             Error::BadData { file, line: Some(number), problem }

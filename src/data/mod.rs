@@ -12,8 +12,10 @@ mod mask;
 mod overview;
 mod pack;
 mod reader;
+mod record;
 mod source;
 mod spool;
+mod tables;
 mod vocabulary;
 
 pub use baseline::{Baseline, baselines};

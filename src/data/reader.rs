@@ -1,38 +1,17 @@
-//! Turns one line of a `.jsonl` file into sequences. The kinds of lines are text, chats
-//! (`messages`), a prompt with its completion, and token ids.
+//! Turns a record, such as a line of a `.jsonl` file, into sequences. The kinds of records are
+//! text, chats, a prompt with its completion, and token ids.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Mutex;
 
-use serde::Deserialize;
+use serde_json::{Map, Value};
 
+use super::record::{Label, Record, Turns};
 use super::vocabulary::Vocabulary;
 use super::{Predicts, Sequence};
 use crate::config::TooLong;
 use crate::hf::{Encoded, Message};
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Line {
-    text: Option<String>,
-    text_pair: Option<String>,
-    messages: Option<Vec<Message>>,
-    prompt: Option<String>,
-    completion: Option<String>,
-    input_ids: Option<Vec<i64>>,
-    labels: Option<Vec<i64>>,
-    /// The label of the whole sequence: a class, by number or name, or a value.
-    label: Option<Label>,
-    token_type_ids: Option<Vec<i64>>,
-    /// Written by tokenizers. It must be all ones, because a line has no padding.
-    attention_mask: Option<Vec<i64>>,
-}
-
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "label must be a number or a name")]
-enum Label {
-    Number(f64),
-    Name(String),
-}
 
 /// What a reader knows of the model and the config.
 pub(super) struct Reader {
@@ -50,10 +29,14 @@ pub(super) struct Reader {
     pub(super) classes: usize,
     /// The names of the classes, if they have any.
     pub(super) names: Vec<String>,
+    /// What the columns of the data are called, where they have other names: ours, theirs.
+    pub(super) fields: Vec<(&'static str, String)>,
+    /// Columns that were met and are not used.
+    pub(super) unused: Mutex<BTreeSet<String>>,
 }
 
 impl Reader {
-    /// Reads a line. It becomes one sequence, unless a long text is split.
+    /// Reads a line of JSON. It becomes one sequence, unless a long text is split.
     ///
     /// # Errors
     /// What is wrong with the line.
@@ -64,46 +47,52 @@ impl Reader {
         // JSON's own line number is always 1. The caller adds the line number of the file.
         let plain =
             |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
-        let line: Line = serde_json::from_str(line).map_err(plain)?;
-        let given = [
-            ("text", line.text.is_some()),
-            ("messages", line.messages.is_some()),
-            ("prompt", line.prompt.is_some()),
-            ("input_ids", line.input_ids.is_some()),
-        ];
-        let given: Vec<&str> =
-            given.into_iter().filter(|(_, is)| *is).map(|(name, _)| name).collect();
-        let [kind] = given[..] else {
-            return Err(if given.is_empty() {
-                "it needs one of text, messages, prompt with completion, or input_ids".into()
-            } else {
-                format!("it has {}: give only one of them", given.join(" and "))
-            });
-        };
-        line.check_keys(kind)?;
-        let label = match (self.scores_sequences(), line.label.as_ref()) {
+        self.read_record(serde_json::from_str(line).map_err(plain)?)
+    }
+
+    /// Reads a record, the values of columns by name.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub(super) fn read_record(&self, columns: Map<String, Value>) -> Result<Vec<Sequence>, String> {
+        let (record, mut unused) = Record::of(columns, &self.fields)?;
+        let kind = record.kind()?;
+        let of_others = record.unused(kind, self.scores_sequences());
+        unused.extend(of_others.into_iter().map(str::to_string));
+        if !unused.is_empty() {
+            self.unused.lock().expect("nothing panics inside").extend(unused);
+        }
+        let label = match (self.scores_sequences(), record.label.as_ref()) {
             (true, None) => {
                 return Err(
                     "label is missing: this model is trained on one label for each sequence".into(),
                 );
             }
-            (false, Some(_)) => {
-                return Err(
-                    "label: this model is trained on tokens; give input_ids with labels, or text"
-                        .into(),
-                );
-            }
             (true, Some(label)) => Some(self.label(label)?),
-            (false, None) => None,
+            (false, _) => None,
         };
         match kind {
-            "text" => self.text(&line, label),
-            "input_ids" => self.ids(line, label).map(|one| vec![one]),
+            "text" => self.text(&record, label),
+            "input_ids" => self.ids(record, label).map(|one| vec![one]),
             _ if self.predicts != Predicts::Next => Err(format!(
                 "{kind}: this model does not predict the next token; give text or input_ids"
             )),
-            "messages" => self.chat(&line.messages.unwrap_or_default()).map(|one| vec![one]),
-            _ => self.completion(&line).map(|one| vec![one]),
+            "messages" => {
+                let messages = record.with_system(record.messages.clone().unwrap_or_default());
+                self.chat(&[], &messages, &record.tools).map(|one| vec![one])
+            }
+            "instruction" => self.instruction(&record).map(|one| vec![one]),
+            _ => match (&record.prompt, &record.completion) {
+                (_, None) => Err("completion is missing".into()),
+                (Some(Turns::Messages(prompt)), Some(Turns::Messages(completion))) => {
+                    let prompt = record.with_system(prompt.clone());
+                    self.chat(&prompt, completion, &record.tools).map(|one| vec![one])
+                }
+                (Some(Turns::Text(prompt)), Some(Turns::Text(completion))) => {
+                    self.completion(prompt, completion).map(|one| vec![one])
+                }
+                _ => Err("prompt and completion: both must be texts, or both messages".into()),
+            },
         }
     }
 
@@ -126,6 +115,9 @@ impl Reader {
             (Predicts::Value, Label::Number(value)) => {
                 Err(format!("label {value} is not a finite number"))
             }
+            (Predicts::Value, Label::Name(name)) if name.parse::<f64>().is_ok() => {
+                self.label(&Label::Number(name.parse().expect("it was parsed")))
+            }
             (Predicts::Value, Label::Name(name)) => {
                 Err(format!("label {name:?} is not a number, and this model predicts a value"))
             }
@@ -137,6 +129,10 @@ impl Reader {
             }
             (_, Label::Name(name)) => {
                 let class = self.names.iter().position(|known| known == name);
+                // Files of text have numbers in letters.
+                if let (None, Ok(number)) = (class, name.parse()) {
+                    return self.label(&Label::Number(number));
+                }
                 class.map(|class| class as i32).ok_or_else(|| {
                     if self.names.is_empty() {
                         format!(
@@ -151,7 +147,7 @@ impl Reader {
     }
 
     /// A line of `text`, perhaps with a `text_pair` and a `label`.
-    fn text(&self, line: &Line, label: Option<i32>) -> Result<Vec<Sequence>, String> {
+    fn text(&self, line: &Record, label: Option<i32>) -> Result<Vec<Sequence>, String> {
         let text = line.text.as_deref().unwrap_or_default();
         if text.is_empty() {
             return Err("text is empty".into());
@@ -232,17 +228,50 @@ impl Reader {
         }
     }
 
-    /// A line of `messages`: only the assistant's part is scored.
-    fn chat(&self, messages: &[Message]) -> Result<Sequence, String> {
-        let chat = self.vocabulary.template()?.render_chat(messages)?;
+    /// A chat: only what the assistant says in `messages`, which follow those of the prompt, is
+    /// scored.
+    fn chat(
+        &self,
+        prompt: &[Message],
+        messages: &[Message],
+        tools: &Value,
+    ) -> Result<Sequence, String> {
+        let template = self.vocabulary.template()?;
+        let mut chat = template.render_chat(&[prompt, messages].concat(), tools)?;
+        if !prompt.is_empty() {
+            let before = template.ask(prompt, tools)?;
+            if !chat.text.starts_with(&before) {
+                return Err(
+                    "the chat template changes the prompt when the completion follows, so \
+                            the completion cannot be found: give both as messages"
+                        .into(),
+                );
+            }
+            chat.assistant.retain(|range| range.end > before.len());
+        }
         let encoded = self.vocabulary.encode(&chat.text, None, false)?;
         self.score_only(encoded, &chat.assistant)
     }
 
-    /// A line of `prompt` and `completion`: only the completion is scored.
-    fn completion(&self, line: &Line) -> Result<Sequence, String> {
-        let prompt = line.prompt.as_deref().unwrap_or_default();
-        let completion = line.completion.as_deref().ok_or("completion is missing")?;
+    /// A record of Alpaca's columns: a chat where the model has a template, else Alpaca's prompt.
+    fn instruction(&self, record: &Record) -> Result<Sequence, String> {
+        let output =
+            record.output.as_deref().ok_or("output is missing, which instruction needs")?;
+        let instruction = record.instruction.as_deref().unwrap_or_default();
+        let input = record.input.as_deref().filter(|input| !input.is_empty());
+        if self.vocabulary.template().is_err() {
+            return self.completion(&alpaca_prompt(instruction, input), output);
+        }
+        let asked = match input {
+            Some(input) => format!("{instruction}\n\n{input}"),
+            None => instruction.into(),
+        };
+        let messages = vec![Message::new("user", asked), Message::new("assistant", output)];
+        self.chat(&[], &record.with_system(messages), &record.tools)
+    }
+
+    /// A prompt and its completion: only the completion is scored.
+    fn completion(&self, prompt: &str, completion: &str) -> Result<Sequence, String> {
         if completion.is_empty() {
             return Err("completion is empty".into());
         }
@@ -293,8 +322,8 @@ impl Reader {
     }
 
     /// A line of `input_ids`, perhaps with `labels` or a `label`.
-    fn ids(&self, line: Line, label: Option<i32>) -> Result<Sequence, String> {
-        let Line { input_ids, labels, token_type_ids, attention_mask, .. } = line;
+    fn ids(&self, line: Record, label: Option<i32>) -> Result<Sequence, String> {
+        let Record { input_ids, labels, token_type_ids, attention_mask, .. } = line;
         let mut ids = input_ids.unwrap_or_default();
         match (&labels, label) {
             (Some(_), Some(_)) => {
@@ -357,19 +386,17 @@ impl Reader {
     }
 }
 
-impl Line {
-    /// Refuses keys that do not belong to a line of this kind.
-    fn check_keys(&self, kind: &str) -> Result<(), String> {
-        let keys = [
-            ("text_pair", self.text_pair.is_some(), "text"),
-            ("completion", self.completion.is_some(), "prompt"),
-            ("labels", self.labels.is_some(), "input_ids"),
-            ("token_type_ids", self.token_type_ids.is_some(), "input_ids"),
-            ("attention_mask", self.attention_mask.is_some(), "input_ids"),
-        ];
-        match keys.iter().find(|(_, is_given, belongs_to)| *is_given && *belongs_to != kind) {
-            Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
-            None => Ok(()),
+/// The prompt that Stanford's Alpaca was trained with.
+fn alpaca_prompt(instruction: &str, input: Option<&str>) -> String {
+    let task = "Below is an instruction that describes a task";
+    let ask = "Write a response that appropriately completes the request.";
+    match input {
+        Some(input) => format!(
+            "{task}, paired with an input that provides further context. {ask}\n\n\
+             ### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+        ),
+        None => {
+            format!("{task}. {ask}\n\n### Instruction:\n{instruction}\n\n### Response:\n")
         }
     }
 }

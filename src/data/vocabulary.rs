@@ -1,5 +1,7 @@
 //! The vocabulary: turns text into tokens with the model's own tokenizer, or byte by byte.
 
+use serde_json::Value;
+
 use crate::config::Config;
 use crate::error::Error;
 use crate::hf::{self, Encoded, Message, Template, Tokenizer};
@@ -116,12 +118,13 @@ impl Vocabulary {
         })
     }
 
-    /// Renders a chat as the prompt for the assistant's next message.
+    /// Renders a chat as the prompt for the assistant's next message. `tools`: descriptions of
+    /// tools that it may call, or null.
     ///
     /// # Errors
     /// There is no chat template, or it fails.
-    pub fn ask(&self, messages: &[Message]) -> Result<String, String> {
-        self.template()?.ask(messages)
+    pub fn ask(&self, messages: &[Message], tools: &Value) -> Result<String, String> {
+        self.template()?.ask(messages, tools)
     }
 
     /// The special tokens that the tokenizer puts before and after a text.

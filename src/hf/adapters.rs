@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use safetensors::SafeTensors;
 use serde_json::{Map, Value, json};
 
-use super::weights::map;
+use super::weights::{check_format, map};
 use crate::config::{Config, LoraConfig, TrainConfig};
 use crate::error::Error;
 use crate::models::{Head, Lora, Model, Shape, Training, adapters};
@@ -71,6 +71,9 @@ pub fn model_of(config: &Config, shape: Shape) -> Result<Model, Error> {
         }
         (error, _) => error,
     };
+    if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
+        check_format(path)?;
+    }
     Model::for_training(shape, &training_of(config)?).map_err(located)
 }
 

@@ -1,15 +1,12 @@
 //! Moving averages of weights, which a checkpoint keeps beside the optimizer's states: exported in
 //! the place of the weights.
 
-use std::fs::OpenOptions;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
-use safetensors::Dtype;
-use safetensors::tensor::SafeTensors;
+use safetensors::tensor::{SafeTensors, TensorView};
 
-use super::weights::map;
+use super::weights::{decode, map};
 use crate::error::Error;
 use crate::optimizers::Ema;
 
@@ -42,29 +39,27 @@ impl Averages {
         SafeTensors::deserialize(&self.map).map_err(refuse)
     }
 
-    /// Writes the averages over the weights of a file. A tensor that was never updated has none.
+    /// The average of a tensor. One that was never updated has none.
     ///
     /// # Errors
-    /// The file cannot be written, or has other tensors.
-    pub(super) fn write_over(&self, weights: &Path) -> Result<(), Error> {
-        let refuse = |what: String| Error::bad_model(weights.display(), what);
-        let failed = |error| Error::storage(weights.display(), error);
-        let averages = self.tensors()?;
-        let read = map(weights)?;
-        let (header, metadata) =
-            SafeTensors::read_metadata(&read).map_err(|error| refuse(error.to_string()))?;
-        let begin = size_of::<u64>() + header;
-        let file = OpenOptions::new().write(true).open(weights).map_err(failed)?;
-        for (name, info) in metadata.tensors() {
-            let Ok(average) = averages.tensor(&format!("{name}.{}", Ema::NAME)) else { continue };
-            if info.shape != average.shape() || info.dtype != Dtype::F32 {
-                return Err(refuse(format!("{name} is not as its average: {info:?}")));
-            }
-            if average.data().iter().any(|&byte| byte != 0) {
-                let at = (begin + info.data_offsets.0) as u64;
-                file.write_all_at(average.data(), at).map_err(failed)?;
-            }
+    /// The average has another shape.
+    pub(super) fn of_tensor(
+        &self,
+        name: &str,
+        tensor: &TensorView<'_>,
+    ) -> Result<Option<Vec<f32>>, String> {
+        let averages = SafeTensors::deserialize(&self.map).expect("it was read before");
+        let Ok(average) = averages.tensor(&format!("{name}.{}", Ema::NAME)) else {
+            return Ok(None);
+        };
+        if tensor.shape() != average.shape() {
+            return Err(format!("{name} has not the shape of its average"));
         }
-        file.sync_all().map_err(failed)
+        if average.data().iter().all(|&byte| byte == 0) {
+            return Ok(None);
+        }
+        let mut values = vec![0.0; average.shape().iter().product()];
+        decode(&mut values, &average, 0);
+        Ok(Some(values))
     }
 }

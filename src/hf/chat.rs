@@ -76,12 +76,17 @@ impl Template {
         Ok(Template { environment, special_tokens, has_marks })
     }
 
-    fn render(&self, messages: &[Message], add_prompt: bool) -> Result<String, String> {
+    fn render(
+        &self,
+        messages: &[Message],
+        tools: &Value,
+        add_prompt: bool,
+    ) -> Result<String, String> {
         let none = minijinja::Value::from(());
         let values = context! {
             messages => messages,
             add_generation_prompt => add_prompt,
-            tools => none,
+            tools => minijinja::Value::from_serialize(tools),
             documents => none,
         };
         let values =
@@ -90,21 +95,24 @@ impl Template {
         template.render(values).map_err(|error| format!("chat template: {error}"))
     }
 
-    /// Renders a chat as the prompt for the assistant's next message.
+    /// Renders a chat as the prompt for the assistant's next message. `tools`: descriptions of
+    /// tools that it may call, or null.
     ///
     /// # Errors
     /// The template fails.
-    pub fn ask(&self, messages: &[Message]) -> Result<String, String> {
-        Ok(remove_marks(&self.render(messages, true)?).text)
+    pub fn ask(&self, messages: &[Message], tools: &Value) -> Result<String, String> {
+        Ok(remove_marks(&self.render(messages, tools, true)?).text)
     }
 
-    /// Renders a chat to train on.
+    /// Renders a chat to train on. `tools`: descriptions of tools that it may call, or null.
     ///
     /// # Errors
     /// The template fails; the chat does not end with a message of the assistant; or the template
     /// changes earlier messages when later ones follow, so that the assistant's part is unknown.
-    pub fn render_chat(&self, messages: &[Message]) -> Result<RenderedChat, String> {
-        if let Some(at) = messages.iter().position(|one| one.content.contains(MARKS)) {
+    pub fn render_chat(&self, messages: &[Message], tools: &Value) -> Result<RenderedChat, String> {
+        let has_marks =
+            |one: &Message| one.content.as_ref().is_some_and(|text| text.contains(MARKS));
+        if let Some(at) = messages.iter().position(has_marks) {
             return Err(format!(
                 "message {at} contains U+E000 or U+E001, reserved characters of private use"
             ));
@@ -121,17 +129,17 @@ impl Template {
             }
             Some(_) => {}
         }
-        let all = self.render(messages, false)?;
+        let all = self.render(messages, tools, false)?;
         if self.has_marks {
             return Ok(remove_marks(&all));
         }
         let mut assistant = Vec::new();
         for at in (0..messages.len()).filter(|&at| is_assistant(&messages[at])) {
-            let before = match self.render(&messages[..at], true) {
+            let before = match self.render(&messages[..at], tools, true) {
                 Err(_) if at == 0 => String::new(), // some templates refuse an empty chat
                 before => before?,
             };
-            let with = self.render(&messages[..=at], false)?;
+            let with = self.render(&messages[..=at], tools, false)?;
             if !with.starts_with(&before) || !all.starts_with(&with) {
                 return Err(format!(
                     "the chat template changes earlier turns when it comes to message {at}, so the \
@@ -244,10 +252,7 @@ mod tests {
     use super::*;
 
     fn chat(roles: &[(&str, &str)]) -> Vec<Message> {
-        let message = |&(role, content): &(&str, &str)| Message {
-            role: role.into(),
-            content: content.into(),
-        };
+        let message = |&(role, content): &(&str, &str)| Message::new(role, content);
         roles.iter().map(message).collect()
     }
 
@@ -259,11 +264,15 @@ mod tests {
         let template = Template::new(PLAIN, Map::new()).expect("good");
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        let RenderedChat { text, assistant } = template.render_chat(&messages).expect("good");
+        let RenderedChat { text, assistant } =
+            template.render_chat(&messages, &Value::Null).expect("good");
         let parts: Vec<&str> = assistant.into_iter().map(|range| &text[range]).collect();
         assert_eq!(text, "<user>a\n<assistant>b\n<user>c\n<assistant>d\n");
         assert_eq!(parts, ["b\n", "d\n"]);
-        assert_eq!(template.ask(&messages[..1]).expect("good"), "<user>a\n<assistant>");
+        assert_eq!(
+            template.ask(&messages[..1], &Value::Null).expect("good"),
+            "<user>a\n<assistant>"
+        );
     }
 
     #[test]
@@ -276,7 +285,8 @@ mod tests {
         let template = Template::new(source, specials).expect("good");
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        let RenderedChat { text, assistant } = template.render_chat(&messages).expect("good");
+        let RenderedChat { text, assistant } =
+            template.render_chat(&messages, &Value::Null).expect("good");
         let parts: Vec<&str> = assistant.into_iter().map(|range| &text[range]).collect();
         assert_eq!((text.as_str(), parts), ("[a]b</s>[c]d</s>", vec!["b</s>", "d</s>"]));
     }
@@ -285,22 +295,35 @@ mod tests {
     fn values_are_written_as_python_writes_them() {
         let source = "{% if tools is not none %}tools{% endif %}{{ messages[0] | tojson }}";
         let template = Template::new(source, Map::new()).expect("good");
-        let asked = template.ask(&chat(&[("user", "hi <b> & \"c\"")])).expect("good");
+        let asked = template.ask(&chat(&[("user", "hi <b> & \"c\"")]), &Value::Null).expect("good");
         assert_eq!(asked, r#"{"role": "user", "content": "hi <b> & \"c\""}"#);
     }
 
     #[test]
     fn chats_that_cannot_be_trained_on_are_refused() {
         let template = Template::new(PLAIN, Map::new()).expect("good");
-        let refused = |roles: &[(&str, &str)]| template.render_chat(&chat(roles)).expect_err("bad");
+        let refused = |roles: &[(&str, &str)]| {
+            template.render_chat(&chat(roles), &Value::Null).expect_err("bad")
+        };
         assert!(refused(&[]).contains("empty"));
         assert!(refused(&[("user", "a")]).contains("unterminated"));
         assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
         let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
         let rewrites = Template::new(last, Map::new()).expect("good");
         let messages = chat(&[("assistant", "b"), ("user", "c"), ("assistant", "d")]);
-        assert!(rewrites.render_chat(&messages).expect_err("bad").contains("{% generation %}"));
+        assert!(
+            rewrites
+                .render_chat(&messages, &Value::Null)
+                .expect_err("bad")
+                .contains("{% generation %}")
+        );
         let raises = Template::new("{{ raise_exception('no ' + 'way') }}", Map::new());
-        assert!(raises.expect("good").render_chat(&messages).expect_err("bad").contains("no way"));
+        assert!(
+            raises
+                .expect("good")
+                .render_chat(&messages, &Value::Null)
+                .expect_err("bad")
+                .contains("no way")
+        );
     }
 }

@@ -1,20 +1,23 @@
-//! The other files of a model's directory (tokenizer, chat template, generation settings). They
+//! The other files of a model's directory (tokenizer, chat template, generation settings, pooling). They
 //! are copied to each directory that is written, so that it can be used as the one that was read.
 
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Component, Path};
 
 use serde_json::Value;
 
 use crate::error::Error;
 
-/// The files that transformers looks for beside `config.json` and the weights.
-const FILES: [&str; 12] = [
+/// The files that transformers and sentence-transformers look for beside `config.json` and the weights.
+const FILES: [&str; 15] = [
     "added_tokens.json",
     "chat_template.jinja",
+    "config_sentence_transformers.json",
     "generation_config.json",
     "merges.txt",
+    "modules.json",
+    "sentence_bert_config.json",
     "sentencepiece.bpe.model",
     "special_tokens_map.json",
     "spiece.model",
@@ -25,13 +28,41 @@ const FILES: [&str; 12] = [
     "vocab.txt",
 ];
 
-/// Copies those of the files that exist, and waits until they are on the disk.
+/// Copies those of the files that exist, and the modules of sentence-transformers, and waits until
+/// they are on the disk.
 pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
     for file in FILES.iter().filter(|file| from.join(file).is_file()) {
-        fs::copy(from.join(file), to.join(file))?;
-        fs::File::open(to.join(file))?.sync_all()?;
+        copy(&from.join(file), &to.join(file))?;
+    }
+    for module in modules(from) {
+        fs::create_dir_all(to.join(&module))?;
+        for entry in fs::read_dir(from.join(&module))? {
+            let entry = entry?;
+            if entry.file_type()?.is_file() {
+                copy(&entry.path(), &to.join(&module).join(entry.file_name()))?;
+            }
+        }
     }
     Ok(())
+}
+
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    fs::copy(from, to)?;
+    fs::File::open(to)?.sync_all()
+}
+
+/// The folders of what sentence-transformers does behind the model, such as `1_Pooling`.
+fn modules(directory: &Path) -> Vec<String> {
+    let Ok(text) = fs::read_to_string(directory.join("modules.json")) else { return Vec::new() };
+    let all: Value = serde_json::from_str(&text).unwrap_or_default();
+    let paths = all.as_array().into_iter().flatten().filter_map(|one| one["path"].as_str());
+    let is_folder_of_it = |path: &&str| {
+        let mut parts = Path::new(path).components();
+        matches!(parts.next(), Some(Component::Normal(_)))
+            && parts.next().is_none()
+            && directory.join(path).is_dir()
+    };
+    paths.filter(is_folder_of_it).map(str::to_string).collect()
 }
 
 /// Refuses a directory whose `tokenizer.json` has tokens outside the model's vocabulary.

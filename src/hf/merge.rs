@@ -1,19 +1,15 @@
-//! Adapters added to the weights that they are of: W + s B A, tensor by tensor, in the dtype of the
-//! file. One tensor at a time is in memory.
+//! Adapters added to the weights that they are of: W + s B A, tensor by tensor.
 
-use std::fs::File;
-use std::io::{BufWriter, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use half::{bf16, f16};
 use memmap2::Mmap;
 use rayon::prelude::*;
 use safetensors::Dtype;
-use safetensors::tensor::{SafeTensorError, SafeTensors, TensorInfo, TensorView};
+use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, read_lora};
 use super::config::read_shape;
-use super::weights::{decode, header, map};
+use super::weights::{decode, map};
 use crate::error::Error;
 use crate::models::families::Names;
 use crate::models::{Lora, adapters};
@@ -57,34 +53,26 @@ impl Merge {
         SafeTensors::deserialize(&self.map).expect("it was read before")
     }
 
-    /// Writes files of weights with the adapters added to a directory, under their names. Tensors
-    /// that the files do not have, as those of a new head, come to the last; they are returned.
+    /// The tensors that weights of these names lack and the adapters have, as those of a new head:
+    /// their names in a model.
     ///
     /// # Errors
-    /// A file cannot be read or written, or an adapter is not of these weights.
-    pub(super) fn write(&self, files: &[PathBuf], to: &Path) -> Result<Vec<String>, Error> {
+    /// The adapters are of other weights.
+    pub(super) fn new_tensors(&self, names: &[String]) -> Result<Vec<String>, String> {
         let mut missing = self.changes();
-        for (at, from) in files.iter().enumerate() {
-            let refuse = |what: String| Error::bad_model(from.display(), what);
-            let map = map(from)?;
-            let (_, header) =
-                SafeTensors::read_metadata(&map).map_err(|error| refuse(error.to_string()))?;
-            let names = header.offset_keys();
-            missing.retain(|name| !names.iter().any(|own| self.is_called(own, name)));
-            let is_last = at + 1 == files.len();
-            if let Some(lost) = missing.iter().find(|name| is_last && !self.has(name)) {
-                return Err(refuse(format!(
-                    "{lost} is missing, which the adapters change: they are of another model"
-                )));
-            }
-            let new = if is_last { &missing[..] } else { &[] };
-            let to = to.join(from.file_name().expect("a file has a name"));
-            self.write_one((&map, &names), new, &to).map_err(|error| match error {
-                Failed::Write(error) => Error::storage(to.display(), error),
-                Failed::Read(what) => refuse(what),
-            })?;
+        missing.retain(|name| !names.iter().any(|own| self.is_called(own, name)));
+        match missing.iter().find(|name| !self.has(name)) {
+            Some(lost) => Err(format!(
+                "{lost} is missing, which the adapters change: they are of another model"
+            )),
+            None => Ok(missing),
         }
-        Ok(missing)
+    }
+
+    /// A tensor of [`new_tensors`](Merge::new_tensors).
+    pub(super) fn new_tensor(&self, name: &str) -> TensorView<'_> {
+        let tensor = SafeTensors::deserialize(&self.map).expect("it was read before");
+        tensor.tensor(&format!("{PREFIX}{name}")).expect("new_tensors() found it")
     }
 
     /// The names of the weights that have adapters, and of the tensors that replace others.
@@ -115,44 +103,12 @@ impl Merge {
         is_of_head && self.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
     }
 
-    fn write_one(
-        &self,
-        (map, names): (&Mmap, &[String]),
-        new: &[String],
-        to: &Path,
-    ) -> Result<(), Failed> {
-        let read = |error: SafeTensorError| Failed::Read(error.to_string());
-        let (all, own) = (SafeTensors::deserialize(map).map_err(read)?, self.tensors());
-        let mut tensors = Vec::new();
-        for name in names {
-            tensors.push((name.clone(), all.tensor(name).map_err(read)?));
-        }
-        for name in new {
-            tensors.push((name.clone(), own.tensor(&format!("{PREFIX}{name}")).map_err(read)?));
-        }
-        let mut end = 0;
-        let infos = tensors.iter().map(|(name, tensor)| {
-            let (begin, shape) = (end, tensor.shape().to_vec());
-            end += tensor.data().len();
-            let (dtype, data_offsets) = (tensor.dtype(), (begin, end));
-            (name.clone(), TensorInfo { dtype, shape, data_offsets })
-        });
-        let header = header(infos.collect()).map_err(Failed::Read)?;
-        let mut out = BufWriter::with_capacity(1 << 20, File::create(to)?);
-        out.write_all(&(header.len() as u64).to_le_bytes())?;
-        out.write_all(&header)?;
-        for (name, tensor) in &tensors {
-            match self.merged(name, tensor).map_err(Failed::Read)? {
-                Some(values) => encode(&values, tensor.dtype(), &mut out)?,
-                None => out.write_all(tensor.data())?,
-            }
-        }
-        let file = out.into_inner().map_err(|error| error.into_error())?;
-        Ok(file.sync_all()?)
-    }
-
     /// What a tensor is with its adapter, if it has one.
-    fn merged(&self, name: &str, tensor: &TensorView<'_>) -> Result<Option<Vec<f32>>, String> {
+    pub(super) fn merged(
+        &self,
+        name: &str,
+        tensor: &TensorView<'_>,
+    ) -> Result<Option<Vec<f32>>, String> {
         let tensors = self.tensors();
         let find = |end: &str, of: &str| {
             let names =
@@ -199,28 +155,7 @@ impl Merge {
     }
 }
 
-/// Why a file was not written.
-enum Failed {
-    Read(String),
-    Write(std::io::Error),
-}
-
-impl From<std::io::Error> for Failed {
-    fn from(error: std::io::Error) -> Failed {
-        Failed::Write(error)
-    }
-}
-
 fn differs(name: &str, tensor: &TensorView<'_>, other: &TensorView<'_>) -> String {
     let (has, other) = (tensor.shape(), other.shape());
     format!("{name} has shape {has:?}, and the adapters are of another model: theirs is {other:?}")
-}
-
-/// Writes values as elements of this dtype.
-fn encode(values: &[f32], dtype: Dtype, out: &mut impl Write) -> std::io::Result<()> {
-    values.iter().try_for_each(|&value| match dtype {
-        Dtype::F16 => out.write_all(&f16::from_f32(value).to_le_bytes()),
-        Dtype::BF16 => out.write_all(&bf16::from_f32(value).to_le_bytes()),
-        _ => out.write_all(&value.to_le_bytes()),
-    })
 }

@@ -13,6 +13,7 @@ mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
 mod shape;
+mod shards;
 mod text;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
@@ -28,7 +29,7 @@ pub(crate) use config::{
     label_names, mark_byte_tokens, read_config, read_shape, reads_bytes, set_label_names,
     write_config,
 };
-pub use export::{export, export_average};
+pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
 pub use shape::{largest_shape_of, shape_of};

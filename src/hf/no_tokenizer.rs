@@ -4,6 +4,8 @@
 use std::convert::Infallible;
 use std::path::Path;
 
+use serde_json::Value;
+
 use super::text::{Encoded, Message, RenderedChat};
 use crate::error::Error;
 
@@ -73,11 +75,11 @@ impl Tokenizer {
 
 #[allow(missing_docs, clippy::missing_errors_doc, reason = "it has no values")]
 impl Template {
-    pub fn ask(&self, _: &[Message]) -> Result<String, String> {
+    pub fn ask(&self, _: &[Message], _: &Value) -> Result<String, String> {
         match self.0 {}
     }
 
-    pub fn render_chat(&self, _: &[Message]) -> Result<RenderedChat, String> {
+    pub fn render_chat(&self, _: &[Message], _: &Value) -> Result<RenderedChat, String> {
         match self.0 {}
     }
 }

@@ -3,15 +3,73 @@
 use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
-/// A message of a chat.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// A message of a chat, read from `{"role", "content", ...}` or, as ShareGPT writes it, from
+/// `{"from", "value"}`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Map<String, Value>")]
 pub struct Message {
-    /// Who wrote it: `system`, `user` or `assistant`.
+    /// Who wrote it: `system`, `user`, `assistant` or `tool`.
     pub role: String,
-    /// Its text.
-    pub content: String,
+    /// Its text. None where an assistant only calls tools.
+    pub content: Option<String>,
+    /// What else a chat template may read, such as `tool_calls`.
+    #[serde(flatten)]
+    pub more: Map<String, Value>,
+}
+
+impl Message {
+    /// A message with a text.
+    pub fn new(role: impl Into<String>, content: impl Into<String>) -> Message {
+        Message { role: role.into(), content: Some(content.into()), more: Map::new() }
+    }
+}
+
+impl TryFrom<Map<String, Value>> for Message {
+    type Error = String;
+
+    fn try_from(mut all: Map<String, Value>) -> Result<Message, String> {
+        let is_sharegpt = !all.contains_key("role") && all.contains_key("from");
+        let [role, content] = if is_sharegpt { ["from", "value"] } else { ["role", "content"] };
+        let Some(Value::String(mut name)) = all.remove(role) else {
+            return Err(
+                "a message has no role: it needs role and content, or from and value".into()
+            );
+        };
+        if is_sharegpt {
+            let known = [
+                ("human", "user"),
+                ("gpt", "assistant"),
+                ("chatgpt", "assistant"),
+                ("bard", "assistant"),
+                ("model", "assistant"),
+                ("observation", "tool"),
+                ("function_response", "tool"),
+            ];
+            let known = known.iter().find(|(theirs, _)| *theirs == name);
+            known.iter().for_each(|(_, ours)| name = ours.to_string());
+        }
+        let content = match all.remove(content) {
+            Some(Value::String(text)) => Some(text),
+            Some(Value::Array(parts)) => Some(text_of(&parts)?),
+            Some(Value::Null) | None if all.contains_key("tool_calls") => None,
+            Some(Value::Null) | None => {
+                return Err(format!("a message of {name:?} has no {content}"));
+            }
+            Some(_) => return Err(format!("{content} of a message of {name:?} is no text")),
+        };
+        Ok(Message { role: name, content, more: all })
+    }
+}
+
+/// The text of a message in parts, of which all must be text.
+fn text_of(parts: &[Value]) -> Result<String, String> {
+    let text = |part: &Value| match (part, &part["text"]) {
+        (Value::String(text), _) | (_, Value::String(text)) => Ok(text.clone()),
+        _ => Err(format!("content has a part of type {}: only text can be read", part["type"])),
+    };
+    parts.iter().map(text).collect()
 }
 
 /// A text as tokens.

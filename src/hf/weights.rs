@@ -110,7 +110,7 @@ fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
 }
 
 /// Reads a directory's weights into the EPS. With `new_head` the files may lack the tensors of a
-/// classifier, which then keep their initial values: a pretrained model gets a new head.
+/// head, which then keep their initial values: a pretrained model gets a new head.
 ///
 /// # Errors
 /// The file, and the tensors that are missing, unknown or of another shape.
@@ -169,7 +169,28 @@ pub(super) fn weight_files(directory: &Path) -> Result<Vec<PathBuf>, Error> {
                     model, and train.lora.path to this directory";
         return Err(Error::bad_model(directory.display(), what));
     }
+    if !single.exists() && !index.exists() {
+        let old = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+        if let Some(file) = old.iter().find(|file| directory.join(file).is_file()) {
+            let what = format_args!(
+                "it has {file}, a Python pickle, which is not read because it may run code. \
+                 Convert it with transformers: python -c \"from transformers import AutoModel as \
+                 M; M.from_pretrained('{0}').save_pretrained('{0}')\" (AutoModelForCausalLM for a \
+                 model that generates)",
+                directory.display()
+            );
+            return Err(Error::bad_model(directory.display(), what));
+        }
+    }
     Ok(vec![single])
+}
+
+/// Refuses weights that cannot be read for their format.
+///
+/// # Errors
+/// The directory has none but such.
+pub(crate) fn check_format(directory: &Path) -> Result<(), Error> {
+    weight_files(directory).map(drop)
 }
 
 /// The files that an index names, each once.
@@ -211,7 +232,7 @@ pub(super) fn map(path: &Path) -> Result<Mmap, Error> {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Reads {
     All,
-    /// All, but a classifier's head may be missing.
+    /// All, but a head may be missing: a classifier, or what is behind a masked LM's last block.
     ButMissingHead,
     /// Those that are trained. All must be there.
     Trained,
@@ -235,9 +256,16 @@ fn read(
     let find = |name: &str| find(&parsed, name, prefix(model));
     let keeps_initial = |name: &str| {
         let Some(names) = model.map(|model| model.shape.names) else { return false };
-        let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
+        let heads = [
+            names.class_dense,
+            names.class_out,
+            names.transform,
+            names.transform_norm,
+            names.head_bias,
+        ];
+        let is_in = |layer: &&str| !layer.is_empty() && name.starts_with(*layer);
         let may_miss = reads == Reads::ButMissingHead;
-        may_miss && (is_in(names.class_dense) || is_in(names.class_out)) && find(name).is_none()
+        may_miss && heads.iter().any(is_in) && find(name).is_none()
     };
     let tensors: BTreeMap<_, _> = tensors.iter().filter(|(name, _)| !keeps_initial(name)).collect();
     check(&parsed, &tensors, model, &find).map_err(|what| refuse(&files[0], &what))?;
@@ -298,7 +326,7 @@ pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
 }
 
 /// The most bytes of a weight file: transformers' default size of a shard.
-const SHARD_BYTES: usize = 5_000_000_000;
+pub(super) const SHARD_BYTES: usize = 5_000_000_000;
 
 /// Writes the masters to a directory: to `model.safetensors`, or to several files and an index.
 ///

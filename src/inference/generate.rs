@@ -34,6 +34,17 @@ pub enum Ended {
     Length,
 }
 
+/// What follows a token.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Then {
+    /// The next one.
+    GoOn,
+    /// The end of its sequence.
+    EndSequence,
+    /// The end of all sequences.
+    EndAll,
+}
+
 /// Generates from prompts.
 pub struct Generator {
     loaded: Loaded,
@@ -78,7 +89,7 @@ impl Generator {
     }
 
     /// Continues each prompt by at most `most` tokens, until it draws one of `ends`. `each` is
-    /// told every token as it comes, with the index of its prompt, and says whether to go on.
+    /// told every token as it comes, with the index of its prompt, and says what follows.
     /// The tokens of all prompts are drawn in turns.
     ///
     /// # Errors
@@ -90,7 +101,7 @@ impl Generator {
         most: usize,
         how: Sampling,
         ends: &[u32],
-        mut each: impl FnMut(usize, u32, Option<Ended>) -> bool,
+        mut each: impl FnMut(usize, u32, Option<Ended>) -> Then,
     ) -> Result<(), Error> {
         how.check()?;
         let Room { prompts: sequences, prompt: longest, tokens } = self.room;
@@ -109,7 +120,8 @@ impl Generator {
         }
         let mut writing: Vec<Writing> = (0..prompts.len())
             .map(|index| {
-                let dice = Dice::new(how, index as u64);
+                let mut dice = Dice::new(how, index as u64);
+                dice.see(&prompts[index]);
                 Writing { index, past: 0, last: 0, written: 0, dice }
             })
             .collect();
@@ -138,10 +150,10 @@ impl Generator {
                     _ if one.written == most => Some(Ended::Length),
                     _ => None,
                 };
-                if !each(one.index, one.last, ended) {
-                    return Ok(());
+                match each(one.index, one.last, ended) {
+                    Then::EndAll => return Ok(()),
+                    then => goes_on.push(ended.is_none() && then == Then::GoOn),
                 }
-                goes_on.push(ended.is_none());
             }
             let mut goes_on = goes_on.into_iter();
             writing.retain(|_| goes_on.next() == Some(true));

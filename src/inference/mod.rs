@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 pub(crate) use evaluate::evaluate;
 pub use evaluate::{Evaluation, Evaluator};
-pub use generate::{Ended, Generator, Room};
+pub use generate::{Ended, Generator, Room, Then};
 pub use quality::{Agreement, Confusion, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;

@@ -1,5 +1,7 @@
 //! Draws a token from logits: by temperature, from the likeliest few, reproducibly.
 
+use std::collections::BTreeSet;
+
 use crate::error::Error;
 use crate::random;
 
@@ -13,13 +15,25 @@ pub struct Sampling {
     /// Only the likeliest are drawn from, as many as are this likely together (Holtzman et al.
     /// 2020).
     pub top_p: f32,
+    /// Only tokens are drawn that are at least this share as likely as the likeliest; 0: all.
+    pub min_p: f32,
+    /// The logits of tokens that were there before, in the prompt or behind it, are divided by it
+    /// where they are above 0, else multiplied (Keskar et al. 2019); 1: nothing.
+    pub repetition_penalty: f32,
     /// What chance is drawn from.
     pub seed: u64,
 }
 
 impl Default for Sampling {
     fn default() -> Sampling {
-        Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 0 }
+        Sampling {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            seed: 0,
+        }
     }
 }
 
@@ -27,15 +41,25 @@ impl Sampling {
     /// Refuses what is no way to draw.
     ///
     /// # Errors
-    /// The temperature is negative or not finite, or `top_p` is outside (0, 1].
+    /// The temperature is negative or not finite, `top_p` is outside (0, 1], `min_p` outside
+    /// [0, 1], or the penalty is not above 0.
     pub fn check(&self) -> Result<(), Error> {
-        let Sampling { temperature, top_p, .. } = *self;
+        let Sampling { temperature, top_p, min_p, repetition_penalty, .. } = *self;
         if !(temperature.is_finite() && temperature >= 0.0) {
             let what = format_args!("a temperature of {temperature}: it must be 0 or more");
             return Err(Error::argument(what));
         }
         if !(top_p > 0.0 && top_p <= 1.0) {
             let what = format_args!("a top-p of {top_p}: it must be above 0 and at most 1");
+            return Err(Error::argument(what));
+        }
+        if !(0.0..=1.0).contains(&min_p) {
+            let what = format_args!("a min-p of {min_p}: it must be from 0 to 1");
+            return Err(Error::argument(what));
+        }
+        if !(repetition_penalty.is_finite() && repetition_penalty > 0.0) {
+            let what =
+                format_args!("a repetition penalty of {repetition_penalty}: it must be above 0");
             return Err(Error::argument(what));
         }
         Ok(())
@@ -46,17 +70,42 @@ impl Sampling {
 pub(crate) struct Dice {
     how: Sampling,
     state: u64,
+    /// Tokens that were there before, where there is a penalty for them.
+    seen: BTreeSet<u32>,
 }
 
 impl Dice {
     /// Of one of several sequences.
     pub(crate) fn new(how: Sampling, sequence: u64) -> Dice {
-        Dice { how, state: random::keyed(how.seed, sequence) }
+        Dice { how, state: random::keyed(how.seed, sequence), seen: BTreeSet::new() }
     }
 
-    /// A token.
+    /// Says which tokens there are before the next draw.
+    pub(crate) fn see(&mut self, tokens: &[u32]) {
+        if self.how.repetition_penalty != 1.0 {
+            self.seen.extend(tokens);
+        }
+    }
+
+    /// A token, which then counts as seen.
     pub(crate) fn draw(&mut self, logits: &[f32]) -> u32 {
-        let Sampling { temperature, top_k, top_p, .. } = self.how;
+        let mut penalised = Vec::new();
+        if !self.seen.is_empty() {
+            penalised.extend_from_slice(logits);
+            let penalty = self.how.repetition_penalty;
+            for &token in &self.seen {
+                if let Some(logit) = penalised.get_mut(token as usize) {
+                    *logit = if *logit > 0.0 { *logit / penalty } else { *logit * penalty };
+                }
+            }
+        }
+        let drawn = self.drawn(if penalised.is_empty() { logits } else { &penalised });
+        self.see(&[drawn]);
+        drawn
+    }
+
+    fn drawn(&mut self, logits: &[f32]) -> u32 {
+        let Sampling { temperature, top_k, top_p, min_p, .. } = self.how;
         // Of equals the first.
         let likeliest =
             (1..logits.len()).fold(0, |best, at| if logits[at] > logits[best] { at } else { best });
@@ -85,6 +134,7 @@ impl Dice {
             let kept = kept.count();
             tokens.truncate(kept.max(1));
         }
+        tokens.retain(|token| weight(token) >= f64::from(min_p));
         tokens.sort_unstable();
         let all: f64 = tokens.iter().map(weight).sum();
         let (mut left, last) = (random::unit(&mut self.state) * all, tokens[tokens.len() - 1]);
@@ -103,7 +153,7 @@ mod tests {
     const LOGITS: [f32; 6] = [0.5, 1.5, -1.0, 0.0, 1.0, -3.0];
 
     fn how(temperature: f32, top_k: usize, top_p: f32, seed: u64) -> Sampling {
-        Sampling { temperature, top_k, top_p, seed }
+        Sampling { temperature, top_k, top_p, seed, ..Sampling::default() }
     }
 
     #[test]
@@ -140,6 +190,26 @@ mod tests {
         check(how(1.0, 0, 0.8, 4), &[1, 4, 0]);
         check(how(1.0, 0, 0.6, 5), &[1, 4]);
         check(how(1.0, 2, 0.7, 6), &[1, 4]);
+    }
+
+    #[test]
+    fn unlikely_tokens_are_left_out() {
+        // Of the likeliest the others have 0.61, 0.37, 0.22, 0.08, 0.01.
+        check(Sampling { min_p: 0.3, ..how(1.0, 0, 1.0, 8) }, &[1, 4, 0]);
+        check(Sampling { min_p: 1.0, ..how(1.0, 0, 1.0, 9) }, &[1]);
+    }
+
+    #[test]
+    fn tokens_that_were_there_are_less_likely() {
+        let how = Sampling { repetition_penalty: 2.0, ..Sampling::default() };
+        let mut dice = Dice::new(how, 0);
+        assert_eq!(dice.draw(&LOGITS), 1);
+        assert_eq!(dice.draw(&LOGITS), 4); // 1.5 ÷ 2 is less than 1
+        dice.see(&[0, 3]);
+        // 0.25, 0.75, -1, 0, 0.5 and -3 are left.
+        assert_eq!(dice.draw(&LOGITS), 1);
+        assert_eq!(dice.draw(&[-1.0, -2.0, -3.0]), 0); // -2, -4, -3
+        assert_eq!(dice.draw(&[-1.6, -2.0, -3.0]), 2); // -3.2, -4, -3
     }
 
     #[test]

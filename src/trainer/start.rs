@@ -87,7 +87,8 @@ impl Checked {
         model.check_names()?;
         let best = config.validation.best;
         if !Evaluation::has(model.shape.head, best) {
-            let problem = format_args!("is {:?}, which this model's task does not have", best.name());
+            let problem =
+                format_args!("is {:?}, which this model's task does not have", best.name());
             return Err(Error::config("validation.best", problem));
         }
         Ok(Checked {
@@ -135,7 +136,7 @@ impl Checked {
         let changes = checkpoint.as_ref().map(|checkpoint| checkpoint.changes.clone());
         let (eps, found) = open_eps(run, &ring, &plan, parts, start)?;
         let (found, changes) = match found {
-            Some((found, changes)) => (Some(found), Some(changes)),
+            Some(Found { state, changes }) => (Some(state), Some(changes)),
             None => (None, changes),
         };
         let on_file = found.as_ref().and_then(|found| checkpoint::remembered_layers(&found.run));
@@ -260,15 +261,20 @@ struct EpsStart<'p> {
     is_trial: bool,
 }
 
-/// Opens the EPS as the config says. Also returns the state that it keeps, where it resumes, and
-/// what the run changes of the one that made it.
+/// The state of an EPS on file, and what the run changes of the one that made it.
+struct Found {
+    state: StateOnFile,
+    changes: Vec<String>,
+}
+
+/// Opens the EPS as the config says. Also returns the state that it keeps, where it resumes.
 fn open_eps(
     run: Identity<'_>,
     model: &Model,
     plan: &Plan,
     parts: Option<RankParts>,
     start: EpsStart<'_>,
-) -> Result<(Eps, Option<(StateOnFile, Vec<String>)>), Error> {
+) -> Result<(Eps, Option<Found>), Error> {
     let config = run.config;
     let (states, region) = (plan.states.clone(), |id: BlockId| plan.has_region(id));
     let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
@@ -311,7 +317,10 @@ fn open_eps(
     let changes = found.as_ref().map(|found| checkpoint::check_keys(&found.run, run));
     let changes = changes.transpose()?;
     let file = FileTier::open(folder, &blocks, &states, region, step).map_err(unusable)?;
-    Ok((made(Eps::on_file(blocks, states, file), parts), found.zip(changes)))
+    Ok((
+        made(Eps::on_file(blocks, states, file), parts),
+        found.zip(changes).map(|(state, changes)| Found { state, changes }),
+    ))
 }
 
 /// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random.

@@ -123,7 +123,8 @@ async fn evaluations_have_the_base_and_exports_have_not() {
     let (quantised, exact) = (loss_of(&config).await, loss_of(&plain).await);
     assert_eq!(loss_of(&read).await, quantised);
     assert!((quantised - exact).abs() > 1e-4, "{quantised} {exact}");
-    hf::export(&place, config.model.path.as_deref(), &merged).expect("a case of ours");
+    hf::export(&place, config.model.path.as_deref(), &merged, Default::default())
+        .expect("a case of ours");
     plain.model.path = Some(merged);
     plain.train = TrainConfig::default();
     assert!((loss_of(&plain).await - exact).abs() < 1e-5);

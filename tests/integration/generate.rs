@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use l2l::Config;
 use l2l::config::{Deal, ScheduleKind, StashPlace, Transfer};
-use l2l::inference::{Ended, Generator, Room, Sampling};
+use l2l::inference::{Ended, Generator, Room, Sampling, Then};
 use serde_json::Value;
 
 const MOST: usize = 64;
@@ -45,7 +45,7 @@ async fn generated(
     let each = |prompt: usize, token, ended| {
         all[prompt].0.push(token);
         all[prompt].1 = ended;
-        true
+        Then::GoOn
     };
     generator.generate(prompts, MOST, how, ends, each).await.expect("good prompts");
     generator.stop().await.expect("a clean end");
@@ -107,7 +107,8 @@ async fn text_is_the_same_on_several_devices() {
 #[tokio::test]
 async fn a_seed_draws_the_same_and_ends_end() {
     let (prompts, greedy) = golden("llama");
-    let how = |seed| Sampling { temperature: 1.0, top_k: 20, top_p: 0.9, seed };
+    let how =
+        |seed| Sampling { temperature: 1.0, top_k: 20, top_p: 0.9, seed, ..Sampling::default() };
     let first = generated(config("llama"), &prompts, how(1), &[]).await;
     assert_eq!(first, generated(config("llama"), &prompts, how(1), &[]).await);
     assert_ne!(first, generated(config("llama"), &prompts, how(2), &[]).await);
@@ -158,7 +159,7 @@ async fn what_does_not_fit_is_refused() {
     let how = Sampling::default();
     let bad = Sampling { top_p: 0.0, ..how };
     let mut refused = async |prompts: &[Vec<u32>], most, how| {
-        let done = generator.generate(prompts, most, how, &[], |_, _, _| true).await;
+        let done = generator.generate(prompts, most, how, &[], |_, _, _| Then::GoOn).await;
         done.expect_err("bad").to_string()
     };
     assert!(refused(&prompts, 5, how).await.contains("do not fit"));

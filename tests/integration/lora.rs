@@ -75,7 +75,8 @@ async fn merged_weights_are_the_weights_and_their_adapters() {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
         let (merged, base) = (folder.path().join("merged"), config.model.path.clone());
-        hf::export(&adapters(name), base.as_deref(), &merged).expect("a case of ours");
+        hf::export(&adapters(name), base.as_deref(), &merged, Default::default())
+            .expect("a case of ours");
         let mut plain = config.clone();
         plain.model.path = Some(merged);
         plain.train = TrainConfig::default();
@@ -226,7 +227,8 @@ async fn adapters_of_another_model_are_refused() {
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/qwen2");
     let folder = tempfile::tempdir().expect("a place for files");
     let to = folder.path().join("merged");
-    let error = hf::export(&adapters("mistral"), Some(&base), &to).expect_err("another model's");
+    let error = hf::export(&adapters("mistral"), Some(&base), &to, Default::default())
+        .expect_err("another model's");
     assert!(error.to_string().contains("another model"), "{error}");
     assert!(!to.exists() && fs::read_dir(folder.path()).expect("ours").next().is_none());
 }
@@ -286,7 +288,8 @@ fn adapters_that_cannot_be_read_are_refused() {
         let (mut config, _) = pytorch::case("llama");
         config.train.lora = Some(LoraConfig { path: Some(to.into()), ..LoraConfig::default() });
         let read = Trainer::start(config).err().expect("it is refused").to_string();
-        let merged = hf::export(to, Some(&base), &to.join("merged")).expect_err("it is refused");
+        let merged = hf::export(to, Some(&base), &to.join("merged"), Default::default())
+            .expect_err("it is refused");
         [read, merged.to_string()]
     };
     let whole = "nothing";

@@ -350,7 +350,8 @@ async fn averages_follow_the_weights_and_are_exported() {
     assert_eq!(values(&bytes, &format!("{NAME}.ema")), average);
 
     let to = folder.path().join("exported");
-    hf::export_average(&place, None, &to).expect("a checkpoint of ours");
+    let of_average = hf::ExportOptions { average: true, ..Default::default() };
+    hf::export(&place, None, &to, of_average).expect("a checkpoint of ours");
     assert_eq!(values(&bytes_of(&to, "model.safetensors"), NAME), average);
     let all = |path: &Path| bytes_of(path, "model.safetensors").len();
     assert_eq!(all(&to), all(&place));
@@ -359,6 +360,7 @@ async fn averages_follow_the_weights_and_are_exported() {
     let mut trainer = Trainer::start(config(&OptimizerConfig::default(), &relay())).expect("ours");
     steps(&mut trainer, 0, 1).await;
     trainer.checkpoint(&plain).await.expect("a directory of ours");
-    let error = hf::export_average(&plain, None, &folder.path().join("none")).expect_err("none");
+    let error =
+        hf::export(&plain, None, &folder.path().join("none"), of_average).expect_err("none");
     assert!(error.to_string().contains("optimizer.ema"), "{error}");
 }

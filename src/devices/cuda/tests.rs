@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::emulated;
 use crate::config::{Deal, DeviceKind, EpsTier, Recompute, ScheduleKind, Transfer};
 use crate::data::Batches;
-use crate::inference::{Generator, Room, Sampling};
+use crate::inference::{Generator, Room, Sampling, Then};
 use crate::kernels::{Custom, CustomKernel, Kernels};
 use crate::models::{
     Backward, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem, Tensor,
@@ -481,7 +481,7 @@ fn text_goes_on() {
                 let mut generator = Generator::start(config, room).expect("a case of ours");
                 let each = |prompt: usize, token: u32, _| {
                     found[prompt].push(token);
-                    true
+                    Then::GoOn
                 };
                 let how = Sampling::default();
                 generator.generate(&prompts, most, how, &[], each).await.expect("good prompts");

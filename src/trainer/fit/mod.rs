@@ -158,7 +158,14 @@ impl Fit {
             }
         }
         let keeper = keeper?;
-        let mut warnings = Vec::new();
+        let mut warnings: Vec<String> =
+            [&train].into_iter().chain(&validation).fold(Vec::new(), |mut warnings, data| {
+                if !data.unused_columns().is_empty() {
+                    let columns = data.unused_columns().join(", ");
+                    warnings.push(format!("data {}: columns not used: {columns}", data.name()));
+                }
+                warnings
+            });
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {
             true => Beginning::AsBuilt,

@@ -1,0 +1,102 @@
+//! `l2l chat`: a conversation with a model, a message a line.
+
+use std::io::{BufRead, IsTerminal, Write};
+
+use l2l::config::Format;
+use l2l::data::Vocabulary;
+use l2l::hf::Message;
+use l2l::inference::{self, Generator, Room, Then};
+use l2l::{Error, StopRequest, shape_of};
+use serde_json::Value;
+
+use super::generate::{DEFAULT_TOKENS, Page};
+use super::{ChatArguments, Ended, load, say, train};
+
+pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
+    let ChatArguments { common, sampling, model } = arguments;
+    let (mut config, layers) = common.read(None, None)?;
+    let mut run = || {
+        let from = load(&mut config, model)?;
+        let shape = shape_of(&config)?;
+        let vocabulary = Vocabulary::of(&config, &shape)?;
+        vocabulary.template().map_err(Error::Argument)?;
+        let (ends, how) = (sampling.ends(&from, &vocabulary), sampling.how(&config)?);
+        // The longest conversation: what the model was told to read, or has positions for.
+        let tokens = config.sequence_length(&shape)?;
+        let most = sampling.tokens.unwrap_or(DEFAULT_TOKENS).clamp(1, tokens - 1);
+        let room = Room { prompts: 1, prompt: tokens - most, tokens };
+        train::runtime()?.block_on(async {
+            let stop = StopRequest::new();
+            train::stop_on_signal(&stop, false);
+            let mut generator = Generator::start(config.clone(), room)?;
+            let system = sampling.system.as_ref().map(|text| Message::new("system", text.clone()));
+            let first = usize::from(system.is_some());
+            let mut messages: Vec<Message> = system.into_iter().collect();
+            let shows = std::io::stdin().is_terminal() && config.log.format == Format::Pretty;
+            if shows {
+                say("write a message and press return; an empty line begins anew, Ctrl-D ends");
+            }
+            while let Some(line) = next_line(shows) {
+                if line.trim().is_empty() {
+                    messages.truncate(first);
+                    continue;
+                }
+                messages.push(Message::new("user", line.trim_end()));
+                let prompt = fitting(&mut messages, first, room.prompt, &vocabulary)?;
+                let prompts = [prompt];
+                let mut page = Page::new(&config, &vocabulary, &sampling.stop, &prompts);
+                let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
+                    let then = page.take(prompt, token, ended, ends.contains(&token));
+                    if stop.is_requested() { Then::EndAll } else { then }
+                };
+                let done = generator.generate(&prompts, most, how, &ends, each).await;
+                page.end();
+                done?;
+                messages.push(Message::new("assistant", page.text(0)));
+                if stop.is_requested() {
+                    break;
+                }
+            }
+            generator.stop().await?;
+            Ok(if stop.is_requested() { Ended::Interrupted } else { Ended::Well })
+        })
+    };
+    run().map_err(|error| layers.locate(error))
+}
+
+/// The next line that is written. None at the end.
+fn next_line(shows: bool) -> Option<String> {
+    if shows {
+        let mut out = std::io::stdout().lock();
+        let _ = write!(out, "> ").and_then(|()| out.flush());
+    }
+    let mut line = String::new();
+    let read = std::io::stdin().lock().read_line(&mut line).ok()?;
+    (read > 0).then_some(line)
+}
+
+/// The tokens of a conversation, of which the oldest messages behind the `first` ones are left out
+/// until it fits.
+fn fitting(
+    messages: &mut Vec<Message>,
+    first: usize,
+    room: usize,
+    vocabulary: &Vocabulary,
+) -> Result<Vec<u32>, Error> {
+    loop {
+        let text = vocabulary.ask(messages, &Value::Null).map_err(Error::Argument)?;
+        let tokens = vocabulary.encode(&text, None, false).map_err(Error::Argument)?.tokens;
+        if tokens.len() <= room {
+            return Ok(tokens);
+        }
+        if messages.len() < first + 3 {
+            return Err(Error::Argument(format!(
+                "the message has {} tokens, and there is room for {room}: set \
+                 data.sequence_length, or ask for fewer with --tokens",
+                tokens.len()
+            )));
+        }
+        messages.drain(first..first + 2);
+        say("(the oldest messages are left out: the conversation is longer than the model reads)");
+    }
+}

@@ -1,0 +1,184 @@
+//! A record of data: the values of its columns, by the names that we know.
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::hf::Message;
+
+/// The label of a whole sequence: a class, by number or name, or a value.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "it must be a number or a name")]
+pub(super) enum Label {
+    Number(f64),
+    Name(String),
+}
+
+/// A prompt or a completion.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "it must be a text, or a list of messages with role and content")]
+pub(super) enum Turns {
+    Text(String),
+    Messages(Vec<Message>),
+}
+
+/// See the [module](self).
+pub(super) struct Record {
+    pub(super) text: Option<String>,
+    pub(super) text_pair: Option<String>,
+    pub(super) messages: Option<Vec<Message>>,
+    pub(super) prompt: Option<Turns>,
+    pub(super) completion: Option<Turns>,
+    pub(super) instruction: Option<String>,
+    pub(super) input: Option<String>,
+    pub(super) output: Option<String>,
+    /// What a chat begins with, where it is a column of its own.
+    pub(super) system: Option<String>,
+    /// Descriptions of tools for the chat template, or null.
+    pub(super) tools: Value,
+    pub(super) input_ids: Option<Vec<i64>>,
+    pub(super) labels: Option<Vec<i64>>,
+    pub(super) label: Option<Label>,
+    pub(super) token_type_ids: Option<Vec<i64>>,
+    /// Written by tokenizers. It must be all ones, because a record has no padding.
+    pub(super) attention_mask: Option<Vec<i64>>,
+}
+
+/// Columns of which a record has one, which says what kind it is.
+const KINDS: [&str; 5] = ["text", "messages", "prompt", "instruction", "input_ids"];
+
+impl Record {
+    /// The record of these columns. `fields`: our names of columns, and theirs where they have
+    /// others. Also returns the columns that are not used.
+    ///
+    /// # Errors
+    /// Which column is missing, or is not what it must be.
+    pub(super) fn of(
+        mut columns: Map<String, Value>,
+        fields: &[(&'static str, String)],
+    ) -> Result<(Record, Vec<String>), String> {
+        let mut renamed = Vec::new();
+        for (ours, theirs) in fields {
+            let value = columns.remove(theirs).ok_or_else(|| {
+                format!("column {theirs:?} is missing, which data.fields.{ours} names")
+            })?;
+            renamed.push((*ours, value));
+        }
+        let mut unused = Vec::new();
+        // A kind that the config names is the one that is meant.
+        if fields.iter().any(|(ours, _)| KINDS.contains(ours)) {
+            let others = KINDS.iter().filter_map(|kind| columns.remove_entry(*kind));
+            unused.extend(others.map(|(name, _)| name));
+        }
+        columns.extend(renamed.into_iter().map(|(ours, value)| (ours.to_string(), value)));
+        if let (false, Some(chat)) =
+            (columns.contains_key("messages"), columns.remove("conversations"))
+        {
+            columns.insert("messages".into(), chat);
+        }
+        let all = &mut columns;
+        let record = Record {
+            text: take(all, "text")?,
+            text_pair: take(all, "text_pair")?,
+            messages: take(all, "messages")?,
+            prompt: take(all, "prompt")?,
+            completion: take(all, "completion")?,
+            instruction: take(all, "instruction")?,
+            input: take(all, "input")?,
+            output: take(all, "output")?,
+            system: take(all, "system")?,
+            tools: take(all, "tools")?.unwrap_or_default(),
+            input_ids: take(all, "input_ids")?,
+            labels: take(all, "labels")?,
+            label: take(all, "label")?,
+            token_type_ids: take(all, "token_type_ids")?,
+            attention_mask: take(all, "attention_mask")?,
+        };
+        if columns.contains_key("chosen") && columns.contains_key("rejected") {
+            let pair = record.completion.is_none() && record.messages.is_none();
+            if pair {
+                return Err("chosen and rejected: training on preferences (DPO) is not there; to \
+                            train on the chosen answers set data.fields.completion = \"chosen\", \
+                            or data.fields.messages = \"chosen\" where it has the whole chat"
+                    .into());
+            }
+        }
+        unused.extend(columns.into_iter().map(|(name, _)| name));
+        Ok((record, unused))
+    }
+
+    /// Its kind: the one of the columns `text`, `messages`, `prompt`, `instruction` and `input_ids`
+    /// that it has.
+    ///
+    /// # Errors
+    /// It has none, or several, or a column of another kind.
+    pub(super) fn kind(&self) -> Result<&'static str, String> {
+        let given = [
+            self.text.is_some(),
+            self.messages.is_some(),
+            self.prompt.is_some(),
+            self.instruction.is_some(),
+            self.input_ids.is_some(),
+        ];
+        let kinds = KINDS.iter().zip(given).filter(|(_, given)| *given);
+        let kinds: Vec<&'static str> = kinds.map(|(kind, _)| *kind).collect();
+        let [kind] = kinds[..] else {
+            return Err(match kinds[..] {
+                [] => "it needs one of text, messages (or conversations), prompt with completion, \
+                       instruction with output, or input_ids; data.fields names columns that are \
+                       called otherwise"
+                    .into(),
+                [first, ..] => format!(
+                    "it has {}: name the one to use, for example data.fields.{first} = {first:?}",
+                    kinds.join(" and ")
+                ),
+            });
+        };
+        let others = [
+            ("text_pair", self.text_pair.is_some(), "text"),
+            ("completion", self.completion.is_some(), "prompt"),
+            ("labels", self.labels.is_some(), "input_ids"),
+            ("token_type_ids", self.token_type_ids.is_some(), "input_ids"),
+            ("attention_mask", self.attention_mask.is_some(), "input_ids"),
+        ];
+        match others.iter().find(|(_, is_given, of)| *is_given && *of != kind) {
+            Some((name, _, of)) => Err(format!("{name} goes with {of}, not with {kind}")),
+            None => Ok(kind),
+        }
+    }
+
+    /// Columns that a record of this kind does not use.
+    pub(super) fn unused(&self, kind: &str, scores_sequences: bool) -> Vec<&'static str> {
+        let is_alpaca = kind == "instruction";
+        let is_chat = is_alpaca || kind == "messages" || kind == "prompt";
+        let columns = [
+            ("input", self.input.is_some() && !is_alpaca),
+            ("output", self.output.is_some() && !is_alpaca),
+            ("system", self.system.is_some() && !is_chat),
+            ("tools", !self.tools.is_null() && !is_chat),
+            ("label", self.label.is_some() && !scores_sequences),
+        ];
+        columns.into_iter().filter(|(_, is)| *is).map(|(name, _)| name).collect()
+    }
+
+    /// Messages behind that of the column `system`, if there is one.
+    pub(super) fn with_system(&self, mut messages: Vec<Message>) -> Vec<Message> {
+        if let Some(system) = self.system.as_ref().filter(|system| !system.is_empty()) {
+            messages.insert(0, Message::new("system", system.clone()));
+        }
+        messages
+    }
+}
+
+/// Takes a column. A null is as good as none.
+fn take<T: DeserializeOwned>(
+    columns: &mut Map<String, Value>,
+    name: &str,
+) -> Result<Option<T>, String> {
+    match columns.remove(name) {
+        None | Some(Value::Null) => Ok(None),
+        Some(value) => {
+            serde_json::from_value(value).map(Some).map_err(|error| format!("{name}: {error}"))
+        }
+    }
+}

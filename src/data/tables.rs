@@ -1,0 +1,101 @@
+//! Records of `.json`, `.csv` and `.tsv` files.
+
+use std::io::{self, BufRead, Read};
+
+use rayon::prelude::*;
+use serde_json::{Map, Value};
+use sha2::{Digest, Sha256};
+
+use super::Sequence;
+use super::files::{LINES_AT_ONCE, Opening};
+use crate::error::Error;
+
+impl Opening<'_> {
+    /// Reads a `.json` file: a list of records, or lines as a `.jsonl` file has them.
+    pub(super) fn list(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
+        let start = file.fill_buf().map_err(|error| Error::bad_data(name, error))?;
+        if start.trim_ascii_start().first() == Some(&b'{') {
+            return self.lines(name, file);
+        }
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).map_err(|error| Error::bad_data(name, error))?;
+        self.hasher.update(&text);
+        let records: Vec<Map<String, Value>> = serde_json::from_slice(&text).map_err(|error| {
+            Error::bad_data(name, format_args!("it is no list of JSON objects: {error}"))
+        })?;
+        drop(text);
+        self.records(name, records.into_iter().map(Ok))
+    }
+
+    /// Reads a table of text. Its first line has the names of the columns.
+    pub(super) fn table(
+        &mut self,
+        name: &str,
+        file: &mut impl BufRead,
+        delimiter: u8,
+    ) -> Result<(), Error> {
+        let hashing = Hashing { from: file, hasher: std::mem::take(&mut self.hasher) };
+        let mut table = csv::ReaderBuilder::new().delimiter(delimiter).from_reader(hashing);
+        let mut names: Vec<String> = table
+            .headers()
+            .map_err(|error| Error::bad_data(name, error))?
+            .iter()
+            .map(str::to_string)
+            .collect();
+        if let Some(first) = names.first_mut() {
+            *first = first.trim_start_matches('\u{feff}').to_string();
+        }
+        // A cell without a text is a null.
+        let value = |cell: &str| match cell {
+            "" => Value::Null,
+            text => Value::String(text.into()),
+        };
+        let rows = table.records().map(|row| {
+            let row = row.map_err(|error| error.to_string())?;
+            Ok(names.iter().cloned().zip(row.iter().map(value)).collect())
+        });
+        self.records(name, rows)?;
+        self.hasher = table.into_inner().hasher;
+        Ok(())
+    }
+
+    /// Reads records, which count from 1.
+    fn records(
+        &mut self,
+        name: &str,
+        mut records: impl Iterator<Item = Result<Map<String, Value>, String>>,
+    ) -> Result<(), Error> {
+        let mut number = 0;
+        loop {
+            let some: Vec<_> = records.by_ref().take(LINES_AT_ONCE).collect();
+            if some.is_empty() {
+                return Ok(());
+            }
+            let reader = self.reader;
+            let read: Vec<Result<Vec<Sequence>, String>> = self.pool.install(|| {
+                some.into_par_iter().map(|record| reader.read_record(record?)).collect()
+            });
+            for sequences in read {
+                number += 1;
+                let sequences = sequences.map_err(|what| {
+                    Error::bad_data(name, format_args!("record {number}: {what}"))
+                })?;
+                sequences.iter().try_for_each(|sequence| self.push(name, sequence))?;
+            }
+        }
+    }
+}
+
+/// Reads bytes, and hashes what was read.
+struct Hashing<R> {
+    from: R,
+    hasher: Sha256,
+}
+
+impl<R: Read> Read for Hashing<R> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let read = self.from.read(to)?;
+        self.hasher.update(&to[..read]);
+        Ok(read)
+    }
+}
