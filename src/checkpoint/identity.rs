@@ -56,11 +56,12 @@ const FREE: [&str; 28] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 36] = [
+const CHANGEABLE: [&str; 37] = [
     "data",
     "data.attend_across",
     "data.end_of_text",
     "data.fields",
+    "data.group_by_length",
     "data.mask_probability",
     "data.packing",
     "data.sequence_length",

@@ -196,6 +196,18 @@ impl Layers {
             refused(format_args!("{at}{whole}: {what}"))
         })?;
         config.check().map_err(|error| self.locate(error))?;
+        // The default is for any batch; a value that was written is meant.
+        let (batch, micro_batch) = (config.step.batch, config.step.micro_batch);
+        if self.values.contains_key("step.micro_batch") && micro_batch > batch {
+            let problem = format_args!(
+                "is {micro_batch}, and step.batch is {batch}: a step has no more sequences, so set \
+                 it to at most {batch}"
+            );
+            return Err(self.locate(Error::Config {
+                key: "step.micro_batch".into(),
+                problem: problem.to_string(),
+            }));
+        }
         Ok(config)
     }
 
@@ -336,7 +348,13 @@ mod tests {
     #[test]
     fn errors_say_where_and_what_was_meant() {
         type Case<'c> = (&'c str, &'c [(&'c str, &'c str)], &'c [&'c str], &'c str);
-        let cases: [Case<'_>; 19] = [
+        let cases: [Case<'_>; 20] = [
+            (
+                "[step]\nmicro_batch = 8",
+                &[],
+                &["step.batch=4"],
+                "run.toml, line 2: step.micro_batch is 8, and step.batch is 4",
+            ),
             ("lr = 1", &[], &[], "unknown key lr: it is optimizer.learning_rate here"),
             ("", &[], &["lora.r=8"], "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),
             (

@@ -62,6 +62,11 @@ impl OutputFiles {
         self.watch = Some(trainer.watch());
     }
 
+    /// The run, once it has started.
+    pub(super) fn watch(&self) -> Option<&Watch> {
+        self.watch.as_ref()
+    }
+
     /// Writes the report, and ends the timeline.
     pub(super) fn write(&self, config: &Config) {
         if let (Some((report, folder)), Some(watch)) = (&self.report, &self.watch)

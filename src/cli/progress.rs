@@ -1,10 +1,12 @@
 //! What a run shows while it goes: JSON lines, a bar on a terminal, or plain lines elsewhere.
 
 use std::io::IsTerminal;
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use l2l::config::{ByteSize, Format};
 use l2l::inference::Evaluation;
+use l2l::telemetry::Point;
 use l2l::{StepReport, Summary};
 use serde_json::Value;
 
@@ -22,18 +24,27 @@ pub(super) struct Screen {
     validation: Option<(Option<String>, f64)>,
     /// Bytes of the device that may be in use.
     ceiling: u64,
+    /// The step before the first, and when it was.
+    first: u64,
+    began: Instant,
+    last_line: Duration,
 }
+
+/// In the first minute a line comes at least so often, so that somebody who waits sees it train.
+const FIRST_LINES: Duration = Duration::from_secs(5);
+const FIRST_MINUTE: Duration = Duration::from_secs(60);
 
 impl Screen {
     pub(super) fn new(format: Format, first: u64, steps: u64, ceiling: u64) -> Screen {
         let shows = format == Format::Pretty && std::io::stderr().is_terminal();
         let bar = shows.then(|| {
-            let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {msg}  {eta} left");
+            let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {msg}");
             ProgressBar::new(steps)
                 .with_position(first)
                 .with_style(style.expect("a template of ours"))
         });
-        Screen { format, bar, steps, validation: None, ceiling }
+        let (began, last_line) = (Instant::now(), Duration::ZERO);
+        Screen { format, bar, steps, validation: None, ceiling, first, began, last_line }
     }
 
     /// An event, which is shown as it is in the format for tools.
@@ -52,11 +63,13 @@ impl Screen {
                 bar.set_position(report.step);
             }
             (None, Format::Pretty) => {
-                let every = self.steps.div_ceil(LINES);
+                let (every, elapsed) = (self.steps.div_ceil(LINES), self.began.elapsed());
+                let waits = elapsed < FIRST_MINUTE && elapsed - self.last_line >= FIRST_LINES;
                 if report.step.is_multiple_of(every)
-                    || report.step == 1
-                    || report.step == self.steps
+                    || [1, self.first + 1, self.steps].contains(&report.step)
+                    || waits
                 {
+                    self.last_line = elapsed;
                     print(format_args!(
                         "step {}/{}  {}",
                         report.step,
@@ -70,14 +83,21 @@ impl Screen {
 
     fn line(&self, report: &StepReport) -> String {
         let StepReport { loss, tokens, seconds, exposed_wait_seconds, bottleneck, .. } = report;
+        let StepReport { learning_rate, grad_norm, step, .. } = report;
+        let elapsed = self.began.elapsed();
+        let (done, left) = (step.saturating_sub(self.first).max(1), self.steps - step);
+        let remaining = elapsed.mul_f64(left as f64 / done as f64);
         let slowest = report.slowest_device.map(|(device, share)| {
             format!("  slowest device {device} (computes {:.0} %)", 100.0 * share)
         });
         let validation = self.validation.as_ref().map(|(_, loss)| format!(" (held out {loss:.4})"));
         format!(
-            "loss {loss:.4}{}  {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
+            "loss {loss:.4}{}  rate {learning_rate:.2e}  norm {grad_norm:.3}  {} passed, {} left  \
+             {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
              device {} of {}{}",
             validation.unwrap_or_default(),
+            clock(elapsed),
+            clock(remaining),
             *tokens as f64 / seconds,
             100.0 * exposed_wait_seconds / seconds,
             bottleneck.name(),
@@ -85,6 +105,14 @@ impl Screen {
             ByteSize::from(self.ceiling),
             slowest.unwrap_or_default(),
         )
+    }
+
+    /// The loss of the run as a line of bars, for people.
+    pub(super) fn chart(&self, losses: &[Point]) {
+        let bars = bars(&losses.iter().map(|point| point.loss).collect::<Vec<_>>());
+        if let (Some(bars), [first, .., last]) = (bars, losses) {
+            self.say(format_args!("loss {:.4} {bars} {:.4}", first.loss, last.loss));
+        }
     }
 
     /// A validation, for people.
@@ -138,5 +166,50 @@ impl Screen {
             print(format_args!("{:<26} {value:>16.3}", name.replace('_', " ")));
         }
         print(format_args!("weights {}", summary.weights_digest));
+    }
+}
+
+/// A time as a clock shows it: minutes and seconds, with hours before them if there are any.
+fn clock(time: Duration) -> String {
+    let seconds = time.as_secs();
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match hours {
+        0 => format!("{minutes}:{seconds:02}"),
+        _ => format!("{hours}:{minutes:02}:{seconds:02}"),
+    }
+}
+
+/// Values as bars, each the mean of some of them. None of values that are all the same, or not
+/// finite.
+fn bars(values: &[f64]) -> Option<String> {
+    const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    const WIDTH: usize = 48;
+    let each = values.chunks(values.len().div_ceil(WIDTH).max(1));
+    let means: Vec<f64> = each.map(|few| few.iter().sum::<f64>() / few.len() as f64).collect();
+    let least = means.iter().copied().fold(f64::INFINITY, f64::min);
+    let most = means.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let bar = |mean: &f64| BARS[((mean - least) / (most - least) * 7.0).round() as usize];
+    let is_finite = means.iter().all(|mean| mean.is_finite());
+    (is_finite && least < most).then(|| means.iter().map(bar).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_shown_as_clocks_show_them() {
+        let shown = [0, 59, 61, 3599, 3600, 86_399].map(|s| clock(Duration::from_secs(s)));
+        assert_eq!(shown, ["0:00", "0:59", "1:01", "59:59", "1:00:00", "23:59:59"]);
+    }
+
+    #[test]
+    fn a_falling_loss_is_falling_bars() {
+        assert_eq!(bars(&[8.0, 4.5, 1.0]).as_deref(), Some("█▅▁"));
+        let many: Vec<f64> = (0..1000).map(|step| 1.0 / f64::from(step + 1)).collect();
+        assert!((40..=48).contains(&bars(&many).expect("they differ").chars().count()));
+        assert_eq!(bars(&[1.0, 1.0]), None);
+        assert_eq!(bars(&[1.0, f64::NAN]), None);
+        assert_eq!(bars(&[]), None);
     }
 }

@@ -1,5 +1,8 @@
 //! `l2l train`: the library's `fit`, with signals that end it and a screen that shows it.
 
+use std::path::Path;
+
+use l2l::config::EpsTier;
 use l2l::{
     Callbacks, Config, End, Error, Fitted, Prepared, RunMessage, StepReport, StopRequest, Summary,
     Trainer, inference::Evaluation, telemetry,
@@ -66,6 +69,9 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             };
             let prepared = terminal.files.attach(prepared);
             let fitted = prepared.run(&mut terminal).await?;
+            if fitted.end == End::Stopped {
+                say(how_to_go_on(&config, common.config.as_deref(), fitted.summary.steps));
+            }
             Ok(ended(&fitted))
         })
     };
@@ -84,6 +90,24 @@ fn traced(prepared: Prepared) -> Prepared {
             say(format_args!("--trace: a rank has no temporary file for its events: {error}"));
             prepared
         }
+    }
+}
+
+/// What somebody who stopped a run may want to know.
+fn how_to_go_on(config: &Config, file: Option<&Path>, step: u64) -> String {
+    let keeps = config.checkpoint.directory.is_some() || config.eps.tier == EpsTier::File;
+    match (keeps, file) {
+        (true, Some(file)) => format!(
+            "stopped after step {step}; `l2l train {} --resume` goes on, with the same --set flags",
+            file.display()
+        ),
+        (true, None) => {
+            format!("stopped after step {step}; the same command with --resume goes on")
+        }
+        (false, _) => format!(
+            "stopped after step {step}; nothing is kept of it, because checkpoint.directory is not \
+             set"
+        ),
     }
 }
 
@@ -161,6 +185,11 @@ impl Callbacks for Terminal {
         self.screen.iter_mut().for_each(|screen| screen.validation(step, evaluation));
     }
 
+    fn checkpoint(&mut self, directory: &Path) {
+        let written = format_args!("checkpoint {}", directory.display());
+        self.screen.iter().for_each(|screen| screen.say(written));
+    }
+
     fn message(&mut self, message: &RunMessage) {
         match (message, &self.screen) {
             (RunMessage::Info(text), Some(screen)) => screen.say(text),
@@ -172,6 +201,9 @@ impl Callbacks for Terminal {
 
     fn ended(&mut self, outcome: Result<&Summary, &Error>) {
         if let (Ok(summary), Some(screen)) = (outcome, &mut self.screen) {
+            if let Some(watch) = self.files.watch() {
+                screen.chart(&watch.view(0).losses);
+            }
             screen.summary(summary, self.config.device.link.as_deref(), &[]);
         }
         self.files.write(&self.config);

@@ -32,6 +32,9 @@ pub struct DataConfig {
     pub sequence_length: Option<usize>,
     /// Shuffles the sequences in each epoch.
     pub shuffle: bool,
+    /// Puts sequences of about the same length into a batch: of every 50 shuffled batches (of
+    /// an epoch, if it has fewer) the sequences are sorted by length. Micro-batches then take about the same time.
+    pub group_by_length: bool,
     /// What to do with a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
     /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.
     pub too_long: TooLong,
@@ -58,6 +61,7 @@ impl Default for DataConfig {
             fields: FieldsConfig::default(),
             sequence_length: None,
             shuffle: true,
+            group_by_length: false,
             too_long: TooLong::Error,
             packing: false,
             attend_across: false,

@@ -8,8 +8,8 @@ use std::thread;
 use futures_core::Stream;
 use tokio::sync::mpsc::{self, Receiver};
 
-use super::dataset::{Dataset, Order};
-use super::{Batch, Sequence};
+use super::order::Order;
+use super::{Batch, Dataset, Sequence};
 use crate::config::Config;
 use crate::error::Error;
 use crate::hf::shape_of;
@@ -22,7 +22,12 @@ pub struct Batches {
 
 /// The order of training that a config asks for.
 pub(super) fn order(config: &Config) -> Order {
-    Order { seed: config.step.seed, shuffle: config.data.shuffle, batch: config.step.batch }
+    Order {
+        seed: config.step.seed,
+        shuffle: config.data.shuffle,
+        by_length: config.data.group_by_length,
+        batch: config.step.batch,
+    }
 }
 
 fn unlabelled(name: &str, step: u64) -> Error {

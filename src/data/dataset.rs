@@ -343,8 +343,28 @@ impl Dataset {
         })
     }
 
+    /// The number of a sequence's tokens.
+    pub(super) fn length(&self, index: u64) -> usize {
+        match &self.kind {
+            Kind::Random { positions, .. } => *positions,
+            Kind::Sources(sources) => {
+                let (source, at) = self.find(sources, index);
+                let rows = source.rows_of(at).into_iter();
+                rows.map(|row| source.spool.tokens(source.place(row))).sum()
+            }
+        }
+    }
+
+    /// Whether each sequence has a label, or no sequence is known to have none.
+    pub(super) fn all_labelled(&self) -> bool {
+        match &self.kind {
+            Kind::Random { .. } => true,
+            Kind::Sources(sources) => sources.iter().all(|source| source.spool.all_labelled()),
+        }
+    }
+
     /// Whether a sequence has a label, as far as is known without reading it.
-    fn is_labelled(&self, index: u64) -> bool {
+    pub(super) fn is_labelled(&self, index: u64) -> bool {
         let Kind::Sources(sources) = &self.kind else { return true };
         let (source, at) = self.find(sources, index);
         let rows = source.rows_of(at);
@@ -422,55 +442,4 @@ fn label_names(config: &Config) -> Result<Vec<String>, Error> {
         ));
     }
     Ok(names.clone())
-}
-
-/// The order of training: the sequences of each step, epoch after epoch.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Order {
-    pub(super) seed: u64,
-    pub(super) shuffle: bool,
-    pub(super) batch: usize,
-}
-
-impl Order {
-    /// The sequences of a step: for each its index, and its number `nth` since the run began. A
-    /// step may begin in one epoch and end in the next.
-    pub(super) fn of_step(self, data: &Dataset, step: u64) -> impl Iterator<Item = (u64, u64)> {
-        let from = step * self.batch as u64;
-        let count = data.len();
-        (from..from + self.batch as u64).map(move |nth| {
-            let index = match count.filter(|_| self.shuffle) {
-                None => nth,
-                Some(count) => {
-                    let epoch = nth / count;
-                    let seed = random::keyed(self.seed, epoch);
-                    epoch * count + random::shuffled(seed, count, nth % count)
-                }
-            };
-            (index, nth)
-        })
-    }
-
-    /// The batch of a step.
-    pub(super) fn batch(self, data: &Dataset, step: u64) -> Result<Batch, Error> {
-        Ok(Batch::of(&self.sequences(data, step)?, data.predicts))
-    }
-
-    /// The sequences of a step, with their masks.
-    pub(super) fn sequences(self, data: &Dataset, step: u64) -> Result<Vec<Sequence>, Error> {
-        self.of_step(data, step).map(|(index, nth)| data.masked(index, nth)).collect()
-    }
-
-    /// The first of `steps` steps whose batch has no label, in the first four epochs.
-    pub(super) fn unlabelled(self, data: &Dataset, steps: u64) -> Option<u64> {
-        let Kind::Sources(sources) = &data.kind else { return None };
-        if sources.iter().all(|source| source.spool.all_labelled()) {
-            return None;
-        }
-        // A batch of a later epoch that has no label is refused when its step comes.
-        let count = data.len().expect("files have an end");
-        let four_epochs = 4 * count.div_ceil(self.batch as u64);
-        (0..steps.min(four_epochs))
-            .find(|&step| !self.of_step(data, step).any(|(index, _)| data.is_labelled(index)))
-    }
 }

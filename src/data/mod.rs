@@ -9,6 +9,7 @@ mod batches;
 mod dataset;
 mod files;
 mod mask;
+mod order;
 mod overview;
 mod pack;
 mod reader;

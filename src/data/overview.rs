@@ -49,6 +49,7 @@ impl Overview {
         for step in 0..sequences.div_ceil(order.batch as u64).max(1) {
             let batch_lengths: Vec<usize> = order
                 .of_step(data, step)
+                .into_iter()
                 .filter_map(|(index, _)| lengths.get((index % sequences) as usize).copied())
                 .collect();
             positions += batch_lengths.len() * batch_lengths.iter().max().unwrap_or(&0);

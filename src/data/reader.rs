@@ -7,7 +7,7 @@ use std::sync::Mutex;
 
 use serde_json::{Map, Value};
 
-use super::record::{Label, Record, Turns};
+use super::record::{Columns, Label, Record, Turns};
 use super::vocabulary::Vocabulary;
 use super::{Predicts, Sequence};
 use crate::config::TooLong;
@@ -47,7 +47,8 @@ impl Reader {
         // JSON's own line number is always 1. The caller adds the line number of the file.
         let plain =
             |error: serde_json::Error| error.to_string().replace(" at line 1 column", " at column");
-        self.read_record(serde_json::from_str(line).map_err(plain)?)
+        let Columns(columns) = serde_json::from_str(line).map_err(plain)?;
+        self.read_record(columns)
     }
 
     /// Reads a record, the values of columns by name.

@@ -1,7 +1,9 @@
 //! A record of data: the values of its columns, by the names that we know.
 
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
+use std::fmt;
+
+use serde::de::{DeserializeOwned, Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
 use crate::hf::Message;
@@ -20,6 +22,33 @@ pub(super) enum Label {
 pub(super) enum Turns {
     Text(String),
     Messages(Vec<Message>),
+}
+
+/// The values of columns by name, of which none comes twice.
+pub(super) struct Columns(pub(super) Map<String, Value>);
+
+impl<'de> Deserialize<'de> for Columns {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Columns, D::Error> {
+        struct Object;
+        impl<'de> Visitor<'de> for Object {
+            type Value = Columns;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a JSON object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Columns, A::Error> {
+                let mut columns = Map::new();
+                while let Some((name, value)) = access.next_entry::<String, Value>()? {
+                    if columns.insert(name.clone(), value).is_some() {
+                        return Err(A::Error::custom(format_args!("duplicate field `{name}`")));
+                    }
+                }
+                Ok(Columns(columns))
+            }
+        }
+        deserializer.deserialize_map(Object)
+    }
 }
 
 /// See the [module](self).

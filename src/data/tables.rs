@@ -8,6 +8,7 @@ use sha2::{Digest, Sha256};
 
 use super::Sequence;
 use super::files::{LINES_AT_ONCE, Opening};
+use super::record::Columns;
 use crate::error::Error;
 
 impl Opening<'_> {
@@ -20,11 +21,11 @@ impl Opening<'_> {
         let mut text = Vec::new();
         file.read_to_end(&mut text).map_err(|error| Error::bad_data(name, error))?;
         self.hasher.update(&text);
-        let records: Vec<Map<String, Value>> = serde_json::from_slice(&text).map_err(|error| {
+        let records: Vec<Columns> = serde_json::from_slice(&text).map_err(|error| {
             Error::bad_data(name, format_args!("it is no list of JSON objects: {error}"))
         })?;
         drop(text);
-        self.records(name, records.into_iter().map(Ok))
+        self.records(name, records.into_iter().map(|Columns(columns)| Ok(columns)))
     }
 
     /// Reads a table of text. Its first line has the names of the columns.

@@ -63,7 +63,7 @@ fn lines_of_data() {
         ("{\"input_ids\": []}", vec!["line 1", "empty"]),
         ("{\"input_ids\": [1, 2], \"attention_mask\": [1, 0]}", vec!["line 1", "attention_mask"]),
         ("{\"input_ids\": [1, 2]", vec!["line 1", "EOF"]),
-        ("{\"ids\": [1, 2]}", vec!["line 1", "unknown field `ids`"]),
+        ("{\"ids\": [1, 2]}", vec!["line 1", "it needs one of text", "data.fields"]),
         ("{\"input_ids\": \"text\"}", vec!["line 1", "expected a sequence"]),
         ("{\"input_ids\": [1]}", vec!["data.jsonl", "step 1", "label"]),
         ("{\"input_ids\": [1, 2], \"labels\": [-100, -100]}", vec!["no position", "label"]),
@@ -80,8 +80,8 @@ fn files_that_are_not_there_or_not_files() {
     refused(&folder, "data.train = \"/none.jsonl\"", &["/none.jsonl", "No such file"]);
     refused(
         &folder,
-        "data.train = \"/none.csv\"",
-        &["/none.csv", ".jsonl, .bin file, a folder of them, \"random\""],
+        "data.train = \"/none.xyz\"",
+        &["/none.xyz", ".jsonl, .bin file, a folder of them, \"random\""],
     );
     let binary = folder.path().join("binary.jsonl");
     fs::write(&binary, [0xff, 0xfe, 0x00]).expect("a directory of ours");

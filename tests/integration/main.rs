@@ -38,6 +38,7 @@ mod pytorch;
 mod ranks;
 #[cfg(feature = "cli")]
 mod recipes;
+mod records;
 mod resume;
 mod seen;
 mod slim;
