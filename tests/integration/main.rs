@@ -19,6 +19,8 @@ mod errors;
 mod evaluate;
 mod exact;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
+mod fine_tuning;
+#[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fit;
 mod generate;
 mod growth;

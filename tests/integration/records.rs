@@ -1,5 +1,5 @@
-//! Records as people have them: other names of columns, columns that are not used, ShareGPT, Alpaca,
-//! messages in parts, tables.
+//! Records as people have them: other names of columns, columns that are not used, ShareGPT,
+//! Alpaca, messages in parts, tables.
 
 use std::fs;
 use std::path::Path;
@@ -45,10 +45,11 @@ fn message(role: &str, content: impl Into<Value>) -> Value {
 fn a_chat_is_the_same_in_every_form() {
     let (asked, said) = ("What is the bound?", "One layer, twice.");
     let chat = one(&json!({ "messages": [message("user", asked), message("assistant", said)] }));
+    let sharegpt = json!([{ "from": "human", "value": asked }, { "from": "gpt", "value": said }]);
     let parts =
         json!([{ "type": "text", "text": "What is " }, { "type": "text", "text": "the bound?" }]);
     for line in [
-        json!({ "conversations": [{ "from": "human", "value": asked }, { "from": "gpt", "value": said }] }),
+        json!({ "conversations": sharegpt }),
         json!({ "conversations": [message("user", asked), message("assistant", said)], "id": 7 }),
         json!({ "messages": [message("user", parts), message("assistant", said)] }),
         json!({ "prompt": [message("user", asked)], "completion": [message("assistant", said)] }),
@@ -60,7 +61,7 @@ fn a_chat_is_the_same_in_every_form() {
         [message("system", "Be brief."), message("user", asked), message("assistant", said)];
     let with_system = one(&json!({ "messages": system }));
     for line in [
-        json!({ "system": "Be brief.", "conversations": [{ "from": "human", "value": asked }, { "from": "gpt", "value": said }] }),
+        json!({ "system": "Be brief.", "conversations": sharegpt }),
         json!({ "prompt": system[..2], "completion": system[2..] }),
     ] {
         assert_eq!(one(&line), with_system, "{line}");

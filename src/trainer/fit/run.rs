@@ -10,6 +10,10 @@ use crate::plan::RankShare;
 use crate::telemetry::{EventLog, Exporter};
 use crate::trainer::Trainer;
 
+/// Bytes of the samples of the built-in text: during the run, and at its end.
+const SHORT_SAMPLE: u64 = 60;
+const LONG_SAMPLE: u64 = 240;
+
 /// See the [module](self).
 pub(super) struct Run<'r> {
     pub(super) trainer: Trainer,
@@ -95,8 +99,14 @@ impl Run<'_> {
             && !self.is_stopped()?
         {
             let step = self.step(batches).await?;
-            if is_due(validate_every, step) && !self.validate_and_note().await? {
-                break;
+            if is_due(validate_every, step) {
+                if !self.validate_and_note().await? {
+                    break;
+                }
+                // Somebody who tries the program sees how its text becomes better.
+                if self.between.baseline.is_some() && step < steps {
+                    self.show_sample(SHORT_SAMPLE).await?;
+                }
             }
             if is_due(save_every, step) {
                 self.save().await?;
@@ -187,7 +197,7 @@ impl Run<'_> {
         if self.trainer.is_first() { keeper.tidy_best(step) } else { Ok(()) }
     }
 
-    /// Compares the model of the built-in text with counting, and shows a sample of its text.
+    /// Compares the model of the built-in text with counting, and shows a sample of what it writes.
     async fn compare(&mut self, loss: f64, baseline: Baseline) -> Result<(), Error> {
         let Baseline { unigram, bigram } = baseline;
         self.report(&json!({ "event": "baseline", "unigram": unigram, "bigram": bigram }));
@@ -195,10 +205,14 @@ impl Run<'_> {
             "held-out loss {loss:.4} nats a byte; counting bytes gives {unigram:.4}, counting \
              pairs {bigram:.4}"
         ));
+        self.show_sample(LONG_SAMPLE).await
+    }
+
+    /// Shows text that the model writes, so many bytes.
+    async fn show_sample(&mut self, length: u64) -> Result<(), Error> {
         const PROMPT: &str = "//! The ";
-        const LENGTH: u64 = 240;
         let mut tokens: Vec<u32> = PROMPT.bytes().map(u32::from).collect();
-        for drawn in 0..LENGTH {
+        for drawn in 0..length {
             if self.is_stopped()? {
                 return Ok(());
             }

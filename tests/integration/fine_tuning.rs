@@ -1,0 +1,344 @@
+//! What somebody who fine-tunes does beside training: choose the best, resume with changes, compare
+//! with the base, export, chat.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+use std::process::Stdio;
+
+use safetensors::{Dtype, SafeTensors};
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+use crate::program::{events, good, l2l, of_kind, output};
+
+fn golden(name: &str) -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens").join(name).display().to_string()
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir().expect("a place for files")
+}
+
+/// The arguments of a command with these keys.
+fn with(command: &[&str], keys: &[String]) -> Vec<String> {
+    let sets = keys.iter().flat_map(|key| ["--set".to_string(), key.clone()]);
+    command.iter().map(|word| word.to_string()).chain(sets).collect()
+}
+
+/// A run of three steps on the data of a golden model, with checkpoints.
+fn run_of(name: &str, folder: &TempDir) -> Vec<String> {
+    vec![
+        format!("model.path={}", golden(name)),
+        format!("data.train={}/data.jsonl", golden(name)),
+        format!("data.validation={}/data.jsonl", golden(name)),
+        format!("checkpoint.directory={}", folder.path().join("run").display()),
+        "step.batch=4".into(),
+        "step.steps=3".into(),
+    ]
+}
+
+#[track_caller]
+fn refused(arguments: &[String], says: &str) {
+    let output = output(arguments);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains(says), "{says:?} expected in: {error}");
+}
+
+fn tensors(folder: &Path, file: &str) -> Vec<(String, Dtype, Vec<u8>)> {
+    let bytes = fs::read(folder.join(file)).expect("it was written");
+    let all = SafeTensors::deserialize(&bytes).expect("a file of ours");
+    let each = all.tensors().into_iter();
+    let mut each: Vec<_> =
+        each.map(|(name, tensor)| (name, tensor.dtype(), tensor.data().to_vec())).collect();
+    each.sort_by(|one, other| one.0.cmp(&other.0));
+    each
+}
+
+/// The only validation of a run is the one at its end, and finds the best.
+#[test]
+fn the_last_validation_counts() {
+    let folder = folder();
+    let keys = run_of("bert-classes", &folder);
+    good(&with(&["train"], &keys));
+    assert!(folder.path().join("run/best-00000003/l2l.json").is_file());
+    good(&with(&["eval", "--best"], &keys));
+}
+
+#[test]
+fn the_best_is_decided_by_any_metric() {
+    let folder = folder();
+    let mut keys = run_of("bert-classes", &folder);
+    keys.extend(["validation.best=accuracy".into(), "validation.every_steps=1".into()]);
+    // Every step is too large, so the accuracy changes at random.
+    keys.extend(["optimizer.learning_rate=0.3".into(), "step.steps=8".into()]);
+    let all = events(&good(&with(&["train", "--format", "json"], &keys)));
+    let best = of_kind(&all, "validation").into_iter().fold((0, -1.0), |best, event| {
+        let (step, value) = (event["step"].as_u64(), event["accuracy"].as_f64());
+        let (step, value) = (step.expect("a step"), value.expect("an accuracy"));
+        if value > best.1 { (step, value) } else { best }
+    });
+    let place = folder.path().join(format!("run/best-{:08}/l2l.json", best.0));
+    let record: Value =
+        serde_json::from_str(&fs::read_to_string(place).expect("it is the best")).expect("JSON");
+    assert_eq!(record["progress"]["best"], json!({ "step": best.0, "value": best.1 }));
+    let mut of_text = run_of("llama", &self::folder());
+    of_text.push("validation.best=f1".into());
+    refused(&with(&["train"], &of_text), "validation.best is \"f1\", which this model's task");
+}
+
+#[test]
+fn validation_sets_have_names() {
+    let folder = folder();
+    let mut keys = run_of("bert-classes", &folder);
+    let data = format!("{}/data.jsonl", golden("bert-classes"));
+    let first = fs::read_to_string(&data).expect("it is committed");
+    let few = folder.path().join("few.jsonl");
+    fs::write(&few, first.lines().take(3).collect::<Vec<_>>().join("\n")).expect("ours");
+    let sets = format!(
+        "data.validation=[{{ path = {few:?}, name = \"few\" }}, \
+         {{ path = {data:?}, name = \"all\" }}]"
+    );
+    keys.push(sets);
+    let metrics = folder.path().join("last.prom");
+    keys.push(format!("metrics.file={}", metrics.display()));
+    let trained = events(&good(&with(&["train", "--format", "json"], &keys)));
+    let found = of_kind(&trained, "validation");
+    let names: Vec<&Value> = found.iter().map(|event| &event["set"]).collect();
+    assert_eq!(names, ["few", "all"]);
+    let evaluated = events(&good(&with(&["eval", "--format", "json"], &keys)));
+    assert_eq!(evaluated.len(), 2);
+    for (one, other) in evaluated.iter().zip(found) {
+        assert_eq!((&one["set"], &one["accuracy"]), (&other["set"], &other["accuracy"]));
+    }
+    assert_eq!(evaluated[0]["sequences"], 3);
+    let metrics = fs::read_to_string(metrics).expect("it was written");
+    for labels in ["metric=\"accuracy\",set=\"all\"", "metric=\"matthews\",set=\"few\""] {
+        let (one, other) = labels.split_once(',').expect("two");
+        let is_there = |line: &str| {
+            line.starts_with("l2l_validation_metric") && line.contains(one) && line.contains(other)
+        };
+        assert!(metrics.lines().any(is_there), "{labels} in {metrics}");
+    }
+    keys.push(format!("data.validation=[{{ path = {few:?}, name = \"few\" }}, {data:?}]"));
+    refused(&with(&["train"], &keys), "data.validation must be entries that all have a name");
+}
+
+#[test]
+fn a_run_is_resumed_with_changes() {
+    let folder = folder();
+    let mut keys = run_of("tied", &folder);
+    keys.push("optimizer.schedule=linear".into());
+    good(&with(&["train"], &keys));
+    let mut longer = keys.clone();
+    longer.extend(["step.steps=5".into(), "step.micro_batch=2".into()]);
+    longer.push("optimizer.learning_rate=1e-4".into());
+    refused(&with(&["train", "--resume"], &longer), "--resume-with-changes");
+    let shown = good(&with(&["train", "--resume-with-changes"], &longer));
+    for change in ["step.steps was 3, is 5", "step.micro_batch was 4, is 2", "learning_rate was"] {
+        assert!(shown.contains(&format!("changed: ")) && shown.contains(change), "{shown}");
+    }
+    let place = folder.path().join("run/step-00000005/l2l.json");
+    let record = fs::read_to_string(place).expect("two more steps");
+    let record: Value = serde_json::from_str(&record).expect("JSON");
+    assert_eq!((&record["progress"]["step"], &record["steps"]), (&json!(5), &json!(5)));
+    // Its moments go on: each block has been updated in all steps.
+    assert!(record["updates"].as_array().expect("a list").iter().all(|count| count == 5));
+    longer.push("optimizer.kind=lion".into());
+    let arguments = with(&["train", "--resume-with-changes"], &longer);
+    refused(&arguments, "optimizer.kind was \"adamw\", is \"lion\"");
+}
+
+#[test]
+fn the_base_is_measured_whatever_the_run() {
+    let folder = folder();
+    let mut keys = run_of("llama", &folder);
+    keys.push("train.lora.rank=2".into());
+    good(&with(&["train"], &keys));
+    let loss = |arguments: &[&str], keys: &[String]| {
+        let all = events(&good(&with(&[&["eval", "--format", "json"], arguments].concat(), keys)));
+        all[0]["loss"].as_f64().expect("a loss")
+    };
+    let (tuned, base) = (loss(&[], &keys), loss(&["--model", &golden("llama")], &keys));
+    keys.push("checkpoint.directory=".into());
+    keys.push("train.lora=".into());
+    assert_ne!(tuned, base);
+    keys.retain(|key| !key.starts_with("train.lora"));
+    assert_eq!(base, loss(&[], &keys));
+    let nothing = folder.path().display().to_string();
+    let error = output(&with(&["eval", "--model", &nothing], &keys));
+    assert!(String::from_utf8_lossy(&error.stderr).contains("config.json is missing"));
+}
+
+/// Weights come out in the dtype that they came in, in as many files as are asked for.
+#[test]
+fn exports_keep_the_dtype() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    let (base, out) = (at("base"), at("out"));
+    let model = golden("llama");
+    let to = base.display().to_string();
+    let small =
+        ["export", "--model", &model, "--to", &to, "--dtype", "bf16", "--shard-size", "4kB"];
+    good(&small);
+    let index = fs::read_to_string(base.join("model.safetensors.index.json")).expect("several");
+    let index: Value = serde_json::from_str(&index).expect("JSON");
+    let files: Vec<&str> = index["weight_map"]
+        .as_object()
+        .expect("a map")
+        .values()
+        .filter_map(Value::as_str)
+        .collect();
+    assert!(files.len() > 10 && files.iter().any(|file| file.contains("00002-of-")), "{files:?}");
+    let config: Value =
+        serde_json::from_slice(&fs::read(base.join("config.json")).expect("there")).expect("JSON");
+    assert_eq!(config["dtype"], "bfloat16");
+    // Each value is the nearest bf16 of the one that it was.
+    let whole = tensors(Path::new(&model), "model.safetensors");
+    for (name, dtype, bytes) in &whole {
+        assert_eq!(*dtype, Dtype::F32);
+        let file = index["weight_map"][name].as_str().expect("it is in a file");
+        let found = tensors(&base, file).into_iter().find(|one| one.0 == *name).expect("there");
+        assert_eq!(found.1, Dtype::BF16);
+        let (floats, _) = bytes.as_chunks::<4>();
+        let expected = floats.iter().map(|&four| half::bf16::from_f32(f32::from_le_bytes(four)));
+        let expected: Vec<u8> = expected.flat_map(half::bf16::to_le_bytes).collect();
+        assert_eq!(found.2, expected, "{name}");
+    }
+    // A run of this model, and its export.
+    let mut keys = run_of("llama", &folder);
+    keys[0] = format!("model.path={}", base.display());
+    good(&with(&["train"], &keys));
+    let to = out.display().to_string();
+    good(&with(&["export", "--to", &to], &keys));
+    let trained = tensors(&folder.path().join("run/step-00000003"), "model.safetensors");
+    let exported = tensors(&out, "model.safetensors");
+    assert_eq!(exported.len(), trained.len());
+    assert!(exported.iter().all(|(_, dtype, _)| *dtype == Dtype::BF16));
+    for (one, other) in exported.iter().zip(&trained) {
+        assert_eq!((&one.0, 2 * one.2.len()), (&other.0, other.2.len()));
+    }
+    let to = at("exact").display().to_string();
+    good(&with(&["export", "--to", &to, "--dtype", "f32"], &keys));
+    assert_eq!(tensors(&at("exact"), "model.safetensors"), trained);
+    refused(&with(&["export", "--to", "x", "--dtype", "int3"], &keys), "--dtype: export.dtype");
+}
+
+/// The pooling of an encoder of sentence-transformers stays beside it.
+#[test]
+fn exports_keep_pooling() {
+    let folder = folder();
+    let base = folder.path().join("base");
+    fs::create_dir_all(base.join("1_Pooling")).expect("ours");
+    for file in ["config.json", "model.safetensors"] {
+        fs::copy(Path::new(&golden("bert")).join(file), base.join(file)).expect("ours");
+    }
+    let modules = r#"[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}, {"path": "../x"}]"#;
+    fs::write(base.join("modules.json"), modules).expect("ours");
+    fs::write(base.join("1_Pooling/config.json"), "{}").expect("ours");
+    let mut keys = run_of("bert", &folder);
+    keys[0] = format!("model.path={}", base.display());
+    good(&with(&["train"], &keys));
+    let out = folder.path().join("out");
+    good(&with(&["export", "--to", &out.display().to_string()], &keys));
+    assert_eq!(fs::read_to_string(out.join("modules.json")).expect("kept"), modules);
+    assert_eq!(fs::read_to_string(out.join("1_Pooling/config.json")).expect("kept"), "{}");
+}
+
+#[test]
+fn pickles_are_refused_with_how_to_convert_them() {
+    let folder = folder();
+    fs::copy(Path::new(&golden("bert")).join("config.json"), folder.path().join("config.json"))
+        .expect("ours");
+    fs::write(folder.path().join("pytorch_model.bin"), "x").expect("ours");
+    let keys = [format!("model.path={}", folder.path().display()), "data.train=random".into()];
+    refused(&with(&["plan"], &keys), "save_pretrained");
+}
+
+/// A masked language model gets a new head where the directory has none.
+#[test]
+fn a_masked_model_gets_a_head() {
+    let folder = folder();
+    let (from, to) = (golden("bert"), folder.path().join("headless"));
+    fs::create_dir(&to).expect("ours");
+    fs::copy(Path::new(&from).join("config.json"), to.join("config.json")).expect("ours");
+    let bytes = fs::read(Path::new(&from).join("model.safetensors")).expect("committed");
+    let all = SafeTensors::deserialize(&bytes).expect("good");
+    let without_head = all.tensors().into_iter().filter(|(name, _)| !name.starts_with("cls."));
+    safetensors::serialize_to_file(without_head, None, &to.join("model.safetensors"))
+        .expect("ours");
+    let mut keys = run_of("bert", &folder);
+    keys[0] = format!("model.path={}", to.display());
+    good(&with(&["train"], &keys));
+    // It is not evaluated before it was trained.
+    let error = output(&with(&["eval", "--model", &to.display().to_string()], &keys));
+    assert!(String::from_utf8_lossy(&error.stderr).contains("cls.predictions"), "a random head");
+}
+
+fn chat(arguments: &[&str], lines: &str) -> String {
+    let model = format!("model.path={}", golden("text/bpe"));
+    let all = [&["chat", "--set", &model, "--tokens", "6", "--ignore-end"], arguments].concat();
+    let mut child =
+        l2l(&all).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
+    child.stdin.take().expect("a pipe").write_all(lines.as_bytes()).expect("it reads");
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).expect("UTF-8")
+}
+
+/// A chat answers as `generate` does for the messages so far, and an empty line begins anew.
+#[test]
+fn a_chat_remembers_what_was_said() {
+    let replies = |lines: &str, more: &[&str]| -> Vec<String> {
+        let all = events(&chat(&[&["--format", "json"], more].concat(), lines));
+        let text = |event: &&Value| event["text"].as_str().expect("a text").to_string();
+        of_kind(&all, "generated").iter().map(text).collect()
+    };
+    let two = replies("Hello\nAnd you?\n", &[]);
+    assert_eq!(two.len(), 2);
+    let folder = folder();
+    let file = folder.path().join("prompts.jsonl");
+    let message = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let so_far =
+        [message("user", "Hello"), message("assistant", &two[0]), message("user", "And you?")];
+    let mut with_system = vec![message("system", "Be brief.")];
+    with_system.extend(so_far[..1].to_vec());
+    let prompts =
+        format!("{}\n{}", json!({ "messages": so_far }), json!({ "messages": with_system }));
+    fs::write(&file, prompts).expect("ours");
+    let model = format!("model.path={}", golden("text/bpe"));
+    let file = file.display().to_string();
+    let generate = ["generate", "--set", &model, "--tokens", "6", "--ignore-end"];
+    let all = [&generate[..], &["--format", "json", "--prompts", &file]].concat();
+    let all = events(&good(&all));
+    let generated = of_kind(&all, "generated");
+    assert_eq!(generated[0]["text"], *two[1]);
+    assert_eq!(generated[1]["text"], *replies("Hello\n", &["--system", "Be brief."])[0]);
+    let anew = replies("Hello\n\nHello\n", &[]);
+    assert_eq!(anew, [two[0].clone(), two[0].clone()]);
+    // Fewer tokens than the conversation has: its beginning is left out.
+    assert_eq!(replies(&"What is the bound?\n".repeat(12), &[]).len(), 12);
+}
+
+#[test]
+fn text_ends_at_a_stop_string() {
+    let model = format!("model.path={}", golden("text/bpe"));
+    let base =
+        ["generate", "--set", &model, "--tokens", "24", "--ignore-end", "--prompt", "The ring"];
+    let whole = good(&base);
+    let whole = whole.trim_end_matches('\n');
+    let middle = whole.char_indices().nth(whole.chars().count() / 2).expect("a text").0;
+    let stop: String = whole[middle..].chars().take(2).collect();
+    let cut = good(&[&base[..], &["--stop", &stop]].concat());
+    let expected = &whole[..whole.find(&stop).expect("it is in it")];
+    assert_eq!(cut, format!("{expected}\n"));
+    let all = events(&good(&[&base[..], &["--stop", &stop, "--format", "json"]].concat()));
+    let last = all.last().expect("an end");
+    assert_eq!((&last["ended"], &last["text"]), (&json!("stop"), &json!(expected)));
+    let shown: String =
+        of_kind(&all, "token").iter().filter_map(|one| one["text"].as_str()).collect();
+    assert_eq!(shown, expected);
+    let penalised = good(&[&base[..], &["--repetition-penalty", "5"]].concat());
+    assert_ne!(penalised.trim_end(), whole.trim_end());
+}
