@@ -49,7 +49,7 @@ SETTINGS = {
     "LAMB": (["optimizer.kind=lamb"], 1e-2, 3e-2, None),
     "Lion": (["optimizer.kind=lion", "optimizer.betas=[0.9,0.99]"], 3e-4, 1e-3, 2e-5),
     "Adafactor": (["optimizer.kind=adafactor"], 3e-2, 1e-1, 1e-3),
-    "Muon": (["optimizer.kind=muon", "optimizer.muon_rate=match-rms-adamw"], 3e-3, 3e-3, 1e-4),
+    "Muon": (["optimizer.kind=muon", "optimizer.muon_rate=match-rms-adamw"], 3e-3, 3e-3, 3e-4),
     "AdamW in 8 bits": (["optimizer.kind=adamw-8bit"], 3e-4, 1e-3, 1e-4),
     "AdamW in bf16": (["optimizer.kind=adamw-bf16"], 3e-4, 1e-3, None),
 }

@@ -126,8 +126,8 @@ fn prompts(
     }
 }
 
-/// The tokens of a text: as it is, or as a user's message in a chat, which may have a message of the
-/// system before it.
+/// The tokens of a text: as it is, or as a user's message in a chat, perhaps behind a message of
+/// the system.
 fn encode(
     vocabulary: &Vocabulary,
     text: &str,

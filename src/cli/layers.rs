@@ -324,7 +324,7 @@ mod tests {
     fn later_layers_win() {
         let mut layers = Layers::new();
         layers
-            .text(Path::new("run.toml"), "[step]\nbatch = 1\nmicro_batch = 1\nseed = 1\nsteps = 9")
+            .text(Path::new("run.toml"), "[step]\nbatch = 3\nmicro_batch = 1\nseed = 1\nsteps = 9")
             .expect("good");
         let variables = [("L2L__STEP__MICRO_BATCH", "2"), ("L2L__STEP__SEED", "2"), ("HOME", "x")];
         let variables = variables.map(|(name, value)| (name.to_string(), value.to_string()));
@@ -334,7 +334,7 @@ mod tests {
         layers.flag("metrics.run = 2024").expect("good");
         layers.flag("step.epochs = 2").expect("good");
         let config = layers.config().expect("good");
-        assert_eq!((config.step.batch, config.step.micro_batch, config.step.seed), (1, 2, 3));
+        assert_eq!((config.step.batch, config.step.micro_batch, config.step.seed), (3, 2, 3));
         assert!(config.data.train.is("some file.txt"));
         assert_eq!(config.metrics.run.as_deref(), Some("2024"));
         assert_eq!((config.step.steps, config.step.epochs), (None, Some(2.0)));

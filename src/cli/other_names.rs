@@ -1,5 +1,5 @@
-//! The names that other tools give to keys of the config: transformers' trainer, PEFT, TRL, axolotl,
-//! Lightning, nanoGPT and fairseq.
+//! The names that other tools give to keys of the config: transformers' trainer, PEFT, TRL,
+//! axolotl, Lightning, nanoGPT and fairseq.
 
 /// Names of other tools, and for each the key here and what is different about it.
 const NAMES: &[(&[&str], &str, &str)] = &[

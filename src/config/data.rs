@@ -18,8 +18,9 @@ pub struct DataConfig {
     /// `.bin` is tokens of two bytes. An entry of a list is a name or
     /// `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many times.
     pub train: Files,
-    /// The validation data, in the same formats as `train`. Entries `{ path = "...", name = "..." }`
-    /// of a list make several validation sets, one of each name, which are measured one by one.
+    /// The validation data, in the same formats as `train`. Entries
+    /// `{ path = "...", name = "..." }` of a list make several validation sets, one of each name,
+    /// which are measured one by one.
     pub validation: Option<Files>,
     /// Instead of `validation`: the fraction of `train` that becomes the validation set, spread
     /// evenly over it. When absent, 0.1 for text files and 0 for other data.
@@ -32,8 +33,9 @@ pub struct DataConfig {
     pub sequence_length: Option<usize>,
     /// Shuffles the sequences in each epoch.
     pub shuffle: bool,
-    /// Puts sequences of about the same length into a batch: of every 50 shuffled batches (of
-    /// an epoch, if it has fewer) the sequences are sorted by length. Micro-batches then take about the same time.
+    /// Puts sequences of about the same length into a batch: of every 50 shuffled batches (of an
+    /// epoch, if it has fewer) the sequences are sorted by length. Micro-batches then take about
+    /// the same time.
     pub group_by_length: bool,
     /// What to do with a sequence longer than `sequence_length`: `error` refuses it, `cut` cuts its
     /// end off, `split` continues it in further sequences. A `.txt` or `.md` file is always split.

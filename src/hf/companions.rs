@@ -1,5 +1,6 @@
-//! The other files of a model's directory (tokenizer, chat template, generation settings, pooling). They
-//! are copied to each directory that is written, so that it can be used as the one that was read.
+//! The other files of a model's directory (tokenizer, chat template, generation settings, pooling).
+//! They are copied to each directory that is written, so that it can be used as the one that was
+//! read.
 
 use std::fs;
 use std::io;
@@ -9,7 +10,8 @@ use serde_json::Value;
 
 use crate::error::Error;
 
-/// The files that transformers and sentence-transformers look for beside `config.json` and the weights.
+/// The files that transformers and sentence-transformers look for beside `config.json` and the
+/// weights.
 const FILES: [&str; 15] = [
     "added_tokens.json",
     "chat_template.jinja",

@@ -88,6 +88,9 @@ fn is_float(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16)
 }
 
+/// The tensors of a file that is to be written, by index, and where each lies in it.
+type Shard = (Vec<usize>, Vec<(String, TensorInfo)>);
+
 /// The weights of a model in some files.
 pub(super) struct Source {
     files: Vec<(PathBuf, Mmap)>,
@@ -155,14 +158,13 @@ impl Source {
         shard_bytes: u64,
         to: &Path,
     ) -> Result<(), Error> {
-        // Each file's tensors, and where they lie in it.
-        let mut shards: Vec<(Vec<usize>, Vec<(String, TensorInfo)>)> = vec![Default::default()];
+        let mut shards = vec![Shard::default()];
         let (mut end, mut total) = (0, 0);
         for (at, (name, own, shape, _)) in self.tensors.iter().enumerate() {
             let dtype = dtypes.of_tensor(name, *own);
             let bytes = shape.iter().product::<usize>() * dtype.bitsize() / 8;
             if end > 0 && (end + bytes) as u64 > shard_bytes {
-                shards.push(Default::default());
+                shards.push(Shard::default());
                 end = 0;
             }
             let (tensors, infos) = shards.last_mut().expect("there is one");
