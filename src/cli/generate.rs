@@ -201,8 +201,8 @@ struct Writing {
     /// With the prompt's.
     tokens: Vec<u32>,
     prompt: usize,
-    /// Bytes of the text that were shown.
-    shown: usize,
+    /// The text that was shown.
+    shown: String,
     ended: Option<&'static str>,
     /// True when the last token is no text, but ends it.
     is_cut: bool,
@@ -218,6 +218,17 @@ impl Writing {
         let stop = stops.iter().filter_map(|stop| text.find(stop)).min();
         stop.into_iter().for_each(|at| text.truncate(at));
         (text, stop.is_some())
+    }
+
+    /// Says what is new in the text, and counts it as shown.
+    fn show<'t>(&mut self, text: &'t str) -> &'t str {
+        // Bytes of a broken character may wait again that were shown.
+        if self.shown.starts_with(text) {
+            return "";
+        }
+        let new = behind(&self.shown, text);
+        self.shown = text.into();
+        new
     }
 }
 
@@ -264,7 +275,7 @@ impl<'v> Page<'v> {
         let writing = |tokens: &Vec<u32>| Writing {
             tokens: tokens.clone(),
             prompt: tokens.len(),
-            shown: 0,
+            shown: String::new(),
             ended: None,
             is_cut: false,
         };
@@ -293,8 +304,7 @@ impl<'v> Page<'v> {
             one.ended = Some("stop");
         }
         let to = if one.ended.is_some() { text.len() } else { settled(&text, self.stops) };
-        let new = text.get(one.shown..to).unwrap_or_default();
-        one.shown += new.len();
+        let new = one.show(&text[..to]);
         match self.format {
             Format::Json => {
                 print(json!({ "event": "token", "prompt": prompt, "token": token, "text": new }));

@@ -22,11 +22,12 @@ enum Origin {
 }
 
 impl Origin {
-    /// True if both are of the same file, both of the environment, or both flags.
-    fn is_of_the_layer_of(&self, other: &Origin) -> bool {
-        match (self, other) {
-            (Origin::File { path: one, .. }, Origin::File { path: other, .. }) => one == other,
-            _ => std::mem::discriminant(self) == std::mem::discriminant(other),
+    /// The place of its layer: a later one wins.
+    fn layer(&self) -> u8 {
+        match self {
+            Origin::File { .. } => 0,
+            Origin::Variable { .. } => 1,
+            Origin::Flag(_) => 2,
         }
     }
 
@@ -134,7 +135,7 @@ impl Layers {
                 "step.steps" => "step.epochs",
                 _ => "",
             };
-            let is_earlier = |found: &Origin| !found.is_of_the_layer_of(&origin);
+            let is_earlier = |found: &Origin| found.layer() < origin.layer();
             if self.values.get(other).is_some_and(|(_, found)| is_earlier(found)) {
                 self.values.remove(other);
             }
@@ -196,9 +197,8 @@ impl Layers {
             refused(format_args!("{at}{whole}: {what}"))
         })?;
         config.check().map_err(|error| self.locate(error))?;
-        // The default is for any batch; a value that was written is meant.
         let (batch, micro_batch) = (config.step.batch, config.step.micro_batch);
-        if self.values.contains_key("step.micro_batch") && micro_batch > batch {
+        if micro_batch > batch && !self.is_overruled("step.micro_batch", "step.batch") {
             let problem = format_args!(
                 "is {micro_batch}, and step.batch is {batch}: a step has no more sequences, so set \
                  it to at most {batch}"
@@ -209,6 +209,12 @@ impl Layers {
             }));
         }
         Ok(config)
+    }
+
+    /// True if a key has its default, or its value is of an earlier layer than that of another key.
+    fn is_overruled(&self, key: &str, by: &str) -> bool {
+        let layer = |key: &str| self.values.get(key).map(|(_, origin)| origin.layer());
+        layer(key) < layer(by) || layer(key).is_none()
     }
 
     fn origin(&self, key: &str) -> String {
@@ -343,6 +349,8 @@ mod tests {
         let config = layers.config().expect("good");
         assert_eq!((config.step.seed, config.metrics.run), (0, None));
         layers.flag("step.sed=").expect_err("not a key");
+        layers.flag("step.batch=1").expect("good");
+        assert_eq!(layers.config().expect("a smaller batch is one micro-batch").step.batch, 1);
     }
 
     #[test]
@@ -350,10 +358,10 @@ mod tests {
         type Case<'c> = (&'c str, &'c [(&'c str, &'c str)], &'c [&'c str], &'c str);
         let cases: [Case<'_>; 20] = [
             (
-                "[step]\nmicro_batch = 8",
+                "[step]\nbatch = 4\nmicro_batch = 8",
                 &[],
-                &["step.batch=4"],
-                "run.toml, line 2: step.micro_batch is 8, and step.batch is 4",
+                &[],
+                "run.toml, line 3: step.micro_batch is 8, and step.batch is 4",
             ),
             ("lr = 1", &[], &[], "unknown key lr: it is optimizer.learning_rate here"),
             ("", &[], &["lora.r=8"], "--set lora.r=8: unknown key lora.r: it is train.lora.rank"),

@@ -137,7 +137,7 @@ fn a_run_is_resumed_with_changes() {
     refused(&with(&["train", "--resume"], &longer), "--resume-with-changes");
     let shown = good(&with(&["train", "--resume-with-changes"], &longer));
     for change in ["step.steps was 3, is 5", "step.micro_batch was 4, is 2", "learning_rate was"] {
-        assert!(shown.contains(&format!("changed: ")) && shown.contains(change), "{shown}");
+        assert!(shown.contains("changed: ") && shown.contains(change), "{shown}");
     }
     let place = folder.path().join("run/step-00000005/l2l.json");
     let record = fs::read_to_string(place).expect("two more steps");

@@ -352,7 +352,8 @@ fn clients_may_do_what_they_like() {
     assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
     assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
     // The run had one process and no validation, and nothing measured the machine's speed limit.
-    let untold = ["l2l_validation_loss", "l2l_speed_of_light_ratio"];
+    let untold =
+        ["l2l_validation_loss", "l2l_validation_metric", "l2l_speed_of_light_ratio"];
     for metric in METRICS {
         let told = text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.name()));
         let of_ranks = metric.labels.first() == Some(&"rank");
