@@ -34,6 +34,8 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def run(command, settings, *more, config=None):
+    # Plans are of the defaults: an empty config, in place of the built-in one.
+    config = config or (os.devnull if command == "plan" else None)
     arguments = [PROGRAM, command] + ([str(config)] if config else []) + ["--format", "json", *more]
     for key, value in settings.items():
         arguments += ["--set", f"{key}={value}"]

@@ -94,7 +94,9 @@ def left():
 # The program.
 
 def command(what, settings, *more):
-    arguments = [ARGS.program, *what.split(), "--format", "json", *more]
+    # All but training starts from the defaults: an empty config, in place of the built-in one.
+    empty = [] if what.startswith("train ") else [os.devnull]
+    arguments = [ARGS.program, *what.split(), *empty, "--format", "json", *more]
     for key, value in settings.items():
         arguments += ["--set", f"{key}={value}"]
     return arguments + [part for one in ARGS.set for part in ("--set", one)]

@@ -59,7 +59,8 @@ def main():
                 }
                 if "file" in tier and rates is None:
                     settings["eps.path"] = "/tmp"
-                given = ["--forecast"] if rates is None else []
+                # An empty config: without one, the built-in config of the first run would be taken.
+                given = [os.devnull] + (["--forecast"] if rates is None else [])
                 for flag, rate in zip(
                     ("tflops", "link-gbps", "host-gbps", "disk-gbps"), rates or ()
                 ):

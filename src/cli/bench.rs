@@ -10,12 +10,13 @@ use super::progress::Screen;
 use super::train::runtime;
 use super::{Common, Ended, say};
 
-/// Steps when the config names none; the first is not counted.
+/// Steps when nobody names any; the first is not counted.
 const STEPS: u64 = 6;
 
 pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ended, Error> {
-    let (mut config, layers) = common.read(None, None)?;
-    if config.step.steps.is_none() && config.step.epochs.is_none() {
+    let (mut config, layers) = common.read()?;
+    // The built-in config names steps for training, and not for a bench.
+    if !["step.steps", "step.epochs"].into_iter().any(|key| layers.is_given(key)) {
         config.step.steps = Some(STEPS);
     }
     (config.checkpoint, config.validation) = Default::default();

@@ -9,12 +9,13 @@ use l2l::inference::{self, Generator, Room, Then};
 use l2l::{Error, StopRequest, shape_of};
 use serde_json::Value;
 
+use super::common::load;
 use super::generate::{DEFAULT_TOKENS, Page};
-use super::{ChatArguments, Ended, load, say, train};
+use super::{ChatArguments, Ended, say, train};
 
 pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
     let ChatArguments { common, sampling, model } = arguments;
-    let (mut config, layers) = common.read(None, None)?;
+    let (mut config, layers) = common.read_of_model([])?;
     let mut run = || {
         let from = load(&mut config, model)?;
         let shape = shape_of(&config)?;

@@ -7,7 +7,7 @@ use serde_json::json;
 use super::{DataArguments, print};
 
 pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
-    let (config, layers) = arguments.common.read(None, None)?;
+    let (config, layers) = arguments.common.read()?;
     let run = || {
         let shape = shape_of(&config)?;
         let (train, aside) = Dataset::open(&config, &shape)?;

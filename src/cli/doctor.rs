@@ -10,7 +10,7 @@ use super::{Common, print};
 
 /// Compares every kernel of the GPU with the CPU's.
 pub(super) fn check(common: &Common) -> Result<(), Error> {
-    let (config, _) = common.read(None, None)?;
+    let (config, _) = common.read()?;
     let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let seed = seed.map_or(0, |time| time.as_nanos() as u64);
     let checks = devices::check_kernels(&config, seed)?;
@@ -51,7 +51,7 @@ struct Machine {
 }
 
 pub(super) fn doctor(common: &Common) -> Result<(), Error> {
-    let (config, _) = common.read(None, None)?;
+    let (config, _) = common.read()?;
     let machine = Machine::measure(&config)?;
     match config.log.format {
         Format::Json => print(machine.event()),

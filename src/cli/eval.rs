@@ -6,10 +6,11 @@ use l2l::inference::{Evaluation, Evaluator, Quality};
 use l2l::{Config, Error, StopRequest, shape_of};
 use serde_json::json;
 
-use super::{Ended, EvalArguments, load, print, train};
+use super::common::load;
+use super::{Ended, EvalArguments, print, train};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
-    let (mut config, layers) = arguments.common.read(None, None)?;
+    let (mut config, layers) = arguments.common.read()?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;

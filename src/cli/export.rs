@@ -2,7 +2,8 @@
 
 use l2l::{Error, hf};
 
-use super::{Export, model_of, print};
+use super::common::model_of;
+use super::{Export, print};
 
 pub(super) fn export(arguments: &Export) -> Result<(), Error> {
     let Export { common, to, model, ema, dtype, shard_size } = arguments;
@@ -10,7 +11,7 @@ pub(super) fn export(arguments: &Export) -> Result<(), Error> {
         ("--dtype", "export.dtype", dtype.clone()),
         ("--shard-size", "export.shard_size", shard_size.clone()),
     ];
-    let (config, layers) = common.read_with(None, flags)?;
+    let (config, layers) = common.read_of_model(flags)?;
     let run = || {
         let from = model_of(&config, model)?;
         let mut options =

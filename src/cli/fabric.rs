@@ -19,7 +19,7 @@ const LARGE: usize = 64 << 20;
 const ROUNDS: usize = 5;
 
 pub(super) fn check(common: &Common) -> Result<(), Error> {
-    let (config, _) = common.read(None, None)?;
+    let (config, _) = common.read()?;
     let fabric = &*fabric::open_mpi(patience(&config))?;
     conformance::check(fabric, 16 << 20);
     let small = seconds(fabric, 8)?;

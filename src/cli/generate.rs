@@ -12,10 +12,11 @@ use l2l::{Config, Error, StopRequest, shape_of};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use super::{Ended, GenerateArguments, SamplingArguments, load, plan, print, train};
+use super::common::load;
+use super::{Ended, GenerateArguments, SamplingArguments, plan, print, train};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
-    let (mut config, layers) = arguments.common.read(None, None)?;
+    let (mut config, layers) = arguments.common.read_of_model([])?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let shape = shape_of(&config)?;

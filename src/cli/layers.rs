@@ -16,8 +16,18 @@ use super::other_names;
 /// Where a value was written.
 #[derive(Clone, Debug, PartialEq)]
 enum Origin {
-    File { path: PathBuf, line: usize },
-    Variable { name: String, text: String },
+    /// The config of a run without a config file.
+    BuiltIn {
+        line: usize,
+    },
+    File {
+        path: PathBuf,
+        line: usize,
+    },
+    Variable {
+        name: String,
+        text: String,
+    },
     Flag(String),
 }
 
@@ -25,7 +35,7 @@ impl Origin {
     /// The place of its layer: a later one wins.
     fn layer(&self) -> u8 {
         match self {
-            Origin::File { .. } => 0,
+            Origin::BuiltIn { .. } | Origin::File { .. } => 0,
             Origin::Variable { .. } => 1,
             Origin::Flag(_) => 2,
         }
@@ -34,7 +44,7 @@ impl Origin {
     /// The text of a value that was not written in a file.
     fn text(&self) -> Option<&str> {
         match self {
-            Origin::File { .. } => None,
+            Origin::BuiltIn { .. } | Origin::File { .. } => None,
             Origin::Variable { text, .. } => Some(text),
             Origin::Flag(flag) => flag.split_once('=').map(|(_, value)| value.trim()),
         }
@@ -44,6 +54,7 @@ impl Origin {
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Origin::BuiltIn { line } => write!(f, "built-in config, line {line}"),
             Origin::File { path, line } => write!(f, "{}, line {line}", path.display()),
             Origin::Variable { name, .. } => write!(f, "environment {name}"),
             Origin::Flag(text) => write!(f, "{text}"),
@@ -75,17 +86,25 @@ impl Layers {
 
     /// Adds the values of a file that was already read.
     pub(super) fn text(&mut self, path: &Path, text: &str) -> Result<(), Error> {
+        self.lines(text, |line| Origin::File { path: path.into(), line })
+    }
+
+    /// Adds the values of the built-in config.
+    pub(super) fn built_in(&mut self, text: &str) -> Result<(), Error> {
+        self.lines(text, |line| Origin::BuiltIn { line })
+    }
+
+    fn lines(&mut self, text: &str, origin: impl Fn(usize) -> Origin) -> Result<(), Error> {
         let bad = |error: toml::de::Error| {
             let line = error.span().map_or(1, |span| line_of(text, span.start));
-            refused(format_args!("config {}, line {line}: {}", path.display(), error.message()))
+            refused(format_args!("config {}: {}", origin(line), error.message()))
         };
         let values: Table = toml::from_str(text).map_err(bad)?;
         let spans = DeTable::parse(text).map_err(bad)?;
         let mut flat = Vec::new();
         flatten("", &values, spans.get_ref(), &mut flat);
         for (key, value, at) in flat {
-            let origin = Origin::File { path: path.into(), line: line_of(text, at) };
-            self.set(&key, value, origin)?;
+            self.set(&key, value, origin(line_of(text, at)))?;
         }
         Ok(())
     }
@@ -197,8 +216,9 @@ impl Layers {
             refused(format_args!("{at}{whole}: {what}"))
         })?;
         config.check().map_err(|error| self.locate(error))?;
+        // The default is for any batch; a value that somebody gave is meant.
         let (batch, micro_batch) = (config.step.batch, config.step.micro_batch);
-        if micro_batch > batch && !self.is_overruled("step.micro_batch", "step.batch") {
+        if self.is_given("step.micro_batch") && micro_batch > batch {
             let problem = format_args!(
                 "is {micro_batch}, and step.batch is {batch}: a step has no more sequences, so set \
                  it to at most {batch}"
@@ -211,10 +231,11 @@ impl Layers {
         Ok(config)
     }
 
-    /// True if a key has its default, or its value is of an earlier layer than that of another key.
-    fn is_overruled(&self, key: &str, by: &str) -> bool {
-        let layer = |key: &str| self.values.get(key).map(|(_, origin)| origin.layer());
-        layer(key) < layer(by) || layer(key).is_none()
+    /// True if somebody gave a key a value: a file, the environment or a flag, and not the built-in
+    /// config.
+    pub(super) fn is_given(&self, key: &str) -> bool {
+        let given = |(_, origin): &(Value, Origin)| !matches!(origin, Origin::BuiltIn { .. });
+        self.values.get(key).is_some_and(given)
     }
 
     fn origin(&self, key: &str) -> String {
@@ -349,8 +370,6 @@ mod tests {
         let config = layers.config().expect("good");
         assert_eq!((config.step.seed, config.metrics.run), (0, None));
         layers.flag("step.sed=").expect_err("not a key");
-        layers.flag("step.batch=1").expect("good");
-        assert_eq!(layers.config().expect("a smaller batch is one micro-batch").step.batch, 1);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 mod arguments;
 mod bench;
 mod chat;
+mod common;
 mod dashboards;
 mod data;
 mod doctor;
@@ -37,6 +38,8 @@ pub(crate) enum Ended {
     Well,
     /// By a signal, after a clean end.
     Interrupted,
+    /// The plan does not fit, and `plan --check` was to tell.
+    DoesNotFit,
 }
 
 /// Runs the command that the arguments name.
@@ -49,7 +52,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Eval(arguments) => return eval::eval(&arguments),
         Command::Generate(arguments) => return generate::generate(&arguments),
         Command::Chat(arguments) => return chat::chat(&arguments),
-        Command::Plan(arguments) => plan::plan(&arguments)?,
+        Command::Plan(arguments) => return plan::plan(&arguments),
         Command::Tune(arguments) => {
             fabric::refuse_ranks("tune")?;
             tune::tune(&arguments)?;
@@ -64,7 +67,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
         Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,
         Command::Config(ConfigArguments { what }) => match what {
             What::Show(common) => {
-                let (config, _) = common.read(None, None)?;
+                let (config, _) = common.read()?;
                 let text = serde_json::to_string_pretty(&config);
                 print(text.expect("a config is plain data"));
             }
@@ -188,12 +191,4 @@ pub(crate) fn say(line: impl std::fmt::Display) {
 fn print(line: impl std::fmt::Display) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
-}
-
-/// The default of `device.kernel_cache`: a folder in the user's cache.
-fn kernel_cache() -> Option<PathBuf> {
-    let of =
-        |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
-    let cache = of("XDG_CACHE_HOME").or_else(|| Some(of("HOME")?.join(".cache")))?;
-    Some(cache.join("l2l"))
 }

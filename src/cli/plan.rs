@@ -11,12 +11,12 @@ use l2l::{Config, Error, Misfit, Plan, devices, eps, hf, largest_shape_of, machi
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
-use super::{PlanArguments, RateArguments, print, say};
+use super::{Ended, PlanArguments, RateArguments, print, say};
 
-pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
-    let PlanArguments { common, draw: picture, ranks, devices, forecast, csv, rates: given } =
+pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
+    let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, rates: given } =
         arguments;
-    let (mut config, layers) = common.read(None, None)?;
+    let (mut config, layers) = common.read()?;
     if let Some(devices) = devices {
         set_devices(&mut config.device, devices.get());
         config.check()?;
@@ -38,10 +38,11 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<(), Error> {
         let refused = |error| Error::Argument(format!("--csv {}: {error}", path.display()));
         std::fs::write(path, order.to_string()).map_err(refused)?;
     }
-    match (picture, found) {
-        (Some(picture), Some(found)) => draw(picture, &config, &model, &found.forecast),
-        _ => Ok(()),
+    if let (Some(picture), Some(found)) = (picture, found) {
+        draw(picture, &config, &model, &found.forecast)?;
     }
+    let fits = plan.misfits(&model, &config.update_rule()).is_empty();
+    Ok(if *check && !fits { Ended::DoesNotFit } else { Ended::Well })
 }
 
 /// Sets how many devices there are, the first ones of the machine.

@@ -9,9 +9,10 @@ use l2l::{
 };
 use serde_json::Value;
 
+use super::common::NO_FILE;
 use super::observe::OutputFiles;
 use super::progress::Screen;
-use super::{BUILT_IN, Ended, ObserveArguments, TrainArguments, fabric, say};
+use super::{Ended, ObserveArguments, TrainArguments, fabric, say};
 
 /// A tokio runtime: a worker for the ring and for signals, beside the main thread.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
@@ -22,7 +23,7 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
     let TrainArguments { common, resume, resume_with_changes, mut observe } = arguments;
-    let read = common.read(Some(BUILT_IN), observe.metrics.clone());
+    let read = common.read_with([("--metrics", "metrics.listen", observe.metrics.clone())]);
     let opened = read.and_then(|(config, layers)| {
         let fabric = fabric::of(&config).map_err(|error| layers.locate(error))?;
         Ok((config, layers, fabric))
@@ -167,7 +168,7 @@ impl Callbacks for Terminal {
         let first = trainer.progress().step;
         let screen = Screen::new(self.config.log.format, first, steps, ceiling);
         if self.is_built_in {
-            screen.say("no config given: training on this project's text (examples/built_in.toml)");
+            screen.say(NO_FILE);
         }
         self.screen = Some(screen);
         self.files.started(trainer);

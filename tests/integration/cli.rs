@@ -260,7 +260,12 @@ fn plan_bench_doctor_and_the_rest() {
         let sets =
             ["--set", &path, "--set", &data, "--set", "step.steps=5", "--set", "step.batch=5"];
         good(
-            &[&["bench", "--without-copies"][..], &sets, &["--set", "step.micro_batch=2"]].concat(),
+            &[
+                &["bench", "--without-copies", "--set", "data.sequence_length="][..],
+                &sets,
+                &["--set", "step.micro_batch=2"],
+            ]
+            .concat(),
         );
     }
     assert!(good(&["doctor"]).contains("libcuda.so"));
@@ -274,6 +279,60 @@ fn plan_bench_doctor_and_the_rest() {
     assert_eq!((&shown["step"]["batch"], &shown["step"]["seed"]), (&4.into(), &0.into()));
     let schema: Value = serde_json::from_str(&good(&["config", "schema"])).expect("JSON");
     assert!(schema["properties"]["channels"].is_object());
+}
+
+/// Without a config file, every command about a run resolves the config that `train` resolves.
+#[test]
+fn one_config_without_a_file() {
+    let small = ["model.layers=1", "model.hidden=32", "model.heads=4", "step.batch=4"];
+    let of = |command: &[&str], more: &[&str]| {
+        let mut arguments = command.to_vec();
+        small.iter().chain(more).for_each(|set| arguments.extend(["--set", set]));
+        good(&arguments)
+    };
+    let file = "examples/built_in.toml";
+    for command in [&["plan"][..], &["data"], &["config", "show"], &["plan", "--format", "json"]] {
+        let named: Vec<&str> = command.iter().copied().chain([file]).collect();
+        // A value of the built-in config is nobody's: it gives way to a smaller batch.
+        let micro_batch = ["step.micro_batch=4"];
+        assert_eq!(of(command, &micro_batch), of(&named, &micro_batch), "{command:?}");
+        of(command, &[]);
+    }
+    let folder = folder();
+    let directory = format!("checkpoint.directory={}", folder.path().join("run").display());
+    let json = ["--format", "json"];
+    let trained = events(&of(
+        &[&["train"], &json[..]].concat(),
+        &["step.steps=2", "validation.batches=2", &directory],
+    ));
+    let of_file = events(&of(
+        &[&["train", file], &json[..]].concat(),
+        &["step.steps=2", "validation.batches=2", "step.micro_batch=4"],
+    ));
+    assert_eq!(digest(&trained), digest(&of_file));
+    let measured = events(&of(&[&["eval", "--batches", "2"], &json[..]].concat(), &[&directory]));
+    assert_eq!(measured[0]["loss"], of_kind(&trained, "validation")[0]["loss"]);
+    // The steps of the built-in config are for training.
+    let benched = events(&of(&[&["bench"], &json[..]].concat(), &[]));
+    assert_eq!(of_kind(&benched, "step").len(), 6);
+}
+
+/// A plan that does not fit is an answer. `--check` makes it a failure.
+#[test]
+fn a_plan_is_checked() {
+    let folder = folder();
+    let config = config(folder.path(), "");
+    let small = ["--set", "device.memory=1KiB"];
+    for (more, status, says) in [
+        (&[][..], 0, "fits"),
+        (&["--check"], 0, "fits"),
+        (&small, 0, "does not fit"),
+        (&["--check", small[0], small[1]], 2, "does not fit"),
+    ] {
+        let output = output(&[&["plan", &*config], more].concat());
+        assert_eq!(output.status.code(), Some(status), "{more:?}");
+        assert!(String::from_utf8_lossy(&output.stdout).contains(says), "{more:?}");
+    }
 }
 
 /// The page in the repository is the program's output. Write it with `l2l config reference >

@@ -19,6 +19,7 @@ use l2l::models::Model;
 use l2l::telemetry::{Forecast, Observe, Rates, Slice};
 use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, hf, largest_shape_of};
 
+use super::common::BUILT_IN;
 use super::plan::rates;
 use super::train::runtime;
 use super::{RateArguments, TuneArguments, print, say};
@@ -37,7 +38,7 @@ const CANDIDATES: usize = 4;
 
 pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let TuneArguments { common, to, steps, rounds } = arguments;
-    let (mut config, layers) = common.read(None, None)?;
+    let (mut config, layers) = common.read()?;
     let (text, format) = (source(common.config.as_deref())?, config.log.format);
     // The settings of the file itself, without the environment and flags.
     let written = Config::parse(&text).map_or_else(|_| Settings::of(&config), |c| Settings::of(&c));
@@ -109,8 +110,9 @@ fn parent_of(place: &Path) -> PathBuf {
     found.map_or_else(std::env::temp_dir, Path::to_path_buf)
 }
 
+/// The text of the config that is tuned.
 fn source(path: Option<&Path>) -> Result<String, Error> {
-    let Some(path) = path else { return Ok(String::new()) };
+    let Some(path) = path else { return Ok(BUILT_IN.into()) };
     std::fs::read_to_string(path)
         .map_err(|error| Error::Argument(format!("{}: {error}", path.display())))
 }
