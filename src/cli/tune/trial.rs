@@ -1,6 +1,7 @@
 //! The settings that `l2l tune` varies, and how their trials are compared.
 
 use l2l::config::{Deal, ParallelConfig, ScheduleKind, StashPlace, Transfer};
+use l2l::plan::Term;
 use l2l::{Bottleneck, Config};
 
 /// The settings that are tuned.
@@ -71,6 +72,8 @@ pub(super) struct Trial {
     pub(super) settings: Settings,
     pub(super) predicted: f64,
     pub(super) device_bytes: u64,
+    /// What of it each further layer of the model adds: the plan's terms that grow with depth.
+    pub(super) growth: Vec<Term>,
     /// Seconds of a step in each round.
     pub(super) seconds: Vec<f64>,
     pub(super) bottleneck: Bottleneck,
@@ -159,6 +162,11 @@ impl Trial {
         seconds[seconds.len() / 2]
     }
 
+    /// Bytes of the device that each further layer of the model adds.
+    pub(super) fn device_bytes_a_layer(&self) -> u64 {
+        self.growth.iter().map(|term| term.bytes).sum()
+    }
+
     /// Half the distance between the slowest and the fastest round.
     pub(super) fn spread(&self) -> f64 {
         let most = self.seconds.iter().copied().fold(f64::MIN, f64::max);
@@ -173,13 +181,44 @@ impl Trial {
     }
 }
 
+/// Device memory that grows with depth must make steps at least this much faster to be worth it:
+/// it is what layer-to-layer training is there to avoid.
+pub(super) const WORTH_GROWTH: f64 = 0.05;
+
+/// The trials that were chosen, by index.
+#[derive(Debug, PartialEq)]
+pub(super) struct Choice {
+    pub(super) best: usize,
+    /// The one that is faster, but by too little for memory that grows with depth.
+    pub(super) passed_over: Option<usize>,
+}
+
 /// Of all that are as fast as the fastest, the one that takes the least memory; the user's own, the
-/// first, before others.
-pub(super) fn best_of(trials: &[Trial]) -> usize {
-    let fastest = trials.iter().min_by(|a, b| a.median().total_cmp(&b.median()));
-    let fastest = fastest.expect("the user's own was tried");
-    let equals = (0..trials.len()).filter(|&index| trials[index].is_as_fast_as(fastest));
-    equals.min_by_key(|&index| (trials[index].device_bytes, index)).expect("the fastest is")
+/// first, before others. If its device memory grows with depth, it must be faster by
+/// [`WORTH_GROWTH`] than the best of those whose memory does not.
+pub(super) fn best_of(trials: &[Trial]) -> Choice {
+    let best = best_among(trials, |_| true).expect("the user's own was tried");
+    let grows = |trial: &Trial| trial.device_bytes_a_layer() > 0;
+    let constant = best_among(trials, |trial| !grows(trial)).filter(|_| grows(&trials[best]));
+    match constant {
+        Some(constant) if gain(&trials[constant], &trials[best]) < WORTH_GROWTH => {
+            Choice { best: constant, passed_over: Some(best) }
+        }
+        _ => Choice { best, passed_over: None },
+    }
+}
+
+/// What part of a step's time another setting saves.
+pub(super) fn gain(before: &Trial, after: &Trial) -> f64 {
+    1.0 - after.median() / before.median()
+}
+
+fn best_among(trials: &[Trial], counts: impl Fn(&Trial) -> bool) -> Option<usize> {
+    let all: Vec<usize> = (0..trials.len()).filter(|&index| counts(&trials[index])).collect();
+    let by_time = |a: &&usize, b: &&usize| trials[**a].median().total_cmp(&trials[**b].median());
+    let fastest = &trials[*all.iter().min_by(by_time)?];
+    let equals = all.into_iter().filter(|&index| trials[index].is_as_fast_as(fastest));
+    equals.min_by_key(|&index| (trials[index].device_bytes, index))
 }
 
 #[cfg(test)]
@@ -191,6 +230,7 @@ mod tests {
             settings: Settings::of(&Config::default()),
             predicted: 0.0,
             device_bytes,
+            growth: Vec::new(),
             seconds: seconds.to_vec(),
             bottleneck: Bottleneck::Compute,
             exposed: 0.0,
@@ -200,8 +240,9 @@ mod tests {
     #[test]
     fn the_smallest_of_the_fastest_is_kept() {
         let own = || trial(&[1.0, 1.1, 0.9], 100);
-        let kept =
-            |others: Vec<Trial>| best_of(&[own()].into_iter().chain(others).collect::<Vec<_>>());
+        let kept = |others: Vec<Trial>| {
+            best_of(&[own()].into_iter().chain(others).collect::<Vec<_>>()).best
+        };
         assert_eq!(kept(vec![trial(&[0.5, 0.52, 0.51], 900)]), 1, "faster by more than noise");
         assert_eq!(kept(vec![trial(&[0.95, 1.05, 0.99], 900)]), 0, "noise is no reason");
         assert_eq!(kept(vec![trial(&[1.02, 1.05, 0.99], 50)]), 1, "as fast, and smaller");
@@ -209,5 +250,23 @@ mod tests {
         // Each a little slower and smaller than the one before: not step by step to a slow one.
         let slide = (1..=5).map(|nth| trial(&[1.0 + 0.09 * f64::from(nth)], 100 - nth as u64));
         assert_eq!(kept(slide.collect()), 1);
+    }
+
+    #[test]
+    fn memory_that_grows_with_depth_must_be_worth_it() {
+        let grows = |seconds| {
+            let growth = vec![Term { name: "stash", bytes: 10 }];
+            Trial { growth, ..trial(&[seconds], 50) }
+        };
+        let constant = |seconds| trial(&[seconds], 100);
+        let choice = |best, passed_over| Choice { best, passed_over };
+        assert_eq!(best_of(&[constant(1.0), grows(0.96)]), choice(0, Some(1)));
+        assert_eq!(best_of(&[constant(1.0), grows(0.94)]), choice(1, None));
+        assert_eq!(best_of(&[constant(1.0), grows(1.0)]), choice(0, Some(1)), "less is no gain");
+        // Another constant one is faster than the user's own, and too near to the growing one.
+        assert_eq!(best_of(&[constant(1.0), grows(0.5), constant(0.51)]), choice(2, Some(1)));
+        // The user's own is a setting like the others; without a constant one there is no choice.
+        assert_eq!(best_of(&[grows(0.97), constant(1.0)]), choice(1, Some(0)));
+        assert_eq!(best_of(&[grows(1.0), grows(0.9)]), choice(1, None));
     }
 }
