@@ -163,6 +163,12 @@ fn a_tuned_config_is_the_users_own() {
     assert_eq!(kept["event"], "tuned");
     assert_eq!(kept["bottleneck"], "upload", "8 MB/s are slow: {kept}");
     assert!(kept["weights"].as_u64() > Some(1) || kept["stash_on_device"] == true, "{kept}");
+    for trial in told.iter().filter(|event| event["event"] == "trial").chain([kept]) {
+        let grows = trial["device_bytes_a_layer"].as_u64() > Some(0);
+        assert_eq!(trial["stash_on_device"] == true, grows, "{trial}");
+    }
+    let says = kept["warning"].as_str().unwrap_or_default();
+    assert_eq!(says.contains("grows with the number of layers"), kept["stash_on_device"] == true);
     let text = fs::read_to_string(&tuned).expect("it is there");
     assert!(text.contains("# of ours") && text.contains("# a third"), "{text}");
     let shown = good(&["config", "show", &tuned]);

@@ -85,6 +85,7 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
             for trial in &mut trials {
                 let settings = trial.settings;
                 let again = try_once(&settings.on(&config), settings, &batches, None)?.trial;
+                let again = Trial { growth: trial.growth.clone(), ..again };
                 tell(format, &again, round);
                 trial.seconds.extend(again.seconds);
                 (trial.bottleneck, trial.exposed) = (again.bottleneck, again.exposed);
@@ -248,6 +249,14 @@ fn candidates(
         }
     }
     found.sort_by(|a, b| a.1.total_cmp(&b.1).then(a.2.cmp(&b.2)));
+    // What grows with depth is compared with what does not: one of these is tried, too.
+    let grows = |settings| !growth::of(config, model, settings).is_empty();
+    if found.iter().take(CANDIDATES).all(|(settings, ..)| grows(*settings)) {
+        let constant = found.iter().skip(CANDIDATES).find(|(settings, ..)| !grows(*settings));
+        if let Some(&constant) = constant {
+            found[CANDIDATES - 1] = constant;
+        }
+    }
     found.truncate(CANDIDATES);
     found.into_iter().map(|(settings, seconds, _)| (settings, seconds)).collect()
 }
