@@ -38,6 +38,10 @@ pub(super) enum Command {
         /// The folder to write to.
         #[arg(long, value_name = "DIRECTORY")]
         to: PathBuf,
+        /// The address of the folder `runbooks`, where people can open it: alerts link its pages
+        /// [default: the path in the repository].
+        #[arg(long, value_name = "URL")]
+        runbooks: Option<String>,
     },
     /// Write a run's model, or the one that the config loads, to a directory for other tools.
     Export(Export),
@@ -54,7 +58,8 @@ pub(super) enum Command {
 
 #[derive(Args)]
 pub(super) struct Common {
-    /// The config file; every key has a default.
+    /// The config file; every key has a default. Without one, the built-in config is used
+    /// (examples/built_in.toml).
     pub(super) config: Option<PathBuf>,
     /// Set a key; overrides the file and the environment. May be repeated. `KEY=` gives the key
     /// its default back.
@@ -115,6 +120,9 @@ pub(super) struct PlanArguments {
     /// Draw a step, simulated in virtual time, to this SVG file.
     #[arg(long, value_name = "FILE")]
     pub(super) draw: Option<PathBuf>,
+    /// Exit with status 2 if the run does not fit. Without it, a plan that was made is a success.
+    #[arg(long)]
+    pub(super) check: bool,
     /// Plan for the first of so many processes, which `mpirun` or `srun` starts.
     #[arg(long, value_name = "COUNT", default_value_t = NonZeroU32::MIN)]
     pub(super) ranks: NonZeroU32,

@@ -22,15 +22,11 @@ mod train;
 mod tune;
 
 use std::io::Write;
-use std::path::{Path, PathBuf};
 
-use clap::{CommandFactory, Parser, ValueEnum};
-use l2l::checkpoint::Keeper;
-use l2l::config::TrainConfig;
-use l2l::{Config, Error, inference};
+use clap::{CommandFactory, Parser};
+use l2l::Error;
 
 use arguments::*;
-use layers::Layers;
 
 /// How a command ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -57,7 +53,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
             fabric::refuse_ranks("tune")?;
             tune::tune(&arguments)?;
         }
-        Command::Dashboards { to } => dashboards::write(&to)?,
+        Command::Dashboards { to, runbooks } => dashboards::write(&to, runbooks.as_deref())?,
         Command::Bench(BenchArguments { common, without_copies, kernels }) => {
             return bench::bench(&common, !without_copies, kernels);
         }
@@ -81,105 +77,6 @@ pub(crate) fn run() -> Result<Ended, Error> {
         }
     }
     Ok(Ended::Well)
-}
-
-/// The config of `train` without a config file.
-pub(crate) const BUILT_IN: &str = include_str!("../../examples/built_in.toml");
-
-impl Common {
-    /// Resolves the config from file, environment and flags, and where each value comes from.
-    /// Without a file, `built_in` takes its place.
-    fn read(
-        &self,
-        built_in: Option<&str>,
-        metrics: Option<String>,
-    ) -> Result<(Config, Layers), Error> {
-        self.read_with(built_in, [("--metrics", "metrics.listen", metrics)])
-    }
-
-    /// The same with flags that have keys of their own: flag, key, value.
-    fn read_with<const N: usize>(
-        &self,
-        built_in: Option<&str>,
-        own_flags: [(&str, &str, Option<String>); N],
-    ) -> Result<(Config, Layers), Error> {
-        let mut layers = Layers::new();
-        match (&self.config, built_in) {
-            (Some(path), _) => layers.file(path)?,
-            (None, Some(text)) => layers.text(Path::new("built-in config"), text)?,
-            (None, None) => {}
-        }
-        let variables = std::env::vars_os().filter_map(|(name, value)| {
-            Some((name.into_string().ok()?, value.to_string_lossy().into_owned()))
-        });
-        layers.environment(variables)?;
-        for flag in &self.set {
-            layers.flag(flag)?;
-        }
-        let format =
-            self.format.and_then(|format| Some(format.to_possible_value()?.get_name().into()));
-        layers.own_flag("--format", "log.format", format);
-        for (flag, key, value) in own_flags {
-            layers.own_flag(flag, key, value);
-        }
-        let mut config = layers.config()?;
-        config.device.kernel_cache = config.device.kernel_cache.or_else(kernel_cache);
-        Ok((config, layers))
-    }
-}
-
-/// The directory that a command takes its model from: the one that it names, or a run's newest or
-/// best checkpoint, or else the adapters that the run begins with, or `model.path`.
-fn model_of(config: &Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
-    let best = arguments.best;
-    if let Some(directory) = &arguments.model {
-        let is_model = |file: &&str| directory.join(file).is_file();
-        return match ["config.json", "adapter_config.json"].iter().any(is_model) {
-            true => Ok(directory.clone()),
-            false => Err(Error::Argument(format!(
-                "--model {}: there is no model in it: config.json is missing",
-                directory.display()
-            ))),
-        };
-    }
-    let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
-    match (&config.checkpoint.directory, adapters.or(config.model.path.as_ref())) {
-        (Some(directory), _) if directory.is_dir() => {
-            let keeper = Keeper::peek(directory);
-            let found = if best { keeper.best() } else { keeper.newest() };
-            found.ok_or_else(|| {
-                let kind = match best {
-                    true => "best checkpoint in it: no validation of the run has ended yet",
-                    false => "checkpoint in it",
-                };
-                Error::Argument(format!(
-                    "checkpoint.directory {}: there is no {kind}",
-                    directory.display()
-                ))
-            })
-        }
-        (Some(directory), _) => {
-            let at = directory.display();
-            Err(Error::Argument(format!(
-                "checkpoint.directory {at} does not exist: train first, or leave the key out"
-            )))
-        }
-        (None, Some(path)) => Ok(path.clone()),
-        (None, None) => {
-            let what = "no model is named: set checkpoint.directory or model.path";
-            Err(Error::Argument(what.into()))
-        }
-    }
-}
-
-/// Makes a config load the model of its run, and returns where that is.
-fn load(config: &mut Config, arguments: &ModelArguments) -> Result<PathBuf, Error> {
-    let from = model_of(config, arguments)?;
-    if arguments.model.is_some() {
-        config.train = TrainConfig::default();
-    }
-    inference::load_from(config, &from);
-    Ok(from)
 }
 
 /// Prints a line to standard error. A closed standard error is not a failure.

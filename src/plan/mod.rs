@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
-pub(crate) use regions::{Holder, Place, Regions};
+pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Place, Regions};
 pub(crate) use share::DealtStep;
 pub use share::{FabricBytes, RankShare};
 use sizing::Sizing;

@@ -85,9 +85,9 @@ pub(crate) struct Regions {
 const ALIGNED: usize = 16;
 
 /// Names of the terms of each place, in the order in which plans show them.
-const DEVICE_TERMS: [&str; 8] =
+pub(crate) const DEVICE_TERMS: [&str; 8] =
     ["weights", "gradients", "inputs", "outputs", "workspace", "stash", "driver", "memory"];
-const HOST_TERMS: [&str; 11] = [
+pub(crate) const HOST_TERMS: [&str; 11] = [
     "file_reads",
     "file_states",
     "file_desk",

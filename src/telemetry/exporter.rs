@@ -11,7 +11,7 @@ use super::{Observe, Server, Watch};
 use crate::config::MetricsConfig;
 use crate::error::Error;
 
-/// How long a run that failed waits for a last scrape.
+/// How long a run that ended waits for a last scrape.
 const LAST_SCRAPE: Duration = Duration::from_secs(15);
 
 /// See the [module](self).
@@ -79,8 +79,16 @@ impl Exporter {
         Some(format!("metrics.file {}: {error}", path.display()))
     }
 
-    /// Waits until the failure of a run has been scraped, if its metrics were scraped before. It
-    /// blocks its thread for 15 seconds at most.
+    /// What to tell whoever waits for the end of a run whose metrics were scraped, if they were.
+    pub(crate) fn waits_for_last_scrape(&self) -> Option<String> {
+        self.server.as_ref().filter(|server| server.was_scraped())?;
+        let seconds = LAST_SCRAPE.as_secs();
+        Some(format!("waits for a last scrape of the metrics, {seconds} s at most"))
+    }
+
+    /// Waits until the end of a run has been scraped, however it ended, if its metrics were scraped
+    /// before: so that a run that ended is not taken for one that vanished. It blocks its thread for
+    /// 15 seconds at most.
     pub(crate) fn wait_for_last_scrape(&self) {
         if let Some(server) = &self.server {
             server.linger(LAST_SCRAPE);

@@ -91,7 +91,7 @@ pub const METRICS: &[Metric] = &[
         "Time that visits of a layer took on a lane"),
     counter("l2l_exposed_wait_seconds_total", Unit::Seconds, &["layer", "cause"],
         "Time in which the compute lane was idle at a layer, waiting for \
-         transfers or for the host"),
+         transfers or for anything else"),
     counter("l2l_transfer_seconds_total", Unit::Seconds, &["layer"],
         "Time of a layer's transfers, to the device and from it"),
     counter("l2l_block_updates_total", Unit::Count, &["layer"],
@@ -100,14 +100,14 @@ pub const METRICS: &[Metric] = &[
         labels: &["lane"], buckets: &OPERATION, help: "Time of one operation" },
     counter("l2l_lane_seconds_total", Unit::Seconds, &["lane"],
         "Time that a lane was busy with training, the sum of all devices"),
-    counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["cause"],
+    counter("l2l_compute_wait_seconds_total", Unit::Seconds, &["waited_for"],
         "Time in which the compute lane was idle, by the lane that it waited \
          for, in the mean of devices. `devices`: kernels of other devices; \
          `ring`: the latency of the actors. \
          Between training steps: `checkpoint`, and `outside` for the rest"),
     counter("l2l_device_lane_seconds_total", Unit::Seconds, &["device", "lane"],
         "Time that a device's lane was busy with training"),
-    counter("l2l_device_wait_seconds_total", Unit::Seconds, &["device", "cause"],
+    counter("l2l_device_wait_seconds_total", Unit::Seconds, &["device", "waited_for"],
         "Time in which a device's compute lane was idle within training steps, \
          by the lane that it waited for"),
     gauge("l2l_rank_step", Unit::Count, &["rank"],
@@ -115,7 +115,7 @@ pub const METRICS: &[Metric] = &[
          run with several, and up to a second old"),
     counter("l2l_rank_lane_seconds_total", Unit::Seconds, &["rank", "lane"],
         "Time that a rank's lane was busy with training, the sum of its devices"),
-    counter("l2l_rank_wait_seconds_total", Unit::Seconds, &["rank", "cause"],
+    counter("l2l_rank_wait_seconds_total", Unit::Seconds, &["rank", "waited_for"],
         "Time in which a rank's compute lane was idle within training steps, by \
          the lane that it waited for, in the mean of its devices"),
     counter("l2l_fabric_bytes_total", Unit::Bytes, &["rank", "direction"],

@@ -43,5 +43,9 @@ impl Exporter {
         None
     }
 
+    pub(crate) fn waits_for_last_scrape(&self) -> Option<String> {
+        None
+    }
+
     pub(crate) fn wait_for_last_scrape(&self) {}
 }

@@ -107,6 +107,11 @@ impl Server {
         _ = self.shared.watch.set(watch); // the first is shown
     }
 
+    /// Whether anybody has asked for metrics.
+    pub fn was_scraped(&self) -> bool {
+        *self.shared.scrapes.lock().expect("nothing panics inside") > 0
+    }
+
     /// Waits until whoever scrapes has scraped once more, if anybody does, but no longer than this:
     /// so that the last word of a run that ends is heard.
     pub fn linger(&self, most: Duration) {

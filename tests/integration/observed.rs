@@ -2,10 +2,12 @@
 //! place that cannot be written is refused before anything starts.
 
 use std::fs;
-use std::net::TcpListener;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::path::Path;
+use std::process::Stdio;
 
-use crate::program::{events, good, output};
+use crate::program::{events, good, l2l, output};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -115,6 +117,59 @@ fn what_cannot_be_written_is_said_first() {
         assert!(error.contains(names), "{arguments:?}: {error}");
         assert!(output.stdout.is_empty(), "{arguments:?}: a step was made");
     }
+}
+
+/// A run that ends well and whose metrics were scraped waits for one scrape more: without it, it
+/// would look as if it had vanished before its last step.
+#[test]
+fn a_run_that_ends_well_is_scraped_once_more() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let config = config(&folder);
+    let mut child = l2l(&["train", &config, "--format", "json", "--metrics", "127.0.0.1:0"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .expect("the program runs");
+    let mut said = BufReader::new(child.stderr.take().expect("it is piped")).lines();
+    let address = said.find_map(|line| {
+        let line = line.expect("UTF-8");
+        Some(line.strip_prefix("live at http://")?.trim_end_matches('/').to_string())
+    });
+    let address = address.expect("it says where it listens");
+    let scrape = || {
+        let mut stream = TcpStream::connect(&address).expect("it listens");
+        let request =
+            format!("GET /metrics HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
+        stream.write_all(request.as_bytes()).expect("it reads");
+        let mut text = String::new();
+        stream.read_to_string(&mut text).expect("it answers");
+        text
+    };
+    assert!(!scrape().contains("state=\"ended\"} 1"));
+    let mut events = BufReader::new(child.stdout.take().expect("it is piped")).lines();
+    let is_summary = |line: &String| line.contains("\"event\":\"summary\"");
+    assert!(events.any(|line| is_summary(&line.expect("UTF-8"))), "it ends");
+    let last = std::iter::repeat_with(scrape).find(|text| text.contains("state=\"ended\"} 1"));
+    assert_eq!(series(&last.expect("it waits for this"), "l2l_step{"), 5.0);
+    assert!(child.wait().expect("it is ours").success());
+}
+
+/// Alerts link their pages at the address that somebody gives.
+#[test]
+fn runbooks_have_an_address() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let to = path(&folder, "boards");
+    let arguments = ["dashboards", "--to", &to, "--runbooks"];
+    good(&[&arguments[..], &["https://example.com/runbooks/"]].concat());
+    let alerts = fs::read_to_string(folder.path().join("boards/prometheus/alerts.yml"));
+    let alerts = alerts.expect("it is there");
+    for line in alerts.lines().filter(|line| line.contains("runbook_url")) {
+        let page = line.split("\"https://example.com/runbooks/").nth(1).expect("the address");
+        let page = format!("boards/runbooks/{}", page.trim_end_matches('"'));
+        assert!(folder.path().join(&page).is_file(), "{page}");
+    }
+    let refused = output(&[&arguments[..], &["example.com"]].concat());
+    assert_eq!(refused.status.code(), Some(2));
 }
 
 /// A refused run does not change the report and the timeline of an earlier run.

@@ -7,12 +7,12 @@ use std::process::Command;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use l2l::config::StashPlace;
+use l2l::config::{DeviceKind, StashPlace};
 use l2l::data::Batches;
 use l2l::models::Model;
 use l2l::telemetry::{
-    Forecast, Lane, METRICS, Observe, Rates, RunView, Server, Slice, SliceKind, Trace, Unit,
-    WaitCause, WorkKind, describe, publish, samples,
+    Forecast, LabelValues, Lane, METRICS, Observe, Rates, RunView, Server, Slice, SliceKind, Trace,
+    Unit, WaitCause, WorkKind, describe, label_values, publish, samples,
 };
 use l2l::{Config, Plan, StepReport, Trainer, shape_of};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
@@ -202,6 +202,34 @@ fn series_are_few() {
     assert!(sorted.is_sorted(), "names of layers sort");
 }
 
+/// Labels have the values that the table of metrics promises.
+#[test]
+fn labels_have_the_values_that_are_listed() {
+    let mut config = config(3);
+    config.optimizer.clip_norm = Some(1.0);
+    config.device.count = Some(2);
+    let Ran { views: [_, view], .. } = run(config, 2, Vec::new());
+    let mut devices = Vec::new();
+    samples(&view, |metric, values, _| {
+        assert_eq!(metric.labels.len(), values.len());
+        for (label, value) in metric.labels.iter().zip(values) {
+            if let LabelValues::Listed(listed) = label_values(metric.name, label) {
+                assert!(listed.contains(value), "{}, {label}: {value}", metric.name);
+            }
+            if *label == "device" {
+                devices.push(value.to_string());
+            }
+        }
+    });
+    devices.sort();
+    devices.dedup();
+    assert_eq!(devices, ["cpu0", "cpu1"]);
+    let mut gpus = Config::default();
+    gpus.device.kind = DeviceKind::Cuda;
+    gpus.device.ordinals = Some(vec![1, 3]);
+    assert_eq!(gpus.device_names(), ["cuda1", "cuda3"]);
+}
+
 /// An application's own recorder gets every metric, without a listener of l2l's.
 #[test]
 fn an_applications_own_recorder_gets_everything() {
@@ -352,8 +380,7 @@ fn clients_may_do_what_they_like() {
     assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
     assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
     // The run had one process and no validation, and nothing measured the machine's speed limit.
-    let untold =
-        ["l2l_validation_loss", "l2l_validation_metric", "l2l_speed_of_light_ratio"];
+    let untold = ["l2l_validation_loss", "l2l_validation_metric", "l2l_speed_of_light_ratio"];
     for metric in METRICS {
         let told = text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.name()));
         let of_ranks = metric.labels.first() == Some(&"rank");

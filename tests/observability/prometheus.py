@@ -105,7 +105,7 @@ def regime(program, name, settings):
         time.sleep(15)
         named = until("bottleneck", lambda: prometheus.now("l2l:bottleneck:share") or None)
         [(labels, share)] = named
-        assert labels["cause"] == name, f"{name}: the rule says {named}"
+        assert labels["bottleneck"] == name, f"{name}: the rule says {named}"
         view = json.loads(get(run.address + "/live.json"))
         assert view["bottleneck"] == name, f"{name}: the step line says {view['bottleneck']}"
         overlap = prometheus.now("l2l:overlap:ratio")[0][1]

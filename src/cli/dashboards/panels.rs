@@ -52,7 +52,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "Bottleneck",
                 "percentunit",
                 "What costs the run most time.",
-                &[(r#"l2l:bottleneck:share{run="$run"}"#, "{{cause}}")],
+                &[(r#"l2l:bottleneck:share{run="$run"}"#, "{{bottleneck}}")],
                 4,
             ),
             Panel(
@@ -197,12 +197,12 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                     (
                         "rate(l2l_device_wait_seconds_total{run=\"$run\",device=\"$device\"}\
                          [$__rate_interval])",
-                        "{{cause}}",
+                        "{{waited_for}}",
                     ),
                     (
                         "rate(l2l_compute_wait_seconds_total{run=\"$run\",\
-                         cause=~\"checkpoint|outside\"}[$__rate_interval])",
-                        "{{cause}}",
+                         waited_for=~\"checkpoint|outside\"}[$__rate_interval])",
+                        "{{waited_for}}",
                     ),
                 ],
                 12,
@@ -331,7 +331,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "upload: channels.weights, channels.stash. download: channels.gradients, \
             stash.place. update: channels.reduced, a larger step.batch. compute: nothing. \
             `l2l tune` tries settings.",
-                &[(r#"l2l:wait:share{run="$run"}"#, "{{cause}}")],
+                &[(r#"l2l:wait:share{run="$run"}"#, "{{bottleneck}}")],
                 12,
             ),
             Panel(

@@ -34,7 +34,7 @@ pub(super) const RANKS: Dashboard = Dashboard(
             "percentunit",
             "Share of time that the compute lane of each rank waited for exchanges.",
             &[(
-                "rate(l2l_rank_wait_seconds_total{run=\"$run\",cause=\"fabric\"}\
+                "rate(l2l_rank_wait_seconds_total{run=\"$run\",waited_for=\"fabric\"}\
                  [$__rate_interval])",
                 "{{rank}}",
             )],
@@ -55,7 +55,7 @@ pub(super) const RANKS: Dashboard = Dashboard(
                 (
                     "rate(l2l_rank_wait_seconds_total{run=\"$run\",rank=\"$rank\"}\
                      [$__rate_interval])",
-                    "{{cause}}",
+                    "{{waited_for}}",
                 ),
             ],
             12,

@@ -266,7 +266,8 @@ impl Prepared {
         if let Some(warning) = exporter.write_file() {
             callbacks.message(&RunMessage::Warning(warning));
         }
-        if outcome.is_err() {
+        if let Some(waits) = exporter.waits_for_last_scrape() {
+            callbacks.message(&RunMessage::Info(waits));
             // It blocks its thread, which is not to be one of the caller's.
             _ = tokio::task::spawn_blocking(move || exporter.wait_for_last_scrape()).await;
         }
