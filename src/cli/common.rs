@@ -82,7 +82,7 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
     let best = arguments.best;
     if let Some(directory) = &arguments.model {
         let is_model = |file: &&str| directory.join(file).is_file();
-        return match ["config.json", "adapter_config.json"].iter().any(|file| is_model(&file)) {
+        return match ["config.json", "adapter_config.json"].iter().any(is_model) {
             true => Ok(directory.clone()),
             false => Err(Error::Argument(format!(
                 "--model {}: there is no model in it: config.json is missing",

@@ -14,8 +14,9 @@ use serde_json::{Map, Value, json};
 use super::{Ended, PlanArguments, RateArguments, print, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
-    let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, rates: given } =
+    let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, rates } =
         arguments;
+    let given = rates;
     let (mut config, layers) = common.read()?;
     if let Some(devices) = devices {
         set_devices(&mut config.device, devices.get());

@@ -87,8 +87,8 @@ impl Exporter {
     }
 
     /// Waits until the end of a run has been scraped, however it ended, if its metrics were scraped
-    /// before: so that a run that ended is not taken for one that vanished. It blocks its thread for
-    /// 15 seconds at most.
+    /// before: so that a run that ended is not taken for one that vanished. It blocks its thread
+    /// for 15 seconds at most.
     pub(crate) fn wait_for_last_scrape(&self) {
         if let Some(server) = &self.server {
             server.linger(LAST_SCRAPE);

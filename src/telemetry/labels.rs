@@ -28,8 +28,8 @@ pub fn label_values(metric: &str, label: &str) -> LabelValues {
     match (label, metric) {
         ("run", _) => Described("the run's name: `metrics.run`, or a made-up one"),
         ("layer", _) => Described(
-            "the layer's number in the order of the forward pass, padded with zeros so that numbers \
-             sort; 0 is the embedding",
+            "the layer's number in the order of the forward pass, padded with zeros so that \
+             numbers sort; 0 is the embedding",
         ),
         ("phase", _) => Listed(vec!["forward", "backward"]),
         ("lane", "l2l_visit_seconds_total") => {

@@ -20,10 +20,13 @@ fn folder() -> TempDir {
     tempfile::tempdir().expect("a place for files")
 }
 
+/// An empty config: what is not set has its default, in place of the built-in config's value.
+const EMPTY: &str = "/dev/null";
+
 /// The arguments of a command with these keys.
 fn with(command: &[&str], keys: &[String]) -> Vec<String> {
     let sets = keys.iter().flat_map(|key| ["--set".to_string(), key.clone()]);
-    command.iter().map(|word| word.to_string()).chain(sets).collect()
+    command.iter().chain(&[EMPTY]).map(|word| word.to_string()).chain(sets).collect()
 }
 
 /// A run of three steps on the data of a golden model, with checkpoints.
@@ -100,7 +103,7 @@ fn validation_sets_have_names() {
         "data.validation=[{{ path = {few:?}, name = \"few\" }}, \
          {{ path = {data:?}, name = \"all\" }}]"
     );
-    keys.push(sets);
+    keys.extend([sets, "validation.batches=20".into()]);
     let metrics = folder.path().join("last.prom");
     keys.push(format!("metrics.file={}", metrics.display()));
     let trained = events(&good(&with(&["train", "--format", "json"], &keys)));

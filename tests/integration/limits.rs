@@ -54,7 +54,7 @@ proptest! {
             ("model.vocabulary", vocabulary.to_string()),
             ("model.positions", positions.to_string()),
             ("step.batch", batch.to_string()),
-            ("step.micro_batch", micro_batch.to_string()),
+            ("step.micro_batch", micro_batch.min(batch).to_string()),
             ("step.steps", "2".to_string()),
             ("schedule.recompute", recompute.to_string()),
             ("stash.place", place.to_string()),

@@ -7,13 +7,13 @@ use std::process::Command;
 /// without.
 const ALLOWED: &str = "
 allocator-api2 async-trait bitflags block-buffer bytemuck bytemuck_derive cfg-if cpufeatures
-crossbeam-deque crossbeam-epoch crossbeam-utils crypto-common digest either equivalent fastrand
-flume foldhash futures-core futures-sink generic-array getrandom half hashbrown itoa l2l l2l-actors
-libc libm linux-raw-sys lock_api memchr memmap2 num-complex num-traits once_cell paste
+crossbeam-deque crossbeam-epoch crossbeam-utils crypto-common csv csv-core digest either equivalent
+fastrand flume foldhash futures-core futures-sink generic-array getrandom half hashbrown itoa l2l
+l2l-actors libc libm linux-raw-sys lock_api memchr memmap2 num-complex num-traits once_cell paste
 pin-project-lite proc-macro2 pulp pulp-wasm-simd-flag quote raw-cpuid rayon rayon-core reborrow
-rustix safetensors scopeguard serde serde_core serde_derive serde_json serde_spanned sha2 spin syn
-tempfile thiserror thiserror-impl tokio toml toml_datetime toml_parser typenum unicode-ident winnow
-xxhash-rust zerocopy zerocopy-derive zmij
+rustix ryu safetensors scopeguard serde serde_core serde_derive serde_json serde_spanned sha2 spin
+syn tempfile thiserror thiserror-impl tokio toml toml_datetime toml_parser typenum unicode-ident
+winnow xxhash-rust zerocopy zerocopy-derive zmij
 ";
 
 #[test]

@@ -446,7 +446,8 @@ pub(super) fn files(runbooks: &str) -> BTreeMap<String, String> {
                 let samples = if fires { "[{ labels: \"{}\", value: 1 }]" } else { "[]" };
                 let _ = writeln!(
                     tests,
-                    "      - expr: count(ALERTS{{alertname=\"{name}\",alertstate=\"firing\"}})\n        \
+                    "      - expr: \
+                     count(ALERTS{{alertname=\"{name}\",alertstate=\"firing\"}})\n        \
                      eval_time: {at}\n        exp_samples: {samples}"
                 );
             }

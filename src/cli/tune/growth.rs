@@ -15,7 +15,7 @@ const DEEP: usize = 8;
 /// nothing, or if these settings are of one depth alone (a schedule's file).
 pub(super) fn of(config: &Config, model: &Model, settings: Settings) -> Vec<Term> {
     let at = |layers: usize| {
-        let shape = Shape { layers, ..model.shape.clone() };
+        let shape = Shape { layers, ..model.shape };
         let deeper = hf::model_of(config, shape).ok()?;
         let mut settings = settings;
         // A device of a pipeline keeps its layers, also those of a deeper model.
