@@ -15,7 +15,7 @@ async fn main() -> Result<(), Error> {
     config.channels.weights = 2; // weight slots on the device
 
     let mut batches = Batches::open(&config)?; // or any stream, or Batch::new(&sequences)
-    let mut trainer = Trainer::start(config)?; // runs on this tokio runtime
+    let mut trainer = Trainer::start(config).await?; // runs on this tokio runtime
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}, norm {:.3}", report.step, report.loss, report.grad_norm);
@@ -25,10 +25,11 @@ async fn main() -> Result<(), Error> {
     println!("a norm's scale {shape:?} begins with {:.4}", values[0]);
 
     let place = std::env::temp_dir().join("l2l-example-checkpoint");
-    trainer.checkpoint(&place).await?; // Trainer::builder(config).resume(&place).start() resumes
+    trainer.checkpoint(&place).await?; // Trainer::builder(config).resume(&place).start().await resumes
     println!("a checkpoint, which transformers reads too: {}", place.display());
 
+    println!("weights {}", trainer.digest().await?);
     let summary = trainer.stop().await?;
-    println!("{} steps, weights {}", summary.steps, summary.weights_digest);
+    println!("{} steps in {:.1} s", summary.steps, summary.seconds);
     Ok(())
 }

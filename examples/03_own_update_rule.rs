@@ -51,7 +51,7 @@ async fn main() -> Result<(), Error> {
     let rule = Lion { betas: (0.9, 0.99), weight_decay: 0.1 };
 
     let mut batches = Batches::open(&config)?;
-    let mut trainer = Trainer::builder(config).update_rule(rule).start()?;
+    let mut trainer = Trainer::builder(config).update_rule(rule).start().await?;
     let moments = trainer.plan().host.iter().find(|term| term.name == "moments");
     println!("{}", moments.expect("the plan has them"));
     for _ in 0..10 {

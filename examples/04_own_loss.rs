@@ -3,7 +3,6 @@
 //!
 //! `cargo run --release --example 04_own_loss`
 
-use l2l::data::Batches;
 use l2l::kernels::Loss;
 use l2l::models::Model;
 use l2l::testing::check_loss;
@@ -37,14 +36,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut model = Model::new(shape_of(&config)?);
     model.loss = Box::new(loss);
 
-    let batches = Batches::open(&config)?;
-    let mut trainer = Trainer::builder(config).model(model).start()?;
-    // Any stream of batches will do.
-    let goes_on = |report: &l2l::StepReport| {
+    let (mut trainer, mut batches) = Trainer::builder(config).model(model).open().await?;
+    for _ in 0..10 {
+        let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}", report.step, report.loss);
-        report.step < 10
-    };
-    trainer.train(batches, goes_on).await?;
+    }
     trainer.stop().await?;
     Ok(())
 }

@@ -30,7 +30,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             "[101, 2023, 102]\n".into()
         }
     };
-    let mut trainer = Trainer::start(config)?;
+    let mut trainer = Trainer::start(config).await?;
     for line in lines.lines() {
         let tokens: Vec<u32> = serde_json::from_str(line)?;
         let hidden = trainer.encode(Batch::of_classes(&[(tokens, 0)])).await?;

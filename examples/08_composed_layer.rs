@@ -88,7 +88,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Box::new(Final::new(shape)),
     ];
     let mut batches = Batches::open(&config)?;
-    let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start()?;
+    let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start().await?;
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}", report.step, report.loss);

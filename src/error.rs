@@ -82,6 +82,9 @@ pub enum Error {
     /// The system refused threads or memory that the plan counted on.
     #[error("{0}")]
     System(String),
+    /// The program's own, of a callback or a stream of batches. See [`Error::own`].
+    #[error("{0}")]
+    Own(#[source] Box<dyn std::error::Error + Send + Sync>),
 }
 
 /// The kinds of errors. An error of the ring has the kind of its cause, where that is one of these.
@@ -105,6 +108,7 @@ pub enum ErrorKind {
     /// An actor failed, hung or panicked for another reason.
     Ring,
     System,
+    Own,
 }
 
 /// What a plan needs and there is not.
@@ -181,6 +185,12 @@ impl Error {
         Error::System(what.to_string())
     }
 
+    /// An error of a program's own, which a callback or a stream of batches returns. It is the
+    /// [source](std::error::Error::source) of what the run returns.
+    pub fn own(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
+        Error::Own(error.into())
+    }
+
     /// What kind it is. Of the ring's errors: what kind its first cause is.
     pub fn kind(&self) -> ErrorKind {
         match self {
@@ -197,6 +207,7 @@ impl Error {
             Error::Schedule(_) => ErrorKind::Schedule,
             Error::Ring(error) => of_ring(error),
             Error::System(_) => ErrorKind::System,
+            Error::Own(_) => ErrorKind::Own,
         }
     }
 
@@ -204,7 +215,8 @@ impl Error {
     pub fn exit_code(&self) -> u8 {
         match self {
             Error::Storage { started, .. } => 2 - u8::from(*started),
-            Error::Device(_) | Error::NotFinite(_) | Error::Ring(_) | Error::System(_) => 1,
+            Error::Device(_) | Error::NotFinite(_) | Error::Ring(_) => 1,
+            Error::System(_) | Error::Own(_) => 1,
             _ => 2,
         }
     }

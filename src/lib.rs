@@ -15,6 +15,8 @@ pub use l2l_actors as actors;
 
 mod error;
 
+mod blocking;
+
 pub mod fabric;
 
 mod random;

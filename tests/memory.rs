@@ -173,7 +173,7 @@ fn what_is_used_is_what_was_planned_and_nothing_is_allocated() {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         runtime.block_on(async {
             let mut batches = Batches::open(&config).expect("random data");
-            let mut trainer = Trainer::start(config).expect("a case of ours");
+            let mut trainer = Trainer::start(config).await.expect("a case of ours");
             for step in 0..5 {
                 let before = LARGE.load(Relaxed);
                 let batch = batches.next().await.expect("random data");

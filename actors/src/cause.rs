@@ -54,6 +54,7 @@ pub struct Cause {
     /// The operation, or what the actor was doing.
     pub operation: String,
     /// What went wrong.
+    #[source]
     pub problem: Problem,
 }
 

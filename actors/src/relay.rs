@@ -58,6 +58,7 @@ pub enum RingError {
     #[error("{cause} ({integrity})")]
     Failed {
         /// The first failure.
+        #[source]
         cause: Arc<Cause>,
         /// What it left behind.
         integrity: Integrity,

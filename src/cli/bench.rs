@@ -33,16 +33,17 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
             screen.step(report);
             reports.push(*report);
         };
-        let summary = runtime()?.block_on(all_steps(&config, train, steps, copies, show))?;
+        let (summary, digest) =
+            runtime()?.block_on(all_steps(&config, train, steps, copies, show))?;
         let more = rates(&reports, product);
         if kernels {
             show_kernels(&config, &mut log, &screen)?;
         }
         let link = config.device.link.as_deref();
-        let mut event = summary.event(link);
+        let mut event = summary.event(&digest, link);
         more.iter().for_each(|(name, value)| event[name] = json!(value));
         report_event(&mut log, &screen, &event);
-        screen.summary(&summary, link, &more);
+        screen.summary(&summary, &digest, link, &more);
         Ok(Ended::Well)
     };
     run().map_err(|error| layers.locate(error))
@@ -96,13 +97,14 @@ async fn all_steps(
     steps: u64,
     copies: bool,
     mut show: impl FnMut(&StepReport),
-) -> Result<Summary, Error> {
+) -> Result<(Summary, String), Error> {
     let builder = Trainer::builder(config.clone()).steps(steps).trial();
     let builder = if copies { builder } else { builder.without_copies() };
-    let mut trainer = builder.start()?;
+    let mut trainer = builder.start().await?;
     let mut batches = Batches::start(config, train, 0)?;
     for _ in 0..steps {
         show(&trainer.step(batches.next().await?).await?);
     }
-    trainer.stop().await
+    let digest = trainer.digest().await?;
+    Ok((trainer.stop().await?, digest))
 }

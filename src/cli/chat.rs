@@ -29,7 +29,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             train::stop_on_signal(&stop, false);
-            let mut generator = Generator::start(config.clone(), room)?;
+            let mut generator = Generator::start(config.clone(), room).await?;
             let system = sampling.system.as_ref().map(|text| Message::new("system", text.clone()));
             let first = usize::from(system.is_some());
             let mut messages: Vec<Message> = system.into_iter().collect();

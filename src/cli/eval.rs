@@ -17,7 +17,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
             train::stop_on_signal(&stop, true);
-            let mut evaluator = Evaluator::start(config.clone())?;
+            let mut evaluator = Evaluator::start(config.clone()).await?;
             for data in &sets {
                 let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
                 let in_order = data.in_order(config.step.batch, arguments.batches.unwrap_or(most));

@@ -39,7 +39,7 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
             let stop = StopRequest::new();
             train::stop_on_signal(&stop, true);
             let mut page = Page::new(&config, &vocabulary, &arguments.sampling.stop, &prompts);
-            let mut generator = Generator::start(config.clone(), room)?;
+            let mut generator = Generator::start(config.clone(), room).await?;
             let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
                 let then = page.take(prompt, token, ended, ends.contains(&token));
                 if stop.is_requested() { Then::EndAll } else { then }

@@ -146,7 +146,13 @@ impl Screen {
     }
 
     /// The summary of a run, for people, with values that a command adds.
-    pub(super) fn summary(&mut self, summary: &Summary, link: Option<&str>, more: &[(&str, f64)]) {
+    pub(super) fn summary(
+        &mut self,
+        summary: &Summary,
+        weights_digest: &str,
+        link: Option<&str>,
+        more: &[(&str, f64)],
+    ) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
@@ -165,7 +171,7 @@ impl Screen {
         for (name, value) in more {
             print(format_args!("{:<26} {value:>16.3}", name.replace('_', " ")));
         }
-        print(format_args!("weights {}", summary.weights_digest));
+        print(format_args!("weights {weights_digest}"));
     }
 }
 

@@ -1,11 +1,13 @@
 //! `l2l train`: the library's `fit`, with signals that end it and a screen that shows it.
 
+use std::ops::ControlFlow;
 use std::path::Path;
 
+use async_trait::async_trait;
 use l2l::config::EpsTier;
 use l2l::{
-    Callbacks, Config, End, Error, Fitted, Prepared, RunMessage, StepReport, StopRequest, Summary,
-    Trainer, inference::Evaluation, telemetry,
+    Callbacks, Config, End, Error, Fitted, Prepared, RunMessage, StepReport, StopRequest, Trainer,
+    inference::Evaluation, telemetry,
 };
 use serde_json::Value;
 
@@ -161,6 +163,7 @@ struct Terminal {
     files: OutputFiles,
 }
 
+#[async_trait]
 impl Callbacks for Terminal {
     fn started(&mut self, trainer: &Trainer, steps: u64) {
         let ceiling = self.config.device.memory.bytes();
@@ -178,8 +181,13 @@ impl Callbacks for Terminal {
         self.screen.iter().for_each(|screen| screen.event(event));
     }
 
-    fn step(&mut self, report: &StepReport) {
+    async fn step(
+        &mut self,
+        _: &mut Trainer,
+        report: &StepReport,
+    ) -> Result<ControlFlow<()>, Error> {
         self.screen.iter_mut().for_each(|screen| screen.step(report));
+        Ok(ControlFlow::Continue(()))
     }
 
     fn validation(&mut self, step: u64, evaluation: &Evaluation) {
@@ -200,12 +208,13 @@ impl Callbacks for Terminal {
         }
     }
 
-    fn ended(&mut self, outcome: Result<&Summary, &Error>) {
-        if let (Ok(summary), Some(screen)) = (outcome, &mut self.screen) {
+    fn ended(&mut self, outcome: Result<&Fitted, &Error>) {
+        if let (Ok(fitted), Some(screen)) = (outcome, &mut self.screen) {
             if let Some(watch) = self.files.watch() {
                 screen.chart(&watch.view(0).losses);
             }
-            screen.summary(summary, self.config.device.link.as_deref(), &[]);
+            let Fitted { summary, weights_digest, .. } = fitted;
+            screen.summary(summary, weights_digest, self.config.device.link.as_deref(), &[]);
         }
         self.files.write(&self.config);
     }

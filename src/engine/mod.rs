@@ -9,6 +9,8 @@ mod report;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::Mutex;
+
 use l2l_actors::ports::Lanes;
 use l2l_actors::schedule::{Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
@@ -16,6 +18,7 @@ use l2l_actors::{Integrity, Observer, Relay, RingConfig};
 
 pub use report::{Bottleneck, StepReport, Summary};
 
+use crate::blocking::unblock;
 use crate::config::Config;
 use crate::data::Batch;
 use crate::error::Error;
@@ -46,6 +49,8 @@ pub(crate) struct Engine {
     visits: u64,
     /// How many of the layers that a step can leave out are used; `None`: all.
     layers: Option<usize>,
+    /// Held while the model is read between steps, also by whoever no longer waits for it.
+    reading: Arc<Mutex<()>>,
 }
 
 /// A schedule, and the shape of the steps that it is for.
@@ -102,6 +107,7 @@ impl Engine {
             last_trained: false,
             visits: 0,
             layers: None,
+            reading: Arc::default(),
         })
     }
 
@@ -142,6 +148,7 @@ impl Engine {
         layers: &LayerSelection,
     ) -> Result<Outcome, Error> {
         self.count_step();
+        drop(self.reading.lock().await);
         let layers = &self.layers_of_step(layers);
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
         let shape = StepShape { sequences: batch.sequences(), positions: batch.longest(), purpose };
@@ -259,12 +266,28 @@ impl Engine {
         settled.map_err(|error| self.in_training_steps(error))
     }
 
+    /// Reads or changes the model between steps, when every update is done, and not on the
+    /// executor's thread. If the future is dropped, `read` goes on, and the next step waits for it.
+    pub(crate) async fn between_steps<T: Send + 'static>(
+        &mut self,
+        read: impl FnOnce(&Worker) -> T + Send + 'static,
+    ) -> T {
+        let reading = self.reading.clone().lock_owned().await;
+        let lanes = self.lanes.clone();
+        unblock(move || {
+            let _reading = reading;
+            read(lanes.work())
+        })
+        .await
+    }
+
     /// Waits until every update is done, and ends all threads and tasks. The returned lanes still
     /// hold the worker with the model.
     ///
     /// # Errors
     /// The ring failed.
     pub(crate) async fn stop(self) -> Result<Arc<ThreadLanes<Worker>>, Error> {
+        drop(self.reading.lock().await);
         self.relay.stop().await?;
         Ok(self.lanes)
     }

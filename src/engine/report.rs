@@ -60,8 +60,6 @@ pub struct Summary {
     pub steps: u64,
     /// The duration of the run, the last updates included.
     pub seconds: f64,
-    /// SHA-256 of the masters in block order.
-    pub weights_digest: String,
     /// The number of visits, of the device and of the host.
     pub visits: u64,
     /// Bytes that were uploaded to the device.

@@ -1,16 +1,16 @@
 //! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of whole sequences.
 //! One function evaluates, for a trainer and for a model that is only evaluated.
 
-use super::Loaded;
 use super::quality::{Agreement, Confusion, Quality};
+use super::{Loaded, model_of};
+use crate::blocking::unblock;
 use crate::config::{BestMetric, Config};
 use crate::data::Batch;
 use crate::engine::Engine;
 use crate::eps::lost;
 use crate::error::Error;
 use crate::fabric::Exchanges;
-use crate::hf::{self, shape_of};
-use crate::models::Head;
+use crate::models::{Head, Model};
 use crate::plan::{Plan, Purpose};
 
 /// What an evaluation found.
@@ -188,11 +188,30 @@ impl Evaluator {
     ///
     /// # Panics
     /// There is no tokio runtime.
-    pub fn start(config: Config) -> Result<Evaluator, Error> {
-        config.check()?;
-        let model = hf::model_of(&config, shape_of(&config)?)?;
-        let plan = Plan::of_evaluation(&config, &model)?;
-        Ok(Evaluator { loaded: Loaded::start(config, model, plan)? })
+    pub async fn start(config: Config) -> Result<Evaluator, Error> {
+        Evaluator::start_with(config, None).await
+    }
+
+    /// The same for a model of one's own. Its weights are read from `model.path`, under the names
+    /// of its tensors; without one they are random.
+    ///
+    /// # Errors
+    /// As [`start`](Evaluator::start).
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub async fn of_model(config: Config, model: Model) -> Result<Evaluator, Error> {
+        Evaluator::start_with(config, Some(model)).await
+    }
+
+    async fn start_with(config: Config, model: Option<Model>) -> Result<Evaluator, Error> {
+        unblock(move || {
+            config.check()?;
+            let model = model_of(&config, model)?;
+            let plan = Plan::of_evaluation(&config, &model)?;
+            Ok(Evaluator { loaded: Loaded::start(config, model, plan)? })
+        })
+        .await
     }
 
     /// Evaluates it on these batches, each of at most `step.batch` sequences.

@@ -5,25 +5,15 @@
 //! block comes its memory, through the slots that boundaries use: so a model that is too large
 //! for the device generates, too.
 
-use super::{Dice, Loaded, Sampling};
+use super::{Dice, Loaded, Sampling, model_of};
+use crate::blocking::unblock;
 use crate::config::Config;
 use crate::data::Batch;
+use crate::engine::Engine;
 use crate::error::Error;
-use crate::hf::{self, shape_of};
-use crate::models::{Head, Model};
-use crate::plan::{Plan, Purpose};
+use crate::models::Model;
+use crate::plan::{Plan, Purpose, Room};
 use crate::worker::CacheSlot;
-
-/// What a generator has room for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Room {
-    /// Prompts at once.
-    pub prompts: usize,
-    /// Tokens of the longest.
-    pub prompt: usize,
-    /// Tokens of a prompt and what is generated behind it.
-    pub tokens: usize,
-}
 
 /// Why a sequence ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,7 +62,7 @@ impl Generator {
     /// # Errors
     /// The model does not predict the next token, or has fewer positions.
     pub fn plan(config: &Config, room: Room) -> Result<Plan, Error> {
-        Ok(prepare(config, room)?.1)
+        Ok(prepare(config, None, room)?.1)
     }
 
     /// Makes everything, with the weights that a config names.
@@ -83,14 +73,37 @@ impl Generator {
     ///
     /// # Panics
     /// There is no tokio runtime.
-    pub fn start(config: Config, room: Room) -> Result<Generator, Error> {
-        let (model, plan) = prepare(&config, room)?;
-        Ok(Generator { loaded: Loaded::start(config, model, plan)?, room })
+    pub async fn start(config: Config, room: Room) -> Result<Generator, Error> {
+        Generator::start_with(config, None, room).await
+    }
+
+    /// The same for a model of one's own. Its weights are read from `model.path`, under the names
+    /// of its tensors; without one they are random.
+    ///
+    /// # Errors
+    /// As [`start`](Generator::start).
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub async fn of_model(config: Config, model: Model, room: Room) -> Result<Generator, Error> {
+        Generator::start_with(config, Some(model), room).await
+    }
+
+    async fn start_with(
+        config: Config,
+        model: Option<Model>,
+        room: Room,
+    ) -> Result<Generator, Error> {
+        unblock(move || {
+            let (model, plan) = prepare(&config, model, room)?;
+            Ok(Generator { loaded: Loaded::start(config, model, plan)?, room })
+        })
+        .await
     }
 
     /// Continues each prompt by at most `most` tokens, until it draws one of `ends`. `each` is
-    /// told every token as it comes, with the index of its prompt, and says what follows.
-    /// The tokens of all prompts are drawn in turns.
+    /// called with every token as it comes, and with the index of its prompt, and says what
+    /// follows. The tokens of all prompts are drawn in turns.
     ///
     /// # Errors
     /// A prompt is empty, does not fit the room, or has a token outside the vocabulary; `how` is
@@ -101,66 +114,10 @@ impl Generator {
         most: usize,
         how: Sampling,
         ends: &[u32],
-        mut each: impl FnMut(usize, u32, Option<Ended>) -> Then,
+        each: impl FnMut(usize, u32, Option<Ended>) -> Then,
     ) -> Result<(), Error> {
-        how.check()?;
-        let Room { prompts: sequences, prompt: longest, tokens } = self.room;
-        let fits = |prompt: &Vec<u32>| {
-            (1..=longest).contains(&prompt.len()) && prompt.len() + most <= tokens
-        };
-        if prompts.is_empty() || prompts.len() > sequences || !prompts.iter().all(fits) {
-            return Err(Error::argument(format_args!(
-                "{} prompts and {most} tokens behind each do not fit {:?}, or one is empty",
-                prompts.len(),
-                self.room
-            )));
-        }
-        if most == 0 {
-            return Ok(());
-        }
-        let mut writing: Vec<Writing> = (0..prompts.len())
-            .map(|index| {
-                let mut dice = Dice::new(how, index as u64);
-                dice.see(&prompts[index]);
-                Writing { index, past: 0, last: 0, written: 0, dice }
-            })
-            .collect();
-        let mut batch = Batch::for_generation(prompts);
-        while !writing.is_empty() {
-            let lengths: Vec<usize> = batch.lengths().collect();
-            let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
-            let past = past.next_multiple_of(STRIDE).min(tokens - 1);
-            let places = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.past });
-            let (places, purpose) = (places.collect(), Purpose::Generate { cached: past });
-            let logits = self.loaded.engine.run(batch, purpose, places).await?.logits;
-            let vocabulary = self.loaded.model().shape.vocabulary;
-            let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
-            if logits.iter().any(|logit| !logit.is_finite()) {
-                return Err(Error::NotFinite(
-                    "the model's logits are not finite: are its weights?".into(),
-                ));
-            }
-            let mut goes_on = Vec::new();
-            for ((one, length), logits) in of_each {
-                one.past += length;
-                one.written += 1;
-                one.last = one.dice.draw(logits);
-                let ended = match one.last {
-                    token if ends.contains(&token) => Some(Ended::EndOfText),
-                    _ if one.written == most => Some(Ended::Length),
-                    _ => None,
-                };
-                match each(one.index, one.last, ended) {
-                    Then::EndAll => return Ok(()),
-                    then => goes_on.push(ended.is_none() && then == Then::GoOn),
-                }
-            }
-            let mut goes_on = goes_on.into_iter();
-            writing.retain(|_| goes_on.next() == Some(true));
-            batch =
-                Batch::for_generation(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
-        }
-        Ok(())
+        let Generator { loaded, room } = self;
+        generate(&mut loaded.engine, *room, prompts, most, (how, ends), each).await
     }
 
     /// Ends all threads and tasks.
@@ -172,24 +129,80 @@ impl Generator {
     }
 }
 
-fn prepare(config: &Config, room: Room) -> Result<(Model, Plan), Error> {
-    config.check()?;
-    let shape = shape_of(config)?;
-    if shape.head != Head::Tokens {
-        return Err(Error::argument("tokens are drawn from models that predict the next one"));
-    }
-    let Room { prompts, prompt, tokens } = room;
-    if tokens > shape.positions {
+/// Generates with an engine whose plan has a KV cache of this room.
+///
+/// # Errors
+/// As [`Generator::generate`].
+pub(crate) async fn generate(
+    engine: &mut Engine,
+    room: Room,
+    prompts: &[Vec<u32>],
+    most: usize,
+    (how, ends): (Sampling, &[u32]),
+    mut each: impl FnMut(usize, u32, Option<Ended>) -> Then,
+) -> Result<(), Error> {
+    how.check()?;
+    let Room { prompts: sequences, prompt: longest, tokens } = room;
+    let fits =
+        |prompt: &Vec<u32>| (1..=longest).contains(&prompt.len()) && prompt.len() + most <= tokens;
+    if prompts.is_empty() || prompts.len() > sequences || !prompts.iter().all(fits) {
         return Err(Error::argument(format_args!(
-            "a prompt of {prompt} tokens and what is to come behind it are {tokens}: the model has \
-             {} positions",
-            shape.positions
+            "{} prompts and {most} tokens behind each do not fit {:?}, or one is empty",
+            prompts.len(),
+            room
         )));
     }
-    if prompts == 0 || prompt == 0 || tokens < prompt {
-        return Err(Error::argument(format_args!("there is no room in {room:?}")));
+    if most == 0 {
+        return Ok(());
     }
-    let model = hf::model_of(config, shape)?;
-    let plan = Plan::of_generation(config, &model, prompts, prompt, tokens)?;
+    let mut writing: Vec<Writing> = (0..prompts.len())
+        .map(|index| {
+            let mut dice = Dice::new(how, index as u64);
+            dice.see(&prompts[index]);
+            Writing { index, past: 0, last: 0, written: 0, dice }
+        })
+        .collect();
+    let mut batch = Batch::for_generation(prompts);
+    while !writing.is_empty() {
+        let lengths: Vec<usize> = batch.lengths().collect();
+        let past = writing.iter().map(|one| one.past).max().unwrap_or(0);
+        let past = past.next_multiple_of(STRIDE).min(tokens - 1);
+        let places = writing.iter().map(|one| CacheSlot { slot: one.index, cached: one.past });
+        let (places, purpose) = (places.collect(), Purpose::Generate { cached: past });
+        let logits = engine.run(batch, purpose, places).await?.logits;
+        let vocabulary = engine.model.shape.vocabulary;
+        let of_each = writing.iter_mut().zip(lengths).zip(logits.chunks_exact(vocabulary));
+        if logits.iter().any(|logit| !logit.is_finite()) {
+            return Err(Error::NotFinite(
+                "the model's logits are not finite: are its weights?".into(),
+            ));
+        }
+        let mut goes_on = Vec::new();
+        for ((one, length), logits) in of_each {
+            one.past += length;
+            one.written += 1;
+            one.last = one.dice.draw(logits);
+            let ended = match one.last {
+                token if ends.contains(&token) => Some(Ended::EndOfText),
+                _ if one.written == most => Some(Ended::Length),
+                _ => None,
+            };
+            match each(one.index, one.last, ended) {
+                Then::EndAll => return Ok(()),
+                then => goes_on.push(ended.is_none() && then == Then::GoOn),
+            }
+        }
+        let mut goes_on = goes_on.into_iter();
+        writing.retain(|_| goes_on.next() == Some(true));
+        batch = Batch::for_generation(&writing.iter().map(|one| [one.last]).collect::<Vec<_>>());
+    }
+    Ok(())
+}
+
+fn prepare(config: &Config, own: Option<Model>, room: Room) -> Result<(Model, Plan), Error> {
+    config.check()?;
+    let model = model_of(config, own)?;
+    room.check(&model)?;
+    let plan = Plan::of_generation(config, &model, room)?;
     Ok((model, plan))
 }

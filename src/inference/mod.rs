@@ -11,11 +11,13 @@ use std::sync::Arc;
 
 pub(crate) use evaluate::evaluate;
 pub use evaluate::{Evaluation, Evaluator};
-pub use generate::{Ended, Generator, Room, Then};
+pub(crate) use generate::generate;
+pub use generate::{Ended, Generator, Then};
 pub use quality::{Agreement, Confusion, Quality};
 pub(crate) use sampling::Dice;
 pub use sampling::Sampling;
 
+use crate::blocking::unblock;
 use crate::config::{Config, EpsTier, LoraConfig, ModelConfig, NewLayers, TrainConfig};
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier};
@@ -24,6 +26,7 @@ use crate::hf;
 use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::Plan;
+pub use crate::plan::Room;
 use crate::telemetry::Ledger;
 use crate::worker::{Parts, Worker};
 
@@ -54,8 +57,21 @@ pub fn load_from(config: &mut Config, directory: &Path) {
     (config.depth.stack_at, config.depth.new_layers) = (Vec::new(), NewLayers::Copy);
 }
 
+/// A model of one's own, or the one that a config names.
+fn model_of(config: &Config, own: Option<Model>) -> Result<Model, Error> {
+    let Some(mut model) = own else { return hf::model_of(config, hf::shape_of(config)?) };
+    if config.train.lora.is_some() {
+        let problem = "is for a model that the config names: give a model of your own its \
+                       adapters as tensors of its layers";
+        return Err(Error::config("train.lora", problem));
+    }
+    model.freeze(&hf::training_of(config)?)?;
+    model.check_names()?;
+    Ok(model)
+}
+
 impl Loaded {
-    /// Makes everything: memory, weights, threads, tasks on the caller's tokio.
+    /// Makes everything: memory, weights, threads, tasks on the caller's tokio. It blocks.
     fn start(config: Config, model: Model, plan: Plan) -> Result<Loaded, Error> {
         let (rule, rate) = (Box::new(config.update_rule()), config.learning_rate(1));
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
@@ -94,11 +110,9 @@ impl Loaded {
         Ok(Loaded { engine: Engine::start(config, worker, 0)? })
     }
 
-    fn model(&self) -> &Model {
-        &self.engine.model
-    }
-
     async fn stop(self) -> Result<(), Error> {
-        self.engine.stop().await.map(drop)
+        let lanes = self.engine.stop().await?;
+        unblock(move || drop(lanes)).await;
+        Ok(())
     }
 }

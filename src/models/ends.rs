@@ -128,6 +128,10 @@ impl Layer for Stem {
         all
     }
 
+    fn dropout_index(&self) -> Option<u32> {
+        (self.shape.dropout.embedding > 0.0).then_some(self.index)
+    }
+
     fn is_optional(&self) -> bool {
         false
     }

@@ -155,6 +155,11 @@ pub trait Layer: Send + Sync {
         0
     }
 
+    /// The index of its dropout masks, if it drops anything: each layer has its own, not 0.
+    fn dropout_index(&self) -> Option<u32> {
+        None
+    }
+
     /// Whether its backward accepts `dy` in floats on a device of another dtype, as a head's tiles
     /// sum it.
     fn takes_floats(&self) -> bool {

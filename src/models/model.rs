@@ -1,6 +1,6 @@
 //! A model: its parts in forward order, its blocks, and its description for the ring.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use l2l_actors::schedule::{
     Block as BlockSize, BlockId, Boundary, LayerId, LayerKind, Phase, RingLayer, Role,
@@ -323,11 +323,25 @@ impl Model {
         }
     }
 
-    /// Refuses tensors that a checkpoint could not distinguish.
+    /// Refuses tensors that a checkpoint could not distinguish, and layers whose dropout masks would
+    /// be the same.
     ///
     /// # Errors
-    /// Two have one name, or one has no sizes.
+    /// Two tensors have one name, or one has no sizes; two layers have one index.
     pub(crate) fn check_names(&self) -> Result<(), Error> {
+        let mut indices = BTreeMap::from([(0, "the head of classes")]);
+        for part in &self.parts {
+            let Part::Stack(layer) = part else { continue };
+            let Some(index) = layer.dropout_index() else { continue };
+            if let Some(other) = indices.insert(index, "another layer") {
+                let what = format_args!(
+                    "its dropout has index {index}, which {other} has: give each layer its own, \
+                     from 1, or they drop the same elements"
+                );
+                let name = layer.tensors().first().map_or_else(String::new, |t| t.name.clone());
+                return Err(Error::bad_model(format_args!("the layer of tensor {name}"), what));
+            }
+        }
         let mut met = BTreeSet::new();
         let tables =
             [self.shape.names.embedding, self.shape.names.head, self.shape.names.head_bias];

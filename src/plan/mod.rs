@@ -4,6 +4,7 @@
 mod fit;
 mod pipelines;
 mod regions;
+mod room;
 mod share;
 mod sizing;
 mod step;
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use l2l_actors::schedule::{BlockId, Pipeline, Pools};
 
 pub(crate) use regions::{DEVICE_TERMS, HOST_TERMS, Holder, Place, Regions};
+pub use room::Room;
 pub(crate) use share::DealtStep;
 pub use share::{FabricBytes, RankShare};
 use sizing::Sizing;
@@ -127,7 +129,32 @@ struct KvCache {
     width: usize,
 }
 
+/// The largest steps of generation in a room: that of the prompts, and the last one.
+fn generation(room: Room) -> [StepShape; 2] {
+    let Room { prompts: sequences, prompt, tokens } = room;
+    let purpose = Purpose::Generate { cached: 0 };
+    let first = StepShape { sequences, positions: prompt, purpose };
+    let purpose = Purpose::Generate { cached: tokens.saturating_sub(1) };
+    [first, StepShape { sequences, positions: 1, purpose }]
+}
+
 impl KvCache {
+    fn new(config: &Config, model: &Model, room: Room) -> Result<KvCache, Error> {
+        let widths = model.parts.iter().filter_map(|part| match part {
+            Part::Stack(layer) => Some(config.device.dtype.floats(layer.kv_width())),
+            _ => None,
+        });
+        let widths: Vec<usize> = widths.filter(|&floats| floats > 0).collect();
+        let width = widths.iter().copied().max().unwrap_or(0);
+        if widths.iter().any(|&floats| floats != width) {
+            let problem = "the model cannot generate text: the keys and values of its layers have \
+                           different widths";
+            return Err(Error::argument(problem));
+        }
+        let Room { prompts: sequences, tokens: capacity, .. } = room;
+        Ok(KvCache { layers: widths.len(), sequences, capacity, width })
+    }
+
     fn floats(&self) -> usize {
         (self.layers * self.sequences * self.capacity * self.width).next_multiple_of(16)
     }
@@ -152,6 +179,17 @@ impl Plan {
         rule: &dyn UpdateRule,
         share: RankShare,
     ) -> Result<Plan, Error> {
+        Plan::of_run(config, model, rule, share, None)
+    }
+
+    /// The same for a run that also generates between its steps, in a room.
+    pub(crate) fn of_run(
+        config: &Config,
+        model: &Model,
+        rule: &dyn UpdateRule,
+        share: RankShare,
+        room: Option<Room>,
+    ) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
         let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
         // Between steps, scoring a prompt fits, too.
@@ -159,9 +197,13 @@ impl Plan {
         let score = StepShape { sequences, purpose: Purpose::Score, ..train };
         // Each process evaluates whole batches, of which it trains on a part.
         let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
-        let steps = [train, score, evaluate];
-        let steps = if share.ranks > 1 { &steps[..] } else { &steps[..2] };
-        Sizing::new(config, model, Some(rule), steps, share).plan()
+        let mut steps = vec![train, score];
+        steps.extend((share.ranks > 1).then_some(evaluate));
+        let cache = room.map(|room| KvCache::new(config, model, room)).transpose()?;
+        steps.extend(room.into_iter().flat_map(generation));
+        let mut sizing = Sizing::new(config, model, Some(rule), &steps, share);
+        sizing.cache = cache;
+        sizing.plan()
     }
 
     /// Sums everything that evaluation holds.
@@ -176,37 +218,14 @@ impl Plan {
         Sizing::new(config, model, None, &[step], RankShare::WHOLE).plan()
     }
 
-    /// Sums everything that generating from so many prompts at once holds, the longest of
-    /// `prompt` tokens, each with room for `capacity`.
+    /// Sums everything that generating in a room holds.
     ///
     /// # Errors
     /// As [`new`](Plan::new).
-    pub fn of_generation(
-        config: &Config,
-        model: &Model,
-        sequences: usize,
-        prompt: usize,
-        capacity: usize,
-    ) -> Result<Plan, Error> {
-        let purpose = Purpose::Generate { cached: 0 };
-        let first = StepShape { sequences, positions: prompt, purpose };
-        let purpose = Purpose::Generate { cached: capacity.saturating_sub(1) };
-        let last = StepShape { sequences, positions: 1, purpose };
-        let widths = model.parts.iter().filter_map(|part| match part {
-            Part::Stack(layer) => Some(config.device.dtype.floats(layer.kv_width())),
-            _ => None,
-        });
-        let widths: Vec<usize> = widths.filter(|&floats| floats > 0).collect();
-        let width = widths.iter().copied().max().unwrap_or(0);
-        if widths.iter().any(|&floats| floats != width) {
-            let problem = "the model cannot generate text: the keys and values of its layers have \
-                           different widths";
-            return Err(Error::argument(problem));
-        }
-        let cache = KvCache { layers: widths.len(), sequences, capacity, width };
-        let steps = &[first, last];
+    pub fn of_generation(config: &Config, model: &Model, room: Room) -> Result<Plan, Error> {
+        let steps = &generation(room);
         let mut sizing = Sizing::new(config, model, None, steps, RankShare::WHOLE);
-        sizing.cache = Some(cache);
+        sizing.cache = Some(KvCache::new(config, model, room)?);
         sizing.plan()
     }
 

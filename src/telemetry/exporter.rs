@@ -65,13 +65,6 @@ impl Exporter {
         }
     }
 
-    /// Adds a step to the histogram of steps.
-    pub(crate) fn step(&self, seconds: f64) {
-        if let Some(server) = &self.server {
-            server.histograms().step(seconds);
-        }
-    }
-
     /// Writes the last metrics to `metrics.file`. Returns a warning if that fails: the run is over.
     pub(crate) fn write_file(&self) -> Option<String> {
         let (path, server) = (self.file.as_ref()?, self.server.as_ref()?);

@@ -19,6 +19,7 @@ use l2l_actors::{Record, RecordSink};
 
 use super::tally::{DeviceTally, LayerTally, Tally, WaitCause};
 use super::{Observe, Slice, SliceKind};
+use crate::engine::StepReport;
 use crate::worker::Records;
 
 /// A link of the chain of causes.
@@ -119,9 +120,18 @@ impl Ledger {
     /// An operation ended.
     pub fn heard(&self, slice: &Slice) {
         self.lock().take(slice);
+        self.tell(|observer| observer.heard(slice));
+    }
+
+    /// A training step ended.
+    pub fn stepped(&self, report: &StepReport) {
+        self.tell(|observer| observer.stepped(report));
+    }
+
+    fn tell(&self, what: impl Fn(&dyn Observe)) {
         for (observer, is_told) in self.observers.iter().filter(|(_, told)| told.load(Relaxed)) {
             // Whatever becomes of an observer, the model is not to suffer.
-            if catch_unwind(AssertUnwindSafe(|| observer.heard(slice))).is_err() {
+            if catch_unwind(AssertUnwindSafe(|| what(&**observer))).is_err() {
                 is_told.store(false, Relaxed);
             }
         }

@@ -37,8 +37,6 @@ impl Exporter {
 
     pub(crate) fn show(&self, _watch: &Watch) {}
 
-    pub(crate) fn step(&self, _seconds: f64) {}
-
     pub(crate) fn write_file(&self) -> Option<String> {
         None
     }

@@ -7,6 +7,7 @@ use metrics::{Key, KeyName, Label, Level, Metadata, Recorder, SharedString};
 use l2l_actors::work::Lane;
 
 use super::{METRICS, Metric, MetricKind, Observe, RunView, Slice, Unit, samples};
+use crate::engine::StepReport;
 
 static METADATA: Metadata<'static> = Metadata::new("l2l", Level::INFO, Some("l2l"));
 
@@ -78,15 +79,14 @@ impl Histograms {
             steps: recorder.register_histogram(&step, &METADATA),
         })
     }
-
-    /// A step ended that took so many seconds.
-    pub fn step(&self, seconds: f64) {
-        self.steps.record(seconds);
-    }
 }
 
 impl Observe for Histograms {
     fn heard(&self, slice: &Slice) {
         self.lanes[slice.lane as usize].record(slice.took().as_secs_f64());
+    }
+
+    fn stepped(&self, report: &StepReport) {
+        self.steps.record(report.seconds);
     }
 }

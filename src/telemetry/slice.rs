@@ -7,6 +7,8 @@ use l2l_actors::schedule::Phase;
 use l2l_actors::work::{Lane, WorkKind};
 use serde::{Serialize, Serializer};
 
+use crate::engine::StepReport;
+
 /// What a piece of work was.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SliceKind {
@@ -119,4 +121,9 @@ impl Slice {
 pub trait Observe: Send + Sync + 'static {
     /// A slice ended.
     fn heard(&self, slice: &Slice);
+
+    /// A training step ended.
+    fn stepped(&self, report: &StepReport) {
+        _ = report;
+    }
 }

@@ -256,7 +256,7 @@ impl Watch {
     }
 
     /// The run ended well.
-    pub fn ended(&self) {
+    pub(crate) fn set_ended(&self) {
         let mut status = self.status();
         if status.state != State::Failed {
             status.state = State::Ended;
@@ -264,7 +264,7 @@ impl Watch {
     }
 
     /// The run failed.
-    pub fn failed(&self) {
+    pub(crate) fn set_failed(&self) {
         let mut status = self.status();
         if status.state != State::Failed {
             status.faults[1] += 1;

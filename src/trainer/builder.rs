@@ -6,12 +6,16 @@ use std::time::Duration;
 
 use super::Trainer;
 use super::start::Checked;
+use crate::blocking::unblock;
 use crate::config::{Config, EpsTier};
+use crate::data::{Batches, Dataset};
 use crate::eps;
 use crate::error::Error;
 use crate::fabric::{Exchanges, Fabric};
+use crate::hf::shape_of;
 use crate::models::Model;
 use crate::optimizers::UpdateRule;
+use crate::plan::Room;
 use crate::telemetry::{Observe, Trace};
 
 /// What a trainer is made of. What is not given comes from the config.
@@ -28,6 +32,7 @@ pub struct Builder {
     pub(super) copies: bool,
     pub(super) observers: Vec<Arc<dyn Observe>>,
     pub(super) trace: Option<Arc<Trace>>,
+    pub(super) room: Option<Room>,
     /// Those with the other processes, if there are any.
     pub(super) exchanges: Option<Arc<Exchanges>>,
 }
@@ -47,6 +52,7 @@ impl Builder {
             copies: true,
             observers: Vec::new(),
             trace: None,
+            room: None,
             exchanges: None,
         }
     }
@@ -126,6 +132,14 @@ impl Builder {
         self
     }
 
+    /// Makes room in the plan for [`Trainer::generate`]: for a KV cache, beside all that training
+    /// holds. Prompts are at most as long as sequences (`data.sequence_length`), and as many as
+    /// those of a step (`step.batch`).
+    pub fn generates(mut self, room: Room) -> Builder {
+        self.room = Some(room);
+        self
+    }
+
     /// Adds an observer, which receives every operation as it ends.
     pub fn observe(mut self, observer: Arc<dyn Observe>) -> Builder {
         self.observers.push(observer);
@@ -153,8 +167,35 @@ impl Builder {
     ///
     /// # Panics
     /// There is no tokio runtime.
-    pub fn start(self) -> Result<Trainer, Error> {
-        Checked::new(self)?.make()
+    pub async fn start(self) -> Result<Trainer, Error> {
+        unblock(|| Checked::new(self)?.make()).await
+    }
+
+    /// Opens the training data of the config, and makes a trainer of it and its batches. The
+    /// trainer knows the number of steps, also of `step.epochs`, and the data. The first batch is
+    /// that of its next step.
+    ///
+    /// # Errors
+    /// As [`start`](Builder::start); or the data cannot be trained on.
+    ///
+    /// # Panics
+    /// There is no tokio runtime.
+    pub async fn open(self) -> Result<(Trainer, Batches), Error> {
+        unblock(|| {
+            let config = self.config.clone();
+            let shape = match &self.model {
+                Some(model) => model.shape,
+                None => shape_of(&config)?,
+            };
+            let (data, _) = Dataset::open(&config, &shape)?;
+            let steps = config.steps(data.len())?;
+            Batches::check(&config, &data, steps)?;
+            let builder = self.steps(steps).data(data.fingerprint());
+            let trainer = Checked::new(builder)?.make()?;
+            let batches = Batches::start(&config, data, trainer.progress().step)?;
+            Ok((trainer, batches))
+        })
+        .await
     }
 }
 

@@ -43,13 +43,14 @@ impl Evaluation {
 }
 
 impl Summary {
-    /// The summary as an event. `link` is the emulated link, `device.link`.
-    pub fn event(&self, link: Option<&str>) -> Value {
+    /// The summary as an event, with the [digest](crate::Trainer::digest) of the weights. `link` is
+    /// the emulated link, `device.link`.
+    pub fn event(&self, weights_digest: &str, link: Option<&str>) -> Value {
         let mut event = json!({
             "event": "summary",
             "steps": self.steps,
             "seconds": self.seconds,
-            "weights_digest": self.weights_digest,
+            "weights_digest": weights_digest,
             "visits": self.visits,
             "bytes_uploaded": self.bytes_uploaded,
             "bytes_downloaded": self.bytes_downloaded,

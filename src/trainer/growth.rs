@@ -9,6 +9,7 @@ use crate::eps::{BlockPart, Eps};
 use crate::error::Error;
 use crate::hf::{self, shape_of};
 use crate::models::{Base, Model, Shape};
+use crate::worker::Worker;
 
 /// A layer to add on top of the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -88,20 +89,20 @@ impl Trainer {
         let first = self.progress.layers.map_or(layers, |layers| layers.first);
         let count = LayerCount { first, now: layers + new.len() };
         let grown = model_of(&self.config, &self.engine.model, Some(count))?;
-        for (layer, new) in (layers..).zip(new) {
-            copy(self.worker().eps(), &grown, layer, *new)?;
-        }
+        let (model, new) = (grown.clone(), new.to_vec());
+        let copy_all = move |worker: &Worker| {
+            (layers..).zip(new).try_for_each(|(layer, new)| copy(worker.eps(), &model, layer, new))
+        };
+        self.engine.between_steps(copy_all).await?;
         self.model = grown;
         self.engine.use_layers(count.now);
         self.progress.layers = Some(count);
         self.remember();
-        match self.worker().eps().file() {
-            Some(file) => {
-                let sealed = file.seal(self.progress.step);
-                sealed.map_err(|error| Error::storage("eps.path", error))
-            }
-            None => Ok(()),
-        }
+        let step = self.progress.step;
+        let seal =
+            move |worker: &Worker| worker.eps().file().map_or(Ok(()), |file| file.seal(step));
+        let sealed = self.engine.between_steps(seal).await;
+        sealed.map_err(|error| Error::storage("eps.path", error))
     }
 
     /// Adds the layers that `depth.stack_at` asks for after so many steps.

@@ -8,6 +8,7 @@ mod fit;
 mod growth;
 mod sample;
 mod start;
+mod writing;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,21 +20,23 @@ use l2l_actors::work::Lane;
 pub use builder::{Builder, state_on_file};
 pub use fit::{Callbacks, End, Fit, Fitted, Prepared, RunMessage, StopRequest};
 pub use growth::NewLayer;
+use writing::Writing;
 
-use crate::checkpoint::{self, Identity, Progress};
+use crate::blocking::unblock;
+use crate::checkpoint::{Identity, Progress};
 use crate::config::Config;
-use crate::data::Batch;
+use crate::data::{Batch, Batches};
 use crate::engine::{Engine, Outcome, StepReport, Summary};
-use crate::eps::lost;
+use crate::eps::{Eps, lost};
 use crate::error::Error;
 use crate::fabric::Channel;
 use crate::hf;
 use crate::inference::{Evaluation, evaluate};
 use crate::models::{LayerSelection, Model};
 use crate::optimizers::LearningRate;
-use crate::plan::{Plan, Purpose, Term};
-use crate::telemetry::{Ledger, Point, Slice, SliceKind, State, Tally, Trace, Watch, unix_seconds};
-use crate::worker::{Worker, take_as_long};
+use crate::plan::{Plan, Purpose, Room, Term};
+use crate::telemetry::{Ledger, Point, State, Tally, Trace, Watch};
+use crate::worker::Worker;
 
 /// A run.
 ///
@@ -65,6 +68,8 @@ pub struct Trainer {
     last_disk: Duration,
     watch: Watch,
     trace: Option<Arc<Trace>>,
+    /// What it has room to generate.
+    room: Option<Room>,
     disk_rate: Option<f64>,
     /// What it changed of the run that it resumes.
     changes: Vec<String>,
@@ -77,8 +82,16 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`Builder::start`].
-    pub fn start(config: Config) -> Result<Trainer, Error> {
-        Trainer::builder(config).start()
+    pub async fn start(config: Config) -> Result<Trainer, Error> {
+        Trainer::builder(config).start().await
+    }
+
+    /// Makes a trainer of what a config names, and the batches of its training data.
+    ///
+    /// # Errors
+    /// As [`Builder::open`].
+    pub async fn open(config: Config) -> Result<(Trainer, Batches), Error> {
+        Trainer::builder(config).open().await
     }
 
     /// Begins a trainer whose parts are not all from a config.
@@ -234,18 +247,16 @@ impl Trainer {
         status.stepped(&report);
         status.bound(self.engine.begun() - 1, began, self.engine.now());
         drop(status);
+        self.ledger.stepped(&report);
         Ok(report)
     }
 
-    /// Trains on every batch of a stream, until the stream ends or `continues` returns false.
+    /// Trains on every batch of a stream, until the stream ends or a callback returns
+    /// [`Break`](std::ops::ControlFlow::Break). Of the callbacks it calls [`Callbacks::step`] alone.
     ///
     /// # Errors
-    /// The stream's first, or as [`step`](Trainer::step).
-    pub async fn train<S>(
-        &mut self,
-        batches: S,
-        mut continues: impl FnMut(&StepReport) -> bool,
-    ) -> Result<(), Error>
+    /// The first of the stream or of the callback, or as [`step`](Trainer::step).
+    pub async fn train<S>(&mut self, batches: S, callbacks: &mut dyn Callbacks) -> Result<(), Error>
     where
         S: Stream<Item = Result<Batch, Error>>,
     {
@@ -253,7 +264,7 @@ impl Trainer {
         let mut next = std::future::poll_fn(|context| batches.as_mut().poll_next(context));
         while let Some(batch) = (&mut next).await {
             let report = self.step(batch?).await?;
-            if !continues(&report) {
+            if callbacks.step(self, &report).await?.is_break() {
                 break;
             }
         }
@@ -314,6 +325,16 @@ impl Trainer {
         outcome.inspect_err(|error| self.note_failure(error))
     }
 
+    /// Waits for all updates, then does this with the model, and not on the caller's thread.
+    async fn with_model<T: Send + 'static>(
+        &mut self,
+        work: impl FnOnce(&Model, &Eps) -> Result<T, Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        self.settle().await?;
+        let model = self.model.clone();
+        self.engine.between_steps(move |worker| work(&model, worker.eps())).await
+    }
+
     /// Counts a step whose future was dropped after it began.
     fn refresh(&mut self) {
         self.engine.refresh();
@@ -349,8 +370,16 @@ impl Trainer {
     /// # Errors
     /// There is none of this name, or the ring failed.
     pub async fn weights(&mut self, name: &str) -> Result<(Vec<usize>, Vec<f32>), Error> {
-        self.settle().await?;
-        hf::tensor(name, &self.model, self.worker().eps())
+        let name = name.to_string();
+        self.with_model(move |model, eps| hf::tensor(&name, model, eps)).await
+    }
+
+    /// Waits for all updates and returns the SHA-256 of all weights, the masters in block order.
+    ///
+    /// # Errors
+    /// The ring failed, or the weights cannot be read from their file.
+    pub async fn digest(&mut self) -> Result<String, Error> {
+        self.with_model(|model, eps| eps.digest(model)).await
     }
 
     /// Waits for all updates and writes the weights to a directory's `model.safetensors`, under
@@ -359,9 +388,8 @@ impl Trainer {
     /// # Errors
     /// The ring failed, or the file cannot be written.
     pub async fn save(&mut self, directory: &Path) -> Result<(), Error> {
-        self.settle().await?;
-        let eps = self.worker().eps();
-        eps.once(|| hf::save(directory, &self.model, eps))
+        let directory = directory.to_path_buf();
+        self.with_model(move |model, eps| eps.once(|| hf::save(&directory, model, eps))).await
     }
 
     /// Waits for all updates and writes everything that a run resumes from to a new directory. The
@@ -371,36 +399,21 @@ impl Trainer {
     /// The ring failed, or a file cannot be written.
     pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.settle().await?;
-        let run = self.identity();
-        let before = std::mem::replace(&mut self.watch.status().state, State::Checkpointing);
-        let (began, begin) = (Instant::now(), self.engine.now());
-        let eps = self.worker().eps();
-        let written = eps.once(|| checkpoint::write(directory, run, eps, &self.progress));
-        let bytes = written.as_ref().map_or(0, |()| checkpoint::bytes_of(directory));
-        take_as_long(began, bytes, self.disk_rate);
-        self.ledger.heard(&Slice {
-            number: None,
-            lane: Lane::File,
-            device: None,
-            kind: SliceKind::Checkpoint,
-            step: self.engine.begun().saturating_sub(1),
-            layer: None,
-            phase: None,
-            micro_batch: None,
-            block: None,
-            version: Some(self.engine.begun()),
-            bytes,
-            begin,
-            end: self.engine.now(),
-            released_by: None,
-        });
-        let mut status = self.watch.status();
-        status.state = before;
-        match &written {
-            Ok(()) => status.checkpoint = Some(unix_seconds()),
-            Err(_) => status.checkpoint_failures += 1,
-        }
-        written
+        let writing = Writing {
+            directory: directory.to_path_buf(),
+            config: self.config.clone(),
+            model: self.model.clone(),
+            source_config: self.source_config.clone(),
+            steps: self.learning_rate.steps,
+            data: self.data.clone(),
+            progress: self.progress.clone(),
+            disk_rate: self.disk_rate,
+            begun: self.engine.begun(),
+            begin: self.engine.now(),
+            watch: self.watch.clone(),
+            ledger: self.ledger.clone(),
+        };
+        self.engine.between_steps(move |worker| writing.write(worker.eps())).await
     }
 
     /// A handle that shows the run. It can be cloned, sent to other tasks, and kept after the end.
@@ -414,26 +427,28 @@ impl Trainer {
     /// The ring failed.
     pub async fn stop(mut self) -> Result<Summary, Error> {
         self.refresh();
-        let Trainer { engine, model, progress, begin, watch, trace, .. } = self;
+        let Trainer { engine, progress, begin, watch, trace, .. } = self;
         let visits = engine.visits();
         let lanes = engine.stop().await?;
-        watch.ended();
-        let worker = lanes.work();
-        let moved = worker.used().all_links();
-        let (eps, seconds) = (worker.eps(), begin.elapsed().as_secs_f64());
-        let weights_digest = eps.digest(&model)?;
-        if let Some(parts) = eps.parts() {
-            Trace::collect(trace.as_deref(), &parts.exchanges);
-            parts.exchanges.end();
-        }
-        Ok(Summary {
-            steps: progress.step,
-            seconds,
-            weights_digest,
-            visits,
-            bytes_uploaded: moved.upload,
-            bytes_downloaded: moved.download,
-            links: worker.used().links(),
-        })
+        watch.set_ended();
+        let end = move || {
+            let worker = lanes.work();
+            let used = worker.used();
+            let moved = used.all_links();
+            if let Some(parts) = worker.eps().parts() {
+                Trace::collect(trace.as_deref(), &parts.exchanges);
+                parts.exchanges.end();
+            }
+            Summary {
+                steps: progress.step,
+                seconds: begin.elapsed().as_secs_f64(),
+                visits,
+                bytes_uploaded: moved.upload,
+                bytes_downloaded: moved.download,
+                links: used.links(),
+            }
+            // Memory is given back here, which takes its time.
+        };
+        Ok(unblock(end).await)
     }
 }

@@ -3,7 +3,7 @@
 use super::Trainer;
 use crate::data::Batch;
 use crate::error::Error;
-use crate::inference::{Dice, Sampling};
+use crate::inference::{Dice, Ended, Sampling, Then, generate};
 use crate::models::Head;
 use crate::plan::Purpose;
 
@@ -17,27 +17,51 @@ impl Trainer {
         Ok(self.run(batch, Purpose::Encode).await?.hidden)
     }
 
-    /// Continues a prompt by `count` tokens. Each follows from the last `data.sequence_length`
-    /// tokens. Nothing of the training changes.
+    /// Continues prompts with a KV cache, as
+    /// [`Generator::generate`](crate::inference::Generator::generate) does. The run has
+    /// [room](crate::Builder::generates) for it. Nothing of the training changes.
     ///
     /// # Errors
-    /// The prompt is empty or has a token outside the vocabulary; the ring failed.
+    /// There is no room; or as [`Generator::generate`](crate::inference::Generator::generate).
+    pub async fn generate(
+        &mut self,
+        prompts: &[Vec<u32>],
+        most: usize,
+        how: Sampling,
+        ends: &[u32],
+        each: impl FnMut(usize, u32, Option<Ended>) -> Then,
+    ) -> Result<(), Error> {
+        let Some(room) = self.room else {
+            let what = "the run has no room to generate: tell its builder (Builder::generates)";
+            return Err(Error::argument(what));
+        };
+        let done = generate(&mut self.engine, room, prompts, most, (how, ends), each).await;
+        self.refresh();
+        done.inspect_err(|error| self.note_failure(error))
+    }
+
+    /// Continues a prompt by `count` tokens, without a KV cache: each costs a walk over the whole
+    /// text, needs no room beside that of training, and follows from the last
+    /// `data.sequence_length` tokens. Nothing of the training changes.
+    ///
+    /// # Errors
+    /// The prompt is empty or has a token outside the vocabulary; `how` is no way to draw; the ring
+    /// failed.
     pub async fn sample(
         &mut self,
         prompt: &[u32],
         count: usize,
-        temperature: f32,
-        seed: u64,
+        how: Sampling,
     ) -> Result<Vec<u32>, Error> {
         if prompt.is_empty() {
             return Err(Error::argument("a prompt has at least one token"));
         }
-        let sampling = Sampling { temperature, seed, ..Sampling::default() };
-        sampling.check()?;
+        how.check()?;
         if self.model.shape.head != Head::Tokens {
             return Err(Error::argument("tokens are drawn from models that predict the next one"));
         }
-        let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(sampling, 0));
+        let (mut tokens, mut dice) = (prompt.to_vec(), Dice::new(how, 0));
+        dice.see(prompt);
         for _ in 0..count {
             let length = tokens.len().min(self.plan.positions);
             let batch = Batch::for_generation(&[&tokens[tokens.len() - length..]]);

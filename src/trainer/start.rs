@@ -22,7 +22,7 @@ use crate::inference::Evaluation;
 use crate::machine;
 use crate::models::{Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
-use crate::plan::{Plan, RankShare};
+use crate::plan::{Plan, RankShare, Room};
 use crate::telemetry::{
     Ledger, Observe, RunStatus, Trace, Watch, Watched, made_up_name, seconds_of,
 };
@@ -45,13 +45,14 @@ pub(super) struct Checked {
     copies: bool,
     observers: Vec<Arc<dyn Observe>>,
     trace: Option<Arc<Trace>>,
+    room: Option<Room>,
     exchanges: Option<Arc<Exchanges>>,
 }
 
 impl Checked {
     /// Checks config, model, plan and names. Nothing is allocated or written.
     pub(super) fn new(builder: Builder) -> Result<Checked, Error> {
-        let Builder { config, model, rule, steps, data, resume, exchanges, .. } = builder;
+        let Builder { config, model, rule, steps, data, resume, room, exchanges, .. } = builder;
         config.check()?;
         let share = exchanges
             .as_ref()
@@ -74,7 +75,18 @@ impl Checked {
             None => hf::model_of(&config, largest_shape_of(&config)?)?,
         };
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
-        let plan = Arc::new(Plan::of_rank(&config, &model, &*rule, share)?);
+        if let Some(room) = room {
+            room.check(&model)?;
+            let Room { prompts, prompt, .. } = room;
+            let (most, longest) = (config.step.batch, config.sequence_length(&model.shape)?);
+            if prompts > most || prompt > longest {
+                return Err(Error::argument(format_args!(
+                    "a room of {prompts} prompts of {prompt} tokens: a run generates from at most \
+                     {most} (step.batch) of at most {longest} (data.sequence_length)"
+                )));
+            }
+        }
+        let plan = Arc::new(Plan::of_run(&config, &model, &*rule, share, room)?);
         if let Some(misfit) = plan.misfits(&model, &*rule).into_iter().next() {
             return Err(Error::DoesNotFit(misfit));
         }
@@ -106,6 +118,7 @@ impl Checked {
             copies: builder.copies,
             observers: builder.observers,
             trace: builder.trace,
+            room,
             exchanges,
         })
     }
@@ -184,6 +197,7 @@ impl Checked {
             last_disk: Duration::ZERO,
             watch,
             trace: self.trace,
+            room: self.room,
             disk_rate,
             changes: changes.unwrap_or_default(),
         })

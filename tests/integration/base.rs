@@ -70,12 +70,12 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
             if trains_norms {
                 config.train = norms(base);
             }
-            let mut whole = Trainer::start(config.clone()).expect("a case of ours");
+            let mut whole = Trainer::start(config.clone()).await.expect("a case of ours");
             train(&mut whole, 0, 4).await;
-            let expected = whole.stop().await.expect("nothing fails here").weights_digest;
+            let expected = whole.digest().await.expect("nothing fails here");
             let folder = tempfile::tempdir().expect("a place for files");
             let place = folder.path().join("checkpoint");
-            let mut first = Trainer::start(config.clone()).expect("a case of ours");
+            let mut first = Trainer::start(config.clone()).await.expect("a case of ours");
             train(&mut first, 0, 2).await;
             first.checkpoint(&place).await.expect("a directory of ours");
             drop(first);
@@ -83,18 +83,19 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
             on_file.eps.tier = EpsTier::File;
             on_file.eps.path = Some(folder.path().join("eps"));
             for config in [config, on_file.clone()] {
-                let mut second = Trainer::builder(config).resume(&place).start().expect("ours");
+                let mut second =
+                    Trainer::builder(config).resume(&place).start().await.expect("ours");
                 train(&mut second, 2, 4).await;
-                let digest = second.stop().await.expect("nothing fails here").weights_digest;
+                let digest = second.digest().await.expect("nothing fails here");
                 assert_eq!(digest, expected, "{name} {base:?} {trains_norms}");
             }
             on_file.eps.path = Some(folder.path().join("other"));
-            let mut first = Trainer::start(on_file.clone()).expect("a case of ours");
+            let mut first = Trainer::start(on_file.clone()).await.expect("a case of ours");
             train(&mut first, 0, 2).await;
             first.stop().await.expect("nothing fails here");
-            let mut second = Trainer::builder(on_file).resume_file().start().expect("ours");
+            let mut second = Trainer::builder(on_file).resume_file().start().await.expect("ours");
             train(&mut second, 2, 4).await;
-            let digest = second.stop().await.expect("nothing fails here").weights_digest;
+            let digest = second.digest().await.expect("nothing fails here");
             assert_eq!(digest, expected, "{name} {base:?} {trains_norms} from its file");
         }
     }
@@ -107,14 +108,14 @@ async fn evaluations_have_the_base_and_exports_have_not() {
     let loss_of = async |config: &Config| {
         let shape = shape_of(config).expect("a case of ours");
         let (data, _) = l2l::data::Dataset::open(config, &shape).expect("it is committed");
-        let mut evaluator = Evaluator::start(config.clone()).expect("a case of ours");
+        let mut evaluator = Evaluator::start(config.clone()).await.expect("a case of ours");
         let loss = evaluator.evaluate(data.in_order(4, 3)).await.expect("nothing fails here").loss;
         evaluator.stop().await.expect("nothing fails here");
         loss
     };
     let folder = tempfile::tempdir().expect("a place for files");
     let (place, merged) = (folder.path().join("checkpoint"), folder.path().join("merged"));
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     trainer.checkpoint(&place).await.expect("a directory of ours");
     drop(trainer);
     let (mut read, mut plain) = (config.clone(), config.clone());
@@ -179,7 +180,7 @@ async fn a_frozen_table_behind_a_trained_bias_is_gathered() {
     for (only, base) in [(vec![], Base::AsIs), (vec!["bias".to_string()], Base::AsIs)] {
         config.train = TrainConfig { only, base, ..TrainConfig::default() };
         let mut batches = Batches::open(&config).expect("it is committed");
-        let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
         let batch = batches.next().await.expect("good data");
         first.push(trainer.step(batch).await.expect("nothing fails here").loss);
         trainer.stop().await.expect("nothing fails here");
@@ -225,7 +226,7 @@ async fn weights_that_cannot_be_quantised_are_named() {
     let changed = safetensors::serialize(changed, None).expect("plain tensors");
     fs::write(folder.path().join("model.safetensors"), changed).expect("a place for files");
     config.model.path = Some(folder.path().into());
-    let error = Trainer::start(config).err().expect("NaN has no code").to_string();
+    let error = Trainer::start(config).await.err().expect("NaN has no code").to_string();
     for part in [BAD, "row 0, column 2", "NaN"] {
         assert!(error.contains(part), "{part:?} is not in: {error}");
     }

@@ -158,7 +158,7 @@ async fn a_composed_block_trains_as_the_one_by_hand() {
         ];
         let mut batches = Batches::open(&config).expect("random data");
         let builder = Trainer::builder(config.clone()).model(Model::of(shape, stack));
-        let mut trainer = builder.start().expect("a model of ours");
+        let mut trainer = builder.start().await.expect("a model of ours");
         let mut found = Vec::new();
         for _ in 0..4 {
             let batch = batches.next().await.expect("random data");

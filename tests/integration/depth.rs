@@ -63,7 +63,7 @@ async fn weights(trainer: &mut Trainer) -> Vec<Vec<f32>> {
 /// Runs the golden's steps; the digest at the end.
 async fn run(config: Config, golden: &Golden) -> String {
     let mut batches = Batches::open(&config).expect("it is committed");
-    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
     let mut before = weights(&mut trainer).await;
     for (at, step) in golden.steps.iter().enumerate() {
         let selection =
@@ -84,7 +84,7 @@ async fn run(config: Config, golden: &Golden) -> String {
         let found: f64 = layer.iter().map(|&weight| f64::from(weight.abs())).sum();
         assert!((found / sum - 1.0).abs() < 2e-4, "{found} {sum}");
     }
-    trainer.stop().await.expect("nothing fails here").weights_digest
+    trainer.digest().await.expect("nothing fails here")
 }
 
 #[tokio::test]
@@ -116,7 +116,7 @@ async fn a_selection_that_cannot_be_changes_nothing() {
     let mut config = config(&golden);
     config.depth.freezes = false;
     let mut batches = Batches::open(&config).expect("it is committed");
-    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
     for (layers, says) in [
         (LayerSelection::of([0, 3]), "layer 3 is selected, and the model has layers 0 to 2"),
         (LayerSelection::of([1, 1]), "layer 1 is selected twice"),
@@ -145,7 +145,7 @@ async fn wide_layers_can_be_frozen() {
     (config.step.batch, config.step.micro_batch) = (4, 2);
     config.depth.freezes = true;
     let mut batches = Batches::open(&config).expect("random data");
-    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
     for frozen in [vec![0], vec![1, 2], vec![0, 1, 2], vec![]] {
         let batch = batches.next().await.expect("random data");
         let layers = LayerSelection { layers: None, frozen };
@@ -164,12 +164,12 @@ async fn dropped_layers_are_the_same_in_a_pipeline() {
         (config.step.micro_batch, config.schedule.kind) = (1, kind);
         config.device.count = Some(devices);
         let mut batches = Batches::open(&config).expect("it is committed");
-        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
         for _ in 0..10 {
             let batch = batches.next().await.expect("good data");
             trainer.step(batch).await.expect("nothing fails here");
         }
-        trainer.stop().await.expect("nothing fails here").weights_digest
+        trainer.digest().await.expect("nothing fails here")
     };
     let expected = digest(ScheduleKind::Relay, 1).await;
     for (kind, devices) in [
@@ -202,24 +202,25 @@ async fn dropped_layers_resume() {
         }
         (trainer, visits)
     };
-    let whole = Trainer::start(config.clone()).expect("a case of ours");
+    let whole = Trainer::start(config.clone()).await.expect("a case of ours");
     let (whole, losses) = steps(0, 8, whole, config.clone()).await;
-    let expected = whole.stop().await.expect("nothing fails here");
+    let expected = crate::stop(whole).await.expect("nothing fails here");
 
     let folder = tempfile::tempdir().expect("a place for files");
     let at = folder.path().join("checkpoint");
-    let first = Trainer::start(config.clone()).expect("a case of ours");
+    let first = Trainer::start(config.clone()).await.expect("a case of ours");
     let (mut first, begun) = steps(0, 3, first, config.clone()).await;
     first.checkpoint(&at).await.expect("room on a disk");
     first.stop().await.expect("nothing fails here");
-    let rest = Trainer::builder(config.clone()).resume(&at).start().expect("a checkpoint of ours");
+    let rest =
+        Trainer::builder(config.clone()).resume(&at).start().await.expect("a checkpoint of ours");
     let (rest, ended) = steps(3, 8, rest, config.clone()).await;
     assert_eq!([begun, ended].concat(), losses);
-    let found = rest.stop().await.expect("nothing fails here");
+    let found = crate::stop(rest).await.expect("nothing fails here");
     assert_eq!(found.weights_digest, expected.weights_digest);
 
     (config.depth.drop, config.depth.ramp_steps) = (0.0, None);
-    let all = Trainer::start(config.clone()).expect("a case of ours");
+    let all = Trainer::start(config.clone()).await.expect("a case of ours");
     let (all, _) = steps(0, 8, all, config).await;
     let all = all.stop().await.expect("nothing fails here");
     assert!(all.visits > expected.visits, "layers were left out");

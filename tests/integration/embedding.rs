@@ -1,12 +1,14 @@
 //! The library inside an application: it shares no state between trainers, runs on any tokio
 //! runtime and with any stream of batches, and a refused batch changes nothing.
 
+use std::ops::ControlFlow;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use async_trait::async_trait;
 use futures_core::Stream;
 use l2l::data::{Batch, Batches, Sequence};
-use l2l::{Config, Error, Trainer};
+use l2l::{Callbacks, Config, Error, StepReport, Trainer};
 
 fn config(seed: u64) -> Config {
     let mut config = Config::default();
@@ -24,11 +26,11 @@ fn config(seed: u64) -> Config {
 
 async fn alone(seed: u64) -> String {
     let mut batches = Batches::open(&config(seed)).expect("random data");
-    let mut trainer = Trainer::start(config(seed)).expect("a case of ours");
+    let mut trainer = Trainer::start(config(seed)).await.expect("a case of ours");
     for _ in 0..4 {
         trainer.step(batches.next().await.expect("random data")).await.expect("nothing fails");
     }
-    trainer.stop().await.expect("nothing fails").weights_digest
+    trainer.digest().await.expect("nothing fails")
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
@@ -63,17 +65,27 @@ impl Stream for Counting {
     }
 }
 
+/// Ends a run after a step.
+struct Until(u64);
+
+#[async_trait]
+impl Callbacks for Until {
+    async fn step(
+        &mut self,
+        _: &mut Trainer,
+        report: &StepReport,
+    ) -> Result<ControlFlow<()>, Error> {
+        let is_last = report.step == self.0;
+        Ok(if is_last { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+    }
+}
+
 #[tokio::test]
 async fn any_stream_will_do() {
-    let mut trainer = Trainer::start(config(1)).expect("a case of ours");
-    let mut losses = Vec::new();
-    let all = |losses: &mut Vec<f64>, report: &l2l::StepReport| {
-        losses.push(report.loss);
-        true
-    };
-    trainer.train(Counting { left: 5 }, |r| all(&mut losses, r)).await.expect("nothing fails");
-    assert_eq!(losses.len(), 5);
-    trainer.train(Counting { left: 9 }, |report| report.step < 7).await.expect("nothing fails");
+    let mut trainer = Trainer::start(config(1)).await.expect("a case of ours");
+    trainer.train(Counting { left: 5 }, &mut ()).await.expect("nothing fails");
+    assert_eq!(trainer.progress().step, 5);
+    trainer.train(Counting { left: 9 }, &mut Until(7)).await.expect("nothing fails");
     assert_eq!(trainer.progress().step, 7);
     trainer.stop().await.expect("nothing fails");
 }
@@ -82,7 +94,7 @@ async fn any_stream_will_do() {
 async fn a_refused_batch_changes_nothing() {
     let expected = alone(1).await;
     let mut batches = Batches::open(&config(1)).expect("random data");
-    let mut trainer = Trainer::start(config(1)).expect("a case of ours");
+    let mut trainer = Trainer::start(config(1)).await.expect("a case of ours");
     let plain = |tokens: &[u32]| Sequence::plain(tokens.to_vec());
     let unlabelled =
         Sequence { tokens: vec![1, 2], labels: vec![-100, -100], ..Sequence::default() };
@@ -99,7 +111,7 @@ async fn a_refused_batch_changes_nothing() {
         }
         trainer.step(batches.next().await.expect("random data")).await.expect("nothing fails");
     }
-    assert_eq!(trainer.stop().await.expect("nothing fails").weights_digest, expected);
+    assert_eq!(trainer.digest().await.expect("nothing fails"), expected);
 }
 
 /// The number of this trainer's threads in this process.
@@ -121,7 +133,7 @@ fn a_dropped_trainer_leaves_nothing_behind() {
     runtime.block_on(async {
         let mut config = config(1);
         config.device.threads = Some(7);
-        let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
         let mut batches = Batches::open(&config).expect("random data");
         trainer.step(batches.next().await.expect("random data")).await.expect("nothing fails");
         assert!(threads_of("l2l-cpu-6") >= 1);

@@ -23,7 +23,7 @@ fn config() -> Config {
 async fn what_does_not_fit_says_by_how_much() {
     let mut config = config();
     config.device.memory = "1KB".parse().expect("a size");
-    let error = Trainer::start(config).err().expect("a kilobyte is too little");
+    let error = Trainer::start(config).await.err().expect("a kilobyte is too little");
     let Error::DoesNotFit(misfit) = &error else { panic!("{error:?}") };
     assert_eq!((misfit.resource, misfit.available), (Resource::DeviceMemory, 1000));
     assert!(misfit.needed > 1000 && misfit.largest_term.is_some(), "{misfit:?}");
@@ -36,7 +36,7 @@ async fn a_full_disk_is_no_other_error() {
     let folder = tempfile::tempdir().expect("a folder");
     let partial = folder.path().join("model.safetensors.partial");
     std::os::unix::fs::symlink("/dev/full", partial).expect("a folder of ours");
-    let mut trainer = Trainer::start(config()).expect("a case of ours");
+    let mut trainer = Trainer::start(config()).await.expect("a case of ours");
     let error = trainer.save(folder.path()).await.expect_err("there is no room");
     let Error::Storage { place, source, .. } = &error else { panic!("{error:?}") };
     assert!(place.contains("model.safetensors"), "{place}");
@@ -58,7 +58,7 @@ async fn bad_data_and_bad_batches() {
     let error = Batches::open(&with_file).err().expect("token 99 is unknown");
     let Error::BadData { file: found, line, .. } = &error else { panic!("{error:?}") };
     assert_eq!((found.as_str(), *line), (file.to_str().expect("UTF-8"), Some(2)));
-    let mut trainer = Trainer::start(config()).expect("a case of ours");
+    let mut trainer = Trainer::start(config()).await.expect("a case of ours");
     let one = Batch::new(&[Sequence::plain(vec![1, 2, 3])]);
     let error = trainer.step(one).await.expect_err("it takes two");
     assert_eq!((error.kind(), error.exit_code()), (ErrorKind::BadBatch, 2));
@@ -69,7 +69,7 @@ async fn a_loss_that_is_no_number_is_told_from_other_failures_of_the_ring() {
     let mut config = config();
     config.optimizer.learning_rate = 1e30;
     let mut batches = Batches::open(&config).expect("random data");
-    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
     for _ in 0..5 {
         let batch = batches.next().await.expect("random data");
         if let Err(error) = trainer.step(batch).await {

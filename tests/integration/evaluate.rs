@@ -23,7 +23,7 @@ fn config(name: &str) -> Config {
 async fn evaluated(config: &Config) -> Evaluation {
     let data =
         &Dataset::open_validation(config, &shape_of(config).expect("good")).expect("committed")[0];
-    let mut evaluator = Evaluator::start(config.clone()).expect("good");
+    let mut evaluator = Evaluator::start(config.clone()).await.expect("good");
     let found = evaluator.evaluate(data.in_order(config.step.batch, u64::MAX)).await;
     evaluator.stop().await.expect("a clean end");
     found.expect("good batches")
@@ -35,7 +35,7 @@ async fn it_gives_the_loss_of_training_s_validation() {
         let config = config(name);
         let shape = shape_of(&config).expect("good");
         let data = &Dataset::open_validation(&config, &shape).expect("committed")[0];
-        let mut trainer = Trainer::start(config.clone()).expect("good");
+        let mut trainer = Trainer::start(config.clone()).await.expect("good");
         let looked = trainer.evaluate(data.in_order(7, u64::MAX)).await.expect("good batches");
         trainer.stop().await.expect("a clean end");
         assert_eq!(evaluated(&config).await, looked, "{name}");
@@ -86,7 +86,7 @@ async fn hidden_states_are_the_same_on_several_devices() {
         config.device.count = Some(devices);
         let shape = shape_of(&config).expect("good");
         let data = &Dataset::open_validation(&config, &shape).expect("committed")[0];
-        let mut trainer = Trainer::start(config).expect("good");
+        let mut trainer = Trainer::start(config).await.expect("good");
         let batch = data.in_order(8, 1).next().expect("a batch").expect("good");
         let hidden = trainer.encode(batch).await.expect("a good batch");
         trainer.stop().await.expect("a clean end");
@@ -114,7 +114,7 @@ async fn classes_are_counted() {
 async fn a_missing_head_is_refused() {
     let mut config = config("bert");
     config.model.task = Some(Task::SequenceClassification);
-    let Err(error) = Evaluator::start(config) else { panic!("a random head") };
+    let Err(error) = Evaluator::start(config).await else { panic!("a random head") };
     assert!(error.to_string().contains("classifier.weight is missing"), "{error}");
 }
 

@@ -1,12 +1,12 @@
 //! `Trainer::fit` from a program: it gets the files and events that `l2l train` gets.
 
 use std::fs;
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
+use async_trait::async_trait;
 use l2l::inference::Evaluation;
-use l2l::{
-    Callbacks, Config, End, Error, Fitted, RunMessage, StepReport, StopRequest, Summary, Trainer,
-};
+use l2l::{Callbacks, Config, End, Error, Fitted, RunMessage, StepReport, StopRequest, Trainer};
 use serde_json::Value;
 
 use crate::program::{events, good};
@@ -38,18 +38,24 @@ struct Recorder {
     stop_after: Option<(u64, StopRequest)>,
 }
 
+#[async_trait]
 impl Callbacks for Recorder {
     fn started(&mut self, trainer: &Trainer, steps: u64) {
         self.calls.push(format!("started at {} of {steps}", trainer.progress().step));
     }
 
-    fn step(&mut self, report: &StepReport) {
+    async fn step(
+        &mut self,
+        _: &mut Trainer,
+        report: &StepReport,
+    ) -> Result<ControlFlow<()>, Error> {
         self.calls.push(format!("step {}", report.step));
         if let Some((last, stop)) = &self.stop_after
             && *last == report.step
         {
             stop.stop();
         }
+        Ok(ControlFlow::Continue(()))
     }
 
     fn validation(&mut self, step: u64, evaluation: &Evaluation) {
@@ -70,7 +76,7 @@ impl Callbacks for Recorder {
         self.calls.push(format!("{message:?}"));
     }
 
-    fn ended(&mut self, outcome: Result<&Summary, &Error>) {
+    fn ended(&mut self, outcome: Result<&Fitted, &Error>) {
         self.calls.push(format!("ended well: {}", outcome.is_ok()));
     }
 }
@@ -125,7 +131,7 @@ async fn a_program_gets_what_the_command_gets() {
     let fitted = fit(&path, false, &mut recorder).await.expect("a case of ours");
     assert_eq!(fitted.end, End::Complete);
     assert_eq!(timeless(&recorder.events), timeless(&shown));
-    assert_eq!(shown.last().expect("a summary")["weights_digest"], fitted.summary.weights_digest);
+    assert_eq!(shown.last().expect("a summary")["weights_digest"], fitted.weights_digest);
     let log = fs::read_to_string(by_program.path().join("deep/log.jsonl")).expect("it is there");
     assert_eq!(events(&log), recorder.events);
     assert_eq!(files(by_program.path()), files(by_command.path()));
@@ -170,7 +176,7 @@ async fn a_stopped_run_resumes() {
     assert!(again.to_string().contains("step-00000004"), "{again}");
     let mut recorder = Recorder::default();
     let fitted = fit(&path, true, &mut recorder).await.expect("a case of ours");
-    assert_eq!(fitted.summary.weights_digest, expected.summary.weights_digest);
+    assert_eq!(fitted.weights_digest, expected.weights_digest);
     // The validation that the stop cut off comes first.
     assert_eq!(recorder.calls[2], "validation 4", "{:?}", recorder.calls);
     assert_eq!(fitted.end, End::Complete);

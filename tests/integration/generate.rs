@@ -40,7 +40,7 @@ async fn generated(
     how: Sampling,
     ends: &[u32],
 ) -> Vec<(Vec<u32>, Option<Ended>)> {
-    let mut generator = Generator::start(config, room(prompts, MOST)).expect("good");
+    let mut generator = Generator::start(config, room(prompts, MOST)).await.expect("good");
     let mut all = vec![(Vec::new(), None); prompts.len()];
     let each = |prompt: usize, token, ended| {
         all[prompt].0.push(token);
@@ -148,14 +148,14 @@ fn the_plan_names_the_memory() {
 #[tokio::test]
 async fn what_does_not_fit_is_refused() {
     let (prompts, _) = golden("gpt2");
-    let refused = |room| match Generator::start(config("gpt2"), room) {
+    let refused = async |room| match Generator::start(config("gpt2"), room).await {
         Ok(_) => panic!("{room:?}"),
         Err(error) => error.to_string(),
     };
     let long = Room { prompts: 1, prompt: 50, tokens: 5000 };
-    assert!(refused(long).contains("positions"));
-    assert!(refused(Room { prompts: 0, prompt: 1, tokens: 2 }).contains("room"));
-    let mut generator = Generator::start(config("gpt2"), room(&prompts, 4)).expect("good");
+    assert!(refused(long).await.contains("positions"));
+    assert!(refused(Room { prompts: 0, prompt: 1, tokens: 2 }).await.contains("room"));
+    let mut generator = Generator::start(config("gpt2"), room(&prompts, 4)).await.expect("good");
     let how = Sampling::default();
     let bad = Sampling { top_p: 0.0, ..how };
     let mut refused = async |prompts: &[Vec<u32>], most, how| {

@@ -62,7 +62,7 @@ async fn run(config: Config, resumes: Option<usize>) -> String {
     let golden = golden();
     let folder = tempfile::tempdir().expect("a place for files");
     let mut batches = Batches::open(&config).expect("it is committed");
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     for (at, step) in golden.steps.iter().enumerate() {
         if resumes == Some(at) {
             let saved = folder.path().join("saved");
@@ -74,7 +74,7 @@ async fn run(config: Config, resumes: Option<usize>) -> String {
             } else {
                 builder = builder.resume(saved);
             }
-            trainer = builder.start().expect("a checkpoint of ours");
+            trainer = builder.start().await.expect("a checkpoint of ours");
         }
         let new: Vec<NewLayer> = step.added.iter().map(|&added| added.into()).collect();
         trainer.add_layers(&new).await.expect("there is room");
@@ -95,7 +95,7 @@ async fn run(config: Config, resumes: Option<usize>) -> String {
         }
         assert!((found / sum - 1.0).abs() < 2e-4, "layer {layer}: {found} {sum}");
     }
-    trainer.stop().await.expect("nothing fails here").weights_digest
+    trainer.digest().await.expect("nothing fails here")
 }
 
 #[tokio::test]
@@ -126,7 +126,7 @@ async fn a_grown_model_is_one_that_has_its_layers() {
     let saved = folder.path().join("saved");
     let mut config = config();
     config.optimizer.weight_decay = 0.0;
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     let new = [2, 1].map(|copy_of| NewLayer { copy_of, zero_residual: false });
     trainer.add_layers(&new).await.expect("there is room");
     trainer.checkpoint(&saved).await.expect("room on a disk");
@@ -135,7 +135,7 @@ async fn a_grown_model_is_one_that_has_its_layers() {
     assert_eq!(written["n_layer"], 5);
     let mut direct = config.clone();
     (direct.model.path, direct.model.max_layers) = (Some(saved), None);
-    let mut direct = Trainer::start(direct).expect("a model of ours");
+    let mut direct = Trainer::start(direct).await.expect("a model of ours");
     assert_eq!(direct.model().shape.layers, 5);
     let mut batches = Batches::open(&config).expect("it is committed");
     for _ in 0..4 {
@@ -159,14 +159,14 @@ async fn a_grown_model_is_one_that_has_its_layers() {
     let saved = folder.path().join("again");
     trainer.checkpoint(&saved).await.expect("room on a disk");
     load_from(&mut evaluates, &saved);
-    let mut evaluator = Evaluator::start(evaluates).expect("a checkpoint of ours");
+    let mut evaluator = Evaluator::start(evaluates).await.expect("a checkpoint of ours");
     let mut again = Batches::open(&config).expect("it is committed");
     for _ in 0..4 {
         again.next().await.expect("good data");
     }
     let loaded = evaluator.evaluate([again.next().await]).await.expect("nothing fails here");
     assert_eq!(loaded.loss, grown);
-    let digests = [trainer.stop().await, direct.stop().await];
+    let digests = [crate::stop(trainer).await, crate::stop(direct).await];
     let [grown, same] = digests.map(|end| end.expect("nothing fails here").weights_digest);
     assert_eq!(grown, same);
 }
@@ -186,20 +186,21 @@ async fn the_config_stacks_layers() {
         config
     };
     let digest = async |config: Config| {
-        let trainer = Trainer::start(config).expect("a case of ours");
-        trainer.stop().await.expect("nothing fails here").weights_digest
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
+        trainer.digest().await.expect("nothing fails here")
     };
     assert_eq!(digest(small(Some(7))).await, digest(small(None)).await);
     let mut config = small(Some(7));
     (config.depth.stack_at, config.depth.new_layers) = (vec![2, 4], NewLayers::ZeroResidual);
     let mut batches = Batches::open(&config).expect("random data");
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     let mut layers = Vec::new();
     for step in 0..6 {
         if step == 4 {
             let saved = folder.path().join("saved");
             trainer.checkpoint(&saved).await.expect("room on a disk");
-            trainer = Trainer::builder(config.clone()).resume(saved).start().expect("it is whole");
+            trainer =
+                Trainer::builder(config.clone()).resume(saved).start().await.expect("it is whole");
         }
         let batch = batches.next().await.expect("random data");
         let before = trainer.evaluate([Ok(batch.clone())]).await.expect("nothing fails here").loss;
@@ -213,7 +214,7 @@ async fn the_config_stacks_layers() {
 
 #[tokio::test]
 async fn layers_without_room_are_refused() {
-    let mut trainer = Trainer::start(config()).expect("a case of ours");
+    let mut trainer = Trainer::start(config()).await.expect("a case of ours");
     let copies = |of: &[usize]| {
         let new = |&copy_of: &usize| NewLayer { copy_of, zero_residual: false };
         of.iter().map(new).collect::<Vec<_>>()
@@ -233,18 +234,20 @@ async fn layers_without_room_are_refused() {
     trainer.add_layers(&copies(&[1])).await.expect("there is room");
     let selected = LayerSelection::of([0, 3]);
     trainer.step_with(batch, &selected).await.expect("it is there now");
-    let refused = |change: &dyn Fn(&mut Config), says: &str| {
+    let refused = async |change: &dyn Fn(&mut Config), says: &str| {
         let mut config = config();
         change(&mut config);
-        let error = Trainer::start(config).map(|_| ()).expect_err("it is refused").to_string();
+        let error =
+            Trainer::start(config).await.map(|_| ()).expect_err("it is refused").to_string();
         assert!(error.contains(says), "{error}");
     };
-    refused(&|config| config.model.max_layers = Some(2), "is 2, and the model has 3 layers");
-    refused(&|config| config.model.max_layers = Some(1 << 40), "it must be 1 to 100000");
+    refused(&|config| config.model.max_layers = Some(2), "is 2, and the model has 3 layers").await;
+    refused(&|config| config.model.max_layers = Some(1 << 40), "it must be 1 to 100000").await;
     refused(
         &|config| (config.model.max_layers, config.depth.stack_at) = (Some(3), vec![5]),
         "depth.stack_at has no effect: the model has model.max_layers = 3",
-    );
+    )
+    .await;
     let bert = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/bert");
     refused(
         &|config| {
@@ -253,5 +256,6 @@ async fn layers_without_room_are_refused() {
             config.depth.new_layers = NewLayers::ZeroResidual;
         },
         "depth.new_layers is \"zero-residual\", but such a layer would change the hidden states",
-    );
+    )
+    .await;
 }

@@ -63,7 +63,7 @@ async fn every_family_is_pefts() {
 async fn loss_of(config: &Config) -> f64 {
     let shape = shape_of(config).expect("a case of ours");
     let (data, _) = Dataset::open(config, &shape).expect("it is committed");
-    let mut evaluator = Evaluator::start(config.clone()).expect("a case of ours");
+    let mut evaluator = Evaluator::start(config.clone()).await.expect("a case of ours");
     let loss = evaluator.evaluate(data.in_order(4, 3)).await.expect("nothing fails here").loss;
     evaluator.stop().await.expect("nothing fails here");
     loss
@@ -95,7 +95,7 @@ async fn adapters_are_written_in_pefts_layout() {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
         let place = folder.path().join("checkpoint");
-        let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
         trainer.checkpoint(&place).await.expect("a directory of ours");
         drop(trainer);
         let tensors = |at: &Path| {
@@ -141,13 +141,13 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
                 trainer.step(batch).await.expect("nothing fails here");
             }
         };
-        let mut whole = Trainer::start(config.clone()).expect("a case of ours");
+        let mut whole = Trainer::start(config.clone()).await.expect("a case of ours");
         steps(&mut whole, 0, STEPS).await;
-        let expected = whole.stop().await.expect("nothing fails here").weights_digest;
+        let expected = whole.digest().await.expect("nothing fails here");
         for at in [1, 4] {
             let folder = tempfile::tempdir().expect("a place for files");
             let place = folder.path().join("checkpoint");
-            let mut first = Trainer::start(config.clone()).expect("a case of ours");
+            let mut first = Trainer::start(config.clone()).await.expect("a case of ours");
             steps(&mut first, 0, at).await;
             first.checkpoint(&place).await.expect("a directory of ours");
             drop(first);
@@ -155,9 +155,9 @@ async fn a_resumed_run_has_the_bits_of_an_unbroken_one() {
             other.schedule.kind = ScheduleKind::Resident;
             other.stash.place = StashPlace::Device;
             other.channels.weights = 3;
-            let mut second = Trainer::builder(other).resume(&place).start().expect("ours");
+            let mut second = Trainer::builder(other).resume(&place).start().await.expect("ours");
             steps(&mut second, at, STEPS).await;
-            let digest = second.stop().await.expect("nothing fails here").weights_digest;
+            let digest = second.digest().await.expect("nothing fails here");
             assert_eq!(digest, expected, "{name} from {at}");
         }
     }
@@ -222,7 +222,7 @@ fn what_cannot_be_trained_is_refused() {
 async fn adapters_of_another_model_are_refused() {
     let (mut config, _) = case("qwen2");
     config.train.lora.as_mut().expect("it has adapters").path = Some(adapters("mistral"));
-    let error = Trainer::start(config).err().expect("it is another model's").to_string();
+    let error = Trainer::start(config).await.err().expect("it is another model's").to_string();
     assert!(error.contains("expected") && error.contains("found"), "{error}");
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/qwen2");
     let folder = tempfile::tempdir().expect("a place for files");
@@ -237,7 +237,7 @@ async fn adapters_of_another_model_are_refused() {
 async fn frozen_tensors_keep_their_bits_and_have_no_state() {
     let (mut config, _) = pytorch::case("llama");
     config.train.only = vec!["q_proj".into(), "layers.2.input_layernorm".into()];
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     let names: Vec<String> =
         trainer.model().blocks.iter().flatten().map(|tensor| tensor.name.clone()).collect();
     let read = async |trainer: &mut Trainer| {
@@ -270,10 +270,10 @@ async fn frozen_tensors_keep_their_bits_and_have_no_state() {
 }
 
 /// Adapters of a kind that is not there, and files that are not whole: read and merged alike.
-#[test]
-fn adapters_that_cannot_be_read_are_refused() {
+#[tokio::test]
+async fn adapters_that_cannot_be_read_are_refused() {
     let base = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/llama");
-    let refused = |change: &dyn Fn(&mut Value), leave_out: &str| -> [String; 2] {
+    let refused = async |change: &dyn Fn(&mut Value), leave_out: &str| -> [String; 2] {
         let folder = tempfile::tempdir().expect("a place for files");
         let (from, to) = (adapters("llama"), folder.path());
         let text = fs::read_to_string(from.join("adapter_config.json")).expect("it is committed");
@@ -287,20 +287,23 @@ fn adapters_that_cannot_be_read_are_refused() {
         fs::write(to.join("adapter_model.safetensors"), kept).expect("a place for files");
         let (mut config, _) = pytorch::case("llama");
         config.train.lora = Some(LoraConfig { path: Some(to.into()), ..LoraConfig::default() });
-        let read = Trainer::start(config).err().expect("it is refused").to_string();
+        let read = Trainer::start(config).await.err().expect("it is refused").to_string();
         let merged = hf::export(to, Some(&base), &to.join("merged"), Default::default())
             .expect_err("it is refused");
         [read, merged.to_string()]
     };
     let whole = "nothing";
     for (errors, says) in [
-        (refused(&|config| config["peft_type"] = "IA3".into(), whole), "LORA alone"),
-        (refused(&|config| config["use_dora"] = true.into(), whole), "use_dora"),
-        (refused(&|config| config["rank_pattern"]["q_proj"] = 2.into(), whole), "rank_pattern"),
-        (refused(&|config| config["r"] = 4.5.into(), whole), "r is no rank"),
-        (refused(&|config| config["r"] = 3.into(), whole), "[48, 56]"),
+        (refused(&|config| config["peft_type"] = "IA3".into(), whole).await, "LORA alone"),
+        (refused(&|config| config["use_dora"] = true.into(), whole).await, "use_dora"),
         (
-            refused(&|_| (), "layers.1.mlp.up_proj.lora_B.weight"),
+            refused(&|config| config["rank_pattern"]["q_proj"] = 2.into(), whole).await,
+            "rank_pattern",
+        ),
+        (refused(&|config| config["r"] = 4.5.into(), whole).await, "r is no rank"),
+        (refused(&|config| config["r"] = 3.into(), whole).await, "[48, 56]"),
+        (
+            refused(&|_| (), "layers.1.mlp.up_proj.lora_B.weight").await,
             "up_proj.lora_B.weight is missing",
         ),
     ] {

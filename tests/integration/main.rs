@@ -18,6 +18,7 @@ mod embedding;
 mod errors;
 mod evaluate;
 mod exact;
+mod executor;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fine_tuning;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
@@ -50,6 +51,27 @@ mod telemetry;
 mod text;
 #[cfg(feature = "cli")]
 mod tiers;
+
+/// What a run came to.
+#[derive(Clone, Debug)]
+struct Ending {
+    weights_digest: String,
+    summary: l2l::Summary,
+}
+
+impl std::ops::Deref for Ending {
+    type Target = l2l::Summary;
+
+    fn deref(&self) -> &l2l::Summary {
+        &self.summary
+    }
+}
+
+/// Ends a trainer, with the digest of its weights.
+async fn stop(mut trainer: l2l::Trainer) -> Result<Ending, l2l::Error> {
+    let weights_digest = trainer.digest().await?;
+    Ok(Ending { weights_digest, summary: trainer.stop().await? })
+}
 
 /// Whether the long searches run whole (`L2L_TESTS=whole`, as in CI) or bounded, for a quick
 /// answer.

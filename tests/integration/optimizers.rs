@@ -112,19 +112,19 @@ async fn every_resumed_run_is_the_unbroken_one() {
         let folder = tempfile::tempdir().expect("a place for files");
         let place = |name: &str| folder.path().join(name);
         let first = config(&optimizer, &baseline());
-        let mut whole = Trainer::start(first.clone()).expect("a case of ours");
+        let mut whole = Trainer::start(first.clone()).await.expect("a case of ours");
         steps(&mut whole, 0, STEPS).await;
         whole.checkpoint(&place("whole")).await.expect("a directory of ours");
         drop(whole);
 
-        let mut broken = Trainer::start(first).expect("a case of ours");
+        let mut broken = Trainer::start(first).await.expect("a case of ours");
         steps(&mut broken, 0, 2).await;
         broken.checkpoint(&place("broken")).await.expect("a directory of ours");
         drop(broken);
         let ways = Ways { devices: 2, on_file: true, threads: 2, ..relay() };
         let mut other = config(&optimizer, &ways);
         other.eps.path = Some(place("eps"));
-        let resumed = Trainer::builder(other.clone()).resume(place("broken")).start();
+        let resumed = Trainer::builder(other.clone()).resume(place("broken")).start().await;
         let mut resumed = resumed.expect("a checkpoint of ours");
         steps(&mut resumed, 2, 4).await;
         // What a kill would leave now: the index of a complete state, and blocks that go on.
@@ -135,7 +135,7 @@ async fn every_resumed_run_is_the_unbroken_one() {
         }
         drop(resumed);
         other.eps.path = Some(place("killed"));
-        let resumed = Trainer::builder(other).resume_file().start();
+        let resumed = Trainer::builder(other).resume_file().start().await;
         let mut resumed = resumed.expect("a state of ours");
         let reached = resumed.progress().step;
         assert!((2..=4).contains(&reached), "{name}: {reached}");
@@ -196,7 +196,8 @@ async fn checkpoints_hold_states_as_they_are_declared() {
         ),
         ("adamw-bf16", vec![("mlp.c_fc.weight.exp_avg_sq", Dtype::BF16, vec![c, 4 * c])]),
     ] {
-        let mut trainer = Trainer::start(config(&of_kind(kind), &relay())).expect("a case of ours");
+        let mut trainer =
+            Trainer::start(config(&of_kind(kind), &relay())).await.expect("a case of ours");
         steps(&mut trainer, 0, 1).await;
         let place = folder.path().join(kind);
         trainer.checkpoint(&place).await.expect("a directory of ours");
@@ -255,7 +256,7 @@ async fn states_of_another_rule_are_refused() {
     let eight = OptimizerConfig { kind: OptimizerKind::Adamw8bit, ..OptimizerConfig::default() };
     let mut config = config(&eight, &ways);
     config.eps.path = Some(folder.path().join("eps"));
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     steps(&mut trainer, 0, 2).await;
     trainer.checkpoint(&place).await.expect("a directory of ours");
     trainer.stop().await.expect("nothing fails here");
@@ -269,8 +270,8 @@ async fn states_of_another_rule_are_refused() {
     ] {
         let mut in_memory = with(optimizer.clone());
         in_memory.eps.tier = EpsTier::Memory;
-        let checkpoint = Trainer::builder(in_memory).resume(&place).start();
-        let on_file = Trainer::builder(with(optimizer)).resume_file().start();
+        let checkpoint = Trainer::builder(in_memory).resume(&place).start().await;
+        let on_file = Trainer::builder(with(optimizer)).resume_file().start().await;
         for refused in [checkpoint, on_file] {
             let error = refused.err().expect("other states");
             assert_eq!(error.exit_code(), 2);
@@ -284,7 +285,7 @@ async fn states_of_another_rule_are_refused() {
     let mut anew = with(OptimizerConfig::default());
     (anew.model, anew.eps.tier) = (Default::default(), EpsTier::Memory);
     anew.model.path = Some(place);
-    let mut trainer = Trainer::start(anew).expect("a model of ours");
+    let mut trainer = Trainer::start(anew).await.expect("a model of ours");
     steps(&mut trainer, 0, 1).await;
 }
 
@@ -311,11 +312,11 @@ fn rules_that_need_whole_tensors_are_refused_with_several_processes() {
 }
 
 /// A pattern of a group that names no tensor is refused with names that there are.
-#[test]
-fn groups_of_no_tensor_are_refused() {
+#[tokio::test]
+async fn groups_of_no_tensor_are_refused() {
     let (_, mut optimizer) = settings().pop().expect("groups");
     optimizer.groups[0].patterns = vec!["mpl".into()];
-    let error = Trainer::start(config(&optimizer, &relay())).err().expect("no such tensor");
+    let error = Trainer::start(config(&optimizer, &relay())).await.err().expect("no such tensor");
     let error = error.to_string();
     assert!(error.contains("optimizer.groups") && error.contains("\"mpl\""), "{error}");
     assert!(error.contains("c_fc"), "{error}");
@@ -328,7 +329,7 @@ async fn averages_follow_the_weights_and_are_exported() {
     let folder = tempfile::tempdir().expect("a place for files");
     let place = folder.path().join("checkpoint");
     let optimizer = OptimizerConfig { ema: Some(0.9), ..OptimizerConfig::default() };
-    let mut trainer = Trainer::start(config(&optimizer, &relay())).expect("a case of ours");
+    let mut trainer = Trainer::start(config(&optimizer, &relay())).await.expect("a case of ours");
     let mut average: Vec<f32> = Vec::new();
     for step in 0..4 {
         steps(&mut trainer, step, step + 1).await;
@@ -357,7 +358,8 @@ async fn averages_follow_the_weights_and_are_exported() {
     assert_eq!(all(&to), all(&place));
     // A checkpoint without an average.
     let plain = folder.path().join("plain");
-    let mut trainer = Trainer::start(config(&OptimizerConfig::default(), &relay())).expect("ours");
+    let mut trainer =
+        Trainer::start(config(&OptimizerConfig::default(), &relay())).await.expect("ours");
     steps(&mut trainer, 0, 1).await;
     trainer.checkpoint(&plain).await.expect("a directory of ours");
     let error =

@@ -45,7 +45,7 @@ async fn steps(
     batches: impl Fn(usize) -> Vec<Sequence>,
     predicts: Predicts,
 ) -> Vec<StepReport> {
-    let mut trainer = Trainer::start(config).expect("good");
+    let mut trainer = Trainer::start(config).await.expect("good");
     let mut reports = Vec::new();
     for step in 0..4 {
         let batch = Batch::of(&batches(step), predicts);

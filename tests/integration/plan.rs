@@ -59,7 +59,7 @@ proptest! {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         runtime.block_on(async {
             let mut batches = Batches::open(&config).expect("random data");
-            let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+            let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
             for _ in 0..2 {
                 let batch = batches.next().await.expect("random data");
                 trainer.step(batch).await.expect("nothing fails here");
@@ -167,12 +167,12 @@ async fn a_rule_without_states_is_the_same_on_file() {
         let mut batches = Batches::open(&config).expect("random data");
         let builder = Trainer::builder(config.clone()).update_rule(Descent);
         let builder = if is_trial { builder.trial() } else { builder };
-        let mut trainer = builder.start().expect("a case of ours");
+        let mut trainer = builder.start().await.expect("a case of ours");
         for _ in 0..3 {
             let batch = batches.next().await.expect("random data");
             trainer.step(batch).await.expect("nothing fails here");
         }
-        digests.push(trainer.stop().await.expect("nothing fails here").weights_digest);
+        digests.push(trainer.digest().await.expect("nothing fails here"));
         assert_eq!(folder.path().join("blocks").exists(), tier == EpsTier::File && !is_trial);
     }
     assert!(digests.iter().all(|digest| *digest == digests[0]), "{digests:?}");

@@ -43,7 +43,7 @@ pub(crate) async fn check(config: Config, golden: &Value) -> String {
     let name = name.display().to_string();
     let steps = config.step.steps.expect("a case has them");
     let mut batches = Batches::open(&config).expect("it is committed");
-    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
     let (losses, norms) = (numbers(golden, "losses"), numbers(golden, "norms"));
     let (mut loss_off, mut norm_off) = (0.0_f64, 0.0_f64);
     for step in 0..steps as usize {
@@ -58,7 +58,7 @@ pub(crate) async fn check(config: Config, golden: &Value) -> String {
         assert!(error < 1e-4, "{name} {step}: norm {} {norm}", report.grad_norm);
     }
     println!("{name}: losses within {loss_off:.1e}, norms within {norm_off:.1e}");
-    trainer.stop().await.expect("nothing fails here").weights_digest
+    trainer.digest().await.expect("nothing fails here")
 }
 
 #[tokio::test]
@@ -149,7 +149,7 @@ async fn sequences_alone_score_as_pytorchs() {
         let (config, golden) = case(name);
         let shape = l2l::shape_of(&config).expect("a case of ours");
         let (data, _) = Dataset::open(&config, &shape).expect("it is committed");
-        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
         for (index, expected) in (0..).zip(numbers(&golden, "singles")) {
             let loss =
                 trainer.evaluate([data.batch([index])]).await.expect("nothing fails here").loss;
@@ -173,7 +173,7 @@ async fn logits_are_pytorchs() {
         let line: Value = serde_json::from_str(text.lines().next().expect("a line")).expect("JSON");
         let tokens = line["input_ids"].as_array().expect("a list").iter();
         let tokens = tokens.map(|id| id.as_u64().expect("a token") as u32).collect();
-        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
         let batch = Batch::of(&[Sequence::plain(tokens)], Predicts::Own);
         let hidden = trainer.encode(batch).await.expect("nothing fails here");
         let table = if shape.tied { shape.names.embedding } else { shape.names.head };
@@ -201,7 +201,7 @@ async fn weights_survive_a_round_trip() {
     for name in ["tied", "untied"].into_iter().chain(FAMILIES) {
         let (config, _) = case(name);
         let folder = tempfile::tempdir().expect("a place for files");
-        let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+        let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
         trainer.save(folder.path()).await.expect("a directory of ours");
         let from = config.model.path.expect("a case has one").join("model.safetensors");
         let (from, to) = (fs::read(from), fs::read(folder.path().join("model.safetensors")));

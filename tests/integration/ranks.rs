@@ -14,7 +14,7 @@ use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
 use l2l::models::{Base, BlockTensors, Model, Tensor};
 use l2l::optimizers::{Update, UpdateRule};
 use l2l::plan::{FabricBytes, RankShare, Term};
-use l2l::{Config, Error, Plan, Summary, Trainer, shape_of};
+use l2l::{Config, Error, Plan, Trainer, shape_of};
 use proptest::prelude::*;
 
 use crate::exact::{Case, SMALL, Trained, Ways, baseline, cases, config, ways};
@@ -60,7 +60,7 @@ impl Fabric for Late {
 }
 
 /// What a rank saw: the bits of each step's loss and norm, and of an evaluation; the summary.
-type Seen = (Vec<[u64; 3]>, Summary);
+type Seen = (Vec<[u64; 3]>, crate::Ending);
 
 /// What a rank is to do.
 #[derive(Clone)]
@@ -98,7 +98,7 @@ impl Task {
             if self.resumes_file {
                 builder = builder.resume_file();
             }
-            let mut trainer = builder.start()?;
+            let mut trainer = builder.start().await?;
             for _ in 0..self.from {
                 batches.next().await?;
             }
@@ -116,7 +116,7 @@ impl Task {
             if let Some(checkpoint) = self.leaves {
                 trainer.checkpoint(&checkpoint).await?;
             }
-            Ok((bits, trainer.stop().await?))
+            Ok((bits, crate::stop(trainer).await?))
         })
     }
 }
@@ -376,13 +376,13 @@ impl UpdateRule for Rule {
     }
 }
 
-#[test]
-fn a_rule_that_needs_whole_tensors_is_refused() {
+#[tokio::test]
+async fn a_rule_that_needs_whole_tensors_is_refused() {
     let config = relay(2, 2);
     for fabric in fabric::threads(2) {
         let rule = Rule(config.update_rule());
         let builder = Trainer::builder(config.clone()).update_rule(rule).fabric(Arc::new(fabric));
-        let says = builder.start().err().expect("it is refused").to_string();
+        let says = builder.start().await.err().expect("it is refused").to_string();
         assert!(says.starts_with("the update rule needs whole tensors"), "{says}");
     }
 }

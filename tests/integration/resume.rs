@@ -7,6 +7,7 @@ use std::path::Path;
 use l2l::checkpoint::Keeper;
 use l2l::config::{ScheduleKind, StashPlace};
 use l2l::data::{Batches, Dataset};
+use l2l::inference::Sampling;
 use l2l::{Config, Trainer, shape_of};
 
 const STEPS: u64 = 6;
@@ -47,9 +48,9 @@ async fn run(trainer: &mut Trainer, from: u64, to: u64) -> Vec<(u64, u64)> {
 
 /// An uninterrupted run: the bits of each step, and the digest of the weights.
 async fn uninterrupted(config: &Config) -> (Vec<(u64, u64)>, String) {
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     let bits = run(&mut trainer, 0, STEPS).await;
-    (bits, trainer.stop().await.expect("nothing fails here").weights_digest)
+    (bits, trainer.digest().await.expect("nothing fails here"))
 }
 
 #[tokio::test]
@@ -60,7 +61,7 @@ async fn a_resumed_run_gives_the_bits_of_an_uninterrupted_one() {
         for at in [1, 4, STEPS] {
             let folder = tempfile::tempdir().expect("a place for files");
             let place = folder.path().join("here");
-            let mut first = Trainer::start(config.clone()).expect("a case of ours");
+            let mut first = Trainer::start(config.clone()).await.expect("a case of ours");
             let mut bits = run(&mut first, 0, at).await;
             first.checkpoint(&place).await.expect("a directory of ours");
             first.checkpoint(&place).await.expect("again, over the first");
@@ -71,12 +72,12 @@ async fn a_resumed_run_gives_the_bits_of_an_uninterrupted_one() {
             other.stash.place = StashPlace::Device;
             other.schedule.kind = ScheduleKind::Resident;
             other.device.threads = Some(1);
-            let resumed = Trainer::builder(other).resume(&place).start();
+            let resumed = Trainer::builder(other).resume(&place).start().await;
             let mut second = resumed.expect("a checkpoint of ours");
             assert_eq!(second.progress().step, at);
             bits.extend(run(&mut second, at, STEPS).await);
             assert_eq!(bits, expected);
-            let summary = second.stop().await.expect("nothing fails here");
+            let summary = crate::stop(second).await.expect("nothing fails here");
             assert_eq!((summary.steps, &summary.weights_digest), (STEPS, &digest));
             let left: Vec<_> = fs::read_dir(folder.path()).expect("ours").collect();
             assert_eq!(left.len(), 1, "nothing is left beside it: {left:?}");
@@ -97,7 +98,7 @@ async fn inference_between_steps_changes_nothing() {
         let batches: Vec<_> =
             data.in_order(4, 3).map(|batch| batch.expect("random data")).collect();
         let validation = || batches.iter().cloned().map(Ok);
-        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
         let mut bits = Vec::new();
         for step in 0..STEPS {
             let losses =
@@ -105,7 +106,8 @@ async fn inference_between_steps_changes_nothing() {
             let [first, again] =
                 losses.map(|loss| loss.expect("nothing fails here").loss.to_bits());
             assert_eq!(first, again);
-            let drawn = trainer.sample(&[1, 2, 3], 9, 0.8, step).await.expect("good tokens");
+            let how = Sampling { temperature: 0.8, seed: step, ..Sampling::default() };
+            let drawn = trainer.sample(&[1, 2, 3], 9, how).await.expect("good tokens");
             assert!(drawn.len() == 9 && drawn.iter().all(|&token| token < 51));
             let (shape, values) = trainer.weights("transformer.wte.weight").await.expect("it is");
             assert_eq!((shape, values.len()), (vec![51, 24], 51 * 24));
@@ -113,7 +115,7 @@ async fn inference_between_steps_changes_nothing() {
         }
         assert_eq!(bits, expected);
         assert!(trainer.weights("wte").await.is_err());
-        let summary = trainer.stop().await.expect("nothing fails here");
+        let summary = crate::stop(trainer).await.expect("nothing fails here");
         assert_eq!(summary.weights_digest, digest);
     }
 }
@@ -124,7 +126,7 @@ async fn a_step_with_a_dropped_future_is_done_and_counted() {
     let config = config(false);
     let (expected, digest) = uninterrupted(&config).await;
     let mut batches = Batches::open(&config).expect("random data");
-    let mut trainer = Trainer::start(config).expect("a case of ours");
+    let mut trainer = Trainer::start(config).await.expect("a case of ours");
     let batch = batches.next().await.expect("random data");
     {
         let mut step = std::pin::pin!(trainer.step(batch));
@@ -139,18 +141,18 @@ async fn a_step_with_a_dropped_future_is_done_and_counted() {
         let report = trainer.step(batch).await.expect("nothing fails here");
         assert_eq!((report.step, report.loss.to_bits()), (step, bits.0));
     }
-    let summary = trainer.stop().await.expect("nothing fails here");
+    let summary = crate::stop(trainer).await.expect("nothing fails here");
     assert_eq!((summary.steps, summary.weights_digest), (STEPS, digest));
 }
 
 async fn checkpoint(config: &Config, place: &Path) {
-    let mut trainer = Trainer::start(config.clone()).expect("a case of ours");
+    let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
     run(&mut trainer, 0, 2).await;
     trainer.checkpoint(place).await.expect("a directory of ours");
 }
 
-fn refusal(config: Config, place: &Path) -> String {
-    let refused = Trainer::builder(config).resume(place).start();
+async fn refusal(config: Config, place: &Path) -> String {
+    let refused = Trainer::builder(config).resume(place).start().await;
     let error = refused.err().expect("a bad checkpoint");
     assert_eq!(error.exit_code(), 2);
     error.to_string()
@@ -164,23 +166,23 @@ async fn checkpoints_of_other_runs_and_broken_ones_are_refused() {
     checkpoint(&config, &place).await;
     let mut other = config.clone();
     (other.step.batch, other.optimizer.learning_rate) = (4, 0.5);
-    let error = refusal(other, &place);
+    let error = refusal(other, &place).await;
     for says in ["step.batch was 5, is 4", "optimizer.learning_rate was 0.01, is 0.5"] {
         assert!(error.contains(says), "{error}");
     }
     let mut deeper = config.clone();
     deeper.model.layers = Some(4);
-    assert!(refusal(deeper, &place).contains("model.layers was 3, is 4"));
-    assert!(refusal(config.clone(), folder.path()).contains("l2l.json"));
+    assert!(refusal(deeper, &place).await.contains("model.layers was 3, is 4"));
+    assert!(refusal(config.clone(), folder.path()).await.contains("l2l.json"));
 
     for file in ["l2l.json", "config.json", "model.safetensors", "optimizer.safetensors"] {
         let whole = fs::read(place.join(file)).expect("it was written");
         for cut in [0, 7, whole.len() / 2, whole.len() - 2] {
             fs::write(place.join(file), &whole[..cut]).expect("a directory of ours");
-            refusal(config.clone(), &place);
+            refusal(config.clone(), &place).await;
         }
         fs::remove_file(place.join(file)).expect("it is there");
-        assert!(refusal(config.clone(), &place).contains(file));
+        assert!(refusal(config.clone(), &place).await.contains(file));
         fs::write(place.join(file), &whole).expect("a directory of ours");
     }
     // One bit of one weight.
@@ -189,7 +191,7 @@ async fn checkpoints_of_other_runs_and_broken_ones_are_refused() {
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).expect("a directory of ours");
-    assert!(refusal(config, &place).contains("not what was written"));
+    assert!(refusal(config, &place).await.contains("not what was written"));
 }
 
 /// A run can resume from the best checkpoint when it is the newest one, and removing old

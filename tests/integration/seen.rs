@@ -79,7 +79,7 @@ fn trained(steps: &[usize], path: &Path) -> Vec<Saw> {
             config.watchdog.seconds = 5.0;
             let mut batches = Batches::open(&config)?;
             let builder = Trainer::builder(config).fabric(Arc::new(Apart(late.clone())));
-            let mut trainer = builder.trace(trace.clone()).observe(counted.clone()).start()?;
+            let mut trainer = builder.trace(trace.clone()).observe(counted.clone()).start().await?;
             let watch = trainer.watch();
             for _ in 0..steps[rank as usize] {
                 trainer.step(batches.next().await?).await?;

@@ -60,7 +60,7 @@ fn run(config: Config, steps: usize, observers: Vec<Arc<dyn Observe>>) -> Ran {
         for observer in observers {
             builder = builder.observe(observer);
         }
-        let mut trainer = builder.start().expect("a case of ours");
+        let mut trainer = builder.start().await.expect("a case of ours");
         let (watch, plan) = (trainer.watch(), trainer.plan().clone());
         let mut reports = Vec::new();
         for _ in 0..steps {
@@ -68,7 +68,7 @@ fn run(config: Config, steps: usize, observers: Vec<Arc<dyn Observe>>) -> Ran {
             reports.push(trainer.step(batch).await.expect("nothing fails here"));
         }
         let (view, tally) = (watch.view(u64::MAX), watch.tally());
-        let digest = trainer.stop().await.expect("nothing fails here").weights_digest;
+        let digest = trainer.digest().await.expect("nothing fails here");
         let slices = std::mem::take(&mut *heard.0.lock().expect("nothing panics inside"));
         Ran { reports, slices, views: [view, watch.view(u64::MAX)], tally, digest, plan }
     })
@@ -139,7 +139,7 @@ fn validation_is_not_counted_as_training() {
     runtime.expect("a runtime").block_on(async {
         let config = config(3);
         let mut batches = Batches::open(&config).expect("random data");
-        let mut trainer = Trainer::start(config).expect("a case of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
         let watch = trainer.watch();
         let mut told = 0.0;
         for _ in 0..3 {
@@ -355,14 +355,14 @@ fn clients_may_do_what_they_like() {
             let config = config(3);
             let mut batches = Batches::open(&config).expect("random data");
             let builder = Trainer::builder(config).observe(server.histograms());
-            let mut trainer = builder.start().expect("a case of ours");
+            let mut trainer = builder.start().await.expect("a case of ours");
             server.show(trainer.watch());
             for _ in 0..8 {
                 let batch = batches.next().await.expect("random data");
                 trainer.step(batch).await.expect("nothing fails here");
             }
             assert!(get(address, "/readyz").starts_with("HTTP/1.1 200"));
-            trainer.stop().await.expect("nothing fails here").weights_digest
+            trainer.digest().await.expect("nothing fails here")
         })
     };
     stop.store(true, std::sync::atomic::Ordering::Relaxed);

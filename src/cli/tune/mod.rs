@@ -158,7 +158,7 @@ fn try_once(
     runtime()?.block_on(async {
         let slices = Arc::new(Slices::default());
         let mut trainer =
-            Trainer::builder(config.clone()).observe(slices.clone()).trial().start()?;
+            Trainer::builder(config.clone()).observe(slices.clone()).trial().start().await?;
         let device_bytes = trainer.plan().device_bytes();
         let mut reports: Vec<StepReport> = Vec::new();
         for batch in batches {

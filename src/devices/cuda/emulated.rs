@@ -1,7 +1,7 @@
 //! A driver without a device: streams are threads that run the kernels' own texts, compiled for
 //! this machine. It proves, where there is no GPU, what is launched on what and in which order.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -13,6 +13,7 @@ use std::time::Instant;
 use half::bf16;
 use l2l_actors::BoxedError;
 use libloading::Library;
+use tokio::runtime::Runtime;
 
 use super::driver::{Address, Driver, Launch, Matrix, Place, Product, STREAMS, Stream};
 use super::texts::{self, Declared, PRELUDE};
@@ -80,7 +81,7 @@ fn build(name: &str, text: &str, dtype: Dtype) -> PathBuf {
 
 thread_local! {
     /// Of the drivers that a thread makes: calls until one fails.
-    static LEFT: Arc<AtomicI64> = Arc::new(AtomicI64::new(i64::MAX));
+    static LEFT: RefCell<Arc<AtomicI64>> = RefCell::new(Arc::new(AtomicI64::new(i64::MAX)));
 
     /// Whether a thread's GPUs are emulated.
     static ASKED_FOR: Cell<bool> = const { Cell::new(false) };
@@ -92,6 +93,17 @@ pub(crate) fn instead() -> bool {
     kernels(&[], Dtype::F32).is_some()
 }
 
+/// A tokio runtime whose threads ask for GPUs as this one does.
+pub(super) fn runtime() -> Runtime {
+    let (asked_for, left) = (ASKED_FOR.get(), LEFT.with_borrow(Arc::clone));
+    let as_this_one = move || {
+        ASKED_FOR.set(asked_for);
+        LEFT.set(left.clone());
+    };
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    runtime.on_thread_start(as_this_one).build().expect("a runtime")
+}
+
 /// A new one, where it was asked for.
 pub(super) fn asked_for(custom: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn Driver>> {
     let made = ASKED_FOR.get().then(|| Emulated::new(custom, dtype))??;
@@ -100,12 +112,12 @@ pub(super) fn asked_for(custom: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn
 
 /// Has the call behind so many others fail, and all after it, of drivers that this thread makes.
 pub(super) fn fail_after(calls: i64) {
-    LEFT.with(|left| left.store(calls, Relaxed));
+    LEFT.with_borrow(|left| left.store(calls, Relaxed));
 }
 
 /// Calls that were made since [`fail_after`] of that many.
 pub(super) fn calls(of: i64) -> i64 {
-    of - LEFT.with(|left| left.load(Relaxed))
+    of - LEFT.with_borrow(|left| left.load(Relaxed))
 }
 
 type Task = Box<dyn FnOnce() + Send>;
@@ -158,7 +170,7 @@ impl Emulated {
             events: Mutex::default(),
             next: AtomicU64::new(1),
             broken: Arc::default(),
-            left: LEFT.with(Arc::clone),
+            left: LEFT.with_borrow(Arc::clone),
         })
     }
 

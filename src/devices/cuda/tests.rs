@@ -15,7 +15,6 @@ use crate::models::{
     Backward, Composed, Derived, Final, Forward, Layer, Model, Operations, Save, Stem, Tensor,
     TransformerBlock, Value,
 };
-use crate::optimizers::{Update, UpdateRule};
 use crate::tensor::Dtype;
 use crate::trainer::Builder;
 use crate::{Config, Summary, Trainer};
@@ -38,8 +37,14 @@ fn config(kind: DeviceKind) -> Config {
     config
 }
 
+/// Digest of the weights, and bytes up and down.
+struct End {
+    digest: String,
+    moved: [u64; 2],
+}
+
 /// Losses and norms of some steps, and the end.
-fn run(config: Config, steps: usize) -> Result<(Vec<[f64; 2]>, Summary), crate::Error> {
+fn run(config: Config, steps: usize) -> Result<(Vec<[f64; 2]>, End), crate::Error> {
     run_on(Trainer::builder(config.clone()), &config, steps)
 }
 
@@ -47,17 +52,18 @@ fn run_on(
     builder: Builder,
     config: &Config,
     steps: usize,
-) -> Result<(Vec<[f64; 2]>, Summary), crate::Error> {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
-    runtime.block_on(async {
+) -> Result<(Vec<[f64; 2]>, End), crate::Error> {
+    emulated::runtime().block_on(async {
         let mut batches = Batches::open(config)?;
-        let mut trainer = builder.start()?;
+        let mut trainer = builder.start().await?;
         let mut found = Vec::new();
         for _ in 0..steps {
             let report = trainer.step(batches.next().await?).await?;
             found.push([report.loss, report.grad_norm]);
         }
-        Ok((found, trainer.stop().await?))
+        let digest = trainer.digest().await?;
+        let Summary { bytes_uploaded, bytes_downloaded, .. } = trainer.stop().await?;
+        Ok((found, End { digest, moved: [bytes_uploaded, bytes_downloaded] }))
     })
 }
 
@@ -288,14 +294,12 @@ fn relay_is_resident_and_like_the_cpu() {
         };
         let (relay, ends) = of(DeviceKind::Cuda, ScheduleKind::Relay);
         let (resident, end) = of(DeviceKind::Cuda, ScheduleKind::Resident);
-        assert_eq!((&relay, &ends.weights_digest), (&resident, &end.weights_digest));
+        assert_eq!((&relay, &ends.digest), (&resident, &end.digest));
         let (cpu, end) = of(DeviceKind::Cpu, ScheduleKind::Relay);
         close(&relay, &cpu, dtype, "the CPU");
-        let moved = |end: &Summary| (end.bytes_uploaded, end.bytes_downloaded);
-        if dtype == Dtype::F32 {
-            assert_eq!(moved(&ends), moved(&end));
-        } else {
-            assert!(moved(&ends).0 < moved(&end).0 * 6 / 10, "half, but for statistics");
+        match dtype {
+            Dtype::F32 => assert_eq!(ends.moved, end.moved),
+            _ => assert!(ends.moved[0] < end.moved[0] * 6 / 10, "half, but for statistics"),
         }
     }
 }
@@ -331,7 +335,7 @@ fn two_gpus_are_one() {
             config.device.ordinals = ordinals;
             way(&mut config);
             let (steps, end) = run(config, 3).expect("a case of ours");
-            (steps, end.weights_digest)
+            (steps, end.digest)
         };
         let one = of(None, &|_| ());
         for way in ways {
@@ -363,7 +367,7 @@ fn ranks_with_gpus_are_one() {
             let spawn = |fabric| scope.spawn(move || on_rank(fabric));
             let all: Vec<_> = crate::fabric::threads(ranks).into_iter().map(spawn).collect();
             for (found, end) in all.into_iter().map(|rank| rank.join().expect("no panic")) {
-                assert_eq!((&found, &end.weights_digest), (&steps, &one.weights_digest));
+                assert_eq!((&found, &end.digest), (&steps, &one.digest));
             }
         });
     }
@@ -390,7 +394,7 @@ fn in_bf16_ways_are_equal() {
         config.device.dtype = Dtype::Bf16;
         way(&mut config);
         let (steps, end) = run(config, 3).expect("a case of ours");
-        (steps, end.weights_digest)
+        (steps, end.digest)
     });
     assert!(ends.iter().all(|end| *end == ends[0]), "{ends:?}");
 }
@@ -419,46 +423,13 @@ fn a_driver_that_fails_anywhere_ends_the_run() {
     emulated::fail_after(MANY);
 }
 
-/// A rule that knows nothing of split masters: they are unpacked for it.
-struct Plain(Box<dyn UpdateRule>);
-
-impl UpdateRule for Plain {
-    fn states(&self) -> usize {
-        self.0.states()
-    }
-
-    fn apply(
-        &self,
-        tensors: &[Tensor],
-        parameters: &mut [f32],
-        states: &mut [&mut [f32]],
-        gradient: &[f32],
-        update: Update,
-    ) {
-        self.0.apply(tensors, parameters, states, gradient, update);
-    }
-}
-
-#[test]
-fn a_rule_of_ones_own_moves_split_masters() {
-    if !emulated::instead() {
-        return;
-    }
-    let mut config = config(DeviceKind::Cuda);
-    config.device.dtype = Dtype::Bf16;
-    let (steps, end) = run(config.clone(), 3).expect("a case of ours");
-    let own = Trainer::builder(config.clone()).update_rule(Plain(config.update_rule()));
-    let (own_steps, own_end) = run_on(own, &config, 3).expect("a case of ours");
-    assert_eq!((steps, end.weights_digest), (own_steps, own_end.weights_digest));
-}
-
 /// Greedy text is that of the goldens in f32; in bf16 it begins like it.
 #[test]
 fn text_goes_on() {
     if !emulated::instead() {
         return;
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    let runtime = emulated::runtime();
     for family in ["gpt2", "mistral", "qwen3"] {
         let folder =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/generate").join(family);
@@ -478,7 +449,7 @@ fn text_goes_on() {
             let room = Room { prompts: prompts.len(), prompt, tokens: prompt + most };
             let mut found = vec![Vec::new(); prompts.len()];
             runtime.block_on(async {
-                let mut generator = Generator::start(config, room).expect("a case of ours");
+                let mut generator = Generator::start(config, room).await.expect("a case of ours");
                 let each = |prompt: usize, token: u32, _| {
                     found[prompt].push(token);
                     Then::GoOn

@@ -12,7 +12,7 @@ use self::tensors::{Gradients, Weights};
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
 use super::low_rank::LowRank;
-use super::shape::Shape;
+use super::shape::{Dropouts, Shape};
 use crate::kernels::{
     AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, SequenceChunk,
 };
@@ -210,6 +210,11 @@ impl Layer for TransformerBlock {
 
     fn attention_channels(&self) -> usize {
         self.shape.attention_width()
+    }
+
+    fn dropout_index(&self) -> Option<u32> {
+        let Dropouts { attention, projection, feed_forward, .. } = self.shape.dropout;
+        [attention, projection, feed_forward].iter().any(|p| *p > 0.0).then_some(self.index)
     }
 
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {

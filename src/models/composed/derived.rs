@@ -192,6 +192,7 @@ impl<C: Composed> Derived<C> {
             scratch,
             layer: self.0.index(),
             sites: 0,
+            drops: false,
             kv_cache,
             values: vec![x],
             recorded: Vec::new(),
@@ -200,8 +201,8 @@ impl<C: Composed> Derived<C> {
         (operations, y)
     }
 
-    /// Sums a number over its attentions, of which it has none, one or more.
-    fn sum_attentions(&self, number: impl Fn(&AttentionShape<'_>) -> usize) -> usize {
+    /// Looks at its operations, which do not run.
+    fn inspect<T>(&self, look: impl FnOnce(&Operations<'_>) -> T) -> T {
         let batch = BatchMetadata {
             starts: &[0, 1],
             kinds: &[0],
@@ -214,11 +215,16 @@ impl<C: Composed> Derived<C> {
         let weights = tensor_views(&tensors, View::floats(0, block_len(&tensors)));
         let x = View::floats(0, self.0.channels());
         let (operations, _) = self.record(None, batch.view(), &weights, x, None, &scratch);
-        let attentions = operations.recorded.iter().filter_map(|(operation, _)| match operation {
+        look(&operations)
+    }
+
+    /// Sums a number over its attentions, of which it has none, one or more.
+    fn sum_attentions(&self, number: impl Fn(&AttentionShape<'_>) -> usize) -> usize {
+        let of = |(operation, _): &(Operation<'_>, Value)| match operation {
             Operation::Attention { shape, .. } => Some(number(shape)),
             _ => None,
-        });
-        attentions.sum()
+        };
+        self.inspect(|operations| operations.recorded.iter().filter_map(of).sum())
     }
 }
 
@@ -233,6 +239,10 @@ impl<C: Composed> Layer for Derived<C> {
 
     fn attention_channels(&self) -> usize {
         self.sum_attentions(|shape| shape.width())
+    }
+
+    fn dropout_index(&self) -> Option<u32> {
+        self.inspect(|operations| operations.drops).then(|| self.0.index())
     }
 
     fn custom_kernels(&self) -> Vec<CustomKernel> {

@@ -72,6 +72,8 @@ pub struct Operations<'a> {
     layer: u32,
     /// Dropouts so far.
     sites: u32,
+    /// Whether one of them drops anything.
+    drops: bool,
     kv_cache: Option<KvCache>,
     /// The view of each value.
     values: Vec<View>,
@@ -157,6 +159,7 @@ impl<'a> Operations<'a> {
     fn next_dropout(&mut self, probability: f32) -> Option<Dropout<'a>> {
         let site = self.sites;
         self.sites += 1;
+        self.drops |= probability > 0.0;
         assert!(site < 8, "a layer has eight dropouts at most");
         self.batch.dropout(probability, self.layer, site)
     }

@@ -2,28 +2,42 @@
 //! early end.
 
 use std::net::SocketAddr;
+use std::ops::ControlFlow;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
+use async_trait::async_trait;
 use serde_json::Value;
 
-use crate::engine::{StepReport, Summary};
+use super::Fitted;
+use crate::engine::StepReport;
 use crate::error::Error;
 use crate::inference::Evaluation;
 use crate::trainer::Trainer;
 
 /// Methods that [`fit`](crate::Trainer::fit) calls as it goes. Each does nothing by default; `()`
-/// has no other. They run between two steps, so training waits for them.
+/// has no other. They run between two steps, so training waits for them. An `impl` with
+/// [`step`](Callbacks::step) has the attribute `#[async_trait]`.
+#[async_trait]
 pub trait Callbacks: Send {
     /// Everything is made, and the first step of a run of `steps` comes next.
     fn started(&mut self, trainer: &Trainer, steps: u64) {
         _ = (trainer, steps);
     }
 
-    /// A training step ended.
-    fn step(&mut self, report: &StepReport) {
-        _ = report;
+    /// A training step ended. With the trainer it can evaluate, generate, or write a checkpoint.
+    /// [`Break`](ControlFlow::Break) ends the run, as a [`StopRequest`] does.
+    ///
+    /// # Errors
+    /// An error ends the run. What is no error of this crate becomes [`Error::Own`].
+    async fn step(
+        &mut self,
+        trainer: &mut Trainer,
+        report: &StepReport,
+    ) -> Result<ControlFlow<()>, Error> {
+        _ = (trainer, report);
+        Ok(ControlFlow::Continue(()))
     }
 
     /// A validation ended, after training step `step`.
@@ -48,7 +62,7 @@ pub trait Callbacks: Send {
     }
 
     /// The run is over. Called once if [`started`](Callbacks::started) was, also after an error.
-    fn ended(&mut self, outcome: Result<&Summary, &Error>) {
+    fn ended(&mut self, outcome: Result<&Fitted, &Error>) {
         _ = outcome;
     }
 }

@@ -15,6 +15,7 @@ use resume::Beginning;
 use run::Run;
 
 use super::{Builder, Trainer, state_on_file};
+use crate::blocking::unblock;
 use crate::checkpoint::Keeper;
 use crate::config::{Config, DataConfig, EpsTier};
 use crate::data::{Baseline, Batches, Dataset, baselines};
@@ -52,7 +53,7 @@ struct Between {
     validation: Vec<Dataset>,
     /// Of the built-in text: the losses that counting bytes gives.
     baseline: Option<Baseline>,
-    keeper: Option<Keeper>,
+    keeper: Option<Arc<Keeper>>,
 }
 
 /// How a run ended well.
@@ -73,6 +74,8 @@ pub struct Fitted {
     pub end: End,
     /// Its last summary.
     pub summary: Summary,
+    /// SHA-256 of all weights: see [`Trainer::digest`].
+    pub weights_digest: String,
     /// The last validation loss, if there was a validation.
     pub validation_loss: Option<f64>,
 }
@@ -181,7 +184,7 @@ impl Fit {
         Ok(Prepared {
             train,
             steps,
-            between: Between { validation, baseline, keeper },
+            between: Between { validation, baseline, keeper: keeper.map(Arc::new) },
             beginning,
             resume: self.resume,
             stop: self.stop,
@@ -196,7 +199,7 @@ impl Fit {
     /// # Errors
     /// As [`prepare`](Fit::prepare) and [`Prepared::run`].
     pub async fn run(self, callbacks: &mut dyn Callbacks) -> Result<Fitted, Error> {
-        self.prepare()?.run(callbacks).await
+        unblock(|| self.prepare()).await?.run(callbacks).await
     }
 }
 
@@ -250,47 +253,52 @@ impl Prepared {
         if let Some(address) = exporter.address() {
             callbacks.message(&RunMessage::Listening(address));
         }
-        let (run, batches) = self.start(&exporter, callbacks)?;
+        let (run, batches) = self.start(&exporter, callbacks).await?;
         let watch = run.trainer.watch();
         let outcome = run.finish(batches).await;
         match &outcome {
-            Ok(_) => watch.ended(),
-            Err(_) => watch.failed(),
+            Ok(_) => watch.set_ended(),
+            Err(_) => watch.set_failed(),
         }
         if let (Err(_), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
             let text =
                 format!("eps.path holds the state after step {step}: continue with --resume");
             callbacks.message(&RunMessage::Warning(text));
         }
-        callbacks.ended(outcome.as_ref().map(|fitted| &fitted.summary));
+        callbacks.ended(outcome.as_ref());
         if let Some(warning) = exporter.write_file() {
             callbacks.message(&RunMessage::Warning(warning));
         }
         if let Some(waits) = exporter.waits_for_last_scrape() {
             callbacks.message(&RunMessage::Info(waits));
-            // It blocks its thread, which is not to be one of the caller's.
-            _ = tokio::task::spawn_blocking(move || exporter.wait_for_last_scrape()).await;
+            unblock(move || exporter.wait_for_last_scrape()).await;
         }
         outcome
     }
 
     /// Makes the trainer, opens the log, and begins to make batches.
-    fn start<'r>(
+    async fn start<'r>(
         self,
-        exporter: &'r Exporter,
+        exporter: &Exporter,
         callbacks: &'r mut dyn Callbacks,
     ) -> Result<(Run<'r>, Batches), Error> {
         let Prepared { builder, train, steps, between, beginning, stop, .. } = self;
         let config = builder.config.clone();
         let measures_peak = self.measures_peak || exporter.is_active();
-        let peak = measures_peak.then(|| devices::device_flops_per_second(&config)).transpose()?;
+        let peak = match measures_peak {
+            true => {
+                let config = config.clone();
+                Some(unblock(move || devices::device_flops_per_second(&config)).await?)
+            }
+            false => None,
+        };
         if self.resume && matches!(beginning, Beginning::New) {
             let text = "--resume: there is no checkpoint yet, so this run begins";
             callbacks.message(&RunMessage::Warning(text.into()));
         }
         let keeps_state = between.keeper.is_some() || config.eps.tier == EpsTier::File;
         let data = keeps_state.then(|| train.fingerprint());
-        let trainer = start_trainer(builder, steps, data, beginning, exporter)?;
+        let trainer = start_trainer(builder, steps, data, beginning, exporter).await?;
         if trainer.reads_through_cache() {
             let text =
                 "eps.path: no direct requests there, so the file goes through the system's cache";
@@ -302,13 +310,13 @@ impl Prepared {
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
         let (saved, validated) = (None, None);
-        let run = Run { trainer, steps, between, log, exporter, callbacks, stop, saved, validated };
+        let run = Run { trainer, steps, between, log, callbacks, stop, saved, validated };
         Ok((run, batches))
     }
 }
 
 /// Starts the trainer where the run begins.
-fn start_trainer(
+async fn start_trainer(
     builder: Builder,
     steps: u64,
     data: Option<String>,
@@ -327,5 +335,5 @@ fn start_trainer(
     if let Some(observer) = exporter.observer() {
         builder = builder.observe(observer);
     }
-    builder.start()
+    builder.start().await
 }

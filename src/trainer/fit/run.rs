@@ -3,11 +3,12 @@
 use serde_json::{Value, json};
 
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
+use crate::blocking::unblock;
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
-use crate::inference::Evaluation;
+use crate::inference::{Evaluation, Sampling};
 use crate::plan::RankShare;
-use crate::telemetry::{EventLog, Exporter};
+use crate::telemetry::EventLog;
 use crate::trainer::Trainer;
 
 /// Bytes of the samples of the built-in text: during the run, and at its end.
@@ -20,7 +21,6 @@ pub(super) struct Run<'r> {
     pub(super) steps: u64,
     pub(super) between: Between,
     pub(super) log: EventLog,
-    pub(super) exporter: &'r Exporter,
     pub(super) callbacks: &'r mut dyn Callbacks,
     pub(super) stop: StopRequest,
     /// The step of the last checkpoint.
@@ -59,15 +59,17 @@ impl Run<'_> {
         self.validate_at_the_end(step).await?;
         let (is_stopped, is_early) = (self.is_stopped()?, self.is_out_of_patience());
         let link = self.trainer.config().device.link.clone();
-        let Run { trainer, mut log, callbacks, validated, .. } = self;
+        let Run { mut trainer, mut log, callbacks, validated, .. } = self;
+        let weights_digest = trainer.digest().await?;
         let summary = trainer.stop().await?;
-        report(&mut log, callbacks, &summary.event(link.as_deref()));
+        report(&mut log, callbacks, &summary.event(&weights_digest, link.as_deref()));
         let end = match (is_stopped, is_early) {
             (true, _) => End::Stopped,
             (false, true) => End::Early,
             (false, false) => End::Complete,
         };
-        Ok(Fitted { end, summary, validation_loss: validated.map(|(_, loss)| loss) })
+        let validation_loss = validated.map(|(_, loss)| loss);
+        Ok(Fitted { end, summary, weights_digest, validation_loss })
     }
 
     /// Whether too many validations in a row brought nothing better.
@@ -119,8 +121,14 @@ impl Run<'_> {
     async fn step(&mut self, batches: &mut Batches) -> Result<u64, Error> {
         let report = self.trainer.step(batches.next().await?).await?;
         self.report(&report.event());
-        self.callbacks.step(&report);
-        self.exporter.step(report.seconds);
+        let then = self.callbacks.step(&mut self.trainer, &report).await?;
+        if self.trainer.progress().step != report.step {
+            let what = "a callback trained: fit has the batches of each step, and trains alone";
+            return Err(Error::argument(what));
+        }
+        if then.is_break() {
+            self.stop.stop();
+        }
         Ok(report.step)
     }
 
@@ -176,7 +184,7 @@ impl Run<'_> {
 
     /// Writes a checkpoint of this step, unless it is there.
     async fn save(&mut self) -> Result<(), Error> {
-        let Some(keeper) = &self.between.keeper else { return Ok(()) };
+        let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
         let step = self.trainer.progress().step;
         if self.saved != Some(step) {
             let directory = keeper.place(step);
@@ -184,17 +192,23 @@ impl Run<'_> {
             self.saved = Some(step);
             self.callbacks.checkpoint(&directory);
         }
-        if self.trainer.is_first() { keeper.tidy() } else { Ok(()) }
+        if !self.trainer.is_first() {
+            return Ok(());
+        }
+        unblock(move || keeper.tidy()).await
     }
 
     /// Writes the best checkpoint, and removes the one that was the best before.
     async fn save_best(&mut self) -> Result<(), Error> {
-        let Some(keeper) = &self.between.keeper else { return Ok(()) };
+        let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
         let step = self.trainer.progress().step;
         let directory = keeper.best_place(step);
         self.trainer.checkpoint(&directory).await?;
         self.callbacks.checkpoint(&directory);
-        if self.trainer.is_first() { keeper.tidy_best(step) } else { Ok(()) }
+        if !self.trainer.is_first() {
+            return Ok(());
+        }
+        unblock(move || keeper.tidy_best(step)).await
     }
 
     /// Compares the model of the built-in text with counting, and shows a sample of what it writes.
@@ -217,7 +231,8 @@ impl Run<'_> {
                 return Ok(());
             }
             let seed = self.trainer.config().step.seed.wrapping_add(drawn);
-            tokens.extend(self.trainer.sample(&tokens, 1, 0.7, seed).await?);
+            let how = Sampling { temperature: 0.7, seed, ..Sampling::default() };
+            tokens.extend(self.trainer.sample(&tokens, 1, how).await?);
         }
         let drawn = tokens[PROMPT.len()..].iter();
         let text: Vec<u8> = drawn.map(|&token| u8::try_from(token).unwrap_or(b'?')).collect();

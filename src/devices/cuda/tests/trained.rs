@@ -1,9 +1,11 @@
 //! What is trained, and by which rule, on emulated GPUs.
 
-use super::{KINDS, close, config, run};
+use super::{KINDS, close, config, run, run_on};
+use crate::Trainer;
 use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};
 use crate::devices::cuda::emulated;
-use crate::models::Base;
+use crate::models::{Base, Tensor};
+use crate::optimizers::{Update, UpdateRule};
 use crate::tensor::Dtype;
 
 /// Adapters, or some tensors: relay and resident end with the same bits, close to the CPU's.
@@ -37,8 +39,41 @@ fn parts_of_a_model_are_trained() {
         for dtype in KINDS {
             let (steps, end) = of(DeviceKind::Cuda, dtype, ScheduleKind::Relay);
             let (resident, resident_end) = of(DeviceKind::Cuda, dtype, ScheduleKind::Resident);
-            assert_eq!((&steps, end.weights_digest), (&resident, resident_end.weights_digest));
+            assert_eq!((&steps, end.digest), (&resident, resident_end.digest));
             close(&steps, &cpu, dtype, "the CPU");
         }
     }
+}
+
+/// A rule that knows nothing of split masters: they are unpacked for it.
+struct Plain(Box<dyn UpdateRule>);
+
+impl UpdateRule for Plain {
+    fn states(&self) -> usize {
+        self.0.states()
+    }
+
+    fn apply(
+        &self,
+        tensors: &[Tensor],
+        parameters: &mut [f32],
+        states: &mut [&mut [f32]],
+        gradient: &[f32],
+        update: Update,
+    ) {
+        self.0.apply(tensors, parameters, states, gradient, update);
+    }
+}
+
+#[test]
+fn a_rule_of_ones_own_moves_split_masters() {
+    if !emulated::instead() {
+        return;
+    }
+    let mut config = config(DeviceKind::Cuda);
+    config.device.dtype = Dtype::Bf16;
+    let (steps, end) = run(config.clone(), 3).expect("a case of ours");
+    let own = Trainer::builder(config.clone()).update_rule(Plain(config.update_rule()));
+    let (own_steps, own_end) = run_on(own, &config, 3).expect("a case of ours");
+    assert_eq!((steps, end.digest), (own_steps, own_end.digest));
 }
