@@ -39,6 +39,8 @@ mod plan;
 mod program;
 mod pytorch;
 mod ranks;
+#[cfg(feature = "tokenizers")]
+mod readme;
 #[cfg(feature = "cli")]
 mod recipes;
 mod records;

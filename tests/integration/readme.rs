@@ -1,0 +1,49 @@
+//! The program of README.md runs with the config of README.md.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+/// README's program. `readme_program.rs` is its text, to the letter.
+mod program {
+    include!("readme_program.rs");
+
+    #[test]
+    #[ignore = "it runs in a folder of its own: see the test below"]
+    fn runs() {
+        main().expect("nothing fails here");
+    }
+}
+
+fn block<'t>(text: &'t str, kind: &str) -> &'t str {
+    let (_, block) = text.split_once(&format!("```{kind}\n")).expect("README has one");
+    block.split_once("```").expect("it ends").0
+}
+
+#[test]
+fn the_readmes_program_runs_with_the_readmes_config() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let readme = fs::read_to_string(root.join("README.md")).expect("it is committed");
+    assert_eq!(block(&readme, "rust,no_run"), include_str!("readme_program.rs"));
+    let folder = tempfile::tempdir().expect("a place for files");
+    let at = |name: &str| folder.path().join(name);
+    let config = block(&readme, "toml");
+    assert!(config.contains("path = \"gpt2\"") && config.contains("epochs = 3"), "{config}");
+    fs::write(at("run.toml"), config).expect("ours");
+    for name in ["gpt2", "novels"] {
+        fs::create_dir(at(name)).expect("ours");
+    }
+    for entry in fs::read_dir(root.join("tests/goldens/text/llama")).expect("it is committed") {
+        let entry = entry.expect("it is committed");
+        fs::copy(entry.path(), at("gpt2").join(entry.file_name())).expect("ours");
+    }
+    fs::write(at("novels").join("one.txt"), &readme).expect("ours");
+    let tests = std::env::current_exe().expect("this program");
+    let mut run = Command::new(tests);
+    run.args(["readme::program::runs", "--exact", "--ignored", "--nocapture"]);
+    let output = run.current_dir(folder.path()).output().expect("it runs");
+    let shown = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{shown}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(shown.contains("step 100: loss ") && shown.contains("1 passed"), "{shown}");
+    assert!(at("checkpoints").is_dir());
+}
