@@ -166,8 +166,7 @@ struct Terminal {
 #[async_trait]
 impl Callbacks for Terminal {
     fn started(&mut self, trainer: &Trainer, steps: u64) {
-        let ceiling = self.config.device.memory.bytes();
-        let ceiling = ceiling.unwrap_or(trainer.plan().device_bytes());
+        let ceiling = trainer.watch().view(0).device_budget;
         let first = trainer.progress().step;
         let screen = Screen::new(self.config.log.format, first, steps, ceiling);
         if self.is_built_in {

@@ -280,7 +280,7 @@ impl RecordSink for Ledger {
 
 impl Records for Ledger {
     fn begun(&self, now: Duration, step: u64, trains: bool) {
-        self.begins(now, step, trains);
+        self.begins(now, step + 1, trains);
     }
 
     fn resolved(&self, now: Duration) {

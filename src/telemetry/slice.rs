@@ -47,7 +47,7 @@ pub struct Slice {
     /// What it was.
     #[serde(serialize_with = "kind_name")]
     pub kind: SliceKind,
-    /// The ring's step.
+    /// The step of the ring, of any purpose, from 1.
     pub step: u64,
     /// Index of its layer.
     pub layer: Option<u32>,
@@ -98,7 +98,7 @@ impl Slice {
             lane: record.lane,
             device: record.device,
             kind: SliceKind::Work(record.kind),
-            step: record.step,
+            step: record.step + 1,
             layer: record.layer.map(|layer| layer.0),
             phase: record.phase.map(name),
             micro_batch: record.micro_batch,

@@ -56,6 +56,8 @@ pub struct RunView {
     pub step: u64,
     /// Training steps of the whole run.
     pub steps: u64,
+    /// Training steps that were done before it resumed.
+    pub resumed: u64,
     /// Of the last step.
     pub loss: Option<f64>,
     /// The loss of the last validation.
@@ -82,6 +84,8 @@ pub struct RunView {
     pub model_flops: f64,
     /// The last step's model FLOP/s ÷ those of the machine's product.
     pub speed_of_light: Option<f64>,
+    /// FLOP/s of the machine's product, once it was measured.
+    pub peak_flops: Option<f64>,
     /// When the last checkpoint was written, in Unix time.
     pub checkpoint: Option<f64>,
     /// When the run began, if it writes checkpoints.
@@ -141,7 +145,7 @@ impl RunView {
         let first = self.slices.first().map_or(0, |slice| slice.step);
         // Of a run's first step nothing is gone if nothing at all is.
         let is_whole =
-            |(step, ..): &&(u64, f64, f64)| *step > first || (*step == 0 && self.kept_all);
+            |(step, ..): &&(u64, f64, f64)| *step > first || (*step == 1 && self.kept_all);
         let mut whole: Vec<_> = self.bounds.iter().filter(is_whole).collect();
         whole.sort_by(|a, b| (a.2 - a.1).total_cmp(&(b.2 - b.1)));
         if let Some(&&(typical, ..)) = whole.get(whole.len() / 2) {
@@ -313,6 +317,7 @@ impl Watch {
             seconds: self.0.observer.now().as_secs_f64(),
             step: status.step(),
             steps: status.steps,
+            resumed: status.resumed,
             loss: last.map(|step| step.loss),
             validation_loss: status.validation_loss,
             measured: status.measured.clone(),
@@ -326,6 +331,7 @@ impl Watch {
             tokens_per_second: last.map(|step| step.tokens as f64 / step.seconds),
             model_flops: status.model_flops,
             speed_of_light: flops.zip(peak_flops).map(|(flops, peak_flops)| flops / peak_flops),
+            peak_flops,
             checkpoint: status.checkpoint,
             checkpoints_since: status.checkpoints_since,
             checkpoint_failures: status.checkpoint_failures,

@@ -245,7 +245,7 @@ impl Trainer {
         };
         let mut status = self.watch.status();
         status.stepped(&report);
-        status.bound(self.engine.begun() - 1, began, self.engine.now());
+        status.bound(self.engine.begun(), began, self.engine.now());
         drop(status);
         self.ledger.stepped(&report);
         Ok(report)

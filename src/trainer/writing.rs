@@ -57,7 +57,7 @@ impl Writing {
             lane: Lane::File,
             device: None,
             kind: SliceKind::Checkpoint,
-            step: self.begun.saturating_sub(1),
+            step: self.begun,
             layer: None,
             phase: None,
             micro_batch: None,

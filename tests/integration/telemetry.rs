@@ -154,7 +154,7 @@ fn validation_is_not_counted_as_training() {
         let tally = watch.tally();
         close("exposed wait", told, tally.exposed().as_secs_f64(), 0.001);
         let view = watch.view(u64::MAX);
-        assert!(view.slices.iter().all(|slice| slice.step % 2 == 0), "looks are every second step");
+        assert!(view.slices.iter().all(|slice| slice.step % 2 == 1), "looks are every second step");
         assert_eq!(view.validations.len(), 3);
         let parts = tally.lanes[1].busy + tally.exposed() + tally.outside;
         adds_up("with looks", parts.as_secs_f64(), view.seconds);

@@ -6,6 +6,7 @@ console, no request but to the page's own origin, and bars that are what the JSO
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -78,10 +79,23 @@ def bars_are(view, driver):
     first = [one for one in view["slices"] if one["track"] == "compute"][0]
     drawn = driver.find_element(By.CSS_SELECTOR, '#timeline g[data-lane="compute"] rect')
     width = float(drawn.get_attribute("width"))
-    expected = max(0.3, (1200 - 74 - 8) * (first["end"] - first["begin"]) / span)
+    shown = float(driver.find_element(By.CSS_SELECTOR, "#timeline svg").get_dom_attribute("viewBox").split()[2])
+    expected = max(0.3, (shown - 74 - 8) * (first["end"] - first["begin"]) / span)
     assert math.isclose(width, expected, rel_tol=0.01, abs_tol=0.01), (width, expected)
     points = driver.find_element(By.CSS_SELECTOR, "#loss svg").get_attribute("data-points")
     assert int(points) == len(view["losses"])
+
+
+def fits_a_phone(driver):
+    """At a phone's width nothing is cut off, and text in drawings can be read."""
+    size = driver.get_window_size()
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 375, "height": 812, "deviceScaleFactor": 2, "mobile": True})
+    texts = "return [...document.querySelectorAll('#timeline svg text')].map(t => t.getBoundingClientRect().height)"
+    WebDriverWait(driver, 20).until(lambda d: (lambda all: all and min(all) >= 11)(d.execute_script(texts)))
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= 375
+    assert "layer 0" in driver.find_element(By.CSS_SELECTOR, "#timeline .legend").text
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    driver.set_window_size(size["width"], size["height"])
 
 
 def share(a, b):
@@ -121,6 +135,7 @@ def main():
         driver = browser(dark=True)
         driver.get(run.address + "/")
         WebDriverWait(driver, 60).until(lambda d: d.find_elements(By.CSS_SELECTOR, "#timeline svg"))
+        fits_a_phone(driver)
         colours = "return [matchMedia('(prefers-color-scheme: dark)').matches, getComputedStyle(document.body).backgroundColor]"
         is_dark, paper = driver.execute_script(colours)
         assert is_dark and paper == "rgb(13, 17, 23)", (is_dark, paper)
@@ -140,6 +155,14 @@ def main():
         assert title in titles, titles
     last = run.events("step")[-1]
     assert math.isclose(data["view"]["loss"], last["loss"])
+    fits_a_phone(driver)
+    # The headline is the run's, not the last step's.
+    facts = dict(zip(*[[one.text for one in driver.find_elements(By.CSS_SELECTOR, "#facts " + tag)] for tag in ("dt", "dd")]))
+    step_seconds = [one["seconds"] for one in run.events("step")]
+    shown, unit = facts["mean step time"].split(" ")
+    shown = float(shown.replace(",", "")) / (1000 if unit == "ms" else 1)
+    # Seconds of a step line have what was between steps, such as a validation.
+    assert math.isclose(shown, statistics.median(step_seconds), rel_tol=0.3), (facts, step_seconds)
     exposed = sum(one["exposed_wait_seconds"] for one in run.events("step"))
     print(f"report: {len(data['view']['slices'])} operations, exposed wait {exposed:.3f} s of {data['view']['seconds']:.1f}")
     if pictures:

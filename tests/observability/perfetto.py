@@ -46,7 +46,7 @@ def main():
             command += ["--set", f"{key}={value}"]
         subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
         events = json.loads((site / "trace.json").read_text())
-        second = [one["ts"] for one in events if one["ph"] == "X" and one["args"]["step"] == 1]
+        second = [one["ts"] for one in events if one["ph"] == "X" and one["args"]["step"] == 2]
         handler = functools.partial(Quiet, directory=site)
         server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
         threading.Thread(target=server.serve_forever, daemon=True).start()
