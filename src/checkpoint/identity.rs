@@ -56,7 +56,7 @@ const FREE: [&str; 28] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 37] = [
+const CHANGEABLE: [&str; 38] = [
     "data",
     "data.attend_across",
     "data.end_of_text",
@@ -94,6 +94,7 @@ const CHANGEABLE: [&str; 37] = [
     "step.micro_batch",
     "step.seed",
     "step.steps",
+    "train.neftune_alpha",
 ];
 
 /// The keys that must keep their values, with the values.

@@ -58,6 +58,7 @@ const NAMES: &[(&[&str], &str, &str)] = &[
         "",
     ),
     (&["sample_packing", "pack", "packed"], "data.packing", ""),
+    (&["neftune_noise_alpha", "neftune_alpha", "noise_alpha"], "train.neftune_alpha", ""),
     (&["dataset", "datasets", "dataset_name", "train_file", "train_data"], "data.train", ""),
     (&["validation_file", "eval_dataset", "eval_data", "val_file"], "data.validation", ""),
     (&["val_size", "val_set_size", "test_size"], "data.validation_split", ""),

@@ -10,8 +10,8 @@ pub struct DataConfig {
     /// The training data: `built-in` (this project's own source and documentation), `random`
     /// tokens, a file, a folder of files, or a list of these. `.txt` and `.md` are text, read with
     /// the model's `tokenizer.json`, or as bytes if it has none. `.jsonl` (an object a line),
-    /// `.json` (a list of objects), `.csv` and `.tsv` (with a line of names) have records of one
-    /// sequence each, in columns: `text` (with `text_pair` and `label` for classification);
+    /// `.json` (a list of objects), `.csv` and `.tsv` (with a line of names) and `.parquet` have
+    /// records of one sequence each, in columns: `text` (with `text_pair` and `label` for classification);
     /// `messages` or ShareGPT's `conversations`; `prompt` and `completion`, texts or messages;
     /// Alpaca's `instruction`, `input` and `output`; or `input_ids` (with `labels`, not shifted,
     /// where -100 is not scored, or `label`, and `token_type_ids`). Other columns are not used.

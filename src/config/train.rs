@@ -33,6 +33,9 @@ pub struct TrainConfig {
     /// own dtype when it computes the layer. With `int8` and `nf4`, embeddings, heads, biases and
     /// norms that are not trained are in the device's dtype.
     pub base: Base,
+    /// α of NEFTune (Jain et al. 2023): in training, noise is added to the embeddings of tokens,
+    /// uniform in ±α ÷ √(tokens of the sequence × channels). 0: none.
+    pub neftune_alpha: f64,
 }
 
 /// `[train.lora]`
@@ -59,6 +62,8 @@ pub struct LoraConfig {
 
 impl TrainConfig {
     pub(super) fn check(&self) -> Result<(), Error> {
+        let is_noise = self.neftune_alpha.is_finite() && self.neftune_alpha >= 0.0;
+        must(is_noise, "train.neftune_alpha", "a finite number, 0 or more")?;
         let Some(lora) = &self.lora else { return Ok(()) };
         let LoraConfig { rank, alpha, rank_stabilised, dropout, ref targets, ref path } = *lora;
         must(rank != Some(0), "train.lora.rank", "at least 1")?;

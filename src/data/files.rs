@@ -29,7 +29,7 @@ const PIECES_AT_ONCE: usize = 8;
 const PIECE_BYTES: usize = 1 << 20;
 
 /// File name extensions of data.
-const EXTENSIONS: [&str; 7] = ["txt", "md", "jsonl", "json", "csv", "tsv", "bin"];
+const EXTENSIONS: [&str; 8] = ["txt", "md", "jsonl", "json", "csv", "tsv", "parquet", "bin"];
 
 /// All sequences of a file, a folder or the built-in corpus.
 pub(super) struct Opened {
@@ -73,6 +73,10 @@ pub(super) fn open(name: &str, reader: &Reader) -> Result<Opened, Error> {
                     is_text = false;
                     let delimiter = if extension == "csv" { b',' } else { b'\t' };
                     opening.table(&at, &mut file, delimiter)?;
+                }
+                Some("parquet") => {
+                    is_text = false;
+                    opening.parquet(&at, file.into_inner())?;
                 }
                 Some("bin") => opening.token_ids(&at, &mut file)?,
                 _ => opening.text(&at, &mut file)?,

@@ -1,6 +1,9 @@
-//! Records of `.json`, `.csv` and `.tsv` files.
+//! Records of `.json`, `.csv`, `.tsv` and `.parquet` files.
 
+use std::fs::File;
 use std::io::{self, BufRead, Read};
+#[cfg(feature = "parquet")]
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use rayon::prelude::*;
 use serde_json::{Map, Value};
@@ -58,6 +61,40 @@ impl Opening<'_> {
         self.records(name, rows)?;
         self.hasher = table.into_inner().hasher;
         Ok(())
+    }
+
+    /// Reads a Parquet file. Its columns may be nested.
+    #[cfg(feature = "parquet")]
+    pub(super) fn parquet(&mut self, name: &str, mut file: File) -> Result<(), Error> {
+        use parquet::file::reader::SerializedFileReader;
+
+        io::copy(&mut file, &mut self.hasher).map_err(|error| Error::bad_data(name, error))?;
+        // Whatever a damaged file makes the library do, it is the file's fault.
+        let damaged = || "the file is damaged".to_string();
+        let safely = AssertUnwindSafe(|| SerializedFileReader::new(file));
+        let reader = catch_unwind(safely).map_err(|_| Error::bad_data(name, damaged()))?;
+        let mut rows = reader.map_err(|error| Error::bad_data(name, error))?.into_iter();
+        let mut next = move || catch_unwind(AssertUnwindSafe(|| rows.next()));
+        let rows = std::iter::from_fn(move || match next() {
+            Err(_) => Some(Err(damaged())),
+            Ok(row) => Some(match row?.map(|row| row.to_json_value()) {
+                Ok(Value::Object(columns)) => Ok(columns),
+                Ok(other) => Err(format!("{other} has no columns")),
+                Err(error) => Err(error.to_string()),
+            }),
+        });
+        self.records(name, rows)
+    }
+
+    /// Refuses a Parquet file.
+    #[cfg(not(feature = "parquet"))]
+    pub(super) fn parquet(&mut self, name: &str, _: File) -> Result<(), Error> {
+        let what = format_args!(
+            "this program was built without the feature parquet: build it with \
+             `--features parquet`, or convert the file: python -c \"import pandas; \
+             pandas.read_parquet('{name}').to_json('data.jsonl', orient='records', lines=True)\""
+        );
+        Err(Error::bad_data(name, what))
     }
 
     /// Reads records, which count from 1.

@@ -36,7 +36,7 @@ pub(crate) fn base_of(directory: &Path) -> Option<PathBuf> {
 /// # Errors
 /// Adapters that it names cannot be read, or are of another kind.
 pub fn training_of(config: &Config) -> Result<Training, Error> {
-    let TrainConfig { only, frozen, lora, base } = &config.train;
+    let TrainConfig { only, frozen, lora, base, .. } = &config.train;
     let (only, frozen, dtype) = (only.clone(), frozen.clone(), config.device.dtype);
     let mut training = Training { only, frozen, lora: None, base: *base, dtype };
     let Some(lora) = lora else { return Ok(training) };

@@ -7,7 +7,11 @@
 use std::ops::Range;
 
 use super::dropout::{Dropout, DropoutKey, MaskRows};
+use crate::random;
 use crate::tensor::View;
+
+/// Noise of embeddings has random numbers of its own.
+const NOISE: u64 = 0x4e45_4654;
 
 /// Sizes of the largest micro-batch that something has room for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -240,6 +244,21 @@ impl<'a> BatchView<'a> {
         let position = self.positions_before(sequence) + at;
         let document = self.document(sequence, position);
         position - document.map_or(0, |document| document.from as usize)
+    }
+
+    /// The key and the greatest value of the noise that NEFTune adds to a row's embedding.
+    ///
+    /// # Panics
+    /// The batch is not for training.
+    pub(crate) fn noise(&self, row: usize, alpha: f64, channels: usize) -> (u64, f32) {
+        let DropoutKey { seed, step, first_sequence } =
+            self.metadata.dropout_key.expect("noise is for training");
+        let (sequence, position) = self.place(row);
+        let length = self.metadata.starts[sequence + 1] - self.metadata.starts[sequence];
+        let key = random::keyed(seed ^ NOISE, step);
+        let key = random::keyed(key, u64::from(first_sequence) + sequence as u64);
+        let most = alpha / ((length * channels) as f64).sqrt();
+        (random::keyed(key, position as u64), most as f32)
     }
 
     /// The dropout of one site of a layer; `None`: nothing is dropped.

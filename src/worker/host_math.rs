@@ -6,6 +6,7 @@
 use rayon::prelude::*;
 
 use crate::kernels::{Loss, label_of};
+use crate::random;
 use crate::simd::Level;
 
 /// Copies the rows of those tokens that lie in a tile, which holds rows `first..` of the
@@ -23,6 +24,29 @@ pub(super) fn gather<Y: Send, X: Copy + Sync>(
         if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
             let row = &tile[row * channels..][..channels];
             y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x));
+        }
+    });
+}
+
+/// Adds noise to the rows of those tokens that lie in a tile, which holds rows `first..` and `rows`
+/// of the vocabulary. `noise` gives the key and the greatest value of a row's noise; `add` adds it
+/// to a number. y: (tokens, channels).
+pub(super) fn add_noise<Y: Copy + Send>(
+    y: &mut [Y],
+    tokens: &[u32],
+    (first, rows): (usize, usize),
+    channels: usize,
+    noise: impl Fn(usize) -> (u64, f32) + Sync,
+    add: impl Fn(Y, f32) -> Y + Sync,
+) {
+    let each = y.par_chunks_mut(channels).zip(tokens).enumerate();
+    each.for_each(|(row, (y, &token))| {
+        if (first..first + rows).contains(&(token as usize)) {
+            let (mut state, most) = noise(row);
+            for y in y {
+                let uniform = 2.0 * random::unit(&mut state) as f32 - 1.0;
+                *y = add(*y, uniform * most);
+            }
         }
     });
 }
@@ -92,6 +116,24 @@ pub(super) fn sequence_loss(statistics: &[f32]) -> Option<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn noise_is_uniform_in_its_range() {
+        let (mut y, tokens) = (vec![1.0_f32; 3 * 1000], [4, 9, 5]);
+        // Tokens 4 and 5 lie in the tile, and have noise of 0.1 and 0.2.
+        let noise = |row: usize| (row as u64, 0.1 * (1 + row / 2) as f32);
+        add_noise(&mut y, &tokens, (3, 4), 1000, noise, |y, noise| y + noise);
+        let rows: Vec<&[f32]> = y.chunks(1000).collect();
+        assert!(rows[1].iter().all(|&y| y == 1.0), "its token is in another tile");
+        for (row, most) in [(rows[0], 0.1), (rows[2], 0.2)] {
+            let off = row.iter().map(|y| f64::from(*y) - 1.0);
+            let (mean, square) =
+                off.fold((0.0, 0.0), |(sum, square), off| (sum + off, square + off * off));
+            assert!(row.iter().all(|y| (y - 1.0).abs() <= most as f32));
+            assert!((mean / 1000.0).abs() < 0.1 * most, "{mean}");
+            assert!((square / 1000.0 / (most * most) - 1.0 / 3.0).abs() < 0.03, "{square}");
+        }
+    }
     use crate::kernels::CrossEntropy;
 
     #[test]

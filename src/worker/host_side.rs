@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use half::bf16;
 use l2l_actors::schedule::{
-    BlockId, Boundary, BoundaryId, Encoding, MicroBatch, Role, Share, Visit,
+    BlockId, Boundary, BoundaryId, Encoding, MicroBatch, Role, Schedule, Share, Visit,
 };
 use l2l_actors::work::{GradientAt, MasterAt, Work};
 use l2l_actors::{BoxedError, Operation, Step};
@@ -314,8 +314,9 @@ impl Worker {
         let (x, channels) = (host.stashed_mut(x), self.model.shape.hidden);
         let tensors = &self.model.blocks[block.0 as usize];
         let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
+        let is_bf16 = self.is_bf16(schedule.boundary(id));
         self.host.threads.install(|| {
-            if !self.is_bf16(schedule.boundary(id)) {
+            if !is_bf16 {
                 return match table {
                     TableRows::Floats(table) => {
                         host_math::gather(x, tokens, table, first, channels, |x| x);
@@ -333,6 +334,34 @@ impl Worker {
                 TableRows::Halves(table) => {
                     host_math::gather(x, tokens, table, first, channels, |x| x);
                 }
+            }
+        });
+        if self.neftune_alpha > 0.0 && state.purpose.trains() {
+            self.add_noise(state, m, schedule, (first, tile.rows), x, is_bf16);
+        }
+    }
+
+    /// Adds noise to the embeddings of a micro-batch's tokens that lie in a tile of the vocabulary.
+    fn add_noise(
+        &self,
+        state: &StepState,
+        m: MicroBatch,
+        schedule: &Schedule,
+        tile: (usize, usize),
+        x: &mut [f32],
+        is_bf16: bool,
+    ) {
+        let batch = state.metadata(m, schedule, self.seed);
+        let (batch, channels) = (batch.view(), self.model.shape.hidden);
+        let alpha = self.neftune_alpha;
+        let noise = |row: usize| batch.noise(row, alpha, channels);
+        let tokens = &state.batch.tokens[state.range(m, schedule).rows];
+        self.host.threads.install(|| match is_bf16 {
+            false => host_math::add_noise(x, tokens, tile, channels, noise, |x, noise| x + noise),
+            true => {
+                let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
+                let add = |x: bf16, noise: f32| bf16::from_f32(x.to_f32() + noise);
+                host_math::add_noise(x, tokens, tile, channels, noise, add);
             }
         });
     }

@@ -59,6 +59,7 @@ pub(crate) struct Worker {
     /// The kernels' rate, where a slower device is emulated.
     emulated: Option<KernelRate>,
     seed: u64,
+    neftune_alpha: f64,
     steps: Steps,
     results: Results,
     /// Whether steps after the first copy anything between host and device.
@@ -135,6 +136,7 @@ impl Worker {
             save: save.unwrap_or(Save::All),
             emulated: config.flops_per_second()?.map(|flops| KernelRate { flops, save }),
             seed: config.step.seed,
+            neftune_alpha: config.train.neftune_alpha,
             steps: Steps::default(),
             results: Results::default(),
             copies,

@@ -81,7 +81,7 @@ fn files_that_are_not_there_or_not_files() {
     refused(
         &folder,
         "data.train = \"/none.xyz\"",
-        &["/none.xyz", ".tsv, .bin file, a folder of them, \"random\""],
+        &["/none.xyz", ".tsv, .parquet, .bin file, a folder of them, \"random\""],
     );
     let binary = folder.path().join("binary.jsonl");
     fs::write(&binary, [0xff, 0xfe, 0x00]).expect("a directory of ours");

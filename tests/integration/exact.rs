@@ -129,6 +129,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.transfer = if ways.sharded { Transfer::Sharded } else { Transfer::Whole };
     config.parallel.groups = case.groups;
     config.train = case.trained.config();
+    config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
     if !matches!(case.trained, Trained::All) {
         config.train.base = case.base;
     }
@@ -327,6 +328,23 @@ proptest! {
         prop_assert_eq!(bits, expected);
         prop_assert_eq!(&summary.weights_digest, &reference.weights_digest);
         prop_assert_eq!(&summary.links, &planned);
+    }
+}
+
+/// Noise of embeddings is that of its step, in the range that its rule gives.
+#[test]
+fn noise_is_of_training_alone() {
+    let of = |alpha: f64| {
+        let mut config = config(&SMALL, &baseline());
+        (config.model.dropout, config.train.neftune_alpha) = (Some(0.0), alpha);
+        config.optimizer.learning_rate = 1e-30; // only noise changes losses
+        config.optimizer.weight_decay = 0.0;
+        run(config, 3).0
+    };
+    let (quiet, noisy) = (of(0.0), of(5.0));
+    assert_eq!(noisy, of(5.0));
+    for (step, (quiet, noisy)) in quiet.iter().zip(&noisy).enumerate() {
+        assert_ne!(quiet, noisy, "step {step}");
     }
 }
 

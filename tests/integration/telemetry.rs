@@ -362,7 +362,7 @@ fn clients_may_do_what_they_like() {
                 trainer.step(batch).await.expect("nothing fails here");
             }
             assert!(get(address, "/readyz").starts_with("HTTP/1.1 200"));
-            trainer.digest().await.expect("nothing fails here")
+            crate::stop(trainer).await.expect("nothing fails here").weights_digest
         })
     };
     stop.store(true, std::sync::atomic::Ordering::Relaxed);
