@@ -749,16 +749,17 @@ def check_kinds(device, random, rows, channels, count, chunk):
     device.expect(parts, chunks_of(own[:, :, None] * dy.wide[:, None], chunk), 1e-6)
 
 
-def check_first_rows(device, random, sequences, positions, channels):
+def check_pooled_rows(device, random, sequences, positions, channels, last):
     x = device.elements(noise(random, sequences, positions, channels))
     dy = device.elements(noise(random, sequences, channels))
     y, dx = device.out(sequences, channels), device.out(sequences, positions, channels)
-    sizes = [make_starts(device, random, sequences, positions), sequences, sequences * positions, channels]
-    device.launch("first_rows", y, x, *sizes)
-    device.same(y, x.bits[:, 0])
-    device.launch("first_rows_backward", dx, dy, *sizes)
+    sizes = [make_starts(device, random, sequences, positions), sequences, sequences * positions, channels, last]
+    at = -1 if last else 0
+    device.launch("pooled_rows", y, x, *sizes)
+    device.same(y, x.bits[:, at])
+    device.launch("pooled_rows_backward", dx, dy, *sizes)
     expected = np.zeros_like(dx.bits)
-    expected[:, 0] = dy.bits
+    expected[:, at] = dy.bits
     device.same(dx, expected)
 
 
@@ -903,7 +904,7 @@ def checks():
         ("rotary", check_rotate, each(places, heads[:4])),
         ("embedding", check_positions, each(places, channels=[1, 6, 1028])),
         ("embedding", check_kinds, each(rows, kinds)),
-        ("classes", check_first_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027])),
+        ("classes", check_pooled_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027], last=[0, 1])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),

@@ -1,28 +1,53 @@
-//! The head of whole sequences: their first positions, and the loss of each sequence.
+//! The head of whole sequences: the position that stands for each, and the loss of each sequence.
+
+use std::ops::Range;
 
 use super::batch::BatchView;
 use super::check::Check;
 use super::cross_entropy::STATISTICS;
 use crate::tensor::{Dtype, View};
 
-/// y = the first row of each sequence of x.
+/// Which row of a sequence stands for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pool {
+    /// The first.
+    First,
+    /// The last.
+    Last,
+}
+
+impl Pool {
+    /// The row of a sequence that has these rows.
+    pub fn row(self, rows: Range<usize>) -> usize {
+        match self {
+            Pool::First => rows.start,
+            Pool::Last => rows.end - 1,
+        }
+    }
+}
+
+/// y = one row of each sequence of x.
 #[derive(Clone, Copy, Debug)]
-pub struct FirstRows<'a> {
+pub struct PooledRows<'a> {
     /// Output. (B, C).
     pub y: View,
     /// Input. (R, C).
     pub x: View,
+    /// Which row.
+    pub pool: Pool,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
 
-/// dx = dy in the first row of each sequence, and 0 in all others.
+/// dx = dy in one row of each sequence, and 0 in all others.
 #[derive(Clone, Copy, Debug)]
-pub struct FirstRowsBackward<'a> {
+pub struct PooledRowsBackward<'a> {
     /// (R, C).
     pub dx: View,
     /// (B, C).
     pub dy: View,
+    /// Which row.
+    pub pool: Pool,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -61,19 +86,20 @@ pub struct ClassLossBackward<'a> {
     pub batch: BatchView<'a>,
 }
 
-impl FirstRows<'_> {
+impl PooledRows<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
-        let (check, FirstRows { y, x, batch }) = (Check("first_rows"), *self);
+        let (check, PooledRows { y, x, batch, .. }) = (Check("pooled_rows"), *self);
         check.view("y", y, [batch.sequences(), x.columns], x.dtype);
         check.view("x", x, [batch.rows(), y.columns], y.dtype);
     }
 }
 
-impl FirstRowsBackward<'_> {
+impl PooledRowsBackward<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
-        let (check, FirstRowsBackward { dx, dy, batch }) = (Check("first_rows_backward"), *self);
+        let (check, PooledRowsBackward { dx, dy, batch, .. }) =
+            (Check("pooled_rows_backward"), *self);
         check.view("dy", dy, [batch.sequences(), dx.columns], dx.dtype);
         check.view("dx", dx, [batch.rows(), dy.columns], dy.dtype);
     }

@@ -34,7 +34,7 @@ mod tests;
 pub use activation::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
 pub use batch::{BatchMetadata, BatchView, CHUNK_POSITIONS, Document, Rows, SequenceChunk};
-pub use classes::{ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward};
+pub use classes::{ClassLoss, ClassLossBackward, Pool, PooledRows, PooledRowsBackward};
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};
 pub(crate) use cross_entropy::ScoreSize;
@@ -125,11 +125,11 @@ pub trait Kernels {
     /// See [`TakeColumns`].
     fn take_columns(&self, op: &TakeColumns);
 
-    /// See [`FirstRows`].
-    fn first_rows(&self, op: &FirstRows<'_>);
+    /// See [`PooledRows`].
+    fn pooled_rows(&self, op: &PooledRows<'_>);
 
-    /// See [`FirstRowsBackward`].
-    fn first_rows_backward(&self, op: &FirstRowsBackward<'_>);
+    /// See [`PooledRowsBackward`].
+    fn pooled_rows_backward(&self, op: &PooledRowsBackward<'_>);
 
     /// See [`ClassLoss`].
     fn class_loss(&self, op: &ClassLoss<'_>);

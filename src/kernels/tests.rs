@@ -244,8 +244,8 @@ fn wrong_views_of_heads_are_found() {
 
     let (scores, is_value) = (element(3, N), false);
     let (first, all, batch) = (element(3, C), element(R, C), batch());
-    found!(FirstRows { y: first, x: all, batch }, [y, x]);
-    found!(FirstRowsBackward { dx: all, dy: first, batch }, [dx, dy]);
+    found!(PooledRows { y: first, x: all, pool: Pool::First, batch }, [y, x]);
+    found!(PooledRowsBackward { dx: all, dy: first, pool: Pool::Last, batch }, [dx, dy]);
     let op = ClassLoss { out: statistics, statistics, scores, is_value, batch };
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");

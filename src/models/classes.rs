@@ -1,5 +1,5 @@
-//! The head of whole sequences: their first position, a transform, and scores of classes or one
-//! value (Devlin et al. 2019).
+//! The head of whole sequences: scores of classes, or one value. An encoder has them of its first
+//! position, behind a transform (Devlin et al. 2019); a decoder of its last position.
 
 use super::adapters::Adapters;
 use super::layer::{Init, Kind, Tensor};
@@ -7,8 +7,8 @@ use super::low_rank::LowRank;
 use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
-    ClassLossBackward, Dropout, FirstRows, FirstRowsBackward, Kernels, Linear, LinearBackward,
-    MaskRows,
+    ClassLossBackward, Dropout, Kernels, Linear, LinearBackward, MaskRows, Pool, PooledRows,
+    PooledRowsBackward,
 };
 use crate::tensor::{Scratch, View};
 
@@ -67,11 +67,11 @@ pub struct ClassesBackward<'a> {
 
 /// Activations of the head, recomputed by its backward.
 struct Activations {
-    /// The first positions, behind the first dropout. (B, C).
+    /// One position of each sequence, behind the first dropout. (B, C).
     first: View,
     /// The transform before its activation function. (B, C).
     sum: View,
-    /// The transform, behind the second dropout. (B, C).
+    /// The transform, behind the second dropout; without a transform, `first`. (B, C).
     pooled: View,
     /// (B, L).
     scores: View,
@@ -83,6 +83,15 @@ impl Classes {
             Head::Classes { labels, .. } => labels,
             Head::Tokens | Head::Masked => unreachable!("a head of tokens is made of tiles"),
         }
+    }
+
+    fn has_transform(&self) -> bool {
+        !self.shape.names.class_dense.is_empty()
+    }
+
+    /// The position that stands for a sequence: a causal model has read all of it at the last.
+    fn pool(&self) -> Pool {
+        if self.shape.causal { Pool::Last } else { Pool::First }
     }
 
     fn is_value(&self) -> bool {
@@ -105,6 +114,10 @@ impl Classes {
                 tensor("bias", vec![outputs], Kind::Bias, Init::Zeros),
             ]
         };
+        if !self.has_transform() {
+            let [weight, _] = linear(names.class_out, self.labels(), Kind::Table);
+            return vec![weight];
+        }
         let dense = linear(names.class_dense, c, Kind::Weight);
         let mut all = [dense, linear(names.class_out, self.labels(), Kind::Table)].concat();
         let adapters = self.adapters.iter();
@@ -137,6 +150,13 @@ impl Classes {
         scratch: &Scratch<'_>,
     ) -> Activations {
         let (b, c) = (batch.sequences(), self.shape.hidden);
+        if !self.has_transform() {
+            let first = scratch.take(b, c);
+            let scores = scratch.take(b, self.labels());
+            k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
+            k.linear(&Linear { y: scores, x: first, w: w[0], bias: None, transposed: true });
+            return Activations { first, sum: first, pooled: first, scores };
+        }
         let all = Activations {
             first: scratch.take(b, c),
             sum: scratch.take(b, c),
@@ -145,7 +165,7 @@ impl Classes {
         };
         let Activations { first, sum, pooled, scores } = all;
         let [before, behind] = self.dropouts(batch);
-        k.first_rows(&FirstRows { y: first, x: h, batch: *batch });
+        k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
         k.dropout(&ApplyDropout { y: first, x: first, dropout: before });
         k.linear(&Linear { y: sum, x: first, w: w[0], bias: Some(w[1]), transposed: true });
         if let Some(low_rank) = self.low_rank(k, *batch, &scratch.nested()) {
@@ -191,7 +211,7 @@ impl Classes {
             let op = LinearBackward {
                 dx,
                 dw: d[at],
-                dbias: d[at + 1],
+                dbias: d.get(at + 1).copied().flatten(),
                 dy,
                 x,
                 w: w[at],
@@ -200,6 +220,11 @@ impl Classes {
             };
             k.linear_backward(&op, scratch);
         };
+        let pool = self.pool();
+        if !self.has_transform() {
+            linear_backward(dfirst, dscores, first, 0);
+            return k.pooled_rows_backward(&PooledRowsBackward { dx: dh, dy: dfirst, pool, batch });
+        }
         linear_backward(dpooled, dscores, pooled, 2);
         k.dropout(&ApplyDropout { y: dpooled, x: dpooled, dropout: behind });
         let activation = self.activation();
@@ -211,6 +236,6 @@ impl Classes {
             low_rank.backward([dfirst, dpooled, first], (&w, &d), pass.accumulate, scratch);
         }
         k.dropout(&ApplyDropout { y: dfirst, x: dfirst, dropout: before });
-        k.first_rows_backward(&FirstRowsBackward { dx: dh, dy: dfirst, batch });
+        k.pooled_rows_backward(&PooledRowsBackward { dx: dh, dy: dfirst, pool, batch });
     }
 }

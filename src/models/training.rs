@@ -71,7 +71,7 @@ impl Training {
     /// The transform of a head of classes, if a target names it and it is not trained itself.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
         let lora = self.lora.as_ref().filter(|_| !shape.scores_tokens())?;
-        let module = shape.names.class_dense;
+        let module = Some(shape.names.class_dense).filter(|module| !module.is_empty())?;
         let weight = format!("{module}.weight");
         let is_trained = self.only.iter().any(|pattern| matches(pattern, &weight));
         (lora.names(module) && !is_trained).then(|| module.into())
@@ -268,7 +268,7 @@ impl Model {
         let blocks = (0..layers).map(|number| TransformerBlock::new(0, number, self.shape));
         let of_head = match self.shape.head {
             Head::Masked => Some(names.transform),
-            Head::Classes { .. } => Some(names.class_dense),
+            Head::Classes { .. } => Some(names.class_dense).filter(|name| !name.is_empty()),
             Head::Tokens => None,
         };
         let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));

@@ -4,16 +4,17 @@ Makes, beside itself, a directory a family: config.json, model.safetensors, data
 and the user write them) and golden.json (losses and gradient norms of each step, and the losses of the
 first batch's sequences one by one, and the logits of the first sequence, before them).
 
-    pip install torch transformers && python families.py
+    pip install torch transformers && python families.py [FAMILY...]
 """
 
 import json
 import pathlib
+import sys
 
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, DistilBertConfig, LlamaConfig, MistralConfig,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, DistilBertConfig, GPT2Config, LlamaConfig, MistralConfig,
     Qwen2Config, Qwen3Config, RobertaConfig,
 )
 
@@ -48,11 +49,17 @@ CLASSES = {
     **{f"{family}-classes": type(config)(**{**config.to_dict(), "num_labels": 3})
        for family, config in ENCODERS.items()},
     "bert-value": type(FAMILIES["bert"])(**{**FAMILIES["bert"].to_dict(), "num_labels": 1}),
+    # Classes on decoders; batches of several need a token for padding.
+    **{f"{family}-classes": type(FAMILIES[family])(**{**FAMILIES[family].to_dict(), "num_labels": 3, "pad_token_id": 1})
+       for family in ("llama", "mistral", "qwen3")},
+    "gpt2-classes": GPT2Config(vocab_size=VOCABULARY, n_embd=48, n_layer=2, n_head=3, n_positions=40, initializer_range=0.2,
+                               resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3, pad_token_id=1,
+                               bos_token_id=None, eos_token_id=None),
 }
 for config in CLASSES.values():
     config.classifier_dropout = config.seq_classif_dropout = 0.0
 FAMILIES |= CLASSES
-WINDOWED = {"mistral", "qwen2"}
+WINDOWED = {"mistral", "qwen2", "mistral-classes"}
 CAUSAL = {"llama", "mistral", "qwen2", "qwen3"}
 
 
@@ -119,6 +126,8 @@ def train(family, model, lines):
 def main():
     here = pathlib.Path(__file__).parent
     for number, (family, config) in enumerate(FAMILIES.items()):
+        if sys.argv[1:] and family not in sys.argv[1:]:
+            continue
         torch.manual_seed(number)
         kind = AutoModelForCausalLM if family in CAUSAL else AutoModelForMaskedLM
         if family in CLASSES:

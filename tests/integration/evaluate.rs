@@ -31,7 +31,16 @@ async fn evaluated(config: &Config) -> Evaluation {
 
 #[tokio::test]
 async fn it_gives_the_loss_of_training_s_validation() {
-    for name in ["tied", "llama", "qwen3", "bert", "bert-classes", "bert-value", "distilbert"] {
+    for name in [
+        "tied",
+        "llama",
+        "qwen3",
+        "bert",
+        "bert-classes",
+        "bert-value",
+        "distilbert",
+        "gpt2-classes",
+    ] {
         let config = config(name);
         let shape = shape_of(&config).expect("good");
         let data = &Dataset::open_validation(&config, &shape).expect("committed")[0];

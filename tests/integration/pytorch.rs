@@ -101,16 +101,20 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 15] = [
     "bert",
     "bert-classes",
     "bert-value",
     "distilbert",
     "distilbert-classes",
+    "gpt2-classes",
     "llama",
+    "llama-classes",
     "mistral",
+    "mistral-classes",
     "qwen2",
     "qwen3",
+    "qwen3-classes",
     "roberta",
     "roberta-classes",
 ];

@@ -1,32 +1,38 @@
-//! First positions of sequences, and losses of whole sequences.
+//! Positions that stand for their sequences, and losses of whole sequences.
 
 use super::views::CpuKernels;
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward, STATISTICS, label_of,
+    BatchView, ClassLoss, ClassLossBackward, Pool, PooledRows, PooledRowsBackward, STATISTICS,
+    label_of,
 };
 
 /// The first row of each sequence.
 fn first_of_each(batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
-    (0..batch.sequences()).map(|sequence| batch.sequence(sequence).start)
+    one_of_each(Pool::First, batch)
 }
 
-pub(super) fn first_rows(on: &CpuKernels<'_>, op: &FirstRows<'_>) {
-    let FirstRows { y, x, ref batch } = *op;
+/// The row that stands for each sequence.
+fn one_of_each(pool: Pool, batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
+    (0..batch.sequences()).map(move |sequence| pool.row(batch.sequence(sequence)))
+}
+
+pub(super) fn pooled_rows(on: &CpuKernels<'_>, op: &PooledRows<'_>) {
+    let PooledRows { y, x, pool, ref batch } = *op;
     let Some(call) = on.call([y], &[x]) else { return };
     let channels = y.columns;
     let ([y], x) = (call.write(), call.read(x));
-    for (y, row) in y.chunks_exact_mut(channels).zip(first_of_each(batch)) {
+    for (y, row) in y.chunks_exact_mut(channels).zip(one_of_each(pool, batch)) {
         y.copy_from_slice(&x[row * channels..][..channels]);
     }
 }
 
-pub(super) fn first_rows_backward(on: &CpuKernels<'_>, op: &FirstRowsBackward<'_>) {
-    let FirstRowsBackward { dx, dy, ref batch } = *op;
+pub(super) fn pooled_rows_backward(on: &CpuKernels<'_>, op: &PooledRowsBackward<'_>) {
+    let PooledRowsBackward { dx, dy, pool, ref batch } = *op;
     let Some(call) = on.call([dx], &[dy]) else { return };
     let channels = dy.columns;
     let ([dx], dy) = (call.write(), call.read(dy));
     dx.fill(0.0);
-    for (dy, row) in dy.chunks_exact(channels).zip(first_of_each(batch)) {
+    for (dy, row) in dy.chunks_exact(channels).zip(one_of_each(pool, batch)) {
         dx[row * channels..][..channels].copy_from_slice(dy);
     }
 }
@@ -143,17 +149,22 @@ mod tests {
     }
 
     #[test]
-    fn first_rows_go_and_come_back() {
+    fn pooled_rows_go_and_come_back() {
         let mut memory = Arena::new(64).expect("little");
         let batch = batch();
         let (x, y) = (View::floats(0, 6).with_columns(1), View::floats(16, 3).with_columns(1));
         let dx = View::floats(32, 6).with_columns(1);
         memory.fill(x, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
-        memory.fill(dx, &[9.0; 6]);
-        let on = CpuKernels { memory: Some(&memory), level: Level::Portable };
-        first_rows(&on, &FirstRows { y, x, batch });
-        first_rows_backward(&on, &FirstRowsBackward { dx, dy: y, batch });
-        assert_eq!(memory.values(y), [1.0, 3.0, 4.0]);
-        assert_eq!(memory.values(dx), [1.0, 0.0, 3.0, 4.0, 0.0, 0.0]);
+        for (pool, pooled, back) in [
+            (Pool::First, [1.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0, 0.0, 0.0]),
+            (Pool::Last, [2.0, 3.0, 6.0], [0.0, 2.0, 3.0, 0.0, 0.0, 6.0]),
+        ] {
+            memory.fill(dx, &[9.0; 6]);
+            let on = CpuKernels { memory: Some(&memory), level: Level::Portable };
+            pooled_rows(&on, &PooledRows { y, x, pool, batch });
+            pooled_rows_backward(&on, &PooledRowsBackward { dx, dy: y, pool, batch });
+            assert_eq!(memory.values(y), pooled);
+            assert_eq!(memory.values(dx), back);
+        }
     }
 }

@@ -8,9 +8,9 @@ use super::{
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, FirstRows, FirstRowsBackward, Gate,
-    GateBackward, HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm,
-    NormBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, Gate, GateBackward, HeadNorm,
+    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PooledRows,
+    PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::Scratch;
 
@@ -129,14 +129,14 @@ impl Kernels for CpuKernels<'_> {
         columns::take_columns(self, op);
     }
 
-    fn first_rows(&self, op: &FirstRows<'_>) {
+    fn pooled_rows(&self, op: &PooledRows<'_>) {
         op.check();
-        classes::first_rows(self, op);
+        classes::pooled_rows(self, op);
     }
 
-    fn first_rows_backward(&self, op: &FirstRowsBackward<'_>) {
+    fn pooled_rows_backward(&self, op: &PooledRowsBackward<'_>) {
         op.check();
-        classes::first_rows_backward(self, op);
+        classes::pooled_rows_backward(self, op);
     }
 
     fn class_loss(&self, op: &ClassLoss<'_>) {

@@ -1,28 +1,37 @@
-//! First positions of sequences, and losses of whole sequences.
+//! Positions that stand for their sequences, and losses of whole sequences.
 
 use super::driver::Argument;
 use super::kernels::On;
 use super::launches::int;
-use crate::kernels::{BatchView, ClassLoss, ClassLossBackward, FirstRows, FirstRowsBackward};
+use crate::kernels::{
+    BatchView, ClassLoss, ClassLossBackward, Pool, PooledRows, PooledRowsBackward,
+};
 use crate::tensor::View;
 
 impl On<'_> {
-    pub(super) fn first_rows(&self, op: &FirstRows<'_>) {
-        let FirstRows { y, x, ref batch } = *op;
-        self.move_first_rows("first_rows", [y, x], batch);
+    pub(super) fn pooled_rows(&self, op: &PooledRows<'_>) {
+        let PooledRows { y, x, pool, ref batch } = *op;
+        self.move_pooled_rows("pooled_rows", [y, x], pool, batch);
     }
 
-    pub(super) fn first_rows_backward(&self, op: &FirstRowsBackward<'_>) {
-        let FirstRowsBackward { dx, dy, ref batch } = *op;
-        self.move_first_rows("first_rows_backward", [dx, dy], batch);
+    pub(super) fn pooled_rows_backward(&self, op: &PooledRowsBackward<'_>) {
+        let PooledRowsBackward { dx, dy, pool, ref batch } = *op;
+        self.move_pooled_rows("pooled_rows_backward", [dx, dy], pool, batch);
     }
 
     /// One way or the other, with a block for each row that is written.
-    fn move_first_rows(&self, kernel: &'static str, [to, from]: [View; 2], batch: &BatchView<'_>) {
+    fn move_pooled_rows(
+        &self,
+        kernel: &'static str,
+        [to, from]: [View; 2],
+        pool: Pool,
+        batch: &BatchView<'_>,
+    ) {
         let (blocks, channels) = (to.rows, to.columns);
         let [b, r, c] = [batch.sequences(), batch.rows(), channels].map(int);
         let (to, from, starts) = (self.at(to), self.at(from), self.metadata.starts(batch));
-        let arguments: [&dyn Argument; 6] = [&to, &from, &starts, &b, &r, &c];
+        let last = i32::from(pool == Pool::Last);
+        let arguments: [&dyn Argument; 7] = [&to, &from, &starts, &b, &r, &c, &last];
         self.queue.columns(kernel, [blocks, 1], channels, &arguments);
     }
 

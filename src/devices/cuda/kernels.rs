@@ -7,9 +7,9 @@ use super::{cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
-    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, FirstRows, FirstRowsBackward, Gate,
-    GateBackward, HeadNorm, HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm,
-    NormBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
+    ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, Gate, GateBackward, HeadNorm,
+    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PooledRows,
+    PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -186,14 +186,14 @@ impl Kernels for CudaKernels<'_> {
         self.run(|on| on.take_columns(op));
     }
 
-    fn first_rows(&self, op: &FirstRows<'_>) {
+    fn pooled_rows(&self, op: &PooledRows<'_>) {
         op.check();
-        self.run(|on| on.first_rows(op));
+        self.run(|on| on.pooled_rows(op));
     }
 
-    fn first_rows_backward(&self, op: &FirstRowsBackward<'_>) {
+    fn pooled_rows_backward(&self, op: &PooledRowsBackward<'_>) {
         op.check();
-        self.run(|on| on.first_rows_backward(op));
+        self.run(|on| on.pooled_rows_backward(op));
     }
 
     fn class_loss(&self, op: &ClassLoss<'_>) {

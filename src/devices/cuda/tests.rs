@@ -264,9 +264,17 @@ fn models_are_pytorchs() {
     if !emulated::instead() {
         return;
     }
-    for name in
-        ["tied", "llama", "mistral", "qwen2", "qwen3", "bert", "roberta-classes", "bert-value"]
-    {
+    for name in [
+        "tied",
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "bert",
+        "roberta-classes",
+        "bert-value",
+        "gpt2-classes",
+    ] {
         for of in KINDS {
             let (mut config, expected) = golden(name);
             config.device.dtype = of;

@@ -3,7 +3,9 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, activation, flag, number, only, size, size_or_none};
+use super::read::{
+    Keys, activation, architecture, flag, number, only, read_head, size, size_or_none, write_labels,
+};
 use super::{NONE, Names};
 use crate::kernels::Activation;
 use crate::models::{Dropouts, Head, Shape};
@@ -20,6 +22,7 @@ pub(super) static NAMES: Names = Names {
     up: &["transformer.h.{}.mlp.c_fc"],
     down: "transformer.h.{}.mlp.c_proj",
     final_norm: "transformer.ln_f",
+    class_out: "score",
     read,
     write,
     ..NONE
@@ -83,14 +86,19 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             classifier: 0.0,
         },
         tied: flag(keys, "tie_word_embeddings", true)?,
+        head: read_head(keys, Head::Tokens)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
         ..gpt2(sizes)
     })
 }
 
 fn write(shape: &Shape) -> Value {
-    json!({
-        "architectures": ["GPT2LMHeadModel"],
+    let architecture = match shape.head {
+        Head::Tokens => "GPT2LMHeadModel".to_string(),
+        _ => architecture(shape, "GPT2"),
+    };
+    let mut config = json!({
+        "architectures": [architecture],
         "n_layer": shape.layers,
         "n_embd": shape.hidden,
         "n_head": shape.heads,
@@ -104,5 +112,7 @@ fn write(shape: &Shape) -> Value {
         "resid_pdrop": shape.dropout.feed_forward,
         "tie_word_embeddings": shape.tied,
         "initializer_range": shape.initializer_range,
-    })
+    });
+    write_labels(shape, &mut config);
+    config
 }

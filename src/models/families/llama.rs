@@ -3,7 +3,10 @@
 
 use serde_json::{Value, json};
 
-use super::read::{Keys, activation, flag, number, only, rotary, size, size_or_none, write_rotary};
+use super::read::{
+    Keys, activation, architecture, flag, number, only, read_head, rotary, size, size_or_none,
+    write_labels, write_rotary,
+};
 use super::{NONE, Names};
 use crate::models::{Dropouts, Head, Shape};
 
@@ -24,6 +27,7 @@ pub(super) const SHARED: Names = Names {
     up: &["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
     down: "model.layers.{}.mlp.down_proj",
     final_norm: "model.norm",
+    class_out: "score",
     ..NONE
 };
 
@@ -59,15 +63,15 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
             ..Dropouts::default()
         },
         tied: flag(keys, "tie_word_embeddings", false)?,
-        head: Head::Tokens,
+        head: read_head(keys, Head::Tokens)?,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })
 }
 
 /// Writes the keys that [`read_shared`] reads.
-pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
+pub(super) fn write_shared(shape: &Shape, family: &str) -> Value {
     let mut config = json!({
-        "architectures": [architecture],
+        "architectures": [architecture(shape, family)],
         "num_hidden_layers": shape.layers,
         "hidden_size": shape.hidden,
         "num_attention_heads": shape.heads,
@@ -85,6 +89,7 @@ pub(super) fn write_shared(shape: &Shape, architecture: &str) -> Value {
     if let Some(rotary) = &shape.rotary {
         write_rotary(rotary, &mut config);
     }
+    write_labels(shape, &mut config);
     config
 }
 
@@ -96,7 +101,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = write_shared(shape, "LlamaForCausalLM");
+    let mut config = write_shared(shape, "Llama");
     config["attention_bias"] = shape.biases[0].into();
     config["mlp_bias"] = shape.biases[2].into();
     config

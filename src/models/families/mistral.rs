@@ -19,7 +19,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = write_shared(shape, "MistralForCausalLM");
+    let mut config = write_shared(shape, "Mistral");
     config["sliding_window"] = shape.window.map(|(window, _)| window).into();
     config
 }

@@ -59,7 +59,8 @@ pub struct Names {
     pub head: &'static str,
     /// The activation of the transform, if it is not that of the feed-forward.
     pub transform_activation: Option<Activation>,
-    /// The first layer of a classifier, a dense layer on the first position (BERT's pooler).
+    /// The first layer of a classifier, a dense layer on the first position (BERT's pooler). Empty:
+    /// it has one layer, without a bias, on the last position.
     pub class_dense: &'static str,
     /// The second layer of a classifier, which gives the logits of the classes.
     pub class_out: &'static str,

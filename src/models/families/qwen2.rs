@@ -59,7 +59,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = write_shared(shape, "Qwen2ForCausalLM");
+    let mut config = write_shared(shape, "Qwen2");
     write_window(shape, &mut config);
     config
 }

@@ -26,7 +26,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 }
 
 fn write(shape: &Shape) -> Value {
-    let mut config = write_shared(shape, "Qwen3ForCausalLM");
+    let mut config = write_shared(shape, "Qwen3");
     config["attention_bias"] = shape.biases[0].into();
     write_window(shape, &mut config);
     config

@@ -142,7 +142,7 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     config["rope_parameters"] = parameters;
 }
 
-/// The head that an encoder's `architectures` name: a classifier, else `tokens`.
+/// The head that a model's `architectures` name: a classifier, else `tokens`.
 pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
     let named = given(keys, "architectures").and_then(|names| names[0].as_str()).unwrap_or("");
     if !named.ends_with("ForSequenceClassification") {

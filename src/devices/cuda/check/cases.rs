@@ -7,10 +7,10 @@ use super::FLOATS;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, AttentionShape, BatchView,
-    CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, FirstRows,
-    FirstRowsBackward, Gate, GateBackward, HeadNorm, HeadNormBackward, Kernels, Logits, Norm,
-    NormBackward, QueryKey, ReadKv, Residual, Rotary, RotaryScaling, Rotate, STATISTICS, Score,
-    ScoreBackward, WriteKv,
+    CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, Gate,
+    GateBackward, HeadNorm, HeadNormBackward, Kernels, Logits, Norm, NormBackward, Pool,
+    PooledRows, PooledRowsBackward, QueryKey, ReadKv, Residual, Rotary, RotaryScaling, Rotate,
+    STATISTICS, Score, ScoreBackward, WriteKv,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -231,13 +231,19 @@ impl<'c> Cases<'c> {
                 k.cast(&Cast { y: z, x: w });
             }
         });
-        self.case("first_rows", |p| {
+        self.case("pooled_rows", |p| {
             let (y, x) = (p.output([b, c]), p.input([r, c]));
-            move |k, _| k.first_rows(&FirstRows { y, x, batch })
+            let z = p.output([b, c]);
+            move |k, _| {
+                k.pooled_rows(&PooledRows { y, x, pool: Pool::First, batch });
+                k.pooled_rows(&PooledRows { y: z, x, pool: Pool::Last, batch });
+            }
         });
-        self.case("first_rows_backward", |p| {
+        self.case("pooled_rows_backward", |p| {
             let (dx, dy) = (p.output([r, c]), p.input([b, c]));
-            move |k, _| k.first_rows_backward(&FirstRowsBackward { dx, dy, batch })
+            move |k, _| {
+                k.pooled_rows_backward(&PooledRowsBackward { dx, dy, pool: Pool::Last, batch })
+            }
         });
     }
 

@@ -1,25 +1,29 @@
-// First positions of sequences, and losses of whole sequences. A position's statistics are four floats:
+// Positions that stand for their sequences, and losses of whole sequences. A position's statistics are four floats:
 // before a loss, the fourth has the label's bits; after it, the first is the loss and the second 1.
 
 constexpr int STATISTICS = 4;
 
-// y: (B, C), the first rows of the sequences of x: (rows, C).
+__device__ inline long long pooled_row(Sequence sequence, int last) {
+    return last ? sequence.first + sequence.count - 1 : sequence.first;
+}
+
+// y: (B, C), the first rows of the sequences of x, or the last ones. x: (rows, C).
 // launch: grid (sequences, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void first_rows(T* y, const T* x, const int* starts, int sequences, int rows,
-                                      int channels) {
+extern "C" __global__ void pooled_rows(T* y, const T* x, const int* starts, int sequences, int rows,
+                                       int channels, int last) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long sequence = blockIdx.x;
-    const long long row = sequence_at(starts, sequences, rows, blockIdx.x).first;
+    const long long row = pooled_row(sequence_at(starts, sequences, rows, blockIdx.x), last);
     write(y + sequence * channels + column, read(x + row * channels + column, count), count);
 }
 
-// dx: dy in the first rows, 0 in all others.
+// dx: dy in the first rows, or the last ones, 0 in all others.
 // launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
-extern "C" __global__ void first_rows_backward(T* dx, const T* dy, const int* starts, int sequences,
-                                               int rows, int channels) {
+extern "C" __global__ void pooled_rows_backward(T* dx, const T* dy, const int* starts, int sequences,
+                                                int rows, int channels, int last) {
     const int column = my_column(), count = channels - column;
     if (count <= 0) {
         return;
@@ -27,7 +31,7 @@ extern "C" __global__ void first_rows_backward(T* dx, const T* dy, const int* st
     const long long row = blockIdx.x;
     const Sequence sequence = sequence_of(starts, sequences, rows, blockIdx.x);
     const T* const from = dy + static_cast<long long>(sequence.index) * channels + column;
-    write(dx + row * channels + column, row == sequence.first ? read(from, count) : Four{}, count);
+    write(dx + row * channels + column, row == pooled_row(sequence, last) ? read(from, count) : Four{}, count);
 }
 
 // The largest score, and the sum of all scores' exponentials over its.
