@@ -327,7 +327,7 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     }
     match (lora, base) {
         (Some(_), _) => hf::load_adapters(directory, run.model, eps)?,
-        (None, Base::AsIs) => hf::load(directory, run.model, eps, false)?,
+        (None, Base::AsIs) => drop(hf::load(directory, run.model, eps, false)?),
         (None, _) => hf::load_trained(directory, run.model, eps)?,
     }
     hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;

@@ -125,7 +125,8 @@ pub enum Task {
     CausalLm,
     /// To predict masked tokens.
     MaskedLm,
-    /// To predict a class, or a real value, for each sequence.
+    /// To predict a class, or a real value, for each sequence: of its first position in an encoder,
+    /// of its last in a decoder.
     SequenceClassification,
 }
 

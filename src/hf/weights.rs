@@ -110,7 +110,8 @@ fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
 }
 
 /// Reads a directory's weights into the EPS. With `new_head` the files may lack the tensors of a
-/// head, which then keep their initial values: a pretrained model gets a new head.
+/// head, which then keep their initial values: a pretrained model gets a new head. Returns their
+/// names.
 ///
 /// # Errors
 /// The file, and the tensors that are missing, unknown or of another shape.
@@ -119,7 +120,7 @@ pub(crate) fn load(
     model: &Model,
     eps: &Eps,
     new_head: bool,
-) -> Result<(), Error> {
+) -> Result<Vec<String>, Error> {
     let files = weight_files(directory)?;
     let reads = if new_head { Reads::ButMissingHead } else { Reads::All };
     read(&files, &base_tensors(model, eps), Some(model), eps, reads)
@@ -130,7 +131,8 @@ pub(crate) fn load(
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&weight_files(directory)?, &base_tensors(model, eps), Some(model), eps, Reads::Trained)
+    let files = weight_files(directory)?;
+    read(&files, &base_tensors(model, eps), Some(model), eps, Reads::Trained).map(drop)
 }
 
 /// Reads adapters, and what was trained beside them, into the EPS.
@@ -138,7 +140,7 @@ pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, Reads::All)
+    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, Reads::All).map(drop)
 }
 
 /// Writes adapters, and what is trained beside them, to a directory.
@@ -154,7 +156,7 @@ pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Resul
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Reads::All)
+    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Reads::All).map(drop)
 }
 
 /// The weight files of a directory: one, or those that an index names.
@@ -239,14 +241,15 @@ enum Reads {
 }
 
 /// Reads tensors from memory-mapped files into the EPS. `model`: the model that the files are of,
-/// whose family may have other names for the same tensors; `None` for files of l2l's own.
+/// whose family may have other names for the same tensors; `None` for files of l2l's own. Returns
+/// the names of tensors that are missing and may be.
 fn read(
     files: &[PathBuf],
     tensors: &FileTensors,
     model: Option<&Model>,
     eps: &Eps,
     reads: Reads,
-) -> Result<(), Error> {
+) -> Result<Vec<String>, Error> {
     let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
     let maps = files.iter().map(|path| map(path)).collect::<Result<Vec<_>, _>>()?;
     let mut parsed = Vec::new();
@@ -267,7 +270,8 @@ fn read(
         let may_miss = reads == Reads::ButMissingHead;
         may_miss && heads.iter().any(is_in) && find(name).is_none()
     };
-    let tensors: BTreeMap<_, _> = tensors.iter().filter(|(name, _)| !keeps_initial(name)).collect();
+    let (missing, tensors): (BTreeMap<_, _>, BTreeMap<_, _>) =
+        tensors.iter().partition(|(name, _)| keeps_initial(name));
     check(&parsed, &tensors, model, &find).map_err(|what| refuse(&files[0], &what))?;
     // Block by block, because a block on file is written as a whole.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();
@@ -302,7 +306,7 @@ fn read(
             let _ = unsafe { map.unchecked_advise(memmap2::UncheckedAdvice::DontNeed) };
         }
     }
-    Ok(())
+    Ok(missing.into_keys().cloned().collect())
 }
 
 /// Fills `to` with a tensor's elements from `from` on, as f32.

@@ -73,6 +73,8 @@ pub struct Trainer {
     disk_rate: Option<f64>,
     /// What it changed of the run that it resumes.
     changes: Vec<String>,
+    /// Tensors that begin at random, because the directory of the model does not have them.
+    new_tensors: Vec<String>,
 }
 
 impl Trainer {
@@ -118,6 +120,12 @@ impl Trainer {
     /// [`with_changes`](Builder::with_changes).
     pub fn changes(&self) -> &[String] {
         &self.changes
+    }
+
+    /// Names of the tensors that `model.path` does not have, those of a new head: they began at
+    /// random.
+    pub fn new_tensors(&self) -> &[String] {
+        &self.new_tensors
     }
 
     /// How far the run is, and its best validation. A step that was cancelled is counted by the

@@ -167,7 +167,7 @@ impl Checked {
             copies: self.copies,
         };
         let worker = Worker::new(&config, parts)?;
-        let progress = fill(worker.eps(), found, checkpoint, run, layers)?;
+        let (progress, new_tensors) = fill(worker.eps(), found, checkpoint, run, layers)?;
         let mut engine = Engine::start(config.clone(), worker, progress.step)?;
         if config.model.max_layers.is_some() {
             engine.use_layers(model.shape.layers);
@@ -200,6 +200,7 @@ impl Checked {
             room: self.room,
             disk_rate,
             changes: changes.unwrap_or_default(),
+            new_tensors,
         })
     }
 }
@@ -337,22 +338,24 @@ fn open_eps(
     ))
 }
 
-/// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random.
+/// Fills the EPS: from its own file, a checkpoint, a pretrained model, or at random. Also returns
+/// the tensors that a pretrained model does not have.
 fn fill(
     eps: &Eps,
     found: Option<StateOnFile>,
     checkpoint: Option<checkpoint::Checked<'_>>,
     run: Identity<'_>,
     layers: Option<LayerCount>,
-) -> Result<Progress, Error> {
+) -> Result<(Progress, Vec<String>), Error> {
     let config = run.config;
+    let mut new_tensors = Vec::new();
     let mut progress = Progress { layers, ..Progress::default() };
     match (found, checkpoint, &config.model.path) {
         (Some(found), ..) => progress = checkpoint::recall(found.run, found.step, run)?,
         (None, Some(checkpoint), _) => progress = checkpoint::read(checkpoint, run, eps)?,
         (None, None, Some(path)) if !config.model.random_weights => {
             eps.randomise(run.model, config.step.seed)?; // for tensors that the file does not have
-            hf::load(path, run.model, eps, true)?;
+            new_tensors = hf::load(path, run.model, eps, true)?;
             load_adapters(run, eps)?;
         }
         (None, None, _) => {
@@ -364,7 +367,7 @@ fn fill(
         file.set_run(checkpoint::remembered(run, &progress));
         file.seal(progress.step).map_err(|error| Error::storage("eps.path", error))?;
     }
-    Ok(progress)
+    Ok((progress, new_tensors))
 }
 
 /// Adapters to start from, if the config names some.

@@ -273,10 +273,45 @@ fn a_masked_model_gets_a_head() {
         .expect("ours");
     let mut keys = run_of("bert", &folder);
     keys[0] = format!("model.path={}", to.display());
-    good(&with(&["train"], &keys));
+    let shown = good(&with(&["train"], &keys));
+    assert!(shown.contains("begin at random: cls.predictions"), "{shown}");
     // It is not evaluated before it was trained.
     let error = output(&with(&["eval", "--model", &to.display().to_string()], &keys));
     assert!(String::from_utf8_lossy(&error.stderr).contains("cls.predictions"), "a random head");
+}
+
+/// A decoder that predicts tokens is trained to classify, and its checkpoint is a classifier.
+#[test]
+fn a_decoder_classifies() {
+    let folder = folder();
+    let mut keys = run_of("llama-classes", &folder);
+    keys[0] = format!("model.path={}", golden("text/llama"));
+    let data = folder.path().join("data.jsonl");
+    let line = |(text, label)| json!({ "text": text, "label": label }).to_string();
+    let lines = [("a good one", "good"), ("a bad one", "bad"), ("so good", "good")].map(line);
+    fs::write(&data, lines.join("\n")).expect("ours");
+    keys[1] = format!("data.train={}", data.display());
+    keys[2] = format!("data.validation={}", data.display());
+    keys.extend([
+        "model.task=sequence-classification".into(),
+        "model.labels=[\"bad\", \"good\"]".into(),
+        "optimizer.learning_rate=0.01".into(),
+        "step.steps=30".into(),
+    ]);
+    let shown = good(&with(&["train"], &keys));
+    assert!(shown.contains("begin at random: score.weight"), "{shown}");
+    let found = events(&good(&with(&["eval", "--format", "json"], &keys)));
+    assert_eq!(found[0]["accuracy"], 1.0);
+    let to = folder.path().join("exported");
+    good(&with(&["export", "--to", &to.display().to_string()], &keys));
+    let written: Value =
+        serde_json::from_str(&fs::read_to_string(to.join("config.json")).expect("it was written"))
+            .expect("JSON");
+    assert_eq!(written["architectures"][0], "LlamaForSequenceClassification");
+    assert_eq!(written["id2label"]["1"], "good");
+    let names: Vec<String> =
+        tensors(&to, "model.safetensors").into_iter().map(|(name, ..)| name).collect();
+    assert!(names.contains(&"score.weight".into()) && !names.contains(&"lm_head.weight".into()));
 }
 
 fn chat(arguments: &[&str], lines: &str) -> String {

@@ -38,6 +38,12 @@ impl Run<'_> {
             let changes = self.trainer.changes().to_vec();
             changes.into_iter().for_each(|change| self.info(format!("changed: {change}")));
         }
+        if !self.trainer.new_tensors().is_empty() {
+            let new = self.trainer.new_tensors().join(", ");
+            self.info(format!(
+                "model.path does not have these tensors, which begin at random: {new}"
+            ));
+        }
         let trained = self.all_steps(&mut batches).await;
         drop(batches);
         let step = self.trainer.progress().step;
