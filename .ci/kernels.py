@@ -763,7 +763,7 @@ def check_pooled_rows(device, random, sequences, positions, channels, last):
     device.same(dx, expected)
 
 
-def check_classes(device, random, sequences, positions, labels, is_value, scale=0.37):
+def check_classes(device, random, sequences, positions, labels, is_value, smoothing=0.0, scale=0.37):
     scores = device.elements(5 * noise(random, sequences, labels))
     if is_value:
         label = np.float32(noise(random, sequences)).view(np.int32)
@@ -780,12 +780,13 @@ def check_classes(device, random, sequences, positions, labels, is_value, scale=
         if is_value:
             return (scores[:, 0] - value) ** 2
         lse = scores.max(1) + np.log(np.exp(scores - scores.max(1, keepdims=True)).sum(1))
-        return np.where(label < 0, 0, lse - scores[rows, label % labels])
+        of_label = (1 - smoothing) * scores[rows, label % labels] + smoothing * scores.mean(1)
+        return np.where(label < 0, 0, lse - of_label)
 
     known = (label >= 0) | bool(is_value)
     expected[known, 0, 0], expected[known, 0, 1] = losses(scores.wide)[known], 1
     starts = make_starts(device, random, sequences, positions)
-    sizes = [starts, sequences, sequences * positions, labels, is_value]
+    sizes = [starts, sequences, sequences * positions, labels, is_value, 1 - smoothing, smoothing / labels]
     device.launch("class_loss", out, scores, *sizes)
     assert out.bits[:, 0, 3].tobytes() == label.tobytes(), "labels changed"
     out.bits[:, 0, 3], expected[:, 0, 3] = 0, 0  # some labels are not numbers
@@ -906,6 +907,7 @@ def checks():
         ("embedding", check_kinds, each(rows, kinds)),
         ("classes", check_pooled_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027], last=[0, 1])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
+        ("classes", check_classes, each(sequences=[3], positions=[2], labels=[2, 40], is_value=[0], smoothing=[0.1])),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),
         ("past", check_remember, remembered),

@@ -210,7 +210,7 @@ def check_stretches(device, case, plain, inputs, outputs, expected_dq, expected_
         expect(device, device.floats(so_far), expected, OFF_EACH[device.element])
 
 
-def check_scores(device, random, count, vocabulary, tile, has_bias, scale=0.37):
+def check_scores(device, random, count, vocabulary, tile, has_bias, smoothing=0.0, scale=0.37):
     """A vocabulary in tiles, of which the last may be smaller. Three rows are not asked for, and one that is there
     is none."""
     logits = device.floats(10 * random.uniform(-1, 1, (count, vocabulary))).wide
@@ -232,23 +232,25 @@ def check_scores(device, random, count, vocabulary, tile, has_bias, scale=0.37):
         stride = -(-width // 8) * 8
         of_tile = device.floats(np.pad(logits[places][:, part], [(0, 0), (0, stride - width)]))
         tiles.append((of_tile, device.elements(bias[part]) if has_bias else None, first))
-        sizes = (len(places), width, stride, first)
+        sizes = (len(places), width, stride, first, 1 - smoothing, smoothing / vocabulary)
         device.launch("score_rows", out, *tiles[-1][:2], device.integers(places), *sizes)
     assert out.bits[:, 3].tobytes() == labels.tobytes(), "labels changed"
     assert (out.bits[~counted, :3] == begun[~counted, :3]).all(), "other positions stay"
     found = np.stack([out.wide[:, 0] + np.log(np.maximum(out.wide[:, 1], 1e-30)), out.wide[:, 2]], 1)
-    expected = np.stack([lse, whole[np.arange(count), labels % vocabulary]], 1)
+    of_target = (1 - smoothing) * whole[np.arange(count), labels % vocabulary] + smoothing * whole.mean(1)
+    expected = np.stack([lse, of_target], 1)
     device.expect(device.floats(found[counted]), expected[counted], 1e-6)
 
     statistics = device.floats(out.bits)
-    slopes = scale * (np.exp(whole - lse[:, None]) - (np.arange(vocabulary) == labels[:, None]))
+    of_each = (1 - smoothing) * (np.arange(vocabulary) == labels[:, None]) + smoothing / vocabulary
+    slopes = scale * (np.exp(whole - lse[:, None]) - of_each)
     slopes = np.where(labelled[:, None], slopes, 0)[places]
     slopes[-1] = 0
     for logits, bias, first in tiles:
         d, width = device.out(*logits.bits.shape), min(tile, vocabulary - first)
         places_there = device.integers(places)
         sizes = (len(places), width, logits.bits.shape[1], first)
-        device.launch("score_gradient", d, statistics, logits, bias, places_there, *sizes, scale)
+        device.launch("score_gradient", d, statistics, logits, bias, places_there, *sizes, scale, 1 - smoothing, smoothing / vocabulary)
         assert np.isnan(d.wide[:, width:]).all(), "what is between rows stays"
         device.expect(device.elements(d.wide[:, :width]), slopes[:, first : first + width], 2e-6)
 
@@ -285,6 +287,7 @@ def checks():
         (
             "cross_entropy",
             check_scores,
-            [dict(count=n, vocabulary=v, tile=t, has_bias=bias) for n, v, t in scores for bias in (False, True)],
+            [dict(count=n, vocabulary=v, tile=t, has_bias=bias) for n, v, t in scores for bias in (False, True)]
+            + [dict(count=n, vocabulary=v, tile=t, has_bias=True, smoothing=0.1) for n, v, t in scores[2:]],
         ),
     ]

@@ -25,7 +25,7 @@ async fn main() -> Result<(), Error> {
     println!("a norm's scale {shape:?} begins with {:.4}", values[0]);
 
     let place = std::env::temp_dir().join("l2l-example-checkpoint");
-    trainer.checkpoint(&place).await?; // Trainer::builder(config).resume(&place).start().await resumes
+    trainer.checkpoint(&place).await?; // Trainer::builder(config).resume(&place).open() resumes
     println!("a checkpoint, which transformers reads too: {}", place.display());
 
     println!("weights {}", trainer.digest().await?);

@@ -56,7 +56,7 @@ const FREE: [&str; 28] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 38] = [
+const CHANGEABLE: [&str; 39] = [
     "data",
     "data.attend_across",
     "data.end_of_text",
@@ -94,6 +94,7 @@ const CHANGEABLE: [&str; 38] = [
     "step.micro_batch",
     "step.seed",
     "step.steps",
+    "train.label_smoothing",
     "train.neftune_alpha",
 ];
 

@@ -36,6 +36,9 @@ pub struct TrainConfig {
     /// α of NEFTune (Jain et al. 2023): in training, noise is added to the embeddings of tokens,
     /// uniform in ±α ÷ √(tokens of the sequence × channels). 0: none.
     pub neftune_alpha: f64,
+    /// ε of label smoothing (Szegedy et al. 2016): a label has a share of ε for all classes or
+    /// tokens together, and of 1 − ε for its own. The training loss has it, validation has not.
+    pub label_smoothing: f32,
 }
 
 /// `[train.lora]`
@@ -64,6 +67,8 @@ impl TrainConfig {
     pub(super) fn check(&self) -> Result<(), Error> {
         let is_noise = self.neftune_alpha.is_finite() && self.neftune_alpha >= 0.0;
         must(is_noise, "train.neftune_alpha", "a finite number, 0 or more")?;
+        let is_share = (0.0..1.0).contains(&self.label_smoothing);
+        must(is_share, "train.label_smoothing", "in [0, 1)")?;
         let Some(lora) = &self.lora else { return Ok(()) };
         let LoraConfig { rank, alpha, rank_stabilised, dropout, ref targets, ref path } = *lora;
         must(rank != Some(0), "train.lora.rank", "at least 1")?;

@@ -246,6 +246,11 @@ impl<'a> BatchView<'a> {
         position - document.map_or(0, |document| document.from as usize)
     }
 
+    /// Whether it is for training.
+    pub fn trains(&self) -> bool {
+        self.metadata.dropout_key.is_some()
+    }
+
     /// The key and the greatest value of the noise that NEFTune adds to a row's embedding.
     ///
     /// # Panics

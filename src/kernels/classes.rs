@@ -5,23 +5,24 @@ use std::ops::Range;
 use super::batch::BatchView;
 use super::check::Check;
 use super::cross_entropy::STATISTICS;
+use super::loss::Smoothing;
 use crate::tensor::{Dtype, View};
 
 /// Which row of a sequence stands for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pool {
+pub enum Pooling {
     /// The first.
     First,
     /// The last.
     Last,
 }
 
-impl Pool {
+impl Pooling {
     /// The row of a sequence that has these rows.
     pub fn row(self, rows: Range<usize>) -> usize {
         match self {
-            Pool::First => rows.start,
-            Pool::Last => rows.end - 1,
+            Pooling::First => rows.start,
+            Pooling::Last => rows.end - 1,
         }
     }
 }
@@ -34,7 +35,7 @@ pub struct PooledRows<'a> {
     /// Input. (R, C).
     pub x: View,
     /// Which row.
-    pub pool: Pool,
+    pub pool: Pooling,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -47,7 +48,7 @@ pub struct PooledRowsBackward<'a> {
     /// (B, C).
     pub dy: View,
     /// Which row.
-    pub pool: Pool,
+    pub pool: Pooling,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -65,6 +66,8 @@ pub struct ClassLoss<'a> {
     /// True: the square of the difference between the one score and a value. False: the cross
     /// entropy of classes.
     pub is_value: bool,
+    /// What of which scores is the label's.
+    pub smoothing: Smoothing,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -82,6 +85,8 @@ pub struct ClassLossBackward<'a> {
     pub scale: f32,
     /// As in [`ClassLoss`].
     pub is_value: bool,
+    /// As in [`ClassLoss`].
+    pub smoothing: Smoothing,
     /// The sequences.
     pub batch: BatchView<'a>,
 }
@@ -108,7 +113,7 @@ impl PooledRowsBackward<'_> {
 impl ClassLoss<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
-        let ClassLoss { out, statistics, scores, is_value, batch } = *self;
+        let ClassLoss { out, statistics, scores, is_value, batch, .. } = *self;
         let check = Check("class_loss");
         check.view("out", out, [batch.rows(), STATISTICS], Dtype::F32);
         check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);

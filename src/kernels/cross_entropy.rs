@@ -4,7 +4,7 @@
 //! logit, label. So logits exist for some positions and one tile at a time.
 
 use super::check::Check;
-use super::loss::Loss;
+use super::loss::{Loss, Smoothing};
 use crate::tensor::{Dtype, View};
 
 /// Floats of a position's head statistics: running maximum, sum, target's logit, label.
@@ -32,6 +32,8 @@ pub struct Score {
     pub first: usize,
     /// How many positions have a label.
     pub labelled: usize,
+    /// What of which logits is the target's.
+    pub smoothing: Smoothing,
 }
 
 /// Logits of the labelled positions, in order.
@@ -71,6 +73,8 @@ pub struct ScoreBackward<'a> {
     pub bias: Option<View>,
     /// The loss of a position.
     pub loss: &'a dyn Loss,
+    /// As in [`Score`].
+    pub smoothing: Smoothing,
     /// A factor.
     pub scale: f32,
     /// The tile's first row in the vocabulary.

@@ -35,3 +35,24 @@ impl Loss for CrossEntropy {
         true
     }
 }
+
+/// Label smoothing (Szegedy et al. 2016): the target's logit of a loss is a mean, of the target's
+/// own and of those of all classes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Smoothing {
+    /// The weight of the target's own logit.
+    pub own: f32,
+    /// The weight of every logit; 0: no smoothing.
+    pub each: f32,
+}
+
+impl Smoothing {
+    /// The target's logit alone.
+    pub const NONE: Smoothing = Smoothing { own: 1.0, each: 0.0 };
+
+    /// A share of 1 − `epsilon` for the target, and of `epsilon` for all classes together.
+    pub fn of(epsilon: f32, classes: usize) -> Smoothing {
+        let each = f64::from(epsilon) / classes as f64;
+        Smoothing { own: 1.0 - epsilon, each: each as f32 }
+    }
+}

@@ -221,7 +221,8 @@ fn wrong_views_of_tables_are_found() {
 fn wrong_views_of_heads_are_found() {
     let (h, w, bias) = (element(R, C), element(N, C), Some(element(1, N)));
     let statistics = float(R, STATISTICS);
-    let op = Score { out: statistics, statistics, h, w, bias, first: 0, labelled: R };
+    let smoothing = Smoothing::NONE;
+    let op = Score { out: statistics, statistics, h, w, bias, first: 0, labelled: R, smoothing };
     found!(op, [out, statistics, h, w, bias]);
     let op = Logits { y: float(8, N), statistics, h, w, bias };
     found!(op, [y, statistics, h, w, bias], any_rows: ["y"]);
@@ -235,6 +236,7 @@ fn wrong_views_of_heads_are_found() {
         w,
         bias,
         loss: &CrossEntropy,
+        smoothing: Smoothing::NONE,
         scale: 1.0,
         first: 0,
         labelled: R,
@@ -244,12 +246,19 @@ fn wrong_views_of_heads_are_found() {
 
     let (scores, is_value) = (element(3, N), false);
     let (first, all, batch) = (element(3, C), element(R, C), batch());
-    found!(PooledRows { y: first, x: all, pool: Pool::First, batch }, [y, x]);
-    found!(PooledRowsBackward { dx: all, dy: first, pool: Pool::Last, batch }, [dx, dy]);
-    let op = ClassLoss { out: statistics, statistics, scores, is_value, batch };
+    found!(PooledRows { y: first, x: all, pool: Pooling::First, batch }, [y, x]);
+    found!(PooledRowsBackward { dx: all, dy: first, pool: Pooling::Last, batch }, [dx, dy]);
+    let op = ClassLoss {
+        out: statistics,
+        statistics,
+        scores,
+        is_value,
+        smoothing: Smoothing::NONE,
+        batch,
+    };
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
     let (dscores, scale) = (scores, 1.0);
-    let op = ClassLossBackward { dscores, scores, statistics, scale, is_value, batch };
+    let op = ClassLossBackward { dscores, scores, statistics, scale, is_value, smoothing, batch };
     found!(op, [dscores, scores, statistics]);
 }

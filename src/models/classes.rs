@@ -7,8 +7,8 @@ use super::low_rank::LowRank;
 use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
-    ClassLossBackward, Dropout, Kernels, Linear, LinearBackward, MaskRows, Pool, PooledRows,
-    PooledRowsBackward,
+    ClassLossBackward, Dropout, Kernels, Linear, LinearBackward, MaskRows, PooledRows,
+    PooledRowsBackward, Pooling, Smoothing,
 };
 use crate::tensor::{Scratch, View};
 
@@ -42,6 +42,8 @@ pub struct ClassesForward<'a> {
     pub statistics: View,
     /// What the head reads. (R, C).
     pub h: View,
+    /// What of which scores is the label's.
+    pub smoothing: Smoothing,
 }
 
 /// The arguments of its backward on one micro-batch.
@@ -59,6 +61,8 @@ pub struct ClassesBackward<'a> {
     pub statistics: View,
     /// What the head reads. (R, C).
     pub h: View,
+    /// As in the forward.
+    pub smoothing: Smoothing,
     /// The factor of a sequence's loss.
     pub scale: f32,
     /// True when the gradient is added to; false when it is replaced.
@@ -78,7 +82,7 @@ struct Activations {
 }
 
 impl Classes {
-    fn labels(&self) -> usize {
+    pub(super) fn labels(&self) -> usize {
         match self.shape.head {
             Head::Classes { labels, .. } => labels,
             Head::Tokens | Head::Masked => unreachable!("a head of tokens is made of tiles"),
@@ -90,8 +94,8 @@ impl Classes {
     }
 
     /// The position that stands for a sequence: a causal model has read all of it at the last.
-    fn pool(&self) -> Pool {
-        if self.shape.causal { Pool::Last } else { Pool::First }
+    fn pool(&self) -> Pooling {
+        if self.shape.causal { Pooling::Last } else { Pooling::First }
     }
 
     fn is_value(&self) -> bool {
@@ -192,8 +196,8 @@ impl Classes {
         if let Some(y) = pass.scores {
             k.cast(&Cast { y, x: scores });
         }
-        let is_value = self.is_value();
-        k.class_loss(&ClassLoss { out, statistics, scores, is_value, batch: *batch });
+        let (is_value, smoothing, batch) = (self.is_value(), pass.smoothing, *batch);
+        k.class_loss(&ClassLoss { out, statistics, scores, is_value, smoothing, batch });
     }
 
     /// The gradients of `h` and of the block.
@@ -203,10 +207,16 @@ impl Classes {
         let [before, behind] = self.dropouts(batch);
         let dscores = scratch.take_like(scores);
         let (dpooled, dfirst) = (scratch.take_like(pooled), scratch.take_like(first));
-        let (scale, is_value) = (pass.scale, self.is_value());
         let batch = *batch;
-        let loss = ClassLossBackward { dscores, scores, statistics, scale, is_value, batch };
-        k.class_loss_backward(&loss);
+        k.class_loss_backward(&ClassLossBackward {
+            dscores,
+            scores,
+            statistics,
+            scale: pass.scale,
+            is_value: self.is_value(),
+            smoothing: pass.smoothing,
+            batch,
+        });
         let linear_backward = |dx: View, dy: View, x: View, at: usize| {
             let op = LinearBackward {
                 dx,

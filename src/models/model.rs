@@ -61,6 +61,9 @@ pub struct Model {
     pub tiles: Vec<Tile>,
     /// The loss of a labelled position.
     pub loss: Box<dyn Loss>,
+    /// ε of label smoothing in training: the share of all classes in a label. See
+    /// [`Smoothing`](crate::kernels::Smoothing).
+    pub label_smoothing: f32,
 }
 
 /// What every token is multiplied by at a layer.
@@ -178,7 +181,7 @@ impl Model {
             }
         }
         let loss = Box::new(CrossEntropy);
-        Model { shape, parts, part_blocks, blocks, tiles, loss }
+        Model { shape, parts, part_blocks, blocks, tiles, loss, label_smoothing: 0.0 }
     }
 
     /// The model as the ring schedules it: blocks, layers and bytes of each sequence, for sequences
@@ -323,8 +326,8 @@ impl Model {
         }
     }
 
-    /// Refuses tensors that a checkpoint could not distinguish, and layers whose dropout masks would
-    /// be the same.
+    /// Refuses tensors that a checkpoint could not distinguish, and layers whose dropout masks
+    /// would be the same.
     ///
     /// # Errors
     /// Two tensors have one name, or one has no sizes; two layers have one index.

@@ -4,7 +4,7 @@ use l2l_actors::schedule::{Phase, Role, Visit};
 
 use crate::kernels::{
     BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, Dequantise, DropoutKey, Kernels, Logits, Rows,
-    STATISTICS, Score, ScoreBackward,
+    STATISTICS, Score, ScoreBackward, Smoothing,
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
@@ -242,6 +242,7 @@ impl<'r> VisitRun<'r> {
             weights: &self.weights,
             statistics: self.statistics(given(reads.statistics)),
             h: self.x(),
+            smoothing: self.smoothing(classes.labels()),
         };
         classes.forward(self.k, &pass, &self.scratch);
     }
@@ -265,6 +266,7 @@ impl<'r> VisitRun<'r> {
             weights: &self.weights,
             statistics: self.complete_statistics(),
             h: self.x(),
+            smoothing: self.smoothing(classes.labels()),
             scale: self.args.scale,
             accumulate: self.args.accumulate,
         };
@@ -283,6 +285,15 @@ impl<'r> VisitRun<'r> {
             bias: weights.get(1).copied(),
             first: tile.first,
             labelled,
+            smoothing: self.smoothing(self.model.shape.vocabulary),
+        }
+    }
+
+    /// Labels are smoothed in training alone.
+    fn smoothing(&self, classes: usize) -> Smoothing {
+        match self.model.label_smoothing {
+            epsilon if epsilon > 0.0 && self.args.batch.trains() => Smoothing::of(epsilon, classes),
+            _ => Smoothing::NONE,
         }
     }
 
@@ -313,6 +324,7 @@ impl<'r> VisitRun<'r> {
             w: weights[0],
             bias: weights.get(1).copied(),
             loss: &*self.model.loss,
+            smoothing: self.smoothing(self.model.shape.vocabulary),
             scale,
             first: tile.first,
             labelled,

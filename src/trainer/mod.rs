@@ -260,7 +260,8 @@ impl Trainer {
     }
 
     /// Trains on every batch of a stream, until the stream ends or a callback returns
-    /// [`Break`](std::ops::ControlFlow::Break). Of the callbacks it calls [`Callbacks::step`] alone.
+    /// [`Break`](std::ops::ControlFlow::Break). Of the callbacks it calls
+    /// [`Callbacks::step`] alone.
     ///
     /// # Errors
     /// The first of the stream or of the callback, or as [`step`](Trainer::step).

@@ -20,7 +20,7 @@ use crate::hf;
 use crate::hf::largest_shape_of;
 use crate::inference::Evaluation;
 use crate::machine;
-use crate::models::{Model, Part};
+use crate::models::{Head, Model, Part};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Plan, RankShare, Room};
 use crate::telemetry::{
@@ -57,7 +57,7 @@ impl Checked {
         let share = exchanges
             .as_ref()
             .map_or(RankShare::WHOLE, |all| RankShare { rank: all.rank(), ranks: all.ranks() });
-        let model = match model {
+        let mut model = match model {
             Some(_) if config.model.max_layers.is_some() => {
                 let problem = "is for a model that the config names: give a model of your own all \
                                its layers, and choose among them (Trainer::step_with)";
@@ -74,6 +74,13 @@ impl Checked {
             }
             None => hf::model_of(&config, largest_shape_of(&config)?)?,
         };
+        model.label_smoothing = model.label_smoothing.max(config.train.label_smoothing);
+        if model.label_smoothing > 0.0
+            && matches!(model.shape.head, Head::Classes { is_value: true, .. })
+        {
+            let problem = "is for classes, and this model predicts a value: leave it out";
+            return Err(Error::config("train.label_smoothing", problem));
+        }
         let rule = rule.unwrap_or_else(|| Box::new(config.update_rule()));
         if let Some(room) = room {
             room.check(&model)?;

@@ -130,6 +130,7 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.parallel.groups = case.groups;
     config.train = case.trained.config();
     config.train.neftune_alpha = 50.0 * f64::from(case.dropout);
+    config.train.label_smoothing = case.dropout;
     if !matches!(case.trained, Trained::All) {
         config.train.base = case.base;
     }

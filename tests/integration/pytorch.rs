@@ -7,7 +7,7 @@ use std::path::Path;
 use l2l::config::{GroupConfig, Recompute, ScheduleKind, StashPlace};
 use l2l::data::{Batch, Batches, Dataset, Predicts, Sequence};
 use l2l::{Config, Trainer};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 fn numbers(golden: &Value, key: &str) -> Vec<f64> {
     let list = golden["float64"][key].as_array().expect("a list");
@@ -132,6 +132,34 @@ async fn every_family_is_pytorchs() {
         resident.device.threads = Some(1);
         assert_eq!(check(resident, &golden).await, relay, "{name}");
     }
+}
+
+/// Smoothed labels, of tokens and of classes; also resident, which is the same bits. Evaluation has
+/// none of it.
+#[tokio::test]
+async fn smoothed_labels_are_pytorchs() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/smoothed.json");
+    let text = fs::read_to_string(path).expect("it is committed");
+    let smoothed: Value = serde_json::from_str(&text).expect("it is JSON");
+    for name in ["llama", "bert-classes", "gpt2-classes"] {
+        let (mut config, golden) = case(name);
+        config.train.label_smoothing = smoothed["label_smoothing"].as_f64().expect("it is") as f32;
+        let expected = json!({ "float64": smoothed[name] });
+        let relay = check(config.clone(), &expected).await;
+        config.schedule.kind = ScheduleKind::Resident;
+        config.schedule.recompute = false.into();
+        config.stash.place = StashPlace::Device;
+        assert_eq!(check(config.clone(), &expected).await, relay, "{name}");
+        let (data, _) = Dataset::open(&config, &l2l::shape_of(&config).expect("a case of ours"))
+            .expect("it is committed");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
+        let found = trainer.evaluate([data.batch([0])]).await.expect("nothing fails here");
+        assert!((found.loss - numbers(&golden, "singles")[0]).abs() < 1e-4, "{name}");
+    }
+    let (mut config, _) = case("bert-value");
+    config.train.label_smoothing = 0.1;
+    let refused = Trainer::start(config).await.map(drop).expect_err("it has no classes");
+    assert!(refused.to_string().contains("predicts a value"), "{refused}");
 }
 
 /// Sequences that are walked in chunks, beside a shorter one.

@@ -2,17 +2,17 @@
 
 use super::views::CpuKernels;
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, Pool, PooledRows, PooledRowsBackward, STATISTICS,
-    label_of,
+    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, STATISTICS,
+    Smoothing, label_of,
 };
 
 /// The first row of each sequence.
 fn first_of_each(batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
-    one_of_each(Pool::First, batch)
+    one_of_each(Pooling::First, batch)
 }
 
 /// The row that stands for each sequence.
-fn one_of_each(pool: Pool, batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
+fn one_of_each(pool: Pooling, batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
     (0..batch.sequences()).map(move |sequence| pool.row(batch.sequence(sequence)))
 }
 
@@ -38,20 +38,29 @@ pub(super) fn pooled_rows_backward(on: &CpuKernels<'_>, op: &PooledRowsBackward<
 }
 
 pub(super) fn class_loss(on: &CpuKernels<'_>, op: &ClassLoss<'_>) {
-    let ClassLoss { out, statistics, scores, is_value, ref batch } = *op;
+    let ClassLoss { out, statistics, scores, is_value, smoothing, ref batch } = *op;
     let Some(call) = on.call([out], &[statistics, scores]) else { return };
     let [out] = call.write();
     out.copy_from_slice(call.read(statistics));
-    forward(out, call.read(scores), scores.columns, is_value, batch);
+    let target = Target { is_value, smoothing };
+    forward(out, call.read(scores), scores.columns, target, batch);
 }
 
 pub(super) fn class_loss_backward(on: &CpuKernels<'_>, op: &ClassLossBackward<'_>) {
-    let ClassLossBackward { dscores, scores, statistics, scale, is_value, ref batch } = *op;
+    let ClassLossBackward { dscores, scores, statistics, scale, .. } = *op;
+    let (batch, target) = (&op.batch, Target { is_value: op.is_value, smoothing: op.smoothing });
     let Some(call) = on.call([dscores], &[scores, statistics]) else { return };
     let ([dscores], statistics) = (call.write(), call.read(statistics));
     let labels: Vec<i32> =
         first_of_each(batch).map(|row| label_of(&statistics[row * STATISTICS..])).collect();
-    backward(dscores, call.read(scores), &labels, scale, is_value);
+    backward(dscores, call.read(scores), &labels, scale, target);
+}
+
+/// What scores are compared with.
+#[derive(Clone, Copy)]
+struct Target {
+    is_value: bool,
+    smoothing: Smoothing,
 }
 
 /// log Σ exp.
@@ -62,7 +71,13 @@ fn lse(scores: &[f32]) -> f64 {
 }
 
 /// Puts each sequence's loss and a mark into the statistics of its first position.
-fn forward(out: &mut [f32], scores: &[f32], classes: usize, is_value: bool, batch: &BatchView<'_>) {
+fn forward(
+    out: &mut [f32],
+    scores: &[f32],
+    classes: usize,
+    Target { is_value, smoothing }: Target,
+    batch: &BatchView<'_>,
+) {
     for (scores, row) in scores.chunks_exact(classes).zip(first_of_each(batch)) {
         let statistics = &mut out[row * STATISTICS..][..STATISTICS];
         let label = label_of(statistics);
@@ -71,7 +86,14 @@ fn forward(out: &mut [f32], scores: &[f32], classes: usize, is_value: bool, batc
             Some(off * off)
         } else {
             let at = usize::try_from(label).ok();
-            at.map(|label| lse(scores) - f64::from(scores[label]))
+            at.map(|label| {
+                let mean = match smoothing {
+                    Smoothing::NONE => 0.0,
+                    _ => scores.iter().map(|score| f64::from(*score)).sum(),
+                };
+                let of_label = f64::from(smoothing.own) * f64::from(scores[label]);
+                lse(scores) - (of_label + f64::from(smoothing.each) * mean)
+            })
         };
         if let Some(loss) = loss {
             (statistics[0], statistics[1]) = (loss as f32, 1.0);
@@ -80,7 +102,13 @@ fn forward(out: &mut [f32], scores: &[f32], classes: usize, is_value: bool, batc
 }
 
 /// dscores = scale · d. `labels`: one for each sequence.
-fn backward(dscores: &mut [f32], scores: &[f32], labels: &[i32], scale: f32, is_value: bool) {
+fn backward(
+    dscores: &mut [f32],
+    scores: &[f32],
+    labels: &[i32],
+    scale: f32,
+    Target { is_value, smoothing }: Target,
+) {
     let classes = scores.len() / labels.len();
     let all = dscores.chunks_exact_mut(classes).zip(scores.chunks_exact(classes));
     for ((d, scores), &label) in all.zip(labels) {
@@ -95,7 +123,8 @@ fn backward(dscores: &mut [f32], scores: &[f32], labels: &[i32], scale: f32, is_
         let lse = lse(scores);
         for (at, (d, score)) in d.iter_mut().zip(scores).enumerate() {
             let p = (f64::from(*score) - lse).exp() as f32;
-            *d = scale * (p - if at == label { 1.0 } else { 0.0 });
+            let own = if at == label { smoothing.own } else { 0.0 };
+            *d = scale * (p - own - smoothing.each);
         }
     }
 }
@@ -116,7 +145,13 @@ mod tests {
 
     #[test]
     fn losses_and_their_gradients_are_the_plain_ones() {
-        for (labels, is_value) in [(4, false), (1, true)] {
+        let ways = [
+            (4, Target { is_value: false, smoothing: Smoothing::NONE }),
+            (4, Target { is_value: false, smoothing: Smoothing::of(0.2, 4) }),
+            (1, Target { is_value: true, smoothing: Smoothing::NONE }),
+        ];
+        for (labels, target) in ways {
+            let Target { is_value, smoothing } = target;
             let scores = noise(3 * labels, 1);
             let values = [0.5_f32, -1.25, 2.0];
             let classes = [2_i32, -100, 0];
@@ -134,16 +169,19 @@ mod tests {
                         return (scores[0] - f64::from(values[at])).powi(2);
                     }
                     let lse = scores.iter().map(|score| score.exp()).sum::<f64>().ln();
-                    usize::try_from(classes[at]).map_or(0.0, |label| lse - scores[label])
+                    let mean = f64::from(smoothing.each) * scores.iter().sum::<f64>();
+                    let own = f64::from(smoothing.own);
+                    let loss = |label: usize| lse - own * scores[label] - mean;
+                    usize::try_from(classes[at]).map_or(0.0, loss)
                 };
                 scores.chunks(labels).enumerate().map(of).sum()
             };
-            forward(&mut statistics, &scores.narrow, labels, is_value, &batch());
+            forward(&mut statistics, &scores.narrow, labels, target, &batch());
             let found = statistics.chunks_exact(STATISTICS).filter(|of| of[1] == 1.0);
             let loss: f64 = found.map(|of| f64::from(of[0])).sum();
             assert!((loss - plain(&scores.wide)).abs() < 1e-5, "{loss}");
             let mut d = vec![f32::NAN; 3 * labels];
-            backward(&mut d, &scores.narrow, &of_each, 1.0, is_value);
+            backward(&mut d, &scores.narrow, &of_each, 1.0, target);
             close(&d, &differences(&scores.wide, plain), 1e-5);
         }
     }
@@ -156,8 +194,8 @@ mod tests {
         let dx = View::floats(32, 6).with_columns(1);
         memory.fill(x, &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         for (pool, pooled, back) in [
-            (Pool::First, [1.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0, 0.0, 0.0]),
-            (Pool::Last, [2.0, 3.0, 6.0], [0.0, 2.0, 3.0, 0.0, 0.0, 6.0]),
+            (Pooling::First, [1.0, 3.0, 4.0], [1.0, 0.0, 3.0, 4.0, 0.0, 0.0]),
+            (Pooling::Last, [2.0, 3.0, 6.0], [0.0, 2.0, 3.0, 0.0, 0.0, 6.0]),
         ] {
             memory.fill(dx, &[9.0; 6]);
             let on = CpuKernels { memory: Some(&memory), level: Level::Portable };

@@ -8,7 +8,9 @@ use rayon::prelude::*;
 use super::math::{exp, largest, sum_of};
 use super::product::{Matrix, Product, Start};
 use super::views::{CpuKernels, or_nothing};
-use crate::kernels::{Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, label_of};
+use crate::kernels::{
+    Logits, Loss, STATISTICS, Score, ScoreBackward, ScoreSize, Smoothing, label_of,
+};
 use crate::simd::Level;
 use crate::tensor::Scratch;
 
@@ -16,7 +18,7 @@ use crate::tensor::Scratch;
 const CHUNK: usize = 256;
 
 pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
-    let Score { out, statistics, h, w, bias, .. } = *op;
+    let Score { out, statistics, h, w, bias, smoothing, .. } = *op;
     let (scratch, size) = (scratch.nested(), op.size());
     let memory = scratch.take(1, forward_scratch(&size));
     let reads = [statistics, h, w, or_nothing(bias)];
@@ -24,7 +26,7 @@ pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
     let [out, memory] = call.write();
     out.copy_from_slice(call.read(statistics));
     let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    forward(on.level, out, call.read(h), head, &size, memory);
+    forward(on.level, out, call.read(h), (head, smoothing), &size, memory);
 }
 
 pub(super) fn logits(on: &CpuKernels<'_>, op: &Logits, scratch: &Scratch<'_>) {
@@ -59,7 +61,7 @@ fn both_ways(
     op: &ScoreBackward<'_>,
     scratch: &Scratch<'_>,
 ) {
-    let ScoreBackward { dh, dw, dbias, dh_before, h, w, bias, loss, scale, .. } = *op;
+    let ScoreBackward { dh, dw, dbias, dh_before, h, w, bias, loss, scale, smoothing, .. } = *op;
     let (scratch, size) = (scratch.nested(), op.size());
     let memory = scratch.take(1, backward_scratch(&size));
     let known = score.map_or(op.statistics, |score| score.statistics);
@@ -82,7 +84,7 @@ fn both_ways(
         }
     };
     let head = Head { w: call.read(w), bias: call.read_if(bias) };
-    let inputs = Inputs { statistics, h: call.read(h), head, loss, scale };
+    let inputs = Inputs { statistics, h: call.read(h), head, loss, smoothing, scale };
     let (dw, dbias) = (dw.map(|_| dw_or_nothing), dbias.map(|_| dbias_or_nothing));
     let gradients = Gradients { dh, dw, dbias };
     backward(on.level, gradients, inputs, &size, op.accumulate, memory);
@@ -142,7 +144,7 @@ fn forward(
     level: Level,
     out: &mut [f32],
     h: &[f32],
-    head: Head<'_>,
+    (head, smoothing): (Head<'_>, Smoothing),
     size: &ScoreSize,
     scratch: &mut [f32],
 ) {
@@ -157,7 +159,7 @@ fn forward(
         gather(gathered, h, &rows[..count], c);
         let logits = &mut logits[..count * v];
         logits_of(level, logits, &gathered[..count * c], head, count, size);
-        add_to_statistics(level, out, logits, &rows[..count], size);
+        add_to_statistics(level, out, logits, &rows[..count], size, smoothing);
     }
 }
 
@@ -168,6 +170,7 @@ fn add_to_statistics(
     logits: &[f32],
     rows: &[usize],
     size: &ScoreSize,
+    smoothing: Smoothing,
 ) {
     let (v, before) = (size.tile, &*statistics);
     let mut added = [[0.0; 3]; CHUNK];
@@ -175,10 +178,16 @@ fn add_to_statistics(
     tasks.for_each(|((logits, added), &row)| {
         let before = &before[row * STATISTICS..][..STATISTICS];
         let target = (label_of(before) as usize).checked_sub(size.first).filter(|&at| at < v);
-        let target = target.map_or(before[2], |at| logits[at]);
+        let mut target = match smoothing {
+            Smoothing::NONE => target.map_or(before[2], |at| logits[at]),
+            _ => before[2] + target.map_or(0.0, |at| smoothing.own * logits[at]),
+        };
         level.run(
             #[inline(always)]
             || {
+                if smoothing != Smoothing::NONE {
+                    target += smoothing.each * sum_of(logits, |logit| logit);
+                }
                 let most = before[0].max(largest(logits));
                 let sum = sum_of(logits, |logit| exp(logit - most));
                 *added = [most, before[1] * exp(before[0] - most) + sum, target];
@@ -242,6 +251,7 @@ struct Inputs<'a> {
     h: &'a [f32],
     head: Head<'a>,
     loss: &'a dyn Loss,
+    smoothing: Smoothing,
     scale: f32,
 }
 
@@ -256,7 +266,7 @@ struct Gradients<'a> {
 fn backward(
     level: Level,
     Gradients { dh, mut dw, mut dbias }: Gradients<'_>,
-    Inputs { mut statistics, h, head, loss, scale }: Inputs<'_>,
+    Inputs { mut statistics, h, head, loss, smoothing, scale }: Inputs<'_>,
     size: &ScoreSize,
     accumulate: bool,
     scratch: &mut [f32],
@@ -276,7 +286,7 @@ fn backward(
         let h = Matrix::rows(&gathered[..count * c], c);
         logits_of(level, logits, h.data, head, count, size);
         if let Statistics::BeforeLast(statistics) = &mut statistics {
-            add_to_statistics(level, statistics, logits, &rows[..count], size);
+            add_to_statistics(level, statistics, logits, &rows[..count], size, smoothing);
         }
         let statistics = statistics.values();
         logits.par_chunks_mut(v).zip(&rows[..count]).for_each(|(logits, &row)| {
@@ -287,10 +297,14 @@ fn backward(
                 #[inline(always)]
                 || {
                     logits.iter_mut().for_each(|logit| *logit = of_lse * exp(*logit - lse));
+                    if smoothing != Smoothing::NONE {
+                        let each = of_target * smoothing.each;
+                        logits.iter_mut().for_each(|logit| *logit += each);
+                    }
                 },
             );
             if let Some(at) = label.checked_sub(size.first).filter(|&at| at < v) {
-                logits[at] += of_target;
+                logits[at] += of_target * smoothing.own;
             }
         });
         let moved = &mut moved[..count * c];
@@ -326,12 +340,14 @@ mod tests {
     use crate::kernels::CrossEntropy;
 
     /// Sum of the losses of labelled rows, from all of the vocabulary at once.
-    fn plain(h: &[f64], w: &[f64], bias: &[f64], labels: &[i32], c: usize) -> f64 {
+    fn plain([h, w, bias]: [&[f64]; 3], labels: &[i32], c: usize, smoothing: Smoothing) -> f64 {
         let of_row = |(h, &label): (&[f64], &i32)| {
             let dot = |w: &[f64]| w.iter().zip(h).map(|(w, h)| w * h).sum::<f64>();
             let logits: Vec<f64> = w.chunks(c).zip(bias).map(|(w, b)| dot(w) + b).collect();
             let total: f64 = logits.iter().map(|logit| logit.exp()).sum();
-            if label < 0 { 0.0 } else { total.ln() - logits[label as usize] }
+            let mean = f64::from(smoothing.each) * logits.iter().sum::<f64>();
+            let own = |label: usize| f64::from(smoothing.own) * logits[label];
+            if label < 0 { 0.0 } else { total.ln() - own(label as usize) - mean }
         };
         h.chunks(c).zip(labels).map(of_row).sum()
     }
@@ -347,12 +363,14 @@ mod tests {
             let label = if row % 3 == 1 { -100 } else { (row % 40) as i32 };
             statistics.copy_from_slice(&[0.5, 1.5, 0.25, f32::from_bits(label as u32)]);
         }
-        for level in Level::all() {
+        let ways = [Smoothing::NONE, Smoothing::of(0.2, v)];
+        let levels = Level::all().into_iter();
+        for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
             let run = |statistics: Statistics<'_>| {
                 let (mut dh, mut dw) = (vec![0.0; rows * c], vec![1.0; v * c]);
                 let mut dbias = vec![1.0; v];
                 let (h, loss) = (&h.narrow, &CrossEntropy);
-                let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
+                let inputs = Inputs { statistics, h, head, loss, smoothing, scale: 0.5 };
                 let gradients =
                     Gradients { dh: &mut dh, dw: Some(&mut dw), dbias: Some(&mut dbias) };
                 let mut memory = vec![f32::NAN; backward_scratch(&size)];
@@ -361,7 +379,7 @@ mod tests {
             };
             let mut complete = before.clone();
             let mut memory = vec![f32::NAN; forward_scratch(&size)];
-            forward(level, &mut complete, &h.narrow, head, &size, &mut memory);
+            forward(level, &mut complete, &h.narrow, (head, smoothing), &size, &mut memory);
             let mut completed = before.clone();
             assert_eq!(
                 run(Statistics::BeforeLast(&mut completed)),
@@ -383,7 +401,9 @@ mod tests {
                 .step_by(tile)
                 .map(|first| (first, tile.min(vocabulary - first)))
                 .collect();
-            for level in Level::all() {
+            let ways = [Smoothing::NONE, Smoothing::of(0.2, vocabulary)];
+            let levels = Level::all().into_iter();
+            for (level, smoothing) in levels.flat_map(|level| ways.map(|way| (level, way))) {
                 let mut statistics = vec![0.0; rows * STATISTICS];
                 let positions = statistics.chunks_exact_mut(STATISTICS).zip(&labels);
                 positions.for_each(|(statistics, &label)| {
@@ -396,12 +416,19 @@ mod tests {
                     let (size, w) = (size(first, tile), &w.narrow[first * c..][..tile * c]);
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
                     let mut memory = vec![f32::NAN; forward_scratch(&size)];
-                    forward(level, &mut statistics, &h.narrow, head, &size, &mut memory);
+                    forward(
+                        level,
+                        &mut statistics,
+                        &h.narrow,
+                        (head, smoothing),
+                        &size,
+                        &mut memory,
+                    );
                 }
                 let labelled = statistics.chunks_exact(STATISTICS).filter(|of| label_of(of) >= 0);
                 let losses = labelled.map(|of| CrossEntropy.value(of[0] + of[1].ln(), of[2]));
                 let loss: f64 = losses.map(f64::from).sum();
-                let expected = plain(&h.wide, &w.wide, &bias.wide, &labels, c);
+                let expected = plain([&h.wide, &w.wide, &bias.wide], &labels, c, smoothing);
                 assert!((loss - expected).abs() < 1e-5 * expected.abs(), "{loss} {expected}");
 
                 let (mut dh, mut dw) = (vec![0.0; rows * c], vec![f32::NAN; vocabulary * c]);
@@ -414,18 +441,18 @@ mod tests {
                     let (h, loss) = (&h.narrow, &CrossEntropy);
                     let head = Head { w, bias: Some(&bias.narrow[first..][..tile]) };
                     let statistics = Statistics::Complete(statistics);
-                    let inputs = Inputs { statistics, h, head, loss, scale: 0.5 };
+                    let inputs = Inputs { statistics, h, head, loss, smoothing, scale: 0.5 };
                     let (dw, dbias) = (&mut dw[part], Some(&mut dbias[first..][..tile]));
                     let gradients = Gradients { dh: &mut dh, dw: Some(dw), dbias };
                     backward(level, gradients, inputs, &size, false, &mut memory);
                 }
                 let half = |of: Vec<f64>| of.into_iter().map(|g| 0.5 * g).collect::<Vec<_>>();
-                let by_w = |w: &[f64]| plain(&h.wide, w, &bias.wide, &labels, c);
-                let by_bias = |bias: &[f64]| plain(&h.wide, &w.wide, bias, &labels, c);
+                let by_w = |w: &[f64]| plain([&h.wide, w, &bias.wide], &labels, c, smoothing);
+                let by_bias = |bias: &[f64]| plain([&h.wide, &w.wide, bias], &labels, c, smoothing);
                 close(&dbias, &half(differences(&bias.wide, by_bias)), 1e-4);
                 close(&dw, &half(differences(&w.wide, by_w)), 1e-4);
                 if rows < 10 {
-                    let by_h = |h: &[f64]| plain(h, &w.wide, &bias.wide, &labels, c);
+                    let by_h = |h: &[f64]| plain([h, &w.wide, &bias.wide], &labels, c, smoothing);
                     close(&dh, &half(differences(&h.wide, by_h)), 1e-4);
                 }
             }

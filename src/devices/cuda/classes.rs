@@ -4,7 +4,7 @@ use super::driver::Argument;
 use super::kernels::On;
 use super::launches::int;
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, Pool, PooledRows, PooledRowsBackward,
+    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Smoothing,
 };
 use crate::tensor::View;
 
@@ -24,35 +24,38 @@ impl On<'_> {
         &self,
         kernel: &'static str,
         [to, from]: [View; 2],
-        pool: Pool,
+        pool: Pooling,
         batch: &BatchView<'_>,
     ) {
         let (blocks, channels) = (to.rows, to.columns);
         let [b, r, c] = [batch.sequences(), batch.rows(), channels].map(int);
         let (to, from, starts) = (self.at(to), self.at(from), self.metadata.starts(batch));
-        let last = i32::from(pool == Pool::Last);
+        let last = i32::from(pool == Pooling::Last);
         let arguments: [&dyn Argument; 7] = [&to, &from, &starts, &b, &r, &c, &last];
         self.queue.columns(kernel, [blocks, 1], channels, &arguments);
     }
 
     pub(super) fn class_loss(&self, op: &ClassLoss<'_>) {
-        let ClassLoss { out, statistics, scores, is_value, ref batch } = *op;
+        let ClassLoss { out, statistics, scores, is_value, ref batch, .. } = *op;
+        let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
         let (grid, is_value) = ([scores.rows, 1, 1], i32::from(is_value));
         let [b, r, labels] = [batch.sequences(), batch.rows(), scores.columns].map(int);
         let (out, scores, starts) = (self.at(out), self.at(scores), self.metadata.starts(batch));
-        let arguments: [&dyn Argument; 7] = [&out, &scores, &starts, &b, &r, &labels, &is_value];
+        let arguments: [&dyn Argument; 9] =
+            [&out, &scores, &starts, &b, &r, &labels, &is_value, &own, &each];
         self.queue.launch("class_loss", grid, [32, 1, 1], 0, &arguments);
     }
 
     pub(super) fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
-        let ClassLossBackward { dscores, scores, statistics, scale, is_value, ref batch } = *op;
+        let ClassLossBackward { dscores, scores, statistics, scale, is_value, ref batch, .. } = *op;
+        let Smoothing { own, each } = op.smoothing;
         let (grid, is_value) = ([scores.rows, 1, 1], i32::from(is_value));
         let [b, r, labels] = [batch.sequences(), batch.rows(), scores.columns].map(int);
         let (d, scores, s) = (self.at(dscores), self.at(scores), self.at(statistics));
         let starts = self.metadata.starts(batch);
-        let arguments: [&dyn Argument; 9] =
-            [&d, &scores, &s, &scale, &starts, &b, &r, &labels, &is_value];
+        let arguments: [&dyn Argument; 11] =
+            [&d, &scores, &s, &scale, &starts, &b, &r, &labels, &is_value, &own, &each];
         self.queue.launch("class_loss_backward", grid, [32, 1, 1], 0, &arguments);
     }
 }

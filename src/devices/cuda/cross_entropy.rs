@@ -7,7 +7,7 @@ use super::driver::{Address, Argument};
 use super::kernels::On;
 use super::launches::{int, parts_of};
 use super::linear::Table;
-use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize};
+use crate::kernels::{Logits, Score, ScoreBackward, ScoreSize, Smoothing};
 use crate::tensor::{Scratch, View};
 
 /// Positions that are scored at once, out of so many: from shapes alone. Each time, a tile's
@@ -108,7 +108,7 @@ impl On<'_> {
 
     /// Takes a tile into the statistics of each labelled position.
     pub(super) fn score(&self, op: &Score, scratch: &Labelled) {
-        let Score { out, statistics, h, w, bias, .. } = *op;
+        let Score { out, statistics, h, w, bias, smoothing: Smoothing { own, each }, .. } = *op;
         let size = &op.size();
         self.copy(out, statistics);
         for rows in chunks(size) {
@@ -116,8 +116,8 @@ impl On<'_> {
             let (out, logits, bias) = (self.at(out), self.at(scratch.logits), self.at_if(bias));
             let [r, tile, stride, first] =
                 [rows.len(), size.tile, stride_of(size), size.first].map(int);
-            let arguments: [&dyn Argument; 8] =
-                [&out, &logits, &bias, &places, &r, &tile, &stride, &first];
+            let arguments: [&dyn Argument; 10] =
+                [&out, &logits, &bias, &places, &r, &tile, &stride, &first, &own, &each];
             self.queue.launch("score_rows", [rows.len(), 1, 1], [256, 1, 1], 0, &arguments);
         }
     }
@@ -167,8 +167,9 @@ impl On<'_> {
         let (to, from) = (self.at(scratch.dlogits), self.at(scratch.labelled.logits));
         let (s, bias) = (self.at(statistics), self.at_if(bias));
         let [count, tile, stride, first] = [r, v, scratch.dlogits.columns, first].map(int);
-        let arguments: [&dyn Argument; 10] =
-            [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale];
+        let Smoothing { own, each } = op.smoothing;
+        let arguments: [&dyn Argument; 12] =
+            [&to, &s, &from, &bias, &places, &count, &tile, &stride, &first, &scale, &own, &each];
         self.queue.launch("score_gradient", [r, 1, 1], [256, 1, 1], 0, &arguments);
         let dlogits = Table::of(scratch.dlogits);
         self.product(Table::of(scratch.dh), [dlogits, Table::of(w)], [r, v, c], None, false);

@@ -8,9 +8,9 @@ use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, AttentionShape, BatchView,
     CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, Gate,
-    GateBackward, HeadNorm, HeadNormBackward, Kernels, Logits, Norm, NormBackward, Pool,
-    PooledRows, PooledRowsBackward, QueryKey, ReadKv, Residual, Rotary, RotaryScaling, Rotate,
-    STATISTICS, Score, ScoreBackward, WriteKv,
+    GateBackward, HeadNorm, HeadNormBackward, Kernels, Logits, Norm, NormBackward, PooledRows,
+    PooledRowsBackward, Pooling, QueryKey, ReadKv, Residual, Rotary, RotaryScaling, Rotate,
+    STATISTICS, Score, ScoreBackward, Smoothing, WriteKv,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -235,14 +235,14 @@ impl<'c> Cases<'c> {
             let (y, x) = (p.output([b, c]), p.input([r, c]));
             let z = p.output([b, c]);
             move |k, _| {
-                k.pooled_rows(&PooledRows { y, x, pool: Pool::First, batch });
-                k.pooled_rows(&PooledRows { y: z, x, pool: Pool::Last, batch });
+                k.pooled_rows(&PooledRows { y, x, pool: Pooling::First, batch });
+                k.pooled_rows(&PooledRows { y: z, x, pool: Pooling::Last, batch });
             }
         });
         self.case("pooled_rows_backward", |p| {
             let (dx, dy) = (p.output([r, c]), p.input([b, c]));
             move |k, _| {
-                k.pooled_rows_backward(&PooledRowsBackward { dx, dy, pool: Pool::Last, batch })
+                k.pooled_rows_backward(&PooledRowsBackward { dx, dy, pool: Pooling::Last, batch })
             }
         });
     }
@@ -394,12 +394,13 @@ impl<'c> Cases<'c> {
         let labels: Vec<i32> =
             (0..r as i32).map(|row| if row % 4 == 1 { -100 } else { row * 7 % 30 }).collect();
         let labelled = labels.iter().filter(|label| **label >= 0).count();
-        for (c, tile, first) in [(5, 21, 0), (12, 9, 21)] {
+        let ways = [(5, 21, 0, Smoothing::NONE), (12, 9, 21, Smoothing::of(0.1, 30))];
+        for (c, tile, first, smoothing) in ways {
             self.case("score", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let out = p.floats_output([r, STATISTICS]);
                 let (h, w, bias) = (p.input([r, c]), p.input([tile, c]), Some(p.input([1, tile])));
-                let op = Score { out, statistics, h, w, bias, first, labelled };
+                let op = Score { out, statistics, h, w, bias, first, labelled, smoothing };
                 move |k, scratch| k.score(&op, scratch)
             });
             self.labelled(0, labels.clone());
@@ -425,6 +426,7 @@ impl<'c> Cases<'c> {
                         w: p.input([tile, c]),
                         bias: Some(p.input([1, tile])),
                         loss: &CrossEntropy,
+                        smoothing,
                         scale: 0.1,
                         first,
                         labelled,
@@ -440,20 +442,30 @@ impl<'c> Cases<'c> {
     /// Losses of whole sequences.
     pub(super) fn of_classes(&mut self) {
         let (batch, r, b) = (self.batch, self.batch.rows(), self.batch.sequences());
-        for (labels, is_value) in [(4, false), (1, true)] {
-            let of_rows = (0..r as i32).map(|row| row % 4).collect::<Vec<_>>();
+        let (none, some) = (Smoothing::NONE, Smoothing::of(0.1, 4));
+        for (labels, is_value, smoothing) in [(4, false, some), (3, false, none), (1, true, none)] {
+            let of_rows = (0..r as i32).map(|row| row % labels.max(3) as i32).collect::<Vec<_>>();
             self.case("class_loss", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let out = p.floats_output([r, STATISTICS]);
                 let scores = p.input([b, labels]);
-                move |k, _| k.class_loss(&ClassLoss { out, statistics, scores, is_value, batch })
+                let op = ClassLoss { out, statistics, scores, is_value, smoothing, batch };
+                move |k, _| k.class_loss(&op)
             });
             self.labelled(0, of_rows.clone());
             self.case("class_loss_backward", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let (dscores, scores) = (p.output([b, labels]), p.input([b, labels]));
                 let scale = 0.3;
-                let op = ClassLossBackward { dscores, scores, statistics, scale, is_value, batch };
+                let op = ClassLossBackward {
+                    dscores,
+                    scores,
+                    statistics,
+                    scale,
+                    is_value,
+                    smoothing,
+                    batch,
+                };
                 move |k, _| k.class_loss_backward(&op)
             });
             self.labelled(0, of_rows);

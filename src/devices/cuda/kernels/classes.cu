@@ -53,10 +53,11 @@ __device__ inline Softmax softmax_of(const T* scores, int labels) {
 }
 
 // Each sequence's loss, by the label of its first position, where it goes: the square of what one score is
-// off a value, or the cross entropy of classes; none of a negative class. scores: (B, L).
+// off a value, or the cross entropy of classes; none of a negative class. scores: (B, L). own, each: the
+// weights of the label's own score and of every score in the label's.
 // launch: grid (sequences), block (32)
 extern "C" __global__ void class_loss(float* out, const T* scores, const int* starts, int sequences, int rows,
-                                      int labels, int is_value) {
+                                      int labels, int is_value, float own, float each) {
     const long long sequence = blockIdx.x;
     out += static_cast<long long>(sequence_at(starts, sequences, rows, blockIdx.x).first) * STATISTICS;
     scores += sequence * labels;
@@ -68,7 +69,14 @@ extern "C" __global__ void class_loss(float* out, const T* scores, const int* st
         loss = off * off;
     } else if (label >= 0) {
         const Softmax softmax = softmax_of(scores, labels);
-        loss = softmax.most - get(scores[label]) + logf(softmax.sum);
+        loss = softmax.most - own * get(scores[label]) + logf(softmax.sum);
+        if (each != 0.0f) {
+            float total = 0.0f;
+            for (int other = threadIdx.x; other < labels; other += WARP) {
+                total += get(scores[other]);
+            }
+            loss -= each * warp_sum(total);
+        }
     } else {
         return;
     }
@@ -82,13 +90,13 @@ extern "C" __global__ void class_loss(float* out, const T* scores, const int* st
 // launch: grid (sequences), block (32)
 extern "C" __global__ void class_loss_backward(T* d, const T* scores, const float* statistics, float scale,
                                                const int* starts, int sequences, int rows, int labels,
-                                               int is_value) {
+                                               int is_value, float own, float each) {
     const long long sequence = blockIdx.x;
     const long long row = sequence_at(starts, sequences, rows, blockIdx.x).first;
     d += sequence * labels;
     scores += sequence * labels;
     const float value = statistics[row * STATISTICS + 3];
-    const int own = __float_as_int(value);
+    const int own_label = __float_as_int(value);
     if (is_value) {
         if (threadIdx.x == 0) {
             d[0] = put(scale * 2.0f * (get(scores[0]) - value));
@@ -98,6 +106,6 @@ extern "C" __global__ void class_loss_backward(T* d, const T* scores, const floa
     const Softmax softmax = softmax_of(scores, labels);
     for (int label = threadIdx.x; label < labels; label += WARP) {
         const float share = expf(get(scores[label]) - softmax.most) / softmax.sum;
-        d[label] = put(own < 0 ? 0.0f : scale * (share - (label == own ? 1.0f : 0.0f)));
+        d[label] = put(own_label < 0 ? 0.0f : scale * (share - (label == own_label ? own : 0.0f) - each));
     }
 }

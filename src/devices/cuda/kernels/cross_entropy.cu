@@ -34,11 +34,11 @@ __device__ inline float block_max(float x) {
 // Takes a tile into the statistics of some rows. out: (R, 4); logits: (rows, tile), rows
 // `stride` apart; bias: (tile) or null.
 // places: which row of out each of the logits' rows is; -1: none. `first`: the tile's first column in the
-// vocabulary.
+// vocabulary. `own`, `each`: the weights of the target's own logit and of every logit in the target's.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     score_rows(float* out, const float* logits, const T* bias, const int* places, int rows, int tile,
-               int stride, int first) {
+               int stride, int first, float own, float each) {
     const long long row = places[blockIdx.x];
     if (row < 0) {
         return;
@@ -50,13 +50,18 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     logits += static_cast<long long>(blockIdx.x) * stride;
     // Each thread has a maximum and a sum of its own, and looks at a logit once.
-    float most = -infinity(), sum = 0.0f;
+    float most = -infinity(), sum = 0.0f, total = 0.0f;
     for (int column = 4 * threadIdx.x; column < tile; column += 4 * blockDim.x) {
         const Four values = biased(logits, bias, column, tile);
         const float largest = fmaxf(fmaxf(values.of[0], values.of[1]), fmaxf(values.of[2], values.of[3]));
         if (largest > most) {
             sum *= expf(most - largest);
             most = largest;
+        }
+        if (each != 0.0f) {
+            for (int i = 0; i < min(4, tile - column); ++i) {
+                total += values.of[i];
+            }
         }
         if (most > -infinity()) {
             for (int i = 0; i < 4; ++i) {
@@ -67,21 +72,28 @@ extern "C" __global__ void __launch_bounds__(256)
     const float before = statistics[0], most_of_all = fmaxf(before, block_max(most));
     const float base = most_of_all > -infinity() ? most_of_all : 0.0f;
     sum = block_sum(sum * expf(most - base));
+    if (each != 0.0f) {
+        total = block_sum(total);
+    }
     if (threadIdx.x == 0) {
         statistics[0] = most_of_all;
         statistics[1] = statistics[1] * expf(before - base) + sum;
         if (0 <= target && target < tile) {
-            statistics[2] = logits[target] + (bias != nullptr ? get(bias[target]) : 0.0f);
+            const float logit = logits[target] + (bias != nullptr ? get(bias[target]) : 0.0f);
+            statistics[2] = each != 0.0f ? statistics[2] + own * logit : logit;
+        }
+        if (each != 0.0f) {
+            statistics[2] += each * total;
         }
     }
 }
 
-// d = scale (softmax − one for the label); 0 without a label. From complete statistics, (R, 4); d: (rows,
+// d = scale (softmax − own for the label − each); 0 without a label. From complete statistics, (R, 4); d: (rows,
 // tile); places: as above.
 // launch: grid (rows), block (256)
 extern "C" __global__ void __launch_bounds__(256)
     score_gradient(T* d, const float* statistics, const float* logits, const T* bias, const int* places,
-                   int rows, int tile, int stride, int first, float scale) {
+                   int rows, int tile, int stride, int first, float scale, float own, float each) {
     const long long row = blockIdx.x, place = places[row];
     const int label = place < 0 ? -1 : __float_as_int(statistics[4 * place + 3]), target = label - first;
     const bool is_labelled = label >= 0;
@@ -91,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (is_labelled) {
             values = biased(logits + row * stride, bias, column, tile);
             for (int i = 0; i < 4; ++i) {
-                values.of[i] = scale * (expf(values.of[i] - lse) - (column + i == target ? 1.0f : 0.0f));
+                values.of[i] = scale * (expf(values.of[i] - lse) - (column + i == target ? own : 0.0f) - each);
             }
         }
         write(d + row * stride + column, values, min(4, tile - column));

@@ -27,7 +27,7 @@ fn parts_of_a_model_are_trained() {
         let of = |kind, dtype, schedule| {
             let mut config = config(kind);
             config.device.dtype = dtype;
-            config.train = train.clone();
+            config.train = TrainConfig { label_smoothing: 0.1, ..train.clone() };
             config.optimizer.kind = rule;
             config.schedule.kind = schedule;
             if kind == DeviceKind::Cuda {
