@@ -128,7 +128,13 @@ pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<Stri
     let may_change = |(key, _): &(String, String)| CHANGEABLE.contains(&key.as_str());
     let all_may = differ.iter().all(may_change);
     if differ.is_empty() || all_may && run.changes {
-        return Ok(differ.into_iter().map(|(_, difference)| difference).collect());
+        let mut changes: Vec<String> =
+            differ.into_iter().map(|(_, difference)| difference).collect();
+        // Under a constant rate, other steps are a reason for nothing.
+        if run.changes && record.steps != run.steps && !falls(run.config) {
+            changes.push(format!("step.steps was {}, is {}", record.steps, run.steps));
+        }
+        return Ok(changes);
     }
     // States of one rule are of no use to another.
     let of_states = ["kind", "block_size", "groups", "ema", "momentum"];
@@ -149,6 +155,11 @@ pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<Stri
     Err(format!("it was made by another run: {}. {remedy}", reasons.join("; ")))
 }
 
+/// Whether the learning rate follows from the number of steps.
+fn falls(config: &Config) -> bool {
+    config.optimizer.schedule != RateSchedule::Constant
+}
+
 /// The keys that are not as they were, and for each what it was and is.
 fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<(String, String)> {
     let now = as_value(run.config);
@@ -163,8 +174,7 @@ fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<(String, String)> 
         .filter(|(_, then, now)| then != now)
         .map(|(key, then, now)| (key.clone(), format!("{key} was {then}, is {now}")))
         .collect();
-    let falls = run.config.optimizer.schedule != RateSchedule::Constant;
-    if falls && record.steps != run.steps {
+    if falls(run.config) && record.steps != run.steps {
         let difference = format!(
             "step.steps was {}, is {}, and the learning rate follows from it",
             record.steps, run.steps

@@ -36,7 +36,8 @@ fn unlabelled(name: &str, step: u64) -> Error {
 }
 
 impl Batches {
-    /// Opens the training set of a config, and starts with its first step.
+    /// Opens the training set of a config, and starts with its first step. It reads and tokenizes,
+    /// and blocks its thread; [`Trainer::open`](crate::Trainer::open) does not.
     ///
     /// # Errors
     /// As [`Dataset::open`], [`Batches::check`] and [`Batches::start`].

@@ -148,6 +148,9 @@ fn a_run_is_resumed_with_changes() {
     assert_eq!((&record["progress"]["step"], &record["steps"]), (&json!(5), &json!(5)));
     // Its moments go on: each block has been updated in all steps.
     assert!(record["updates"].as_array().expect("a list").iter().all(|count| count == 5));
+    longer.extend(["optimizer.schedule=constant".into(), "step.steps=6".into()]);
+    let shown = good(&with(&["train", "--resume-with-changes"], &longer));
+    assert!(shown.contains("changed: step.steps was 5, is 6"), "{shown}");
     longer.push("optimizer.kind=lion".into());
     let arguments = with(&["train", "--resume-with-changes"], &longer);
     refused(&arguments, "optimizer.kind was \"adamw\", is \"lion\"");
