@@ -199,7 +199,7 @@ fn check_heads(shape: &Shape) -> Result<(), Error> {
         );
         return Err(Error::config("model.hidden", problem));
     }
-    if kv_heads == 0 || heads % kv_heads != 0 || (kv_heads != heads && names.qkv.len() == 1) {
+    if kv_heads == 0 || heads % kv_heads != 0 || (kv_heads != heads && !names.has_kv_heads()) {
         let problem = format_args!(
             "is {kv_heads}, model.heads {heads}: heads must be a multiple of it, and equal to it \
              in a family without grouped-query attention"

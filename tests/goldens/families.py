@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, DistilBertConfig, GPT2Config, LlamaConfig, MistralConfig,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, DistilBertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config,
     Qwen2Config, Qwen3Config, RobertaConfig,
 )
 
@@ -59,8 +59,9 @@ CLASSES = {
 for config in CLASSES.values():
     config.classifier_dropout = config.seq_classif_dropout = 0.0
 FAMILIES |= CLASSES
-WINDOWED = {"mistral", "qwen2", "mistral-classes"}
-CAUSAL = {"llama", "mistral", "qwen2", "qwen3"}
+FAMILIES["phi3"] = Phi3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=5)
+WINDOWED = {"mistral", "qwen2", "mistral-classes", "phi3"}
+CAUSAL = {"llama", "mistral", "phi3", "qwen2", "qwen3"}
 
 
 def sequences(family, generator):

@@ -101,7 +101,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-const FAMILIES: [&str; 15] = [
+const FAMILIES: [&str; 16] = [
     "bert",
     "bert-classes",
     "bert-value",
@@ -112,6 +112,7 @@ const FAMILIES: [&str; 15] = [
     "llama-classes",
     "mistral",
     "mistral-classes",
+    "phi3",
     "qwen2",
     "qwen3",
     "qwen3-classes",

@@ -67,7 +67,10 @@ impl TransformerBlock {
             [fused] => vec![(*fused, self.shape.qkv())],
             three => three.iter().copied().zip([heads * d, kv_heads * d, kv_heads * d]).collect(),
         };
-        let up = names.up.iter().map(|name| (*name, intermediate)).collect();
+        let up = match names.up {
+            [one] => vec![(*one, self.shape.up())],
+            both => both.iter().map(|name| (*name, intermediate)).collect(),
+        };
         let modules = |parts: Vec<(&str, usize)>, inputs, has_bias, init| {
             let named = |(name, outputs)| (self.name(name), outputs);
             Modules { parts: parts.into_iter().map(named).collect(), inputs, has_bias, init }

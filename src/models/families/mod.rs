@@ -6,6 +6,7 @@ mod distilbert;
 mod gpt2;
 mod llama;
 mod mistral;
+mod phi3;
 mod qwen2;
 mod qwen3;
 mod read;
@@ -43,7 +44,8 @@ pub struct Names {
     pub projection: &'static str,
     /// The norm of the feed-forward.
     pub norm2: &'static str,
-    /// The first layer of the feed-forward: the gate, if there is one, and the up projection.
+    /// The first layer of the feed-forward: the gate, if there is one, and the up projection; or one
+    /// for both.
     pub up: &'static [&'static str],
     /// The second layer of the feed-forward: the down projection.
     pub down: &'static str,
@@ -83,7 +85,12 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        ["llama", "mistral", "qwen2", "qwen3"].contains(&self.family)
+        ["llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
+    }
+
+    /// Whether the family has grouped-query attention: fewer key and value heads than heads.
+    pub(crate) fn has_kv_heads(&self) -> bool {
+        self.family != "gpt2"
     }
 }
 
@@ -117,12 +124,13 @@ const NONE: Names = Names {
 };
 
 /// All families.
-static FAMILIES: [&Names; 8] = [
+static FAMILIES: [&Names; 9] = [
     &bert::NAMES,
     &distilbert::NAMES,
     &gpt2::NAMES,
     &llama::NAMES,
     &mistral::NAMES,
+    &phi3::NAMES,
     &qwen2::NAMES,
     &qwen3::NAMES,
     &roberta::NAMES,

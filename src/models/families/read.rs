@@ -76,7 +76,8 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
         }
     }
     let theta = number(scaling, "rope_theta", number(keys, "rope_theta", default_theta)?)?;
-    if number(keys, "partial_rotary_factor", 1.0)? != 1.0 {
+    let part = number(keys, "partial_rotary_factor", 1.0)?;
+    if number(scaling, "partial_rotary_factor", part)? != 1.0 {
         return Err("partial_rotary_factor: only 1 is built".into());
     }
     let kind = given(scaling, "rope_type").or_else(|| given(scaling, "type"));

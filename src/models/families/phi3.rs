@@ -1,0 +1,34 @@
+//! Phi-3 (Abdin et al. 2024): Llama whose queries, keys and values are one tensor, as gate and up
+//! projection are.
+
+use serde_json::Value;
+
+use super::Names;
+use super::llama::{SHARED, read_shared, write_shared};
+use super::read::{Keys, number, only, size_or_none};
+use crate::models::{Dropouts, Shape};
+
+pub(super) static NAMES: Names = Names {
+    family: "phi3",
+    qkv: &["model.layers.{}.self_attn.qkv_proj"],
+    up: &["model.layers.{}.mlp.gate_up_proj"],
+    read,
+    write,
+    ..SHARED
+};
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    only(keys, "attention_bias", false)?;
+    let window = size_or_none(keys, "sliding_window")?.map(|window| (window, 0));
+    let shape = read_shared(keys, &NAMES, 10_000.0)?;
+    let residual = number(keys, "resid_pdrop", 0.0)?;
+    let dropout = Dropouts { projection: residual, feed_forward: residual, ..shape.dropout };
+    Ok(Shape { window, dropout, ..shape })
+}
+
+fn write(shape: &Shape) -> Value {
+    let mut config = write_shared(shape, "Phi3");
+    config["sliding_window"] = shape.window.map(|(window, _)| window).into();
+    config["resid_pdrop"] = shape.dropout.feed_forward.into();
+    config
+}
