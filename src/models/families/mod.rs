@@ -44,8 +44,8 @@ pub struct Names {
     pub projection: &'static str,
     /// The norm of the feed-forward.
     pub norm2: &'static str,
-    /// The first layer of the feed-forward: the gate, if there is one, and the up projection; or one
-    /// for both.
+    /// The first layer of the feed-forward: the gate, if there is one, and the up projection; or
+    /// one for both.
     pub up: &'static [&'static str],
     /// The second layer of the feed-forward: the down projection.
     pub down: &'static str,
