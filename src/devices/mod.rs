@@ -101,6 +101,7 @@ pub(crate) trait Device: Send + Sync + 'static {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PeerView {
     /// The GPU's context in the driver; 0 for a CPU device.
+    #[allow(dead_code, reason = "only GPUs have one")]
     pub(crate) context: usize,
     /// The GPU's address; for a CPU device the slot's first element in the shared memory.
     pub(crate) at: u64,

@@ -18,7 +18,13 @@ fn left_out() -> Error {
     Error::config("device.kind", problem)
 }
 
-pub(super) fn open(_: &Config, _: &Model, _: usize, _: View) -> Result<Box<dyn Device>, Error> {
+pub(super) fn open(
+    _: &Config,
+    _: usize,
+    _: &Model,
+    _: usize,
+    _: View,
+) -> Result<Box<dyn Device>, Error> {
     Err(left_out())
 }
 

@@ -89,8 +89,10 @@ pub struct ScoreBackward<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ScoreSize {
     /// R.
+    #[allow(dead_code, reason = "not all devices read it")]
     pub(crate) rows: usize,
     /// How many of them have a label.
+    #[allow(dead_code, reason = "not all devices read it")]
     pub(crate) labelled: usize,
     /// C.
     pub(crate) channels: usize,
