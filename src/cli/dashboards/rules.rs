@@ -19,8 +19,9 @@ pub(super) const RECORDED: &[(&str, &str)] = &[
     ),
     (
         "l2l:compute_lane:rate",
-        "sum by (run) (rate(l2l_compute_wait_seconds_total[5m])) + sum by (run) \
-            (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m]))",
+        // Of runs that are still there: what a run waited for is no news once it has ended.
+        "(sum by (run) (rate(l2l_compute_wait_seconds_total[5m])) + sum by (run) \
+            (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m]))) and on (run) l2l_step",
     ),
     (
         "l2l:exposed_wait:ratio",
@@ -166,6 +167,10 @@ const ALERTS: &[Alert] = &[
             ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
         ],
         silent: &[
+            // Bound until it ended, and not there any more.
+            ("l2l_compute_wait_seconds_total{run=\"gone\",waited_for=\"upload\"}", "0+30x5"),
+            ("l2l_lane_seconds_total{run=\"gone\",lane=\"compute\"}", "0+30x5"),
+            ("l2l_step{run=\"gone\"}", "1x5 stale"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"update\"}", "0+30x20"),
             ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
         ],
@@ -437,7 +442,10 @@ pub(super) fn files(runbooks: &str) -> BTreeMap<String, String> {
                 expected.push(("L2lExposedWaitHigh", false));
             }
             let _ = writeln!(tests, "  - name: {name} {does}\n    interval: 1m\n    input_series:");
-            for (series, values) in series {
+            // A run that is there has a step.
+            let has_step = alert.name == "L2lVanished";
+            let step = (!has_step).then_some(("l2l_step{run=\"r\"}", "1x500"));
+            for (series, values) in series.iter().copied().chain(step) {
                 let (series, values) = (quoted(series), quoted(values));
                 let _ = writeln!(tests, "      - series: {series}\n        values: {values}");
             }
