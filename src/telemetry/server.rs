@@ -5,7 +5,7 @@
 
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener};
-use std::sync::{Arc, Condvar, Mutex, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use http_body_util::Full;
@@ -55,9 +55,18 @@ pub struct Server {
 struct Shared {
     recorder: PrometheusRecorder,
     watch: OnceLock<Watch>,
-    /// Times that metrics were asked for.
-    scrapes: Mutex<u64>,
+    scrapes: Mutex<Scrapes>,
     scraped: Condvar,
+}
+
+/// Which answers with metrics have been sent, to the last byte.
+#[derive(Default)]
+struct Scrapes {
+    any: bool,
+    /// Somebody waits for one more.
+    awaited: bool,
+    /// One was made and sent while somebody waited for it.
+    last: bool,
 }
 
 impl Server {
@@ -107,18 +116,18 @@ impl Server {
         _ = self.shared.watch.set(watch); // the first is shown
     }
 
-    /// Whether anybody has asked for metrics.
+    /// Whether anybody has been sent the metrics.
     pub fn was_scraped(&self) -> bool {
-        *self.shared.scrapes.lock().expect("nothing panics inside") > 0
+        self.shared.scrapes().any
     }
 
-    /// Waits until whoever scrapes has scraped once more, if anybody does, but no longer than this:
-    /// so that the last word of a run that ends is heard.
+    /// Waits until the metrics as they are from now on have been sent to somebody, if they were
+    /// sent before, but no longer than this: so that the end of a run is seen.
     pub fn linger(&self, most: Duration) {
-        let scrapes = self.shared.scrapes.lock().expect("nothing panics inside");
-        let met = *scrapes;
-        if met > 0 {
-            let none = |scrapes: &mut u64| *scrapes == met;
+        let mut scrapes = self.shared.scrapes();
+        if scrapes.any {
+            scrapes.awaited = true;
+            let none = |scrapes: &mut Scrapes| !scrapes.last;
             let waited = self.shared.scraped.wait_timeout_while(scrapes, most, none);
             drop(waited.expect("nothing panics inside"));
         }
@@ -131,6 +140,18 @@ impl Server {
 }
 
 impl Shared {
+    fn scrapes(&self) -> MutexGuard<'_, Scrapes> {
+        self.scrapes.lock().expect("nothing panics inside")
+    }
+
+    /// The metrics have been sent; whether somebody already waited for them when they were made.
+    fn sent(&self, awaited: bool) {
+        let mut scrapes = self.scrapes();
+        scrapes.any = true;
+        scrapes.last |= awaited;
+        self.scraped.notify_all();
+    }
+
     fn text(&self) -> String {
         if let Some(watch) = self.watch.get() {
             publish(&watch.view(0), &self.recorder);
@@ -153,7 +174,12 @@ impl Shared {
         }
     }
 
-    fn answer(&self, request: &Request<Incoming>) -> Response<Full<Bytes>> {
+    /// What to send. `awaited` is set if it is the metrics: to whether somebody waits for them.
+    fn answer(
+        &self,
+        request: &Request<Incoming>,
+        awaited: &OnceLock<bool>,
+    ) -> Response<Full<Bytes>> {
         let state = self.watch.get().map(|watch| watch.status().state);
         let plain = "text/plain; charset=utf-8";
         let said = |ok: bool, yes: &str, no: &str| {
@@ -172,9 +198,8 @@ impl Shared {
         match request.uri().path() {
             "/" => response(StatusCode::OK, "text/html; charset=utf-8", live().to_string()),
             "/metrics" => {
+                _ = awaited.set(self.scrapes().awaited); // a connection is for one answer
                 let text = self.text();
-                *self.scrapes.lock().expect("nothing panics inside") += 1;
-                self.scraped.notify_all();
                 response(StatusCode::OK, "text/plain; version=0.0.4; charset=utf-8", text)
             }
             "/live.json" => match self.watch.get() {
@@ -224,8 +249,9 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
         };
         let shared = shared.clone();
         tokio::spawn(async move {
-            let answer = service_fn(move |request: Request<Incoming>| {
-                let response = shared.answer(&request);
+            let awaited = OnceLock::new();
+            let answer = service_fn(|request: Request<Incoming>| {
+                let response = shared.answer(&request, &awaited);
                 async move { Ok::<_, Infallible>(response) }
             });
             let connection = http1::Builder::new()
@@ -234,7 +260,10 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
                 .keep_alive(false)
                 .max_buf_size(16 << 10)
                 .serve_connection(TokioIo::new(stream), answer);
-            _ = tokio::time::timeout(LIFETIME, connection).await; // its client's fault
+            let sent = matches!(tokio::time::timeout(LIFETIME, connection).await, Ok(Ok(())));
+            if let Some(awaited) = awaited.get().filter(|_| sent) {
+                shared.sent(*awaited);
+            }
             drop(place);
         });
     }
