@@ -796,6 +796,28 @@ def check_classes(device, random, sequences, positions, labels, is_value, smooth
     device.expect(d, scale * row_slopes(losses, scores.wide), 2e-6)
 
 
+def check_token_classes(device, random, rows, labels, scale=0.37):
+    scores = device.elements(5 * noise(random, rows, labels))
+    label = np.where(random.random(rows) < 0.3, -100, random.integers(0, labels, rows)).astype(np.int32)
+    out = device.floats(noise(random, rows, 4), changes=True)
+    out.bits[:, 3] = label.view(np.float32)
+    out.before = out.all.copy()
+    statistics, expected = device.floats(out.bits), out.wide
+
+    def losses(scores):
+        lse = scores.max(1) + np.log(np.exp(scores - scores.max(1, keepdims=True)).sum(1))
+        return np.where(label < 0, 0, lse - scores[np.arange(rows), label % labels])
+
+    expected[label >= 0, 0], expected[label >= 0, 1] = losses(scores.wide)[label >= 0], 1
+    sizes = [make_starts(device, random, 1, rows), 0, rows, labels, 0, 1.0, 0.0]
+    device.launch("class_loss", out, scores, *sizes)
+    out.bits[:, 3], expected[:, 3] = 0, 0  # some labels are not numbers
+    device.expect(out, expected, 2e-6)
+    d = device.out(rows, labels)
+    device.launch("class_loss_backward", d, scores, statistics, scale, *sizes)
+    device.expect(d, scale * row_slopes(losses, scores.wide), 2e-6)
+
+
 def check_rows(device, random, rows, channels, count, first):
     statistics = device.floats(noise(random, rows, 4))
     statistics.bits[:, 3] = random.choice([-100, 0, 7], rows).astype(np.int32).view(np.float32)
@@ -907,6 +929,7 @@ def checks():
         ("embedding", check_kinds, each(rows, kinds)),
         ("classes", check_pooled_rows, each(sequences=[1, 3], positions=[1, 4], channels=[1, 8, 1027], last=[0, 1])),
         ("classes", check_classes, each(classes, sequences=[1, 9], positions=[1, 3])),
+        ("classes", check_token_classes, each(rows=[1, 13], labels=[1, 9, 40])),
         ("classes", check_classes, each(sequences=[3], positions=[2], labels=[2, 40], is_value=[0], smoothing=[0.1])),
         ("rows", check_rows, each([*rows, dict(rows=1300, channels=3)], count=[1, 5, 700], first=[0, 2])),
         ("rows", check_columns, parts),

@@ -48,7 +48,7 @@ fn labels(sequence: &Sequence, predicts: Predicts) -> serde_json::Value {
     match predicts {
         Predicts::Class => json!(sequence.labels[0]),
         Predicts::Value => json!(f32::from_bits(sequence.labels[0] as u32)),
-        Predicts::Next | Predicts::Own => json!(sequence.labels),
+        Predicts::Next | Predicts::Own | Predicts::TokenClass => json!(sequence.labels),
     }
 }
 
@@ -128,6 +128,13 @@ fn shown(data: &Dataset, sequence: &Sequence) -> String {
     match predicts {
         Predicts::Class | Predicts::Value => {
             return format!("{} ⟦{}⟧", decode(&sequence.tokens), labels(sequence, predicts));
+        }
+        Predicts::TokenClass => {
+            let each = sequence.tokens.iter().zip(&sequence.labels).map(|(&token, &label)| {
+                let class = if label < 0 { String::new() } else { format!("⟦{label}⟧") };
+                decode(&[token]) + &class
+            });
+            return each.collect::<Vec<_>>().join(" ");
         }
         Predicts::Next | Predicts::Own => {}
     }

@@ -90,12 +90,13 @@ pub struct ModelConfig {
     pub dropout: Option<f32>,
     /// What the model is trained to predict; when absent, what its family usually predicts.
     pub task: Option<Task>,
-    /// Classes of `sequence-classification`: their number, or a list of their names. 1 means one
-    /// real value (regression). When absent, the model's own, else 2.
+    /// Classes of `sequence-classification` and `token-classification`: their number, or a list of
+    /// their names. 1 class of sequences means one real value (regression). When absent, the
+    /// model's own, else 2.
     pub labels: Option<Labels>,
 }
 
-/// The classes of sequences, or one value.
+/// The classes of sequences or tokens, or one value.
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(untagged, expecting = "expected the number of classes, or a list of their names")]
@@ -128,6 +129,8 @@ pub enum Task {
     /// To predict a class, or a real value, for each sequence: of its first position in an encoder,
     /// of its last in a decoder.
     SequenceClassification,
+    /// To predict a class for each token.
+    TokenClassification,
 }
 
 impl Task {
@@ -137,6 +140,7 @@ impl Task {
             Task::CausalLm => "causal-lm",
             Task::MaskedLm => "masked-lm",
             Task::SequenceClassification => "sequence-classification",
+            Task::TokenClassification => "token-classification",
         }
     }
 }

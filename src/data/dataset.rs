@@ -173,6 +173,7 @@ impl Dataset {
             Head::Masked => (Predicts::Own, 0),
             Head::Classes { labels, is_value: false } => (Predicts::Class, labels),
             Head::Classes { labels, is_value: true } => (Predicts::Value, labels),
+            Head::TokenClasses { labels } => (Predicts::TokenClass, labels),
         };
         let vocabulary = Vocabulary::of(config, shape)?;
         if files.is("random") {
@@ -218,7 +219,7 @@ impl Dataset {
         if !config.data.packing {
             return Ok(());
         }
-        if !shape.scores_tokens() {
+        if matches!(shape.head, Head::Classes { .. }) {
             let problem = "puts several texts into one sequence, and this model has one label \
                            for each sequence";
             return Err(Error::config("data.packing", problem));
@@ -320,6 +321,10 @@ impl Dataset {
                     Predicts::Next | Predicts::Own => Sequence::plain(tokens),
                     Predicts::Class | Predicts::Value => {
                         Sequence::classified(tokens, 0, Vec::new())
+                    }
+                    Predicts::TokenClass => {
+                        let labels = vec![0; tokens.len()];
+                        Sequence { tokens, labels, ..Sequence::default() }
                     }
                 });
             }

@@ -234,11 +234,16 @@ impl Opening<'_> {
     fn text(&mut self, name: &str, file: &mut impl BufRead) -> Result<(), Error> {
         let refuse = |what: &dyn std::fmt::Display| Error::bad_data(name, what);
         let reader = self.reader;
-        if matches!(reader.predicts, Predicts::Class | Predicts::Value) {
-            return Err(refuse(
-                &"text files have no labels, and this model classifies sequences: give a .jsonl \
-                  file with text and label",
-            ));
+        let needs = match reader.predicts {
+            Predicts::Class | Predicts::Value => Some("text and label"),
+            Predicts::TokenClass => Some("tokens and tags"),
+            Predicts::Next | Predicts::Own => None,
+        };
+        if let Some(needs) = needs {
+            return Err(refuse(&format_args!(
+                "text files have no labels, and this model has classes: give a .jsonl file with \
+                 {needs}"
+            )));
         }
         let special_tokens = match &reader.vocabulary {
             Vocabulary::Words(_) => reader.vocabulary.special_tokens_around(),

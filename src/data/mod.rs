@@ -78,6 +78,8 @@ pub enum Predicts {
     Class,
     /// A value of the sequence: the first position's label holds the bits of an f32.
     Value,
+    /// The class of each token: a position is scored by its own label.
+    TokenClass,
 }
 
 impl Predicts {
@@ -85,7 +87,7 @@ impl Predicts {
     fn label_offset(self) -> usize {
         match self {
             Predicts::Next => 1,
-            Predicts::Own | Predicts::Class | Predicts::Value => 0,
+            Predicts::Own | Predicts::Class | Predicts::Value | Predicts::TokenClass => 0,
         }
     }
 }
@@ -275,6 +277,7 @@ impl Batch {
         let is_known = |label: u32| match model.shape.head {
             Head::Tokens | Head::Masked => known(label),
             Head::Classes { labels, is_value } => is_value || (label as usize) < labels,
+            Head::TokenClasses { labels } => (label as usize) < labels,
         };
         let is_bad = |target: &&i32| **target >= 0 && !is_known(**target as u32);
         if let Some(token) = self.tokens.iter().find(|token| !known(**token)) {
@@ -283,9 +286,14 @@ impl Batch {
             )));
         }
         if let Some(label) = self.targets.iter().find(is_bad) {
-            return Err(Error::bad_batch(format_args!(
-                "label {label} is outside the vocabulary of {vocabulary}"
-            )));
+            return Err(Error::bad_batch(match model.shape.head {
+                Head::Classes { labels, .. } | Head::TokenClasses { labels } => {
+                    format!("label {label} is none of the {labels} classes, which count from 0")
+                }
+                Head::Tokens | Head::Masked => {
+                    format!("label {label} is outside the vocabulary of {vocabulary}")
+                }
+            }));
         }
         if self.labelled == 0 {
             return Err(Error::bad_batch("no position of the batch has a label"));

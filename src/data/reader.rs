@@ -1,5 +1,5 @@
 //! Turns a record, such as a line of a `.jsonl` file, into sequences. The kinds of records are
-//! text, chats, a prompt with its completion, and token ids.
+//! text, chats, a prompt with its completion, words with tags, and token ids.
 
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -75,6 +75,11 @@ impl Reader {
         match kind {
             "text" => self.text(&record, label),
             "input_ids" => self.ids(record, label).map(|one| vec![one]),
+            "tokens" => self.words(&record).map(|one| vec![one]),
+            _ if self.predicts == Predicts::TokenClass => Err(format!(
+                "{kind}: this model classifies tokens; give tokens (words) with tags, or \
+                 input_ids with labels"
+            )),
             _ if self.predicts != Predicts::Next => Err(format!(
                 "{kind}: this model does not predict the next token; give text or input_ids"
             )),
@@ -110,6 +115,7 @@ impl Reader {
     fn label(&self, label: &Label) -> Result<i32, String> {
         let classes = self.classes;
         match (self.predicts, label) {
+            (Predicts::TokenClass, Label::Number(-100.0)) => Ok(-100),
             (Predicts::Value, Label::Number(value)) if (*value as f32).is_finite() => {
                 Ok((*value as f32).to_bits() as i32)
             }
@@ -124,9 +130,7 @@ impl Reader {
             }
             (_, Label::Number(number)) => {
                 let class = (0..classes).find(|&class| class as f64 == *number);
-                class.map(|class| class as i32).ok_or_else(|| {
-                    format!("label {number} is none of the {classes} classes, which count from 0")
-                })
+                class.map(|class| class as i32).ok_or_else(|| no_class(number, classes))
             }
             (_, Label::Name(name)) => {
                 let class = self.names.iter().position(|known| known == name);
@@ -322,6 +326,31 @@ impl Reader {
         )
     }
 
+    /// The words of a text with a class for each: the first token of a word has its class, and all
+    /// others are not scored.
+    fn words(&self, record: &Record) -> Result<Sequence, String> {
+        if self.predicts != Predicts::TokenClass {
+            return Err("tokens: this model does not classify tokens; give text or input_ids".into());
+        }
+        let words = record.words.as_deref().unwrap_or_default();
+        let tags = record.tags.as_deref().ok_or("tags is missing: a class for each of tokens")?;
+        if words.is_empty() || words.len() != tags.len() {
+            return Err(format!("{} tags for {} tokens", tags.len(), words.len()));
+        }
+        let tags = tags.iter().map(|tag| self.label(tag)).collect::<Result<Vec<_>, _>>()?;
+        let tokenizer = self.vocabulary.tokenizer();
+        let tokenizer = tokenizer.ok_or("tokens: words need a model with a tokenizer.json")?;
+        let (Encoded { mut tokens, mut kinds, .. }, begins) = tokenizer.encode_words(words)?;
+        if self.too_long != TooLong::Cut {
+            self.check_length(tokens.len())?;
+        }
+        tokens.truncate(self.positions);
+        kinds.truncate(if self.kinds > 1 { tokens.len() } else { 0 });
+        let label = |word: &Option<usize>| word.map_or(-100, |word| tags[word]);
+        let labels: Vec<i32> = begins[..tokens.len()].iter().map(label).collect();
+        Ok(Sequence { tokens, labels, kinds, documents: Vec::new() })
+    }
+
     /// A line of `input_ids`, perhaps with `labels` or a `label`.
     fn ids(&self, line: Record, label: Option<i32>) -> Result<Sequence, String> {
         let Record { input_ids, labels, token_type_ids, attention_mask, .. } = line;
@@ -329,6 +358,9 @@ impl Reader {
         match (&labels, label) {
             (Some(_), Some(_)) => {
                 return Err("labels: this model is trained on one label for each sequence".into());
+            }
+            (None, None) if self.predicts == Predicts::TokenClass => {
+                return Err("labels is missing: a class for each of input_ids, or -100".into());
             }
             (None, None) if self.predicts == Predicts::Own => {
                 let what = "labels is missing: the original tokens at masked positions, and -100 \
@@ -379,12 +411,24 @@ impl Reader {
         if let Some((at, id)) = ids.iter().enumerate().find(|(_, id)| !is_token(id)) {
             return Err(format!("token {id} at {at} is outside the vocabulary of {vocabulary}"));
         }
+        if self.predicts == Predicts::TokenClass {
+            let classes = self.classes;
+            let is_class = |label: &&i64| **label == -100 || (0..classes as i64).contains(*label);
+            return match labels.iter().find(|label| !is_class(label)) {
+                Some(label) => Err(no_class(label, classes)),
+                None => Ok(()),
+            };
+        }
         let is_label = |label: &i64| *label == -100 || is_token(label);
         if let Some((at, id)) = labels.iter().enumerate().find(|(_, id)| !is_label(id)) {
             return Err(format!("label {id} at {at} is outside the vocabulary of {vocabulary}"));
         }
         Ok(())
     }
+}
+
+fn no_class(label: impl std::fmt::Display, classes: usize) -> String {
+    format!("label {label} is none of the {classes} classes, which count from 0")
 }
 
 /// The prompt that Stanford's Alpaca was trained with.

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::hf::Message;
 
-/// The label of a whole sequence: a class, by number or name, or a value.
+/// The label of a sequence or a word: a class, by number or name, or a value.
 #[derive(Deserialize)]
 #[serde(untagged, expecting = "it must be a number or a name")]
 pub(super) enum Label {
@@ -65,6 +65,10 @@ pub(super) struct Record {
     pub(super) system: Option<String>,
     /// Descriptions of tools for the chat template, or null.
     pub(super) tools: Value,
+    /// The words of a text.
+    pub(super) words: Option<Vec<String>>,
+    /// A class for each word.
+    pub(super) tags: Option<Vec<Label>>,
     pub(super) input_ids: Option<Vec<i64>>,
     pub(super) labels: Option<Vec<i64>>,
     pub(super) label: Option<Label>,
@@ -74,7 +78,7 @@ pub(super) struct Record {
 }
 
 /// Columns of which a record has one, which says what kind it is.
-const KINDS: [&str; 5] = ["text", "messages", "prompt", "instruction", "input_ids"];
+const KINDS: [&str; 6] = ["text", "messages", "prompt", "instruction", "tokens", "input_ids"];
 
 impl Record {
     /// The record of these columns. `fields`: our names of columns, and theirs where they have
@@ -105,6 +109,9 @@ impl Record {
         {
             columns.insert("messages".into(), chat);
         }
+        if let (false, Some(tags)) = (columns.contains_key("tags"), columns.remove("ner_tags")) {
+            columns.insert("tags".into(), tags);
+        }
         let all = &mut columns;
         let record = Record {
             text: take(all, "text")?,
@@ -117,6 +124,8 @@ impl Record {
             output: take(all, "output")?,
             system: take(all, "system")?,
             tools: take(all, "tools")?.unwrap_or_default(),
+            words: take(all, "tokens")?,
+            tags: take(all, "tags")?,
             input_ids: take(all, "input_ids")?,
             labels: take(all, "labels")?,
             label: take(all, "label")?,
@@ -136,8 +145,8 @@ impl Record {
         Ok((record, unused))
     }
 
-    /// Its kind: the one of the columns `text`, `messages`, `prompt`, `instruction` and `input_ids`
-    /// that it has.
+    /// Its kind: the one of the columns `text`, `messages`, `prompt`, `instruction`, `tokens` and
+    /// `input_ids` that it has.
     ///
     /// # Errors
     /// It has none, or several, or a column of another kind.
@@ -147,6 +156,7 @@ impl Record {
             self.messages.is_some(),
             self.prompt.is_some(),
             self.instruction.is_some(),
+            self.words.is_some(),
             self.input_ids.is_some(),
         ];
         let kinds = KINDS.iter().zip(given).filter(|(_, given)| *given);
@@ -154,7 +164,7 @@ impl Record {
         let [kind] = kinds[..] else {
             return Err(match kinds[..] {
                 [] => "it needs one of text, messages (or conversations), prompt with completion, \
-                       instruction with output, or input_ids; data.fields names columns that are \
+                       instruction with output, tokens with tags, or input_ids; data.fields names columns that are \
                        called otherwise"
                     .into(),
                 [first, ..] => format!(
@@ -166,6 +176,7 @@ impl Record {
         let others = [
             ("text_pair", self.text_pair.is_some(), "text"),
             ("completion", self.completion.is_some(), "prompt"),
+            ("tags", self.tags.is_some(), "tokens"),
             ("labels", self.labels.is_some(), "input_ids"),
             ("token_type_ids", self.token_type_ids.is_some(), "input_ids"),
             ("attention_mask", self.attention_mask.is_some(), "input_ids"),

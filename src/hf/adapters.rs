@@ -168,6 +168,7 @@ pub(crate) fn write_adapter_config(
     let task = match model.shape.head {
         Head::Tokens => json!("CAUSAL_LM"),
         Head::Classes { .. } => json!("SEQ_CLS"),
+        Head::TokenClasses { .. } => json!("TOKEN_CLS"),
         Head::Masked => Value::Null,
     };
     let written = json!({

@@ -97,9 +97,10 @@ impl Merge {
 
     /// Whether the adapters' file has a tensor that the model may lack: one of a head.
     fn has(&self, name: &str) -> bool {
-        let Names { class_dense, class_out, head, .. } = self.names;
+        let Names { class_dense, class_out, token_classes, head, .. } = self.names;
         let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
-        let is_of_head = [class_dense, class_out, head].into_iter().any(|layer| is_in(layer));
+        let heads = [class_dense, class_out, token_classes, head];
+        let is_of_head = heads.into_iter().any(|layer| is_in(layer));
         is_of_head && self.tensors().tensor(&format!("{PREFIX}{name}")).is_ok()
     }
 

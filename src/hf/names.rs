@@ -8,7 +8,7 @@ use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::weights::FileTensor;
 use crate::eps::BlockPart;
-use crate::models::Model;
+use crate::models::{Head, Model};
 
 /// The prefix of tensor names that checkpoints of a model may leave out.
 pub(super) fn prefix(model: Option<&Model>) -> &'static str {
@@ -51,7 +51,11 @@ fn is_ignored(name: &str, model: &Model) -> bool {
     // The LM head of the pretrained model that a classifier starts from.
     let lm_head = [names.transform, names.transform_norm, names.head_bias, names.head];
     let is_in = |layer: &str| !layer.is_empty() && name.starts_with(layer);
-    if !model.shape.scores_tokens() && lm_head.iter().any(|layer| is_in(layer)) {
+    let no_pooler = matches!(model.shape.head, Head::TokenClasses { .. });
+    if no_pooler && is_in(names.class_dense) {
+        return true;
+    }
+    if !model.shape.scores_vocabulary() && lm_head.iter().any(|layer| is_in(layer)) {
         return true;
     }
     ENDS.iter().any(|end| name.ends_with(end))

@@ -121,32 +121,39 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
         Head::Tokens => Task::CausalLm,
         Head::Masked => Task::MaskedLm,
         Head::Classes { .. } => Task::SequenceClassification,
+        Head::TokenClasses { .. } => Task::TokenClassification,
     };
     let tokens = if shape.causal { Head::Tokens } else { Head::Masked };
-    let (own, labels) = match shape.head {
-        Head::Classes { labels, .. } => (Task::SequenceClassification, labels),
-        _ => (task_of(tokens), 2),
+    let labels = match shape.head {
+        Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
+        Head::Tokens | Head::Masked => 2,
     };
+    let own = task_of(shape.head);
     let classes = !shape.names.class_out.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
-    match model.task.unwrap_or(own) {
-        Task::SequenceClassification if classes && (1..=1 << 20).contains(&labels) => {
-            Ok(Head::Classes { labels, is_value: labels == 1 })
-        }
+    let head = match model.task.unwrap_or(own) {
         Task::SequenceClassification if classes => {
-            Err(Error::config("model.labels", format_args!("is {labels}: it must be 1 to 1048576")))
+            Head::Classes { labels, is_value: labels == 1 }
         }
-        task if task == task_of(tokens) => Ok(tokens),
+        Task::TokenClassification => Head::TokenClasses { labels },
+        task if task == task_of(tokens) => return Ok(tokens),
         task => {
-            let mut tasks = vec![task_of(tokens).name()];
-            tasks.extend(classes.then_some(Task::SequenceClassification.name()));
+            let mut tasks = vec![task_of(tokens)];
+            tasks.extend(classes.then_some(Task::SequenceClassification));
+            tasks.push(Task::TokenClassification);
+            let tasks: Vec<&str> = tasks.into_iter().map(Task::name).collect();
             let (task, tasks, family) = (task.name(), tasks.join(" or "), shape.names.family);
-            Err(Error::config(
+            return Err(Error::config(
                 "model.task",
                 format_args!("is {task:?}: a {family} model can only do {tasks}"),
-            ))
+            ));
         }
+    };
+    if !(1..=1 << 20).contains(&labels) {
+        let problem = format_args!("is {labels}: it must be 1 to 1048576");
+        return Err(Error::config("model.labels", problem));
     }
+    Ok(head)
 }
 
 /// No model has more layers.

@@ -76,6 +76,22 @@ impl Tokenizer {
         Ok(as_encoded(&encoded.map_err(|error| error.to_string())?))
     }
 
+    /// Encodes the words of a text with special tokens. Also returns of each token the word that it
+    /// begins, if it begins one.
+    ///
+    /// # Errors
+    /// The tokenizer fails.
+    pub fn encode_words(&self, words: &[String]) -> Result<(Encoded, Vec<Option<usize>>), String> {
+        let encoded = self.inner.encode(words, true).map_err(|error| error.to_string())?;
+        let mut last = None;
+        let begins = encoded.get_word_ids().iter().map(|&word| {
+            let begins = word.filter(|_| word != last);
+            last = word.or(last);
+            begins.map(|word| word as usize)
+        });
+        Ok((as_encoded(&encoded), begins.collect()))
+    }
+
     /// Encodes a text or a pair of texts with special tokens, cut to at most `most` tokens. Of a
     /// pair the longer text is cut first.
     ///

@@ -262,6 +262,7 @@ fn read(
         let heads = [
             names.class_dense,
             names.class_out,
+            names.token_classes,
             names.transform,
             names.transform_norm,
             names.head_bias,

@@ -1,4 +1,4 @@
-//! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of whole sequences.
+//! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of classes and values.
 //! One function evaluates, for a trainer and for a model that is only evaluated.
 
 use super::quality::{Agreement, Confusion, Quality};
@@ -27,7 +27,7 @@ pub struct Evaluation {
     pub tokens: u64,
     /// Labelled positions, or labelled sequences.
     pub labelled: u64,
-    /// How predictions agree with labels, for a model that scores whole sequences.
+    /// How predictions agree with labels, for a model that predicts classes or values.
     pub quality: Option<Quality>,
 }
 
@@ -68,34 +68,37 @@ impl Evaluation {
         let quality = match head {
             Head::Tokens | Head::Masked => None,
             Head::Classes { is_value: true, .. } => Some(Quality::Values(Agreement::default())),
-            Head::Classes { labels, .. } => Some(Quality::Classes(Confusion::new(labels))),
+            Head::Classes { labels, .. } | Head::TokenClasses { labels } => {
+                Some(Quality::Classes(Confusion::new(labels)))
+            }
         };
         Evaluation { set: None, loss: 0.0, sequences: 0, tokens: 0, labelled: 0, quality }
     }
 
-    /// Counts a batch, and returns its labels.
-    fn count(&mut self, batch: &Batch) -> Labels {
+    /// Counts a batch, and returns its labels, of which those of sequences stand at their first
+    /// positions.
+    fn count(&mut self, batch: &Batch, of_tokens: bool) -> Labels {
         self.sequences += batch.sequences() as u64;
         self.tokens += batch.token_count() as u64;
         self.labelled += batch.labelled as u64;
-        let first = batch.starts[..batch.sequences()].iter().map(|&row| batch.targets[row]);
-        Labels { first: first.collect(), scored: batch.labelled }
+        let first = || batch.starts[..batch.sequences()].iter().map(|&row| batch.targets[row]);
+        let all = if of_tokens { batch.targets.clone() } else { first().collect() };
+        Labels { all, scored: batch.labelled }
     }
 
-    /// Adds a batch's mean loss, and the scores of its sequences.
+    /// Adds a batch's mean loss, and its scores.
     fn add(&mut self, labels: &Labels, loss: f64, scores: &[f32]) {
         self.loss += loss * labels.scored as f64;
         match &mut self.quality {
             None => {}
             Some(Quality::Values(agreement)) => {
-                let values = labels.first.iter().map(|&bits| f32::from_bits(bits as u32));
+                let values = labels.all.iter().map(|&bits| f32::from_bits(bits as u32));
                 values.zip(scores).for_each(|(label, &score)| agreement.take(label, score));
             }
             Some(Quality::Classes(confusion)) => {
                 let of_each = scores.chunks_exact(confusion.classes());
-                labels.first.iter().zip(of_each).for_each(|(&label, scores)| {
-                    confusion.take(label as usize, scores);
-                });
+                let labelled = labels.all.iter().zip(of_each).filter(|(label, _)| **label >= 0);
+                labelled.for_each(|(&label, scores)| confusion.take(label as usize, scores));
             }
         }
     }
@@ -109,8 +112,8 @@ impl Evaluation {
 
 /// The labels of a batch.
 struct Labels {
-    /// The label of each sequence's first position.
-    first: Vec<i32>,
+    /// One for each sequence, or for each token; a negative one is not scored.
+    all: Vec<i32>,
     /// Labelled positions of the batch.
     scored: usize,
 }
@@ -123,9 +126,11 @@ pub(crate) async fn evaluate(
     engine: &mut Engine,
     batches: impl IntoIterator<Item = Result<Batch, Error>>,
 ) -> Result<Evaluation, Error> {
-    let mut evaluation = Evaluation::new(engine.model.shape.head);
-    let scores_sequences = evaluation.quality.is_some();
-    let purpose = if scores_sequences { Purpose::Score } else { Purpose::Evaluate };
+    let head = engine.model.shape.head;
+    let of_tokens = matches!(head, Head::TokenClasses { .. });
+    let mut evaluation = Evaluation::new(head);
+    let has_scores = evaluation.quality.is_some();
+    let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
     let exchanges = engine.worker().eps().parts().map(|parts| parts.exchanges.clone());
     let at_once = exchanges.as_ref().map_or(1, |exchanges| exchanges.ranks() as usize);
     let mut batches = batches.into_iter();
@@ -134,7 +139,8 @@ pub(crate) async fn evaluate(
         let Some(first) = round.first() else { return Ok(evaluation.finish()) };
         // Ranks exchange the same in the same order for batches of as many sequences.
         let is_alike = round.iter().all(|batch| batch.sequences() == first.sequences());
-        let labels: Vec<Labels> = round.iter().map(|batch| evaluation.count(batch)).collect();
+        let labels: Vec<Labels> =
+            round.iter().map(|batch| evaluation.count(batch, of_tokens)).collect();
         let found = match &exchanges {
             Some(exchanges) if is_alike && round.len() == at_once => {
                 of_all_ranks(engine, exchanges, round, purpose).await?

@@ -1,4 +1,5 @@
-//! The head of whole sequences: the position that stands for each, and the loss of each sequence.
+//! The heads of classes: the position that stands for a sequence, and the loss of each sequence or
+//! each token.
 
 use std::ops::Range;
 
@@ -24,6 +25,33 @@ impl Pooling {
             Pooling::First => rows.start,
             Pooling::Last => rows.end - 1,
         }
+    }
+}
+
+/// What has a label and scores of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Samples {
+    /// Whole sequences. Label and loss are in the statistics of the first position.
+    Sequences,
+    /// Tokens.
+    Tokens,
+}
+
+impl Samples {
+    /// How many a batch has.
+    pub fn of(self, batch: &BatchView<'_>) -> usize {
+        match self {
+            Samples::Sequences => batch.sequences(),
+            Samples::Tokens => batch.rows(),
+        }
+    }
+
+    /// The row with the label and the loss of each.
+    pub fn rows<'b>(self, batch: &'b BatchView<'_>) -> impl Iterator<Item = usize> + 'b {
+        (0..self.of(batch)).map(move |sample| match self {
+            Samples::Sequences => batch.sequence(sample).start,
+            Samples::Tokens => sample,
+        })
     }
 }
 
@@ -53,16 +81,17 @@ pub struct PooledRowsBackward<'a> {
     pub batch: BatchView<'a>,
 }
 
-/// The loss of each sequence, by the label in the statistics of its first position, where the loss
-/// is written.
+/// The loss of each of the N samples, by the label in its statistics, where the loss is written.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassLoss<'a> {
     /// Output: floats. (R, 4).
     pub out: View,
     /// Floats. (R, 4).
     pub statistics: View,
-    /// (B, L).
+    /// (N, L).
     pub scores: View,
+    /// What has a label.
+    pub samples: Samples,
     /// True: the square of the difference between the one score and a value. False: the cross
     /// entropy of classes.
     pub is_value: bool,
@@ -75,14 +104,16 @@ pub struct ClassLoss<'a> {
 /// dscores = scale · the loss's gradient.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassLossBackward<'a> {
-    /// (B, L).
+    /// (N, L).
     pub dscores: View,
-    /// (B, L).
+    /// (N, L).
     pub scores: View,
     /// Floats. (R, 4).
     pub statistics: View,
     /// A factor.
     pub scale: f32,
+    /// As in [`ClassLoss`].
+    pub samples: Samples,
     /// As in [`ClassLoss`].
     pub is_value: bool,
     /// As in [`ClassLoss`].
@@ -113,11 +144,11 @@ impl PooledRowsBackward<'_> {
 impl ClassLoss<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
-        let ClassLoss { out, statistics, scores, is_value, batch, .. } = *self;
+        let ClassLoss { out, statistics, scores, samples, is_value, batch, .. } = *self;
         let check = Check("class_loss");
         check.view("out", out, [batch.rows(), STATISTICS], Dtype::F32);
         check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
-        check.view("scores", scores, [batch.sequences(), scores.columns], scores.dtype);
+        check.view("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
         check.rule(!is_value || scores.columns == 1, "a value has one score");
     }
 }
@@ -125,10 +156,10 @@ impl ClassLoss<'_> {
 impl ClassLossBackward<'_> {
     /// Panics unless shapes and dtypes agree.
     pub fn check(&self) {
-        let ClassLossBackward { dscores, scores, statistics, batch, .. } = *self;
+        let ClassLossBackward { dscores, scores, statistics, samples, batch, .. } = *self;
         let check = Check("class_loss_backward");
         check.view("dscores", dscores, [scores.rows, scores.columns], scores.dtype);
-        check.view("scores", scores, [batch.sequences(), scores.columns], scores.dtype);
+        check.view("scores", scores, [samples.of(&batch), scores.columns], scores.dtype);
         check.view("statistics", statistics, [batch.rows(), STATISTICS], Dtype::F32);
         check.rule(!self.is_value || scores.columns == 1, "a value has one score");
     }

@@ -252,6 +252,7 @@ fn wrong_views_of_heads_are_found() {
         out: statistics,
         statistics,
         scores,
+        samples: Samples::Sequences,
         is_value,
         smoothing: Smoothing::NONE,
         batch,
@@ -259,6 +260,16 @@ fn wrong_views_of_heads_are_found() {
     found!(op, [out, statistics], any_rows: ["scores"]);
     assert!(panics(|| ClassLoss { scores: element(5, N), ..op }.check()), "sequences");
     let (dscores, scale) = (scores, 1.0);
-    let op = ClassLossBackward { dscores, scores, statistics, scale, is_value, smoothing, batch };
+    let samples = Samples::Sequences;
+    let op = ClassLossBackward {
+        dscores,
+        scores,
+        statistics,
+        scale,
+        samples,
+        is_value,
+        smoothing,
+        batch,
+    };
     found!(op, [dscores, scores, statistics]);
 }

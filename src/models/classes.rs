@@ -1,5 +1,6 @@
-//! The head of whole sequences: scores of classes, or one value. An encoder has them of its first
-//! position, behind a transform (Devlin et al. 2019); a decoder of its last position.
+//! The head of classes. Of whole sequences: scores of classes, or one value; an encoder has them of
+//! its first position, behind a transform (Devlin et al. 2019), a decoder of its last position. Of
+//! tokens: scores of each position.
 
 use super::adapters::Adapters;
 use super::layer::{Init, Kind, Tensor};
@@ -8,7 +9,7 @@ use super::shape::{Head, Shape};
 use crate::kernels::{
     Activate, ActivateBackward, Activation, ApplyDropout, BatchView, Cast, ClassLoss,
     ClassLossBackward, Dropout, Kernels, Linear, LinearBackward, MaskRows, PooledRows,
-    PooledRowsBackward, Pooling, Smoothing,
+    PooledRowsBackward, Pooling, Samples, Smoothing,
 };
 use crate::tensor::{Scratch, View};
 
@@ -30,9 +31,9 @@ pub struct Classes {
 /// The arguments of its forward on one micro-batch.
 #[derive(Clone, Copy, Debug)]
 pub struct ClassesForward<'a> {
-    /// Output: the statistics, with each sequence's loss in those of its first position. (R, 4).
+    /// Output: the statistics, with the loss of each of the N sequences or tokens. (R, 4).
     pub out: View,
-    /// Output: each sequence's scores in floats, if somebody asks for them. (B, L).
+    /// Output: the scores of each in floats, if somebody asks for them. (N, L).
     pub scores: Option<View>,
     /// The micro-batch.
     pub batch: BatchView<'a>,
@@ -63,7 +64,7 @@ pub struct ClassesBackward<'a> {
     pub h: View,
     /// As in the forward.
     pub smoothing: Smoothing,
-    /// The factor of a sequence's loss.
+    /// The factor of a loss.
     pub scale: f32,
     /// True when the gradient is added to; false when it is replaced.
     pub accumulate: bool,
@@ -71,26 +72,34 @@ pub struct ClassesBackward<'a> {
 
 /// Activations of the head, recomputed by its backward.
 struct Activations {
-    /// One position of each sequence, behind the first dropout. (B, C).
+    /// One position of each sequence, or each position, behind the first dropout. (N, C).
     first: View,
-    /// The transform before its activation function. (B, C).
+    /// The transform before its activation function. (N, C).
     sum: View,
-    /// The transform, behind the second dropout; without a transform, `first`. (B, C).
+    /// The transform, behind the second dropout; without a transform, `first`. (N, C).
     pooled: View,
-    /// (B, L).
+    /// (N, L).
     scores: View,
 }
 
 impl Classes {
     pub(super) fn labels(&self) -> usize {
         match self.shape.head {
-            Head::Classes { labels, .. } => labels,
+            Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
             Head::Tokens | Head::Masked => unreachable!("a head of tokens is made of tiles"),
         }
     }
 
+    /// What has a label.
+    pub(super) fn samples(&self) -> Samples {
+        match self.shape.head {
+            Head::TokenClasses { .. } => Samples::Tokens,
+            _ => Samples::Sequences,
+        }
+    }
+
     fn has_transform(&self) -> bool {
-        !self.shape.names.class_dense.is_empty()
+        self.samples() == Samples::Sequences && !self.shape.names.class_dense.is_empty()
     }
 
     /// The position that stands for a sequence: a causal model has read all of it at the last.
@@ -118,6 +127,9 @@ impl Classes {
                 tensor("bias", vec![outputs], Kind::Bias, Init::Zeros),
             ]
         };
+        if self.samples() == Samples::Tokens {
+            return linear(names.token_classes, self.labels(), Kind::Table).to_vec();
+        }
         if !self.has_transform() {
             let [weight, _] = linear(names.class_out, self.labels(), Kind::Table);
             return vec![weight];
@@ -153,19 +165,29 @@ impl Classes {
         h: View,
         scratch: &Scratch<'_>,
     ) -> Activations {
-        let (b, c) = (batch.sequences(), self.shape.hidden);
+        let (n, c) = (self.samples().of(batch), self.shape.hidden);
         if !self.has_transform() {
-            let first = scratch.take(b, c);
-            let scores = scratch.take(b, self.labels());
-            k.pooled_rows(&PooledRows { y: first, x: h, pool: self.pool(), batch: *batch });
-            k.linear(&Linear { y: scores, x: first, w: w[0], bias: None, transposed: true });
+            let first = scratch.take(n, c);
+            let scores = scratch.take(n, self.labels());
+            match self.samples() {
+                Samples::Sequences => {
+                    let pool = self.pool();
+                    k.pooled_rows(&PooledRows { y: first, x: h, pool, batch: *batch });
+                }
+                Samples::Tokens => {
+                    let dropout = self.token_dropout(batch);
+                    k.dropout(&ApplyDropout { y: first, x: h, dropout });
+                }
+            }
+            let bias = w.get(1).copied();
+            k.linear(&Linear { y: scores, x: first, w: w[0], bias, transposed: true });
             return Activations { first, sum: first, pooled: first, scores };
         }
         let all = Activations {
-            first: scratch.take(b, c),
-            sum: scratch.take(b, c),
-            pooled: scratch.take(b, c),
-            scores: scratch.take(b, self.labels()),
+            first: scratch.take(n, c),
+            sum: scratch.take(n, c),
+            pooled: scratch.take(n, c),
+            scores: scratch.take(n, self.labels()),
         };
         let Activations { first, sum, pooled, scores } = all;
         let [before, behind] = self.dropouts(batch);
@@ -181,23 +203,35 @@ impl Classes {
         all
     }
 
+    /// The dropout of each position, before the scores of tokens.
+    fn token_dropout<'a>(&self, batch: &BatchView<'a>) -> Option<Dropout<'a>> {
+        batch.dropout(self.shape.head_dropout(), INDEX, 0)
+    }
+
     /// The dropouts before the transform and behind it, of one position of each sequence.
     fn dropouts<'a>(&self, batch: &BatchView<'a>) -> [Option<Dropout<'a>>; 2] {
-        let p = self.shape.dropout.classifier;
+        let p = self.shape.head_dropout();
         let before = if self.shape.names.class_drops_first { p } else { 0.0 };
         [batch.dropout(before, INDEX, 0), batch.dropout(p, INDEX, 1)]
             .map(|dropout| dropout.map(|dropout| Dropout { rows: MaskRows::Sequences, ..dropout }))
     }
 
-    /// Each sequence's loss, and its scores.
+    /// The loss of each sequence or token, and its scores.
     pub fn forward(&self, k: &dyn Kernels, pass: &ClassesForward<'_>, scratch: &Scratch<'_>) {
         let ClassesForward { out, ref batch, weights, statistics, h, .. } = *pass;
         let Activations { scores, .. } = self.activations(k, batch, weights, h, scratch);
         if let Some(y) = pass.scores {
             k.cast(&Cast { y, x: scores });
         }
-        let (is_value, smoothing, batch) = (self.is_value(), pass.smoothing, *batch);
-        k.class_loss(&ClassLoss { out, statistics, scores, is_value, smoothing, batch });
+        k.class_loss(&ClassLoss {
+            out,
+            statistics,
+            scores,
+            samples: self.samples(),
+            is_value: self.is_value(),
+            smoothing: pass.smoothing,
+            batch: *batch,
+        });
     }
 
     /// The gradients of `h` and of the block.
@@ -213,6 +247,7 @@ impl Classes {
             scores,
             statistics,
             scale: pass.scale,
+            samples: self.samples(),
             is_value: self.is_value(),
             smoothing: pass.smoothing,
             batch,
@@ -231,6 +266,11 @@ impl Classes {
             k.linear_backward(&op, scratch);
         };
         let pool = self.pool();
+        if self.samples() == Samples::Tokens {
+            linear_backward(dfirst, dscores, first, 0);
+            let dropout = self.token_dropout(&batch);
+            return k.dropout(&ApplyDropout { y: dh, x: dfirst, dropout });
+        }
         if !self.has_transform() {
             linear_backward(dfirst, dscores, first, 0);
             return k.pooled_rows_backward(&PooledRowsBackward { dx: dh, dy: dfirst, pool, batch });

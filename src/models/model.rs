@@ -35,7 +35,7 @@ pub enum Part {
     Stack(Box<dyn Layer>),
     /// A tile of the head.
     Head(Tile),
-    /// A head of whole sequences.
+    /// A head of classes.
     Classes(Box<Classes>),
 }
 
@@ -150,7 +150,7 @@ impl Model {
             }
             all
         };
-        let ties = shape.tied && shape.scores_tokens();
+        let ties = shape.tied && shape.scores_vocabulary();
         let embedding = |tile: &Tile| table(names.embedding, tile, ties);
         let mut blocks: Vec<BlockTensors> =
             tiles.iter().map(|tile| embedding(tile).into()).collect();
@@ -165,13 +165,13 @@ impl Model {
             let tensors = layer.tensors();
             push(Part::Stack(layer), tensors);
         }
-        if !shape.scores_tokens() {
+        if !shape.scores_vocabulary() {
             let classes = Classes { shape, adapters };
             part_blocks.push(vec![BlockId(blocks.len() as u32)]);
             blocks.push(classes.tensors().into());
             parts.push(Part::Classes(Box::new(classes)));
         }
-        for (index, tile) in tiles.iter().enumerate().filter(|_| shape.scores_tokens()) {
+        for (index, tile) in tiles.iter().enumerate().filter(|_| shape.scores_vocabulary()) {
             parts.push(Part::Head(*tile));
             if shape.tied {
                 part_blocks.push(vec![BlockId(index as u32)]);
@@ -235,7 +235,7 @@ impl Model {
 
     /// The dtype of the head's gradient: tiles sum theirs in floats.
     pub fn head_gradient(&self, dtype: Dtype) -> Dtype {
-        if self.shape.scores_tokens() { Dtype::F32 } else { dtype }
+        if self.shape.scores_vocabulary() { Dtype::F32 } else { dtype }
     }
 
     /// Model FLOPs of training on sequences of these lengths, of which `labelled` positions have a

@@ -15,7 +15,7 @@ pub struct Dropouts {
     pub projection: f32,
     /// Of the feed-forward's output.
     pub feed_forward: f32,
-    /// In the head of whole sequences.
+    /// In the head of classes.
     pub classifier: f32,
 }
 
@@ -32,6 +32,11 @@ pub enum Head {
         labels: usize,
         /// True when the one score is a value.
         is_value: bool,
+    },
+    /// The class of each token.
+    TokenClasses {
+        /// The number of scores.
+        labels: usize,
     },
 }
 
@@ -106,9 +111,19 @@ impl Shape {
         self.head == Head::Masked
     }
 
-    /// True when the head scores tokens.
-    pub fn scores_tokens(&self) -> bool {
+    /// True when the head scores the tokens of the vocabulary.
+    pub fn scores_vocabulary(&self) -> bool {
         matches!(self.head, Head::Tokens | Head::Masked)
+    }
+
+    /// The probability of dropout in the head.
+    pub(crate) fn head_dropout(&self) -> f32 {
+        match self.head {
+            Head::TokenClasses { .. } if !self.names.token_classifier_dropout => {
+                self.dropout.feed_forward
+            }
+            _ => self.dropout.classifier,
+        }
     }
 
     /// Channels of queries, keys and values side by side.

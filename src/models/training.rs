@@ -70,7 +70,8 @@ impl Lora {
 impl Training {
     /// The transform of a head of classes, if a target names it and it is not trained itself.
     fn adapted_transform(&self, shape: &Shape) -> Option<String> {
-        let lora = self.lora.as_ref().filter(|_| !shape.scores_tokens())?;
+        let is_of_sequences = matches!(shape.head, Head::Classes { .. });
+        let lora = self.lora.as_ref().filter(|_| is_of_sequences)?;
         let module = Some(shape.names.class_dense).filter(|module| !module.is_empty())?;
         let weight = format!("{module}.weight");
         let is_trained = self.only.iter().any(|pattern| matches(pattern, &weight));
@@ -269,7 +270,7 @@ impl Model {
         let of_head = match self.shape.head {
             Head::Masked => Some(names.transform),
             Head::Classes { .. } => Some(names.class_dense).filter(|name| !name.is_empty()),
-            Head::Tokens => None,
+            Head::Tokens | Head::TokenClasses { .. } => None,
         };
         let of_head = of_head.map(|name| (name.to_string(), hidden, hidden));
         blocks.flat_map(|block| block.linear_modules()).chain(of_head).collect()

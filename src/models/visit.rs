@@ -233,8 +233,8 @@ impl<'r> VisitRun<'r> {
 
     fn classes_forward(&self, classes: &Classes) {
         let VisitArgs { batch, reads, writes, .. } = *self.args;
-        let sequences = batch.sequences();
-        let scores = |slot: View| slot.with_columns(slot.len() / sequences);
+        let samples = classes.samples().of(&batch);
+        let scores = |slot: View| slot.with_columns(slot.len() / samples);
         let pass = ClassesForward {
             out: self.statistics(given(writes.statistics)),
             scores: writes.logits.map(scores),

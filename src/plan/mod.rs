@@ -193,7 +193,7 @@ impl Plan {
         let positions = config.sequence_length(&model.shape)?;
         let train = StepShape { sequences: config.step.batch, positions, purpose: Purpose::Train };
         // Between steps, scoring a prompt fits, too.
-        let sequences = if model.shape.scores_tokens() { 1 } else { config.step.batch };
+        let sequences = if model.shape.scores_vocabulary() { 1 } else { config.step.batch };
         let score = StepShape { sequences, purpose: Purpose::Score, ..train };
         // Each process evaluates whole batches, of which it trains on a part.
         let evaluate = StepShape { purpose: Purpose::Evaluate, ..train };
@@ -212,7 +212,7 @@ impl Plan {
     /// As [`new`](Plan::new).
     pub fn of_evaluation(config: &Config, model: &Model) -> Result<Plan, Error> {
         let positions = config.sequence_length(&model.shape)?;
-        let has_scores = !model.shape.scores_tokens();
+        let has_scores = !model.shape.scores_vocabulary();
         let purpose = if has_scores { Purpose::Score } else { Purpose::Evaluate };
         let step = StepShape { sequences: config.step.batch, positions, purpose };
         Sizing::new(config, model, None, &[step], RankShare::WHOLE).plan()

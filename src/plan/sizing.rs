@@ -188,7 +188,7 @@ impl Sizing<'_> {
     }
 
     fn tied_tiles(&self) -> usize {
-        let tied = self.model.shape.tied && self.model.shape.scores_tokens();
+        let tied = self.model.shape.tied && self.model.shape.scores_vocabulary();
         if tied || !self.on_file() { self.model.tiles.len() } else { 0 }
     }
 

@@ -122,7 +122,7 @@ pub(crate) fn schedule_of(
     };
     schedule.ranks = Ranks { count: share.ranks, dealt: is_dealt };
     if purpose.scores() {
-        add_logits(&mut schedule, model);
+        add_logits(&mut schedule, model, positions);
     }
     if let Purpose::Generate { cached } = purpose {
         add_kv_cache(&mut schedule, model, config.device.dtype, [positions, cached]);
@@ -174,12 +174,13 @@ fn read_by_loss(schedule: &mut Schedule, id: BoundaryId) {
 }
 
 /// Every head writes logits. The loss reads them in the order of the vocabulary.
-fn add_logits(schedule: &mut Schedule, model: &Model) {
+fn add_logits(schedule: &mut Schedule, model: &Model, positions: usize) {
     for (layer, part) in model.parts.iter().enumerate() {
         let floats = match part {
             Part::Head(tile) => tile.rows,
             Part::Classes(_) => match model.shape.head {
                 Head::Classes { labels, .. } => labels,
+                Head::TokenClasses { labels } => positions * labels,
                 Head::Tokens | Head::Masked => unreachable!("they have tiles"),
             },
             Part::Embedding | Part::Stack(_) => continue,

@@ -9,7 +9,7 @@ use super::Worker;
 use super::device_side::DeviceSide;
 use super::step::StepState;
 use crate::kernels::STATISTICS;
-use crate::models::Part;
+use crate::models::{Head, Part};
 use crate::tensor::{Dtype, View, packed_floats};
 
 /// A micro-batch of a boundary at a visit.
@@ -49,6 +49,9 @@ impl Worker {
                 of_each.map(|length| layer.saved_len(length, self.save, dtype)).sum()
             }
             Role::NewKv => dtype.floats(rows * self.kv_width(layer)),
+            Role::Logits if let Head::TokenClasses { labels } = self.model.shape.head => {
+                rows * labels
+            }
             // Logits of one position a sequence, or as many cached positions for each sequence.
             Role::Logits | Role::CachedKv => {
                 schedule.boundary_bytes(boundary, m) as usize / Dtype::F32.size()

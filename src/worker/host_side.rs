@@ -392,10 +392,10 @@ impl Worker {
     /// A micro-batch's share of the loss; keeps its logits, if they left the device.
     fn loss(&self, step: &Step, host: &HostLease<'_>, visit: &Visit, m: MicroBatch) -> f64 {
         let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
-        let scores_tokens = self.model.shape.scores_tokens();
+        let scores_vocabulary = self.model.shape.scores_vocabulary();
         if state.purpose.scores() {
             self.keep_logits(step, &state, host, visit, m);
-            if scores_tokens {
+            if scores_vocabulary {
                 return 0.0; // the tiles wrote their logits and summed nothing
             }
         }
@@ -404,7 +404,7 @@ impl Worker {
         let place = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
         let statistics = host.stashed(place);
         let of_position = |statistics: &[f32]| {
-            if scores_tokens {
+            if scores_vocabulary {
                 host_math::token_loss(statistics, &*self.model.loss)
             } else {
                 host_math::sequence_loss(statistics)
@@ -426,9 +426,15 @@ impl Worker {
         let schedule = &step.plan.schedule;
         let is_logits = |id: &&BoundaryId| schedule.boundary(**id).role == Role::Logits;
         let tiles = visit.reads.iter().filter(is_logits);
-        let tiles: Vec<&[f32]> = tiles.map(|&id| host.stashed(state.stash.place(id, m))).collect();
+        let layer = visit.layer;
+        let filled = |&boundary| Filled { step, state, layer, boundary, micro_batch: m };
+        let tiles: Vec<&[f32]> =
+            tiles.map(|id| host.stashed(self.in_stash(filled(id)))).collect();
         let sequences = state.range(m, schedule).sequences.len();
         let mut logits = self.results.logits.lock().expect("nothing panics inside");
+        if let [all] = tiles[..] {
+            return logits.extend(all); // of classes, and of a vocabulary in one tile
+        }
         for sequence in 0..sequences {
             for tile in &tiles {
                 let floats = tile.len() / sequences;

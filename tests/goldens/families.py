@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig, DistilBertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config,
     Qwen2Config, Qwen3Config, RobertaConfig,
 )
 
@@ -56,9 +56,12 @@ CLASSES = {
                                resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3, pad_token_id=1,
                                bos_token_id=None, eos_token_id=None),
 }
-for config in CLASSES.values():
+TOKENS = {f"{family}-tokens": type(config)(**{**config.to_dict(), "num_labels": 5})
+          for family, config in {"bert": FAMILIES["bert"], "distilbert": FAMILIES["distilbert"],
+                                 "gpt2": CLASSES["gpt2-classes"], "llama": FAMILIES["llama"]}.items()}
+for config in [*CLASSES.values(), *TOKENS.values()]:
     config.classifier_dropout = config.seq_classif_dropout = 0.0
-FAMILIES |= CLASSES
+FAMILIES |= CLASSES | TOKENS
 FAMILIES["phi3"] = Phi3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=5)
 WINDOWED = {"mistral", "qwen2", "mistral-classes", "phi3"}
 CAUSAL = {"llama", "mistral", "phi3", "qwen2", "qwen3"}
@@ -73,7 +76,8 @@ def sequences(family, generator):
             length = int(torch.randint(2, 25, (1,), generator=generator))
         # Token 1 is what RoBERTa takes for padding.
         ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
-        labels = [-100 if (index + at) % 5 == 0 else token for at, token in enumerate(ids)]
+        classes = 5 if family in TOKENS else VOCABULARY
+        labels = [-100 if (index + at) % 5 == 0 else token % classes for at, token in enumerate(ids)]
         line = {"input_ids": ids, "labels": labels}
         if family in CLASSES:
             line = {"input_ids": ids, "label": round(0.37 * length - 3, 2) if "value" in family else index % 3}
@@ -133,6 +137,8 @@ def main():
         kind = AutoModelForCausalLM if family in CAUSAL else AutoModelForMaskedLM
         if family in CLASSES:
             kind = AutoModelForSequenceClassification
+        if family in TOKENS:
+            kind = AutoModelForTokenClassification
         model = kind.from_config(config, attn_implementation="eager")
         with torch.no_grad():  # norms and biases begin as ones and zeros, which would hide mistakes
             for parameter in model.parameters():

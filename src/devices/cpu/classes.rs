@@ -1,15 +1,10 @@
-//! Positions that stand for their sequences, and losses of whole sequences.
+//! Positions that stand for their sequences, and losses of whole sequences or of tokens.
 
 use super::views::CpuKernels;
 use crate::kernels::{
     BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, STATISTICS,
     Smoothing, label_of,
 };
-
-/// The first row of each sequence.
-fn first_of_each(batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
-    one_of_each(Pooling::First, batch)
-}
 
 /// The row that stands for each sequence.
 fn one_of_each(pool: Pooling, batch: &BatchView<'_>) -> impl Iterator<Item = usize> {
@@ -38,21 +33,21 @@ pub(super) fn pooled_rows_backward(on: &CpuKernels<'_>, op: &PooledRowsBackward<
 }
 
 pub(super) fn class_loss(on: &CpuKernels<'_>, op: &ClassLoss<'_>) {
-    let ClassLoss { out, statistics, scores, is_value, smoothing, ref batch } = *op;
+    let ClassLoss { out, statistics, scores, is_value, smoothing, .. } = *op;
     let Some(call) = on.call([out], &[statistics, scores]) else { return };
     let [out] = call.write();
     out.copy_from_slice(call.read(statistics));
     let target = Target { is_value, smoothing };
-    forward(out, call.read(scores), scores.columns, target, batch);
+    forward(out, call.read(scores), scores.columns, target, op.samples.rows(&op.batch));
 }
 
 pub(super) fn class_loss_backward(on: &CpuKernels<'_>, op: &ClassLossBackward<'_>) {
     let ClassLossBackward { dscores, scores, statistics, scale, .. } = *op;
-    let (batch, target) = (&op.batch, Target { is_value: op.is_value, smoothing: op.smoothing });
+    let target = Target { is_value: op.is_value, smoothing: op.smoothing };
     let Some(call) = on.call([dscores], &[scores, statistics]) else { return };
     let ([dscores], statistics) = (call.write(), call.read(statistics));
-    let labels: Vec<i32> =
-        first_of_each(batch).map(|row| label_of(&statistics[row * STATISTICS..])).collect();
+    let rows = op.samples.rows(&op.batch);
+    let labels: Vec<i32> = rows.map(|row| label_of(&statistics[row * STATISTICS..])).collect();
     backward(dscores, call.read(scores), &labels, scale, target);
 }
 
@@ -70,15 +65,15 @@ fn lse(scores: &[f32]) -> f64 {
     f64::from(most) + sum.ln()
 }
 
-/// Puts each sequence's loss and a mark into the statistics of its first position.
+/// Puts each sample's loss and a mark into the statistics of its row.
 fn forward(
     out: &mut [f32],
     scores: &[f32],
     classes: usize,
     Target { is_value, smoothing }: Target,
-    batch: &BatchView<'_>,
+    rows: impl Iterator<Item = usize>,
 ) {
-    for (scores, row) in scores.chunks_exact(classes).zip(first_of_each(batch)) {
+    for (scores, row) in scores.chunks_exact(classes).zip(rows) {
         let statistics = &mut out[row * STATISTICS..][..STATISTICS];
         let label = label_of(statistics);
         let loss = if is_value {
@@ -101,7 +96,7 @@ fn forward(
     }
 }
 
-/// dscores = scale · d. `labels`: one for each sequence.
+/// dscores = scale · d. `labels`: one for each sample.
 fn backward(
     dscores: &mut [f32],
     scores: &[f32],
@@ -133,6 +128,7 @@ fn backward(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
+    use crate::kernels::Samples;
     use crate::kernels::BatchMetadata;
     use crate::simd::Level;
     use crate::tensor::{Arena, View};
@@ -160,7 +156,7 @@ mod tests {
             let mut statistics = vec![0.0; 6 * STATISTICS];
             let no_label = f32::from_bits(-100_i32 as u32);
             statistics.chunks_exact_mut(STATISTICS).for_each(|of_one| of_one[3] = no_label);
-            for (row, label) in first_of_each(&batch()).zip(of_each) {
+            for (row, label) in Samples::Sequences.rows(&batch()).zip(of_each) {
                 statistics[row * STATISTICS + 3] = f32::from_bits(label as u32);
             }
             let plain = |scores: &[f64]| -> f64 {
@@ -176,7 +172,8 @@ mod tests {
                 };
                 scores.chunks(labels).enumerate().map(of).sum()
             };
-            forward(&mut statistics, &scores.narrow, labels, target, &batch());
+            let rows = Samples::Sequences.rows(&batch()).collect::<Vec<_>>();
+            forward(&mut statistics, &scores.narrow, labels, target, rows.into_iter());
             let found = statistics.chunks_exact(STATISTICS).filter(|of| of[1] == 1.0);
             let loss: f64 = found.map(|of| f64::from(of[0])).sum();
             assert!((loss - plain(&scores.wide)).abs() < 1e-5, "{loss}");

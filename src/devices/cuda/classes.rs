@@ -1,10 +1,11 @@
-//! Positions that stand for their sequences, and losses of whole sequences.
+//! Positions that stand for their sequences, and losses of whole sequences or of tokens.
 
 use super::driver::Argument;
 use super::kernels::On;
 use super::launches::int;
 use crate::kernels::{
-    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Smoothing,
+    BatchView, ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples,
+    Smoothing,
 };
 use crate::tensor::View;
 
@@ -36,11 +37,11 @@ impl On<'_> {
     }
 
     pub(super) fn class_loss(&self, op: &ClassLoss<'_>) {
-        let ClassLoss { out, statistics, scores, is_value, ref batch, .. } = *op;
+        let ClassLoss { out, statistics, scores, samples, is_value, ref batch, .. } = *op;
         let Smoothing { own, each } = op.smoothing;
         self.copy(out, statistics);
         let (grid, is_value) = ([scores.rows, 1, 1], i32::from(is_value));
-        let [b, r, labels] = [batch.sequences(), batch.rows(), scores.columns].map(int);
+        let [b, r, labels] = [sequences(samples, batch), batch.rows(), scores.columns].map(int);
         let (out, scores, starts) = (self.at(out), self.at(scores), self.metadata.starts(batch));
         let arguments: [&dyn Argument; 9] =
             [&out, &scores, &starts, &b, &r, &labels, &is_value, &own, &each];
@@ -48,14 +49,23 @@ impl On<'_> {
     }
 
     pub(super) fn class_loss_backward(&self, op: &ClassLossBackward<'_>) {
-        let ClassLossBackward { dscores, scores, statistics, scale, is_value, ref batch, .. } = *op;
+        let ClassLossBackward { dscores, scores, statistics, scale, ref batch, .. } = *op;
+        let ClassLossBackward { samples, is_value, .. } = *op;
         let Smoothing { own, each } = op.smoothing;
         let (grid, is_value) = ([scores.rows, 1, 1], i32::from(is_value));
-        let [b, r, labels] = [batch.sequences(), batch.rows(), scores.columns].map(int);
+        let [b, r, labels] = [sequences(samples, batch), batch.rows(), scores.columns].map(int);
         let (d, scores, s) = (self.at(dscores), self.at(scores), self.at(statistics));
         let starts = self.metadata.starts(batch);
         let arguments: [&dyn Argument; 11] =
             [&d, &scores, &s, &scale, &starts, &b, &r, &labels, &is_value, &own, &each];
         self.queue.launch("class_loss_backward", grid, [32, 1, 1], 0, &arguments);
+    }
+}
+
+/// What a loss is told of the number of sequences: 0 where each row is a sample of its own.
+fn sequences(samples: Samples, batch: &BatchView<'_>) -> usize {
+    match samples {
+        Samples::Sequences => batch.sequences(),
+        Samples::Tokens => 0,
     }
 }

@@ -31,6 +31,7 @@ pub(super) static NAMES: Names = Names {
     class_dense: "pre_classifier",
     class_out: "classifier",
     class_activation: Activation::Relu,
+    token_classifier_dropout: false,
     read,
     write,
     ..NONE

@@ -83,7 +83,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
             attention: number(keys, "attn_pdrop", 0.1)?,
             projection: number(keys, "resid_pdrop", 0.1)?,
             feed_forward: number(keys, "resid_pdrop", 0.1)?,
-            classifier: 0.0,
+            classifier: number(keys, "classifier_dropout", 0.1)?,
         },
         tied: flag(keys, "tie_word_embeddings", true)?,
         head: read_head(keys, Head::Tokens)?,

@@ -28,6 +28,7 @@ pub(super) const SHARED: Names = Names {
     down: "model.layers.{}.mlp.down_proj",
     final_norm: "model.norm",
     class_out: "score",
+    token_classes: "score",
     ..NONE
 };
 
@@ -60,6 +61,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
         transposed: true,
         dropout: Dropouts {
             attention: number(keys, "attention_dropout", 0.0)?,
+            classifier: number(keys, "classifier_dropout", 0.1)?,
             ..Dropouts::default()
         },
         tied: flag(keys, "tie_word_embeddings", false)?,

@@ -70,6 +70,11 @@ pub struct Names {
     pub class_activation: Activation,
     /// Whether dropout also comes before the first layer of the classifier.
     pub class_drops_first: bool,
+    /// The layer that classifies tokens.
+    pub token_classes: &'static str,
+    /// Whether the dropout of a head of tokens' classes is the classifier's; else it is the
+    /// feed-forward's.
+    pub token_classifier_dropout: bool,
     /// Reads a `config.json`.
     read: fn(&Map<String, Value>) -> Result<Shape, String>,
     /// Writes the keys that `read` reads.
@@ -119,6 +124,8 @@ const NONE: Names = Names {
     class_out: "",
     class_activation: Activation::Tanh,
     class_drops_first: false,
+    token_classes: "classifier",
+    token_classifier_dropout: true,
     read: |_| Err(String::new()),
     write: |_| Value::Null,
 };

@@ -143,10 +143,11 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     config["rope_parameters"] = parameters;
 }
 
-/// The head that a model's `architectures` name: a classifier, else `tokens`.
+/// The head that a model's `architectures` name: of classes, else `tokens`.
 pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
     let named = given(keys, "architectures").and_then(|names| names[0].as_str()).unwrap_or("");
-    if !named.ends_with("ForSequenceClassification") {
+    let of_tokens = named.ends_with("ForTokenClassification");
+    if !of_tokens && !named.ends_with("ForSequenceClassification") {
         return Ok(tokens);
     }
     let listed = given(keys, "id2label").and_then(Value::as_object).map(|labels| labels.len());
@@ -154,6 +155,9 @@ pub(super) fn read_head(keys: &Keys, tokens: Head) -> Result<Head, String> {
         Some(labels) => labels,
         None => size_or_none(keys, "num_labels")?.unwrap_or(2),
     };
+    if of_tokens {
+        return Ok(Head::TokenClasses { labels });
+    }
     let own = if labels == 1 { "regression" } else { "single_label_classification" };
     if let Some(kind) = given(keys, "problem_type").filter(|kind| kind.as_str() != Some(own)) {
         return Err(format!(
@@ -169,17 +173,27 @@ pub(super) fn architecture(shape: &Shape, family: &str) -> String {
         Head::Tokens => format!("{family}ForCausalLM"),
         Head::Masked => format!("{family}ForMaskedLM"),
         Head::Classes { .. } => format!("{family}ForSequenceClassification"),
+        Head::TokenClasses { .. } => format!("{family}ForTokenClassification"),
     }
 }
 
 /// Writes the keys of a classifier, with transformers' generic names of the classes.
 pub(super) fn write_labels(shape: &Shape, config: &mut Value) {
-    let Head::Classes { labels, is_value } = shape.head else { return };
+    let (labels, kind) = match shape.head {
+        Head::Classes { labels, is_value: true } => (labels, Some("regression")),
+        Head::Classes { labels, .. } => (labels, Some("single_label_classification")),
+        Head::TokenClasses { labels } => {
+            if shape.names.token_classifier_dropout {
+                config["classifier_dropout"] = shape.dropout.classifier.into();
+            }
+            (labels, None)
+        }
+        Head::Tokens | Head::Masked => return,
+    };
     let name = |label: usize| format!("LABEL_{label}");
     let by_id = (0..labels).map(|label| (label.to_string(), Value::from(name(label))));
     let by_name = (0..labels).map(|label| (name(label), Value::from(label)));
     config["id2label"] = Value::Object(by_id.collect());
     config["label2id"] = Value::Object(by_name.collect());
-    let kind = if is_value { "regression" } else { "single_label_classification" };
     config["problem_type"] = kind.into();
 }

@@ -10,7 +10,7 @@ use crate::kernels::{
     CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, Gate,
     GateBackward, HeadNorm, HeadNormBackward, Kernels, Logits, Norm, NormBackward, PooledRows,
     PooledRowsBackward, Pooling, QueryKey, ReadKv, Residual, Rotary, RotaryScaling, Rotate,
-    STATISTICS, Score, ScoreBackward, Smoothing, WriteKv,
+    STATISTICS, Samples, Score, ScoreBackward, Smoothing, WriteKv,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -439,29 +439,38 @@ impl<'c> Cases<'c> {
         }
     }
 
-    /// Losses of whole sequences.
+    /// Losses of whole sequences and of tokens.
     pub(super) fn of_classes(&mut self) {
-        let (batch, r, b) = (self.batch, self.batch.rows(), self.batch.sequences());
+        let (batch, r) = (self.batch, self.batch.rows());
         let (none, some) = (Smoothing::NONE, Smoothing::of(0.1, 4));
-        for (labels, is_value, smoothing) in [(4, false, some), (3, false, none), (1, true, none)] {
+        let ways = [
+            (Samples::Sequences, 4, false, some),
+            (Samples::Sequences, 3, false, none),
+            (Samples::Sequences, 1, true, none),
+            (Samples::Tokens, 5, false, none),
+        ];
+        for (samples, labels, is_value, smoothing) in ways {
+            let n = samples.of(&batch);
             let of_rows = (0..r as i32).map(|row| row % labels.max(3) as i32).collect::<Vec<_>>();
             self.case("class_loss", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let out = p.floats_output([r, STATISTICS]);
-                let scores = p.input([b, labels]);
-                let op = ClassLoss { out, statistics, scores, is_value, smoothing, batch };
+                let scores = p.input([n, labels]);
+                let op =
+                    ClassLoss { out, statistics, scores, samples, is_value, smoothing, batch };
                 move |k, _| k.class_loss(&op)
             });
             self.labelled(0, of_rows.clone());
             self.case("class_loss_backward", |p| {
                 let statistics = p.floats([r, STATISTICS], 1.5);
-                let (dscores, scores) = (p.output([b, labels]), p.input([b, labels]));
+                let (dscores, scores) = (p.output([n, labels]), p.input([n, labels]));
                 let scale = 0.3;
                 let op = ClassLossBackward {
                     dscores,
                     scores,
                     statistics,
                     scale,
+                    samples,
                     is_value,
                     smoothing,
                     batch,

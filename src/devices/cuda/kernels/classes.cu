@@ -1,4 +1,4 @@
-// Positions that stand for their sequences, and losses of whole sequences. A position's statistics are four floats:
+// Positions that stand for their sequences, and losses of whole sequences or of tokens. A position's statistics are four floats:
 // before a loss, the fourth has the label's bits; after it, the first is the loss and the second 1.
 
 constexpr int STATISTICS = 4;
@@ -52,15 +52,20 @@ __device__ inline Softmax softmax_of(const T* scores, int labels) {
     return {most, warp_sum(sum)};
 }
 
-// Each sequence's loss, by the label of its first position, where it goes: the square of what one score is
-// off a value, or the cross entropy of classes; none of a negative class. scores: (B, L). own, each: the
-// weights of the label's own score and of every score in the label's.
-// launch: grid (sequences), block (32)
+// The row with the label and the loss of this block's sample: the first of its sequence, or, without sequences,
+// a row of its own.
+__device__ inline long long sample_row(const int* starts, int sequences, int rows) {
+    return sequences > 0 ? sequence_at(starts, sequences, rows, blockIdx.x).first : blockIdx.x;
+}
+
+// The loss of each sample, a sequence or, where sequences is 0, a row. It goes where the label is: the square of
+// what one score is off a value, or the cross entropy of classes; none of a negative class. scores: (samples, L).
+// own, each: the weights of the label's own score and of every score in the label's.
+// launch: grid (samples), block (32)
 extern "C" __global__ void class_loss(float* out, const T* scores, const int* starts, int sequences, int rows,
                                       int labels, int is_value, float own, float each) {
-    const long long sequence = blockIdx.x;
-    out += static_cast<long long>(sequence_at(starts, sequences, rows, blockIdx.x).first) * STATISTICS;
-    scores += sequence * labels;
+    out += sample_row(starts, sequences, rows) * STATISTICS;
+    scores += static_cast<long long>(blockIdx.x) * labels;
     const float value = out[3];
     const int label = __float_as_int(value);
     float loss;
@@ -87,14 +92,14 @@ extern "C" __global__ void class_loss(float* out, const T* scores, const int* st
 }
 
 // d = scale times the loss's gradient.
-// launch: grid (sequences), block (32)
+// launch: grid (samples), block (32)
 extern "C" __global__ void class_loss_backward(T* d, const T* scores, const float* statistics, float scale,
                                                const int* starts, int sequences, int rows, int labels,
                                                int is_value, float own, float each) {
-    const long long sequence = blockIdx.x;
-    const long long row = sequence_at(starts, sequences, rows, blockIdx.x).first;
-    d += sequence * labels;
-    scores += sequence * labels;
+    const long long sample = blockIdx.x;
+    const long long row = sample_row(starts, sequences, rows);
+    d += sample * labels;
+    scores += sample * labels;
     const float value = statistics[row * STATISTICS + 3];
     const int own_label = __float_as_int(value);
     if (is_value) {
