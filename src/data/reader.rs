@@ -73,13 +73,13 @@ impl Reader {
             (false, _) => None,
         };
         match kind {
-            "text" => self.text(&record, label),
             "input_ids" => self.ids(record, label).map(|one| vec![one]),
             "tokens" => self.words(&record).map(|one| vec![one]),
             _ if self.predicts == Predicts::TokenClass => Err(format!(
                 "{kind}: this model classifies tokens; give tokens (words) with tags, or \
                  input_ids with labels"
             )),
+            "text" => self.text(&record, label),
             _ if self.predicts != Predicts::Next => Err(format!(
                 "{kind}: this model does not predict the next token; give text or input_ids"
             )),
@@ -330,7 +330,9 @@ impl Reader {
     /// others are not scored.
     fn words(&self, record: &Record) -> Result<Sequence, String> {
         if self.predicts != Predicts::TokenClass {
-            return Err("tokens: this model does not classify tokens; give text or input_ids".into());
+            return Err(
+                "tokens: this model does not classify tokens; give text or input_ids".into()
+            );
         }
         let words = record.words.as_deref().unwrap_or_default();
         let tags = record.tags.as_deref().ok_or("tags is missing: a class for each of tokens")?;

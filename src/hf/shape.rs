@@ -132,9 +132,7 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     let classes = !shape.names.class_out.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
     let head = match model.task.unwrap_or(own) {
-        Task::SequenceClassification if classes => {
-            Head::Classes { labels, is_value: labels == 1 }
-        }
+        Task::SequenceClassification if classes => Head::Classes { labels, is_value: labels == 1 },
         Task::TokenClassification => Head::TokenClasses { labels },
         task if task == task_of(tokens) => return Ok(tokens),
         task => {

@@ -428,8 +428,7 @@ impl Worker {
         let tiles = visit.reads.iter().filter(is_logits);
         let layer = visit.layer;
         let filled = |&boundary| Filled { step, state, layer, boundary, micro_batch: m };
-        let tiles: Vec<&[f32]> =
-            tiles.map(|id| host.stashed(self.in_stash(filled(id)))).collect();
+        let tiles: Vec<&[f32]> = tiles.map(|id| host.stashed(self.in_stash(filled(id)))).collect();
         let sequences = state.range(m, schedule).sequences.len();
         let mut logits = self.results.logits.lock().expect("nothing panics inside");
         if let [all] = tiles[..] {

@@ -317,6 +317,44 @@ fn a_decoder_classifies() {
     assert!(names.contains(&"score.weight".into()) && !names.contains(&"lm_head.weight".into()));
 }
 
+/// A masked language model is trained to classify words. What is measured is that of all labelled
+/// tokens.
+#[test]
+fn an_encoder_classifies_tokens() {
+    let folder = folder();
+    let mut keys = run_of("bert", &folder);
+    keys[0] = format!("model.path={}", golden("text/wordpiece"));
+    let data = folder.path().join("data.jsonl");
+    let line = |words: [&str; 3]| {
+        let tags = words.map(|word| if word == "Oslo" { "place" } else { "none" });
+        json!({ "tokens": words, "tags": tags }).to_string()
+    };
+    let lines = [["in", "Oslo", "live"], ["Oslo", "is", "good"], ["a", "good", "Oslo"]].map(line);
+    fs::write(&data, lines.join("\n")).expect("ours");
+    keys[1] = format!("data.train={}", data.display());
+    keys[2] = format!("data.validation={}", data.display());
+    keys.extend([
+        "model.task=token-classification".into(),
+        "model.labels=[\"none\", \"place\"]".into(),
+        "model.dropout=0.0".into(),
+        "optimizer.learning_rate=0.01".into(),
+        "step.steps=40".into(),
+        "device.count=2".into(),
+    ]);
+    let shown = good(&with(&["train"], &keys));
+    assert!(shown.contains("begin at random: classifier.bias, classifier.weight"), "{shown}");
+    let found = events(&good(&with(&["eval", "--format", "json"], &keys)));
+    assert_eq!((&found[0]["accuracy"], &found[0]["labelled"]), (&json!(1.0), &json!(9)));
+    let rows = good(&with(&["data", "--rows", "1"], &keys));
+    assert!(rows.contains("o⟦1⟧"), "{rows}");
+    let to = folder.path().join("exported");
+    good(&with(&["export", "--to", &to.display().to_string()], &keys));
+    let written = fs::read_to_string(to.join("config.json")).expect("it was written");
+    let written: Value = serde_json::from_str(&written).expect("JSON");
+    assert_eq!(written["architectures"][0], "BertForTokenClassification");
+    assert_eq!(written["id2label"]["1"], "place");
+}
+
 fn chat(arguments: &[&str], lines: &str) -> String {
     let model = format!("model.path={}", golden("text/bpe"));
     let all = [&["chat", "--set", &model, "--tokens", "6", "--ignore-end"], arguments].concat();

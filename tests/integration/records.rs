@@ -4,7 +4,7 @@
 use std::fs;
 use std::path::Path;
 
-use l2l::config::{Config, Task};
+use l2l::config::{Config, Labels, Task};
 use l2l::data::{Dataset, Sequence};
 use l2l::{Error, shape_of};
 use serde_json::{Value, json};
@@ -117,6 +117,43 @@ fn columns_may_have_other_names_and_others_are_not_used() {
     assert_eq!(named.unused_columns(), ["idx", "text"]);
     let error = open(&mut config, "bad.jsonl", &expected).err().expect("no such column");
     assert!(error.to_string().contains("column \"sentence\" is missing"), "{error}");
+}
+
+/// The first token of each word has its class, as transformers' examples align them; the tokens are
+/// those of `tokenizer(words, is_split_into_words=True)`.
+#[test]
+fn words_have_classes() {
+    let mut config = config("wordpiece");
+    config.model.task = Some(Task::TokenClassification);
+    config.model.labels = Some(Labels::Names(vec!["O".into(), "LOC".into()]));
+    let words = json!(["Wordpieces", "live", "in", "Oslo", "."]);
+    let tokens = vec![2, 288, 74, 86, 79, 75, 185, 89, 41, 79, 92, 75, 187, 44, 89, 82, 85, 15, 3];
+    let mut labels = vec![-100; tokens.len()];
+    for (at, class) in [(1, 0), (8, -100), (12, 0), (13, 1), (17, 0)] {
+        labels[at] = class;
+    }
+    let line = json!({ "tokens": words, "tags": ["O", -100, "O", "LOC", 0] });
+    let data = open(&mut config, "one.jsonl", &line.to_string()).expect("good");
+    let found = all(&data).remove(0);
+    assert_eq!((&found.tokens, &found.labels), (&tokens, &labels));
+    let named = json!({ "tokens": words, "ner_tags": [0, -100, 0, 1, 0], "id": "3" });
+    let ids = json!({ "input_ids": tokens, "labels": labels });
+    for line in [named, ids] {
+        let data = open(&mut config, "same.jsonl", &line.to_string()).expect("good");
+        assert_eq!(all(&data)[0].labels, labels, "{line}");
+    }
+    for (line, says) in [
+        (json!({ "tokens": words }), "tags is missing"),
+        (json!({ "tokens": words, "tags": [0] }), "1 tags for 5 tokens"),
+        (json!({ "tokens": ["a"], "tags": ["PER"] }), "\"PER\" is none of O, LOC"),
+        (json!({ "tokens": ["a"], "tags": [2] }), "none of the 2 classes"),
+        (json!({ "input_ids": [2, 3], "labels": [2, 0] }), "none of the 2 classes"),
+        (json!({ "input_ids": [2, 3] }), "labels is missing"),
+        (json!({ "text": "a word" }), "this model classifies tokens"),
+    ] {
+        let error = open(&mut config, "bad.jsonl", &line.to_string()).err().expect("refused");
+        assert!(error.to_string().contains(says), "{line}: {error}");
+    }
 }
 
 #[test]

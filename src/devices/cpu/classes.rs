@@ -128,8 +128,8 @@ fn backward(
 mod tests {
     use super::super::oracle::{close, differences, noise};
     use super::*;
-    use crate::kernels::Samples;
     use crate::kernels::BatchMetadata;
+    use crate::kernels::Samples;
     use crate::simd::Level;
     use crate::tensor::{Arena, View};
 

@@ -456,8 +456,7 @@ impl<'c> Cases<'c> {
                 let statistics = p.floats([r, STATISTICS], 1.5);
                 let out = p.floats_output([r, STATISTICS]);
                 let scores = p.input([n, labels]);
-                let op =
-                    ClassLoss { out, statistics, scores, samples, is_value, smoothing, batch };
+                let op = ClassLoss { out, statistics, scores, samples, is_value, smoothing, batch };
                 move |k, _| k.class_loss(&op)
             });
             self.labelled(0, of_rows.clone());
