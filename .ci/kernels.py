@@ -607,6 +607,7 @@ def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_p
     x = device.elements(noise(random, rows, channels) + 0.5)
     gamma, beta = device.elements(noise(random, channels)), device.elements(noise(random, channels))
     y, statistics = device.out(rows, channels), device.floats_out(rows, 2)
+    offset = float(rms)  # as in Gemma, where scales are stored as their differences from 1
 
     def normed(x):
         mean = 0 * x[:, :1] if rms else x.mean(1, keepdims=True)
@@ -615,14 +616,14 @@ def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_p
 
     n, mean, rstd = normed(x.wide)
     affine, sizes = [gamma, beta if has_beta else None], [rows, channels]
-    device.launch("norm_forward", y, statistics, x, *affine, *sizes, epsilon, rms)
-    device.expect(y, n * gamma.wide + (beta.wide if has_beta else 0), 4e-6)
+    device.launch("norm_forward", y, statistics, x, *affine, *sizes, epsilon, rms, offset)
+    device.expect(y, n * (offset + gamma.wide) + (beta.wide if has_beta else 0), 4e-6)
     device.expect(statistics, np.concatenate([mean, rstd], 1), 4e-6)
 
     dy = device.elements(noise(random, rows, channels))
     residual = device.elements(noise(random, rows, channels), changes=in_place)
     dx = residual if in_place else device.out(rows, channels)
-    g = dy.wide * gamma.wide
+    g = dy.wide * (offset + gamma.wide)
     if channels <= 64:
         slope = row_slopes(lambda x: (normed(x)[0] * g).sum(1), x.wide)
     else:
@@ -630,7 +631,7 @@ def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_p
     expected = slope + (residual.wide if has_residual else 0)
     statistics = device.floats(statistics.bits)
     inputs = [residual if has_residual else None, dy, x, statistics, gamma]
-    device.launch("norm_backward", dx, *inputs, *sizes, rms)
+    device.launch("norm_backward", dx, *inputs, *sizes, rms, offset)
     device.expect(dx, expected, 1e-5)
 
     parts = device.floats_out(-(-rows // chunk), 2, channels)
@@ -643,12 +644,13 @@ def check_head_norm(device, random, rows, heads, kv_heads, head_size, chunk):
     normed, every = heads + kv_heads, heads + 2 * kv_heads
     x = device.elements(noise(random, rows, every, head_size) + 0.25)
     gamma = device.elements(noise(random, head_size)), device.elements(noise(random, head_size))
-    of_head = np.stack([gamma[0].wide] * heads + [gamma[1].wide] * kv_heads)
+    offset = float(kv_heads == 1)  # as in Gemma, where scales are stored as their differences from 1
+    of_head = offset + np.stack([gamma[0].wide] * heads + [gamma[1].wide] * kv_heads)
     rstd = 1 / np.sqrt((x.wide[:, :normed] ** 2).mean(2, keepdims=True) + epsilon)
     n = x.wide[:, :normed] * rstd
 
     y, statistics = device.out(rows, every, head_size), device.floats_out(rows, normed)
-    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, size)
+    device.launch("head_norm", y, statistics, x, *gamma, rows, epsilon, offset, size)
     device.expect(y, np.concatenate([n * of_head, x.wide[:, normed:]], 1), 2e-6)
     device.expect(statistics, rstd[:, :, 0], 2e-6)
 
@@ -662,7 +664,7 @@ def check_head_norm(device, random, rows, heads, kv_heads, head_size, chunk):
 
     g = dy.wide[:, :normed] * of_head
     slope = rstd * (g - n * (g * n).mean(2, keepdims=True))
-    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, size)
+    device.launch("head_norm_backward", dx, x, statistics, *gamma, rows, offset, size)
     device.expect(dx, np.concatenate([slope, dy.wide[:, normed:]], 1), 1e-5)
 
 

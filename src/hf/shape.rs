@@ -178,7 +178,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
         }
     }
     check_heads(shape)?;
-    if shape.window.is_some_and(|(window, _)| window == 0) {
+    if shape.window.is_some_and(|window| window.positions == 0) {
         return Err(Error::config("model.sliding_window", "must be at least 1"));
     }
     if !(shape.norm_epsilon.is_finite() && shape.norm_epsilon > 0.0) {

@@ -13,7 +13,7 @@ pub struct QueryKey<T = View> {
     pub key: T,
 }
 
-/// y = γ x rstd by head; values are copied.
+/// y = (offset + γ) x rstd by head; values are copied.
 #[derive(Clone, Copy, Debug)]
 pub struct HeadNorm<'a> {
     /// Output. (R, (H + 2 K) D).
@@ -24,6 +24,8 @@ pub struct HeadNorm<'a> {
     pub x: View,
     /// Scales. (1, D).
     pub gamma: QueryKey,
+    /// What is added to them: 1 where they are stored as their difference from 1, else 0.
+    pub gamma_offset: f32,
     /// Added to the mean square.
     pub epsilon: f32,
     /// Sizes.
@@ -43,6 +45,8 @@ pub struct HeadNormBackward<'a> {
     pub statistics: View,
     /// Scales. (1, D).
     pub gamma: QueryKey,
+    /// What is added to them: 1 where they are stored as their difference from 1, else 0.
+    pub gamma_offset: f32,
     /// Sizes.
     pub shape: AttentionShape<'a>,
     /// True when `dgamma` is added to; false when it is replaced.

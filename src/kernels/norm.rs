@@ -3,7 +3,7 @@
 use super::check::Check;
 use crate::tensor::{Dtype, View};
 
-/// y = γ (x − mean) rstd + β.
+/// y = (offset + γ) (x − mean) rstd + β.
 #[derive(Clone, Copy, Debug)]
 pub struct Norm {
     /// Output. (R, C).
@@ -14,6 +14,8 @@ pub struct Norm {
     pub x: View,
     /// Scale. (1, C).
     pub gamma: View,
+    /// What is added to γ: 1 where γ is stored as its difference from 1, else 0.
+    pub gamma_offset: f32,
     /// Shift. (1, C).
     pub beta: Option<View>,
     /// Added to the variance, or to the mean square.
@@ -41,6 +43,8 @@ pub struct NormBackward {
     pub statistics: View,
     /// Scale. (1, C).
     pub gamma: View,
+    /// What is added to γ: 1 where γ is stored as its difference from 1, else 0.
+    pub gamma_offset: f32,
     /// As in [`Norm`].
     pub rms: bool,
     /// True when `dgamma` and `dbeta` are added to; false when they are replaced.

@@ -113,7 +113,8 @@ fn wrong_views_of_products_and_norms_are_found() {
     }
     let (y, statistics, x, gamma) = (element(R, C), float(R, 2), element(R, C), element(1, C));
     let beta = Some(gamma);
-    let op = Norm { y, statistics, x, gamma, beta, epsilon: 1e-5, rms: false };
+    let (gamma_offset, epsilon, rms) = (0.0, 1e-5, false);
+    let op = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
     found!(op, [y, statistics, x, gamma, beta]);
     let op = NormBackward {
         dx: x,
@@ -124,7 +125,8 @@ fn wrong_views_of_products_and_norms_are_found() {
         x,
         statistics,
         gamma,
-        rms: false,
+        gamma_offset,
+        rms,
         accumulate: false,
     };
     found!(op, [dx, dgamma, dbeta, residual, dy, x, statistics, gamma]);
@@ -170,7 +172,8 @@ fn wrong_views_of_attention_are_found() {
     let one = element(1, shape.head_size);
     let gamma = QueryKey { query: one, key: one };
     let statistics = float(R, shape.heads + shape.kv_heads);
-    let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, epsilon: 1e-5, shape };
+    let (gamma_offset, epsilon) = (0.0, 1e-5);
+    let op = HeadNorm { y: qkv, statistics, x: qkv, gamma, gamma_offset, epsilon, shape };
     found!(op, [y, statistics, x, gamma.query, gamma.key]);
     let one = float(1, shape.head_size);
     let op = HeadNormBackward {
@@ -179,6 +182,7 @@ fn wrong_views_of_attention_are_found() {
         x: qkv,
         statistics,
         gamma,
+        gamma_offset,
         shape,
         accumulate: false,
     };

@@ -21,7 +21,8 @@ fn norm_tensors(name: &str, shape: &Shape) -> Vec<Tensor> {
         joined: false,
     };
     let shift = (!shape.rms_norm).then(|| named("bias", Init::Zeros));
-    [named("weight", Init::Ones)].into_iter().chain(shift).collect()
+    let scale = if shape.norm_offset == 1.0 { Init::Zeros } else { Init::Ones };
+    [named("weight", scale)].into_iter().chain(shift).collect()
 }
 
 /// The layer between the embedding and the first block: adds positions and kinds of tokens, and
@@ -179,6 +180,7 @@ impl Layer for Stem {
                 x: sum,
                 statistics,
                 gamma,
+                gamma_offset: self.shape.norm_offset,
                 rms: self.shape.rms_norm,
                 accumulate,
             };
@@ -204,8 +206,8 @@ fn norm(
     gamma: View,
     beta: Option<View>,
 ) -> Norm {
-    let Shape { norm_epsilon: epsilon, rms_norm: rms, .. } = *shape;
-    Norm { y, statistics, x, gamma, beta, epsilon, rms }
+    let Shape { norm_epsilon: epsilon, rms_norm: rms, norm_offset, .. } = *shape;
+    Norm { y, statistics, x, gamma, gamma_offset: norm_offset, beta, epsilon, rms }
 }
 
 /// The norm in front of the head, or the head's transform.
@@ -371,6 +373,7 @@ impl Final {
             x: input,
             statistics,
             gamma,
+            gamma_offset: self.shape.norm_offset,
             rms: self.shape.rms_norm,
             accumulate,
         };

@@ -32,7 +32,7 @@ pub use layer::{
 };
 pub use model::{Model, Part, Tile};
 pub use selection::LayerSelection;
-pub use shape::{Dropouts, Head, Shape};
+pub use shape::{Dropouts, Head, Shape, Window};
 pub(crate) use training::matches_tensor;
 pub use training::{Lora, Training};
 pub(crate) use visit::{VisitArgs, run, workspace};

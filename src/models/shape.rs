@@ -40,6 +40,29 @@ pub enum Head {
     },
 }
 
+/// A window of attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// How many positions a position sees at most, itself included.
+    pub positions: usize,
+    /// The first block that has it.
+    pub from: usize,
+    /// Every so many blocks one has none: the last of them. 0: all from the first on have it.
+    pub but_every: usize,
+}
+
+impl Window {
+    /// A window of all blocks.
+    pub fn of_all(positions: usize) -> Window {
+        Window { positions, from: 0, but_every: 0 }
+    }
+
+    /// Whether a block has it.
+    pub fn is_of(&self, block: usize) -> bool {
+        block >= self.from && (self.but_every == 0 || !(block + 1).is_multiple_of(self.but_every))
+    }
+}
+
 /// A transformer of one of the families.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
@@ -69,13 +92,18 @@ pub struct Shape {
     pub rotary: Option<Rotary>,
     /// True when a position sees no later one.
     pub causal: bool,
-    /// How many positions a position sees at most, itself included; and the first block for which
-    /// this holds.
-    pub window: Option<(usize, usize)>,
+    /// Rotary positions of the blocks with a window, where those are others.
+    pub window_rotary: Option<Rotary>,
+    /// How many positions a position sees at most, itself included; and of which blocks.
+    pub window: Option<Window>,
     /// True for a norm by root mean square alone (Zhang and Sennrich 2019).
     pub rms_norm: bool,
     /// True when a norm follows each sum; false when it precedes each branch.
     pub post_norm: bool,
+    /// True when a branch's output is normed before it is added to the residual stream.
+    pub branch_norm: bool,
+    /// What is added to the scales of norms: 1 where they are stored as their differences from 1.
+    pub norm_offset: f32,
     /// Added to the variance, or the mean square, of a norm.
     pub norm_epsilon: f32,
     /// True when queries and keys are normed by head.
@@ -90,6 +118,8 @@ pub struct Shape {
     pub transposed: bool,
     /// Probabilities of dropout.
     pub dropout: Dropouts,
+    /// What embeddings are multiplied by.
+    pub embedding_scale: f32,
     /// True when the head's table is the embedding's.
     pub tied: bool,
     /// What it predicts.

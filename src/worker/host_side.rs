@@ -315,24 +315,28 @@ impl Worker {
         let tensors = &self.model.blocks[block.0 as usize];
         let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
         let is_bf16 = self.is_bf16(schedule.boundary(id));
+        let scale = self.model.shape.embedding_scale;
+        let half = |x: f32| bf16::from_f32(x * scale);
         self.host.threads.install(|| {
             if !is_bf16 {
                 return match table {
                     TableRows::Floats(table) => {
-                        host_math::gather(x, tokens, table, first, channels, |x| x);
+                        host_math::gather(x, tokens, table, first, channels, |x| x * scale);
                     }
                     TableRows::Halves(table) => {
-                        host_math::gather(x, tokens, table, first, channels, bf16::to_f32);
+                        let float = |x: bf16| x.to_f32() * scale;
+                        host_math::gather(x, tokens, table, first, channels, float);
                     }
                 };
             }
             let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
             match table {
                 TableRows::Floats(table) => {
-                    host_math::gather(x, tokens, table, first, channels, bf16::from_f32);
+                    host_math::gather(x, tokens, table, first, channels, half);
                 }
                 TableRows::Halves(table) => {
-                    host_math::gather(x, tokens, table, first, channels, |x| x);
+                    let half = |x: bf16| half(x.to_f32());
+                    host_math::gather(x, tokens, table, first, channels, half);
                 }
             }
         });
@@ -475,6 +479,7 @@ impl Worker {
             gradient.fill(0.0);
         }
         let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
+        let scale = self.model.shape.embedding_scale;
         // Of several processes, this one's part of the table.
         let from = self.host.eps.parts().map_or(0, |parts| parts.own(block).start);
         let floats = (tile.rows * channels).saturating_sub(from).min(gradient.len());
@@ -488,14 +493,15 @@ impl Worker {
         if !self.is_bf16(schedule.boundary(id)) {
             let rows = dx.into_iter().flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
             let rows: Vec<&[f32]> = rows.collect();
-            let scatter = || host_math::scatter(level, table, tokens, &rows, |dx| dx);
+            let scatter = || host_math::scatter(level, table, tokens, &rows, |dx| dx * scale);
             self.host.threads.install(scatter);
         } else {
             let cast = |(dx, rows)| (bytemuck::cast_slice::<f32, bf16>(dx), rows);
             let packed = dx.into_iter().map(cast);
             let rows = packed.flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
             let rows: Vec<&[bf16]> = rows.collect();
-            let scatter = || host_math::scatter(level, table, tokens, &rows, bf16::to_f32);
+            let float = |dx: bf16| dx.to_f32() * scale;
+            let scatter = || host_math::scatter(level, table, tokens, &rows, float);
             self.host.threads.install(scatter);
         }
         self.host.measure(block, gradient)

@@ -14,7 +14,7 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config,
     Qwen2Config, Qwen3Config, RobertaConfig,
 )
 
@@ -63,8 +63,14 @@ for config in [*CLASSES.values(), *TOKENS.values()]:
     config.classifier_dropout = config.seq_classif_dropout = 0.0
 FAMILIES |= CLASSES | TOKENS
 FAMILIES["phi3"] = Phi3Config(**DECODER, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=5)
-WINDOWED = {"mistral", "qwen2", "mistral-classes", "phi3"}
-CAUSAL = {"llama", "mistral", "phi3", "qwen2", "qwen3"}
+FAMILIES["gemma3_text"] = Gemma3TextConfig(
+    **DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1, head_dim=20,
+    query_pre_attn_scalar=20, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    rope_parameters={"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+                     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}})
+WINDOWED = {"gemma3_text", "mistral", "qwen2", "mistral-classes", "phi3"}
+SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
+CAUSAL = {"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"}
 
 
 def sequences(family, generator):
@@ -147,7 +153,7 @@ def main():
         folder = here / family
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
-        lines = sequences(family, torch.Generator().manual_seed(number))
+        lines = sequences(family, torch.Generator().manual_seed(SEEDS.get(family, number)))
         (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         golden = {"batch": BATCH, "clip_norm": None, "steps": STEPS, "learning_rate": RATE,
                   "weight_decay": DECAY, "transformers": transformers.__version__}

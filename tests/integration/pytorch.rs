@@ -101,7 +101,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-const FAMILIES: [&str; 20] = [
+const FAMILIES: [&str; 21] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -109,6 +109,7 @@ const FAMILIES: [&str; 20] = [
     "distilbert",
     "distilbert-classes",
     "distilbert-tokens",
+    "gemma3_text",
     "gpt2-classes",
     "gpt2-tokens",
     "llama",

@@ -13,11 +13,11 @@ use crate::tensor::Scratch;
 const SUM_ROWS: usize = 64;
 
 pub(super) fn head_norm(on: &CpuKernels<'_>, op: &HeadNorm<'_>) {
-    let HeadNorm { y, statistics, x, gamma, epsilon, ref shape } = *op;
+    let HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, ref shape } = *op;
     let Some(call) = on.call([y, statistics], &[x, gamma.query, gamma.key]) else { return };
     let [y, statistics] = call.write();
     let gamma = [gamma.query, gamma.key].map(|gamma| call.read(gamma));
-    forward(on.level, y, statistics, call.read(x), gamma, epsilon, shape);
+    forward(on.level, y, statistics, call.read(x), (gamma, gamma_offset), epsilon, shape);
 }
 
 pub(super) fn head_norm_backward(
@@ -25,7 +25,7 @@ pub(super) fn head_norm_backward(
     op: &HeadNormBackward<'_>,
     scratch: &Scratch<'_>,
 ) {
-    let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate } = *op;
+    let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate, .. } = *op;
     let scratch = scratch.nested();
     let memory = scratch.take(1, scratch_len(shape));
     let writes = [dx, dgamma.query, dgamma.key, memory];
@@ -35,17 +35,18 @@ pub(super) fn head_norm_backward(
         x: call.read(x),
         statistics: call.read(statistics),
         gamma: [gamma.query, gamma.key].map(|gamma| call.read(gamma)),
+        gamma_offset: op.gamma_offset,
     };
     backward(on.level, dx, [dquery, dkey], inputs, shape, accumulate, memory);
 }
 
-/// y = γ x rstd by head; values are copied. `statistics`: (R, H + K), rstd.
+/// y = (offset + γ) x rstd by head; values are copied. `statistics`: (R, H + K), rstd.
 fn forward(
     level: Level,
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
-    gamma: [&[f32]; 2],
+    (gamma, offset): ([&[f32]; 2], f32),
     epsilon: f32,
     shape: &AttentionShape<'_>,
 ) {
@@ -60,7 +61,7 @@ fn forward(
                     let (y, x) = (&mut y[head * d..][..d], &x[head * d..][..d]);
                     *statistic = 1.0 / (dot(x, x) / d as f32 + epsilon).sqrt();
                     let all = y.iter_mut().zip(x).zip(gamma);
-                    all.for_each(|((y, x), g)| *y = *x * *statistic * g);
+                    all.for_each(|((y, x), g)| *y = *x * *statistic * (offset + g));
                 }
                 y[normed * d..].copy_from_slice(&x[normed * d..]);
             },
@@ -79,6 +80,7 @@ struct Inputs<'a> {
     x: &'a [f32],
     statistics: &'a [f32],
     gamma: [&'a [f32]; 2],
+    gamma_offset: f32,
 }
 
 /// dx from dy, which it holds before; dγ (+)= ….
@@ -113,7 +115,7 @@ fn backward(
                             &mut dx[head * d..][..d],
                             part,
                             &x[head * d..][..d],
-                            gamma,
+                            (gamma, inputs.gamma_offset),
                             rstd,
                         );
                     }
@@ -126,12 +128,18 @@ fn backward(
     add_parts(level, k, k_parts, accumulate);
 }
 
-/// dx = rstd (g − x̂ mean(g x̂)), g = dy γ.
+/// dx = rstd (g − x̂ mean(g x̂)), g = dy (offset + γ).
 #[inline(always)]
-fn backward_head(dx: &mut [f32], dgamma: &mut [f32], x: &[f32], gamma: &[f32], rstd: f32) {
+fn backward_head(
+    dx: &mut [f32],
+    dgamma: &mut [f32],
+    x: &[f32],
+    (gamma, offset): (&[f32], f32),
+    rstd: f32,
+) {
     for (((dx, dgamma), x), gamma) in dx.iter_mut().zip(dgamma).zip(x).zip(gamma) {
         *dgamma += *dx * (x * rstd);
-        *dx *= gamma;
+        *dx *= offset + gamma;
     }
     let mean = dot_with(dx, x, |x| x * rstd) / x.len() as f32;
     dx.iter_mut().zip(x).for_each(|(dx, x)| *dx = rstd * (*dx - x * rstd * mean));
@@ -143,6 +151,7 @@ mod tests {
     use super::*;
     use crate::kernels::BatchMetadata;
 
+    const OFFSET: f32 = 0.5;
     const EPSILON: f32 = 1e-5;
 
     fn plain(x: &[f64], gamma: [&[f64]; 2], shape: &AttentionShape<'_>) -> Vec<f64> {
@@ -155,7 +164,7 @@ mod tests {
             let square = x.iter().map(|x| x * x).sum::<f64>() / d as f64;
             let rstd = 1.0 / (square + f64::from(EPSILON)).sqrt();
             let gamma = gamma[usize::from(head >= shape.heads)];
-            x.iter().zip(gamma).map(|(x, g)| x * rstd * g).collect()
+            x.iter().zip(gamma).map(|(x, g)| x * rstd * (f64::from(OFFSET) + g)).collect()
         };
         x.chunks(d).enumerate().flat_map(head).collect()
     }
@@ -185,11 +194,12 @@ mod tests {
             let mut y = vec![f32::NAN; len];
             let mut statistics = vec![f32::NAN; shape.rows() * 3];
             let gamma = [&q.narrow[..], &k.narrow];
-            forward(level, &mut y, &mut statistics, &x.narrow, gamma, EPSILON, &shape);
+            forward(level, &mut y, &mut statistics, &x.narrow, (gamma, OFFSET), EPSILON, &shape);
             close(&y, &plain(&x.wide, [&q.wide, &k.wide], &shape), 1e-5);
             let mut dx = dy.narrow.clone();
             let (mut dq, mut dk) = (vec![f32::NAN; 3], vec![f32::NAN; 3]);
-            let inputs = Inputs { x: &x.narrow, statistics: &statistics, gamma };
+            let (x32, gamma_offset) = (&x.narrow, OFFSET);
+            let inputs = Inputs { x: x32, statistics: &statistics, gamma, gamma_offset };
             let mut memory = vec![f32::NAN; scratch_len(&shape)];
             let dgamma = [&mut dq[..], &mut dk];
             backward(level, &mut dx, dgamma, inputs, &shape, false, &mut memory);

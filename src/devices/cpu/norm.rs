@@ -14,10 +14,10 @@ use crate::tensor::Scratch;
 const SUM_ROWS: usize = 64;
 
 pub(super) fn norm(on: &CpuKernels<'_>, op: &Norm) {
-    let Norm { y, statistics, x, gamma, beta, epsilon, rms } = *op;
+    let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
     let Some(call) = on.call([y, statistics], &[x, gamma, or_nothing(beta)]) else { return };
     let [y, statistics] = call.write();
-    let affine = (call.read(gamma), call.read_if(beta));
+    let affine = (call.read(gamma), gamma_offset, call.read_if(beta));
     forward(on.level, y, statistics, call.read(x), affine, epsilon, rms);
 }
 
@@ -35,19 +35,20 @@ pub(super) fn norm_backward(on: &CpuKernels<'_>, op: &NormBackward, scratch: &Sc
         x: call.read(x),
         statistics: call.read(statistics),
         gamma: call.read(gamma),
+        gamma_offset: op.gamma_offset,
         rms: op.rms,
     };
     let gradients = (dgamma, dbeta.map(|_| dbeta_or_nothing));
     backward(on.level, dx, gradients, inputs, op.accumulate, memory);
 }
 
-/// y = γ (x − mean) rstd + β; `statistics` gets mean and rstd of each row.
+/// y = (offset + γ) (x − mean) rstd + β; `statistics` gets mean and rstd of each row.
 fn forward(
     level: Level,
     y: &mut [f32],
     statistics: &mut [f32],
     x: &[f32],
-    (gamma, beta): (&[f32], Option<&[f32]>),
+    (gamma, offset, beta): (&[f32], f32, Option<&[f32]>),
     epsilon: f32,
     rms: bool,
 ) {
@@ -62,7 +63,7 @@ fn forward(
                     let mean = if rms { 0.0 } else { sum(x) / c as f32 };
                     let variance = sum_of(x, |x| (x - mean) * (x - mean)) / c as f32;
                     let rstd = 1.0 / (variance + epsilon).sqrt();
-                    let scaled = |x: f32, g: f32| (x - mean) * rstd * g;
+                    let scaled = |x: f32, g: f32| (x - mean) * rstd * (offset + g);
                     let all = y.iter_mut().zip(x).zip(gamma);
                     match beta {
                         None => all.for_each(|((y, &x), &g)| *y = scaled(x, g)),
@@ -90,6 +91,7 @@ struct Inputs<'a> {
     x: &'a [f32],
     statistics: &'a [f32],
     gamma: &'a [f32],
+    gamma_offset: f32,
     rms: bool,
 }
 
@@ -137,11 +139,11 @@ fn backward_row(
     let c = dx.len();
     let (dgamma, dbeta) = (&mut dgamma[..c], &mut dbeta[..c]);
     let (dy, x) = (&inputs.dy[row * c..][..c], &inputs.x[row * c..][..c]);
-    let gamma = &inputs.gamma[..c];
+    let (gamma, offset) = (&inputs.gamma[..c], inputs.gamma_offset);
     let [mean, rstd] = [inputs.statistics[2 * row], inputs.statistics[2 * row + 1]];
-    // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy γ; g first goes to dx.
+    // dx = rstd (g − mean(g) − x̂ mean(g x̂)), g = dy (offset + γ); g first goes to dx.
     for i in 0..c {
-        dx[i] = dy[i] * gamma[i];
+        dx[i] = dy[i] * (offset + gamma[i]);
         dgamma[i] += dy[i] * ((x[i] - mean) * rstd);
         dbeta[i] += dy[i];
     }
@@ -166,6 +168,11 @@ mod tests {
 
     const EPSILON: f32 = 1e-5;
 
+    /// The scales of norms by root mean square are stored as their differences from 1 here.
+    fn offset(rms: bool) -> f32 {
+        if rms { 1.0 } else { 0.0 }
+    }
+
     fn plain(x: &[f64], gamma: &[f64], beta: &[f64], rms: bool) -> Vec<f64> {
         let c = gamma.len();
         let mut y = Vec::new();
@@ -173,7 +180,8 @@ mod tests {
             let mean = if rms { 0.0 } else { row.iter().sum::<f64>() / c as f64 };
             let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / c as f64;
             let rstd = 1.0 / (variance + f64::from(EPSILON)).sqrt();
-            y.extend((0..c).map(|i| (row[i] - mean) * rstd * gamma[i] + beta[i]));
+            let scale = |i| f64::from(offset(rms)) + gamma[i];
+            y.extend((0..c).map(|i| (row[i] - mean) * rstd * scale(i) + beta[i]));
         }
         y
     }
@@ -186,7 +194,7 @@ mod tests {
             let (dy, residual) = (noise(rows * c, 4), noise(rows * c, 5));
             for level in Level::all() {
                 let (mut y, mut statistics) = (vec![f32::NAN; rows * c], vec![f32::NAN; 2 * rows]);
-                let affine = (&gamma.narrow[..], Some(&beta.narrow[..]));
+                let affine = (&gamma.narrow[..], offset(rms), Some(&beta.narrow[..]));
                 forward(level, &mut y, &mut statistics, &x.narrow, affine, EPSILON, rms);
                 close(&y, &plain(&x.wide, &gamma.wide, &beta.wide, rms), 1e-5);
 
@@ -198,6 +206,7 @@ mod tests {
                     x: &x.narrow,
                     statistics: &statistics,
                     gamma: &gamma.narrow,
+                    gamma_offset: offset(rms),
                     rms,
                 };
                 let mut memory = vec![f32::NAN; scratch_len(rows, c)];

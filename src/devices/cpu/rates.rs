@@ -122,11 +122,12 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let (statistics, workspace) = (layout.place(ROWS, 2), layout.workspace());
     let arena = layout.arena()?;
     let k = CpuKernels { memory: Some(&arena), level: Level::best() };
-    let (epsilon, rms, accumulate) = (1e-5, false, false);
+    let (gamma_offset, epsilon, rms, accumulate) = (0.0, 1e-5, false, false);
     let key = DropoutKey { seed: 1, step: 0, first_sequence: 0 };
     let metadata = BatchMetadata { dropout_key: Some(key), ..one_sequence(&[0, ROWS]) };
     let dropout = metadata.view().dropout(0.1, 0, 0);
-    let norm = Norm { y, statistics, x, gamma, beta: Some(beta), epsilon, rms };
+    let beta = Some(beta);
+    let norm = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
     let norm_backward = NormBackward {
         dx: z,
         dgamma,
@@ -136,6 +137,7 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
         x,
         statistics,
         gamma,
+        gamma_offset,
         rms,
         accumulate,
     };

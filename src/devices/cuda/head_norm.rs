@@ -16,18 +16,19 @@ pub(super) fn backward_scratch(op: &HeadNormBackward<'_>, scratch: &Scratch<'_>)
 
 impl On<'_> {
     pub(super) fn head_norm(&self, op: &HeadNorm<'_>) {
-        let HeadNorm { y, statistics, x, gamma, epsilon, ref shape } = *op;
+        let HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, ref shape } = *op;
         let heads = x.rows * (shape.heads + 2 * shape.kv_heads);
         let (rows, sizes) = (int(x.rows), attention_words(shape));
         let (y, s, x) = (self.at(y), self.at(statistics), self.at(x));
         let (query, key) = (self.at(gamma.query), self.at(gamma.key));
-        let arguments: [&dyn Argument; 8] = [&y, &s, &x, &query, &key, &rows, &epsilon, &sizes];
+        let arguments: [&dyn Argument; 9] =
+            [&y, &s, &x, &query, &key, &rows, &epsilon, &gamma_offset, &sizes];
         let grid = [heads.div_ceil(OF_BLOCK), 1, 1];
         self.queue.launch("head_norm", grid, [256, 1, 1], 0, &arguments);
     }
 
     pub(super) fn head_norm_backward(&self, op: &HeadNormBackward<'_>, parts: View) {
-        let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate } = *op;
+        let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate, .. } = *op;
         let (rows, count, d) = (x.rows, parts.rows, shape.head_size);
         let (parts, dx, x, s) = (self.at(parts), self.at(dx), self.at(x), self.at(statistics));
         let (r, part, sizes) = (int(rows), int(PART), attention_words(shape));
@@ -38,7 +39,8 @@ impl On<'_> {
             self.queue.fold(self.at(dgamma), parts, [count, 2 * d, d], accumulate);
         }
         let (query, key) = (self.at(gamma.query), self.at(gamma.key));
-        let arguments: [&dyn Argument; 7] = [&dx, &x, &s, &query, &key, &r, &sizes];
+        let offset = op.gamma_offset;
+        let arguments: [&dyn Argument; 8] = [&dx, &x, &s, &query, &key, &r, &offset, &sizes];
         let grid = [(rows * (shape.heads + shape.kv_heads)).div_ceil(OF_BLOCK), 1, 1];
         self.queue.launch("head_norm_backward", grid, [256, 1, 1], 0, &arguments);
     }

@@ -13,12 +13,13 @@ pub(super) fn backward_scratch(op: &NormBackward, scratch: &Scratch<'_>) -> View
 
 impl On<'_> {
     pub(super) fn norm(&self, op: &Norm) {
-        let Norm { y, statistics, x, gamma, beta, epsilon, rms } = *op;
+        let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
         let (rows, channels) = (x.rows, x.columns);
         let (y, s, x) = (self.at(y), self.at(statistics), self.at(x));
         let (gamma, beta) = (self.at(gamma), self.at_if(beta));
         let (r, c, rms) = (int(rows), int(channels), i32::from(rms));
-        let arguments: [&dyn Argument; 9] = [&y, &s, &x, &gamma, &beta, &r, &c, &epsilon, &rms];
+        let arguments: [&dyn Argument; 10] =
+            [&y, &s, &x, &gamma, &beta, &r, &c, &epsilon, &rms, &gamma_offset];
         self.queue.rows("norm_forward", rows, channels, &arguments);
     }
 
@@ -35,8 +36,9 @@ impl On<'_> {
             self.queue.fold(self.at(dbeta), betas, [count, 2 * c, c], accumulate);
         }
         let (dx, residual, gamma) = (self.at(dx), self.at_if(residual), self.at(gamma));
-        let arguments: [&dyn Argument; 9] =
-            [&dx, &residual, &dy, &x, &s, &gamma, &r, &channels, &rms];
+        let offset = op.gamma_offset;
+        let arguments: [&dyn Argument; 10] =
+            [&dx, &residual, &dy, &x, &s, &gamma, &r, &channels, &rms, &offset];
         self.queue.rows("norm_backward", rows, c, &arguments);
     }
 }

@@ -1,6 +1,7 @@
 //! The backward of a block on one chunk: the feed-forward's half, then attention's.
 
-use super::chunk::ChunkPass;
+use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
+use super::saved::Branch;
 use super::tensors::{Affine, Gradients, Product};
 use crate::kernels::{
     ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, GateBackward, HeadNormBackward,
@@ -127,10 +128,30 @@ impl ChunkPass<'_> {
             x,
             statistics,
             gamma: w.weight,
+            gamma_offset: self.block.shape.norm_offset,
             rms: self.block.shape.rms_norm,
             accumulate: g.accumulate,
         };
         self.k.norm_backward(&op, scratch);
+    }
+
+    /// Back over the norm of a branch's output, where there is one: from `dy` to the gradient of
+    /// that output.
+    fn branch_norm_backward(
+        &self,
+        g: &ChunkGradients<'_>,
+        dy: View,
+        which: usize,
+        scratch: &Scratch<'_>,
+    ) -> View {
+        let norms = (&self.w.branch_norms, &g.d.branch_norms, &self.saved.branches);
+        let (Some(w), Some(d), Some(branches)) = norms else { return dy };
+        let Branch { output: x, statistics } = branches[which];
+        let (dx, residual) = (scratch.take_like(dy), None);
+        let (d, w) = (d[which], w[which]);
+        let op = AffineBackward { dx, d, dy, x, statistics, w, residual };
+        self.norm_backward(g, &op, scratch);
+        dx
     }
 
     /// Back over the norm behind the feed-forward's sum, where there is one: the gradient of the
@@ -142,7 +163,12 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
-        let Some(sum) = saved.feed_forward_sum else { return g.dy };
+        let Some(sum) = saved.feed_forward_sum else {
+            if block.shape.branch_norm && g.save.is_none() {
+                self.branch(buffers.dbranch, buffers.activated, &w.down, FEED_FORWARD);
+            }
+            return g.dy;
+        };
         if g.save.is_none() {
             let output = buffers.dbranch;
             self.linear(output, buffers.activated, &w.down);
@@ -172,8 +198,9 @@ impl ChunkPass<'_> {
         let Buffers { activated, dup, dbranch, .. } = buffers;
         let dropout = block.feed_forward_dropout(batch);
         k.dropout(&ApplyDropout { y: dbranch, x: dsum, dropout });
+        let doutput = self.branch_norm_backward(g, dbranch, FEED_FORWARD, scratch);
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
-        let (dx, dy, x) = (dactivated, dbranch, activated);
+        let (dx, dy, x) = (dactivated, doutput, activated);
         let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down };
         self.product_backward(g, &op, scratch);
         if gated {
@@ -221,9 +248,10 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
         let (dbranch, x) = (buffers.dbranch, buffers.dattention_sum);
         k.dropout(&ApplyDropout { y: dbranch, x, dropout: block.attention_dropout(batch) });
+        let dprojected = self.branch_norm_backward(g, dbranch, ATTENTION, scratch);
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
-        let (dx, dy, x) = (doutput, dbranch, y);
+        let (dx, dy, x) = (doutput, dprojected, y);
         let (d, w) = (&g.d.projection, &w.projection);
         self.product_backward(g, &ProductBackward { dx, d, dy, x, w }, scratch);
         let (dqkv, shape) = (scratch.take_like(saved.qkv), block.attention(batch));
@@ -242,7 +270,7 @@ impl ChunkPass<'_> {
             let kv = dkv.row_range(dkv.rows - dqkv.rows..dkv.rows);
             k.read_kv(&ReadKv { qkv: dqkv, kv, shape });
         }
-        if let Some(rotary) = &block.shape.rotary {
+        if let Some(rotary) = block.rotary() {
             k.rotate(&Rotate { qkv: dqkv, rotary, shape, inverse: true });
         }
         let norms = (g.d.qk_norm, self.w.qk_norm(), saved.qk_norm);
@@ -252,8 +280,16 @@ impl ChunkPass<'_> {
                 query: or_scratch(dquery, gamma.query, scratch),
                 key: or_scratch(dkey, gamma.key, scratch),
             };
-            let (dx, x, accumulate) = (dqkv, saved.qkv, g.accumulate);
-            let op = HeadNormBackward { dx, dgamma, x, statistics, gamma, shape, accumulate };
+            let op = HeadNormBackward {
+                dx: dqkv,
+                dgamma,
+                x: saved.qkv,
+                statistics,
+                gamma,
+                gamma_offset: block.shape.norm_offset,
+                shape,
+                accumulate: g.accumulate,
+            };
             k.head_norm_backward(&op, scratch);
         }
         dqkv

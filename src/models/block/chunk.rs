@@ -1,7 +1,7 @@
 //! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
 
 use super::TransformerBlock;
-use super::saved::Activations;
+use super::saved::{Activations, Branch};
 use super::tensors::{Affine, Product, Weights};
 use crate::kernels::{
     Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, Norm,
@@ -10,6 +10,10 @@ use crate::kernels::{
 use crate::models::low_rank::LowRank;
 use crate::models::shape::Shape;
 use crate::tensor::{Scratch, View};
+
+/// The place of attention and of the feed-forward among the branches.
+pub(super) const ATTENTION: usize = 0;
+pub(super) const FEED_FORWARD: usize = 1;
 
 /// Where keys and values are, if not beside their queries alone.
 #[derive(Clone, Copy)]
@@ -55,8 +59,21 @@ impl ChunkPass<'_> {
 
     pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) {
         let Affine { weight: gamma, bias: beta } = w;
-        let Shape { norm_epsilon: epsilon, rms_norm: rms, .. } = self.block.shape;
-        self.k.norm(&Norm { y, statistics, x, gamma, beta, epsilon, rms });
+        let Shape { norm_epsilon: epsilon, rms_norm: rms, norm_offset, .. } = self.block.shape;
+        let gamma_offset = norm_offset;
+        self.k.norm(&Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms });
+    }
+
+    /// A branch's output, normed where the family does: from a product of `x` to `y`.
+    pub(super) fn branch(&self, y: View, x: View, product: &Product<View>, which: usize) {
+        match (&self.w.branch_norms, &self.saved.branches) {
+            (Some(norms), Some(branches)) => {
+                let Branch { output, statistics } = branches[which];
+                self.linear(output, x, product);
+                self.norm(y, statistics, output, norms[which]);
+            }
+            _ => self.linear(y, x, product),
+        }
     }
 
     /// The chunk's output to `y`.
@@ -67,7 +84,7 @@ impl ChunkPass<'_> {
         self.activate(activated);
         let dropout = block.feed_forward_dropout(batch);
         let Some(sum) = saved.feed_forward_sum else {
-            self.linear(hidden, activated, &w.down);
+            self.branch(hidden, activated, &w.down, FEED_FORWARD);
             k.residual(&Residual { y, a: saved.attention_sum, x: hidden, dropout });
             return;
         };
@@ -80,7 +97,7 @@ impl ChunkPass<'_> {
     pub(super) fn recompute_all(&self) {
         self.recompute_attention();
         let ChunkPass { block, k, w, x, ref saved, hidden, ref batch, .. } = *self;
-        self.linear(hidden, saved.attention_output, &w.projection);
+        self.branch(hidden, saved.attention_output, &w.projection, ATTENTION);
         let (y, dropout) = (saved.attention_sum, block.attention_dropout(batch));
         k.residual(&Residual { y, a: x, x: hidden, dropout });
         self.recompute_feed_forward_input();
@@ -107,7 +124,7 @@ impl ChunkPass<'_> {
             input = hidden;
         }
         self.linear(saved.qkv, input, &w.qkv);
-        if let (Some(rotary), None) = (&block.shape.rotary, &w.qk_norm) {
+        if let (Some(rotary), None) = (block.rotary(), &w.qk_norm) {
             let shape = block.attention(&self.batch);
             k.rotate(&Rotate { qkv: saved.qkv, rotary, shape, inverse: false });
         }
@@ -122,8 +139,9 @@ impl ChunkPass<'_> {
         let mut qkv = saved.qkv;
         if let (Some(gamma), Some(statistics)) = (w.qk_norm(), saved.qk_norm) {
             let (y, x, epsilon) = (rotated, saved.qkv, block.shape.norm_epsilon);
-            k.head_norm(&HeadNorm { y, statistics, x, gamma, epsilon, shape });
-            if let Some(rotary) = &block.shape.rotary {
+            let gamma_offset = block.shape.norm_offset;
+            k.head_norm(&HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape });
+            if let Some(rotary) = block.rotary() {
                 k.rotate(&Rotate { qkv: rotated, rotary, shape, inverse: false });
             }
             qkv = rotated;

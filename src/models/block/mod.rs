@@ -14,7 +14,7 @@ use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
 use super::low_rank::LowRank;
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
-    AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, SequenceChunk,
+    AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, Rotary, SequenceChunk,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -90,6 +90,16 @@ impl TransformerBlock {
         batch.chunks(self.shape.causal && !has_cached)
     }
 
+    fn has_window(&self) -> bool {
+        self.shape.window.is_some_and(|window| window.is_of(self.number))
+    }
+
+    /// The rotary positions of the block.
+    fn rotary(&self) -> Option<&Rotary> {
+        let own = self.shape.window_rotary.as_ref().filter(|_| self.has_window());
+        own.or(self.shape.rotary.as_ref())
+    }
+
     fn attention<'a>(&self, batch: &BatchView<'a>) -> AttentionShape<'a> {
         let Shape { heads, kv_heads, head_size, causal, window, dropout, .. } = self.shape;
         AttentionShape {
@@ -98,7 +108,7 @@ impl TransformerBlock {
             kv_heads,
             head_size,
             causal,
-            window: window.filter(|(_, from)| self.number >= *from).map(|(window, _)| window),
+            window: window.filter(|window| window.is_of(self.number)).map(|one| one.positions),
             dropout: batch.dropout(dropout.attention, self.index, 0),
         }
     }

@@ -26,6 +26,16 @@ pub(super) struct Activations {
     pub(super) up: View,
     /// The residual stream behind the feed-forward, where a norm follows. (R, C).
     pub(super) feed_forward_sum: Option<View>,
+    /// The outputs of attention and of the feed-forward, where they are normed: each (R, C), with
+    /// statistics, (R, 2).
+    pub(super) branches: Option<[Branch; 2]>,
+}
+
+/// What a branch adds to the residual stream, before its norm.
+#[derive(Clone, Copy)]
+pub(super) struct Branch {
+    pub(super) output: View,
+    pub(super) statistics: View,
 }
 
 /// Hands out places for activations: for the rows of a chunk, in the stash or in workspace.
@@ -77,6 +87,12 @@ impl TransformerBlock {
             norm2: places.take_floats(true, 2),
             up: places.take(true, shape.up()),
             feed_forward_sum: shape.post_norm.then(|| places.take(true, shape.hidden)),
+            branches: shape.branch_norm.then(|| {
+                [(); 2].map(|()| Branch {
+                    output: places.take(true, shape.hidden),
+                    statistics: places.take_floats(true, 2),
+                })
+            }),
         }
     }
 
@@ -85,12 +101,16 @@ impl TransformerBlock {
         let shape = &self.shape;
         let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
         let feed_forward_sum = if shape.post_norm { shape.hidden } else { 0 };
+        let [branches, of_branches] =
+            if shape.branch_norm { [2 * shape.hidden, 4] } else { [0, 0] };
         let [attention, statistics] = match save {
             Save::All => [shape.qkv() + shape.attention_width(), heads + shape.heads],
             Save::AllButAttention => [0, 0],
         };
-        let numbers = positions * (attention + shape.hidden + shape.up() + feed_forward_sum);
-        // Each of nine views is aligned for itself; a sequence pays for all of it.
-        dtype.floats(numbers) + positions * (4 + statistics) + 9 * 16
+        let sums = shape.hidden + feed_forward_sum + branches;
+        let numbers = positions * (attention + shape.up() + sums);
+        // Each of at most thirteen views is aligned for itself; a sequence pays for all of it.
+        let views = if shape.branch_norm { 13 } else { 9 };
+        dtype.floats(numbers) + positions * (4 + statistics + of_branches) + views * 16
     }
 }

@@ -29,6 +29,8 @@ pub(super) struct Weights<V> {
     pub(super) norm2: Affine<V>,
     pub(super) up: Product<V>,
     pub(super) down: Product<V>,
+    /// The norms of the branches' outputs: of attention's and of the feed-forward's.
+    pub(super) branch_norms: Option<[Affine<V>; 2]>,
 }
 
 /// The gradients of a block's tensors: none of a frozen one.
@@ -100,7 +102,8 @@ impl TransformerBlock {
             joined: false,
         };
         let shift = has_shift.then(|| tensor("bias", Init::Zeros));
-        [tensor("weight", Init::Ones)].into_iter().chain(shift).collect()
+        let scale = if self.shape.norm_offset == 1.0 { Init::Zeros } else { Init::Ones };
+        [tensor("weight", scale)].into_iter().chain(shift).collect()
     }
 
     fn product_tensors(&self, modules: &Modules) -> Vec<Tensor> {
@@ -151,6 +154,8 @@ impl TransformerBlock {
         all.extend(self.norm_tensors(names.norm2, c, !rms_norm));
         all.extend(self.product_tensors(&up));
         all.extend(self.product_tensors(&down));
+        let of_branches = names.branch_norms.iter().filter(|_| self.shape.branch_norm);
+        all.extend(of_branches.flat_map(|name| self.norm_tensors(name, c, !rms_norm)));
         let of_heads = names.qk_norm.iter().filter(|_| qk_norm);
         all.extend(of_heads.flat_map(|name| self.norm_tensors(name, d, false)));
         all.extend(self.adapter_tensors());
@@ -165,6 +170,7 @@ impl TransformerBlock {
         let mut affine = |has_bias: bool| Affine { weight: next(), bias: has_bias.then(&mut next) };
         let (norm1, qkv, projection) = (affine(!rms_norm), affine(biases[0]), affine(biases[1]));
         let (norm2, up, down) = (affine(!rms_norm), affine(biases[2]), affine(biases[2]));
+        let branch_norms = self.shape.branch_norm.then(|| [(); 2].map(|()| affine(!rms_norm)));
         let qk_norm = qk_norm.then(|| [affine(false).weight, affine(false).weight]);
         let mut site = 0;
         let mut product = |affine: Affine<V>, modules: Modules| {
@@ -187,6 +193,7 @@ impl TransformerBlock {
             norm2,
             up: product(up, of_up),
             down: product(down, of_down),
+            branch_norms,
         }
     }
 }

@@ -166,6 +166,7 @@ impl Walk<'_, '_> {
             x: self.forward.view(x),
             statistics,
             gamma,
+            gamma_offset: 0.0,
             rms,
             accumulate,
         };

@@ -191,6 +191,7 @@ impl<'a> Operations<'a> {
             statistics,
             x: input,
             gamma: self.weights[gamma],
+            gamma_offset: 0.0,
             beta: beta.map(|beta| self.weights[beta]),
             epsilon,
             rms,

@@ -56,9 +56,12 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         token_types: 0,
         rotary: None,
         causal: false,
+        window_rotary: None,
         window: None,
         rms_norm: false,
         post_norm: true,
+        branch_norm: false,
+        norm_offset: 0.0,
         norm_epsilon: 1e-12,
         qk_norm: false,
         biases: [true; 3],
@@ -74,6 +77,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         },
         tied: true,
         head: read_head(keys, Head::Masked)?,
+        embedding_scale: 1.0,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })
 }

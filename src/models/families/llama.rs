@@ -50,9 +50,12 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
         token_types: 0,
         rotary: Some(rotary(keys, theta)?),
         causal: true,
+        window_rotary: None,
         window: None,
         rms_norm: true,
         post_norm: false,
+        branch_norm: false,
+        norm_offset: 0.0,
         norm_epsilon: number(keys, "rms_norm_eps", 1e-6)?,
         qk_norm: false,
         biases: [false; 3],
@@ -66,6 +69,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
         },
         tied: flag(keys, "tie_word_embeddings", false)?,
         head: read_head(keys, Head::Tokens)?,
+        embedding_scale: 1.0,
         initializer_range: number(keys, "initializer_range", 0.02)?,
     })
 }

@@ -5,7 +5,7 @@ use serde_json::Value;
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{Keys, size_or_none};
-use crate::models::Shape;
+use crate::models::{Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "mistral", read, write, ..SHARED };
 
@@ -14,12 +14,12 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         true => size_or_none(keys, "sliding_window")?,
         false => Some(4096), // transformers' default
     };
-    let window = window.map(|window| (window, 0));
+    let window = window.map(Window::of_all);
     Ok(Shape { window, ..read_shared(keys, &NAMES, 10_000.0)? })
 }
 
 fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Mistral");
-    config["sliding_window"] = shape.window.map(|(window, _)| window).into();
+    config["sliding_window"] = shape.window.map(|window| window.positions).into();
     config
 }

@@ -3,6 +3,7 @@
 
 mod bert;
 mod distilbert;
+mod gemma3;
 mod gpt2;
 mod llama;
 mod mistral;
@@ -44,6 +45,8 @@ pub struct Names {
     pub projection: &'static str,
     /// The norm of the feed-forward.
     pub norm2: &'static str,
+    /// The norms of the outputs of attention and of the feed-forward, before they are added.
+    pub branch_norms: [&'static str; 2],
     /// The first layer of the feed-forward: the gate, if there is one, and the up projection; or
     /// one for both.
     pub up: &'static [&'static str],
@@ -90,7 +93,7 @@ impl PartialEq for Names {
 impl Names {
     /// Whether a `config.json` of the family may give a head size (`head_dim`).
     pub fn has_head_size(&self) -> bool {
-        ["llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
+        ["gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"].contains(&self.family)
     }
 
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
@@ -112,6 +115,7 @@ const NONE: Names = Names {
     qk_norm: ["", ""],
     projection: "",
     norm2: "",
+    branch_norms: ["", ""],
     up: &[],
     down: "",
     final_norm: "",
@@ -131,9 +135,10 @@ const NONE: Names = Names {
 };
 
 /// All families.
-static FAMILIES: [&Names; 9] = [
+static FAMILIES: [&Names; 10] = [
     &bert::NAMES,
     &distilbert::NAMES,
+    &gemma3::NAMES,
     &gpt2::NAMES,
     &llama::NAMES,
     &mistral::NAMES,
@@ -224,6 +229,11 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     let known = FAMILIES.map(|names| names.family).join(", ");
     let Some(config) = config.as_object() else { return Err("it is no JSON object".into()) };
     let kind = config.get("model_type").and_then(Value::as_str).unwrap_or("none");
+    if kind == "gemma3" {
+        return Err("model_type is \"gemma3\", which also reads images: only its text model \
+                    (gemma3_text, as google/gemma-3-1b-it) is built"
+            .into());
+    }
     let Some(names) = FAMILIES.iter().find(|names| names.family == kind) else {
         return Err(format!("model_type is {kind:?}: known are {known}"));
     };

@@ -6,7 +6,7 @@ use serde_json::Value;
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
 use super::read::{Keys, number, only, size_or_none};
-use crate::models::{Dropouts, Shape};
+use crate::models::{Dropouts, Shape, Window};
 
 pub(super) static NAMES: Names = Names {
     family: "phi3",
@@ -19,7 +19,7 @@ pub(super) static NAMES: Names = Names {
 
 fn read(keys: &Keys) -> Result<Shape, String> {
     only(keys, "attention_bias", false)?;
-    let window = size_or_none(keys, "sliding_window")?.map(|window| (window, 0));
+    let window = size_or_none(keys, "sliding_window")?.map(Window::of_all);
     let shape = read_shared(keys, &NAMES, 10_000.0)?;
     let residual = number(keys, "resid_pdrop", 0.0)?;
     let dropout = Dropouts { projection: residual, feed_forward: residual, ..shape.dropout };
@@ -28,7 +28,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
 
 fn write(shape: &Shape) -> Value {
     let mut config = write_shared(shape, "Phi3");
-    config["sliding_window"] = shape.window.map(|(window, _)| window).into();
+    config["sliding_window"] = shape.window.map(|window| window.positions).into();
     config["resid_pdrop"] = shape.dropout.feed_forward.into();
     config
 }

@@ -4,53 +4,41 @@ use serde_json::Value;
 
 use super::Names;
 use super::llama::{SHARED, read_shared, write_shared};
-use super::read::{Keys, flag, size, size_or_none};
-use crate::models::Shape;
+use super::read::{Keys, flag, layer_types, size_or_none, write_layer_types};
+use crate::models::{Shape, Window};
 
 pub(super) static NAMES: Names = Names { family: "qwen2", read, write, ..SHARED };
 
-/// Reads the sliding window: its size, and the first block that has one. `None` when no block has.
-/// The first block comes from `layer_types`, else from `max_window_layers`.
-pub(super) fn window(keys: &Keys) -> Result<Option<(usize, usize)>, String> {
+/// Reads the sliding window, and which blocks have it: by `layer_types`, else by
+/// `max_window_layers`. `None` when no block has.
+pub(super) fn window(keys: &Keys) -> Result<Option<Window>, String> {
     if !flag(keys, "use_sliding_window", false)? {
         return Ok(None);
     }
-    let window = match keys.contains_key("sliding_window") {
+    let positions = match keys.contains_key("sliding_window") {
         true => size_or_none(keys, "sliding_window")?,
         false => Some(4096), // transformers' default
     };
-    let Some(window) = window else { return Ok(None) };
-    let Some(types) = keys.get("layer_types").filter(|types| !types.is_null()) else {
-        return Ok(Some((window, size_or_none(keys, "max_window_layers")?.unwrap_or(28))));
+    let Some(positions) = positions else { return Ok(None) };
+    let Some(slides) = layer_types(keys)? else {
+        let from = size_or_none(keys, "max_window_layers")?.unwrap_or(28);
+        return Ok(Some(Window { from, ..Window::of_all(positions) }));
     };
-    let layers = size(keys, "num_hidden_layers")?;
-    let types = types.as_array().filter(|types| types.len() == layers);
-    let types = types.ok_or_else(|| format!("layer_types must be a list of {layers} kinds"))?;
-    let slides = |kind: &Value| match kind.as_str() {
-        Some("full_attention") => Ok(false),
-        Some("sliding_attention") => Ok(true),
-        _ => Err(format!("layer_types has {kind}: known are full_attention, sliding_attention")),
-    };
-    let slides = types.iter().map(slides).collect::<Result<Vec<_>, _>>()?;
     let from = slides.iter().position(|slides| *slides).unwrap_or(slides.len());
     if slides[from..].contains(&false) {
         return Err(
             "layer_types alternates: only full_attention, then sliding_attention, is built".into(),
         );
     }
-    Ok(Some((window, from)))
+    Ok(Some(Window { from, ..Window::of_all(positions) }))
 }
 
 /// Writes the keys that [`window`] reads.
 pub(super) fn write_window(shape: &Shape, config: &mut Value) {
     config["use_sliding_window"] = shape.window.is_some().into();
-    config["sliding_window"] = shape.window.map(|(window, _)| window).into();
-    config["max_window_layers"] = shape.window.map_or(shape.layers, |(_, from)| from).into();
-    let kind = |number: usize| match shape.window {
-        Some((_, from)) if number >= from => "sliding_attention",
-        _ => "full_attention",
-    };
-    config["layer_types"] = (0..shape.layers).map(kind).collect();
+    config["sliding_window"] = shape.window.map(|window| window.positions).into();
+    config["max_window_layers"] = shape.window.map_or(shape.layers, |window| window.from).into();
+    write_layer_types(shape, config);
 }
 
 fn read(keys: &Keys) -> Result<Shape, String> {

@@ -13,7 +13,7 @@ fn wrong(key: &str, value: &Value, must: &str) -> String {
 }
 
 /// The value of a key; `None` when it is absent or null.
-fn given<'k>(keys: &'k Keys, key: &str) -> Option<&'k Value> {
+pub(super) fn given<'k>(keys: &'k Keys, key: &str) -> Option<&'k Value> {
     keys.get(key).filter(|value| !value.is_null())
 }
 
@@ -75,7 +75,13 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
             scaling = value.as_object().ok_or_else(|| wrong(key, value, "an object"))?;
         }
     }
-    let theta = number(scaling, "rope_theta", number(keys, "rope_theta", default_theta)?)?;
+    let theta = number(keys, "rope_theta", default_theta)?;
+    rotary_of(keys, scaling, theta)
+}
+
+/// Reads rotary positions from their own keys, and what those lack from `keys`.
+pub(super) fn rotary_of(keys: &Keys, scaling: &Keys, theta: f32) -> Result<Rotary, String> {
+    let theta = number(scaling, "rope_theta", theta)?;
     let part = number(keys, "partial_rotary_factor", 1.0)?;
     if number(scaling, "partial_rotary_factor", part)? != 1.0 {
         return Err("partial_rotary_factor: only 1 is built".into());
@@ -120,8 +126,8 @@ pub(super) fn rotary(keys: &Keys, default_theta: f32) -> Result<Rotary, String> 
     Ok(Rotary { theta, scaling })
 }
 
-/// Writes the keys that [`rotary`] reads, for older and for newer versions of transformers.
-pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
+/// The keys of rotary positions.
+pub(super) fn rotary_keys(rotary: &Rotary) -> Value {
     let mut parameters = serde_json::json!({ "rope_theta": rotary.theta, "rope_type": "default" });
     match rotary.scaling {
         RotaryScaling::None => {}
@@ -137,10 +143,37 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
             parameters["original_max_position_embeddings"] = positions.into();
         }
     }
+    parameters
+}
+
+/// Writes the keys that [`rotary`] reads, for older and for newer versions of transformers.
+pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
+    let parameters = rotary_keys(rotary);
     config["rope_theta"] = rotary.theta.into();
     let is_scaled = rotary.scaling != RotaryScaling::None;
     config["rope_scaling"] = if is_scaled { parameters.clone() } else { Value::Null };
     config["rope_parameters"] = parameters;
+}
+
+/// For each block, whether its attention slides, as `layer_types` says; `None` when it is not given.
+pub(super) fn layer_types(keys: &Keys) -> Result<Option<Vec<bool>>, String> {
+    let Some(types) = given(keys, "layer_types") else { return Ok(None) };
+    let layers = size(keys, "num_hidden_layers")?;
+    let types = types.as_array().filter(|types| types.len() == layers);
+    let types = types.ok_or_else(|| format!("layer_types must be a list of {layers} kinds"))?;
+    let slides = |kind: &Value| match kind.as_str() {
+        Some("full_attention") => Ok(false),
+        Some("sliding_attention") => Ok(true),
+        _ => Err(format!("layer_types has {kind}: known are full_attention, sliding_attention")),
+    };
+    types.iter().map(slides).collect::<Result<Vec<_>, _>>().map(Some)
+}
+
+/// Writes `layer_types`.
+pub(super) fn write_layer_types(shape: &Shape, config: &mut Value) {
+    let slides = |number: usize| shape.window.is_some_and(|window| window.is_of(number));
+    let kind = |number| if slides(number) { "sliding_attention" } else { "full_attention" };
+    config["layer_types"] = (0..shape.layers).map(kind).collect();
 }
 
 /// The head that a model's `architectures` name: of classes, else `tokens`.

@@ -157,7 +157,8 @@ impl<'c> Cases<'c> {
                 let (y, statistics) = (p.output([r, c]), p.floats_output([r, 2]));
                 let (x, gamma, beta) = (p.input([r, c]), p.about([1, c], 1.0), p.input([1, c]));
                 let beta = (!rms).then_some(beta);
-                let op = Norm { y, statistics, x, gamma, beta, epsilon: 1e-5, rms };
+                let (gamma_offset, epsilon) = (if rms { 1.0 } else { 0.0 }, 1e-5);
+                let op = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
                 move |k, _| k.norm(&op)
             });
             self.case("norm_backward", |p| {
@@ -174,6 +175,7 @@ impl<'c> Cases<'c> {
                     x,
                     statistics: p.floats([r, 2], 1.5),
                     gamma: p.about([1, c], 1.0),
+                    gamma_offset: if rms { 1.0 } else { 0.0 },
                     rms,
                     accumulate,
                 };
@@ -305,7 +307,8 @@ impl<'c> Cases<'c> {
         self.case("head_norm", |p| {
             let (y, statistics, x) = (p.output(all), p.floats_output(heads), p.input(all));
             let gamma = QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) };
-            let op = HeadNorm { y, statistics, x, gamma, epsilon: 1e-5, shape };
+            let (gamma_offset, epsilon) = (1.0, 1e-5);
+            let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape };
             move |k, _| k.head_norm(&op)
         });
         self.case("head_norm_backward", |p| {
@@ -315,6 +318,7 @@ impl<'c> Cases<'c> {
                 x: p.input(all),
                 statistics: p.floats(heads, 1.5),
                 gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
+                gamma_offset: 1.0,
                 shape,
                 accumulate: false,
             };

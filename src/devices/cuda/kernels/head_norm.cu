@@ -14,10 +14,10 @@ __device__ inline Place place_of_warp(int heads) {
     return {index / heads, static_cast<int>(index % heads)};
 }
 
-// y = gamma x rstd by head; values are copied. y, x: (rows, (H + 2K) D); statistics: (rows, H + K), rstd.
+// y = (offset + gamma) x rstd by head; values are copied. y, x: (rows, (H + 2K) D); statistics: (rows, H + K), rstd.
 // launch: grid (ceil(rows (heads + 2 kv_heads) / 8)), block (256)
 extern "C" __global__ void head_norm(T* y, float* statistics, const T* x, const T* gamma_q, const T* gamma_k,
-                                     int rows, float epsilon, Attention size) {
+                                     int rows, float epsilon, float offset, Attention size) {
     const int normed = size.heads + size.kv_heads, all = normed + size.kv_heads, channels = size.head_size;
     const auto [row, head] = place_of_warp(all);
     if (row >= rows) {
@@ -46,7 +46,7 @@ extern "C" __global__ void head_norm(T* y, float* statistics, const T* x, const 
         const Four scale = read(gamma + column, count);
         Four value = read(x + column, count);
         for (int i = 0; i < 4; ++i) {
-            value.of[i] = value.of[i] * rstd * scale.of[i];
+            value.of[i] = value.of[i] * rstd * (offset + scale.of[i]);
         }
         write(y + column, value, count);
     }
@@ -112,10 +112,10 @@ extern "C" __global__ void head_norm_parts(float* parts, const T* dy, const T* x
     }
 }
 
-// dx = rstd (g - n mean(g n)), with g = dy gamma and n = x rstd. Before, dx holds dy; values' stay.
+// dx = rstd (g - n mean(g n)), with g = dy (offset + gamma) and n = x rstd. Before, dx holds dy; values' stay.
 // launch: grid (ceil(rows (heads + kv_heads) / 8)), block (256)
 extern "C" __global__ void head_norm_backward(T* dx, const T* x, const float* statistics, const T* gamma_q,
-                                              const T* gamma_k, int rows, Attention size) {
+                                              const T* gamma_k, int rows, float offset, Attention size) {
     const int normed = size.heads + size.kv_heads, all = normed + size.kv_heads, channels = size.head_size;
     const auto [row, head] = place_of_warp(normed);
     if (row >= rows) {
@@ -133,7 +133,7 @@ extern "C" __global__ void head_norm_backward(T* dx, const T* x, const float* st
         const Four d = read(dx + column, count), scale = read(gamma + column, count);
         const Four value = read(x + column, count);
         for (int i = 0; i < 4; ++i) {
-            sum += d.of[i] * scale.of[i] * (value.of[i] * rstd);
+            sum += d.of[i] * (offset + scale.of[i]) * (value.of[i] * rstd);
         }
     }
     const float mean = warp_sum(sum) / channels;
@@ -142,7 +142,7 @@ extern "C" __global__ void head_norm_backward(T* dx, const T* x, const float* st
         const Four scale = read(gamma + column, count), value = read(x + column, count);
         Four d = read(dx + column, count);
         for (int i = 0; i < 4; ++i) {
-            d.of[i] = rstd * (d.of[i] * scale.of[i] - value.of[i] * rstd * mean);
+            d.of[i] = rstd * (d.of[i] * (offset + scale.of[i]) - value.of[i] * rstd * mean);
         }
         write(dx + column, d, count);
     }

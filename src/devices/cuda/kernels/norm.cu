@@ -2,11 +2,11 @@
 // (Zhang and Sennrich 2019), which is the same with a mean of 0. Rows are read again rather than kept: they
 // are in the nearest cache.
 
-// y = gamma (x - mean) rstd + beta, which may be null. statistics: (rows, 2), mean and rstd. (CUDA has a
+// y = (offset + gamma) (x - mean) rstd + beta, which may be null. statistics: (rows, 2), mean and rstd. (CUDA has a
 // function named norm.)
 // launch: grid (rows), block (threads(channels))
 extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, const T* gamma, const T* beta,
-                                        int rows, int channels, float epsilon, int rms) {
+                                        int rows, int channels, float epsilon, int rms, float offset) {
     const long long row = blockIdx.x;
     const int first = 4 * threadIdx.x, step = 4 * blockDim.x;
     y += row * channels;
@@ -37,7 +37,7 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
         const Four shift = beta != nullptr ? read(beta + column, count) : Four{};
         Four value = read(x + column, count);
         for (int i = 0; i < 4; ++i) {
-            value.of[i] = (value.of[i] - mean) * rstd * scale.of[i] + shift.of[i];
+            value.of[i] = (value.of[i] - mean) * rstd * (offset + scale.of[i]) + shift.of[i];
         }
         write(y + column, value, count);
     }
@@ -47,12 +47,12 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
     }
 }
 
-// dx = residual (0, if null) + rstd (g - mean(g) - n mean(g n)), with g = dy gamma and n = (x - mean) rstd;
-// by root mean square the first mean is 0. dx may be residual or dy.
+// dx = residual (0, if null) + rstd (g - mean(g) - n mean(g n)), with g = dy (offset + gamma) and n = (x - mean)
+// rstd; by root mean square the first mean is 0. dx may be residual or dy.
 // launch: grid (rows), block (threads(channels))
 extern "C" __global__ void norm_backward(T* dx, const T* residual, const T* dy, const T* x,
                                          const float* statistics, const T* gamma, int rows, int channels,
-                                         int rms) {
+                                         int rms, float offset) {
     const long long row = blockIdx.x;
     const int first = 4 * threadIdx.x, step = 4 * blockDim.x;
     const float mean = statistics[2 * row], rstd = statistics[2 * row + 1];
@@ -66,7 +66,7 @@ extern "C" __global__ void norm_backward(T* dx, const T* residual, const T* dy, 
         const Four d = read(dy + column, count), scale = read(gamma + column, count);
         const Four value = read(x + column, count);
         for (int i = 0; i < 4; ++i) {
-            const float g = d.of[i] * scale.of[i];
+            const float g = d.of[i] * (offset + scale.of[i]);
             g_sum += g;
             gn_sum += g * ((value.of[i] - mean) * rstd);
         }
@@ -80,7 +80,7 @@ extern "C" __global__ void norm_backward(T* dx, const T* residual, const T* dy, 
         const Four value = read(x + column, count);
         Four result = residual != nullptr ? read(residual + row * channels + column, count) : Four{};
         for (int i = 0; i < 4; ++i) {
-            const float g = d.of[i] * scale.of[i], n = (value.of[i] - mean) * rstd;
+            const float g = d.of[i] * (offset + scale.of[i]), n = (value.of[i] - mean) * rstd;
             result.of[i] += rstd * (g - g_mean - n * gn_mean);
         }
         write(dx + column, result, count);

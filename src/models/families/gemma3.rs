@@ -1,0 +1,116 @@
+//! Gemma 3, models of text (Gemma Team 2025): Llama with norms also behind the branches, scales of
+//! norms stored as their differences from 1, scaled embeddings, norms of queries and keys, and a
+//! sliding window, with rotary positions of its own, in five of six blocks.
+
+use serde_json::{Value, json};
+
+use super::Names;
+use super::llama::{SHARED, read_shared, write_shared};
+use super::read::{
+    Keys, activation, flag, given, layer_types, number, only, rotary_keys, rotary_of, size,
+    size_or_none, write_layer_types,
+};
+use crate::kernels::Rotary;
+use crate::models::{Head, Shape, Window};
+
+pub(super) static NAMES: Names = Names {
+    family: "gemma3_text",
+    qk_norm: ["model.layers.{}.self_attn.q_norm", "model.layers.{}.self_attn.k_norm"],
+    branch_norms: [
+        "model.layers.{}.post_attention_layernorm",
+        "model.layers.{}.post_feedforward_layernorm",
+    ],
+    norm2: "model.layers.{}.pre_feedforward_layernorm",
+    read,
+    write,
+    ..SHARED
+};
+
+/// transformers' defaults of the base of rotary positions: in all of a sequence, and in a window.
+const THETAS: [f32; 2] = [1_000_000.0, 10_000.0];
+
+fn read(keys: &Keys) -> Result<Shape, String> {
+    only(keys, "use_bidirectional_attention", false)?;
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if let Some(limit) = given(keys, key) {
+            return Err(format!("{key} is {limit}: logits with a limit are not built"));
+        }
+    }
+    let shape = read_shared(keys, &NAMES, THETAS[0])?;
+    let head_size = size_or_none(keys, "head_dim")?.unwrap_or(256);
+    let scalar = number(keys, "query_pre_attn_scalar", 256.0)?;
+    if scalar != head_size as f32 {
+        return Err(format!(
+            "query_pre_attn_scalar is {scalar}: only head_dim, which is {head_size}, is built"
+        ));
+    }
+    let bias = flag(keys, "attention_bias", false)?;
+    let (rotary, window_rotary) = rotaries(keys)?;
+    Ok(Shape {
+        head_size,
+        rotary: Some(rotary),
+        window_rotary: Some(window_rotary),
+        window: window(keys)?,
+        branch_norm: true,
+        norm_offset: 1.0,
+        qk_norm: true,
+        biases: [bias, bias, false],
+        activation: activation(keys, "hidden_activation", "gelu_pytorch_tanh")?,
+        embedding_scale: (shape.hidden as f64).sqrt() as f32,
+        tied: flag(keys, "tie_word_embeddings", true)?,
+        ..shape
+    })
+}
+
+/// The rotary positions of blocks without a window and of those with one.
+fn rotaries(keys: &Keys) -> Result<(Rotary, Rotary), String> {
+    let none = Keys::new();
+    let object = |keys: &'_ Keys, key: &str| -> Keys {
+        given(keys, key).and_then(Value::as_object).unwrap_or(&none).clone()
+    };
+    let both = object(keys, "rope_parameters");
+    let mut full = object(&both, "full_attention");
+    full.extend(object(keys, "rope_scaling"));
+    let slides = object(&both, "sliding_attention");
+    let theta = number(keys, "rope_theta", THETAS[0])?;
+    let local = number(keys, "rope_local_base_freq", THETAS[1])?;
+    Ok((rotary_of(keys, &full, theta)?, rotary_of(keys, &slides, local)?))
+}
+
+/// The window, which every so many blocks one does not have.
+fn window(keys: &Keys) -> Result<Option<Window>, String> {
+    let positions = match keys.contains_key("sliding_window") {
+        true => size_or_none(keys, "sliding_window")?,
+        false => Some(4096), // transformers' default
+    };
+    let Some(positions) = positions else { return Ok(None) };
+    let pattern = size_or_none(keys, "sliding_window_pattern")?.unwrap_or(6);
+    let of = |but_every| Window { but_every, ..Window::of_all(positions) };
+    let Some(slides) = layer_types(keys)? else { return Ok(Some(of(pattern))) };
+    let full = slides.iter().position(|slides| !slides);
+    let found = of(full.map_or(0, |block| block + 1));
+    if (0..size(keys, "num_hidden_layers")?).any(|block| found.is_of(block) != slides[block]) {
+        return Err(
+            "layer_types: only full_attention in every so many blocks, the last of them, is built"
+                .into(),
+        );
+    }
+    Ok(Some(found))
+}
+
+fn write(shape: &Shape) -> Value {
+    let of_tokens = matches!(shape.head, Head::Tokens);
+    let mut config = write_shared(shape, if of_tokens { "Gemma3" } else { "Gemma3Text" });
+    let (rotary, window) = (shape.rotary.as_ref(), shape.window_rotary.as_ref());
+    config["rope_parameters"] = json!({
+        "full_attention": rotary.map(rotary_keys),
+        "sliding_attention": window.map(rotary_keys),
+    });
+    config["rope_local_base_freq"] = window.map(|rotary| rotary.theta).into();
+    config["attention_bias"] = shape.biases[0].into();
+    config["hidden_activation"] = shape.activation.name().into();
+    config["query_pre_attn_scalar"] = shape.head_size.into();
+    config["sliding_window"] = shape.window.map(|window| window.positions).into();
+    write_layer_types(shape, &mut config);
+    config
+}
