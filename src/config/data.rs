@@ -13,10 +13,10 @@ pub struct DataConfig {
     /// `.json` (a list of objects), `.csv` and `.tsv` (with a line of names) and `.parquet` have
     /// records of one sequence each, in columns: `text` (with `text_pair` and `label` for
     /// classification); `messages` or ShareGPT's `conversations`; `prompt` and `completion`, texts
-    /// or messages; Alpaca's `instruction`, `input` and `output`; `tokens`, the words of a text, and
-    /// `tags` (or `ner_tags`), a class for each, for classification of tokens; or `input_ids` (with
-    /// `labels`, not shifted, where -100 is not scored, or `label`, and `token_type_ids`). Other
-    /// columns are not used.
+    /// or messages; Alpaca's `instruction`, `input` and `output`; `tokens`, the words of a text,
+    /// and `tags` (or `ner_tags`), a class for each, for classification of tokens; or `input_ids`
+    /// (with `labels`, not shifted, where -100 is not scored, or `label`, and `token_type_ids`).
+    /// Other columns are not used.
     /// `.bin` is tokens of two bytes. An entry of a list is a name or
     /// `{ path = "...", weight = 2.0 }`: an epoch then sees each of its sequences that many times.
     pub train: Files,

@@ -164,8 +164,8 @@ impl Record {
         let [kind] = kinds[..] else {
             return Err(match kinds[..] {
                 [] => "it needs one of text, messages (or conversations), prompt with completion, \
-                       instruction with output, tokens with tags, or input_ids; data.fields names columns that are \
-                       called otherwise"
+                       instruction with output, tokens with tags, or input_ids; data.fields names \
+                       columns that are called otherwise"
                     .into(),
                 [first, ..] => format!(
                     "it has {}: name the one to use, for example data.fields.{first} = {first:?}",

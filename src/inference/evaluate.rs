@@ -1,4 +1,5 @@
-//! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of classes and values.
+//! Evaluation: the loss on batches that are not trained on, and GLUE's metrics of classes and
+//! values.
 //! One function evaluates, for a trainer and for a model that is only evaluated.
 
 use super::quality::{Agreement, Confusion, Quality};

@@ -5,25 +5,41 @@
 
 use rayon::prelude::*;
 
+use crate::eps::TableRows;
 use crate::kernels::{Loss, label_of};
 use crate::random;
 use crate::simd::Level;
 
 /// Copies the rows of those tokens that lie in a tile, which holds rows `first..` of the
-/// vocabulary. `cast` converts each number. y: (tokens, channels); tile: (rows, channels).
-pub(super) fn gather<Y: Send, X: Copy + Sync>(
+/// vocabulary. `cast` makes what is written of each number. y: (tokens, channels).
+pub(super) fn gather<Y: Send>(
+    y: &mut [Y],
+    tokens: &[u32],
+    tile: &TableRows<'_>,
+    first: usize,
+    channels: usize,
+    cast: impl Fn(f32) -> Y + Sync,
+) {
+    match tile {
+        TableRows::Floats(tile) => gather_rows(y, tokens, tile, first, channels, cast),
+        TableRows::Halves(tile) => gather_rows(y, tokens, tile, first, channels, cast),
+    }
+}
+
+/// tile: (rows, channels).
+fn gather_rows<Y: Send, X: Copy + Sync + Into<f32>>(
     y: &mut [Y],
     tokens: &[u32],
     tile: &[X],
     first: usize,
     channels: usize,
-    cast: impl Fn(X) -> Y + Sync,
+    cast: impl Fn(f32) -> Y + Sync,
 ) {
     let rows = tile.len() / channels;
     y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
         if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
             let row = &tile[row * channels..][..channels];
-            y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x));
+            y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x.into()));
         }
     });
 }
@@ -143,7 +159,7 @@ mod tests {
         let dy: Vec<f32> = (0..8).map(|at| 0.5 - at as f32).collect();
         let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
         for (first, to) in [(0, 3), (3, 5)] {
-            gather(&mut y, &tokens, &table[first * c..to * c], first, c, |x| x);
+            gather_rows(&mut y, &tokens, &table[first * c..to * c], first, c, |x| x);
             let rows: Vec<&[f32]> = dy.chunks_exact(c).collect();
             // In two parts, of which the first ends within a row.
             let (one, other) = dtable[first * c..to * c].split_at_mut(3);

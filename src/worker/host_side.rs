@@ -19,7 +19,7 @@ use super::ranks::Exchanged;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
 use crate::config::Config;
-use crate::eps::{Eps, FileTier, TableRows};
+use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
 use crate::optimizers::{UpdateRule, chunk_squares};
@@ -316,28 +316,12 @@ impl Worker {
         let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
         let is_bf16 = self.is_bf16(schedule.boundary(id));
         let scale = self.model.shape.embedding_scale;
-        let half = |x: f32| bf16::from_f32(x * scale);
-        self.host.threads.install(|| {
-            if !is_bf16 {
-                return match table {
-                    TableRows::Floats(table) => {
-                        host_math::gather(x, tokens, table, first, channels, |x| x * scale);
-                    }
-                    TableRows::Halves(table) => {
-                        let float = |x: bf16| x.to_f32() * scale;
-                        host_math::gather(x, tokens, table, first, channels, float);
-                    }
-                };
-            }
-            let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
-            match table {
-                TableRows::Floats(table) => {
-                    host_math::gather(x, tokens, table, first, channels, half);
-                }
-                TableRows::Halves(table) => {
-                    let half = |x: bf16| half(x.to_f32());
-                    host_math::gather(x, tokens, table, first, channels, half);
-                }
+        self.host.threads.install(|| match is_bf16 {
+            false => host_math::gather(x, tokens, &table, first, channels, |x| x * scale),
+            true => {
+                let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
+                let half = |x: f32| bf16::from_f32(x * scale);
+                host_math::gather(x, tokens, &table, first, channels, half);
             }
         });
         if self.neftune_alpha > 0.0 && state.purpose.trains() {

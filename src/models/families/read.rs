@@ -155,7 +155,7 @@ pub(super) fn write_rotary(rotary: &Rotary, config: &mut Value) {
     config["rope_parameters"] = parameters;
 }
 
-/// For each block, whether its attention slides, as `layer_types` says; `None` when it is not given.
+/// Of each block, whether `layer_types` says that its attention slides; `None` without that key.
 pub(super) fn layer_types(keys: &Keys) -> Result<Option<Vec<bool>>, String> {
     let Some(types) = given(keys, "layer_types") else { return Ok(None) };
     let layers = size(keys, "num_hidden_layers")?;
