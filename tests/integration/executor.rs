@@ -6,7 +6,7 @@ use std::ops::ControlFlow;
 use std::path::Path;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::task::Poll;
 
 use async_trait::async_trait;
@@ -30,11 +30,18 @@ fn config() -> Config {
     config
 }
 
-/// Runs a future beside a task that does nothing but yield, on one thread, and returns how often
-/// that task was polled meanwhile.
+/// Runs a future beside another task on one thread, and returns how often that task was polled
+/// meanwhile. The runtime's only thread for blocking work is busy until the task has been polled:
+/// a future that gives its work to that thread cannot end before.
 async fn polls_beside<T>(work: impl Future<Output = T>) -> (T, usize) {
     let polls = Arc::new(AtomicUsize::new(0));
-    let counts = polls.clone();
+    let ended = Arc::new(AtomicBool::new(false));
+    let (counts, seen, ends) = (polls.clone(), polls.clone(), ended.clone());
+    let occupied = tokio::task::spawn_blocking(move || {
+        while seen.load(Relaxed) == 0 && !ends.load(Relaxed) {
+            std::thread::yield_now();
+        }
+    });
     let ticker = tokio::spawn(async move {
         loop {
             counts.fetch_add(1, Relaxed);
@@ -42,40 +49,47 @@ async fn polls_beside<T>(work: impl Future<Output = T>) -> (T, usize) {
         }
     });
     let done = work.await;
+    let polls = polls.load(Relaxed);
     ticker.abort();
-    (done, polls.load(Relaxed))
+    ended.store(true, Relaxed);
+    occupied.await.expect("it only waits");
+    (done, polls)
 }
 
 /// What takes long is not done on the executor's thread: another task runs meanwhile. How long it
 /// may have to wait is measured by `benches/executor.rs`.
-#[tokio::test]
-async fn other_tasks_go_on() {
-    let folder = tempfile::tempdir().expect("a place for files");
-    let (opened, polls) = polls_beside(Trainer::open(config())).await;
-    assert!(polls > 0, "open: {polls}");
-    let (mut trainer, mut batches) = opened.expect("a case of ours");
-    let batch = batches.next().await.expect("random data");
-    trainer.step(batch).await.expect("a case of ours");
-    let place = folder.path().join("checkpoint");
-    let (written, polls) = polls_beside(trainer.checkpoint(&place)).await;
-    written.expect("a directory of ours");
-    assert!(polls > 0, "checkpoint: {polls}");
-    let (digest, polls) = polls_beside(trainer.digest()).await;
-    digest.expect("it is in memory");
-    assert!(polls > 0, "digest: {polls}");
-    let (saved, polls) = polls_beside(trainer.save(folder.path())).await;
-    saved.expect("a directory of ours");
-    assert!(polls > 0, "save: {polls}");
-    let (ended, polls) = polls_beside(trainer.stop()).await;
-    ended.expect("a clean end");
-    assert!(polls > 0, "stop: {polls}");
-    let room = Room { prompts: 1, prompt: 4, tokens: 8 };
-    let (started, polls) = polls_beside(Generator::start(config(), room)).await;
-    started.expect("a case of ours");
-    assert!(polls > 0, "generator: {polls}");
-    let (started, polls) = polls_beside(Evaluator::start(config())).await;
-    started.expect("a case of ours");
-    assert!(polls > 0, "evaluator: {polls}");
+#[test]
+fn other_tasks_go_on() {
+    let mut runtime = tokio::runtime::Builder::new_current_thread();
+    let runtime = runtime.enable_all().max_blocking_threads(1).build().expect("a small runtime");
+    runtime.block_on(async {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let (opened, polls) = polls_beside(Trainer::open(config())).await;
+        assert!(polls > 0, "open: {polls}");
+        let (mut trainer, mut batches) = opened.expect("a case of ours");
+        let batch = batches.next().await.expect("random data");
+        trainer.step(batch).await.expect("a case of ours");
+        let place = folder.path().join("checkpoint");
+        let (written, polls) = polls_beside(trainer.checkpoint(&place)).await;
+        written.expect("a directory of ours");
+        assert!(polls > 0, "checkpoint: {polls}");
+        let (digest, polls) = polls_beside(trainer.digest()).await;
+        digest.expect("it is in memory");
+        assert!(polls > 0, "digest: {polls}");
+        let (saved, polls) = polls_beside(trainer.save(folder.path())).await;
+        saved.expect("a directory of ours");
+        assert!(polls > 0, "save: {polls}");
+        let (ended, polls) = polls_beside(trainer.stop()).await;
+        ended.expect("a clean end");
+        assert!(polls > 0, "stop: {polls}");
+        let room = Room { prompts: 1, prompt: 4, tokens: 8 };
+        let (started, polls) = polls_beside(Generator::start(config(), room)).await;
+        started.expect("a case of ours");
+        assert!(polls > 0, "generator: {polls}");
+        let (started, polls) = polls_beside(Evaluator::start(config())).await;
+        started.expect("a case of ours");
+        assert!(polls > 0, "evaluator: {polls}");
+    });
 }
 
 /// A checkpoint whose future was dropped is written all the same, and holds the state of its step:
