@@ -112,7 +112,7 @@ impl<'l> Bench<'l> {
     }
 
     fn forward(&self, memory: Option<&Arena>, keeps: Option<Save>) -> usize {
-        let kernels = CpuKernels { memory, level: Level::best() };
+        let kernels = CpuKernels::new(memory, Level::best());
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let (batch, saved) = (self.batch(), self.saved(keeps));
         let (x, y, chunk_state) = (self.x, self.y, self.chunk_state);
@@ -123,7 +123,7 @@ impl<'l> Bench<'l> {
     }
 
     fn backward(&self, memory: Option<&Arena>, keeps: Option<Save>, accumulate: bool) -> usize {
-        let kernels = CpuKernels { memory, level: Level::best() };
+        let kernels = CpuKernels::new(memory, Level::best());
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let tensors = self.layer.tensors();
         let gradients = tensor_views(&tensors, self.gradient).into_iter().map(Some);

@@ -204,8 +204,12 @@ impl<P: Ports> Relay<P> {
         self.ring.resolved_at()
     }
 
-    /// The result of the unresolved step, if there is one.
-    async fn resolve(&mut self) -> Result<Option<Resolved>, RingError> {
+    /// Waits for a step whose future was dropped, if there is one, and returns its result. The next
+    /// call of [`step`](Relay::step) or [`settle`](Relay::settle) would drop it.
+    ///
+    /// # Errors
+    /// The failure that ended the relay.
+    pub async fn resolve(&mut self) -> Result<Option<Resolved>, RingError> {
         if !self.unresolved {
             return Ok(None);
         }

@@ -56,7 +56,7 @@ const FREE: [&str; 28] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 39] = [
+const CHANGEABLE: [&str; 46] = [
     "data",
     "data.attend_across",
     "data.end_of_text",
@@ -72,6 +72,11 @@ const CHANGEABLE: [&str; 39] = [
     "depth.drop",
     "depth.ramp_steps",
     "device.dtype",
+    "loss_scale.backoff_factor",
+    "loss_scale.growth_factor",
+    "loss_scale.growth_interval",
+    "loss_scale.initial",
+    "loss_scale.kind",
     "model.dropout",
     "optimizer.betas",
     "optimizer.clip_norm",
@@ -79,6 +84,7 @@ const CHANGEABLE: [&str; 39] = [
     "optimizer.decay_rate",
     "optimizer.epsilon",
     "optimizer.learning_rate",
+    "optimizer.masters",
     "optimizer.min_learning_rate",
     "optimizer.muon_rate",
     "optimizer.no_decay",
@@ -92,6 +98,7 @@ const CHANGEABLE: [&str; 39] = [
     "stash.dtype",
     "step.batch",
     "step.micro_batch",
+    "step.non_finite",
     "step.seed",
     "step.steps",
     "train.label_smoothing",

@@ -21,6 +21,7 @@ use crate::eps::Eps;
 use crate::error::Error;
 use crate::hf;
 use crate::models::{Base, Model, families};
+use crate::optimizers::ScaleState;
 
 pub(crate) use identity::Identity;
 use identity::{as_value, changes};
@@ -43,6 +44,16 @@ pub struct Progress {
     /// The model's layers, where a run can add some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<LayerCount>,
+    /// Steps that changed nothing, as their gradients were not finite.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub skipped: u64,
+    /// The loss scale, of a run that has one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<ScaleState>,
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
 }
 
 /// The layers of a model to which a run adds some.

@@ -42,6 +42,7 @@ impl Config {
         self.check_model()?;
         self.check_run()?;
         self.check_device()?;
+        self.check_precision()?;
         self.check_parallel()?;
         self.check_schedule()?;
         must((0.0..1.0).contains(&self.depth.drop), "depth.drop", "in [0, 1)")?;
@@ -143,12 +144,6 @@ impl Config {
             "stash.dtype",
             "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
              or leave it out",
-        )?;
-        refuse(
-            in_bf16 && !on_cuda,
-            "device.dtype",
-            "is bf16, and the CPU computes in f32: set device.kind = \"cuda\", or leave it out \
-             (stash.dtype = \"bf16\" halves the stash)",
         )
     }
 

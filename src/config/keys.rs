@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ByteSize, DataConfig, DepthConfig, OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig,
+    ByteSize, DataConfig, DepthConfig, LossScaleConfig, NonFinite, OptimizerConfig, ParallelConfig,
+    ScheduleConfig, TrainConfig,
 };
 use crate::tensor::Dtype;
 
@@ -25,6 +26,8 @@ pub struct Config {
     pub train: TrainConfig,
     /// The optimizer and its learning rate.
     pub optimizer: OptimizerConfig,
+    /// The factor of the loss on a device of f16.
+    pub loss_scale: LossScaleConfig,
     /// The device that computes the layers.
     pub device: DeviceConfig,
     /// The order in which the device visits layers, and what backward recomputes.
@@ -162,11 +165,22 @@ pub struct StepConfig {
     /// Seed of all random numbers: initial weights, order of the data, masked tokens, dropout. The
     /// same seed gives the same run, bit for bit.
     pub seed: u64,
+    /// What a step does whose loss or gradient is infinite or not a number: `stop` ends the run;
+    /// `skip` changes nothing and counts the step (gradients wait on the host until the norm is
+    /// known, as with `optimizer.clip_norm`); `continue` updates the weights all the same.
+    pub non_finite: NonFinite,
 }
 
 impl Default for StepConfig {
     fn default() -> StepConfig {
-        StepConfig { batch: 32, micro_batch: 4, steps: None, epochs: None, seed: 0 }
+        StepConfig {
+            batch: 32,
+            micro_batch: 4,
+            steps: None,
+            epochs: None,
+            seed: 0,
+            non_finite: NonFinite::Stop,
+        }
     }
 }
 
@@ -194,9 +208,11 @@ pub struct DeviceConfig {
     /// Ceiling of device memory, in bytes or with a unit (`12GiB`). A run that needs more is
     /// refused before it starts. `auto`: no ceiling but the memory of the machine.
     pub memory: ByteSize,
-    /// Data type of weights and activations on the device. `bf16` needs `cuda`: it halves weights
-    /// and activations on the device, in the stash and over the link, and uses tensor cores. Master
-    /// weights, optimizer state and gradients of weights are f32 in both cases.
+    /// Data type of weights and activations on the device, in the stash and over the link: `bf16`
+    /// and `f16` halve them. A GPU computes with them on tensor cores. The CPU rounds to them where a
+    /// GPU does and computes in f32, so it gains memory and transfers, and no speed. `f16` has a
+    /// loss scale (`loss_scale`), and is for the CPU device. Gradients of weights are f32, and so
+    /// are master weights (see `optimizer.masters`).
     pub dtype: Dtype,
     /// Threads for computing and for updates; all cores when absent. Results do not depend on it.
     pub threads: Option<usize>,

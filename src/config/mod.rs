@@ -6,6 +6,7 @@ mod depth;
 mod keys;
 mod optimizer;
 mod parallel;
+mod precision;
 mod schedule;
 mod sizes;
 mod train;
@@ -21,6 +22,7 @@ pub use keys::{
 };
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
+pub use precision::{LossScaleConfig, LossScaleKind, MasterDtype, NonFinite};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
 pub use train::{LoraConfig, TrainConfig};

@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::MasterDtype;
 use super::check::{is_not_negative, is_positive, must, refuse};
 use crate::error::Error;
 use crate::optimizers::{
@@ -67,6 +68,12 @@ pub struct OptimizerConfig {
     /// Keep a moving average of the weights, of which a step leaves this share (0.999, say), in 4
     /// bytes a parameter more. `l2l export --ema` writes it.
     pub ema: Option<f64>,
+    /// How the host keeps master weights: `f32` (4 bytes a parameter, and 2 more for the copy that a
+    /// device of 16 bits is sent), `split` (f32 in two halves of which a device of bf16 is sent one:
+    /// 4 bytes), or `bf16` (2 bytes, for a device of bf16: what an update leaves is rounded at
+    /// random, so that small changes are not lost on average). `auto` is `split` for bf16, else
+    /// `f32`.
+    pub masters: MasterDtype,
     /// Weight decay. Of `adamw` (in all its forms), `lion`, `muon` and `adafactor` it is decoupled:
     /// each step multiplies a weight by 1 − `learning_rate` × `weight_decay`. Of `lamb` it is a
     /// part of the step. Of `adam` and `sgd` it is added to the gradient.
@@ -111,6 +118,7 @@ impl Default for OptimizerConfig {
         OptimizerConfig {
             kind: OptimizerKind::Adamw,
             learning_rate: 3e-4,
+            masters: MasterDtype::Auto,
             schedule: RateSchedule::Constant,
             power: 1.0,
             warmup_steps: 0,

@@ -118,13 +118,14 @@ pub(crate) fn host_from(devices: u32, device_floats: usize) -> usize {
     devices as usize * stride(device_floats)
 }
 
-/// The devices that a config names, each with memory for so many floats, of which `overhead` is the
-/// device's own. The host's floats are there, too, if they share their memory.
+/// The devices that a config names, each with memory for so many floats, of which `own` is the
+/// device's: a GPU's overhead, or where a CPU widens elements of 16 bits. The host's floats are
+/// there, too, if they share their memory.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
     [floats, host_floats]: [usize; 2],
-    overhead: View,
+    own: View,
     threads: &Arc<ThreadPool>,
 ) -> Result<Vec<Box<dyn Device>>, Error> {
     let devices = config.devices();
@@ -137,7 +138,8 @@ pub(crate) fn open(
             for device in 0..devices {
                 let first = device as usize * stride(floats);
                 let threads = cpu::threads_of(device, devices, threads)?;
-                all.push(Box::new(cpu::Cpu::new(&memory, first, threads)));
+                let own = View { at: first + own.at, ..own };
+                all.push(Box::new(cpu::Cpu::new(&memory, first, own, threads)));
             }
             Ok(all)
         }
@@ -147,26 +149,39 @@ pub(crate) fn open(
         }
         DeviceKind::Cuda => {
             let gpus = config.device.gpus().into_iter();
-            gpus.map(|ordinal| cuda::open(config, ordinal, model, floats, overhead)).collect()
+            gpus.map(|ordinal| cuda::open(config, ordinal, model, floats, own)).collect()
         }
     }
 }
 
-/// Kernels of the device that a config says, without memory: they measure how much workspace they
-/// take.
-pub(crate) fn kernels_to_plan(config: &Config) -> Box<dyn Kernels> {
-    match config.device.kind {
-        DeviceKind::Cuda => cuda::kernels_to_plan(),
-        DeviceKind::Cpu => Box::new(cpu::CpuKernels { memory: None, level: Level::Portable }),
-    }
+/// Device memory that kernels take beside the plan's slots, in floats.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KernelMemory {
+    /// What they are handed by their layers.
+    pub(crate) workspace: usize,
+    /// A GPU's: batch metadata and the matrix library's workspace.
+    pub(crate) overhead: usize,
+    /// A CPU's: elements of 16 bits as floats, of one operation.
+    pub(crate) widened: usize,
 }
 
-/// Device memory outside the plan's slots, in floats: batch metadata and the matrix library's
-/// workspace.
-pub(crate) fn overhead(config: &Config, rows: Rows) -> usize {
+/// Measures the memory that the device of a config takes, by a walk over the device's kernels without
+/// memory: `walk` returns the workspace that they took.
+pub(crate) fn kernel_memory(
+    config: &Config,
+    rows: Rows,
+    walk: impl FnOnce(&dyn Kernels) -> usize,
+) -> KernelMemory {
     match config.device.kind {
-        DeviceKind::Cuda => cuda::overhead(rows),
-        DeviceKind::Cpu => 0,
+        DeviceKind::Cuda => {
+            let workspace = walk(&*cuda::kernels_to_plan());
+            KernelMemory { workspace, overhead: cuda::overhead(rows), widened: 0 }
+        }
+        DeviceKind::Cpu => {
+            let kernels = cpu::CpuKernels::new(None, Level::Portable);
+            let workspace = walk(&kernels);
+            KernelMemory { workspace, overhead: 0, widened: kernels.most_widened() }
+        }
     }
 }
 

@@ -30,7 +30,7 @@ pub(super) fn open(
 
 /// The plan is made before the device is opened, which refuses: the CPU's kernels stand in.
 pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
-    Box::new(super::cpu::CpuKernels { memory: None, level: crate::simd::Level::Portable })
+    Box::new(super::cpu::CpuKernels::new(None, crate::simd::Level::Portable))
 }
 
 pub(super) fn overhead(_: Rows) -> usize {

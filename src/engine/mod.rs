@@ -14,16 +14,17 @@ use tokio::sync::Mutex;
 use l2l_actors::ports::Lanes;
 use l2l_actors::schedule::{Schedule, Version};
 use l2l_actors::threads::ThreadLanes;
-use l2l_actors::{Integrity, Observer, Relay, RingConfig};
+use l2l_actors::{Integrity, Observer, Relay, Resolved, RingConfig};
 
 pub use report::{Bottleneck, StepReport, Summary};
 
 use crate::blocking::unblock;
-use crate::config::Config;
+use crate::config::{Config, NonFinite};
 use crate::data::Batch;
 use crate::error::Error;
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
+use crate::optimizers::{LossScale, ScaleState};
 use crate::plan::{DealtStep, Plan, Purpose, StepShape, StepSpec, schedule_of};
 use crate::stash;
 use crate::worker::{CacheSlot, Dealt, StepInput, Worker};
@@ -49,6 +50,12 @@ pub(crate) struct Engine {
     visits: u64,
     /// How many of the layers that a step can leave out are used; `None`: all.
     layers: Option<usize>,
+    /// The loss scale, if there is one.
+    loss_scale: Option<LossScale>,
+    /// Whether a step whose gradient is not finite changes nothing.
+    skips: bool,
+    /// Training steps that changed nothing, those before this run included.
+    skipped: u64,
     /// Held while the model is read between steps, also by whoever no longer waits for it.
     reading: Arc<Mutex<()>>,
 }
@@ -73,6 +80,10 @@ pub(crate) struct Outcome {
     pub(crate) loss: f64,
     /// The global gradient norm of a training step.
     pub(crate) norm: f64,
+    /// The loss scale of a training step, if there is one.
+    pub(crate) loss_scale: Option<f64>,
+    /// True for a training step that changed nothing, as its gradient is not finite.
+    pub(crate) skipped: bool,
     /// The logits of each labelled position, or of each sequence, if the step scores.
     pub(crate) logits: Vec<f32>,
     /// The hidden states that the head reads, if the step encodes.
@@ -94,6 +105,8 @@ impl Engine {
         let patience = Duration::from_secs_f64(config.watchdog.seconds);
         let ring = ring_config(&model, &plan, Some(patience));
         let relay = Relay::start(ring, lanes.clone());
+        let loss_scale = config.loss_scale();
+        let skips = config.non_finite() == NonFinite::Skip;
         Ok(Engine {
             config,
             model,
@@ -107,8 +120,20 @@ impl Engine {
             last_trained: false,
             visits: 0,
             layers: None,
+            loss_scale,
+            skips,
+            skipped: 0,
             reading: Arc::default(),
         })
+    }
+
+    /// Goes on with the loss scale of a run of before, in which so many training steps changed
+    /// nothing.
+    pub(crate) fn resume(&mut self, skipped: u64, state: Option<ScaleState>) {
+        self.skipped = skipped;
+        if let (Some(scale), Some(state)) = (&mut self.loss_scale, state) {
+            *scale = scale.resumed(state);
+        }
     }
 
     /// From the next step on, only the first `count` of the layers that a step can leave out are
@@ -147,7 +172,7 @@ impl Engine {
         cache: Vec<CacheSlot>,
         layers: &LayerSelection,
     ) -> Result<Outcome, Error> {
-        self.count_step();
+        self.finish_step().await?;
         drop(self.reading.lock().await);
         let layers = &self.layers_of_step(layers);
         batch.check(&self.model, self.plan.positions, self.plan.sequences)?;
@@ -170,14 +195,45 @@ impl Engine {
         let CachedSchedule { schedule, .. } = cached.as_ref().expect("it was just made");
         self.visits += schedule.visits.len() as u64;
         self.pending = Some(purpose);
-        let input = StepInput { batch, purpose, trained: self.trained, cache, dealt };
+        let (trained, updated) = (self.trained, self.trained - self.skipped);
+        let loss_scale = self.loss_scale.filter(|_| purpose.trains()).map(|one| one.scale.into());
+        let scaled = loss_scale.unwrap_or(1.0);
+        let input =
+            StepInput { batch, purpose, trained, updated, loss_scale: scaled, cache, dealt };
         let resolved = self.relay.step(schedule, input).await;
         self.count_step();
         let end = if resolved.is_ok() { self.relay.resolved_at() } else { self.lanes.now() };
         self.worker().resolved(end);
         let resolved = resolved.map_err(|error| self.in_training_steps(error))?;
+        let skipped = self.note(&resolved);
         let (logits, hidden) = self.worker().take_results();
-        Ok(Outcome { loss: resolved.loss, norm: resolved.norm, logits, hidden })
+        let norm = resolved.norm / scaled;
+        Ok(Outcome { loss: resolved.loss, norm, loss_scale, skipped, logits, hidden })
+    }
+
+    /// Waits for a step whose future was dropped, if there is one, and counts it.
+    async fn finish_step(&mut self) -> Result<(), Error> {
+        self.count_step();
+        let resolved = self.relay.resolve().await;
+        if let Some(resolved) = resolved.map_err(|error| self.in_training_steps(error))? {
+            self.note(&resolved);
+        }
+        Ok(())
+    }
+
+    /// Counts a step that changed nothing, and changes the loss scale, once the norm of the last
+    /// step that began is known. Returns true if that step changed nothing.
+    fn note(&mut self, resolved: &Resolved) -> bool {
+        if !self.last_trained {
+            return false;
+        }
+        let is_finite = resolved.norm.is_finite();
+        if let Some(scale) = &mut self.loss_scale {
+            scale.stepped(is_finite);
+        }
+        let skipped = self.skips && !is_finite;
+        self.skipped += u64::from(skipped);
+        skipped
     }
 
     /// This process's part of a batch, and what it must know of the whole; the batch itself where
@@ -226,6 +282,16 @@ impl Engine {
         self.trained
     }
 
+    /// The number of training steps that changed nothing, as far as their norms are known.
+    pub(crate) fn skipped(&self) -> u64 {
+        self.skipped
+    }
+
+    /// The state of the loss scale, if there is one.
+    pub(crate) fn scale_state(&self) -> Option<ScaleState> {
+        self.loss_scale.map(|scale| scale.state())
+    }
+
     /// Counts a step whose future was dropped after it began.
     pub(crate) fn refresh(&mut self) {
         self.count_step();
@@ -261,8 +327,8 @@ impl Engine {
     /// # Errors
     /// The ring failed.
     pub(crate) async fn settle(&mut self) -> Result<(), Error> {
+        self.finish_step().await?;
         let settled = self.relay.settle().await;
-        self.count_step();
         settled.map_err(|error| self.in_training_steps(error))
     }
 

@@ -11,6 +11,10 @@ pub struct StepReport {
     pub loss: f64,
     /// The global gradient norm, before clipping.
     pub grad_norm: f64,
+    /// The factor of the loss, if there is one (`loss_scale`).
+    pub loss_scale: Option<f64>,
+    /// True if the step changed nothing, as its gradient is not finite.
+    pub skipped: bool,
     /// The learning rate of the step.
     pub learning_rate: f64,
     /// The number of input tokens, without padding.

@@ -31,7 +31,6 @@ pub(crate) use stored::TableRows;
 use crate::error::Error;
 use crate::models::{BlockTensors, Model, Tensor};
 use crate::optimizers::{BlockStates, RuleState, StateLayout};
-use crate::tensor::Dtype;
 
 /// A part of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -71,8 +70,6 @@ pub(crate) struct Eps {
     parts: Option<RankParts>,
     /// The optimizer's states of those tensors.
     states: StateLayout,
-    /// Whether the masters are [split](crate::optimizers::SplitMasters).
-    pub(crate) split: bool,
     tier: Tier,
 }
 
@@ -85,13 +82,13 @@ impl Eps {
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
         let tier = Tier::Memory(Memory::new(&tensors, &states, region));
-        Eps { tensors, parts: None, states, split: false, tier }
+        Eps { tensors, parts: None, states, tier }
     }
 
     /// Blocks on file, with these optimizer states.
     pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: StateLayout, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
-        Eps { tensors, parts: None, states, split: false, tier }
+        Eps { tensors, parts: None, states, tier }
     }
 
     /// The same EPS, whose tensors are this rank's parts of the model's.
@@ -113,12 +110,6 @@ impl Eps {
             None => work(),
             Some(parts) => parts.first_alone(self, work),
         }
-    }
-
-    /// The same EPS for a device of this dtype: masters are split for bf16. Call it before anything
-    /// is written; blocks of zeros are the same either way.
-    pub(crate) fn published_as(self, dtype: Dtype) -> Eps {
-        Eps { split: dtype == Dtype::Bf16, ..self }
     }
 
     /// The memory tier.
@@ -223,7 +214,7 @@ impl Eps {
         Ok(read(&parts.complete(id, part, &own)?))
     }
 
-    /// Reads a part of a block as it is stored: masters may be split.
+    /// Reads a part of a block as it is stored.
     fn read_stored<R>(
         &self,
         id: BlockId,
@@ -260,7 +251,7 @@ impl Eps {
         })
     }
 
-    /// Changes a part of a block as it is stored: masters may be split.
+    /// Changes a part of a block as it is stored.
     fn write_stored(
         &self,
         id: BlockId,

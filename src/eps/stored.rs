@@ -1,30 +1,33 @@
-//! How a block is stored: masters, which a device of bf16 has split, and frozen tensors in other
-//! formats. See [`BlockTensors`] for their order. Between steps a block is read and written as f32.
+//! How a block is stored: masters in one of several formats, and frozen tensors in others. See
+//! [`BlockTensors`] for their order. Between steps a block is read and written as f32.
 
-use half::bf16;
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 use l2l_actors::schedule::BlockId;
 
 use super::{BlockPart, Eps};
 use crate::error::Error;
-use crate::models::{BlockTensors, Format, Piece};
+use crate::models::{BlockTensors, Format, MasterFormat, Piece};
 use crate::optimizers::{BlockMasters, SplitMasters};
-use crate::tensor::{Dtype, Quantisation};
+use crate::tensor::{Dtype, Quantisation, narrow, widen};
 
 /// The rows of a tile of the vocabulary, as they are stored.
 pub(crate) enum TableRows<'t> {
-    Floats(&'t [f32]),
-    Halves(&'t [bf16]),
+    F32(&'t [f32]),
+    Bf16(&'t [bf16]),
+    F16(&'t [f16]),
 }
 
 impl Eps {
     /// Whether a block's masters are stored as f32, and nothing but them.
     fn is_plain(&self, id: BlockId) -> bool {
-        !self.split && self.tensors(id).stored().pieces().next().is_none()
+        let tensors = self.tensors(id);
+        tensors.masters() == MasterFormat::F32 && tensors.stored().pieces().next().is_none()
     }
 
     /// The masters of a stored block, to be updated.
     pub(crate) fn masters<'m>(&self, id: BlockId, stored: &'m mut [f32]) -> BlockMasters<'m> {
-        let (masters, _) = parts(self.tensors(id), self.split, stored);
+        let (masters, _) = parts(self.tensors(id), stored);
         masters
     }
 
@@ -36,7 +39,7 @@ impl Eps {
         stored: &'t [f32],
     ) -> TableRows<'t> {
         let (_, range) = tensors.ranges().next().expect("a tile has its table");
-        let dtype = if self.split { Dtype::Bf16 } else { Dtype::F32 };
+        let dtype = tensors.masters().sent();
         let behind = dtype.floats(tensors.masters_len());
         let mut pieces = tensors.stored().pieces();
         let (dtype, stored, range) = match pieces.find(|piece| piece.elements == range) {
@@ -51,10 +54,14 @@ impl Eps {
             }
         };
         match dtype {
-            Dtype::F32 => TableRows::Floats(&stored[range]),
+            Dtype::F32 => TableRows::F32(&stored[range]),
             Dtype::Bf16 => {
                 let floats = dtype.floats(range.end);
-                TableRows::Halves(&bytemuck::cast_slice(&stored[..floats])[range])
+                TableRows::Bf16(&bytemuck::cast_slice(&stored[..floats])[range])
+            }
+            Dtype::F16 => {
+                let floats = dtype.floats(range.end);
+                TableRows::F16(&bytemuck::cast_slice(&stored[..floats])[range])
             }
         }
     }
@@ -71,7 +78,7 @@ impl Eps {
         }
         let tensors = self.tensors(id);
         let mut stored = self.read_stored(id, part, |all| all[..tensors.host_len()].to_vec())?;
-        Ok(read(&decode(tensors, self.split, &mut stored)))
+        Ok(read(&decode(tensors, &mut stored)))
     }
 
     /// Changes what this process has of a part of a block, given as f32. Frozen tensors that stay
@@ -89,43 +96,46 @@ impl Eps {
         let mut done = Ok(());
         self.write_stored(id, part, |stored| {
             let stored = &mut stored[..tensors.host_len()];
-            let mut values = decode(tensors, self.split, stored);
+            let mut values = decode(tensors, stored);
             write(&mut values);
-            done = encode(tensors, self.split, &values, stored);
+            done = encode(tensors, &values, stored);
         })?;
         done
     }
 }
 
 /// The masters of a stored block, and its frozen tensors in other formats.
-fn parts<'m>(
-    tensors: &BlockTensors,
-    split: bool,
-    stored: &'m mut [f32],
-) -> (BlockMasters<'m>, &'m mut [f32]) {
+fn parts<'m>(tensors: &BlockTensors, stored: &'m mut [f32]) -> (BlockMasters<'m>, &'m mut [f32]) {
     let stored = &mut stored[..tensors.host_len()];
     let len = tensors.masters_len();
-    let frozen = tensors.host_len() - len;
-    let (masters, rest) = stored.split_at_mut(if split { Dtype::Bf16.floats(len) } else { len });
-    let (frozen, remainder) = rest.split_at_mut(frozen);
-    let masters = match split {
-        false => BlockMasters::Plain(masters),
-        true => BlockMasters::Split(SplitMasters {
-            published: bytemuck::cast_slice_mut(masters),
-            remainder: bytemuck::cast_slice_mut(remainder),
+    let format = tensors.masters();
+    let (sent, rest) = stored.split_at_mut(format.sent().floats(len));
+    let (frozen, kept) = rest.split_at_mut(rest.len() - format.kept_floats(len));
+    let masters = match format {
+        MasterFormat::F32 => BlockMasters::Plain(sent),
+        MasterFormat::Split => BlockMasters::Split(SplitMasters {
+            published: bytemuck::cast_slice_mut(sent),
+            remainder: bytemuck::cast_slice_mut(kept),
         }),
+        MasterFormat::Copied(dtype) => {
+            BlockMasters::Copied { dtype, published: bytemuck::cast_slice_mut(sent), masters: kept }
+        }
+        MasterFormat::Rounded => BlockMasters::Rounded(bytemuck::cast_slice_mut(sent)),
     };
     (masters, frozen)
 }
 
 /// A stored block as f32.
-fn decode(tensors: &BlockTensors, split: bool, stored: &mut [f32]) -> Vec<f32> {
-    let (masters, frozen) = parts(tensors, split, stored);
+fn decode(tensors: &BlockTensors, stored: &mut [f32]) -> Vec<f32> {
+    let (masters, frozen) = parts(tensors, stored);
     let mut values = vec![0.0; tensors.len()];
     let to = &mut values[..tensors.masters_len()];
     match masters {
-        BlockMasters::Plain(masters) => to.copy_from_slice(masters),
+        BlockMasters::Plain(masters) | BlockMasters::Copied { masters, .. } => {
+            to.copy_from_slice(&masters[..to.len()]);
+        }
         BlockMasters::Split(split) => split.join_to(to),
+        BlockMasters::Rounded(masters) => masters[..to.len()].convert_to_f32_slice(to),
     }
     for piece in tensors.stored().pieces() {
         decode_piece(piece, frozen, &mut values[piece.elements.clone()]);
@@ -139,22 +149,26 @@ fn decode_piece(piece: &Piece, frozen: &[f32], to: &mut [f32]) {
     match format {
         Format::Plain(Dtype::F32) => to.copy_from_slice(&stored[..to.len()]),
         Format::Plain(Dtype::Bf16) => Quantisation::Bf16.decode(stored, rows, columns, to),
+        Format::Plain(Dtype::F16) => {
+            let stored: &[u16] = bytemuck::cast_slice(stored);
+            widen(Dtype::F16, to, &stored[..to.len()]);
+        }
         Format::Quantised(quantisation) => quantisation.decode(stored, rows, columns, to),
     }
 }
 
 /// Stores a block.
-fn encode(
-    tensors: &BlockTensors,
-    split: bool,
-    values: &[f32],
-    stored: &mut [f32],
-) -> Result<(), Error> {
-    let (masters, frozen) = parts(tensors, split, stored);
+fn encode(tensors: &BlockTensors, values: &[f32], stored: &mut [f32]) -> Result<(), Error> {
+    let (masters, frozen) = parts(tensors, stored);
     let from = &values[..tensors.masters_len()];
     match masters {
         BlockMasters::Plain(masters) => masters.copy_from_slice(from),
         BlockMasters::Split(mut split) => split.split_from(from),
+        BlockMasters::Copied { dtype, published, masters } => {
+            masters.copy_from_slice(from);
+            narrow(dtype, &mut published[..from.len()], from);
+        }
+        BlockMasters::Rounded(masters) => masters[..from.len()].convert_from_f32_slice(from),
     }
     for piece in tensors.stored().pieces() {
         encode_piece(piece, &values[piece.elements.clone()], frozen)?;
@@ -167,6 +181,11 @@ fn encode_piece(piece: &Piece, values: &[f32], frozen: &mut [f32]) -> Result<(),
     let quantisation = match format {
         Format::Plain(Dtype::F32) => {
             frozen[floats.start..][..values.len()].copy_from_slice(values);
+            return Ok(());
+        }
+        Format::Plain(Dtype::F16) => {
+            let stored: &mut [u16] = bytemuck::cast_slice_mut(&mut frozen[floats.clone()]);
+            narrow(Dtype::F16, &mut stored[..values.len()], values);
             return Ok(());
         }
         Format::Plain(Dtype::Bf16) => Quantisation::Bf16,

@@ -38,7 +38,8 @@ pub(crate) fn base_of(directory: &Path) -> Option<PathBuf> {
 pub fn training_of(config: &Config) -> Result<Training, Error> {
     let TrainConfig { only, frozen, lora, base, .. } = &config.train;
     let (only, frozen, dtype) = (only.clone(), frozen.clone(), config.device.dtype);
-    let mut training = Training { only, frozen, lora: None, base: *base, dtype };
+    let masters = config.master_format()?;
+    let mut training = Training { only, frozen, lora: None, base: *base, dtype, masters };
     let Some(lora) = lora else { return Ok(training) };
     let LoraConfig { rank, alpha, rank_stabilised, dropout, targets, path } = lora;
     let (mut adapters, saved) = match path {

@@ -88,7 +88,6 @@ impl Loaded {
             }
             None => Eps::in_memory(model.blocks.clone(), none, |_| false),
         };
-        let eps = eps.published_as(config.device.dtype);
         let ledger = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
         let parts = Parts {
             model: model.clone(),

@@ -5,20 +5,22 @@
 //! is updated.
 //!
 //! Elements are counted as if all were f32: that is how a block is read and written between steps.
-//! It is stored as masters, and behind them the frozen tensors that are stored in another way; a
-//! device of bf16 is sent the masters' published halves, and what remains of them lies at the end:
+//! It is stored as masters, and behind them the frozen tensors that are stored in another way. A
+//! device of 16 bits is sent masters of 16 bits; what the host keeps beside those lies at the end
+//! (see [`MasterFormat`]):
 //!
 //! | | floats | sent |
 //! |---|---|---|
-//! | masters, f32 or published halves | M, or M ÷ 2 | yes |
+//! | masters, of 32 or 16 bits | M, or M ÷ 2 | yes |
 //! | frozen tensors, as they are stored | E | yes |
-//! | remainders of split masters | M ÷ 2 | no |
+//! | remainders of split masters, or masters of f32 beside copies of 16 bits | M ÷ 2, or M | no |
 
 use std::ops::Range;
 use std::slice::Iter;
 
 use super::frozen::{Base, FrozenPart, StoredWeight};
 use super::layer::{Tensor, block_len, tensor_ranges, tensor_views};
+use super::masters::MasterFormat;
 use crate::tensor::{Dtype, View};
 
 /// The tensors of a block: those that are trained lie first in it, then those that are frozen.
@@ -32,6 +34,7 @@ pub struct BlockTensors {
     frozen: Vec<Tensor>,
     /// How the frozen tensors are stored; empty: as the trained ones are.
     stored: FrozenPart,
+    masters: MasterFormat,
 }
 
 /// A weight in a device's weight slot.
@@ -75,13 +78,23 @@ impl BlockTensors {
 
     /// The same tensors, of which others are trained.
     pub fn with_trained(&self, trains: impl Fn(&Tensor) -> bool) -> BlockTensors {
-        BlockTensors::new(self.tensors.clone(), trains)
+        BlockTensors::new(self.tensors.clone(), trains).with_masters(self.masters)
     }
 
     /// The same tensors, whose frozen ones are stored in this way, for a device of this dtype.
     pub fn with_base(self, base: Base, dtype: Dtype) -> BlockTensors {
         let stored = FrozenPart::new(&self.frozen, self.trained_len(), base, dtype);
         BlockTensors { stored, ..self }
+    }
+
+    /// The same tensors, whose masters are stored in this way.
+    pub(crate) fn with_masters(self, masters: MasterFormat) -> BlockTensors {
+        BlockTensors { masters, ..self }
+    }
+
+    /// How masters are stored.
+    pub(crate) fn masters(&self) -> MasterFormat {
+        self.masters
     }
 
     /// All, in the order of their layer.
@@ -138,7 +151,9 @@ impl BlockTensors {
 
     /// Floats that the block takes on the host.
     pub(crate) fn host_len(&self) -> usize {
-        self.masters_len() + self.stored.len()
+        let masters = self.masters_len();
+        let sent = self.published_len(self.masters.sent());
+        sent + self.masters.kept_floats(masters)
     }
 
     /// Floats that a device of this dtype is sent.
@@ -204,6 +219,7 @@ impl BlockTensors {
         let (trained, frozen) = (cut(&self.trained, 0), cut(&self.frozen, self.trained_len()));
         let is_trained = [vec![true; trained.len()], vec![false; frozen.len()]].concat();
         let tensors = [trained.clone(), frozen.clone()].concat();
-        BlockTensors { tensors, is_trained, trained, frozen, stored: FrozenPart::default() }
+        let (stored, masters) = (FrozenPart::default(), self.masters);
+        BlockTensors { tensors, is_trained, trained, frozen, stored, masters }
     }
 }

@@ -10,6 +10,7 @@ pub mod families;
 mod frozen;
 mod layer;
 mod low_rank;
+mod masters;
 mod model;
 mod room;
 mod selection;
@@ -30,6 +31,7 @@ pub use layer::{
     Backward, Forward, Init, Kind, KvCache, Layer, Save, Tensor, block_len, tensor_ranges,
     tensor_views,
 };
+pub use masters::MasterFormat;
 pub use model::{Model, Part, Tile};
 pub use selection::LayerSelection;
 pub use shape::{Dropouts, Head, Shape, Window};

@@ -5,6 +5,7 @@ use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::frozen::{Base, Format};
 use super::layer::{Kind, Tensor, block_len};
+use super::masters::MasterFormat;
 use super::model::{Model, Part};
 use super::shape::{Head, Shape};
 use crate::error::Error;
@@ -25,6 +26,8 @@ pub struct Training {
     pub base: Base,
     /// The device's dtype.
     pub dtype: Dtype,
+    /// How masters are stored.
+    pub masters: MasterFormat,
 }
 
 /// Low-rank adapters (Hu et al. 2021) of a model's products.
@@ -153,7 +156,10 @@ impl Model {
     /// A pattern names nothing, nothing is trained, or nothing is frozen that could be stored in
     /// another way.
     pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
-        let &Training { ref only, ref frozen, ref lora, base, dtype } = training;
+        let &Training { ref only, ref frozen, ref lora, base, dtype, masters } = training;
+        for block in &mut self.blocks {
+            *block = std::mem::take(block).with_masters(masters);
+        }
         if only.is_empty() && frozen.is_empty() && lora.is_none() {
             return match base {
                 Base::AsIs => Ok(()),

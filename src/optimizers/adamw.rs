@@ -104,7 +104,7 @@ mod tests {
                 p.iter().map(|&p| (f64::from(p), 0.0, 0.0)).collect();
             for step in 0..5_u64 {
                 let gradient: Vec<f32> = (0..48).map(|i| value(i * 3 + step as usize)).collect();
-                let update = Update { step, learning_rate: 0.01, scale: 0.5, level };
+                let update = Update { step, learning_rate: 0.01, scale: 0.5, level, seed: 0 };
                 let mut parts: Vec<&mut [f32]> = states.iter_mut().map(|s| &mut s[..]).collect();
                 rule.apply(&tensors, &mut p, &mut parts, &gradient, update);
                 for (i, (p, m, v)) in plain.iter_mut().enumerate() {

@@ -1,13 +1,10 @@
 //! AdamW with moments in bf16, rounded at random so that small changes are not lost on average.
-//!
-//! The random numbers are a function of the seed, the update, the tensor's name and the element,
-//! as dropout's are of theirs. So a run that resumes draws the same ones, on any number of threads.
 
 use half::bf16;
 use rayon::prelude::*;
-use xxhash_rust::xxh3::xxh3_64;
 
 use super::elementwise::{Chunk, ElementRule, Masters};
+use super::rounding::{key, round};
 use super::{AdamW, CHUNK, RuleState, SplitMasters, StateDtype, Update, UpdateRule};
 use crate::models::Tensor;
 use crate::random;
@@ -25,20 +22,7 @@ pub struct AdamWBf16 {
 /// Elements that are decoded at once.
 const DECODED: usize = 256;
 
-/// Rounds to one of the two bf16 beside a number, to each as often as the other is far away. 16
-/// random bits decide.
-#[inline(always)]
-fn round(value: f32, random: u64) -> bf16 {
-    let bits = value.to_bits().wrapping_add(random as u32 & 0xffff);
-    if value.is_finite() { bf16::from_bits((bits >> 16) as u16) } else { bf16::from_f32(value) }
-}
-
 impl AdamWBf16 {
-    /// The key of the random numbers of one update of a tensor.
-    fn key(&self, tensor: &Tensor, update: Update) -> u64 {
-        random::keyed(random::keyed(self.seed, update.step), xxh3_64(tensor.name.as_bytes()))
-    }
-
     fn update<'a>(
         &self,
         tensors: &[Tensor],
@@ -49,7 +33,7 @@ impl AdamWBf16 {
     ) {
         let [tensor] = tensors else { unreachable!("updates are applied tensor by tensor") };
         let [m, v] = states else { unreachable!("two moments") };
-        let (len, key) = (gradient.len(), self.key(tensor, update));
+        let (len, key) = (gradient.len(), key(tensor, Update { seed: self.seed, ..update }, 0));
         let m = &mut bytemuck::cast_slice_mut::<f32, bf16>(m)[..len];
         let v = &mut bytemuck::cast_slice_mut::<f32, bf16>(v)[..len];
         let rule = self.adamw.rule(tensor, update);
@@ -126,23 +110,5 @@ impl UpdateRule for AdamWBf16 {
 
     fn unpacked_len(&self, _parameters: usize) -> usize {
         0
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// On average a rounded number is the number, also where rounding to nearest never moves.
-    #[test]
-    fn rounding_is_fair() {
-        for value in [1.0_f32 + 1e-3, -2.345_67, 1e-20, 0.0, 1.0] {
-            let draws = 1 << 16;
-            let sum: f64 =
-                (0..draws).map(|at| f64::from(round(value, random::keyed(7, at)).to_f32())).sum();
-            let error = sum / draws as f64 - f64::from(value);
-            assert!(error.abs() <= 5e-5 * f64::from(value.abs()), "{value}: {error}");
-        }
-        assert!(round(f32::INFINITY, 0xffff).is_infinite() && round(f32::NAN, 0xffff).is_nan());
     }
 }

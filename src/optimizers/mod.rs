@@ -12,16 +12,20 @@ mod ema;
 mod groups;
 mod lamb;
 mod lion;
+mod loss_scale;
 mod muon;
 mod product;
 mod rate;
 mod rates;
+mod rounding;
 mod sgd;
 pub(crate) mod split;
 mod states;
 
 use std::ops::Range;
 
+use half::bf16;
+use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
 pub use adafactor::Adafactor;
@@ -34,6 +38,7 @@ pub use ema::Ema;
 pub use groups::{Group, Groups};
 pub use lamb::Lamb;
 pub use lion::Lion;
+pub use loss_scale::{LossScale, ScaleState};
 pub use muon::{Muon, MuonRate};
 pub use rate::{Decay, LearningRate};
 pub use rates::{stream_bytes_per_second, update_bytes_per_second};
@@ -42,12 +47,16 @@ pub use split::SplitMasters;
 pub(crate) use states::{BlockStates, StateLayout};
 pub use states::{RuleState, StateDtype};
 
-use crate::models::{Tensor, tensor_ranges};
+use crate::models::{MasterFormat, Tensor, tensor_ranges};
 use crate::simd::Level;
+use crate::tensor::{Dtype, narrow};
 
 /// The elements of one parallel task and of one partial sum. It does not depend on the number of
 /// threads, so sums do not either.
 const CHUNK: usize = 16384;
+
+/// Masters draw other random numbers than moments do.
+const MASTERS: u64 = 0x6d61_7374;
 
 /// The chunks of a block's tensors, in order, each of at most [`CHUNK`] elements.
 pub(crate) fn chunks(tensors: &[Tensor]) -> impl Iterator<Item = Range<usize>> {
@@ -91,6 +100,8 @@ pub struct Update {
     pub scale: f32,
     /// The vector instructions to use.
     pub(crate) level: Level,
+    /// The seed of random rounding.
+    pub(crate) seed: u64,
 }
 
 /// An update rule: measure a gradient, then apply it. Implement it to train with an optimizer of
@@ -228,8 +239,27 @@ impl UpdateRule for Box<dyn UpdateRule> {
 
 /// The masters of a block, as the EPS has them.
 pub(crate) enum BlockMasters<'a> {
+    /// f32.
     Plain(&'a mut [f32]),
+    /// f32 in two halves.
     Split(SplitMasters<'a>),
+    /// f32, and their copies of 16 bits.
+    Copied { dtype: Dtype, published: &'a mut [u16], masters: &'a mut [f32] },
+    /// bf16.
+    Rounded(&'a mut [bf16]),
+}
+
+/// Floats of `unpacked` that [`update_block`] needs, for tensors of at most so many parameters.
+pub(crate) fn unpacked_len(
+    rule: &dyn UpdateRule,
+    masters: MasterFormat,
+    parameters: usize,
+) -> usize {
+    match masters {
+        MasterFormat::F32 | MasterFormat::Copied(_) => 0,
+        MasterFormat::Split => rule.unpacked_len(parameters),
+        MasterFormat::Rounded => parameters,
+    }
 }
 
 /// Updates the trained tensors of a block, one by one. `states` are the runs of `layout`; `scale`
@@ -260,6 +290,19 @@ pub(crate) fn update_block(
                     remainder: &mut remainder[range],
                 };
                 rule.apply_split(alone, split, &mut own, gradient, update, unpacked);
+            }
+            BlockMasters::Copied { dtype, published, masters } => {
+                let (masters, copies) = (&mut masters[range.clone()], &mut published[range]);
+                rule.apply(alone, masters, &mut own, gradient, update);
+                let chunks = copies.par_chunks_mut(CHUNK).zip(masters.par_chunks(CHUNK));
+                chunks.for_each(|(copies, masters)| narrow(*dtype, copies, masters));
+            }
+            BlockMasters::Rounded(masters) => {
+                let (masters, whole) = (&mut masters[range.clone()], &mut unpacked[..range.len()]);
+                let chunks = whole.par_chunks_mut(CHUNK).zip(masters.par_chunks(CHUNK));
+                chunks.for_each(|(whole, masters)| masters.convert_to_f32_slice(whole));
+                rule.apply(alone, whole, &mut own, gradient, update);
+                rounding::round_at_random(masters, whole, rounding::key(tensor, update, MASTERS));
             }
         }
     }

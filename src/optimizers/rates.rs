@@ -51,7 +51,8 @@ pub fn update_bytes_per_second(threads: usize, split: bool) -> Result<f64, Error
     let [mut masters, mut m, mut v, gradient] = [0.5, 0.0, 0.0, 0.25].map(|x| vec![x; PARAMETERS]);
     let mut best = f64::INFINITY;
     for step in 0..5 {
-        let update = Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best() };
+        let update =
+            Update { step, learning_rate: 1e-4, scale: 1.0, level: Level::best(), seed: 0 };
         let states = &mut [&mut m[..], &mut v[..]];
         let begin = Instant::now();
         pool.install(|| {

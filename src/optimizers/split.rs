@@ -84,11 +84,6 @@ impl<'a> SplitMasters<'a> {
     }
 }
 
-/// The published halves of the split masters stored in `place`.
-pub(crate) fn published(place: &[f32]) -> &[bf16] {
-    bytemuck::cast_slice(&place[..place.len() / 2])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -132,7 +127,8 @@ mod tests {
         halves.join_to(&mut back);
         assert_eq!(back, masters);
         assert!(
-            published(&place)
+            SplitMasters::of(&mut place)
+                .published
                 .iter()
                 .zip(&masters)
                 .all(|(bf, x)| (bf.to_f32() - x).abs() <= x.abs() / 256.0)

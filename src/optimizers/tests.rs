@@ -90,7 +90,7 @@ fn every_rule_is_pytorchs_or_the_papers() {
                 layout.lens().iter().map(|&len| vec![0.0; len]).collect();
             let mut unpacked = vec![0.0; rule.unpacked_len(60)];
             for (step, gradient) in (0..).zip(&steps) {
-                let update = Update { step, learning_rate: rate, scale: 1.0, level };
+                let update = Update { step, learning_rate: rate, scale: 1.0, level, seed: 0 };
                 let mut parts: Vec<&mut [f32]> = states.iter_mut().map(Vec::as_mut_slice).collect();
                 let mut masters = match splits {
                     true => BlockMasters::Split(SplitMasters::of(&mut place)),
@@ -160,7 +160,8 @@ fn no_rule_depends_on_threads() {
                 for step in 0..3 {
                     let gradient: Vec<f32> = (0..len).map(|at| value(3 * at + step)).collect();
                     let (learning_rate, level) = (0.01, Level::best());
-                    let update = Update { step: step as u64, learning_rate, scale: 1.0, level };
+                    let update =
+                        Update { step: step as u64, learning_rate, scale: 1.0, level, seed: 0 };
                     let mut parts: Vec<&mut [f32]> =
                         states.iter_mut().map(Vec::as_mut_slice).collect();
                     let (masters, of_block) =

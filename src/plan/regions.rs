@@ -19,6 +19,8 @@ pub(crate) enum Holder {
     ChunkState,
     /// Intermediates of the kernels that run.
     Workspace,
+    /// Elements of 16 bits as floats, during an operation of a CPU.
+    Widened,
     /// What a device takes for itself.
     Overhead,
     /// Boundaries between visits.
@@ -112,7 +114,7 @@ impl Holder {
             Holder::Gradients => "gradients",
             Holder::Inputs => "inputs",
             Holder::Outputs | Holder::ChunkState => "outputs",
-            Holder::Workspace => "workspace",
+            Holder::Workspace | Holder::Widened => "workspace",
             Holder::Overhead => "driver",
             Holder::Stash => "stash",
             Holder::KvCache => "memory",

@@ -11,7 +11,7 @@ use super::Purpose;
 use crate::config::Config;
 use crate::error::Error;
 use crate::fabric::Rank;
-use crate::models::Model;
+use crate::models::{MasterFormat, Model};
 use crate::optimizers::UpdateRule;
 
 /// Which process of how many this is.
@@ -79,6 +79,11 @@ impl RankShare {
             let problem = "is for one process, and each of several has parts of tensors: start one \
                            process, or leave it out";
             return Err(Error::config("train.base", problem));
+        }
+        if model.blocks.iter().any(|block| block.masters() == MasterFormat::Rounded) {
+            let problem = "is bf16, which rounds whole tensors at random, and each of several \
+                           processes has parts of tensors: set \"split\"";
+            return Err(Error::config("optimizer.masters", problem));
         }
         let most = model.blocks.iter().map(|tensors| {
             let parts = crate::eps::cut(tensors, self.ranks);

@@ -10,12 +10,12 @@ use super::{
     KvCache, LinkBytes, Plan, RankShare, StepShape, StepSpec, pipelines, schedule_of, share,
 };
 use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
-use crate::devices;
+use crate::devices::{self, KernelMemory};
 use crate::eps::{cut, part_floats, parts_of};
 use crate::error::Error;
 use crate::kernels::Rows;
 use crate::models::{self, BlockTensors, Model, Part, Tensor};
-use crate::optimizers::{StateLayout, UpdateRule};
+use crate::optimizers::{StateLayout, UpdateRule, unpacked_len};
 use crate::stash;
 use crate::tensor::Dtype;
 
@@ -112,7 +112,7 @@ impl Sizing<'_> {
         let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
         let blocks = self.blocks();
         let regions =
-            self.regions(&schedules, &pools, &blocks, Rows { sequences: largest, positions });
+            self.regions(&schedules, &pools, &blocks, Rows { sequences: largest, positions })?;
         let [device, host, file] = regions.terms();
         let is_pinned = self.config.device.kind == DeviceKind::Cuda;
         let plan = Plan {
@@ -162,7 +162,7 @@ impl Sizing<'_> {
     }
 
     fn deferred(&self) -> bool {
-        self.trains() && self.config.optimizer.clips()
+        self.trains() && self.config.defers()
     }
 
     fn on_file(&self) -> bool {
@@ -290,7 +290,7 @@ impl Sizing<'_> {
         pools: &Pools,
         blocks: &Blocks,
         rows: Rows,
-    ) -> Regions {
+    ) -> Result<Regions, Error> {
         let mut regions = Regions::default();
         self.device_regions(&mut regions, schedules, pools, blocks, rows);
         self.host_regions(&mut regions, pools, blocks);
@@ -305,8 +305,8 @@ impl Sizing<'_> {
             }
         }
         self.eps_regions(&mut regions, blocks);
-        let rule = self.rule.filter(|_| self.config.device.dtype == Dtype::Bf16);
-        let unpacked = rule.map_or(0, |rule| rule.unpacked_len(self.largest_tensor()));
+        let (format, largest) = (self.config.master_format()?, self.largest_tensor());
+        let unpacked = self.rule.map_or(0, |rule| unpacked_len(rule, format, largest));
         regions.add_if_any(Holder::UnpackedMasters, Place::HostOwn, unpacked);
         let tensors = || self.own.iter().flat_map(BlockTensors::trained);
         let workspace =
@@ -316,7 +316,7 @@ impl Sizing<'_> {
         regions.add_if_any(Holder::Exchanged, Place::HostOwn, exchanged);
         let metadata = devices::overhead_on_host(self.config, rows);
         regions.add_if_any(Holder::BatchMetadata, Place::HostOwn, metadata);
-        regions
+        Ok(regions)
     }
 
     fn device_regions(
@@ -335,11 +335,14 @@ impl Sizing<'_> {
             _ => 0,
         });
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(16);
-        let kernels = devices::kernels_to_plan(config);
-        let workspace =
-            models::workspace(&*kernels, dtype, model, sequences, positions, save, self.phases());
+        let KernelMemory { workspace, overhead, widened } =
+            devices::kernel_memory(config, rows, |kernels| {
+                models::workspace(kernels, dtype, model, sequences, positions, save, self.phases())
+            });
+        // The walk has no KV cache: a layer's cached positions, and the new ones.
+        let is_cached = self.cache.is_some() && widened > 0;
+        let cached = if is_cached { 2 * schedules.boundary } else { 0 };
         let gradients = if trains { pools.gradients as usize } else { 0 };
-        let overhead = devices::overhead(config, rows).next_multiple_of(16);
         let mut add = |holder, count: usize, floats| {
             regions.add(holder, Place::Device, count, floats);
         };
@@ -349,7 +352,8 @@ impl Sizing<'_> {
         add(Holder::Outputs, pools.outputs as usize, schedules.boundary);
         add(Holder::ChunkState, 1, chunk_state);
         add(Holder::Workspace, 1, workspace);
-        regions.add_if_any(Holder::Overhead, Place::Device, overhead);
+        regions.add_if_any(Holder::Widened, Place::Device, widened + cached);
+        regions.add_if_any(Holder::Overhead, Place::Device, overhead.next_multiple_of(16));
     }
 
     fn host_regions(&self, regions: &mut Regions, pools: &Pools, blocks: &Blocks) {
@@ -403,9 +407,10 @@ impl Sizing<'_> {
 
     fn check_dtype(&self) -> Result<(), Error> {
         let width = self.model.shape.hidden;
-        if self.config.device.dtype == Dtype::Bf16 && !width.is_multiple_of(2) {
+        let dtype = self.config.device.dtype;
+        if dtype != Dtype::F32 && !width.is_multiple_of(2) {
             let problem =
-                format_args!("is bf16, and the model's width of {width} is odd: set \"f32\"");
+                format_args!("is {dtype}, and the model's width of {width} is odd: set \"f32\"");
             return Err(Error::config("device.dtype", problem));
         }
         Ok(())

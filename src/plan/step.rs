@@ -153,9 +153,9 @@ fn ring_model(
         block.state_bytes = (floats * size_of::<f32>()) as u64;
         if staged && share.ranks > 1 {
             let cut = cut(tensors, share.ranks);
-            let own = |len: usize| cut.clipped(len).of(share.rank).len() * size_of::<f32>();
-            block.master_bytes = own(tensors.len()) as u64;
-            block.region_bytes = own(tensors.trained_len()) as u64;
+            let own = tensors.part(cut.of(share.rank));
+            block.master_bytes = (own.host_len() * size_of::<f32>()) as u64;
+            block.region_bytes = (own.trained_len() * size_of::<f32>()) as u64;
         }
     }
     ring

@@ -10,7 +10,7 @@ use std::ops::{Deref, DerefMut};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use crate::tensor::{Dtype, View};
+use crate::tensor::View;
 
 /// Floats on pages of their own, in huge pages where the system has them.
 #[derive(Debug)]
@@ -73,10 +73,11 @@ impl Arena {
         Ok(Arena { _memory: UnsafeCell::new(memory), base, length })
     }
 
-    fn check(&self, view: View) {
-        assert_eq!(view.dtype, Dtype::F32, "floats are read as floats");
+    fn check(&self, view: View, size: usize) {
+        assert_eq!(view.dtype.size(), size, "elements are read by their size");
+        let elements = self.length * (size_of::<f32>() / size);
         let end = view.at.checked_add(view.len());
-        assert!(end.is_some_and(|end| end <= self.length), "{view:?} of {} floats", self.length);
+        assert!(end.is_some_and(|end| end <= elements), "{view:?} of {} floats", self.length);
     }
 
     /// Copies floats to a view, for whoever has the arena to itself.
@@ -101,7 +102,7 @@ impl Arena {
     /// # Safety
     /// Nobody writes them while the slice lives.
     pub(crate) unsafe fn read(&self, view: View) -> &[f32] {
-        self.check(view);
+        self.check(view, size_of::<f32>());
         // SAFETY: inside, by the check; aligned, for a page is; initialised, for pages are zeroed;
         // not written meanwhile, by the caller.
         unsafe { std::slice::from_raw_parts(self.base.add(view.at), view.len()) }
@@ -113,8 +114,29 @@ impl Arena {
     /// Nobody else reads or writes them while the slice lives.
     #[allow(clippy::mut_from_ref, reason = "the ring gives each range to one operation at a time")]
     pub(crate) unsafe fn write(&self, view: View) -> &mut [f32] {
-        self.check(view);
+        self.check(view, size_of::<f32>());
         // SAFETY: as in `read`, and nobody else has it, by the caller.
         unsafe { std::slice::from_raw_parts_mut(self.base.add(view.at), view.len()) }
+    }
+
+    /// The elements of a view of 16 bits, as bits.
+    ///
+    /// # Safety
+    /// As for [`read`](Arena::read).
+    pub(crate) unsafe fn read_halves(&self, view: View) -> &[u16] {
+        self.check(view, size_of::<u16>());
+        // SAFETY: as in `read`.
+        unsafe { std::slice::from_raw_parts(self.base.cast::<u16>().add(view.at), view.len()) }
+    }
+
+    /// The elements of a view of 16 bits, as bits, to write.
+    ///
+    /// # Safety
+    /// As for [`write`](Arena::write).
+    #[allow(clippy::mut_from_ref, reason = "as for `write`")]
+    pub(crate) unsafe fn write_halves(&self, view: View) -> &mut [u16] {
+        self.check(view, size_of::<u16>());
+        // SAFETY: as in `write`.
+        unsafe { std::slice::from_raw_parts_mut(self.base.cast::<u16>().add(view.at), view.len()) }
     }
 }

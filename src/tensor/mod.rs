@@ -11,7 +11,7 @@ mod view;
 
 pub(crate) use arena::{Arena, Pages};
 pub(crate) use lease::Lease;
-pub(crate) use packed::{pack, packed_floats, unpack};
+pub(crate) use packed::{Element, narrow, pack, packed_floats, unpack, widen};
 pub use quantised::{NotQuantisable, Quantisation};
 pub use scratch::Scratch;
 pub(crate) use slots::Slots;

@@ -15,6 +15,8 @@ pub enum Dtype {
     F32,
     /// Brain floats: the upper half of an f32.
     Bf16,
+    /// IEEE half floats: 5 bits of exponent, 10 of mantissa.
+    F16,
 }
 
 impl Dtype {
@@ -22,7 +24,7 @@ impl Dtype {
     pub fn size(self) -> usize {
         match self {
             Dtype::F32 => 4,
-            Dtype::Bf16 => 2,
+            Dtype::Bf16 | Dtype::F16 => 2,
         }
     }
 
@@ -37,6 +39,7 @@ impl fmt::Display for Dtype {
         f.write_str(match self {
             Dtype::F32 => "f32",
             Dtype::Bf16 => "bf16",
+            Dtype::F16 => "f16",
         })
     }
 }

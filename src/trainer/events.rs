@@ -23,6 +23,12 @@ impl StepReport {
             "device_peak_bytes": self.device_peak_bytes,
             "host_rss_bytes": machine::resident_memory(),
         });
+        if let Some(scale) = self.loss_scale {
+            event["loss_scale"] = json!(scale);
+        }
+        if self.skipped {
+            event["skipped"] = json!(true);
+        }
         if let Some((device, _)) = self.slowest_device {
             event["slowest_device"] = json!(device);
         }

@@ -224,6 +224,8 @@ impl Trainer {
         self.watch.status().state = State::Training;
         let (before, began) = (self.watch.tally(), self.engine.now());
         let resolved = self.run_layers(batch, Purpose::Train, layers).await?;
+        let counted = u64::from(!resolved.skipped);
+        let updated = self.progress.step - self.progress.skipped - counted;
         let now = Instant::now();
         let seconds = (now - std::mem::replace(&mut self.last_end, now)).as_secs_f64();
         let (step, tally) = (self.progress.step, self.watch.tally());
@@ -242,7 +244,9 @@ impl Trainer {
             step,
             loss: resolved.loss,
             grad_norm: resolved.norm,
-            learning_rate: self.learning_rate.at(step - 1),
+            loss_scale: resolved.loss_scale,
+            skipped: resolved.skipped,
+            learning_rate: self.learning_rate.at(updated),
             tokens,
             model_flops,
             seconds,
@@ -348,6 +352,8 @@ impl Trainer {
     fn refresh(&mut self) {
         self.engine.refresh();
         self.progress.step = self.engine.trained();
+        self.progress.skipped = self.engine.skipped();
+        self.progress.loss_scale = self.engine.scale_state();
     }
 
     fn note_failure(&self, error: &Error) {

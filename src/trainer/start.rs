@@ -176,6 +176,7 @@ impl Checked {
         let worker = Worker::new(&config, parts)?;
         let (progress, new_tensors) = fill(worker.eps(), found, checkpoint, run, layers)?;
         let mut engine = Engine::start(config.clone(), worker, progress.step)?;
+        engine.resume(progress.skipped, progress.loss_scale);
         if config.model.max_layers.is_some() {
             engine.use_layers(model.shape.layers);
         }
@@ -300,7 +301,7 @@ fn open_eps(
     let config = run.config;
     let (states, region) = (plan.states.clone(), |id: BlockId| plan.has_region(id));
     let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
-    let made = |eps: Eps, parts| eps.of_rank(parts).published_as(config.device.dtype);
+    let made = |eps: Eps, parts| eps.of_rank(parts);
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
         if start.resumes_file {
             return Err(Error::config("eps.tier", "is memory: there is no state to go on from"));

@@ -15,6 +15,8 @@ pub(super) struct Clipping {
 /// What the gradients of a step are multiplied by.
 pub(super) struct Factors<'c> {
     clipping: &'c Clipping,
+    /// What the gradients are too large by, as the loss was.
+    loss_scale: f64,
     together: f32,
     /// Those of groups, where there are limits of groups.
     of_groups: Vec<f32>,
@@ -54,28 +56,35 @@ impl Clipping {
     }
 
     /// The factors of a step, given the norm of all its gradients, and the sums of groups if a
-    /// group has a limit of its own.
-    pub(super) fn factors(&self, norm: Option<f64>, sums: Option<&[f64]>) -> Factors<'_> {
+    /// group has a limit of its own. All are too large by the loss scale.
+    pub(super) fn factors(
+        &self,
+        norm: Option<f64>,
+        sums: Option<&[f64]>,
+        loss_scale: f64,
+    ) -> Factors<'_> {
+        let factor = |norm: Option<f64>, limit| factor(norm.map(|norm| norm / loss_scale), limit);
         let Some(sums) = sums else {
             let together = factor(norm, self.limit);
-            return Factors { clipping: self, together, of_groups: Vec::new() };
+            return Factors { clipping: self, loss_scale, together, of_groups: Vec::new() };
         };
         let limits = self.groups.iter().map(|(_, limit)| *limit).zip(sums);
         let of_groups = limits.map(|(limit, sum)| factor(Some(sum.sqrt()), limit)).collect();
         let together = factor(Some(sums[self.groups.len()].sqrt()), self.limit);
-        Factors { clipping: self, together, of_groups }
+        Factors { clipping: self, loss_scale, together, of_groups }
     }
 }
 
 impl Factors<'_> {
     /// What a tensor's gradient is multiplied by.
     pub(super) fn of(&self, tensor: &Tensor) -> f32 {
-        match self.of_groups[..] {
+        let clips = match self.of_groups[..] {
             [] => self.together,
             ref of_groups => {
                 self.clipping.group_of(tensor).map_or(self.together, |group| of_groups[group])
             }
-        }
+        };
+        (f64::from(clips) / self.loss_scale) as f32
     }
 }
 

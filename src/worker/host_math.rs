@@ -9,51 +9,52 @@ use crate::eps::TableRows;
 use crate::kernels::{Loss, label_of};
 use crate::random;
 use crate::simd::Level;
+use crate::tensor::Element;
 
 /// Copies the rows of those tokens that lie in a tile, which holds rows `first..` of the
-/// vocabulary. `cast` makes what is written of each number. y: (tokens, channels).
-pub(super) fn gather<Y: Send>(
+/// vocabulary, times `scale`. y: (tokens, channels).
+pub(super) fn gather<Y: Element>(
     y: &mut [Y],
     tokens: &[u32],
     tile: &TableRows<'_>,
     first: usize,
     channels: usize,
-    cast: impl Fn(f32) -> Y + Sync,
+    scale: f32,
 ) {
     match tile {
-        TableRows::Floats(tile) => gather_rows(y, tokens, tile, first, channels, cast),
-        TableRows::Halves(tile) => gather_rows(y, tokens, tile, first, channels, cast),
+        TableRows::F32(tile) => gather_rows(y, tokens, tile, first, channels, scale),
+        TableRows::Bf16(tile) => gather_rows(y, tokens, tile, first, channels, scale),
+        TableRows::F16(tile) => gather_rows(y, tokens, tile, first, channels, scale),
     }
 }
 
 /// tile: (rows, channels).
-fn gather_rows<Y: Send, X: Copy + Sync + Into<f32>>(
+fn gather_rows<Y: Element, X: Element>(
     y: &mut [Y],
     tokens: &[u32],
     tile: &[X],
     first: usize,
     channels: usize,
-    cast: impl Fn(f32) -> Y + Sync,
+    scale: f32,
 ) {
     let rows = tile.len() / channels;
     y.par_chunks_mut(channels).zip(tokens).for_each(|(y, &token)| {
         if let Some(row) = (token as usize).checked_sub(first).filter(|&row| row < rows) {
             let row = &tile[row * channels..][..channels];
-            y.iter_mut().zip(row).for_each(|(y, &x)| *y = cast(x.into()));
+            y.iter_mut().zip(row).for_each(|(y, &x)| *y = Y::from_f32(x.to_f32() * scale));
         }
     });
 }
 
 /// Adds noise to the rows of those tokens that lie in a tile, which holds rows `first..` and `rows`
-/// of the vocabulary. `noise` gives the key and the greatest value of a row's noise; `add` adds it
-/// to a number. y: (tokens, channels).
-pub(super) fn add_noise<Y: Copy + Send>(
+/// of the vocabulary. `noise` gives the key and the greatest value of a row's noise. y: (tokens,
+/// channels).
+pub(super) fn add_noise<Y: Element>(
     y: &mut [Y],
     tokens: &[u32],
     (first, rows): (usize, usize),
     channels: usize,
     noise: impl Fn(usize) -> (u64, f32) + Sync,
-    add: impl Fn(Y, f32) -> Y + Sync,
 ) {
     let each = y.par_chunks_mut(channels).zip(tokens).enumerate();
     each.for_each(|(row, (y, &token))| {
@@ -61,7 +62,7 @@ pub(super) fn add_noise<Y: Copy + Send>(
             let (mut state, most) = noise(row);
             for y in y {
                 let uniform = 2.0 * random::unit(&mut state) as f32 - 1.0;
-                *y = add(*y, uniform * most);
+                *y = Y::from_f32(y.to_f32() + uniform * most);
             }
         }
     });
@@ -80,13 +81,13 @@ pub(super) struct Table<'t> {
 }
 
 /// Adds gradients to the rows of those tokens that lie in a table. Each row's gradients are added
-/// in the order of the tokens. `gradients`: one for each token; `cast` converts each number to f32.
-pub(super) fn scatter<D: Copy + Sync>(
+/// in the order of the tokens, times `scale`. `gradients`: one for each token.
+pub(super) fn scatter<D: Element>(
     level: Level,
     table: Table<'_>,
     tokens: &[u32],
     gradients: &[&[D]],
-    cast: impl Fn(D) -> f32 + Sync,
+    scale: f32,
 ) {
     let Table { rows, from, first } = table;
     let channels = gradients.first().map_or(1, |gradient| gradient.len());
@@ -104,7 +105,7 @@ pub(super) fn scatter<D: Copy + Sync>(
                     if low < high {
                         let to = &mut run_of_rows[low - start..high - start];
                         let dy = &gradient[low - at..high - at];
-                        to.iter_mut().zip(dy).for_each(|(to, &dy)| *to += cast(dy));
+                        to.iter_mut().zip(dy).for_each(|(to, &dy)| *to += dy.to_f32() * scale);
                     }
                 }
             },
@@ -138,7 +139,7 @@ mod tests {
         let (mut y, tokens) = (vec![1.0_f32; 3 * 1000], [4, 9, 5]);
         // Tokens 4 and 5 lie in the tile, and have noise of 0.1 and 0.2.
         let noise = |row: usize| (row as u64, 0.1 * (1 + row / 2) as f32);
-        add_noise(&mut y, &tokens, (3, 4), 1000, noise, |y, noise| y + noise);
+        add_noise(&mut y, &tokens, (3, 4), 1000, noise);
         let rows: Vec<&[f32]> = y.chunks(1000).collect();
         assert!(rows[1].iter().all(|&y| y == 1.0), "its token is in another tile");
         for (row, most) in [(rows[0], 0.1), (rows[2], 0.2)] {
@@ -159,13 +160,13 @@ mod tests {
         let dy: Vec<f32> = (0..8).map(|at| 0.5 - at as f32).collect();
         let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
         for (first, to) in [(0, 3), (3, 5)] {
-            gather_rows(&mut y, &tokens, &table[first * c..to * c], first, c, |x| x);
+            gather_rows(&mut y, &tokens, &table[first * c..to * c], first, c, 1.0);
             let rows: Vec<&[f32]> = dy.chunks_exact(c).collect();
             // In two parts, of which the first ends within a row.
             let (one, other) = dtable[first * c..to * c].split_at_mut(3);
             for (rows_of_part, from) in [(one, 0), (other, 3)] {
                 let table = Table { rows: rows_of_part, from, first };
-                scatter(Level::best(), table, &tokens, &rows, |dy| dy);
+                scatter(Level::best(), table, &tokens, &rows, 1.0);
             }
         }
         for (at, &token) in tokens.iter().enumerate() {

@@ -3,9 +3,9 @@
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use half::bf16;
+use half::{bf16, f16};
 use l2l_actors::schedule::{
-    BlockId, Boundary, BoundaryId, Encoding, MicroBatch, Role, Schedule, Share, Visit,
+    BlockId, Boundary, BoundaryId, Encoding, MicroBatch, Role, Share, Visit,
 };
 use l2l_actors::work::{GradientAt, MasterAt, Work};
 use l2l_actors::{BoxedError, Operation, Step};
@@ -18,22 +18,24 @@ use super::memory::HostLease;
 use super::ranks::Exchanged;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
-use crate::config::Config;
-use crate::eps::{Eps, FileTier};
+use crate::config::{Config, NonFinite};
+use crate::eps::{Eps, FileTier, TableRows};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
-use crate::optimizers::{UpdateRule, chunk_squares};
+use crate::optimizers::{UpdateRule, chunk_squares, unpacked_len};
 use crate::plan::Plan;
 use crate::simd::Level;
-use crate::tensor::Dtype;
+use crate::tensor::{Dtype, Element};
 
 /// See the [module](self).
 pub(super) struct HostSide {
     pub(super) eps: Eps,
     pub(super) rule: Box<dyn UpdateRule>,
     pub(super) clipping: Clipping,
+    pub(super) non_finite: NonFinite,
     pub(super) threads: Arc<ThreadPool>,
     pub(super) level: Level,
+    pub(super) seed: u64,
     /// Bytes a second of emulated updates, and of an emulated disk.
     pub(super) update_rate: Option<f64>,
     pub(super) disk_rate: Option<f64>,
@@ -63,14 +65,17 @@ impl HostSide {
         eps: Eps,
         threads: &Arc<ThreadPool>,
     ) -> Result<HostSide, Error> {
-        let is_split = eps.split && plan.trains();
-        let unpacked = if is_split { rule.unpacked_len(plan.largest_tensor) } else { 0 };
+        let format = config.master_format()?;
+        let trains = plan.trains();
+        let unpacked = if trains { unpacked_len(&*rule, format, plan.largest_tensor) } else { 0 };
         Ok(HostSide {
             eps,
             rule,
             clipping: Clipping::new(&config.optimizer),
+            non_finite: config.non_finite(),
             threads: threads.clone(),
             level: Level::best(),
+            seed: config.step.seed,
             update_rate: config.update_bytes_per_second()?,
             disk_rate: config.disk_bytes_per_second()?,
             fabric_rate: config.fabric_bytes_per_second()?,
@@ -142,6 +147,53 @@ fn add(sum: &mut [f32], gradient: &[f32]) {
     });
 }
 
+/// Rows of the vocabulary for the tokens of a micro-batch.
+struct Gathered<'a> {
+    tokens: &'a [u32],
+    /// A tile of the vocabulary, and its first row there.
+    table: &'a TableRows<'a>,
+    first: usize,
+    channels: usize,
+    scale: f32,
+}
+
+impl Gathered<'_> {
+    /// Writes those that lie in the tile. `noise`: rows of the tile, and the noise of each row that is
+    /// written.
+    fn write<Y: Element>(
+        &self,
+        x: &mut [Y],
+        noise: Option<(usize, impl Fn(usize) -> (u64, f32) + Sync)>,
+    ) {
+        let Gathered { tokens, table, first, channels, scale } = *self;
+        host_math::gather(x, tokens, table, first, channels, scale);
+        if let Some((rows, noise)) = noise {
+            host_math::add_noise(x, tokens, (first, rows), channels, noise);
+        }
+    }
+}
+
+/// Gradients of hidden states, each a token's, in the order of the tokens.
+struct Scattered<'a> {
+    level: Level,
+    tokens: &'a [u32],
+    /// Those of each micro-batch as they are stashed, and their rows.
+    dx: &'a [(&'a [f32], usize)],
+    channels: usize,
+    scale: f32,
+}
+
+impl Scattered<'_> {
+    /// Adds those that lie in a table to its rows.
+    fn add_to<D: Element>(&self, table: host_math::Table<'_>) {
+        let rows = self.dx.iter().flat_map(|&(dx, rows)| {
+            bytemuck::cast_slice::<f32, D>(dx).chunks_exact(self.channels).take(rows)
+        });
+        let rows: Vec<&[D]> = rows.collect();
+        host_math::scatter(self.level, table, self.tokens, &rows, self.scale);
+    }
+}
+
 impl Worker {
     /// The lanes of the host and of updates.
     pub(super) fn on_host(&self, operation: &Operation) -> Result<f64, BoxedError> {
@@ -159,7 +211,7 @@ impl Worker {
                     let mut losses = state.losses.lock().expect("nothing panics inside");
                     losses.insert(micro_batch, loss);
                 }
-                if !loss.is_finite() {
+                if !loss.is_finite() && self.host.non_finite == NonFinite::Stop {
                     let reads = &visit_of(visit).reads;
                     let on = self.computed_on(step, |visit| {
                         visit.micro_batches.contains(&micro_batch)
@@ -198,8 +250,12 @@ impl Worker {
                 let state = self.steps.of(version);
                 let (rate, at) = (state.learning_rate, (master, gradient));
                 let has_groups = self.host.clipping.has_groups();
-                let factors =
-                    self.host.clipping.factors(norm, has_groups.then(|| self.group_sums(&state)));
+                if self.host.non_finite == NonFinite::Skip && norm.is_some_and(|n| !n.is_finite()) {
+                    self.host.eps.carry(block, version);
+                    return Ok(0.0);
+                }
+                let sums = has_groups.then(|| self.group_sums(&state));
+                let factors = self.host.clipping.factors(norm, sums, state.loss_scale);
                 let updated = self.host.update(&host, block, version, at, &factors, rate);
                 return self.finite(step, block, updated.unwrap_or_else(|not_finite| not_finite));
             }
@@ -235,7 +291,7 @@ impl Worker {
         block: BlockId,
         Squares { sum, chunks }: Squares,
     ) -> Result<f64, BoxedError> {
-        if sum.is_finite() {
+        if sum.is_finite() || self.host.non_finite != NonFinite::Stop {
             if step.plan.schedule.ranks.count > 1 || !chunks.is_empty() {
                 let state = self.steps.of(step.number);
                 state.squares.lock().expect("nothing panics inside").insert(block, chunks);
@@ -314,49 +370,28 @@ impl Worker {
         let (x, channels) = (host.stashed_mut(x), self.model.shape.hidden);
         let tensors = &self.model.blocks[block.0 as usize];
         let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
-        let is_bf16 = self.is_bf16(schedule.boundary(id));
         let scale = self.model.shape.embedding_scale;
-        self.host.threads.install(|| match is_bf16 {
-            false => host_math::gather(x, tokens, &table, first, channels, |x| x * scale),
-            true => {
-                let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
-                let half = |x: f32| bf16::from_f32(x * scale);
-                host_math::gather(x, tokens, &table, first, channels, half);
-            }
-        });
-        if self.neftune_alpha > 0.0 && state.purpose.trains() {
-            self.add_noise(state, m, schedule, (first, tile.rows), x, is_bf16);
-        }
-    }
-
-    /// Adds noise to the embeddings of a micro-batch's tokens that lie in a tile of the vocabulary.
-    fn add_noise(
-        &self,
-        state: &StepState,
-        m: MicroBatch,
-        schedule: &Schedule,
-        tile: (usize, usize),
-        x: &mut [f32],
-        is_bf16: bool,
-    ) {
-        let batch = state.metadata(m, schedule, self.seed);
-        let (batch, channels) = (batch.view(), self.model.shape.hidden);
+        let rows = Gathered { tokens, table: &table, first, channels, scale };
+        let noise = (self.neftune_alpha > 0.0 && state.purpose.trains())
+            .then(|| state.metadata(m, schedule, self.seed));
         let alpha = self.neftune_alpha;
-        let noise = |row: usize| batch.noise(row, alpha, channels);
-        let tokens = &state.batch.tokens[state.range(m, schedule).rows];
-        self.host.threads.install(|| match is_bf16 {
-            false => host_math::add_noise(x, tokens, tile, channels, noise, |x, noise| x + noise),
-            true => {
-                let x: &mut [bf16] = bytemuck::cast_slice_mut(x);
-                let add = |x: bf16, noise: f32| bf16::from_f32(x.to_f32() + noise);
-                host_math::add_noise(x, tokens, tile, channels, noise, add);
-            }
+        let noise = noise.as_ref().map(|batch| {
+            let batch = batch.view();
+            (tile.rows, move |row: usize| batch.noise(row, alpha, channels))
+        });
+        self.host.threads.install(|| match self.stashed_dtype(schedule.boundary(id)) {
+            Dtype::F32 => rows.write(x, noise),
+            Dtype::Bf16 => rows.write(bytemuck::cast_slice_mut::<_, bf16>(x), noise),
+            Dtype::F16 => rows.write(bytemuck::cast_slice_mut::<_, f16>(x), noise),
         });
     }
 
-    /// Whether the stash holds this boundary as bf16.
-    pub(super) fn is_bf16(&self, boundary: &Boundary) -> bool {
-        self.plan.dtype == Dtype::Bf16 || boundary.encoding == Encoding::PackedBf16
+    /// The dtype in which the stash holds a boundary of hidden states or their gradients.
+    pub(super) fn stashed_dtype(&self, boundary: &Boundary) -> Dtype {
+        match boundary.encoding {
+            Encoding::PackedBf16 => Dtype::Bf16,
+            Encoding::Plain => self.plan.dtype,
+        }
     }
 
     fn begin_statistics(
@@ -474,20 +509,12 @@ impl Worker {
             Some(dealt) => (vec![(&others, dealt.rows.len())], &dealt.tokens),
         };
         let level = self.host.level;
-        if !self.is_bf16(schedule.boundary(id)) {
-            let rows = dx.into_iter().flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
-            let rows: Vec<&[f32]> = rows.collect();
-            let scatter = || host_math::scatter(level, table, tokens, &rows, |dx| dx * scale);
-            self.host.threads.install(scatter);
-        } else {
-            let cast = |(dx, rows)| (bytemuck::cast_slice::<f32, bf16>(dx), rows);
-            let packed = dx.into_iter().map(cast);
-            let rows = packed.flat_map(|(dx, rows)| dx.chunks_exact(channels).take(rows));
-            let rows: Vec<&[bf16]> = rows.collect();
-            let float = |dx: bf16| dx.to_f32() * scale;
-            let scatter = || host_math::scatter(level, table, tokens, &rows, float);
-            self.host.threads.install(scatter);
-        }
+        let rows = Scattered { level, tokens, dx: &dx, channels, scale };
+        self.host.threads.install(|| match self.stashed_dtype(schedule.boundary(id)) {
+            Dtype::F32 => rows.add_to::<f32>(table),
+            Dtype::Bf16 => rows.add_to::<bf16>(table),
+            Dtype::F16 => rows.add_to::<f16>(table),
+        });
         self.host.measure(block, gradient)
     }
 }

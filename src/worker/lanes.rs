@@ -4,7 +4,6 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use half::bf16;
 use l2l_actors::schedule::{BlockId, Boundary, LayerId, MicroBatch, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
@@ -16,7 +15,7 @@ use super::{CacheSlot, Worker};
 use crate::kernels::Kernels;
 use crate::models::{self, Part, VisitArgs};
 use crate::plan::Purpose;
-use crate::tensor::{Dtype, View};
+use crate::tensor::{Dtype, View, widen};
 
 impl Worker {
     /// Floats that a device is sent of a block.
@@ -223,8 +222,11 @@ impl Worker {
         let hidden = hidden.entry(m).or_default();
         match self.plan.dtype {
             Dtype::F32 => hidden.extend(read),
-            Dtype::Bf16 => {
-                hidden.extend(bytemuck::cast_slice(&read).iter().map(|x: &bf16| x.to_f32()));
+            dtype => {
+                let halves: &[u16] = bytemuck::cast_slice(&read);
+                let begin = hidden.len();
+                hidden.resize(begin + halves.len(), 0.0);
+                widen(dtype, &mut hidden[begin..], halves);
             }
         }
         Ok(())

@@ -37,7 +37,7 @@ use self::device_side::DeviceSide;
 use self::host_side::HostSide;
 use self::memory::Memory;
 use self::step::{Results, StepState, Steps};
-use crate::config::Config;
+use crate::config::{Config, DeviceKind};
 use crate::devices;
 use crate::eps::Eps;
 use crate::error::{Error, NotFinite};
@@ -113,8 +113,11 @@ impl Worker {
         let Parts { model, plan, rule, learning_rate, eps, records, copies } = parts;
         let threads = Arc::new(threads(config)?);
         let floats = [plan.regions.device_floats(), plan.regions.host_floats()];
-        let overhead = plan.regions.on_device(Holder::Overhead);
-        let devices = devices::open(config, &model, floats, overhead, &threads)?;
+        let own = match config.device.kind {
+            DeviceKind::Cpu => plan.regions.on_device(Holder::Widened),
+            DeviceKind::Cuda => plan.regions.on_device(Holder::Overhead),
+        };
+        let devices = devices::open(config, &model, floats, own, &threads)?;
         let memory = Memory::new(&plan, &devices)?;
         if eps.file().is_none() {
             // Memory that is pinned for one device is so for all.

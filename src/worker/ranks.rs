@@ -4,7 +4,6 @@
 use std::sync::{Mutex, RwLock};
 use std::time::Instant;
 
-use half::bf16;
 use l2l_actors::schedule::{BlockId, MicroBatch, Ranks, Role, Version, Visit, sums_of_spans};
 use l2l_actors::work::{Summed, Work};
 use l2l_actors::{BoxedError, Operation};
@@ -14,7 +13,6 @@ use super::step::StepState;
 use super::{Worker, take_as_long};
 use crate::eps::RankParts;
 use crate::fabric::Channel;
-use crate::optimizers::split::published;
 use crate::optimizers::{chunks, sum_of_chunks};
 use crate::plan::Plan;
 
@@ -72,18 +70,16 @@ impl Worker {
         beat: &dyn Fn(),
     ) -> Result<(), BoxedError> {
         let (parts, host, eps) = (self.parts(), self.memory.lease(), &self.host.eps);
-        let element = if eps.split { size_of::<bf16>() } else { size_of::<f32>() };
-        let cut = parts.of(block).in_bytes(element);
+        let cut = parts.of(block).in_bytes(eps.tensors(block).masters().sent().size());
         let own = cut.of(parts.exchanges.rank());
         let slot = &mut bytemuck::cast_slice_mut(host.read_slot_mut(slot))[..cut.len()];
         if eps.file().is_some() {
             slot.copy_within(..own.len(), own.start); // it was read there; its published half first
         } else {
             let lease = eps.memory().read(block, version);
-            slot[own].copy_from_slice(match eps.split {
-                true => bytemuck::cast_slice(published(&lease.parameters)),
-                false => bytemuck::cast_slice(&lease.parameters),
-            });
+            let published: &[u8] = bytemuck::cast_slice(&lease.parameters);
+            let len = own.len();
+            slot[own].copy_from_slice(&published[..len]);
         }
         let of = (Channel::Blocks, u64::from(block.0));
         Ok(parts.exchanges.complete(of, &cut, slot, beat)?)
@@ -137,8 +133,8 @@ impl Worker {
         let dealt = state.dealt.as_ref().expect("the step is dealt");
         let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let boundary = id.expect("a scatter reads it");
-        let is_bf16 = self.is_bf16(schedule.boundary(boundary));
-        let row = self.model.shape.hidden * if is_bf16 { 2 } else { 4 };
+        let dtype = self.stashed_dtype(schedule.boundary(boundary));
+        let row = self.model.shape.hidden * dtype.size();
         let (exchanges, cut) = (&self.parts().exchanges, dealt.rows.in_bytes(row));
         let mut rows = self.host.exchanged.rows.write().expect("nothing panics inside");
         let rows = &mut bytemuck::cast_slice_mut::<f32, u8>(&mut rows)[..cut.len()];

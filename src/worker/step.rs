@@ -21,6 +21,10 @@ pub(crate) struct StepInput {
     pub(crate) purpose: Purpose,
     /// Training steps before it: the ring's own number counts other steps, and begins anew.
     pub(crate) trained: u64,
+    /// Those of them that updated the model.
+    pub(crate) updated: u64,
+    /// What the loss is multiplied by for the backward pass.
+    pub(crate) loss_scale: f64,
     /// The KV cache slot of each sequence, of a step that generates.
     pub(crate) cache: Vec<CacheSlot>,
     /// What other processes compute of the step, where it is dealt.
@@ -54,11 +58,15 @@ pub(super) struct StepState {
     pub(super) batch: Batch,
     pub(super) purpose: Purpose,
     pub(super) trained: u64,
+    /// Training steps before it that updated the model.
+    pub(super) updated: u64,
+    /// What gradients are too large by.
+    pub(super) loss_scale: f64,
     pub(super) stash: StashLayout,
     pub(super) cache: Vec<CacheSlot>,
     /// Cached positions of each sequence.
     pub(super) cached_positions: Vec<usize>,
-    /// 1 ÷ labelled positions.
+    /// The factor of the loss's gradients: loss scale ÷ labelled positions.
     pub(super) scale: f32,
     pub(super) learning_rate: f64,
     pub(super) dealt: Option<Dealt>,
@@ -81,17 +89,19 @@ pub(super) struct MicroBatchRange {
 
 impl StepState {
     pub(super) fn new(step: &Step, input: StepInput, rate: LearningRate) -> StepState {
-        let StepInput { batch, purpose, trained, cache, dealt } = input;
+        let StepInput { batch, purpose, trained, updated, loss_scale, cache, dealt } = input;
         StepState {
             number: step.number,
             stash: stash::layout(&step.plan.schedule),
             cached_positions: cache.iter().map(|one| one.cached).collect(),
             cache,
-            scale: (1.0 / batch.labelled as f64) as f32,
-            learning_rate: rate.at(trained),
+            scale: (loss_scale / batch.labelled as f64) as f32,
+            learning_rate: rate.at(updated),
             batch,
             purpose,
             trained,
+            updated,
+            loss_scale,
             dealt,
             losses: Mutex::default(),
             squares: Mutex::default(),
@@ -126,7 +136,7 @@ impl StepState {
         let MicroBatchRange { sequences, rows } = self.range(m, schedule);
         let before = self.dealt.as_ref().map_or(0, |dealt| dealt.first_sequence);
         let first_sequence = (before + sequences.start) as u32;
-        let key = DropoutKey { seed, step: self.trained, first_sequence };
+        let key = DropoutKey { seed, step: self.updated, first_sequence };
         BatchMetadata {
             starts: &self.batch.starts[sequences.start..=sequences.end],
             kinds: &self.batch.kinds[rows.clone()],

@@ -14,7 +14,7 @@ use crate::config::{ChannelsConfig, Config, Deal, EpsTier, Recompute, StashPlace
 use crate::data::{Batch, Dataset};
 use crate::devices::{Device, PeerView};
 use crate::eps::{Eps, FileTier, Folder};
-use crate::hf::shape_of;
+use crate::hf::{self, shape_of};
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::models::Model;
 use crate::optimizers::StateLayout;
@@ -53,7 +53,8 @@ impl Small {
     }
 
     fn model(&self) -> Model {
-        Model::new(shape_of(&self.config).expect("a shape of ours"))
+        let shape = shape_of(&self.config).expect("a shape of ours");
+        hf::model_of(&self.config, shape).expect("a model of ours")
     }
 }
 
@@ -82,6 +83,8 @@ impl Subject for Small {
             batch: Batch::new(&sequences),
             purpose: Purpose::Train,
             trained: step,
+            updated: step,
+            loss_scale: 1.0,
             cache: Vec::new(),
             dealt: None,
         }
@@ -112,7 +115,6 @@ impl Small {
                 Eps::on_file(model.blocks.clone(), states, file.expect("a place for files"))
             }
         };
-        let eps = eps.published_as(config.device.dtype);
         let records = Arc::new(Ledger::new(model.parts.len(), plan.devices, Vec::new()));
         let (plan, learning_rate) = (Arc::new(plan), config.learning_rate(100));
         let parts = Parts { model, plan, rule, learning_rate, eps, records, copies: true };

@@ -10,6 +10,7 @@ use super::clipping::Factors;
 use super::host_side::{HostSide, Squares};
 use super::memory::HostLease;
 use super::take_as_long;
+use crate::config::NonFinite;
 use crate::models::Tensor;
 use crate::optimizers::{Update, update_block};
 
@@ -45,11 +46,12 @@ impl HostSide {
             }
         };
         let squares = self.measure(block, gradient);
-        if !squares.sum.is_finite() {
+        if !squares.sum.is_finite() && self.non_finite == NonFinite::Stop {
             return Err(squares);
         }
-        let (scale, level) = (1.0, self.level);
-        let update = |updates| (Update { step: updates, learning_rate, scale, level }, factors);
+        let (scale, level, seed) = (1.0, self.level, self.seed);
+        let update =
+            |updates| (Update { step: updates, learning_rate, scale, level, seed }, factors);
         if let Some((masters, states)) = parts.split_first_mut() {
             let update = update(self.file().updates_of(block));
             self.apply(block, masters, states, gradient, update);

@@ -248,8 +248,31 @@ fn what_contradicts_itself() {
             "device.count = 2\nstash.place = \"device\"",
             "line 2: stash.place must be \"host\" with several devices",
         ),
-        ("device.dtype = \"bf16\"", "line 1: device.dtype is bf16, and the CPU computes in f32"),
-        ("device.dtype = \"f16\"", "device.dtype: unknown variant `f16`, expected `f32` or `bf16`"),
+        ("device.dtype = \"f8\"", "device.dtype: unknown variant `f8`, expected one of `f32`, `bf16`"),
+        (
+            "device = { kind = \"cuda\", dtype = \"f16\" }",
+            "line 1: device.dtype is f16, which only the CPU device has: set \"bf16\"",
+        ),
+        (
+            "device.dtype = \"f16\"\nloss_scale.kind = \"none\"",
+            "line 2: loss_scale.kind is none, and device.dtype is f16",
+        ),
+        (
+            "device.dtype = \"f16\"\neps = { tier = \"file\", path = \"x\" }",
+            "line 2: eps.tier is file, and steps that change nothing",
+        ),
+        ("loss_scale.initial = 0.0", "line 1: loss_scale.initial must be above 0"),
+        ("loss_scale.growth_factor = 1.0", "line 1: loss_scale.growth_factor must be above 1"),
+        ("loss_scale.backoff_factor = 1.0", "line 1: loss_scale.backoff_factor must be in (0, 1)"),
+        ("loss_scale.growth_interval = 0", "line 1: loss_scale.growth_interval must be at least 1"),
+        (
+            "optimizer.masters = \"split\"",
+            "line 1: optimizer.masters is split, which is for a device of bf16",
+        ),
+        (
+            "device.dtype = \"f16\"\noptimizer.masters = \"bf16\"",
+            "line 2: optimizer.masters is bf16, which is for a device of bf16, and device.dtype is f16",
+        ),
         (
             "device = { kind = \"cuda\", dtype = \"bf16\" }\nmodel = { hidden = 21, heads = 3 }",
             "device.dtype is bf16, and the model's width of 21 is odd",

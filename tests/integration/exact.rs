@@ -5,8 +5,8 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, Deal, EpsTier, GroupConfig, LoraConfig, OptimizerKind, Recompute, ScheduleKind,
-    StashDtype, StashPlace, TrainConfig, Transfer,
+    ChannelsConfig, Deal, Dtype, EpsTier, GroupConfig, LoraConfig, MasterDtype, OptimizerKind,
+    Recompute, ScheduleKind, StashDtype, StashPlace, TrainConfig, Transfer,
 };
 use l2l::data::Batches;
 use l2l::models::Base;
@@ -30,6 +30,8 @@ pub(crate) struct Case {
     /// How what is not trained is stored, if anything is not.
     pub(crate) base: Base,
     pub(crate) rule: OptimizerKind,
+    /// What the device computes with, and how masters are stored.
+    pub(crate) precision: (Dtype, MasterDtype),
 }
 
 /// Which of its tensors are trained.
@@ -122,7 +124,11 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.optimizer.learning_rate = 1e-2;
     config.schedule.kind = ways.kind;
     config.schedule.recompute = ways.recompute;
-    config.eps.tier = if ways.on_file { EpsTier::File } else { EpsTier::Memory };
+    (config.device.dtype, config.optimizer.masters) = case.precision;
+    // Steps that may change nothing need the model in memory.
+    let on_file = ways.on_file && config.device.dtype != Dtype::F16;
+    config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
+    config.loss_scale.initial = 256.0;
     config.channels = ways.channels;
     config.device.count = Some(ways.devices);
     config.parallel.deal = ways.deal;
@@ -196,8 +202,17 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
     let flags = (prop::bool::ANY, prop::bool::ANY, prop::bool::weighted(0.1), 1..=8_usize);
     let rules = prop::sample::select(OptimizerKind::ALL.to_vec());
     let bases = prop::sample::select(vec![Base::AsIs, Base::Bf16, Base::Int8, Base::Nf4]);
-    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules);
-    (shape, flags).prop_map(|((layers, batch, micro_batch), (flags, trained, base, rule))| {
+    let precisions = prop::sample::select(vec![
+        (Dtype::F32, MasterDtype::Auto),
+        (Dtype::F32, MasterDtype::F32),
+        (Dtype::Bf16, MasterDtype::Split),
+        (Dtype::Bf16, MasterDtype::F32),
+        (Dtype::Bf16, MasterDtype::Bf16),
+        (Dtype::F16, MasterDtype::Auto),
+    ]);
+    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, precisions);
+    (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
+        let (flags, trained, base, rule, precision) = flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -212,6 +227,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             trained,
             base,
             rule,
+            precision,
         }
     })
 }
@@ -379,6 +395,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     trained: Trained::All,
     base: Base::AsIs,
     rule: OptimizerKind::Adamw,
+    precision: (Dtype::F32, MasterDtype::Auto),
 });
 
 #[test]

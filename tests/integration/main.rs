@@ -37,6 +37,7 @@ mod packing;
 mod plan;
 #[cfg(feature = "cli")]
 mod program;
+mod precision;
 mod pytorch;
 mod ranks;
 #[cfg(feature = "tokenizers")]

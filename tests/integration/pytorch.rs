@@ -9,7 +9,7 @@ use l2l::data::{Batch, Batches, Dataset, Predicts, Sequence};
 use l2l::{Config, Trainer};
 use serde_json::{Value, json};
 
-fn numbers(golden: &Value, key: &str) -> Vec<f64> {
+pub(crate) fn numbers(golden: &Value, key: &str) -> Vec<f64> {
     let list = golden["float64"][key].as_array().expect("a list");
     list.iter().map(|number| number.as_f64().expect("a number")).collect()
 }
@@ -101,7 +101,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-const FAMILIES: [&str; 21] = [
+pub(crate) const FAMILIES: [&str; 21] = [
     "bert",
     "bert-classes",
     "bert-tokens",

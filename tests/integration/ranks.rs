@@ -8,7 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::thread;
 use std::time::Duration;
 
-use l2l::config::{Deal, EpsTier, OptimizerKind, ScheduleKind, StashDtype, StashPlace, Transfer};
+use l2l::config::{
+    Deal, Dtype, EpsTier, MasterDtype, OptimizerKind, ScheduleKind, StashDtype, StashPlace, Transfer,
+};
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};
 use l2l::models::{Base, BlockTensors, Model, Tensor};
@@ -163,7 +165,11 @@ proptest! {
             rule @ (OptimizerKind::Adam | OptimizerKind::Sgd | OptimizerKind::Lion) => rule,
             _ => OptimizerKind::Adamw, // others need whole tensors
         };
-        let case = Case { batch, groups, rule, base: Base::AsIs, ..case };
+        let precision = match case.precision {
+            (Dtype::Bf16, MasterDtype::Bf16) => (Dtype::Bf16, MasterDtype::Auto),
+            precision => precision,
+        };
+        let case = Case { batch, groups, rule, base: Base::AsIs, precision, ..case };
         let ways = ways.for_ranks(&case, ranks);
         let folder = tempfile::tempdir().expect("a place for files");
         let of = |ways: &Ways| {

@@ -46,7 +46,7 @@ pub(super) fn attention_backward(
 ) {
     let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
     let scratch = scratch.nested();
-    let delta_view = scratch.take(shape.rows(), shape.heads);
+    let delta_view = scratch.take_floats(shape.rows(), shape.heads);
     let (kv, dkv) = (chunk_kv.map(|one| one.kv), or_nothing(chunk_kv.map(|one| one.dkv)));
     let reads = [dy, y, lse, qkv, or_nothing(kv)];
     let Some(call) = on.call([dqkv, delta_view, dkv], &reads) else { return };

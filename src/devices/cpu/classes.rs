@@ -195,7 +195,7 @@ mod tests {
             (Pooling::Last, [2.0, 3.0, 6.0], [0.0, 2.0, 3.0, 0.0, 0.0, 6.0]),
         ] {
             memory.fill(dx, &[9.0; 6]);
-            let on = CpuKernels { memory: Some(&memory), level: Level::Portable };
+            let on = CpuKernels::new(Some(&memory), Level::Portable);
             pooled_rows(&on, &PooledRows { y, x, pool, batch });
             pooled_rows_backward(&on, &PooledRowsBackward { dx, dy: y, pool, batch });
             assert_eq!(memory.values(y), pooled);

@@ -20,7 +20,7 @@ const CHUNK: usize = 256;
 pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
     let Score { out, statistics, h, w, bias, smoothing, .. } = *op;
     let (scratch, size) = (scratch.nested(), op.size());
-    let memory = scratch.take(1, forward_scratch(&size));
+    let memory = scratch.take_floats(1, forward_scratch(&size));
     let reads = [statistics, h, w, or_nothing(bias)];
     let Some(call) = on.call([out, memory], &reads) else { return };
     let [out, memory] = call.write();
@@ -32,7 +32,7 @@ pub(super) fn score(on: &CpuKernels<'_>, op: &Score, scratch: &Scratch<'_>) {
 pub(super) fn logits(on: &CpuKernels<'_>, op: &Logits, scratch: &Scratch<'_>) {
     let Logits { y, statistics, h, w, bias } = *op;
     let (scratch, size) = (scratch.nested(), op.size());
-    let memory = scratch.take(1, logits_scratch(&size));
+    let memory = scratch.take_floats(1, logits_scratch(&size));
     let reads = [statistics, h, w, or_nothing(bias)];
     let Some(call) = on.call([y, memory], &reads) else { return };
     let [y, memory] = call.write();
@@ -63,7 +63,7 @@ fn both_ways(
 ) {
     let ScoreBackward { dh, dw, dbias, dh_before, h, w, bias, loss, scale, smoothing, .. } = *op;
     let (scratch, size) = (scratch.nested(), op.size());
-    let memory = scratch.take(1, backward_scratch(&size));
+    let memory = scratch.take_floats(1, backward_scratch(&size));
     let known = score.map_or(op.statistics, |score| score.statistics);
     let reads = [known, h, w, dh_before.unwrap_or(h), or_nothing(bias)];
     let completed = or_nothing(score.map(|score| score.out));

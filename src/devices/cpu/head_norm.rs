@@ -27,7 +27,7 @@ pub(super) fn head_norm_backward(
 ) {
     let HeadNormBackward { dx, dgamma, x, statistics, gamma, ref shape, accumulate, .. } = *op;
     let scratch = scratch.nested();
-    let memory = scratch.take(1, scratch_len(shape));
+    let memory = scratch.take_floats(1, scratch_len(shape));
     let writes = [dx, dgamma.query, dgamma.key, memory];
     let Some(call) = on.call(writes, &[x, statistics, gamma.query, gamma.key]) else { return };
     let [dx, dquery, dkey, memory] = call.write();

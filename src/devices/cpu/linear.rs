@@ -22,7 +22,7 @@ pub(super) fn linear_backward(on: &CpuKernels<'_>, op: &LinearBackward, scratch:
     let LinearBackward { dx, dw, dbias, dy, x, w, accumulate, .. } = *op;
     let size = op.size();
     let scratch = scratch.nested();
-    let memory = scratch.take(1, dbias.map_or(0, |_| scratch_len(&size)));
+    let memory = scratch.take_floats(1, dbias.map_or(0, |_| scratch_len(&size)));
     let writes = [dx, or_nothing(dw), or_nothing(dbias), memory];
     let Some(call) = on.call(writes, &[dy, x, w]) else { return };
     let [dx, dw_or_nothing, dbias_or_nothing, memory] = call.write();

@@ -47,14 +47,21 @@ pub(super) struct Cpu {
     memory: Arc<Arena>,
     /// Where its own floats begin.
     first: usize,
+    /// Where elements of 16 bits are floats during an operation.
+    widened: View,
     threads: Arc<ThreadPool>,
     level: Level,
 }
 
 impl Cpu {
     /// In this memory, which it shares with the host and with other devices.
-    pub(super) fn new(memory: &Arc<Arena>, first: usize, threads: Arc<ThreadPool>) -> Cpu {
-        Cpu { memory: memory.clone(), first, threads, level: Level::best() }
+    pub(super) fn new(
+        memory: &Arc<Arena>,
+        first: usize,
+        widened: View,
+        threads: Arc<ThreadPool>,
+    ) -> Cpu {
+        Cpu { memory: memory.clone(), first, widened, threads, level: Level::best() }
     }
 }
 
@@ -123,7 +130,7 @@ impl Device for Cpu {
         _micro: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError> {
-        let kernels = CpuKernels { memory: Some(&self.memory), level: self.level };
+        let kernels = CpuKernels::with_room(Some(&self.memory), self.level, self.widened);
         Ok(self.threads.install(|| run(&kernels)))
     }
 

@@ -24,7 +24,7 @@ pub(super) fn norm(on: &CpuKernels<'_>, op: &Norm) {
 pub(super) fn norm_backward(on: &CpuKernels<'_>, op: &NormBackward, scratch: &Scratch<'_>) {
     let NormBackward { dx, dgamma, dbeta, residual, dy, x, statistics, gamma, .. } = *op;
     let scratch = scratch.nested();
-    let memory = scratch.take(1, scratch_len(x.rows, x.columns));
+    let memory = scratch.take_floats(1, scratch_len(x.rows, x.columns));
     let reads = [dy, x, statistics, gamma, residual.unwrap_or(dy)];
     let writes = [dx, dgamma, or_nothing(dbeta), memory];
     let Some(call) = on.call(writes, &reads) else { return };

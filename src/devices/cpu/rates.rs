@@ -121,7 +121,7 @@ fn row_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let [gamma, beta, dgamma, dbeta] = [(); 4].map(|()| layout.place(1, CHANNELS));
     let (statistics, workspace) = (layout.place(ROWS, 2), layout.workspace());
     let arena = layout.arena()?;
-    let k = CpuKernels { memory: Some(&arena), level: Level::best() };
+    let k = CpuKernels::new(Some(&arena), Level::best());
     let (gamma_offset, epsilon, rms, accumulate) = (0.0, 1e-5, false, false);
     let key = DropoutKey { seed: 1, step: 0, first_sequence: 0 };
     let metadata = BatchMetadata { dropout_key: Some(key), ..one_sequence(&[0, ROWS]) };
@@ -177,7 +177,7 @@ fn attention_rates(pool: &ThreadPool) -> std::io::Result<Vec<KernelRate>> {
     let [qkv, dqkv] = [(); 2].map(|()| layout.place(POSITIONS, shape.qkv_width()));
     let (lse, workspace) = (layout.place(POSITIONS, shape.heads), layout.workspace());
     let arena = layout.arena()?;
-    let k = CpuKernels { memory: Some(&arena), level: Level::best() };
+    let k = CpuKernels::new(Some(&arena), Level::best());
     let forward = Attention { y, lse, qkv, kv: None, shape };
     let backward = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
     // Two products forward and five backward, of which causal attention needs half.

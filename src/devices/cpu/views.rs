@@ -1,52 +1,74 @@
-//! Views as slices of the arena, for one operation: who may write them, and that none overlap.
+//! Views as slices of floats, for one operation: who may write them, and that none overlap.
+//!
+//! Kernels compute in f32. Elements of 16 bits are widened to floats before an operation, in a
+//! region of the device's memory, and what the operation wrote is rounded after it. So results are
+//! rounded where a GPU's kernels round theirs.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+use rayon::prelude::*;
 
 use crate::simd::Level;
-use crate::tensor::{Arena, View};
+use crate::tensor::{Arena, Dtype, View, narrow, widen};
 
 /// Kernels on a device's memory; without memory, they only take their workspace.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 pub(crate) struct CpuKernels<'a> {
-    pub(crate) memory: Option<&'a Arena>,
-    pub(crate) level: Level,
+    memory: Option<&'a Arena>,
+    pub(super) level: Level,
+    /// Where elements of 16 bits are floats during an operation.
+    widened: View,
+    /// The most floats that an operation took of that.
+    most_widened: AtomicUsize,
 }
 
 /// Views resolved for one call.
 pub(super) struct Call<'a, const N: usize> {
-    memory: &'a Arena,
+    views: Resolved<'a>,
     writes: [View; N],
 }
 
+/// The views of one operation.
+struct Resolved<'a> {
+    memory: &'a Arena,
+    /// Views of 16 bits, and where their floats are.
+    widened: Vec<(View, View)>,
+    /// How many of those, from the first on, are written.
+    written: usize,
+}
+
+/// Elements that one task widens or rounds.
+const PIECE: usize = 1 << 15;
+
 impl<'a> CpuKernels<'a> {
+    /// Kernels on a memory whose elements are all floats.
+    pub(crate) fn new(memory: Option<&'a Arena>, level: Level) -> CpuKernels<'a> {
+        CpuKernels::with_room(memory, level, View::floats(0, 0))
+    }
+
+    /// The same, with room to widen elements of 16 bits.
+    pub(crate) fn with_room(
+        memory: Option<&'a Arena>,
+        level: Level,
+        widened: View,
+    ) -> CpuKernels<'a> {
+        CpuKernels { memory, level, widened, most_widened: AtomicUsize::new(0) }
+    }
+
+    /// The most floats that the elements of one operation were widened to.
+    pub(crate) fn most_widened(&self) -> usize {
+        self.most_widened.load(Relaxed)
+    }
+
     /// Begins a call that writes some views and reads others; `None` without memory.
     pub(super) fn call<const N: usize>(
         &self,
         writes: [View; N],
         reads: &[View],
     ) -> Option<Call<'a, N>> {
-        check_apart(&writes, reads);
-        self.memory.map(|memory| Call { memory, writes })
-    }
-}
-
-impl<'a, const N: usize> Call<'a, N> {
-    pub(super) fn read(&self, view: View) -> &'a [f32] {
-        // SAFETY: `call` checked that no view which this call writes overlaps it, and the ring lets
-        // no other operation write it.
-        unsafe { self.memory.read(view) }
+        Some(Call { views: self.resolve(&writes, reads)?, writes })
     }
 
-    pub(super) fn read_if(&self, view: Option<View>) -> Option<&'a [f32]> {
-        view.map(|view| self.read(view))
-    }
-
-    pub(super) fn write(&self) -> [&'a mut [f32]; N] {
-        // SAFETY: `call` checked that the views overlap neither each other nor one that is read,
-        // and the ring gives them to no other operation.
-        self.writes.map(|view| unsafe { self.memory.write(view) })
-    }
-}
-
-impl CpuKernels<'_> {
     /// Calls a function with the floats of some views; does nothing without memory.
     pub(super) fn with_slices(
         &self,
@@ -54,22 +76,103 @@ impl CpuKernels<'_> {
         reads: &[View],
         function: impl FnOnce(&mut [&mut [f32]], &[&[f32]]),
     ) {
-        check_apart(writes, reads);
-        let Some(memory) = self.memory else { return };
-        // SAFETY: views that are written overlap no others, and the ring gives them to no other
-        // operation.
-        let mut outputs: Vec<_> =
-            writes.iter().map(|view| unsafe { memory.write(*view) }).collect();
-        // SAFETY: no view that is read is written here, and the ring lets no other operation write
-        // it.
-        let inputs: Vec<_> = reads.iter().map(|view| unsafe { memory.read(*view) }).collect();
+        let Some(views) = self.resolve(writes, reads) else { return };
+        let mut outputs: Vec<_> = writes.iter().map(|view| views.write(*view)).collect();
+        let inputs: Vec<_> = reads.iter().map(|view| views.read(*view)).collect();
         function(&mut outputs, &inputs);
+    }
+
+    /// Gives each view of 16 bits its floats.
+    fn resolve(&self, writes: &[View], reads: &[View]) -> Option<Resolved<'a>> {
+        check_apart(writes, reads);
+        let (mut widened, mut written, mut end): (Vec<(View, View)>, _, _) = (Vec::new(), 0, 0);
+        for (index, &view) in writes.iter().chain(reads).enumerate() {
+            let is_known = widened.iter().any(|(known, _)| *known == view);
+            if view.dtype != Dtype::F32 && !view.is_empty() && !is_known {
+                let at = self.widened.at + end;
+                widened.push((view, View { at, dtype: Dtype::F32, ..view }));
+                end += view.len().next_multiple_of(16);
+                written += usize::from(index < writes.len());
+            }
+        }
+        self.most_widened.fetch_max(end, Relaxed);
+        let memory = self.memory?;
+        assert!(end <= self.widened.len(), "room to widen {end} elements: {}", self.widened);
+        let views = Resolved { memory, widened, written };
+        views.widened.iter().for_each(|&(view, floats)| views.widen(view, floats));
+        Some(views)
+    }
+}
+
+impl<'a, const N: usize> Call<'a, N> {
+    pub(super) fn read(&self, view: View) -> &'a [f32] {
+        self.views.read(view)
+    }
+
+    pub(super) fn read_if(&self, view: Option<View>) -> Option<&'a [f32]> {
+        view.map(|view| self.read(view))
+    }
+
+    pub(super) fn write(&self) -> [&'a mut [f32]; N] {
+        self.writes.map(|view| self.views.write(view))
+    }
+}
+
+impl<'a> Resolved<'a> {
+    /// Where the floats of a view are.
+    fn floats(&self, view: View) -> View {
+        if view.is_empty() {
+            return View::floats(0, 0);
+        }
+        if view.dtype == Dtype::F32 {
+            return view;
+        }
+        let found = self.widened.iter().find(|(known, _)| *known == view);
+        found.expect("a call names its views when it begins").1
+    }
+
+    fn read(&self, view: View) -> &'a [f32] {
+        // SAFETY: it was checked that no view which this call writes overlaps it, and the ring lets
+        // no other operation write it. Its widened elements are this call's alone.
+        unsafe { self.memory.read(self.floats(view)) }
+    }
+
+    fn write(&self, view: View) -> &'a mut [f32] {
+        // SAFETY: it was checked that the views overlap neither each other nor one that is read,
+        // and the ring gives them to no other operation. Its widened elements are this call's alone.
+        unsafe { self.memory.write(self.floats(view)) }
+    }
+
+    fn widen(&self, view: View, floats: View) {
+        // SAFETY: nobody writes the view meanwhile, as in `read`; nobody has its floats yet.
+        let (to, from) = unsafe { (self.memory.write(floats), self.memory.read_halves(view)) };
+        let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));
+        pieces.for_each(|(to, from)| widen(view.dtype, to, from));
+    }
+}
+
+impl Drop for Resolved<'_> {
+    /// Rounds what was written.
+    fn drop(&mut self) {
+        for &(view, floats) in &self.widened[..self.written] {
+            // SAFETY: the operation has ended, and its slices with it; the view is its own still.
+            let (to, from) = unsafe { (self.memory.write_halves(view), self.memory.read(floats)) };
+            let pieces = to.par_chunks_mut(PIECE).zip(from.par_chunks(PIECE));
+            pieces.for_each(|(to, from)| narrow(view.dtype, to, from));
+        }
     }
 }
 
 /// Panics when a view that is written overlaps another one.
 fn check_apart(writes: &[View], reads: &[View]) {
-    let are_apart = |a: &View, b: &View| a.at + a.len() <= b.at || b.at + b.len() <= a.at;
+    let bytes = |view: &View| {
+        let (size, end) = (view.dtype.size(), view.at + view.len());
+        view.at * size..end * size
+    };
+    let are_apart = |a: &View, b: &View| {
+        let (a, b) = (bytes(a), bytes(b));
+        a.end <= b.start || b.end <= a.start
+    };
     for (index, write) in writes.iter().enumerate() {
         for other in writes[index + 1..].iter().chain(reads) {
             assert!(are_apart(write, other), "{write} is written, and {other} is in use");

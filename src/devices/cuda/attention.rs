@@ -73,6 +73,7 @@ fn passes(dtype: Dtype, head_size: usize) -> Passes {
     let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
     match dtype {
         Dtype::F32 => PLAIN,
+        Dtype::F16 => unreachable!("GPUs are refused f16"),
         Dtype::Bf16 => CORES.iter().find(fits).expect("sizes are checked").1,
     }
 }

@@ -217,6 +217,7 @@ unsafe fn number(place: Place) -> f32 {
         match place.dtype {
             Dtype::F32 => *(place.at as *const f32),
             Dtype::Bf16 => (*(place.at as *const bf16)).to_f32(),
+            Dtype::F16 => unreachable!("GPUs are refused f16"),
         }
     }
 }
@@ -231,6 +232,7 @@ unsafe fn put(place: Place, value: f32) {
         match place.dtype {
             Dtype::F32 => *(place.at as *mut f32) = value,
             Dtype::Bf16 => *(place.at as *mut bf16) = bf16::from_f32(value),
+            Dtype::F16 => unreachable!("GPUs are refused f16"),
         }
     }
 }

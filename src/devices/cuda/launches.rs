@@ -14,7 +14,7 @@ impl Argument for Place {
         match (self.at, self.dtype) {
             (0, _) => Kind::Null,
             (_, Dtype::F32) => Kind::Floats,
-            (_, Dtype::Bf16) => Kind::Elements,
+            (_, Dtype::Bf16 | Dtype::F16) => Kind::Elements,
         }
     }
 

@@ -220,6 +220,7 @@ fn kind(dtype: Dtype) -> sys::cudaDataType_t {
     match dtype {
         Dtype::F32 => sys::cudaDataType_t::CUDA_R_32F,
         Dtype::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
+        Dtype::F16 => sys::cudaDataType_t::CUDA_R_16F,
     }
 }
 

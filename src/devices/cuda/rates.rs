@@ -68,6 +68,7 @@ fn fill(values: &mut [f32], dtype: Dtype) {
             let values: &mut [bf16] = bytemuck::cast_slice_mut(values);
             values.fill_with(|| bf16::from_f32(next()));
         }
+        Dtype::F16 => unreachable!("GPUs are refused f16"),
     }
 }
 

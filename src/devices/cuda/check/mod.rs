@@ -36,6 +36,7 @@ fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
             let all: &[bf16] = bytemuck::cast_slice(memory.values(place));
             all[..view.len()].iter().map(|value| value.to_f32()).collect()
         }
+        Dtype::F16 => unreachable!("GPUs are refused f16"),
     }
 }
 
@@ -48,6 +49,7 @@ fn put(memory: &mut Arena, view: View, values: &[f32]) {
             let all: &mut [bf16] = bytemuck::cast_slice_mut(memory.values_mut(place));
             all[..view.len()].convert_from_f32_slice(values);
         }
+        Dtype::F16 => unreachable!("GPUs are refused f16"),
     }
 }
 
@@ -102,7 +104,7 @@ fn run(
     })?;
     memory.fill(all, &device.read_back(all)?);
     let mut oracle = begin(case, on_cpu, dtype, seed)?;
-    let kernels = CpuKernels { memory: Some(&oracle), level: Level::best() };
+    let kernels = CpuKernels::new(Some(&oracle), Level::best());
     (on_cpu.call)(&kernels, &Scratch::new(workspace, Dtype::F32));
     let mut worst = 0.0_f64;
     for ((view, _), (other, _)) in on_device.begins.iter().zip(&on_cpu.begins) {
@@ -151,6 +153,7 @@ pub(super) fn all(
     let most = match dtype {
         Dtype::F32 => 2e-5,
         Dtype::Bf16 => 2e-2,
+        Dtype::F16 => unreachable!("GPUs are refused f16"),
     };
     let document = |from, to| Document { from, to };
     let documents: Vec<Document> =

@@ -1,0 +1,182 @@
+//! What numbers are: how masters are stored, how the loss is scaled for f16, and what a step does
+//! whose numbers are not finite.
+
+use serde::{Deserialize, Serialize};
+
+use super::check::{is_positive, must, refuse};
+use super::{Config, DeviceKind, EpsTier};
+use crate::error::Error;
+use crate::models::MasterFormat;
+use crate::optimizers::LossScale;
+use crate::tensor::Dtype;
+
+/// How masters are stored. See [`OptimizerConfig::masters`](super::OptimizerConfig::masters).
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum MasterDtype {
+    /// f32; on a device of bf16 in two halves.
+    #[default]
+    Auto,
+    /// f32, and beside it what a device of 16 bits is sent.
+    F32,
+    /// f32 in two halves, of which a device of bf16 is sent one.
+    Split,
+    /// bf16, rounded at random.
+    Bf16,
+}
+
+/// What a step does whose loss or gradient is infinite or not a number.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum NonFinite {
+    /// It ends the run.
+    #[default]
+    Stop,
+    /// It changes nothing, and is counted.
+    Skip,
+    /// It updates the weights all the same.
+    Continue,
+}
+
+/// `[loss_scale]`
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct LossScaleConfig {
+    /// `dynamic`: the factor rises while gradients are finite, and falls when they are not, as that
+    /// of PyTorch's `GradScaler` does. `fixed`: it stays `initial`. `auto`: dynamic if
+    /// `device.dtype` is `f16`, else there is none. With a factor, a step whose gradient is not
+    /// finite changes nothing.
+    pub kind: LossScaleKind,
+    /// The factor at the start.
+    pub initial: f64,
+    /// What the factor is multiplied by after `growth_interval` steps in a row with finite gradients.
+    pub growth_factor: f64,
+    /// What the factor is multiplied by after a step whose gradient is not finite.
+    pub backoff_factor: f64,
+    /// Steps with finite gradients in a row after which the factor grows.
+    pub growth_interval: u64,
+}
+
+/// See [`LossScaleConfig::kind`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum LossScaleKind {
+    /// Dynamic for f16.
+    #[default]
+    Auto,
+    /// It follows the gradients.
+    Dynamic,
+    /// It stays as it is.
+    Fixed,
+    /// There is none.
+    None,
+}
+
+impl Default for LossScaleConfig {
+    fn default() -> LossScaleConfig {
+        LossScaleConfig {
+            kind: LossScaleKind::Auto,
+            initial: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+        }
+    }
+}
+
+impl LossScaleConfig {
+    fn check(&self) -> Result<(), Error> {
+        let is_single = |value: f64| is_positive(value) && value <= f64::from(f32::MAX);
+        must(is_single(self.initial), "loss_scale.initial", "above 0 and a single float")?;
+        let grows = self.growth_factor.is_finite() && self.growth_factor > 1.0;
+        must(grows, "loss_scale.growth_factor", "above 1")?;
+        let falls = self.backoff_factor > 0.0 && self.backoff_factor < 1.0;
+        must(falls, "loss_scale.backoff_factor", "in (0, 1)")?;
+        must(self.growth_interval >= 1, "loss_scale.growth_interval", "at least 1")
+    }
+}
+
+impl Config {
+    /// How the host stores masters.
+    ///
+    /// # Errors
+    /// A device of this dtype is not sent such masters.
+    pub fn master_format(&self) -> Result<MasterFormat, Error> {
+        let (dtype, masters) = (self.device.dtype, self.optimizer.masters);
+        match (dtype, masters) {
+            (Dtype::F32, MasterDtype::Auto | MasterDtype::F32) => Ok(MasterFormat::F32),
+            (Dtype::Bf16, MasterDtype::Auto | MasterDtype::Split) => Ok(MasterFormat::Split),
+            (Dtype::Bf16, MasterDtype::Bf16) => Ok(MasterFormat::Rounded),
+            (Dtype::Bf16 | Dtype::F16, MasterDtype::F32) | (Dtype::F16, MasterDtype::Auto) => {
+                Ok(MasterFormat::Copied(dtype))
+            }
+            (_, MasterDtype::Split | MasterDtype::Bf16) => {
+                let problem = format_args!(
+                    "is {}, which is for a device of bf16, and device.dtype is {dtype}: set \"f32\" \
+                     or device.dtype = \"bf16\"",
+                    if masters == MasterDtype::Split { "split" } else { "bf16" }
+                );
+                Err(Error::config("optimizer.masters", problem))
+            }
+        }
+    }
+
+    /// The loss scale at the start of a run, if there is one.
+    pub fn loss_scale(&self) -> Option<LossScale> {
+        let LossScaleConfig { kind, initial, .. } = self.loss_scale;
+        let is_dynamic = match kind {
+            LossScaleKind::None => return None,
+            LossScaleKind::Auto if self.device.dtype != Dtype::F16 => return None,
+            LossScaleKind::Auto | LossScaleKind::Dynamic => true,
+            LossScaleKind::Fixed => false,
+        };
+        let LossScaleConfig { growth_factor, backoff_factor, growth_interval, .. } =
+            self.loss_scale;
+        let growth = is_dynamic.then_some((growth_factor as f32, growth_interval));
+        let backoff_factor = if is_dynamic { backoff_factor as f32 } else { 1.0 };
+        Some(LossScale { scale: initial as f32, finite_steps: 0, growth, backoff_factor })
+    }
+
+    /// What a step does whose numbers are not finite. With a loss scale it changes nothing.
+    pub(crate) fn non_finite(&self) -> NonFinite {
+        if self.loss_scale().is_some() { NonFinite::Skip } else { self.step.non_finite }
+    }
+
+    /// Whether updates wait until the norm of all gradients is known.
+    pub(crate) fn defers(&self) -> bool {
+        self.optimizer.clips() || self.non_finite() == NonFinite::Skip
+    }
+
+    pub(super) fn check_precision(&self) -> Result<(), Error> {
+        self.loss_scale.check()?;
+        self.master_format()?;
+        let is_half = self.device.dtype == Dtype::F16;
+        refuse(
+            is_half && self.device.kind == DeviceKind::Cuda,
+            "device.dtype",
+            "is f16, which only the CPU device has: set \"bf16\" or \"f32\"",
+        )?;
+        refuse(
+            is_half && self.loss_scale.kind == LossScaleKind::None,
+            "loss_scale.kind",
+            "is none, and device.dtype is f16, in which small gradients become 0: set \"dynamic\", or \
+             device.dtype = \"bf16\", which needs no scale",
+        )?;
+        refuse(
+            self.loss_scale().is_some() && self.step.non_finite == NonFinite::Continue,
+            "step.non_finite",
+            "is continue, and a loss scale skips steps whose gradient is not finite: leave it out",
+        )?;
+        refuse(
+            self.non_finite() == NonFinite::Skip && self.eps.tier == EpsTier::File,
+            "eps.tier",
+            "is file, and steps that change nothing (device.dtype = \"f16\", loss_scale, \
+             step.non_finite = \"skip\") need the model in memory: set \"memory\", or device.dtype = \
+             \"bf16\"",
+        )
+    }
+}

@@ -1,0 +1,54 @@
+//! Loss scaling (Micikevicius et al. 2018): the loss is multiplied by a factor, so that small
+//! gradients survive in f16, and what updates read is divided by it.
+
+use serde::{Deserialize, Serialize};
+
+/// A factor of the loss. It changes as that of PyTorch's `torch.amp.GradScaler` does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossScale {
+    /// The factor.
+    pub scale: f32,
+    /// Steps with finite gradients since it changed.
+    pub finite_steps: u64,
+    /// What it is multiplied by, after so many such steps in a row; `None`: it never grows.
+    pub growth: Option<(f32, u64)>,
+    /// What it is multiplied by after a step whose gradient is not finite.
+    pub backoff_factor: f32,
+}
+
+/// What a checkpoint holds of a loss scale.
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq)]
+#[serde(deny_unknown_fields)]
+pub struct ScaleState {
+    /// The factor.
+    pub scale: f32,
+    /// Steps with finite gradients since it changed.
+    pub finite_steps: u64,
+}
+
+impl LossScale {
+    /// Changes the factor after a step.
+    pub fn stepped(&mut self, is_finite: bool) {
+        if !is_finite {
+            (self.scale, self.finite_steps) = (self.scale * self.backoff_factor, 0);
+            return;
+        }
+        let Some((factor, interval)) = self.growth else { return };
+        self.finite_steps += 1;
+        if self.finite_steps == interval {
+            let grown = self.scale * factor;
+            self.scale = if grown.is_finite() { grown } else { self.scale };
+            self.finite_steps = 0;
+        }
+    }
+
+    /// What a checkpoint keeps of it.
+    pub fn state(&self) -> ScaleState {
+        ScaleState { scale: self.scale, finite_steps: self.finite_steps }
+    }
+
+    /// The same rule in a state of before.
+    pub fn resumed(self, ScaleState { scale, finite_steps }: ScaleState) -> LossScale {
+        LossScale { scale, finite_steps, ..self }
+    }
+}
