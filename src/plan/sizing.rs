@@ -109,7 +109,9 @@ impl Sizing<'_> {
             peers: link.shards,
         });
         self.check_dtype()?;
-        let largest = micro_batches.iter().copied().max().unwrap_or(1) as usize;
+        // A process that trains on a part of the batch evaluates whole ones.
+        let all = schedules.all.iter().flat_map(|schedule| &schedule.micro_batches);
+        let largest = all.copied().max().unwrap_or(1) as usize;
         let blocks = self.blocks();
         let regions =
             self.regions(&schedules, &pools, &blocks, Rows { sequences: largest, positions })?;
