@@ -332,6 +332,8 @@ class Device:
         if "longest" in shape:
             starts = known["starts"]
             known["longest"] = known["rows"] if starts is None else int(np.diff(starts).max())
+        if "samples" in shape:  # of sequences; of tokens where there are no sequences
+            known["samples"] = known["sequences"] or known["rows"]
         line = shape_of(shape, known)
         grid, block, shared = grid or line[0], block or line[1], line[2] if shared is None else shared
         pointers = [ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in passed]

@@ -2,7 +2,6 @@
 //!
 //! `cargo run --release --example 01_embed`
 
-use l2l::data::Batches;
 use l2l::{Config, Error, Trainer};
 
 #[tokio::main(flavor = "current_thread")]
@@ -14,8 +13,8 @@ async fn main() -> Result<(), Error> {
     config.step.micro_batch = 4;
     config.channels.weights = 2; // weight slots on the device
 
-    let mut batches = Batches::open(&config)?; // or any stream, or Batch::new(&sequences)
-    let mut trainer = Trainer::start(config).await?; // runs on this tokio runtime
+    // On this tokio runtime. Batches may also come from any stream, or Batch::new(&sequences).
+    let (mut trainer, mut batches) = Trainer::open(config).await?;
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}, norm {:.3}", report.step, report.loss, report.grad_norm);

@@ -2,7 +2,6 @@
 //!
 //! `cargo run --release --example 03_own_update_rule`
 
-use l2l::data::Batches;
 use l2l::models::{Tensor, tensor_ranges};
 use l2l::optimizers::{Update, UpdateRule};
 use l2l::{Config, Error, Trainer};
@@ -50,8 +49,7 @@ async fn main() -> Result<(), Error> {
     config.optimizer.learning_rate = 1e-3;
     let rule = Lion { betas: (0.9, 0.99), weight_decay: 0.1 };
 
-    let mut batches = Batches::open(&config)?;
-    let mut trainer = Trainer::builder(config).update_rule(rule).start().await?;
+    let (mut trainer, mut batches) = Trainer::builder(config).update_rule(rule).open().await?;
     let moments = trainer.plan().host.iter().find(|term| term.name == "moments");
     println!("{}", moments.expect("the plan has them"));
     for _ in 0..10 {

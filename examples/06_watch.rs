@@ -3,7 +3,6 @@
 //! `cargo run --example 06_watch`. The library installs no recorder and opens no port. Your program
 //! passes its own recorder of the `metrics` crate, or serialises a view for its own server.
 
-use l2l::data::Batches;
 use l2l::telemetry::{Histograms, publish, recorder};
 use l2l::{Config, Error, Trainer};
 
@@ -27,9 +26,8 @@ async fn main() -> Result<(), Error> {
     let histograms = Histograms::new("example", &recorder);
 
     let config = config();
-    let mut batches = Batches::open(&config)?;
     let builder = Trainer::builder(config).observe(histograms);
-    let mut trainer = builder.start().await?;
+    let (mut trainer, mut batches) = builder.open().await?;
     let watch = trainer.watch(); // may be cloned, sent to other tasks, and kept after the end
     for _ in 0..5 {
         let report = trainer.step(batches.next().await?).await?;

@@ -4,7 +4,6 @@
 //! `cargo run --release --example 07_custom_kernel`; with `cuda` behind it, on a GPU.
 
 use l2l::config::DeviceKind;
-use l2l::data::Batches;
 use l2l::kernels::{Custom, CustomKernel, Kernels, Rows};
 use l2l::models::{Backward, Final, Forward, Layer, Model, Save, Stem, Tensor, TransformerBlock};
 use l2l::tensor::Dtype;
@@ -98,8 +97,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Box::new(Squares),
         Box::new(Final::new(shape)),
     ];
-    let mut batches = Batches::open(&config)?;
-    let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start().await?;
+    let builder = Trainer::builder(config).model(Model::of(shape, stack));
+    let (mut trainer, mut batches) = builder.open().await?;
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}", report.step, report.loss);

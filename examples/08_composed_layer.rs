@@ -3,7 +3,6 @@
 //!
 //! `cargo run --release --example 08_composed_layer`
 
-use l2l::data::Batches;
 use l2l::kernels::{Activation, Rotary, RotaryScaling, Rows};
 use l2l::models::{
     Composed, Derived, Final, Heads, Init, Kind, Layer, Model, Operations, Stem, Tensor,
@@ -87,8 +86,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         Box::new(gated(5)),
         Box::new(Final::new(shape)),
     ];
-    let mut batches = Batches::open(&config)?;
-    let mut trainer = Trainer::builder(config).model(Model::of(shape, stack)).start().await?;
+    let builder = Trainer::builder(config).model(Model::of(shape, stack));
+    let (mut trainer, mut batches) = builder.open().await?;
     for _ in 0..10 {
         let report = trainer.step(batches.next().await?).await?;
         println!("step {}: loss {:.4}", report.step, report.loss);

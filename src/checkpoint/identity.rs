@@ -183,8 +183,10 @@ fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<(String, String)> 
         .collect();
     if falls(run.config) && record.steps != run.steps {
         let difference = format!(
-            "step.steps was {}, is {}, and the learning rate follows from it",
-            record.steps, run.steps
+            "step.steps was {}, is {}{}, and the learning rate follows from it",
+            record.steps,
+            run.steps,
+            if run.config.step.epochs.is_some() { " (of step.epochs)" } else { "" }
         );
         differ.push(("step.steps".into(), difference));
     }

@@ -299,7 +299,8 @@ pub(crate) fn check<'c>(directory: &'c Path, run: Identity<'_>) -> Result<Checke
     let record: RunRecord =
         serde_json::from_str(&text).map_err(|error| refuse(error.to_string()))?;
     let changes = changes(&record, &run);
-    let changes = changes.map_err(|why| refuse(format!("{why}, or start without --resume")))?;
+    let changes = changes
+        .map_err(|why| refuse(format!("{why}, or give this run another checkpoint.directory")))?;
     // Shapes are compared as far as a config.json describes them.
     let written = |shape| families::write(shape, &Value::Null);
     if written(&hf::read_shape(directory)?) != written(&run.model.shape) {

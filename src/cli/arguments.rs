@@ -58,11 +58,11 @@ pub(super) enum Command {
 
 #[derive(Args)]
 pub(super) struct Common {
-    /// The config file; every key has a default. Without one, the built-in config is used
-    /// (examples/built_in.toml).
+    /// The config file; every key has a default. Without one, commands about a run use the built-in
+    /// config (examples/built_in.toml), and `generate`, `chat` and `export` the defaults.
     pub(super) config: Option<PathBuf>,
     /// Set a key; overrides the file and the environment. May be repeated. `KEY=` gives the key
-    /// its default back.
+    /// its default back, `SECTION=` all keys of a section.
     #[arg(long, value_name = "KEY=VALUE")]
     pub(super) set: Vec<String>,
     /// Format of the output: the key `log.format`.

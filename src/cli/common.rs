@@ -84,10 +84,19 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
         let is_model = |file: &&str| directory.join(file).is_file();
         return match ["config.json", "adapter_config.json"].iter().any(is_model) {
             true => Ok(directory.clone()),
-            false => Err(Error::Argument(format!(
-                "--model {}: there is no model in it: config.json is missing",
-                directory.display()
-            ))),
+            false => {
+                let at = directory.display();
+                let what = match Keeper::peek(directory).newest() {
+                    Some(newest) => format!(
+                        "--model {at}: it holds checkpoints: name one of them, for example {}",
+                        newest.display()
+                    ),
+                    None => {
+                        format!("--model {at}: there is no model in it: config.json is missing")
+                    }
+                };
+                Err(Error::Argument(what))
+            }
         };
     }
     let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
@@ -114,7 +123,8 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
         }
         (None, Some(path)) => Ok(path.clone()),
         (None, None) => {
-            let what = "no model is named: set checkpoint.directory or model.path";
+            let what =
+                "no model is named: give --model DIR, or set checkpoint.directory or model.path";
             Err(Error::Argument(what.into()))
         }
     }

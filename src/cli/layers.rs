@@ -123,7 +123,8 @@ impl Layers {
         Ok(())
     }
 
-    /// Adds the value of `--set key=value`. `--set key=` gives a key its default back.
+    /// Adds the value of `--set key=value`. `--set key=` gives a key its default back, and
+    /// `--set section=` all keys of a section.
     pub(super) fn flag(&mut self, text: &str) -> Result<(), Error> {
         let Some((key, value)) = text.split_once('=') else {
             return Err(refused(format_args!(
@@ -132,6 +133,11 @@ impl Layers {
         };
         let (key, value, origin) =
             (key.trim(), value.trim(), Origin::Flag(format!("--set {text}")));
+        let section = format!("{key}.");
+        if value.is_empty() && self.known.iter().any(|known| known.starts_with(&section)) {
+            self.values.retain(|known, _| !known.starts_with(&section));
+            return Ok(());
+        }
         self.set(key, parse(value), origin)?;
         if value.is_empty() {
             self.values.remove(key);
@@ -209,7 +215,7 @@ impl Layers {
         let config: Config = read.map_err(|error| {
             let key = error.path().to_string();
             let text = error.inner().to_string();
-            let what = text.lines().next().unwrap_or_default();
+            let what = plain(text.lines().next().unwrap_or_default());
             // The elements of an array have the origin of the array.
             let whole = key.split('[').next().unwrap_or(&key);
             let at = self.origin(whole);
@@ -251,6 +257,20 @@ impl Layers {
             error => error,
         }
     }
+}
+
+/// A message about a type, in a user's words.
+fn plain(message: &str) -> String {
+    const WORDS: [(&str, &str); 7] = [
+        ("expected f64", "expected a number"),
+        ("expected f32", "expected a number"),
+        ("expected usize", "expected a whole number"),
+        ("expected u64", "expected a whole number"),
+        ("expected u32", "expected a whole number"),
+        ("expected a sequence", "expected a list in brackets"),
+        ("unknown variant", "unknown value"),
+    ];
+    WORDS.iter().fold(message.to_string(), |text, (word, plain)| text.replace(word, plain))
 }
 
 fn refused(what: impl fmt::Display) -> Error {

@@ -94,7 +94,7 @@ impl Screen {
         format!(
             "loss {loss:.4}{}  rate {learning_rate:.2e}  norm {grad_norm:.3}  {} passed, {} left  \
              {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
-             device {} of {}{}",
+             device {} of {}{}{}",
             validation.unwrap_or_default(),
             clock(elapsed),
             clock(remaining),
@@ -104,6 +104,7 @@ impl Screen {
             ByteSize::from(report.device_peak_bytes),
             ByteSize::from(self.ceiling),
             slowest.unwrap_or_default(),
+            if report.skipped { "  skipped: the gradient is not finite" } else { "" },
         )
     }
 

@@ -274,7 +274,8 @@ impl Config {
         refuse(
             self.checkpoint.every_steps.is_some() && self.checkpoint.directory.is_none(),
             "checkpoint.every_steps",
-            "has no place to write to: set checkpoint.directory",
+            "has no place to write to: set checkpoint.directory, or leave the section out \
+             (`--set checkpoint=`)",
         )?;
         refuse(
             self.eps.tier == EpsTier::File && self.eps.path.is_none(),

@@ -5,6 +5,7 @@
 //! as transformers renders them, with one exception: there is no `strftime_now`, because training
 //! must not depend on the date.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::io::{self, Write};
 use std::path::Path;
@@ -104,10 +105,11 @@ impl Template {
         Ok(remove_marks(&self.render(messages, tools, true)?).text)
     }
 
-    /// Renders a chat to train on. `tools`: descriptions of tools that it may call, or null.
+    /// Renders a chat to train on, up to the assistant's last message: there is nothing to learn
+    /// from what follows. `tools`: descriptions of tools that it may call, or null.
     ///
     /// # Errors
-    /// The template fails; the chat does not end with a message of the assistant; or the template
+    /// The template fails; no message is the assistant's; or the template
     /// changes earlier messages when later ones follow, so that the assistant's part is unknown.
     pub fn render_chat(&self, messages: &[Message], tools: &Value) -> Result<RenderedChat, String> {
         let has_marks =
@@ -117,18 +119,18 @@ impl Template {
                 "message {at} contains U+E000 or U+E001, reserved characters of private use"
             ));
         }
-        match messages.last() {
-            None => return Err("messages is empty".into()),
-            Some(last) if !is_assistant(last) => {
-                return Err(format!(
-                    "the chat is unterminated: its last message has the role {:?}, so there is no \
-                     answer to learn; end it with a message of the role \"assistant\", or leave \
-                     it out",
-                    last.role
-                ));
-            }
-            Some(_) => {}
-        }
+        let Some(last) = messages.iter().rposition(is_assistant) else {
+            let roles: BTreeSet<&str> = messages.iter().map(|one| one.role.as_str()).collect();
+            return Err(match messages.is_empty() {
+                true => "messages is empty".into(),
+                false => format!(
+                    "the chat has no answer to learn: its roles are {}, and an answer has the role \
+                     \"assistant\" (in ShareGPT's form: from \"gpt\", \"chatgpt\" or \"model\")",
+                    Vec::from_iter(roles).join(", ")
+                ),
+            });
+        };
+        let messages = &messages[..=last];
         let all = self.render(messages, tools, false)?;
         if self.has_marks {
             return Ok(remove_marks(&all));
@@ -306,7 +308,7 @@ mod tests {
             template.render_chat(&chat(roles), &Value::Null).expect_err("bad")
         };
         assert!(refused(&[]).contains("empty"));
-        assert!(refused(&[("user", "a")]).contains("unterminated"));
+        assert!(refused(&[("user", "a")]).contains("no answer to learn: its roles are user"));
         assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
         let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
         let rewrites = Template::new(last, Map::new()).expect("good");

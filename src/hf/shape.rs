@@ -61,6 +61,14 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     let model = &config.model;
     let preset = model.preset.as_deref().unwrap_or("gpt-small");
     let mut shape = match &model.path {
+        Some(path) if !path.exists() => {
+            let problem = format_args!(
+                "is {:?}: there is no such directory (models are read from directories; nothing is \
+                 downloaded)",
+                path.display().to_string()
+            );
+            return Err(Error::config("model.path", problem));
+        }
         Some(path) => hf::read_shape(path)?,
         None => families::preset(preset).ok_or_else(|| {
             let known = families::PRESETS.join(", ");

@@ -46,9 +46,20 @@ impl TryFrom<Map<String, Value>> for Message {
                 ("model", "assistant"),
                 ("observation", "tool"),
                 ("function_response", "tool"),
+                ("system", "system"),
+                ("user", "user"),
+                ("assistant", "assistant"),
+                ("tool", "tool"),
+                ("function_call", "assistant"),
             ];
-            let known = known.iter().find(|(theirs, _)| *theirs == name);
-            known.iter().for_each(|(_, ours)| name = ours.to_string());
+            let Some((_, ours)) = known.iter().find(|(theirs, _)| *theirs == name) else {
+                let names: Vec<&str> = known.iter().map(|(theirs, _)| *theirs).collect();
+                return Err(format!(
+                    "a message is from {name:?}: it can be from {}",
+                    names.join(", ")
+                ));
+            };
+            name = ours.to_string();
         }
         let content = match all.remove(content) {
             Some(Value::String(text)) => Some(text),

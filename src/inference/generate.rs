@@ -143,14 +143,24 @@ pub(crate) async fn generate(
 ) -> Result<(), Error> {
     how.check()?;
     let Room { prompts: sequences, prompt: longest, tokens } = room;
-    let fits =
-        |prompt: &Vec<u32>| (1..=longest).contains(&prompt.len()) && prompt.len() + most <= tokens;
-    if prompts.is_empty() || prompts.len() > sequences || !prompts.iter().all(fits) {
+    if prompts.is_empty() || prompts.len() > sequences {
         return Err(Error::argument(format_args!(
-            "{} prompts and {most} tokens behind each do not fit {:?}, or one is empty",
-            prompts.len(),
-            room
+            "{} prompts, and there is room for 1 to {sequences} at once (Room::prompts)",
+            prompts.len()
         )));
+    }
+    for (index, len) in prompts.iter().map(Vec::len).enumerate() {
+        if len == 0 || len > longest {
+            return Err(Error::argument(format_args!(
+                "prompt {index} has {len} tokens, and there is room for 1 to {longest} (Room::prompt)"
+            )));
+        }
+        if len + most > tokens {
+            return Err(Error::argument(format_args!(
+                "prompt {index} has {len} tokens, and {most} more are to be generated: there is room \
+                 for {tokens} together (Room::tokens)"
+            )));
+        }
     }
     if most == 0 {
         return Ok(());

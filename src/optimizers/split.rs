@@ -127,11 +127,11 @@ mod tests {
         halves.join_to(&mut back);
         assert_eq!(back, masters);
         assert!(
-            SplitMasters::of(&mut place)
-                .published
-                .iter()
-                .zip(&masters)
-                .all(|(bf, x)| (bf.to_f32() - x).abs() <= x.abs() / 256.0)
+            SplitMasters::of(&mut place).published.iter().zip(&masters).all(|(bf, x)| (bf
+                .to_f32()
+                - x)
+                .abs()
+                <= x.abs() / 256.0)
         );
     }
 }

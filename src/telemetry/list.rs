@@ -160,6 +160,10 @@ pub const METRICS: &[Metric] = &[
         "What the last validation of each set found, by metric: loss, perplexity, accuracy, ..."),
     gauge("l2l_grad_norm", Unit::None, &[],
         "Gradient norm of the last step, before clipping"),
+    gauge("l2l_loss_scale", Unit::None, &[],
+        "Factor of the loss in the last step, of a run that has one"),
+    counter("l2l_skipped_steps_total", Unit::Count, &[],
+        "Steps that changed nothing, as their gradients were not finite"),
     gauge("l2l_learning_rate", Unit::None, &[],
         "Learning rate of the last step"),
     counter("l2l_tokens_total", Unit::Count, &[],
@@ -313,6 +317,7 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
         ("l2l_loss", view.loss),
         ("l2l_validation_loss", view.validation_loss),
         ("l2l_grad_norm", view.grad_norm),
+        ("l2l_loss_scale", view.loss_scale),
         ("l2l_learning_rate", view.learning_rate),
         ("l2l_speed_of_light_ratio", view.speed_of_light),
     ] {
@@ -324,6 +329,7 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
     let saved = view.checkpoint.or(view.checkpoints_since);
     report("l2l_checkpoint_last_success_timestamp_seconds", &[], saved.unwrap_or(0.0));
     report("l2l_tokens_total", &[], view.tokens as f64);
+    report("l2l_skipped_steps_total", &[], view.skipped as f64);
     report("l2l_model_flops_total", &[], view.model_flops);
     report("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);
     for (kind, count) in &view.faults {

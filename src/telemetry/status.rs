@@ -101,6 +101,8 @@ pub(crate) struct RunStatus {
     /// The last steps' number in the ring, begin and end by the lanes' clock.
     pub(crate) bounds: VecDeque<(u64, Duration, Duration)>,
     pub(crate) tokens: u64,
+    /// Steps that changed nothing.
+    pub(crate) skipped: u64,
     pub(crate) model_flops: f64,
     pub(crate) checkpoint: Option<f64>,
     pub(crate) checkpoints_since: Option<f64>,
@@ -142,6 +144,7 @@ impl RunStatus {
             losses: Curve::default(),
             bounds: VecDeque::new(),
             tokens: 0,
+            skipped: 0,
             model_flops: 0.0,
             checkpoint: None,
             checkpoints_since: None,
@@ -161,6 +164,7 @@ impl RunStatus {
         self.last_step = Some(unix_seconds());
         self.losses.push(Point { step: report.step, loss: report.loss });
         self.tokens += report.tokens as u64;
+        self.skipped += u64::from(report.skipped);
         self.model_flops += report.model_flops;
     }
 

@@ -66,6 +66,10 @@ pub struct RunView {
     pub measured: Vec<(String, &'static str, f64)>,
     /// Of the last step.
     pub grad_norm: Option<f64>,
+    /// Of the last step, if there is one.
+    pub loss_scale: Option<f64>,
+    /// Steps of this process's run that changed nothing, as their gradients were not finite.
+    pub skipped: u64,
     /// Of the last step.
     pub learning_rate: Option<f64>,
     /// Of the last step.
@@ -322,6 +326,8 @@ impl Watch {
             validation_loss: status.validation_loss,
             measured: status.measured.clone(),
             grad_norm: last.map(|step| step.grad_norm),
+            loss_scale: last.and_then(|step| step.loss_scale),
+            skipped: status.skipped,
             learning_rate: last.map(|step| step.learning_rate),
             step_seconds: last.map(|step| step.seconds),
             exposed_wait_seconds: last.map(|step| step.exposed_wait_seconds),

@@ -178,7 +178,7 @@ fn what_contradicts_itself() {
         ("data.validation_split = 1.5", "data.validation_split must be in [0, 1)"),
         ("step.batch = 99999999999999999999", "line 1"),
         ("step.seed = 1.5", "line 1: step.seed: invalid type: floating point `1.5`"),
-        ("device.kind = \"gpu\"", "device.kind: unknown variant `gpu`, expected `cpu` or `cuda`"),
+        ("device.kind = \"gpu\"", "device.kind: unknown value `gpu`, expected `cpu` or `cuda`"),
         (
             "device = { kind = \"cuda\", link = \"1GB/s\" }",
             "device.link is only emulated on the CPU",
@@ -248,7 +248,10 @@ fn what_contradicts_itself() {
             "device.count = 2\nstash.place = \"device\"",
             "line 2: stash.place must be \"host\" with several devices",
         ),
-        ("device.dtype = \"f8\"", "device.dtype: unknown variant `f8`, expected one of `f32`, `bf16`"),
+        (
+            "device.dtype = \"f8\"",
+            "device.dtype: unknown value `f8`, expected one of `f32`, `bf16`",
+        ),
         (
             "device = { kind = \"cuda\", dtype = \"f16\" }",
             "line 1: device.dtype is f16, which only the CPU device has: set \"bf16\"",

@@ -35,9 +35,9 @@ mod observed;
 mod optimizers;
 mod packing;
 mod plan;
+mod precision;
 #[cfg(feature = "cli")]
 mod program;
-mod precision;
 mod pytorch;
 mod ranks;
 #[cfg(feature = "tokenizers")]

@@ -9,7 +9,8 @@ use std::thread;
 use std::time::Duration;
 
 use l2l::config::{
-    Deal, Dtype, EpsTier, MasterDtype, OptimizerKind, ScheduleKind, StashDtype, StashPlace, Transfer,
+    Deal, Dtype, EpsTier, MasterDtype, OptimizerKind, ScheduleKind, StashDtype, StashPlace,
+    Transfer,
 };
 use l2l::data::Batches;
 use l2l::fabric::{self, Fabric, Lost, Rank, Tag, ThreadFabric};

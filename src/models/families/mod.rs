@@ -240,11 +240,28 @@ pub fn read(config: &Value) -> Result<Shape, String> {
     (names.read)(config)
 }
 
+/// Writes each number that is an f32 in as few digits as tell it: 1e-6, not 9.999999974752427e-7.
+fn shorten(value: &mut Value) {
+    match value {
+        Value::Number(number) if number.is_f64() => {
+            let single = number.as_f64().unwrap_or_default() as f32;
+            let is_single = Some(f64::from(single)) == number.as_f64();
+            if let Some(short) = single.to_string().parse().ok().filter(|_| is_single) {
+                *value = serde_json::Number::from_f64(short).map_or(Value::Null, Value::Number);
+            }
+        }
+        Value::Array(all) => all.iter_mut().for_each(shorten),
+        Value::Object(all) => all.values_mut().for_each(shorten),
+        _ => {}
+    }
+}
+
 /// Writes the `config.json` of a shape. All other keys are kept from `source`, the config that the
 /// model was read with, which may be null.
 pub fn write(shape: &Shape, source: &Value) -> Value {
     let mut config = source.as_object().cloned().unwrap_or_default();
-    let own = (shape.names.write)(shape);
+    let mut own = (shape.names.write)(shape);
+    shorten(&mut own);
     config.extend(own.as_object().cloned().unwrap_or_default());
     config.insert("model_type".into(), shape.names.family.into());
     // Weights are written as f32, whatever dtype they were read in.

@@ -169,6 +169,14 @@ impl Fit {
                 }
                 warnings
             });
+        let warmup = config.optimizer.warmup_steps;
+        if warmup >= steps && warmup > 0 {
+            warnings.push(format!(
+                "optimizer.warmup_steps is {warmup}, and the run has {steps} steps: the learning rate \
+                 does not reach {:e}",
+                config.optimizer.learning_rate
+            ));
+        }
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {
             true => Beginning::AsBuilt,
@@ -253,7 +261,27 @@ impl Prepared {
         if let Some(address) = exporter.address() {
             callbacks.message(&RunMessage::Listening(address));
         }
+        let held = self.between.validation.iter().filter_map(Dataset::len).sum::<u64>();
+        let (sequences, steps) = (self.train.len(), self.steps);
         let (run, batches) = self.start(&exporter, callbacks).await?;
+        if let Some(sequences) = sequences {
+            let model = run.trainer.model();
+            run.callbacks.message(&RunMessage::Info(format!(
+                "{sequences} sequences to train on, {held} held out; {steps} steps, {:.1} epochs; {} of \
+                 {} parameters are trained",
+                (steps * config.step.batch as u64) as f64 / sequences.max(1) as f64,
+                model.trained_parameters(),
+                model.parameters()
+            )));
+            let done = run.trainer.progress().step;
+            if done >= steps {
+                let text = format!(
+                    "the run is complete: it has done all of its {steps} steps; to train on, resume with \
+                     changes (--resume-with-changes) and more steps or epochs"
+                );
+                run.callbacks.message(&RunMessage::Warning(text));
+            }
+        }
         let watch = run.trainer.watch();
         let outcome = run.finish(batches).await;
         match &outcome {

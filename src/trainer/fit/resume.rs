@@ -39,7 +39,7 @@ impl Beginning {
                     "checkpoint.directory",
                     format_args!(
                         "has the checkpoints of a run, {} the newest: continue with --resume, \
-                         or give this run another directory",
+                         or give this run another checkpoint.directory",
                         found.display()
                     ),
                 )),
