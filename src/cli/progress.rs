@@ -90,11 +90,15 @@ impl Screen {
         let slowest = report.slowest_device.map(|(device, share)| {
             format!("  slowest device {device} (computes {:.0} %)", 100.0 * share)
         });
+        let ceiling = match self.ceiling {
+            0 => String::new(), // nobody has looked for one
+            ceiling => format!(" of {}", ByteSize::from(ceiling)),
+        };
         let validation = self.validation.as_ref().map(|(_, loss)| format!(" (held out {loss:.4})"));
         format!(
             "loss {loss:.4}{}  rate {learning_rate:.2e}  norm {grad_norm:.3}  {} passed, {} left  \
              {:.0} tokens/s  exposed wait {:.0} %  bottleneck {}  \
-             device {} of {}{}{}",
+             device {}{}{}{}",
             validation.unwrap_or_default(),
             clock(elapsed),
             clock(remaining),
@@ -102,7 +106,7 @@ impl Screen {
             100.0 * exposed_wait_seconds / seconds,
             bottleneck.name(),
             ByteSize::from(report.device_peak_bytes),
-            ByteSize::from(self.ceiling),
+            ceiling,
             slowest.unwrap_or_default(),
             if report.skipped { "  skipped: the gradient is not finite" } else { "" },
         )

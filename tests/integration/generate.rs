@@ -162,8 +162,8 @@ async fn what_does_not_fit_is_refused() {
         let done = generator.generate(prompts, most, how, &[], |_, _, _| Then::GoOn).await;
         done.expect_err("bad").to_string()
     };
-    assert!(refused(&prompts, 5, how).await.contains("do not fit"));
-    assert!(refused(&[vec![]], 1, how).await.contains("do not fit"));
+    assert!(refused(&prompts, 5, how).await.contains("together (Room::tokens)"));
+    assert!(refused(&[vec![]], 1, how).await.contains("has 0 tokens, and there is room for 1 to"));
     assert!(refused(&[vec![5000]], 1, how).await.contains("vocabulary"));
     assert!(refused(&prompts, 1, bad).await.contains("top-p"));
     generator.stop().await.expect("nothing was done");

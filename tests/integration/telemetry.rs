@@ -379,8 +379,14 @@ fn clients_may_do_what_they_like() {
     let text = get(address, "/metrics");
     assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
     assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
-    // The run had one process and no validation, and nothing measured the machine's speed limit.
-    let untold = ["l2l_validation_loss", "l2l_validation_metric", "l2l_speed_of_light_ratio"];
+    // The run had one process, no validation and no loss scale, and nothing measured the machine's
+    // speed limit.
+    let untold = [
+        "l2l_validation_loss",
+        "l2l_validation_metric",
+        "l2l_speed_of_light_ratio",
+        "l2l_loss_scale",
+    ];
     for metric in METRICS {
         let told = text.contains(&format!("# TYPE {} {}\n", metric.name, metric.kind.name()));
         let of_ranks = metric.labels.first() == Some(&"rank");

@@ -159,7 +159,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "heatmap",
                 "Exposed wait by layer",
                 "percentunit",
-                "RankShare of time in which the compute lane was idle at a layer.",
+                "Share of time in which the compute lane was idle at a layer.",
                 &[(
                     "sum by (layer) \
                 (rate(l2l_exposed_wait_seconds_total{run=\"$run\"}[$__rate_interval]))",
@@ -211,7 +211,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Devices",
                 "percentunit",
-                "RankShare of time that each device computed.",
+                "Share of time that each device computed.",
                 &[(
                     "rate(l2l_device_lane_seconds_total{run=\"$run\",lane=\"compute\"}\
                      [$__rate_interval])",
@@ -223,7 +223,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Lanes",
                 "percentunit",
-                "RankShare of time that each was busy.",
+                "Share of time that each was busy.",
                 &[(r#"rate(l2l_lane_seconds_total{run="$run"}[$__rate_interval])"#, "{{lane}}")],
                 12,
             ),
@@ -293,7 +293,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Starved",
                 "percentunit",
-                "RankShare of time an actor waited for actors before it.",
+                "Share of time an actor waited for actors before it.",
                 &[(
                     "rate(l2l_actor_seconds_total{run=\"$run\",state=\"starved\"}\
                          [$__rate_interval])",
@@ -305,7 +305,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Blocked",
                 "percentunit",
-                "RankShare of time an actor waited for actors after it: more slots there may help.",
+                "Share of time an actor waited for actors after it: more slots there may help.",
                 &[(
                     "rate(l2l_actor_seconds_total{run=\"$run\",state=\"blocked\"}\
                          [$__rate_interval])",
@@ -317,7 +317,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Busy",
                 "percentunit",
-                "RankShare of time. Actors decide and do not compute, so it should be near 0.",
+                "Share of time. Actors decide and do not compute, so it should be near 0.",
                 &[(
                     r#"rate(l2l_actor_seconds_total{run="$run",state="busy"}[$__rate_interval])"#,
                     "{{actor}}",
@@ -387,7 +387,7 @@ pub(super) const DASHBOARDS: &[Dashboard] = &[
                 "timeseries",
                 "Host, update and file lanes",
                 "percentunit",
-                "RankShare of time that each was busy.",
+                "Share of time that each was busy.",
                 &[(
                     "rate(l2l_lane_seconds_total{run=\"$run\",lane=~\"host|update|file\"}\
                          [$__rate_interval])",

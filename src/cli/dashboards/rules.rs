@@ -19,9 +19,10 @@ pub(super) const RECORDED: &[(&str, &str)] = &[
     ),
     (
         "l2l:compute_lane:rate",
+        // Waits are a mean over the devices; so is the time of their kernels here.
         // Of runs that are still there: what a run waited for is no news once it has ended.
-        "(sum by (run) (rate(l2l_compute_wait_seconds_total[5m])) + sum by (run) \
-            (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m]))) and on (run) l2l_step",
+        "(sum by (run) (rate(l2l_compute_wait_seconds_total[5m])) + avg by (run) \
+            (rate(l2l_device_lane_seconds_total{lane=\"compute\"}[5m]))) and on (run) l2l_step",
     ),
     (
         "l2l:exposed_wait:ratio",
@@ -41,8 +42,8 @@ pub(super) const RECORDED: &[(&str, &str)] = &[
     ),
     (
         "l2l:bottleneck:share",
-        "topk by (run) (1, l2l:wait:share > 0.1) or on (run) label_replace(sum by (run) \
-            (rate(l2l_lane_seconds_total{lane=\"compute\"}[5m])) / on (run) \
+        "topk by (run) (1, l2l:wait:share > 0.1) or on (run) label_replace(avg by (run) \
+            (rate(l2l_device_lane_seconds_total{lane=\"compute\"}[5m])) / on (run) \
             l2l:compute_lane:rate, \"bottleneck\", \"compute\", \"\", \"\")",
     ),
 ];
@@ -78,7 +79,8 @@ const ALERTS: &[Alert] = &[
         expression: "(time() - l2l_last_step_timestamp_seconds > 60 + 5 * l2l_step_seconds_sum / \
             clamp_min(l2l_step_seconds_count, 1) + 600 * (l2l_step_seconds_count == bool \
             0)) and on (run) (sum by (run) \
-            (l2l_state{state=~\"training|validating|checkpointing\"}) == 1)",
+            (l2l_state{state=~\"training|validating|checkpointing\"}) == 1) and on (run) (l2l_step \
+            < l2l_steps_target)",
         after: "1m",
         severity: "critical",
         summary: "no step for five times as long as a step takes",
@@ -99,12 +101,23 @@ const ALERTS: &[Alert] = &[
             ("l2l_step_seconds_sum{run=\"r\"}", "10x20"),
             ("l2l_step_seconds_count{run=\"r\"}", "10x20"),
             ("l2l_state{run=\"r\",state=\"training\"}", "1x20"),
+            ("l2l_step{run=\"r\"}", "10x20"),
+            ("l2l_steps_target{run=\"r\"}", "90x20"),
         ],
         silent: &[
             ("l2l_last_step_timestamp_seconds{run=\"r\"}", "0+60x20"),
             ("l2l_step_seconds_sum{run=\"r\"}", "10+60x20"),
             ("l2l_step_seconds_count{run=\"r\"}", "10+60x20"),
             ("l2l_state{run=\"r\",state=\"training\"}", "1x20"),
+            ("l2l_step{run=\"r\"}", "10+1x20"),
+            ("l2l_steps_target{run=\"r\"}", "90x20"),
+            // All steps are done: it writes a sample.
+            ("l2l_last_step_timestamp_seconds{run=\"done\"}", "0x20"),
+            ("l2l_step_seconds_sum{run=\"done\"}", "10x20"),
+            ("l2l_step_seconds_count{run=\"done\"}", "10x20"),
+            ("l2l_state{run=\"done\",state=\"training\"}", "1x20"),
+            ("l2l_step{run=\"done\"}", "90x20"),
+            ("l2l_steps_target{run=\"done\"}", "90x20"),
         ],
     },
     Alert {
@@ -136,12 +149,18 @@ const ALERTS: &[Alert] = &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"download\"}", "0+10x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"update\"}", "0+10x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"outside\"}", "0+1x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+29x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+29x20",
+            ),
         ],
         silent: &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"upload\"}", "0+3x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"outside\"}", "0+1x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+56x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+56x20",
+            ),
         ],
     },
     Alert {
@@ -151,12 +170,17 @@ const ALERTS: &[Alert] = &[
         severity: "warning",
         summary: "transfers slow the run down",
         means: "The compute lane waits for transfers over the link for more than a quarter of \
-            the time.",
+            the time. `l2l:wait:share{run=\"...\"}` says whether for uploads or downloads, and \
+            `sort(l2l:layer_overlap:ratio{run=\"...\"})` at which layers. All look back five \
+            minutes: after a change, judge by `l2l:exposed_wait:ratio` five minutes later.",
         todo: &[
+            "Run `l2l tune CONFIG.toml --to tuned.toml`: it tries the settings below together, \
+            and what helps is often several of them.",
             "Raise `step.batch`: visits become longer, and each block crosses the link as \
             often as before.",
-            "Set `channels.weights = 2`: a block then arrives while the layer before it \
-            computes.",
+            "upload: set `channels.weights = 2`, so that a block arrives while the layer before \
+            it computes, and raise `channels.stash`, so that activations do.",
+            "download: raise `channels.gradients` and `channels.reduced`.",
             "Set `stash.place = \"device\"` if the device has the memory: activations then \
             do not cross the link.",
         ],
@@ -164,15 +188,33 @@ const ALERTS: &[Alert] = &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"host\"}", "0+1x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"ring\"}", "0+1x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"upload\"}", "0+30x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+            // Waits are a mean over the devices.
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+30x20",
+            ),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu1\",lane=\"compute\"}",
+                "0+30x20",
+            ),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu2\",lane=\"compute\"}",
+                "0+30x20",
+            ),
         ],
         silent: &[
             // Bound until it ended, and not there any more.
             ("l2l_compute_wait_seconds_total{run=\"gone\",waited_for=\"upload\"}", "0+30x5"),
-            ("l2l_lane_seconds_total{run=\"gone\",lane=\"compute\"}", "0+30x5"),
+            (
+                "l2l_device_lane_seconds_total{run=\"gone\",device=\"cpu0\",lane=\"compute\"}",
+                "0+30x5",
+            ),
             ("l2l_step{run=\"gone\"}", "1x5 stale"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"update\"}", "0+30x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+30x20",
+            ),
         ],
     },
     Alert {
@@ -191,11 +233,17 @@ const ALERTS: &[Alert] = &[
         ],
         fires: &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"update\"}", "0+30x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+30x20",
+            ),
         ],
         silent: &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"upload\"}", "0+30x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+30x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+30x20",
+            ),
         ],
     },
     Alert {
@@ -215,14 +263,20 @@ const ALERTS: &[Alert] = &[
         ],
         fires: &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"upload\"}", "0+3x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+20x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+20x20",
+            ),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"file\"}", "0+20x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"checkpoint\"}", "0+10x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"outside\"}", "0+7x20"),
         ],
         silent: &[
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"upload\"}", "0+3x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+50x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+50x20",
+            ),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"file\"}", "0+3x20"),
         ],
     },
@@ -248,7 +302,10 @@ const ALERTS: &[Alert] = &[
             ("l2l_rank_wait_seconds_total{run=\"r\",rank=\"0\",waited_for=\"fabric\"}", "0+5x20"),
             ("l2l_rank_wait_seconds_total{run=\"r\",rank=\"1\",waited_for=\"fabric\"}", "0+30x20"),
             ("l2l_compute_wait_seconds_total{run=\"r\",waited_for=\"fabric\"}", "0+20x20"),
-            ("l2l_lane_seconds_total{run=\"r\",lane=\"compute\"}", "0+40x20"),
+            (
+                "l2l_device_lane_seconds_total{run=\"r\",device=\"cpu0\",lane=\"compute\"}",
+                "0+40x20",
+            ),
         ],
         silent: &[
             ("l2l_rank_lane_seconds_total{run=\"r\",rank=\"0\",lane=\"compute\"}", "0+30x20"),
