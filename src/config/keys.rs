@@ -209,8 +209,8 @@ pub struct DeviceConfig {
     /// refused before it starts. `auto`: no ceiling but the memory of the machine.
     pub memory: ByteSize,
     /// Data type of weights and activations on the device, in the stash and over the link: `bf16`
-    /// and `f16` halve them. A GPU computes with them on tensor cores. The CPU rounds to them where a
-    /// GPU does and computes in f32, so it gains memory and transfers, and no speed. `f16` has a
+    /// and `f16` halve them. A GPU computes with them on tensor cores. The CPU rounds to them where
+    /// a GPU does and computes in f32, so it gains memory and transfers, and no speed. `f16` has a
     /// loss scale (`loss_scale`), and is for the CPU device. Gradients of weights are f32, and so
     /// are master weights (see `optimizer.masters`).
     pub dtype: Dtype,

@@ -68,9 +68,9 @@ pub struct OptimizerConfig {
     /// Keep a moving average of the weights, of which a step leaves this share (0.999, say), in 4
     /// bytes a parameter more. `l2l export --ema` writes it.
     pub ema: Option<f64>,
-    /// How the host keeps master weights: `f32` (4 bytes a parameter, and 2 more for the copy that a
-    /// device of 16 bits is sent), `split` (f32 in two halves of which a device of bf16 is sent one:
-    /// 4 bytes), or `bf16` (2 bytes, for a device of bf16: what an update leaves is rounded at
+    /// How the host keeps master weights: `f32` (4 bytes a parameter, and 2 more for the copy that
+    /// a device of 16 bits is sent), `split` (f32 in two halves, of which a device of bf16 is sent
+    /// one: 4 bytes), or `bf16` (2 bytes, for a device of bf16: what an update leaves is rounded at
     /// random, so that small changes are not lost on average). `auto` is `split` for bf16, else
     /// `f32`.
     pub masters: MasterDtype,

@@ -52,7 +52,8 @@ pub struct LossScaleConfig {
     pub kind: LossScaleKind,
     /// The factor at the start.
     pub initial: f64,
-    /// What the factor is multiplied by after `growth_interval` steps in a row with finite gradients.
+    /// What the factor is multiplied by after `growth_interval` steps in a row with finite
+    /// gradients.
     pub growth_factor: f64,
     /// What the factor is multiplied by after a step whose gradient is not finite.
     pub backoff_factor: f64,
@@ -116,8 +117,8 @@ impl Config {
             }
             (_, MasterDtype::Split | MasterDtype::Bf16) => {
                 let problem = format_args!(
-                    "is {}, which is for a device of bf16, and device.dtype is {dtype}: set \"f32\" \
-                     or device.dtype = \"bf16\"",
+                    "is {}, which is for a device of bf16, and device.dtype is {dtype}: set \
+                     \"f32\" or device.dtype = \"bf16\"",
                     if masters == MasterDtype::Split { "split" } else { "bf16" }
                 );
                 Err(Error::config("optimizer.masters", problem))
@@ -163,8 +164,8 @@ impl Config {
         refuse(
             is_half && self.loss_scale.kind == LossScaleKind::None,
             "loss_scale.kind",
-            "is none, and device.dtype is f16, in which small gradients become 0: set \"dynamic\", or \
-             device.dtype = \"bf16\", which needs no scale",
+            "is none, and device.dtype is f16, in which small gradients become 0: set \
+             \"dynamic\", or device.dtype = \"bf16\", which needs no scale",
         )?;
         refuse(
             self.loss_scale().is_some() && self.step.non_finite == NonFinite::Continue,
@@ -175,8 +176,8 @@ impl Config {
             self.non_finite() == NonFinite::Skip && self.eps.tier == EpsTier::File,
             "eps.tier",
             "is file, and steps that change nothing (device.dtype = \"f16\", loss_scale, \
-             step.non_finite = \"skip\") need the model in memory: set \"memory\", or device.dtype = \
-             \"bf16\"",
+             step.non_finite = \"skip\") need the model in memory: set \"memory\", or \
+             device.dtype = \"bf16\"",
         )
     }
 }

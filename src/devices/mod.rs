@@ -165,8 +165,8 @@ pub(crate) struct KernelMemory {
     pub(crate) widened: usize,
 }
 
-/// Measures the memory that the device of a config takes, by a walk over the device's kernels without
-/// memory: `walk` returns the workspace that they took.
+/// Measures the memory that the device of a config takes, by a walk over the device's kernels
+/// without memory: `walk` returns the workspace that they took.
 pub(crate) fn kernel_memory(
     config: &Config,
     rows: Rows,

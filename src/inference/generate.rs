@@ -152,13 +152,14 @@ pub(crate) async fn generate(
     for (index, len) in prompts.iter().map(Vec::len).enumerate() {
         if len == 0 || len > longest {
             return Err(Error::argument(format_args!(
-                "prompt {index} has {len} tokens, and there is room for 1 to {longest} (Room::prompt)"
+                "prompt {index} has {len} tokens, and there is room for 1 to {longest} \
+                 (Room::prompt)"
             )));
         }
         if len + most > tokens {
             return Err(Error::argument(format_args!(
-                "prompt {index} has {len} tokens, and {most} more are to be generated: there is room \
-                 for {tokens} together (Room::tokens)"
+                "prompt {index} has {len} tokens, and {most} more are to be generated: there is \
+                 room for {tokens} together (Room::tokens)"
             )));
         }
     }

@@ -136,11 +136,11 @@ pub struct Backward<'a> {
 
 /// A layer of the stack: from hidden states to hidden states.
 ///
-/// `tensors`, `saved_len`, `forward` and `backward` are to be written. The defaults of all others are
-/// right for a layer that computes each position by itself, from tensors that each token is
+/// `tensors`, `saved_len`, `forward` and `backward` are to be written. The defaults of all others
+/// are right for a layer that computes each position by itself, from tensors that each token is
 /// multiplied by. A layer that attends to other positions has a KV cache
-/// ([`kv_width`](Layer::kv_width)), or the model cannot generate text with one; a layer with dropout
-/// says its index.
+/// ([`kv_width`](Layer::kv_width)), or the model cannot generate text with one; a layer with
+/// dropout says its index.
 pub trait Layer: Send + Sync {
     /// The tensors of its block.
     fn tensors(&self) -> Vec<Tensor>;

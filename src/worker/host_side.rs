@@ -1,13 +1,10 @@
-//! The host's side: gathers and scatters of embedding rows, losses and logits, sums of gradients.
+//! The host's side: losses and logits, sums of gradients.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-use half::{bf16, f16};
-use l2l_actors::schedule::{
-    BlockId, Boundary, BoundaryId, Encoding, MicroBatch, Role, Share, Visit,
-};
-use l2l_actors::work::{GradientAt, MasterAt, Work};
+use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Role, Visit};
+use l2l_actors::work::{GradientAt, Work};
 use l2l_actors::{BoxedError, Operation, Step};
 use rayon::ThreadPool;
 use rayon::prelude::*;
@@ -19,13 +16,12 @@ use super::ranks::Exchanged;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
 use crate::config::{Config, NonFinite};
-use crate::eps::{Eps, FileTier, TableRows};
+use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
 use crate::optimizers::{UpdateRule, chunk_squares, unpacked_len};
 use crate::plan::Plan;
 use crate::simd::Level;
-use crate::tensor::{Dtype, Element};
 
 /// See the [module](self).
 pub(super) struct HostSide {
@@ -145,53 +141,6 @@ fn add(sum: &mut [f32], gradient: &[f32]) {
     sum.par_chunks_mut(COPIED).zip(gradient.par_chunks(COPIED)).for_each(|(sum, gradient)| {
         sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
     });
-}
-
-/// Rows of the vocabulary for the tokens of a micro-batch.
-struct Gathered<'a> {
-    tokens: &'a [u32],
-    /// A tile of the vocabulary, and its first row there.
-    table: &'a TableRows<'a>,
-    first: usize,
-    channels: usize,
-    scale: f32,
-}
-
-impl Gathered<'_> {
-    /// Writes those that lie in the tile. `noise`: rows of the tile, and the noise of each row that is
-    /// written.
-    fn write<Y: Element>(
-        &self,
-        x: &mut [Y],
-        noise: Option<(usize, impl Fn(usize) -> (u64, f32) + Sync)>,
-    ) {
-        let Gathered { tokens, table, first, channels, scale } = *self;
-        host_math::gather(x, tokens, table, first, channels, scale);
-        if let Some((rows, noise)) = noise {
-            host_math::add_noise(x, tokens, (first, rows), channels, noise);
-        }
-    }
-}
-
-/// Gradients of hidden states, each a token's, in the order of the tokens.
-struct Scattered<'a> {
-    level: Level,
-    tokens: &'a [u32],
-    /// Those of each micro-batch as they are stashed, and their rows.
-    dx: &'a [(&'a [f32], usize)],
-    channels: usize,
-    scale: f32,
-}
-
-impl Scattered<'_> {
-    /// Adds those that lie in a table to its rows.
-    fn add_to<D: Element>(&self, table: host_math::Table<'_>) {
-        let rows = self.dx.iter().flat_map(|&(dx, rows)| {
-            bytemuck::cast_slice::<f32, D>(dx).chunks_exact(self.channels).take(rows)
-        });
-        let rows: Vec<&[D]> = rows.collect();
-        host_math::scatter(self.level, table, self.tokens, &rows, self.scale);
-    }
 }
 
 impl Worker {
@@ -316,102 +265,6 @@ impl Worker {
         }
     }
 
-    /// Writes a share of a gather: the embedding rows of its blocks, for its micro-batches. The
-    /// share with the visit's first block writes the first statistics.
-    fn gather(
-        &self,
-        step: &Step,
-        host: &HostLease<'_>,
-        visit: &Visit,
-        share: Share,
-        master: MasterAt,
-    ) {
-        let state = self.steps.of(step.number);
-        let (blocks, micro_batches) = match &share {
-            Share::MicroBatch(m) => (visit.blocks(), *m..*m + 1),
-            Share::Block(block) => (std::slice::from_ref(block), visit.micro_batches.clone()),
-        };
-        for m in micro_batches {
-            for &block in blocks {
-                match master {
-                    MasterAt::Memory => {
-                        let lease = self.host.eps.memory().read(block, step.number);
-                        self.gather_block(step, &state, host, visit, m, (block, &lease.parameters));
-                    }
-                    MasterAt::Slot(slot) => {
-                        let stored = host.read_slot(slot);
-                        self.gather_block(step, &state, host, visit, m, (block, stored));
-                    }
-                }
-            }
-            if blocks.first() == visit.blocks().first() {
-                self.begin_statistics(step, &state, host, visit, m);
-            }
-        }
-    }
-
-    /// Copies the rows of a micro-batch's tokens that lie in a block's tile of the vocabulary.
-    fn gather_block(
-        &self,
-        step: &Step,
-        state: &StepState,
-        host: &HostLease<'_>,
-        visit: &Visit,
-        m: MicroBatch,
-        (block, stored): (BlockId, &[f32]),
-    ) {
-        let schedule = &step.plan.schedule;
-        let tile = visit.blocks().iter().position(|&id| id == block);
-        let tile = self.model.tiles[tile.expect("a share is of the visit's blocks")];
-        let tokens = &state.batch.tokens[state.range(m, schedule).rows];
-        let id = schedule.with_role(&visit.writes, Role::Hidden).expect("a gather writes it");
-        let (layer, boundary) = (visit.layer, id);
-        let x = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
-        let (x, channels) = (host.stashed_mut(x), self.model.shape.hidden);
-        let tensors = &self.model.blocks[block.0 as usize];
-        let (first, table) = (tile.first, self.host.eps.table_rows(tensors, stored));
-        let scale = self.model.shape.embedding_scale;
-        let rows = Gathered { tokens, table: &table, first, channels, scale };
-        let noise = (self.neftune_alpha > 0.0 && state.purpose.trains())
-            .then(|| state.metadata(m, schedule, self.seed));
-        let alpha = self.neftune_alpha;
-        let noise = noise.as_ref().map(|batch| {
-            let batch = batch.view();
-            (tile.rows, move |row: usize| batch.noise(row, alpha, channels))
-        });
-        self.host.threads.install(|| match self.stashed_dtype(schedule.boundary(id)) {
-            Dtype::F32 => rows.write(x, noise),
-            Dtype::Bf16 => rows.write(bytemuck::cast_slice_mut::<_, bf16>(x), noise),
-            Dtype::F16 => rows.write(bytemuck::cast_slice_mut::<_, f16>(x), noise),
-        });
-    }
-
-    /// The dtype in which the stash holds a boundary of hidden states or their gradients.
-    pub(super) fn stashed_dtype(&self, boundary: &Boundary) -> Dtype {
-        match boundary.encoding {
-            Encoding::PackedBf16 => Dtype::Bf16,
-            Encoding::Plain => self.plan.dtype,
-        }
-    }
-
-    fn begin_statistics(
-        &self,
-        step: &Step,
-        state: &StepState,
-        host: &HostLease<'_>,
-        visit: &Visit,
-        m: MicroBatch,
-    ) {
-        let schedule = &step.plan.schedule;
-        let targets = &state.batch.targets[state.range(m, schedule).rows];
-        let id = schedule.with_role(&visit.writes, Role::Statistics).expect("a gather writes it");
-        let (layer, boundary) = (visit.layer, id);
-        let place = self.in_stash(Filled { step, state, layer, boundary, micro_batch: m });
-        let statistics = host.stashed_mut(place);
-        let positions = statistics.chunks_exact_mut(STATISTICS).zip(targets);
-        positions.for_each(|(of_one, &target)| host_math::begin_statistics(of_one, target));
-    }
-
     /// A micro-batch's share of the loss; keeps its logits, if they left the device.
     fn loss(&self, step: &Step, host: &HostLease<'_>, visit: &Visit, m: MicroBatch) -> f64 {
         let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
@@ -463,58 +316,5 @@ impl Worker {
                 logits.extend(&tile[sequence * floats..][..floats]);
             }
         }
-    }
-
-    /// Adds the embedding's gradient to a tile's, in its region or a landing block; the sum of
-    /// squares of what that comes to.
-    fn scatter(
-        &self,
-        step: &Step,
-        host: &HostLease<'_>,
-        visit: &Visit,
-        block: BlockId,
-        first: bool,
-        landing: Option<&mut [f32]>,
-    ) -> Squares {
-        let (state, schedule) = (self.steps.of(step.number), &step.plan.schedule);
-        let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
-        let id = id.expect("a scatter reads it");
-        let layer = visit.layer;
-        let of_micro_batch = |micro_batch: MicroBatch| {
-            let filled = Filled { step, state: &state, layer, boundary: id, micro_batch };
-            let rows = state.range(micro_batch, schedule).rows.len();
-            (host.stashed(self.in_stash(filled)), rows)
-        };
-        let dx = (0..schedule.micro_batches.len() as MicroBatch).map(of_micro_batch);
-        let mut region;
-        let gradient = match landing {
-            Some(landing) => landing,
-            None => {
-                region = self.host.eps.memory().region_mut(block);
-                &mut region[..]
-            }
-        };
-        if first {
-            gradient.fill(0.0);
-        }
-        let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
-        let scale = self.model.shape.embedding_scale;
-        // Of several processes, this one's part of the table.
-        let from = self.host.eps.parts().map_or(0, |parts| parts.own(block).start);
-        let floats = (tile.rows * channels).saturating_sub(from).min(gradient.len());
-        let table = host_math::Table { rows: &mut gradient[..floats], from, first: tile.first };
-        let others = self.host.exchanged.rows.read().expect("nothing panics inside");
-        let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.dealt {
-            None => (dx.collect(), &state.batch.tokens),
-            Some(dealt) => (vec![(&others, dealt.rows.len())], &dealt.tokens),
-        };
-        let level = self.host.level;
-        let rows = Scattered { level, tokens, dx: &dx, channels, scale };
-        self.host.threads.install(|| match self.stashed_dtype(schedule.boundary(id)) {
-            Dtype::F32 => rows.add_to::<f32>(table),
-            Dtype::Bf16 => rows.add_to::<bf16>(table),
-            Dtype::F16 => rows.add_to::<f16>(table),
-        });
-        self.host.measure(block, gradient)
     }
 }

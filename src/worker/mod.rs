@@ -8,6 +8,7 @@ mod boundaries;
 mod clipping;
 mod counts;
 mod device_side;
+mod embedding;
 mod file_side;
 mod host_math;
 mod host_side;

@@ -274,7 +274,7 @@ fn what_contradicts_itself() {
         ),
         (
             "device.dtype = \"f16\"\noptimizer.masters = \"bf16\"",
-            "line 2: optimizer.masters is bf16, which is for a device of bf16, and device.dtype is f16",
+            "line 2: optimizer.masters is bf16, which is for a device of bf16",
         ),
         (
             "device = { kind = \"cuda\", dtype = \"bf16\" }\nmodel = { hidden = 21, heads = 3 }",

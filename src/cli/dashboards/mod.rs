@@ -3,6 +3,7 @@
 mod grafana;
 mod panels;
 mod ranks;
+mod recorded;
 mod rules;
 
 use std::collections::BTreeMap;
@@ -128,7 +129,7 @@ mod tests {
             METRICS.iter().any(|metric| metric.name == word || Some(metric.name) == of)
         };
         let of_name = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
-        let recorded: Vec<&str> = rules::RECORDED.iter().map(|(name, _)| *name).collect();
+        let recorded: Vec<&str> = recorded::RECORDED.iter().map(|(name, _)| *name).collect();
         let queries = grafana::queries().into_iter().chain(rules::queries());
         let mut met = 0;
         for query in queries {

@@ -139,7 +139,7 @@ impl<'a> Resolved<'a> {
 
     fn write(&self, view: View) -> &'a mut [f32] {
         // SAFETY: it was checked that the views overlap neither each other nor one that is read,
-        // and the ring gives them to no other operation. Its widened elements are this call's alone.
+        // and the ring gives them to no other operation. Its widened elements are this call's.
         unsafe { self.memory.write(self.floats(view)) }
     }
 

@@ -172,8 +172,8 @@ impl Fit {
         let warmup = config.optimizer.warmup_steps;
         if warmup >= steps && warmup > 0 {
             warnings.push(format!(
-                "optimizer.warmup_steps is {warmup}, and the run has {steps} steps: the learning rate \
-                 does not reach {:e}",
+                "optimizer.warmup_steps is {warmup}, and the run has {steps} steps: the learning \
+                 rate does not reach {:e}",
                 config.optimizer.learning_rate
             ));
         }
@@ -267,8 +267,8 @@ impl Prepared {
         if let Some(sequences) = sequences {
             let model = run.trainer.model();
             run.callbacks.message(&RunMessage::Info(format!(
-                "{sequences} sequences to train on, {held} held out; {steps} steps, {:.1} epochs; {} of \
-                 {} parameters are trained",
+                "{sequences} sequences to train on, {held} held out; {steps} steps, {:.1} epochs; \
+                 {} of {} parameters are trained",
                 (steps * config.step.batch as u64) as f64 / sequences.max(1) as f64,
                 model.trained_parameters(),
                 model.parameters()
@@ -276,8 +276,8 @@ impl Prepared {
             let done = run.trainer.progress().step;
             if done >= steps {
                 let text = format!(
-                    "the run is complete: it has done all of its {steps} steps; to train on, resume with \
-                     changes (--resume-with-changes) and more steps or epochs"
+                    "the run is complete: it has done all of its {steps} steps; to train on, set \
+                     more of them and resume with --resume-with-changes"
                 );
                 run.callbacks.message(&RunMessage::Warning(text));
             }
