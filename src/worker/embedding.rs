@@ -1,5 +1,5 @@
-//! The embedding, which the host computes: rows of the vocabulary for the tokens of a batch, and the
-//! sums of their gradients.
+//! The embedding, which the host computes: rows of the vocabulary for the tokens of a batch, and
+//! the sums of their gradients.
 
 use half::{bf16, f16};
 use l2l_actors::Step;
