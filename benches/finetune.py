@@ -52,6 +52,12 @@ SETTINGS = {
     "Muon": (["optimizer.kind=muon", "optimizer.muon_rate=match-rms-adamw"], 3e-3, 3e-3, 3e-4),
     "AdamW in 8 bits": (["optimizer.kind=adamw-8bit"], 3e-4, 1e-3, 1e-4),
     "AdamW in bf16": (["optimizer.kind=adamw-bf16"], 3e-4, 1e-3, None),
+    "stash in bf16": (["stash.dtype=bf16"], 3e-4, 1e-3, None),
+    "device in bf16": (["device.dtype=bf16"], 3e-4, 1e-3, None),
+    "device in bf16, masters in bf16": (["device.dtype=bf16", "optimizer.masters=bf16"], 3e-4, 1e-3, None),
+    "the same, AdamW in 8 bits": (["device.dtype=bf16", "optimizer.masters=bf16", "optimizer.kind=adamw-8bit"],
+                                  3e-4, 1e-3, None),
+    "device in f16": (["device.dtype=f16"], 3e-4, 1e-3, None),
 }
 TRIED = {  # on the built-in corpus, on whale, on spam
     "AdamW": ([1e-4, 3e-4, 1e-3, 3e-3], [1e-4, 3e-4, 1e-3, 3e-3], [1e-4]),

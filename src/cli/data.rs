@@ -19,6 +19,9 @@ pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
             return Ok(());
         }
         let is_json = config.log.format == Format::Json;
+        if !is_json {
+            print("⟦ ⟧ marks what the model learns to predict");
+        }
         let validation = aside.iter().map(|data| (data.set_name().unwrap_or("validation"), data));
         for (part, data) in [("train", &train)].into_iter().chain(validation) {
             let overview = Overview::of(&config, data)?;
@@ -34,9 +37,6 @@ pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
                     false => print(format_args!("  {row}: {}", shown(data, &sequence))),
                 }
             }
-        }
-        if !is_json {
-            print("⟦ ⟧ marks what the model learns to predict");
         }
         Ok(())
     };

@@ -448,7 +448,7 @@ mod tests {
                 "",
                 &[],
                 &["optimizer.kind=adagrad"],
-                "--set optimizer.kind=adagrad: optimizer.kind: unknown variant `adagrad`",
+                "--set optimizer.kind=adagrad: optimizer.kind: unknown value `adagrad`",
             ),
             ("", &[], &["step.batch"], "--set step.batch: write key=value"),
             ("[bogus]", &[], &[], "run.toml, line 1: unknown key bogus"),
