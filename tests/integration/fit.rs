@@ -137,6 +137,8 @@ async fn a_program_gets_what_the_command_gets() {
     assert_eq!(files(by_program.path()), files(by_command.path()));
     let calls = [
         "started at 0 of 7",
+        "Info(\"48 sequences to train on, 5 held out; 7 steps, 0.6 epochs; 41856 of 41856 parameters \
+         are trained\")",
         "step 1",
         "step 2",
         "validation 2",
@@ -178,7 +180,7 @@ async fn a_stopped_run_resumes() {
     let fitted = fit(&path, true, &mut recorder).await.expect("a case of ours");
     assert_eq!(fitted.weights_digest, expected.weights_digest);
     // The validation that the stop cut off comes first.
-    assert_eq!(recorder.calls[2], "validation 4", "{:?}", recorder.calls);
+    assert_eq!(recorder.calls[3], "validation 4", "{:?}", recorder.calls);
     assert_eq!(fitted.end, End::Complete);
 }
 

@@ -17,7 +17,7 @@ use run::Run;
 use super::{Builder, Trainer, state_on_file};
 use crate::blocking::unblock;
 use crate::checkpoint::Keeper;
-use crate::config::{Config, DataConfig, EpsTier};
+use crate::config::{Config, DataConfig, EpsTier, OptimizerConfig};
 use crate::data::{Baseline, Batches, Dataset, baselines};
 use crate::devices;
 use crate::engine::Summary;
@@ -169,14 +169,6 @@ impl Fit {
                 }
                 warnings
             });
-        let warmup = config.optimizer.warmup_steps;
-        if warmup >= steps && warmup > 0 {
-            warnings.push(format!(
-                "optimizer.warmup_steps is {warmup}, and the run has {steps} steps: the learning \
-                 rate does not reach {:e}",
-                config.optimizer.learning_rate
-            ));
-        }
         let mut warn = |warning| warnings.push(warning);
         let beginning = match self.builder.says_where_it_begins() {
             true => Beginning::AsBuilt,
@@ -273,6 +265,13 @@ impl Prepared {
                 model.trained_parameters(),
                 model.parameters()
             )));
+            let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
+            if warmup_steps >= steps && warmup_steps > 0 {
+                run.callbacks.message(&RunMessage::Warning(format!(
+                    "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
+                     learning rate does not reach {learning_rate:e}"
+                )));
+            }
             let done = run.trainer.progress().step;
             if done >= steps {
                 let text = format!(
