@@ -56,7 +56,7 @@ const FREE: [&str; 28] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 46] = [
+const CHANGEABLE: [&str; 44] = [
     "data",
     "data.attend_across",
     "data.end_of_text",
@@ -75,8 +75,6 @@ const CHANGEABLE: [&str; 46] = [
     "loss_scale.backoff_factor",
     "loss_scale.growth_factor",
     "loss_scale.growth_interval",
-    "loss_scale.initial",
-    "loss_scale.kind",
     "model.dropout",
     "optimizer.betas",
     "optimizer.clip_norm",
@@ -160,6 +158,18 @@ pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<Stri
     let reasons = differ.iter().filter(|one| !run.changes || !may_change(one));
     let reasons: Vec<&str> = reasons.map(|(_, difference)| difference.as_str()).collect();
     Err(format!("it was made by another run: {}. {remedy}", reasons.join("; ")))
+}
+
+/// The key that says how blocks are stored and has another value than in a record, if one has.
+pub(super) fn storage_change(record: &RunRecord, config: &Config) -> Option<&'static str> {
+    let (now, default) = (as_value(config), as_value(&Config::default()));
+    let differs = |[section, key]: &[&str; 2]| {
+        let then = record.config[*section].get(*key).unwrap_or(&default[*section][*key]);
+        *then != now[*section][*key]
+    };
+    let keys =
+        [(["device", "dtype"], "device.dtype"), (["optimizer", "masters"], "optimizer.masters")];
+    keys.into_iter().find(|(path, _)| differs(path)).map(|(_, key)| key)
 }
 
 /// Whether the learning rate follows from the number of steps.

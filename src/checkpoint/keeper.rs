@@ -6,17 +6,12 @@ use std::path::{Path, PathBuf};
 use super::{OLD, PARTIAL, RECORD, recover, remove};
 use crate::error::Error;
 
-/// The file that a run locks.
-const LOCK: &str = ".l2l-lock";
-
 /// The checkpoints in the config's `checkpoint.directory`: `step-00000100` and so on, the newest
 /// few, and `best-00000100`, one. The directory is this run's alone while it lives.
 #[derive(Debug)]
 pub struct Keeper {
     directory: PathBuf,
     keep: usize,
-    /// Whether it made the directory, which it removes if nothing was written to it.
-    made: bool,
     /// None for a directory that is only read.
     _lock: Option<File>,
 }
@@ -33,15 +28,14 @@ impl Keeper {
             let problem = format!("{:?} cannot be written to: {what}", at.to_string());
             Error::config("checkpoint.directory", problem)
         };
-        let made = !directory.exists();
         fs::create_dir_all(directory).map_err(|error| bad(&error))?;
-        let lock = File::create(directory.join(LOCK)).map_err(|error| bad(&error))?;
+        let lock = File::create(directory.join(".l2l-lock")).map_err(|error| bad(&error))?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => return Err(bad(&"another run has it")),
             Err(TryLockError::Error(error)) => return Err(bad(&error)),
         }
-        let keeper = Keeper { directory: directory.to_path_buf(), keep, made, _lock: Some(lock) };
+        let keeper = Keeper { directory: directory.to_path_buf(), keep, _lock: Some(lock) };
         for name in keeper.names() {
             let base = name.strip_suffix(PARTIAL).or_else(|| name.strip_suffix(OLD));
             if let Some(base) = base.filter(|base| step_of(base).is_some()) {
@@ -53,7 +47,7 @@ impl Keeper {
 
     /// Only reads a directory, which another run may be writing to.
     pub fn peek(directory: &Path) -> Keeper {
-        Keeper { directory: directory.to_path_buf(), keep: usize::MAX, made: false, _lock: None }
+        Keeper { directory: directory.to_path_buf(), keep: usize::MAX, _lock: None }
     }
 
     /// The path of the checkpoint of a step.
@@ -118,16 +112,6 @@ impl Keeper {
         let mut bests = self.all("best");
         bests.retain(|(of, _)| *of != step);
         remove_all(bests)
-    }
-}
-
-impl Drop for Keeper {
-    /// A run that was refused leaves nothing behind.
-    fn drop(&mut self) {
-        if self.made && self.names() == [LOCK] {
-            _ = fs::remove_file(self.directory.join(LOCK));
-            _ = fs::remove_dir(&self.directory);
-        }
     }
 }
 

@@ -215,6 +215,14 @@ pub(crate) fn recall(
     let record: RunRecord = serde_json::from_value(remembered["rest"].take())
         .map_err(|error| refuse(error.to_string()))?;
     changes(&record, &run).map_err(|why| refuse(format!("{why}, or remove the folder")))?;
+    // Blocks on file are read as they were stored.
+    if let Some(key) = identity::storage_change(&record, run.config) {
+        return Err(refuse(format!(
+            "its blocks are stored for another {key}: set it back, or resume from a checkpoint, with \
+             another eps.path"
+        )));
+    }
+    families::shorten(&mut remembered["shape"]); // older states have longer numbers
     if remembered["shape"] != families::write(&run.model.shape, &Value::Null) {
         let what = "it holds the state of a model of another shape: set the model back, or remove \
                     the folder";

@@ -135,7 +135,7 @@ impl Layers {
             (key.trim(), value.trim(), Origin::Flag(format!("--set {text}")));
         let section = format!("{key}.");
         if value.is_empty() && self.known.iter().any(|known| known.starts_with(&section)) {
-            self.values.retain(|known, _| !known.starts_with(&section));
+            self.values.retain(|known, _| known != key && !known.starts_with(&section));
             return Ok(());
         }
         self.set(key, parse(value), origin)?;

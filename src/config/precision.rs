@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::check::{is_positive, must, refuse};
+use super::check::{must, refuse};
 use super::{Config, DeviceKind, EpsTier};
 use crate::error::Error;
 use crate::models::MasterFormat;
@@ -91,8 +91,9 @@ impl Default for LossScaleConfig {
 
 impl LossScaleConfig {
     fn check(&self) -> Result<(), Error> {
-        let is_single = |value: f64| is_positive(value) && value <= f64::from(f32::MAX);
-        must(is_single(self.initial), "loss_scale.initial", "above 0 and a single float")?;
+        let singles = f64::from(f32::MIN_POSITIVE)..=f64::from(f32::MAX);
+        let is_single = singles.contains(&self.initial);
+        must(is_single, "loss_scale.initial", "above 0, and a number that f32 has")?;
         let grows = self.growth_factor.is_finite() && self.growth_factor > 1.0;
         must(grows, "loss_scale.growth_factor", "above 1")?;
         let falls = self.backoff_factor > 0.0 && self.backoff_factor < 1.0;
@@ -137,8 +138,8 @@ impl Config {
         };
         let LossScaleConfig { growth_factor, backoff_factor, growth_interval, .. } =
             self.loss_scale;
-        let growth = is_dynamic.then_some((growth_factor as f32, growth_interval));
-        let backoff_factor = if is_dynamic { backoff_factor as f32 } else { 1.0 };
+        let growth = is_dynamic.then_some((growth_factor, growth_interval));
+        let backoff_factor = if is_dynamic { backoff_factor } else { 1.0 };
         Some(LossScale { scale: initial as f32, finite_steps: 0, growth, backoff_factor })
     }
 
@@ -171,7 +172,11 @@ impl Config {
             self.loss_scale().is_some() && self.step.non_finite == NonFinite::Continue,
             "step.non_finite",
             "is continue, and a loss scale skips steps whose gradient is not finite: leave it out",
-        )?;
+        )
+    }
+
+    /// Refuses what a run that trains cannot have.
+    pub(crate) fn check_training(&self) -> Result<(), Error> {
         refuse(
             self.non_finite() == NonFinite::Skip && self.eps.tier == EpsTier::File,
             "eps.tier",

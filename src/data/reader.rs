@@ -242,6 +242,9 @@ impl Reader {
         tools: &Value,
     ) -> Result<Sequence, String> {
         let template = self.vocabulary.template()?;
+        if !prompt.is_empty() && !messages.iter().any(|message| message.role == "assistant") {
+            return Err("the completion has no message of the role \"assistant\"".into());
+        }
         let mut chat = template.render_chat(&[prompt, messages].concat(), tools)?;
         if !prompt.is_empty() {
             let before = template.ask(prompt, tools)?;

@@ -11,9 +11,9 @@ pub struct LossScale {
     /// Steps with finite gradients since it changed.
     pub finite_steps: u64,
     /// What it is multiplied by, after so many such steps in a row; `None`: it never grows.
-    pub growth: Option<(f32, u64)>,
+    pub growth: Option<(f64, u64)>,
     /// What it is multiplied by after a step whose gradient is not finite.
-    pub backoff_factor: f32,
+    pub backoff_factor: f64,
 }
 
 /// What a checkpoint holds of a loss scale.
@@ -27,16 +27,19 @@ pub struct ScaleState {
 }
 
 impl LossScale {
-    /// Changes the factor after a step.
+    /// Changes the factor after a step. It never comes to 0, as that of `GradScaler` may.
     pub fn stepped(&mut self, is_finite: bool) {
+        let times = |factor: f64| (f64::from(self.scale) * factor) as f32;
         if !is_finite {
-            (self.scale, self.finite_steps) = (self.scale * self.backoff_factor, 0);
+            // A scale of 0 would make all gradients 0, and finite.
+            self.scale = times(self.backoff_factor).max(f32::MIN_POSITIVE);
+            self.finite_steps = 0;
             return;
         }
         let Some((factor, interval)) = self.growth else { return };
         self.finite_steps += 1;
-        if self.finite_steps == interval {
-            let grown = self.scale * factor;
+        if self.finite_steps >= interval {
+            let grown = times(factor);
             self.scale = if grown.is_finite() { grown } else { self.scale };
             self.finite_steps = 0;
         }

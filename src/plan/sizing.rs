@@ -87,6 +87,9 @@ impl Sizing<'_> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
         self.share.check(self.model, self.rule)?;
+        if self.trains() {
+            self.config.check_training()?;
+        }
         for group in &self.config.optimizer.groups {
             self.model.check_patterns("optimizer.groups", &group.patterns)?;
         }

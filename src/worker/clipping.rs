@@ -91,6 +91,7 @@ impl Factors<'_> {
 /// As PyTorch's `clip_grad_norm_` has it.
 fn factor(norm: Option<f64>, limit: Option<f64>) -> f32 {
     match (norm, limit) {
+        (Some(norm), Some(_)) if norm.is_nan() => f32::NAN,
         (Some(norm), Some(limit)) => (limit / (norm + 1e-6)).min(1.0) as f32,
         _ => 1.0,
     }

@@ -49,27 +49,29 @@ async fn families_in_16_bits_are_near_pytorch() {
 fn scales_are_gradscalers() {
     let text = include_str!("../goldens/loss_scale.json");
     let golden: Value = serde_json::from_str(text).expect("it is JSON");
-    let list = |key: &str| golden[key].as_array().expect("a list").clone();
-    let overflows: Vec<u64> = list("overflows").iter().filter_map(Value::as_u64).collect();
     let interval = golden["growth_interval"].as_u64().expect("a number");
-    let mut scale = LossScale {
-        scale: golden["initial"].as_f64().expect("a number") as f32,
-        finite_steps: 0,
-        growth: Some((2.0, interval)),
-        backoff_factor: 0.5,
-    };
-    let (mut changes, mut before) = (Vec::new(), None);
-    for step in 0..golden["steps"].as_u64().expect("a number") {
-        scale.stepped(!overflows.contains(&step));
-        if before != Some(scale.scale) {
-            changes.push((step, f64::from(scale.scale)));
-            before = Some(scale.scale);
+    for case in golden["cases"].as_array().expect("a list") {
+        let list = |key: &str| case[key].as_array().expect("a list").clone();
+        let number = |key: &str| case[key].as_f64().expect("a number");
+        let overflows: Vec<u64> = list("overflows").iter().filter_map(Value::as_u64).collect();
+        let mut scale = LossScale {
+            scale: number("initial") as f32,
+            finite_steps: 0,
+            growth: Some((number("growth_factor"), interval)),
+            backoff_factor: number("backoff_factor"),
+        };
+        let (mut changes, mut before) = (Vec::new(), None);
+        for step in 0..golden["steps"].as_u64().expect("a number") {
+            scale.stepped(!overflows.contains(&step));
+            if before != Some(scale.scale) {
+                changes.push((Some(step), Some(f64::from(scale.scale))));
+                before = Some(scale.scale);
+            }
         }
+        let expected = list("scales");
+        let expected = expected.iter().map(|pair| (pair[0].as_u64(), pair[1].as_f64()));
+        assert_eq!(changes, expected.collect::<Vec<_>>());
     }
-    let expected = list("scales");
-    let expected = expected.iter().map(|pair| (pair[0].as_u64(), pair[1].as_f64()));
-    let changes: Vec<_> = changes.into_iter().map(|(at, to)| (Some(at), Some(to))).collect();
-    assert_eq!(changes, expected.collect::<Vec<_>>());
 }
 
 fn half() -> Config {

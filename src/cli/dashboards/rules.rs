@@ -37,7 +37,8 @@ const ALERTS: &[Alert] = &[
             clamp_min(l2l_step_seconds_count, 1) + 600 * (l2l_step_seconds_count == bool \
             0)) and on (run) (sum by (run) \
             (l2l_state{state=~\"training|validating|checkpointing\"}) == 1) and on (run) (l2l_step \
-            < l2l_steps_target)",
+            != l2l_steps_target or on (run) sum by (run) \
+            (l2l_state{state=~\"validating|checkpointing\"}) == 1)",
         after: "1m",
         severity: "critical",
         summary: "no step for five times as long as a step takes",
@@ -278,7 +279,8 @@ const ALERTS: &[Alert] = &[
         after: "0s",
         severity: "critical",
         summary: "the loss or a gradient is not finite",
-        means: "A step gave NaN or infinity. The run stops there, and its error says whether \
+        means: "A step gave NaN or infinity. The run stops there, unless \
+            `step.non_finite` or a loss scale lets it go on, and its error says whether \
             the model is whole. The last checkpoint is whole.",
         todo: &[
             "Start a new run from the last checkpoint (`model.path`) with a smaller \

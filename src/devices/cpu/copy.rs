@@ -1,4 +1,4 @@
-//! Copies, and zeros. On a CPU all elements are floats, so a cast is a copy.
+//! Copies, and zeros. During an operation all elements are floats, so a cast is a copy.
 
 use super::views::CpuKernels;
 use crate::kernels::{Cast, Clear};

@@ -241,7 +241,7 @@ pub fn read(config: &Value) -> Result<Shape, String> {
 }
 
 /// Writes each number that is an f32 in as few digits as tell it: 1e-6, not 9.999999974752427e-7.
-fn shorten(value: &mut Value) {
+pub(crate) fn shorten(value: &mut Value) {
     match value {
         Value::Number(number) if number.is_f64() => {
             let single = number.as_f64().unwrap_or_default() as f32;

@@ -266,7 +266,7 @@ impl Prepared {
                 model.parameters()
             )));
             let OptimizerConfig { warmup_steps, learning_rate, .. } = config.optimizer;
-            if warmup_steps >= steps && warmup_steps > 0 {
+            if warmup_steps > steps {
                 run.callbacks.message(&RunMessage::Warning(format!(
                     "optimizer.warmup_steps is {warmup_steps}, and the run has {steps} steps: the \
                      learning rate does not reach {learning_rate:e}"
