@@ -218,8 +218,8 @@ pub(crate) fn recall(
     // Blocks on file are read as they were stored.
     if let Some(key) = identity::storage_change(&record, run.config) {
         return Err(refuse(format!(
-            "its blocks are stored for another {key}: set it back, or resume from a checkpoint, with \
-             another eps.path"
+            "its blocks are stored for another {key}: set it back, or resume from a checkpoint, \
+             with another eps.path"
         )));
     }
     families::shorten(&mut remembered["shape"]); // older states have longer numbers

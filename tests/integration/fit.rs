@@ -137,8 +137,8 @@ async fn a_program_gets_what_the_command_gets() {
     assert_eq!(files(by_program.path()), files(by_command.path()));
     let calls = [
         "started at 0 of 7",
-        "Info(\"48 sequences to train on, 5 held out; 7 steps, 0.6 epochs; 41856 of 41856 parameters \
-         are trained\")",
+        "Info(\"48 sequences to train on, 5 held out; 7 steps, 0.6 epochs; 41856 of 41856 \
+         parameters are trained\")",
         "step 1",
         "step 2",
         "validation 2",
