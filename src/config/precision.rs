@@ -1,5 +1,5 @@
-//! What numbers are: how masters are stored, how the loss is scaled for f16, and what a step does
-//! whose numbers are not finite.
+//! Precision: how master weights are stored, the loss scale of f16, and what a step does whose loss
+//! or gradient is not finite.
 
 use serde::{Deserialize, Serialize};
 
@@ -143,7 +143,7 @@ impl Config {
         Some(LossScale { scale: initial as f32, finite_steps: 0, growth, backoff_factor })
     }
 
-    /// What a step does whose numbers are not finite. With a loss scale it changes nothing.
+    /// What a step does whose loss or gradient is not finite. With a loss scale it changes nothing.
     pub(crate) fn non_finite(&self) -> NonFinite {
         if self.loss_scale().is_some() { NonFinite::Skip } else { self.step.non_finite }
     }

@@ -19,7 +19,7 @@ pub(crate) enum Holder {
     ChunkState,
     /// Intermediates of the kernels that run.
     Workspace,
-    /// Elements of 16 bits as floats, during an operation of a CPU.
+    /// Elements of 16 bits, widened to floats for one operation of a CPU device.
     Widened,
     /// What a device takes for itself.
     Overhead,

@@ -15,7 +15,7 @@ pub(super) struct Clipping {
 /// What the gradients of a step are multiplied by.
 pub(super) struct Factors<'c> {
     clipping: &'c Clipping,
-    /// What the gradients are too large by, as the loss was.
+    /// All gradients are multiplied by it, as the loss was.
     loss_scale: f64,
     together: f32,
     /// Those of groups, where there are limits of groups.
@@ -56,7 +56,7 @@ impl Clipping {
     }
 
     /// The factors of a step, given the norm of all its gradients, and the sums of groups if a
-    /// group has a limit of its own. All are too large by the loss scale.
+    /// group has a limit of its own. Both are of gradients times the loss scale.
     pub(super) fn factors(
         &self,
         norm: Option<f64>,

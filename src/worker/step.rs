@@ -60,7 +60,7 @@ pub(super) struct StepState {
     pub(super) trained: u64,
     /// Training steps before it that updated the model.
     pub(super) updated: u64,
-    /// What gradients are too large by.
+    /// The loss scale: all gradients of the step are multiplied by it.
     pub(super) loss_scale: f64,
     pub(super) stash: StashLayout,
     pub(super) cache: Vec<CacheSlot>,

@@ -47,7 +47,7 @@ pub(super) struct Cpu {
     memory: Arc<Arena>,
     /// Where its own floats begin.
     first: usize,
-    /// Where elements of 16 bits are floats during an operation.
+    /// Memory for the elements of 16 bits of one operation, widened to floats.
     widened: View,
     threads: Arc<ThreadPool>,
     level: Level,

@@ -16,7 +16,7 @@ use crate::tensor::{Arena, Dtype, View, narrow, widen};
 pub(crate) struct CpuKernels<'a> {
     memory: Option<&'a Arena>,
     pub(super) level: Level,
-    /// Where elements of 16 bits are floats during an operation.
+    /// Memory for the elements of 16 bits of one operation, widened to floats.
     widened: View,
     /// The most floats that an operation took of that.
     most_widened: AtomicUsize,
