@@ -30,6 +30,9 @@ fn model() -> RingModel {
     let stack = Block {
         weight_bytes: 2 * parameters,
         gradient_bytes: 4 * parameters,
+        download_bytes: 4 * parameters,
+        dealt_bytes: 4 * parameters,
+        encoded: false,
         master_bytes: 4 * parameters,
         state_bytes: 8 * parameters,
         region_bytes: 4 * parameters,

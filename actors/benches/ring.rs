@@ -30,6 +30,9 @@ fn schedule() -> Schedule {
     let block = Block {
         weight_bytes: 1,
         gradient_bytes: 1,
+        download_bytes: 1,
+        dealt_bytes: 1,
+        encoded: false,
         master_bytes: 1,
         state_bytes: 2,
         region_bytes: 1,

@@ -68,7 +68,7 @@ impl Reducer {
             match *reduction {
                 Reduction::Gradient { block, group, device, join, scattered } => {
                     let (landing, landed) = self.land(step, (block, group), device).await?;
-                    let joined = self.join(step, block, join, &landing, landed).await?;
+                    let joined = self.join(step, (block, group), join, &landing, landed).await?;
                     if !join.keeps {
                         let whole = self.deal(step, block, &landing, joined);
                         self.complete(step, block, scattered, landing, whole).await?;
@@ -116,16 +116,17 @@ impl Reducer {
     }
 
     /// Adds gradients that were kept to one that has landed, and keeps the sum where later groups
-    /// are to be added. The fence behind which it is there.
+    /// are to be added. An encoded one is decoded before. The fence behind which the sum is there.
     async fn join(
         &mut self,
         step: &Arc<Step>,
-        block: BlockId,
+        (block, group): (BlockId, GroupId),
         Join { adds, keeps }: Join,
         landing: &Held,
         landed: Fence,
     ) -> Result<Fence, BoxedError> {
-        if adds == 0 && !keeps {
+        let encoded = step.plan.schedule.block(block).encoded;
+        if adds == 0 && !keeps && !encoded {
             return Ok(landed);
         }
         let (content, layer) = (Content::Gradient(block, step.number), layer_of(step, block));
@@ -140,7 +141,7 @@ impl Reducer {
             holds.push(part.clone());
             self.kept.entry(block).or_default().push(part);
         }
-        let work = Work::Join { block, reduced: landing.slot(content), parts, keep };
+        let work = Work::Join { block, group, reduced: landing.slot(content), parts, keep };
         holds.push(landing.clone());
         let mut order = Order::gradient(step, layer, work);
         (order.waits, order.holds) = (vec![landed], holds);

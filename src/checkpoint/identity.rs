@@ -56,7 +56,7 @@ const FREE: [&str; 28] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 44] = [
+const CHANGEABLE: [&str; 46] = [
     "data",
     "data.attend_across",
     "data.end_of_text",
@@ -72,6 +72,7 @@ const CHANGEABLE: [&str; 44] = [
     "depth.drop",
     "depth.ramp_steps",
     "device.dtype",
+    "device.gradient_dtype",
     "loss_scale.backoff_factor",
     "loss_scale.growth_factor",
     "loss_scale.growth_interval",
@@ -93,6 +94,7 @@ const CHANGEABLE: [&str; 44] = [
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "parallel.groups",
+    "stash.block_size",
     "stash.dtype",
     "step.batch",
     "step.micro_batch",

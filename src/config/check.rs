@@ -4,8 +4,9 @@
 use l2l_actors::schedule;
 
 use super::{
-    ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, Labels, NewLayers,
-    ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, Transfer, ValidationConfig,
+    ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, GradientDtype, Labels,
+    NewLayers, ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, Transfer,
+    ValidationConfig,
 };
 use crate::error::Error;
 use crate::tensor::Dtype;
@@ -144,6 +145,18 @@ impl Config {
             "stash.dtype",
             "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
              or leave it out",
+        )?;
+        refuse(
+            on_cuda && self.stash.dtype == StashDtype::Int8,
+            "stash.dtype",
+            "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", which the \
+             stash of a GPU follows",
+        )?;
+        must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
+        refuse(
+            on_cuda && self.device.gradient_dtype == GradientDtype::Bf16,
+            "device.gradient_dtype",
+            "is bf16, which is for device.kind = \"cpu\": set \"f32\"",
         )
     }
 

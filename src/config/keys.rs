@@ -214,6 +214,10 @@ pub struct DeviceConfig {
     /// loss scale (`loss_scale`), and is for the CPU device. Gradients of weights are f32, and so
     /// are master weights (see `optimizer.masters`).
     pub dtype: Dtype,
+    /// Data type of gradients of weights on their way from the device to the host: `bf16` halves
+    /// that transfer and rounds the gradient of each group of micro-batches. Sums are f32. For the
+    /// CPU device.
+    pub gradient_dtype: GradientDtype,
     /// Threads for computing and for updates; all cores when absent. Results do not depend on it.
     pub threads: Option<usize>,
     /// For experiments on the CPU: emulates a slow link, so that each transfer takes at least as
@@ -222,6 +226,18 @@ pub struct DeviceConfig {
     /// For experiments on the CPU: emulates a slower device, so that each kernel takes at least as
     /// long as at this rate, for instance `200GFLOP/s`.
     pub flop_rate: Option<String>,
+}
+
+/// See [`DeviceConfig::gradient_dtype`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum GradientDtype {
+    /// 32-bit floats.
+    #[default]
+    F32,
+    /// 16-bit brain floats.
+    Bf16,
 }
 
 /// The kinds of device.
@@ -237,7 +253,7 @@ pub enum DeviceKind {
 }
 
 /// `[stash]`
-#[derive(Clone, Debug, Default, Deserialize, Serialize, PartialEq)]
+#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
 #[serde(default, deny_unknown_fields)]
 pub struct StashConfig {
@@ -246,9 +262,19 @@ pub struct StashConfig {
     /// both.
     pub place: StashPlace,
     /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
-    /// its transfers and rounds each value; `f32` is exact. Saved activations inside a layer and
-    /// the values of the output head stay exact. On `cuda` it follows `device.dtype`.
+    /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
+    /// a scale, and each is off by at most 1/254 of the largest of them. `f32` is exact. Saved
+    /// activations inside a layer and the values of the output head stay exact. On `cuda` it
+    /// follows `device.dtype`.
     pub dtype: StashDtype,
+    /// With `dtype = "int8"`: values that share a scale, a divisor of the model's width.
+    pub block_size: u32,
+}
+
+impl Default for StashConfig {
+    fn default() -> StashConfig {
+        StashConfig { place: StashPlace::Auto, dtype: StashDtype::F32, block_size: 64 }
+    }
 }
 
 /// See [`StashConfig::dtype`].
@@ -261,6 +287,8 @@ pub enum StashDtype {
     F32,
     /// 16-bit brain floats.
     Bf16,
+    /// Blocks of bytes, each with a scale.
+    Int8,
 }
 
 /// See [`StashConfig::place`].

@@ -17,8 +17,9 @@ pub use data::{DataConfig, DataFile, FieldsConfig, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
     BestMetric, ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig,
-    EpsTier, ExportConfig, Format, Labels, LogConfig, MetricsConfig, ModelConfig, StashConfig,
-    StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig, WeightDtype,
+    EpsTier, ExportConfig, Format, GradientDtype, Labels, LogConfig, MetricsConfig, ModelConfig,
+    StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
+    WeightDtype,
 };
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};

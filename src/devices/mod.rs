@@ -25,7 +25,7 @@ use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
-use crate::tensor::{Arena, Dtype, View};
+use crate::tensor::{Arena, Dtype, Packing, View};
 
 /// Memory in slots, copies to and from it, and kernels on it. Three lanes use a device at once; a
 /// slot belongs to one operation at a time.
@@ -43,10 +43,15 @@ pub(crate) trait Device: Send + Sync + 'static {
     fn copy_from_peer(&self, to: View, from: PeerView) -> Result<(), BoxedError>;
 
     /// Copies to a slot from a packed place of the stash.
-    fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError>;
+    fn upload_packed(&self, to: View, from: &[f32], packing: Packing) -> Result<(), BoxedError>;
 
-    /// Copies from a slot to a packed place of the stash.
-    fn download_packed(&self, to: &mut [f32], from: View) -> Result<(), BoxedError>;
+    /// Copies from a slot to a packed place: of the stash, or of a landing block.
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError>;
 
     /// The floats that a slot holds; waits for the device.
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;

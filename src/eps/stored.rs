@@ -18,6 +18,17 @@ pub(crate) enum TableRows<'t> {
     F16(&'t [f16]),
 }
 
+impl TableRows<'_> {
+    /// The numbers of all rows.
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            TableRows::F32(rows) => rows.len(),
+            TableRows::Bf16(rows) => rows.len(),
+            TableRows::F16(rows) => rows.len(),
+        }
+    }
+}
+
 impl Eps {
     /// Whether a block's masters are stored as f32, and nothing but them.
     fn is_plain(&self, id: BlockId) -> bool {

@@ -207,6 +207,9 @@ impl Model {
             BlockSize {
                 weight_bytes: (tensors.published_len(dtype) * size_of::<f32>()) as u64,
                 gradient_bytes,
+                download_bytes: gradient_bytes,
+                dealt_bytes: gradient_bytes,
+                encoded: false,
                 master_bytes: (tensors.host_len() * size_of::<f32>()) as u64,
                 state_bytes: 0,
                 region_bytes: gradient_bytes,

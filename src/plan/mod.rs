@@ -21,7 +21,7 @@ pub use share::{FabricBytes, RankShare};
 use sizing::Sizing;
 pub(crate) use step::{Purpose, StepShape, StepSpec, schedule_of};
 
-use crate::config::{ByteSize, Config, Deal};
+use crate::config::{ByteSize, Config, Deal, GradientDtype};
 use crate::error::Error;
 use crate::models::{Model, Part};
 use crate::optimizers::{StateLayout, UpdateRule};
@@ -105,6 +105,8 @@ pub struct Plan {
     trains: bool,
     /// What weights and activations are.
     pub(crate) dtype: Dtype,
+    /// What gradients are on their way to the host.
+    pub(crate) gradient_dtype: GradientDtype,
     pub(crate) stash_on_device: bool,
     pub(crate) deferred: bool,
     /// The optimizer's states of what this process has of each block.

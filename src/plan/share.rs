@@ -132,7 +132,7 @@ impl RankShare {
                 .into_iter()
                 .map(|id| others * part(id, block(id).weight_bytes, false)[0])
                 .sum(),
-            gradients: dealt.map(|id| part(id, block(id).gradient_bytes, true)[1]).sum(),
+            gradients: dealt.map(|id| part(id, block(id).dealt_bytes, true)[1]).sum(),
         }
     }
 }

@@ -9,7 +9,9 @@ use super::regions::{Holder, Place, Regions};
 use super::{
     KvCache, LinkBytes, Plan, RankShare, StepShape, StepSpec, pipelines, schedule_of, share,
 };
-use crate::config::{ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashPlace};
+use crate::config::{
+    ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashDtype, StashPlace,
+};
 use crate::devices::{self, KernelMemory};
 use crate::eps::{cut, part_floats, parts_of};
 use crate::error::Error;
@@ -143,6 +145,7 @@ impl Sizing<'_> {
             cache: self.cache,
             trains: self.trains(),
             dtype: self.config.device.dtype,
+            gradient_dtype: self.config.device.gradient_dtype,
             stash_on_device: self.stash_on_device(),
             deferred: self.deferred(),
             largest_gradient: blocks.gradient,
@@ -417,6 +420,15 @@ impl Sizing<'_> {
             let problem =
                 format_args!("is {dtype}, and the model's width of {width} is odd: set \"f32\"");
             return Err(Error::config("device.dtype", problem));
+        }
+        let block = self.config.stash.block_size as usize;
+        if self.config.stash.dtype == StashDtype::Int8 && !width.is_multiple_of(block) {
+            let nearest = (1..=width.min(block)).rev().find(|&block| width.is_multiple_of(block));
+            let problem = format_args!(
+                "is {block}, which does not divide the model's width of {width}: set {}",
+                nearest.unwrap_or(1)
+            );
+            return Err(Error::config("stash.block_size", problem));
         }
         Ok(())
     }

@@ -10,12 +10,12 @@ use l2l_actors::schedule::{
 };
 
 use super::{DealtStep, RankShare, pipelines};
-use crate::config::{Config, Deal, EpsTier, ScheduleKind, StashDtype, Transfer};
+use crate::config::{Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, Transfer};
 use crate::eps::cut;
 use crate::error::Error;
 use crate::models::{Head, LayerSelection, Model, Part, Save};
 use crate::optimizers::StateLayout;
-use crate::tensor::{Dtype, packed_floats};
+use crate::tensor::{Dtype, Packing, packed_bf16};
 
 /// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -140,15 +140,24 @@ fn ring_model(
 ) -> RingModel {
     let save = config.schedule.recompute.keep().unwrap_or(Save::All);
     let mut ring = model.for_ring(positions, save, config.device.dtype);
-    let packed = packed_floats(positions * model.shape.hidden) * size_of::<f32>();
-    let packed = packed as u64;
-    if config.stash.dtype == StashDtype::Bf16 && packed < ring.hidden.bytes_per_sequence {
-        ring.hidden.encoding = Encoding::PackedBf16;
+    let encoding = match config.stash.dtype {
+        StashDtype::F32 => Encoding::Plain,
+        StashDtype::Bf16 => Encoding::Bf16,
+        StashDtype::Int8 => Encoding::Int8 { block: config.stash.block_size },
+    };
+    let packing = Packing { dtype: config.device.dtype, encoding, columns: model.shape.hidden };
+    let packed = (packing.floats(positions) * size_of::<f32>()) as u64;
+    if packed < ring.hidden.bytes_per_sequence {
+        ring.hidden.encoding = encoding;
         ring.hidden.stashed_per_sequence = packed;
     }
     let staged = config.eps.tier == EpsTier::File;
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;
+        if config.device.gradient_dtype == GradientDtype::Bf16 {
+            let packed = packed_bf16(tensors.trained_len()) * size_of::<f32>();
+            (block.download_bytes, block.encoded) = (packed as u64, true);
+        }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
         block.state_bytes = (floats * size_of::<f32>()) as u64;
         if staged && share.ranks > 1 {

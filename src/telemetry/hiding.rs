@@ -71,6 +71,8 @@ impl Hiding {
                 (sum(|block| block.weight_bytes), sum(|block| block.master_bytes));
             let (gradient, state) =
                 (sum(|block| block.gradient_bytes), sum(|block| block.state_bytes) / own);
+            let (landed, dealt) =
+                (sum(|block| block.download_bytes), sum(|block| block.dealt_bytes));
             let through = |boundaries: &[BoundaryId]| -> f64 {
                 let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_per_sequence as f64;
                 boundaries.iter().map(bytes).sum()
@@ -84,12 +86,12 @@ impl Hiding {
             let file = master + is_written * 2.0 * (master + state) + waits;
             let moved = [
                 (weights / rates.link[0], through(&visit.reads) / up),
-                (lands * gradient / rates.link[1], through(&visit.writes) / down),
+                (lands * landed / rates.link[1], through(&visit.writes) / down),
                 (lands * waits * own / rates.reduce, 0.0),
                 (updates * gradient * own / rates.update, 0.0),
                 (if on_file { file * own / rates.file } else { 0.0 }, 0.0),
                 (weights * (1.0 - own) / rates.fabric, 0.0),
-                (lands * gradient * (1.0 - own) / rates.fabric, 0.0),
+                (lands * dealt * (1.0 - own) / rates.fabric, 0.0),
             ];
             for (share, (fixed, each)) in shares[at].iter_mut().zip(moved) {
                 share.fixed += fixed;

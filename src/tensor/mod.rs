@@ -2,6 +2,7 @@
 //! whose ranges are slots.
 
 mod arena;
+pub(crate) mod int8;
 mod lease;
 mod packed;
 mod quantised;
@@ -11,7 +12,7 @@ mod view;
 
 pub(crate) use arena::{Arena, Pages};
 pub(crate) use lease::Lease;
-pub(crate) use packed::{Element, narrow, pack, packed_floats, unpack, widen};
+pub(crate) use packed::{Element, Packing, narrow, packed_bf16, widen, widen_in_place};
 pub use quantised::{NotQuantisable, Quantisation};
 pub use scratch::Scratch;
 pub(crate) use slots::Slots;

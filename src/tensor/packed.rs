@@ -1,10 +1,14 @@
-//! Numbers of 16 bits: f32 rounded to the nearest of them, ties to even, and widened again.
+//! Numbers of fewer bits: f32 rounded to 16 bits, to the nearest, ties to even, and widened again;
+//! rows packed for the stash and the link.
 //!
-//! A packed place of the stash holds whole floats: the last half of the last one may be unused.
+//! A packed place holds whole floats: the last bytes of the last one may be unused.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
+use l2l_actors::schedule::Encoding;
+use rayon::prelude::*;
 
+use super::int8;
 use super::view::Dtype;
 
 /// An element of a [`Dtype`], as the host computes with it.
@@ -45,21 +49,123 @@ macro_rules! half_element {
 half_element!(bf16);
 half_element!(f16);
 
-/// Floats that so many numbers take when they are packed.
-pub(crate) fn packed_floats(numbers: usize) -> usize {
-    numbers.div_ceil(2)
+/// How rows of numbers are packed on their way between a device and the host.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packing {
+    /// What they are on the device.
+    pub(crate) dtype: Dtype,
+    /// What they are packed to.
+    pub(crate) encoding: Encoding,
+    /// Numbers of a row.
+    pub(crate) columns: usize,
 }
 
-/// Rounds floats to bf16 and writes them to a packed place.
-pub(crate) fn pack(place: &mut [f32], from: &[f32]) {
-    let place: &mut [u16] = bytemuck::cast_slice_mut(place);
-    narrow(Dtype::Bf16, &mut place[..from.len()], from);
+impl Packing {
+    /// Of floats that leave in one row, each rounded to bf16.
+    pub(crate) fn bf16(columns: usize) -> Packing {
+        Packing { dtype: Dtype::F32, encoding: Encoding::Bf16, columns }
+    }
+
+    /// Floats of memory that so many rows take, packed.
+    pub(crate) fn floats(self, rows: usize) -> usize {
+        match self.encoding {
+            Encoding::Plain => self.dtype.floats(rows * self.columns),
+            Encoding::Bf16 => Dtype::Bf16.floats(rows * self.columns),
+            Encoding::Int8 { block } => rows * int8::row_floats(self.columns, block),
+        }
+    }
+
+    /// Bytes from one packed row to the next.
+    pub(crate) fn row_bytes(self) -> usize {
+        match self.encoding {
+            Encoding::Plain => self.columns * self.dtype.size(),
+            Encoding::Bf16 => self.columns * Dtype::Bf16.size(),
+            Encoding::Int8 { .. } => self.floats(1) * size_of::<f32>(),
+        }
+    }
+
+    /// Packs all numbers of a slot into a place.
+    pub(crate) fn pack(self, place: &mut [f32], slot: &[f32]) {
+        match self.encoding {
+            Encoding::Plain => place.copy_from_slice(slot),
+            Encoding::Bf16 => {
+                let place: &mut [u16] = bytemuck::cast_slice_mut(place);
+                narrow(Dtype::Bf16, &mut place[..slot.len()], slot);
+            }
+            Encoding::Int8 { block } => {
+                let rows = place.chunks_exact_mut(self.floats(1));
+                let rows = rows.zip(slot.chunks_exact(self.slot_row()));
+                let mut widened = vec![0.0; self.columns];
+                for (packed, row) in rows {
+                    let row = match self.dtype {
+                        Dtype::F32 => row,
+                        dtype => {
+                            widen(dtype, &mut widened, bytemuck::cast_slice(row));
+                            &widened
+                        }
+                    };
+                    int8::pack(packed, row, block);
+                }
+            }
+        }
+    }
+
+    /// Unpacks the first numbers of a place to a slot.
+    pub(crate) fn unpack(self, slot: &mut [f32], place: &[f32]) {
+        match self.encoding {
+            Encoding::Plain => slot.copy_from_slice(place),
+            Encoding::Bf16 => {
+                let place: &[u16] = bytemuck::cast_slice(place);
+                widen(Dtype::Bf16, slot, &place[..slot.len()]);
+            }
+            Encoding::Int8 { block } => {
+                let packed = place.chunks_exact(self.floats(1));
+                let mut widened = vec![0.0; self.columns];
+                for (row, packed) in slot.chunks_exact_mut(self.slot_row()).zip(packed) {
+                    match self.dtype {
+                        Dtype::F32 => int8::unpack(row, packed, block),
+                        dtype => {
+                            int8::unpack(&mut widened, packed, block);
+                            narrow(dtype, bytemuck::cast_slice_mut(row), &widened);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Floats of a row in a slot. Rows of 16 bits have even numbers.
+    fn slot_row(self) -> usize {
+        self.dtype.floats(self.columns)
+    }
 }
 
-/// Widens the first numbers of a packed place to floats.
-pub(crate) fn unpack(to: &mut [f32], place: &[f32]) {
-    let place: &[u16] = bytemuck::cast_slice(place);
-    widen(Dtype::Bf16, to, &place[..to.len()]);
+/// Widens numbers of bf16, which take the last half of this memory, to floats in all of it.
+pub(crate) fn widen_in_place(all: &mut [f32]) {
+    const CHUNK: usize = 1 << 16;
+    let len = all.len();
+    let behind = 2 * (len - packed_bf16(len)); // halves before the first number
+    let halves: &mut [u16] = bytemuck::cast_slice_mut(all);
+    let mut done = 0;
+    // As many as can be written before the next number that is to be read.
+    while (behind + done) / 2 > done {
+        let end = (behind + done) / 2;
+        let (to, from) = halves.split_at_mut(2 * end);
+        let from = &from[behind + done - 2 * end..][..end - done];
+        let to: &mut [f32] = bytemuck::cast_slice_mut(&mut to[2 * done..]);
+        let chunks = to.par_chunks_mut(CHUNK).zip(from.par_chunks(CHUNK));
+        chunks.for_each(|(to, from)| widen(Dtype::Bf16, to, from));
+        done = end;
+    }
+    for at in done..len {
+        let number = bf16::from_bits(halves[behind + at]).to_f32();
+        bytemuck::cast_slice_mut::<u16, f32>(halves)[at] = number;
+    }
+}
+
+/// Floats that so many numbers of bf16 take.
+pub(crate) fn packed_bf16(numbers: usize) -> usize {
+    Dtype::Bf16.floats(numbers)
 }
 
 /// Rounds floats to a dtype of 16 bits.
@@ -83,5 +189,50 @@ pub(crate) fn widen(dtype: Dtype, to: &mut [f32], from: &[u16]) {
         Dtype::Bf16 => bytemuck::cast_slice::<_, bf16>(from).convert_to_f32_slice(to),
         Dtype::F16 => bytemuck::cast_slice::<_, f16>(from).convert_to_f32_slice(to),
         Dtype::F32 => unreachable!("floats are as wide as they can be"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_widened_where_they_lie() {
+        for len in (0..70).chain([1000, 1001, 300_001]) {
+            let numbers: Vec<f32> = (0..len).map(|at| (at * 7 % 251) as f32 - 100.0).collect();
+            let mut memory = vec![f32::NAN; len];
+            let packed = packed_bf16(len);
+            Packing::bf16(len).pack(&mut memory[len - packed..], &numbers);
+            widen_in_place(&mut memory);
+            assert_eq!(memory, numbers, "{len}");
+        }
+    }
+
+    #[test]
+    fn rows_are_near_what_they_were() {
+        for dtype in [Dtype::F32, Dtype::Bf16] {
+            let packing = Packing { dtype, encoding: Encoding::Int8 { block: 4 }, columns: 12 };
+            let numbers: Vec<f32> = (0..36).map(|at| (at * 5 % 17) as f32 - 8.0).collect();
+            let mut slot = numbers.clone();
+            if dtype == Dtype::Bf16 {
+                slot = vec![0.0; 18];
+                narrow(dtype, bytemuck::cast_slice_mut(&mut slot), &numbers);
+            }
+            let mut place = vec![f32::NAN; packing.floats(3)];
+            assert_eq!(place.len(), 3 * (3 + 3));
+            packing.pack(&mut place, &slot);
+            let mut back = vec![f32::NAN; slot.len()];
+            packing.unpack(&mut back, &place);
+            if dtype == Dtype::Bf16 {
+                let halves = std::mem::replace(&mut back, vec![0.0; 36]);
+                widen(dtype, &mut back, bytemuck::cast_slice(&halves));
+            }
+            for (block, back) in numbers.chunks(4).zip(back.chunks(4)) {
+                let most = block.iter().fold(0.0_f32, |most, x| most.max(x.abs()));
+                let off = block.iter().zip(back).map(|(x, back)| (x - back).abs());
+                let off = off.fold(0.0, f32::max);
+                assert!(off <= most / 254.0 + most / 256.0, "{dtype}: {block:?} {back:?}");
+            }
+        }
     }
 }

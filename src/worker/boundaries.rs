@@ -10,7 +10,7 @@ use super::device_side::DeviceSide;
 use super::step::StepState;
 use crate::kernels::STATISTICS;
 use crate::models::{Head, Part};
-use crate::tensor::{Dtype, View, packed_floats};
+use crate::tensor::{Dtype, Packing, View};
 
 /// A micro-batch of a boundary at a visit.
 #[derive(Clone, Copy)]
@@ -61,14 +61,21 @@ impl Worker {
 
     /// The first float and the number of floats that a micro-batch fills in the stash.
     pub(super) fn in_stash(&self, filled: Filled<'_>) -> (usize, usize) {
-        let floats = self.in_slot(filled);
+        let Filled { step, state, micro_batch, .. } = filled;
+        let rows = || state.range(micro_batch, &step.plan.schedule).rows.len();
         let floats = match filled.what().encoding {
-            Encoding::Plain => floats,
-            Encoding::PackedBf16 => packed_floats(floats),
+            Encoding::Plain => self.in_slot(filled),
+            Encoding::Bf16 | Encoding::Int8 { .. } => self.packing(filled.what()).floats(rows()),
         };
         let (at, room) = filled.state.stash.place(filled.boundary, filled.micro_batch);
         assert!(floats <= room, "{floats} floats in a place of {room}");
         (at, floats)
+    }
+
+    /// How the stash packs a boundary of hidden states or their gradients. Others are plain.
+    pub(super) fn packing(&self, boundary: &Boundary) -> Packing {
+        let (dtype, columns) = (self.plan.dtype, self.model.shape.hidden);
+        Packing { dtype, encoding: boundary.encoding, columns }
     }
 
     /// Where kernels find what the visit reads: in an input slot, or in the stash.

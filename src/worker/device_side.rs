@@ -16,7 +16,7 @@ use crate::devices::Device;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::plan::{Holder, Place, Plan};
-use crate::tensor::{Slots, View};
+use crate::tensor::{Packing, Slots, View};
 
 /// See the [module](self).
 pub(super) struct DeviceSide {
@@ -170,13 +170,13 @@ impl DeviceSide {
         &self,
         to: View,
         from: &[f32],
-        encoding: Encoding,
+        packing: Packing,
     ) -> Result<(), BoxedError> {
         let crosses = Crosses::UnlessStashedThere;
-        if encoding == Encoding::Plain {
+        if packing.encoding == Encoding::Plain {
             return self.upload(to, from, crosses);
         }
-        let unpack = || self.device.upload_packed(to, from);
+        let unpack = || self.device.upload_packed(to, from, packing);
         self.moves(unpack, size_of_val(from), &self.link_used().uploaded, crosses)
     }
 
@@ -185,14 +185,24 @@ impl DeviceSide {
         &self,
         to: &mut [f32],
         from: View,
-        encoding: Encoding,
+        packing: Packing,
     ) -> Result<(), BoxedError> {
-        let crosses = Crosses::UnlessStashedThere;
-        if encoding == Encoding::Plain {
-            return self.download(to, from, crosses);
+        match packing.encoding {
+            Encoding::Plain => self.download(to, from, Crosses::UnlessStashedThere),
+            _ => self.download_packed(to, from, packing, Crosses::UnlessStashedThere),
         }
+    }
+
+    /// Packs numbers of the device on their way to the host.
+    pub(super) fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+        crosses: Crosses,
+    ) -> Result<(), BoxedError> {
         let bytes = size_of_val(to);
-        let pack = || self.device.download_packed(to, from);
+        let pack = || self.device.download_packed(to, from, packing);
         self.moves(pack, bytes, &self.link_used().downloaded, crosses)
     }
 

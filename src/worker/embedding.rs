@@ -3,8 +3,9 @@
 
 use half::{bf16, f16};
 use l2l_actors::Step;
-use l2l_actors::schedule::{BlockId, Boundary, Encoding, MicroBatch, Role, Share, Visit};
+use l2l_actors::schedule::{BlockId, Encoding, MicroBatch, Role, Share, Visit};
 use l2l_actors::work::MasterAt;
+use rayon::prelude::*;
 
 use super::boundaries::Filled;
 use super::host_side::Squares;
@@ -14,7 +15,7 @@ use super::{Worker, host_math};
 use crate::eps::TableRows;
 use crate::kernels::STATISTICS;
 use crate::simd::Level;
-use crate::tensor::{Dtype, Element};
+use crate::tensor::{Dtype, Element, Packing, int8};
 
 /// Rows of the vocabulary for the tokens of a micro-batch.
 struct Gathered<'a> {
@@ -42,6 +43,29 @@ impl Gathered<'_> {
     }
 }
 
+impl Gathered<'_> {
+    /// The same for rows that are packed.
+    fn write_packed(
+        &self,
+        x: &mut [f32],
+        packing: Packing,
+        noise: Option<(usize, impl Fn(usize) -> (u64, f32) + Sync)>,
+    ) {
+        let packing = Packing { dtype: Dtype::F32, ..packing };
+        let rows = x.par_chunks_exact_mut(packing.floats(1)).zip(self.tokens).enumerate();
+        rows.for_each(|(at, (packed, token))| {
+            let row = (*token as usize).checked_sub(self.first);
+            if row.is_none_or(|row| (row + 1) * self.channels > self.table.len()) {
+                return;
+            }
+            let noise = noise.as_ref().map(|(rows, noise)| (*rows, move |_| noise(at)));
+            let mut row = vec![0.0_f32; self.channels];
+            Gathered { tokens: std::slice::from_ref(token), ..*self }.write(&mut row, noise);
+            packing.pack(packed, &row);
+        });
+    }
+}
+
 /// Gradients of hidden states, each a token's, in the order of the tokens.
 struct Scattered<'a> {
     level: Level,
@@ -59,6 +83,15 @@ impl Scattered<'_> {
             bytemuck::cast_slice::<f32, D>(dx).chunks_exact(self.channels).take(rows)
         });
         let rows: Vec<&[D]> = rows.collect();
+        host_math::scatter(self.level, table, self.tokens, &rows, self.scale);
+    }
+
+    /// The same for rows in 8 bits.
+    fn add_int8_to(&self, table: host_math::Table<'_>, block: u32) {
+        let row_floats = int8::row_floats(self.channels, block);
+        let rows = self.dx.iter().flat_map(|&(dx, rows)| dx.chunks_exact(row_floats).take(rows));
+        let rows: Vec<int8::Row<'_>> =
+            rows.map(|packed| int8::Row::new(packed, self.channels, block)).collect();
         host_math::scatter(self.level, table, self.tokens, &rows, self.scale);
     }
 }
@@ -127,19 +160,17 @@ impl Worker {
             let batch = batch.view();
             (tile.rows, move |row: usize| batch.noise(row, alpha, channels))
         });
-        self.host.threads.install(|| match self.stashed_dtype(schedule.boundary(id)) {
-            Dtype::F32 => rows.write(x, noise),
-            Dtype::Bf16 => rows.write(bytemuck::cast_slice_mut::<_, bf16>(x), noise),
-            Dtype::F16 => rows.write(bytemuck::cast_slice_mut::<_, f16>(x), noise),
+        let packing = self.packing(schedule.boundary(id));
+        self.host.threads.install(|| match (packing.encoding, packing.dtype) {
+            (Encoding::Int8 { .. }, _) => rows.write_packed(x, packing, noise),
+            (Encoding::Plain, Dtype::F32) => rows.write(x, noise),
+            (Encoding::Bf16, _) | (Encoding::Plain, Dtype::Bf16) => {
+                rows.write(bytemuck::cast_slice_mut::<_, bf16>(x), noise);
+            }
+            (Encoding::Plain, Dtype::F16) => {
+                rows.write(bytemuck::cast_slice_mut::<_, f16>(x), noise);
+            }
         });
-    }
-
-    /// The dtype in which the stash holds a boundary of hidden states or their gradients.
-    pub(super) fn stashed_dtype(&self, boundary: &Boundary) -> Dtype {
-        match boundary.encoding {
-            Encoding::PackedBf16 => Dtype::Bf16,
-            Encoding::Plain => self.plan.dtype,
-        }
     }
 
     fn begin_statistics(
@@ -205,10 +236,12 @@ impl Worker {
         };
         let level = self.host.level;
         let rows = Scattered { level, tokens, dx: &dx, channels, scale };
-        self.host.threads.install(|| match self.stashed_dtype(schedule.boundary(id)) {
-            Dtype::F32 => rows.add_to::<f32>(table),
-            Dtype::Bf16 => rows.add_to::<bf16>(table),
-            Dtype::F16 => rows.add_to::<f16>(table),
+        let Packing { encoding, dtype, .. } = self.packing(schedule.boundary(id));
+        self.host.threads.install(|| match (encoding, dtype) {
+            (Encoding::Int8 { block }, _) => rows.add_int8_to(table, block),
+            (Encoding::Plain, Dtype::F32) => rows.add_to::<f32>(table),
+            (Encoding::Bf16, _) | (Encoding::Plain, Dtype::Bf16) => rows.add_to::<bf16>(table),
+            (Encoding::Plain, Dtype::F16) => rows.add_to::<f16>(table),
         });
         self.host.measure(block, gradient)
     }

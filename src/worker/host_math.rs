@@ -3,13 +3,15 @@
 //! The host owns the vocabulary's table and the labels. So no device has a kernel for this, and the
 //! same loops run whatever the device is.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use crate::eps::TableRows;
 use crate::kernels::{Loss, label_of};
 use crate::random;
 use crate::simd::Level;
-use crate::tensor::Element;
+use crate::tensor::{Element, int8};
 
 /// Copies the rows of those tokens that lie in a tile, which holds rows `first..` of the
 /// vocabulary, times `scale`. y: (tokens, channels).
@@ -80,17 +82,46 @@ pub(super) struct Table<'t> {
     pub(super) first: usize,
 }
 
+/// A token's gradient, as it is stashed.
+pub(super) trait Gradient: Copy + Send + Sync {
+    fn channels(self) -> usize;
+    /// Adds a range of it to as many numbers, times `scale`.
+    fn add_to(self, sum: &mut [f32], range: Range<usize>, scale: f32);
+}
+
+impl<D: Element> Gradient for &[D] {
+    fn channels(self) -> usize {
+        self.len()
+    }
+
+    #[inline(always)]
+    fn add_to(self, sum: &mut [f32], range: Range<usize>, scale: f32) {
+        sum.iter_mut().zip(&self[range]).for_each(|(sum, &dy)| *sum += dy.to_f32() * scale);
+    }
+}
+
+impl Gradient for int8::Row<'_> {
+    fn channels(self) -> usize {
+        self.len()
+    }
+
+    #[inline(always)]
+    fn add_to(self, sum: &mut [f32], range: Range<usize>, scale: f32) {
+        sum.iter_mut().zip(self.numbers(range)).for_each(|(sum, dy)| *sum += dy * scale);
+    }
+}
+
 /// Adds gradients to the rows of those tokens that lie in a table. Each row's gradients are added
 /// in the order of the tokens, times `scale`. `gradients`: one for each token.
-pub(super) fn scatter<D: Element>(
+pub(super) fn scatter<G: Gradient>(
     level: Level,
     table: Table<'_>,
     tokens: &[u32],
-    gradients: &[&[D]],
+    gradients: &[G],
     scale: f32,
 ) {
     let Table { rows, from, first } = table;
-    let channels = gradients.first().map_or(1, |gradient| gradient.len());
+    let channels = gradients.first().map_or(1, |gradient| gradient.channels());
     let run = (rows.len() / channels).div_ceil(RUNS).max(1) * channels;
     rows.par_chunks_mut(run).enumerate().for_each(|(index, run_of_rows)| {
         let start = from + index * run;
@@ -104,8 +135,7 @@ pub(super) fn scatter<D: Element>(
                     let (low, high) = (at.max(start), (at + channels).min(end));
                     if low < high {
                         let to = &mut run_of_rows[low - start..high - start];
-                        let dy = &gradient[low - at..high - at];
-                        to.iter_mut().zip(dy).for_each(|(to, &dy)| *to += dy.to_f32() * scale);
+                        gradient.add_to(to, low - at..high - at, scale);
                     }
                 }
             },

@@ -15,13 +15,14 @@ use super::memory::HostLease;
 use super::ranks::Exchanged;
 use super::step::StepState;
 use super::{Worker, host_math, not_finite};
-use crate::config::{Config, NonFinite};
+use crate::config::{Config, GradientDtype, NonFinite};
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
 use crate::kernels::STATISTICS;
 use crate::optimizers::{UpdateRule, chunk_squares, unpacked_len};
 use crate::plan::Plan;
 use crate::simd::Level;
+use crate::tensor::widen_in_place;
 
 /// See the [module](self).
 pub(super) struct HostSide {
@@ -29,6 +30,7 @@ pub(super) struct HostSide {
     pub(super) rule: Box<dyn UpdateRule>,
     pub(super) clipping: Clipping,
     pub(super) non_finite: NonFinite,
+    gradient_dtype: GradientDtype,
     pub(super) threads: Arc<ThreadPool>,
     pub(super) level: Level,
     pub(super) seed: u64,
@@ -69,6 +71,7 @@ impl HostSide {
             rule,
             clipping: Clipping::new(&config.optimizer),
             non_finite: config.non_finite(),
+            gradient_dtype: config.device.gradient_dtype,
             threads: threads.clone(),
             level: Level::best(),
             seed: config.step.seed,
@@ -91,9 +94,12 @@ impl HostSide {
     }
 
     /// Adds gradients of earlier groups to one that has landed, in this order; copies the sum to
-    /// where it is kept.
+    /// where it is kept. One that came in bf16 is widened before.
     fn join(&self, landed: &mut [f32], parts: &[&[f32]], keep: Option<&mut [f32]>) {
         self.threads.install(|| {
+            if self.gradient_dtype == GradientDtype::Bf16 {
+                widen_in_place(landed);
+            }
             parts.iter().for_each(|part| add(landed, part));
             if let Some(keep) = keep {
                 let chunks = keep.par_chunks_mut(COPIED).zip(landed.par_chunks(COPIED));
@@ -170,7 +176,7 @@ impl Worker {
                 }
                 return Ok(loss);
             }
-            Work::Join { block, reduced, ref parts, keep } => {
+            Work::Join { block, reduced, ref parts, keep, .. } => {
                 let len = self.trained_len(block);
                 let parts: Vec<&[f32]> = parts.iter().map(|&part| host.part(part, len)).collect();
                 let keep = keep.map(|part| host.part_mut(part, len));

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use l2l_actors::schedule::{BlockId, Boundary, LayerId, MicroBatch, Role, Shard};
+use l2l_actors::schedule::{BlockId, LayerId, MicroBatch, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
@@ -12,10 +12,11 @@ use super::boundaries::Filled;
 use super::device_side::{Crosses, DeviceSide};
 use super::step::StepState;
 use super::{CacheSlot, Worker};
+use crate::config::GradientDtype;
 use crate::kernels::Kernels;
 use crate::models::{self, Part, VisitArgs};
 use crate::plan::Purpose;
-use crate::tensor::{Dtype, View, widen};
+use crate::tensor::{Dtype, Packing, View, packed_bf16, widen};
 
 impl Worker {
     /// Floats that a device is sent of a block.
@@ -54,12 +55,11 @@ impl Worker {
                     return Ok(());
                 }
                 let slot = self.input(device, filled, inputs);
-                let &Boundary { role, encoding, .. } = filled.what();
-                if role == Role::CachedKv {
+                if filled.what().role == Role::CachedKv {
                     return self.read_kv(device, filled, slot);
                 }
                 let from = host.stashed(self.in_stash(filled));
-                device.upload_stashed(slot, from, encoding)
+                device.upload_stashed(slot, from, self.packing(filled.what()))
             }
             ref other => unreachable!("{other} is not of the upload lane"),
         }
@@ -88,7 +88,15 @@ impl Worker {
             Work::DownloadGradient { block, gradients, reduced, .. } => {
                 let len = self.trained_len(block);
                 let gradient = device.gradient(gradients, len);
-                device.download(host.landing(reduced, len), gradient, Crosses::Always)
+                let landing = host.landing(reduced, len);
+                match self.plan.gradient_dtype {
+                    GradientDtype::F32 => device.download(landing, gradient, Crosses::Always),
+                    GradientDtype::Bf16 => {
+                        let packed = &mut landing[len - packed_bf16(len)..];
+                        let packing = Packing::bf16(len);
+                        device.download_packed(packed, gradient, packing, Crosses::Always)
+                    }
+                }
             }
             Work::DownloadBoundary { micro_batch, ref outputs } => {
                 let state = self.steps.of(operation.step().number);
@@ -98,12 +106,11 @@ impl Worker {
                     return Ok(());
                 }
                 let slot = self.output(device, filled, outputs);
-                let &Boundary { role, encoding, .. } = filled.what();
-                if role == Role::NewKv {
+                if filled.what().role == Role::NewKv {
                     return self.write_kv(device, filled, slot);
                 }
                 let to = host.stashed_mut(self.in_stash(filled));
-                device.download_stashed(to, slot, encoding)
+                device.download_stashed(to, slot, self.packing(filled.what()))
             }
             ref other => unreachable!("{other} is not of the download lane"),
         }

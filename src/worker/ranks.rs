@@ -133,8 +133,7 @@ impl Worker {
         let dealt = state.dealt.as_ref().expect("the step is dealt");
         let id = schedule.with_role(&visit.reads, Role::HiddenGradient);
         let boundary = id.expect("a scatter reads it");
-        let dtype = self.stashed_dtype(schedule.boundary(boundary));
-        let row = self.model.shape.hidden * dtype.size();
+        let row = self.packing(schedule.boundary(boundary)).row_bytes();
         let (exchanges, cut) = (&self.parts().exchanges, dealt.rows.in_bytes(row));
         let mut rows = self.host.exchanged.rows.write().expect("nothing panics inside");
         let rows = &mut bytemuck::cast_slice_mut::<f32, u8>(&mut rows)[..cut.len()];

@@ -20,7 +20,7 @@ use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::{Plan, Purpose, RankShare, StepShape, StepSpec, schedule_of};
 use crate::telemetry::Ledger;
-use crate::tensor::{Arena, View};
+use crate::tensor::{Arena, Packing, View};
 
 /// A model small enough to be run a thousand times.
 struct Small {
@@ -216,12 +216,17 @@ impl Device for Faulty {
         self.device.copy_from_peer(to, from)
     }
 
-    fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
-        self.device.upload_packed(to, from)
+    fn upload_packed(&self, to: View, from: &[f32], packing: Packing) -> Result<(), BoxedError> {
+        self.device.upload_packed(to, from, packing)
     }
 
-    fn download_packed(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
-        self.device.download_packed(to, from)
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
+        self.device.download_packed(to, from, packing)
     }
 
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {

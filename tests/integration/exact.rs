@@ -5,8 +5,8 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, Deal, Dtype, EpsTier, GroupConfig, LoraConfig, MasterDtype, OptimizerKind,
-    Recompute, ScheduleKind, StashDtype, StashPlace, TrainConfig, Transfer,
+    ChannelsConfig, Deal, Dtype, EpsTier, GradientDtype, GroupConfig, LoraConfig, MasterDtype,
+    OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace, TrainConfig, Transfer,
 };
 use l2l::data::Batches;
 use l2l::models::Base;
@@ -32,6 +32,8 @@ pub(crate) struct Case {
     pub(crate) rule: OptimizerKind,
     /// What the device computes with, and how masters are stored.
     pub(crate) precision: (Dtype, MasterDtype),
+    /// What boundaries are in the stash, and gradients on their way to the host.
+    pub(crate) encodings: (StashDtype, GradientDtype),
 }
 
 /// Which of its tensors are trained.
@@ -125,6 +127,8 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.schedule.kind = ways.kind;
     config.schedule.recompute = ways.recompute;
     (config.device.dtype, config.optimizer.masters) = case.precision;
+    (config.stash.dtype, config.device.gradient_dtype) = case.encodings;
+    config.stash.block_size = 8;
     // Steps that may change nothing need the model in memory.
     let on_file = ways.on_file && config.device.dtype != Dtype::F16;
     config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
@@ -210,9 +214,12 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
         (Dtype::Bf16, MasterDtype::Bf16),
         (Dtype::F16, MasterDtype::Auto),
     ]);
-    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, precisions);
+    let stashes = prop::sample::select(vec![StashDtype::F32, StashDtype::Bf16, StashDtype::Int8]);
+    let gradients = prop::sample::select(vec![GradientDtype::F32, GradientDtype::Bf16]);
+    let numbers = (precisions, (stashes, gradients));
+    let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
-        let (flags, trained, base, rule, precision) = flags;
+        let (flags, trained, base, rule, (precision, encodings)) = flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
@@ -228,6 +235,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             base,
             rule,
             precision,
+            encodings,
         }
     })
 }
@@ -396,6 +404,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     base: Base::AsIs,
     rule: OptimizerKind::Adamw,
     precision: (Dtype::F32, MasterDtype::Auto),
+    encodings: (StashDtype::F32, GradientDtype::F32),
 });
 
 #[test]

@@ -176,7 +176,6 @@ proptest! {
         let of = |ways: &Ways| {
             let mut config = config(&case, ways);
             config.eps.path = ways.on_file.then(|| folder.path().into());
-            config.stash.dtype = if packs { StashDtype::Bf16 } else { config.stash.dtype };
             config.optimizer.ema = packs.then_some(0.9);
             config
         };

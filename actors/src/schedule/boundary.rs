@@ -56,8 +56,13 @@ impl fmt::Display for Role {
 pub enum Encoding {
     /// As it lies in its slots on the device.
     Plain,
-    /// Each f32 rounded to bf16: packed when it is downloaded, unpacked when it is uploaded.
-    PackedBf16,
+    /// Each number rounded to bf16: packed when it is downloaded, unpacked when it is uploaded.
+    Bf16,
+    /// Each number as one of 255 multiples of its block's scale. Packed and unpacked likewise.
+    Int8 {
+        /// Numbers of a row that share a scale.
+        block: u32,
+    },
 }
 
 /// What a micro-batch carries from one visit to another, through the stash.

@@ -63,8 +63,15 @@ pub use visit::{DeviceId, Needs, Phase, Place, Visit, VisitKind};
 pub struct Block {
     /// Bytes of the published copy, in the device's dtype: what one upload moves.
     pub weight_bytes: u64,
-    /// Bytes of the f32 gradient of the trainable part: what one download moves.
+    /// Bytes of the f32 gradient of the trainable part.
     pub gradient_bytes: u64,
+    /// Bytes of that gradient as it leaves the device: what one download moves.
+    pub download_bytes: u64,
+    /// Bytes of that gradient as several processes exchange it, all parts together.
+    pub dealt_bytes: u64,
+    /// True when a gradient is encoded on its way, or where it lands. Then each passes a `Join`
+    /// behind its download, also where nothing is added to it.
+    pub encoded: bool,
     /// Bytes of the f32 master: what one read of a staged block moves. Of several processes, those
     /// of this one's part; so are the next two.
     pub master_bytes: u64,

@@ -64,7 +64,7 @@ impl Traffic {
                 add(&mut traffic.shards, all - uploaded);
             }
             let closed = resolved.closes.iter();
-            closed.for_each(|&id| add(&mut traffic.gradients, schedule.block(id).gradient_bytes));
+            closed.for_each(|&id| add(&mut traffic.gradients, schedule.block(id).download_bytes));
             for m in visit.micro_batches.clone() {
                 let bytes = |id: &BoundaryId| schedule.stashed_bytes(*id, m);
                 visit.reads.iter().for_each(|id| add(&mut traffic.inputs, bytes(id)));

@@ -102,7 +102,7 @@ impl Touch {
             &Work::Loss { visit, micro_batch } => {
                 touch.read_stash(&plan.schedule.visits[visit].reads, micro_batch, now);
             }
-            Work::Join { block, reduced, parts, keep } => {
+            Work::Join { block, reduced, parts, keep, .. } => {
                 touch.join((*block, now), *reduced, parts, *keep, &count);
             }
             &Work::Reduce { block, reduced, to_region } => {

@@ -113,9 +113,10 @@ pub enum Work {
     DownloadGradient { block: BlockId, group: GroupId, gradients: u32, reduced: u32 },
     /// Host: the summed loss of one micro-batch. Value: that sum.
     Loss { visit: usize, micro_batch: MicroBatch },
-    /// Host: adds kept gradients to a landing block, in this order, and copies the sum to `keep`,
-    /// if that is given. `parts` and `keep` are slots of pool `parts`.
-    Join { block: BlockId, reduced: u32, parts: Vec<u32>, keep: Option<u32> },
+    /// Host: decodes a group's gradient in a landing block, adds kept gradients to it, in this
+    /// order, and copies the sum to `keep`, if that is given. `parts` and `keep` are slots of pool
+    /// `parts`.
+    Join { block: BlockId, group: GroupId, reduced: u32, parts: Vec<u32>, keep: Option<u32> },
     /// Host: measures a landing block, and copies it into the block's gradient region where
     /// `to_region`. Value: its sum of squares.
     Reduce { block: BlockId, reduced: u32, to_region: bool },
@@ -341,7 +342,7 @@ impl Row {
                 let all = schedule.block(id).weight_bytes;
                 all - shard.bytes(all)
             }
-            Moves::Gradient(id) => schedule.block(id).gradient_bytes,
+            Moves::Gradient(id) => schedule.block(id).download_bytes,
             Moves::Region(id) => schedule.block(id).region_bytes,
             Moves::Master(id) => schedule.block(id).master_bytes,
             Moves::State(id) => {
@@ -355,9 +356,7 @@ impl Row {
             Moves::Boundary(id, m) => schedule.stashed_bytes(id, m),
             Moves::OtherParts(id) => schedule.of_others(schedule.block(id).weight_bytes),
             Moves::OtherPartsOfGradient(_) if !schedule.ranks.dealt => 0,
-            Moves::OtherPartsOfGradient(id) => {
-                schedule.of_others(schedule.block(id).gradient_bytes)
-            }
+            Moves::OtherPartsOfGradient(id) => schedule.of_others(schedule.block(id).dealt_bytes),
         }
     }
 }

@@ -21,6 +21,9 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
         Block {
             weight_bytes: bytes,
             gradient_bytes: 2 * bytes,
+            download_bytes: 2 * bytes,
+            dealt_bytes: 2 * bytes,
+            encoded: false,
             master_bytes: 3 * bytes,
             state_bytes: 4 * bytes,
             region_bytes: 2 * bytes,

@@ -281,7 +281,8 @@ fn residency_fetches_the_least() {
 fn shared_and_frozen_blocks_are_fetched_once_and_not_updated() {
     let mut model = model(2, 0, false); // blocks: 0 embedding, 1 and 2 stack
     let first = model.blocks[0];
-    model.blocks.push(Block { weight_bytes: 10, gradient_bytes: 20, frozen: true, ..first });
+    let frozen = Block { weight_bytes: 10, gradient_bytes: 20, download_bytes: 20, ..first };
+    model.blocks.push(Block { frozen: true, ..frozen });
     for layer in model.layers.iter_mut().filter(|layer| layer.kind == LayerKind::Stack) {
         let RingLayer { blocks, .. } = layer;
         blocks.push(BlockId(3));

@@ -40,7 +40,7 @@ use super::{Device, PeerView};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::simd::Level;
-use crate::tensor::{Arena, View, pack, unpack};
+use crate::tensor::{Arena, Packing, View};
 
 /// See the [module](self).
 pub(super) struct Cpu {
@@ -108,15 +108,20 @@ impl Device for Cpu {
         Ok(())
     }
 
-    fn upload_packed(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
+    fn upload_packed(&self, to: View, from: &[f32], packing: Packing) -> Result<(), BoxedError> {
         // SAFETY: as for other uploads.
-        unpack(unsafe { self.memory.write(to) }, from);
+        packing.unpack(unsafe { self.memory.write(to) }, from);
         Ok(())
     }
 
-    fn download_packed(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
+    fn download_packed(
+        &self,
+        to: &mut [f32],
+        from: View,
+        packing: Packing,
+    ) -> Result<(), BoxedError> {
         // SAFETY: as for other downloads.
-        pack(to, unsafe { self.memory.read(from) });
+        packing.pack(to, unsafe { self.memory.read(from) });
         Ok(())
     }
 

@@ -54,8 +54,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
 use crate::models::{Model, Part};
-use crate::tensor::Arena;
-use crate::tensor::View;
+use crate::tensor::{Arena, Packing, View};
 
 /// Micro-batches whose metadata is being copied at once, at most.
 const IN_FLIGHT: usize = 8;
@@ -246,12 +245,12 @@ impl Device for Cuda {
         self.driver.copy_from_peer(Stream::Peer, self.address(to), from, bytes)
     }
 
-    fn upload_packed(&self, _: View, _: &[f32]) -> Result<(), BoxedError> {
+    fn upload_packed(&self, _: View, _: &[f32], _: Packing) -> Result<(), BoxedError> {
         unreachable!("a packed stash is refused on this device")
     }
 
-    fn download_packed(&self, _: &mut [f32], _: View) -> Result<(), BoxedError> {
-        unreachable!("a packed stash is refused on this device")
+    fn download_packed(&self, _: &mut [f32], _: View, _: Packing) -> Result<(), BoxedError> {
+        unreachable!("packed gradients are refused on this device")
     }
 
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
