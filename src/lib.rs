@@ -30,6 +30,8 @@ pub mod models;
 
 pub mod optimizers;
 
+pub mod compression;
+
 pub mod config;
 
 pub mod eps;

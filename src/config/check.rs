@@ -45,6 +45,7 @@ impl Config {
         self.check_device()?;
         self.check_precision()?;
         self.check_parallel()?;
+        self.check_compression()?;
         self.check_schedule()?;
         must((0.0..1.0).contains(&self.depth.drop), "depth.drop", "in [0, 1)")?;
         must(self.depth.ramp_steps != Some(0), "depth.ramp_steps", "at least 1")?;

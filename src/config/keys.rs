@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ByteSize, DataConfig, DepthConfig, LossScaleConfig, NonFinite, OptimizerConfig, ParallelConfig,
-    ScheduleConfig, TrainConfig,
+    ByteSize, CompressionConfig, DataConfig, DepthConfig, LossScaleConfig, NonFinite,
+    OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig,
 };
 use crate::tensor::Dtype;
 
@@ -36,6 +36,8 @@ pub struct Config {
     pub depth: DepthConfig,
     /// How several devices share a step.
     pub parallel: ParallelConfig,
+    /// How gradients are compressed.
+    pub compression: CompressionConfig,
     /// The activations that wait between forward and backward.
     pub stash: StashConfig,
     /// The number of slots of each kind. More slots allow more overlap and take more memory.

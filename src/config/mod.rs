@@ -1,6 +1,7 @@
 //! The config as written: every key, its default, and what it must be. The plan is made from it.
 
 mod check;
+mod compression;
 mod data;
 mod depth;
 mod keys;
@@ -13,6 +14,7 @@ mod train;
 
 use std::path::Path;
 
+pub use compression::{CompressionConfig, CompressionKind};
 pub use data::{DataConfig, DataFile, FieldsConfig, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{

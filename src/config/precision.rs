@@ -177,6 +177,7 @@ impl Config {
 
     /// Refuses what a run that trains cannot have.
     pub(crate) fn check_training(&self) -> Result<(), Error> {
+        self.check_compressed_training()?;
         refuse(
             self.non_finite() == NonFinite::Skip && self.eps.tier == EpsTier::File,
             "eps.tier",

@@ -10,6 +10,7 @@ mod direct;
 mod file;
 mod index;
 mod init;
+mod kept;
 mod memory;
 mod parts;
 mod places;
@@ -23,12 +24,14 @@ use sha2::{Digest, Sha256};
 pub use direct::disk_bytes_per_second;
 pub(crate) use file::{FileTier, Folder};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
+pub(crate) use kept::Kept;
 pub(crate) use memory::Memory;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{part_floats, parts_of};
 pub(crate) use stored::TableRows;
 
 use crate::error::Error;
+use crate::fabric::parts::Parts;
 use crate::models::{BlockTensors, Model, Tensor};
 use crate::optimizers::{BlockStates, RuleState, StateLayout};
 
@@ -39,7 +42,12 @@ pub(crate) enum BlockPart {
     Parameters,
     /// One of the optimizer's states, by its index.
     State(usize),
+    /// One of the runs that compression keeps.
+    Kept(usize),
 }
+
+/// Numbers of parts that compression keeps begin here.
+const KEPT: usize = 1 << 16;
 
 impl BlockPart {
     /// Its index among the parts of a block: the masters, then the states.
@@ -47,12 +55,16 @@ impl BlockPart {
         match self {
             BlockPart::Parameters => 0,
             BlockPart::State(index) => 1 + index,
+            BlockPart::Kept(run) => KEPT + run,
         }
     }
 
-    /// All parts of a block with so many optimizer states.
-    fn all(states: usize) -> impl Iterator<Item = BlockPart> {
-        [BlockPart::Parameters].into_iter().chain((0..states).map(BlockPart::State))
+    fn of_index(index: usize) -> BlockPart {
+        match index {
+            0 => BlockPart::Parameters,
+            1..KEPT => BlockPart::State(index - 1),
+            _ => BlockPart::Kept(index - KEPT),
+        }
     }
 }
 
@@ -70,6 +82,8 @@ pub(crate) struct Eps {
     parts: Option<RankParts>,
     /// The optimizer's states of those tensors.
     states: StateLayout,
+    /// What compression keeps, if there is compression.
+    kept: Option<Kept>,
     tier: Tier,
 }
 
@@ -82,18 +96,28 @@ impl Eps {
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
         let tier = Tier::Memory(Memory::new(&tensors, &states, region));
-        Eps { tensors, parts: None, states, tier }
+        Eps { tensors, parts: None, states, kept: None, tier }
     }
 
     /// Blocks on file, with these optimizer states.
     pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: StateLayout, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
-        Eps { tensors, parts: None, states, tier }
+        Eps { tensors, parts: None, states, kept: None, tier }
     }
 
     /// The same EPS, whose tensors are this rank's parts of the model's.
     pub(crate) fn of_rank(self, parts: Option<RankParts>) -> Eps {
         Eps { parts, ..self }
+    }
+
+    /// The same EPS, with what compression keeps.
+    pub(crate) fn with_kept(self, kept: Option<Kept>) -> Eps {
+        Eps { kept, ..self }
+    }
+
+    /// What compression keeps, if there is compression.
+    pub(crate) fn kept(&self) -> Option<&Kept> {
+        self.kept.as_ref()
     }
 
     /// Which parts the ranks have, if there are several.
@@ -141,9 +165,11 @@ impl Eps {
         self.parts.as_ref().map_or_else(|| self.own_states(id), |parts| parts.states(id))
     }
 
-    /// The number of states of the tensor that has most.
-    pub(crate) fn most_states(&self) -> usize {
-        self.parts.as_ref().map_or(&self.states, RankParts::layout).count()
+    /// All parts of blocks but the masters.
+    pub(crate) fn state_parts(&self) -> impl Iterator<Item = BlockPart> + use<> {
+        let states = self.parts.as_ref().map_or(&self.states, RankParts::layout).count();
+        let kept = self.kept.as_ref().map_or(0, Kept::count);
+        (0..states).map(BlockPart::State).chain((0..kept).map(BlockPart::Kept))
     }
 
     /// What a block's part has of each tensor, in the order of their layer: bytes of the part, and
@@ -155,16 +181,22 @@ impl Eps {
         tensors: &'t BlockTensors,
     ) -> Vec<(&'t Tensor, Option<RuleState>, Range<usize>)> {
         const FLOAT: usize = size_of::<f32>();
-        let BlockPart::State(index) = part else {
-            let in_bytes = |range: Range<usize>| FLOAT * range.start..FLOAT * range.end;
-            let each = tensors.ranges().map(|(tensor, range)| (tensor, None, in_bytes(range)));
-            return each.collect();
-        };
         let of_tensor = |(at, tensor): (usize, &'t Tensor)| {
-            let (state, range) = self.states(id).of_tensor(at).get(index)?;
+            let (state, range) = match part {
+                BlockPart::Parameters => return None,
+                BlockPart::State(index) => self.states(id).of_tensor(at).get(index)?,
+                BlockPart::Kept(run) => {
+                    self.kept.as_ref()?.layout(id, run).tensors.get(at)?.as_ref()?
+                }
+            };
             let begin = FLOAT * range.start;
             Some((tensor, Some(state.clone()), begin..begin + state.bytes()))
         };
+        if part == BlockPart::Parameters {
+            let in_bytes = |range: Range<usize>| FLOAT * range.start..FLOAT * range.end;
+            let each = tensors.ranges().map(|(tensor, range)| (tensor, None, in_bytes(range)));
+            return each.collect();
+        }
         tensors.trained().iter().enumerate().filter_map(of_tensor).collect()
     }
 
@@ -209,9 +241,21 @@ impl Eps {
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
         let Some(parts) = &self.parts else { return self.read_own(id, part, read) };
-        let len = parts.own_of_part(id, part).len();
+        let cut = self.cut_of(parts, id, part);
+        let len = cut.of(parts.exchanges.rank()).len();
         let own = self.read_own(id, part, |own| own[..len].to_vec())?;
-        Ok(read(&parts.complete(id, part, &own)?))
+        Ok(read(&parts.complete(id, part, &cut, &own)?))
+    }
+
+    /// How a part of a block is cut. What compression keeps for a group is with the rank that
+    /// computes the group.
+    fn cut_of(&self, parts: &RankParts, id: BlockId, part: BlockPart) -> Parts {
+        let (BlockPart::Kept(run), Some(kept)) = (part, &self.kept) else {
+            return parts.of_part(id, part);
+        };
+        let (owner, len) = (kept.group_of(run), kept.layout(id, run).len);
+        let end = |rank: u32| if rank < owner { 0 } else { len };
+        Parts::new((0..parts.exchanges.ranks()).map(end).collect())
     }
 
     /// Reads a part of a block as it is stored.
@@ -221,6 +265,9 @@ impl Eps {
         part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
+        if let (BlockPart::Kept(run), Some(kept)) = (part, &self.kept) {
+            return Ok(kept.read_with(id, run, read));
+        }
         match &self.tier {
             Tier::Memory(memory) => Ok(memory.read_with(id, part, read)),
             Tier::File(file) => {
@@ -241,8 +288,9 @@ impl Eps {
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
         let Some(parts) = &self.parts else { return self.write_own(id, part, write) };
-        let own = parts.own_of_part(id, part);
-        let mut whole = vec![0.0; parts.len_of(id, part)];
+        let cut = self.cut_of(parts, id, part);
+        let own = cut.of(parts.exchanges.rank());
+        let mut whole = vec![0.0; cut.len()];
         self.write_own(id, part, |stored| {
             let stored = &mut stored[..own.len()];
             whole[own.clone()].copy_from_slice(stored);
@@ -258,6 +306,10 @@ impl Eps {
         part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
+        if let (BlockPart::Kept(run), Some(kept)) = (part, &self.kept) {
+            kept.write_with(id, run, write);
+            return Ok(());
+        }
         match &self.tier {
             Tier::Memory(memory) => {
                 memory.write_with(id, part, write);
@@ -274,7 +326,7 @@ impl Eps {
     /// # Errors
     /// As [`read_with`](Eps::read_with).
     pub(crate) fn digest(&self, model: &Model) -> Result<String, Error> {
-        self.digest_of(model, 0)
+        self.digest_of(model, &[])
     }
 
     /// SHA-256 of all masters and optimizer states, block by block.
@@ -282,14 +334,14 @@ impl Eps {
     /// # Errors
     /// As [`read_with`](Eps::read_with).
     pub(crate) fn full_digest(&self, model: &Model) -> Result<String, Error> {
-        self.digest_of(model, self.most_states())
+        self.digest_of(model, &self.state_parts().collect::<Vec<_>>())
     }
 
-    fn digest_of(&self, model: &Model, states: usize) -> Result<String, Error> {
+    fn digest_of(&self, model: &Model, states: &[BlockPart]) -> Result<String, Error> {
         let mut hasher = Sha256::new();
         let blocks = model.blocks.iter().enumerate();
         for (index, tensors) in blocks.filter(|(_, tensors)| !tensors.is_empty()) {
-            for part in BlockPart::all(states) {
+            for part in [BlockPart::Parameters].into_iter().chain(states.iter().copied()) {
                 let id = BlockId(index as u32);
                 let pieces = self.pieces(id, part, tensors);
                 self.read_with(id, part, |values| {

@@ -100,7 +100,7 @@ impl RankParts {
     }
 
     /// How a part of a block that the EPS has is cut.
-    fn of_part(&self, id: BlockId, part: BlockPart) -> Parts {
+    pub(super) fn of_part(&self, id: BlockId, part: BlockPart) -> Parts {
         match part {
             BlockPart::Parameters => self.of(id).clone(),
             BlockPart::State(state) => {
@@ -108,17 +108,8 @@ impl RankParts {
                 let none = || Parts::new(vec![0; self.exchanges.ranks() as usize]);
                 cuts.get(state).cloned().unwrap_or_else(none)
             }
+            BlockPart::Kept(_) => unreachable!("the EPS knows who keeps it"),
         }
-    }
-
-    /// What this rank has of a part of a block.
-    pub(super) fn own_of_part(&self, id: BlockId, part: BlockPart) -> Range<usize> {
-        self.of_part(id, part).of(self.exchanges.rank())
-    }
-
-    /// The length of a part of a whole block.
-    pub(super) fn len_of(&self, id: BlockId, part: BlockPart) -> usize {
-        self.of_part(id, part).len()
     }
 
     /// This rank's part of a block.
@@ -132,17 +123,17 @@ impl RankParts {
         blocks.map(|(tensors, id)| tensors.part(self.own(BlockId(id)))).collect()
     }
 
-    /// A part of a block, of all ranks, given this rank's.
+    /// A part of a block, of all ranks, given this rank's and how the part is cut.
     pub(super) fn complete(
         &self,
         id: BlockId,
         part: BlockPart,
+        parts: &Parts,
         own: &[f32],
     ) -> Result<Vec<f32>, Error> {
         if self.asks.load(Relaxed) && self.exchanges.rank() == 0 {
             self.say(Said::Asks(id, part))?;
         }
-        let parts = self.of_part(id, part);
         let mut whole = vec![0.0_f32; parts.len()];
         whole[parts.of(self.exchanges.rank())].copy_from_slice(own);
         let bytes = bytemuck::cast_slice_mut(&mut whole);
@@ -221,11 +212,7 @@ impl Said {
                     let bytes = words[4 * nth..][..4].try_into().expect("four bytes");
                     u32::from_le_bytes(bytes)
                 };
-                let part = match word(2) {
-                    0 => BlockPart::Parameters,
-                    state => BlockPart::State(state as usize - 1),
-                };
-                Said::Asks(BlockId(word(1)), part)
+                Said::Asks(BlockId(word(1)), BlockPart::of_index(word(2) as usize))
             }
         }
     }

@@ -105,8 +105,7 @@ fn dtype_of(dtype: StateDtype) -> Dtype {
 
 /// The tensors of the optimizer's states.
 fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
-    let parts = (0..eps.most_states()).map(BlockPart::State);
-    parts.flat_map(|part| file_tensors(model, eps, part)).collect()
+    eps.state_parts().flat_map(|part| file_tensors(model, eps, part)).collect()
 }
 
 /// Reads a directory's weights into the EPS. With `new_head` the files may lack the tensors of a

@@ -43,6 +43,8 @@ pub(crate) enum Holder {
     Moments,
     /// Gradients that wait for the norm, or for another contribution.
     GradientRegions,
+    /// What compression lost of gradients, and factors of matrices.
+    GradientErrors,
     /// Split masters as f32, for an update rule that wants them whole.
     UnpackedMasters,
     /// What an update rule works in.
@@ -124,7 +126,7 @@ impl Holder {
             Holder::FileBuffer => "file_desk",
             Holder::Masters => "masters",
             Holder::Moments => "moments",
-            Holder::GradientRegions => "gradient_regions",
+            Holder::GradientRegions | Holder::GradientErrors => "gradient_regions",
             Holder::UnpackedMasters | Holder::UpdateWorkspace | Holder::Exchanged => "desk",
             Holder::BatchMetadata => "notes",
         }

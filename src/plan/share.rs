@@ -8,6 +8,7 @@ use std::ops::Range;
 use l2l_actors::schedule::{Fetch, Reduction, StepPlan, group_spans};
 
 use super::Purpose;
+use crate::compression::Compression;
 use crate::config::Config;
 use crate::error::Error;
 use crate::fabric::Rank;
@@ -63,9 +64,23 @@ impl RankShare {
     }
 
     /// Refuses what several ranks cannot do.
-    pub(super) fn check(self, model: &Model, rule: Option<&dyn UpdateRule>) -> Result<(), Error> {
+    pub(super) fn check(
+        self,
+        config: &Config,
+        model: &Model,
+        rule: Option<&dyn UpdateRule>,
+    ) -> Result<(), Error> {
         if self.ranks == 1 {
             return Ok(());
+        }
+        let groups = config.parallel.groups;
+        if rule.is_some() && config.compression().is_some() && groups != self.ranks {
+            let problem = format_args!(
+                "is {groups}, and with compression each of {0} processes computes one group: set \
+                 {0}, or start {groups} processes",
+                self.ranks
+            );
+            return Err(Error::config("parallel.groups", problem));
         }
         if rule.is_some_and(|rule| !rule.is_elementwise()) {
             return Err(Error::argument(
@@ -111,7 +126,12 @@ pub struct FabricBytes {
 
 impl RankShare {
     /// What this process sends in a step, but for rows of the embedding's gradient.
-    pub(super) fn sends(self, plan: &StepPlan, model: &Model) -> FabricBytes {
+    pub(super) fn sends(
+        self,
+        plan: &StepPlan,
+        model: &Model,
+        compression: Option<Compression>,
+    ) -> FabricBytes {
         let others = u64::from(self.ranks - 1);
         if others == 0 {
             return FabricBytes::default();
@@ -125,6 +145,13 @@ impl RankShare {
             [own, bytes - own]
         };
         let block = |id: u32| &plan.schedule.blocks[id as usize];
+        let gradient = |id: u32| match compression {
+            None => part(id, block(id).gradient_bytes, true)[1],
+            Some(kind) => {
+                let block = &model.blocks[id as usize];
+                kind.sent_bytes(block, &crate::eps::cut(block, self.ranks), self.rank, self.ranks)
+            }
+        };
         let (fetched, dealt) = exchanges(plan);
         let dealt = dealt.into_iter().filter(|&id| id != SCATTER);
         FabricBytes {
@@ -132,7 +159,7 @@ impl RankShare {
                 .into_iter()
                 .map(|id| others * part(id, block(id).weight_bytes, false)[0])
                 .sum(),
-            gradients: dealt.map(|id| part(id, block(id).dealt_bytes, true)[1]).sum(),
+            gradients: dealt.map(gradient).sum(),
         }
     }
 }

@@ -9,6 +9,7 @@ use super::regions::{Holder, Place, Regions};
 use super::{
     KvCache, LinkBytes, Plan, RankShare, StepShape, StepSpec, pipelines, schedule_of, share,
 };
+use crate::compression::{self, Compression, Sizes};
 use crate::config::{
     ChannelsConfig, Config, Deal, DeviceKind, EpsTier, ScheduleKind, StashDtype, StashPlace,
 };
@@ -88,7 +89,7 @@ impl Sizing<'_> {
     pub(super) fn plan(self) -> Result<Plan, Error> {
         let StepShape { sequences, positions, .. } = self.steps[0];
         check_sizes(self.config, self.model, self.steps[0])?;
-        self.share.check(self.model, self.rule)?;
+        self.share.check(self.config, self.model, self.rule)?;
         if self.trains() {
             self.config.check_training()?;
         }
@@ -114,6 +115,7 @@ impl Sizing<'_> {
             peers: link.shards,
         });
         self.check_dtype()?;
+        self.check_rank()?;
         // A process that trains on a part of the batch evaluates whole ones.
         let all = schedules.all.iter().flat_map(|schedule| &schedule.micro_batches);
         let largest = all.copied().max().unwrap_or(1) as usize;
@@ -130,7 +132,7 @@ impl Sizing<'_> {
             upload_bytes: traffic.to_device(),
             download_bytes: traffic.from_device(),
             link_bytes: links.collect(),
-            fabric_bytes: self.share.sends(&walked, self.model),
+            fabric_bytes: self.share.sends(&walked, self.model, self.compression()),
             read_bytes: file_bytes.0,
             written_bytes: file_bytes.1,
             positions,
@@ -394,13 +396,33 @@ impl Sizing<'_> {
         regions.add(Holder::Masters, place, copies, blocks.all);
         regions.add(Holder::Moments, place, copies, blocks.states);
         regions.add(Holder::GradientRegions, place, 1, blocks.regions);
+        if let Some(kind) = self.compression() {
+            // Errors of the groups that this process computes, of whole blocks.
+            let groups = if self.share.ranks > 1 { 1 } else { self.config.parallel.groups };
+            let of_group = |block: &BlockTensors| -> usize {
+                kind.kept(block.trained(), 0).iter().map(|run| run.len).sum()
+            };
+            let floats: usize = self.model.blocks.iter().map(of_group).sum();
+            regions.add(Holder::GradientErrors, Place::HostOwn, groups as usize, floats);
+        }
     }
 
-    /// Floats for what other ranks send: parts of a gradient, and rows of the embedding's.
+    /// How gradients are compressed, if they are.
+    fn compression(&self) -> Option<Compression> {
+        self.config.compression().filter(|_| self.trains())
+    }
+
+    /// Floats for what other ranks send: parts of a gradient, and rows of the embedding's. For the
+    /// parts also what compression works in.
     fn exchanged(&self) -> [usize; 2] {
         let RankShare { rank, ranks } = self.share;
+        let compressed = self.compression().map(|kind| {
+            let sizes = Sizes { groups: self.config.parallel.groups, ranks };
+            let of_block = |block| kind.workspace(block, &cut(block, ranks), rank, sizes);
+            self.model.blocks.iter().map(of_block).max().unwrap_or(0)
+        });
         if ranks == 1 || !self.trains() {
-            return [0, 0];
+            return [compressed.unwrap_or(0), 0];
         }
         let parts = self
             .model
@@ -408,9 +430,30 @@ impl Sizing<'_> {
             .iter()
             .map(|block| cut(block, ranks).clipped(block.trained_len()).of(rank).len());
         let received = (ranks as usize - 1) * parts.max().unwrap_or(0);
+        let received = compressed.unwrap_or(received);
         let StepShape { sequences, positions, .. } = self.steps[0];
         let rows = sequences * positions * self.model.shape.hidden;
         [received, self.config.device.dtype.floats(rows)]
+    }
+
+    /// Refuses a rank at which no matrix is compressed.
+    fn check_rank(&self) -> Result<(), Error> {
+        let Some(Compression::PowerSgd { rank }) = self.compression() else { return Ok(()) };
+        let trained = self.model.blocks.iter().flat_map(BlockTensors::trained);
+        let most = trained.filter_map(compression::matrix_of);
+        let most = most.map(|(rows, columns)| compression::largest_rank(rows, columns)).max();
+        let most = most.unwrap_or(0);
+        if rank <= most {
+            return Ok(());
+        }
+        let problem = match most {
+            0 => format!("is {rank}, and no matrix is trained: set compression.kind = \"int8\""),
+            _ => format!(
+                "is {rank}, and factors of more than {most} columns are larger than every matrix \
+                 that is trained: set at most {most}"
+            ),
+        };
+        Err(Error::config("compression.rank", problem))
     }
 
     fn check_dtype(&self) -> Result<(), Error> {

@@ -158,6 +158,13 @@ fn ring_model(
             let packed = packed_bf16(tensors.trained_len()) * size_of::<f32>();
             (block.download_bytes, block.encoded) = (packed as u64, true);
         }
+        if let (Some(kind), Some(_)) = (config.compression(), states) {
+            let RankShare { rank, ranks } = share;
+            let sent = kind.sent_bytes(tensors, &cut(tensors, ranks), rank, ranks);
+            // As if each of the ranks sent as much.
+            let others = u64::from(ranks - 1).max(1);
+            (block.dealt_bytes, block.encoded) = (sent / others * u64::from(ranks), true);
+        }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
         block.state_bytes = (floats * size_of::<f32>()) as u64;
         if staged && share.ranks > 1 {

@@ -118,7 +118,7 @@ mod tests {
     #[test]
     fn extremes_stay_what_they_are() {
         assert_eq!(there_and_back(&[0.0, -0.0], 2), [0.0, 0.0]);
-        assert_eq!(there_and_back(&[f32::MAX, -f32::MAX], 2)[0] / f32::MAX, 1.0);
+        assert_eq!(there_and_back(&[3e38, -3e38], 2), [3e38, -3e38]);
         let tiny = f32::from_bits(3);
         assert!(there_and_back(&[tiny, -tiny], 2).iter().all(|x| x.abs() <= 2.0 * tiny));
         for odd in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

@@ -93,13 +93,17 @@ impl HostSide {
         self.eps.file().expect("the plan has blocks on file")
     }
 
+    /// Widens a gradient that came in bf16.
+    fn widen(&self, landed: &mut [f32]) {
+        if self.gradient_dtype == GradientDtype::Bf16 {
+            self.threads.install(|| widen_in_place(landed));
+        }
+    }
+
     /// Adds gradients of earlier groups to one that has landed, in this order; copies the sum to
-    /// where it is kept. One that came in bf16 is widened before.
+    /// where it is kept.
     fn join(&self, landed: &mut [f32], parts: &[&[f32]], keep: Option<&mut [f32]>) {
         self.threads.install(|| {
-            if self.gradient_dtype == GradientDtype::Bf16 {
-                widen_in_place(landed);
-            }
             parts.iter().for_each(|part| add(landed, part));
             if let Some(keep) = keep {
                 let chunks = keep.par_chunks_mut(COPIED).zip(landed.par_chunks(COPIED));
@@ -143,7 +147,7 @@ impl HostSide {
 }
 
 /// Adds a gradient to a sum, on all threads.
-fn add(sum: &mut [f32], gradient: &[f32]) {
+pub(super) fn add(sum: &mut [f32], gradient: &[f32]) {
     sum.par_chunks_mut(COPIED).zip(gradient.par_chunks(COPIED)).for_each(|(sum, gradient)| {
         sum.iter_mut().zip(gradient).for_each(|(sum, gradient)| *sum += gradient);
     });
@@ -176,11 +180,20 @@ impl Worker {
                 }
                 return Ok(loss);
             }
-            Work::Join { block, reduced, ref parts, keep, .. } => {
+            Work::Join { block, group, reduced, ref parts, keep } => {
                 let len = self.trained_len(block);
                 let parts: Vec<&[f32]> = parts.iter().map(|&part| host.part(part, len)).collect();
+                let (landed, is_last) = (host.landing(reduced, len), keep.is_none());
                 let keep = keep.map(|part| host.part_mut(part, len));
-                self.host.join(host.landing(reduced, len), &parts, keep);
+                self.host.widen(landed);
+                let kept = self.host.eps.kept();
+                if let Some(kept) = kept {
+                    self.host.compress(kept, block, group, landed);
+                }
+                self.host.join(landed, &parts, keep);
+                if let Some(kept) = kept.filter(|_| is_last && self.host.eps.parts().is_none()) {
+                    self.host.factorise(kept, block, (landed, 0..len), None)?;
+                }
             }
             Work::Reduce { block, reduced, to_region } => {
                 let landed = host.landing(reduced, self.host.trained_len(block));

@@ -6,6 +6,7 @@
 
 mod boundaries;
 mod clipping;
+mod compressed;
 mod counts;
 mod device_side;
 mod embedding;

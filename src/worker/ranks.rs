@@ -21,8 +21,8 @@ const ROWS: u64 = u64::MAX;
 
 /// Memory for what other ranks send.
 pub(super) struct Exchanged {
-    /// For each other rank what it has for this rank's part of a gradient.
-    parts: Mutex<Vec<f32>>,
+    /// For each other rank what it has for this rank's part of a gradient. Factors of matrices.
+    pub(super) parts: Mutex<Vec<f32>>,
     /// The rows of the embedding's gradient of a whole batch.
     pub(super) rows: RwLock<Vec<f32>>,
 }
@@ -97,6 +97,9 @@ impl Worker {
         let cut = parts.of_trained(block);
         let own = cut.of(parts.exchanges.rank());
         let gradient = host.landing(reduced, cut.len());
+        if let Some(kept) = self.host.eps.kept() {
+            return self.deal_compressed(kept, block, gradient, beat);
+        }
         if let Some(dealt) = &state.dealt {
             let (rank, ranks) = (parts.exchanges.rank() as usize, parts.exchanges.ranks() as usize);
             let mut received = self.host.exchanged.parts.lock().expect("nothing panics inside");

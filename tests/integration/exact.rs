@@ -5,8 +5,9 @@
 use std::sync::LazyLock;
 
 use l2l::config::{
-    ChannelsConfig, Deal, Dtype, EpsTier, GradientDtype, GroupConfig, LoraConfig, MasterDtype,
-    OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace, TrainConfig, Transfer,
+    ChannelsConfig, CompressionKind, Deal, Dtype, EpsTier, GradientDtype, GroupConfig, LoraConfig,
+    MasterDtype, OptimizerKind, Recompute, ScheduleKind, StashDtype, StashPlace, TrainConfig,
+    Transfer,
 };
 use l2l::data::Batches;
 use l2l::models::Base;
@@ -14,6 +15,7 @@ use l2l::plan::LinkBytes;
 use l2l::{Config, Plan, Trainer, hf, shape_of};
 use proptest::prelude::*;
 
+use crate::compression::{Encodings, encodings, possible};
 use crate::whole;
 
 /// What is trained: a case decides the bits of a run.
@@ -32,8 +34,7 @@ pub(crate) struct Case {
     pub(crate) rule: OptimizerKind,
     /// What the device computes with, and how masters are stored.
     pub(crate) precision: (Dtype, MasterDtype),
-    /// What boundaries are in the stash, and gradients on their way to the host.
-    pub(crate) encodings: (StashDtype, GradientDtype),
+    pub(crate) encodings: Encodings,
 }
 
 /// Which of its tensors are trained.
@@ -127,10 +128,12 @@ pub(crate) fn config(case: &Case, ways: &Ways) -> Config {
     config.schedule.kind = ways.kind;
     config.schedule.recompute = ways.recompute;
     (config.device.dtype, config.optimizer.masters) = case.precision;
-    (config.stash.dtype, config.device.gradient_dtype) = case.encodings;
+    (config.stash.dtype, config.device.gradient_dtype, config.compression.kind) = case.encodings;
     config.stash.block_size = 8;
-    // Steps that may change nothing need the model in memory.
-    let on_file = ways.on_file && config.device.dtype != Dtype::F16;
+    (config.compression.rank, config.compression.density) = (2, 0.1);
+    // Steps that may change nothing need the model in memory, and so does error feedback.
+    let in_memory = config.device.dtype == Dtype::F16 || config.compression().is_some();
+    let on_file = ways.on_file && !in_memory;
     config.eps.tier = if on_file { EpsTier::File } else { EpsTier::Memory };
     config.loss_scale.initial = 256.0;
     config.channels = ways.channels;
@@ -214,16 +217,14 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
         (Dtype::Bf16, MasterDtype::Bf16),
         (Dtype::F16, MasterDtype::Auto),
     ]);
-    let stashes = prop::sample::select(vec![StashDtype::F32, StashDtype::Bf16, StashDtype::Int8]);
-    let gradients = prop::sample::select(vec![GradientDtype::F32, GradientDtype::Bf16]);
-    let numbers = (precisions, (stashes, gradients));
+    let numbers = (precisions, encodings());
     let flags = (flags, prop::sample::select(Trained::ALL.to_vec()), bases, rules, numbers);
     (shape, flags).prop_map(|((layers, batch, micro_batch), flags)| {
         let (flags, trained, base, rule, (precision, encodings)) = flags;
         let (drops, clip, tied_tiles, groups) = flags;
         let turns = batch.div_ceil(micro_batch);
         let divisors = (1..=groups).rev().filter(|&groups| turns.is_multiple_of(groups));
-        Case {
+        possible(Case {
             layers,
             batch,
             micro_batch,
@@ -236,7 +237,7 @@ pub(crate) fn cases() -> impl Strategy<Value = Case> {
             rule,
             precision,
             encodings,
-        }
+        })
     })
 }
 
@@ -404,7 +405,7 @@ pub(crate) static SMALL: LazyLock<Case> = LazyLock::new(|| Case {
     base: Base::AsIs,
     rule: OptimizerKind::Adamw,
     precision: (Dtype::F32, MasterDtype::Auto),
-    encodings: (StashDtype::F32, GradientDtype::F32),
+    encodings: (StashDtype::F32, GradientDtype::F32, CompressionKind::None),
 });
 
 #[test]

@@ -11,6 +11,7 @@ mod cli;
 #[cfg(feature = "cli")]
 mod commands;
 mod composed;
+mod compression;
 #[cfg(feature = "cli")]
 mod cuda;
 mod depth;

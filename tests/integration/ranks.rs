@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Duration;
 
 use l2l::config::{
-    Deal, Dtype, EpsTier, MasterDtype, OptimizerKind, ScheduleKind, StashDtype, StashPlace,
+    CompressionKind, Deal, Dtype, EpsTier, MasterDtype, OptimizerKind, ScheduleKind, StashPlace,
     Transfer,
 };
 use l2l::data::Batches;
@@ -63,31 +63,31 @@ impl Fabric for Late {
 }
 
 /// What a rank saw: the bits of each step's loss and norm, and of an evaluation; the summary.
-type Seen = (Vec<[u64; 3]>, crate::Ending);
+pub(crate) type Seen = (Vec<[u64; 3]>, crate::Ending);
 
 /// What a rank is to do.
 #[derive(Clone)]
-struct Task {
-    config: Config,
+pub(crate) struct Task {
+    pub(crate) config: Config,
     /// Steps that were done before.
-    from: usize,
-    steps: usize,
-    evaluates: bool,
+    pub(crate) from: usize,
+    pub(crate) steps: usize,
+    pub(crate) evaluates: bool,
     /// Where it resumes from, and where it leaves a checkpoint.
-    resumes: Option<PathBuf>,
-    leaves: Option<PathBuf>,
+    pub(crate) resumes: Option<PathBuf>,
+    pub(crate) leaves: Option<PathBuf>,
     /// It resumes from the state on file.
-    resumes_file: bool,
+    pub(crate) resumes_file: bool,
 }
 
 impl Task {
-    fn new(config: Config, steps: usize) -> Task {
+    pub(crate) fn new(config: Config, steps: usize) -> Task {
         let (resumes, leaves) = (None, None);
         Task { config, from: 0, steps, evaluates: false, resumes, leaves, resumes_file: false }
     }
 
     /// Does it on a rank; on the only one if there is no fabric.
-    fn run(self, fabric: Option<Arc<dyn Fabric>>) -> Result<Seen, Error> {
+    pub(crate) fn run(self, fabric: Option<Arc<dyn Fabric>>) -> Result<Seen, Error> {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         runtime.block_on(async {
             let mut batches = Batches::open(&self.config)?;
@@ -125,7 +125,7 @@ impl Task {
 }
 
 /// Does a task on each rank of a fabric of threads; with the bytes that each sent, by channel.
-fn on_ranks(
+pub(crate) fn on_ranks(
     ranks: u32,
     task: impl Fn(Rank) -> Task + Sync,
 ) -> Vec<(Result<Seen, Error>, [u64; 6])> {
@@ -157,11 +157,13 @@ proptest! {
         packs in prop::bool::weighted(0.2),
     ) {
         const STEPS: usize = 3;
-        // The last micro-batch has one sequence.
-        let batch = (groups as usize * each - 1) * case.micro_batch + 1;
         // Blocks as small as these have two parts whatever is trained of them.
         let most = if let Trained::All = case.trained { groups } else { 2 };
         let ranks = ranks.min(groups).min(most);
+        // With compression, each rank computes one group.
+        let groups = if case.encodings.2 == CompressionKind::None { groups } else { ranks };
+        // The last micro-batch has one sequence.
+        let batch = (groups as usize * each - 1) * case.micro_batch + 1;
         let rule = match case.rule {
             rule @ (OptimizerKind::Adam | OptimizerKind::Sgd | OptimizerKind::Lion) => rule,
             _ => OptimizerKind::Adamw, // others need whole tensors
@@ -233,7 +235,7 @@ pub(crate) fn relay(groups: u32, micro_batch: usize) -> Config {
     config(&case, &Ways { kind: ScheduleKind::Relay, ..baseline() })
 }
 
-fn refused(ranks: u32, task: impl Fn(Rank) -> Task + Sync) -> Vec<String> {
+pub(crate) fn refused(ranks: u32, task: impl Fn(Rank) -> Task + Sync) -> Vec<String> {
     let all = on_ranks(ranks, task).into_iter();
     all.map(|(seen, _)| seen.expect_err("it is refused").to_string()).collect()
 }

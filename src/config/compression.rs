@@ -1,0 +1,105 @@
+//! `[compression]`: how gradients are compressed.
+
+use serde::{Deserialize, Serialize};
+
+use super::check::{must, refuse};
+use super::{Config, EpsTier, NonFinite};
+use crate::compression::{Compression, MOST_GROUPS};
+use crate::error::Error;
+
+/// `[compression]`
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(default, deny_unknown_fields)]
+pub struct CompressionConfig {
+    /// How the gradient of each group of micro-batches (`parallel.groups`) is compressed. `none`.
+    /// `int8`: 8 bits a number and a scale for each `block_size` of them; a number is off by at
+    /// most 1/254 of the largest of its block. `top-k`: the largest numbers of each 16384, and 0
+    /// for the others. `powersgd`: matrices as products of two factors of `rank` columns; vectors
+    /// stay exact. What is lost of a gradient is added to the next one (error feedback): the host
+    /// keeps 4 bytes a trained parameter for each group. Several processes exchange the compressed
+    /// gradients; one process computes the same numbers.
+    pub kind: CompressionKind,
+    /// With `powersgd`: columns of the factors. A matrix whose factors would not be smaller than
+    /// it stays as it is.
+    pub rank: usize,
+    /// With `top-k`: the share of the numbers that is kept, in (0, 0.5].
+    pub density: f64,
+    /// With `int8`: numbers that share a scale, a divisor of 16384.
+    pub block_size: usize,
+}
+
+/// See [`CompressionConfig::kind`].
+#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
+#[serde(rename_all = "kebab-case")]
+pub enum CompressionKind {
+    /// Gradients are exact.
+    #[default]
+    None,
+    /// 8 bits.
+    Int8,
+    /// The largest.
+    TopK,
+    /// Low-rank factors.
+    #[serde(rename = "powersgd")]
+    PowerSgd,
+}
+
+impl Default for CompressionConfig {
+    fn default() -> CompressionConfig {
+        CompressionConfig { kind: CompressionKind::None, rank: 4, density: 0.01, block_size: 256 }
+    }
+}
+
+impl Config {
+    /// How gradients are compressed, if they are.
+    pub fn compression(&self) -> Option<Compression> {
+        let CompressionConfig { kind, rank, density, block_size } = self.compression;
+        match kind {
+            CompressionKind::None => None,
+            CompressionKind::Int8 => Some(Compression::Int8 { block: block_size }),
+            CompressionKind::TopK => Some(Compression::TopK { density }),
+            CompressionKind::PowerSgd => Some(Compression::PowerSgd { rank }),
+        }
+    }
+
+    pub(super) fn check_compression(&self) -> Result<(), Error> {
+        let CompressionConfig { rank, density, block_size, .. } = self.compression;
+        must(rank >= 1, "compression.rank", "at least 1")?;
+        must(density > 0.0 && density <= 0.5, "compression.density", "in (0, 0.5]")?;
+        const CHUNK: usize = 16384;
+        if block_size == 0 || !CHUNK.is_multiple_of(block_size) {
+            let nearest =
+                (0..=CHUNK.ilog2()).map(|bits| 1 << bits).filter(|&b: &usize| b <= block_size);
+            let problem = format_args!(
+                "is {block_size}, which does not divide 16384: set {}",
+                nearest.max().unwrap_or(1)
+            );
+            return Err(Error::config("compression.block_size", problem));
+        }
+        refuse(
+            self.compression().is_some() && self.parallel.groups > MOST_GROUPS,
+            "parallel.groups",
+            "must be at most 16 with compression, which keeps errors for each group",
+        )
+    }
+
+    /// Refuses what a run that trains with compression cannot have.
+    pub(super) fn check_compressed_training(&self) -> Result<(), Error> {
+        let compresses = self.compression().is_some();
+        refuse(
+            compresses && self.eps.tier == EpsTier::File,
+            "eps.tier",
+            "is file, and compression keeps the errors of gradients in memory: set \"memory\", or \
+             leave compression out",
+        )?;
+        refuse(
+            compresses && self.non_finite() == NonFinite::Skip,
+            "compression.kind",
+            "keeps errors of each gradient, so a step cannot be skipped as if it had not been \
+             (device.dtype = \"f16\", loss_scale, step.non_finite = \"skip\"): set \
+             device.dtype = \"bf16\" and step.non_finite = \"stop\", or leave compression out",
+        )
+    }
+}
