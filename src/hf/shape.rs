@@ -138,20 +138,21 @@ fn head(config: &Config, shape: &Shape) -> Result<Head, Error> {
     };
     let own = task_of(shape.head);
     let classes = !shape.names.class_out.is_empty();
+    let token_classes = !shape.names.token_classes.is_empty();
     let labels = model.labels.as_ref().map_or(labels, Labels::count);
     let head = match model.task.unwrap_or(own) {
         Task::SequenceClassification if classes => Head::Classes { labels, is_value: labels == 1 },
-        Task::TokenClassification => Head::TokenClasses { labels },
+        Task::TokenClassification if token_classes => Head::TokenClasses { labels },
         task if task == task_of(tokens) => return Ok(tokens),
         task => {
             let mut tasks = vec![task_of(tokens)];
             tasks.extend(classes.then_some(Task::SequenceClassification));
-            tasks.push(Task::TokenClassification);
+            tasks.extend(token_classes.then_some(Task::TokenClassification));
             let tasks: Vec<&str> = tasks.into_iter().map(Task::name).collect();
             let (task, tasks, family) = (task.name(), tasks.join(" or "), shape.names.family);
             return Err(Error::config(
                 "model.task",
-                format_args!("is {task:?}: a {family} model can only do {tasks}"),
+                format_args!("is {task:?}: models of the family {family} can only do {tasks}"),
             ));
         }
     };

@@ -14,8 +14,8 @@ import sys
 import torch
 import transformers
 from transformers import (
-    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, Phi3Config,
-    Qwen2Config, Qwen3Config, RobertaConfig,
+    AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoModelForTokenClassification, BertConfig, DistilBertConfig, Gemma3TextConfig, GPT2Config, LlamaConfig, MistralConfig, OPTConfig,
+    Phi3Config, Qwen2Config, Qwen3Config, RobertaConfig,
 )
 
 STEPS, RATE, DECAY, BATCH, VOCABULARY = 10, 3e-3, 0.1, 5, 61
@@ -68,9 +68,14 @@ FAMILIES["gemma3_text"] = Gemma3TextConfig(
     query_pre_attn_scalar=20, sliding_window=5, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     rope_parameters={"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
                      "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}})
+OPT = dict(vocab_size=VOCABULARY, hidden_size=42, num_hidden_layers=2, num_attention_heads=3,
+           ffn_dim=56, init_std=0.2, max_position_embeddings=40, dropout=0.0, bos_token_id=None,
+           eos_token_id=None)
+FAMILIES["opt"] = OPTConfig(**OPT)
+CLASSES["opt-classes"] = FAMILIES["opt-classes"] = OPTConfig(**OPT, num_labels=3)
 WINDOWED = {"gemma3_text", "mistral", "qwen2", "mistral-classes", "phi3"}
 SEEDS = {"gemma3_text": 77}  # by its number, it would have a sequence without a label
-CAUSAL = {"gemma3_text", "llama", "mistral", "phi3", "qwen2", "qwen3"}
+CAUSAL = {"gemma3_text", "llama", "mistral", "opt", "phi3", "qwen2", "qwen3"}
 
 
 def sequences(family, generator):

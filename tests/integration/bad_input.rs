@@ -411,7 +411,7 @@ fn configs_of_other_families() {
         format!("model.path = \"{}\"\ndata.train = \"random\"\n", at.display())
     };
     type Change = fn(&mut Value);
-    let cases: [(&str, Change, &str); 13] = [
+    let cases: [(&str, Change, &str); 21] = [
         (
             "llama",
             |c| c["rope_parameters"]["rope_type"] = json!("yarn"),
@@ -435,12 +435,23 @@ fn configs_of_other_families() {
         ("qwen2", |c| c["layer_types"] = json!(["full_attention"]), "a list of 2 kinds"),
         ("bert", |c| c["type_vocab_size"] = json!(u64::MAX), "model.token_types is"),
         ("bert", |c| c["tie_word_embeddings"] = json!(false), "only true is built"),
+        ("opt", |c| c["do_layer_norm_before"] = json!(false), "Take another size"),
+        ("opt", |c| c["_remove_final_layer_norm"] = json!(true), "Take a checkpoint with one"),
+        ("opt", |c| c["word_embed_proj_dim"] = json!(24), "only hidden_size, which is 42, is"),
+        ("opt", |c| c["layerdrop"] = json!(0.1), "layerdrop is 0.1: only 0 is built. To leave"),
+        ("opt", |c| c["enable_bias"] = json!(false), "enable_bias is false: only true is built"),
+        ("opt", |c| c["layer_norm_elementwise_affine"] = json!(false), "only true is built"),
+        ("opt", |c| c["activation_function"] = json!("mish"), "known are gelu"),
+        ("opt", |c| c["num_attention_heads"] = json!(4), "hidden must be a multiple of heads"),
         ("roberta", |c| c["pad_token_id"] = json!(u64::MAX), "max_position_embeddings must be"),
         ("bert-classes", |c| c["problem_type"] = json!("regression"), "of 3 labels"),
     ];
     for (family, change, says) in cases {
         refused(&folder, &of(family, &change), &["config.json", says]);
     }
+    let tokens = of("opt", &|_| ()) + "model.task = \"token-classification\"\n";
+    let says = "the family opt can only do causal-lm or sequence-classification";
+    refused(&folder, &tokens, &["model.task", says]);
     let text = of("bert", &|_| ()).replace("random", "built-in");
     refused(&folder, &text, &["no tokenizer.json in"]);
 }

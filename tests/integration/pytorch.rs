@@ -101,7 +101,7 @@ async fn groups_that_are_clipped_are_pytorchs() {
     assert_eq!(check(config, &golden).await, relay);
 }
 
-pub(crate) const FAMILIES: [&str; 21] = [
+pub(crate) const FAMILIES: [&str; 23] = [
     "bert",
     "bert-classes",
     "bert-tokens",
@@ -117,6 +117,8 @@ pub(crate) const FAMILIES: [&str; 21] = [
     "llama-tokens",
     "mistral",
     "mistral-classes",
+    "opt",
+    "opt-classes",
     "phi3",
     "qwen2",
     "qwen3",
@@ -230,6 +232,34 @@ async fn logits_are_pytorchs() {
         println!("{name}: logits within {off:.1e}");
         assert!(off < 1e-4, "{name}: {off}");
         trainer.stop().await.expect("nothing fails here");
+    }
+}
+
+/// Weights are also read by the names that a model without a head has for them: transformers'
+/// `OPTModel` and its likes leave out the prefix.
+#[tokio::test]
+async fn names_without_a_prefix_are_read() {
+    for name in ["bert-classes", "gpt2-classes", "llama", "opt"] {
+        let (mut config, _) = case(name);
+        let prefix = l2l::shape_of(&config).expect("a case of ours").names.prefix;
+        let from = config.model.path.clone().expect("a case has one");
+        let folder = tempfile::tempdir().expect("a place for files");
+        fs::copy(from.join("config.json"), folder.path().join("config.json")).expect("committed");
+        let bytes = fs::read(from.join("model.safetensors")).expect("it is committed");
+        let all = safetensors::SafeTensors::deserialize(&bytes).expect("it is whole").tensors();
+        assert!(all.iter().any(|(name, _)| name.starts_with(prefix)), "{name}");
+        let short = |name: String| name.strip_prefix(prefix).unwrap_or(&name).to_string();
+        let all = all.into_iter().map(|(name, tensor)| (short(name), tensor));
+        let to = folder.path().join("model.safetensors");
+        safetensors::serialize_to_file(all, None, &to).expect("a directory of ours");
+        let mut digests = Vec::new();
+        for path in [from, folder.path().into()] {
+            config.model.path = Some(path);
+            let mut trainer = Trainer::start(config.clone()).await.expect("a case of ours");
+            digests.push(trainer.digest().await.expect("nothing fails here"));
+            trainer.stop().await.expect("nothing fails here");
+        }
+        assert_eq!(digests[0], digests[1], "{name}");
     }
 }
 

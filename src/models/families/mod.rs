@@ -7,6 +7,7 @@ mod gemma3;
 mod gpt2;
 mod llama;
 mod mistral;
+mod opt;
 mod phi3;
 mod qwen2;
 mod qwen3;
@@ -73,7 +74,7 @@ pub struct Names {
     pub class_activation: Activation,
     /// Whether dropout also comes before the first layer of the classifier.
     pub class_drops_first: bool,
-    /// The layer that classifies tokens.
+    /// The layer that classifies tokens. Empty: transformers has no such model of the family.
     pub token_classes: &'static str,
     /// Whether the dropout of a head of tokens' classes is the classifier's; else it is the
     /// feed-forward's.
@@ -98,7 +99,7 @@ impl Names {
 
     /// Whether the family has grouped-query attention: fewer key and value heads than heads.
     pub(crate) fn has_kv_heads(&self) -> bool {
-        self.family != "gpt2"
+        !["gpt2", "opt"].contains(&self.family)
     }
 }
 
@@ -135,13 +136,14 @@ const NONE: Names = Names {
 };
 
 /// All families.
-static FAMILIES: [&Names; 10] = [
+static FAMILIES: [&Names; 11] = [
     &bert::NAMES,
     &distilbert::NAMES,
     &gemma3::NAMES,
     &gpt2::NAMES,
     &llama::NAMES,
     &mistral::NAMES,
+    &opt::NAMES,
     &phi3::NAMES,
     &qwen2::NAMES,
     &qwen3::NAMES,
