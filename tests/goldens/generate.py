@@ -3,16 +3,19 @@
 Makes, below generate/, a directory a family: config.json, model.safetensors (as transformers writes them)
 and golden.json (prompts, and the tokens greedy decoding adds to each).
 
-    pip install torch transformers && python generate.py
+    pip install torch transformers && python generate.py [FAMILY...]
 """
 
 import itertools
 import json
 import pathlib
+import sys
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen3Config,
+)
 
 LENGTHS, NEW, MARGIN, DISTINCT = (1, 5, 17), 64, 1e-3, 5
 ALL = dict(vocab_size=97, initializer_range=0.2, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -29,6 +32,10 @@ FAMILIES = {
                              head_dim=12, sliding_window=7),
     "qwen3": Qwen3Config(**DECODER, num_hidden_layers=3, num_attention_heads=3, num_key_value_heads=1,
                          head_dim=12, tie_word_embeddings=True),
+    # An untied head, and the activation function of Galactica.
+    "opt": OPTConfig(**ALL, hidden_size=42, num_hidden_layers=2, num_attention_heads=3, ffn_dim=24,
+                     init_std=0.2, max_position_embeddings=96, dropout=0.0,
+                     activation_function="gelu", tie_word_embeddings=False),
 }
 # Saved as bf16, as such models mostly are; computed with as f64 and f32 all the same.
 HALF = {"llama": torch.bfloat16, "qwen3": torch.bfloat16}
@@ -58,6 +65,8 @@ def greedy(model, prompt):
 def main():
     here = pathlib.Path(__file__).parent / "generate"
     for family, config in FAMILIES.items():
+        if sys.argv[1:] and family not in sys.argv[1:]:
+            continue
         folder = here / family
         for seed in itertools.count():
             made(config, seed).to(HALF.get(family, torch.float32)).save_pretrained(folder)
