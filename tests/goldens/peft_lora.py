@@ -4,11 +4,12 @@ Makes, below `lora/`, a directory a case: adapter_config.json and adapter_model.
 writes them, and golden.json (losses, gradient norms, logits of the first sequence before them). The
 models and their data are those of `families.py` and `gpt2.py`.
 
-    pip install torch transformers peft && python peft_lora.py
+    pip install torch transformers peft && python peft_lora.py [CASE...]
 """
 
 import json
 import pathlib
+import sys
 
 import peft
 import torch
@@ -33,12 +34,15 @@ CASES = {
     "roberta-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
     "distilbert-linear": dict(r=3, lora_alpha=6, target_modules=ALL),
     "bert-classes-linear": dict(r=3, lora_alpha=6, target_modules=ALL, task_type="SEQ_CLS"),
+    "opt": dict(r=3, lora_alpha=4, target_modules=["q_proj", "k_proj", "out_proj", "fc1", "fc2"]),
 }
 
 
 def main():
     here = pathlib.Path(__file__).parent
     for number, (case, settings) in enumerate(CASES.items()):
+        if sys.argv[1:] and case not in sys.argv[1:]:
+            continue
         name = case.removesuffix("-linear")
         torch.manual_seed(100 + number)
         is_causal = name in CAUSAL or name == "tied"

@@ -15,7 +15,7 @@ use serde_json::Value;
 use crate::pytorch::{self, check, golden_of};
 
 /// A case ends with `-linear` where adapters are of all linear layers of the model before that.
-const CASES: [&str; 14] = [
+const CASES: [&str; 15] = [
     "tied",
     "llama",
     "mistral",
@@ -30,6 +30,7 @@ const CASES: [&str; 14] = [
     "roberta-linear",
     "distilbert-linear",
     "bert-classes-linear",
+    "opt",
 ];
 
 fn adapters(name: &str) -> PathBuf {
