@@ -343,18 +343,19 @@ mod tests {
                 "attention_bias": true, "mlp_bias": true, "attention_dropout": 0.1,
             })
         };
-        let encoder = |kind: &str| {
+        let learned = |kind: &str| {
             serde_json::json!({
                 "model_type": kind, "num_hidden_layers": 1, "hidden_size": 24,
                 "num_attention_heads": 3, "intermediate_size": 40, "vocab_size": 10,
                 "max_position_embeddings": 9, "type_vocab_size": 2,
                 "n_layers": 1, "dim": 24, "n_heads": 3, "hidden_dim": 40,
+                "ffn_dim": 40, "activation_function": "gelu",
             })
         };
         let decoders = ["llama", "mistral", "qwen2", "qwen3"].map(|kind| decoder(kind, 6));
-        let encoders = ["bert", "distilbert", "roberta"].map(encoder);
+        let learned = ["bert", "distilbert", "opt", "roberta"].map(learned);
         let read = |config| families::read(&config).expect("a config of ours");
-        let shapes = decoders.into_iter().chain(encoders).map(read).chain([small()]);
+        let shapes = decoders.into_iter().chain(learned).map(read).chain([small()]);
         for shape in shapes {
             for part in &Model::new(shape).parts {
                 if let Part::Stack(layer) = part {

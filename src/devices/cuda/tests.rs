@@ -274,6 +274,7 @@ fn models_are_pytorchs() {
         "roberta-classes",
         "bert-value",
         "gpt2-classes",
+        "opt",
     ] {
         for of in KINDS {
             let (mut config, expected) = golden(name);
@@ -438,7 +439,7 @@ fn text_goes_on() {
         return;
     }
     let runtime = emulated::runtime();
-    for family in ["gpt2", "mistral", "qwen3"] {
+    for family in ["gpt2", "mistral", "opt", "qwen3"] {
         let folder =
             Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/goldens/generate").join(family);
         let text = std::fs::read_to_string(folder.join("golden.json")).expect("it is committed");
