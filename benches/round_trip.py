@@ -3,12 +3,14 @@
 l2l loads a model, does a step with a learning rate of 0, and exports it. transformers loads both
 and compares weights and logits bit by bit.
 
-    cargo build --release && pip install torch transformers && python benches/round_trip.py
+    cargo build --release && pip install torch transformers
+    python benches/round_trip.py [CASE...]
 """
 
 import json
 import pathlib
 import subprocess
+import sys
 import tempfile
 
 import torch
@@ -17,6 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -25,11 +28,14 @@ KINDS = {
     "LMHeadModel": AutoModelForCausalLM,
     "MaskedLM": AutoModelForMaskedLM,
     "SequenceClassification": AutoModelForSequenceClassification,
+    "TokenClassification": AutoModelForTokenClassification,
 }
 
 
 def main():
     for source in sorted(path.parent for path in (ROOT / "tests/goldens").glob("*/golden.json")):
+        if sys.argv[1:] and source.name not in sys.argv[1:]:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             out = pathlib.Path(folder) / "out"
             sets = [

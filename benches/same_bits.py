@@ -33,7 +33,7 @@ MEASURED = {"seconds", "exposed_wait_seconds", "host_rss_bytes", "device_peak_by
 # Fields with prose, or with numbers of this machine (its free memory).
 MEASURED |= {"why_not", "fits", "largest_micro_batch"}
 
-CAUSAL = ["tied", "untied", "clipped", "llama", "mistral", "qwen2", "qwen3"]
+CAUSAL = ["tied", "untied", "clipped", "llama", "mistral", "opt", "qwen2", "qwen3"]
 ENCODERS = ["bert", "roberta", "distilbert"]
 CLASSIFIERS = ["bert-classes", "bert-value", "roberta-classes", "distilbert-classes"]
 FAMILIES = CAUSAL + ENCODERS + CLASSIFIERS
@@ -218,7 +218,7 @@ def generation(cases):
     ways = {"relay": {}, "resident": {"schedule.kind": "resident"}, "one": {"step.micro_batch": 1},
             "on-device": {"stash.place": "device"}, "shallow": SHALLOW, "file": ON_FILE,
             "stash-bf16": {"stash.dtype": "bf16"}}
-    for family in ("gpt2", "llama", "mistral", "qwen3"):
+    for family in ("gpt2", "llama", "mistral", "opt", "qwen3"):
         model = {"model.path": f"goldens/generate/{family}", "step.micro_batch": 2}
         given = ["--prompts", "data/prompts.jsonl", "--tokens", "24", "--ignore-end"]
         for name, how in draws.items():
