@@ -51,13 +51,18 @@ SETTINGS = {
     "Adafactor": (["optimizer.kind=adafactor"], 3e-2, 1e-1, 1e-3),
     "Muon": (["optimizer.kind=muon", "optimizer.muon_rate=match-rms-adamw"], 3e-3, 3e-3, 3e-4),
     "AdamW in 8 bits": (["optimizer.kind=adamw-8bit"], 3e-4, 1e-3, 1e-4),
-    "AdamW in bf16": (["optimizer.kind=adamw-bf16"], 3e-4, 1e-3, None),
-    "stash in bf16": (["stash.dtype=bf16"], 3e-4, 1e-3, None),
-    "device in bf16": (["device.dtype=bf16"], 3e-4, 1e-3, None),
-    "device in bf16, masters in bf16": (["device.dtype=bf16", "optimizer.masters=bf16"], 3e-4, 1e-3, None),
+    "AdamW in bf16": (["optimizer.kind=adamw-bf16"], 3e-4, 1e-3, 1e-4),
+    "stash in bf16": (["stash.dtype=bf16"], 3e-4, 1e-3, 1e-4),
+    "stash in 8 bits": (["stash.dtype=int8"], 3e-4, 1e-3, 1e-4),
+    "device in bf16": (["device.dtype=bf16"], 3e-4, 1e-3, 1e-4),
+    "device in bf16, masters in bf16": (["device.dtype=bf16", "optimizer.masters=bf16"], 3e-4, 1e-3, 1e-4),
     "the same, AdamW in 8 bits": (["device.dtype=bf16", "optimizer.masters=bf16", "optimizer.kind=adamw-8bit"],
-                                  3e-4, 1e-3, None),
-    "device in f16": (["device.dtype=f16"], 3e-4, 1e-3, None),
+                                  3e-4, 1e-3, 1e-4),
+    "device in f16": (["device.dtype=f16"], 3e-4, 1e-3, 1e-4),
+    "gradients in bf16": (["device.gradient_dtype=bf16"], 3e-4, 1e-3, 1e-4),
+    "gradients in 8 bits": (["compression.kind=int8", "parallel.groups=2"], 3e-4, 1e-3, 1e-4),
+    "the largest 1 % of gradients": (["compression.kind=top-k", "parallel.groups=2"], 3e-4, 1e-3, 1e-4),
+    "PowerSGD of rank 4": (["compression.kind=powersgd", "parallel.groups=2"], 3e-4, 1e-3, 1e-4),
 }
 TRIED = {  # on the built-in corpus, on whale, on spam
     "AdamW": ([1e-4, 3e-4, 1e-3, 3e-3], [1e-4, 3e-4, 1e-3, 3e-3], [1e-4]),
@@ -87,7 +92,9 @@ def keys_of(corpus, name, rate, run):
     """What a run sets beside its config."""
     keys = [f"data.sequence_length={SEQUENCE}", f"step.steps={STEPS[corpus]}", f"optimizer.learning_rate={rate}",
             f"checkpoint.directory={run}", f"validation.batches={VALIDATION[corpus]}"]
-    if corpus != "spam":
+    if corpus == "spam":
+        keys += ["step.micro_batch=4"]  # as compression of two groups needs
+    else:
         keys += ["step.batch=16", "step.micro_batch=8", "schedule.recompute=true", "optimizer.weight_decay=0.01",
                  "optimizer.betas=[0.9,0.999]", "optimizer.min_learning_rate=0", "optimizer.warmup_steps=5",
                  "validation.every_steps=100000", f"model.path={start(corpus)}"]

@@ -148,7 +148,7 @@ fn what_does_not_apply_is_refused() {
         (&|c| c.compression.density = 0.7, "compression.density must be in (0, 0.5]"),
         (&|c| c.compression.block_size = 100, "does not divide 16384: set 64"),
         (&|c| c.train.only = vec!["bias".into()], "no matrix is trained: set compression.kind ="),
-        (&|c| c.eps.tier = EpsTier::File, "eps.tier is file, and compression keeps the errors"),
+        (&|c| (c.eps.tier, c.eps.path) = (EpsTier::File, Some("eps".into())), "eps.tier is file, and compression keeps the errors"),
         (&|c| c.step.non_finite = NonFinite::Skip, "a step cannot be skipped as if it had not"),
         (&|c| c.device.dtype = Dtype::F16, "set device.dtype = \"bf16\""),
         (
