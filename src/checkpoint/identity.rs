@@ -23,7 +23,7 @@ pub(crate) struct Identity<'r> {
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 28] = [
+const FREE: [&str; 29] = [
     "checkpoint",
     "channels",
     "data.validation",
@@ -48,6 +48,7 @@ const FREE: [&str; 28] = [
     "parallel.weights",
     "schedule",
     "stash.place",
+    "stash.relu_density",
     "step.epochs",
     "step.steps",
     "validation",

@@ -154,6 +154,20 @@ impl Config {
              stash of a GPU follows",
         )?;
         must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
+        let density = self.stash.relu_density;
+        let is_share = density.is_none_or(|density| density > 0.0 && density <= 1.0);
+        must(is_share, "stash.relu_density", "in (0, 1]")?;
+        refuse(
+            density.is_some() && self.schedule.recompute.keep().is_none(),
+            "stash.relu_density",
+            "has no effect while everything is recomputed: set schedule.recompute = false or \
+             \"attention\", or leave it out",
+        )?;
+        refuse(
+            density.is_some() && on_cuda,
+            "stash.relu_density",
+            "is for device.kind = \"cpu\": leave it out",
+        )?;
         refuse(
             on_cuda && self.device.gradient_dtype == GradientDtype::Bf16,
             "device.gradient_dtype",

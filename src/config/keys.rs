@@ -271,11 +271,22 @@ pub struct StashConfig {
     pub dtype: StashDtype,
     /// With `dtype = "int8"`: values that share a scale, a divisor of the model's width.
     pub block_size: u32,
+    /// For models with ReLU (OPT) whose saved activations wait here (`schedule.recompute`): of what
+    /// a feed-forward's ReLU reads, a bit for each number waits and the positive numbers, up to
+    /// this share of each row; bits alone where the weights behind the ReLU are not trained.
+    /// Results stay the same, bit for bit: where more are positive, they are recomputed. All
+    /// numbers wait when it is absent. For the CPU device.
+    pub relu_density: Option<f64>,
 }
 
 impl Default for StashConfig {
     fn default() -> StashConfig {
-        StashConfig { place: StashPlace::Auto, dtype: StashDtype::F32, block_size: 64 }
+        StashConfig {
+            place: StashPlace::Auto,
+            dtype: StashDtype::F32,
+            block_size: 64,
+            relu_density: None,
+        }
     }
 }
 

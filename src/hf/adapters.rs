@@ -39,7 +39,9 @@ pub fn training_of(config: &Config) -> Result<Training, Error> {
     let TrainConfig { only, frozen, lora, base, .. } = &config.train;
     let (only, frozen, dtype) = (only.clone(), frozen.clone(), config.device.dtype);
     let masters = config.master_format()?;
-    let mut training = Training { only, frozen, lora: None, base: *base, dtype, masters };
+    let relu_density = config.stash.relu_density;
+    let mut training =
+        Training { only, frozen, lora: None, base: *base, dtype, masters, relu_density };
     let Some(lora) = lora else { return Ok(training) };
     let LoraConfig { rank, alpha, rank_stabilised, dropout, targets, path } = lora;
     let (mut adapters, saved) = match path {

@@ -26,6 +26,7 @@ mod kv_cache;
 mod linear;
 mod loss;
 mod norm;
+mod positive;
 mod quantised;
 mod rotary;
 #[cfg(test)]
@@ -48,6 +49,7 @@ pub(crate) use linear::LinearSize;
 pub use linear::{Linear, LinearBackward};
 pub use loss::{CrossEntropy, Loss, Smoothing};
 pub use norm::{Norm, NormBackward};
+pub use positive::{PackPositive, UnpackPositive, packed_row};
 pub use quantised::Dequantise;
 pub use rotary::{Rotary, RotaryScaling, Rotate};
 
@@ -118,6 +120,13 @@ pub trait Kernels {
 
     /// See [`Dequantise`].
     fn dequantise(&self, op: &Dequantise);
+
+    /// See [`PackPositive`].
+    fn pack_positive(&self, op: &PackPositive);
+
+    /// See [`UnpackPositive`]. False: a row has more positive numbers than there was room for, and
+    /// what is written is of no use.
+    fn unpack_positive(&self, op: &UnpackPositive) -> bool;
 
     /// See [`AddColumns`].
     fn add_columns(&self, op: &AddColumns);

@@ -193,6 +193,12 @@ pub trait Layer: Send + Sync {
     /// dtype. Those of a micro-batch take the sum over its sequences.
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
 
+    /// Saves of what a ReLU reads only the positive numbers, up to this share of them, or signs
+    /// alone where nothing else is read of these trained tensors. Whether it has such a ReLU.
+    fn pack_relu(&mut self, _density: f64, _trained: &[Tensor]) -> bool {
+        false
+    }
+
     /// Computes `y`.
     fn forward(&self, kernels: &dyn Kernels, pass: &Forward<'_>);
 

@@ -28,6 +28,8 @@ pub struct Training {
     pub dtype: Dtype,
     /// How masters are stored.
     pub masters: MasterFormat,
+    /// Of what feed-forwards of ReLU read, only positive numbers are saved, up to this share.
+    pub relu_density: Option<f64>,
 }
 
 /// Low-rank adapters (Hu et al. 2021) of a model's products.
@@ -130,7 +132,9 @@ impl Model {
         let of_tiles = |tile_elements| {
             let stack = Model::stack_of(shape, &adapters);
             let mut model = Model::with_tiles(shape, stack, of_classes(), tile_elements);
-            model.freeze(training).map(|()| model)
+            model.freeze(training)?;
+            model.pack_relu(training.relu_density)?;
+            Ok::<_, Error>(model)
         };
         let plain = Model::new(shape);
         if let Some(lora) = &training.lora {
@@ -156,7 +160,7 @@ impl Model {
     /// A pattern names nothing, nothing is trained, or nothing is frozen that could be stored in
     /// another way.
     pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
-        let &Training { ref only, ref frozen, ref lora, base, dtype, masters } = training;
+        let &Training { ref only, ref frozen, ref lora, base, dtype, masters, .. } = training;
         for block in &mut self.blocks {
             *block = std::mem::take(block).with_masters(masters);
         }
@@ -203,6 +207,25 @@ impl Model {
             false => base == Base::AsIs || pieces.next().is_some(),
         };
         if is_stored { Ok(()) } else { Err(no_base("no matrix is frozen")) }
+    }
+
+    /// Saves only positive numbers of what feed-forwards of ReLU read.
+    fn pack_relu(&mut self, density: Option<f64>) -> Result<(), Error> {
+        let Some(density) = density else { return Ok(()) };
+        let mut is_packed = false;
+        for (part, blocks) in self.parts.iter_mut().zip(&self.part_blocks) {
+            if let Part::Stack(layer) = part {
+                is_packed |= layer.pack_relu(density, self.blocks[blocks[0].0 as usize].trained());
+            }
+        }
+        if is_packed {
+            return Ok(());
+        }
+        let problem = format_args!(
+            "is for feed-forwards of ReLU, and this model has {:?}: leave it out",
+            self.shape.activation.name()
+        );
+        Err(Error::config("stash.relu_density", problem))
     }
 
     /// Refuses patterns that name no tensor.

@@ -2,13 +2,17 @@
 //! random cases of `exact.rs` and `ranks.rs`, which draw them all: what they save, what resumes,
 //! what is refused.
 
-use l2l::config::{CompressionKind, Dtype, EpsTier, GradientDtype, NonFinite, StashDtype};
+use l2l::config::{
+    CompressionKind, Dtype, EpsTier, GradientDtype, LoraConfig, NonFinite, Recompute, StashDtype,
+    StashPlace,
+};
 use l2l::models::Model;
 use l2l::plan::{FabricBytes, RankShare};
 use l2l::{Config, Plan, shape_of};
 use proptest::prelude::*;
 
 use crate::exact::{self, Case, SMALL, Trained, baseline, run};
+use crate::pytorch::case;
 use crate::ranks::{Task, on_ranks, refused, relay};
 
 /// What boundaries are in the stash; gradients on their way to the host; and what they become.
@@ -133,6 +137,51 @@ fn losses_fall_nearly_as_without() {
     }
 }
 
+/// Positive numbers and their places are all that a ReLU's backward reads: with them alone in the
+/// stash, an OPT is the same to the bit, whether there is room for all of them or for few, and the
+/// link moves fewer bytes, as many as the plan says.
+#[test]
+fn packed_relus_give_the_same_bits() {
+    type Change<'c> = &'c dyn Fn(&mut Config);
+    let frozen = |config: &mut Config| config.train.frozen = vec!["fc2.weight".into()];
+    let adapters = |config: &mut Config| {
+        let targets = Some(vec!["q_proj".into(), "fc1".into()]);
+        config.train.lora = Some(LoraConfig { targets, ..LoraConfig::default() });
+    };
+    let in_halves = |config: &mut Config| config.device.dtype = Dtype::Bf16;
+    let changes: [(Change<'_>, bool); 4] =
+        [(&|_| (), false), (&frozen, true), (&adapters, true), (&in_halves, false)];
+    for recompute in [Recompute::from(false), Recompute::ATTENTION] {
+        for (change, signs_alone) in changes {
+            let of = |density: Option<f64>, devices: u32| {
+                let (mut config, _) = case("opt");
+                // All sequences have one length, so each step moves the plan's bytes.
+                (config.data.train, config.data.sequence_length) = ("random".into(), Some(9));
+                config.schedule.recompute = recompute;
+                config.stash.place = StashPlace::Host;
+                config.device.count = Some(devices);
+                change(&mut config);
+                config.stash.relu_density = density;
+                let planned = exact::planned(&config, 4);
+                let (bits, ending) = run(config, 4);
+                assert_eq!(ending.summary.links, planned);
+                (bits, ending.weights_digest.clone(), ending.summary.bytes_downloaded)
+            };
+            let all = of(None, 1);
+            let packed = [of(Some(1.0), 1), of(Some(0.6), 2), of(Some(0.02), 1)];
+            for packed in &packed {
+                assert_eq!((&packed.0, &packed.1), (&all.0, &all.1));
+            }
+            let [whole, some, few] = packed.map(|packed| packed.2);
+            if signs_alone {
+                assert!(whole == some && some == few && few < all.2, "{few} of {}", all.2);
+            } else {
+                assert!(few < some && some < all.2.min(whole), "{few}, {some}, {whole}");
+            }
+        }
+    }
+}
+
 /// What does not apply is refused, with the nearest that works.
 #[test]
 fn what_does_not_apply_is_refused() {
@@ -142,18 +191,29 @@ fn what_does_not_apply_is_refused() {
         let task = Task::new(config, 1);
         task.run(None).expect_err("it is refused").to_string()
     };
-    let cases: [(&dyn Fn(&mut Config), &str); 9] = [
+    let cases: [(&dyn Fn(&mut Config), &str); 11] = [
         (&|c| c.compression.rank = 20, "compression.rank is 20, and factors of more than 19 "),
         (&|c| c.compression.rank = 0, "compression.rank must be at least 1"),
         (&|c| c.compression.density = 0.7, "compression.density must be in (0, 0.5]"),
         (&|c| c.compression.block_size = 100, "does not divide 16384: set 64"),
         (&|c| c.train.only = vec!["bias".into()], "no matrix is trained: set compression.kind ="),
-        (&|c| (c.eps.tier, c.eps.path) = (EpsTier::File, Some("eps".into())), "eps.tier is file, and compression keeps the errors"),
+        (
+            &|c| (c.eps.tier, c.eps.path) = (EpsTier::File, Some("eps".into())),
+            "eps.tier is file, and compression keeps the errors",
+        ),
         (&|c| c.step.non_finite = NonFinite::Skip, "a step cannot be skipped as if it had not"),
         (&|c| c.device.dtype = Dtype::F16, "set device.dtype = \"bf16\""),
         (
             &|c| (c.stash.dtype, c.stash.block_size) = (StashDtype::Int8, 7),
             "stash.block_size is 7, which does not divide the model's width of 24: set 6",
+        ),
+        (
+            &|c| c.stash.relu_density = Some(0.5),
+            "stash.relu_density is for feed-forwards of ReLU, and this model has \"gelu_new\"",
+        ),
+        (
+            &|c| (c.stash.relu_density, c.schedule.recompute) = (Some(0.5), true.into()),
+            "stash.relu_density has no effect while everything is recomputed",
         ),
     ];
     for (change, expected) in cases {

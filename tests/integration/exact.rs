@@ -324,7 +324,7 @@ impl Ways {
 }
 
 /// The bytes that so many steps move, by device, as the plan says.
-fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
+pub(crate) fn planned(config: &Config, steps: u64) -> Vec<LinkBytes> {
     let model = hf::model_of(config, shape_of(config).expect("a shape of ours"));
     let model = model.expect("a model of ours");
     let plan = Plan::new(config, &model, &config.update_rule()).expect("a plan of ours");

@@ -3,14 +3,15 @@
 use super::views::CpuKernels;
 use super::{
     activation, attention, classes, columns, copy, cross_entropy, custom, dropout, embedding,
-    head_norm, kv_cache, linear, norm, quantised, rotary,
+    head_norm, kv_cache, linear, norm, positive, quantised, rotary,
 };
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
     ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, Gate, GateBackward, HeadNorm,
-    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PooledRows,
-    PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
+    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PackPositive,
+    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns,
+    UnpackPositive, WriteKv,
 };
 use crate::tensor::Scratch;
 
@@ -117,6 +118,16 @@ impl Kernels for CpuKernels<'_> {
     fn dequantise(&self, op: &Dequantise) {
         op.check();
         quantised::dequantise(self, op);
+    }
+
+    fn pack_positive(&self, op: &PackPositive) {
+        op.check();
+        positive::pack(self, op);
+    }
+
+    fn unpack_positive(&self, op: &UnpackPositive) -> bool {
+        op.check();
+        positive::unpack(self, op)
     }
 
     fn add_columns(&self, op: &AddColumns) {

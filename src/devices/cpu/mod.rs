@@ -21,6 +21,7 @@ mod math;
 mod norm;
 #[cfg(test)]
 mod oracle;
+mod positive;
 mod product;
 mod quantised;
 mod rates;

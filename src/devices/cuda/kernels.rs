@@ -8,8 +8,9 @@ use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
     ClassLoss, ClassLossBackward, Clear, Custom, Dequantise, Gate, GateBackward, HeadNorm,
-    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PooledRows,
-    PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns, WriteKv,
+    HeadNormBackward, Kernels, Linear, LinearBackward, Logits, Norm, NormBackward, PackPositive,
+    PooledRows, PooledRowsBackward, ReadKv, Residual, Rotate, Score, ScoreBackward, TakeColumns,
+    UnpackPositive, WriteKv,
 };
 use crate::tensor::{Scratch, View};
 
@@ -174,6 +175,14 @@ impl Kernels for CudaKernels<'_> {
     fn dequantise(&self, op: &Dequantise) {
         op.check();
         self.run(|on| on.dequantise(op));
+    }
+
+    fn pack_positive(&self, _: &PackPositive) {
+        unreachable!("packed activations are refused on this device");
+    }
+
+    fn unpack_positive(&self, _: &UnpackPositive) -> bool {
+        unreachable!("packed activations are refused on this device")
     }
 
     fn add_columns(&self, op: &AddColumns) {

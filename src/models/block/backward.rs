@@ -82,6 +82,7 @@ impl ChunkPass<'_> {
                 self.recompute_feed_forward_input();
             }
         }
+        self.unpack_up();
         self.activate(buffers.activated);
         let dsum = self.last_norm_backward(g, buffers, scratch);
         self.feed_forward_backward(g, buffers, dsum, scratch);

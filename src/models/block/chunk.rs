@@ -1,11 +1,11 @@
 //! The forward of a block on one chunk of a micro-batch, and what its backward recomputes of it.
 
 use super::TransformerBlock;
-use super::saved::{Activations, Branch};
+use super::saved::{Activations, Branch, Positive};
 use super::tensors::{Affine, Product, Weights};
 use crate::kernels::{
     Activate, Attention, BatchView, CachedAttention, Gate, HeadNorm, Kernels, Linear, Norm,
-    Residual, Rotate, WriteKv,
+    PackPositive, Residual, Rotate, UnpackPositive, WriteKv,
 };
 use crate::models::low_rank::LowRank;
 use crate::models::shape::Shape;
@@ -80,6 +80,9 @@ impl ChunkPass<'_> {
     pub(super) fn forward(&self, y: View, scratch: &Scratch<'_>) {
         self.recompute_all();
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        if let Some(Positive { packed, room }) = saved.positive {
+            k.pack_positive(&PackPositive { packed, x: saved.up, room });
+        }
         let activated = scratch.take(batch.rows(), block.shape.intermediate);
         self.activate(activated);
         let dropout = block.feed_forward_dropout(batch);
@@ -158,6 +161,17 @@ impl ChunkPass<'_> {
         let (norm, statistics) =
             if block.shape.post_norm { (w.norm1, saved.norm1) } else { (w.norm2, saved.norm2) };
         self.norm(hidden, statistics, saved.attention_sum, norm);
+    }
+
+    /// The feed-forward before its ReLU, from the positive numbers that were saved. What is not
+    /// positive becomes 0, which ReLU and its derivative do not tell apart. Where more were positive
+    /// than there was room for, it is recomputed.
+    pub(super) fn unpack_up(&self) {
+        let Some(Positive { packed, room }) = self.saved.positive else { return };
+        let y = self.saved.up;
+        if !self.k.unpack_positive(&UnpackPositive { y, packed, room }) {
+            self.linear(y, self.hidden, &self.w.up);
+        }
     }
 
     /// The feed-forward's activation function, gated or not.

@@ -14,7 +14,8 @@ use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
 use super::low_rank::LowRank;
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
-    AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, Rotary, SequenceChunk,
+    Activation, AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, Rotary,
+    SequenceChunk,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -29,6 +30,9 @@ pub struct TransformerBlock {
     pub shape: Shape,
     /// The adapters of its modules, if it has any.
     pub adapters: Option<Adapters>,
+    /// With a feed-forward of ReLU: of what that reads, only positive numbers are saved, so many of
+    /// a row at most. 0: signs alone. `None`: all are saved.
+    pub relu_room: Option<usize>,
 }
 
 /// What a pass over one chunk starts from.
@@ -45,7 +49,7 @@ struct ChunkInputs<'a> {
 impl TransformerBlock {
     /// A block without adapters.
     pub fn new(index: u32, number: usize, shape: Shape) -> TransformerBlock {
-        TransformerBlock { index, number, shape, adapters: None }
+        TransformerBlock { index, number, shape, adapters: None, relu_room: None }
     }
 
     /// Where the keys and values of a chunk go and come from.
@@ -238,6 +242,25 @@ impl Layer for TransformerBlock {
         let [values, gradients] =
             [dtype.floats(numbers), gradients].map(|floats| floats.next_multiple_of(16));
         if is_cut { values + gradients } else { 0 }
+    }
+
+    fn pack_relu(&mut self, density: f64, trained: &[Tensor]) -> bool {
+        let Shape { gated, activation, intermediate, .. } = self.shape;
+        if gated || activation != Activation::Relu {
+            return false;
+        }
+        let [.., down] = self.modules();
+        let is_read = |(name, _): &(String, usize)| {
+            let is_of = |tensor: &Tensor| {
+                let part = tensor.name.strip_prefix(name.as_str());
+                tensor.kind.is_weight() && part.is_some_and(|part| part.starts_with('.'))
+            };
+            trained.iter().any(is_of)
+        };
+        // The gradient of the second product's weights needs the numbers.
+        let room = (density * intermediate as f64).ceil() as usize;
+        self.relu_room = Some(if down.parts.iter().any(is_read) { room } else { 0 });
+        true
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {

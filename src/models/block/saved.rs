@@ -1,7 +1,7 @@
 //! The activations that a block's forward leaves for its backward, saved or in workspace.
 
 use super::TransformerBlock;
-use crate::kernels::BatchView;
+use crate::kernels::{BatchView, packed_row};
 use crate::models::layer::Save;
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -24,11 +24,21 @@ pub(super) struct Activations {
     pub(super) norm2: View,
     /// The feed-forward before its activation function. (R, I or 2 I).
     pub(super) up: View,
+    /// The positive numbers of that, where they are saved in its place.
+    pub(super) positive: Option<Positive>,
     /// The residual stream behind the feed-forward, where a norm follows. (R, C).
     pub(super) feed_forward_sum: Option<View>,
     /// The outputs of attention and of the feed-forward, where they are normed: each (R, C), with
     /// statistics, (R, 2).
     pub(super) branches: Option<[Branch; 2]>,
+}
+
+/// Positive numbers that are saved in place of all.
+#[derive(Clone, Copy)]
+pub(super) struct Positive {
+    pub(super) packed: View,
+    /// Numbers of a row that there is room for.
+    pub(super) room: usize,
 }
 
 /// What a branch adds to the residual stream, before its norm.
@@ -77,6 +87,7 @@ impl TransformerBlock {
         let places = Places { chunk, stashed, scratch };
         let attention = matches!(saved, Some((Save::All, _)));
         let heads = shape.heads + shape.kv_heads;
+        let relu_room = self.relu_room.filter(|_| saved.is_some());
         Activations {
             norm1: places.take_floats(true, 2),
             qkv: places.take(attention, shape.qkv()),
@@ -85,7 +96,11 @@ impl TransformerBlock {
             lse: places.take_floats(attention, shape.heads),
             attention_sum: places.take(true, shape.hidden),
             norm2: places.take_floats(true, 2),
-            up: places.take(true, shape.up()),
+            up: places.take(relu_room.is_none(), shape.up()),
+            positive: relu_room.map(|room| {
+                let width = packed_row(shape.intermediate, room, scratch.dtype());
+                Positive { packed: places.take_floats(true, width), room }
+            }),
             feed_forward_sum: shape.post_norm.then(|| places.take(true, shape.hidden)),
             branches: shape.branch_norm.then(|| {
                 [(); 2].map(|()| Branch {
@@ -108,9 +123,13 @@ impl TransformerBlock {
             Save::AllButAttention => [0, 0],
         };
         let sums = shape.hidden + feed_forward_sum + branches;
-        let numbers = positions * (attention + shape.up() + sums);
+        let [up, packed] = match self.relu_room {
+            None => [shape.up(), 0],
+            Some(room) => [0, packed_row(shape.intermediate, room, dtype)],
+        };
+        let numbers = positions * (attention + up + sums);
         // Each of at most thirteen views is aligned for itself; a sequence pays for all of it.
         let views = if shape.branch_norm { 13 } else { 9 };
-        dtype.floats(numbers) + positions * (4 + statistics + of_branches) + views * 16
+        dtype.floats(numbers) + positions * (4 + statistics + of_branches + packed) + views * 16
     }
 }

@@ -1,0 +1,55 @@
+//! The positive numbers of a tensor and their places: all that a ReLU's backward reads (Jain et al.
+//! 2018, "Gist", sections 3.1 and 3.2).
+//!
+//! A packed row is, in floats: the number of positive numbers, as bits; a bit for each number that
+//! says whether it is positive; the positive numbers, as far as there is room, of the dtype that
+//! they have. Without room for any, signs alone are packed, and each positive number becomes 1.
+
+use super::check::Check;
+use crate::tensor::{Dtype, View};
+
+/// packed = the positive numbers of x.
+#[derive(Clone, Copy, Debug)]
+pub struct PackPositive {
+    /// Output, in floats. (R, [`packed_row`]).
+    pub packed: View,
+    /// Input. (R, I).
+    pub x: View,
+    /// Numbers of a row that there is room for; 0: signs alone.
+    pub room: usize,
+}
+
+/// y = max(x, 0), of the x that was packed.
+#[derive(Clone, Copy, Debug)]
+pub struct UnpackPositive {
+    /// Output. (R, I).
+    pub y: View,
+    /// What was packed, in floats. (R, [`packed_row`]).
+    pub packed: View,
+    /// As in [`PackPositive`].
+    pub room: usize,
+}
+
+/// Floats of a packed row of so many numbers.
+pub fn packed_row(numbers: usize, room: usize, dtype: Dtype) -> usize {
+    1 + numbers.div_ceil(32) + dtype.floats(room)
+}
+
+impl PackPositive {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        check("pack_positive", self.packed, self.x, self.room);
+    }
+}
+
+impl UnpackPositive {
+    /// Panics unless shapes and dtypes agree.
+    pub fn check(&self) {
+        check("unpack_positive", self.packed, self.y, self.room);
+    }
+}
+
+fn check(name: &'static str, packed: View, x: View, room: usize) {
+    let shape = [x.rows, packed_row(x.columns, room, x.dtype)];
+    Check(name).view("packed", packed, shape, Dtype::F32);
+}
