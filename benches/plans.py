@@ -26,10 +26,14 @@ MODELS = {
     "H200": [(48, 14336), (96, 12288)],
     "2 co": [(24, 2048), (107, 1536)],
 }
+EIGHT = {"optimizer.kind": "adamw-8bit"}
 FILE = {"eps.tier": "file", "eps.path": "/nowhere"}
 SETTINGS = [
     ("memory", {}),
     ("memory, clipped", {"optimizer.clip_norm": 1.0}),
+    ("memory, AdamW in 8 bits", EIGHT),
+    ("memory, AdamW in 8 bits, device in bf16", {**EIGHT, "device.dtype": "bf16"}),
+    ("the same, masters in bf16", {**EIGHT, "device.dtype": "bf16", "optimizer.masters": "bf16"}),
     ("file", FILE),
     ("file, stash in bf16", {**FILE, "stash.dtype": "bf16"}),
     ("memory, LoRA over bf16", {"train.lora.rank": 16, "train.base": "bf16"}),

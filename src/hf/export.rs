@@ -82,7 +82,12 @@ pub fn export(
         (None, None) => Changed::No,
     };
     let source = Source::open(&files, &changed)?;
-    let dtypes = Dtypes::of(options.dtype, base.filter(|base| *base != weights_from))?;
+    // A directory that only describes the model (model.random_weights) has no dtype to keep.
+    let has_weights = |base: &&Path| {
+        weight_files(base).is_ok_and(|files| files.iter().all(|file| file.is_file()))
+    };
+    let source_of_dtypes = base.filter(|base| *base != weights_from).filter(has_weights);
+    let dtypes = Dtypes::of(options.dtype, source_of_dtypes)?;
     // The copy is made beside its place, under a name with this process's id, and then renamed.
     let to = &to.components().collect::<PathBuf>();
     let mut partial = to.clone().into_os_string();

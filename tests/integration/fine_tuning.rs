@@ -229,6 +229,15 @@ fn exports_keep_the_dtype() {
     good(&with(&["export", "--to", &to, "--dtype", "f32"], &keys));
     assert_eq!(tensors(&at("exact"), "model.safetensors"), trained);
     refused(&with(&["export", "--to", "x", "--dtype", "int3"], &keys), "--dtype: export.dtype");
+    // A directory that describes a model and has no weights has no dtype, either.
+    let described = at("described");
+    fs::create_dir(&described).expect("it is new");
+    fs::copy(Path::new(&model).join("config.json"), described.join("config.json")).expect("there");
+    keys[0] = format!("model.path={}", described.display());
+    let run = at("other-run").display().to_string();
+    keys.extend(["model.random_weights=true".into(), format!("checkpoint.directory={run}")]);
+    good(&with(&["train"], &keys));
+    good(&with(&["export", "--to", &at("described-out").display().to_string()], &keys));
 }
 
 /// The pooling of an encoder of sentence-transformers stays beside it.
