@@ -5,11 +5,9 @@ use l2l_actors::schedule;
 
 use super::{
     ChannelsConfig, Config, DataConfig, Deal, DeviceKind, EpsTier, Files, GradientDtype, Labels,
-    NewLayers, ScheduleConfig, ScheduleKind, StashDtype, StashPlace, StepConfig, Transfer,
-    ValidationConfig,
+    NewLayers, ScheduleConfig, ScheduleKind, StepConfig, Transfer, ValidationConfig,
 };
 use crate::error::Error;
-use crate::tensor::Dtype;
 
 /// Refuses a key that is not what it must be.
 pub(super) fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
@@ -43,6 +41,7 @@ impl Config {
         self.check_model()?;
         self.check_run()?;
         self.check_device()?;
+        self.check_stash()?;
         self.check_precision()?;
         self.check_parallel()?;
         self.check_compression()?;
@@ -114,18 +113,11 @@ impl Config {
         must(count.is_none_or(|count| count <= 255), "device.count", "at most 255")?;
         self.check_ordinals()?;
         let on_cuda = self.device.kind == DeviceKind::Cuda;
-        let is_several = self.devices() > 1;
         refuse(
             on_cuda && count.is_some(),
             "device.count",
             "is for device.kind = \"cpu\": leave it out, device.ordinals says which GPUs",
         )?;
-        refuse(
-            is_several && self.stash.place == StashPlace::Device,
-            "stash.place",
-            "must be \"host\" with several devices, which pass activations on through it",
-        )?;
-        let in_bf16 = self.device.dtype == Dtype::Bf16;
         refuse(
             on_cuda && self.device.link.is_some(),
             "device.link",
@@ -135,38 +127,6 @@ impl Config {
             on_cuda && self.device.flop_rate.is_some(),
             "device.flop_rate",
             "is only emulated on the CPU: leave it out, or set device.kind = \"cpu\"",
-        )?;
-        refuse(
-            on_cuda && self.stash.place == StashPlace::Device,
-            "stash.place",
-            "must be \"host\" with device.kind = \"cuda\"",
-        )?;
-        refuse(
-            on_cuda && !in_bf16 && self.stash.dtype == StashDtype::Bf16,
-            "stash.dtype",
-            "follows device.dtype with device.kind = \"cuda\": set device.dtype = \"bf16\", \
-             or leave it out",
-        )?;
-        refuse(
-            on_cuda && self.stash.dtype == StashDtype::Int8,
-            "stash.dtype",
-            "is int8, which is for device.kind = \"cpu\": set device.dtype = \"bf16\", which the \
-             stash of a GPU follows",
-        )?;
-        must(self.stash.block_size >= 1, "stash.block_size", "at least 1")?;
-        let density = self.stash.relu_density;
-        let is_share = density.is_none_or(|density| density > 0.0 && density <= 1.0);
-        must(is_share, "stash.relu_density", "in (0, 1]")?;
-        refuse(
-            density.is_some() && self.schedule.recompute.keep().is_none(),
-            "stash.relu_density",
-            "has no effect while everything is recomputed: set schedule.recompute = false or \
-             \"attention\", or leave it out",
-        )?;
-        refuse(
-            density.is_some() && on_cuda,
-            "stash.relu_density",
-            "is for device.kind = \"cpu\": leave it out",
         )?;
         refuse(
             on_cuda && self.device.gradient_dtype == GradientDtype::Bf16,

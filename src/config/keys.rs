@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     ByteSize, CompressionConfig, DataConfig, DepthConfig, LossScaleConfig, NonFinite,
-    OptimizerConfig, ParallelConfig, ScheduleConfig, TrainConfig,
+    OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig, TrainConfig,
 };
 use crate::tensor::Dtype;
 
@@ -252,70 +252,6 @@ pub enum DeviceKind {
     Cpu,
     /// An NVIDIA GPU. CUDA is loaded at run time; `l2l doctor` says what is missing.
     Cuda,
-}
-
-/// `[stash]`
-#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(default, deny_unknown_fields)]
-pub struct StashConfig {
-    /// Where activations wait between forward and backward. `host` (and `auto`) keeps device memory
-    /// independent of depth and batch size; `device` saves transfers, and its memory grows with
-    /// both.
-    pub place: StashPlace,
-    /// Data type of activations and their gradients while they wait. `bf16` halves the stash and
-    /// its transfers and rounds each value; `int8` keeps about a quarter: `block_size` values share
-    /// a scale, and each is off by at most 1/254 of the largest of them. `f32` is exact. Saved
-    /// activations inside a layer and the values of the output head stay exact. On `cuda` it
-    /// follows `device.dtype`.
-    pub dtype: StashDtype,
-    /// With `dtype = "int8"`: values that share a scale, a divisor of the model's width.
-    pub block_size: u32,
-    /// For models with ReLU (OPT) whose saved activations wait here (`schedule.recompute`): of what
-    /// a feed-forward's ReLU reads, a bit for each number waits and the positive numbers, up to
-    /// this share of each row; bits alone where the weights behind the ReLU are not trained.
-    /// Results stay the same, bit for bit: where more are positive, they are recomputed. All
-    /// numbers wait when it is absent. For the CPU device.
-    pub relu_density: Option<f64>,
-}
-
-impl Default for StashConfig {
-    fn default() -> StashConfig {
-        StashConfig {
-            place: StashPlace::Auto,
-            dtype: StashDtype::F32,
-            block_size: 64,
-            relu_density: None,
-        }
-    }
-}
-
-/// See [`StashConfig::dtype`].
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum StashDtype {
-    /// 32-bit floats.
-    #[default]
-    F32,
-    /// 16-bit brain floats.
-    Bf16,
-    /// Blocks of bytes, each with a scale.
-    Int8,
-}
-
-/// See [`StashConfig::place`].
-#[derive(Clone, Copy, Debug, Default, Deserialize, Serialize, PartialEq, Eq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(rename_all = "kebab-case")]
-pub enum StashPlace {
-    /// On the host.
-    #[default]
-    Auto,
-    /// On the device, whose memory then grows with depth and batch size.
-    Device,
-    /// On the host.
-    Host,
 }
 
 /// `[channels]`

@@ -10,6 +10,7 @@ mod parallel;
 mod precision;
 mod schedule;
 mod sizes;
+mod stash;
 mod train;
 
 use std::path::Path;
@@ -20,14 +21,14 @@ pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
     BestMetric, ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig,
     EpsTier, ExportConfig, Format, GradientDtype, Labels, LogConfig, MetricsConfig, ModelConfig,
-    StashConfig, StashDtype, StashPlace, StepConfig, Task, ValidationConfig, WatchdogConfig,
-    WeightDtype,
+    StepConfig, Task, ValidationConfig, WatchdogConfig, WeightDtype,
 };
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};
 pub use precision::{LossScaleConfig, LossScaleKind, MasterDtype, NonFinite};
 pub use schedule::{Recompute, RecomputedPart, ScheduleConfig, ScheduleKind};
 pub use sizes::ByteSize;
+pub use stash::{StashConfig, StashDtype, StashPlace};
 pub use train::{LoraConfig, TrainConfig};
 
 use crate::error::Error;

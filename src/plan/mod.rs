@@ -1,6 +1,7 @@
 //! The plan: every byte that will be held, one named term per holder, summed before anything is
 //! allocated; and where in the device's memory each slot lies.
 
+mod checks;
 mod fit;
 mod pipelines;
 mod regions;

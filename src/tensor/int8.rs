@@ -1,5 +1,5 @@
-//! Rows of numbers in 8 bits, block by block: a block's scale is its largest magnitude over 127, and
-//! each number is the nearest multiple of it, ties to even. So a number is off by at most 1/254 of
+//! Rows of numbers in 8 bits, block by block: a block's scale is its largest magnitude over 127.
+//! Each number is the nearest multiple of it, ties to even. So a number is off by at most 1/254 of
 //! the largest of its block. (Dettmers et al. 2022, section 2.1, with a linear map.)
 //!
 //! A packed row is the scales of its blocks, f32, then its multiples, i8, and begins a float.

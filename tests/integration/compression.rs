@@ -18,6 +18,9 @@ use crate::ranks::{Task, on_ranks, refused, relay};
 /// What boundaries are in the stash; gradients on their way to the host; and what they become.
 pub(crate) type Encodings = (StashDtype, GradientDtype, CompressionKind);
 
+/// What a case changes of a config.
+type Change<'c> = &'c dyn Fn(&mut Config);
+
 const KINDS: [CompressionKind; 3] =
     [CompressionKind::Int8, CompressionKind::TopK, CompressionKind::PowerSgd];
 
@@ -142,7 +145,6 @@ fn losses_fall_nearly_as_without() {
 /// link moves fewer bytes, as many as the plan says.
 #[test]
 fn packed_relus_give_the_same_bits() {
-    type Change<'c> = &'c dyn Fn(&mut Config);
     let frozen = |config: &mut Config| config.train.frozen = vec!["fc2.weight".into()];
     let adapters = |config: &mut Config| {
         let targets = Some(vec!["q_proj".into(), "fc1".into()]);
@@ -191,7 +193,7 @@ fn what_does_not_apply_is_refused() {
         let task = Task::new(config, 1);
         task.run(None).expect_err("it is refused").to_string()
     };
-    let cases: [(&dyn Fn(&mut Config), &str); 11] = [
+    let cases: [(Change<'_>, &str); 11] = [
         (&|c| c.compression.rank = 20, "compression.rank is 20, and factors of more than 19 "),
         (&|c| c.compression.rank = 0, "compression.rank must be at least 1"),
         (&|c| c.compression.density = 0.7, "compression.density must be in (0, 0.5]"),

@@ -163,9 +163,9 @@ impl ChunkPass<'_> {
         self.norm(hidden, statistics, saved.attention_sum, norm);
     }
 
-    /// The feed-forward before its ReLU, from the positive numbers that were saved. What is not
-    /// positive becomes 0, which ReLU and its derivative do not tell apart. Where more were positive
-    /// than there was room for, it is recomputed.
+    /// The feed-forward before its ReLU, from the positive numbers that were saved. All others
+    /// become 0, which ReLU and its derivative do not tell apart. Where more were positive than
+    /// there was room for, it is recomputed.
     pub(super) fn unpack_up(&self) {
         let Some(Positive { packed, room }) = self.saved.positive else { return };
         let y = self.saved.up;

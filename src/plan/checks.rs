@@ -1,0 +1,103 @@
+//! What a plan refuses.
+
+use super::StepShape;
+use super::sizing::Sizing;
+use crate::compression::{self, Compression};
+use crate::config::{Config, Deal, DeviceKind, StashDtype};
+use crate::error::Error;
+use crate::models::{BlockTensors, Model};
+use crate::tensor::Dtype;
+
+impl Sizing<'_> {
+    /// Refuses a rank at which no matrix is compressed.
+    pub(super) fn check_rank(&self) -> Result<(), Error> {
+        let Some(Compression::PowerSgd { rank }) = self.compression() else { return Ok(()) };
+        let trained = self.model.blocks.iter().flat_map(BlockTensors::trained);
+        let most = trained.filter_map(compression::matrix_of);
+        let most = most.map(|(rows, columns)| compression::largest_rank(rows, columns)).max();
+        let most = most.unwrap_or(0);
+        if rank <= most {
+            return Ok(());
+        }
+        let problem = match most {
+            0 => format!("is {rank}, and no matrix is trained: set compression.kind = \"int8\""),
+            _ => format!(
+                "is {rank}, and factors of more than {most} columns are larger than every matrix \
+                 that is trained: set at most {most}"
+            ),
+        };
+        Err(Error::config("compression.rank", problem))
+    }
+
+    pub(super) fn check_dtype(&self) -> Result<(), Error> {
+        let width = self.model.shape.hidden;
+        let dtype = self.config.device.dtype;
+        if dtype != Dtype::F32 && !width.is_multiple_of(2) {
+            let problem =
+                format_args!("is {dtype}, and the model's width of {width} is odd: set \"f32\"");
+            return Err(Error::config("device.dtype", problem));
+        }
+        let block = self.config.stash.block_size as usize;
+        if self.config.stash.dtype == StashDtype::Int8 && !width.is_multiple_of(block) {
+            let nearest = (1..=width.min(block)).rev().find(|&block| width.is_multiple_of(block));
+            let problem = format_args!(
+                "is {block}, which does not divide the model's width of {width}: set {}",
+                nearest.unwrap_or(1)
+            );
+            return Err(Error::config("stash.block_size", problem));
+        }
+        Ok(())
+    }
+}
+
+/// Refuses what no machine could hold before anything is sized by it.
+pub(super) fn check_sizes(
+    config: &Config,
+    model: &Model,
+    StepShape { sequences, positions, .. }: StepShape,
+) -> Result<(), Error> {
+    const VISITS: u128 = 1 << 22;
+    const FLOATS: u128 = 1 << 44;
+    let (shape, devices, layers) = (&model.shape, config.devices(), model.parts.len() - 1);
+    let is_dealt = config.parallel.deal == Deal::Layers;
+    if is_dealt && devices as usize > layers {
+        let problem = format_args!(
+            "is {devices}, and the model has {layers} layers for devices: set at most {layers}"
+        );
+        let key = match config.device.kind {
+            DeviceKind::Cpu => "device.count",
+            DeviceKind::Cuda => "the number of device.ordinals",
+        };
+        return Err(Error::config(key, problem));
+    }
+    let stages = u64::from(devices) * u64::from(config.schedule.chunks());
+    if config.schedule.kind.is_pipeline() && stages > layers as u64 {
+        let problem = format_args!(
+            "is {}, which with device.count makes {stages} stages, and the model has {layers} \
+             layers for devices: set less",
+            config.schedule.chunks()
+        );
+        return Err(Error::config("schedule.chunks", problem));
+    }
+    let turns = sequences.div_ceil(config.step.micro_batch) as u128;
+    let visits = turns.saturating_mul(model.parts.len() as u128);
+    if visits > VISITS {
+        return Err(Error::argument(format_args!(
+            "a step of {turns} micro-batches over {} layers is {visits} turns of at most {VISITS}: \
+             make step.micro_batch larger or step.batch smaller",
+            model.parts.len()
+        )));
+    }
+    let width = 8 * shape.hidden as u128 + 4 * shape.intermediate as u128 + shape.heads as u128;
+    let rows = sequences as u128 * positions as u128;
+    let floats = rows.saturating_mul(width).saturating_mul(model.parts.len() as u128);
+    if floats > FLOATS {
+        return Err(Error::argument(format_args!(
+            "a step of {rows} positions through {} layers of width {} needs more memory than there \
+             is: make step.batch, data.sequence_length or the model smaller",
+            model.parts.len(),
+            shape.hidden
+        )));
+    }
+    Ok(())
+}
