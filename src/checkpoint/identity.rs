@@ -57,7 +57,9 @@ const FREE: [&str; 29] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 46] = [
+const CHANGEABLE: [&str; 48] = [
+    "compression.block_size",
+    "compression.density",
     "data",
     "data.attend_across",
     "data.end_of_text",
@@ -133,7 +135,11 @@ pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<Stri
         ));
     }
     let differ = differences(record, run);
-    let may_change = |(key, _): &(String, String)| CHANGEABLE.contains(&key.as_str());
+    let compresses = run.config.compression().is_some();
+    let may_change = |(key, _): &(String, String)| {
+        // Errors of gradients are those of its groups.
+        CHANGEABLE.contains(&key.as_str()) && !(compresses && key == "parallel.groups")
+    };
     let all_may = differ.iter().all(may_change);
     if differ.is_empty() || all_may && run.changes {
         let mut changes: Vec<String> =
@@ -147,10 +153,11 @@ pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<Stri
     // States of one rule are of no use to another.
     let of_states = ["kind", "block_size", "groups", "ema", "momentum"];
     let is_of_states = |(key, _): &(String, String)| {
-        key.strip_prefix("optimizer.").is_some_and(|key| of_states.contains(&key))
+        let is_of_rule = key.strip_prefix("optimizer.").is_some_and(|key| of_states.contains(&key));
+        is_of_rule || ["compression.kind", "compression.rank"].contains(&key.as_str())
     };
     let remedy = if differ.iter().any(is_of_states) {
-        "The optimizer's states are of that rule. Set it back, set model.path to the checkpoint to \
+        "The states are of that setting. Set it back, set model.path to the checkpoint to \
          begin a new run with its weights and new states"
     } else if all_may {
         "Set it back, resume with --resume-with-changes to go on with these changes"

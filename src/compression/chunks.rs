@@ -9,8 +9,8 @@ impl Compression {
         match self {
             Compression::Int8 { block } => int8::row_floats(len, block as u32),
             Compression::TopK { density } => {
-                let kept = kept(density, len);
-                kept + kept.div_ceil(2)
+                let count = largest_count(density, len);
+                count + count.div_ceil(2)
             }
             Compression::PowerSgd { .. } => unreachable!("it packs matrices"),
         }
@@ -26,7 +26,7 @@ impl Compression {
                 chunk.iter_mut().zip(rounded).for_each(|(number, rounded)| *number -= rounded);
             }
             Compression::TopK { density } => {
-                let (values, places) = packed.split_at_mut(kept(density, chunk.len()));
+                let (values, places) = packed.split_at_mut(largest_count(density, chunk.len()));
                 let places = &mut bytemuck::cast_slice_mut::<f32, u16>(places)[..values.len()];
                 largest(places, chunk);
                 for (value, &place) in values.iter_mut().zip(&*places) {
@@ -42,7 +42,7 @@ impl Compression {
         match self {
             Compression::Int8 { block } => int8::unpack(chunk, packed, block as u32),
             Compression::TopK { density } => {
-                let (values, places) = packed.split_at(kept(density, chunk.len()));
+                let (values, places) = packed.split_at(largest_count(density, chunk.len()));
                 let places = &bytemuck::cast_slice::<f32, u16>(places)[..values.len()];
                 chunk.fill(0.0);
                 for (&value, &place) in values.iter().zip(places) {
@@ -55,7 +55,7 @@ impl Compression {
 }
 
 /// How many numbers of a chunk are kept.
-fn kept(density: f64, len: usize) -> usize {
+fn largest_count(density: f64, len: usize) -> usize {
     ((density * len as f64).ceil() as usize).clamp(1, len.max(1))
 }
 

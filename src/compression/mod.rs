@@ -15,6 +15,7 @@ mod chunks;
 mod power_sgd;
 
 use std::ops::Range;
+use std::sync::LazyLock;
 
 pub(crate) use power_sgd::{Factors, PowerSgd, largest_rank, matrix_of};
 
@@ -23,7 +24,7 @@ use crate::models::{BlockTensors, Tensor, tensor_ranges};
 use crate::optimizers::{RuleState, StateDtype, chunks};
 
 /// The most groups that a run with compression has.
-pub(crate) const MOST_GROUPS: u32 = 16;
+pub(crate) const MOST_GROUPS: u32 = 256;
 
 /// How gradients are compressed.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,21 +50,17 @@ pub enum Compression {
 
 /// What is kept of a block from step to step for one group: a run of floats.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct KeptRun {
+pub(crate) struct FeedbackRun {
     /// Its floats.
     pub(crate) len: usize,
     /// For each trained tensor what the run has of it, if it has something.
     pub(crate) tensors: Vec<Option<(RuleState, Range<usize>)>>,
 }
 
-const ERRORS: [&str; MOST_GROUPS as usize] = [
-    "error0", "error1", "error2", "error3", "error4", "error5", "error6", "error7", "error8",
-    "error9", "error10", "error11", "error12", "error13", "error14", "error15",
-];
-const FACTORS: [&str; MOST_GROUPS as usize] = [
-    "factor0", "factor1", "factor2", "factor3", "factor4", "factor5", "factor6", "factor7",
-    "factor8", "factor9", "factor10", "factor11", "factor12", "factor13", "factor14", "factor15",
-];
+/// Names of what is kept for each group, in a checkpoint: of errors, and of factors.
+static NAMES: LazyLock<[Vec<String>; 2]> = LazyLock::new(|| {
+    ["error", "factor"].map(|name| (0..MOST_GROUPS).map(|at| format!("{name}{at}")).collect())
+});
 
 impl Compression {
     /// Runs that are kept for each group: errors, and PowerSGD's second factor.
@@ -75,25 +72,26 @@ impl Compression {
     }
 
     /// What is kept of a block's trained tensors for a group.
-    pub(crate) fn kept(self, tensors: &[Tensor], group: u32) -> Vec<KeptRun> {
+    pub(crate) fn kept(self, tensors: &[Tensor], group: u32) -> Vec<FeedbackRun> {
         let errors = tensors.iter().zip(tensor_ranges(tensors));
-        let name = ERRORS[group as usize];
+        let [errors_of, factors_of] = &*NAMES;
+        let name: &str = &errors_of[group as usize];
         let mut len = 0;
         let errors = errors.map(|(tensor, range)| {
             len = range.end;
             Some((RuleState::like(name, tensor), range))
         });
         let errors = errors.collect();
-        let mut runs = vec![KeptRun { len, tensors: errors }];
+        let mut runs = vec![FeedbackRun { len, tensors: errors }];
         if let Compression::PowerSgd { rank } = self {
             let factors = Factors::new(tensors, rank);
             let mut of_tensors = vec![None; tensors.len()];
             for matrix in &factors.matrices {
                 let (dtype, shape) = (StateDtype::F32, vec![rank, matrix.columns]);
-                let state = RuleState { name: FACTORS[group as usize], dtype, shape };
+                let state = RuleState { name: &factors_of[group as usize], dtype, shape };
                 of_tensors[matrix.tensor] = Some((state, matrix.right.clone()));
             }
-            runs.push(KeptRun { len: factors.right_len, tensors: of_tensors });
+            runs.push(FeedbackRun { len: factors.right_len, tensors: of_tensors });
         }
         runs
     }
@@ -113,25 +111,27 @@ impl Compression {
         Parts::new((0..ranks).map(end_of).collect())
     }
 
-    /// Floats that a process works in, for a block of which it has one of so many parts: what
-    /// ranks exchange, or the factors of all groups.
+    /// Floats that a process works in, for a block of these trained tensors, of which it has one of
+    /// so many parts: what ranks exchange, or the factors of all groups.
     pub(crate) fn workspace(
         self,
-        block: &BlockTensors,
-        cut: &Parts,
+        trained: &[Tensor],
+        parts: &Parts,
         own: u32,
         sizes: Sizes,
     ) -> usize {
         let Sizes { groups, ranks } = sizes;
         match self {
+            _ if trained.is_empty() => 0,
             Compression::PowerSgd { rank } => {
-                let factors = Factors::new(block.trained(), rank);
+                let factors = Factors::new(trained, rank);
                 groups as usize * (factors.left_and_vectors(ranks > 1) + factors.right_len)
             }
             _ if ranks == 1 => 0,
             _ => {
-                let (parts, ranks) = (cut.clipped(block.trained_len()), ranks as usize);
-                let packed = self.packed_parts(block.trained(), &parts, ranks as u32).of(own);
+                let packed = self.packed_parts(trained, parts, ranks);
+                assert!(packed.len() <= parts.len(), "what is packed lies in a landing block");
+                let (packed, ranks) = (packed.of(own), ranks as usize);
                 ranks * parts.of(own).len() + (ranks - 1) * packed.len()
             }
         }

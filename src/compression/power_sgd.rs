@@ -129,14 +129,31 @@ impl PowerSgd {
         for matrix in &factors.matrices {
             let (rows, columns) = (matrix.rows(), matrix.columns);
             let (m, right) = (matrix.of(m), &right[matrix.right.clone()]);
-            let products: Vec<f32> = (m.par_chunks_exact(columns))
-                .flat_map_iter(|row| right.chunks_exact(columns).map(|column| dot(row, column)))
-                .collect();
-            let left = &mut left[matrix.left.clone()];
-            for (row, products) in products.chunks_exact(self.rank).enumerate() {
-                products.iter().enumerate().for_each(|(k, p)| left[k * rows + row] = *p);
+            // Each task has some rows of M, and writes their numbers in all rows of Pᵀ.
+            let mut tasks = self.columns_of(&mut left[matrix.left.clone()], rows);
+            tasks.par_iter_mut().enumerate().for_each(|(at, parts)| {
+                let m = &m[at * COLUMNS * columns..];
+                for (row, m) in m.chunks_exact(columns).take(COLUMNS).enumerate() {
+                    for (part, q) in parts.iter_mut().zip(right.chunks_exact(columns)) {
+                        part[row] = dot(m, q);
+                    }
+                }
+            });
+        }
+    }
+
+    /// Columns of a factor's transposed, so many at once of all its rows.
+    fn columns_of(self, factor: &mut [f32], len: usize) -> Vec<Vec<&mut [f32]>> {
+        let mut tasks: Vec<Vec<&mut [f32]>> = Vec::new();
+        for row in factor.chunks_exact_mut(len) {
+            for (at, part) in row.chunks_mut(COLUMNS).enumerate() {
+                if tasks.len() <= at {
+                    tasks.push(Vec::with_capacity(self.rank));
+                }
+                tasks[at].push(part);
             }
         }
+        tasks
     }
 
     /// P̂: the columns of P made orthonormal, one after the other. One that depends on those before
@@ -145,22 +162,21 @@ impl PowerSgd {
         for matrix in &factors.matrices {
             let rows = matrix.rows();
             let p = &mut left[matrix.left.clone()];
-            let mut done: Vec<Vec<f64>> = Vec::with_capacity(self.rank);
-            for column in p.chunks_exact_mut(rows) {
+            for nth in 0..self.rank {
+                let (done, column) = p[..(nth + 1) * rows].split_at_mut(nth * rows);
                 let mut exact: Vec<f64> = column.iter().map(|&number| number.into()).collect();
                 let norm = |column: &[f64]| column.iter().map(|x| x * x).sum::<f64>().sqrt();
                 let before = norm(&exact);
                 // The second pass removes what rounding left of the first (Kahan and Parlett).
-                for other in done.iter().chain(&done) {
-                    let share: f64 = exact.iter().zip(other).map(|(x, y)| x * y).sum();
-                    exact.iter_mut().zip(other).for_each(|(x, y)| *x -= share * y);
+                for other in done.chunks_exact(rows).chain(done.chunks_exact(rows)) {
+                    let products = exact.iter().zip(other).map(|(x, y)| x * f64::from(*y));
+                    let share: f64 = products.sum();
+                    exact.iter_mut().zip(other).for_each(|(x, y)| *x -= share * f64::from(*y));
                 }
                 let after = norm(&exact);
                 let depends = after <= 1e-6 * before; // f32 has no more digits
                 let factor = if depends { 0.0 } else { after.recip() };
-                exact.iter_mut().for_each(|number| *number *= factor);
-                column.iter_mut().zip(&exact).for_each(|(to, &from)| *to = from as f32);
-                done.push(exact);
+                column.iter_mut().zip(&exact).for_each(|(to, x)| *to = (x * factor) as f32);
             }
         }
     }
@@ -171,15 +187,7 @@ impl PowerSgd {
             let (rows, columns) = (matrix.rows(), matrix.columns);
             let (m, left) = (matrix.of(m), &left[matrix.left.clone()]);
             // Each task has some columns of M, and writes them in all rows of Qᵀ.
-            let mut tasks: Vec<Vec<&mut [f32]>> = Vec::new();
-            for of_rank in right[matrix.right.clone()].chunks_exact_mut(columns) {
-                for (at, part) in of_rank.chunks_mut(COLUMNS).enumerate() {
-                    if tasks.len() <= at {
-                        tasks.push(Vec::with_capacity(self.rank));
-                    }
-                    tasks[at].push(part);
-                }
-            }
+            let mut tasks = self.columns_of(&mut right[matrix.right.clone()], columns);
             tasks.par_iter_mut().enumerate().for_each(|(at, parts)| {
                 for (k, part) in parts.iter_mut().enumerate() {
                     part.fill(0.0);

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, EpsTier, NonFinite};
+use super::{Config, Dtype, EpsTier, LossScaleKind, NonFinite};
 use crate::compression::{Compression, MOST_GROUPS};
 use crate::error::Error;
 
@@ -18,14 +18,14 @@ pub struct CompressionConfig {
     /// for the others. `powersgd`: matrices as products of two factors of `rank` columns; vectors
     /// stay exact. What is lost of a gradient is added to the next one (error feedback): the host
     /// keeps 4 bytes a trained parameter for each group. Several processes exchange the compressed
-    /// gradients; one process computes the same numbers.
+    /// gradients; one process computes the same numbers, and gains nothing by it.
     pub kind: CompressionKind,
     /// With `powersgd`: columns of the factors. A matrix whose factors would not be smaller than
     /// it stays as it is.
     pub rank: usize,
     /// With `top-k`: the share of the numbers that is kept, in (0, 0.5].
     pub density: f64,
-    /// With `int8`: numbers that share a scale, a divisor of 16384.
+    /// With `int8`: numbers that share a scale, a divisor of 16384 from 2 on.
     pub block_size: usize,
 }
 
@@ -67,21 +67,22 @@ impl Config {
     pub(super) fn check_compression(&self) -> Result<(), Error> {
         let CompressionConfig { rank, density, block_size, .. } = self.compression;
         must(rank >= 1, "compression.rank", "at least 1")?;
+        const LEAST_BLOCK: usize = 2; // smaller ones have more bytes of scales than of numbers
         must(density > 0.0 && density <= 0.5, "compression.density", "in (0, 0.5]")?;
         const CHUNK: usize = 16384;
-        if block_size == 0 || !CHUNK.is_multiple_of(block_size) {
+        if block_size < LEAST_BLOCK || !CHUNK.is_multiple_of(block_size) {
             let nearest =
                 (0..=CHUNK.ilog2()).map(|bits| 1 << bits).filter(|&b: &usize| b <= block_size);
             let problem = format_args!(
-                "is {block_size}, which does not divide 16384: set {}",
-                nearest.max().unwrap_or(1)
+                "is {block_size}, and must be a divisor of 16384 from 2 on: set {}",
+                nearest.max().unwrap_or(LEAST_BLOCK).max(LEAST_BLOCK)
             );
             return Err(Error::config("compression.block_size", problem));
         }
         refuse(
             self.compression().is_some() && self.parallel.groups > MOST_GROUPS,
             "parallel.groups",
-            "must be at most 16 with compression, which keeps errors for each group",
+            "must be at most 256 with compression, which keeps errors for each group",
         )
     }
 
@@ -94,12 +95,17 @@ impl Config {
             "is file, and compression keeps the errors of gradients in memory: set \"memory\", or \
              leave compression out",
         )?;
+        let key = match (self.device.dtype, self.loss_scale.kind) {
+            (Dtype::F16, _) => "device.dtype",
+            (_, LossScaleKind::Dynamic | LossScaleKind::Fixed) => "loss_scale.kind",
+            _ => "step.non_finite",
+        };
         refuse(
             compresses && self.non_finite() == NonFinite::Skip,
-            "compression.kind",
-            "keeps errors of each gradient, so a step cannot be skipped as if it had not been \
-             (device.dtype = \"f16\", loss_scale, step.non_finite = \"skip\"): set \
-             device.dtype = \"bf16\" and step.non_finite = \"stop\", or leave compression out",
+            key,
+            "skips steps whose gradient is not finite, and compression would keep their errors: \
+             leave compression out, or use device.dtype = \"bf16\" or \"f32\" without a loss \
+             scale and step.non_finite = \"stop\"",
         )
     }
 }

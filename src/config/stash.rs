@@ -26,8 +26,9 @@ pub struct StashConfig {
     pub block_size: u32,
     /// For models with ReLU (OPT) whose saved activations wait here (`schedule.recompute`): of what
     /// a feed-forward's ReLU reads, a bit for each number waits and the positive numbers, up to
-    /// this share of each row; bits alone where the weights behind the ReLU are not trained.
-    /// Results stay the same, bit for bit: where more are positive, they are recomputed. All
+    /// this share of each token's; bits alone where the weights behind the ReLU are not trained.
+    /// Results stay the same, bit for bit: a micro-batch with a token that has more is recomputed,
+    /// so the share is that of the token with most. All
     /// numbers wait when it is absent. For the CPU device.
     pub relu_density: Option<f64>,
 }

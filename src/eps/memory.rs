@@ -77,7 +77,7 @@ impl Memory {
         read(match part {
             BlockPart::Parameters => &block.parameters,
             BlockPart::State(index) => block.states.get(index).map_or(&[], Vec::as_slice),
-            BlockPart::Kept(_) => unreachable!("it is kept elsewhere"),
+            BlockPart::Feedback(_) => unreachable!("it is kept elsewhere"),
         })
     }
 
@@ -86,7 +86,7 @@ impl Memory {
         write(match part {
             BlockPart::Parameters => &mut block.parameters,
             BlockPart::State(index) => block.states.get_mut(index).map_or(&mut [], Vec::as_mut),
-            BlockPart::Kept(_) => unreachable!("it is kept elsewhere"),
+            BlockPart::Feedback(_) => unreachable!("it is kept elsewhere"),
         });
     }
 

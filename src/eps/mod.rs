@@ -7,10 +7,10 @@
 //! both: see `Eps::read_with` and `Eps::write_with`.
 
 mod direct;
+mod feedback;
 mod file;
 mod index;
 mod init;
-mod kept;
 mod memory;
 mod parts;
 mod places;
@@ -22,9 +22,9 @@ use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
 pub use direct::disk_bytes_per_second;
+pub(crate) use feedback::ErrorFeedback;
 pub(crate) use file::{FileTier, Folder};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
-pub(crate) use kept::Kept;
 pub(crate) use memory::Memory;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{part_floats, parts_of};
@@ -43,11 +43,11 @@ pub(crate) enum BlockPart {
     /// One of the optimizer's states, by its index.
     State(usize),
     /// One of the runs that compression keeps.
-    Kept(usize),
+    Feedback(usize),
 }
 
 /// Numbers of parts that compression keeps begin here.
-const KEPT: usize = 1 << 16;
+const FEEDBACK: usize = 1 << 16;
 
 impl BlockPart {
     /// Its index among the parts of a block: the masters, then the states.
@@ -55,15 +55,15 @@ impl BlockPart {
         match self {
             BlockPart::Parameters => 0,
             BlockPart::State(index) => 1 + index,
-            BlockPart::Kept(run) => KEPT + run,
+            BlockPart::Feedback(run) => FEEDBACK + run,
         }
     }
 
     fn of_index(index: usize) -> BlockPart {
         match index {
             0 => BlockPart::Parameters,
-            1..KEPT => BlockPart::State(index - 1),
-            _ => BlockPart::Kept(index - KEPT),
+            1..FEEDBACK => BlockPart::State(index - 1),
+            _ => BlockPart::Feedback(index - FEEDBACK),
         }
     }
 }
@@ -83,7 +83,7 @@ pub(crate) struct Eps {
     /// The optimizer's states of those tensors.
     states: StateLayout,
     /// What compression keeps, if there is compression.
-    kept: Option<Kept>,
+    feedback: Option<ErrorFeedback>,
     tier: Tier,
 }
 
@@ -96,13 +96,13 @@ impl Eps {
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
         let tier = Tier::Memory(Memory::new(&tensors, &states, region));
-        Eps { tensors, parts: None, states, kept: None, tier }
+        Eps { tensors, parts: None, states, feedback: None, tier }
     }
 
     /// Blocks on file, with these optimizer states.
     pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: StateLayout, tier: FileTier) -> Eps {
         let tier = Tier::File(Box::new(tier));
-        Eps { tensors, parts: None, states, kept: None, tier }
+        Eps { tensors, parts: None, states, feedback: None, tier }
     }
 
     /// The same EPS, whose tensors are this rank's parts of the model's.
@@ -111,13 +111,13 @@ impl Eps {
     }
 
     /// The same EPS, with what compression keeps.
-    pub(crate) fn with_kept(self, kept: Option<Kept>) -> Eps {
-        Eps { kept, ..self }
+    pub(crate) fn with_feedback(self, feedback: Option<ErrorFeedback>) -> Eps {
+        Eps { feedback, ..self }
     }
 
     /// What compression keeps, if there is compression.
-    pub(crate) fn kept(&self) -> Option<&Kept> {
-        self.kept.as_ref()
+    pub(crate) fn feedback(&self) -> Option<&ErrorFeedback> {
+        self.feedback.as_ref()
     }
 
     /// Which parts the ranks have, if there are several.
@@ -168,8 +168,8 @@ impl Eps {
     /// All parts of blocks but the masters.
     pub(crate) fn state_parts(&self) -> impl Iterator<Item = BlockPart> + use<> {
         let states = self.parts.as_ref().map_or(&self.states, RankParts::layout).count();
-        let kept = self.kept.as_ref().map_or(0, Kept::count);
-        (0..states).map(BlockPart::State).chain((0..kept).map(BlockPart::Kept))
+        let feedback = self.feedback.as_ref().map_or(0, ErrorFeedback::count);
+        (0..states).map(BlockPart::State).chain((0..feedback).map(BlockPart::Feedback))
     }
 
     /// What a block's part has of each tensor, in the order of their layer: bytes of the part, and
@@ -185,8 +185,8 @@ impl Eps {
             let (state, range) = match part {
                 BlockPart::Parameters => return None,
                 BlockPart::State(index) => self.states(id).of_tensor(at).get(index)?,
-                BlockPart::Kept(run) => {
-                    self.kept.as_ref()?.layout(id, run).tensors.get(at)?.as_ref()?
+                BlockPart::Feedback(run) => {
+                    self.feedback.as_ref()?.layout(id, run).tensors.get(at)?.as_ref()?
                 }
             };
             let begin = FLOAT * range.start;
@@ -250,10 +250,10 @@ impl Eps {
     /// How a part of a block is cut. What compression keeps for a group is with the rank that
     /// computes the group.
     fn cut_of(&self, parts: &RankParts, id: BlockId, part: BlockPart) -> Parts {
-        let (BlockPart::Kept(run), Some(kept)) = (part, &self.kept) else {
+        let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) else {
             return parts.of_part(id, part);
         };
-        let (owner, len) = (kept.group_of(run), kept.layout(id, run).len);
+        let (owner, len) = (feedback.group_of(run), feedback.layout(id, run).len);
         let end = |rank: u32| if rank < owner { 0 } else { len };
         Parts::new((0..parts.exchanges.ranks()).map(end).collect())
     }
@@ -265,8 +265,8 @@ impl Eps {
         part: BlockPart,
         read: impl FnOnce(&[f32]) -> R,
     ) -> Result<R, Error> {
-        if let (BlockPart::Kept(run), Some(kept)) = (part, &self.kept) {
-            return Ok(kept.read_with(id, run, read));
+        if let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) {
+            return Ok(feedback.read_with(id, run, read));
         }
         match &self.tier {
             Tier::Memory(memory) => Ok(memory.read_with(id, part, read)),
@@ -306,8 +306,8 @@ impl Eps {
         part: BlockPart,
         write: impl FnOnce(&mut [f32]),
     ) -> Result<(), Error> {
-        if let (BlockPart::Kept(run), Some(kept)) = (part, &self.kept) {
-            kept.write_with(id, run, write);
+        if let (BlockPart::Feedback(run), Some(feedback)) = (part, &self.feedback) {
+            feedback.write_with(id, run, write);
             return Ok(());
         }
         match &self.tier {

@@ -108,7 +108,7 @@ impl RankParts {
                 let none = || Parts::new(vec![0; self.exchanges.ranks() as usize]);
                 cuts.get(state).cloned().unwrap_or_else(none)
             }
-            BlockPart::Kept(_) => unreachable!("the EPS knows who keeps it"),
+            BlockPart::Feedback(_) => unreachable!("the EPS knows who keeps it"),
         }
     }
 

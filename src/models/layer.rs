@@ -193,9 +193,10 @@ pub trait Layer: Send + Sync {
     /// dtype. Those of a micro-batch take the sum over its sequences.
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize;
 
-    /// Saves of what a ReLU reads only the positive numbers, up to this share of them, or signs
-    /// alone where nothing else is read of these trained tensors. Whether it has such a ReLU.
-    fn pack_relu(&mut self, _density: f64, _trained: &[Tensor]) -> bool {
+    /// Saves of what a ReLU reads only the positive numbers, up to this share of a row; signs alone
+    /// where the gradients of these trained tensors need no more; all with `None`. Whether it has
+    /// such a ReLU.
+    fn pack_relu(&mut self, _density: Option<f64>, _trained: &[Tensor]) -> bool {
         false
     }
 

@@ -184,6 +184,15 @@ impl Model {
         Model { shape, parts, part_blocks, blocks, tiles, loss, label_smoothing: 0.0 }
     }
 
+    /// The trained tensors of a block whose gradient a device computes. An embedding's own gradient
+    /// is computed by the host, row by row: none.
+    pub(crate) fn computed_gradient(&self, id: BlockId) -> &[Tensor] {
+        let mut visited = self.parts.iter().zip(&self.part_blocks);
+        let is_computed =
+            visited.any(|(part, ids)| !matches!(part, Part::Embedding) && ids.contains(&id));
+        if is_computed { self.blocks[id.0 as usize].trained() } else { &[] }
+    }
+
     /// The model as the ring schedules it: blocks, layers and bytes of each sequence, for sequences
     /// of `positions` tokens and this choice of saved activations. Blocks have no optimizer state:
     /// see `plan`.

@@ -9,6 +9,7 @@ use super::masters::MasterFormat;
 use super::model::{Model, Part};
 use super::shape::{Head, Shape};
 use crate::error::Error;
+use crate::kernels::packed_row;
 use crate::tensor::Dtype;
 
 /// What is trained of a model, and how the rest is stored. Without any of it, everything is.
@@ -132,9 +133,7 @@ impl Model {
         let of_tiles = |tile_elements| {
             let stack = Model::stack_of(shape, &adapters);
             let mut model = Model::with_tiles(shape, stack, of_classes(), tile_elements);
-            model.freeze(training)?;
-            model.pack_relu(training.relu_density)?;
-            Ok::<_, Error>(model)
+            model.freeze(training).map(|()| model)
         };
         let plain = Model::new(shape);
         if let Some(lora) = &training.lora {
@@ -157,9 +156,14 @@ impl Model {
     /// Sets which tensors are trained. Adapters, if there are any, are.
     ///
     /// # Errors
-    /// A pattern names nothing, nothing is trained, or nothing is frozen that could be stored in
-    /// another way.
+    /// A pattern names nothing, nothing is trained, nothing is frozen that could be stored in
+    /// another way, or there is no ReLU whose input could be.
     pub fn freeze(&mut self, training: &Training) -> Result<(), Error> {
+        self.freeze_tensors(training)?;
+        self.pack_relu(training)
+    }
+
+    fn freeze_tensors(&mut self, training: &Training) -> Result<(), Error> {
         let &Training { ref only, ref frozen, ref lora, base, dtype, masters, .. } = training;
         for block in &mut self.blocks {
             *block = std::mem::take(block).with_masters(masters);
@@ -210,22 +214,33 @@ impl Model {
     }
 
     /// Saves only positive numbers of what feed-forwards of ReLU read.
-    fn pack_relu(&mut self, density: Option<f64>) -> Result<(), Error> {
-        let Some(density) = density else { return Ok(()) };
+    fn pack_relu(&mut self, training: &Training) -> Result<(), Error> {
+        let &Training { relu_density: density, dtype, .. } = training;
         let mut is_packed = false;
         for (part, blocks) in self.parts.iter_mut().zip(&self.part_blocks) {
             if let Part::Stack(layer) = part {
                 is_packed |= layer.pack_relu(density, self.blocks[blocks[0].0 as usize].trained());
             }
         }
-        if is_packed {
-            return Ok(());
+        let Some(density) = density else { return Ok(()) };
+        let Shape { activation, gated, intermediate, .. } = self.shape;
+        if !is_packed {
+            let problem = format_args!(
+                "is for feed-forwards of ReLU, and this model has {:?}{}: leave it out",
+                activation.name(),
+                if gated { ", gated" } else { "" }
+            );
+            return Err(Error::config("stash.relu_density", problem));
         }
-        let problem = format_args!(
-            "is for feed-forwards of ReLU, and this model has {:?}: leave it out",
-            self.shape.activation.name()
-        );
-        Err(Error::config("stash.relu_density", problem))
+        let room = (density * intermediate as f64).ceil() as usize;
+        if packed_row(intermediate, room, dtype) >= dtype.floats(intermediate) {
+            let problem = format_args!(
+                "is {density}, with which {intermediate} numbers of {dtype} are not smaller: set \
+                 0.9 or less, or leave it out"
+            );
+            return Err(Error::config("stash.relu_density", problem));
+        }
+        Ok(())
     }
 
     /// Refuses patterns that name no tensor.

@@ -1,18 +1,21 @@
 //! What a plan refuses.
 
+use l2l_actors::schedule::{BlockId, Encoding};
+
 use super::StepShape;
 use super::sizing::Sizing;
 use crate::compression::{self, Compression};
 use crate::config::{Config, Deal, DeviceKind, StashDtype};
 use crate::error::Error;
-use crate::models::{BlockTensors, Model};
-use crate::tensor::Dtype;
+use crate::models::Model;
+use crate::tensor::{Dtype, Packing};
 
 impl Sizing<'_> {
     /// Refuses a rank at which no matrix is compressed.
     pub(super) fn check_rank(&self) -> Result<(), Error> {
         let Some(Compression::PowerSgd { rank }) = self.compression() else { return Ok(()) };
-        let trained = self.model.blocks.iter().flat_map(BlockTensors::trained);
+        let blocks = (0..self.model.blocks.len() as u32).map(BlockId);
+        let trained = blocks.flat_map(|id| self.model.computed_gradient(id));
         let most = trained.filter_map(compression::matrix_of);
         let most = most.map(|(rows, columns)| compression::largest_rank(rows, columns)).max();
         let most = most.unwrap_or(0);
@@ -43,6 +46,19 @@ impl Sizing<'_> {
             let problem = format_args!(
                 "is {block}, which does not divide the model's width of {width}: set {}",
                 nearest.unwrap_or(1)
+            );
+            return Err(Error::config("stash.block_size", problem));
+        }
+        let encoding = |block: usize| Encoding::Int8 { block: block as u32 };
+        let is_smaller = |block: usize| {
+            let packing = Packing { dtype, encoding: encoding(block), columns: width };
+            packing.floats(1) < dtype.floats(width)
+        };
+        if self.config.stash.dtype == StashDtype::Int8 && !is_smaller(block) {
+            let least = (block..=width).find(|&b| width.is_multiple_of(b) && is_smaller(b));
+            let remedy = least.map_or("leave out stash.dtype".into(), |b| format!("set {b}"));
+            let problem = format_args!(
+                "is {block}, with whose scales int8 is not smaller than {dtype}: {remedy}"
             );
             return Err(Error::config("stash.block_size", problem));
         }

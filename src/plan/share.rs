@@ -9,7 +9,7 @@ use l2l_actors::schedule::{Fetch, Reduction, StepPlan, group_spans};
 
 use super::Purpose;
 use crate::compression::Compression;
-use crate::config::Config;
+use crate::config::{Config, Deal};
 use crate::error::Error;
 use crate::fabric::Rank;
 use crate::models::{MasterFormat, Model};
@@ -81,6 +81,12 @@ impl RankShare {
                 self.ranks
             );
             return Err(Error::config("parallel.groups", problem));
+        }
+        let deals_groups = config.parallel.deal == Deal::Sequences && config.devices() > 1;
+        if rule.is_some() && config.compression().is_some() && deals_groups {
+            let problem = "is sequences, and with compression each process has one group, which \
+                           one of its devices computes: set \"layers\", or one device a process";
+            return Err(Error::config("parallel.deal", problem));
         }
         if rule.is_some_and(|rule| !rule.is_elementwise()) {
             return Err(Error::argument(

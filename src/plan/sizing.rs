@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use l2l_actors::schedule::{self, Capacities, Phase, Pipeline, Pools, Schedule};
+use l2l_actors::schedule::{self, BlockId, Capacities, Phase, Pipeline, Pools, Schedule};
 
 use super::checks::check_sizes;
 use super::regions::{Holder, Place, Regions};
@@ -397,10 +397,11 @@ impl Sizing<'_> {
         if let Some(kind) = self.compression() {
             // Errors of the groups that this process computes, of whole blocks.
             let groups = if self.share.ranks > 1 { 1 } else { self.config.parallel.groups };
-            let of_group = |block: &BlockTensors| -> usize {
-                kind.kept(block.trained(), 0).iter().map(|run| run.len).sum()
+            let of_group = |block: u32| -> usize {
+                let tensors = self.model.computed_gradient(BlockId(block));
+                kind.kept(tensors, 0).iter().map(|run| run.len).sum()
             };
-            let floats: usize = self.model.blocks.iter().map(of_group).sum();
+            let floats: usize = (0..self.model.blocks.len() as u32).map(of_group).sum();
             regions.add(Holder::GradientErrors, Place::HostOwn, groups as usize, floats);
         }
     }
@@ -416,8 +417,11 @@ impl Sizing<'_> {
         let RankShare { rank, ranks } = self.share;
         let compressed = self.compression().map(|kind| {
             let sizes = Sizes { groups: self.config.parallel.groups, ranks };
-            let of_block = |block| kind.workspace(block, &cut(block, ranks), rank, sizes);
-            self.model.blocks.iter().map(of_block).max().unwrap_or(0)
+            let of_block = |(id, block): (u32, &BlockTensors)| {
+                let parts = cut(block, ranks).clipped(block.trained_len());
+                kind.workspace(self.model.computed_gradient(BlockId(id)), &parts, rank, sizes)
+            };
+            (0..).zip(&self.model.blocks).map(of_block).max().unwrap_or(0)
         });
         if ranks == 1 || !self.trains() {
             return [compressed.unwrap_or(0), 0];

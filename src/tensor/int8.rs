@@ -77,7 +77,12 @@ impl<'p> Row<'p> {
 
     /// Its numbers in a range.
     pub(crate) fn numbers(self, range: Range<usize>) -> impl Iterator<Item = f32> {
-        range.map(move |at| f32::from(self.multiples[at]) * self.scales[at / self.block])
+        let blocks = range.start / self.block..range.end.div_ceil(self.block);
+        blocks.flat_map(move |block| {
+            let (start, scale) = (block * self.block, self.scales[block]);
+            let some = start.max(range.start)..(start + self.block).min(range.end);
+            self.multiples[some].iter().map(move |&multiple| f32::from(multiple) * scale)
+        })
     }
 
     /// How many they are.

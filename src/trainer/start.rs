@@ -13,7 +13,7 @@ use super::{Builder, Trainer, growth};
 use crate::checkpoint::{self, Identity, LayerCount, Progress};
 use crate::config::{Config, DeviceConfig, EpsConfig, EpsTier, Labels, LogConfig, MetricsConfig};
 use crate::engine::Engine;
-use crate::eps::{Eps, FileTier, Folder, Kept, RankParts, StateOnFile, agreed_step, lost};
+use crate::eps::{Eps, ErrorFeedback, FileTier, Folder, RankParts, StateOnFile, agreed_step, lost};
 use crate::error::Error;
 use crate::fabric::Exchanges;
 use crate::hf;
@@ -301,12 +301,12 @@ fn open_eps(
     let config = run.config;
     let (states, region) = (plan.states.clone(), |id: BlockId| plan.has_region(id));
     let blocks = parts.as_ref().map_or_else(|| model.blocks.clone(), RankParts::own_tensors);
-    let kept = config.compression().map(|kind| {
+    let feedback = config.compression().map(|kind| {
         let (groups, share) = (config.parallel.groups, plan.share());
         let own = if share.ranks > 1 { share.rank..share.rank + 1 } else { 0..groups };
-        Kept::new(kind, &model.blocks, groups, own)
+        ErrorFeedback::new(kind, model, groups, own)
     });
-    let made = |eps: Eps, parts| eps.of_rank(parts).with_kept(kept);
+    let made = |eps: Eps, parts| eps.of_rank(parts).with_feedback(feedback);
     let Some(path) = config.eps.path.as_ref().filter(|_| config.eps.tier == EpsTier::File) else {
         if start.resumes_file {
             return Err(Error::config("eps.tier", "is memory: there is no state to go on from"));

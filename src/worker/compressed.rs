@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use super::Worker;
 use super::host_side::{HostSide, add};
 use crate::compression::{Compression, Factors, PowerSgd};
-use crate::eps::Kept;
+use crate::eps::ErrorFeedback;
 use crate::fabric::parts::Parts;
 use crate::fabric::{Channel, Lost};
 use crate::models::Tensor;
@@ -30,10 +30,16 @@ impl HostSide {
     /// Adds the gradient of one of this process's groups to what is kept of the group. In a kind
     /// that packs chunks it becomes what the packed chunks say; for several ranks, the packed
     /// chunks. Matrices of PowerSGD wait for all groups.
-    pub(super) fn compress(&self, kept: &Kept, block: BlockId, group: GroupId, landed: &mut [f32]) {
-        let (kind, tensors) = (kept.compression, self.whole_trained(block));
-        let mut runs = kept.lease(block);
-        let error = &mut runs[kind.runs_per_group() * (kept.own.start + group) as usize];
+    pub(super) fn compress(
+        &self,
+        feedback: &ErrorFeedback,
+        block: BlockId,
+        group: GroupId,
+        landed: &mut [f32],
+    ) {
+        let (kind, tensors) = (feedback.compression, self.whole_trained(block));
+        let mut runs = feedback.lease(block);
+        let error = &mut runs[kind.runs_per_group() * (feedback.own.start + group) as usize];
         self.threads.install(|| {
             if let Compression::PowerSgd { rank } = kind {
                 for matrix in Factors::new(tensors, rank).matrices {
@@ -67,17 +73,18 @@ impl HostSide {
     /// The sum of all groups' gradients by PowerSGD: the elements of a part, in place.
     pub(super) fn factorise(
         &self,
-        kept: &Kept,
+        feedback: &ErrorFeedback,
         block: BlockId,
         (landed, part): (&mut [f32], Range<usize>),
         complete: Option<Complete<'_>>,
     ) -> Result<(), Lost> {
-        let Compression::PowerSgd { rank } = kept.compression else { return Ok(()) };
+        let Compression::PowerSgd { rank } = feedback.compression else { return Ok(()) };
         let (power, factors) =
             (PowerSgd { rank, seed: self.seed }, Factors::new(self.whole_trained(block), rank));
-        let mut runs = kept.lease(block);
-        let own = kept.own.start as usize..kept.own.end as usize;
-        let (width, groups) = (factors.left_and_vectors(complete.is_some()), kept.groups as usize);
+        let mut runs = feedback.lease(block);
+        let own = feedback.own.start as usize..feedback.own.end as usize;
+        let (width, groups) =
+            (factors.left_and_vectors(complete.is_some()), feedback.groups as usize);
         let mut workspace = self.exchanged.parts.lock().expect("nothing panics inside");
         let (lefts, rights) = workspace.split_at_mut(groups * width);
         let rights = &mut rights[..groups * factors.right_len];
@@ -150,7 +157,7 @@ impl Worker {
     /// what [`HostSide::compress`] left of the one group of this rank.
     pub(super) fn deal_compressed(
         &self,
-        kept: &Kept,
+        feedback: &ErrorFeedback,
         block: BlockId,
         gradient: &mut [f32],
         beat: &dyn Fn(),
@@ -160,18 +167,18 @@ impl Worker {
         let (exchanges, cut) = (&parts.exchanges, parts.of_trained(block));
         let (rank, ranks) = (exchanges.rank(), exchanges.ranks());
         let own = cut.of(rank);
-        if let Compression::PowerSgd { .. } = kept.compression {
+        if let Compression::PowerSgd { .. } = feedback.compression {
             let complete = |all: &mut [f32]| {
                 let each = size_of_val(all) / ranks as usize;
                 let parts = Parts::new((1..=ranks as usize).map(|rank| rank * each).collect());
                 let of = (Channel::Gradients, u64::from(block.0));
                 exchanges.complete(of, &parts, bytemuck::cast_slice_mut(all), beat)
             };
-            host.factorise(kept, block, (gradient, own.clone()), Some(&complete))?;
+            host.factorise(feedback, block, (gradient, own.clone()), Some(&complete))?;
             gradient.copy_within(own, 0);
             return Ok(());
         }
-        let (kind, tensors) = (kept.compression, host.whole_trained(block));
+        let (kind, tensors) = (feedback.compression, host.whole_trained(block));
         let packed_parts = kind.packed_parts(tensors, &cut, ranks);
         let packed = packed_parts.of(rank);
         let mut workspace = host.exchanged.parts.lock().expect("nothing panics inside");

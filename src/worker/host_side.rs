@@ -186,13 +186,14 @@ impl Worker {
                 let (landed, is_last) = (host.landing(reduced, len), keep.is_none());
                 let keep = keep.map(|part| host.part_mut(part, len));
                 self.host.widen(landed);
-                let kept = self.host.eps.kept();
-                if let Some(kept) = kept {
-                    self.host.compress(kept, block, group, landed);
+                let feedback = self.host.eps.feedback();
+                if let Some(feedback) = feedback {
+                    self.host.compress(feedback, block, group, landed);
                 }
                 self.host.join(landed, &parts, keep);
-                if let Some(kept) = kept.filter(|_| is_last && self.host.eps.parts().is_none()) {
-                    self.host.factorise(kept, block, (landed, 0..len), None)?;
+                let is_alone = self.host.eps.parts().is_none();
+                if let Some(feedback) = feedback.filter(|_| is_last && is_alone) {
+                    self.host.factorise(feedback, block, (landed, 0..len), None)?;
                 }
             }
             Work::Reduce { block, reduced, to_region } => {

@@ -97,8 +97,8 @@ impl Worker {
         let cut = parts.of_trained(block);
         let own = cut.of(parts.exchanges.rank());
         let gradient = host.landing(reduced, cut.len());
-        if let Some(kept) = self.host.eps.kept() {
-            return self.deal_compressed(kept, block, gradient, beat);
+        if let Some(feedback) = self.host.eps.feedback() {
+            return self.deal_compressed(feedback, block, gradient, beat);
         }
         if let Some(dealt) = &state.dealt {
             let (rank, ranks) = (parts.exchanges.rank() as usize, parts.exchanges.ranks() as usize);

@@ -170,7 +170,7 @@ fn packed_relus_give_the_same_bits() {
                 (bits, ending.weights_digest.clone(), ending.summary.bytes_downloaded)
             };
             let all = of(None, 1);
-            let packed = [of(Some(1.0), 1), of(Some(0.6), 2), of(Some(0.02), 1)];
+            let packed = [of(Some(0.85), 1), of(Some(0.6), 2), of(Some(0.02), 1)];
             for packed in &packed {
                 assert_eq!((&packed.0, &packed.1), (&all.0, &all.1));
             }
@@ -197,14 +197,17 @@ fn what_does_not_apply_is_refused() {
         (&|c| c.compression.rank = 20, "compression.rank is 20, and factors of more than 19 "),
         (&|c| c.compression.rank = 0, "compression.rank must be at least 1"),
         (&|c| c.compression.density = 0.7, "compression.density must be in (0, 0.5]"),
-        (&|c| c.compression.block_size = 100, "does not divide 16384: set 64"),
+        (&|c| c.compression.block_size = 100, "a divisor of 16384 from 2 on: set 64"),
         (&|c| c.train.only = vec!["bias".into()], "no matrix is trained: set compression.kind ="),
         (
             &|c| (c.eps.tier, c.eps.path) = (EpsTier::File, Some("eps".into())),
             "eps.tier is file, and compression keeps the errors",
         ),
-        (&|c| c.step.non_finite = NonFinite::Skip, "a step cannot be skipped as if it had not"),
-        (&|c| c.device.dtype = Dtype::F16, "set device.dtype = \"bf16\""),
+        (
+            &|c| c.step.non_finite = NonFinite::Skip,
+            "step.non_finite skips steps whose gradient is not finite",
+        ),
+        (&|c| c.device.dtype = Dtype::F16, "device.dtype skips steps whose gradient is not finite"),
         (
             &|c| (c.stash.dtype, c.stash.block_size) = (StashDtype::Int8, 7),
             "stash.block_size is 7, which does not divide the model's width of 24: set 6",

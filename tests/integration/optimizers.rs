@@ -276,7 +276,7 @@ async fn states_of_another_rule_are_refused() {
             let error = refused.err().expect("other states");
             assert_eq!(error.exit_code(), 2);
             let error = error.to_string();
-            for says in [says, "states are of that rule", "set model.path to the checkpoint"] {
+            for says in [says, "states are of that setting", "set model.path to the checkpoint"] {
                 assert!(error.contains(says), "{error}");
             }
         }

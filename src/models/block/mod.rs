@@ -244,7 +244,7 @@ impl Layer for TransformerBlock {
         if is_cut { values + gradients } else { 0 }
     }
 
-    fn pack_relu(&mut self, density: f64, trained: &[Tensor]) -> bool {
+    fn pack_relu(&mut self, density: Option<f64>, trained: &[Tensor]) -> bool {
         let Shape { gated, activation, intermediate, .. } = self.shape;
         if gated || activation != Activation::Relu {
             return false;
@@ -258,8 +258,9 @@ impl Layer for TransformerBlock {
             trained.iter().any(is_of)
         };
         // The gradient of the second product's weights needs the numbers.
-        let room = (density * intermediate as f64).ceil() as usize;
-        self.relu_room = Some(if down.parts.iter().any(is_read) { room } else { 0 });
+        let room = |density: f64| (density * intermediate as f64).ceil() as usize;
+        let is_read = down.parts.iter().any(is_read);
+        self.relu_room = density.map(|density| if is_read { room(density) } else { 0 });
         true
     }
 

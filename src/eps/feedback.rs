@@ -4,46 +4,47 @@
 //! masters. Of several ranks each keeps what belongs to its own groups, of whole blocks.
 
 use std::ops::Range;
-use std::sync::{RwLock, RwLockWriteGuard};
+use std::sync::{RwLock, RwLockWriteGuard, TryLockError};
 
 use l2l_actors::schedule::BlockId;
 
-use crate::compression::{Compression, KeptRun};
-use crate::models::BlockTensors;
+use crate::compression::{Compression, FeedbackRun};
+use crate::models::Model;
 
 /// The runs of one block: those of the first group, then those of the next.
 type Runs = Vec<Vec<f32>>;
 
 /// See the [module](self).
-pub(crate) struct Kept {
+pub(crate) struct ErrorFeedback {
     pub(crate) compression: Compression,
     /// All groups of the run.
     pub(crate) groups: u32,
     /// Those whose gradients this process computes.
     pub(crate) own: Range<u32>,
-    layout: Vec<Vec<KeptRun>>,
+    layout: Vec<Vec<FeedbackRun>>,
     runs: Vec<RwLock<Runs>>,
 }
 
-impl Kept {
-    /// Zeros, for these whole blocks.
+impl ErrorFeedback {
+    /// Zeros, for a model's blocks.
     pub(crate) fn new(
         compression: Compression,
-        blocks: &[BlockTensors],
+        model: &Model,
         groups: u32,
         own: Range<u32>,
-    ) -> Kept {
-        let of_block = |block: &BlockTensors| -> Vec<KeptRun> {
-            (0..groups).flat_map(|group| compression.kept(block.trained(), group)).collect()
+    ) -> ErrorFeedback {
+        let of_block = |block: u32| -> Vec<FeedbackRun> {
+            let tensors = model.computed_gradient(BlockId(block));
+            (0..groups).flat_map(|group| compression.kept(tensors, group)).collect()
         };
-        let layout: Vec<Vec<KeptRun>> = blocks.iter().map(of_block).collect();
+        let layout: Vec<Vec<FeedbackRun>> = (0..model.blocks.len() as u32).map(of_block).collect();
         let is_own = |run: usize| own.contains(&((run / compression.runs_per_group()) as u32));
-        let zeros = |runs: &Vec<KeptRun>| {
-            let len = |(at, run): (usize, &KeptRun)| if is_own(at) { run.len } else { 0 };
+        let zeros = |runs: &Vec<FeedbackRun>| {
+            let len = |(at, run): (usize, &FeedbackRun)| if is_own(at) { run.len } else { 0 };
             RwLock::new(runs.iter().enumerate().map(|run| vec![0.0; len(run)]).collect())
         };
         let runs = layout.iter().map(zeros).collect();
-        Kept { compression, groups, own, layout, runs }
+        ErrorFeedback { compression, groups, own, layout, runs }
     }
 
     /// Runs of each block.
@@ -52,7 +53,7 @@ impl Kept {
     }
 
     /// What a run of a block has of each tensor.
-    pub(super) fn layout(&self, id: BlockId, run: usize) -> &KeptRun {
+    pub(super) fn layout(&self, id: BlockId, run: usize) -> &FeedbackRun {
         &self.layout[id.0 as usize][run]
     }
 
@@ -76,7 +77,9 @@ impl Kept {
 
     /// A lease on the runs of a block.
     pub(crate) fn lease(&self, id: BlockId) -> RwLockWriteGuard<'_, Runs> {
-        let runs = self.runs[id.0 as usize].try_write();
-        runs.unwrap_or_else(|_| panic!("the errors of {id} are in use"))
+        match self.runs[id.0 as usize].try_write() {
+            Err(TryLockError::WouldBlock) => panic!("the errors of {id} are in use"),
+            runs => runs.expect("nobody panicked inside"),
+        }
     }
 }
