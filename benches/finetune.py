@@ -62,7 +62,11 @@ SETTINGS = {
     "gradients in bf16": (["device.gradient_dtype=bf16"], 3e-4, 1e-3, 1e-4),
     "gradients in 8 bits": (["compression.kind=int8", "parallel.groups=2"], 3e-4, 1e-3, 1e-4),
     "the largest 1 % of gradients": (["compression.kind=top-k", "parallel.groups=2"], 3e-4, 1e-3, 1e-4),
+    "the largest 10 % of gradients": (["compression.kind=top-k", "compression.density=0.1", "parallel.groups=2"],
+                                      3e-4, 1e-3, 1e-4),
     "PowerSGD of rank 4": (["compression.kind=powersgd", "parallel.groups=2"], 3e-4, 1e-3, 1e-4),
+    "PowerSGD of rank 32": (["compression.kind=powersgd", "compression.rank=32", "parallel.groups=2"],
+                            3e-4, 1e-3, 1e-4),
 }
 TRIED = {  # on the built-in corpus, on whale, on spam
     "AdamW": ([1e-4, 3e-4, 1e-3, 3e-3], [1e-4, 3e-4, 1e-3, 3e-3], [1e-4]),

@@ -6,7 +6,7 @@
 //! gradient of the same block (Seide et al. 2014; Karimireddy et al. 2019).
 //!
 //! Two kinds work on the [chunks](crate::optimizers) of a block by themselves: 8 bits ([`int8`])
-//! and the largest numbers ([`top_k`]). PowerSGD works on whole matrices ([`power_sgd`]).
+//! and the largest numbers ([`top_k`]). PowerSGD works on whole matrices.
 //!
 //! [`int8`]: Compression::Int8
 //! [`top_k`]: Compression::TopK

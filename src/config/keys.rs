@@ -213,7 +213,7 @@ pub struct DeviceConfig {
     /// Data type of weights and activations on the device, in the stash and over the link: `bf16`
     /// and `f16` halve them. A GPU computes with them on tensor cores. The CPU rounds to them where
     /// a GPU does and computes in f32, so it gains memory and transfers, and no speed. `f16` has a
-    /// loss scale (`loss_scale`), and is for the CPU device. Gradients of weights are f32, and so
+    /// loss scale (`loss_scale`). Gradients of weights are f32, and so
     /// are master weights (see `optimizer.masters`).
     pub dtype: Dtype,
     /// Data type of gradients of weights on their way from the device to the host: `bf16` halves

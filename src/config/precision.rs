@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::check::{must, refuse};
-use super::{Config, DeviceKind, EpsTier};
+use super::{Config, EpsTier};
 use crate::error::Error;
 use crate::models::MasterFormat;
 use crate::optimizers::LossScale;
@@ -157,11 +157,6 @@ impl Config {
         self.loss_scale.check()?;
         self.master_format()?;
         let is_half = self.device.dtype == Dtype::F16;
-        refuse(
-            is_half && self.device.kind == DeviceKind::Cuda,
-            "device.dtype",
-            "is f16, which only the CPU device has: set \"bf16\" or \"f32\"",
-        )?;
         refuse(
             is_half && self.loss_scale.kind == LossScaleKind::None,
             "loss_scale.kind",

@@ -25,7 +25,7 @@ use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
-use crate::tensor::{Arena, Dtype, Packing, View};
+use crate::tensor::{Arena, Packing, View};
 
 /// Memory in slots, copies to and from it, and kernels on it. Three lanes use a device at once; a
 /// slot belongs to one operation at a time.
@@ -216,21 +216,12 @@ pub fn gpus() -> Result<Vec<Gpu>, Error> {
     }
 }
 
-/// GPUs have no kernels for f16.
-fn refuse_half(config: &Config) -> Result<(), Error> {
-    match config.device.dtype {
-        Dtype::F16 => Err(Error::config("device.dtype", "is f16, which GPUs do not have here")),
-        Dtype::F32 | Dtype::Bf16 => Ok(()),
-    }
-}
-
 /// Runs every kernel of the GPU that a config names against the CPU's, at odd sizes, on values of
 /// this seed.
 ///
 /// # Errors
 /// There is no such GPU, or it failed.
 pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    refuse_half(config)?;
     cuda::check(config, seed)
 }
 
@@ -239,7 +230,6 @@ pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
 /// # Errors
 /// There is no such GPU, or it failed.
 pub fn gpu_rates(config: &Config) -> Result<GpuRates, Error> {
-    refuse_half(config)?;
     cuda::rates(config)
 }
 

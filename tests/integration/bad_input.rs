@@ -253,10 +253,6 @@ fn what_contradicts_itself() {
             "device.dtype: unknown value `f8`, expected one of `f32`, `bf16`",
         ),
         (
-            "device = { kind = \"cuda\", dtype = \"f16\" }",
-            "line 1: device.dtype is f16, which only the CPU device has: set \"bf16\"",
-        ),
-        (
             "device.dtype = \"f16\"\nloss_scale.kind = \"none\"",
             "line 2: loss_scale.kind is none, and device.dtype is f16",
         ),

@@ -32,7 +32,7 @@ const PLAIN: Passes = [
     tiles("attention_backward_queries", 64, 256, 35_840),
 ];
 
-/// In bf16 on tensor cores, for heads of at most so many channels.
+/// In 16 bits on tensor cores, for heads of at most so many channels.
 const CORES: [(usize, Passes); 4] = [
     (
         32,
@@ -73,8 +73,7 @@ fn passes(dtype: Dtype, head_size: usize) -> Passes {
     let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
     match dtype {
         Dtype::F32 => PLAIN,
-        Dtype::F16 => unreachable!("GPUs are refused f16"),
-        Dtype::Bf16 => CORES.iter().find(fits).expect("sizes are checked").1,
+        Dtype::Bf16 | Dtype::F16 => CORES.iter().find(fits).expect("sizes are checked").1,
     }
 }
 

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Instant;
 
-use half::bf16;
+use half::{bf16, f16};
 use l2l_actors::BoxedError;
 use libloading::Library;
 use tokio::runtime::Runtime;
@@ -217,7 +217,7 @@ unsafe fn number(place: Place) -> f32 {
         match place.dtype {
             Dtype::F32 => *(place.at as *const f32),
             Dtype::Bf16 => (*(place.at as *const bf16)).to_f32(),
-            Dtype::F16 => unreachable!("GPUs are refused f16"),
+            Dtype::F16 => (*(place.at as *const f16)).to_f32(),
         }
     }
 }
@@ -232,7 +232,7 @@ unsafe fn put(place: Place, value: f32) {
         match place.dtype {
             Dtype::F32 => *(place.at as *mut f32) = value,
             Dtype::Bf16 => *(place.at as *mut bf16) = bf16::from_f32(value),
-            Dtype::F16 => unreachable!("GPUs are refused f16"),
+            Dtype::F16 => *(place.at as *mut f16) = f16::from_f32(value),
         }
     }
 }

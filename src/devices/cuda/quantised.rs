@@ -105,7 +105,7 @@ mod tests {
                             let same = |(a, b): (&f32, &f32)| a.to_bits() == b.to_bits();
                             assert!(found.iter().zip(&expected).all(same), "{what}");
                         }
-                        Dtype::F16 => unreachable!("GPUs are refused f16"),
+                        Dtype::F16 => unreachable!("it is not among these"),
                         Dtype::Bf16 => {
                             let found: &[bf16] = bytemuck::cast_slice(&found);
                             let same =

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use half::bf16;
+use half::{bf16, f16};
 use l2l_actors::BoxedError;
 
 use super::driver::{Address, Driver, Event, Matrix, Place, Product, Stream, WORKSPACE};
@@ -68,7 +68,10 @@ fn fill(values: &mut [f32], dtype: Dtype) {
             let values: &mut [bf16] = bytemuck::cast_slice_mut(values);
             values.fill_with(|| bf16::from_f32(next()));
         }
-        Dtype::F16 => unreachable!("GPUs are refused f16"),
+        Dtype::F16 => {
+            let values: &mut [f16] = bytemuck::cast_slice_mut(values);
+            values.fill_with(|| f16::from_f32(next()));
+        }
     }
 }
 

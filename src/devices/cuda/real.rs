@@ -21,8 +21,8 @@ use crate::tensor::Dtype;
 /// The oldest architecture that kernels are written for.
 const OLDEST: u32 = 75;
 
-/// The same for bf16.
-const OLDEST_OF_BF16: u32 = 80;
+/// The same for bf16 and f16.
+const OLDEST_OF_16_BITS: u32 = 80;
 
 /// Bytes of shared memory that a block may have without asking.
 const SHARED: u32 = 48 << 10;
@@ -111,9 +111,9 @@ impl Real {
             )
             .into());
         }
-        if dtype == Dtype::Bf16 && gpu.architecture < OLDEST_OF_BF16 {
+        if dtype != Dtype::F32 && gpu.architecture < OLDEST_OF_16_BITS {
             return Err(format!(
-                "{} is of architecture {}, and bf16 needs {OLDEST_OF_BF16} or newer: set \
+                "{} is of architecture {}, and {dtype} needs {OLDEST_OF_16_BITS} or newer: set \
                  device.dtype = \"f32\"",
                 gpu.name, gpu.architecture
             )

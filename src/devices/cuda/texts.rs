@@ -45,8 +45,7 @@ pub(super) fn declared(text: &str, dtype: Dtype) -> Result<Vec<Declared>, BoxedE
     let [plain, cores] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
     let parts = match dtype {
         Dtype::F32 => [&text[..cores], ""],
-        Dtype::F16 => unreachable!("GPUs are refused f16"),
-        Dtype::Bf16 => [&text[..plain], &text[cores.max(plain)..]],
+        Dtype::Bf16 | Dtype::F16 => [&text[..plain], &text[cores.max(plain)..]],
     };
     let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =
@@ -60,7 +59,7 @@ pub(super) fn element(dtype: Dtype) -> &'static str {
     match dtype {
         Dtype::F32 => "-DELEMENT=32",
         Dtype::Bf16 => "-DELEMENT=16",
-        Dtype::F16 => unreachable!("GPUs are refused f16"),
+        Dtype::F16 => "-DELEMENT=15",
     }
 }
 

@@ -45,6 +45,38 @@ fn parts_of_a_model_are_trained() {
     }
 }
 
+/// In f16, too, relay and resident end with the same bits, close to the CPU's f16. A loss scale that
+/// is too high costs steps, as many as there, and nothing else.
+#[test]
+fn f16_has_a_loss_scale() {
+    if !emulated::instead() {
+        return;
+    }
+    let of = |kind, schedule, scale: f64, steps| {
+        let mut config = config(kind);
+        config.device.dtype = Dtype::F16;
+        config.schedule.kind = schedule;
+        config.stash.place = StashPlace::Host;
+        config.loss_scale.initial = scale;
+        run(config, steps).expect("a case of ours")
+    };
+    let (scale, too_high) = (2_f64.powi(10), 2_f64.powi(40));
+    let (steps, end) = of(DeviceKind::Cuda, ScheduleKind::Relay, scale, 3);
+    let (resident, resident_end) = of(DeviceKind::Cuda, ScheduleKind::Resident, scale, 3);
+    assert_eq!((&steps, end.digest), (&resident, resident_end.digest));
+    let (cpu, _) = of(DeviceKind::Cpu, ScheduleKind::Relay, scale, 3);
+    close(&steps, &cpu, Dtype::F16, "the CPU");
+    let skipped = |kind| {
+        let (steps, end) = of(kind, ScheduleKind::Relay, too_high, 30);
+        let count = steps.iter().filter(|[_, norm]| !norm.is_finite()).count();
+        (count, end.digest)
+    };
+    let (count, digest) = skipped(DeviceKind::Cuda);
+    assert!((10..30).contains(&count), "{count}");
+    assert_eq!(count, skipped(DeviceKind::Cpu).0);
+    assert_eq!(digest, skipped(DeviceKind::Cuda).1);
+}
+
 /// A rule that knows nothing of split masters: they are unpacked for it.
 struct Plain(Box<dyn UpdateRule>);
 
