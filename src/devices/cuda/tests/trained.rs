@@ -45,8 +45,8 @@ fn parts_of_a_model_are_trained() {
     }
 }
 
-/// In f16, too, relay and resident end with the same bits, close to the CPU's f16. A loss scale that
-/// is too high costs steps, as many as there, and nothing else.
+/// In f16, too, relay and resident end with the same bits, close to the CPU's f16. A loss scale
+/// that is too high costs steps, as many as there, and nothing else.
 #[test]
 fn f16_has_a_loss_scale() {
     if !emulated::instead() {
