@@ -50,7 +50,8 @@ pub(crate) enum BlockPart {
 const FEEDBACK: usize = 1 << 16;
 
 impl BlockPart {
-    /// Its index among the parts of a block: the masters, then the states.
+    /// Its number among the parts of a block: the masters, then the states, then what compression
+    /// keeps.
     fn index(self) -> usize {
         match self {
             BlockPart::Parameters => 0,
