@@ -238,6 +238,13 @@ impl<P: Ports> Relay<P> {
         }
     }
 
+    /// Resolves once every block is published as of all steps that have begun, with true; with
+    /// false if the relay ends before. Further steps may run meanwhile.
+    pub fn settled(&self) -> impl Future<Output = bool> + Send + 'static + use<P> {
+        let (ring, version) = (self.ring.clone(), self.next);
+        async move { ring.switch.until_tripped(ring.facts.settled(version)).await.is_some() }
+    }
+
     /// Settles, stops every actor with a message along the flow, and waits for tasks and lanes.
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-use super::{FORMAT, RunRecord};
+use super::{FIRST_FORMAT, FORMAT, RunRecord};
 use crate::config::{Config, RateSchedule};
 use crate::models::Model;
 
@@ -23,7 +23,7 @@ pub(crate) struct Identity<'r> {
 
 /// Keys that may have another value when a run resumes: they change when and where something is
 /// computed, and not what; or what they change is checked separately.
-const FREE: [&str; 29] = [
+const FREE: [&str; 30] = [
     "checkpoint",
     "channels",
     "data.validation",
@@ -43,6 +43,7 @@ const FREE: [&str; 29] = [
     "log",
     "metrics",
     "model.path",
+    "model.unsealed",
     "parallel.deal",
     "parallel.transfer",
     "parallel.weights",
@@ -127,7 +128,7 @@ pub(super) fn as_value(config: &Config) -> Value {
 /// What a run changes of that of a record, which it may change. The error says why the record is
 /// not of this run, and what to do.
 pub(super) fn changes(record: &RunRecord, run: &Identity<'_>) -> Result<Vec<String>, String> {
-    if record.format != FORMAT {
+    if ![FIRST_FORMAT, FORMAT].contains(&record.format) {
         return Err(format!(
             "it has format {}, and this program reads format {FORMAT}: use the program that \
              wrote it",

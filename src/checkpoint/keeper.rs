@@ -3,8 +3,9 @@
 use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 
-use super::{OLD, PARTIAL, RECORD, recover, remove};
+use super::{OLD, PARTIAL, recover, remove};
 use crate::error::Error;
+use crate::hf::RECORD;
 
 /// The checkpoints in the config's `checkpoint.directory`: `step-00000100` and so on, the newest
 /// few, and `best-00000100`, one. The directory is this run's alone while it lives.
@@ -77,16 +78,17 @@ impl Keeper {
         all
     }
 
-    /// The newest checkpoint, if there is one. It may be the best one, which is complete, too.
-    pub fn newest(&self) -> Option<PathBuf> {
-        // Of one step the best is taken: its validation came after the other was written.
-        let all = [self.all("step"), self.all("best")].concat();
-        all.into_iter().max_by_key(|(step, _)| *step).map(|(_, path)| path)
+    /// All checkpoints with their steps, newest first. The best one is complete, too.
+    pub fn newest_first(&self) -> Vec<(u64, PathBuf)> {
+        // Of one step the best comes first: its validation came after the other was written.
+        let mut all = [self.all("best"), self.all("step")].concat();
+        all.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
+        all
     }
 
-    /// The step of the newest checkpoint.
-    pub fn newest_step(&self) -> Option<u64> {
-        [self.all("best"), self.all("step")].concat().into_iter().map(|(step, _)| step).max()
+    /// The newest checkpoint, if there is one.
+    pub fn newest(&self) -> Option<PathBuf> {
+        self.newest_first().into_iter().next().map(|(_, path)| path)
     }
 
     /// The best checkpoint, if there is one.
@@ -94,24 +96,25 @@ impl Keeper {
         self.all("best").pop().map(|(_, path)| path)
     }
 
-    /// Removes all but the newest `checkpoint.keep`.
+    /// Removes the checkpoints that one replaces which has just been written: all but the newest
+    /// `checkpoint.keep`, or the best ones of before.
     ///
     /// # Errors
     /// They cannot be removed.
-    pub fn tidy(&self) -> Result<(), Error> {
-        let mut steps = self.all("step");
-        steps.truncate(steps.len().saturating_sub(self.keep));
-        remove_all(steps)
-    }
-
-    /// Removes all best checkpoints but that of this step, which has just been written.
-    ///
-    /// # Errors
-    /// They cannot be removed.
-    pub fn tidy_best(&self, step: u64) -> Result<(), Error> {
-        let mut bests = self.all("best");
-        bests.retain(|(of, _)| *of != step);
-        remove_all(bests)
+    pub fn tidy(&self, written: &Path) -> Result<(), Error> {
+        let name = written.file_name().and_then(|name| name.to_str()).and_then(step_of);
+        match name {
+            Some(("best", step)) => {
+                let mut bests = self.all("best");
+                bests.retain(|(of, _)| *of != step);
+                remove_all(bests)
+            }
+            _ => {
+                let mut steps = self.all("step");
+                steps.truncate(steps.len().saturating_sub(self.keep));
+                remove_all(steps)
+            }
+        }
     }
 }
 

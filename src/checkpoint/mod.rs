@@ -2,30 +2,34 @@
 //!
 //! `config.json` and `model.safetensors` are in transformers' format, so the directory loads there
 //! as it is. `optimizer.safetensors` has the optimizer's states under the same names, and
-//! `l2l.json` the record of the run. A directory is written under another name, flushed to the
-//! disk, and renamed.
+//! `l2l.json` the record of the run, with the digests of all files. A directory is written under
+//! another name, flushed to the disk, and renamed.
 
 mod identity;
 mod keeper;
+mod space;
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
+use l2l_actors::schedule::BlockId;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
-use crate::config::{BestMetric, TrainConfig};
+use crate::config::{BestMetric, ModelConfig, TrainConfig};
 use crate::eps::Eps;
 use crate::error::Error;
-use crate::hf;
+use crate::hf::{self, Load, RECORD, Sealed, TensorFiles};
 use crate::models::{Base, Model, families};
 use crate::optimizers::ScaleState;
 
 pub(crate) use identity::Identity;
 use identity::{as_value, changes};
 pub use keeper::Keeper;
+pub use space::Space;
 
 /// How far a run is, and its validations. Checkpoints keep it beside the parameters.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -112,16 +116,20 @@ struct RunRecord {
     data: String,
     /// The resolved config.
     config: Value,
-    /// SHA-256 of parameters and optimizer states, and of all above.
+    /// SHA-256 of each other file. A record of format 1 has none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    files: BTreeMap<String, String>,
+    /// SHA-256 of this text with an empty seal. Of format 1: of all above, and of parameters and
+    /// optimizer states.
     seal: String,
 }
 
 impl RunRecord {
-    /// The seal that it must have, for an EPS that holds its parameters.
+    /// The seal that it must have in format 1, for an EPS that holds its parameters.
     ///
     /// # Errors
     /// They cannot be read.
-    fn sealed(&self, model: &Model, eps: &Eps) -> Result<String, Error> {
+    fn first_seal(&self, model: &Model, eps: &Eps) -> Result<String, Error> {
         let open = serde_json::json!({
             "format": self.format,
             "progress": self.progress,
@@ -136,49 +144,121 @@ impl RunRecord {
     }
 }
 
-const FORMAT: u32 = 1;
+/// The format of records that are written, and the one before, which is read too.
+const FORMAT: u32 = 2;
+const FIRST_FORMAT: u32 = 1;
 
 /// No run is longer.
 const MOST_STEPS: u64 = 1 << 40;
 
-/// Writes a checkpoint; see [`Trainer::checkpoint`](crate::Trainer::checkpoint).
-pub(crate) fn write(
-    directory: &Path,
-    run: Identity<'_>,
-    eps: &Eps,
-    progress: &Progress,
-) -> Result<(), Error> {
-    let failed = |error: io::Error| Error::storage(directory.display(), error);
-    recover(directory).map_err(failed)?;
-    let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
-    fs::create_dir_all(&partial).map_err(failed)?;
-    hf::write_config(&partial, &run.model.shape, run.source_config)?;
-    if let Some(path) = &run.config.model.path {
-        hf::copy_companions(path, &partial).map_err(failed)?;
+/// A checkpoint that is being written. Its directory has another name until it is complete.
+pub(crate) struct Draft {
+    directory: PathBuf,
+    files: TensorFiles,
+    record: RunRecord,
+}
+
+impl Draft {
+    /// Reserves the space for all blocks, each of which is of the step that `progress` says.
+    ///
+    /// # Errors
+    /// A file cannot be made, or the disk is full.
+    pub(crate) fn begin(
+        directory: &Path,
+        run: Identity<'_>,
+        eps: &Eps,
+        progress: &Progress,
+    ) -> Result<Draft, Error> {
+        let failed = |error: io::Error| Error::storage(directory.display(), error);
+        recover(directory).map_err(failed)?;
+        let partial = with_suffix(directory, PARTIAL);
+        fs::create_dir_all(&partial).map_err(failed)?;
+        let files = match run.config.train.lora {
+            Some(_) => TensorFiles::of_adapters(&partial, run.model, eps)?,
+            None => TensorFiles::of_model(&partial, run.model, eps)?,
+        };
+        let files = files.with_states(partial.join(hf::STATES), run.model, eps)?;
+        let record = record_of(run, progress, eps.updates());
+        Ok(Draft { directory: directory.into(), files, record })
     }
-    if run.config.train.lora.is_some() {
-        hf::write_adapter_config(&partial, run.model, run.config)?;
-        hf::save_adapters(&partial, run.model, eps)?;
-    } else {
-        hf::save(&partial, run.model, eps)?;
+
+    /// Writes a block; the number of its bytes.
+    ///
+    /// # Errors
+    /// It cannot be read or written.
+    pub(crate) fn write_block(&self, id: BlockId, eps: &Eps) -> Result<u64, Error> {
+        self.files.write_block(id, eps)
     }
-    hf::save_states(&partial.join("optimizer.safetensors"), run.model, eps)?;
-    let mut record = record_of(run, progress, eps.updates());
-    record.seal = record.sealed(run.model, eps)?;
-    let text = serde_json::to_string_pretty(&record).expect("it is plain data");
-    fs::write(partial.join(RECORD), text).map_err(failed)?;
-    for file in ["config.json", RECORD] {
-        sync(&partial.join(file)).map_err(failed)?;
+
+    /// Adds all other files, once the blocks are written, seals the directory and gives it its
+    /// name. Waits until all of it is on the disk.
+    ///
+    /// # Errors
+    /// A file cannot be written.
+    pub(crate) fn publish(self, run: Identity<'_>) -> Result<(), Error> {
+        let Draft { directory, files, mut record } = self;
+        let failed = |error: io::Error| Error::storage(directory.display(), error);
+        let partial = with_suffix(&directory, PARTIAL);
+        files.publish()?;
+        hf::write_config(&partial, &run.model.shape, run.source_config)?;
+        sync(&partial.join("config.json")).map_err(failed)?;
+        if let Some(path) = &run.config.model.path {
+            hf::copy_companions(path, &partial).map_err(failed)?;
+        }
+        if run.config.train.lora.is_some() {
+            hf::write_adapter_config(&partial, run.model, run.config)?;
+        }
+        record.files = hf::file_digests(&partial).map_err(failed)?;
+        let text = serde_json::to_string_pretty(&record).expect("it is plain data");
+        fs::write(partial.join(RECORD), hf::seal(&text)).map_err(failed)?;
+        sync(&partial.join(RECORD)).map_err(failed)?;
+        name(&partial, &directory).map_err(failed)
     }
-    sync(&partial).map_err(failed)?;
-    // A checkpoint of the same name is kept until the new one has its place.
+}
+
+/// Removes what was written of a checkpoint that failed: its space may be needed.
+pub(crate) fn discard(directory: &Path) {
+    _ = remove(&with_suffix(directory, PARTIAL)); // the next one tries again
+}
+
+/// Gives a complete directory its name, and waits until that is on the disk. A checkpoint that has
+/// the name is kept until then.
+fn name(partial: &Path, directory: &Path) -> io::Result<()> {
+    let old = with_suffix(directory, OLD);
+    sync(partial)?;
     if directory.exists() {
-        fs::rename(directory, &old).map_err(failed)?;
+        fs::rename(directory, &old)?;
     }
-    fs::rename(&partial, directory).map_err(failed)?;
-    sync(directory.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new(".")))
-        .map_err(failed)?;
-    remove(&old).map_err(failed)
+    fs::rename(partial, directory)?;
+    let parent = directory.parent().filter(|parent| !parent.as_os_str().is_empty());
+    sync(parent.unwrap_or(Path::new(".")))?;
+    remove(&old)
+}
+
+/// Gives a checkpoint a second name, under which its files are links to the same bytes, or copies
+/// where the file system has no links.
+///
+/// # Errors
+/// The disk fails or is full.
+pub(crate) fn link(from: &Path, to: &Path) -> Result<(), Error> {
+    let partial = with_suffix(to, PARTIAL);
+    let linked = recover(to).and_then(|()| link_all(from, &partial));
+    linked.and_then(|()| name(&partial, to)).map_err(|error| Error::storage(to.display(), error))
+}
+
+fn link_all(from: &Path, to: &Path) -> io::Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in fs::read_dir(from)? {
+        let entry = entry?;
+        let (from, to) = (entry.path(), to.join(entry.file_name()));
+        if entry.file_type()?.is_dir() {
+            link_all(&from, &to)?;
+        } else if fs::hard_link(&from, &to).is_err() {
+            fs::copy(&from, &to)?;
+            sync(&to)?;
+        }
+    }
+    sync(to)
 }
 
 fn record_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> RunRecord {
@@ -189,6 +269,7 @@ fn record_of(run: Identity<'_>, progress: &Progress, updates: Vec<u64>) -> RunRe
         steps: run.steps,
         data: run.data.into(),
         config: as_value(run.config),
+        files: BTreeMap::new(),
         seal: String::new(),
     }
 }
@@ -235,8 +316,15 @@ pub(crate) fn recall(
 const PARTIAL: &str = ".l2l-partial";
 const OLD: &str = ".l2l-old";
 
-/// The file that only a checkpoint has.
-const RECORD: &str = "l2l.json";
+/// Checks that a checkpoint is as it was written, by the digests of its files. One of format 1 has
+/// none: [`read`] checks it.
+///
+/// # Errors
+/// It is damaged, or somebody changed it: which file.
+pub(crate) fn check_seal(directory: &Path) -> Result<(), Error> {
+    recover(directory).map_err(|error| Error::storage(directory.display(), error))?;
+    hf::check_seal(directory, Sealed::All)
+}
 
 /// Repairs what a kill left: a checkpoint that was being replaced comes back, and one that was
 /// being written is removed.
@@ -267,12 +355,6 @@ fn remove(directory: &Path) -> io::Result<()> {
     }
 }
 
-/// The size of a checkpoint's files.
-pub(crate) fn bytes_of(directory: &Path) -> u64 {
-    let files = fs::read_dir(directory).into_iter().flatten().flatten();
-    files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
-}
-
 /// The layers of a checkpoint's model, if its run could add some.
 pub(crate) fn layers_of(directory: &Path) -> Option<LayerCount> {
     recover(directory).ok()?;
@@ -294,7 +376,8 @@ pub(crate) struct Checked<'c> {
     pub(crate) changes: Vec<String>,
 }
 
-/// Checks a checkpoint before anything is replaced by it.
+/// Checks a checkpoint before anything is replaced by it. Its files were compared with its seal
+/// already: see [`check_seal`].
 ///
 /// # Errors
 /// What is not there, or was made with another config (which keys).
@@ -339,20 +422,22 @@ pub(crate) fn read(checked: Checked<'_>, run: Identity<'_>, eps: &Eps) -> Result
     let TrainConfig { lora, base, .. } = &run.config.train;
     if lora.is_some() || *base != Base::AsIs {
         // What is frozen is what the run began with.
+        hf::check_seals(run.config)?;
         eps.randomise(run.model, run.config.step.seed)?;
-        let path = run.config.model.path.as_ref();
-        if let Some(path) = path.filter(|_| !run.config.model.random_weights) {
-            hf::load(path, run.model, eps, true)?;
+        let ModelConfig { path, random_weights, unsealed, .. } = &run.config.model;
+        if let Some(path) = path.as_ref().filter(|_| !random_weights) {
+            let how = Load::to_train(!unsealed);
+            hf::load(path, run.model, eps, how)?;
         }
     }
     match (lora, base) {
-        (Some(_), _) => hf::load_adapters(directory, run.model, eps)?,
-        (None, Base::AsIs) => drop(hf::load(directory, run.model, eps, false)?),
+        (Some(_), _) => hf::load_adapters(directory, run.model, eps, Load::AS_WRITTEN)?,
+        (None, Base::AsIs) => drop(hf::load(directory, run.model, eps, Load::AS_WRITTEN)?),
         (None, _) => hf::load_trained(directory, run.model, eps)?,
     }
-    hf::load_states(&directory.join("optimizer.safetensors"), run.model, eps)?;
+    hf::load_states(&directory.join(hf::STATES), run.model, eps)?;
     eps.set_updates(&record.updates);
-    if record.sealed(run.model, eps)? != record.seal {
+    if record.format == FIRST_FORMAT && record.first_seal(run.model, eps)? != record.seal {
         return Err(refuse(
             "it is damaged: its content is not what was written. Remove it to resume from the one \
              before it"

@@ -83,6 +83,10 @@ pub(super) struct TrainArguments {
     /// are kept, and each change is reported. Without it such a run is refused.
     #[arg(long)]
     pub(super) resume_with_changes: bool,
+    /// Fail where the newest checkpoint, or the state in `eps.path`, is damaged. Without it, the
+    /// run resumes from the newest checkpoint that is not, with a warning.
+    #[arg(long)]
+    pub(super) strict: bool,
     #[command(flatten)]
     pub(super) observe: ObserveArguments,
 }
@@ -198,6 +202,10 @@ pub(super) struct ModelArguments {
     /// with, a checkpoint, adapters.
     #[arg(long, value_name = "DIRECTORY", conflicts_with = "best")]
     pub(super) model: Option<PathBuf>,
+    /// Read the model also where its checkpoint was changed after it was written, or has weights
+    /// that are infinite or NaN: the key `model.unsealed`.
+    #[arg(long)]
+    pub(super) unsealed: bool,
 }
 
 #[derive(Args)]

@@ -15,7 +15,7 @@ use super::{ChatArguments, Ended, say, train};
 
 pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
     let ChatArguments { common, sampling, model } = arguments;
-    let (mut config, layers) = common.read_of_model([])?;
+    let (mut config, layers) = common.read_of_model(model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, model)?;
         let shape = shape_of(&config)?;

@@ -10,6 +10,13 @@ use l2l::{Config, Error, inference};
 use super::layers::Layers;
 use super::{Common, ModelArguments, say};
 
+impl ModelArguments {
+    /// Its flags that have keys of their own.
+    pub(super) fn own_flags(&self) -> [(&'static str, &'static str, Option<String>); 1] {
+        [("--unsealed", "model.unsealed", self.unsealed.then(|| "true".into()))]
+    }
+}
+
 /// The config of a run without a config file.
 pub(super) const BUILT_IN: &str = include_str!("../../examples/built_in.toml");
 
@@ -21,7 +28,15 @@ impl Common {
     /// Resolves the config of a run from file, environment and flags, and where each value comes
     /// from. Without a file, every command takes the built-in config, as `train` does, and says so.
     pub(super) fn read(&self) -> Result<(Config, Layers), Error> {
-        let (config, layers) = self.read_with([])?;
+        self.read_and_say([])
+    }
+
+    /// The same with flags that have keys of their own.
+    pub(super) fn read_and_say<const N: usize>(
+        &self,
+        own_flags: [(&str, &str, Option<String>); N],
+    ) -> Result<(Config, Layers), Error> {
+        let (config, layers) = self.read_with(own_flags)?;
         if self.config.is_none() && config.log.format == Format::Pretty {
             say(NO_FILE);
         }

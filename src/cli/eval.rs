@@ -10,7 +10,7 @@ use super::common::load;
 use super::{Ended, EvalArguments, print, train};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
-    let (mut config, layers) = arguments.common.read()?;
+    let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;

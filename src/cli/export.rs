@@ -7,15 +7,21 @@ use super::{Export, print};
 
 pub(super) fn export(arguments: &Export) -> Result<(), Error> {
     let Export { common, to, model, ema, dtype, shard_size } = arguments;
+    let [unsealed] = model.own_flags();
     let flags = [
+        unsealed,
         ("--dtype", "export.dtype", dtype.clone()),
         ("--shard-size", "export.shard_size", shard_size.clone()),
     ];
     let (config, layers) = common.read_of_model(flags)?;
     let run = || {
         let from = model_of(&config, model)?;
-        let mut options =
-            hf::ExportOptions { dtype: config.export.dtype, average: *ema, ..Default::default() };
+        let mut options = hf::ExportOptions {
+            dtype: config.export.dtype,
+            average: *ema,
+            unsealed: config.model.unsealed,
+            ..Default::default()
+        };
         if let Some(bytes) = config.export.shard_size.bytes() {
             options.shard_bytes = bytes;
         }

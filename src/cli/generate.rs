@@ -16,7 +16,7 @@ use super::common::load;
 use super::{Ended, GenerateArguments, SamplingArguments, plan, print, train};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
-    let (mut config, layers) = arguments.common.read_of_model([])?;
+    let (mut config, layers) = arguments.common.read_of_model(arguments.model.own_flags())?;
     let mut run = || {
         let from = load(&mut config, &arguments.model)?;
         let shape = shape_of(&config)?;

@@ -3,6 +3,7 @@
 use std::fmt::Write;
 use std::path::Path;
 
+use l2l::checkpoint::Space;
 use l2l::config::{DeviceConfig, DeviceKind, EpsTier, Format};
 use l2l::models::{BlockTensors, Model, Part};
 use l2l::plan::{FabricBytes, LinkBytes, RankShare, Term};
@@ -42,7 +43,8 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
     if let (Some(picture), Some(found)) = (picture, found) {
         draw(picture, &config, &model, &found.forecast)?;
     }
-    let fits = plan.misfits(&model, &config.update_rule()).is_empty();
+    let space = space_of(&config, &plan, &model);
+    let fits = misfits(&config, &plan, &model, space).is_empty();
     Ok(if *check && !fits { Ended::DoesNotFit } else { Ended::Well })
 }
 
@@ -185,9 +187,21 @@ impl RateArguments {
     }
 }
 
+/// Everything that does not fit: the plan, or the run's checkpoints.
+fn misfits(config: &Config, plan: &Plan, model: &Model, space: Option<Space>) -> Vec<Misfit> {
+    let of_plan = plan.misfits(model, &config.update_rule()).into_iter();
+    let directory = config.checkpoint.directory.as_deref();
+    of_plan.chain(space.zip(directory).and_then(|(space, at)| space.misfit(at))).collect()
+}
+
+/// The space of a run's checkpoints, if the plan is of training.
+fn space_of(config: &Config, plan: &Plan, model: &Model) -> Option<Space> {
+    Space::of(config, model, &config.update_rule()).filter(|_| plan.trains())
+}
+
 /// Shows a plan; for training also what would fit and, with rates, how a step would go.
 pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<&Outlook>) {
-    let rule = config.update_rule();
+    let (rule, space) = (config.update_rule(), space_of(config, plan, model));
     let ceiling = plan.budget().filter(|_| plan.trains());
     let least = Plan::least(config, model, &rule).filter(|_| plan.trains());
     let shown = Shown {
@@ -195,7 +209,8 @@ pub(super) fn show(config: &Config, plan: &Plan, model: &Model, outlook: Option<
         names: config.device_names(),
         model,
         outlook,
-        misfits: plan.misfits(model, &rule),
+        misfits: misfits(config, plan, model, space),
+        space,
         bytes_of_parameter: config.device.dtype.size(),
         least: least.map(|least| least.device_bytes()),
         ceiling,
@@ -215,6 +230,8 @@ struct Shown<'p> {
     model: &'p Model,
     outlook: Option<&'p Outlook>,
     misfits: Vec<Misfit>,
+    /// The space of its checkpoints, if it writes any.
+    space: Option<Space>,
     bytes_of_parameter: usize,
     /// Bytes of the device that the smallest plan of such a step needs.
     least: Option<u64>,
@@ -248,6 +265,9 @@ impl Shown<'_> {
             "pinned_bytes": plan.pinned_bytes,
             "host_bytes": terms(&plan.host, plan.host_bytes()),
             "file_bytes": terms(&plan.file, plan.file_bytes()),
+            "checkpoint_bytes": self.space.map(|space| {
+                json!({ "each": space.each, "count": space.count, "total": space.bytes() })
+            }),
             "upload_bytes": plan.upload_bytes,
             "download_bytes": plan.download_bytes,
             "links": self.links().map(|(device, link)| {
@@ -322,6 +342,9 @@ impl Shown<'_> {
             }
             number(place, total, "bytes");
             terms.iter().for_each(|term| number(&format!("  {}", term.name), term.bytes, ""));
+        }
+        if let Some(space) = self.space {
+            number("checkpoints", space.bytes(), "bytes on disk, at most");
         }
         number("upload a step", plan.upload_bytes, "bytes");
         number("download a step", plan.download_bytes, "bytes");

@@ -24,7 +24,7 @@ pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
 }
 
 pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
-    let TrainArguments { common, resume, resume_with_changes, mut observe } = arguments;
+    let TrainArguments { common, resume, resume_with_changes, strict, mut observe } = arguments;
     let read = common.read_with([("--metrics", "metrics.listen", observe.metrics.clone())]);
     let opened = read.and_then(|(config, layers)| {
         let fabric = fabric::of(&config).map_err(|error| layers.locate(error))?;
@@ -49,6 +49,9 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             builder = builder.fabric(fabric.clone());
         }
         let mut fit = builder.fit().resume(resume).stop(stop.clone());
+        if strict && (resume || resume_with_changes) {
+            fit = fit.resume_strictly();
+        }
         if resume_with_changes {
             fit = fit.resume_with_changes();
         }

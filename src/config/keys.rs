@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    ByteSize, CompressionConfig, DataConfig, DepthConfig, LossScaleConfig, NonFinite,
-    OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig, TrainConfig,
+    ByteSize, CheckpointConfig, CompressionConfig, DataConfig, DepthConfig, LossScaleConfig,
+    NonFinite, OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig, TrainConfig,
 };
 use crate::tensor::Dtype;
 
@@ -69,6 +69,10 @@ pub struct ModelConfig {
     /// With `path`: start from random weights, and take only the shape and the tokenizer from the
     /// directory. Without `path` the weights are always random.
     pub random_weights: bool,
+    /// Reads `path`, and adapters, also where the directory is a checkpoint that was changed after
+    /// it was written, or has weights that are infinite or NaN. A run never resumes from a changed
+    /// checkpoint.
+    pub unsealed: bool,
     /// A known shape with random weights; `gpt-small` when neither this nor `path` is set. Presets:
     /// `gpt2` to `gpt2-xl`, `bert-base`, `bert-large`, `llama-1b`, `llama-7b`, `llama-70b`, `qwen`,
     /// `turing-nlg-17b`, `gpt3-175b`.
@@ -376,25 +380,6 @@ impl BestMetric {
 impl Default for ValidationConfig {
     fn default() -> ValidationConfig {
         ValidationConfig { every_steps: None, batches: 8, patience: None, best: BestMetric::Loss }
-    }
-}
-
-/// `[checkpoint]`
-#[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
-#[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
-#[serde(default, deny_unknown_fields)]
-pub struct CheckpointConfig {
-    /// Directory of the run's checkpoints; none are written when absent. One run uses it at a time.
-    pub directory: Option<PathBuf>,
-    /// Steps between checkpoints; when absent there is one, at the end of the run.
-    pub every_steps: Option<u64>,
-    /// Number of newest checkpoints to keep. That of the best validation is kept as well.
-    pub keep: usize,
-}
-
-impl Default for CheckpointConfig {
-    fn default() -> CheckpointConfig {
-        CheckpointConfig { directory: None, every_steps: None, keep: 2 }
     }
 }
 

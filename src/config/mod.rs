@@ -1,6 +1,7 @@
 //! The config as written: every key, its default, and what it must be. The plan is made from it.
 
 mod check;
+mod checkpoint;
 mod compression;
 mod data;
 mod depth;
@@ -15,13 +16,14 @@ mod train;
 
 use std::path::Path;
 
+pub use checkpoint::{CheckpointConfig, OnError};
 pub use compression::{CompressionConfig, CompressionKind};
 pub use data::{DataConfig, DataFile, FieldsConfig, Files, TooLong};
 pub use depth::{DepthConfig, DropRule, NewLayers};
 pub use keys::{
-    BestMetric, ChannelsConfig, CheckpointConfig, Config, DeviceConfig, DeviceKind, EpsConfig,
-    EpsTier, ExportConfig, Format, GradientDtype, Labels, LogConfig, MetricsConfig, ModelConfig,
-    StepConfig, Task, ValidationConfig, WatchdogConfig, WeightDtype,
+    BestMetric, ChannelsConfig, Config, DeviceConfig, DeviceKind, EpsConfig, EpsTier, ExportConfig,
+    Format, GradientDtype, Labels, LogConfig, MetricsConfig, ModelConfig, StepConfig, Task,
+    ValidationConfig, WatchdogConfig, WeightDtype,
 };
 pub use optimizer::{GroupConfig, MuonRateRule, OptimizerConfig, OptimizerKind, RateSchedule};
 pub use parallel::{Deal, FabricKind, ParallelConfig, Transfer};

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Mutex;
+use tokio::task::JoinHandle;
 
 use l2l_actors::ports::Lanes;
 use l2l_actors::schedule::{Schedule, Version};
@@ -21,6 +22,7 @@ pub use report::{Bottleneck, StepReport, Summary};
 use crate::blocking::unblock;
 use crate::config::{Config, NonFinite};
 use crate::data::Batch;
+use crate::eps::Saving;
 use crate::error::Error;
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
@@ -345,6 +347,26 @@ impl Engine {
             read(lanes.work())
         })
         .await
+    }
+
+    /// Saves the model as of all steps that have begun, while further steps may run. If the handle
+    /// is dropped, `save` goes on. One state is saved at a time.
+    ///
+    /// # Errors
+    /// The ring failed, now or before all updates were done.
+    pub(crate) async fn save_beside<T: Send + 'static>(
+        &mut self,
+        save: impl FnOnce(&Worker, &Saving) -> Result<T, Error> + Send + 'static,
+    ) -> Result<JoinHandle<Result<T, Error>>, Error> {
+        self.finish_step().await?;
+        let (settled, lanes) = (self.relay.settled(), self.lanes.clone());
+        let saving = self.worker().eps().begin_saving(self.relay.begun());
+        Ok(tokio::spawn(async move {
+            if !settled.await {
+                return Err(Error::System("the run failed before it could be saved".into()));
+            }
+            unblock(move || save(lanes.work(), &saving)).await
+        }))
     }
 
     /// Waits until every update is done, and ends all threads and tasks. The returned lanes still

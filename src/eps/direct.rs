@@ -50,18 +50,12 @@ impl Direct {
         self.is_direct
     }
 
-    /// Allocates the whole file on the disk now, so that the disk cannot be full later.
+    /// [`reserve`] of the whole file.
     ///
     /// # Errors
     /// The disk is full.
     pub(super) fn reserve(&self, bytes: u64) -> io::Result<()> {
-        self.file.set_len(bytes)?;
-        #[cfg(target_os = "linux")]
-        match rustix::fs::fallocate(&self.file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
-            Err(error) if error != rustix::io::Errno::OPNOTSUPP => return Err(error.into()),
-            _ => {}
-        }
-        Ok(())
+        reserve(&self.file, bytes)
     }
 
     /// Waits until everything that was written is on the disk.
@@ -120,6 +114,20 @@ impl Direct {
         }
         Ok(digest.digest128())
     }
+}
+
+/// Gives a file its size and allocates it on the disk now, so that the disk cannot be full later.
+///
+/// # Errors
+/// The disk is full.
+pub(crate) fn reserve(file: &File, bytes: u64) -> io::Result<()> {
+    file.set_len(bytes)?;
+    #[cfg(target_os = "linux")]
+    match rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, bytes) {
+        Err(error) if error != rustix::io::Errno::OPNOTSUPP => return Err(error.into()),
+        _ => {}
+    }
+    Ok(())
 }
 
 /// Measures the disk under a folder: bytes per second that it writes and reads sequentially.

@@ -2,7 +2,8 @@
 //! version.
 //!
 //! The ring orders all accesses to a block. So a lock that is already taken is a bug in the ring,
-//! and the access panics instead of waiting.
+//! and the access panics instead of waiting. Beside the ring, a block may be read while it is
+//! saved: updates wait for that before they ask for the lock.
 
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -113,6 +114,15 @@ impl Memory {
         let held = block.version;
         assert!(held == version, "{id} v{version} asked, the EPS holds v{held}");
         block
+    }
+
+    /// Moves a block to its next version without a change. Whoever saves the block may be reading
+    /// it.
+    pub(super) fn carry(&self, id: BlockId, version: Version) {
+        let mut block = self.blocks[id.0 as usize].write().expect("nobody panicked inside");
+        let held = block.version;
+        assert!(held == version, "{id} v{version} asked, the EPS holds v{held}");
+        block.version = version + 1;
     }
 
     /// A lease to read a block's gradient region.

@@ -14,20 +14,24 @@ mod init;
 mod memory;
 mod parts;
 mod places;
+mod saving;
 mod stored;
 
 use std::ops::Range;
+use std::sync::{Arc, Mutex};
 
 use l2l_actors::schedule::{BlockId, Version};
 use sha2::{Digest, Sha256};
 
 pub use direct::disk_bytes_per_second;
+pub(crate) use direct::reserve;
 pub(crate) use feedback::ErrorFeedback;
 pub(crate) use file::{FileTier, Folder};
 pub(crate) use index::{StateOnFile, rank_folder, state_in};
 pub(crate) use memory::Memory;
 pub(crate) use parts::{RankParts, agreed_step, cut, lost};
 pub(crate) use places::{part_floats, parts_of};
+pub(crate) use saving::Saving;
 pub(crate) use stored::TableRows;
 
 use crate::error::Error;
@@ -50,6 +54,10 @@ pub(crate) enum BlockPart {
 const FEEDBACK: usize = 1 << 16;
 
 impl BlockPart {
+    /// The first of a block's parts, and one behind all of them.
+    pub(crate) const FIRST: BlockPart = BlockPart::Parameters;
+    pub(crate) const LAST: BlockPart = BlockPart::Feedback(usize::MAX);
+
     /// Its number among the parts of a block: the masters, then the states, then what compression
     /// keeps.
     fn index(self) -> usize {
@@ -86,6 +94,8 @@ pub(crate) struct Eps {
     /// What compression keeps, if there is compression.
     feedback: Option<ErrorFeedback>,
     tier: Tier,
+    /// The state that is being saved, or was last.
+    saving: Mutex<Option<Arc<saving::Progress>>>,
 }
 
 impl Eps {
@@ -97,13 +107,16 @@ impl Eps {
         region: impl Fn(BlockId) -> bool,
     ) -> Eps {
         let tier = Tier::Memory(Memory::new(&tensors, &states, region));
-        Eps { tensors, parts: None, states, feedback: None, tier }
+        Eps::new(tensors, states, tier)
     }
 
     /// Blocks on file, with these optimizer states.
     pub(crate) fn on_file(tensors: Vec<BlockTensors>, states: StateLayout, tier: FileTier) -> Eps {
-        let tier = Tier::File(Box::new(tier));
-        Eps { tensors, parts: None, states, feedback: None, tier }
+        Eps::new(tensors, states, Tier::File(Box::new(tier)))
+    }
+
+    fn new(tensors: Vec<BlockTensors>, states: StateLayout, tier: Tier) -> Eps {
+        Eps { tensors, parts: None, states, feedback: None, tier, saving: Mutex::default() }
     }
 
     /// The same EPS, whose tensors are this rank's parts of the model's.
@@ -220,7 +233,7 @@ impl Eps {
     /// Moves a block to its next version without a change, in a step that does not update it.
     pub(crate) fn carry(&self, id: BlockId, version: Version) {
         match &self.tier {
-            Tier::Memory(memory) => memory.write(id, version).version = version + 1,
+            Tier::Memory(memory) => memory.carry(id, version),
             Tier::File(file) => file.carry(id, version),
         }
     }
@@ -230,8 +243,8 @@ impl Eps {
         &self.tensors[id.0 as usize]
     }
 
-    /// Reads a part of a block as f32, while no step runs. All ranks read the same; see
-    /// [`once`](Eps::once) for what one rank does.
+    /// Reads a part of a block as f32, while no step runs, or while the block is being saved. All
+    /// ranks read the same; see [`once`](Eps::once) for what one rank does.
     ///
     /// # Errors
     /// The file cannot be read, or is not as it was written; or a rank is lost.

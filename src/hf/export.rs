@@ -10,8 +10,10 @@ use super::adapters::{base_of, has_adapters};
 use super::average::Averages;
 use super::companions::copy_companions;
 use super::merge::Merge;
+use super::sealed::{Sealed, check_seal};
 use super::shards::{Changed, Dtypes, Source};
-use super::weights::{SHARD_BYTES, weight_files};
+use super::tensor_files::SHARD_BYTES;
+use super::weights::weight_files;
 use crate::config::WeightDtype;
 use crate::error::Error;
 
@@ -27,12 +29,15 @@ pub struct ExportOptions {
     /// Whether it has the moving averages of the weights in their place, from a checkpoint of a run
     /// with `optimizer.ema`.
     pub average: bool,
+    /// Whether it is made also of a damaged or changed checkpoint, and of weights that are not
+    /// finite.
+    pub unsealed: bool,
 }
 
 impl Default for ExportOptions {
     fn default() -> ExportOptions {
         let (dtype, shard_bytes) = (WeightDtype::Source, SHARD_BYTES as u64);
-        ExportOptions { dtype, shard_bytes, average: false }
+        ExportOptions { dtype, shard_bytes, average: false, unsealed: false }
     }
 }
 
@@ -42,8 +47,8 @@ impl Default for ExportOptions {
 /// the adapters name.
 ///
 /// # Errors
-/// `to` exists and is not empty; there is no model in `from`; a file cannot be written; averages
-/// are asked for, and `from` has none or holds adapters.
+/// `to` exists and is not empty; there is no model in `from`, it is damaged, or its weights are not
+/// finite; a file cannot be written; averages are asked for, and `from` has none or holds adapters.
 pub fn export(
     from: &Path,
     base: Option<&Path>,
@@ -59,9 +64,15 @@ pub fn export(
         let what = "it holds adapters, whose averages cannot be exported: leave out --ema";
         return Err(Error::bad_model(from.display(), what));
     }
+    if !options.unsealed {
+        check_seal(from, if options.average { Sealed::All } else { Sealed::Model })?;
+    }
     let averages = options.average.then(|| Averages::of(from)).transpose()?;
     let named = has_adapters(from).then(|| base_of(from)).flatten();
     let base = base.or(named.as_deref());
+    if let Some(base) = base.filter(|_| has_adapters(from) && !options.unsealed) {
+        check_seal(base, Sealed::Model)?;
+    }
     let (weights_from, merge) = match (has_adapters(from), base) {
         (false, _) => (from, None),
         (true, Some(base)) => (base, Some(Merge::new(from, base)?)),
@@ -81,7 +92,7 @@ pub fn export(
         (None, Some(averages)) => Changed::Averaged(averages),
         (None, None) => Changed::No,
     };
-    let source = Source::open(&files, &changed)?;
+    let source = Source::open(&files, &changed, !options.unsealed)?;
     // A directory that only describes the model (model.random_weights) has no dtype to keep.
     let has_weights = |base: &&Path| {
         weight_files(base).is_ok_and(|files| files.iter().all(|file| file.is_file()))

@@ -12,8 +12,10 @@ mod merge;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
+mod sealed;
 mod shape;
 mod shards;
+mod tensor_files;
 mod text;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
@@ -32,10 +34,10 @@ pub(crate) use config::{
 pub use export::{ExportOptions, export};
 #[cfg(not(feature = "tokenizers"))]
 pub use no_tokenizer::{Template, Tokenizer};
+pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, check_seals, file_digests, seal};
 pub use shape::{largest_shape_of, shape_of};
+pub(crate) use tensor_files::{TensorFiles, save};
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;
-pub(crate) use weights::{
-    load, load_adapters, load_states, load_trained, save, save_adapters, save_states, tensor,
-};
+pub(crate) use weights::{Load, load, load_adapters, load_states, load_trained, tensor};

@@ -16,7 +16,8 @@ use serde_json::{Value, json};
 use super::average::Averages;
 use super::export::write_file;
 use super::merge::Merge;
-use super::weights::{decode, header, map, weight_files};
+use super::tensor_files::header;
+use super::weights::{check_finite, decode, map, weight_files};
 use crate::config::WeightDtype;
 use crate::error::Error;
 
@@ -102,14 +103,24 @@ impl Source {
     /// Opens the files.
     ///
     /// # Errors
-    /// One cannot be read, or the adapters are of other weights.
-    pub(super) fn open(paths: &[PathBuf], changed: &Changed) -> Result<Source, Error> {
+    /// One cannot be read; a value is not finite, where all must be; or the adapters are of other
+    /// weights.
+    pub(super) fn open(
+        paths: &[PathBuf],
+        changed: &Changed,
+        all_finite: bool,
+    ) -> Result<Source, Error> {
         let (mut files, mut tensors) = (Vec::new(), Vec::new());
         for (at, path) in paths.iter().enumerate() {
             let map = map(path)?;
             let refuse = |error| Error::bad_model(path.display(), error);
             let (_, metadata) = SafeTensors::read_metadata(&map).map_err(refuse)?;
-            SafeTensors::deserialize(&map).map_err(refuse)?;
+            let read = SafeTensors::deserialize(&map).map_err(refuse)?;
+            if all_finite {
+                let mut views = read.tensors().into_iter();
+                let checked = views.try_for_each(|(name, view)| check_finite(&name, &view));
+                checked.map_err(|what| Error::bad_model(path.display(), what))?;
+            }
             for name in metadata.offset_keys() {
                 let info = metadata.info(&name).expect("it is one of its keys");
                 tensors.push((name, info.dtype, info.shape.clone(), Some(at)));

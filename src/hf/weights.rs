@@ -1,4 +1,5 @@
-//! Weights and optimizer states: read from safetensors files into the EPS, and written back.
+//! Weights and optimizer states: which tensors files have of the EPS, and how they are read into
+//! it. [`TensorFiles`](super::tensor_files::TensorFiles) writes them.
 //!
 //! The embedding and the head are cut into tiles when they are read, and joined when they are
 //! written; every other tensor is one tensor of a block. Checkpoints may leave out the family's
@@ -6,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 
@@ -14,7 +15,7 @@ use half::{bf16, f16};
 use l2l_actors::schedule::BlockId;
 use memmap2::Mmap;
 use safetensors::Dtype;
-use safetensors::tensor::{Metadata, SafeTensors, TensorInfo, TensorView};
+use safetensors::tensor::{SafeTensors, TensorView};
 
 use super::adapters::{PREFIX, WEIGHTS, has_adapters};
 use super::names::{check, find, prefix};
@@ -31,11 +32,11 @@ pub(super) struct FileTensor {
     pub(super) shape: Vec<usize>,
     /// The tensor's rows, in order: a block, and bytes of the block's part. More than one where the
     /// tensor is cut into tiles.
-    pieces: Vec<(BlockId, Range<usize>)>,
+    pub(super) pieces: Vec<(BlockId, Range<usize>)>,
 }
 
 impl FileTensor {
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.pieces.iter().map(|(_, range)| range.len()).sum()
     }
 }
@@ -48,7 +49,7 @@ fn floats(bytes: &Range<usize>) -> Range<usize> {
 }
 
 /// The tensors of a file, by name.
-type FileTensors = BTreeMap<String, FileTensor>;
+pub(super) type FileTensors = BTreeMap<String, FileTensor>;
 
 /// The parameters of a model without adapters.
 fn base_tensors(model: &Model, eps: &Eps) -> FileTensors {
@@ -65,7 +66,7 @@ fn trained_names(model: &Model) -> BTreeSet<&str> {
 
 /// The parameters of a model's adapters, and those that are trained beside them, under the names
 /// that PEFT gives them.
-fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
+pub(super) fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
     let trained = trained_names(model);
     let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
     let all = all.filter(|(name, _)| trained.contains(&name[..]));
@@ -73,7 +74,7 @@ fn adapter_tensors(model: &Model, eps: &Eps) -> FileTensors {
 }
 
 /// The tensors of a model's parameters, or of one of the optimizer's states.
-fn file_tensors(model: &Model, eps: &Eps, part: BlockPart) -> FileTensors {
+pub(super) fn file_tensors(model: &Model, eps: &Eps, part: BlockPart) -> FileTensors {
     let mut all = FileTensors::new();
     for (id, tensors) in (0..).map(BlockId).zip(&model.blocks).filter(|(_, all)| !all.is_empty()) {
         for (tensor, state, range) in eps.pieces(id, part, tensors) {
@@ -104,11 +105,11 @@ fn dtype_of(dtype: StateDtype) -> Dtype {
 }
 
 /// The tensors of the optimizer's states.
-fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
+pub(super) fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
     eps.state_parts().flat_map(|part| file_tensors(model, eps, part)).collect()
 }
 
-/// Reads a directory's weights into the EPS. With `new_head` the files may lack the tensors of a
+/// Reads a directory's weights into the EPS. [`Load::to_train`] lets the files lack the tensors of a
 /// head, which then keep their initial values: a pretrained model gets a new head. Returns their
 /// names.
 ///
@@ -118,11 +119,10 @@ pub(crate) fn load(
     directory: &Path,
     model: &Model,
     eps: &Eps,
-    new_head: bool,
+    how: Load,
 ) -> Result<Vec<String>, Error> {
     let files = weight_files(directory)?;
-    let reads = if new_head { Reads::ButMissingHead } else { Reads::All };
-    read(&files, &base_tensors(model, eps), Some(model), eps, reads)
+    read(&files, &base_tensors(model, eps), Some(model), eps, how)
 }
 
 /// Reads the tensors that are trained into the EPS, from a checkpoint of the whole model.
@@ -131,23 +131,21 @@ pub(crate) fn load(
 /// As [`load`].
 pub(crate) fn load_trained(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
     let files = weight_files(directory)?;
-    read(&files, &base_tensors(model, eps), Some(model), eps, Reads::Trained).map(drop)
+    let how = Load { tensors: Tensors::Trained, all_finite: false };
+    read(&files, &base_tensors(model, eps), Some(model), eps, how).map(drop)
 }
 
 /// Reads adapters, and what was trained beside them, into the EPS.
 ///
 /// # Errors
 /// As [`load`].
-pub(crate) fn load_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, Reads::All).map(drop)
-}
-
-/// Writes adapters, and what is trained beside them, to a directory.
-///
-/// # Errors
-/// The file cannot be written.
-pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    write(&directory.join(WEIGHTS), adapter_tensors(model, eps), eps)
+pub(crate) fn load_adapters(
+    directory: &Path,
+    model: &Model,
+    eps: &Eps,
+    how: Load,
+) -> Result<(), Error> {
+    read(&[directory.join(WEIGHTS)], &adapter_tensors(model, eps), None, eps, how).map(drop)
 }
 
 /// Reads the optimizer's states into the EPS.
@@ -155,7 +153,29 @@ pub(crate) fn save_adapters(directory: &Path, model: &Model, eps: &Eps) -> Resul
 /// # Errors
 /// As [`load`].
 pub(crate) fn load_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Reads::All).map(drop)
+    read(&[file.to_path_buf()], &state_tensors(model, eps), None, eps, Load::AS_WRITTEN).map(drop)
+}
+
+/// Says which value of a tensor is the first that is infinite or NaN, if one is.
+pub(super) fn check_finite(name: &str, view: &TensorView<'_>) -> Result<(), String> {
+    fn first<const N: usize>(bytes: &[u8], is_finite: fn([u8; N]) -> bool) -> Option<usize> {
+        let mut values = bytes.chunks_exact(N);
+        values.position(|bytes| !is_finite(bytes.try_into().expect("N bytes")))
+    }
+    let found = match view.dtype() {
+        Dtype::F32 => first(view.data(), |bytes| f32::from_le_bytes(bytes).is_finite()),
+        Dtype::F16 => first(view.data(), |bytes| f16::from_le_bytes(bytes).is_finite()),
+        Dtype::BF16 => first(view.data(), |bytes| bf16::from_le_bytes(bytes).is_finite()),
+        _ => None,
+    };
+    let Some(at) = found else { return Ok(()) };
+    let mut value = [0.0];
+    decode(&mut value, view, at);
+    Err(format!(
+        "element {at} of tensor {name} is {}: its training diverged, or the file is damaged. Use \
+         another checkpoint, or read it all the same with --unsealed (model.unsealed = true)",
+        value[0]
+    ))
 }
 
 /// The weight files of a directory: one, or those that an index names.
@@ -229,9 +249,32 @@ pub(super) fn map(path: &Path) -> Result<Mmap, Error> {
     unsafe { Mmap::map(&file) }.map_err(refuse)
 }
 
+/// How weights are read.
+#[derive(Clone, Copy)]
+pub(crate) struct Load {
+    tensors: Tensors,
+    /// Whether a value that is infinite or NaN is an error.
+    all_finite: bool,
+}
+
+impl Load {
+    /// All tensors, with the values that a run wrote.
+    pub(crate) const AS_WRITTEN: Load = Load { tensors: Tensors::All, all_finite: false };
+
+    /// A model to be trained: a head that the file does not have begins at random.
+    pub(crate) fn to_train(all_finite: bool) -> Load {
+        Load { tensors: Tensors::ButMissingHead, all_finite }
+    }
+
+    /// A model, or adapters, as they are.
+    pub(crate) fn to_use(all_finite: bool) -> Load {
+        Load { tensors: Tensors::All, all_finite }
+    }
+}
+
 /// Which tensors of a file are read.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Reads {
+enum Tensors {
     All,
     /// All, but a head may be missing: a classifier, or what is behind a masked LM's last block.
     ButMissingHead,
@@ -247,7 +290,7 @@ fn read(
     tensors: &FileTensors,
     model: Option<&Model>,
     eps: &Eps,
-    reads: Reads,
+    Load { tensors: reads, all_finite }: Load,
 ) -> Result<Vec<String>, Error> {
     let refuse = |path: &Path, what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
     let maps = files.iter().map(|path| map(path)).collect::<Result<Vec<_>, _>>()?;
@@ -267,15 +310,20 @@ fn read(
             names.head_bias,
         ];
         let is_in = |layer: &&str| !layer.is_empty() && name.starts_with(*layer);
-        let may_miss = reads == Reads::ButMissingHead;
+        let may_miss = reads == Tensors::ButMissingHead;
         may_miss && heads.iter().any(is_in) && find(name).is_none()
     };
     let (missing, tensors): (BTreeMap<_, _>, BTreeMap<_, _>) =
         tensors.iter().partition(|(name, _)| keeps_initial(name));
     check(&parsed, &tensors, model, &find).map_err(|what| refuse(&files[0], &what))?;
+    if all_finite {
+        let mut views = tensors.keys().filter_map(|name| Some((name, find(name)?)));
+        let checked = views.try_for_each(|(name, view)| check_finite(name, &view));
+        checked.map_err(|what| refuse(&files[0], &what))?;
+    }
     // Block by block, because a block on file is written as a whole.
     let mut blocks = BTreeMap::<_, Vec<_>>::new();
-    let trained = model.filter(|_| reads == Reads::Trained).map(trained_names);
+    let trained = model.filter(|_| reads == Tensors::Trained).map(trained_names);
     let is_read = |name: &str| trained.as_ref().is_none_or(|trained| trained.contains(name));
     for (name, tensor) in tensors.into_iter().filter(|(name, _)| is_read(name)) {
         let mut from = 0;
@@ -329,98 +377,6 @@ pub(super) fn decode(to: &mut [f32], view: &TensorView<'_>, from: usize) {
     }
 }
 
-/// The most bytes of a weight file: transformers' default size of a shard.
-pub(super) const SHARD_BYTES: usize = 5_000_000_000;
-
-/// Writes the masters to a directory: to `model.safetensors`, or to several files and an index.
-///
-/// # Errors
-/// A file cannot be written.
-pub(crate) fn save(directory: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    save_in_shards(directory, model, eps, SHARD_BYTES)
-}
-
-fn save_in_shards(directory: &Path, model: &Model, eps: &Eps, most: usize) -> Result<(), Error> {
-    let (mut shards, mut shard_bytes, mut total_bytes) = (vec![FileTensors::new()], 0, 0);
-    for (name, tensor) in file_tensors(model, eps, BlockPart::Parameters) {
-        let bytes = tensor.bytes();
-        if shard_bytes > 0 && shard_bytes + bytes > most {
-            shards.push(FileTensors::new());
-            shard_bytes = 0;
-        }
-        shard_bytes += bytes;
-        total_bytes += bytes;
-        shards.last_mut().expect("there is one").insert(name, tensor);
-    }
-    let count = shards.len();
-    if count == 1 {
-        return write(&directory.join("model.safetensors"), shards.remove(0), eps);
-    }
-    let mut map = serde_json::Map::new();
-    for (index, shard) in shards.into_iter().enumerate() {
-        let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
-        map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
-        write(&directory.join(file), shard, eps)?;
-    }
-    let index = serde_json::json!({ "metadata": { "total_size": total_bytes }, "weight_map": map });
-    let path = directory.join("model.safetensors.index.json");
-    let text = serde_json::to_string_pretty(&index).expect("it is plain JSON");
-    let written = std::fs::write(&path, text).and_then(|()| File::open(&path)?.sync_all());
-    written.map_err(|error| Error::storage(path.display(), error))
-}
-
-/// Writes the optimizer's states.
-///
-/// # Errors
-/// The file cannot be written.
-pub(crate) fn save_states(file: &Path, model: &Model, eps: &Eps) -> Result<(), Error> {
-    write(file, state_tensors(model, eps), eps)
-}
-
-/// Writes tensors to a file. The file appears complete or not at all, and is on the disk when this
-/// returns; a file of that name stays until then. One part of a block at a time passes through
-/// memory.
-fn write(path: &Path, tensors: FileTensors, eps: &Eps) -> Result<(), Error> {
-    let partial = path.with_extension("safetensors.partial");
-    let failed = |error: String| Error::bad_model(path.display(), error);
-    let io = |error: io::Error| Error::storage(path.display(), error);
-    let mut file = BufWriter::with_capacity(1 << 20, File::create(&partial).map_err(io)?);
-    let header = header(infos(&tensors)).map_err(failed)?;
-    file.write_all(&(header.len() as u64).to_le_bytes()).map_err(io)?;
-    file.write_all(&header).map_err(io)?;
-    for tensor in tensors.values() {
-        for (block, range) in &tensor.pieces {
-            let written = eps.read_with(*block, tensor.part, |values| {
-                file.write_all(&bytemuck::cast_slice(values)[range.clone()])
-            })?;
-            written.map_err(io)?;
-        }
-    }
-    let file = file.into_inner().map_err(|error| io(error.into_error()))?;
-    file.sync_all().and_then(|()| std::fs::rename(&partial, path)).map_err(io)
-}
-
-/// Where the tensors of a file lie in it.
-fn infos(tensors: &FileTensors) -> Vec<(String, TensorInfo)> {
-    let mut end = 0;
-    let infos = tensors.iter().map(|(name, tensor)| {
-        let begin = end;
-        end += tensor.bytes();
-        let (dtype, shape, data_offsets) = (tensor.dtype, tensor.shape.clone(), (begin, end));
-        (name.clone(), TensorInfo { dtype, shape, data_offsets })
-    });
-    infos.collect()
-}
-
-/// The header of a safetensors file, padded to a multiple of 8 bytes.
-pub(super) fn header(infos: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, String> {
-    let about = [("format".to_string(), "pt".to_string())].into_iter().collect();
-    let header = Metadata::new(Some(about), infos).map_err(|error| error.to_string())?;
-    let mut header = serde_json::to_vec(&header).map_err(|error| error.to_string())?;
-    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
-    Ok(header)
-}
-
 /// Reads a parameter by name: its shape and its values.
 ///
 /// # Errors
@@ -438,27 +394,4 @@ pub(crate) fn tensor(
         eps.read_with(*block, tensor.part, |values| all.extend_from_slice(&values[floats(range)]))?;
     }
     Ok((tensor.shape, all))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::models::families::gpt2;
-    use crate::optimizers::StateLayout;
-
-    #[test]
-    fn shards_are_read_as_they_were_written() {
-        let model = Model::new(gpt2([2, 16, 2, 24, 50, 9]));
-        let none = StateLayout::default;
-        let make = || Eps::in_memory(model.blocks.clone(), none(), |_| false);
-        let (from, to) = (make(), make());
-        from.randomise(&model, 3).expect("memory has no disk");
-        let folder = tempfile::tempdir().expect("a place for files");
-        save_in_shards(folder.path(), &model, &from, 4000).expect("a directory of ours");
-        let files: Vec<_> = std::fs::read_dir(folder.path()).expect("it is ours").collect();
-        assert!(files.len() > 3, "an index and several files: {files:?}");
-        load(folder.path(), &model, &to, false).expect("what was just written");
-        let digest = |eps: &Eps| eps.digest(&model).expect("in memory");
-        assert_eq!(digest(&from), digest(&to));
-    }
 }

@@ -22,7 +22,7 @@ use crate::config::{Config, EpsTier, LoraConfig, ModelConfig, NewLayers, TrainCo
 use crate::engine::Engine;
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
-use crate::hf;
+use crate::hf::{self, Load};
 use crate::models::Model;
 use crate::optimizers::StateLayout;
 use crate::plan::Plan;
@@ -50,9 +50,9 @@ pub fn load_from(config: &mut Config, directory: &Path) {
     if config.model.path.as_deref() != Some(directory) {
         config.train = TrainConfig::default();
     }
-    let ModelConfig { task, labels, .. } = std::mem::take(&mut config.model);
-    config.model =
-        ModelConfig { path: Some(directory.into()), task, labels, ..config.model.clone() };
+    let ModelConfig { task, labels, unsealed, .. } = std::mem::take(&mut config.model);
+    let path = Some(directory.into());
+    config.model = ModelConfig { path, task, labels, unsealed, ..ModelConfig::default() };
     // Nothing is added to a model that is not trained.
     (config.depth.stack_at, config.depth.new_layers) = (Vec::new(), NewLayers::Copy);
 }
@@ -100,11 +100,13 @@ impl Loaded {
         };
         let worker = Worker::new(&config, parts)?;
         worker.eps().randomise(worker.model(), config.step.seed)?;
+        hf::check_seals(&config)?;
+        let how = Load::to_use(!config.model.unsealed);
         if let Some(path) = config.model.path.as_ref().filter(|_| !config.model.random_weights) {
-            hf::load(path, &model, worker.eps(), false)?;
+            hf::load(path, &model, worker.eps(), how)?;
         }
         if let Some(path) = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
-            hf::load_adapters(path, &model, worker.eps())?;
+            hf::load_adapters(path, &model, worker.eps(), how)?;
         }
         Ok(Loaded { engine: Engine::start(config, worker, 0)? })
     }

@@ -123,6 +123,11 @@ impl Ledger {
         self.tell(|observer| observer.heard(slice));
     }
 
+    /// The run stood still for a checkpoint.
+    pub fn waited_for_checkpoint(&self, waited: Duration) {
+        self.lock().tally.checkpoints += waited;
+    }
+
     /// A training step ended.
     pub fn stepped(&self, report: &StepReport) {
         self.tell(|observer| observer.stepped(report));
@@ -205,10 +210,7 @@ impl Inner {
         }
         self.recent.push_back(*slice);
         let lane = slice.lane;
-        let Some(number) = slice.number else {
-            self.tally.checkpoints += took;
-            return;
-        };
+        let Some(number) = slice.number else { return };
         let link = Link {
             number,
             lane: Some(lane),

@@ -180,6 +180,10 @@ pub const METRICS: &[Metric] = &[
          run began; 0 if it writes none"),
     counter("l2l_checkpoint_failures_total", Unit::Count, &[],
         "Checkpoints that could not be written"),
+    gauge("l2l_checkpoint_bytes", Unit::Bytes, &[],
+        "Size of the last checkpoint"),
+    gauge("l2l_checkpoint_disk_free_bytes", Unit::Bytes, &[],
+        "Free space of the disk of checkpoints, when the last one was written"),
     counter("l2l_faults_total", Unit::Count, &["kind"],
         "Failures: a loss or gradient that is not finite, an error, a panic, a \
          hang"),
@@ -332,6 +336,10 @@ fn samples_of_training(view: &RunView, report: &mut Report<'_>) {
     report("l2l_skipped_steps_total", &[], view.skipped as f64);
     report("l2l_model_flops_total", &[], view.model_flops);
     report("l2l_checkpoint_failures_total", &[], view.checkpoint_failures as f64);
+    if let Some((bytes, free)) = view.checkpoint_disk {
+        report("l2l_checkpoint_bytes", &[], bytes as f64);
+        report("l2l_checkpoint_disk_free_bytes", &[], free as f64);
+    }
     for (kind, count) in &view.faults {
         report("l2l_faults_total", &[kind], *count as f64);
     }

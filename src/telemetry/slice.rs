@@ -14,7 +14,7 @@ use crate::engine::StepReport;
 pub enum SliceKind {
     /// An operation of the ring.
     Work(WorkKind),
-    /// A checkpoint, written between steps.
+    /// A checkpoint, written beside steps.
     Checkpoint,
 }
 

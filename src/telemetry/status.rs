@@ -107,6 +107,8 @@ pub(crate) struct RunStatus {
     pub(crate) checkpoint: Option<f64>,
     pub(crate) checkpoints_since: Option<f64>,
     pub(crate) checkpoint_failures: u64,
+    /// Bytes of the last checkpoint, and bytes that its disk had free behind it.
+    pub(crate) checkpoint_disk: Option<(u64, u64)>,
     pub(crate) faults: [u64; FAULTS.len()],
     pub(crate) started: f64,
 }
@@ -149,6 +151,7 @@ impl RunStatus {
             checkpoint: None,
             checkpoints_since: None,
             checkpoint_failures: 0,
+            checkpoint_disk: None,
             faults: [0; FAULTS.len()],
             started: unix_seconds(),
         }

@@ -123,7 +123,7 @@ pub struct Tally {
     pub waited: [Duration; WaitCause::ALL.len()],
     /// By device.
     pub devices: Vec<DeviceTally>,
-    /// Time of checkpoints, of which the lane of files has the sum with its other work.
+    /// Time in which the run stood still for a checkpoint, outside steps.
     pub checkpoints: Duration,
     /// Time outside steps: between the end of one and the begin of the next.
     pub outside: Duration,

@@ -96,6 +96,8 @@ pub struct RunView {
     pub checkpoints_since: Option<f64>,
     /// Checkpoints that could not be written.
     pub checkpoint_failures: u64,
+    /// Bytes of the last checkpoint, and bytes that its disk had free behind it.
+    pub checkpoint_disk: Option<(u64, u64)>,
     /// What failed, by kind.
     pub faults: Vec<(&'static str, u64)>,
     /// The devices.
@@ -126,7 +128,7 @@ pub struct RunView {
     pub waited: Vec<(&'static str, f64)>,
     /// Time outside steps.
     pub outside: f64,
-    /// The part of it that checkpoints took.
+    /// The part of it in which the run waited for a checkpoint.
     pub checkpoints: f64,
     /// Layers.
     pub layers: Vec<LayerView>,
@@ -341,6 +343,7 @@ impl Watch {
             checkpoint: status.checkpoint,
             checkpoints_since: status.checkpoints_since,
             checkpoint_failures: status.checkpoint_failures,
+            checkpoint_disk: status.checkpoint_disk,
             faults: FAULTS.into_iter().zip(status.faults).collect(),
             devices: devices(&self.0.devices, &tally),
             ranks: self.ranks(),

@@ -26,6 +26,8 @@ pub struct Builder {
     pub(super) steps: Option<u64>,
     pub(super) data: String,
     pub(super) resume: Option<PathBuf>,
+    /// Whether the checkpoint was compared with its seal already.
+    pub(super) resume_is_checked: bool,
     pub(super) resumes_file: bool,
     pub(super) changes: bool,
     pub(super) is_trial: bool,
@@ -46,6 +48,7 @@ impl Builder {
             steps: None,
             data: String::new(),
             resume: None,
+            resume_is_checked: false,
             resumes_file: false,
             changes: false,
             is_trial: false,
@@ -86,6 +89,12 @@ impl Builder {
     pub fn resume(mut self, checkpoint: impl Into<PathBuf>) -> Builder {
         self.resume = Some(checkpoint.into());
         self
+    }
+
+    /// The same, from a checkpoint that was compared with its seal before.
+    pub(super) fn resume_checked(mut self, checkpoint: PathBuf) -> Builder {
+        self.resume_is_checked = true;
+        self.resume(checkpoint)
     }
 
     /// Resumes from the state that `eps.path` holds, as [`resume`](Builder::resume) does from a

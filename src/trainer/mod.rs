@@ -20,7 +20,7 @@ use l2l_actors::work::Lane;
 pub use builder::{Builder, state_on_file};
 pub use fit::{Callbacks, End, Fit, Fitted, Prepared, RunMessage, StopRequest};
 pub use growth::NewLayer;
-use writing::Writing;
+use writing::Begun;
 
 use crate::blocking::unblock;
 use crate::checkpoint::{Identity, Progress};
@@ -41,9 +41,8 @@ use crate::worker::Worker;
 /// A run.
 ///
 /// A [`step`](Trainer::step) resolves when loss and norm are known. The updates it caused may
-/// still run on the host, under the next step; [`checkpoint`](Trainer::checkpoint),
-/// [`weights`](Trainer::weights), [`save`](Trainer::save) and [`stop`](Trainer::stop) wait for
-/// them.
+/// still run on the host, under the next step; [`weights`](Trainer::weights),
+/// [`save`](Trainer::save) and [`stop`](Trainer::stop) wait for them.
 ///
 /// *Cancelled* (its future dropped), a step that has begun goes on, counts, and its report is
 /// lost; one that has not begun never will, and its batch is gone. *After an error* of kind
@@ -71,6 +70,8 @@ pub struct Trainer {
     /// What it has room to generate.
     room: Option<Room>,
     disk_rate: Option<f64>,
+    /// The checkpoint that is being written.
+    writing: Option<Begun>,
     /// What it changed of the run that it resumes.
     changes: Vec<String>,
     /// Tensors that begin at random, because the directory of the model does not have them.
@@ -238,7 +239,7 @@ impl Trainer {
         let slowest = (0..devices).rev().max_by_key(|&device| computed(device));
         let slowest = slowest.filter(|_| devices > 1);
         let share = |device| (device as u8, computed(device).as_secs_f64() / seconds);
-        let disk = tally.checkpoints;
+        let disk = tally.checkpoints + self.worker().eps().waited_for_saving();
         let of_disk = disk - std::mem::replace(&mut self.last_disk, disk);
         let report = StepReport {
             step,
@@ -407,30 +408,6 @@ impl Trainer {
         self.with_model(move |model, eps| eps.once(|| hf::save(&directory, model, eps))).await
     }
 
-    /// Waits for all updates and writes everything that a run resumes from to a new directory. The
-    /// directory appears when it is complete.
-    ///
-    /// # Errors
-    /// The ring failed, or a file cannot be written.
-    pub async fn checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
-        self.settle().await?;
-        let writing = Writing {
-            directory: directory.to_path_buf(),
-            config: self.config.clone(),
-            model: self.model.clone(),
-            source_config: self.source_config.clone(),
-            steps: self.learning_rate.steps,
-            data: self.data.clone(),
-            progress: self.progress.clone(),
-            disk_rate: self.disk_rate,
-            begun: self.engine.begun(),
-            begin: self.engine.now(),
-            watch: self.watch.clone(),
-            ledger: self.ledger.clone(),
-        };
-        self.engine.between_steps(move |worker| writing.write(worker.eps())).await
-    }
-
     /// A handle that shows the run. It can be cloned, sent to other tasks, and kept after the end.
     pub fn watch(&self) -> Watch {
         self.watch.clone()
@@ -439,8 +416,9 @@ impl Trainer {
     /// Waits for the last updates, ends all threads and tasks, and sums up.
     ///
     /// # Errors
-    /// The ring failed.
+    /// The ring failed; or a checkpoint that was begun could not be written.
     pub async fn stop(mut self) -> Result<Summary, Error> {
+        self.end_checkpoint().await?;
         self.refresh();
         let Trainer { engine, progress, begin, watch, trace, .. } = self;
         let visits = engine.visits();

@@ -16,8 +16,7 @@ use crate::engine::Engine;
 use crate::eps::{Eps, ErrorFeedback, FileTier, Folder, RankParts, StateOnFile, agreed_step, lost};
 use crate::error::Error;
 use crate::fabric::Exchanges;
-use crate::hf;
-use crate::hf::largest_shape_of;
+use crate::hf::{self, Load, largest_shape_of};
 use crate::inference::Evaluation;
 use crate::machine;
 use crate::models::{Head, Model, Part};
@@ -39,6 +38,7 @@ pub(super) struct Checked {
     source_config: Value,
     data: String,
     resume: Option<PathBuf>,
+    resume_is_checked: bool,
     resumes_file: bool,
     changes: bool,
     is_trial: bool,
@@ -119,6 +119,7 @@ impl Checked {
             learning_rate,
             data,
             resume,
+            resume_is_checked: builder.resume_is_checked,
             resumes_file: builder.resumes_file,
             changes: builder.changes,
             is_trial: builder.is_trial,
@@ -147,6 +148,9 @@ impl Checked {
             data: &data,
             changes: self.changes,
         };
+        if let Some(from) = from.filter(|_| !self.resume_is_checked) {
+            checkpoint::check_seal(from)?;
+        }
         let checkpoint = from.map(|from| checkpoint::check(from, run)).transpose()?;
         let start = EpsStart { from, resumes_file: self.resumes_file, is_trial: self.is_trial };
         if let Some(exchanges) = &self.exchanges {
@@ -207,6 +211,7 @@ impl Checked {
             trace: self.trace,
             room: self.room,
             disk_rate,
+            writing: None,
             changes: changes.unwrap_or_default(),
             new_tensors,
         })
@@ -361,6 +366,10 @@ fn fill(
     layers: Option<LayerCount>,
 ) -> Result<(Progress, Vec<String>), Error> {
     let config = run.config;
+    let how = Load::to_train(!config.model.unsealed);
+    if found.is_none() && checkpoint.is_none() {
+        hf::check_seals(config)?;
+    }
     let mut new_tensors = Vec::new();
     let mut progress = Progress { layers, ..Progress::default() };
     match (found, checkpoint, &config.model.path) {
@@ -368,7 +377,7 @@ fn fill(
         (None, Some(checkpoint), _) => progress = checkpoint::read(checkpoint, run, eps)?,
         (None, None, Some(path)) if !config.model.random_weights => {
             eps.randomise(run.model, config.step.seed)?; // for tensors that the file does not have
-            new_tensors = hf::load(path, run.model, eps, true)?;
+            new_tensors = hf::load(path, run.model, eps, how)?;
             load_adapters(run, eps)?;
         }
         (None, None, _) => {
@@ -386,7 +395,10 @@ fn fill(
 /// Adapters to start from, if the config names some.
 fn load_adapters(run: Identity<'_>, eps: &Eps) -> Result<(), Error> {
     match run.config.train.lora.as_ref().and_then(|lora| lora.path.as_ref()) {
-        Some(path) => hf::load_adapters(path, run.model, eps),
+        Some(path) => {
+            let how = Load::to_use(!run.config.model.unsealed);
+            hf::load_adapters(path, run.model, eps, how)
+        }
         None => Ok(()),
     }
 }

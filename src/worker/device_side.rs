@@ -16,7 +16,7 @@ use crate::devices::Device;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::plan::{Holder, Place, Plan};
-use crate::tensor::{Packing, Slots, View};
+use crate::tensor::{Dtype, Packing, Slots, View};
 
 /// See the [module](self).
 pub(super) struct DeviceSide {
@@ -87,6 +87,11 @@ impl DeviceSide {
     /// See [`Device::read_back`].
     pub(super) fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
         self.device.read_back(view)
+    }
+
+    /// See [`Device::is_finite`].
+    pub(super) fn is_finite(&self, view: View, dtype: Dtype) -> bool {
+        self.device.is_finite(view, dtype)
     }
 
     /// A weight slot that holds a published block of so many floats.

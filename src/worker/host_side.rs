@@ -188,6 +188,7 @@ impl Worker {
                 self.host.widen(landed);
                 let feedback = self.host.eps.feedback();
                 if let Some(feedback) = feedback {
+                    self.wait_until_saved(operation, block);
                     self.host.compress(feedback, block, group, landed);
                 }
                 self.host.join(landed, &parts, keep);
@@ -223,6 +224,7 @@ impl Worker {
                     self.host.eps.carry(block, version);
                     return Ok(0.0);
                 }
+                self.wait_until_saved(operation, block);
                 let sums = has_groups.then(|| self.group_sums(&state));
                 let factors = self.host.clipping.factors(norm, sums, state.loss_scale);
                 let updated = self.host.update(&host, block, version, at, &factors, rate);
@@ -235,6 +237,12 @@ impl Worker {
             ref other => unreachable!("{other} is not of the host's lanes"),
         }
         Ok(0.0)
+    }
+
+    /// Waits until a block may be changed, if its state is being saved.
+    fn wait_until_saved(&self, operation: &Operation, block: BlockId) {
+        let beat = || operation.still_runs();
+        self.host.eps.wait_until_saved(block, operation.step().number, &beat);
     }
 
     /// The sums of squares of each group's gradients, once all are measured.

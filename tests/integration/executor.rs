@@ -92,8 +92,8 @@ fn other_tasks_go_on() {
     });
 }
 
-/// A checkpoint whose future was dropped is written all the same, and holds the state of its step:
-/// the next step waits for it.
+/// A checkpoint whose future was dropped is written all the same, and holds the state of its step
+/// while the next step goes on.
 #[tokio::test]
 async fn a_dropped_checkpoint_is_whole() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -108,6 +108,7 @@ async fn a_dropped_checkpoint_is_whole() {
     }
     trainer.step(batches.next().await.expect("random data")).await.expect("a case of ours");
     assert_ne!(trainer.digest().await.expect("it is in memory"), expected);
+    trainer.end_checkpoint().await.expect("a directory of ours");
     let resumed = Trainer::builder(config()).resume(&place).open().await;
     let (mut resumed, _) = resumed.expect("a whole checkpoint");
     assert_eq!(resumed.progress().step, 1);

@@ -14,6 +14,8 @@ mod composed;
 mod compression;
 #[cfg(feature = "cli")]
 mod cuda;
+#[cfg(feature = "cli")]
+mod damaged;
 mod depth;
 mod embedding;
 mod errors;
@@ -47,6 +49,7 @@ mod readme;
 mod recipes;
 mod records;
 mod resume;
+mod saving;
 mod seen;
 mod slim;
 #[cfg(feature = "prometheus")]

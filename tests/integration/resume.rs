@@ -205,7 +205,7 @@ fn the_best_checkpoint_can_be_resumed() {
         fs::create_dir(place).expect("a directory of ours");
         fs::write(place.join("l2l.json"), "").expect("a directory of ours");
     }
-    keeper.tidy().expect("a directory of ours");
+    keeper.tidy(&places[1]).expect("a directory of ours");
     assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
 }
@@ -222,7 +222,7 @@ fn a_keeper_keeps_the_newest_and_the_best() {
         fs::create_dir(place).expect("a directory of ours");
         fs::write(place.join("l2l.json"), "").expect("a directory of ours");
     }
-    keeper.tidy().and_then(|()| keeper.tidy_best(20)).expect("a directory of ours");
+    keeper.tidy(&places[2]).and_then(|()| keeper.tidy(&best[0])).expect("a directory of ours");
     assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
     assert_eq!(best.map(|place| place.exists()), [true, false]);

@@ -1,5 +1,6 @@
 //! `l2l dashboards`: generates the files of `dashboards/` from the one list of metrics.
 
+mod alerts;
 mod grafana;
 mod panels;
 mod ranks;

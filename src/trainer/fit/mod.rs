@@ -11,25 +11,25 @@ mod run;
 use std::sync::Arc;
 
 pub use callbacks::{Callbacks, RunMessage, StopRequest};
-use resume::Beginning;
+use resume::{Beginning, Resume};
 use run::Run;
 
 use super::{Builder, Trainer, state_on_file};
 use crate::blocking::unblock;
-use crate::checkpoint::Keeper;
+use crate::checkpoint::{Keeper, Space};
 use crate::config::{Config, DataConfig, EpsTier, OptimizerConfig};
 use crate::data::{Baseline, Batches, Dataset, baselines};
 use crate::devices;
 use crate::engine::Summary;
 use crate::eps::{agreed_step, lost};
 use crate::error::Error;
-use crate::hf::shape_of;
+use crate::hf::{self, shape_of};
 use crate::telemetry::{EventLog, Exporter, Observe, Trace, made_up_name};
 
 /// A run that is about to be prepared. See [`Trainer::fit`].
 pub struct Fit {
     builder: Builder,
-    resume: bool,
+    resume: Option<Resume>,
     stop: StopRequest,
     measures_peak: bool,
 }
@@ -41,7 +41,7 @@ pub struct Prepared {
     steps: u64,
     between: Between,
     beginning: Beginning,
-    resume: bool,
+    resumes: bool,
     stop: StopRequest,
     measures_peak: bool,
     warnings: Vec<String>,
@@ -91,7 +91,7 @@ impl Trainer {
 impl Builder {
     /// A whole run of the trainer that this builder makes. See [`Trainer::fit`].
     pub fn fit(self) -> Fit {
-        Fit { builder: self, resume: false, stop: StopRequest::new(), measures_peak: false }
+        Fit { builder: self, resume: None, stop: StopRequest::new(), measures_peak: false }
     }
 }
 
@@ -99,7 +99,14 @@ impl Fit {
     /// Whether it resumes from the newest state of its `checkpoint.directory` or `eps.path`. Where
     /// there is none yet, it begins.
     pub fn resume(mut self, resume: bool) -> Fit {
-        self.resume = resume;
+        self.resume = resume.then(Resume::default);
+        self
+    }
+
+    /// Resumes, and fails where the newest state or checkpoint is damaged. Without it, the newest
+    /// that is not damaged is taken, with a warning.
+    pub fn resume_strictly(mut self) -> Fit {
+        self.resume = Some(Resume { strict: true });
         self
     }
 
@@ -107,7 +114,8 @@ impl Fit {
     /// [`with_changes`](Builder::with_changes).
     pub fn resume_with_changes(mut self) -> Fit {
         self.builder = self.builder.with_changes();
-        self.resume(true)
+        self.resume.get_or_insert_default();
+        self
     }
 
     /// Ends the run after its step, with a checkpoint, once the request is made.
@@ -161,6 +169,13 @@ impl Fit {
             }
         }
         let keeper = keeper?;
+        if let (Some(directory), true, None) = (directory, is_first, &self.builder.model) {
+            let model = hf::model_of(config, hf::largest_shape_of(config)?)?;
+            let space = Space::of(config, &model, &config.update_rule());
+            if let Some(misfit) = space.and_then(|space| space.misfit(directory)) {
+                return Err(Error::DoesNotFit(misfit));
+            }
+        }
         let mut warnings: Vec<String> =
             [&train].into_iter().chain(&validation).fold(Vec::new(), |mut warnings, data| {
                 if !data.unused_columns().is_empty() {
@@ -186,7 +201,7 @@ impl Fit {
             steps,
             between: Between { validation, baseline, keeper: keeper.map(Arc::new) },
             beginning,
-            resume: self.resume,
+            resumes: self.resume.is_some(),
             stop: self.stop,
             measures_peak: self.measures_peak,
             warnings,
@@ -319,7 +334,7 @@ impl Prepared {
             }
             false => None,
         };
-        if self.resume && matches!(beginning, Beginning::New) {
+        if self.resumes && matches!(beginning, Beginning::New) {
             let text = "--resume: there is no checkpoint yet, so this run begins";
             callbacks.message(&RunMessage::Warning(text.into()));
         }
@@ -336,8 +351,8 @@ impl Prepared {
         let log = EventLog::open(&config.log)?;
         let batches = Batches::start(&config, train, trainer.progress().step)?;
         callbacks.started(&trainer, steps);
-        let (saved, validated) = (None, None);
-        let run = Run { trainer, steps, between, log, callbacks, stop, saved, validated };
+        let (saved, writing, validated) = (None, None, None);
+        let run = Run { trainer, steps, between, log, callbacks, stop, saved, writing, validated };
         Ok((run, batches))
     }
 }
@@ -356,7 +371,7 @@ async fn start_trainer(
     }
     builder = match beginning {
         Beginning::New | Beginning::AsBuilt => builder,
-        Beginning::Checkpoint(directory) => builder.resume(directory),
+        Beginning::Checkpoint(directory) => builder.resume_checked(directory),
         Beginning::StateOnFile => builder.resume_file(),
     };
     if let Some(observer) = exporter.observer() {

@@ -2,9 +2,16 @@
 
 use std::path::PathBuf;
 
-use crate::checkpoint::Keeper;
+use crate::checkpoint::{Keeper, check_seal};
 use crate::config::{Config, EpsTier};
 use crate::error::Error;
+
+/// A run that resumes.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Resume {
+    /// Whether a damaged state or checkpoint is an error, and not passed over.
+    pub(super) strict: bool,
+}
 
 /// See the [module](self).
 pub(super) enum Beginning {
@@ -18,22 +25,22 @@ pub(super) enum Beginning {
 
 impl Beginning {
     /// What a run resumes from: of checkpoints and the state `on_file`, whichever has more steps. A
-    /// run that does not resume must not find the checkpoints of another. `warn` is called when
-    /// the state on file cannot be used and a checkpoint takes its place.
+    /// run that does not resume must not find the checkpoints of another. A damaged state or
+    /// checkpoint is passed over with a warning, unless the run is `strict`.
     ///
     /// # Errors
-    /// There is nothing that it could ever resume from; there is a run that it would overwrite.
+    /// There is nothing that it could ever resume from; there is a run that it would overwrite; all
+    /// checkpoints are damaged, or a strict run meets a damaged one.
     pub(super) fn find(
         config: &Config,
         keeper: Option<&Keeper>,
         on_file: Result<Option<u64>, Error>,
-        resume: bool,
+        resume: Option<Resume>,
         warn: &mut dyn FnMut(String),
     ) -> Result<Beginning, Error> {
-        let checkpoint = keeper.and_then(Keeper::newest);
-        if !resume {
+        let Some(Resume { strict }) = resume else {
             on_file?; // it must be readable, also for a run that does not use it
-            return match checkpoint {
+            return match keeper.and_then(Keeper::newest) {
                 None => Ok(Beginning::New),
                 Some(found) => Err(Error::config(
                     "checkpoint.directory",
@@ -44,10 +51,11 @@ impl Beginning {
                     ),
                 )),
             };
-        }
-        let checkpoint_step = keeper.and_then(Keeper::newest_step);
+        };
+        let checkpoint = newest_undamaged(keeper, strict, warn)?;
+        let checkpoint_step = checkpoint.as_ref().map(|(step, _)| *step);
         let on_file = match on_file {
-            Err(error) if checkpoint_step.is_some() => {
+            Err(error) if checkpoint_step.is_some() && !strict => {
                 warn(format!("{error}: resumes from a checkpoint instead"));
                 None
             }
@@ -60,6 +68,34 @@ impl Beginning {
             let what = "--resume: from where? Set checkpoint.directory, or eps.tier to file";
             return Err(Error::argument(what));
         }
-        Ok(checkpoint.map_or(Beginning::New, Beginning::Checkpoint))
+        Ok(checkpoint.map_or(Beginning::New, |(_, path)| Beginning::Checkpoint(path)))
     }
+}
+
+/// The newest checkpoint that is as it was written, with its step.
+///
+/// # Errors
+/// There are checkpoints, and none is; or the newest is not, and the run is strict.
+fn newest_undamaged(
+    keeper: Option<&Keeper>,
+    strict: bool,
+    warn: &mut dyn FnMut(String),
+) -> Result<Option<(u64, PathBuf)>, Error> {
+    let mut damaged = None;
+    for (step, path) in keeper.map(Keeper::newest_first).unwrap_or_default() {
+        match check_seal(&path) {
+            Ok(()) => {
+                if damaged.is_some() {
+                    warn(format!("resumes from step {step}, the newest that is not damaged"));
+                }
+                return Ok(Some((step, path)));
+            }
+            Err(error) if strict => return Err(error),
+            Err(error) => {
+                warn(error.to_string());
+                damaged.get_or_insert(error);
+            }
+        }
+    }
+    damaged.map_or(Ok(None), Err)
 }

@@ -1,9 +1,13 @@
 //! A run on its way: steps, with validations and checkpoints between them, and a clean end.
 
+use std::path::PathBuf;
+
 use serde_json::{Value, json};
 
 use super::{Between, Callbacks, End, Fitted, RunMessage, StopRequest};
 use crate::blocking::unblock;
+use crate::checkpoint::{self, Progress};
+use crate::config::{ByteSize, OnError};
 use crate::data::{Baseline, Batches};
 use crate::error::Error;
 use crate::inference::{Evaluation, Sampling};
@@ -23,10 +27,20 @@ pub(super) struct Run<'r> {
     pub(super) log: EventLog,
     pub(super) callbacks: &'r mut dyn Callbacks,
     pub(super) stop: StopRequest,
-    /// The step of the last checkpoint.
+    /// The step of the last checkpoint that was begun.
     pub(super) saved: Option<u64>,
+    /// The checkpoint that is being written.
+    pub(super) writing: Option<Written>,
     /// The step and the loss of the last validation.
     pub(super) validated: Option<(u64, f64)>,
+}
+
+/// A checkpoint that is being written.
+pub(super) struct Written {
+    directory: PathBuf,
+    progress: Progress,
+    /// Further checkpoints of the same state, which become links to this one.
+    links: Vec<PathBuf>,
 }
 
 impl Run<'_> {
@@ -54,6 +68,8 @@ impl Run<'_> {
             if is_alone && !matches!(error, Error::Ring(_)) && step > first {
                 self.save().await?;
             }
+            // A state that was complete is written, also where the ring failed behind it.
+            self.end_checkpoint().await?;
             return Err(error);
         }
         if self.is_out_of_patience() {
@@ -63,6 +79,7 @@ impl Run<'_> {
             self.save().await?;
         }
         self.validate_at_the_end(step).await?;
+        self.end_checkpoint().await?;
         let (is_stopped, is_early) = (self.is_stopped()?, self.is_out_of_patience());
         let link = self.trainer.config().device.link.clone();
         let Run { mut trainer, mut log, callbacks, validated, .. } = self;
@@ -118,6 +135,9 @@ impl Run<'_> {
             }
             if is_due(save_every, step) {
                 self.save().await?;
+            }
+            if self.trainer.writes_checkpoint().is_none() {
+                self.end_checkpoint().await?;
             }
         }
         Ok(())
@@ -188,33 +208,76 @@ impl Run<'_> {
         }
     }
 
-    /// Writes a checkpoint of this step, unless it is there.
+    /// Begins a checkpoint of this step, unless there is one.
     async fn save(&mut self) -> Result<(), Error> {
         let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
         let step = self.trainer.progress().step;
         if self.saved != Some(step) {
-            let directory = keeper.place(step);
-            self.trainer.checkpoint(&directory).await?;
+            self.begin_checkpoint(keeper.place(step)).await?;
             self.saved = Some(step);
-            self.callbacks.checkpoint(&directory);
         }
-        if !self.trainer.is_first() {
-            return Ok(());
-        }
-        unblock(move || keeper.tidy()).await
+        Ok(())
     }
 
-    /// Writes the best checkpoint, and removes the one that was the best before.
+    /// Begins the best checkpoint, which replaces the one that was the best before.
     async fn save_best(&mut self) -> Result<(), Error> {
         let Some(keeper) = self.between.keeper.clone() else { return Ok(()) };
         let step = self.trainer.progress().step;
-        let directory = keeper.best_place(step);
-        self.trainer.checkpoint(&directory).await?;
-        self.callbacks.checkpoint(&directory);
-        if !self.trainer.is_first() {
+        self.begin_checkpoint(keeper.best_place(step)).await
+    }
+
+    /// Begins a checkpoint, once the one before is complete.
+    async fn begin_checkpoint(&mut self, directory: PathBuf) -> Result<(), Error> {
+        let progress = self.trainer.progress().clone();
+        if let Some(same) = self.writing.as_mut().filter(|begun| begun.progress == progress) {
+            same.links.push(directory);
             return Ok(());
         }
-        unblock(move || keeper.tidy_best(step)).await
+        self.end_checkpoint().await?;
+        self.trainer.begin_checkpoint(&directory).await?;
+        self.writing = Some(Written { directory, progress, links: Vec::new() });
+        Ok(())
+    }
+
+    /// Waits for the checkpoint that is being written, and removes those that it replaces.
+    async fn end_checkpoint(&mut self) -> Result<(), Error> {
+        let Some(written) = self.writing.take() else { return Ok(()) };
+        let step = written.progress.step;
+        let Err(error) = self.complete(written).await else { return Ok(()) };
+        match self.trainer.config().checkpoint.on_error {
+            OnError::Stop => Err(error),
+            OnError::Continue => {
+                let warning = format!("the checkpoint of step {step} was not written: {error}");
+                self.callbacks.message(&RunMessage::Warning(warning));
+                Ok(())
+            }
+        }
+    }
+
+    async fn complete(&mut self, written: Written) -> Result<(), Error> {
+        self.trainer.end_checkpoint().await?;
+        let Written { directory, links, .. } = written;
+        let keeper = self.between.keeper.clone().filter(|_| self.trainer.is_first());
+        let all: Vec<PathBuf> = [directory].into_iter().chain(links).collect();
+        let linked = all.clone();
+        unblock(move || match (keeper, &linked[..]) {
+            (Some(keeper), [directory, links @ ..]) => {
+                links.iter().try_for_each(|link| checkpoint::link(directory, link))?;
+                linked.iter().try_for_each(|written| keeper.tidy(written))
+            }
+            _ => Ok(()),
+        })
+        .await?;
+        all.iter().for_each(|directory| self.callbacks.checkpoint(directory));
+        let disk = self.trainer.watch().status().checkpoint_disk;
+        if let Some((bytes, free)) = disk.filter(|(bytes, free)| free < bytes) {
+            let [bytes, free] = [bytes, free].map(ByteSize::from);
+            self.callbacks.message(&RunMessage::Warning(format!(
+                "the disk of checkpoint.directory has {free} free, and the next checkpoint needs \
+                 {bytes}"
+            )));
+        }
+        Ok(())
     }
 
     /// Compares the model of the built-in text with counting, and shows a sample of what it writes.

@@ -1,0 +1,119 @@
+//! The disk space of a run's checkpoints: those that are kept, the best one, and the one that is
+//! being written before it replaces another.
+
+use std::path::Path;
+
+use super::Keeper;
+use crate::config::{ByteSize, Config};
+use crate::error::{Misfit, Resource};
+use crate::machine;
+use crate::models::{BlockTensors, Model};
+use crate::optimizers::{StateLayout, UpdateRule};
+
+/// See the [module](self).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// Bytes of a checkpoint's numbers.
+    pub each: u64,
+    /// The most checkpoints that there are at once.
+    pub count: u64,
+}
+
+impl Space {
+    /// Of a run that writes checkpoints; `None` where `checkpoint.directory` is not set.
+    pub fn of(config: &Config, model: &Model, rule: &dyn UpdateRule) -> Option<Space> {
+        config.checkpoint.directory.as_ref()?;
+        let all = if config.train.lora.is_some() {
+            model.blocks.iter().map(BlockTensors::trained_len).sum::<usize>()
+        } else {
+            model.blocks.iter().map(BlockTensors::len).sum()
+        };
+        let layout = StateLayout::new(rule, &model.blocks);
+        let states = (0..model.blocks.len()).flat_map(|block| layout.of(block).lens());
+        let errors = config.compression().map_or(0, |kind| {
+            let kept = |block: u32| {
+                let tensors = model.computed_gradient(l2l_actors::schedule::BlockId(block));
+                kind.kept(tensors, 0).iter().map(|run| run.len).sum::<usize>()
+            };
+            let of_group: usize = (0..model.blocks.len() as u32).map(kept).sum();
+            of_group * config.parallel.groups as usize
+        });
+        let floats = all + states.sum::<usize>() + errors;
+        let every = config.checkpoint.every_steps;
+        let written = match (every, config.step.steps) {
+            (None, _) => 1,
+            (Some(every), Some(steps)) => steps.div_ceil(every),
+            (Some(_), None) => u64::MAX, // epochs
+        };
+        let kept = (config.checkpoint.keep as u64).min(written);
+        let best = u64::from(config.validation.every_steps.is_some());
+        let replaced = u64::from(written > kept || best > 0);
+        let count = kept.saturating_add(best + replaced);
+        Some(Space { each: (floats * size_of::<f32>()) as u64, count })
+    }
+
+    /// Bytes of all checkpoints.
+    pub fn bytes(&self) -> u64 {
+        self.each.saturating_mul(self.count)
+    }
+
+    /// What the disk of a directory lacks for them, if it lacks anything. Checkpoints that are
+    /// there already are some of them.
+    pub fn misfit(&self, directory: &Path) -> Option<Misfit> {
+        let there: u64 =
+            Keeper::peek(directory).newest_first().iter().map(|(_, at)| bytes_of(at)).sum();
+        let free = machine::free_disk(directory.ancestors().find(|path| path.is_dir())?)?;
+        let (needed, available) = (self.bytes(), free.saturating_add(there));
+        (available < needed).then(|| Misfit {
+            resource: Resource::Disk,
+            largest_term: Some("checkpoints"),
+            needed,
+            available,
+            text: format!(
+                "checkpoint.directory {} has {} free, and up to {} checkpoints of {} need {}, \
+                 with the one that is being written: set a smaller checkpoint.keep, or give it \
+                 another disk",
+                directory.display(),
+                ByteSize::from(available),
+                self.count,
+                ByteSize::from(self.each),
+                ByteSize::from(needed),
+            ),
+        })
+    }
+}
+
+/// The size of a checkpoint's files.
+fn bytes_of(directory: &Path) -> u64 {
+    let files = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::models::families;
+
+    #[test]
+    fn the_space_has_room_for_what_is_kept_and_what_is_written() {
+        let model = Model::new(families::gpt2([2, 16, 2, 24, 50, 9]));
+        let mut config = Config::default();
+        assert_eq!(Space::of(&config, &model, &config.update_rule()), None);
+        config.checkpoint.directory = Some("here".into());
+        config.step.steps = Some(10);
+        let of = |config: &Config| {
+            Space::of(config, &model, &config.update_rule()).expect("there is a directory")
+        };
+        let masters_and_moments = 3 * 4 * model.parameters() as u64;
+        assert_eq!(of(&config), Space { each: masters_and_moments, count: 1 });
+        config.checkpoint.every_steps = Some(4);
+        assert_eq!(of(&config).count, 3); // of steps 4, 8 and 10, two are kept
+        config.validation.every_steps = Some(2);
+        assert_eq!(of(&config).count, 4);
+        let folder = tempfile::tempdir().expect("a place for files");
+        assert_eq!(of(&config).misfit(folder.path()), None);
+        let misfit = Space { each: 1 << 60, count: 3 }.misfit(&folder.path().join("not/yet"));
+        let text = misfit.expect("no disk is that large").to_string();
+        assert!(text.contains("checkpoint.keep") && text.contains("3 checkpoints"), "{text}");
+    }
+}

@@ -1,0 +1,101 @@
+//! Blocks that are saved while training goes on: none is updated before its turn has come.
+//!
+//! A saving has the state of one version. A thread beside the ring writes block after block; the
+//! lane that would move a block on waits until that block is written. The thread waits for nothing
+//! of the steps that follow, so the two never wait for each other.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use l2l_actors::schedule::{BlockId, Version};
+
+use super::Eps;
+
+/// Between two looks of a lane that waits whether the saving goes on.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A state that is being saved. Dropped, it is over, and every block may be updated.
+pub(crate) struct Saving(Arc<Progress>);
+
+/// What a thread that saves and the lanes that wait for it share.
+pub(super) struct Progress {
+    version: Version,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    /// By block.
+    is_saved: Vec<bool>,
+    is_over: bool,
+    /// Blocks that are saved.
+    count: usize,
+    /// What lanes have waited, for this state and those before.
+    waited: Duration,
+}
+
+impl Progress {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nothing panics inside")
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state());
+        self.changed.notify_all();
+    }
+}
+
+impl Saving {
+    /// Says that a block is saved.
+    pub(crate) fn saved(&self, id: BlockId) {
+        self.0.change(|state| {
+            state.is_saved[id.0 as usize] = true;
+            state.count += 1;
+        });
+    }
+}
+
+impl Drop for Saving {
+    fn drop(&mut self) {
+        self.0.change(|state| state.is_over = true);
+    }
+}
+
+impl Eps {
+    /// Begins to save the state of this version. One state is saved at a time.
+    pub(crate) fn begin_saving(&self, version: Version) -> Saving {
+        let is_saved = vec![false; self.tensors.len()];
+        let waited = self.waited_for_saving();
+        let state = State { is_saved, is_over: false, count: 0, waited };
+        let progress =
+            Arc::new(Progress { version, state: Mutex::new(state), changed: Condvar::new() });
+        let mut current = self.saving.lock().expect("nothing panics inside");
+        let before = current.replace(progress.clone());
+        assert!(before.is_none_or(|before| before.state().is_over), "another state is being saved");
+        Saving(progress)
+    }
+
+    /// Waits until a block of this version may be changed. `beat` is called while the saving goes
+    /// on.
+    pub(crate) fn wait_until_saved(&self, id: BlockId, version: Version, beat: &dyn Fn()) {
+        let current = self.saving.lock().expect("nothing panics inside").clone();
+        let Some(progress) = current.filter(|progress| version >= progress.version) else { return };
+        let (began, mut state) = (Instant::now(), progress.state());
+        let mut count = state.count;
+        while !state.is_saved[id.0 as usize] && !state.is_over {
+            let waited = progress.changed.wait_timeout(state, LOOK);
+            state = waited.expect("nothing panics inside").0;
+            if state.count > count {
+                count = state.count;
+                beat();
+            }
+        }
+        state.waited += began.elapsed();
+    }
+
+    /// What lanes have waited until now.
+    pub(crate) fn waited_for_saving(&self) -> Duration {
+        let current = self.saving.lock().expect("nothing panics inside");
+        current.as_ref().map_or(Duration::ZERO, |progress| progress.state().waited)
+    }
+}

@@ -1,0 +1,197 @@
+//! Seals: whether a directory is as l2l wrote it.
+//!
+//! A checkpoint's record, `l2l.json`, has the SHA-256 of each other file of the directory, and that
+//! of its own text with an empty seal. A directory without a record, such as another program's,
+//! has no seal, and nothing can be said of it.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::Path;
+
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+
+use crate::config::{Config, ModelConfig};
+use crate::error::Error;
+
+/// The file that only a checkpoint has.
+pub(crate) const RECORD: &str = "l2l.json";
+
+/// The optimizer's states, which no model needs.
+pub(crate) const STATES: &str = "optimizer.safetensors";
+
+/// Bytes read at once.
+const CHUNK: usize = 1 << 20;
+
+/// Which files of a directory are compared with its seal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sealed {
+    /// All of them.
+    All,
+    /// All but the optimizer's states.
+    Model,
+}
+
+/// The SHA-256 of each file of a directory and of its folders, by its path from there.
+///
+/// # Errors
+/// A file cannot be read.
+pub(crate) fn file_digests(directory: &Path) -> io::Result<BTreeMap<String, String>> {
+    let mut digests = BTreeMap::new();
+    for entry in fs::read_dir(directory)? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+        if entry.file_type()?.is_dir() {
+            let inner = file_digests(&path)?.into_iter();
+            digests.extend(inner.map(|(file, digest)| (format!("{name}/{file}"), digest)));
+        } else {
+            digests.insert(name, file_digest(&path)?);
+        }
+    }
+    Ok(digests)
+}
+
+fn file_digest(path: &Path) -> io::Result<String> {
+    let (mut file, mut hasher) = (File::open(path)?, Sha256::new());
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        match file.read(&mut chunk) {
+            Ok(0) => return Ok(hex(hasher)),
+            Ok(read) => hasher.update(&chunk[..read]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn hex(hasher: Sha256) -> String {
+    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A seal as it stands in a record's text.
+fn as_written(seal: &str) -> String {
+    format!("\"seal\": \"{seal}\"")
+}
+
+/// Seals the text of a record whose seal is empty.
+pub(crate) fn seal(text: &str) -> String {
+    let seal = hex(Sha256::new_with_prefix(text));
+    text.replacen(&as_written(""), &as_written(&seal), 1)
+}
+
+/// Checks the directories that a config's model and its adapters come from.
+///
+/// # Errors
+/// As [`check_seal`], unless the config says that they may be changed.
+pub(crate) fn check_seals(config: &Config) -> Result<(), Error> {
+    let ModelConfig { path, random_weights, unsealed, .. } = &config.model;
+    let model = path.as_ref().filter(|_| !random_weights);
+    let adapters = config.train.lora.as_ref().and_then(|lora| lora.path.as_ref());
+    let mut all = model.into_iter().chain(adapters).filter(|_| !unsealed);
+    all.try_for_each(|directory| check_seal(directory, Sealed::Model))
+}
+
+/// Checks that a directory is as its seal says, if it has one. A record of the first format names
+/// no files: it is checked when a run resumes from it.
+///
+/// # Errors
+/// It is damaged, or somebody changed it: which file.
+pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
+    let refuse = |what: String| {
+        let what = format!(
+            "it is damaged, or somebody changed it: {what}. Use another checkpoint; a model that \
+             was changed with intent is read with --unsealed (model.unsealed = true)"
+        );
+        Error::bad_checkpoint(format_args!("checkpoint {}", directory.display()), what)
+    };
+    let text = match fs::read_to_string(directory.join(RECORD)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        text => text.map_err(|error| refuse(format!("{RECORD}: {error}")))?,
+    };
+    let record: Value =
+        serde_json::from_str(&text).map_err(|error| refuse(format!("{RECORD}: {error}")))?;
+    let files = match (record["format"].as_u64(), record["files"].as_object()) {
+        (_, Some(files)) => files,
+        (Some(1), None) => return Ok(()),
+        (_, None) => return Err(refuse(format!("{RECORD} is not what was written"))),
+    };
+    let own = record["seal"].as_str().unwrap_or_default();
+    if seal(&text.replacen(&as_written(own), &as_written(""), 1)) != text {
+        return Err(refuse(format!("{RECORD} is not what was written")));
+    }
+    for (name, digest) in files {
+        if which == Sealed::Model && name == STATES {
+            continue;
+        }
+        match file_digest(&directory.join(name)) {
+            Ok(found) if digest.as_str() == Some(&found) => {}
+            Ok(_) => return Err(refuse(format!("{name} is not what was written"))),
+            Err(error) => return Err(refuse(format!("{name}: {error}"))),
+        }
+    }
+    // A file of weights beside those that were written would be read in their place.
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut names = entries.filter_map(|entry| entry.file_name().into_string().ok());
+    let is_weights = |name: &str| name.contains(".safetensors");
+    match names.find(|name| is_weights(name) && !files.contains_key(name)) {
+        Some(name) => Err(refuse(format!("{name} was not written with it"))),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A directory with a seal, as a checkpoint has it.
+    fn sealed() -> tempfile::TempDir {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let at = |name: &str| folder.path().join(name);
+        fs::create_dir(at("1_Pooling")).expect("a folder of ours");
+        for name in ["model.safetensors", STATES, "1_Pooling/config.json"] {
+            fs::write(at(name), name).expect("a folder of ours");
+        }
+        let files = file_digests(folder.path()).expect("they were just written");
+        let record = serde_json::json!({ "format": 2, "files": files, "seal": "" });
+        let text = serde_json::to_string_pretty(&record).expect("plain data");
+        fs::write(at(RECORD), seal(&text)).expect("a folder of ours");
+        folder
+    }
+
+    #[test]
+    fn every_changed_byte_of_a_sealed_directory_is_found() {
+        let folder = sealed();
+        check_seal(folder.path(), Sealed::All).expect("it is as it was written");
+        for name in ["model.safetensors", STATES, "1_Pooling/config.json", RECORD] {
+            let path = folder.path().join(name);
+            let whole = fs::read(&path).expect("it was just written");
+            for at in 0..whole.len() {
+                let mut changed = whole.clone();
+                changed[at] ^= 1;
+                fs::write(&path, &changed).expect("a folder of ours");
+                let found = check_seal(folder.path(), Sealed::All);
+                assert!(found.is_err(), "{name}, byte {at}");
+            }
+            fs::write(&path, &whole[..whole.len() / 2]).expect("a folder of ours");
+            check_seal(folder.path(), Sealed::All).expect_err("half a file");
+            fs::remove_file(&path).expect("a folder of ours");
+            let found = check_seal(folder.path(), Sealed::All);
+            assert!(found.is_err() || name == RECORD, "{name} is missing");
+            fs::write(&path, &whole).expect("a folder of ours");
+        }
+    }
+
+    #[test]
+    fn a_model_is_checked_without_the_optimizers_states_and_with_all_weights() {
+        let folder = sealed();
+        fs::write(folder.path().join(STATES), "changed").expect("a folder of ours");
+        check_seal(folder.path(), Sealed::Model).expect("the model is as it was written");
+        fs::write(folder.path().join("README.md"), "notes").expect("a folder of ours");
+        check_seal(folder.path(), Sealed::Model).expect("notes are nobody's weights");
+        let index = "model.safetensors.index.json";
+        fs::write(folder.path().join(index), "{}").expect("a folder of ours");
+        let error = check_seal(folder.path(), Sealed::Model).expect_err("other weights");
+        assert!(error.to_string().contains(index), "{error}");
+    }
+}
