@@ -25,7 +25,7 @@ use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
-use crate::tensor::{Arena, Dtype, Packing, View};
+use crate::tensor::{Arena, ArenaPlan, Dtype, Packing, View};
 
 /// Memory in slots, copies to and from it, and kernels on it. Three lanes use a device at once; a
 /// slot belongs to one operation at a time.
@@ -129,25 +129,28 @@ pub(crate) fn host_from(devices: u32, device_floats: usize) -> usize {
     devices as usize * stride(device_floats)
 }
 
-/// The devices that a config names, each with memory for so many floats, of which `own` is the
-/// device's: a GPU's overhead, or where a CPU widens elements of 16 bits. The host's floats are
-/// there, too, if they share their memory.
+/// The devices that a config names, each with the memory of the first plan, of which `own` is the
+/// device's: a GPU's overhead, or where a CPU widens elements of 16 bits. The host's memory is
+/// there, too, if they share theirs.
 pub(crate) fn open(
     config: &Config,
     model: &Model,
-    [floats, host_floats]: [usize; 2],
+    [on_device, on_host]: [&ArenaPlan; 2],
     own: View,
     threads: &Arc<ThreadPool>,
 ) -> Result<Vec<Box<dyn Device>>, Error> {
-    let devices = config.devices();
+    let (devices, floats) = (config.devices(), on_device.floats);
     match config.device.kind {
         DeviceKind::Cpu => {
-            let memory = Arena::new(host_from(devices, floats) + host_floats);
+            let first = |device: u32| device as usize * stride(floats);
+            let mut shared = ArenaPlan::default();
+            (0..devices).for_each(|device| shared.place(first(device), on_device));
+            shared.place(host_from(devices, floats), on_host);
             let no_memory = |error| Error::system(format_args!("no memory: {error}"));
-            let memory = Arc::new(memory.map_err(no_memory)?);
+            let memory = Arc::new(Arena::planned(&shared).map_err(no_memory)?);
             let mut all: Vec<Box<dyn Device>> = Vec::new();
             for device in 0..devices {
-                let first = device as usize * stride(floats);
+                let first = first(device);
                 let threads = cpu::threads_of(device, devices, threads)?;
                 let own = View { at: first + own.at, ..own };
                 all.push(Box::new(cpu::Cpu::new(&memory, first, own, threads)));

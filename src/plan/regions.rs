@@ -2,7 +2,7 @@
 //! share and the high-water marks all follow from it.
 
 use super::Term;
-use crate::tensor::{Slots, View};
+use crate::tensor::{ArenaPlan, Slots, View};
 
 /// Who holds memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -177,14 +177,21 @@ impl Regions {
         self.slots(holder, Place::Device).all()
     }
 
+    /// The arena of a device, or of the worker on the host.
+    pub(crate) fn arena(&self, place: Place) -> ArenaPlan {
+        let floats = match place {
+            Place::Device => self.device_end,
+            Place::Host => self.host_end,
+            Place::HostOwn | Place::File => 0,
+        };
+        let here = self.list.iter().filter(|region| region.place == place);
+        let slots = here.map(|region| (region.holder.term(), region.slots)).collect();
+        ArenaPlan { floats, slots }
+    }
+
     /// Floats of the device's arena.
     pub(crate) fn device_floats(&self) -> usize {
         self.device_end
-    }
-
-    /// Floats of the worker's arena on the host.
-    pub(crate) fn host_floats(&self) -> usize {
-        self.host_end
     }
 
     /// Bytes of the host that a GPU copies from and to: the arena, masters and batch metadata.
@@ -262,7 +269,7 @@ mod tests {
             [Holder::Weights, Holder::Outputs, Holder::ChunkState]
                 .map(|holder| regions.slots(holder, Place::Device));
         assert_eq!([weights.at, outputs.at, chunk_state.at], [0, 96, 144]);
-        assert_eq!((regions.device_floats(), regions.host_floats()), (176, 32));
+        assert_eq!((regions.device_floats(), regions.arena(Place::Host).floats), (176, 32));
         let [device, host, file] = regions.terms();
         let named: Vec<_> = device.iter().map(|term| (term.name, term.bytes)).collect();
         // What counts to one term is summed; an empty region is shown, and one that is not added is

@@ -6,11 +6,13 @@
 
 use std::cell::UnsafeCell;
 use std::io;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 
 use memmap2::{MmapMut, MmapOptions};
 
-use crate::tensor::View;
+use super::guards::Guards;
+use super::slots::ArenaPlan;
+use super::view::View;
 
 /// Floats on pages of their own, in huge pages where the system has them.
 #[derive(Debug)]
@@ -27,7 +29,8 @@ impl Pages {
     pub(crate) fn new(length: usize) -> io::Result<Pages> {
         let bytes = length * size_of::<f32>();
         let memory = MmapOptions::new().len(bytes.max(1)).map_anon()?;
-        #[cfg(target_os = "linux")]
+        // Miri has no such call.
+        #[cfg(all(target_os = "linux", not(miri)))]
         let _ = memory.advise(memmap2::Advice::HugePage); // without them it is slower, not wrong
         Ok(Pages { memory, bytes })
     }
@@ -53,7 +56,9 @@ pub(crate) struct Arena {
     /// Keeps the pages; touched through `base` only.
     _memory: UnsafeCell<Pages>,
     base: *mut f32,
+    /// Floats, as planned: without guard zones.
     length: usize,
+    guards: Guards,
 }
 
 // SAFETY: nothing is shared but the memory `base` points to; whoever calls `read` and `write`
@@ -68,16 +73,59 @@ impl Arena {
     /// # Errors
     /// The system does not have that much.
     pub(crate) fn new(length: usize) -> io::Result<Arena> {
-        let mut memory = Pages::new(length)?;
-        let base = memory.as_mut_ptr();
-        Ok(Arena { _memory: UnsafeCell::new(memory), base, length })
+        Arena::planned(&ArenaPlan { floats: length, slots: Vec::new() })
     }
 
-    fn check(&self, view: View, size: usize) {
+    /// Zeroed memory for a plan, with guard zones between its slots where there are debug
+    /// assertions. Then a view must lie in one slot.
+    ///
+    /// # Errors
+    /// The system does not have that much.
+    pub(crate) fn planned(plan: &ArenaPlan) -> io::Result<Arena> {
+        let guards = Guards::of(plan);
+        let mut memory = Pages::new(guards.floats())?;
+        guards.lay(&mut memory);
+        let base = memory.as_mut_ptr();
+        Ok(Arena { _memory: UnsafeCell::new(memory), base, length: plan.floats, guards })
+    }
+
+    /// Panics when something was written between slots. Without debug assertions it does nothing.
+    pub(crate) fn check_zones(&self) {
+        // SAFETY: no view has memory between slots, so nobody writes it.
+        self.guards.check(|zone| unsafe { self.floats(zone) });
+    }
+
+    /// All of it, guard zones too, for whoever has the arena to itself.
+    pub(crate) fn all_mut(&mut self) -> &mut [f32] {
+        // SAFETY: these are all floats of the memory, and `&mut self` says that nobody else has it.
+        unsafe { std::slice::from_raw_parts_mut(self.base, self.guards.floats()) }
+    }
+
+    /// Floats by their place in memory, where guard zones count.
+    ///
+    /// # Safety
+    /// They lie inside, and nobody writes them while the slice lives.
+    unsafe fn floats(&self, range: Range<usize>) -> &[f32] {
+        // SAFETY: inside and not written, by the caller; initialised, for pages are zeroed.
+        unsafe { std::slice::from_raw_parts(self.base.add(range.start), range.len()) }
+    }
+
+    /// The first element of a view, which lies inside.
+    fn place<T>(&self, view: View) -> *mut T {
+        let size = size_of::<T>();
         assert_eq!(view.dtype.size(), size, "elements are read by their size");
         let elements = self.length * (size_of::<f32>() / size);
-        let end = view.at.checked_add(view.len());
-        assert!(end.is_some_and(|end| end <= elements), "{view:?} of {} floats", self.length);
+        let end = view.at.checked_add(view.len()).filter(|&end| end <= elements);
+        let end = end.unwrap_or_else(|| panic!("{view:?} of {} floats", self.length));
+        let zones = self.guards.before(view.at * size..end * size);
+        self.base.wrapping_add(zones).cast::<T>().wrapping_add(view.at)
+    }
+
+    /// Writes a float so far from a view's first, as a kernel does that is wrong.
+    #[cfg(test)]
+    pub(crate) fn stray(&self, view: View, by: isize) {
+        // SAFETY: a guard zone is there, in the same memory; in a test nobody is surprised.
+        unsafe { self.place::<f32>(view).offset(by).write(1.0) }
     }
 
     /// Copies floats to a view, for whoever has the arena to itself.
@@ -102,10 +150,9 @@ impl Arena {
     /// # Safety
     /// Nobody writes them while the slice lives.
     pub(crate) unsafe fn read(&self, view: View) -> &[f32] {
-        self.check(view, size_of::<f32>());
-        // SAFETY: inside, by the check; aligned, for a page is; initialised, for pages are zeroed;
+        // SAFETY: inside, as `place` checks; aligned, for a page is; initialised, for pages are zeroed;
         // not written meanwhile, by the caller.
-        unsafe { std::slice::from_raw_parts(self.base.add(view.at), view.len()) }
+        unsafe { std::slice::from_raw_parts(self.place(view), view.len()) }
     }
 
     /// The floats of a view, to write.
@@ -114,9 +161,8 @@ impl Arena {
     /// Nobody else reads or writes them while the slice lives.
     #[allow(clippy::mut_from_ref, reason = "the ring gives each range to one operation at a time")]
     pub(crate) unsafe fn write(&self, view: View) -> &mut [f32] {
-        self.check(view, size_of::<f32>());
         // SAFETY: as in `read`, and nobody else has it, by the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.base.add(view.at), view.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.place(view), view.len()) }
     }
 
     /// The elements of a view of 16 bits, as bits.
@@ -124,9 +170,8 @@ impl Arena {
     /// # Safety
     /// As for [`read`](Arena::read).
     pub(crate) unsafe fn read_halves(&self, view: View) -> &[u16] {
-        self.check(view, size_of::<u16>());
         // SAFETY: as in `read`.
-        unsafe { std::slice::from_raw_parts(self.base.cast::<u16>().add(view.at), view.len()) }
+        unsafe { std::slice::from_raw_parts(self.place(view), view.len()) }
     }
 
     /// The elements of a view of 16 bits, as bits, to write.
@@ -135,8 +180,103 @@ impl Arena {
     /// As for [`write`](Arena::write).
     #[allow(clippy::mut_from_ref, reason = "as for `write`")]
     pub(crate) unsafe fn write_halves(&self, view: View) -> &mut [u16] {
-        self.check(view, size_of::<u16>());
         // SAFETY: as in `write`.
-        unsafe { std::slice::from_raw_parts_mut(self.base.cast::<u16>().add(view.at), view.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.place(view), view.len()) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: all of it is inside, and nobody else has it any more.
+        let all = unsafe { self.floats(0..self.guards.floats()) };
+        self.guards.lift(all);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    use super::*;
+    use crate::tensor::{Dtype, Slots};
+
+    /// Two slots and one, with floats behind them that no slot has.
+    fn arena() -> (Arena, [View; 3]) {
+        let regions = [
+            Slots { at: 0, count: 2, slot_floats: 40 },
+            Slots { at: 80, count: 1, slot_floats: 7 },
+        ];
+        let slots = vec![("weights", regions[0]), ("landing", regions[1])];
+        let arena = Arena::planned(&ArenaPlan { floats: 96, slots }).expect("little");
+        (arena, [regions[0].whole(0), regions[0].whole(1), regions[1].whole(0)])
+    }
+
+    #[test]
+    fn slots_hold_what_was_written_to_them() {
+        let (mut arena, slots) = arena();
+        for (index, &slot) in slots.iter().enumerate() {
+            arena.values_mut(slot).fill(index as f32);
+        }
+        for (index, &slot) in slots.iter().enumerate() {
+            assert!(arena.values(slot).iter().all(|&value| value == index as f32));
+        }
+        let halves = slots[2].hold(1, 13, Dtype::Bf16);
+        // SAFETY: nobody else has it.
+        unsafe { arena.write_halves(halves) }.fill(0x3f80);
+        assert_eq!(arena.values(slots[2])[6].to_bits() & 0xffff, 0x3f80);
+        assert_eq!(arena.values(slots[1])[39], 1.0);
+        arena.check_zones();
+    }
+
+    fn panic_of(call: impl FnOnce()) -> String {
+        let panic = catch_unwind(AssertUnwindSafe(call)).expect_err("it is found");
+        *panic.downcast::<String>().expect("it says what")
+    }
+
+    #[test]
+    fn a_view_of_two_slots_is_refused() {
+        if cfg!(debug_assertions) {
+            let (mut arena, _) = arena();
+            let says = panic_of(|| _ = arena.values(View::floats(39, 2)));
+            assert!(says.contains("are not in one slot"), "{says}");
+        }
+    }
+
+    /// Where a float may stray to: behind each slot, and before it.
+    const STRAYS: [(usize, isize); 6] = [(0, 40), (0, -1), (1, 40), (1, -1), (2, 7), (2, -1)];
+
+    #[test]
+    fn one_float_beside_a_slot_is_found() {
+        if cfg!(l2l_asan) {
+            return one_float_beside_a_slot_ends_the_process();
+        }
+        for (slot, by) in STRAYS.into_iter().filter(|_| cfg!(debug_assertions)) {
+            let (arena, slots) = arena();
+            arena.check_zones();
+            arena.stray(slots[slot], by);
+            let says = panic_of(|| arena.check_zones());
+            let name = ["slot 0 of weights", "slot 1 of weights", "slot 0 of landing"][slot];
+            assert!(says.contains(name), "{slot} by {by}: {says}");
+        }
+    }
+
+    /// AddressSanitizer ends the process that writes the float.
+    fn one_float_beside_a_slot_ends_the_process() {
+        const STRAY: &str = "L2L_STRAY";
+        if let Ok(index) = std::env::var(STRAY) {
+            let (slot, by) = STRAYS[index.parse::<usize>().expect("an index")];
+            let (arena, slots) = arena();
+            return arena.stray(slots[slot], by);
+        }
+        for (index, stray) in STRAYS.iter().enumerate() {
+            let program = std::env::current_exe().expect("it runs");
+            let test = "tensor::arena::tests::one_float_beside_a_slot_is_found";
+            let mut program = std::process::Command::new(program);
+            let ended = program.args(["--exact", test]).env(STRAY, index.to_string()).output();
+            let ended = ended.expect("it can be run again");
+            let says = String::from_utf8_lossy(&ended.stderr);
+            assert!(!ended.status.success(), "{stray:?} was not found");
+            assert!(says.contains("use-after-poison"), "{stray:?}: {says}");
+        }
     }
 }

@@ -2,6 +2,7 @@
 //! whose ranges are slots.
 
 mod arena;
+mod guards;
 pub(crate) mod int8;
 mod lease;
 mod packed;
@@ -15,5 +16,5 @@ pub(crate) use lease::Lease;
 pub(crate) use packed::{Element, Packing, narrow, packed_bf16, widen, widen_in_place};
 pub use quantised::{NotQuantisable, Quantisation};
 pub use scratch::Scratch;
-pub(crate) use slots::Slots;
+pub(crate) use slots::{ArenaPlan, Slots};
 pub use view::{Dtype, View};

@@ -1,4 +1,4 @@
-//! A region of memory, cut into equal slots.
+//! A region of memory, cut into equal slots; and an arena, cut into regions.
 
 use super::view::View;
 
@@ -40,5 +40,22 @@ impl Slots {
     /// Floats of all slots.
     pub(crate) fn floats(&self) -> usize {
         self.count * self.slot_floats
+    }
+}
+
+/// An arena as it is planned: its floats, and the slots that they are cut into, by who holds them.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct ArenaPlan {
+    pub(crate) floats: usize,
+    pub(crate) slots: Vec<(&'static str, Slots)>,
+}
+
+impl ArenaPlan {
+    /// Places another plan in this one, from a float on.
+    pub(crate) fn place(&mut self, from: usize, other: &ArenaPlan) {
+        let slots = other.slots.iter();
+        self.slots
+            .extend(slots.map(|&(holder, slots)| (holder, Slots { at: from + slots.at, ..slots })));
+        self.floats = self.floats.max(from + other.floats);
     }
 }

@@ -40,9 +40,9 @@ impl Memory {
                 (arena.clone(), devices::host_from(plan.devices, regions.device_floats()))
             }
             None => {
-                let mut arena = Arena::new(regions.host_floats()).map_err(no_memory)?;
-                let all = View::floats(0, regions.host_floats());
-                devices.iter().for_each(|device| device.pin(arena.values_mut(all)));
+                let arena = Arena::planned(&regions.arena(Place::Host));
+                let mut arena = arena.map_err(no_memory)?;
+                devices.iter().for_each(|device| device.pin(arena.all_mut()));
                 (Arc::new(arena), 0)
             }
         };
@@ -63,6 +63,11 @@ impl Memory {
             stash: stashed(Holder::Stash),
             cache: stashed(Holder::KvCache),
         })
+    }
+
+    /// Panics when an operation has written between slots. See [`Arena::check_zones`].
+    pub(super) fn check_zones(&self) {
+        self.arena.check_zones();
     }
 
     /// A part of the stash, as a view of the memory that has it.

@@ -45,7 +45,7 @@ use crate::eps::Eps;
 use crate::error::{Error, NotFinite};
 use crate::models::{Model, Save};
 use crate::optimizers::{LearningRate, UpdateRule};
-use crate::plan::{Holder, Plan};
+use crate::plan::{Holder, Place, Plan};
 
 /// See the [module](self).
 pub(crate) struct Worker {
@@ -114,12 +114,12 @@ impl Worker {
     pub(crate) fn new(config: &Config, parts: Parts) -> Result<Worker, Error> {
         let Parts { model, plan, rule, learning_rate, eps, records, copies } = parts;
         let threads = Arc::new(threads(config)?);
-        let floats = [plan.regions.device_floats(), plan.regions.host_floats()];
+        let arenas = [Place::Device, Place::Host].map(|place| plan.regions.arena(place));
         let own = match config.device.kind {
             DeviceKind::Cpu => plan.regions.on_device(Holder::Widened),
             DeviceKind::Cuda => plan.regions.on_device(Holder::Overhead),
         };
-        let devices = devices::open(config, &model, floats, own, &threads)?;
+        let devices = devices::open(config, &model, arenas.each_ref(), own, &threads)?;
         let memory = Memory::new(&plan, &devices)?;
         if eps.file().is_none() {
             // Memory that is pinned for one device is so for all.
@@ -215,7 +215,7 @@ impl Worker {
         if self.is_left_out(operation) {
             return Ok(0.0);
         }
-        match operation.work().lane() {
+        let value = match operation.work().lane() {
             Lane::Upload => self.upload(operation).map(|()| 0.0),
             Lane::Peer => self.copy_shards(operation).map(|()| 0.0),
             Lane::Compute => self.compute(operation).map(|()| 0.0),
@@ -223,7 +223,9 @@ impl Worker {
             Lane::Host | Lane::Update => self.on_host(operation),
             Lane::File => self.on_file(operation).map(|()| 0.0),
             Lane::Fetch | Lane::Exchange => self.on_ranks(operation),
-        }
+        };
+        self.memory.check_zones();
+        value
     }
 }
 

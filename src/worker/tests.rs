@@ -174,6 +174,8 @@ enum Fault {
     Hangs,
     /// Its results are NaN.
     Lies,
+    /// It writes a float that is before its slot.
+    Strays,
 }
 
 /// A device that goes wrong at its second gradient.
@@ -203,6 +205,10 @@ impl Device for Faulty {
             }
             Fault::Lies => {
                 to.fill(f32::NAN);
+                Ok(())
+            }
+            Fault::Strays => {
+                self.device.shared().expect("it is a CPU").stray(from, -1);
                 Ok(())
             }
         }
@@ -250,42 +256,58 @@ impl Device for Faulty {
     }
 }
 
+/// The error of a step in which one of two devices goes wrong. No block has changed.
+async fn error_of(fault: Fault, faulty: usize) -> String {
+    let mut small = Small::new(true.into(), StashPlace::Host, false);
+    small.config.device.count = Some(2);
+    small.config.model.layers = Some(4);
+    let (model, schedule) = (small.model(), small.schedule());
+    let gradient_floats = model.blocks[model.block_of_layer(0).0 as usize].len();
+    let plan = Plan::new(&small.config, &model, &small.config.update_rule());
+    let mut worker = small.worker(&plan.expect("a plan of ours").pools);
+    let side = worker.devices.remove(faulty).with(|device| {
+        Box::new(Faulty { device, fault, downloads: AtomicUsize::new(0), gradient_floats })
+    });
+    worker.devices.insert(faulty, side);
+    let plan = worker.plan().clone();
+    let lanes = Arc::new(ThreadLanes::start(worker, &plan.pools, None).expect("threads"));
+    let patience = (fault == Fault::Hangs).then_some(Duration::from_secs(1));
+    let config = RingConfig {
+        pools: plan.pools,
+        blocks: model.blocks.len() as u32,
+        max_layers: model.parts.len() as u32,
+        max_micro_batches: plan.micro_batches.len() as u32,
+        deferred: plan.deferred,
+        watchdog: patience,
+        inject: None,
+    };
+    let mut relay = Relay::start(config, lanes);
+    let stepped = relay.step(&schedule, small.batch(0)).await;
+    let Err(RingError::Failed { cause, integrity }) = stepped else {
+        panic!("{fault:?}: {stepped:?}");
+    };
+    assert_eq!(integrity, Integrity::Whole(0), "{fault:?}: {cause}");
+    cause.to_string()
+}
+
 /// A device that fails, panics, hangs or gives results that are no numbers ends the run, with its
 /// name, and no block of a deferred step has changed.
 #[tokio::test]
 async fn a_faulty_device_is_named() {
     let faults = [Fault::Fails, Fault::Panics, Fault::Hangs, Fault::Lies];
     for (fault, faulty) in faults.into_iter().flat_map(|fault| [(fault, 0), (fault, 1)]) {
-        let mut small = Small::new(true.into(), StashPlace::Host, false);
-        small.config.device.count = Some(2);
-        small.config.model.layers = Some(4);
-        let (model, schedule) = (small.model(), small.schedule());
-        let gradient_floats = model.blocks[model.block_of_layer(0).0 as usize].len();
-        let plan = Plan::new(&small.config, &model, &small.config.update_rule());
-        let mut worker = small.worker(&plan.expect("a plan of ours").pools);
-        let side = worker.devices.remove(faulty).with(|device| {
-            Box::new(Faulty { device, fault, downloads: AtomicUsize::new(0), gradient_floats })
-        });
-        worker.devices.insert(faulty, side);
-        let plan = worker.plan().clone();
-        let lanes = Arc::new(ThreadLanes::start(worker, &plan.pools, None).expect("threads"));
-        let patience = (fault == Fault::Hangs).then_some(Duration::from_secs(1));
-        let config = RingConfig {
-            pools: plan.pools,
-            blocks: model.blocks.len() as u32,
-            max_layers: model.parts.len() as u32,
-            max_micro_batches: plan.micro_batches.len() as u32,
-            deferred: plan.deferred,
-            watchdog: patience,
-            inject: None,
-        };
-        let mut relay = Relay::start(config, lanes);
-        let stepped = relay.step(&schedule, small.batch(0)).await;
-        let Err(RingError::Failed { cause, integrity }) = stepped else {
-            panic!("{fault:?}: {stepped:?}");
-        };
-        assert_eq!(integrity, Integrity::Whole(0), "{fault:?}: {cause}");
-        let says = cause.to_string();
+        let says = error_of(fault, faulty).await;
         assert!(says.contains(&format!("device {faulty}")), "{fault:?}: {says}");
+    }
+}
+
+/// One float too far ends the run: the guard zone is looked at when the operation has ended.
+#[tokio::test]
+async fn a_device_that_writes_between_slots_is_found() {
+    // AddressSanitizer would end the process, and without guard zones nobody finds it.
+    let is_found = cfg!(debug_assertions) && !cfg!(l2l_asan);
+    for faulty in [0, 1].into_iter().filter(|_| is_found) {
+        let says = error_of(Fault::Strays, faulty).await;
+        assert!(says.contains("guard zone") && says.contains("gradients"), "{says}");
     }
 }
