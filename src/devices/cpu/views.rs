@@ -3,13 +3,16 @@
 //! Kernels compute in f32. Elements of 16 bits are widened to floats before an operation, in a
 //! region of the device's memory, and what the operation wrote is rounded after it. So results are
 //! rounded where a GPU's kernels round theirs.
+//!
+//! Where AddressSanitizer watches, an operation has copies of its views instead, with guard zones
+//! between them: tensors of a workspace lie side by side, too.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 use rayon::prelude::*;
 
 use crate::simd::Level;
-use crate::tensor::{Arena, Dtype, View, narrow, widen};
+use crate::tensor::{Arena, ArenaPlan, Dtype, Slots, View, narrow, widen};
 
 /// Kernels on a device's memory; without memory, they only take their workspace.
 #[derive(Debug)]
@@ -33,6 +36,17 @@ struct Resolved<'a> {
     memory: &'a Arena,
     /// Views of 16 bits, and where their floats are.
     widened: Vec<(View, View)>,
+    /// How many of those, from the first on, are written.
+    written: usize,
+    /// Copies that the operation has instead, where AddressSanitizer watches.
+    copies: Option<Copies>,
+}
+
+/// Floats of views, with guard zones between them.
+struct Copies {
+    memory: Arena,
+    /// Views, and where their copies are.
+    places: Vec<(View, View)>,
     /// How many of those, from the first on, are written.
     written: usize,
 }
@@ -98,27 +112,29 @@ impl<'a> CpuKernels<'a> {
         self.most_widened.fetch_max(end, Relaxed);
         let memory = self.memory?;
         assert!(end <= self.widened.len(), "room to widen {end} elements: {}", self.widened);
-        let views = Resolved { memory, widened, written };
+        let mut views = Resolved { memory, widened, written, copies: None };
         views.widened.iter().for_each(|&(view, floats)| views.widen(view, floats));
+        views.copies = cfg!(l2l_asan).then(|| views.copy(writes, reads));
         Some(views)
     }
 }
 
-impl<'a, const N: usize> Call<'a, N> {
-    pub(super) fn read(&self, view: View) -> &'a [f32] {
+impl<const N: usize> Call<'_, N> {
+    pub(super) fn read(&self, view: View) -> &[f32] {
         self.views.read(view)
     }
 
-    pub(super) fn read_if(&self, view: Option<View>) -> Option<&'a [f32]> {
+    pub(super) fn read_if(&self, view: Option<View>) -> Option<&[f32]> {
         view.map(|view| self.read(view))
     }
 
-    pub(super) fn write(&self) -> [&'a mut [f32]; N] {
+    #[allow(clippy::mut_from_ref, reason = "the views that a call writes are apart")]
+    pub(super) fn write(&self) -> [&mut [f32]; N] {
         self.writes.map(|view| self.views.write(view))
     }
 }
 
-impl<'a> Resolved<'a> {
+impl Resolved<'_> {
     /// Where the floats of a view are.
     fn floats(&self, view: View) -> View {
         if view.is_empty() {
@@ -127,20 +143,51 @@ impl<'a> Resolved<'a> {
         if view.dtype == Dtype::F32 {
             return view;
         }
-        let found = self.widened.iter().find(|(known, _)| *known == view);
-        found.expect("a call names its views when it begins").1
+        place(&self.widened, view)
     }
 
-    fn read(&self, view: View) -> &'a [f32] {
+    /// The memory that an operation has a view in, and where.
+    fn given(&self, view: View) -> (&Arena, View) {
+        match &self.copies {
+            Some(copies) if !view.is_empty() => (&copies.memory, place(&copies.places, view)),
+            _ => (self.memory, self.floats(view)),
+        }
+    }
+
+    fn read(&self, view: View) -> &[f32] {
+        let (memory, view) = self.given(view);
         // SAFETY: it was checked that no view which this call writes overlaps it, and the ring lets
-        // no other operation write it. Its widened elements are this call's alone.
-        unsafe { self.memory.read(self.floats(view)) }
+        // no other operation write it. Its widened elements and copies are this call's alone.
+        unsafe { memory.read(view) }
     }
 
-    fn write(&self, view: View) -> &'a mut [f32] {
+    #[allow(clippy::mut_from_ref, reason = "the views that a call writes are apart")]
+    fn write(&self, view: View) -> &mut [f32] {
+        let (memory, view) = self.given(view);
         // SAFETY: it was checked that the views overlap neither each other nor one that is read,
-        // and the ring gives them to no other operation. Its widened elements are this call's.
-        unsafe { self.memory.write(self.floats(view)) }
+        // and the ring gives them to no other operation. Its widened elements and copies are this
+        // call's.
+        unsafe { memory.write(view) }
+    }
+
+    /// Copies of views, each with a guard zone before it and behind it.
+    fn copy(&self, writes: &[View], reads: &[View]) -> Copies {
+        let (mut places, mut plan) = (Vec::<(View, View)>::new(), ArenaPlan::default());
+        for &view in writes.iter().chain(reads) {
+            if !view.is_empty() && !places.iter().any(|(known, _)| *known == view) {
+                places.push((view, View { at: plan.floats, dtype: Dtype::F32, ..view }));
+                let slot = Slots { at: plan.floats, count: 1, slot_floats: view.len() };
+                plan.slots.push(("an operation's views", slot));
+                plan.floats += view.len().next_multiple_of(16);
+            }
+        }
+        let mut memory = Arena::planned(&plan).expect("memory for copies");
+        for &(view, copy) in &places {
+            // SAFETY: nobody writes the view meanwhile, as in `read`.
+            memory.fill(copy, unsafe { self.memory.read(self.floats(view)) });
+        }
+        let written = writes.iter().filter(|view| !view.is_empty()).count();
+        Copies { memory, places, written }
     }
 
     fn widen(&self, view: View, floats: View) {
@@ -154,6 +201,13 @@ impl<'a> Resolved<'a> {
 impl Drop for Resolved<'_> {
     /// Rounds what was written.
     fn drop(&mut self) {
+        if let Some(mut copies) = self.copies.take() {
+            for &(view, copy) in &copies.places[..copies.written] {
+                // SAFETY: as below.
+                let to = unsafe { self.memory.write(self.floats(view)) };
+                to.copy_from_slice(copies.memory.values(copy));
+            }
+        }
         for &(view, floats) in &self.widened[..self.written] {
             // SAFETY: the operation has ended, and its slices with it; the view is its own still.
             let (to, from) = unsafe { (self.memory.write_halves(view), self.memory.read(floats)) };
@@ -161,6 +215,12 @@ impl Drop for Resolved<'_> {
             pieces.for_each(|(to, from)| narrow(view.dtype, to, from));
         }
     }
+}
+
+/// Where a view's floats are, of those that a call named when it began.
+fn place(places: &[(View, View)], view: View) -> View {
+    let found = places.iter().find(|(known, _)| *known == view);
+    found.expect("a call names its views when it begins").1
 }
 
 /// Panics when a view that is written overlaps another one.
