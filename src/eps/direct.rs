@@ -183,6 +183,7 @@ mod tests {
     use super::*;
 
     #[test]
+    #[cfg_attr(miri, ignore = "Miri knows no flags of open files")]
     fn floats_are_read_as_written_and_a_short_file_says_where_it_ends() {
         let file = Direct::new(tempfile::tempfile().expect("a place for files"));
         let len = CHUNK / size_of::<f32>() + 3 * PAGE_FLOATS;
