@@ -35,3 +35,32 @@ impl<'a> Lease<'a> {
         unsafe { self.arena.write(view) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tensor::{ArenaPlan, Slots};
+
+    /// As lanes do: each thread writes a slot of its own, and both read a third.
+    #[test]
+    fn operations_share_an_arena() {
+        let slots = Slots { at: 0, count: 3, slot_floats: 20 };
+        let plan = ArenaPlan { floats: 64, slots: vec![("inputs", slots)] };
+        let mut arena = Arena::planned(&plan).expect("little");
+        arena.values_mut(slots.whole(0)).fill(2.0);
+        std::thread::scope(|scope| {
+            for slot in [1, 2] {
+                let arena = &arena;
+                scope.spawn(move || {
+                    // SAFETY: nobody else has the slot that it writes, and nobody writes the first.
+                    let lease = unsafe { Lease::new(arena) };
+                    let (to, from) = (lease.write(slots.whole(slot)), lease.read(slots.whole(0)));
+                    to.iter_mut().zip(from).for_each(|(to, from)| *to += from * slot as f32);
+                    arena.check_zones();
+                });
+            }
+        });
+        assert!(arena.values(slots.whole(1)).iter().all(|&value| value == 2.0));
+        assert!(arena.values(slots.whole(2)).iter().all(|&value| value == 4.0));
+    }
+}
