@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::progress::Screen;
 use super::train::runtime;
-use super::{Common, Ended, say};
+use super::{Common, Ended, output};
 
 /// Steps when nobody names any; the first is not counted.
 const STEPS: u64 = 6;
@@ -50,7 +50,7 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
 }
 
 fn report_event(log: &mut EventLog, screen: &Screen, event: &Value) {
-    log.write(event).into_iter().for_each(say);
+    log.write(event).into_iter().for_each(output::lose);
     screen.event(event);
 }
 
@@ -104,6 +104,9 @@ async fn all_steps(
     let mut batches = Batches::start(config, train, 0)?;
     for _ in 0..steps {
         show(&trainer.step(batches.next().await?).await?);
+        if output::has_ended() {
+            break;
+        }
     }
     let digest = trainer.digest().await?;
     Ok((trainer.stop().await?, digest))

@@ -1,6 +1,6 @@
 //! `l2l chat`: a conversation with a model, a message a line.
 
-use std::io::{BufRead, IsTerminal, Write};
+use std::io::{BufRead, IsTerminal};
 
 use l2l::config::Format;
 use l2l::data::Vocabulary;
@@ -11,6 +11,8 @@ use serde_json::Value;
 
 use super::common::load;
 use super::generate::{DEFAULT_TOKENS, Page};
+use super::output::{has_ended, print_part};
+use super::signals::Signals;
 use super::{ChatArguments, Ended, say, train};
 
 pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
@@ -28,7 +30,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
         let room = Room { prompts: 1, prompt: tokens - most, tokens };
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
-            train::stop_on_signal(&stop, false);
+            let signals = Signals::stop(&stop, false);
             let mut generator = Generator::start(config.clone(), room).await?;
             let system = sampling.system.as_ref().map(|text| Message::new("system", text.clone()));
             let first = usize::from(system.is_some());
@@ -48,18 +50,18 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
                 let mut page = Page::new(&config, &vocabulary, &sampling.stop, &prompts);
                 let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
                     let then = page.take(prompt, token, ended, ends.contains(&token));
-                    if stop.is_requested() { Then::EndAll } else { then }
+                    if stop.is_requested() || has_ended() { Then::EndAll } else { then }
                 };
                 let done = generator.generate(&prompts, most, how, &ends, each).await;
                 page.end();
                 done?;
                 messages.push(Message::new("assistant", page.text(0)));
-                if stop.is_requested() {
+                if stop.is_requested() || has_ended() {
                     break;
                 }
             }
             generator.stop().await?;
-            Ok(if stop.is_requested() { Ended::Interrupted } else { Ended::Well })
+            Ok(signals.ended())
         })
     };
     run().map_err(|error| layers.locate(error))
@@ -68,8 +70,7 @@ pub(super) fn chat(arguments: &ChatArguments) -> Result<Ended, Error> {
 /// The next line that is written. None at the end.
 fn next_line(shows: bool) -> Option<String> {
     if shows {
-        let mut out = std::io::stdout().lock();
-        let _ = write!(out, "> ").and_then(|()| out.flush());
+        print_part("> ");
     }
     let mut line = String::new();
     let read = std::io::stdin().lock().read_line(&mut line).ok()?;

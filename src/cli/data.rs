@@ -4,7 +4,8 @@ use l2l::data::{Batches, Dataset, Overview, Predicts, Sequence};
 use l2l::{Error, config::Format, shape_of};
 use serde_json::json;
 
-use super::{DataArguments, print};
+use super::DataArguments;
+use super::output::{has_ended, print};
 
 pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
     let (config, layers) = arguments.common.read()?;
@@ -12,7 +13,7 @@ pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
         let shape = shape_of(&config)?;
         let (train, aside) = Dataset::open(&config, &shape)?;
         if let Some(batches) = arguments.batches {
-            for step in 0..batches {
+            for step in (0..batches).take_while(|_| !has_ended()) {
                 let sequences = Batches::of_step(&config, &train, step)?;
                 print(batch_event(step + 1, &sequences, train.predicts()));
             }
@@ -30,7 +31,7 @@ pub(super) fn data(arguments: &DataArguments) -> Result<(), Error> {
                 false => show(part, data, &overview),
             }
             let rows = arguments.rows.min(data.len().unwrap_or(u64::MAX));
-            for row in 0..rows {
+            for row in (0..rows).take_while(|_| !has_ended()) {
                 let sequence = data.sequence(row)?;
                 match is_json {
                     true => print(row_event(part, row, data, &sequence)),

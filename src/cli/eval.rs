@@ -7,7 +7,9 @@ use l2l::{Config, Error, StopRequest, shape_of};
 use serde_json::json;
 
 use super::common::load;
-use super::{Ended, EvalArguments, print, train};
+use super::output::{has_ended, print};
+use super::signals::Signals;
+use super::{Ended, EvalArguments, train};
 
 pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
     let (mut config, layers) = arguments.common.read_and_say(arguments.model.own_flags())?;
@@ -16,7 +18,7 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
         let sets = Dataset::open_validation(&config, &shape_of(&config)?)?;
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
-            train::stop_on_signal(&stop, true);
+            let signals = Signals::stop(&stop, true);
             let mut evaluator = Evaluator::start(config.clone()).await?;
             for data in &sets {
                 let most = if data.len().is_none() { config.validation.batches } else { u64::MAX };
@@ -24,13 +26,16 @@ pub(super) fn eval(arguments: &EvalArguments) -> Result<Ended, Error> {
                 let batches = in_order.take_while(|_| !stop.is_requested());
                 let found = evaluator.evaluate(batches).await?;
                 if stop.is_requested() {
-                    return Ok(Ended::Interrupted);
+                    return Ok(signals.ended());
                 }
                 if found.labelled == 0 {
                     let what = "nothing to evaluate, no sequence has a label";
                     return Err(Error::Argument(format!("data {}: {what}", data.name())));
                 }
                 show(&config, &from, data, &found);
+                if has_ended() {
+                    break;
+                }
             }
             evaluator.stop().await?;
             Ok(Ended::Well)

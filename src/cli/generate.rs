@@ -1,6 +1,6 @@
 //! `l2l generate`: text from a model, as it comes.
 
-use std::io::{IsTerminal, Read, Write};
+use std::io::{IsTerminal, Read};
 use std::path::Path;
 
 use l2l::config::Format;
@@ -13,7 +13,9 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 
 use super::common::load;
-use super::{Ended, GenerateArguments, SamplingArguments, plan, print, train};
+use super::output::{has_ended, print, print_part};
+use super::signals::Signals;
+use super::{Ended, GenerateArguments, SamplingArguments, plan, train};
 
 pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
     let (mut config, layers) = arguments.common.read_of_model(arguments.model.own_flags())?;
@@ -37,18 +39,18 @@ pub(super) fn generate(arguments: &GenerateArguments) -> Result<Ended, Error> {
         let how = arguments.sampling.how(&config)?;
         train::runtime()?.block_on(async {
             let stop = StopRequest::new();
-            train::stop_on_signal(&stop, true);
+            let signals = Signals::stop(&stop, true);
             let mut page = Page::new(&config, &vocabulary, &arguments.sampling.stop, &prompts);
             let mut generator = Generator::start(config.clone(), room).await?;
             let each = |prompt: usize, token: u32, ended: Option<inference::Ended>| {
                 let then = page.take(prompt, token, ended, ends.contains(&token));
-                if stop.is_requested() { Then::EndAll } else { then }
+                if stop.is_requested() || has_ended() { Then::EndAll } else { then }
             };
             let done = generator.generate(&prompts, most, how, &ends, each).await;
             page.end();
             done?;
             generator.stop().await?;
-            Ok(if stop.is_requested() { Ended::Interrupted } else { Ended::Well })
+            Ok(signals.ended())
         })
     };
     run().map_err(|error| layers.locate(error))
@@ -310,10 +312,7 @@ impl<'v> Page<'v> {
             Format::Json => {
                 print(json!({ "event": "token", "prompt": prompt, "token": token, "text": new }));
             }
-            Format::Pretty if is_alone => {
-                let mut out = std::io::stdout().lock();
-                let _ = write!(out, "{new}").and_then(|()| out.flush());
-            }
+            Format::Pretty if is_alone => print_part(new),
             Format::Pretty => {}
         }
         if is_stopped { Then::EndSequence } else { Then::GoOn }

@@ -15,9 +15,11 @@ mod generate;
 mod layers;
 mod observe;
 mod other_names;
+mod output;
 mod plan;
 mod progress;
 mod reference;
+mod signals;
 mod train;
 mod tune;
 
@@ -27,20 +29,29 @@ use clap::{CommandFactory, Parser};
 use l2l::Error;
 
 use arguments::*;
+use output::print;
 
 /// How a command ended.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ended {
     Well,
-    /// By a signal, after a clean end.
-    Interrupted,
+    /// By this signal, after a clean end.
+    Signalled(u8),
     /// The plan does not fit, and `plan --check` was to tell.
     DoesNotFit,
 }
 
 /// Runs the command that the arguments name.
 pub(crate) fn run() -> Result<Ended, Error> {
-    match Arguments::parse().command {
+    let arguments = match Arguments::try_parse() {
+        Ok(arguments) => arguments,
+        Err(error) if error.use_stderr() => error.exit(),
+        Err(help) => {
+            print(help.to_string().trim_end());
+            return Ok(Ended::Well);
+        }
+    };
+    match arguments.command {
         Command::Train(arguments) => {
             return train::train(arguments);
         }
@@ -79,13 +90,20 @@ pub(crate) fn run() -> Result<Ended, Error> {
     Ok(Ended::Well)
 }
 
-/// Prints a line to standard error. A closed standard error is not a failure.
-pub(crate) fn say(line: impl std::fmt::Display) {
-    let _ = writeln!(std::io::stderr().lock(), "{line}");
+/// The exit status of the program, after it has said what went wrong.
+pub(crate) fn status(outcome: Result<Ended, Error>) -> u8 {
+    match outcome {
+        Ok(Ended::Well) => output::status(),
+        Ok(Ended::Signalled(number)) => 128 + number,
+        Ok(Ended::DoesNotFit) => 2,
+        Err(error) => {
+            say(format_args!("error: {error}"));
+            error.exit_code()
+        }
+    }
 }
 
-/// Prints a line and flushes it. A reader that has gone away is not a failure of the run.
-fn print(line: impl std::fmt::Display) {
-    let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+/// Prints a line to standard error. A closed standard error is not a failure.
+fn say(line: impl std::fmt::Display) {
+    let _ = writeln!(std::io::stderr().lock(), "{line}");
 }

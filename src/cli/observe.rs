@@ -1,5 +1,5 @@
 //! Files that `--trace` and `--report` name. What cannot be written is found before anything is
-//! trained; what cannot be written at the end of a run does not undo the run.
+//! trained; what cannot be written at the end of a run does not undo the run, and is no success.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,6 +7,7 @@ use std::sync::Arc;
 use l2l::telemetry::{Report, Trace, Watch};
 use l2l::{Config, Error, Prepared, Trainer};
 
+use super::output::{lose, refused};
 use super::{ObserveArguments, say};
 
 /// See the [module](self).
@@ -24,17 +25,14 @@ impl OutputFiles {
     /// Which of them cannot be written.
     pub(super) fn open(config: &Config, arguments: &ObserveArguments) -> Result<Self, Error> {
         let ObserveArguments { trace, report, .. } = arguments;
-        let refused = |flag: &str, path: &Path, what: &dyn std::fmt::Display| {
-            Error::Argument(format!("{flag} {}: {what}", path.display()))
-        };
         let report = report.as_deref().map(|folder| match Report::create(folder) {
             Ok(report) => Ok((report, folder.to_path_buf())),
-            Err(error) => Err(refused("--report", folder, &error)),
+            Err(error) => Err(refused("--report", folder, error)),
         });
         let run = config.metrics.run.as_deref().unwrap_or_default();
         let trace = trace.as_deref().map(|path| match Trace::create(path, run) {
             Ok(trace) => Ok((trace, path.to_path_buf())),
-            Err(error) => Err(refused("--trace", path, &error)),
+            Err(error) => Err(refused("--trace", path, error)),
         });
         let (trace, report) = (trace.transpose()?, report.transpose()?);
         if let Some((_, path)) = &trace {
@@ -42,7 +40,8 @@ impl OutputFiles {
             let (metrics, log) = (&config.metrics.file, &config.log.file);
             for (key, file) in [("metrics.file", metrics), ("log.file", log)] {
                 if file.as_deref().is_some_and(is_same) {
-                    return Err(refused("--trace", path, &format_args!("{key} is the same file")));
+                    let at = path.display();
+                    return Err(Error::Argument(format!("--trace {at}: {key} is the same file")));
                 }
             }
         }
@@ -72,7 +71,10 @@ impl OutputFiles {
         if let (Some((report, folder)), Some(watch)) = (&self.report, &self.watch)
             && let Err(error) = report.write(watch, config)
         {
-            say(format_args!("--report {}: {error}", folder.display()));
+            lose(format_args!(
+                "--report {}: {error}; there is no report of this run",
+                folder.display()
+            ));
         }
         let Some((trace, path)) = &self.trace else { return };
         match trace.finish() {
@@ -82,7 +84,10 @@ impl OutputFiles {
                  be written",
                 path.display()
             )),
-            Err(error) => say(format_args!("--trace {}: {error}", path.display())),
+            Err(error) => lose(format_args!(
+                "--trace {}: {error}; the timeline is not complete",
+                path.display()
+            )),
         }
     }
 }

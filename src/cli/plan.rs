@@ -12,7 +12,8 @@ use l2l::{Config, Error, Misfit, Plan, devices, eps, hf, largest_shape_of, machi
 use l2l_actors::schedule::BlockId;
 use serde_json::{Map, Value, json};
 
-use super::{Ended, PlanArguments, RateArguments, print, say};
+use super::output::{print, write_file};
+use super::{Ended, PlanArguments, RateArguments, say};
 
 pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
     let PlanArguments { common, draw: picture, check, ranks, devices, forecast, csv, rates } =
@@ -37,8 +38,7 @@ pub(super) fn plan(arguments: &PlanArguments) -> Result<Ended, Error> {
     show(&config, &plan, &model, found.as_ref());
     if let Some(path) = csv {
         let order = plan.order(&model)?;
-        let refused = |error| Error::Argument(format!("--csv {}: {error}", path.display()));
-        std::fs::write(path, order.to_string()).map_err(refused)?;
+        write_file("--csv", path, &order.to_string())?;
     }
     if let (Some(picture), Some(found)) = (picture, found) {
         draw(picture, &config, &model, &found.forecast)?;
@@ -112,8 +112,7 @@ fn draw(to: &Path, config: &Config, model: &Model, forecast: &Forecast) -> Resul
         config.step.micro_batch,
         forecast.seconds
     );
-    let refused = |error| Error::Argument(format!("--draw {}: {error}", to.display()));
-    std::fs::write(to, telemetry::draw(&title, &forecast.slices)).map_err(refused)
+    write_file("--draw", to, &telemetry::draw(&title, &forecast.slices))
 }
 
 /// The rates of the arguments; rates that are not given are measured.

@@ -14,7 +14,8 @@ use serde_json::Value;
 use super::common::NO_FILE;
 use super::observe::OutputFiles;
 use super::progress::Screen;
-use super::{Ended, ObserveArguments, TrainArguments, fabric, say};
+use super::signals::Signals;
+use super::{Ended, ObserveArguments, TrainArguments, fabric, output, say};
 
 /// A tokio runtime: a worker for the ring and for signals, beside the main thread.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime, Error> {
@@ -60,11 +61,11 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
         }
         let prepared = fit.prepare()?;
         runtime()?.block_on(async {
-            stop_on_signal(&stop, is_first);
+            let signals = Signals::stop(&stop, is_first);
             if !is_first {
                 let prepared = if traces { traced(prepared) } else { prepared };
                 let fitted = prepared.run(&mut ()).await?;
-                return Ok(ended(&fitted));
+                return Ok(ended(&fitted, &signals));
             }
             let files = OutputFiles::open(&config, &observe)?;
             let mut terminal = Terminal {
@@ -76,9 +77,12 @@ pub(super) fn train(arguments: TrainArguments) -> Result<Ended, Error> {
             let prepared = terminal.files.attach(prepared);
             let fitted = prepared.run(&mut terminal).await?;
             if fitted.end == End::Stopped {
+                if output::reader_is_gone() {
+                    say("nobody reads standard output any more, which ends the run");
+                }
                 say(how_to_go_on(&config, common.config.as_deref(), fitted.summary.steps));
             }
-            Ok(ended(&fitted))
+            Ok(ended(&fitted, &signals))
         })
     };
     let outcome = run().map_err(|error| layers.locate(error));
@@ -117,43 +121,14 @@ fn how_to_go_on(config: &Config, file: Option<&Path>, step: u64) -> String {
     }
 }
 
-fn ended(fitted: &Fitted) -> Ended {
-    if fitted.end == End::Stopped { Ended::Interrupted } else { Ended::Well }
-}
-
-/// Requests a stop at the first signal, an interrupt or a request to end, and `says` so. A second
-/// signal ends the process at once.
-pub(super) fn stop_on_signal(stop: &StopRequest, says: bool) {
-    #[cfg(unix)]
-    {
-        use tokio::signal::unix::{SignalKind, signal};
-        for kind in [SignalKind::interrupt(), SignalKind::terminate()] {
-            let stop = stop.clone();
-            tokio::spawn(async move {
-                let Ok(mut signals) = signal(kind) else { return };
-                while signals.recv().await.is_some() {
-                    signalled(&stop, says);
-                }
-            });
-        }
-    }
-    #[cfg(not(unix))]
-    {
-        let stop = stop.clone();
-        tokio::spawn(async move {
-            while tokio::signal::ctrl_c().await.is_ok() {
-                signalled(&stop, says);
-            }
-        });
-    }
-}
-
-fn signalled(stop: &StopRequest, says: bool) {
-    if stop.stop() {
-        std::process::exit(130);
-    }
-    if says {
-        say("finishing this step; interrupt once more to stop at once");
+/// How a run ended. One that no signal stopped here was stopped by its reader, who went away; or
+/// with another process of the run, which a signal asked to end.
+fn ended(fitted: &Fitted, signals: &Signals) -> Ended {
+    const TERMINATE: u8 = 15;
+    match (fitted.end, signals.ended()) {
+        (End::Stopped, Ended::Well) if !output::reader_is_gone() => Ended::Signalled(TERMINATE),
+        (End::Stopped, by_signal) => by_signal,
+        _ => Ended::Well,
     }
 }
 
@@ -189,7 +164,10 @@ impl Callbacks for Terminal {
         report: &StepReport,
     ) -> Result<ControlFlow<()>, Error> {
         self.screen.iter_mut().for_each(|screen| screen.step(report));
-        Ok(ControlFlow::Continue(()))
+        Ok(match output::reader_is_gone() {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        })
     }
 
     fn validation(&mut self, step: u64, evaluation: &Evaluation) {
@@ -206,6 +184,7 @@ impl Callbacks for Terminal {
             (RunMessage::Info(text), Some(screen)) => screen.say(text),
             (RunMessage::Listening(address), _) => say(format_args!("live at http://{address}/")),
             (RunMessage::Info(text) | RunMessage::Warning(text), _) => say(text),
+            (RunMessage::Lost(text), _) => output::lose(text),
             _ => {}
         }
     }

@@ -1,23 +1,61 @@
 //! Files that a run writes once, at its end.
 
-use std::fs::{self, OpenOptions};
-use std::io;
-use std::path::Path;
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
 
 /// Checks that a file can be written, and leaves its content as it is.
 pub(crate) fn may_write(path: &Path) -> io::Result<()> {
     OpenOptions::new().append(true).create(true).open(path).map(drop)
 }
 
+/// Checks that there is room for a text like this one beside a file, where [`replace`] writes
+/// first.
+///
+/// # Errors
+/// There is no room, or nothing can be written there.
+pub fn has_room(path: &Path, like: &str) -> io::Result<()> {
+    let beside = beside(&target(path));
+    let written = write(&beside, like);
+    let removed = fs::remove_file(&beside);
+    written.and(removed)
+}
+
 /// Replaces a file's content as a whole, wherever a link leads: a reader sees the old content or
 /// the new. What is no regular file is written to.
-pub(crate) fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let path = &path.canonicalize()?;
-    if !path.is_file() {
-        return fs::write(path, text);
+///
+/// # Errors
+/// It cannot be written; then the old content is there still.
+pub fn replace(path: &Path, text: &str) -> io::Result<()> {
+    let path = &target(path);
+    if path.exists() && !path.is_file() {
+        return OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes());
     }
+    let beside = beside(path);
+    let written = write(&beside, text).and_then(|()| {
+        if let Ok(there) = fs::metadata(path) {
+            fs::set_permissions(&beside, there.permissions())?;
+        }
+        fs::rename(&beside, path)
+    });
+    written.inspect_err(|_| _ = fs::remove_file(&beside))
+}
+
+/// What a path names, behind all links.
+fn target(path: &Path) -> PathBuf {
+    path.canonicalize().unwrap_or_else(|_| path.to_path_buf()) // there is nothing yet
+}
+
+fn beside(path: &Path) -> OsString {
     let mut beside = path.as_os_str().to_owned();
     beside.push(".partial");
-    fs::write(&beside, text)?;
-    fs::rename(&beside, path)
+    beside
+}
+
+/// Writes a file, and waits until it is on the disk: some disks say only then that they are full.
+fn write(path: &OsString, text: &str) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()
 }

@@ -15,7 +15,8 @@ mod exporter;
 #[cfg(not(feature = "prometheus"))]
 #[path = "no_exporter.rs"]
 mod exporter;
-mod files;
+#[doc(hidden)]
+pub mod files; // for the command line
 mod forecast;
 mod gantt;
 mod hiding;

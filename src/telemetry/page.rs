@@ -6,7 +6,7 @@ use std::{fs, io};
 
 use serde_json::{Value, json};
 
-use super::files::{may_write, replace};
+use super::files::{has_room, may_write, replace};
 use super::{RunView, Watch};
 use crate::config::Config;
 use crate::machine;
@@ -36,6 +36,7 @@ impl Report {
         fs::create_dir_all(folder)?;
         let path = folder.join("report.html");
         may_write(&path)?;
+        has_room(&path, PAGE)?;
         Ok(Report { path })
     }
 

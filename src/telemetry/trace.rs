@@ -53,16 +53,21 @@ struct Output {
 }
 
 impl Trace {
-    /// Opens a file, whose old content stays until there is something to write. `run` names it in
-    /// the viewer. In a run of several ranks it is for the first.
+    /// Opens a file, whose old content stays until there is something to write; what is no file has
+    /// none, and the first bracket at once. `run` names it in the viewer. In a run of several ranks it is for the first.
     ///
     /// # Errors
     /// It cannot be written.
     pub fn create(path: &Path, run: &str) -> io::Result<Arc<Trace>> {
         let mut open = File::options();
-        let file = open.create(true).write(true).truncate(false).open(path)?;
+        let mut file = open.create(true).write(true).truncate(false).open(path)?;
         let run = run.to_string();
-        Trace::start(file, "[\n", move |place| match place {
+        let opens = "[\n";
+        let is_file = file.metadata()?.is_file();
+        if !is_file {
+            file.write_all(opens.as_bytes())?;
+        }
+        Trace::start(file, if is_file { opens } else { "" }, move |place| match place {
             None => format!("l2l {run}"),
             Some((rank, _)) => format!("l2l {run}, rank {rank}"),
         })

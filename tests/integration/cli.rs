@@ -105,34 +105,57 @@ fn killed_and_resumed() {
     assert_eq!(digest(&ended), digest(&expected));
 }
 
-/// An interrupt ends the run after its step, with a checkpoint and a summary.
+/// A run that was sent a signal after its first step: its output and status. A link makes steps
+/// long enough.
 #[cfg(unix)]
-#[test]
-fn interrupted_and_resumed() {
-    let (whole, stopped) = (folder(), folder());
-    let expected = events(&good(&["train", &config(whole.path(), ""), "--format", "json"]));
-    // A link makes steps long enough to be interrupted.
-    let config = config(stopped.path(), "device = { link = \"2MB/s\" }\n");
-    let mut child = l2l(&["train", &config, "--format", "json"])
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("the program runs");
+fn signalled(mut run: Command, signal: &str) -> (String, Option<i32>) {
+    let mut child =
+        run.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program runs");
     let mut text = String::new();
     let mut lines = BufReader::new(child.stdout.take().expect("it is piped"));
     lines.read_line(&mut text).expect("a first step");
-    let killed = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
-    assert!(killed.expect("there is kill").success());
+    let sent = Command::new("kill").args([signal, &child.id().to_string()]).status();
+    assert!(sent.expect("there is kill").success());
     std::io::Read::read_to_string(&mut lines, &mut text).expect("UTF-8");
-    assert_eq!(child.wait().expect("it is ours").code(), Some(130));
-    let first = events(&text);
-    let summary = first.last().expect("a summary");
-    let steps = summary["steps"].as_u64().expect("a number");
-    assert!(summary["event"] == "summary" && (1..12).contains(&steps), "{summary}");
-    let rest = events(&good(&["train", &config, "--resume", "--format", "json"]));
-    let mut both = losses(&first);
-    both.extend(losses(&rest));
-    assert_eq!((both, digest(&rest)), (losses(&expected), digest(&expected)));
+    (text, child.wait().expect("it is ours").code())
+}
+
+/// An interrupt, a request to end and a terminal that hangs up end the run after its step, with a
+/// checkpoint and a summary, and with status 128 and the signal's number.
+#[cfg(unix)]
+#[test]
+fn interrupted_and_resumed() {
+    let whole = folder();
+    let expected = events(&good(&["train", &config(whole.path(), ""), "--format", "json"]));
+    for (signal, status) in [("-INT", 130), ("-TERM", 143), ("-HUP", 129)] {
+        let stopped = folder();
+        let config = config(stopped.path(), "device = { link = \"2MB/s\" }\n");
+        let run = l2l(&["train", &config, "--format", "json"]);
+        let (text, code) = signalled(run, signal);
+        assert_eq!(code, Some(status), "{signal}");
+        let first = events(&text);
+        let summary = first.last().expect("a summary");
+        let steps = summary["steps"].as_u64().expect("a number");
+        assert!(summary["event"] == "summary" && (1..12).contains(&steps), "{summary}");
+        let rest = events(&good(&["train", &config, "--resume", "--format", "json"]));
+        let mut both = losses(&first);
+        both.extend(losses(&rest));
+        assert_eq!((both, digest(&rest)), (losses(&expected), digest(&expected)));
+    }
+}
+
+/// What `nohup` started outlives its terminal.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_hangup_that_was_ignored_stays_ignored() {
+    let folder = folder();
+    let config = config(folder.path(), "device = { link = \"2MB/s\" }\n");
+    let mut run = Command::new("sh");
+    run.args(["-c", "trap '' HUP; exec \"$@\"", "sh", env!("CARGO_BIN_EXE_l2l")]);
+    run.args(["train", &config, "--format", "json"]);
+    let (text, code) = signalled(run, "-HUP");
+    assert_eq!(code, Some(0));
+    assert_eq!(losses(&events(&text)).len(), 12);
 }
 
 #[test]

@@ -36,6 +36,8 @@ mod lora;
 #[cfg(feature = "cli")]
 mod observed;
 mod optimizers;
+#[cfg(all(feature = "cli", target_os = "linux"))]
+mod output;
 mod packing;
 mod plan;
 mod precision;

@@ -14,6 +14,8 @@ use std::path::Path;
 use l2l::Error;
 use l2l::telemetry::{LabelValues, METRICS, label_values};
 
+use super::output::{refused, write_file};
+
 /// Where alerts say that their pages are, if nobody says where: from the repository's root.
 const RUNBOOKS: &str = "dashboards/runbooks";
 
@@ -102,9 +104,8 @@ pub(super) fn write(folder: &Path, runbooks: Option<&str>) -> Result<(), Error> 
     for (name, text) in files(runbooks) {
         let path = folder.join(name);
         let parent = path.parent().expect("it is in a folder");
-        std::fs::create_dir_all(parent)
-            .and_then(|()| std::fs::write(&path, text))
-            .map_err(|error| Error::Argument(format!("--to {}: {error}", path.display())))?;
+        std::fs::create_dir_all(parent).map_err(|error| refused("--to", parent, error))?;
+        write_file("--to", &path, &text)?;
     }
     Ok(())
 }

@@ -21,9 +21,10 @@ use l2l::telemetry::{Forecast, Observe, Rates, Slice};
 use l2l::{Bottleneck, Config, Error, Plan, StepReport, Trainer, hf, largest_shape_of};
 
 use super::common::BUILT_IN;
+use super::output::{OutputFile, has_ended, lose, print};
 use super::plan::rates;
 use super::train::runtime;
-use super::{RateArguments, TuneArguments, print, say};
+use super::{RateArguments, TuneArguments, say};
 use tell::{conclude, tell, tuned};
 use trial::{Layout, Settings, Trial, best_of};
 
@@ -43,12 +44,12 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     let (text, format) = (source(common.config.as_deref())?, config.log.format);
     // The settings of the file itself, without the environment and flags.
     let written = Config::parse(&text).map_or_else(|_| Settings::of(&config), |c| Settings::of(&c));
-    if let Some(to) = to {
-        let refused = |error| Error::Argument(format!("--to {}: {error}", to.display()));
-        std::fs::OpenOptions::new().append(true).create(true).open(to).map_err(refused)?;
-    }
+    let mut to = to.as_deref().map(|path| OutputFile::open("--to", path)).transpose()?;
     if *steps == 0 || *rounds == 0 {
         return Err(Error::Argument("--steps and --rounds must be at least 1".into()));
+    }
+    if let Some(to) = &mut to {
+        to.check_room(&text, "# a config that l2l tune found\n")?;
     }
     let every = config.checkpoint.every_steps;
     let directory = config.checkpoint.directory.clone();
@@ -56,6 +57,8 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
     (config.checkpoint, config.validation) = Default::default();
     config.step.steps = Some(steps + 1);
     config.step.epochs = None;
+    // Without a file, all that it finds is printed.
+    let has_file = to.is_some();
     let run = || {
         let model = hf::model_of(&config, largest_shape_of(&config)?)?;
         let batches = runtime()?.block_on(first_batches(&config, steps + 1))?;
@@ -71,6 +74,9 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         first.trial.predicted = Forecast::of(&config, &model, &rates)?.seconds;
         let mut trials = vec![first.trial];
         for (settings, predicted) in candidates(&config, &model, &rates, own) {
+            if has_ended() && !has_file {
+                return Ok(());
+            }
             match try_once(&settings.on(&config), settings, &batches, None) {
                 Ok(Tried { trial, .. }) => {
                     let growth = growth::of(&config, &model, settings);
@@ -83,6 +89,9 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         }
         for round in 1..*rounds {
             for trial in &mut trials {
+                if has_ended() && !has_file {
+                    return Ok(());
+                }
                 let settings = trial.settings;
                 let again = try_once(&settings.on(&config), settings, &batches, None)?.trial;
                 let again = Trial { growth: trial.growth.clone(), ..again };
@@ -95,15 +104,12 @@ pub(super) fn tune(arguments: &TuneArguments) -> Result<(), Error> {
         let disk = every.zip(first.checkpoint).map(|(every, seconds)| seconds / every as f64);
         let text = tuned(&text, &written, &trials[choice.best], &trials[0])?;
         conclude(format, &trials, &choice, disk, &text);
-        match to {
-            Some(path) => std::fs::write(path, text)
-                .map_err(|error| Error::Argument(format!("--to {}: {error}", path.display()))),
-            None if format == Format::Pretty => {
-                print(text);
-                Ok(())
-            }
-            None => Ok(()),
+        let is_written = to.map(|to| to.write(&text).map_err(lose).is_ok());
+        // What could not be written to its file is not lost with it.
+        if is_written != Some(true) && format == Format::Pretty {
+            print(text);
         }
+        Ok(())
     };
     run().map_err(|error| layers.locate(error))
 }

@@ -77,6 +77,9 @@ pub enum RunMessage {
     Info(String),
     /// What did not work as the config says, while the run goes on.
     Warning(String),
+    /// Which file of the run is not complete, because it could not be written, while the run goes
+    /// on.
+    Lost(String),
     /// The address at which metrics and the live page are served.
     Listening(SocketAddr),
 }

@@ -308,8 +308,8 @@ impl Prepared {
             callbacks.message(&RunMessage::Warning(text));
         }
         callbacks.ended(outcome.as_ref());
-        if let Some(warning) = exporter.write_file() {
-            callbacks.message(&RunMessage::Warning(warning));
+        if let Some(lost) = exporter.write_file() {
+            callbacks.message(&RunMessage::Lost(lost));
         }
         if let Some(waits) = exporter.waits_for_last_scrape() {
             callbacks.message(&RunMessage::Info(waits));

@@ -322,8 +322,8 @@ impl Run<'_> {
 
 /// Writes an event to the log, and hands it to the program.
 fn report(log: &mut EventLog, callbacks: &mut dyn Callbacks, event: &Value) {
-    for warning in log.write(event) {
-        callbacks.message(&RunMessage::Warning(warning));
+    for lost in log.write(event) {
+        callbacks.message(&RunMessage::Lost(lost));
     }
     callbacks.event(event);
 }

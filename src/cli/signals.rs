@@ -1,0 +1,86 @@
+//! Signals that end a command in an orderly way: an interrupt from the keyboard, a request to end,
+//! and a terminal that hangs up.
+
+use std::process;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
+
+use l2l::StopRequest;
+
+use super::{Ended, say};
+
+/// See the [module](self). Clones share the signal.
+#[derive(Clone)]
+pub(super) struct Signals {
+    stop: StopRequest,
+    /// The first one that came, or 0.
+    first: Arc<AtomicU8>,
+    says: bool,
+}
+
+impl Signals {
+    /// Requests a stop at the first signal, and `says` so. A second signal ends the process at
+    /// once. It is called on a runtime.
+    pub(super) fn stop(stop: &StopRequest, says: bool) -> Signals {
+        let signals = Signals { stop: stop.clone(), first: Arc::default(), says };
+        signals.listen();
+        signals
+    }
+
+    #[cfg(unix)]
+    fn listen(&self) {
+        use tokio::signal::unix::{SignalKind, signal};
+        let mut kinds = vec![SignalKind::interrupt(), SignalKind::terminate()];
+        kinds.extend((!ignores_hangup()).then(SignalKind::hangup));
+        for kind in kinds {
+            let Ok(mut signals) = signal(kind) else { continue };
+            let own = self.clone();
+            tokio::spawn(async move {
+                while signals.recv().await.is_some() {
+                    own.came(kind.as_raw_value() as u8);
+                }
+            });
+        }
+    }
+
+    #[cfg(not(unix))]
+    fn listen(&self) {
+        const INTERRUPT: u8 = 2;
+        let own = self.clone();
+        tokio::spawn(async move {
+            while tokio::signal::ctrl_c().await.is_ok() {
+                own.came(INTERRUPT);
+            }
+        });
+    }
+
+    fn came(&self, number: u8) {
+        if self.first.compare_exchange(0, number, Relaxed, Relaxed).is_err() {
+            process::exit(128 + i32::from(number));
+        }
+        self.stop.stop();
+        if self.says {
+            say("finishing this step; interrupt once more to stop at once");
+        }
+    }
+
+    /// How a command ended that stopped if a signal asked it to.
+    pub(super) fn ended(&self) -> Ended {
+        match self.first.load(Relaxed) {
+            0 => Ended::Well,
+            number => Ended::Signalled(number),
+        }
+    }
+}
+
+/// Whether whoever started this process wants it to outlive its terminal, as `nohup` does: a
+/// hangup that was ignored at the start stays ignored. Where the system does not report it, a
+/// hangup is left to the system.
+#[cfg(unix)]
+fn ignores_hangup() -> bool {
+    const HANGUP: u64 = 1; // the lowest bit of the mask is signal 1
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(HANGUP) & HANGUP
+        != 0
+}
