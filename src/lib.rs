@@ -16,6 +16,7 @@ pub use l2l_actors as actors;
 mod error;
 
 mod blocking;
+mod lock;
 
 pub mod fabric;
 

@@ -1,11 +1,13 @@
 //! The checkpoints of a run: finds them, names the next, and removes old ones.
 
-use std::fs::{self, File, TryLockError};
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
 use super::{OLD, PARTIAL, recover, remove};
 use crate::error::Error;
 use crate::hf::RECORD;
+use crate::lock::DirectoryLock;
 
 /// The checkpoints in the config's `checkpoint.directory`: `step-00000100` and so on, the newest
 /// few, and `best-00000100`, one. The directory is this run's alone while it lives.
@@ -14,7 +16,7 @@ pub struct Keeper {
     directory: PathBuf,
     keep: usize,
     /// None for a directory that is only read.
-    _lock: Option<File>,
+    lock: Option<DirectoryLock>,
 }
 
 impl Keeper {
@@ -29,14 +31,8 @@ impl Keeper {
             let problem = format!("{:?} cannot be written to: {what}", at.to_string());
             Error::config("checkpoint.directory", problem)
         };
-        fs::create_dir_all(directory).map_err(|error| bad(&error))?;
-        let lock = File::create(directory.join(".l2l-lock")).map_err(|error| bad(&error))?;
-        match lock.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => return Err(bad(&"another run has it")),
-            Err(TryLockError::Error(error)) => return Err(bad(&error)),
-        }
-        let keeper = Keeper { directory: directory.to_path_buf(), keep, _lock: Some(lock) };
+        let lock = DirectoryLock::open(directory, ".l2l-lock").map_err(|error| bad(&error))?;
+        let keeper = Keeper { directory: directory.to_path_buf(), keep, lock: Some(lock) };
         for name in keeper.names() {
             let base = name.strip_suffix(PARTIAL).or_else(|| name.strip_suffix(OLD));
             if let Some(base) = base.filter(|base| step_of(base).is_some()) {
@@ -48,7 +44,23 @@ impl Keeper {
 
     /// Only reads a directory, which another run may be writing to.
     pub fn peek(directory: &Path) -> Keeper {
-        Keeper { directory: directory.to_path_buf(), keep: usize::MAX, _lock: None }
+        Keeper { directory: directory.to_path_buf(), keep: usize::MAX, lock: None }
+    }
+
+    /// Checks that the directory is still this run's. Whoever writes a checkpoint there asks before
+    /// and after.
+    ///
+    /// # Errors
+    /// It was removed, renamed or replaced.
+    pub fn still_held(&self) -> Result<(), Error> {
+        let held = self.lock.as_ref().map_or(Ok(()), DirectoryLock::still_held);
+        held.map_err(|error| {
+            let what = format!(
+                "{error}; nothing is written there any more. The checkpoints that it held went \
+                 with it: where they are still, --resume goes on from them"
+            );
+            Error::storage("checkpoint.directory", io::Error::other(what))
+        })
     }
 
     /// The path of the checkpoint of a step.
@@ -102,6 +114,7 @@ impl Keeper {
     /// # Errors
     /// They cannot be removed.
     pub fn tidy(&self, written: &Path) -> Result<(), Error> {
+        self.still_held()?;
         let name = written.file_name().and_then(|name| name.to_str()).and_then(step_of);
         match name {
             Some(("best", step)) => {

@@ -5,7 +5,7 @@
 //! ([`FileTier::seal`]). The parts of a block (masters, each optimizer state) begin at page
 //! boundaries, and each has a digest that is checked when it is read. Memory holds only the index.
 
-use std::fs::{self, File, OpenOptions, TryLockError};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
@@ -17,6 +17,7 @@ use super::BlockPart;
 use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
 use super::places::Places;
+use crate::lock::Lock;
 use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
 use crate::tensor::Arena;
@@ -46,14 +47,14 @@ pub(crate) struct FileTier {
     current: Mutex<Current>,
     /// Holds one part of a block, for reads and writes between steps.
     buffer: Mutex<Arena>,
-    /// Keeps other runs away from the folder until this is dropped.
-    _lock: Option<File>,
+    /// Keep other runs away from the folder until they are dropped: its file `lock`, and its blocks.
+    locks: Option<[Lock; 2]>,
 }
 
 /// A folder for an EPS on file, locked by this run.
 pub(crate) struct Folder {
     path: PathBuf,
-    lock: File,
+    lock: Lock,
 }
 
 impl Folder {
@@ -63,12 +64,9 @@ impl Folder {
     /// The folder cannot be made, or another run has locked it.
     pub(crate) fn lock(path: &Path) -> io::Result<Folder> {
         fs::create_dir_all(path)?;
-        let lock = File::create(path.join("lock"))?;
-        lock.try_lock().map_err(|error| match error {
-            TryLockError::WouldBlock => io::Error::other("another run has it"),
-            TryLockError::Error(error) => error,
-        })?;
-        Ok(Folder { path: path.into(), lock })
+        let at = path.join("lock");
+        let lock = OpenOptions::new().write(true).create(true).truncate(false).open(&at)?;
+        Ok(Folder { path: path.into(), lock: Lock::of(&at, lock)? })
     }
 
     /// The states that the folder holds: see [`states_in`].
@@ -105,6 +103,11 @@ impl FileTier {
         resume: Option<u64>,
     ) -> io::Result<FileTier> {
         let Folder { path, lock } = folder;
+        let at = path.join("blocks");
+        let file =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&at)?;
+        // A second run that found no file `lock`, as somebody removed it, ends here.
+        let blocks_lock = Lock::of(&at, file.try_clone()?)?;
         let places = Places::new(blocks, COPIES, states, region);
         let layout = places.layout();
         let fits =
@@ -134,10 +137,7 @@ impl FileTier {
                 FileTier::blank(&places)
             }
         };
-        let at = path.join("blocks");
-        let file =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(at)?;
-        FileTier::new(file, Some(path), places, index, Some(lock))
+        FileTier::new(file, Some(path), places, index, Some([lock, blocks_lock]))
     }
 
     /// An unnamed file in a folder, which leaves nothing behind: for a trial run, or for a model
@@ -173,7 +173,7 @@ impl FileTier {
         folder: Option<PathBuf>,
         places: Places,
         index: Index,
-        lock: Option<File>,
+        locks: Option<[Lock; 2]>,
     ) -> io::Result<FileTier> {
         let file = Direct::new(file);
         file.reserve(places.bytes)?;
@@ -181,7 +181,7 @@ impl FileTier {
         let blocks = places.blocks.len();
         let current = Current { versions: vec![0; blocks], regions: vec![0; blocks], index };
         let current = Mutex::new(current);
-        Ok(FileTier { file, folder, places, current, buffer, _lock: lock })
+        Ok(FileTier { file, folder, places, current, buffer, locks })
     }
 
     fn current(&self) -> MutexGuard<'_, Current> {
@@ -390,6 +390,11 @@ impl FileTier {
             current.index.clone()
         };
         self.file.sync()?;
+        // Else the index would go to a folder that another run may have.
+        if let Some([_, blocks]) = &self.locks {
+            let lost = |error| io::Error::other(format!("eps.path: {error}"));
+            blocks.still_held().map_err(lost)?;
+        }
         let failed = |error: io::Error| {
             io::Error::new(error.kind(), format!("eps.path {}: {error}", folder.display()))
         };

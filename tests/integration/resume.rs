@@ -2,13 +2,15 @@
 //! channel depths and another place of the stash.
 
 use std::fs;
-use std::path::Path;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 
+use async_trait::async_trait;
 use l2l::checkpoint::Keeper;
-use l2l::config::{ScheduleKind, StashPlace};
+use l2l::config::{EpsTier, ScheduleKind, StashPlace};
 use l2l::data::{Batches, Dataset};
 use l2l::inference::Sampling;
-use l2l::{Config, Trainer, shape_of};
+use l2l::{Callbacks, Config, Error, StepReport, Trainer, shape_of};
 
 const STEPS: u64 = 6;
 
@@ -236,4 +238,80 @@ fn a_keeper_keeps_the_newest_and_the_best() {
     let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("it is free");
     assert!(made_way.exists() && !made_way.with_extension("l2l-old").exists() && !torn.exists());
     assert_eq!(keeper.newest(), Some(made_way));
+}
+
+/// What somebody does to a directory while a run has it.
+#[derive(Clone, Copy, Debug)]
+enum Happens {
+    Removed,
+    Renamed,
+    /// Another run begins there.
+    Replaced,
+}
+
+/// Does it after the second step.
+struct Meddler {
+    happens: Happens,
+    directory: PathBuf,
+    /// Where the directory is renamed to.
+    moved: PathBuf,
+}
+
+#[async_trait]
+impl Callbacks for Meddler {
+    async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
+        if it.step == 2 {
+            match self.happens {
+                Happens::Removed => fs::remove_dir_all(&self.directory).expect("it is there"),
+                Happens::Renamed => fs::rename(&self.directory, &self.moved).expect("it is there"),
+                Happens::Replaced => {
+                    fs::rename(&self.directory, &self.moved).expect("it is there");
+                    fs::create_dir(&self.directory).expect("the place is free");
+                    fs::write(self.directory.join("of another run"), "").expect("it is there");
+                }
+            }
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+}
+
+/// A run whose directory was removed, renamed or replaced ends with an error, writes nothing to
+/// whoever is there now, and loses nothing that it had written.
+#[cfg(unix)]
+#[tokio::test]
+async fn a_directory_that_is_taken_away_is_noticed() {
+    for (is_eps, key) in [(false, "checkpoint.directory"), (true, "eps.path")] {
+        for happens in [Happens::Removed, Happens::Renamed, Happens::Replaced] {
+            let folder = tempfile::tempdir().expect("a place for files");
+            let directory = folder.path().join("here");
+            let moved = folder.path().join("moved");
+            let mut config = config(false);
+            if is_eps {
+                (config.eps.tier, config.eps.path) = (EpsTier::File, Some(directory.clone()));
+            } else {
+                config.checkpoint.directory = Some(directory.clone());
+                config.checkpoint.every_steps = Some(1);
+            }
+            let (_, expected) = uninterrupted(&config).await;
+            if is_eps {
+                fs::remove_dir_all(&directory).expect("it is ours");
+            }
+            let mut meddler = Meddler { happens, directory: directory.clone(), moved };
+            let failed = Trainer::fit(config.clone()).run(&mut meddler).await;
+            let error = failed.expect_err("its directory is gone").to_string();
+            assert!(error.contains(key) && error.contains("while this run had it"), "{error}");
+            let there = fs::read_dir(&directory).into_iter().flatten().flatten();
+            let there: Vec<_> = there.map(|entry| entry.file_name()).collect();
+            match happens {
+                Happens::Removed | Happens::Renamed => assert!(there.is_empty(), "{there:?}"),
+                Happens::Replaced => assert_eq!(there, ["of another run"]),
+            }
+            if !matches!(happens, Happens::Removed) {
+                _ = fs::remove_dir_all(&directory);
+                fs::rename(&meddler.moved, &directory).expect("it was moved there");
+                let resumed = Trainer::fit(config).resume(true).run(&mut ()).await;
+                assert_eq!(resumed.expect("it is back").weights_digest, expected);
+            }
+        }
+    }
 }

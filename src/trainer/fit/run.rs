@@ -234,6 +234,9 @@ impl Run<'_> {
             return Ok(());
         }
         self.end_checkpoint().await?;
+        if let Some(keeper) = &self.between.keeper {
+            keeper.still_held()?;
+        }
         self.trainer.begin_checkpoint(&directory).await?;
         self.writing = Some(Written { directory, progress, links: Vec::new() });
         Ok(())
@@ -255,7 +258,11 @@ impl Run<'_> {
     }
 
     async fn complete(&mut self, written: Written) -> Result<(), Error> {
-        self.trainer.end_checkpoint().await?;
+        let ended = self.trainer.end_checkpoint().await;
+        if let Some(keeper) = &self.between.keeper {
+            keeper.still_held()?; // it says more than what failed because of it
+        }
+        ended?;
         let Written { directory, links, .. } = written;
         let keeper = self.between.keeper.clone().filter(|_| self.trainer.is_first());
         let all: Vec<PathBuf> = [directory].into_iter().chain(links).collect();

@@ -1,0 +1,166 @@
+//! Files and directories that one process has alone, for as long as it lives.
+//!
+//! A lock is on what a path led to when it was taken, and goes with it when somebody removes,
+//! renames or replaces that. Who writes to the path then writes where somebody else may be: so
+//! [`Lock::still_held`] is asked before.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+/// See the [module](self).
+#[derive(Debug)]
+pub(crate) struct Lock {
+    path: PathBuf,
+    file: File,
+}
+
+impl Lock {
+    /// Locks a file or a directory that was opened at this path.
+    ///
+    /// # Errors
+    /// Another process has it, or the path leads elsewhere by now.
+    pub(crate) fn of(path: &Path, file: File) -> io::Result<Lock> {
+        file.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => io::Error::other("another run has it"),
+            TryLockError::Error(error) => error,
+        })?;
+        let lock = Lock { path: path.into(), file };
+        lock.still_held()?;
+        Ok(lock)
+    }
+
+    /// Checks that the path still leads to what this process has locked.
+    ///
+    /// # Errors
+    /// What became of it.
+    pub(crate) fn still_held(&self) -> io::Result<()> {
+        let what = match fs::metadata(&self.path) {
+            Ok(there) if is_same(&there, &self.file.metadata()?) => return Ok(()),
+            Ok(_) => "was replaced by another",
+            Err(error) if error.kind() == ErrorKind::NotFound => "was removed or renamed",
+            Err(error) => return Err(error),
+        };
+        let at = self.path.display().to_string();
+        Err(io::Error::other(format!("{at:?} {what} while this run had it")))
+    }
+}
+
+/// A directory that this process has alone.
+#[derive(Debug)]
+pub(crate) struct DirectoryLock {
+    /// The directory, so that nobody enters it when the file was removed. `None` where the system
+    /// locks no directories.
+    itself: Option<Lock>,
+    file: Lock,
+}
+
+impl DirectoryLock {
+    /// Makes the directory if it does not exist, and locks it, with a file of this name in it.
+    ///
+    /// # Errors
+    /// The directory cannot be made or written to, or another process has it.
+    pub(crate) fn open(directory: &Path, name: &str) -> io::Result<DirectoryLock> {
+        fs::create_dir_all(directory)?;
+        // Network file systems lock no directories, and some systems do not open them.
+        let itself = match File::open(directory).map(|file| Lock::of(directory, file)) {
+            Ok(Err(error)) if error.kind() == ErrorKind::Other => return Err(error),
+            opened => opened.and_then(|locked| locked).ok(),
+        };
+        let path = directory.join(name);
+        let file = OpenOptions::new().write(true).create(true).truncate(false).open(&path)?;
+        let lock = DirectoryLock { itself, file: Lock::of(&path, file)? };
+        lock.still_held()?;
+        Ok(lock)
+    }
+
+    /// Checks that the path still leads to this directory.
+    ///
+    /// # Errors
+    /// What became of it.
+    pub(crate) fn still_held(&self) -> io::Result<()> {
+        self.itself.as_ref().unwrap_or(&self.file).still_held()
+    }
+}
+
+#[cfg(unix)]
+fn is_same(one: &fs::Metadata, other: &fs::Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+/// Such a system removes and renames nothing that is open.
+#[cfg(not(unix))]
+fn is_same(_: &fs::Metadata, _: &fs::Metadata) -> bool {
+    true
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    fn open(directory: &Path) -> io::Result<DirectoryLock> {
+        DirectoryLock::open(directory, "lock")
+    }
+
+    #[track_caller]
+    fn refused<T>(outcome: io::Result<T>, says: &str) {
+        let error = outcome.err().expect("somebody else has it").to_string();
+        assert!(error.contains(says), "{error}");
+    }
+
+    #[test]
+    fn a_directory_belongs_to_one_process() {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let at = folder.path().join("new/deep");
+        let lock = open(&at).expect("it is free");
+        refused(open(&at), "another run has it");
+        lock.still_held().expect("nobody touched it");
+        drop(lock);
+        open(&at).expect("it is free again");
+    }
+
+    /// Also when its file was cleaned up, or when it has another name.
+    #[test]
+    fn nobody_enters_a_directory_that_is_held() {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let (at, other) = (folder.path().join("one"), folder.path().join("other"));
+        let lock = open(&at).expect("it is free");
+        fs::remove_file(at.join("lock")).expect("it is ours");
+        refused(open(&at), "another run has it");
+        lock.still_held().expect("the directory is there");
+        fs::rename(&at, &other).expect("a folder of ours");
+        refused(open(&other), "another run has it");
+        refused(lock.still_held(), "was removed or renamed");
+        fs::rename(&other, &at).expect("a folder of ours");
+        lock.still_held().expect("it is back");
+    }
+
+    #[test]
+    fn a_directory_that_is_gone_or_replaced_is_noticed() {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let at = folder.path().join("one");
+        let lock = open(&at).expect("it is free");
+        fs::remove_dir_all(&at).expect("it is ours");
+        refused(lock.still_held(), "was removed or renamed");
+        let second = open(&at).expect("this is a new one");
+        refused(lock.still_held(), "was replaced");
+        drop(lock);
+        second.still_held().expect("the first one's end is nothing to it");
+        refused(open(&at), "another run has it");
+    }
+
+    /// What was opened and is gone before it is locked is nobody's.
+    #[test]
+    fn a_file_that_is_removed_between_open_and_lock_is_not_held() {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let at = folder.path().join("lock");
+        let file = File::create(&at).expect("a folder of ours");
+        fs::remove_file(&at).expect("it is ours");
+        refused(Lock::of(&at, file), "was removed");
+        let file = File::create(&at).expect("a folder of ours");
+        fs::remove_file(&at).expect("it is ours");
+        File::create(&at).expect("a folder of ours");
+        refused(Lock::of(&at, file), "was replaced");
+    }
+}
