@@ -16,6 +16,7 @@ use super::tensor_files::SHARD_BYTES;
 use super::weights::weight_files;
 use crate::config::WeightDtype;
 use crate::error::Error;
+use crate::lock::DirectoryLock;
 
 const CONFIG: &str = "config.json";
 
@@ -99,14 +100,15 @@ pub fn export(
     };
     let source_of_dtypes = base.filter(|base| *base != weights_from).filter(has_weights);
     let dtypes = Dtypes::of(options.dtype, source_of_dtypes)?;
-    // The copy is made beside its place, under a name with this process's id, and then renamed.
+    // The copy is made beside its place, in a directory that one export has alone, and then renamed.
     let to = &to.components().collect::<PathBuf>();
     let mut partial = to.clone().into_os_string();
-    partial.push(format!(".l2l-{}", std::process::id()));
+    partial.push(".l2l-partial");
     let partial = Path::new(&partial);
     let failed = |error: io::Error| Error::storage(to.display(), error);
+    let _lock = DirectoryLock::open(partial, LOCK).map_err(failed)?;
     let copied = (|| {
-        fs::create_dir_all(partial).map_err(failed)?;
+        clear(partial).map_err(failed)?;
         source.write(&changed, &dtypes, options.shard_bytes, partial)?;
         // A checkpoint of adapters says what its head is; PEFT's directory has no config.json.
         let described = [from, weights_from].into_iter().find(|one| one.join(CONFIG).is_file());
@@ -119,6 +121,7 @@ pub fn export(
         write_file(&partial.join(CONFIG), &text)?;
         base.map_or(Ok(()), |base| copy_companions(base, partial)).map_err(failed)?;
         copy_companions(from, partial).map_err(failed)?;
+        fs::remove_file(partial.join(LOCK)).map_err(failed)?;
         publish(partial, to).map_err(failed)
     })();
     copied.inspect_err(|_| {
@@ -130,6 +133,20 @@ pub fn export(
 pub(super) fn write_file(path: &Path, text: &str) -> Result<(), Error> {
     let written = fs::write(path, text).and_then(|()| fs::File::open(path)?.sync_all());
     written.map_err(|error| Error::storage(path.display(), error))
+}
+
+/// The file that says who makes a copy.
+const LOCK: &str = ".l2l-lock";
+
+/// Removes what a killed export left.
+fn clear(partial: &Path) -> io::Result<()> {
+    for entry in fs::read_dir(partial)? {
+        let entry = entry?;
+        if entry.file_name() != LOCK {
+            fs::remove_file(entry.path())?;
+        }
+    }
+    Ok(())
 }
 
 /// Gives a complete directory its name, under which there is nothing, or an empty directory.
