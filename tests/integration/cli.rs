@@ -4,7 +4,7 @@
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use crate::program::{events, good, l2l, of_kind, output};
 use serde_json::Value;
@@ -62,47 +62,6 @@ fn the_main_job() {
         assert!(step[key].is_number(), "{key}: {step}");
     }
     assert_eq!(events.last().expect("a summary")["event"], "summary");
-}
-
-/// A run that is killed at any moment resumes from its last checkpoint and ends the same.
-#[test]
-fn killed_and_resumed() {
-    let (whole, torn) = (folder(), folder());
-    let expected = events(&good(&["train", &config(whole.path(), ""), "--format", "json"]));
-    let config = config(torn.path(), "channels = { weights = 1, stash = 2 }\n");
-    let mut met = Vec::new();
-    let mut runs = 0;
-    let ended = loop {
-        // Before there is a checkpoint, `--resume` begins the run.
-        let mut command = l2l(&["train", &config, "--format", "json", "--resume"]);
-        let mut child: Child =
-            command.stdout(Stdio::piped()).stderr(Stdio::null()).spawn().expect("the program runs");
-        let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
-        // Each run does a few more steps than the one before.
-        let mut events = Vec::new();
-        for line in lines {
-            let Ok(line) = line else { break };
-            let Ok(event) = serde_json::from_str::<Value>(&line) else { break };
-            let is_step = event["event"] == "step";
-            events.push(event);
-            if is_step && of_kind(&events, "step").len() == 2 + runs {
-                child.kill().expect("it is ours");
-            }
-        }
-        let status = child.wait().expect("it is ours");
-        met.extend(losses(&events));
-        if status.success() {
-            break events;
-        }
-        runs += 1;
-        assert!(runs < 20, "it gets further every time");
-    };
-    assert!(runs > 1);
-    let expected_losses = losses(&expected);
-    for loss in &met {
-        assert!(expected_losses.contains(loss), "{loss:?} of {expected_losses:?}");
-    }
-    assert_eq!(digest(&ended), digest(&expected));
 }
 
 /// A run that was sent a signal after its first step: its output and status. A link makes steps

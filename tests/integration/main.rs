@@ -30,6 +30,8 @@ mod generate;
 mod growth;
 #[cfg(feature = "cli")]
 mod hostile_weights;
+#[cfg(all(feature = "cli", unix))]
+mod kills;
 #[cfg(feature = "cli")]
 mod limits;
 mod lora;
