@@ -89,7 +89,7 @@ impl Config {
         must((0..names.len()).all(differs), "model.labels", "names that differ, none empty")
     }
 
-    /// Validation, checkpoints, the watchdog.
+    /// Validation, checkpoints, the watchdog, the listener.
     fn check_run(&self) -> Result<(), Error> {
         let ValidationConfig { every_steps, batches, patience, .. } = self.validation;
         must(every_steps != Some(0), "validation.every_steps", "at least 1")?;
@@ -100,6 +100,12 @@ impl Config {
         must(self.checkpoint.keep >= 1, "checkpoint.keep", "at least 1")?;
         let shard = self.export.shard_size.bytes();
         must(shard.is_none_or(|bytes| bytes > 0), "export.shard_size", "above 0")?;
+        let is_name = |name: &String| {
+            let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
+            !name.is_empty() && name.bytes().all(is_part)
+        };
+        let be = "names of this machine, as \"gpu1.lab\": without a scheme, a port or a *";
+        must(self.metrics.hosts.iter().all(is_name), "metrics.hosts", be)?;
         must(is_positive(self.watchdog.seconds), "watchdog.seconds", "above 0")?;
         must(self.watchdog.seconds <= 1e9, "watchdog.seconds", "at most 1e9")
     }

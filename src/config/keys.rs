@@ -423,6 +423,10 @@ pub struct MetricsConfig {
     /// Allows `listen` to be an address that other machines can reach. Off by default, because
     /// there is no password.
     pub public: bool,
+    /// Names of this machine that `listen` answers to, such as `["gpu1.lab"]`, for a browser or a
+    /// Prometheus that does not use the IP address or `localhost`, which need no entry. Other names
+    /// are refused: a site whose name points at this machine could read the run.
+    pub hosts: Vec<String>,
     /// File that receives the final metrics, for a run that ends between two scrapes.
     pub file: Option<PathBuf>,
     /// Name of the run, a label of every metric; a random name when absent.

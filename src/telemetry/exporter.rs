@@ -34,7 +34,7 @@ impl Exporter {
             })?;
         }
         let is_wanted = address.is_some() || config.file.is_some();
-        let server = is_wanted.then(|| Server::start(address, run)).transpose();
+        let server = is_wanted.then(|| Server::start(address, &config.hosts, run)).transpose();
         let server = server.map_err(|error| {
             let listen = config.listen.as_deref().unwrap_or_default();
             let problem = format_args!("is {listen:?}: cannot listen there: {error}");

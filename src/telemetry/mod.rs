@@ -11,6 +11,8 @@
 //! [`RunView`] of the run through its [`Watch`]. Training never waits for those who look.
 
 #[cfg(feature = "prometheus")]
+mod door;
+#[cfg(feature = "prometheus")]
 mod exporter;
 #[cfg(not(feature = "prometheus"))]
 #[path = "no_exporter.rs"]

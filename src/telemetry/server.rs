@@ -1,27 +1,31 @@
 //! A server in the process: metrics for Prometheus, the live page, and health checks.
 //!
 //! All of it is on one thread of its own, which also keeps the recorder small; training never waits
-//! for it. Clients that send nothing, or never read, hold one of a few connections for a while.
+//! for it. Clients that send nothing, or never read, hold one of a few connections for a while, and
+//! lose it when others ask ([`door`]).
 
 use std::convert::Infallible;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, X_CONTENT_TYPE_OPTIONS};
+use hyper::header::{
+    ALLOW, CACHE_CONTROL, CONTENT_SECURITY_POLICY, CONTENT_TYPE, HeaderName, HeaderValue,
+    X_CONTENT_TYPE_OPTIONS,
+};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode};
+use hyper::{Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use metrics_exporter_prometheus::{Matcher, PrometheusBuilder, PrometheusRecorder};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::task::AbortHandle;
 
-use super::{Histograms, METRICS, MetricKind, State, Watch, describe, live, publish};
+use super::{Histograms, METRICS, MetricKind, State, Watch, describe, door, live, page, publish};
 
-/// Connections at once, at most.
-const CONNECTIONS: usize = 128;
 /// What a client may take to say what it wants.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// What a connection, which is for one answer, may take in all.
@@ -53,6 +57,8 @@ pub struct Server {
 }
 
 struct Shared {
+    /// Names that it answers to, besides its addresses and `localhost`.
+    names: Vec<String>,
     recorder: PrometheusRecorder,
     watch: OnceLock<Watch>,
     scrapes: Mutex<Scrapes>,
@@ -71,13 +77,20 @@ struct Scrapes {
 
 impl Server {
     /// Listens, if there is an address, for a run of this name. What is there to see comes later.
+    /// Requests that name another host than an IP address, `localhost` or one of `hosts` are
+    /// refused: a site whose name points here could read the run (DNS rebinding).
     ///
     /// # Errors
     /// It cannot listen there.
-    pub fn start(address: Option<SocketAddr>, run: &str) -> std::io::Result<Server> {
+    pub fn start(
+        address: Option<SocketAddr>,
+        hosts: &[String],
+        run: &str,
+    ) -> std::io::Result<Server> {
         let listener = address.map(TcpListener::bind).transpose()?;
         let address = listener.as_ref().map(TcpListener::local_addr).transpose()?;
         let shared = Arc::new(Shared {
+            names: hosts.to_vec(),
             recorder: recorder(),
             watch: OnceLock::new(),
             scrapes: Mutex::default(),
@@ -166,6 +179,32 @@ impl Shared {
         text
     }
 
+    /// What the page may do, and that no other page may frame it.
+    fn policy(&self) -> HeaderValue {
+        let policy = format!("{}; frame-ancestors 'none'", page::policy());
+        HeaderValue::from_str(&policy).expect("ASCII")
+    }
+
+    /// Reads one request and sends its answer.
+    async fn answer_one(self: Arc<Self>, stream: TcpStream) {
+        let awaited = OnceLock::new();
+        let answer = service_fn(|request: Request<Incoming>| {
+            let response = self.answer(&request, &awaited);
+            async move { Ok::<_, Infallible>(response) }
+        });
+        let connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(PATIENCE)
+            .keep_alive(false)
+            .max_headers(door::HEADERS)
+            .max_buf_size(door::HEAD_BYTES)
+            .serve_connection(TokioIo::new(stream), answer);
+        let sent = matches!(tokio::time::timeout(LIFETIME, connection).await, Ok(Ok(())));
+        if let Some(awaited) = awaited.get().filter(|_| sent) {
+            self.sent(*awaited);
+        }
+    }
+
     async fn keep_small(&self) {
         let handle = self.recorder.handle();
         loop {
@@ -189,14 +228,20 @@ impl Shared {
             };
             response(status, plain, format!("{text}\n"))
         };
-        if request.method() != Method::GET && request.method() != Method::HEAD {
-            let text = "this is only to look at\n".to_string();
-            let mut refused = response(StatusCode::METHOD_NOT_ALLOWED, plain, text);
-            refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+        if let Err((status, text)) = door::admit(request, &self.names) {
+            let mut refused = response(status, plain, format!("{text}\n"));
+            if status == StatusCode::METHOD_NOT_ALLOWED {
+                refused.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            }
             return refused;
         }
         match request.uri().path() {
-            "/" => response(StatusCode::OK, "text/html; charset=utf-8", live().to_string()),
+            "/" => {
+                let kind = "text/html; charset=utf-8";
+                let mut page = response(StatusCode::OK, kind, live().to_string());
+                page.headers_mut().insert(CONTENT_SECURITY_POLICY, self.policy());
+                page
+            }
             "/metrics" => {
                 _ = awaited.set(self.scrapes().awaited); // a connection is for one answer
                 let text = self.text();
@@ -231,7 +276,10 @@ fn response(status: StatusCode, kind: &'static str, body: String) -> Response<Fu
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    // Other sites can neither embed an answer nor, without CORS, read one.
     headers.insert(X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    let resource_policy = HeaderName::from_static("cross-origin-resource-policy");
+    headers.insert(resource_policy, HeaderValue::from_static("same-origin"));
     response
 }
 
@@ -239,32 +287,24 @@ async fn serve(listener: TcpListener, shared: Arc<Shared>) {
     let listener =
         listener.set_nonblocking(true).and_then(|()| tokio::net::TcpListener::from_std(listener));
     let Ok(listener) = listener else { return };
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
+    // The oldest first.
+    let mut open: Vec<(IpAddr, AbortHandle)> = Vec::new();
     loop {
-        let place = places.clone().acquire_owned().await.expect("it is never closed");
-        let Ok((stream, _)) = listener.accept().await else {
+        let Ok((stream, from)) = listener.accept().await else {
             // No file to open, say: it may pass.
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
-        let shared = shared.clone();
-        tokio::spawn(async move {
-            let awaited = OnceLock::new();
-            let answer = service_fn(|request: Request<Incoming>| {
-                let response = shared.answer(&request, &awaited);
-                async move { Ok::<_, Infallible>(response) }
-            });
-            let connection = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(PATIENCE)
-                .keep_alive(false)
-                .max_buf_size(16 << 10)
-                .serve_connection(TokioIo::new(stream), answer);
-            let sent = matches!(tokio::time::timeout(LIFETIME, connection).await, Ok(Ok(())));
-            if let Some(awaited) = awaited.get().filter(|_| sent) {
-                shared.sent(*awaited);
-            }
-            drop(place);
-        });
+        let client = door::client(from.ip());
+        open.retain(|(_, connection)| !connection.is_finished());
+        let clients: Vec<IpAddr> = open.iter().map(|(client, _)| *client).collect();
+        if let Some(nth) = door::to_close(&clients, client) {
+            open.remove(nth).1.abort();
+        }
+        let connection = tokio::spawn(shared.clone().answer_one(stream));
+        open.push((client, connection.abort_handle()));
+        // Accepted faster than they are read, new connections would close others before their
+        // requests are seen.
+        tokio::task::yield_now().await;
     }
 }

@@ -17,6 +17,8 @@ mod cuda;
 #[cfg(feature = "cli")]
 mod damaged;
 mod depth;
+#[cfg(feature = "prometheus")]
+mod door;
 mod embedding;
 mod errors;
 mod evaluate;
