@@ -298,6 +298,8 @@ fn flags_and_environment() {
         (vec!["train", "--metrics", "here"], "--metrics: metrics.listen is \"here\""),
         (vec!["train", "--metrics", "0.0.0.0:0"], "which others can reach"),
         (vec!["train", "--metrics", &taken], "cannot listen there"),
+        (vec!["train", "--set", "metrics.hosts=[\"a:80\"]"], "metrics.hosts must be names of this"),
+        (vec!["train", "--set", "metrics.hosts=[\"*\"]"], "without a scheme, a port or a *"),
     ] {
         let output = l2l(&arguments);
         let error = String::from_utf8_lossy(&output.stderr);

@@ -185,7 +185,7 @@ fn health_is_answered_during_a_flood() {
         let answer = ask(address, "GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n");
         assert_eq!(status(&answer), "200", "round {round}: {answer}");
     }
-    // A server whose places a crowd can hold answers once in PATIENCE; this one takes about a
-    // hundredth of it.
-    assert!(begin.elapsed() < ROUNDS * PATIENCE, "{:?}", begin.elapsed());
+    // A server whose places a crowd can hold answers once in PATIENCE. This one takes about a
+    // hundredth of it, so that a slow machine does not fail here.
+    assert!(begin.elapsed() < ROUNDS * PATIENCE * 3 / 4, "{:?}", begin.elapsed());
 }
