@@ -10,8 +10,9 @@ use std::ops::Range;
 
 use super::slots::ArenaPlan;
 
-/// Floats of a zone: a page, so that slots on pages of their own stay there.
-const ZONE: usize = 1024;
+/// Floats of a zone: a page, so that slots on pages of their own stay there; less for Miri, which
+/// is slow and needs no pages.
+const ZONE: usize = if cfg!(miri) { 16 } else { 1024 };
 
 /// What zones hold: NaN, and NaN in each half.
 const PATTERN: u32 = 0x7fd1_7fd1;

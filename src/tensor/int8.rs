@@ -101,15 +101,21 @@ mod tests {
         let mut back = vec![f32::NAN; numbers.len()];
         unpack(&mut back, &packed, block);
         let row = Row::new(&packed, numbers.len(), block).numbers(0..numbers.len());
-        assert!(row.zip(&back).all(|(one, other)| one.to_bits() == other.to_bits()));
+        // Of a NaN that is computed, Rust promises no bits: Miri gives it others each time.
+        let is_same = |one: f32, other: f32| one.to_bits() == other.to_bits() || one.is_nan();
+        assert!(
+            row.zip(&back)
+                .all(|(one, &other)| { one.is_nan() == other.is_nan() && is_same(one, other) })
+        );
         back
     }
 
     #[test]
     fn numbers_are_off_by_half_a_scale_at_most() {
+        let count = if cfg!(miri) { 67 } else { 1003 };
         let numbers: Vec<f32> =
-            (0..1003).map(|at| (at as f32 * 0.37).sin() * 10_f32.powi(at % 9 - 4)).collect();
-        for block in [1, 3, 64, 1003] {
+            (0..count).map(|at| (at as f32 * 0.37).sin() * 10_f32.powi(at % 9 - 4)).collect();
+        for block in [1, 3, 64, count as u32] {
             let back = there_and_back(&numbers, block);
             for (numbers, back) in numbers.chunks(block as usize).zip(back.chunks(block as usize)) {
                 let most = numbers.iter().fold(0.0_f32, |most, number| most.max(number.abs()));
