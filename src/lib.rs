@@ -18,6 +18,8 @@ mod error;
 mod blocking;
 mod lock;
 
+mod folder;
+
 pub mod fabric;
 
 mod random;

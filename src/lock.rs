@@ -8,6 +8,8 @@ use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use crate::folder;
+
 /// See the [module](self).
 #[derive(Debug)]
 pub(crate) struct Lock {
@@ -61,7 +63,7 @@ impl DirectoryLock {
     /// # Errors
     /// The directory cannot be made or written to, or another process has it.
     pub(crate) fn open(directory: &Path, name: &str) -> io::Result<DirectoryLock> {
-        fs::create_dir_all(directory)?;
+        folder::create(directory)?;
         // Network file systems lock no directories, and some systems do not open them.
         let itself = match File::open(directory).map(|file| Lock::of(directory, file)) {
             Ok(Err(error)) if error.kind() == ErrorKind::Other => return Err(error),

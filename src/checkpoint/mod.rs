@@ -10,7 +10,7 @@ mod keeper;
 mod space;
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -22,6 +22,7 @@ use sha2::{Digest, Sha256};
 use crate::config::{BestMetric, ModelConfig, TrainConfig};
 use crate::eps::Eps;
 use crate::error::Error;
+use crate::folder::{parent, sync};
 use crate::hf::{self, Load, RECORD, Sealed, TensorFiles};
 use crate::models::{Base, Model, families};
 use crate::optimizers::ScaleState;
@@ -230,8 +231,7 @@ fn name(partial: &Path, directory: &Path) -> io::Result<()> {
         fs::rename(directory, &old)?;
     }
     fs::rename(partial, directory)?;
-    let parent = directory.parent().filter(|parent| !parent.as_os_str().is_empty());
-    sync(parent.unwrap_or(Path::new(".")))?;
+    sync(parent(directory))?;
     remove(&old)
 }
 
@@ -342,10 +342,6 @@ fn with_suffix(directory: &Path, suffix: &str) -> PathBuf {
     let mut name = directory.components().collect::<PathBuf>().into_os_string();
     name.push(suffix);
     PathBuf::from(name)
-}
-
-fn sync(path: &Path) -> io::Result<()> {
-    File::open(path)?.sync_all()
 }
 
 fn remove(directory: &Path) -> io::Result<()> {

@@ -17,6 +17,7 @@ use super::BlockPart;
 use super::direct::{Direct, Progress};
 use super::index::{Entry, Index, StateOnFile, states_in};
 use super::places::Places;
+use crate::folder;
 use crate::lock::Lock;
 use crate::models::BlockTensors;
 use crate::optimizers::StateLayout;
@@ -63,7 +64,7 @@ impl Folder {
     /// # Errors
     /// The folder cannot be made, or another run has locked it.
     pub(crate) fn lock(path: &Path) -> io::Result<Folder> {
-        fs::create_dir_all(path)?;
+        folder::create(path)?;
         let at = path.join("lock");
         let lock = OpenOptions::new().write(true).create(true).truncate(false).open(&at)?;
         Ok(Folder { path: path.into(), lock: Lock::of(&at, lock)? })

@@ -9,6 +9,7 @@ use std::path::{Component, Path};
 use serde_json::Value;
 
 use crate::error::Error;
+use crate::folder;
 
 /// The files that transformers and sentence-transformers look for beside `config.json` and the
 /// weights.
@@ -44,13 +45,14 @@ pub(crate) fn copy_companions(from: &Path, to: &Path) -> io::Result<()> {
                 copy(&entry.path(), &to.join(&module).join(entry.file_name()))?;
             }
         }
+        folder::sync(&to.join(&module))?;
     }
     Ok(())
 }
 
 fn copy(from: &Path, to: &Path) -> io::Result<()> {
     fs::copy(from, to)?;
-    fs::File::open(to)?.sync_all()
+    folder::sync(to)
 }
 
 /// The folders of what sentence-transformers does behind the model, such as `1_Pooling`.

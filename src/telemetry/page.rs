@@ -74,7 +74,7 @@ impl Report {
         fs::create_dir_all(folder)?;
         let path = folder.join("report.html");
         may_write(&path)?;
-        has_room(&path, PAGE)?;
+        has_room(&path, &PAGE)?;
         Ok(Report { path })
     }
 
