@@ -227,7 +227,7 @@ pub(crate) fn discard(directory: &Path) {
 fn name(partial: &Path, directory: &Path) -> io::Result<()> {
     let old = with_suffix(directory, OLD);
     sync(partial)?;
-    if directory.exists() {
+    if directory.try_exists()? {
         fs::rename(directory, &old)?;
     }
     fs::rename(partial, directory)?;
@@ -330,10 +330,14 @@ pub(crate) fn check_seal(directory: &Path) -> Result<(), Error> {
 /// being written is removed.
 fn recover(directory: &Path) -> io::Result<()> {
     let (partial, old) = (with_suffix(directory, PARTIAL), with_suffix(directory, OLD));
-    if old.exists() && !directory.exists() {
-        fs::rename(&old, directory)?;
+    if old.try_exists()? {
+        if !directory.try_exists()? {
+            fs::rename(&old, directory)?;
+        }
+        // The names are on the disk before the files of the other one go.
+        sync(parent(directory))?;
+        remove(&old)?;
     }
-    remove(&old)?;
     remove(&partial)
 }
 

@@ -79,7 +79,7 @@ fn runs(folder: &TempDir) -> Vec<(&'static str, Config)> {
         (
             "errors of compressed gradients",
             with(&|config| {
-                config.compression.kind = Some(CompressionKind::Int8);
+                config.compression.kind = CompressionKind::Int8;
                 config.parallel.groups = 2;
             }),
         ),
