@@ -4,8 +4,9 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{OLD, PARTIAL, recover, remove};
+use super::{OLD, PARTIAL, recover, remove, with_suffix};
 use crate::error::Error;
+use crate::folder;
 use crate::hf::RECORD;
 use crate::lock::DirectoryLock;
 
@@ -131,10 +132,18 @@ impl Keeper {
     }
 }
 
+/// Removes checkpoints. They lose their names before their files, so that none is ever there in
+/// part.
 fn remove_all(checkpoints: Vec<(u64, PathBuf)>) -> Result<(), Error> {
-    checkpoints
-        .into_iter()
-        .try_for_each(|(_, old)| remove(&old).map_err(|error| Error::storage(old.display(), error)))
+    for (_, old) in checkpoints {
+        let partial = with_suffix(&old, PARTIAL);
+        let removed = remove(&partial)
+            .and_then(|()| fs::rename(&old, &partial))
+            .and_then(|()| folder::sync(folder::parent(&old)))
+            .and_then(|()| remove(&partial));
+        removed.map_err(|error| Error::storage(old.display(), error))?;
+    }
+    Ok(())
 }
 
 /// The kind and step of a checkpoint's name.

@@ -101,7 +101,7 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
             true => Ok(directory.clone()),
             false => {
                 let at = directory.display();
-                let what = match Keeper::peek(directory).newest() {
+                let what = match Keeper::peek(directory).newest()? {
                     Some(newest) => format!(
                         "--model {at}: it holds checkpoints: name one of them, for example {}",
                         newest.display()
@@ -118,7 +118,7 @@ pub(super) fn model_of(config: &Config, arguments: &ModelArguments) -> Result<Pa
     match (&config.checkpoint.directory, adapters.or(config.model.path.as_ref())) {
         (Some(directory), _) if directory.is_dir() => {
             let keeper = Keeper::peek(directory);
-            let found = if best { keeper.best() } else { keeper.newest() };
+            let found = if best { keeper.best()? } else { keeper.newest()? };
             found.ok_or_else(|| {
                 let kind = match best {
                     true => "best checkpoint in it: no validation of the run has ended yet",

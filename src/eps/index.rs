@@ -1,8 +1,9 @@
 //! The index of an EPS on file: it says which of a block's two copies is valid.
 //!
 //! The index is written at the end of a step, when all data of the step is on the disk. It is
-//! written to two files in turn. A file that was torn by a kill does not match its digest, and then
-//! the other file has the state before. So a kill at any moment costs only the running step.
+//! written to two files in turn. A file that was torn by a kill or a power loss does not match its
+//! digest, and then the other file has the state before. So either at any moment costs only the
+//! running step.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
@@ -14,6 +15,7 @@ use serde_json::Value;
 use xxhash_rust::xxh3::xxh3_128;
 
 use crate::fabric::Rank;
+use crate::folder::sync;
 
 /// The valid copy of one block.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -101,7 +103,7 @@ impl Index {
     /// Reads all indexes that are complete, at most two, the newest first.
     ///
     /// # Errors
-    /// There is an index, and none is complete.
+    /// There is an index, and none is complete; or one cannot be read, which may be the newest.
     pub(super) fn all(folder: &Path) -> io::Result<Vec<Index>> {
         let mut all: Vec<Index> = Vec::new();
         let mut torn = None;
@@ -111,8 +113,12 @@ impl Index {
                 Ok(index) => all.push(index),
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => {
-                    torn =
-                        Some(io::Error::new(error.kind(), format!("{}: {error}", path.display())))
+                    let kind = error.kind();
+                    let error = io::Error::new(kind, format!("{}: {error}", path.display()));
+                    if kind != io::ErrorKind::InvalidData {
+                        return Err(error);
+                    }
+                    torn = Some(error);
                 }
             }
         }
@@ -140,12 +146,32 @@ impl Index {
     pub(super) fn write(&self, folder: &Path) -> io::Result<()> {
         let text = serde_json::to_vec(self).expect("it is plain data");
         let path = Index::path(folder, self.sequence);
-        let is_new = !path.exists();
-        let mut file = File::create(path)?;
-        writeln!(file, "{:032x}", xxh3_128(&text))?;
-        file.write_all(&text)?;
-        file.sync_data()?;
-        if is_new { File::open(folder)?.sync_all() } else { Ok(()) }
+        // A new file gets its name when it is complete. So one that is torn and alone is damage.
+        let is_new = !path.try_exists()?;
+        let at = if is_new { folder.join("index.new") } else { path.clone() };
+        let mut file = File::create(&at)?;
+        file.write_all(&[format!("{:032x}\n", xxh3_128(&text)).as_bytes(), &text].concat())?;
+        file.sync_all()?;
+        if is_new {
+            fs::rename(at, path)?;
+            sync(folder)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until both files and the folder are on the disk. A run that was killed may have left
+    /// the newest one in the system's memory, when the next write is over the other one.
+    ///
+    /// # Errors
+    /// The disk fails.
+    pub(super) fn sync(folder: &Path) -> io::Result<()> {
+        for nth in 0..2 {
+            match sync(&Index::path(folder, nth)) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        sync(folder)
     }
 
     /// Removes both files, so that the folder holds no state.
@@ -159,7 +185,7 @@ impl Index {
                 _ => {}
             }
         }
-        File::open(folder)?.sync_all()
+        sync(folder)
     }
 }
 
@@ -189,5 +215,21 @@ mod tests {
         assert!(Index::all(folder).is_err());
         Index::remove(folder).expect("a folder of ours");
         assert_eq!(Index::all(folder).expect("none is no fault"), []);
+    }
+
+    /// It may be the newest, and the blocks of the other one are written over then.
+    #[test]
+    fn an_index_that_cannot_be_read_is_not_taken_for_a_torn_one() {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let folder = folder.path();
+        for sequence in 1..3 {
+            let index = Index { sequence, ..Index::default() };
+            index.write(folder).expect("a disk with room");
+        }
+        let newest = Index::path(folder, 2);
+        fs::remove_file(&newest).expect("it was written");
+        fs::create_dir(&newest).expect("a folder cannot be read as a file");
+        let error = Index::all(folder).expect_err("it cannot be read").to_string();
+        assert!(error.contains("index.0"), "{error}");
     }
 }
