@@ -138,6 +138,7 @@ impl FileTier {
                 FileTier::blank(&places)
             }
         };
+        Index::sync(&path)?;
         FileTier::new(file, Some(path), places, index, Some([lock, blocks_lock]))
     }
 
@@ -390,16 +391,14 @@ impl FileTier {
             (current.index.step, current.index.sequence) = (step, current.index.sequence + 1);
             current.index.clone()
         };
-        self.file.sync()?;
-        // Else the index would go to a folder that another run may have.
-        if let Some([_, blocks]) = &self.locks {
-            let lost = |error| io::Error::other(format!("eps.path: {error}"));
-            blocks.still_held().map_err(lost)?;
-        }
-        let failed = |error: io::Error| {
+        let written = self.file.sync().and_then(|()| {
+            // Else the index would go to a folder that another run may have.
+            self.locks.as_ref().map_or(Ok(()), |[_, blocks]| blocks.still_held())?;
+            index.write(folder)
+        });
+        written.map_err(|error| {
             io::Error::new(error.kind(), format!("eps.path {}: {error}", folder.display()))
-        };
-        index.write(folder).map_err(failed)
+        })
     }
 
     pub(super) fn read_with<R>(
