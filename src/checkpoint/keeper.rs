@@ -1,5 +1,6 @@
 //! The checkpoints of a run: finds them, names the next, and removes old ones.
 
+use std::cmp::Reverse;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -34,7 +35,7 @@ impl Keeper {
         };
         let lock = DirectoryLock::open(directory, ".l2l-lock").map_err(|error| bad(&error))?;
         let keeper = Keeper { directory: directory.to_path_buf(), keep, lock: Some(lock) };
-        for name in keeper.names() {
+        for name in keeper.names().map_err(|error| bad(&error))? {
             let base = name.strip_suffix(PARTIAL).or_else(|| name.strip_suffix(OLD));
             if let Some(base) = base.filter(|base| step_of(base).is_some()) {
                 recover(&directory.join(base)).map_err(|error| bad(&error))?;
@@ -74,39 +75,63 @@ impl Keeper {
         self.directory.join(format!("best-{step:08}"))
     }
 
-    fn names(&self) -> Vec<String> {
-        let entries = fs::read_dir(&self.directory).into_iter().flatten().flatten();
-        entries.filter_map(|entry| entry.file_name().into_string().ok()).collect()
+    fn names(&self) -> io::Result<Vec<String>> {
+        let mut names = Vec::new();
+        for entry in if_there(fs::read_dir(&self.directory))?.into_iter().flatten() {
+            names.extend(entry?.file_name().into_string().ok());
+        }
+        Ok(names)
     }
 
-    /// The complete checkpoints of a kind, oldest first.
-    fn all(&self, kind: &str) -> Vec<(u64, PathBuf)> {
-        let of_kind = |name: String| {
-            let (found, step) = step_of(&name)?;
+    /// The complete checkpoints of a kind, oldest first. What cannot be read is an error: a run
+    /// that took it for absent would begin anew over it.
+    fn all(&self, kind: &str) -> io::Result<Vec<(u64, PathBuf)>> {
+        let mut all = Vec::new();
+        for name in self.names()? {
+            let Some((_, step)) = step_of(&name).filter(|(found, _)| *found == kind) else {
+                continue;
+            };
             let path = self.directory.join(&name);
-            (found == kind && path.join(RECORD).is_file()).then_some((step, path))
-        };
-        let mut all: Vec<(u64, PathBuf)> = self.names().into_iter().filter_map(of_kind).collect();
+            if if_there(fs::metadata(path.join(RECORD)))?.is_some_and(|record| record.is_file()) {
+                all.push((step, path));
+            }
+        }
         all.sort();
-        all
+        Ok(all)
     }
 
     /// All checkpoints with their steps, newest first. The best one is complete, too.
-    pub fn newest_first(&self) -> Vec<(u64, PathBuf)> {
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn newest_first(&self) -> Result<Vec<(u64, PathBuf)>, Error> {
         // Of one step the best comes first: its validation came after the other was written.
-        let mut all = [self.all("best"), self.all("step")].concat();
-        all.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
-        all
+        let all = self.all("best").and_then(|all| Ok([all, self.all("step")?].concat()));
+        let mut all = all.map_err(|error| self.unusable(error))?;
+        all.sort_by_key(|(step, _)| Reverse(*step));
+        Ok(all)
+    }
+
+    fn unusable(&self, error: io::Error) -> Error {
+        let place = format!("checkpoint.directory {}", self.directory.display());
+        Error::unusable(place, error)
     }
 
     /// The newest checkpoint, if there is one.
-    pub fn newest(&self) -> Option<PathBuf> {
-        self.newest_first().into_iter().next().map(|(_, path)| path)
+    ///
+    /// # Errors
+    /// As [`newest_first`](Keeper::newest_first).
+    pub fn newest(&self) -> Result<Option<PathBuf>, Error> {
+        Ok(self.newest_first()?.into_iter().next().map(|(_, path)| path))
     }
 
     /// The best checkpoint, if there is one.
-    pub fn best(&self) -> Option<PathBuf> {
-        self.all("best").pop().map(|(_, path)| path)
+    ///
+    /// # Errors
+    /// As [`newest_first`](Keeper::newest_first).
+    pub fn best(&self) -> Result<Option<PathBuf>, Error> {
+        let mut all = self.all("best").map_err(|error| self.unusable(error))?;
+        Ok(all.pop().map(|(_, path)| path))
     }
 
     /// Removes the checkpoints that one replaces which has just been written: all but the newest
@@ -117,18 +142,32 @@ impl Keeper {
     pub fn tidy(&self, written: &Path) -> Result<(), Error> {
         self.still_held()?;
         let name = written.file_name().and_then(|name| name.to_str()).and_then(step_of);
+        let all = |kind| self.all(kind).map_err(|error| self.failed(error));
         match name {
             Some(("best", step)) => {
-                let mut bests = self.all("best");
+                let mut bests = all("best")?;
                 bests.retain(|(of, _)| *of != step);
                 remove_all(bests)
             }
             _ => {
-                let mut steps = self.all("step");
+                let mut steps = all("step")?;
                 steps.truncate(steps.len().saturating_sub(self.keep));
                 remove_all(steps)
             }
         }
+    }
+
+    fn failed(&self, error: io::Error) -> Error {
+        Error::storage(self.directory.display(), error)
+    }
+}
+
+/// What is absent is `None`, and no error.
+fn if_there<T>(found: io::Result<T>) -> io::Result<Option<T>> {
+    let absent = [io::ErrorKind::NotFound, io::ErrorKind::NotADirectory];
+    match found {
+        Err(error) if absent.contains(&error.kind()) => Ok(None),
+        found => found.map(Some),
     }
 }
 

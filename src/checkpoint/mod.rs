@@ -160,7 +160,8 @@ pub(crate) struct Draft {
 }
 
 impl Draft {
-    /// Reserves the space for all blocks, each of which is of the step that `progress` says.
+    /// Reserves the space for all blocks, each of which is of the step that `progress` says. The
+    /// folder above is there: one that was taken away is not made again.
     ///
     /// # Errors
     /// A file cannot be made, or the disk is full.
@@ -173,7 +174,7 @@ impl Draft {
         let failed = |error: io::Error| Error::storage(directory.display(), error);
         recover(directory).map_err(failed)?;
         let partial = with_suffix(directory, PARTIAL);
-        fs::create_dir_all(&partial).map_err(failed)?;
+        fs::create_dir(&partial).map_err(failed)?;
         let files = match run.config.train.lora {
             Some(_) => TensorFiles::of_adapters(&partial, run.model, eps)?,
             None => TensorFiles::of_model(&partial, run.model, eps)?,

@@ -60,8 +60,8 @@ impl Space {
     /// What the disk of a directory lacks for them, if it lacks anything. Checkpoints that are
     /// there already are some of them.
     pub fn misfit(&self, directory: &Path) -> Option<Misfit> {
-        let there: u64 =
-            Keeper::peek(directory).newest_first().iter().map(|(_, at)| bytes_of(at)).sum();
+        let there = Keeper::peek(directory).newest_first().unwrap_or_default();
+        let there: u64 = there.iter().map(|(_, at)| bytes_of(at)).sum();
         let free = machine::free_disk(directory.ancestors().find(|path| path.is_dir())?)?;
         let (needed, available) = (self.bytes(), free.saturating_add(there));
         (available < needed).then(|| Misfit {

@@ -11,10 +11,12 @@ use serde_json::Value;
 use tokio::task::JoinHandle;
 
 use super::Trainer;
+use crate::blocking::unblock;
 use crate::checkpoint::{self, Draft, Identity, Progress};
 use crate::config::Config;
 use crate::eps::{Eps, Saving};
 use crate::error::Error;
+use crate::folder;
 use crate::machine;
 use crate::models::Model;
 use crate::telemetry::{Ledger, Slice, SliceKind, State, Watch, unix_seconds};
@@ -46,6 +48,11 @@ impl Trainer {
     pub async fn begin_checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.end_checkpoint().await?;
         self.refresh();
+        if self.is_first() {
+            let above = folder::parent(directory).to_path_buf();
+            let made = unblock(move || folder::create(&above)).await;
+            made.map_err(|error| Error::storage(directory.display(), error))?;
+        }
         let writing = Writing {
             directory: directory.to_path_buf(),
             config: self.config.clone(),

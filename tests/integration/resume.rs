@@ -208,15 +208,19 @@ fn the_best_checkpoint_can_be_resumed() {
         fs::write(place.join("l2l.json"), "").expect("a directory of ours");
     }
     keeper.tidy(&places[1]).expect("a directory of ours");
-    assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
+    assert_eq!(newest(&keeper).as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
+}
+
+fn newest(keeper: &Keeper) -> Option<std::path::PathBuf> {
+    keeper.newest().expect("a directory of ours")
 }
 
 #[test]
 fn a_keeper_keeps_the_newest_and_the_best() {
     let folder = tempfile::tempdir().expect("a place for files");
     let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("a directory of ours");
-    assert_eq!(keeper.newest(), None);
+    assert_eq!(newest(&keeper), None);
     let places = [1, 20, 300].map(|step| keeper.place(step));
     let best = [20, 300].map(|step| keeper.best_place(step));
     let torn = keeper.place(400).with_extension("l2l-partial");
@@ -225,7 +229,7 @@ fn a_keeper_keeps_the_newest_and_the_best() {
         fs::write(place.join("l2l.json"), "").expect("a directory of ours");
     }
     keeper.tidy(&places[2]).and_then(|()| keeper.tidy(&best[0])).expect("a directory of ours");
-    assert_eq!(keeper.newest().as_ref(), Some(&places[2]));
+    assert_eq!(newest(&keeper).as_ref(), Some(&places[2]));
     assert_eq!(places.map(|place| place.exists()), [false, true, true]);
     assert_eq!(best.map(|place| place.exists()), [true, false]);
     let error = Keeper::open(&folder.path().join("new/deep"), 2).expect_err("it is taken");
@@ -237,7 +241,7 @@ fn a_keeper_keeps_the_newest_and_the_best() {
     fs::rename(&made_way, made_way.with_extension("l2l-old")).expect("a directory of ours");
     let keeper = Keeper::open(&folder.path().join("new/deep"), 2).expect("it is free");
     assert!(made_way.exists() && !made_way.with_extension("l2l-old").exists() && !torn.exists());
-    assert_eq!(keeper.newest(), Some(made_way));
+    assert_eq!(newest(&keeper), Some(made_way));
 }
 
 /// What somebody does to a directory while a run has it.

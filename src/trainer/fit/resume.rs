@@ -40,7 +40,7 @@ impl Beginning {
     ) -> Result<Beginning, Error> {
         let Some(Resume { strict }) = resume else {
             on_file?; // it must be readable, also for a run that does not use it
-            return match keeper.and_then(Keeper::newest) {
+            return match keeper.map(Keeper::newest).transpose()?.flatten() {
                 None => Ok(Beginning::New),
                 Some(found) => Err(Error::config(
                     "checkpoint.directory",
@@ -82,7 +82,7 @@ fn newest_undamaged(
     warn: &mut dyn FnMut(String),
 ) -> Result<Option<(u64, PathBuf)>, Error> {
     let mut damaged = None;
-    for (step, path) in keeper.map(Keeper::newest_first).unwrap_or_default() {
+    for (step, path) in keeper.map(Keeper::newest_first).transpose()?.unwrap_or_default() {
         match check_seal(&path) {
             Ok(()) => {
                 if damaged.is_some() {
