@@ -96,7 +96,7 @@ pub(crate) fn check_seals(config: &Config) -> Result<(), Error> {
 /// no files: it is checked when a run resumes from it.
 ///
 /// # Errors
-/// It is damaged, or somebody changed it: which file.
+/// It is damaged, or somebody changed it: which file; or the disk fails.
 pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
     let refuse = |what: String| {
         let what = format!(
@@ -105,9 +105,13 @@ pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
         );
         Error::bad_checkpoint(format_args!("checkpoint {}", directory.display()), what)
     };
+    let cannot_read = |name: &str, error| Error::unusable(directory.join(name).display(), error);
     let text = match fs::read_to_string(directory.join(RECORD)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        text => text.map_err(|error| refuse(format!("{RECORD}: {error}")))?,
+        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+            return Err(refuse(format!("{RECORD}: {error}")));
+        }
+        text => text.map_err(|error| cannot_read(RECORD, error))?,
     };
     let record: Value =
         serde_json::from_str(&text).map_err(|error| refuse(format!("{RECORD}: {error}")))?;
@@ -127,17 +131,22 @@ pub(crate) fn check_seal(directory: &Path, which: Sealed) -> Result<(), Error> {
         match file_digest(&directory.join(name)) {
             Ok(found) if digest.as_str() == Some(&found) => {}
             Ok(_) => return Err(refuse(format!("{name} is not what was written"))),
-            Err(error) => return Err(refuse(format!("{name}: {error}"))),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(refuse(format!("{name} is missing")));
+            }
+            Err(error) => return Err(cannot_read(name, error)),
         }
     }
     // A file of weights beside those that were written would be read in their place.
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut names = entries.filter_map(|entry| entry.file_name().into_string().ok());
     let is_weights = |name: &str| name.contains(".safetensors");
-    match names.find(|name| is_weights(name) && !files.contains_key(name)) {
-        Some(name) => Err(refuse(format!("{name} was not written with it"))),
-        None => Ok(()),
+    for entry in fs::read_dir(directory).map_err(|error| cannot_read(".", error))? {
+        let name = entry.map_err(|error| cannot_read(".", error))?.file_name();
+        let name = name.to_string_lossy();
+        if is_weights(&name) && !files.contains_key(&*name) {
+            return Err(refuse(format!("{name} was not written with it")));
+        }
     }
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Where a run begins: with a new model, at a checkpoint, or at the state that `eps.path` holds.
 
+use std::io;
 use std::path::PathBuf;
 
 use crate::checkpoint::{Keeper, check_seal};
@@ -55,7 +56,9 @@ impl Beginning {
         let checkpoint = newest_undamaged(keeper, strict, warn)?;
         let checkpoint_step = checkpoint.as_ref().map(|(step, _)| *step);
         let on_file = match on_file {
-            Err(error) if checkpoint_step.is_some() && !strict => {
+            Err(error)
+                if checkpoint_step.is_some() && !strict && !cannot_be_read(&error) =>
+            {
                 warn(format!("{error}: resumes from a checkpoint instead"));
                 None
             }
@@ -75,7 +78,8 @@ impl Beginning {
 /// The newest checkpoint that is as it was written, with its step.
 ///
 /// # Errors
-/// There are checkpoints, and none is; or the newest is not, and the run is strict.
+/// There are checkpoints, and none is; or the newest is not, and the run is strict; or the disk
+/// fails.
 fn newest_undamaged(
     keeper: Option<&Keeper>,
     strict: bool,
@@ -90,7 +94,7 @@ fn newest_undamaged(
                 }
                 return Ok(Some((step, path)));
             }
-            Err(error) if strict => return Err(error),
+            Err(error) if strict || cannot_be_read(&error) => return Err(error),
             Err(error) => {
                 warn(error.to_string());
                 damaged.get_or_insert(error);
@@ -98,4 +102,9 @@ fn newest_undamaged(
         }
     }
     damaged.map_or(Ok(None), Err)
+}
+
+/// Whether the disk failed. Then the state may be whole, and newer than any checkpoint.
+fn cannot_be_read(error: &Error) -> bool {
+    matches!(error, Error::Storage { source, .. } if source.kind() != io::ErrorKind::InvalidData)
 }
