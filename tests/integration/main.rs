@@ -1,7 +1,8 @@
 //! All integration tests in one program, because every test program links the whole library.
 //!
-//! One file: `cargo test --test integration exact::`. Two tests are programs of their own:
-//! `tests/memory.rs` replaces the allocator, `tests/tidy.rs` needs nothing of the library.
+//! One file: `cargo test --test integration exact::`. Some tests are programs of their own:
+//! `tests/memory.rs` replaces the allocator, `tests/tidy.rs` and `tests/faults/` need nothing of
+//! the library.
 
 #[cfg(feature = "cli")]
 mod bad_input;
