@@ -18,7 +18,11 @@ pub(crate) fn create(path: &Path) -> io::Result<()> {
         made.push(above);
     }
     fs::create_dir_all(path)?;
-    made.into_iter().rev().try_for_each(|folder| sync(parent(folder)))
+    made.into_iter().rev().try_for_each(|folder| match sync(parent(folder)) {
+        // It may be entered and not listed: then nobody but its owner can sync it.
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
+        synced => synced,
+    })
 }
 
 /// Waits until a folder's entries are on the disk, or a file.
