@@ -56,9 +56,7 @@ impl Beginning {
         let checkpoint = newest_undamaged(keeper, strict, warn)?;
         let checkpoint_step = checkpoint.as_ref().map(|(step, _)| *step);
         let on_file = match on_file {
-            Err(error)
-                if checkpoint_step.is_some() && !strict && !cannot_be_read(&error) =>
-            {
+            Err(error) if checkpoint_step.is_some() && !strict && !cannot_be_read(&error) => {
                 warn(format!("{error}: resumes from a checkpoint instead"));
                 None
             }
