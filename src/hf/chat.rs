@@ -17,7 +17,9 @@ use serde::Serialize;
 use serde_json::ser::{Formatter, PrettyFormatter, Serializer};
 use serde_json::{Map, Value};
 
+use super::caught::caught;
 use super::text::{Message, RenderedChat};
+use super::{metered, template_text};
 use crate::error::Error;
 
 fn is_assistant(message: &Message) -> bool {
@@ -31,6 +33,8 @@ const MARKS: [char; 2] = ['\u{e000}', '\u{e001}'];
 /// A chat template.
 #[derive(Clone)]
 pub struct Template {
+    /// The file that it stands in.
+    place: String,
     environment: Environment<'static>,
     special_tokens: Map<String, Value>,
     /// Whether the template marks what the assistant wrote.
@@ -58,12 +62,18 @@ impl Template {
             template_of_config(&all["chat_template"])
         };
         let Some(source) = source else { return Ok(None) };
-        let template = Template::new(&source, special_tokens.clone());
-        let refuse = |error| Error::bad_model(at.display(), format_args!("chat template: {error}"));
-        template.map(Some).map_err(refuse)
+        let place = at.display().to_string();
+        Template::new(&place, &source, special_tokens.clone()).map(Some)
     }
 
-    fn new(source: &str, special_tokens: Map<String, Value>) -> Result<Template, minijinja::Error> {
+    fn new(
+        place: &str,
+        source: &str,
+        special_tokens: Map<String, Value>,
+    ) -> Result<Template, Error> {
+        let refuse = |error| Error::bad_model(place, format_args!("chat template: {error}"));
+        let (source, has_marks) = add_marks(source);
+        template_text::check(&source).map_err(refuse)?;
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
@@ -72,9 +82,11 @@ impl Template {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, what))
         });
         environment.add_filter("tojson", python_json);
-        let (source, has_marks) = add_marks(source);
-        environment.add_template_owned("chat", source)?;
-        Ok(Template { environment, special_tokens, has_marks })
+        metered::add_limits(&mut environment);
+        let compiled = caught(|| environment.add_template_owned("chat", source));
+        compiled.map_err(refuse)?.map_err(|error| refuse(error.to_string()))?;
+        let place = place.to_string();
+        Ok(Template { place, environment, special_tokens, has_marks })
     }
 
     fn render(
@@ -92,8 +104,9 @@ impl Template {
         };
         let values =
             context! { ..values, ..minijinja::Value::from_serialize(&self.special_tokens) };
-        let template = self.environment.get_template("chat").expect("it was added");
-        template.render(values).map_err(|error| format!("chat template: {error}"))
+        let text = caught(|| metered::render(&self.environment, values));
+        let text = text.and_then(|text| text.map_err(|error| error.to_string()));
+        text.map_err(|error| format!("{}: chat template: {error}", self.place))
     }
 
     /// Renders a chat as the prompt for the assistant's next message. `tools`: descriptions of
@@ -155,14 +168,21 @@ impl Template {
     }
 }
 
+/// The widest indent of JSON. Templates use up to 4.
+const MOST_INDENT: usize = 64;
+
 /// The filter `tojson`: JSON as Python's `json.dumps` writes it.
 fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinja::Error> {
     let indent: Option<usize> = more.get("indent")?;
     let bad = |error: serde_json::Error| {
         minijinja::Error::new(ErrorKind::BadSerialization, error.to_string())
     };
-    let mut json = Vec::new();
+    let mut json = Bounded(Vec::new());
     match indent {
+        Some(indent) if indent > MOST_INDENT => {
+            let what = format!("indent = {indent} of tojson can be at most {MOST_INDENT}");
+            return Err(minijinja::Error::new(ErrorKind::InvalidOperation, what));
+        }
         Some(indent) => {
             let spaces = " ".repeat(indent);
             let formatter = PrettyFormatter::with_indent(spaces.as_bytes());
@@ -172,7 +192,25 @@ fn python_json(value: minijinja::Value, more: Kwargs) -> Result<String, minijinj
             value.serialize(&mut Serializer::with_formatter(&mut json, Spaced)).map_err(bad)?;
         }
     }
-    Ok(String::from_utf8(json).expect("JSON is UTF-8"))
+    Ok(String::from_utf8(json.0).expect("JSON is UTF-8"))
+}
+
+/// Bytes, up to the most that a rendering may make.
+struct Bounded(Vec<u8>);
+
+impl Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let most = metered::MOST_BYTES;
+        if (self.0.len() + bytes.len()) as u64 > most {
+            return Err(io::Error::other(format!("JSON of more than {} MiB", most >> 20)));
+        }
+        self.0.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 /// Writes a space behind each comma and colon, as Python does.
@@ -263,7 +301,7 @@ mod tests {
 
     #[test]
     fn without_marks_the_assistants_part_is_what_its_messages_add() {
-        let template = Template::new(PLAIN, Map::new()).expect("good");
+        let template = Template::new("here", PLAIN, Map::new()).expect("good");
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         let RenderedChat { text, assistant } =
@@ -284,7 +322,7 @@ mod tests {
                       {%- endgeneration -%}\n  {%- else %}[{{ m.content }}]{% endif %}\n\
                       {%- endfor %}";
         let specials = Map::from_iter([("eos_token".to_string(), Value::from("</s>"))]);
-        let template = Template::new(source, specials).expect("good");
+        let template = Template::new("here", source, specials).expect("good");
         let messages =
             chat(&[("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         let RenderedChat { text, assistant } =
@@ -296,14 +334,14 @@ mod tests {
     #[test]
     fn values_are_written_as_python_writes_them() {
         let source = "{% if tools is not none %}tools{% endif %}{{ messages[0] | tojson }}";
-        let template = Template::new(source, Map::new()).expect("good");
+        let template = Template::new("here", source, Map::new()).expect("good");
         let asked = template.ask(&chat(&[("user", "hi <b> & \"c\"")]), &Value::Null).expect("good");
         assert_eq!(asked, r#"{"role": "user", "content": "hi <b> & \"c\""}"#);
     }
 
     #[test]
     fn chats_that_cannot_be_trained_on_are_refused() {
-        let template = Template::new(PLAIN, Map::new()).expect("good");
+        let template = Template::new("here", PLAIN, Map::new()).expect("good");
         let refused = |roles: &[(&str, &str)]| {
             template.render_chat(&chat(roles), &Value::Null).expect_err("bad")
         };
@@ -311,7 +349,7 @@ mod tests {
         assert!(refused(&[("user", "a")]).contains("no answer to learn: its roles are user"));
         assert!(refused(&[("assistant", "\u{e000}")]).contains("private use"));
         let last = "{% if messages %}{{ messages[-1].content }}{% endif %}";
-        let rewrites = Template::new(last, Map::new()).expect("good");
+        let rewrites = Template::new("here", last, Map::new()).expect("good");
         let messages = chat(&[("assistant", "b"), ("user", "c"), ("assistant", "d")]);
         assert!(
             rewrites
@@ -319,7 +357,7 @@ mod tests {
                 .expect_err("bad")
                 .contains("{% generation %}")
         );
-        let raises = Template::new("{{ raise_exception('no ' + 'way') }}", Map::new());
+        let raises = Template::new("here", "{{ raise_exception('no ' + 'way') }}", Map::new());
         assert!(
             raises
                 .expect("good")
@@ -327,5 +365,38 @@ mod tests {
                 .expect_err("bad")
                 .contains("no way")
         );
+    }
+
+    /// Without limits, the engine renders the same.
+    #[test]
+    fn limits_change_no_text() {
+        let call =
+            serde_json::json!({ "function": { "name": "f", "arguments": { "a": [1, 2.5] } } });
+        let mut messages =
+            chat(&[("system", " s\n"), ("user", "How\n?"), ("assistant", "<think>x</think>b")]);
+        messages[2].more.insert("tool_calls".into(), serde_json::json!([call]));
+        let parameters = serde_json::json!({ "type": "object", "required": ["a"],
+            "properties": { "a": { "enum": ["x", 1] }, "b": { "type": "object" } } });
+        let tools = serde_json::json!([{ "function": { "name": "f", "parameters": parameters } }]);
+        for source in [
+            include_str!("../../fuzz/corpus/template/qwen"),
+            include_str!("../../fuzz/corpus/template/llama"),
+            include_str!("../../fuzz/corpus/template/macros"),
+        ] {
+            let with = Template::new("here", source, Map::new()).expect("good");
+            let mut without = Environment::new();
+            without.set_trim_blocks(true);
+            without.set_lstrip_blocks(true);
+            without.set_unknown_method_callback(unknown_method_callback);
+            without.add_filter("tojson", python_json);
+            without.add_template_owned("chat", add_marks(source).0).expect("good");
+            for tools in [&tools, &Value::Null] {
+                let values = context! { messages => messages, add_generation_prompt => true,
+                tools => minijinja::Value::from_serialize(tools) };
+                let plain = without.get_template("chat").expect("added").render(values);
+                let found = with.render(&messages, tools, true).expect("good");
+                assert_eq!(found, plain.expect("good"));
+            }
+        }
     }
 }

@@ -4,11 +4,17 @@
 mod adapters;
 mod average;
 #[cfg(feature = "tokenizers")]
+mod caught;
+#[cfg(feature = "tokenizers")]
 mod chat;
 mod companions;
 mod config;
 mod export;
 mod merge;
+#[cfg(feature = "tokenizers")]
+mod metered;
+#[cfg(feature = "tokenizers")]
+mod metered_calls;
 mod names;
 #[cfg(not(feature = "tokenizers"))]
 mod no_tokenizer;
@@ -16,6 +22,8 @@ mod sealed;
 mod shape;
 mod shards;
 mod tensor_files;
+#[cfg(feature = "tokenizers")]
+mod template_text;
 mod text;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;

@@ -31,6 +31,8 @@ mod fine_tuning;
 mod fit;
 mod generate;
 mod growth;
+#[cfg(feature = "tokenizers")]
+mod hostile_text;
 #[cfg(feature = "cli")]
 mod hostile_weights;
 #[cfg(all(feature = "cli", unix))]
