@@ -27,6 +27,8 @@ mod template_text;
 mod text;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;
+#[cfg(feature = "tokenizers")]
+mod tokenizer_json;
 mod weights;
 
 pub(crate) use adapters::{base_of, has_adapters, write_adapter_config};

@@ -8,14 +8,16 @@ use serde_json::{Map, Value};
 use sha2::{Digest, Sha256};
 use tokenizers::{Encoding, PostProcessor, TruncationParams, truncate_encodings};
 
+use super::caught::caught;
 use super::chat::Template;
 use super::text::Encoded;
+use super::tokenizer_json;
 use crate::error::Error;
 
 /// Turns text into tokens and back, as the files of a directory say.
 #[derive(Clone)]
 pub struct Tokenizer {
-    inner: tokenizers::Tokenizer,
+    inner: Library,
     /// The ids of all special tokens.
     specials: BTreeSet<u32>,
     /// The `eos_token`.
@@ -37,16 +39,27 @@ impl Tokenizer {
             return Ok(None);
         }
         let refuse = |what: &dyn std::fmt::Display| Error::bad_model(path.display(), what);
-        let mut inner = tokenizers::Tokenizer::from_file(&path).map_err(|error| refuse(&error))?;
+        let text = fs::read_to_string(&path).map_err(|error| refuse(&error))?;
+        tokenizer_json::check(&text).map_err(|error| refuse(&error))?;
+        let read = caught(|| text.parse::<tokenizers::Tokenizer>()).map_err(|error| {
+            refuse(&format_args!("the tokenizers library cannot read it: {error}"))
+        })?;
+        let mut inner = read.map_err(|error| refuse(&error))?;
+        drop(text);
         // The config says how long a sequence may be, and batches are padded elsewhere.
         inner.with_padding(None);
         inner.with_truncation(None).map_err(|error| refuse(&error))?;
+        let inner = Library(inner);
         let named = special_tokens(directory)?;
-        let id = |token: &str| inner.token_to_id(token);
+        let id = |token: &str| inner.ask(|inner| inner.token_to_id(token)).ok().flatten();
         let role = |role: &str| named.get(role).and_then(Value::as_str).and_then(id);
-        let added = inner.get_added_tokens_decoder().into_iter();
-        let mut specials: BTreeSet<u32> =
-            added.filter(|(_, token)| token.special).map(|(id, _)| id).collect();
+        let added = inner.ask(|inner| inner.get_added_tokens_decoder());
+        let added = added.map_err(|error| refuse(&error))?;
+        let added = added.iter().filter(|(_, token)| token.special);
+        inner.try_out(added.clone().map(|(_, token)| token.content.as_str())).map_err(|error| {
+            refuse(&format_args!("the tokenizers library fails with it: {error}"))
+        })?;
+        let mut specials: BTreeSet<u32> = added.map(|(&id, _)| id).collect();
         specials.extend(named.values().filter_map(Value::as_str).filter_map(id));
         let (end, mask) = (role("eos_token"), role("mask_token"));
         // Only chats need the template, so an error in it is reported when a chat is read.
@@ -69,11 +82,11 @@ impl Tokenizer {
         pair: Option<&str>,
         specials: bool,
     ) -> Result<Encoded, String> {
-        let encoded = match pair {
-            Some(pair) => self.inner.encode((text, pair), specials),
-            None => self.inner.encode(text, specials),
-        };
-        Ok(as_encoded(&encoded.map_err(|error| error.to_string())?))
+        let encoded = self.inner.run(|inner| match pair {
+            Some(pair) => inner.encode((text, pair), specials),
+            None => inner.encode(text, specials),
+        });
+        Ok(as_encoded(&encoded?))
     }
 
     /// Encodes the words of a text with special tokens. Also returns of each token the word that it
@@ -82,7 +95,7 @@ impl Tokenizer {
     /// # Errors
     /// The tokenizer fails.
     pub fn encode_words(&self, words: &[String]) -> Result<(Encoded, Vec<Option<usize>>), String> {
-        let encoded = self.inner.encode(words, true).map_err(|error| error.to_string())?;
+        let encoded = self.inner.run(|inner| inner.encode(words, true))?;
         let mut last = None;
         let begins = encoded.get_word_ids().iter().map(|&word| {
             let begins = word.filter(|_| word != last);
@@ -104,26 +117,30 @@ impl Tokenizer {
         most: usize,
     ) -> Result<Encoded, String> {
         // The library's own truncation cuts each text before it knows which one is longer.
-        let plain = |text| self.inner.encode(text, false).map_err(|error| error.to_string());
+        let plain = |text| self.inner.run(|inner| inner.encode(text, false));
         let (text, pair) = (plain(text)?, pair.map(plain).transpose()?);
-        let added = self.inner.get_post_processor();
-        let added = added.map_or(0, |added| added.added_tokens(pair.is_some()));
+        let added = |inner: &tokenizers::Tokenizer| {
+            inner.get_post_processor().map_or(0, |added| added.added_tokens(pair.is_some()))
+        };
+        let added = self.inner.ask(added)?;
         let max_length = most.checked_sub(added).filter(|&room| room > 0);
         let max_length = max_length.ok_or_else(|| format!("{most} positions hold no text"))?;
         let truncation = TruncationParams { max_length, ..TruncationParams::default() };
-        let cut = truncate_encodings(text, pair, &truncation);
-        let whole = cut.and_then(|(text, pair)| self.inner.post_process(text, pair, true));
-        Ok(as_encoded(&whole.map_err(|error| error.to_string())?))
+        let whole = self.inner.run(|inner| {
+            let (text, pair) = truncate_encodings(text, pair, &truncation)?;
+            inner.post_process(text, pair, true)
+        });
+        Ok(as_encoded(&whole?))
     }
 
     /// Decodes tokens, with special tokens if `with_specials`.
     pub fn decode(&self, tokens: &[u32], with_specials: bool) -> String {
-        self.inner.decode(tokens, !with_specials).unwrap_or_default()
+        self.inner.run(|inner| inner.decode(tokens, !with_specials)).unwrap_or_default()
     }
 
     /// The number of tokens, added ones included.
     pub fn vocabulary(&self) -> usize {
-        self.inner.get_vocab_size(true)
+        self.inner.ask(|inner| inner.get_vocab_size(true)).unwrap_or(0)
     }
 
     /// Whether a token is special, which is not text.
@@ -156,7 +173,42 @@ impl Tokenizer {
 
     /// The id of a token by its name.
     pub fn token(&self, name: &str) -> Option<u32> {
-        self.inner.token_to_id(name)
+        self.inner.ask(|inner| inner.token_to_id(name)).ok().flatten()
+    }
+}
+
+/// The library's tokenizer, behind the one door that every call to it goes through: some files that
+/// it reads make it panic later.
+#[derive(Clone)]
+struct Library(tokenizers::Tokenizer);
+
+impl Library {
+    fn ask<T>(&self, call: impl FnOnce(&tokenizers::Tokenizer) -> T) -> Result<T, String> {
+        caught(|| call(&self.0)).map_err(|panic| format!("the tokenizers library failed: {panic}"))
+    }
+
+    fn run<T>(
+        &self,
+        call: impl FnOnce(&tokenizers::Tokenizer) -> tokenizers::Result<T>,
+    ) -> Result<T, String> {
+        self.ask(call)?.map_err(|error| error.to_string())
+    }
+
+    /// Encodes and decodes a short text, a pair, words and all special tokens, to find at the start
+    /// of a run what would panic in its middle. What the library answers is not looked at: it may
+    /// rightly refuse a text.
+    fn try_out<'a>(&self, specials: impl Iterator<Item = &'a str>) -> Result<(), String> {
+        let specials: Vec<&str> = specials.collect();
+        let text = format!("Hello, {}\u{e9}\u{2581}1 \u{1f600}", specials.concat());
+        self.ask(|inner| {
+            let single = inner.encode(text.as_str(), true);
+            let tokens = single.map(|one| one.get_ids().to_vec()).unwrap_or_default();
+            let _ = inner.encode((text.as_str(), "a b"), true);
+            let _ = inner.encode("", true);
+            let _ = inner.encode(&["a", " b"][..], true);
+            let _ = inner.decode(&tokens, false);
+            let _ = inner.decode(&tokens, true);
+        })
     }
 }
 

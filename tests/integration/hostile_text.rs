@@ -212,3 +212,61 @@ fn a_long_chat_is_rendered() {
     let long = vec![Message::new("user", "a ".repeat(5_000_000))];
     assert!(render(template, &long).expect("10 MB").len() > 10_000_000);
 }
+
+fn tokenizer(change: impl Fn(&mut Value)) -> Result<Option<Tokenizer>, String> {
+    let text = fs::read(goldens("bpe").join("tokenizer.json")).expect("it is committed");
+    let mut all: Value = serde_json::from_slice(&text).expect("JSON");
+    change(&mut all);
+    let folder = folder_with(&[("tokenizer.json", all.to_string().as_bytes())]);
+    Tokenizer::open(folder.path()).map_err(|error| error.to_string())
+}
+
+/// Before, the library panicked: when it read the file, or at the first text.
+#[test]
+fn tokenizers_that_panic() {
+    let piece = |id: &str| json!([{ "SpecialToken": { "id": id, "type_id": 0 } }]);
+    let template = |single: Value, special: Value| {
+        json!({ "type": "TemplateProcessing", "single": single, "pair": [],
+            "special_tokens": special })
+    };
+    let second = json!([{ "Sequence": { "id": "B", "type_id": 0 } }]);
+    let uneven = json!({ "x": { "id": "x", "ids": [1, 2], "tokens": ["x"] } });
+    type Change<'a> = Box<dyn Fn(&mut Value) + 'a>;
+    let cases: [(Change<'_>, &str); 7] = [
+        (
+            Box::new(|all| all["model"]["continuing_subword_prefix"] = json!("################")),
+            "continuing_subword_prefix",
+        ),
+        (Box::new(|all| all["post_processor"] = template(piece("no"), json!({}))), "\"no\""),
+        (Box::new(|all| all["post_processor"] = template(second.clone(), json!({}))), "names B"),
+        (Box::new(|all| all["post_processor"] = template(piece("x"), uneven.clone())), "ids"),
+        (
+            Box::new(|all| {
+                all["post_processor"] = json!({ "type": "Sequence",
+                    "processors": [template(piece("no"), json!({}))] });
+            }),
+            "\"no\"",
+        ),
+        (
+            Box::new(|all| {
+                all["model"]["vocab"] = json!({ "a": 0, "b": 1 });
+                all["model"]["merges"] = json!([["a", "b"]]);
+            }),
+            "vocab has not",
+        ),
+        (
+            Box::new(|all| {
+                let step = json!({ "type": "Replace", "pattern": { "String": "a" },
+                    "content": "aaaaaaaa" });
+                all["normalizer"] =
+                    json!({ "type": "Sequence", "normalizers": vec![step.clone(); 40] });
+            }),
+            "times longer",
+        ),
+    ];
+    for (change, says) in &cases {
+        let error = tokenizer(change).err().unwrap_or_else(|| panic!("{says}: it was read"));
+        assert!(error.contains("tokenizer.json: ") && error.contains(says), "{error}");
+    }
+    tokenizer(|_| ()).expect("it is good").expect("it is there");
+}
