@@ -32,8 +32,9 @@ const MAY_BE_UNSAFE: [&str; 22] = [
 /// Every Rust file of the workspace, relative to its root.
 fn rust_files() -> Vec<(PathBuf, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut folders: Vec<PathBuf> =
-        ["src", "tests", "examples", "benches", "actors"].map(|folder| root.join(folder)).into();
+    let mut folders: Vec<PathBuf> = ["src", "tests", "examples", "benches", "actors", "fuzz"]
+        .map(|folder| root.join(folder))
+        .into();
     let mut files = Vec::new();
     while let Some(folder) = folders.pop() {
         let Ok(entries) = fs::read_dir(&folder) else { continue };

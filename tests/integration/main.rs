@@ -29,6 +29,8 @@ mod executor;
 mod fine_tuning;
 #[cfg(all(feature = "cli", feature = "prometheus"))]
 mod fit;
+#[cfg(all(feature = "cli", feature = "prometheus", feature = "tokenizers"))]
+mod fuzz;
 mod generate;
 mod growth;
 #[cfg(feature = "tokenizers")]
