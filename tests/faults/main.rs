@@ -109,7 +109,7 @@ fn check_all<T: Send>(
 ) -> Vec<String> {
     let all = cases.len();
     let cases = chosen(cases, most);
-    println!("{what}: {} of {all} cases", cases.len());
+    let count = cases.len();
     let (cases, wrong) = (Mutex::new(cases.into_iter().enumerate()), Mutex::new(Vec::new()));
     let next = || cases.lock().expect("nothing panics inside").next();
     let threads = thread::available_parallelism().map_or(1, NonZero::get);
@@ -126,6 +126,7 @@ fn check_all<T: Send>(
     });
     let mut wrong = wrong.into_inner().expect("nothing panics inside");
     wrong.sort();
+    println!("{what}: {count} of {all} cases, {} wrong", wrong.len());
     wrong.into_iter().map(|(_, problem)| format!("{what}: {problem}")).collect()
 }
 
