@@ -231,7 +231,7 @@ fn toml(_: &Path, bytes: &[u8]) -> Outcome {
 fn http(_: &Path, bytes: &[u8]) -> Outcome {
     static SERVER: LazyLock<Server> = LazyLock::new(|| {
         let here = "127.0.0.1:0".parse().expect("an address");
-        Server::start(Some(here), "fuzz").expect("a port")
+        Server::start(Some(here), &[], "fuzz").expect("a port")
     });
     let address = SERVER.address().expect("it listens");
     let ask = |request: &[u8]| -> std::io::Result<Vec<u8>> {

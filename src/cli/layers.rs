@@ -148,7 +148,8 @@ impl Layers {
     /// Adds the value of a flag that has a key of its own, such as `--format`.
     pub(super) fn own_flag(&mut self, flag: &str, key: &str, value: Option<String>) {
         if let Some(value) = value {
-            self.values.insert(key.into(), (Value::String(value), Origin::Flag(flag.into())));
+            let value = if value == "true" { Value::Boolean(true) } else { Value::String(value) };
+            self.values.insert(key.into(), (value, Origin::Flag(flag.into())));
         }
     }
 

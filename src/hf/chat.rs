@@ -245,7 +245,7 @@ fn template_of_config(template: &Value) -> Option<String> {
 fn add_marks(source: &str) -> (String, bool) {
     let (mut out, mut rest, mut has_marks) = (String::new(), source, false);
     while let Some(at) = rest.find("{%") {
-        let Some(end) = rest[at..].find("%}").map(|end| at + end) else { break };
+        let Some(end) = rest[at + 2..].find("%}").map(|end| at + 2 + end) else { break };
         let inner = &rest[at + 2..end];
         let sign = |sign: Option<char>| match sign {
             Some('-') => "-",

@@ -100,7 +100,7 @@ pub fn export(
     };
     let source_of_dtypes = base.filter(|base| *base != weights_from).filter(has_weights);
     let dtypes = Dtypes::of(options.dtype, source_of_dtypes)?;
-    // The copy is made beside its place, in a directory that one export has alone, and then renamed.
+    // The copy is made beside its place, in a directory that is one export's alone, and renamed.
     let to = &to.components().collect::<PathBuf>();
     let mut partial = to.clone().into_os_string();
     partial.push(".l2l-partial");

@@ -21,9 +21,9 @@ mod no_tokenizer;
 mod sealed;
 mod shape;
 mod shards;
-mod tensor_files;
 #[cfg(feature = "tokenizers")]
 mod template_text;
+mod tensor_files;
 mod text;
 #[cfg(feature = "tokenizers")]
 mod tokenizer;

@@ -129,7 +129,9 @@ impl TensorFiles {
         let bytes: usize = tensors.values().map(|tensor| tensor.bytes()).sum();
         let made = || {
             let file = File::create(partial(&path))?;
-            reserve(&file, begin + bytes as u64)?;
+            if file.metadata()?.is_file() {
+                reserve(&file, begin + bytes as u64)?;
+            }
             file.write_all_at(&len, 0)?;
             file.write_all_at(&header, len.len() as u64)?;
             Ok(file)

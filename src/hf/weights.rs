@@ -109,9 +109,9 @@ pub(super) fn state_tensors(model: &Model, eps: &Eps) -> FileTensors {
     eps.state_parts().flat_map(|part| file_tensors(model, eps, part)).collect()
 }
 
-/// Reads a directory's weights into the EPS. [`Load::to_train`] lets the files lack the tensors of a
-/// head, which then keep their initial values: a pretrained model gets a new head. Returns their
-/// names.
+/// Reads a directory's weights into the EPS. With [`Load::to_train`] the files may lack the tensors
+/// of a head, which then keep their initial values: a pretrained model gets a new head. Returns
+/// their names.
 ///
 /// # Errors
 /// The file, and the tensors that are missing, unknown or of another shape.

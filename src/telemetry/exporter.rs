@@ -65,7 +65,8 @@ impl Exporter {
         }
     }
 
-    /// Writes the last metrics to `metrics.file`. Returns what went wrong if that fails: the run is over.
+    /// Writes the last metrics to `metrics.file`. Returns what went wrong if that fails: the run is
+    /// over.
     pub(crate) fn write_file(&self) -> Option<String> {
         let (path, server) = (self.file.as_ref()?, self.server.as_ref()?);
         let error = replace(path, &server.text()).err()?;

@@ -150,8 +150,8 @@ impl Arena {
     /// # Safety
     /// Nobody writes them while the slice lives.
     pub(crate) unsafe fn read(&self, view: View) -> &[f32] {
-        // SAFETY: inside, as `place` checks; aligned, for a page is; initialised, for pages are zeroed;
-        // not written meanwhile, by the caller.
+        // SAFETY: inside, as `place` checks; aligned, for a page is; initialised, for pages are
+        // zeroed; not written meanwhile, by the caller.
         unsafe { std::slice::from_raw_parts(self.place(view), view.len()) }
     }
 

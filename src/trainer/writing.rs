@@ -11,7 +11,6 @@ use serde_json::Value;
 use tokio::task::JoinHandle;
 
 use super::Trainer;
-use crate::blocking::unblock;
 use crate::checkpoint::{self, Draft, Identity, Progress};
 use crate::config::Config;
 use crate::eps::{Eps, Saving};
@@ -48,13 +47,10 @@ impl Trainer {
     pub async fn begin_checkpoint(&mut self, directory: &Path) -> Result<(), Error> {
         self.end_checkpoint().await?;
         self.refresh();
-        if self.is_first() {
-            let above = folder::parent(directory).to_path_buf();
-            let made = unblock(move || folder::create(&above)).await;
-            made.map_err(|error| Error::storage(directory.display(), error))?;
-        }
         let writing = Writing {
             directory: directory.to_path_buf(),
+            // One that is taken away from now on is not made again.
+            makes_folder: !folder::parent(directory).is_dir(),
             config: self.config.clone(),
             model: self.model.clone(),
             source_config: self.source_config.clone(),
@@ -114,6 +110,8 @@ impl Trainer {
 /// A checkpoint with all that it needs.
 struct Writing {
     directory: PathBuf,
+    /// Whether the folder that it is in is to be made.
+    makes_folder: bool,
     config: Config,
     model: Arc<Model>,
     source_config: Value,
@@ -179,6 +177,10 @@ impl Writing {
             data: &self.data,
             changes: false,
         };
+        if self.makes_folder {
+            let made = folder::create(folder::parent(&self.directory));
+            made.map_err(|error| Error::storage(self.directory.display(), error))?;
+        }
         let draft = Draft::begin(&self.directory, run, eps, &self.progress)?;
         let mut blocks: Vec<BlockId> = (0..self.model.blocks.len() as u32).map(BlockId).collect();
         if self.is_backward {

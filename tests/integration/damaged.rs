@@ -3,6 +3,9 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+
+use tempfile::NamedTempFile;
 
 use crate::program::{events, good, of_kind, output};
 
@@ -24,7 +27,10 @@ const SETTINGS: [&str; 13] = [
 
 /// A command about a run whose checkpoints lie in a folder.
 fn arguments(command: &str, folder: &Path, more: &[&str]) -> Vec<String> {
-    let mut all = vec![command.to_string()];
+    // A config of defaults, in place of the built-in one.
+    static EMPTY: LazyLock<NamedTempFile> =
+        LazyLock::new(|| NamedTempFile::with_suffix(".toml").expect("a place for files"));
+    let mut all = vec![command.to_string(), EMPTY.path().display().to_string()];
     let directory = format!("checkpoint.directory={}", folder.display());
     for set in SETTINGS.into_iter().chain([&directory[..]]) {
         all.extend(["--set".to_string(), set.to_string()]);
@@ -143,10 +149,11 @@ fn weights_that_are_no_numbers_are_named() {
     let again = at.join("again").display().to_string();
     let model = ["--model", &to];
     let data = ["--set", "data.validation=random", "--set", "validation.batches=1"];
+    let path_of_model = format!("model.path={to}");
     let commands = [
         arguments("eval", at, &[&model[..], &data].concat()),
         arguments("export", at, &[&model[..], &["--to", &again]].concat()),
-        arguments("train", &at.join("new"), &["--set", &format!("model.path={to}")]),
+        arguments("train", &at.join("new"), &["--set", "model=", "--set", &path_of_model]),
     ];
     for command in commands {
         let error = refused(&command);

@@ -343,7 +343,7 @@ pub(super) const ALERTS: &[Alert] = &[
         after: "0s",
         severity: "critical",
         summary: "a checkpoint could not be written",
-        means: "The run ends with the error, or trains on with `checkpoint.on_error = \"continue\"`. \
+        means: "The run ends with the error, or warns and trains on (`checkpoint.on_error`). \
             Earlier checkpoints are untouched.",
         todo: &[
             "The error says why: the disk is full, or the directory is no longer writable.",
