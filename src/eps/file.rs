@@ -48,7 +48,7 @@ pub(crate) struct FileTier {
     current: Mutex<Current>,
     /// Holds one part of a block, for reads and writes between steps.
     buffer: Mutex<Arena>,
-    /// Keep other runs away from the folder until they are dropped: the file `lock`, and the blocks.
+    /// Its file `lock` and its blocks: they keep other runs away until they are dropped.
     locks: Option<[Lock; 2]>,
 }
 

@@ -100,7 +100,7 @@ pub fn export(
     };
     let source_of_dtypes = base.filter(|base| *base != weights_from).filter(has_weights);
     let dtypes = Dtypes::of(options.dtype, source_of_dtypes)?;
-    // The copy is made beside its place, in a directory that is one export's alone, and renamed.
+    // The copy is made beside its place, in a directory that one export has alone, and renamed.
     let to = &to.components().collect::<PathBuf>();
     let mut partial = to.clone().into_os_string();
     partial.push(".l2l-partial");
@@ -142,8 +142,10 @@ const LOCK: &str = ".l2l-lock";
 fn clear(partial: &Path) -> io::Result<()> {
     for entry in fs::read_dir(partial)? {
         let entry = entry?;
-        if entry.file_name() != LOCK {
-            fs::remove_file(entry.path())?;
+        match (entry.file_name() == LOCK, entry.file_type()?.is_dir()) {
+            (true, _) => {}
+            (false, true) => fs::remove_dir_all(entry.path())?,
+            (false, false) => fs::remove_file(entry.path())?,
         }
     }
     Ok(())

@@ -1,6 +1,5 @@
 //! Files that a run writes once, at its end.
 
-use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -47,14 +46,14 @@ fn target(path: &Path) -> PathBuf {
     path.canonicalize().unwrap_or_else(|_| path.to_path_buf()) // there is nothing yet
 }
 
-fn beside(path: &Path) -> OsString {
+fn beside(path: &Path) -> PathBuf {
     let mut beside = path.as_os_str().to_owned();
     beside.push(".partial");
-    beside
+    beside.into()
 }
 
 /// Writes a file, and waits until it is on the disk: some disks say only then that they are full.
-fn write(path: &OsString, text: &str) -> io::Result<()> {
+fn write(path: &Path, text: &str) -> io::Result<()> {
     let mut file = File::create(path)?;
     file.write_all(text.as_bytes())?;
     file.sync_all()

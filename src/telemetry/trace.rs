@@ -53,8 +53,8 @@ struct Output {
 }
 
 impl Trace {
-    /// Opens a file, whose old content stays until there is something to write; what is no file has
-    /// none, and the first bracket at once. `run` names it in the viewer. In a run of several ranks
+    /// Opens a file, whose old content stays until there is something to write. What is no regular
+    /// file gets the first bracket at once. `run` names it in the viewer. In a run of several ranks
     /// it is for the first.
     ///
     /// # Errors

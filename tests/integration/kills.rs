@@ -49,7 +49,13 @@ impl Case {
     fn all() -> Vec<Case> {
         let places = [Keeps::Checkpoints, Keeps::File, Keeps::Both];
         let small = ["model.layers=2", "model.hidden=32", "model.heads=4", "model.positions=32"];
-        let more = ["data.packing=true", "data.sequence_length=32", "step.batch=4"];
+        let more = [
+            "model.vocabulary=256",
+            "data.packing=true",
+            "data.sequence_length=32",
+            "step.batch=4",
+            "validation.batches=1",
+        ];
         let packed = small.into_iter().chain(more).map(String::from).collect();
         let mut all = vec![
             Case { name: "packed".into(), settings: packed, keeps: Keeps::Both },
