@@ -196,6 +196,7 @@ impl Shared {
             .timer(TokioTimer::new())
             .header_read_timeout(PATIENCE)
             .keep_alive(false)
+            .half_close(true) // a probe may end its side before it reads
             .max_headers(door::HEADERS)
             .max_buf_size(door::HEAD_BYTES)
             .serve_connection(TokioIo::new(stream), answer);

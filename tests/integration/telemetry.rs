@@ -374,9 +374,11 @@ fn clients_may_do_what_they_like() {
     let text = get(address, "/metrics");
     assert!(text.contains("# TYPE l2l_exposed_wait_seconds_total counter"), "{text}");
     assert!(text.contains("l2l_state{run=\"tested\",state=\"ended\"} 1"));
-    // The run had one process, no validation and no loss scale, and nothing measured the machine's
-    // speed limit.
+    // The run had one process, no validation, no loss scale and no checkpoint, and nothing measured
+    // the machine's speed limit.
     let untold = [
+        "l2l_checkpoint_bytes",
+        "l2l_checkpoint_disk_free_bytes",
         "l2l_validation_loss",
         "l2l_validation_metric",
         "l2l_speed_of_light_ratio",
