@@ -408,11 +408,11 @@ fn with_checks<'source>(
         I::BuildMacro(..) => {
             out.extend([call("l2l.macro", 0), I::DiscardTop, instruction.clone()]);
         }
-        I::ApplyFilter(name, arguments, _) => named("l2l.filter", *name, *arguments),
+        I::ApplyFilter(name, arguments, _) => named("l2l.filter", name, *arguments),
         I::PerformTest(name, arguments, _) if metered_calls::reads(name) => {
-            named("l2l.test", *name, *arguments);
+            named("l2l.test", name, *arguments);
         }
-        I::CallMethod(name, arguments) => named("l2l.method", *name, *arguments),
+        I::CallMethod(name, arguments) => named("l2l.method", name, *arguments),
         I::BuildList(_) | I::BuildMap(_) | I::CallFunction(..) | I::CallObject(_) => {
             out.extend([instruction.clone(), call("l2l.settle", 1)])
         }
