@@ -10,7 +10,7 @@ use crate::machine;
 use crate::models::{BlockTensors, Model};
 use crate::optimizers::{StateLayout, UpdateRule};
 
-/// See the [module](self).
+/// How large a checkpoint is, and how many there are at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
     /// Bytes of a checkpoint's numbers.
