@@ -2,7 +2,7 @@
 
 use std::{fmt, io};
 
-use l2l_actors::Problem;
+use l2l_actors::{Cause, Problem};
 
 /// An error of this crate. [`kind`](Error::kind) also looks into errors of the ring.
 #[derive(Debug, thiserror::Error)]
@@ -211,6 +211,15 @@ impl Error {
         }
     }
 
+    /// Whether a block of the EPS is not what was written: the state on file is of no use.
+    pub(crate) fn is_damage(&self) -> bool {
+        let damaged = l2l_actors::Integrity::Damaged;
+        let Error::Ring(l2l_actors::RingError::Failed { integrity, .. }) = self else {
+            return false;
+        };
+        *integrity == damaged
+    }
+
     /// The exit status of a command that ends with it: 2 when nothing was started, else 1.
     pub fn exit_code(&self) -> u8 {
         match self {
@@ -232,18 +241,33 @@ fn of_storage(error: &io::Error) -> ErrorKind {
 /// The kind of the error that stopped the ring, or of what that error came from.
 fn of_ring(error: &l2l_actors::RingError) -> ErrorKind {
     let l2l_actors::RingError::Failed { cause, .. } = error else { return ErrorKind::Ring };
-    let Problem::Error(first) = &cause.problem else { return ErrorKind::Ring };
-    let mut next: Option<&(dyn std::error::Error + 'static)> = Some(first.as_ref());
-    while let Some(error) = next {
+    for error in sources(cause) {
         if let Some(error) = error.downcast_ref::<io::Error>() {
             return of_storage(error);
         }
         if error.is::<NotFinite>() {
             return ErrorKind::NotFinite;
         }
-        next = error.source();
     }
     ErrorKind::Ring
+}
+
+/// Whether the ring was stopped by a block that is not what was written.
+pub(crate) fn is_damage(cause: &Cause) -> bool {
+    let is = |error: &(dyn std::error::Error + 'static)| {
+        let storage = error.downcast_ref::<io::Error>();
+        storage.is_some_and(|error| error.kind() == io::ErrorKind::InvalidData)
+    };
+    sources(cause).any(is)
+}
+
+/// The error that stopped the ring, and what it came from.
+fn sources(cause: &Cause) -> impl Iterator<Item = &(dyn std::error::Error + 'static)> {
+    let first: Option<&(dyn std::error::Error + 'static)> = match &cause.problem {
+        Problem::Error(first) => Some(first.as_ref()),
+        _ => None,
+    };
+    std::iter::successors(first, |error| error.source())
 }
 
 impl From<l2l_actors::Refusal> for Error {

@@ -34,6 +34,9 @@ pub enum Integrity {
     /// Some were updated and some were not, or an update did not end well (then the versions, of
     /// what was published last, may all be the same): recover from the last checkpoint.
     Torn(Vec<Version>),
+    /// A block was read that is not what was written. Whoever keeps the blocks says so: the ring
+    /// cannot tell.
+    Damaged,
 }
 
 impl fmt::Display for Integrity {
@@ -42,6 +45,9 @@ impl fmt::Display for Integrity {
             Integrity::Whole(version) => write!(f, "the model is whole, as of step {version}"),
             Integrity::Torn(_) => {
                 write!(f, "the model is torn: go back to the last state that was kept")
+            }
+            Integrity::Damaged => {
+                write!(f, "a block is damaged where it is kept: go back to a checkpoint")
             }
         }
     }

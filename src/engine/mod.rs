@@ -23,7 +23,7 @@ use crate::blocking::unblock;
 use crate::config::{Config, NonFinite};
 use crate::data::Batch;
 use crate::eps::Saving;
-use crate::error::Error;
+use crate::error::{self, Error};
 use crate::fabric::parts::Parts;
 use crate::models::{LayerSelection, Model};
 use crate::optimizers::{LossScale, ScaleState};
@@ -269,6 +269,9 @@ impl Engine {
     fn in_training_steps(&self, error: l2l_actors::RingError) -> Error {
         use l2l_actors::RingError::Failed;
         match error {
+            Failed { cause, .. } if error::is_damage(&cause) => {
+                Error::Ring(Failed { cause, integrity: Integrity::Damaged })
+            }
             Failed { cause, integrity: Integrity::Whole(version) } => {
                 // The model is in the state after the last step, or after the step before it.
                 let undone = u64::from(version < self.begun && self.last_trained);

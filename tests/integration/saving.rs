@@ -1,11 +1,14 @@
 //! Checkpoints that are written while training goes on: they hold the state of their step, whatever
 //! the steps behind them do, and steps behind them compute what they would without.
 
-use std::path::Path;
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
 
-use l2l::config::{CompressionKind, Dtype, EpsTier, MasterDtype, OptimizerKind};
+use async_trait::async_trait;
+use l2l::config::{CompressionKind, Dtype, EpsTier, MasterDtype, OnError, OptimizerKind};
 use l2l::data::Batches;
-use l2l::{Config, Trainer};
+use l2l::{Callbacks, Config, Error, RunMessage, StepReport, Trainer};
 use tempfile::TempDir;
 
 const STEPS: u64 = 5;
@@ -29,10 +32,10 @@ fn config() -> Config {
 }
 
 /// Losses' bits of a run, and the digest of its weights.
-type Result = (Vec<u64>, String);
+type Outcome = (Vec<u64>, String);
 
 /// Trains from step `from` on; begins a checkpoint at a step, if there is one to begin.
-async fn run(mut trainer: Trainer, mut batches: Batches, save: Option<(u64, &Path)>) -> Result {
+async fn run(mut trainer: Trainer, mut batches: Batches, save: Option<(u64, &Path)>) -> Outcome {
     let mut losses = Vec::new();
     while trainer.progress().step < STEPS {
         let batch = batches.next().await.expect("random data");
@@ -142,4 +145,54 @@ async fn a_checkpoint_is_complete_also_where_the_next_step_fails() {
     let (mut resumed, _) =
         Trainer::builder(config).resume(&place).open().await.expect("a checkpoint of ours");
     assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
+}
+
+/// Puts a file where the directory of the second checkpoint is to be made.
+struct Obstacle {
+    directory: PathBuf,
+    messages: Vec<RunMessage>,
+}
+
+#[async_trait]
+impl Callbacks for Obstacle {
+    async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
+        if it.step == 1 {
+            let at = self.directory.join("step-00000002.l2l-partial");
+            fs::write(at, "in the way").expect("a directory of ours");
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    fn message(&mut self, message: &RunMessage) {
+        self.messages.push(message.clone());
+    }
+}
+
+/// A checkpoint that cannot be written ends the run, or is told of while the run trains on. Those
+/// before it stay.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_checkpoint_that_cannot_be_written_costs_none_of_the_others() {
+    for on_error in [OnError::Stop, OnError::Continue] {
+        let folder = tempfile::tempdir().expect("a place for files");
+        let mut config = config();
+        config.checkpoint.directory = Some(folder.path().into());
+        (config.checkpoint.every_steps, config.checkpoint.keep) = (Some(1), 9);
+        config.checkpoint.on_error = on_error;
+        let mut obstacle = Obstacle { directory: folder.path().into(), messages: Vec::new() };
+        let fitted = Trainer::fit(config).run(&mut obstacle).await;
+        let is_there = |step: u64| folder.path().join(format!("step-{step:08}/l2l.json")).exists();
+        assert!(is_there(1) && !is_there(2));
+        if on_error == OnError::Stop {
+            let error = fitted.expect_err("the second one cannot be written").to_string();
+            assert!(error.contains("step-00000002"), "{error}");
+            continue;
+        }
+        assert_eq!(fitted.expect("it trains on").summary.steps, STEPS);
+        assert!(is_there(3) && is_there(STEPS));
+        let is_told = |message: &RunMessage| {
+            matches!(message, RunMessage::Warning(text)
+            if text.contains("the checkpoint of step 2 was not written"))
+        };
+        assert_eq!(obstacle.messages.iter().filter(|message| is_told(message)).count(), 1);
+    }
 }

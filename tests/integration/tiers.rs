@@ -162,6 +162,7 @@ fn data_that_changed_on_the_disk_is_reported() {
     let said = String::from_utf8_lossy(&failed.stderr);
     assert_eq!(failed.status.code(), Some(1), "{said}");
     assert!(said.contains("is not what was written") && said.contains("block"), "{said}");
+    assert!(!said.contains("is whole") && !said.contains("continue with --resume"), "{said}");
 
     // A file that was cut short gets its length back, but not its content.
     file.set_len(len / 2).expect("it is ours");

@@ -302,9 +302,14 @@ impl Prepared {
             Ok(_) => watch.set_ended(),
             Err(_) => watch.set_failed(),
         }
-        if let (Err(_), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
-            let text =
-                format!("eps.path holds the state after step {step}: continue with --resume");
+        if let (Err(error), Ok(Some(step))) = (&outcome, state_on_file(&config)) {
+            let text = if error.is_damage() {
+                "eps.path has a damaged block: remove the folder, and --resume goes on from the \
+                 newest checkpoint"
+                    .into()
+            } else {
+                format!("eps.path holds the state after step {step}: continue with --resume")
+            };
             callbacks.message(&RunMessage::Warning(text));
         }
         callbacks.ended(outcome.as_ref());
