@@ -19,7 +19,8 @@ pub(crate) struct Record {
     pub(crate) data: Vec<u8>,
 }
 
-/// Reads a journal. Paths are relative to the folder `below`.
+/// Reads a journal. Paths are relative to the folder `below`. The last record is left out where the
+/// process ended while it wrote it.
 pub(crate) fn read(mut bytes: &[u8], below: &str) -> Vec<Record> {
     let mut all = Vec::new();
     while let Some(end) = bytes.iter().position(|&byte| byte == b'\n') {
@@ -33,6 +34,9 @@ pub(crate) fn read(mut bytes: &[u8], below: &str) -> Vec<Record> {
         let length: usize = length.parse().expect("a number");
         let relative =
             |path: &str| path.strip_prefix(below).unwrap_or(path).trim_start_matches('/').into();
+        if bytes.len() <= end + 1 + length {
+            break;
+        }
         let mut paths = paths.split('\t');
         all.push(Record {
             number: number.parse().expect("a number"),

@@ -118,6 +118,7 @@ fn check_all<T: Send>(
             scope.spawn(|| {
                 while let Some((nth, case)) = next() {
                     if let Err(problem) = check(nth, case) {
+                        println!("{what}: {problem}");
                         wrong.lock().expect("nothing panics inside").push((nth, problem));
                     }
                 }
