@@ -37,13 +37,14 @@ impl Lock {
     /// # Errors
     /// What became of it.
     pub(crate) fn still_held(&self) -> io::Result<()> {
+        let at = self.path.display().to_string();
+        let failed = |error: io::Error| io::Error::new(error.kind(), format!("{at:?}: {error}"));
         let what = match fs::metadata(&self.path) {
-            Ok(there) if is_same(&there, &self.file.metadata()?) => return Ok(()),
+            Ok(there) if is_same(&there, &self.file.metadata().map_err(failed)?) => return Ok(()),
             Ok(_) => "was replaced by another",
             Err(error) if error.kind() == ErrorKind::NotFound => "was removed or renamed",
-            Err(error) => return Err(error),
+            Err(error) => return Err(failed(error)),
         };
-        let at = self.path.display().to_string();
         Err(io::Error::other(format!("{at:?} {what} while this run had it")))
     }
 }

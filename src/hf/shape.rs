@@ -205,7 +205,7 @@ fn check_shape(shape: &Shape) -> Result<(), Error> {
 fn check_heads(shape: &Shape) -> Result<(), Error> {
     let Shape { hidden, heads, head_size, kv_heads, names, .. } = *shape;
     // Where config.json does not name a head size, the heads share the channels evenly.
-    let is_even = head_size * heads == hidden || names.has_head_size();
+    let is_even = head_size.checked_mul(heads) == Some(hidden) || names.has_head_size();
     if !is_even || head_size > HEAD_LIMIT || head_size == 0 {
         let problem = format_args!(
             "is {hidden}, model.heads {heads}: hidden must be a multiple of heads, and at most \

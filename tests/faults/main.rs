@@ -23,19 +23,25 @@ use journal::Record;
 use scenario::{Bench, Ended, Place, Scenario, safe_step};
 
 const CHECKPOINTS: Scenario =
-    Scenario { name: "checkpoints", checkpoints: true, on_file: false, kills: &[] };
+    Scenario { name: "checkpoints", checkpoints: true, on_file: false, kills: &[], replaced: None };
 
 const ON_FILE: Scenario =
-    Scenario { name: "on file", checkpoints: false, on_file: true, kills: &[] };
+    Scenario { name: "on file", checkpoints: false, on_file: true, kills: &[], replaced: None };
 
-const BOTH: Scenario =
-    Scenario { name: "on file, with checkpoints", checkpoints: true, on_file: true, kills: &[] };
+const BOTH: Scenario = Scenario {
+    name: "on file, with checkpoints",
+    checkpoints: true,
+    on_file: true,
+    kills: &[],
+    replaced: None,
+};
 
 const RESUMED_PARTIAL: Scenario = Scenario {
     name: "resumed with a checkpoint that was not complete",
     checkpoints: true,
     on_file: false,
     kills: &["rename step-00000002"],
+    replaced: None,
 };
 
 const RESUMED_REMOVED: Scenario = Scenario {
@@ -43,13 +49,15 @@ const RESUMED_REMOVED: Scenario = Scenario {
     checkpoints: true,
     on_file: false,
     kills: &["remove config.json"],
+    replaced: None,
 };
 
 const RESUMED_REPLACED: Scenario = Scenario {
     name: "resumed on file with a checkpoint that was being replaced",
     checkpoints: true,
     on_file: true,
-    kills: &["mkdir step-00000002.l2l-partial", "rename best-00000002"],
+    kills: &["rename step-00000002"],
+    replaced: Some("best-00000002"),
 };
 
 const RESUMED_INDEX: Scenario = Scenario {
@@ -57,6 +65,7 @@ const RESUMED_INDEX: Scenario = Scenario {
     checkpoints: false,
     on_file: true,
     kills: &["sync eps/index.1"],
+    replaced: None,
 };
 
 const RESUMED_BLOCKS: Scenario = Scenario {
@@ -64,6 +73,7 @@ const RESUMED_BLOCKS: Scenario = Scenario {
     checkpoints: false,
     on_file: true,
     kills: &["truncate eps/index.1"],
+    replaced: None,
 };
 
 const SCENARIOS: [&Scenario; 8] = [

@@ -43,6 +43,9 @@ pub(crate) struct Scenario {
     pub(crate) on_file: bool,
     /// As `FAULTS_ON` in the shim: each process is killed at one, and the next resumes.
     pub(crate) kills: &'static [&'static str],
+    /// A checkpoint that they leave under the name that it has while it is replaced: as a kill
+    /// between the two renames does.
+    pub(crate) replaced: Option<&'static str>,
 }
 
 /// What is the same for all runs of a test.
@@ -109,7 +112,13 @@ impl Bench {
             fs::write(model.join(name), text).expect("room on a disk");
         }
         let mut bench = Bench { folder, shim, digest: String::new() };
-        let scenario = Scenario { name: "unbroken", checkpoints: true, on_file: false, kills: &[] };
+        let scenario = Scenario {
+            name: "unbroken",
+            checkpoints: true,
+            on_file: false,
+            kills: &[],
+            replaced: None,
+        };
         let place = bench.place("unbroken");
         let ended = bench.train(&scenario, &place, false, &[]);
         bench.digest = ended.digest().unwrap_or_else(|| panic!("{}", ended.said)).to_string();
@@ -150,8 +159,7 @@ impl Bench {
         if resume {
             command.arg("--resume");
         }
-        command.env("LD_PRELOAD", &self.shim).env("FAULTS_BELOW", &disk);
-        command.env("FAULTS_JOURNAL", place.journal());
+        self.preloaded(&mut command, place);
         command.envs(faults.iter().copied()).stdin(Stdio::null());
         let output = command.output().expect("the program runs");
         Ended {
@@ -170,7 +178,20 @@ impl Bench {
             assert_eq!(ended.status, Some(137), "{}: {kill}: {}", scenario.name, ended.said);
             safe = safe.max(safe_step(scenario, &ended.out));
         }
+        if let Some(name) = scenario.replaced {
+            let at = place.disk().join("checkpoints").join(name);
+            let mut rename = Command::new("mv");
+            rename.arg(&at).arg(at.with_extension("l2l-old"));
+            assert!(self.preloaded(&mut rename, place).status().expect("there is mv").success());
+            safe = safe.max(2);
+        }
         safe
+    }
+
+    /// A command whose calls on the storage are in the journal.
+    fn preloaded<'c>(&self, command: &'c mut Command, place: &Place) -> &'c mut Command {
+        command.env("LD_PRELOAD", &self.shim).env("FAULTS_BELOW", place.disk());
+        command.env("FAULTS_JOURNAL", place.journal())
     }
 
     /// Resumes, without faults, and checks that the run ends as if nothing had happened.

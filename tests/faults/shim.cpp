@@ -381,6 +381,12 @@ int rename(const char* from, const char* to) {
     return change('s', "rename", from, to, [&] { return REAL(rename)(from, to); });
 }
 
+// Of `mv`, with whole paths.
+int renameat2(int fd, const char* from, int to_fd, const char* to, unsigned flags) {
+    return change('s', "rename", from, to,
+                  [&] { return REAL(renameat2)(fd, from, to_fd, to, flags); });
+}
+
 int linkat(int from, const char* old, int to, const char* name, int flags) {
     std::string path = path_at(from, old), made = path_at(to, name);
     auto real = [&] { return REAL(linkat)(from, old, to, name, flags); };
