@@ -375,8 +375,12 @@ mod tests {
         let mut messages =
             chat(&[("system", " s\n"), ("user", "How\n?"), ("assistant", "<think>x</think>b")]);
         messages[2].more.insert("tool_calls".into(), serde_json::json!([call]));
-        let parameters = serde_json::json!({ "type": "object", "required": ["a"],
-            "properties": { "a": { "enum": ["x", 1] }, "b": { "type": "object", "properties": {} } } });
+        let properties = serde_json::json!({
+            "a": { "enum": ["x", 1] }, "b": { "type": "object", "properties": {} }
+        });
+        let parameters = serde_json::json!({
+            "type": "object", "required": ["a"], "properties": properties
+        });
         let tools = serde_json::json!([{ "function": { "name": "f", "parameters": parameters } }]);
         for source in [
             include_str!("../../fuzz/corpus/template/qwen"),
