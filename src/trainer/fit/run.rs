@@ -69,7 +69,9 @@ impl Run<'_> {
                 self.save().await?;
             }
             // A state that was complete is written, also where the ring failed behind it.
-            self.end_checkpoint().await?;
+            if let Err(lost) = self.end_checkpoint().await {
+                self.callbacks.message(&RunMessage::Warning(lost.to_string()));
+            }
             return Err(error);
         }
         if self.is_out_of_patience() {
