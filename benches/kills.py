@@ -3,14 +3,14 @@
     python3 benches/kills.py [--kills 500] [--seed 0] [--seconds 0] [--ranks 2] [--only WORD]
 
 L2L names the program (default target/release/l2l). Every kill is a SIGKILL at a moment drawn from
-the time that the command takes unbroken; of runs that go on, from the first 40 % of it. Cases: all families of tests/goldens in turn with
-checkpoints, with the EPS on file, and with both; packed data, LoRA, bf16, frozen parts in NF4;
-`export`, `eval` and `tune` of a trained model; with --ranks a run of several processes, of which
-one is killed (the program is then one with MPI).
+the time that the command takes unbroken; of runs that go on, from the first 40 % of it. Cases: all
+families of tests/goldens in turn with checkpoints, with the EPS on file, and with both; packed
+data, LoRA, bf16, frozen parts in NF4; `export`, `eval` and `tune` of a trained model; with --ranks
+a run of several processes, of which one is killed (the program is then one with MPI).
 
 After each kill the run is resumed, and killed again or left to its end. Wrong: its weights_digest
 is not that of the unbroken run. Lost: it resumed from a step before one that was complete on the
-disk before the kill, or announced by the step after it. Refused: it did not resume. Left: files
+disk before the kill, or announced by the second step after it. Refused: it did not resume. Left: files
 that nobody will ever read or remove.
 """
 
@@ -205,9 +205,9 @@ def train_case(case, kills, chance, tally):
                 break
             done += 1
             tally["kills"] += 1
-            # A step was announced complete by the step after it. With deferred updates the state on
-            # file may be one further behind.
-            announced = (steps[-1] if steps else 0) - (1 if "checkpoints" == case.kind else 2)
+            # The checkpoint of a step, or its updates on file, are complete when the second step
+            # after it is announced: they are written while the first one runs.
+            announced = (steps[-1] if steps else 0) - 2
             reached = max(reached, announced, complete(folder))
         if status == 0:
             tally["ended"] += 1

@@ -168,10 +168,10 @@ fn kill_and_resume(case: &Case, most: u64, chance: &mut Chance) -> u64 {
             break ended;
         }
         kills += 1;
-        // The step before the last was complete. On file its updates may have been on their way.
-        let behind = if case.keeps == Keeps::Checkpoints { 1 } else { 2 };
-        let last = ended.steps.map_or(0, |(_, last)| last.saturating_sub(behind));
-        reached = reached.max(last).max(complete(folder));
+        // The checkpoint of a step, or its updates on file, are complete when the second step after
+        // it is announced: they are written while the first one runs.
+        let announced = ended.steps.map_or(0, |(_, last)| last.saturating_sub(2));
+        reached = reached.max(announced).max(complete(folder));
     };
     // A run that ended before the kill wrote more than was read.
     let ended = if ended.digest.is_none() { run(&train, None) } else { ended };
