@@ -1,8 +1,8 @@
 //! Fails a ring in which nothing moves.
 //!
 //! A thread, not a task: a task that blocks its executor would block a watchdog task with it. It
-//! ends when its leash is dropped, or when the ring has had as long again to end after a failure.
-//! A ring with nothing to do is idle, not hung.
+//! ends when its leash is dropped, or when after a failure nothing moves for as long again: an
+//! update that was committed may be slow. A ring with nothing to do is idle, not hung.
 
 use std::sync::Arc;
 use std::thread;
@@ -25,19 +25,18 @@ pub(crate) fn watch(ring: &Arc<Ring>, patience: Duration) -> Leash {
     let ring = ring.clone();
     let watchdog = thread::Builder::new().name("l2l-watchdog".into());
     let watching = watchdog.spawn(move || {
-        let mut seen = (ring.progress(), Instant::now());
+        let (mut progress, mut since, mut tripped) = (ring.progress(), Instant::now(), false);
         while held.recv_timeout(patience / 4) == Err(RecvTimeoutError::Timeout) {
-            if ring.switch.tripped() {
-                // Whoever waits for the end gets the cause even if the end does not come.
-                if held.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            let now = (ring.progress(), ring.switch.tripped());
+            let is_idle = !tripped && !ring.is_working();
+            if now != (progress, tripped) || is_idle {
+                ((progress, tripped), since) = (now, Instant::now());
+            } else if since.elapsed() >= patience {
+                if tripped {
+                    // Whoever waits for the end gets the cause even if the end does not come.
                     _ = ring.given_up.set(());
+                    return;
                 }
-                return;
-            }
-            let progress = ring.progress();
-            if progress != seen.0 || !ring.is_working() {
-                seen = (progress, Instant::now());
-            } else if seen.1.elapsed() >= patience {
                 let snapshot = ring.snapshot();
                 let problem = Problem::Hang(patience, Box::new(snapshot.clone()));
                 ring.switch.trip(Cause::hang(snapshot.suspect(), problem));

@@ -297,6 +297,54 @@ fn every_hang_is_found_by_the_watchdog() {
     println!("{} hangs", cases.len());
 }
 
+/// The ring fails at a wait of an actor, while an update that was committed takes longer than the
+/// watchdog's patience. Whether all blocks were updated.
+fn fails_beside_a_slow_update(inject: FaultInjection, slow: &Name, mode: Mode) -> bool {
+    let (schedule, config) = ring(mode);
+    let config = RingConfig { inject: Some(inject), watchdog: Some(PATIENCE), ..config };
+    let event = (slow.clone(), Event::IsSlow(PATIENCE * 5 / 2));
+    let work = Rehearsal::new(schedule.blocks.len(), Some(event));
+    let lanes = Arc::new(ThreadLanes::start(work, &config.pools, None).expect("threads"));
+    let error = runtime(2).block_on(async {
+        let error = drive(Relay::start(config, lanes.clone()), &schedule).await;
+        tasks_gone().await;
+        error
+    });
+    let Some(RingError::Failed { cause, integrity }) = error else { panic!("{inject:?}") };
+    assert!(matches!(cause.problem, Problem::Error(_)), "{inject:?}: {cause}");
+    let versions = lanes.work().versions();
+    let whole = versions.iter().all(|&version| version == versions[0]);
+    assert!(whole, "{inject:?}: updates are committed together: {versions:?}");
+    assert_eq!(integrity, Integrity::Whole(versions[0]), "{inject:?}");
+    versions[0] > slow.step
+}
+
+#[test]
+fn a_slow_update_is_waited_for_after_a_failure() {
+    let _alone = alone();
+    let mode = Mode { deferred: true, ..PLAIN };
+    let all = injections(Fault::Error, mode);
+    let slow = all.iter().find_map(|(case, _)| match case {
+        Injection::Operation(record, _) if matches!(record.work, Work::Update { .. }) => {
+            Some(Name::of(record.step, record.device, &record.work))
+        }
+        _ => None,
+    });
+    let slow = slow.expect("a step that trains");
+    let waits = all.iter().filter_map(|(case, _)| match case {
+        Injection::Actor(inject) => Some(*inject),
+        Injection::Operation(..) => None,
+    });
+    let waits: Vec<_> = waits.collect();
+    let updated: usize = thread::scope(|scope| {
+        let run = |inject| scope.spawn(|| fails_beside_a_slow_update(inject, &slow, mode));
+        let running: Vec<_> = waits.iter().copied().map(run).collect();
+        running.into_iter().map(|case| usize::from(case.join().expect("its own asserts"))).sum()
+    });
+    soon("threads gone", || threads_of_ours() == 0);
+    assert!(0 < updated && updated < waits.len(), "{updated} of {} were updated", waits.len());
+}
+
 #[test]
 fn a_dropped_relay_ends_by_itself_wherever_it_is() {
     let _alone = alone();

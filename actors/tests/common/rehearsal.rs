@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use l2l_actors::schedule::{DeviceId, Version};
 use l2l_actors::threads::LaneWork;
@@ -39,6 +39,8 @@ pub enum Event {
     Fails(Fault),
     /// Somebody waits for this, and then drops the relay.
     Notifies(Arc<Notify>),
+    /// It takes so long, and says meanwhile that it runs.
+    IsSlow(Duration),
 }
 
 #[derive(Default)]
@@ -89,6 +91,13 @@ impl LaneWork for Rehearsal {
                         return Err("a hang that ended".into());
                     }
                     Event::Notifies(somebody) => somebody.notify_one(),
+                    Event::IsSlow(duration) => {
+                        let begin = Instant::now();
+                        while begin.elapsed() < *duration {
+                            operation.still_runs();
+                            thread::park_timeout(*duration / 64);
+                        }
+                    }
                 }
             }
             _ => {}
