@@ -157,16 +157,20 @@ pub(crate) struct Draft {
     directory: PathBuf,
     files: TensorFiles,
     record: RunRecord,
+    /// The digests of the files of the checkpoint before.
+    before: BTreeMap<String, String>,
 }
 
 impl Draft {
     /// Reserves the space for all blocks, each of which is of the step that `progress` says. The
-    /// folder above is there: one that was taken away is not made again.
+    /// folder above is there: one that was taken away is not made again. `before` is a checkpoint
+    /// that this process wrote: files of frozen tensors are links to its files.
     ///
     /// # Errors
     /// A file cannot be made, or the disk is full.
     pub(crate) fn begin(
         directory: &Path,
+        before: Option<&Path>,
         run: Identity<'_>,
         eps: &Eps,
         progress: &Progress,
@@ -177,11 +181,15 @@ impl Draft {
         fs::create_dir(&partial).map_err(failed)?;
         let files = match run.config.train.lora {
             Some(_) => TensorFiles::of_adapters(&partial, run.model, eps)?,
-            None => TensorFiles::of_model(&partial, run.model, eps)?,
+            None => {
+                let before = before.filter(|before| *before != directory);
+                TensorFiles::of_checkpoint(&partial, run.model, eps, before)?
+            }
         };
         let files = files.with_states(partial.join(hf::STATES), run.model, eps)?;
         let record = record_of(run, progress, eps.updates());
-        Ok(Draft { directory: directory.into(), files, record })
+        let before = before.map(digests_of).unwrap_or_default();
+        Ok(Draft { directory: directory.into(), files, record, before })
     }
 
     /// Writes a block; the number of its bytes.
@@ -197,11 +205,11 @@ impl Draft {
     ///
     /// # Errors
     /// A file cannot be written.
-    pub(crate) fn publish(self, run: Identity<'_>) -> Result<(), Error> {
-        let Draft { directory, files, mut record } = self;
+    pub(crate) fn publish(self, run: Identity<'_>, eps: &Eps) -> Result<(), Error> {
+        let Draft { directory, files, mut record, before } = self;
         let failed = |error: io::Error| Error::storage(directory.display(), error);
         let partial = with_suffix(&directory, PARTIAL);
-        files.publish()?;
+        let linked = files.publish()?;
         hf::write_config(&partial, &run.model.shape, run.source_config)?;
         sync(&partial.join("config.json")).map_err(failed)?;
         if let Some(path) = &run.config.model.path {
@@ -211,11 +219,23 @@ impl Draft {
             hf::write_adapter_config(&partial, run.model, run.config)?;
         }
         record.files = hf::file_digests(&partial).map_err(failed)?;
+        for file in linked {
+            let name = file.name();
+            if record.files.get(&name) != before.get(&name) {
+                record.files.insert(name, file.write_anew(eps)?);
+            }
+        }
         let text = serde_json::to_string_pretty(&record).expect("it is plain data");
         fs::write(partial.join(RECORD), hf::seal(&text)).map_err(failed)?;
         sync(&partial.join(RECORD)).map_err(failed)?;
         name(&partial, &directory).map_err(failed)
     }
+}
+
+/// The digests of a checkpoint's files; none if its record cannot be read.
+fn digests_of(directory: &Path) -> BTreeMap<String, String> {
+    let text = fs::read_to_string(directory.join(RECORD)).unwrap_or_default();
+    serde_json::from_str(&text).map_or_else(|_| BTreeMap::new(), |record: RunRecord| record.files)
 }
 
 /// Removes what was written of a checkpoint that failed: its space may be needed.

@@ -52,7 +52,7 @@ pub(crate) fn file_digests(directory: &Path) -> io::Result<BTreeMap<String, Stri
     Ok(digests)
 }
 
-fn file_digest(path: &Path) -> io::Result<String> {
+pub(super) fn file_digest(path: &Path) -> io::Result<String> {
     let (mut file, mut hasher) = (File::open(path)?, Sha256::new());
     let mut chunk = vec![0; CHUNK];
     loop {

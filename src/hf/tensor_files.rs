@@ -2,8 +2,11 @@
 //!
 //! All sizes are known before the first number: headers are written and the space is reserved
 //! first, so a full disk is found then. A file has its name when it is complete and on the disk.
+//!
+//! In a checkpoint, tensors that are frozen have files of their own. They are links to those of the
+//! checkpoint before, where the file system has links.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io;
 use std::ops::Range;
@@ -14,7 +17,8 @@ use l2l_actors::schedule::BlockId;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::adapters::WEIGHTS;
-use super::weights::{FileTensors, adapter_tensors, file_tensors, state_tensors};
+use super::sealed::file_digest;
+use super::weights::{FileTensors, adapter_tensors, file_tensors, state_tensors, trained_names};
 use crate::eps::{BlockPart, Eps, reserve};
 use crate::error::Error;
 use crate::models::Model;
@@ -28,6 +32,13 @@ pub(crate) struct TensorFiles {
     files: Vec<OpenFile>,
     /// For each part of a block, where its bytes go.
     pieces: BTreeMap<(BlockId, BlockPart), Vec<Piece>>,
+    linked: Vec<LinkedFile>,
+}
+
+/// A file that is a link to one of the checkpoint before.
+pub(crate) struct LinkedFile {
+    path: PathBuf,
+    tensors: FileTensors,
 }
 
 /// A file without its name.
@@ -53,36 +64,51 @@ impl TensorFiles {
         model: &Model,
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
-        TensorFiles::in_shards(directory, model, eps, SHARD_BYTES)
+        let all = file_tensors(model, eps, BlockPart::Parameters);
+        TensorFiles::in_shards(directory, vec![shards(all, SHARD_BYTES)], None)
     }
 
-    fn in_shards(
+    /// The same for a checkpoint. `before` is one that this process wrote with the same frozen
+    /// tensors.
+    ///
+    /// # Errors
+    /// As [`of_model`](TensorFiles::of_model).
+    pub(crate) fn of_checkpoint(
         directory: &Path,
         model: &Model,
         eps: &Eps,
-        most: usize,
+        before: Option<&Path>,
     ) -> Result<TensorFiles, Error> {
-        let (mut shards, mut shard_bytes, mut total_bytes) = (vec![FileTensors::new()], 0, 0);
-        for (name, tensor) in file_tensors(model, eps, BlockPart::Parameters) {
-            let bytes = tensor.bytes();
-            if shard_bytes > 0 && shard_bytes + bytes > most {
-                shards.push(FileTensors::new());
-                shard_bytes = 0;
-            }
-            shard_bytes += bytes;
-            total_bytes += bytes;
-            shards.last_mut().expect("there is one").insert(name, tensor);
-        }
-        let (count, mut all) = (shards.len(), TensorFiles::default());
+        let names = trained_names(model);
+        let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
+        let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
+        let both = [frozen, trained].map(|tensors| shards(tensors, SHARD_BYTES));
+        TensorFiles::in_shards(directory, both.into(), before)
+    }
+
+    /// Files of shards, the first group of which are links where they can be.
+    fn in_shards(
+        directory: &Path,
+        groups: Vec<Vec<FileTensors>>,
+        before: Option<&Path>,
+    ) -> Result<TensorFiles, Error> {
+        let count: usize = groups.iter().map(Vec::len).sum();
+        let to_link = if groups.len() > 1 { groups[0].len() } else { 0 };
+        let (mut shards, mut all) = (groups.into_iter().flatten(), TensorFiles::default());
         if count == 1 {
-            all.add(directory.join("model.safetensors"), shards.remove(0))?;
+            let only = shards.next().expect("there is one");
+            all.add(directory.join("model.safetensors"), only)?;
             return Ok(all);
         }
-        let mut map = serde_json::Map::new();
-        for (index, shard) in shards.into_iter().enumerate() {
+        let (mut map, mut total_bytes) = (serde_json::Map::new(), 0);
+        for (index, shard) in shards.enumerate() {
             let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
             map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
-            all.add(directory.join(file), shard)?;
+            total_bytes += bytes_of(&shard);
+            match before.filter(|_| index < to_link) {
+                Some(before) => all.link_or_add(before, directory, &file, shard)?,
+                None => all.add(directory.join(file), shard)?,
+            }
         }
         let index =
             serde_json::json!({ "metadata": { "total_size": total_bytes }, "weight_map": map });
@@ -121,19 +147,40 @@ impl TensorFiles {
         Ok(self)
     }
 
+    /// Links to a file of the checkpoint before, if it has these tensors.
+    fn link_or_add(
+        &mut self,
+        before: &Path,
+        directory: &Path,
+        file: &str,
+        tensors: FileTensors,
+    ) -> Result<(), Error> {
+        let (from, path) = (before.join(file), directory.join(file));
+        let head = head(&path, &tensors)?;
+        let is_same = || {
+            let file = File::open(&from)?;
+            let mut found = vec![0; head.len()];
+            file.read_exact_at(&mut found, 0)?;
+            let len = head.len() + bytes_of(&tensors);
+            Ok::<_, io::Error>(found == head && file.metadata()?.len() == len as u64)
+        };
+        // What cannot be linked is written.
+        if is_same().unwrap_or(false) && fs::hard_link(&from, &path).is_ok() {
+            self.linked.push(LinkedFile { path, tensors });
+            return Ok(());
+        }
+        self.add(path, tensors)
+    }
+
     fn add(&mut self, path: PathBuf, tensors: FileTensors) -> Result<(), Error> {
-        let header = header(infos(&tensors))
-            .map_err(|error: String| Error::bad_model(path.display(), error))?;
-        let len = (header.len() as u64).to_le_bytes();
-        let begin = (len.len() + header.len()) as u64;
-        let bytes: usize = tensors.values().map(|tensor| tensor.bytes()).sum();
+        let head = head(&path, &tensors)?;
+        let (begin, bytes) = (head.len() as u64, bytes_of(&tensors) as u64);
         let made = || {
             let file = File::create(partial(&path))?;
             if file.metadata()?.is_file() {
-                reserve(&file, begin + bytes as u64)?;
+                reserve(&file, begin + bytes)?;
             }
-            file.write_all_at(&len, 0)?;
-            file.write_all_at(&header, len.len() as u64)?;
+            file.write_all_at(&head, 0)?;
             Ok(file)
         };
         let file = made().map_err(|error: io::Error| Error::storage(path.display(), error))?;
@@ -173,16 +220,60 @@ impl TensorFiles {
     }
 
     /// Waits until the files are on the disk, and gives them their names. Files of these names stay
-    /// until then.
+    /// until then. Returns those that are links.
     ///
     /// # Errors
     /// The disk fails.
-    pub(crate) fn publish(self) -> Result<(), Error> {
+    pub(crate) fn publish(self) -> Result<Vec<LinkedFile>, Error> {
         self.files.into_iter().try_for_each(|OpenFile { path, file }| {
             let named = file.sync_all().and_then(|()| fs::rename(partial(&path), &path));
             named.map_err(|error| Error::storage(path.display(), error))
-        })
+        })?;
+        Ok(self.linked)
     }
+}
+
+impl LinkedFile {
+    /// The file's name.
+    pub(crate) fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+
+    /// Replaces the link by a file of its own, as the bytes behind the link are damaged. Returns
+    /// the digest of the new file.
+    ///
+    /// # Errors
+    /// The blocks cannot be read, or the file cannot be written.
+    pub(crate) fn write_anew(self, eps: &Eps) -> Result<String, Error> {
+        let mut alone = TensorFiles::default();
+        alone.add(self.path.clone(), self.tensors)?;
+        let blocks: BTreeSet<BlockId> = alone.pieces.keys().map(|(id, _)| *id).collect();
+        for id in blocks {
+            alone.write_block(id, eps)?;
+        }
+        alone.publish()?;
+        file_digest(&self.path).map_err(|error| Error::storage(self.path.display(), error))
+    }
+}
+
+/// Tensors in files of at most so many bytes, if no tensor has more.
+fn shards(tensors: FileTensors, most: usize) -> Vec<FileTensors> {
+    let (mut shards, mut shard_bytes) = (Vec::<FileTensors>::new(), 0);
+    for (name, tensor) in tensors {
+        let bytes = tensor.bytes();
+        if shards.is_empty() || shard_bytes > 0 && shard_bytes + bytes > most {
+            shards.push(FileTensors::new());
+            shard_bytes = 0;
+        }
+        shard_bytes += bytes;
+        shards.last_mut().expect("there is one").insert(name, tensor);
+    }
+    shards
+}
+
+/// Bytes of a file's tensors.
+fn bytes_of(tensors: &FileTensors) -> usize {
+    tensors.values().map(|tensor| tensor.bytes()).sum()
 }
 
 /// The name of a file that is not complete.
@@ -203,7 +294,14 @@ fn write_all(files: TensorFiles, model: &Model, eps: &Eps) -> Result<(), Error> 
     for id in blocks {
         files.write_block(id, eps)?;
     }
-    files.publish()
+    files.publish().map(drop)
+}
+
+/// What a file begins with: the length of its header, and the header.
+fn head(path: &Path, tensors: &FileTensors) -> Result<Vec<u8>, Error> {
+    let header = header(infos(tensors))
+        .map_err(|error: String| Error::bad_model(path.display(), error))?;
+    Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
 }
 
 /// Where the tensors of a file lie in it.
@@ -242,7 +340,8 @@ mod tests {
         let (from, to) = (make(), make());
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
-        let files = TensorFiles::in_shards(folder.path(), &model, &from, 4000);
+        let all = file_tensors(&model, &from, BlockPart::Parameters);
+        let files = TensorFiles::in_shards(folder.path(), vec![shards(all, 4000)], None);
         write_all(files.expect("a directory of ours"), &model, &from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");

@@ -59,7 +59,7 @@ fn base_tensors(model: &Model, eps: &Eps) -> FileTensors {
 }
 
 /// The names of the parameters that are trained.
-fn trained_names(model: &Model) -> BTreeSet<&str> {
+pub(super) fn trained_names(model: &Model) -> BTreeSet<&str> {
     let trained = model.blocks.iter().flat_map(BlockTensors::trained);
     trained.map(|tensor| &tensor.name[..]).collect()
 }

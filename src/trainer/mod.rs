@@ -10,7 +10,7 @@ mod sample;
 mod start;
 mod writing;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -72,6 +72,8 @@ pub struct Trainer {
     disk_rate: Option<f64>,
     /// The checkpoint that is being written.
     writing: Option<Begun>,
+    /// The checkpoint that was written last, with the frozen tensors that the model has.
+    written: Option<PathBuf>,
     /// What it changed of the run that it resumes.
     changes: Vec<String>,
     /// Tensors that begin at random, because the directory of the model does not have them.

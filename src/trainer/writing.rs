@@ -49,6 +49,7 @@ impl Trainer {
         self.refresh();
         let writing = Writing {
             directory: directory.to_path_buf(),
+            before: self.written.take(),
             // One that is taken away from now on is not made again.
             makes_folder: !folder::parent(directory).is_dir(),
             config: self.config.clone(),
@@ -70,6 +71,7 @@ impl Trainer {
             let began = Instant::now();
             let written = self.engine.between_steps(write).await;
             self.ledger.waited_for_checkpoint(began.elapsed());
+            self.written = written.is_ok().then(|| directory.to_path_buf());
             return written;
         }
         let write = move |worker: &Worker, saving: &Saving| {
@@ -86,12 +88,13 @@ impl Trainer {
     /// # Errors
     /// It could not be written.
     pub async fn end_checkpoint(&mut self) -> Result<(), Error> {
-        let Some(Begun { written, .. }) = &mut self.writing else { return Ok(()) };
+        let Some(Begun { directory, written }) = &mut self.writing else { return Ok(()) };
         let began = Instant::now();
         let before = std::mem::replace(&mut self.watch.status().state, State::Checkpointing);
         let done = written.await;
         self.watch.status().state = before;
         self.ledger.waited_for_checkpoint(began.elapsed());
+        self.written = matches!(done, Ok(Ok(()))).then(|| std::mem::take(directory));
         self.writing = None;
         match done {
             Ok(done) => done,
@@ -110,6 +113,8 @@ impl Trainer {
 /// A checkpoint with all that it needs.
 struct Writing {
     directory: PathBuf,
+    /// The one that was written before.
+    before: Option<PathBuf>,
     /// Whether the folder that it is in is to be made.
     makes_folder: bool,
     config: Config,
@@ -181,7 +186,7 @@ impl Writing {
             let made = folder::create(folder::parent(&self.directory));
             made.map_err(|error| Error::storage(self.directory.display(), error))?;
         }
-        let draft = Draft::begin(&self.directory, run, eps, &self.progress)?;
+        let draft = Draft::begin(&self.directory, self.before.as_deref(), run, eps, &self.progress)?;
         let mut blocks: Vec<BlockId> = (0..self.model.blocks.len() as u32).map(BlockId).collect();
         if self.is_backward {
             blocks.reverse();
@@ -194,7 +199,7 @@ impl Writing {
                 saving.saved(id);
             }
         }
-        draft.publish(run)?;
+        draft.publish(run, eps)?;
         Ok(bytes)
     }
 }

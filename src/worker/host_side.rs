@@ -1,6 +1,5 @@
 //! The host's side: losses and logits, sums of gradients.
 
-use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
 use l2l_actors::schedule::{BlockId, BoundaryId, MicroBatch, Role, Visit};
@@ -14,7 +13,7 @@ use super::clipping::Clipping;
 use super::memory::HostLease;
 use super::ranks::Exchanged;
 use super::step::StepState;
-use super::{Worker, host_math, not_finite};
+use super::{Worker, host_math};
 use crate::config::{Config, GradientDtype, NonFinite};
 use crate::eps::{Eps, FileTier};
 use crate::error::Error;
@@ -171,12 +170,7 @@ impl Worker {
                     losses.insert(micro_batch, loss);
                 }
                 if !loss.is_finite() && self.host.non_finite == NonFinite::Stop {
-                    let reads = &visit_of(visit).reads;
-                    let on = self.computed_on(step, |visit| {
-                        visit.micro_batches.contains(&micro_batch)
-                            && visit.writes.iter().any(|id| reads.contains(id))
-                    });
-                    return Err(not_finite(format!("the loss is {loss}{on}")));
+                    return Err(self.loss_not_finite(step, &host, visit, micro_batch, loss));
                 }
                 return Ok(loss);
             }
@@ -256,41 +250,6 @@ impl Worker {
             }
             sums
         })
-    }
-
-    /// A gradient's sum of squares.
-    ///
-    /// # Errors
-    /// It is not finite; with the devices that computed the gradient.
-    fn finite(
-        &self,
-        step: &Step,
-        block: BlockId,
-        Squares { sum, chunks }: Squares,
-    ) -> Result<f64, BoxedError> {
-        if sum.is_finite() || self.host.non_finite != NonFinite::Stop {
-            if step.plan.schedule.ranks.count > 1 || !chunks.is_empty() {
-                let state = self.steps.of(step.number);
-                state.squares.lock().expect("nothing panics inside").insert(block, chunks);
-            }
-            return Ok(sum);
-        }
-        let on = self.computed_on(step, |visit| {
-            visit.phase.adds_gradients() && visit.blocks().contains(&block)
-        });
-        Err(not_finite(format!("the gradient of {block} is not finite{on}")))
-    }
-
-    /// Words for an error message: which devices ran some visits. Empty if there is one device.
-    fn computed_on(&self, step: &Step, is_one: impl Fn(&&Visit) -> bool) -> String {
-        let devices: BTreeSet<_> =
-            step.plan.schedule.device_visits().filter(is_one).filter_map(Visit::device).collect();
-        let names: Vec<String> = devices.iter().map(|device| device.to_string()).collect();
-        match &names[..] {
-            names if names.is_empty() || self.devices.len() == 1 => String::new(),
-            [one] => format!("; device {one} computed it"),
-            several => format!("; devices {} computed it", several.join(", ")),
-        }
     }
 
     /// A micro-batch's share of the loss; keeps its logits, if they left the device.

@@ -4,14 +4,14 @@
 use std::ops::Range;
 use std::time::Instant;
 
-use l2l_actors::schedule::{BlockId, LayerId, MicroBatch, Role, Shard, Visit};
+use l2l_actors::schedule::{BlockId, LayerId, MicroBatch, Role, Shard};
 use l2l_actors::work::{BlockUse, MasterAt, Placed, Work};
 use l2l_actors::{BoxedError, Operation};
 
 use super::boundaries::Filled;
 use super::device_side::{Crosses, DeviceSide};
 use super::step::StepState;
-use super::{CacheSlot, Worker, not_finite};
+use super::{CacheSlot, Worker};
 use crate::config::{GradientDtype, NonFinite};
 use crate::kernels::Kernels;
 use crate::models::{self, Part, VisitArgs};
@@ -211,31 +211,6 @@ impl Worker {
         }
         if self.host.non_finite == NonFinite::Stop {
             self.check_finite(device, visit, &args)?;
-        }
-        Ok(())
-    }
-
-    /// Refuses hidden states and their gradients that are not finite, as soon as a layer has
-    /// written them: the error names the first layer of which that is so. On a device with memory
-    /// of its own they are not read; there the loss or a gradient tells.
-    fn check_finite(
-        &self,
-        device: &DeviceSide,
-        visit: &Visit,
-        args: &VisitArgs<'_>,
-    ) -> Result<(), BoxedError> {
-        let writes = &args.writes;
-        let all = [
-            ("hidden states behind it", writes.hidden),
-            ("gradients of the hidden states before it", writes.hidden_gradient),
-        ];
-        for (what, view) in all {
-            if view.is_some_and(|view| !device.is_finite(view, self.plan.dtype)) {
-                let layer = visit.layer;
-                return Err(not_finite(format!(
-                    "{layer} is the first whose {what} are not finite"
-                )));
-            }
         }
         Ok(())
     }

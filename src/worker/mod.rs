@@ -11,6 +11,7 @@ mod counts;
 mod device_side;
 mod embedding;
 mod file_side;
+mod finite;
 mod host_math;
 mod host_side;
 mod lanes;
@@ -42,7 +43,7 @@ use self::step::{Results, StepState, Steps};
 use crate::config::{Config, DeviceKind};
 use crate::devices;
 use crate::eps::Eps;
-use crate::error::{Error, NotFinite};
+use crate::error::Error;
 use crate::models::{Model, Save};
 use crate::optimizers::{LearningRate, UpdateRule};
 use crate::plan::{Holder, Place, Plan};
@@ -260,11 +261,6 @@ impl LaneWork for Worker {
         let value = self.work(operation)?;
         self.device(operation).ends(operation, value, now)
     }
-}
-
-/// A loss or a norm that is no number, as an operation's error.
-fn not_finite(what: String) -> BoxedError {
-    NotFinite(what).into()
 }
 
 /// Sleeps until so many bytes at this rate would have taken their time, if there is a rate.

@@ -1,8 +1,10 @@
 //! Checkpoints that are written while training goes on: they hold the state of their step, whatever
 //! the steps behind them do, and steps behind them compute what they would without.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::ops::ControlFlow;
+use std::os::unix::fs::DirEntryExt;
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
@@ -144,6 +146,53 @@ async fn a_checkpoint_is_complete_also_where_the_next_step_fails() {
     trainer.end_checkpoint().await.expect("it was complete before");
     let (mut resumed, _) =
         Trainer::builder(config).resume(&place).open().await.expect("a checkpoint of ours");
+    assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
+}
+
+/// The files of a checkpoint's weights, oldest name first, with what the disk calls each.
+fn weight_files(checkpoint: &Path) -> Vec<(PathBuf, u64)> {
+    let entries = fs::read_dir(checkpoint).expect("it was written").flatten();
+    let files = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("model-"));
+    let mut files: Vec<_> = files.map(|entry| (entry.path(), entry.ino())).collect();
+    files.sort();
+    files
+}
+
+/// What is frozen is on the disk once, however many checkpoints there are, and once more when it
+/// was damaged there.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn checkpoints_share_the_files_of_frozen_tensors() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let places: Vec<PathBuf> = (0..=STEPS).map(|step| folder.path().join(step.to_string())).collect();
+    let mut config = config();
+    config.train.frozen = vec!["h.0".into(), "h.2.mlp".into()];
+    let (mut trainer, mut batches) = Trainer::open(config.clone()).await.expect("a case of ours");
+    for step in 1..=STEPS {
+        let batch = batches.next().await.expect("random data");
+        trainer.step(batch).await.expect("nothing fails here");
+        trainer.checkpoint(&places[step as usize]).await.expect("room on a disk");
+        if step == 2 {
+            let (frozen, _) = &weight_files(&places[2])[0];
+            let mut bytes = fs::read(frozen).expect("it was just written");
+            *bytes.last_mut().expect("it is not empty") ^= 1;
+            fs::write(frozen, bytes).expect("a file of ours");
+        }
+    }
+    let digest = trainer.digest().await.expect("it is in memory");
+    let files: Vec<_> = places[1..].iter().map(|place| weight_files(place)).collect();
+    assert!(files.iter().all(|files| files.len() == 2), "{files:?}");
+    let frozen: Vec<u64> = files.iter().map(|files| files[0].1).collect();
+    assert_eq!(frozen[0], frozen[1]);
+    assert_ne!(frozen[1], frozen[2], "the damaged file was written anew");
+    assert_eq!(frozen[2], frozen[4]);
+    let trained: BTreeSet<u64> = files.iter().map(|files| files[1].1).collect();
+    assert_eq!(trained.len(), STEPS as usize);
+    let resume = async |step: u64| {
+        let resumed = Trainer::builder(config.clone()).resume(&places[step as usize]);
+        resumed.open().await.map(|(trainer, _)| trainer)
+    };
+    assert!(resume(2).await.is_err(), "somebody changed a file that it shares");
+    let mut resumed = resume(STEPS).await.expect("a checkpoint of ours");
     assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
 }
 
