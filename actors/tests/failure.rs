@@ -337,8 +337,9 @@ fn a_slow_update_is_waited_for_after_a_failure() {
     });
     let waits: Vec<_> = waits.collect();
     let updated: usize = thread::scope(|scope| {
-        let run = |inject| scope.spawn(|| fails_beside_a_slow_update(inject, &slow, mode));
-        let running: Vec<_> = waits.iter().copied().map(run).collect();
+        let slow = &slow;
+        let run = |&inject| scope.spawn(move || fails_beside_a_slow_update(inject, slow, mode));
+        let running: Vec<_> = waits.iter().map(run).collect();
         running.into_iter().map(|case| usize::from(case.join().expect("its own asserts"))).sum()
     });
     soon("threads gone", || threads_of_ours() == 0);

@@ -299,8 +299,8 @@ fn write_all(files: TensorFiles, model: &Model, eps: &Eps) -> Result<(), Error> 
 
 /// What a file begins with: the length of its header, and the header.
 fn head(path: &Path, tensors: &FileTensors) -> Result<Vec<u8>, Error> {
-    let header = header(infos(tensors))
-        .map_err(|error: String| Error::bad_model(path.display(), error))?;
+    let header =
+        header(infos(tensors)).map_err(|error: String| Error::bad_model(path.display(), error))?;
     Ok([&(header.len() as u64).to_le_bytes()[..], &header].concat())
 }
 

@@ -186,7 +186,8 @@ impl Writing {
             let made = folder::create(folder::parent(&self.directory));
             made.map_err(|error| Error::storage(self.directory.display(), error))?;
         }
-        let draft = Draft::begin(&self.directory, self.before.as_deref(), run, eps, &self.progress)?;
+        let draft =
+            Draft::begin(&self.directory, self.before.as_deref(), run, eps, &self.progress)?;
         let mut blocks: Vec<BlockId> = (0..self.model.blocks.len() as u32).map(BlockId).collect();
         if self.is_backward {
             blocks.reverse();

@@ -170,7 +170,7 @@ impl Worker {
                     losses.insert(micro_batch, loss);
                 }
                 if !loss.is_finite() && self.host.non_finite == NonFinite::Stop {
-                    return Err(self.loss_not_finite(step, &host, visit, micro_batch, loss));
+                    return Err(self.loss_not_finite(step, visit, micro_batch, loss));
                 }
                 return Ok(loss);
             }

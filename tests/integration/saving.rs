@@ -163,7 +163,8 @@ fn weight_files(checkpoint: &Path) -> Vec<(PathBuf, u64)> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn checkpoints_share_the_files_of_frozen_tensors() {
     let folder = tempfile::tempdir().expect("a place for files");
-    let places: Vec<PathBuf> = (0..=STEPS).map(|step| folder.path().join(step.to_string())).collect();
+    let places: Vec<PathBuf> =
+        (0..=STEPS).map(|step| folder.path().join(step.to_string())).collect();
     let mut config = config();
     config.train.frozen = vec!["h.0".into(), "h.2.mlp".into()];
     let (mut trainer, mut batches) = Trainer::open(config.clone()).await.expect("a case of ours");
