@@ -1,11 +1,13 @@
-//! The first rank cannot write checkpoints, or has too little room for them: all ranks end before
-//! the first step, and one of them says why.
+//! The first rank cannot write checkpoints, or has too little room for them: all ranks end, and one
+//! of them says why. What was complete stays.
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::thread;
+use std::time::Instant;
 
-use crate::runs::{checkpoints, resumes, train};
+use crate::runs::{BOUND, LOOK, checkpoints, resumes, train};
 
 /// A file system in memory, of so many bytes. It is unmounted at the end.
 struct SmallDisk(PathBuf);
@@ -77,4 +79,26 @@ pub(crate) fn problems_are_said_once(folder: &Path, expected: &str) {
         disk.resize("1200k");
     }
     println!("a disk without room is refused on all ranks, and one says so");
+
+    // Something else fills the disk as soon as there is a checkpoint.
+    disk.resize("16m");
+    for ranks in [2, 3] {
+        let directory = disk.0.join(format!("filled-{ranks}"));
+        let mut train = train(ranks, &directory, &["eps.disk_rate=2MB/s"]);
+        let run = train.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        let begin = Instant::now();
+        while checkpoints(&directory).is_empty() {
+            assert!(begin.elapsed() < BOUND, "no checkpoint came");
+            thread::sleep(LOOK);
+        }
+        let junk = disk.0.join("junk");
+        fs::write(&junk, vec![1; 16 << 20]).expect_err("the disk is smaller");
+        let output = run.wait_with_output().expect("it ends");
+        is_said_once(&output, "No space left");
+        assert!(!checkpoints(&directory).is_empty(), "what was complete stays");
+        fs::remove_file(&junk).expect("it is ours");
+        resumes(ranks, &directory, expected);
+        fs::remove_dir_all(&directory).expect("it is ours");
+    }
+    println!("a disk that fills up ends all ranks, one says so, and the run is resumed");
 }

@@ -34,7 +34,7 @@ pub(crate) const BOUND: Duration = Duration::from_secs(180);
 const LAUNCHER: Duration = Duration::from_secs(60);
 
 /// How often a run is looked at.
-const LOOK: Duration = Duration::from_millis(2);
+pub(crate) const LOOK: Duration = Duration::from_millis(2);
 
 /// `mpirun` with so many ranks on this machine.
 pub(crate) fn mpirun(ranks: u32) -> Command {
