@@ -9,6 +9,7 @@ a large product, too. Neither cargo nor network. Each part is a process of its o
 as it comes, run after run, and a table is printed at the end. Parts, all of them when none is named:
 
     check           kernels against the CPU's; goldens; relay against resident; the CPU's losses and norms
+    product         a large matrix product: in bursts, and for ten seconds without a pause
     copies          one weight slot and two; relay against resident; time without copies / time
     memory          the driver's own count of device memory, against the plan
     llama8b         layers of Llama-3-8B's shape, as many as --host-gib hold, 64k tokens a step
@@ -23,6 +24,8 @@ as it comes, run after run, and a table is printed at the end. Parts, all of the
 --dtype (bf16; f32 with --kind cpu) is the device's and the peer's; targets of speed are those of bf16 and
 judged with it alone. check looks at f32, too, whatever it is. --kind cpu --quick tries all of the logic but
 bf16's at toy sizes where there is no GPU: its figures mean nothing.
+Rows are printed as they come. A peer that fails costs none of our own rows. Where the host turns out to have
+less memory than it says, a run is tried again with fewer layers.
 --set KEY=VALUE goes to the program, say device.cuda_libraries. Medians of steps (the first not counted) or
 of alternating rounds, with the least and the most of them. Depths and steps are cut where a short trial
 says that a part would not end in time: the row says how many there were.
@@ -53,6 +56,8 @@ LOSS_OFF, NORM_OFF = {"f32": 2e-5, "bf16": 5e-2}, {"f32": 1e-4, "bf16": 5e-2}
 # Steps of a golden: roundings of bf16 grow from step to step.
 GOLDEN_STEPS = {"f32": None, "bf16": 2}
 CEILING = 16 * GIB
+# Seconds that a plan or a look at the machine may take.
+PATIENCE = 120
 
 # What a model is to us and to the peer.
 LLAMA_8B = {"family": "llama", "preset": "llama-7b", "hidden": 4096, "intermediate": 14336, "heads": 32,
@@ -122,11 +127,35 @@ def shaped(model, tokens, micro, layers=None, **more):
     return {**on_device(), **found, **{key.replace("__", "."): value for key, value in more.items()}}
 
 
+def objects(text):
+    """The JSON objects of its lines. A line that was cut off, as a killed program leaves it, is none."""
+    found = []
+    for line in text.splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            pass
+    return [one for one in found if isinstance(one, dict)]
+
+
+def called(arguments, seconds, **more):
+    """The status of a program, its JSON lines, and what it says on standard error. One that takes longer is killed:
+    its status is then none, and the lines that it had written are there."""
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", **more)
+    try:
+        out, errors = process.communicate(timeout=max(seconds, 1))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+        return None, objects(out), f"it did not end within {seconds:.0f} s: {errors.strip()[-1500:]}"
+    return process.returncode, objects(out), errors.strip()[-1500:]
+
+
 def plan(settings, *more):
-    done = subprocess.run(command("plan", settings, *more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Failed(f"plan: {done.stderr.strip()}")
-    return json.loads(done.stdout.splitlines()[-1])
+    status, told, says = called(command("plan", settings, *more), PATIENCE)
+    if status or not told:
+        raise Failed(f"plan: {says}")
+    return told[-1]
 
 
 def ours(settings, steps, what="bench", watch=None):
@@ -138,14 +167,14 @@ def ours(settings, steps, what="bench", watch=None):
             config.write_text("")
             what = f"train {config}"
         arguments = command(what, {**settings, "step.steps": steps})
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
         late = threading.Timer(max(left(), 1), process.terminate)
         late.start()
         watcher = watch and threading.Thread(target=watch, args=(process,))
         if watcher:
             watcher.start()
         for line in process.stdout:
-            events.append(json.loads(line))
+            events += objects(line)
         status = process.wait()
         late.cancel()
         if watcher:
@@ -184,7 +213,7 @@ def product_rates(run=None):
         return {"l2l": run["summary"]["matmul_flops_per_second"]} if run and run["summary"] else {}
     found = {"l2l": (machine().get("gpu_rates") or {}).get("matmul_flops_per_second")}
     if has_torch():
-        found["PyTorch"] = statistics.median(peer({"what": "product"})["rates"])
+        found["PyTorch"] = statistics.median(peer({"what": "product"}).get("rates") or [0])
     return {who: rate for who, rate in found.items() if rate}
 
 
@@ -199,8 +228,8 @@ def device_memory():
 
 
 def machine():
-    done = subprocess.run(command("doctor", on_device()), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    """What `l2l doctor` says; nothing if it does not end."""
+    _, told, _ = called(command("doctor", on_device()), PATIENCE)
     return next((event for event in told if event.get("event") == "doctor"), {})
 
 
@@ -288,20 +317,15 @@ def dtypes():
 def check_kernels(dtype):
     if ARGS.kind != "cuda":
         return row(f"kernels in {dtype}", "not run: --kind cpu")
-    try:
-        done = subprocess.run(command("doctor --check", on_device(dtype=dtype)), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                              text=True, timeout=max(left(), 1))
-    except subprocess.TimeoutExpired as error:
-        return row(f"kernels in {dtype}", f"failed: {error}", met=False)
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    status, told, says = called(command("doctor --check", on_device(dtype=dtype)), left())
     told = [event for event in told if event.get("event") == "check"]
     for event in told:
         off, tolerance = event["off"], event["tolerance"]
         # JSON has no infinity, which is what a kernel is off by that writes what is not its own.
         row(f"kernel {event['kernel']} in {event['dtype']}", "infinite" if off is None else off, "largest difference",
             cases=event["cases"], seed=event["seed"], target=f"<= {tolerance:g}", met=off is not None and off <= tolerance)
-    row(f"kernels in {dtype}", len(told), "checked", target="none off", met=done.returncode == 0 and bool(told),
-        said=done.stderr.strip()[-1500:])
+    row(f"kernels in {dtype}", len(told), "checked", target="none off", met=status == 0 and bool(told),
+        said=says)
 
 
 def golden_settings(name, golden):
@@ -391,6 +415,20 @@ def compare_devices(name, dtype, settings):
         judge_steps(f"{name}, {ARGS.kind} against cpu", dtype, runs["relay"]["all"], losses, norms)
 
 
+def product():
+    """Bursts, as a device computes between copies; and what is left of that when it does not cool down."""
+    for who, rate in product_rates().items():
+        row(f"a large product in bursts, by {who}", rate / 1e12, "TFLOP/s")
+    if not has_torch():
+        return row("a large product without a pause", "not run: this Python has no torch for the device")
+    told = peer({"what": "product", "sustained": 1 if ARGS.quick else 10})
+    if "error" in told:
+        return row("a large product without a pause, by PyTorch", f"failed: {told['error']}")
+    rates = [rate / 1e12 for rate in told["rates"]]
+    half = len(rates) // 2
+    median_row("a large product without a pause, by PyTorch", rates[half:], "TFLOP/s", says="its second half")
+
+
 def copies():
     link = machine().get("gpu_rates") or {}
     for how in ("pinned", "pageable"):
@@ -459,17 +497,30 @@ def as_deep_as_fits(name, settings, model, **targets):
     speed(name, model, settings, layers, **targets)
 
 
+def as_deep_as_runs(model, settings):
+    """A run, with fewer layers where it fails with as many: the host may have less than it says."""
+    while True:
+        settings, steps = in_time(model, settings, left)
+        try:
+            return settings, steps, ours(settings, steps)
+        except Failed as error:
+            layers = settings["model.layers"]
+            if layers == 1 or left() < ARGS.limit / 3:
+                raise
+            settings = {**settings, "model.layers": layers - max(1, layers // 5)}
+            row(f"a run of {layers} layers", f"failed: {error}", says=f"tried again with {settings['model.layers']}")
+
+
 def speed(name, model, settings, planned=None, share=None, wait=None):
     """How fast a shape trains; the targets are the least share of the product and the most exposed wait."""
     before = product_rates()
-    settings, steps = in_time(model, settings, left)
-    run = ours(settings, steps)
+    settings, steps, run = as_deep_as_runs(model, settings)
     after = product_rates(run)
     found, last = plan(settings), run["counted"][-1]
     about = {"layers": settings["model.layers"], "parameters": found["parameters"], "tokens": last["tokens"],
              "steps": len(run["counted"]), "whole": run["status"] == 0}
     if planned and planned != about["layers"]:
-        about["says"] = f"{planned} layers fit, {about['layers']} of them can be timed in one call"
+        about["says"] = f"{planned} layers fit as planned, {about['layers']} of them were timed"
     median_row(f"{name}: tokens a second", run["rates"], "tokens/s", **about)
     flops = [rate * flops_a_token(run) for rate in run["rates"]] if flops_a_token(run) else []
     if flops:
@@ -569,13 +620,13 @@ def memory():
 # The peer: each job is a process of its own, so that it begins with an empty device.
 
 def peer(job):
+    """What the peer measured; or an error in its place, which costs no row of ours."""
     arguments = [sys.executable, str(HERE), "--inside", "peer", "--job", json.dumps(job), "--kind", ARGS.kind, "--dtype", ARGS.dtype]
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
-    done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
-                          timeout=max(left(), 1))
-    if done.returncode:
-        raise Failed(f"PyTorch: {done.stderr.strip()[-1500:]}")
-    told = json.loads(done.stdout.splitlines()[-1])
+    status, told, says = called(arguments, left(), env=environment)
+    if status != 0 or not told:
+        return {"error": f"status {status}: {says}"}
+    told = told[-1]
     if "seconds" in told:
         told["rates"] = [told["tokens"] / seconds for seconds in told["seconds"]]
     return told
@@ -602,13 +653,17 @@ def against_peer(what, target, share):
     settings, steps = in_time(model, settings, lambda: 0.9 * left(), 4)
     model = {**model, "layers": settings["model.layers"]}
     job = {"what": what, "model": model, "batch": settings["step.batch"], "micro": micro, "steps": steps, "recompute": True}
-    while "error" in (first := peer({**job, "steps": 1, "batch": 2 * job["micro"]})):
-        if job["micro"] == 1:
-            return row(f"PyTorch, {what}", f"failed: {first['error']}", layers=model["layers"])
+    while "error" in (first := peer({**job, "steps": 1, "batch": 2 * job["micro"]})) and job["micro"] > 1:
         job["micro"] //= 2
-    found = rounds({"ours": lambda: ours(settings, steps), "peer": lambda: peer(job)})
-    if any("error" in run for run in found["peer"]):
-        return row(f"PyTorch, {what}", f"failed: {found['peer'][0].get('error')}", layers=model["layers"])
+    ways = {"ours": lambda: ours(settings, steps)}
+    if "error" not in first:
+        ways["peer"] = lambda: peer(job)
+    found = rounds(ways)
+    failed = [run["error"] for run in [first, *found.get("peer", [])] if "error" in run]
+    if failed:
+        rates = [statistics.median(run["rates"]) for run in found["ours"]]
+        median_row(f"{what}: ours", rates, "tokens/s", layers=model["layers"], tokens=tokens)
+        return row(f"PyTorch, {what}", f"failed: {failed[0]}", layers=model["layers"])
     about = {"layers": model["layers"], "tokens": tokens, "dtype": ARGS.dtype, "peer_micro_batch": job["micro"],
              "losses": [found["ours"][0]["all"][-1]["loss"], found["peer"][0]["losses"][-1]]}
     rates = {name: [statistics.median(run["rates"]) for run in runs] for name, runs in found.items()}
@@ -638,11 +693,20 @@ def race():
                 run = peer({**theirs, "micro": size, "batch": short["step.batch"], "recompute": recompute})
                 if "error" not in run:
                     tried["peer"][size, recompute] = max(run["rates"])
-    if not all(tried.values()):
+    if not tried["ours"]:
         return row("race", f"failed: no micro-batch ran: {tried}", met=False)
+    if not tried["peer"]:
+        best = max(tried["ours"], key=tried["ours"].get)
+        row(f"race: ours, micro-batches of {best}", tried["ours"][best], "tokens/s", tried=tried["ours"])
+        return row("race: PyTorch", "failed: no micro-batch ran")
     best, (size, recompute) = (max(tried[who], key=tried[who].get) for who in ("ours", "peer"))
     job = {**theirs, "micro": size, "recompute": recompute, "steps": ARGS.steps}
     found = rounds({"ours": lambda: ours({**mine, "step.micro_batch": best}, ARGS.steps), "peer": lambda: peer(job)})
+    both = [pair for pair in zip(found["ours"], found["peer"]) if "error" not in pair[1]]
+    if not both:
+        row(f"race: ours, micro-batches of {best}", statistics.median(found["ours"][0]["rates"]), "tokens/s", tried=tried["ours"])
+        return row("race: PyTorch", f"failed: {found['peer'][0]['error']}")
+    found = dict(zip(("ours", "peer"), zip(*both)))
     rates = {name: [statistics.median(run["rates"]) for run in runs] for name, runs in found.items()}
     about = {"ceiling_bytes": CEILING, "batch": batch, "length": model["length"]}
     median_row(f"race: ours, micro-batches of {best}", rates["ours"], "tokens/s", **about, tried=tried["ours"], largest=most)
@@ -675,8 +739,8 @@ def settle(torch, device):
 def peer_product(torch, device, job):
     size = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device, dtype=dtype_of(torch)) for _ in range(2))
-    rates = []
-    for _ in range(12):
+    rates, end = [], time.perf_counter() + job.get("sustained", 0)
+    while len(rates) < 12 or time.perf_counter() < end:
         begin = settle(torch, device)
         for _ in range(4):
             a @ b
@@ -866,7 +930,7 @@ def peer_streams(torch, device, job):
 
 # All parts.
 
-PARTS = {"check": check, "copies": copies, "memory": memory, "llama8b": llama8b, "llama8b_clip": llama8b_clip, "llama3b": llama3b,
+PARTS = {"check": check, "product": product, "copies": copies, "memory": memory, "llama8b": llama8b, "llama8b_clip": llama8b_clip, "llama3b": llama3b,
          "bert": bert, "largest": largest, "peer_resident": peer_resident, "peer_streaming": peer_streaming, "race": race}
 GROUPS = {"peers": ["peer_resident", "peer_streaming", "race"]}
 
@@ -909,8 +973,10 @@ def run_part(name, store):
     late.start()
     try:
         for line in process.stdout:
-            part["rows"].append(json.loads(line))
-            store(name, part)
+            for one in objects(line):
+                part["rows"].append(one)
+                store(name, part)
+                print(f"  {name}: {one.get('figure')}: {told(one.get('value'))} {one.get('unit') or ''}", file=sys.stderr, flush=True)
         status = process.wait()
     except KeyboardInterrupt:
         stop()

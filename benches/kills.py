@@ -94,7 +94,9 @@ def cases(ranks):
             Case("LoRA on NF4", kind, golden("llama", "train.lora={ rank = 4 }", "train.base=nf4")),
         ]
         if ranks:
-            all_of_them.append(Case(f"{ranks} ranks", kind, golden("llama"), ranks))
+            shares = [f"parallel.groups={ranks}", f"step.batch={2 * ranks}", "step.micro_batch=1"]
+            groups = golden("llama", *shares)
+            all_of_them.append(Case(f"{ranks} ranks", kind, groups, ranks))
     return all_of_them
 
 
@@ -180,7 +182,9 @@ def train_case(case, kills, chance, tally):
         if status or not expected:
             sys.exit(f"{case.name}: {(folder / 'err').read_text()}")
         # A run with checkpoints takes longer than one without.
-        _, _, took = run(case.train(folder), folder, ranks=case.ranks)
+        status, _, took = run(case.train(folder), folder, ranks=case.ranks)
+        if status:
+            sys.exit(f"{case.name} ({case.kind}): {(folder / 'err').read_text()}")
         for kept in ("run", "eps"):
             shutil.rmtree(folder / kept, ignore_errors=True)
         done, reached = 0, 0
