@@ -153,7 +153,7 @@ def called(arguments, seconds, **more):
 
 def plan(settings, *more):
     status, told, says = called(command("plan", settings, *more), PATIENCE)
-    if status or not told:
+    if status != 0 or not told:
         raise Failed(f"plan: {says}")
     return told[-1]
 
@@ -416,7 +416,7 @@ def compare_devices(name, dtype, settings):
 
 
 def product():
-    """Bursts, as a device computes between copies; and what is left of that when it does not cool down."""
+    """Its rate in bursts, and its rate over ten seconds without a pause, in which a device may lower its clock."""
     for who, rate in product_rates().items():
         row(f"a large product in bursts, by {who}", rate / 1e12, "TFLOP/s")
     if not has_torch():

@@ -298,7 +298,7 @@ fn every_hang_is_found_by_the_watchdog() {
 }
 
 /// The ring fails at a wait of an actor, while an update that was committed takes longer than the
-/// watchdog's patience. Whether all blocks were updated.
+/// watchdog's patience. Returns whether the blocks were updated.
 fn fails_beside_a_slow_update(inject: FaultInjection, slow: &Name, mode: Mode) -> bool {
     let (schedule, config) = ring(mode);
     let config = RingConfig { inject: Some(inject), watchdog: Some(PATIENCE), ..config };

@@ -157,8 +157,8 @@ pub(crate) struct Draft {
     directory: PathBuf,
     files: TensorFiles,
     record: RunRecord,
-    /// The digests of the files of the checkpoint before.
-    before: BTreeMap<String, String>,
+    /// The digests of the files that some of its files are links to.
+    linked_digests: BTreeMap<String, String>,
 }
 
 impl Draft {
@@ -188,8 +188,8 @@ impl Draft {
         };
         let files = files.with_states(partial.join(hf::STATES), run.model, eps)?;
         let record = record_of(run, progress, eps.updates());
-        let before = before.map(digests_of).unwrap_or_default();
-        Ok(Draft { directory: directory.into(), files, record, before })
+        let linked_digests = before.map(digests_of).unwrap_or_default();
+        Ok(Draft { directory: directory.into(), files, record, linked_digests })
     }
 
     /// Writes a block; the number of its bytes.
@@ -206,7 +206,7 @@ impl Draft {
     /// # Errors
     /// A file cannot be written.
     pub(crate) fn publish(self, run: Identity<'_>, eps: &Eps) -> Result<(), Error> {
-        let Draft { directory, files, mut record, before } = self;
+        let Draft { directory, files, mut record, linked_digests } = self;
         let failed = |error: io::Error| Error::storage(directory.display(), error);
         let partial = with_suffix(&directory, PARTIAL);
         let linked = files.publish()?;
@@ -221,7 +221,7 @@ impl Draft {
         record.files = hf::file_digests(&partial).map_err(failed)?;
         for file in linked {
             let name = file.name();
-            if record.files.get(&name) != before.get(&name) {
+            if record.files.get(&name) != linked_digests.get(&name) {
                 record.files.insert(name, file.write_anew(eps)?);
             }
         }

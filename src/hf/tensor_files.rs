@@ -65,7 +65,7 @@ impl TensorFiles {
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
         let all = file_tensors(model, eps, BlockPart::Parameters);
-        TensorFiles::in_shards(directory, vec![shards(all, SHARD_BYTES)], None)
+        TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), None)
     }
 
     /// The same for a checkpoint. `before` is one that this process wrote with the same frozen
@@ -82,32 +82,34 @@ impl TensorFiles {
         let names = trained_names(model);
         let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
         let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
-        let both = [frozen, trained].map(|tensors| shards(tensors, SHARD_BYTES));
-        TensorFiles::in_shards(directory, both.into(), before)
+        let mut all = shards(frozen, SHARD_BYTES);
+        let frozen_files = all.len();
+        all.extend(shards(trained, SHARD_BYTES));
+        TensorFiles::in_shards(directory, all, before.map(|before| (before, frozen_files)))
     }
 
-    /// Files of shards, the first group of which are links where they can be.
+    /// One file for each shard. With `links`, the first so many files are links to those of another
+    /// directory, where that has the same.
     fn in_shards(
         directory: &Path,
-        groups: Vec<Vec<FileTensors>>,
-        before: Option<&Path>,
+        mut shards: Vec<FileTensors>,
+        links: Option<(&Path, usize)>,
     ) -> Result<TensorFiles, Error> {
-        let count: usize = groups.iter().map(Vec::len).sum();
-        let to_link = if groups.len() > 1 { groups[0].len() } else { 0 };
-        let (mut shards, mut all) = (groups.into_iter().flatten(), TensorFiles::default());
+        let (count, mut all) = (shards.len(), TensorFiles::default());
         if count == 1 {
-            let only = shards.next().expect("there is one");
-            all.add(directory.join("model.safetensors"), only)?;
+            all.add(directory.join("model.safetensors"), shards.remove(0))?;
             return Ok(all);
         }
         let (mut map, mut total_bytes) = (serde_json::Map::new(), 0);
-        for (index, shard) in shards.enumerate() {
+        for (index, shard) in shards.into_iter().enumerate() {
             let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
             map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
             total_bytes += bytes_of(&shard);
-            match before.filter(|_| index < to_link) {
-                Some(before) => all.link_or_add(before, directory, &file, shard)?,
-                None => all.add(directory.join(file), shard)?,
+            match links {
+                Some((from, files)) if index < files => {
+                    all.link_or_add(&from.join(&file), directory.join(&file), shard)?;
+                }
+                _ => all.add(directory.join(file), shard)?,
             }
         }
         let index =
@@ -147,25 +149,23 @@ impl TensorFiles {
         Ok(self)
     }
 
-    /// Links to a file of the checkpoint before, if it has these tensors.
+    /// Makes a file a link to another one that has the same header and length. A file that cannot
+    /// be linked is written.
     fn link_or_add(
         &mut self,
-        before: &Path,
-        directory: &Path,
-        file: &str,
+        from: &Path,
+        path: PathBuf,
         tensors: FileTensors,
     ) -> Result<(), Error> {
-        let (from, path) = (before.join(file), directory.join(file));
         let head = head(&path, &tensors)?;
         let is_same = || {
-            let file = File::open(&from)?;
+            let file = File::open(from)?;
             let mut found = vec![0; head.len()];
             file.read_exact_at(&mut found, 0)?;
             let len = head.len() + bytes_of(&tensors);
             Ok::<_, io::Error>(found == head && file.metadata()?.len() == len as u64)
         };
-        // What cannot be linked is written.
-        if is_same().unwrap_or(false) && fs::hard_link(&from, &path).is_ok() {
+        if is_same().unwrap_or(false) && fs::hard_link(from, &path).is_ok() {
             self.linked.push(LinkedFile { path, tensors });
             return Ok(());
         }
@@ -239,8 +239,8 @@ impl LinkedFile {
         self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Replaces the link by a file of its own, as the bytes behind the link are damaged. Returns
-    /// the digest of the new file.
+    /// Writes a file in place of the link, for a link to a damaged file. Returns the digest of the
+    /// new file.
     ///
     /// # Errors
     /// The blocks cannot be read, or the file cannot be written.
@@ -341,7 +341,7 @@ mod tests {
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
         let all = file_tensors(&model, &from, BlockPart::Parameters);
-        let files = TensorFiles::in_shards(folder.path(), vec![shards(all, 4000)], None);
+        let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), None);
         write_all(files.expect("a directory of ours"), &model, &from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");

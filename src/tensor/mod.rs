@@ -13,7 +13,7 @@ mod view;
 
 pub(crate) use arena::{Arena, Pages};
 pub(crate) use lease::Lease;
-pub(crate) use packed::{Element, Packing, is_finite, narrow, packed_bf16, widen, widen_in_place};
+pub(crate) use packed::{Element, Packing, narrow, packed_bf16, widen, widen_in_place};
 pub use quantised::{NotQuantisable, Quantisation};
 pub use scratch::Scratch;
 pub(crate) use slots::{ArenaPlan, Slots};

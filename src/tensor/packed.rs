@@ -168,21 +168,6 @@ pub(crate) fn packed_bf16(numbers: usize) -> usize {
     Dtype::Bf16.floats(numbers)
 }
 
-/// Whether all elements of this dtype, which are in memory of floats, are finite.
-pub(crate) fn is_finite(dtype: Dtype, values: &[f32]) -> bool {
-    /// Numbers that are looked at together, in vectors.
-    const CHUNK: usize = 1 << 12;
-    fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
-        let mut chunks = values.chunks(CHUNK);
-        chunks.all(|chunk| chunk.iter().fold(true, |all, &value| all & is_finite(value)))
-    }
-    match dtype {
-        Dtype::F32 => all(values, f32::is_finite),
-        Dtype::Bf16 => all(bytemuck::cast_slice(values), bf16::is_finite),
-        Dtype::F16 => all(bytemuck::cast_slice(values), f16::is_finite),
-    }
-}
-
 /// Rounds floats to a dtype of 16 bits.
 ///
 /// # Panics

@@ -86,7 +86,7 @@ impl Trainer {
             return Err(Error::argument(what));
         }
         self.end_checkpoint().await?; // it is of the layers before
-        self.written = None;
+        self.last_checkpoint = None;
         self.settle().await?;
         let first = self.progress.layers.map_or(layers, |layers| layers.first);
         let count = LayerCount { first, now: layers + new.len() };

@@ -72,8 +72,8 @@ pub struct Trainer {
     disk_rate: Option<f64>,
     /// The checkpoint that is being written.
     writing: Option<Begun>,
-    /// The checkpoint that was written last, with the frozen tensors that the model has.
-    written: Option<PathBuf>,
+    /// The newest complete checkpoint of this process, if its frozen tensors are the model's.
+    last_checkpoint: Option<PathBuf>,
     /// What it changed of the run that it resumes.
     changes: Vec<String>,
     /// Tensors that begin at random, because the directory of the model does not have them.

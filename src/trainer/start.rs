@@ -212,7 +212,7 @@ impl Checked {
             room: self.room,
             disk_rate,
             writing: None,
-            written: None,
+            last_checkpoint: None,
             changes: changes.unwrap_or_default(),
             new_tensors,
         })

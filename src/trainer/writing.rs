@@ -49,7 +49,7 @@ impl Trainer {
         self.refresh();
         let writing = Writing {
             directory: directory.to_path_buf(),
-            before: self.written.take(),
+            before: self.last_checkpoint.take(),
             // One that is taken away from now on is not made again.
             makes_folder: !folder::parent(directory).is_dir(),
             config: self.config.clone(),
@@ -71,7 +71,7 @@ impl Trainer {
             let began = Instant::now();
             let written = self.engine.between_steps(write).await;
             self.ledger.waited_for_checkpoint(began.elapsed());
-            self.written = written.is_ok().then(|| directory.to_path_buf());
+            self.last_checkpoint = written.is_ok().then(|| directory.to_path_buf());
             return written;
         }
         let write = move |worker: &Worker, saving: &Saving| {
@@ -94,7 +94,7 @@ impl Trainer {
         let done = written.await;
         self.watch.status().state = before;
         self.ledger.waited_for_checkpoint(began.elapsed());
-        self.written = matches!(done, Ok(Ok(()))).then(|| std::mem::take(directory));
+        self.last_checkpoint = matches!(done, Ok(Ok(()))).then(|| std::mem::take(directory));
         self.writing = None;
         match done {
             Ok(done) => done,
@@ -113,7 +113,7 @@ impl Trainer {
 /// A checkpoint with all that it needs.
 struct Writing {
     directory: PathBuf,
-    /// The one that was written before.
+    /// A complete checkpoint with the same frozen tensors.
     before: Option<PathBuf>,
     /// Whether the folder that it is in is to be made.
     makes_folder: bool,

@@ -1,4 +1,4 @@
-//! Numbers that are not finite: where they came up first.
+//! NaN and infinity in losses, hidden states and gradients, and the layer or block they are in.
 
 use std::collections::BTreeSet;
 
@@ -12,7 +12,7 @@ use crate::config::NonFinite;
 use crate::error::NotFinite;
 use crate::models::VisitArgs;
 
-/// A loss or a norm that is no number, as an operation's error.
+/// An operation's error: a number is NaN or infinite.
 fn not_finite(what: String) -> BoxedError {
     NotFinite(what).into()
 }

@@ -1,7 +1,8 @@
 //! The first rank cannot write checkpoints, or has too little room for them: all ranks end, and one
-//! of them says why. What was complete stays.
+//! of them says why. Complete checkpoints stay.
 
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::thread;
@@ -80,19 +81,25 @@ pub(crate) fn problems_are_said_once(folder: &Path, expected: &str) {
     }
     println!("a disk without room is refused on all ranks, and one says so");
 
-    // Something else fills the disk as soon as there is a checkpoint.
+    // Another program fills the disk as soon as there is a checkpoint, and takes each byte that
+    // becomes free. The emulated disk is slow, so that most checkpoints are still to come.
     disk.resize("16m");
     for ranks in [2, 3] {
         let directory = disk.0.join(format!("filled-{ranks}"));
-        let mut train = train(ranks, &directory, &["eps.disk_rate=2MB/s"]);
-        let run = train.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+        let mut train = train(ranks, &directory, &["eps.disk_rate=200KB/s"]);
+        let mut run =
+            train.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
         let begin = Instant::now();
         while checkpoints(&directory).is_empty() {
             assert!(begin.elapsed() < BOUND, "no checkpoint came");
             thread::sleep(LOOK);
         }
         let junk = disk.0.join("junk");
-        fs::write(&junk, vec![1; 16 << 20]).expect_err("the disk is smaller");
+        let mut fills = File::create(&junk).expect("there is room for a name");
+        while run.try_wait().expect("it is ours").is_none() {
+            while fills.write(&[1; 4096]).is_ok() {}
+            thread::sleep(LOOK);
+        }
         let output = run.wait_with_output().expect("it ends");
         is_said_once(&output, "No space left");
         assert!(!checkpoints(&directory).is_empty(), "what was complete stays");

@@ -149,7 +149,7 @@ async fn a_checkpoint_is_complete_also_where_the_next_step_fails() {
     assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
 }
 
-/// The files of a checkpoint's weights, oldest name first, with what the disk calls each.
+/// The files of a checkpoint's weights in the order of their names, each with its inode number.
 fn weight_files(checkpoint: &Path) -> Vec<(PathBuf, u64)> {
     let entries = fs::read_dir(checkpoint).expect("it was written").flatten();
     let files = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("model-"));
@@ -158,8 +158,8 @@ fn weight_files(checkpoint: &Path) -> Vec<(PathBuf, u64)> {
     files
 }
 
-/// What is frozen is on the disk once, however many checkpoints there are, and once more when it
-/// was damaged there.
+/// All checkpoints of a run link to one file of frozen tensors. After that file was damaged, the
+/// next checkpoint has a new one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn checkpoints_share_the_files_of_frozen_tensors() {
     let folder = tempfile::tempdir().expect("a place for files");
@@ -192,7 +192,7 @@ async fn checkpoints_share_the_files_of_frozen_tensors() {
         let resumed = Trainer::builder(config.clone()).resume(&places[step as usize]);
         resumed.open().await.map(|(trainer, _)| trainer)
     };
-    assert!(resume(2).await.is_err(), "somebody changed a file that it shares");
+    assert!(resume(2).await.is_err(), "its file was changed");
     let mut resumed = resume(STEPS).await.expect("a checkpoint of ours");
     assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
 }

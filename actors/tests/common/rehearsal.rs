@@ -39,7 +39,7 @@ pub enum Event {
     Fails(Fault),
     /// Somebody waits for this, and then drops the relay.
     Notifies(Arc<Notify>),
-    /// It takes so long, and says meanwhile that it runs.
+    /// It takes this long, and tells the watchdog meanwhile that it runs.
     IsSlow(Duration),
 }
 
