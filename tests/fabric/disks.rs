@@ -103,6 +103,7 @@ pub(crate) fn problems_are_said_once(folder: &Path, expected: &str) {
         let output = run.wait_with_output().expect("it ends");
         is_said_once(&output, "No space left");
         assert!(!checkpoints(&directory).is_empty(), "what was complete stays");
+        drop(fills); // an open file keeps its space
         fs::remove_file(&junk).expect("it is ours");
         resumes(ranks, &directory, expected);
         fs::remove_dir_all(&directory).expect("it is ours");
