@@ -25,7 +25,7 @@ use crate::kernels::{BatchMetadata, Kernels, Rows};
 use crate::machine;
 use crate::models::Model;
 use crate::simd::Level;
-use crate::tensor::{Arena, ArenaPlan, Dtype, Packing, View};
+use crate::tensor::{Arena, ArenaPlan, Packing, View};
 
 /// Memory in slots, copies to and from it, and kernels on it. Three lanes use a device at once; a
 /// slot belongs to one operation at a time.
@@ -56,11 +56,14 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// The floats that a slot holds; waits for the device.
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;
 
-    /// Whether all numbers of a view, which the running operation has written, are finite. True
-    /// where that would cost the device a kernel.
-    fn is_finite(&self, view: View, dtype: Dtype) -> bool {
-        _ = (view, dtype);
-        true
+    /// Whether all numbers of a view, which the running operation has written, are finite. A
+    /// device that issues its work answers true, and notes the first mark of a step, whose number
+    /// is the mark's upper half, for which that is wrong.
+    fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError>;
+
+    /// The mark that it noted last; waits for the device.
+    fn noted(&self) -> Result<Option<i64>, BoxedError> {
+        Ok(None)
     }
 
     /// Calls `run` with kernels for a micro-batch, and returns what `run` returns.

@@ -234,6 +234,12 @@ pub(crate) fn agreed_step(
             serde_json::from_slice(said).map_err(Error::system)?;
         steps.push(of_rank.map_err(|what| Error::System(format!("rank {rank}: {what}")))?);
     }
+    agreed(&steps)
+}
+
+/// The step that [`agreed_step`] gives, from the newest of each rank. There is none if no rank has
+/// done a step and some have no state yet: such a run begins again.
+fn agreed(steps: &[Option<u64>]) -> Result<Option<u64>, Error> {
     let (least, most) = (steps.iter().min().copied().flatten(), steps.iter().max().copied());
     match (least, most.flatten()) {
         (Some(least), Some(most)) if most - least > 1 => {
@@ -243,7 +249,7 @@ pub(crate) fn agreed_step(
             );
             Err(Error::config("eps.path", problem))
         }
-        (None, Some(_)) => {
+        (None, Some(1..)) => {
             let without = steps.iter().filter(|step| step.is_none()).count();
             let problem = format_args!(
                 "has no state of {without} of {} processes: start as many processes as the run \
@@ -285,5 +291,16 @@ mod tests {
                 assert!(found.into_iter().eq(chunks(tensors.trained())));
             }
         }
+    }
+
+    /// Ranks agree on what all of them have. Who was killed before the first step begins again.
+    #[test]
+    fn ranks_agree_on_a_step() {
+        let agree = |steps: &[Option<u64>]| agreed(steps).map_err(|error| error.to_string());
+        assert_eq!(agree(&[None, None]), Ok(None));
+        assert_eq!(agree(&[Some(0), None]), Ok(None));
+        assert_eq!(agree(&[Some(3), Some(4), Some(3)]), Ok(Some(3)));
+        assert!(agree(&[Some(1), None]).unwrap_err().contains("has no state of 1 of 2 processes"));
+        assert!(agree(&[Some(3), Some(5)]).unwrap_err().contains("of different runs"));
     }
 }

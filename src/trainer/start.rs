@@ -336,7 +336,8 @@ fn open_eps(
     };
     let (found, newest) = (found?, agreed?);
     match (newest, start.resumes_file, start.from) {
-        (Some(step), false, None) => {
+        // A state of step 0 is what a new run begins with: nothing is lost if it is made again.
+        (Some(step @ 1..), false, None) => {
             let problem = format_args!(
                 "holds the state of a run, of step {step}: go on from it (`--resume`), or remove \
                  the folder, or name another"

@@ -16,7 +16,7 @@ use crate::devices::Device;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::plan::{Holder, Place, Plan};
-use crate::tensor::{Dtype, Packing, Slots, View};
+use crate::tensor::{Packing, Slots, View};
 
 /// See the [module](self).
 pub(super) struct DeviceSide {
@@ -90,8 +90,13 @@ impl DeviceSide {
     }
 
     /// See [`Device::is_finite`].
-    pub(super) fn is_finite(&self, view: View, dtype: Dtype) -> bool {
-        self.device.is_finite(view, dtype)
+    pub(super) fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
+        self.device.is_finite(view, mark)
+    }
+
+    /// See [`Device::noted`].
+    pub(super) fn noted(&self) -> Result<Option<i64>, BoxedError> {
+        self.device.noted()
     }
 
     /// A weight slot that holds a published block of so many floats.

@@ -1,8 +1,9 @@
 //! NaN and infinity in losses, hidden states and gradients, and the layer or block they are in.
 
 use std::collections::BTreeSet;
+use std::sync::OnceLock;
 
-use l2l_actors::schedule::{BlockId, MicroBatch, Visit};
+use l2l_actors::schedule::{BlockId, MicroBatch, Version, Visit};
 use l2l_actors::{BoxedError, Step};
 
 use super::Worker;
@@ -10,37 +11,102 @@ use super::device_side::DeviceSide;
 use super::host_side::Squares;
 use crate::config::NonFinite;
 use crate::error::NotFinite;
-use crate::models::VisitArgs;
+use crate::kernels::{BatchMetadata, Inspected};
+use crate::models::{self, VisitArgs};
+use crate::tensor::{Dtype, View};
 
 /// An operation's error: a number is NaN or infinite.
 fn not_finite(what: String) -> BoxedError {
     NotFinite(what).into()
 }
 
+/// What a visit writes that is looked at.
+const LOOKED_AT: [&str; 2] =
+    ["hidden states behind it", "gradients of the hidden states before it"];
+
+/// A visit of a step, and which of the views that it writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Written {
+    step: Version,
+    device_visit: usize,
+    /// Of [`LOOKED_AT`].
+    what: usize,
+}
+
+impl Written {
+    /// As a mark that a device notes: the step is the upper half, never 0.
+    fn mark(self) -> i64 {
+        let visit = (self.device_visit * LOOKED_AT.len() + self.what) as i64;
+        ((self.step as i64 + 1) << 32) | visit
+    }
+
+    /// What a mark of a step says; none if it is of another step.
+    fn of_step(step: Version, mark: i64) -> Option<Written> {
+        let visit = (mark & i64::from(u32::MAX)) as usize;
+        let (device_visit, what) = (visit / LOOKED_AT.len(), visit % LOOKED_AT.len());
+        let written = Written { step, device_visit, what };
+        (written.mark() == mark).then_some(written)
+    }
+
+    fn words(self, step: &Step) -> String {
+        let (layer, what) = (step.plan.visit(self.device_visit).layer, LOOKED_AT[self.what]);
+        format!("{layer} is the first whose {what} are not finite")
+    }
+}
+
 impl Worker {
     /// Refuses hidden states and their gradients that are not finite, as soon as a layer has
-    /// written them: the error names the first layer of which that is so. A device with memory
-    /// of its own does not read them: there the loss or a gradient tells.
+    /// written them: the error names the first layer of which that is so, and its first
+    /// operation. A device that issues its work notes the layer, and the loss or a gradient tells.
     pub(super) fn check_finite(
         &self,
-        device: &DeviceSide,
-        visit: &Visit,
+        (step, device, device_visit): (&Step, &DeviceSide, usize),
+        batch: &BatchMetadata<'_>,
         args: &VisitArgs<'_>,
     ) -> Result<(), BoxedError> {
-        let writes = &args.writes;
-        let all = [
-            ("hidden states behind it", writes.hidden),
-            ("gradients of the hidden states before it", writes.hidden_gradient),
-        ];
-        for (what, view) in all {
-            if view.is_some_and(|view| !device.is_finite(view, self.plan.dtype)) {
-                let layer = visit.layer;
-                return Err(not_finite(format!(
-                    "{layer} is the first whose {what} are not finite"
-                )));
+        let all = [args.writes.hidden, args.writes.hidden_gradient];
+        for (what, view) in all.into_iter().enumerate() {
+            let Some(view) = view else { continue };
+            let written = Written { step: step.number, device_visit, what };
+            let numbers = view.len() * Dtype::F32.size() / self.plan.dtype.size();
+            let view = view.hold(1, numbers, self.plan.dtype);
+            if !device.is_finite(view, written.mark())? {
+                let operation =
+                    self.first_operation(device, step.plan.visit(device_visit), batch, args)?;
+                return Err(not_finite(format!("{}{operation}", written.words(step))));
             }
         }
         Ok(())
+    }
+
+    /// Words for an error message: the first operation of a visit whose results are not finite,
+    /// found by running the visit again. The step has failed, so nobody reads what that writes.
+    fn first_operation(
+        &self,
+        device: &DeviceSide,
+        visit: &Visit,
+        batch: &BatchMetadata<'_>,
+        args: &VisitArgs<'_>,
+    ) -> Result<String, BoxedError> {
+        let found = OnceLock::new();
+        let hears = |operation: &'static str, view: View| {
+            if found.get().is_none() && matches!(device.is_finite(view, 0), Ok(false)) {
+                _ = found.set(format!("; its first such operation is {operation}, of {view}"));
+            }
+        };
+        device.compute(batch, &|kernels| {
+            let inspected = Inspected { kernels, hears: &hears };
+            models::run(&self.model, visit, &inspected, args)
+        })?;
+        Ok(found.into_inner().unwrap_or_default())
+    }
+
+    /// Words for an error message: the first layer of a step that a device has noted.
+    fn first_noted(&self, step: &Step) -> String {
+        let noted = self.devices.iter().filter_map(|device| device.noted().ok()?);
+        let of_step = noted.filter_map(|mark| Written::of_step(step.number, mark));
+        let first = of_step.min_by_key(|written| (written.device_visit, written.what));
+        first.map(|written| format!("; {}", written.words(step))).unwrap_or_default()
     }
 
     /// A gradient's sum of squares.
@@ -63,7 +129,8 @@ impl Worker {
         let on = self.computed_on(step, |visit| {
             visit.phase.adds_gradients() && visit.blocks().contains(&block)
         });
-        Err(not_finite(format!("the gradient of {block} is not finite{on}")))
+        let first = self.first_noted(step);
+        Err(not_finite(format!("the gradient of {block} is not finite{on}{first}")))
     }
 
     /// The error of a loss that is not finite: with the devices that computed it.
@@ -78,7 +145,7 @@ impl Worker {
         let on = self.computed_on(step, |visit| {
             visit.micro_batches.contains(&m) && visit.writes.iter().any(|id| reads.contains(id))
         });
-        not_finite(format!("the loss is {loss}{on}"))
+        not_finite(format!("the loss is {loss}{on}{}", self.first_noted(step)))
     }
 
     /// Words for an error message: which devices ran some visits. Empty if there is one device.

@@ -210,7 +210,7 @@ impl Worker {
             emulated.slow(begin, &self.model, visit, state.lengths(m, schedule));
         }
         if self.host.non_finite == NonFinite::Stop {
-            self.check_finite(device, visit, &args)?;
+            self.check_finite((step, device, *device_visit), &batch, &args)?;
         }
         Ok(())
     }

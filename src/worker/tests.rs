@@ -239,6 +239,10 @@ impl Device for Faulty {
         self.device.read_back(view)
     }
 
+    fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
+        self.device.is_finite(view, mark)
+    }
+
     fn compute(
         &self,
         batch: &BatchMetadata<'_>,

@@ -230,7 +230,8 @@ async fn steps_that_are_not_finite_stop_are_skipped_or_go_on() {
     let (_, stopped, _) = run(NonFinite::Stop).await;
     let stopped = stopped.expect_err("it is not finite").to_string();
     // The weights are far too large after the first step: the first layer's states overflow.
-    let says = "is the first whose hidden states behind it are not finite";
+    let says = "is the first whose hidden states behind it are not finite; its first such \
+                operation is linear, of (";
     assert!(stopped.contains(says) && stopped.contains("(the model is whole"), "{stopped}");
     let (before, skipped, after) = run(NonFinite::Skip).await;
     assert!(skipped.expect("it is skipped").skipped);

@@ -302,6 +302,20 @@ fn a_run_goes_on_from_the_files_of_its_ranks() {
     }
 }
 
+/// A kill before the first step leaves the first state on some ranks: the run begins again.
+#[test]
+fn a_run_that_has_done_no_step_begins_again() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let (bits, _) = Task::new(relay(4, 2), 2).run(None).expect("a case of ours");
+    for (seen, _) in on_ranks(2, |_| on_file(folder.path(), 0, 0)) {
+        seen.expect("a case of ours");
+    }
+    fs::remove_dir_all(folder.path().join("rank-1")).expect("its files");
+    for (seen, _) in on_ranks(2, |_| on_file(folder.path(), 0, 2)) {
+        assert_eq!(seen.expect("a case of ours").0, bits);
+    }
+}
+
 #[test]
 fn files_of_another_number_of_ranks_are_refused() {
     let folder = tempfile::tempdir().expect("a place for files");

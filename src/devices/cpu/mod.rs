@@ -132,20 +132,21 @@ impl Device for Cpu {
         Ok(unsafe { self.memory.read(view) }.to_vec())
     }
 
-    fn is_finite(&self, view: View, dtype: Dtype) -> bool {
+    fn is_finite(&self, view: View, _: i64) -> Result<bool, BoxedError> {
         /// Numbers that are looked at together, in vectors.
         const CHUNK: usize = 1 << 12;
         fn all<T: Copy>(values: &[T], is_finite: impl Fn(T) -> bool) -> bool {
             let mut chunks = values.chunks(CHUNK);
             chunks.all(|chunk| chunk.iter().fold(true, |all, &value| all & is_finite(value)))
         }
+        let (at, len) = (view.at * view.dtype.size() / Dtype::F32.size(), view.len());
         // SAFETY: the ring gives the slot to the operation that asks, which has written it.
-        let values = unsafe { self.memory.read(view) };
-        match dtype {
+        let values = unsafe { self.memory.read(View::floats(at, view.dtype.floats(len))) };
+        Ok(match view.dtype {
             Dtype::F32 => all(values, f32::is_finite),
-            Dtype::Bf16 => all(bytemuck::cast_slice(values), bf16::is_finite),
-            Dtype::F16 => all(bytemuck::cast_slice(values), f16::is_finite),
-        }
+            Dtype::Bf16 => all(&bytemuck::cast_slice(values)[..len], bf16::is_finite),
+            Dtype::F16 => all(&bytemuck::cast_slice(values)[..len], f16::is_finite),
+        })
     }
 
     fn compute(

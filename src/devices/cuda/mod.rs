@@ -48,7 +48,7 @@ pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
-use self::launches::FLOAT;
+use self::launches::{FLOAT, NEIGHBOURS, Queue, long};
 use super::{Check, Device, GpuRates, PeerView};
 use crate::config::Config;
 use crate::error::Error;
@@ -65,10 +65,15 @@ const ALIGNED: usize = 256;
 /// Floats of that workspace.
 const PRODUCT_WORKSPACE: usize = (ALIGNED + WORKSPACE) / FLOAT;
 
+/// Floats of a mark, with what keeps the rest aligned.
+const NOTED: usize = 16;
+
 /// See the [module](self).
 pub(super) struct Cuda {
     driver: Arc<dyn Driver>,
     memory: Address,
+    /// Where it notes a mark. See [`Device::is_finite`].
+    noted: View,
     /// Where the metadata of a micro-batch is in the device's memory.
     metadata: View,
     /// The workspace of matrix products.
@@ -124,7 +129,8 @@ impl Cuda {
     /// With memory for so many floats, of which `overhead` is the device's own.
     fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, BoxedError> {
         let memory = driver.allocate(floats * FLOAT)?;
-        let metadata = overhead.part(0..overhead.len() - PRODUCT_WORKSPACE);
+        let noted = overhead.part(0..NOTED);
+        let metadata = overhead.part(NOTED..overhead.len() - PRODUCT_WORKSPACE);
         let behind = memory + ((metadata.at + metadata.len()) * FLOAT) as Address;
         let all = View::floats(0, IN_FLIGHT * metadata.len());
         let mut staging = Arena::new(all.len())?;
@@ -138,6 +144,7 @@ impl Cuda {
         Ok(Cuda {
             driver,
             memory,
+            noted,
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
             staging,
@@ -182,10 +189,10 @@ pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
     Box::new(CudaKernels::to_plan())
 }
 
-/// Device memory outside the plan's slots, in floats: the metadata of a micro-batch, and the
-/// workspace of matrix products.
+/// Device memory outside the plan's slots, in floats: a mark, the metadata of a micro-batch, and
+/// the workspace of matrix products.
 pub(super) fn overhead(rows: Rows) -> usize {
-    DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
+    NOTED + DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
 }
 
 /// Host memory in floats, for metadata that is being copied to the device.
@@ -263,6 +270,21 @@ impl Device for Cuda {
             self.driver.finish(); // the copy may still be on its way
         }
         copied.map(|()| values)
+    }
+
+    fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
+        let queue = Queue::new(&*self.driver, self.workspace);
+        let (noted, count) = (self.address(self.noted), long(view.len()));
+        let x = Place { at: self.address(view), dtype: view.dtype };
+        queue.each("note_unless_finite", view.len(), NEIGHBOURS, &[&noted, &x, &count, &mark]);
+        queue.end()?;
+        Ok(true)
+    }
+
+    fn noted(&self) -> Result<Option<i64>, BoxedError> {
+        let mark = self.read_back(self.noted)?;
+        let mark: i64 = bytemuck::cast_slice(&mark)[0];
+        Ok((mark != 0).then_some(mark))
     }
 
     fn compute(

@@ -1,5 +1,8 @@
 // What needs no neighbours: zeros, dropout, curves and gates; and sums of columns and of partial sums.
 
+// The largest float.
+constexpr float MOST = 3.40282347e38f;
+
 template <class E>
 __device__ inline void clear_all(E* y, long long n) {
     const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
@@ -30,6 +33,25 @@ extern "C" __global__ void to_floats(float* y, const T* x, long long n) { cast_a
 
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast_all(y, x, n); }
+
+// Notes a mark, whose upper half is a step's number, unless all numbers are finite, or a mark of the same
+// step is noted. Threads that write at once write the same.
+// launch: grid (ceil(n / 1024)), block (256)
+extern "C" __global__ void note_unless_finite(long long* noted, const T* x, long long n, long long mark) {
+    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    if (at >= n) {
+        return;
+    }
+    const int count = static_cast<int>(min(n - at, 4LL));
+    const Four values = read(x + at, count);
+    bool finite = true;
+    for (int i = 0; i < 4; ++i) {
+        finite &= fabsf(values.of[i]) <= MOST;
+    }
+    if (!finite && *noted >> 32 != mark >> 32) {
+        *noted = mark;
+    }
+}
 
 // y += bias. y: (rows, columns); bias: (columns).
 // launch: grid (rows, ceil(columns / 1024)), block (threads(columns))

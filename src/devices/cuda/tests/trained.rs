@@ -77,6 +77,29 @@ fn f16_has_a_loss_scale() {
     assert_eq!(digest, skipped(DeviceKind::Cuda).1);
 }
 
+/// Weights that are far too large after the first step: the error names the first layer whose
+/// numbers overflow, as the device notes it. On the CPU it is the same.
+#[test]
+fn the_first_layer_that_is_not_finite_is_named() {
+    if !emulated::instead() {
+        return;
+    }
+    let error = |kind, dtype, devices| {
+        let mut config = config(kind);
+        config.device.dtype = dtype;
+        config.device.ordinals = (kind == DeviceKind::Cuda).then(|| (0..devices).collect());
+        config.optimizer.learning_rate = 1e30;
+        run(config, 2).err().expect("it is not finite").to_string()
+    };
+    for (dtype, devices) in [(Dtype::F32, 1), (Dtype::Bf16, 2)] {
+        let on_cpu = error(DeviceKind::Cpu, dtype, 1);
+        let (named, _) = on_cpu.split_once(" are not finite; its first").expect("a layer");
+        let (_, named) = named.rsplit_once(": ").expect("who says so");
+        let on_device = error(DeviceKind::Cuda, dtype, devices);
+        assert!(on_device.contains(named), "{on_device} and not {named}");
+    }
+}
+
 /// A rule that knows nothing of split masters: they are unpacked for it.
 struct Plain(Box<dyn UpdateRule>);
 
