@@ -522,6 +522,18 @@ def check_clear(device, random, n):
     device.same(floats, np.zeros(n))
 
 
+def check_note(device, random, n, at, value, of_step):
+    """A mark is noted if a number is not finite, unless one of its step is there."""
+    step, values = 7, noise(random, n)
+    if at is not None:
+        values[at] = value
+    before = of_step << 32 | 5
+    noted = device.integers(np.array([before]), np.int64, changes=True)
+    device.launch("note_unless_finite", noted, device.elements(values), n, step << 32 | 3)
+    is_noted = at is not None and of_step != step
+    device.same(noted, np.array([step << 32 | 3 if is_noted else before]))
+
+
 def make_starts(device, random, sequences, positions):
     """Where sequences begin, and the last ends; or None: all have as many rows."""
     starts = np.arange(sequences + 1) * positions
@@ -914,6 +926,8 @@ def checks():
     own = [
         ("elementwise", check_clear, n),
         ("elementwise", check_casts, n),
+        ("elementwise", check_note, each([dict(n=5, at=None), dict(n=1030, at=1029), dict(n=9, at=0)],
+                                         value=[math.inf, math.nan], of_step=[0, 6, 7])),
         ("elementwise", check_bias, rows),
         ("elementwise", check_drop, each(drops, probabilities)),
         ("elementwise", check_drop, each(drops, probability=[0.5], has_a=[True], in_place=[True])),
