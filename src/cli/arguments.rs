@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use clap_complete::Shell;
 use l2l::config::Format;
+use l2l::devices::KernelGroup;
 
 /// Trains transformers too large for the device, one layer at a time.
 #[derive(Parser)]
@@ -314,6 +315,12 @@ pub(super) struct DoctorArguments {
     /// values.
     #[arg(long)]
     pub(super) check: bool,
+    /// Check the kernels of one group.
+    #[arg(long, requires = "check")]
+    pub(super) group: Option<KernelGroup>,
+    /// The seed of the values. Without it, they are others each time.
+    #[arg(long, requires = "check")]
+    pub(super) seed: Option<u64>,
     /// Check and measure the fabric between processes: `mpirun -n 4 l2l doctor --mpi`, in a program
     /// that was built with the feature `mpi`.
     #[arg(long, conflicts_with = "check")]

@@ -1,20 +1,58 @@
 //! `l2l doctor`: reports what this machine has for training, and how fast it is.
 
+use std::process::{Command, Stdio};
 use std::time::SystemTime;
 
 use l2l::config::{ByteSize, Dtype, Format};
+use l2l::devices::KernelGroup;
 use l2l::{Config, Error, devices, eps, machine, optimizers};
 use serde_json::{Value, json};
 
-use super::{Common, print};
+use super::{Common, DoctorArguments, print};
 
-/// Compares every kernel of the GPU with the CPU's.
-pub(super) fn check(common: &Common) -> Result<(), Error> {
+/// Compares every kernel of the GPU with the CPU's: a process for each group.
+pub(super) fn check(arguments: &DoctorArguments) -> Result<(), Error> {
+    let seed = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let seed = arguments.seed.unwrap_or_else(|| seed().as_nanos() as u64);
+    if let Some(group) = arguments.group {
+        return check_group(&arguments.common, group, seed);
+    }
+    arguments.common.read()?;
+    let of_seed = arguments.seed.is_none().then(|| format!("--seed={seed}"));
+    let run = |group: KernelGroup| {
+        Command::new(std::env::current_exe()?)
+            .args(std::env::args_os().skip(1))
+            .args(["--group", group.name()])
+            .args(&of_seed)
+            .stderr(Stdio::piped())
+            .spawn()?
+            .wait_with_output()
+    };
+    let mut problems = Vec::new();
+    for group in KernelGroup::ALL {
+        let ended = run(group).map_err(|error| Error::System(error.to_string()))?;
+        let says = String::from_utf8_lossy(&ended.stderr);
+        let says = says.rsplit("error: ").next().unwrap_or_default().trim();
+        match ended.status.code() {
+            Some(0) => {}
+            Some(2) => return Err(Error::Argument(says.to_string())),
+            Some(_) => problems.push(says.to_string()),
+            None => problems.push(format!("{} ended with {}: {says}", group.name(), ended.status)),
+        }
+    }
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Device(format!("{} (--seed {seed})", problems.join("; ")))),
+    }
+}
+
+/// Compares the kernels of a group, in this process.
+fn check_group(common: &Common, group: KernelGroup, seed: u64) -> Result<(), Error> {
     let (config, _) = common.read()?;
-    let seed = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let seed = seed.map_or(0, |time| time.as_nanos() as u64);
-    let checks = devices::check_kernels(&config, seed)?;
-    for devices::Check { kernel, cases, off, most } in &checks {
+    let mut problems = Vec::new();
+    devices::check_kernels(&config, group, seed, &mut |check| {
+        let devices::Check { kernel, cases, off, most, error } = check;
+        problems.extend(check.problem());
         if config.log.format == Format::Json {
             print(json!({
                 "event": "check",
@@ -24,12 +62,22 @@ pub(super) fn check(common: &Common) -> Result<(), Error> {
                 "dtype": config.device.dtype,
                 "tolerance": most,
                 "seed": seed,
+                "error": error,
             }));
+        } else if let Some(error) = error {
+            print(format_args!("{kernel:<26} {cases:>3} sizes, then it failed: {error}"));
         } else {
             print(format_args!("{kernel:<26} {cases:>3} sizes, largest deviation {off:.1e}"));
         }
+    })
+    .map_err(|error| match problems.is_empty() {
+        true => error,
+        false => Error::Device(format!("{}; {error}", problems.join("; "))),
+    })?;
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(Error::Device(problems.join("; "))),
     }
-    devices::Check::judge(&checks)
 }
 
 /// What was found of this machine.

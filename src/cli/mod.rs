@@ -69,7 +69,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
             return bench::bench(&common, !without_copies, kernels);
         }
         Command::Export(arguments) => export::export(&arguments)?,
-        Command::Doctor(DoctorArguments { common, check: true, .. }) => doctor::check(&common)?,
+        Command::Doctor(arguments) if arguments.check => doctor::check(&arguments)?,
         Command::Doctor(DoctorArguments { common, mpi: true, .. }) => fabric::check(&common)?,
         Command::Doctor(DoctorArguments { common, .. }) => doctor::doctor(&common)?,
         Command::Config(ConfigArguments { what }) => match what {

@@ -17,7 +17,7 @@ use l2l_actors::{BoxedError, Operation};
 use rayon::ThreadPool;
 
 pub use cpu::{KernelRate, Rate, kernel_rates, product_flops_per_second};
-pub use probe::{Check, Gpu, GpuRates, Library};
+pub use probe::{Check, Gpu, GpuRates, KernelGroup, Library};
 
 use crate::config::{Config, DeviceKind};
 use crate::error::Error;
@@ -229,13 +229,19 @@ pub fn gpus() -> Result<Vec<Gpu>, Error> {
     }
 }
 
-/// Runs every kernel of the GPU that a config names against the CPU's, at odd sizes, on values of
-/// this seed.
+/// Runs a group's kernels of the GPU that a config names against the CPU's, at odd sizes, on values
+/// of this seed. `each` is told of a kernel as soon as its cases have run. A kernel that fails ends
+/// nothing, as long as the GPU answers.
 ///
 /// # Errors
-/// There is no such GPU, or it failed.
-pub fn check_kernels(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    cuda::check(config, seed)
+/// There is no such GPU, or it no longer answers.
+pub fn check_kernels(
+    config: &Config,
+    group: KernelGroup,
+    seed: u64,
+    each: &mut dyn FnMut(&Check),
+) -> Result<(), Error> {
+    cuda::check(config, group, seed, each)
 }
 
 /// Measures link and products of the GPU that a config names.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use l2l_actors::BoxedError;
 
-use super::{Check, Device, Gpu, GpuRates, Library};
+use super::{Check, Device, Gpu, GpuRates, KernelGroup, Library};
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{Kernels, Rows};
@@ -49,7 +49,12 @@ pub(super) fn gpus() -> Result<Vec<Gpu>, BoxedError> {
     Ok(Vec::new())
 }
 
-pub(super) fn check(_: &Config, _: u64) -> Result<Vec<Check>, Error> {
+pub(super) fn check(
+    _: &Config,
+    _: KernelGroup,
+    _: u64,
+    _: &mut dyn FnMut(&Check),
+) -> Result<(), Error> {
     Err(left_out())
 }
 

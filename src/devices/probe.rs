@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use crate::error::Error;
-
 /// A library that a CUDA device needs, and what was found of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Library {
@@ -28,8 +26,39 @@ pub struct Gpu {
     pub memory: u64,
 }
 
+/// Kernels that are checked together, in a process of their own: an error of the driver may leave a
+/// process without its GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
+pub enum KernelGroup {
+    /// Matrix products.
+    Products,
+    /// What treats rows alike: norms, activations, dropout, copies, tables, frozen weights.
+    Rows,
+    /// Attention, and what else knows heads.
+    Attention,
+    /// Losses of tokens and of classes.
+    Losses,
+}
+
+impl KernelGroup {
+    /// All of them.
+    pub const ALL: [KernelGroup; 4] =
+        [KernelGroup::Products, KernelGroup::Rows, KernelGroup::Attention, KernelGroup::Losses];
+
+    /// Its name.
+    pub fn name(self) -> &'static str {
+        match self {
+            KernelGroup::Products => "products",
+            KernelGroup::Rows => "rows",
+            KernelGroup::Attention => "attention",
+            KernelGroup::Losses => "losses",
+        }
+    }
+}
+
 /// How a kernel of a GPU compares with the CPU's.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Check {
     /// Its name.
     pub kernel: &'static str,
@@ -40,19 +69,18 @@ pub struct Check {
     pub off: f64,
     /// The most that it may be: in bf16, some roundings.
     pub most: f64,
+    /// The driver's error, which ended its cases.
+    pub error: Option<String>,
 }
 
 impl Check {
-    /// Fails for the first that is off by more.
-    ///
-    /// # Errors
-    /// Which, and by how much.
-    pub fn judge(checks: &[Check]) -> Result<(), Error> {
-        match checks.iter().find(|check| check.off > check.most) {
-            None => Ok(()),
-            Some(Check { kernel, off, most, .. }) => {
-                Err(Error::Device(format!("{kernel} is off by {off:e}, of at most {most:e}")))
-            }
+    /// What is wrong, if something is.
+    pub fn problem(&self) -> Option<String> {
+        let Check { kernel, off, most, error, .. } = self;
+        match error {
+            Some(error) => Some(format!("{kernel} failed: {error}")),
+            None if off > most => Some(format!("{kernel} is off by {off:e}, of at most {most:e}")),
+            None => None,
         }
     }
 }

@@ -49,7 +49,7 @@ pub(super) use real::gpus;
 use self::batch_metadata::DeviceMetadata;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, long};
-use super::{Check, Device, GpuRates, PeerView};
+use super::{Check, Device, GpuRates, KernelGroup, PeerView};
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
@@ -167,9 +167,15 @@ fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
     (bytes > 0 && driver.pin(at, bytes).is_ok()).then_some(at as usize)
 }
 
-/// Compares every kernel on the GPU of a config with the CPU's.
-pub(super) fn check(config: &Config, seed: u64) -> Result<Vec<Check>, Error> {
-    check::all(driver(config, config.device.gpus()[0], &[])?, config.device.dtype, seed)
+/// Compares a group's kernels on the GPU of a config with the CPU's.
+pub(super) fn check(
+    config: &Config,
+    group: KernelGroup,
+    seed: u64,
+    each: &mut dyn FnMut(&Check),
+) -> Result<(), Error> {
+    let driver = driver(config, config.device.gpus()[0], &[])?;
+    check::run(driver, config.device.dtype, group, seed, each)
         .map_err(|error| Error::Device(error.to_string()))
 }
 

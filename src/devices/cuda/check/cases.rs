@@ -76,15 +76,16 @@ pub(super) struct Side<'c> {
     pub(super) call: Call<'c>,
 }
 
-/// A case: a name, and what is in the memories of the device and of the CPU.
+/// A case: a name, a micro-batch, and what is in the memories of the device and of the CPU.
 pub(super) struct Case<'c> {
     pub(super) name: &'static str,
+    pub(super) batch: BatchView<'c>,
     pub(super) sides: [Side<'c>; 2],
     /// The view that holds statistics, and their labels, where a case reads them.
     pub(super) statistics: Option<(usize, Vec<i32>)>,
 }
 
-/// All cases of micro-batches of one kind.
+/// Cases, and the micro-batch of the next.
 pub(super) struct Cases<'c> {
     /// The dtype of the device's weights and activations.
     pub(super) dtype: Dtype,
@@ -93,6 +94,12 @@ pub(super) struct Cases<'c> {
 }
 
 impl<'c> Cases<'c> {
+    /// The next cases are of this micro-batch.
+    pub(super) fn on(&mut self, batch: BatchView<'c>) -> &mut Cases<'c> {
+        self.batch = batch;
+        self
+    }
+
     fn case<C>(&mut self, name: &'static str, make: impl Fn(&mut Layout) -> C)
     where
         C: Fn(&dyn Kernels, &Scratch<'_>) + Sync + 'c,
@@ -103,7 +110,7 @@ impl<'c> Cases<'c> {
             let Layout { end, begins, .. } = places;
             Side { end, begins, call: call as Call<'c> }
         });
-        self.all.push(Case { name, sides, statistics: None });
+        self.all.push(Case { name, batch: self.batch, sides, statistics: None });
     }
 
     /// Sets the labels of the last case's statistics, which are the view of this index.
@@ -130,8 +137,6 @@ impl<'c> Cases<'c> {
 
     /// All that treat rows alike.
     pub(super) fn of_rows(&mut self) {
-        self.of_products();
-        self.of_frozen_products();
         self.of_columns();
         self.of_norms();
         self.of_activations();
@@ -275,7 +280,8 @@ impl<'c> Cases<'c> {
     }
 
     pub(super) fn of_heads(&mut self) {
-        for heads in [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256]] {
+        let sizes = [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256], [2, 1, 64], [2, 1, 128]];
+        for heads in sizes {
             let shape = self.attention(heads);
             self.of_rotations(shape);
             self.of_head_norms(shape);
@@ -285,6 +291,16 @@ impl<'c> Cases<'c> {
                 continue;
             }
             for (causal, window) in [(true, None), (false, None), (true, Some(3))] {
+                self.of_attention(AttentionShape { causal, window, ..shape });
+            }
+        }
+    }
+
+    /// Heads of the usual sizes, over several tiles of positions.
+    pub(super) fn of_wide_heads(&mut self) {
+        for heads in [[2, 1, 64], [8, 2, 128]] {
+            let shape = self.attention(heads);
+            for (causal, window) in [(true, None), (false, None), (true, Some(100))] {
                 self.of_attention(AttentionShape { causal, window, ..shape });
             }
         }
@@ -372,24 +388,34 @@ impl<'c> Cases<'c> {
 
     /// A chunk behind other positions of its sequence.
     pub(super) fn of_chunks(&mut self) {
-        let r = self.batch.rows();
-        let shape = self.attention([4, 2, 6]);
+        for heads in [[4, 2, 6], [2, 1, 64], [2, 1, 128]] {
+            let shape = self.attention(heads);
+            [false, true].into_iter().for_each(|accumulate| self.of_chunk(shape, accumulate));
+        }
+    }
+
+    fn of_chunk(&mut self, shape: AttentionShape<'c>, accumulate: bool) {
+        let r = shape.rows();
         let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
         let all = [self.batch.same_positions_before() + r, shape.kv_width()];
-        for accumulate in [false, true] {
-            self.case("attention_backward of a chunk", |p| {
-                let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
-                let (dqkv, dy, qkv) = (p.input(inputs), p.input(outputs), p.input(inputs));
-                let kv = p.input(all);
-                let dkv = p.gradient(all, accumulate);
-                let chunk_kv = Some(ChunkKv { kv, dkv, accumulate });
-                let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
-                move |k, scratch| {
-                    k.attention(&Attention { y, lse, qkv, kv: Some(kv), shape });
-                    k.attention_backward(&op, scratch);
-                }
-            });
-        }
+        self.case("attention_backward of a chunk", |p| {
+            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
+            let (dqkv, dy, qkv) = (p.input(inputs), p.input(outputs), p.input(inputs));
+            let kv = p.input(all);
+            let dkv = p.gradient(all, accumulate);
+            let chunk_kv = Some(ChunkKv { kv, dkv, accumulate });
+            let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
+            move |k, scratch| {
+                k.attention(&Attention { y, lse, qkv, kv: Some(kv), shape });
+                k.attention_backward(&op, scratch);
+            }
+        });
+    }
+
+    /// Losses of tokens, and of what has classes.
+    pub(super) fn of_losses(&mut self) {
+        self.of_tiles();
+        self.of_classes();
     }
 
     /// Tiles of a vocabulary.
@@ -444,7 +470,7 @@ impl<'c> Cases<'c> {
     }
 
     /// Losses of whole sequences and of tokens.
-    pub(super) fn of_classes(&mut self) {
+    fn of_classes(&mut self) {
         let (batch, r) = (self.batch, self.batch.rows());
         let (none, some) = (Smoothing::NONE, Smoothing::of(0.1, 4));
         let ways = [

@@ -1,6 +1,9 @@
 //! Compares every kernel with the CPU's: the same values in the same places of two memories, one
 //! call on each, and then all of both memories, so that wrong writes are seen, too. The CPU's
 //! kernels are compared with f64 by their tests.
+//!
+//! A kernel that the driver refuses ends nothing: the next is checked. Some errors leave the process
+//! without its GPU, which then does not answer; so each group has a process of its own.
 
 mod cases;
 
@@ -12,19 +15,16 @@ use l2l_actors::BoxedError;
 use self::cases::{Case, Cases, Side};
 use super::Cuda;
 use super::driver::Driver;
-use crate::devices::Check;
-use crate::devices::Device;
 use crate::devices::cpu::CpuKernels;
-use crate::kernels::{
-    BatchMetadata, BatchView, Document, DropoutKey, Rows, STATISTICS, SequenceChunk,
-};
+use crate::devices::{Check, Device, KernelGroup};
+use crate::kernels::{BatchMetadata, Document, DropoutKey, Rows, STATISTICS, SequenceChunk};
 use crate::random;
 use crate::simd::Level;
 use crate::tensor::Arena;
 use crate::tensor::{Dtype, Scratch, View, narrow, widen};
 
 /// Floats of a case's memory.
-const FLOATS: usize = 1 << 21;
+const FLOATS: usize = 1 << 22;
 
 /// The numbers of a view, of any dtype.
 fn numbers(memory: &mut Arena, view: View) -> Vec<f32> {
@@ -82,21 +82,15 @@ fn begin(case: &Case<'_>, side: &Side<'_>, dtype: Dtype, seed: u64) -> Result<Ar
 /// Positions of a sequence that is so long that not all are scored at once.
 const LONG: usize = 3000;
 
-/// Runs a case on both devices; returns the largest difference, relative to values above 1.
-fn run(
-    device: &Cuda,
-    dtype: Dtype,
-    batch: &BatchView<'_>,
-    case: &Case<'_>,
-    seed: u64,
-) -> Result<f64, BoxedError> {
+/// Runs a case on both devices. Returns the largest difference, relative to values above 1.
+fn compare(device: &Cuda, dtype: Dtype, case: &Case<'_>, seed: u64) -> Result<f64, BoxedError> {
     let [on_device, on_cpu] = &case.sides;
     let workspace = View::floats(FLOATS / 2, FLOATS / 2);
     let mut memory = begin(case, on_device, dtype, seed)?;
     let all = View::floats(0, on_device.end);
     device.upload(all, memory.values(all))?;
     device.driver.finish();
-    device.compute(batch.metadata(), &|kernels| {
+    device.compute(case.batch.metadata(), &|kernels| {
         let scratch = Scratch::new(workspace, dtype);
         (on_device.call)(kernels, &scratch);
         scratch.peak()
@@ -140,73 +134,109 @@ fn run(
     Ok(if touched || spilt { f64::INFINITY } else { worst })
 }
 
-/// Every kernel on a driver's device, at odd sizes, with fresh values.
+/// A group's kernels on a driver's device, at odd sizes, with fresh values.
 ///
 /// # Errors
-/// The driver's.
-pub(super) fn all(
+/// The device does not answer.
+pub(super) fn run(
     driver: Arc<dyn Driver>,
     dtype: Dtype,
+    group: KernelGroup,
     seed: u64,
-) -> Result<Vec<Check>, BoxedError> {
+    each: &mut dyn FnMut(&Check),
+) -> Result<(), BoxedError> {
     let most = match dtype {
         Dtype::F32 => 2e-5,
         Dtype::Bf16 => 2e-2,
         Dtype::F16 => 5e-3,
     };
-    let document = |from, to| Document { from, to };
-    let documents: Vec<Document> =
-        [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3);
-    let kinds: Vec<u8> = (0..LONG).map(|row| (row % 3 == 0).into()).collect();
-    let dropout_key = Some(DropoutKey { seed, step: 3, first_sequence: 2 });
-    let batches = [
-        (&[0, 7, 11, 12][..], &[][..], &[][..]),
-        // As of a larger batch, which has two rows before.
-        (&[2, 9, 16, 23][..], &documents[..], &[][..]),
-        (&[0, 3, 133, 200, 201][..], &[][..], &[][..]),
-        (&[0, 2, 5][..], &[][..], &[70, 3][..]),
-    ];
     let most_rows = Rows { sequences: 1, positions: LONG };
     let overhead = View::floats(FLOATS, super::overhead(most_rows));
     let device = Cuda::new(driver, FLOATS + overhead.len(), overhead)?;
-    let mut checks: Vec<Check> = Vec::new();
-    let mut go = |cases: Cases<'_>| -> Result<(), BoxedError> {
-        for (index, case) in cases.all.iter().enumerate() {
-            let off = run(&device, dtype, &cases.batch, case, seed + index as u64)
-                .map_err(|error| format!("{}: {error}", case.name))?;
-            match checks.iter_mut().find(|check| check.kernel == case.name) {
-                Some(check) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
-                None => checks.push(Check { kernel: case.name, cases: 1, off, most }),
+    let batches = Batches::new(seed);
+    let mut cases = batches.cases(dtype, group);
+    cases.sort_by_key(|case| case.name);
+    for cases in cases.chunk_by(|one, next| one.name == next.name) {
+        let mut check = Check { kernel: cases[0].name, cases: 0, off: 0.0, most, error: None };
+        for case in cases {
+            match compare(&device, dtype, case, seed + check.cases as u64) {
+                Ok(off) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
+                Err(error) => {
+                    check.error = Some(error.to_string());
+                    break;
+                }
             }
         }
-        Ok(())
-    };
-    for (starts, documents, cached) in batches {
-        let kinds = &kinds[..starts[starts.len() - 1] - starts[0]];
-        let batch = BatchMetadata { starts, kinds, documents, cached, dropout_key };
-        let mut cases = Cases { dtype, batch: batch.view(), all: Vec::new() };
-        cases.of_rows();
-        cases.of_heads();
-        if cached.is_empty() {
-            cases.of_tiles();
-            cases.of_classes();
+        each(&check);
+        if let Some(error) = check.error {
+            let answers = device.read_back(View::floats(0, 1));
+            answers
+                .map_err(|_| format!("the GPU does not answer since {}: {error}", check.kernel))?;
         }
-        go(cases)?;
     }
-    let long = BatchMetadata {
-        starts: &[0, LONG],
-        kinds: &kinds,
-        documents: &[],
-        cached: &[],
-        dropout_key,
-    };
-    let some = BatchMetadata { starts: &[0, 5, 139], kinds: &kinds[..139], ..long };
-    let batch = some.view().chunk_of(SequenceChunk { sequence: 1, from: 64, to: 134 });
-    let mut cases = Cases { dtype, batch, all: Vec::new() };
-    cases.of_chunks();
-    go(cases)?;
-    let mut cases = Cases { dtype, batch: long.view(), all: Vec::new() };
-    cases.of_tiles();
-    go(cases)?;
-    Ok(checks)
+    Ok(())
+}
+
+/// The micro-batches that kernels are checked on: each like none of the others.
+struct Batches {
+    documents: Vec<Document>,
+    kinds: Vec<u8>,
+    dropout_key: Option<DropoutKey>,
+}
+
+impl Batches {
+    fn new(seed: u64) -> Batches {
+        let document = |from, to| Document { from, to };
+        Batches {
+            documents: [vec![document(0, 5); 5], vec![document(5, 7); 2]].concat().repeat(3),
+            kinds: (0..LONG).map(|row| (row % 3 == 0).into()).collect(),
+            dropout_key: Some(DropoutKey { seed, step: 3, first_sequence: 2 }),
+        }
+    }
+
+    fn of<'b>(
+        &'b self,
+        starts: &'b [usize],
+        documents: &'b [Document],
+        cached: &'b [usize],
+    ) -> BatchMetadata<'b> {
+        let kinds = &self.kinds[..starts[starts.len() - 1] - starts[0]];
+        BatchMetadata { starts, kinds, documents, cached, dropout_key: self.dropout_key }
+    }
+
+    /// The cases of a group.
+    fn cases(&self, dtype: Dtype, group: KernelGroup) -> Vec<Case<'_>> {
+        let small = [
+            self.of(&[0, 7, 11, 12], &[], &[]),
+            // As of a larger batch, which has two rows before.
+            self.of(&[2, 9, 16, 23], &self.documents, &[]),
+            self.of(&[0, 3, 133, 200, 201], &[], &[]),
+            self.of(&[0, 2, 5], &[], &[70, 3]),
+        ];
+        let wide = self.of(&[0, 390, 401], &[], &[]).view();
+        let long = self.of(&[0, LONG], &[], &[]).view();
+        let chunk = SequenceChunk { sequence: 1, from: 64, to: 134 };
+        let chunk = self.of(&[0, 5, 139], &[], &[]).view().chunk_of(chunk);
+        let mut cases = Cases { dtype, batch: long, all: Vec::new() };
+        for batch in small {
+            cases.batch = batch.view();
+            match group {
+                KernelGroup::Products => cases.of_products(),
+                KernelGroup::Rows => cases.of_rows(),
+                KernelGroup::Attention => cases.of_heads(),
+                KernelGroup::Losses if batch.cached.is_empty() => cases.of_losses(),
+                KernelGroup::Losses => {}
+            }
+        }
+        match group {
+            KernelGroup::Products => cases.on(wide).of_large_products(),
+            KernelGroup::Rows => {}
+            KernelGroup::Attention => {
+                cases.on(wide).of_wide_heads();
+                cases.on(chunk).of_chunks();
+            }
+            KernelGroup::Losses => cases.on(long).of_tiles(),
+        }
+        cases.all
+    }
 }

@@ -4,35 +4,44 @@ use super::Cases;
 use crate::kernels::{AddColumns, Linear, LinearBackward, TakeColumns};
 
 impl Cases<'_> {
-    pub(super) fn of_products(&mut self) {
+    pub(in super::super) fn of_products(&mut self) {
+        self.of_product([7, 5], false);
+        self.of_product([36, 20], true);
+        self.of_frozen_products();
+    }
+
+    /// Products of many tiles.
+    pub(in super::super) fn of_large_products(&mut self) {
+        [false, true].into_iter().for_each(|transposed| self.of_product([512, 384], transposed));
+    }
+
+    fn of_product(&mut self, [inputs, outputs]: [usize; 2], transposed: bool) {
         let r = self.batch.rows();
-        for (inputs, outputs, transposed) in [(7, 5, false), (36, 20, true)] {
-            let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
-            self.case("linear", |p| {
-                let (y, x) = (p.output([r, outputs]), p.input([r, inputs]));
-                let (w, bias) = (p.input(weights), Some(p.input([1, outputs])));
-                move |k, _| k.linear(&Linear { y, x, w, bias, transposed })
+        let weights = if transposed { [outputs, inputs] } else { [inputs, outputs] };
+        self.case("linear", |p| {
+            let (y, x) = (p.output([r, outputs]), p.input([r, inputs]));
+            let (w, bias) = (p.input(weights), Some(p.input([1, outputs])));
+            move |k, _| k.linear(&Linear { y, x, w, bias, transposed })
+        });
+        for accumulate in [false, true] {
+            self.case("linear_backward", |p| {
+                let op = LinearBackward {
+                    dx: p.output([r, inputs]),
+                    dw: Some(p.gradient(weights, accumulate)),
+                    dbias: Some(p.gradient([1, outputs], accumulate)),
+                    dy: p.input([r, outputs]),
+                    x: p.input([r, inputs]),
+                    w: p.input(weights),
+                    transposed,
+                    accumulate,
+                };
+                move |k, scratch| k.linear_backward(&op, scratch)
             });
-            for accumulate in [false, true] {
-                self.case("linear_backward", |p| {
-                    let op = LinearBackward {
-                        dx: p.output([r, inputs]),
-                        dw: Some(p.gradient(weights, accumulate)),
-                        dbias: Some(p.gradient([1, outputs], accumulate)),
-                        dy: p.input([r, outputs]),
-                        x: p.input([r, inputs]),
-                        w: p.input(weights),
-                        transposed,
-                        accumulate,
-                    };
-                    move |k, scratch| k.linear_backward(&op, scratch)
-                });
-            }
         }
     }
 
     /// Those of weights that are frozen.
-    pub(super) fn of_frozen_products(&mut self) {
+    fn of_frozen_products(&mut self) {
         let r = self.batch.rows();
         self.case("linear_backward", |p| {
             let op = LinearBackward {
