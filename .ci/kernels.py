@@ -534,6 +534,28 @@ def check_note(device, random, n, at, value, of_step):
     device.same(noted, np.array([step << 32 | 3 if is_noted else before]))
 
 
+def check_product(device, random, rows, inner, columns, transposed, to, accumulate, has_bias):
+    shape = lambda r, c, turned: (c, r) if turned else (r, c)
+    a = device.elements(noise(random, *shape(rows, inner, transposed[0])))
+    b = device.elements(noise(random, *shape(inner, columns, transposed[1])))
+    bias = device.elements(noise(random, columns)) if has_bias else None
+    start = noise(random, rows, columns) if accumulate else np.full((rows, columns), np.nan)
+    c = device.elements(start, changes=True) if to == "product" else device.floats(start, changes=True)
+    expected = (a.wide.T if transposed[0] else a.wide) @ (b.wide.T if transposed[1] else b.wide)
+    expected = expected + (c.wide if accumulate else 0) + (bias.wide if has_bias else 0)
+    strides = columns, a.wide.shape[1], b.wide.shape[1]
+    flags = *map(int, transposed), int(accumulate)
+    device.launch(to, c, a, b, bias, rows, inner, columns, *strides, *flags)
+    device.expect(c, expected, 1e-5)
+
+
+def check_bias_to_elements(device, random, rows, channels):
+    y, bias = device.elements(noise(random, rows, channels), changes=True), device.elements(noise(random, channels))
+    expected = y.wide + bias.wide
+    device.launch("add_bias_to_elements", y, bias, rows, channels, channels)
+    device.expect(y, expected, 1e-6)
+
+
 def make_starts(device, random, sequences, positions):
     """Where sequences begin, and the last ends; or None: all have as many rows."""
     starts = np.arange(sequences + 1) * positions
@@ -936,6 +958,11 @@ def checks():
         ("elementwise", check_gate, each(rows, form=range(5))),
         ("elementwise", check_fold, each(folds, gap=[0, 3], accumulate=[0, 1])),
         ("elementwise", check_column_parts, each(rows, chunk=[1, 3, 64])),
+        ("product", check_product, each(
+            [dict(rows=r, inner=k, columns=c) for r, k, c in ((1, 1, 1), (17, 5, 33), (40, 70, 16), (1, 90, 2))],
+            transposed=[(False, False), (True, False), (False, True)], to=["product", "product_to_floats"],
+            accumulate=[False, True], has_bias=[False, True])),
+        ("product", check_bias_to_elements, rows),
         ("quantised", check_nf4, [*n, dict(n=34001)]),
         ("quantised", check_bf16, n),
         ("quantised", check_int8, rows),

@@ -164,7 +164,8 @@ impl Screen {
         if self.format == Format::Json {
             return;
         }
-        let Summary { steps, seconds, visits, bytes_uploaded, bytes_downloaded, .. } = *summary;
+        let Summary { steps, seconds, visits, pinned_bytes, .. } = *summary;
+        let Summary { bytes_uploaded, bytes_downloaded, .. } = *summary;
         print(format_args!("{steps} steps, {seconds:.1} s, {visits} visits"));
         let link = link.map(|link| format!(", over a link of {link}, emulated"));
         print(format_args!(
@@ -173,6 +174,9 @@ impl Screen {
             ByteSize::from(bytes_downloaded),
             link.unwrap_or_default()
         ));
+        if pinned_bytes > 0 {
+            print(format_args!("{} of host memory pinned", ByteSize::from(pinned_bytes)));
+        }
         for (name, value) in more {
             print(format_args!("{:<26} {value:>16.3}", name.replace('_', " ")));
         }

@@ -85,9 +85,19 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// Waits for all that it has been issued, even after an error.
     fn finish(&self) {}
 
-    /// Prepares memory of the host that copies will use.
+    /// Prepares memory of the host that copies will use, of all devices of its kind.
     fn pin(&self, memory: &mut [f32]) {
         _ = memory;
+    }
+
+    /// Bytes of the host that are pinned.
+    fn pinned_bytes(&self) -> u64 {
+        0
+    }
+
+    /// What makes it slower than it could be, and was not asked for before.
+    fn take_warnings(&self) -> Vec<String> {
+        Vec::new()
     }
 
     /// Whether the calls above return before the work is done, and the device keeps its order.

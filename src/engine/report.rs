@@ -72,4 +72,6 @@ pub struct Summary {
     pub bytes_downloaded: u64,
     /// The same for each device.
     pub links: Vec<LinkBytes>,
+    /// Bytes of the host that were pinned for copies of GPUs.
+    pub pinned_bytes: u64,
 }

@@ -14,6 +14,9 @@ use crate::plan::{Plan, Term};
 /// What a process takes beside its plan: code, stacks, batches on their way, what is told of it.
 const PROGRAM: u64 = 150 << 20;
 
+/// Bytes of a GPU that are left to its driver: for code that it loads later, and its libraries.
+const DRIVER: u64 = 1 << 30;
+
 /// The stack of a thread, of which there are some for kernels and some for data.
 const STACKS: u64 = 4 << 20;
 
@@ -33,9 +36,9 @@ impl Plan {
         let needed = self.device_bytes();
         let set = self.budget().map(|bytes| ("device.memory is", bytes));
         let is_less = |&(_, bytes): &(&str, u64)| bytes < needed;
-        let (has, ceiling) = set
-            .filter(is_less)
-            .or_else(|| Some(("the GPU has", self.gpu_bytes()?)).filter(is_less))?;
+        let (has, ceiling) = set.filter(is_less).or_else(|| {
+            Some(("the GPU has, beside 1 GiB for its driver,", self.gpu_bytes()?)).filter(is_less)
+        })?;
         let mut what = format!(
             "{has} {}, the plan needs {needed} bytes, most of it for {}",
             ByteSize::from(ceiling),
@@ -64,11 +67,12 @@ impl Plan {
         Some(Misfit { resource, largest_term, needed, available: ceiling, text })
     }
 
-    /// Bytes of the smallest GPU that it is for, where the driver tells.
+    /// Bytes of the smallest GPU that it is for, where the driver tells, without those that the
+    /// driver and its libraries take.
     pub(crate) fn gpu_bytes(&self) -> Option<u64> {
         let device = &self.config.device;
         let gpus = (device.kind == DeviceKind::Cuda).then(devices::gpus)?.ok()?;
-        let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory);
+        let memory = |ordinal: usize| Some(gpus.get(ordinal)?.memory.saturating_sub(DRIVER));
         device.gpus().into_iter().filter_map(memory).min()
     }
 

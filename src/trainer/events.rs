@@ -60,6 +60,7 @@ impl Summary {
             "visits": self.visits,
             "bytes_uploaded": self.bytes_uploaded,
             "bytes_downloaded": self.bytes_downloaded,
+            "pinned_bytes": self.pinned_bytes,
         });
         if let Some(link) = link {
             event["link"] = json!(link);

@@ -131,6 +131,12 @@ impl Trainer {
         &self.new_tensors
     }
 
+    /// What makes the devices slower than they could be, as sentences: host memory that could not be
+    /// pinned, products that a GPU's library has no algorithm for. Each is told once.
+    pub fn take_warnings(&mut self) -> Vec<String> {
+        self.engine.worker().take_warnings()
+    }
+
     /// How far the run is, and its best validation. A step that was cancelled is counted by the
     /// next call of any method.
     pub fn progress(&self) -> &Progress {
@@ -441,6 +447,7 @@ impl Trainer {
                 bytes_uploaded: moved.upload,
                 bytes_downloaded: moved.download,
                 links: used.links(),
+                pinned_bytes: worker.pinned_bytes(),
             }
             // Memory is given back here, which takes its time.
         };

@@ -84,6 +84,16 @@ impl DeviceSide {
         self.device.finish();
     }
 
+    /// See [`Device::pinned_bytes`].
+    pub(super) fn pinned_bytes(&self) -> u64 {
+        self.device.pinned_bytes()
+    }
+
+    /// See [`Device::take_warnings`].
+    pub(super) fn take_warnings(&self) -> Vec<String> {
+        self.device.take_warnings()
+    }
+
     /// See [`Device::read_back`].
     pub(super) fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError> {
         self.device.read_back(view)

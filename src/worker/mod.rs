@@ -123,7 +123,6 @@ impl Worker {
         let devices = devices::open(config, &model, arenas.each_ref(), own, &threads)?;
         let memory = Memory::new(&plan, &devices)?;
         if eps.file().is_none() {
-            // Memory that is pinned for one device is so for all.
             eps.memory().pin_masters(|masters| devices[0].pin(masters));
         }
         let save = config.schedule.recompute.keep();
@@ -169,6 +168,19 @@ impl Worker {
     /// What was used until now.
     pub(crate) fn used(&self) -> &Arc<Used> {
         &self.used
+    }
+
+    /// Bytes of the host that are pinned for copies.
+    pub(crate) fn pinned_bytes(&self) -> u64 {
+        self.devices.iter().map(DeviceSide::pinned_bytes).sum()
+    }
+
+    /// See [`Device::take_warnings`](devices::Device::take_warnings).
+    pub(crate) fn take_warnings(&self) -> Vec<String> {
+        let mut warnings: Vec<String> =
+            self.devices.iter().flat_map(DeviceSide::take_warnings).collect();
+        warnings.dedup();
+        warnings
     }
 
     /// Logits and hidden states of the last step, if it was to leave any.

@@ -2,6 +2,7 @@
 //! streams of its own; and events between the streams. Only calls that say so wait for the device.
 
 use std::ffi::c_void;
+use std::fmt;
 use std::sync::Arc;
 
 use l2l_actors::BoxedError;
@@ -144,6 +145,61 @@ pub(super) struct Product {
     pub(super) accumulate: bool,
 }
 
+impl Product {
+    /// What the choice of a way depends on: all but addresses, so that bits do not depend on slots.
+    pub(super) fn key(&self) -> ProductKey {
+        let Product { rows, inner, columns, a, b, c, stride, bias, .. } = *self;
+        ProductKey {
+            dtypes: [a.at.dtype, c.dtype],
+            sizes: [rows, inner, columns],
+            strides: [a.stride, b.stride, stride],
+            transposed: [a.transposed, b.transposed],
+            has_bias: bias.is_some(),
+        }
+    }
+}
+
+/// A product but for its addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct ProductKey {
+    /// Of the factors, and of the product.
+    pub(super) dtypes: [Dtype; 2],
+    /// Rows, inner and columns.
+    pub(super) sizes: [usize; 3],
+    /// Of a, b and c.
+    pub(super) strides: [usize; 3],
+    /// Whether a and b are.
+    pub(super) transposed: [bool; 2],
+    pub(super) has_bias: bool,
+}
+
+impl ProductKey {
+    /// Bytes that every row of a, b and c is aligned to: tensors begin at multiples of 16 elements.
+    pub(super) fn alignments(&self) -> [u32; 3] {
+        let ([factors, product], [a, b, c]) = (self.dtypes, self.strides);
+        [(a, factors), (b, factors), (c, product)].map(|(stride, dtype)| {
+            let bytes = stride * dtype.size();
+            1 << bytes.trailing_zeros().min((16 * dtype.size()).trailing_zeros())
+        })
+    }
+}
+
+impl fmt::Display for ProductKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ([rows, inner, columns], [factors, product]) = (self.sizes, self.dtypes);
+        write!(f, "({rows}, {inner}) of {factors} by ({inner}, {columns}) to {product}")
+    }
+}
+
+/// What a library of products may rely on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Alignment {
+    /// On [`ProductKey::alignments`].
+    OfRows,
+    /// On nothing.
+    None,
+}
+
 /// A driver and one of its devices. A caller that passes host memory keeps it until the work is
 /// done. Until then nobody writes what is read, and nobody touches what is written.
 pub(super) trait Driver: Send + Sync + 'static {
@@ -192,8 +248,15 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Runs a kernel.
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError>;
 
-    /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it.
-    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), BoxedError>;
+    /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it. False: the library has
+    /// no algorithm for that, and nothing was done.
+    fn product(
+        &self,
+        on: Stream,
+        product: &Product,
+        alignment: Alignment,
+        workspace: Address,
+    ) -> Result<bool, BoxedError>;
 
     /// Records an event, which is reached when all work queued on the stream until now is done.
     fn record(&self, on: Stream) -> Result<u64, BoxedError>;

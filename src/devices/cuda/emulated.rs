@@ -15,7 +15,9 @@ use l2l_actors::BoxedError;
 use libloading::Library;
 use tokio::runtime::Runtime;
 
-use super::driver::{Address, Driver, Launch, Matrix, Place, Product, STREAMS, Stream};
+use super::driver::{
+    Address, Alignment, Driver, Launch, Matrix, Place, Product, ProductKey, STREAMS, Stream,
+};
 use super::texts::{self, Declared, PRELUDE};
 use crate::devices::PeerView;
 use crate::kernels::CustomKernel;
@@ -79,12 +81,33 @@ fn build(name: &str, text: &str, dtype: Dtype) -> PathBuf {
     path
 }
 
+/// What drivers that a thread makes do not do.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Limits {
+    /// The products that the library has no algorithm for.
+    pub(super) refuse: Option<fn(&ProductKey, Alignment) -> bool>,
+    /// A kernel whose launches fail, and nothing else.
+    pub(super) fails: Option<&'static str>,
+    /// Bytes of the device that are free.
+    pub(super) free: Option<usize>,
+    /// Bytes of the host that can be pinned.
+    pub(super) pinned: Option<usize>,
+}
+
 thread_local! {
+    /// See [`Limits`].
+    static LIMITS: Cell<Limits> = const { Cell::new(Limits { refuse: None, fails: None, free: None, pinned: None }) };
+
     /// Of the drivers that a thread makes: calls until one fails.
     static LEFT: RefCell<Arc<AtomicI64>> = RefCell::new(Arc::new(AtomicI64::new(i64::MAX)));
 
     /// Whether a thread's GPUs are emulated.
     static ASKED_FOR: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Sets what drivers that this thread makes do not do.
+pub(super) fn limit(limits: Limits) {
+    LIMITS.set(limits);
 }
 
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
@@ -96,7 +119,9 @@ pub(crate) fn instead() -> bool {
 /// A tokio runtime whose threads ask for GPUs as this one does.
 pub(super) fn runtime() -> Runtime {
     let (asked_for, left) = (ASKED_FOR.get(), LEFT.with_borrow(Arc::clone));
+    let limits = LIMITS.get();
     let as_this_one = move || {
+        LIMITS.set(limits);
         ASKED_FOR.set(asked_for);
         LEFT.set(left.clone());
     };
@@ -114,6 +139,12 @@ pub(super) fn asked_for(custom: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn
 pub(super) fn fail_after(calls: i64) {
     LEFT.with_borrow(|left| left.store(calls, Relaxed));
 }
+
+/// Bytes that the driver's memory is aligned to.
+const ALIGNED: usize = 256;
+
+/// Bytes of a page of the host.
+const PAGE: usize = 4096;
 
 /// Calls that were made since [`fail_after`] of that many.
 pub(super) fn calls(of: i64) -> i64 {
@@ -153,6 +184,9 @@ struct Emulated {
     broken: Arc<Mutex<Option<String>>>,
     /// Calls until one fails.
     left: Arc<AtomicI64>,
+    limits: Limits,
+    /// Pinned memory of the host: where it begins and ends.
+    pinned: Mutex<Vec<[usize; 2]>>,
 }
 
 impl Emulated {
@@ -171,6 +205,8 @@ impl Emulated {
             next: AtomicU64::new(1),
             broken: Arc::default(),
             left: LEFT.with_borrow(Arc::clone),
+            limits: LIMITS.get(),
+            pinned: Mutex::default(),
         })
     }
 
@@ -193,6 +229,17 @@ impl Emulated {
             }
         };
         self.streams[on as usize].send(Box::new(runs)).map_err(|error| error.to_string().into())
+    }
+
+    /// Refuses memory of the host of which a part is pinned as one and a part is not.
+    fn check_host(&self, at: usize, bytes: usize) -> Result<(), BoxedError> {
+        let end = at + bytes;
+        let pinned = self.pinned.lock().expect("nothing panics inside");
+        let is_cut = |&[from, to]: &[usize; 2]| from < end && at < to && (at < from || to < end);
+        match pinned.iter().any(is_cut) {
+            true => Err("a copy crosses the end of pinned memory".into()),
+            false => Ok(()),
+        }
     }
 
     fn flag(&self, event: u64) -> Arc<Flag> {
@@ -240,18 +287,41 @@ unsafe fn put(place: Place, value: f32) {
 impl Driver for Emulated {
     fn allocate(&self, bytes: usize) -> Result<Address, BoxedError> {
         self.call()?;
-        let mut memory = vec![0_u64; bytes.div_ceil(8).max(1) + 2].into_boxed_slice();
-        // Where views are aligned, accesses of 16 bytes are.
-        let at = (memory.as_mut_ptr().addr() as Address).next_multiple_of(16);
+        if let Some(free) = self.limits.free.filter(|free| *free < bytes) {
+            return Err(format!(
+                "needs {bytes} bytes of the device's memory, of which {free} are free"
+            )
+            .into());
+        }
+        let mut memory = vec![0_u64; bytes.div_ceil(8).max(1) + ALIGNED / 8].into_boxed_slice();
+        let at = (memory.as_mut_ptr().addr() as Address).next_multiple_of(ALIGNED as Address);
         self.memory.lock().expect("nothing panics inside").push(memory);
         Ok(at)
     }
 
-    fn pin(&self, _: *mut u8, _: usize) -> Result<(), BoxedError> {
-        self.call()
+    fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError> {
+        self.call()?;
+        let mut pinned = self.pinned.lock().expect("nothing panics inside");
+        let (begin, end) = (at.addr(), at.addr() + bytes);
+        let all: usize = pinned.iter().map(|[begin, end]| end - begin).sum();
+        if self.limits.pinned.is_some_and(|most| all + bytes > most) {
+            return Err("out of memory that can be pinned".into());
+        }
+        let pages = |at: usize| at / PAGE;
+        let is_free =
+            |&[from, to]: &[usize; 2]| pages(end - 1) < pages(from) || pages(to - 1) < pages(begin);
+        if !pinned.iter().all(is_free) {
+            return Err("a page of it is pinned already".into());
+        }
+        pinned.push([begin, end]);
+        Ok(())
     }
 
-    fn unpin(&self, _: *mut u8) {}
+    fn unpin(&self, at: *mut u8) {
+        let mut pinned = self.pinned.lock().expect("nothing panics inside");
+        let index = pinned.iter().position(|[begin, _]| *begin == at.addr());
+        pinned.swap_remove(index.expect("it was pinned"));
+    }
 
     fn copy_in(
         &self,
@@ -260,8 +330,8 @@ impl Driver for Emulated {
         from: *const u8,
         bytes: usize,
     ) -> Result<(), BoxedError> {
-        let from = from as Address;
-        self.copy(on, to, from, bytes)
+        self.check_host(from.addr(), bytes)?;
+        self.copy(on, to, from as Address, bytes)
     }
 
     fn copy_out(
@@ -271,6 +341,7 @@ impl Driver for Emulated {
         from: Address,
         bytes: usize,
     ) -> Result<(), BoxedError> {
+        self.check_host(to.addr(), bytes)?;
         self.copy(on, to as Address, from, bytes)
     }
 
@@ -303,6 +374,9 @@ impl Driver for Emulated {
         let known = self.kernels.get(kernel);
         let (library, declared) = known.unwrap_or_else(|| panic!("no kernel is {kernel}"));
         launch.check(&declared.parameters)?;
+        if self.limits.fails == Some(kernel) {
+            return Err("too many resources requested for launch".into());
+        }
         let mut held: Vec<Vec<u64>> = arguments
             .iter()
             .map(|one| {
@@ -331,9 +405,23 @@ impl Driver for Emulated {
         })
     }
 
-    fn product(&self, on: Stream, product: &Product, _: Address) -> Result<(), BoxedError> {
+    fn product(
+        &self,
+        on: Stream,
+        product: &Product,
+        relies_on: Alignment,
+        _: Address,
+    ) -> Result<bool, BoxedError> {
         let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
-        self.queue(on, move || {
+        if self.limits.refuse.is_some_and(|refuses| refuses(&product.key(), relies_on)) {
+            return Ok(false);
+        }
+        // An algorithm that was chosen for aligned rows fails on others.
+        let alignments = product.key().alignments();
+        for (place, alignment) in [a.at, b.at, c].into_iter().zip(alignments) {
+            assert!(place.at.is_multiple_of(alignment.into()), "{product:?} is not aligned");
+        }
+        let multiply = move || {
             let at = |matrix: Matrix, row: usize, column: usize| {
                 let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
                 // SAFETY: whoever multiplies says where matrices are.
@@ -351,7 +439,8 @@ impl Driver for Emulated {
                     }
                 }
             }
-        })
+        };
+        self.queue(on, multiply).map(|()| true)
     }
 
     fn record(&self, on: Stream) -> Result<u64, BoxedError> {

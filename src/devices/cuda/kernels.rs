@@ -1,7 +1,7 @@
 //! What layers ask for, as launches: checks operations, resolves views to addresses.
 
 use super::batch_metadata::DeviceMetadata;
-use super::driver::{Address, Driver, Place};
+use super::driver::{Address, Place};
 use super::launches::Queue;
 use super::{cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
@@ -43,12 +43,11 @@ impl On<'_> {
 impl<'a> CudaKernels<'a> {
     /// On a driver's device.
     pub(super) fn on(
-        driver: &'a dyn Driver,
         memory: Address,
         metadata: DeviceMetadata,
-        workspace: Address,
+        queue: Queue<'a>,
     ) -> CudaKernels<'a> {
-        CudaKernels { on: Some(On { queue: Queue::new(driver, workspace), memory, metadata }) }
+        CudaKernels { on: Some(On { queue, memory, metadata }) }
     }
 
     /// Without a device, to plan.

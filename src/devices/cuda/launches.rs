@@ -5,7 +5,8 @@ use std::cell::RefCell;
 
 use l2l_actors::BoxedError;
 
-use super::driver::{Address, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use super::ways::{Way, Ways};
 use crate::kernels::{Activation, AttentionShape, Dropout, Rotary};
 use crate::tensor::Dtype;
 
@@ -169,17 +170,22 @@ pub(super) const FLOAT: usize = size_of::<f32>();
 /// The null address.
 pub(super) const NULL: Address = 0;
 
+/// Rows and columns of a tile of our own product, as the text expects.
+const TILE: usize = 16;
+
 /// Launches on the compute stream. After the first error, nothing more is launched.
 pub(super) struct Queue<'a> {
     driver: &'a dyn Driver,
     /// The workspace of matrix products.
     workspace: Address,
+    /// How products are computed.
+    ways: &'a Ways,
     failed: RefCell<Option<BoxedError>>,
 }
 
 impl<'a> Queue<'a> {
-    pub(super) fn new(driver: &'a dyn Driver, workspace: Address) -> Queue<'a> {
-        Queue { driver, workspace, failed: RefCell::default() }
+    pub(super) fn new(driver: &'a dyn Driver, workspace: Address, ways: &'a Ways) -> Queue<'a> {
+        Queue { driver, workspace, ways, failed: RefCell::default() }
     }
 
     /// The first error.
@@ -188,9 +194,10 @@ impl<'a> Queue<'a> {
     }
 
     fn go(&self, work: impl FnOnce() -> Result<(), BoxedError>, what: &str) {
-        let mut failed = self.failed.borrow_mut();
-        if failed.is_none() {
-            *failed = work().err().map(|error| format!("{what}: {error}").into());
+        if self.failed.borrow().is_none()
+            && let Err(error) = work()
+        {
+            self.failed.borrow_mut().get_or_insert(format!("{what}: {error}").into());
         }
     }
 
@@ -246,8 +253,61 @@ impl<'a> Queue<'a> {
         self.launch(kernel, grid, [threads(channels), 1, 1], 0, arguments);
     }
 
+    /// c (+)= a b + bias, in the fastest way that there is.
     pub(super) fn product(&self, product: &Product) {
-        self.go(|| self.driver.product(Stream::Compute, product, self.workspace), "product");
+        let key = product.key();
+        let find = || {
+            let known = self.ways.known(&key);
+            for way in known.map_or(Way::ALL.to_vec(), |way| vec![way]) {
+                if self.product_in(way, product)? {
+                    self.ways.learn(key, way);
+                    return Ok(());
+                }
+            }
+            Err("the library refuses what it has computed before".into())
+        };
+        self.go(find, "product");
+    }
+
+    /// Computes a product in a way. False: the library cannot, and nothing was done.
+    fn product_in(&self, way: Way, product: &Product) -> Result<bool, BoxedError> {
+        let plain = Product { bias: None, ..*product };
+        let (of_library, relies_on) = match way {
+            Way::Library => (product, Alignment::OfRows),
+            Way::ThenBias => (&plain, Alignment::OfRows),
+            Way::Unaligned => (&plain, Alignment::None),
+            Way::Own => {
+                self.own_product(product);
+                return Ok(true);
+            }
+        };
+        let (on, workspace) = (Stream::Compute, self.workspace);
+        let is_done = self.driver.product(on, of_library, relies_on, workspace)?;
+        let Product { rows, columns, c, stride, bias: Some(bias), .. } = *product else {
+            return Ok(is_done);
+        };
+        if is_done && of_library.bias.is_none() {
+            let arguments: [&dyn Argument; 5] =
+                [&c, &bias, &int(rows), &int(columns), &int(stride)];
+            self.columns("add_bias_to_elements", [rows, 1], columns, &arguments);
+        }
+        Ok(is_done)
+    }
+
+    fn own_product(&self, product: &Product) {
+        let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
+        let kernel = match (c.dtype, a.at.dtype) {
+            (to, from) if to == from => "product",
+            _ => "product_to_floats",
+        };
+        let bias = bias.unwrap_or(Place::NULL);
+        let [r, k, n] = [rows, inner, columns].map(int);
+        let [of_a, of_b, of_c] = [a.stride, b.stride, stride].map(int);
+        let [ta, tb, accumulate] = [a.transposed, b.transposed, accumulate].map(i32::from);
+        let arguments: [&dyn Argument; 13] =
+            [&c, &a.at, &b.at, &bias, &r, &k, &n, &of_c, &of_a, &of_b, &ta, &tb, &accumulate];
+        let grid = [columns.div_ceil(TILE), rows.div_ceil(TILE), 1];
+        self.launch(kernel, grid, [(TILE * TILE) as u32, 1, 1], 0, &arguments);
     }
 
     pub(super) fn copy(&self, to: Place, from: Place, len: usize) {

@@ -25,6 +25,7 @@ mod launches;
 mod libraries;
 mod linear;
 mod norm;
+mod pinned;
 mod product;
 mod quantised;
 mod rates;
@@ -33,6 +34,7 @@ mod rotary;
 #[cfg(test)]
 pub(super) mod tests;
 mod texts;
+mod ways;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -49,6 +51,8 @@ pub(super) use real::gpus;
 use self::batch_metadata::DeviceMetadata;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, long};
+use self::pinned::{Pinned, parts};
+use self::ways::Ways;
 use super::{Check, Device, GpuRates, KernelGroup, PeerView};
 use crate::config::Config;
 use crate::error::Error;
@@ -78,6 +82,8 @@ pub(super) struct Cuda {
     metadata: View,
     /// The workspace of matrix products.
     workspace: Address,
+    /// How products are computed.
+    ways: Ways,
     /// Metadata on its way to the device, from [`IN_FLIGHT`] places of the host in turn.
     staging: Arena,
     computed: Mutex<usize>,
@@ -86,8 +92,8 @@ pub(super) struct Cuda {
     /// The event at the begin of the operation that is being issued to each stream.
     begun: Mutex<[Option<Arc<Event>>; STREAMS]>,
     clock: Arc<Mutex<Clock>>,
-    /// Addresses of host memory that is pinned.
-    pinned: Mutex<Vec<usize>>,
+    /// Host memory that copies use.
+    pinned: Pinned,
 }
 
 /// The most that the clocks of host and device drift apart, as a share of the time that passed.
@@ -140,31 +146,32 @@ impl Cuda {
         let event = Event::record(&driver, Stream::Compute)?;
         driver.synchronize(event.id)?;
         let clock = Arc::new(Mutex::new(Clock { event, at }));
-        let pinned = pin(&*driver, staging.values_mut(all)).into_iter().collect();
+        let pinned = Pinned::default();
+        pinned.pin(&*driver, staging.values_mut(all));
         Ok(Cuda {
             driver,
             memory,
             noted,
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
+            ways: Ways::default(),
             staging,
             computed: Mutex::default(),
             issued: Arc::default(),
             begun: Mutex::default(),
             clock,
-            pinned: Mutex::new(pinned),
+            pinned,
         })
+    }
+
+    /// Launches on the compute stream.
+    fn queue(&self) -> Queue<'_> {
+        Queue::new(&*self.driver, self.workspace, &self.ways)
     }
 
     fn address(&self, view: View) -> Address {
         Place { at: self.memory, dtype: view.dtype }.behind(view.at).at
     }
-}
-
-/// Pins memory of the host, where the system allows that much. Without it copies are slower.
-fn pin(driver: &dyn Driver, memory: &mut [f32]) -> Option<usize> {
-    let (at, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
-    (bytes > 0 && driver.pin(at, bytes).is_ok()).then_some(at as usize)
 }
 
 /// Compares a group's kernels on the GPU of a config with the CPU's.
@@ -241,12 +248,15 @@ fn driver(
 impl Device for Cuda {
     fn upload(&self, to: View, from: &[f32]) -> Result<(), BoxedError> {
         let (bytes, from) = (size_of_val(from), from.as_ptr().cast());
-        self.driver.copy_in(Stream::Upload, self.address(to), from, bytes)
+        self.copy_in(Stream::Upload, self.address(to), from, bytes)
     }
 
     fn download(&self, to: &mut [f32], from: View) -> Result<(), BoxedError> {
-        let (bytes, to) = (size_of_val(to), to.as_mut_ptr().cast());
-        self.driver.copy_out(Stream::Download, to, self.address(from), bytes)
+        let (bytes, to) = (size_of_val(to), to.as_mut_ptr().cast::<u8>());
+        parts(to.addr(), bytes).try_for_each(|part| {
+            let (to, from) = (to.wrapping_add(part.start), self.address(from) + part.start as u64);
+            self.driver.copy_out(Stream::Download, to, from, part.len())
+        })
     }
 
     fn for_peers(&self, view: View) -> PeerView {
@@ -279,7 +289,7 @@ impl Device for Cuda {
     }
 
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
-        let queue = Queue::new(&*self.driver, self.workspace);
+        let queue = self.queue();
         let (noted, count) = (self.address(self.noted), long(view.len()));
         let x = Place { at: self.address(view), dtype: view.dtype };
         queue.each("note_unless_finite", view.len(), NEIGHBOURS, &[&noted, &x, &count, &mark]);
@@ -310,8 +320,8 @@ impl Device for Cuda {
         let metadata = DeviceMetadata::write(batch, host, self.address(self.metadata));
         let from = host.as_ptr().cast();
         let bytes = metadata.floats * FLOAT;
-        self.driver.copy_in(Stream::Compute, self.address(self.metadata), from, bytes)?;
-        let kernels = CudaKernels::on(&*self.driver, self.memory, metadata, self.workspace);
+        self.copy_in(Stream::Compute, self.address(self.metadata), from, bytes)?;
+        let kernels = CudaKernels::on(self.memory, metadata, self.queue());
         let used = run(&kernels);
         kernels.end()?;
         Ok(used)
@@ -322,8 +332,15 @@ impl Device for Cuda {
     }
 
     fn pin(&self, memory: &mut [f32]) {
-        let pinned = pin(&*self.driver, memory);
-        self.pinned.lock().expect("nothing panics inside").extend(pinned);
+        self.pinned.pin(&*self.driver, memory);
+    }
+
+    fn pinned_bytes(&self) -> u64 {
+        self.pinned.bytes()
+    }
+
+    fn take_warnings(&self) -> Vec<String> {
+        self.pinned.take_warning().into_iter().chain(self.ways.take_warnings()).collect()
     }
 
     fn finish(&self) {
@@ -376,6 +393,20 @@ impl Device for Cuda {
 }
 
 impl Cuda {
+    /// Copies to the device, memory of the host that may be pinned in parts.
+    fn copy_in(
+        &self,
+        on: Stream,
+        to: Address,
+        from: *const u8,
+        bytes: usize,
+    ) -> Result<(), BoxedError> {
+        parts(from.addr(), bytes).try_for_each(|part| {
+            let (to, from) = (to + part.start as u64, from.wrapping_add(part.start));
+            self.driver.copy_in(on, to, from, part.len())
+        })
+    }
+
     fn issued(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Arc<Event>>> {
         self.issued.lock().expect("nothing panics inside")
     }
@@ -385,8 +416,6 @@ impl Drop for Cuda {
     /// The host's memory is freed next, so no copy may still use it.
     fn drop(&mut self) {
         self.driver.finish();
-        for &at in self.pinned.get_mut().expect("nothing panics inside").iter() {
-            self.driver.unpin(at as *mut u8);
-        }
+        self.pinned.unpin(&*self.driver);
     }
 }

@@ -11,24 +11,14 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use l2l_actors::BoxedError;
 
-use super::driver::{Address, Matrix, Product, WORKSPACE};
+use super::driver::{Address, Alignment, Matrix, Product, ProductKey, WORKSPACE};
 use crate::tensor::Dtype;
-
-/// What an algorithm depends on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key {
-    /// Of the factors, and of the product.
-    dtypes: [Dtype; 2],
-    sizes: [usize; 3],
-    strides: [usize; 3],
-    transposed: [bool; 2],
-    has_bias: bool,
-}
 
 /// The library, and what it has chosen.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
-    chosen: Mutex<HashMap<Key, sys::cublasLtMatmulAlgo_t>>,
+    /// None: it has no algorithm.
+    chosen: Mutex<HashMap<(ProductKey, Alignment), Option<sys::cublasLtMatmulAlgo_t>>>,
 }
 
 // SAFETY: the library's handle may be used by any thread, one at a time; one lane does.
@@ -83,13 +73,15 @@ impl Products {
         Ok(Products { handle: result::create_handle()?, chosen: Mutex::default() })
     }
 
-    /// Multiplies. The library stores matrices by columns, so it is asked for bᵀ aᵀ.
+    /// Multiplies; false: there is no algorithm. The library stores matrices by columns, so it is
+    /// asked for bᵀ aᵀ.
     pub(super) fn run(
         &self,
         product: &Product,
+        relies_on: Alignment,
         workspace: Address,
         stream: CUstream,
-    ) -> Result<(), BoxedError> {
+    ) -> Result<bool, BoxedError> {
         let Product { rows, inner, columns, a, b, c, stride, accumulate, .. } = *product;
         assert_eq!(a.at.dtype, b.at.dtype, "factors have one dtype");
         let description = describe(product)?;
@@ -100,11 +92,14 @@ impl Products {
         let (layout_a, layout_b) = (layout(a, rows, inner)?, layout(b, inner, columns)?);
         let layout_c = Layout::new(c.dtype, [columns, rows], stride)?;
         let layouts = [layout_b.0, layout_a.0, layout_c.0];
-        let algorithm = self.algorithm(product, &description, layouts)?;
+        let key = (product.key(), relies_on);
+        let Some(algorithm) = self.algorithm(key, &description, layouts)? else {
+            return Ok(false);
+        };
         let (one, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
         // SAFETY: all descriptions live until the call returns, and the matrices are where they
         // say.
-        unsafe {
+        let done = unsafe {
             result::matmul(
                 self.handle,
                 description.0,
@@ -122,32 +117,32 @@ impl Products {
                 workspace as *mut c_void,
                 WORKSPACE,
                 stream.cast(),
-            )?;
+            )
+        };
+        let is_done = unless_refused(done)?.is_some();
+        if !is_done {
+            self.chosen.lock().expect("nothing panics inside").insert(key, None);
         }
-        Ok(())
+        Ok(is_done)
     }
 
-    /// The algorithm of a size: chosen once, and then known.
+    /// The algorithm of a size, if there is one: chosen once, and then known.
     fn algorithm(
         &self,
-        product: &Product,
+        key: (ProductKey, Alignment),
         description: &Description,
         layouts: [sys::cublasLtMatrixLayout_t; 3],
-    ) -> Result<sys::cublasLtMatmulAlgo_t, BoxedError> {
-        let Product { rows, inner, columns, a, b, c, stride, bias, .. } = *product;
-        let key = Key {
-            dtypes: [a.at.dtype, c.dtype],
-            sizes: [rows, inner, columns],
-            strides: [a.stride, b.stride, stride],
-            transposed: [a.transposed, b.transposed],
-            has_bias: bias.is_some(),
-        };
+    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, BoxedError> {
         let mut chosen = self.chosen.lock().expect("nothing panics inside");
         if let Some(algorithm) = chosen.get(&key) {
             return Ok(*algorithm);
         }
-        let strides = [(b.stride, b.at.dtype), (a.stride, a.at.dtype), (stride, c.dtype)];
-        let algorithm = self.choose(description, layouts, strides)?;
+        let (of, relies_on) = key;
+        let alignments = match relies_on {
+            Alignment::OfRows => of.alignments(),
+            Alignment::None => [1; 3],
+        };
+        let algorithm = unless_refused(self.choose(description, layouts, alignments))?;
         chosen.insert(key, algorithm);
         Ok(algorithm)
     }
@@ -159,19 +154,19 @@ impl Products {
         &self,
         description: &Description,
         [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
-        strides: [(usize, Dtype); 3],
-    ) -> Result<sys::cublasLtMatmulAlgo_t, BoxedError> {
+        [of_a, of_b, of_c]: [u32; 3],
+    ) -> Result<sys::cublasLtMatmulAlgo_t, result::CublasError> {
         let preference = Preference(result::create_matmul_pref()?);
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let bytes = WORKSPACE as u64;
         // Partial sums are floats, and are added in one order.
         let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-        let [of_a, of_b, of_c] = strides.map(alignment);
+        // The library's a is our b.
         let of: [(_, &[u8]); 6] = [
             (Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, bytes_of(&bytes)),
             (Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, bytes_of(&scheme)),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, bytes_of(&of_a)),
-            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, bytes_of(&of_b)),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, bytes_of(&of_b)),
+            (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, bytes_of(&of_a)),
             (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, bytes_of(&of_c)),
             (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, bytes_of(&of_c)),
         ];
@@ -185,6 +180,20 @@ impl Products {
             result::get_matmul_algo_heuristic(self.handle, description.0, a, b, c, c, preference.0)?
         };
         Ok(found.algo)
+    }
+}
+
+/// None where the library refuses what it was asked for, and nothing is broken.
+fn unless_refused<R>(result: Result<R, result::CublasError>) -> Result<Option<R>, BoxedError> {
+    use sys::cublasStatus_t as Status;
+    match result {
+        Ok(result) => Ok(Some(result)),
+        Err(result::CublasError(
+            Status::CUBLAS_STATUS_NOT_SUPPORTED
+            | Status::CUBLAS_STATUS_INVALID_VALUE
+            | Status::CUBLAS_STATUS_ARCH_MISMATCH,
+        )) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
 
@@ -222,12 +231,6 @@ fn kind(dtype: Dtype) -> sys::cudaDataType_t {
         Dtype::Bf16 => sys::cudaDataType_t::CUDA_R_16BF,
         Dtype::F16 => sys::cudaDataType_t::CUDA_R_16F,
     }
-}
-
-/// Bytes that every row of a matrix is aligned to: tensors begin at multiples of 16 elements.
-fn alignment((stride, dtype): (usize, Dtype)) -> u32 {
-    let bytes = stride * dtype.size();
-    1 << bytes.trailing_zeros().min((16 * dtype.size()).trailing_zeros())
 }
 
 impl Drop for Products {

@@ -6,7 +6,7 @@ use std::time::Instant;
 use half::{bf16, f16};
 use l2l_actors::BoxedError;
 
-use super::driver::{Address, Driver, Event, Matrix, Place, Product, Stream, WORKSPACE};
+use super::driver::{Address, Alignment, Driver, Event, Matrix, Place, Product, Stream, WORKSPACE};
 use super::launches::FLOAT;
 use crate::devices::GpuRates;
 use crate::random;
@@ -120,7 +120,9 @@ fn product_rate(
     };
     let seconds = median(|| {
         let begin = Event::record(driver, Stream::Compute)?;
-        driver.product(Stream::Compute, &product, workspace)?;
+        if !driver.product(Stream::Compute, &product, Alignment::OfRows, workspace)? {
+            return Err("cuBLASLt has no algorithm for a square product".into());
+        }
         let end = Event::record(driver, Stream::Compute)?;
         driver.synchronize(end.id)?;
         driver.seconds(begin.id, end.id)

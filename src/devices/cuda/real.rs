@@ -9,7 +9,7 @@ use cudarc::driver::{result, sys};
 use l2l_actors::BoxedError;
 
 use super::compile;
-use super::driver::{Address, Driver, Kind, Launch, Product, STREAMS, Stream};
+use super::driver::{Address, Alignment, Driver, Kind, Launch, Product, STREAMS, Stream};
 use super::libraries;
 use super::product::Products;
 use super::texts;
@@ -307,10 +307,16 @@ impl Driver for Real {
         }
     }
 
-    fn product(&self, on: Stream, product: &Product, workspace: Address) -> Result<(), BoxedError> {
+    fn product(
+        &self,
+        on: Stream,
+        product: &Product,
+        alignment: Alignment,
+        workspace: Address,
+    ) -> Result<bool, BoxedError> {
         self.enter()?;
         let products = self.products.as_ref().expect("it is made with the device");
-        products.run(product, workspace, self.stream(on))
+        products.run(product, alignment, workspace, self.stream(on))
     }
 
     fn record(&self, on: Stream) -> Result<u64, BoxedError> {

@@ -12,7 +12,7 @@ use crate::tensor::Dtype;
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
 /// Name and text of each file of kernels.
-pub(super) const TEXTS: [(&str, &str); 11] = [
+pub(super) const TEXTS: [(&str, &str); 12] = [
     ("attention", include_str!("kernels/attention.cu")),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
@@ -21,6 +21,7 @@ pub(super) const TEXTS: [(&str, &str); 11] = [
     ("head_norm", include_str!("kernels/head_norm.cu")),
     ("norm", include_str!("kernels/norm.cu")),
     ("past", include_str!("kernels/past.cu")),
+    ("product", include_str!("kernels/product.cu")),
     ("quantised", include_str!("kernels/quantised.cu")),
     ("rotary", include_str!("kernels/rotary.cu")),
     ("rows", include_str!("kernels/rows.cu")),

@@ -149,6 +149,9 @@ impl Run<'_> {
     async fn step(&mut self, batches: &mut Batches) -> Result<u64, Error> {
         let report = self.trainer.step(batches.next().await?).await?;
         self.report(&report.event());
+        for warning in self.trainer.take_warnings() {
+            self.callbacks.message(&RunMessage::Warning(warning));
+        }
         let then = self.callbacks.step(&mut self.trainer, &report).await?;
         if self.trainer.progress().step != report.step {
             let what = "a callback trained: fit has the batches of each step, and trains alone";

@@ -1,0 +1,117 @@
+//! Memory of the host that is pinned, so that the GPU copies it directly.
+
+use std::ops::Range;
+use std::sync::Mutex;
+use std::thread;
+
+use l2l_actors::BoxedError;
+
+use super::driver::Driver;
+use crate::config::ByteSize;
+use crate::machine;
+
+/// Memory is pinned in parts that end at addresses which are multiples of this: what the system
+/// refuses is one part. The driver copies from one part at a time.
+const PART: usize = if cfg!(test) { 1 << 14 } else { 1 << 30 };
+
+/// Words of a page.
+const PAGE: usize = 4096 / size_of::<u32>();
+
+/// The parts of memory that begins at an address, in bytes from there.
+pub(super) fn parts(at: usize, bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    let mut from = 0;
+    std::iter::from_fn(move || {
+        let begin = from;
+        from = bytes.min((at + begin + 1).next_multiple_of(PART) - at);
+        (begin < bytes).then_some(begin..from)
+    })
+}
+
+/// See the [module](self).
+#[derive(Default)]
+pub(super) struct Pinned(Mutex<State>);
+
+#[derive(Default)]
+struct State {
+    /// Where each pinned part begins.
+    parts: Vec<usize>,
+    bytes: u64,
+    refused: u64,
+    /// The driver's first error, until the user was told.
+    error: Option<BoxedError>,
+}
+
+impl Pinned {
+    /// Pins memory, where the system allows that much. Without it copies are slower.
+    pub(super) fn pin(&self, driver: &dyn Driver, memory: &mut [f32]) {
+        touch(bytemuck::cast_slice_mut(memory));
+        let (at, bytes) = (memory.as_mut_ptr().cast::<u8>(), size_of_val(memory));
+        let mut state = self.0.lock().expect("nothing panics inside");
+        for part in parts(at.addr(), bytes) {
+            let begin = at.wrapping_add(part.start);
+            match driver.pin(begin, part.len()) {
+                Ok(()) => {
+                    state.parts.push(begin.expose_provenance());
+                    state.bytes += part.len() as u64;
+                }
+                Err(error) => {
+                    state.refused += part.len() as u64;
+                    state.error.get_or_insert(error);
+                }
+            }
+        }
+    }
+
+    /// Bytes that are pinned.
+    pub(super) fn bytes(&self) -> u64 {
+        self.0.lock().expect("nothing panics inside").bytes
+    }
+
+    /// Words for what could not be pinned, once.
+    pub(super) fn take_warning(&self) -> Option<String> {
+        let mut state = self.0.lock().expect("nothing panics inside");
+        let (error, refused) = (state.error.take()?, ByteSize::from(state.refused));
+        let all = ByteSize::from(state.refused + state.bytes);
+        Some(format!(
+            "{refused} of {all} of host memory could not be pinned ({error}): copies of it are \
+             slower, and may not overlap with kernels. Let the process lock more memory (`ulimit -l`)"
+        ))
+    }
+
+    /// Undoes all.
+    pub(super) fn unpin(&mut self, driver: &dyn Driver) {
+        for at in self.0.get_mut().expect("nothing panics inside").parts.drain(..) {
+            driver.unpin(std::ptr::with_exposed_provenance_mut(at));
+        }
+    }
+}
+
+/// Makes the system give all pages, by all threads: while it pins them, it would use one.
+fn touch(words: &mut [u32]) {
+    let share = words.len().div_ceil(machine::cores()).next_multiple_of(PAGE).max(PAGE);
+    thread::scope(|scope| {
+        for share in words.chunks_mut(share) {
+            scope.spawn(move || {
+                for page in share.chunks_mut(PAGE) {
+                    let word = &raw mut page[0];
+                    // SAFETY: it is a word of this thread's share.
+                    unsafe { word.write_volatile(word.read_volatile()) };
+                }
+            });
+        }
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_end_at_multiples() {
+        let all = |at, bytes| parts(at, bytes).collect::<Vec<_>>();
+        assert_eq!(all(PART, 5), [0..5]);
+        assert_eq!(all(PART - 4, 5), [0..4, 4..5]);
+        assert_eq!(all(8, 2 * PART), [0..PART - 8, PART - 8..2 * PART - 8, 2 * PART - 8..2 * PART]);
+        assert!(all(8, 0).is_empty());
+    }
+}

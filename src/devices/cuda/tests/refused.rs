@@ -1,0 +1,177 @@
+//! What a driver or its libraries refuse: products, launches, memory.
+
+use super::{KINDS, checks, close, config, run, run_on};
+use crate::Trainer;
+use crate::config::{DeviceKind, ScheduleKind};
+use crate::data::Batches;
+use crate::devices::KernelGroup;
+use crate::devices::cuda::driver::{Alignment, ProductKey};
+use crate::devices::cuda::emulated::{self, Limits};
+use crate::tensor::Dtype;
+
+/// Rows or columns that are one, or odd and of 16 bits.
+fn is_unusual(key: &ProductKey) -> bool {
+    let [rows, inner, columns] = key.sizes;
+    let is_odd = |size: usize| size % 2 == 1 && key.dtypes[0] != Dtype::F32;
+    rows == 1 || columns == 1 || [rows, inner, columns].into_iter().any(is_odd)
+}
+
+/// What a library may have no algorithm for, from little to all.
+const REFUSALS: [fn(&ProductKey, Alignment) -> bool; 3] = [
+    |key, _| key.has_bias,
+    |key, relies_on| is_unusual(key) && relies_on == Alignment::OfRows,
+    |_, _| true,
+];
+
+#[test]
+fn products_that_the_library_refuses_are_computed() {
+    if !emulated::instead() {
+        return;
+    }
+    for dtype in KINDS {
+        let of = |refuse, schedule| {
+            emulated::limit(Limits { refuse, ..Limits::default() });
+            let mut config = config(DeviceKind::Cuda);
+            (config.device.dtype, config.schedule.kind) = (dtype, schedule);
+            (config.model.hidden, config.model.heads) = (Some(26), Some(2));
+            run(config, 2).expect("a case of ours")
+        };
+        let (steps, _) = of(None, ScheduleKind::Relay);
+        for refuse in REFUSALS {
+            let (relay, end) = of(Some(refuse), ScheduleKind::Relay);
+            let (resident, resident_end) = of(Some(refuse), ScheduleKind::Resident);
+            assert_eq!((&relay, end.digest), (&resident, resident_end.digest));
+            close(&relay, &steps, dtype, "the library");
+            let all = checks(dtype, KernelGroup::Losses).expect("it is emulated");
+            assert!(all.iter().all(|check| check.problem().is_none()), "{all:?}");
+        }
+    }
+}
+
+/// Each is told once, with its sizes.
+#[test]
+fn slower_products_are_told() {
+    if !emulated::instead() {
+        return;
+    }
+    emulated::limit(Limits { refuse: Some(REFUSALS[0]), ..Limits::default() });
+    let config = config(DeviceKind::Cuda);
+    emulated::runtime().block_on(async {
+        let mut batches = Batches::open(&config).expect("data of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
+        trainer.step(batches.next().await.expect("a batch")).await.expect("nothing fails");
+        let told = trainer.take_warnings();
+        let says = "by (24, 72) to f32: cuBLASLt has no algorithm with a bias, which is added";
+        assert!(told.iter().any(|one| one.contains(says)), "{told:?}");
+        assert!(trainer.take_warnings().is_empty());
+        trainer.stop().await.expect("a clean end");
+    });
+}
+
+/// A launch that is refused is told, and the other kernels are checked; a device that no longer
+/// answers ends the check.
+#[test]
+fn a_check_goes_on_as_long_as_the_device_answers() {
+    if !emulated::instead() {
+        return;
+    }
+    emulated::limit(Limits { fails: Some("gate"), ..Limits::default() });
+    let all = checks(Dtype::F32, KernelGroup::Rows).expect("the device answers");
+    assert!(all.len() > 10);
+    for check in all {
+        let problem = check.problem().unwrap_or_default();
+        assert_eq!(check.kernel == "gate", problem.contains("too many resources"), "{problem}");
+    }
+    emulated::limit(Limits::default());
+    emulated::fail_after(200);
+    let says = checks(Dtype::F32, KernelGroup::Rows).expect_err("it is gone").to_string();
+    emulated::fail_after(i64::MAX);
+    assert!(says.starts_with("the GPU does not answer since "), "{says}");
+}
+
+/// Memory that cannot be pinned costs no bit, and is told. What is pinned is pinned in parts.
+#[test]
+fn memory_that_is_not_pinned_is_told() {
+    if !emulated::instead() {
+        return;
+    }
+    let of = |pinned| {
+        emulated::limit(Limits { pinned, ..Limits::default() });
+        let mut config = config(DeviceKind::Cuda);
+        config.model.hidden = Some(96);
+        emulated::runtime().block_on(async {
+            let mut batches = Batches::open(&config).expect("data of ours");
+            let mut trainer = Trainer::start(config).await.expect("a case of ours");
+            trainer.step(batches.next().await.expect("a batch")).await.expect("nothing fails");
+            let told = trainer.take_warnings();
+            let digest = trainer.digest().await.expect("it is in memory");
+            let summary = trainer.stop().await.expect("a clean end");
+            (digest, summary.pinned_bytes, told)
+        })
+    };
+    let (digest, all, told) = of(None);
+    assert!(all > 1_000_000 && told.is_empty(), "{all} {told:?}");
+    let (same, some, told) = of(Some(200_000));
+    assert!(digest == same && (1..=200_000).contains(&some));
+    assert_eq!(told.len(), 1);
+    assert!(told[0].contains("could not be pinned (out of memory that"), "{told:?}");
+    let (same, none, _) = of(Some(0));
+    assert_eq!((same, none), (digest, 0));
+}
+
+#[test]
+fn a_device_with_too_little_memory_is_refused() {
+    if !emulated::instead() {
+        return;
+    }
+    emulated::limit(Limits { free: Some(1000), ..Limits::default() });
+    let says = run(config(DeviceKind::Cuda), 1).err().expect("it is refused").to_string();
+    assert!(says.contains("bytes of the device's memory, of which 1000 are free"), "{says}");
+}
+
+/// Heads of the usual size, over more positions than a tile has.
+#[test]
+fn heads_of_128_are_like_the_cpus() {
+    if !emulated::instead() {
+        return;
+    }
+    let of = |kind, dtype, schedule| {
+        let mut config = config(kind);
+        (config.device.dtype, config.schedule.kind) = (dtype, schedule);
+        (config.model.hidden, config.model.heads) = (Some(128), Some(1));
+        (config.model.positions, config.data.sequence_length) = (Some(140), Some(140));
+        (config.model.layers, config.step.batch) = (Some(1), 2);
+        run_on(Trainer::builder(config.clone()), &config, 2).expect("a case of ours")
+    };
+    let (cpu, _) = of(DeviceKind::Cpu, Dtype::F32, ScheduleKind::Relay);
+    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
+        let (relay, end) = of(DeviceKind::Cuda, dtype, ScheduleKind::Relay);
+        let (resident, resident_end) = of(DeviceKind::Cuda, dtype, ScheduleKind::Resident);
+        assert_eq!((&relay, end.digest), (&resident, resident_end.digest));
+        close(&relay, &cpu, dtype, "the CPU");
+    }
+}
+
+/// Whichever call of the driver fails, the run ends, and says so.
+#[test]
+fn a_driver_that_fails_anywhere_ends_the_run() {
+    if !emulated::instead() {
+        return;
+    }
+    const MANY: i64 = 1 << 40;
+    emulated::fail_after(MANY);
+    run(config(DeviceKind::Cuda), 2).expect("a case of ours");
+    let calls = emulated::calls(MANY);
+    assert!(calls > 500, "{calls}");
+    let mut after = 0;
+    while after < calls - 3 {
+        emulated::fail_after(after);
+        match run(config(DeviceKind::Cuda), 2) {
+            Err(error) => assert!(error.to_string().contains("told to fail"), "{after}: {error}"),
+            // How many events are waited for depends on who is first.
+            Ok(_) => assert!(emulated::calls(after) <= after, "{after}"),
+        }
+        after += 1 + after / 9;
+    }
+    emulated::fail_after(MANY);
+}

@@ -1,0 +1,69 @@
+//! How each product is computed: by the library, or by what stands in for it where the library has
+//! no algorithm.
+
+use std::collections::HashMap;
+use std::sync::Mutex;
+
+use super::driver::ProductKey;
+
+/// How a product is computed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Way {
+    /// By the library, with its bias.
+    Library,
+    /// By the library; the bias is added behind it.
+    ThenBias,
+    /// The same, and the library may not rely on how rows are aligned.
+    Unaligned,
+    /// By a kernel of our own.
+    Own,
+}
+
+impl Way {
+    /// From the fastest on.
+    pub(super) const ALL: [Way; 4] = [Way::Library, Way::ThenBias, Way::Unaligned, Way::Own];
+
+    fn words(self) -> &'static str {
+        match self {
+            Way::Library => "cuBLASLt computes it",
+            Way::ThenBias => "cuBLASLt has no algorithm with a bias, which is added behind it",
+            Way::Unaligned => "cuBLASLt has an algorithm for unaligned rows alone",
+            Way::Own => "cuBLASLt has no algorithm: a kernel that is slower computes it",
+        }
+    }
+}
+
+/// The way of each product that was computed. It follows from the product and the library, so all
+/// runs on a machine take the same.
+#[derive(Default)]
+pub(super) struct Ways(Mutex<HashMap<ProductKey, Known>>);
+
+#[derive(Clone, Copy)]
+struct Known {
+    way: Way,
+    /// Whether the user knows.
+    is_told: bool,
+}
+
+impl Ways {
+    pub(super) fn known(&self, key: &ProductKey) -> Option<Way> {
+        self.0.lock().expect("nothing panics inside").get(key).map(|known| known.way)
+    }
+
+    pub(super) fn learn(&self, key: ProductKey, way: Way) {
+        let known = Known { way, is_told: way == Way::Library };
+        self.0.lock().expect("nothing panics inside").entry(key).or_insert(known);
+    }
+
+    /// Words for each product whose way is not the fastest, once.
+    pub(super) fn take_warnings(&self) -> Vec<String> {
+        let mut all = self.0.lock().expect("nothing panics inside");
+        let mut warnings = Vec::new();
+        for (key, known) in all.iter_mut().filter(|(_, known)| !known.is_told) {
+            known.is_told = true;
+            warnings.push(format!("a product of {key}: {}", known.way.words()));
+        }
+        warnings.sort();
+        warnings
+    }
+}
