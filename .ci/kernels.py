@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """The gate of the CUDA kernels, for machines without a GPU.
 
-    kernels.py [file ...] [--nvrtc libnvrtc.so] [--only compile|emulate]
+    kernels.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate]
 
 First, NVRTC compiles every file of src/devices/cuda/kernels, behind the prelude, for all architectures
 and elements; an error or a warning fails, and registers and spills are printed. NVRTC is that of the
-Python package nvidia-cuda-nvrtc, of $NVRTC, or of --nvrtc.
+Python packages nvidia-cuda-nvrtc and nvidia-cuda-nvrtc-cu12, the newest and the oldest that the device
+works with, or --nvrtc. The functions that the device calls must be there, in cuBLASLt (--cublaslt), too.
 
 Then each file is compiled for the CPU, behind emulator.h, and its kernels are compared to oracles in
 numpy's float64. Each comparison runs twice: with buffers that are aligned, and with buffers that are not
@@ -39,7 +40,8 @@ import numpy as np
 
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parent / "src/devices/cuda/kernels"
-ARCHITECTURES = [75, 80, 86, 89, 90, 100, 120]
+# By the major version of the compiler.
+ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
 PRINTED = [80, 90]
 ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
 # Half of the distance to the next number, relative.
@@ -65,16 +67,14 @@ class Nvrtc:
 
     @staticmethod
     def find():
-        if path := os.environ.get("NVRTC"):
-            return path
-        files = importlib.metadata.files("nvidia-cuda-nvrtc") or []
-        found = [f.locate() for f in files if re.fullmatch(r"libnvrtc\.so\.\d+", f.name)]
-        return str(found[0]) if found else "libnvrtc.so"
+        for package in ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12"):
+            files = importlib.metadata.files(package)
+            yield next(str(f.locate()) for f in files if re.fullmatch(r"libnvrtc\.so\.\d+", f.name))
 
     def version(self):
         major, minor = ctypes.c_int(), ctypes.c_int()
         self.library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"{major.value}.{minor.value}"
+        return major.value, minor.value
 
     def compile(self, name, text, element, architecture):
         """Whether it went well, and the log."""
@@ -115,7 +115,7 @@ def compile_all(nvrtc, files):
     """Compiles all, and prints a table. Whether all went well."""
     targets = [
         (file, element, architecture)
-        for file, element, architecture in itertools.product(files, ELEMENTS, ARCHITECTURES)
+        for file, element, architecture in itertools.product(files, ELEMENTS, ARCHITECTURES[nvrtc.version()[0]])
         if has_element(element, architecture)
     ]
     prelude = (KERNELS / "prelude.cu").read_text()
@@ -132,8 +132,42 @@ def compile_all(nvrtc, files):
         for kernel, used in resources(log).items():
             table[file, kernel, element, architecture] = used
     print_table(table)
-    print(f"compiled {len(targets)} times by NVRTC {nvrtc.version()}" + ("" if well else ": FAILED"))
+    version = "{}.{}".format(*nvrtc.version())
+    print(f"compiled {len(targets)} times by NVRTC {version}" + ("" if well else ": FAILED"))
     return well
+
+
+# Functions of cudarc's module `result`, and what they call.
+CALLS = {
+    "create_program": ["nvrtcCreateProgram"],
+    "compile_program": ["nvrtcCompileProgram"],
+    "destroy_program": ["nvrtcDestroyProgram"],
+    "get_program_log": ["nvrtcGetProgramLogSize", "nvrtcGetProgramLog"],
+    "create_handle": ["cublasLtCreate"],
+    "destroy_handle": ["cublasLtDestroy"],
+    "create_matmul_desc": ["cublasLtMatmulDescCreate"],
+    "destroy_matmul_desc": ["cublasLtMatmulDescDestroy"],
+    "set_matmul_desc_attribute": ["cublasLtMatmulDescSetAttribute"],
+    "create_matrix_layout": ["cublasLtMatrixLayoutCreate"],
+    "destroy_matrix_layout": ["cublasLtMatrixLayoutDestroy"],
+    "create_matmul_pref": ["cublasLtMatmulPreferenceCreate"],
+    "destroy_matmul_pref": ["cublasLtMatmulPreferenceDestroy"],
+    "set_matmul_pref_attribute": ["cublasLtMatmulPreferenceSetAttribute"],
+    "get_matmul_algo_heuristic": ["cublasLtMatmulAlgoGetHeuristic"],
+    "matmul": ["cublasLtMatmul"],
+}
+
+
+def has_all(path, prefix, *sources):
+    """Whether a library has all functions that these files of the device call."""
+    library, missing = ctypes.CDLL(path), []
+    for source in sources:
+        text = (KERNELS.parent / source).read_text()
+        called = re.findall(rf"sys::({prefix}[A-Z]\w*)\(", text)
+        called += [name for one in re.findall(r"result::([a-z_]+)\(", text) for name in CALLS[one]]
+        missing += [name for name in called if name.startswith(prefix) and not hasattr(library, name)]
+    print(f"{path}: " + (f"lacks {', '.join(missing)}" if missing else "has all that the device calls"))
+    return not missing
 
 
 def print_table(table):
@@ -995,11 +1029,18 @@ def main():
     arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
     arguments.add_argument("--nvrtc", help="the library")
+    arguments.add_argument("--cublaslt", help="the library")
     arguments.add_argument("--only", choices=["compile", "emulate"])
     arguments = arguments.parse_args()
     every = sorted(path.stem for path in KERNELS.glob("*.cu") if path.stem != "prelude")
     files = arguments.files or every
-    well = arguments.only == "emulate" or compile_all(Nvrtc(arguments.nvrtc or Nvrtc.find()), files)
+    well = True
+    if arguments.only != "emulate":
+        for path in [arguments.nvrtc] if arguments.nvrtc else Nvrtc.find():
+            well &= has_all(path, "nvrtc", "compile.rs", "libraries.rs")
+            well &= compile_all(Nvrtc(path), files)
+    if arguments.cublaslt:
+        well &= has_all(arguments.cublaslt, "cublasLt", "product.rs", "libraries.rs")
     well &= arguments.only == "compile" or emulate_all(files)
     sys.exit(0 if well else 1)
 

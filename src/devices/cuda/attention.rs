@@ -4,7 +4,7 @@ use super::driver::Argument;
 use super::kernels::On;
 use super::launches::attention_words;
 use crate::kernels::{Attention, AttentionBackward, AttentionShape};
-use crate::tensor::{Dtype, View};
+use crate::tensor::View;
 
 /// A kernel with a block for each tile of a head, as the text expects.
 #[derive(Clone, Copy)]
@@ -25,7 +25,7 @@ const fn tiles(kernel: &'static str, positions: usize, threads: u32, shared: usi
 /// Forward, backward to keys and values, backward to queries.
 type Passes = [Tiles; 3];
 
-/// In f32, for heads of all sizes.
+/// Without tensor cores, for heads of all sizes.
 const PLAIN: Passes = [
     tiles("attention", 64, 256, 35_840),
     tiles("attention_backward_keys", 64, 256, 35_840),
@@ -69,18 +69,18 @@ const CORES: [(usize, Passes); 4] = [
     ),
 ];
 
-fn passes(dtype: Dtype, head_size: usize) -> Passes {
-    let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
-    match dtype {
-        Dtype::F32 => PLAIN,
-        Dtype::Bf16 | Dtype::F16 => CORES.iter().find(fits).expect("sizes are checked").1,
-    }
-}
-
 impl On<'_> {
+    fn passes(&self, head_size: usize) -> Passes {
+        let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
+        match self.queue.has_tensor_cores() {
+            false => PLAIN,
+            true => CORES.iter().find(fits).expect("sizes are checked").1,
+        }
+    }
+
     pub(super) fn attention(&self, op: &Attention<'_>) {
         let Attention { y, lse, qkv, kv, ref shape } = *op;
-        let [forward, ..] = passes(qkv.dtype, shape.head_size);
+        let [forward, ..] = self.passes(shape.head_size);
         let (y, lse, qkv, kv) = (self.at(y), self.at(lse), self.at(qkv), self.at_if(kv));
         let starts = self.metadata.starts(&shape.batch);
         let documents = self.metadata.documents(&shape.batch);
@@ -92,7 +92,7 @@ impl On<'_> {
     /// `delta` is scratch: Σ y dy of each query and head.
     pub(super) fn attention_backward(&self, op: &AttentionBackward<'_>, delta: View) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
-        let [_, to_keys, to_queries] = passes(qkv.dtype, shape.head_size);
+        let [_, to_keys, to_queries] = self.passes(shape.head_size);
         let sizes = attention_words(shape);
         let (dqkv, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
         let (heads, delta, qkv) = (delta.len(), self.at(delta), self.at(qkv));

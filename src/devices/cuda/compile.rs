@@ -8,8 +8,7 @@ use cudarc::nvrtc::{result, sys};
 use l2l_actors::BoxedError;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::texts::{PRELUDE, element};
-use crate::tensor::Dtype;
+use super::texts::{PRELUDE, Target, element};
 
 /// Machine code of a text for an architecture (`90`), from the cache folder if it is there.
 ///
@@ -18,11 +17,11 @@ use crate::tensor::Dtype;
 pub(super) fn cubin(
     name: &str,
     text: &str,
-    dtype: Dtype,
-    architecture: u32,
+    target: Target,
     nvrtc: (u32, u32),
     cache: Option<&Path>,
 ) -> Result<Vec<u8>, BoxedError> {
+    let Target { dtype, architecture } = target;
     let all = [PRELUDE, text].join("\n");
     let options = [
         format!("--gpu-architecture=sm_{architecture}"),
@@ -43,9 +42,17 @@ pub(super) fn cubin(
     }
     let known = architectures();
     if !known.is_empty() && !known.contains(&architecture) {
+        let (major, minor) = nvrtc;
+        let is_older = known.iter().all(|one| architecture < *one);
+        let install = match is_older {
+            true => {
+                "install CUDA 12's libraries, which know it (`pip install \
+                     nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12`), and remove these"
+            }
+            false => "install a newer one",
+        };
         return Err(format!(
-            "NVRTC {}.{} does not know sm_{architecture}, only {known:?}: install a newer one",
-            nvrtc.0, nvrtc.1
+            "NVRTC {major}.{minor} does not know sm_{architecture}, only {known:?}: {install}"
         )
         .into());
     }

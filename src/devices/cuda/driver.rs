@@ -8,6 +8,7 @@ use std::sync::Arc;
 use l2l_actors::BoxedError;
 use l2l_actors::work::Lane;
 
+use super::texts::Target;
 use crate::devices::PeerView;
 use crate::tensor::Dtype;
 
@@ -203,6 +204,9 @@ pub(super) enum Alignment {
 /// A driver and one of its devices. A caller that passes host memory keeps it until the work is
 /// done. Until then nobody writes what is read, and nobody touches what is written.
 pub(super) trait Driver: Send + Sync + 'static {
+    /// What its kernels are compiled for.
+    fn target(&self) -> Target;
+
     /// Allocates memory, all zero.
     fn allocate(&self, bytes: usize) -> Result<Address, BoxedError>;
 

@@ -1,6 +1,8 @@
 //! A driver without a device: streams are threads that run the kernels' own texts, compiled for
 //! this machine. It proves, where there is no GPU, what is launched on what and in which order.
 
+mod limits;
+
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::ffi::{CString, c_char, c_void};
@@ -15,13 +17,16 @@ use l2l_actors::BoxedError;
 use libloading::Library;
 use tokio::runtime::Runtime;
 
-use super::driver::{
-    Address, Alignment, Driver, Launch, Matrix, Place, Product, ProductKey, STREAMS, Stream,
-};
-use super::texts::{self, Declared, PRELUDE};
+pub(super) use limits::{Limits, limit};
+
+use super::driver::{Address, Alignment, Driver, Launch, Matrix, Place, Product, STREAMS, Stream};
+use super::texts::{self, Declared, PRELUDE, Target};
 use crate::devices::PeerView;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
+
+/// The architecture that it has, unless it is [limited](Limits).
+const ARCHITECTURE: u32 = 90;
 
 type Emulate =
     unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
@@ -30,7 +35,7 @@ type Emulate =
 type Kernels = HashMap<String, (Arc<Library>, Declared)>;
 
 /// Builds them; `None` where there is no compiler.
-fn kernels(custom: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
+fn kernels(custom: &[CustomKernel], target: Target) -> Option<Kernels> {
     if Command::new("c++").arg("--version").output().is_err() {
         eprintln!("without c++ the CUDA device is not tested");
         return None;
@@ -38,10 +43,10 @@ fn kernels(custom: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
     // Tests run side by side: one of them builds.
     static BUILDING: Mutex<()> = Mutex::new(());
     let _building = BUILDING.lock().expect("a text that does not compile fails all tests");
-    let texts = texts::all(custom, dtype).expect("kernels that are declared");
+    let texts = texts::all(custom, target).expect("kernels that are declared");
     let built: Vec<PathBuf> = std::thread::scope(|scope| {
         let builds =
-            texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text, dtype)));
+            texts.iter().map(|(name, text, _)| scope.spawn(move || build(name, text, target)));
         let builds: Vec<_> = builds.collect();
         builds.into_iter().map(|build| build.join().expect("it compiles")).collect()
     });
@@ -55,8 +60,9 @@ fn kernels(custom: &[CustomKernel], dtype: Dtype) -> Option<Kernels> {
 }
 
 /// Compiles a text, unless it was before.
-fn build(name: &str, text: &str, dtype: Dtype) -> PathBuf {
-    let declared = texts::declared(text, dtype).expect("kernels that are declared");
+fn build(name: &str, text: &str, target: Target) -> PathBuf {
+    let dtype = target.dtype;
+    let declared = texts::declared(text, target).expect("kernels that are declared");
     let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
     let emulator = include_str!("kernels/emulator.h");
     let all = [emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
@@ -81,23 +87,7 @@ fn build(name: &str, text: &str, dtype: Dtype) -> PathBuf {
     path
 }
 
-/// What drivers that a thread makes do not do.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Limits {
-    /// The products that the library has no algorithm for.
-    pub(super) refuse: Option<fn(&ProductKey, Alignment) -> bool>,
-    /// A kernel whose launches fail, and nothing else.
-    pub(super) fails: Option<&'static str>,
-    /// Bytes of the device that are free.
-    pub(super) free: Option<usize>,
-    /// Bytes of the host that can be pinned.
-    pub(super) pinned: Option<usize>,
-}
-
 thread_local! {
-    /// See [`Limits`].
-    static LIMITS: Cell<Limits> = const { Cell::new(Limits { refuse: None, fails: None, free: None, pinned: None }) };
-
     /// Of the drivers that a thread makes: calls until one fails.
     static LEFT: RefCell<Arc<AtomicI64>> = RefCell::new(Arc::new(AtomicI64::new(i64::MAX)));
 
@@ -105,23 +95,18 @@ thread_local! {
     static ASKED_FOR: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Sets what drivers that this thread makes do not do.
-pub(super) fn limit(limits: Limits) {
-    LIMITS.set(limits);
-}
-
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
 pub(crate) fn instead() -> bool {
     ASKED_FOR.set(true);
-    kernels(&[], Dtype::F32).is_some()
+    kernels(&[], Target { dtype: Dtype::F32, architecture: ARCHITECTURE }).is_some()
 }
 
 /// A tokio runtime whose threads ask for GPUs as this one does.
 pub(super) fn runtime() -> Runtime {
     let (asked_for, left) = (ASKED_FOR.get(), LEFT.with_borrow(Arc::clone));
-    let limits = LIMITS.get();
+    let limits = limits::current();
     let as_this_one = move || {
-        LIMITS.set(limits);
+        limit(limits);
         ASKED_FOR.set(asked_for);
         LEFT.set(left.clone());
     };
@@ -175,6 +160,7 @@ impl Flag {
 
 /// See the [module](self).
 struct Emulated {
+    target: Target,
     kernels: Kernels,
     memory: Mutex<Vec<Box<[u64]>>>,
     streams: [mpsc::Sender<Task>; STREAMS],
@@ -197,15 +183,19 @@ impl Emulated {
             std::thread::spawn(move || tasks.iter().for_each(|task| task()));
             queue
         });
+        let limits = limits::current();
+        let architecture = limits.architecture.unwrap_or(ARCHITECTURE);
+        let target = Target { dtype, architecture };
         Some(Emulated {
-            kernels: kernels(custom, dtype)?,
+            target,
+            kernels: kernels(custom, target)?,
             memory: Mutex::default(),
             streams,
             events: Mutex::default(),
             next: AtomicU64::new(1),
             broken: Arc::default(),
             left: LEFT.with_borrow(Arc::clone),
-            limits: LIMITS.get(),
+            limits,
             pinned: Mutex::default(),
         })
     }
@@ -285,6 +275,10 @@ unsafe fn put(place: Place, value: f32) {
 }
 
 impl Driver for Emulated {
+    fn target(&self) -> Target {
+        self.target
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Address, BoxedError> {
         self.call()?;
         if let Some(free) = self.limits.free.filter(|free| *free < bytes) {

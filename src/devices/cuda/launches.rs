@@ -188,6 +188,11 @@ impl<'a> Queue<'a> {
         Queue { driver, workspace, ways, failed: RefCell::default() }
     }
 
+    /// See [`Target::has_tensor_cores`](super::texts::Target::has_tensor_cores).
+    pub(super) fn has_tensor_cores(&self) -> bool {
+        self.driver.target().has_tensor_cores()
+    }
+
     /// The first error.
     pub(super) fn end(self) -> Result<(), BoxedError> {
         self.failed.into_inner().map_or(Ok(()), Err)

@@ -8,20 +8,21 @@ use crate::devices::Library as Found;
 use cudarc::{cublaslt, driver, nvrtc};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-/// The oldest driver, by the CUDA that it is of: what it is asked for came no earlier.
-const OLDEST: (u32, u32) = (13, 0);
+/// The oldest driver, by the CUDA that it is of: 525 and newer.
+const OLDEST: (u32, u32) = (12, 0);
 
 const INSTALL: [(&str, &str); 3] = [
-    ("libcuda.so", "install NVIDIA's driver, 580 or newer"),
+    ("libcuda.so", "install NVIDIA's driver, 525 or newer"),
     (
         "libnvrtc.so",
-        "install CUDA's nvrtc, or `pip install nvidia-cuda-nvrtc` and set device.cuda_libraries to \
-         that environment's site-packages/nvidia",
+        "install CUDA's nvrtc, or `pip install nvidia-cuda-nvrtc` (`nvidia-cuda-nvrtc-cu12` for a \
+         driver before 580) and set device.cuda_libraries to that environment's \
+         site-packages/nvidia",
     ),
     (
         "libcublasLt.so",
-        "install CUDA's cublas, or `pip install nvidia-cublas` and set device.cuda_libraries to \
-         that environment's site-packages/nvidia",
+        "install CUDA's cublas, or `pip install nvidia-cublas` (`nvidia-cublas-cu12` for a driver \
+         before 580) and set device.cuda_libraries to that environment's site-packages/nvidia",
     ),
 ];
 
@@ -116,7 +117,8 @@ pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
         let driver = found[0].version.expect("it is the first that is looked at");
         if driver < OLDEST {
             return Err(format!(
-                "the driver is of CUDA {major}.{minor}, of at least 13.0: {install}"
+                "the driver is of CUDA {major}.{minor}, and has to be of at least {}.{}: {install}",
+                OLDEST.0, OLDEST.1
             ));
         }
         if driver.0 < *major {

@@ -12,24 +12,28 @@ use super::compile;
 use super::driver::{Address, Alignment, Driver, Kind, Launch, Product, STREAMS, Stream};
 use super::libraries;
 use super::product::Products;
-use super::texts;
+use super::texts::{self, Target};
 use crate::config::DeviceConfig;
 use crate::devices::{Gpu, Library, PeerView};
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
 /// The oldest architecture that kernels are written for.
-const OLDEST: u32 = 75;
+const OLDEST: u32 = 70;
 
-/// The same for bf16 and f16.
-const OLDEST_OF_16_BITS: u32 = 80;
+/// The same for bf16.
+const OLDEST_OF_BF16: u32 = 80;
 
 /// Bytes of shared memory that a block may have without asking.
 const SHARED: u32 = 48 << 10;
 
+/// The milliseconds from one event to another.
+type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys::CUresult;
+
 /// A device of the driver's, in the process's own context of it.
 pub(super) struct Real {
     device: sys::CUdevice,
+    target: Target,
     context: sys::CUcontext,
     streams: [sys::CUstream; STREAMS],
     modules: Vec<sys::CUmodule>,
@@ -111,10 +115,10 @@ impl Real {
             )
             .into());
         }
-        if dtype != Dtype::F32 && gpu.architecture < OLDEST_OF_16_BITS {
+        if dtype == Dtype::Bf16 && gpu.architecture < OLDEST_OF_BF16 {
             return Err(format!(
-                "{} is of architecture {}, and {dtype} needs {OLDEST_OF_16_BITS} or newer: set \
-                 device.dtype = \"f32\"",
+                "{} is of architecture {}, and bf16 needs {OLDEST_OF_BF16} or newer: set \
+                 device.dtype = \"f16\" or \"f32\"",
                 gpu.name, gpu.architecture
             )
             .into());
@@ -124,6 +128,7 @@ impl Real {
         let context = unsafe { result::primary_ctx::retain(device)? };
         let mut real = Real {
             device,
+            target: Target { dtype, architecture: gpu.architecture },
             context,
             streams: [std::ptr::null_mut(); STREAMS],
             modules: Vec::new(),
@@ -137,7 +142,7 @@ impl Real {
         for stream in &mut real.streams {
             *stream = result::stream::create(result::stream::StreamKind::NonBlocking)?;
         }
-        real.load_kernels(gpu.architecture, dtype, &nvrtc, cache, custom)?;
+        real.load_kernels(&nvrtc, cache, custom)?;
         real.products = Some(Products::new()?);
         Ok(real)
     }
@@ -150,17 +155,16 @@ impl Real {
 
     fn load_kernels(
         &mut self,
-        architecture: u32,
-        dtype: Dtype,
         nvrtc: &Library,
         cache: Option<&Path>,
         custom: &[CustomKernel],
     ) -> Result<(), BoxedError> {
-        let texts = texts::all(custom, dtype)?;
+        let target = self.target;
+        let texts = texts::all(custom, target)?;
         let version = nvrtc.version.expect("it is there");
         let codes: Vec<_> = std::thread::scope(|scope| {
             let compiles = texts.iter().map(|(name, text, _)| {
-                scope.spawn(move || compile::cubin(name, text, dtype, architecture, version, cache))
+                scope.spawn(move || compile::cubin(name, text, target, version, cache))
             });
             let compiles: Vec<_> = compiles.collect();
             compiles.into_iter().map(|one| one.join().expect("a compiler returns")).collect()
@@ -196,6 +200,10 @@ fn event_of(id: u64) -> sys::CUevent {
 // SAFETY of all calls to the driver: its handles are there for as long as `self` is, and addresses
 // are what `allocate` gave, or the host's, which whoever copies keeps until the copy is done.
 impl Driver for Real {
+    fn target(&self) -> Target {
+        self.target
+    }
+
     fn allocate(&self, bytes: usize) -> Result<Address, BoxedError> {
         self.enter()?;
         let (free, _) = result::mem_get_info()?;
@@ -353,8 +361,12 @@ impl Driver for Real {
 
     fn seconds(&self, from: u64, to: u64) -> Result<f64, BoxedError> {
         self.enter()?;
-        // SAFETY: see above.
-        let milliseconds = unsafe { result::event::elapsed(event_of(from), event_of(to))? };
+        let mut milliseconds = 0.0_f32;
+        // SAFETY: see above; every driver has this function, and its newer name only CUDA 13's.
+        unsafe {
+            let elapsed = sys::culib().get::<Elapsed>(b"cuEventElapsedTime")?;
+            elapsed(&mut milliseconds, event_of(from), event_of(to)).result()?;
+        }
         Ok(f64::from(milliseconds) / 1e3)
     }
 

@@ -34,25 +34,42 @@ pub(super) struct Declared {
     pub(super) parameters: Vec<Kind>,
 }
 
-/// Where the part for floats begins, and the part for 16-bit numbers, which ends the text.
+/// What texts are compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Target {
+    /// The dtype of weights and activations.
+    pub(super) dtype: Dtype,
+    /// 90 of 9.0.
+    pub(super) architecture: u32,
+}
+
+impl Target {
+    /// Whether attention runs on tensor cores. Older ones have no instructions of its sizes: there
+    /// it runs as in f32.
+    pub(super) fn has_tensor_cores(self) -> bool {
+        self.dtype != Dtype::F32 && self.architecture >= 80
+    }
+}
+
+/// Where the part without tensor cores begins, and the part with them, which ends the text.
 const PARTS: [&str; 2] =
     ["#if defined EMULATOR || !defined HAS_TENSOR_CORES", "#ifdef HAS_TENSOR_CORES"];
 
-/// The kernels of a text for elements of a dtype, in its order.
+/// The kernels of a text for a target, in its order.
 ///
 /// # Errors
 /// It is not written as the built-in texts are.
-pub(super) fn declared(text: &str, dtype: Dtype) -> Result<Vec<Declared>, BoxedError> {
+pub(super) fn declared(text: &str, target: Target) -> Result<Vec<Declared>, BoxedError> {
     let [plain, cores] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
-    let parts = match dtype {
-        Dtype::F32 => [&text[..cores], ""],
-        Dtype::Bf16 | Dtype::F16 => [&text[..plain], &text[cores.max(plain)..]],
+    let parts = match target.has_tensor_cores() {
+        false => [&text[..cores], ""],
+        true => [&text[..plain], &text[cores.max(plain)..]],
     };
     let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =
         lines.map(|line| line.split_once("//").map_or(line, |(code, _)| code)).collect();
     let bare = bare.join(" ");
-    bare.split("__global__ void").skip(1).map(|text| kernel(text, dtype)).collect()
+    bare.split("__global__ void").skip(1).map(|text| kernel(text, target.dtype)).collect()
 }
 
 /// The definition of the texts' `ELEMENT`.
@@ -86,16 +103,16 @@ type Text = (&'static str, &'static str, Vec<Declared>);
 ///
 /// # Errors
 /// A custom kernel is not in its text, or has the name of another.
-pub(super) fn all(custom: &[CustomKernel], dtype: Dtype) -> Result<Vec<Text>, BoxedError> {
+pub(super) fn all(custom: &[CustomKernel], target: Target) -> Result<Vec<Text>, BoxedError> {
     let mut all: Vec<Text> = Vec::new();
     let mut known: BTreeSet<String> = BTreeSet::new();
     for (name, text) in TEXTS {
-        let kernels = declared(text, dtype)?;
+        let kernels = declared(text, target)?;
         known.extend(kernels.iter().map(|kernel| kernel.name.clone()));
         all.push((name, text, kernels));
     }
     for CustomKernel { name, text, .. } in custom {
-        let mut kernels = declared(text, dtype)?;
+        let mut kernels = declared(text, target)?;
         kernels.retain(|kernel| kernel.name == *name);
         if kernels.is_empty() {
             return Err(format!("the text of {name} declares no kernel of that name").into());

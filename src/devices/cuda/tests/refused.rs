@@ -129,6 +129,30 @@ fn a_device_with_too_little_memory_is_refused() {
     assert!(says.contains("bytes of the device's memory, of which 1000 are free"), "{says}");
 }
 
+/// A GPU without the instructions of attention's tensor cores (V100, T4) runs f16, with attention
+/// as in f32.
+#[test]
+fn older_gpus_run_f16() {
+    if !emulated::instead() {
+        return;
+    }
+    for architecture in [70, 75] {
+        emulated::limit(Limits { architecture: Some(architecture), ..Limits::default() });
+        let all = checks(Dtype::F16, KernelGroup::Attention).expect("it is emulated");
+        assert!(all.iter().all(|check| check.problem().is_none()), "{all:?}");
+    }
+    let of = |kind, schedule| {
+        let mut config = config(kind);
+        (config.device.dtype, config.schedule.kind) = (Dtype::F16, schedule);
+        run(config, 3).expect("a case of ours")
+    };
+    let (relay, end) = of(DeviceKind::Cuda, ScheduleKind::Relay);
+    let (resident, resident_end) = of(DeviceKind::Cuda, ScheduleKind::Resident);
+    assert_eq!((&relay, end.digest), (&resident, resident_end.digest));
+    let (cpu, _) = of(DeviceKind::Cpu, ScheduleKind::Relay);
+    close(&relay, &cpu, Dtype::F16, "the CPU");
+}
+
 /// Heads of the usual size, over more positions than a tile has.
 #[test]
 fn heads_of_128_are_like_the_cpus() {
