@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The gate of the CUDA kernels, for machines without a GPU.
 
-    kernels.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate]
+    kernels.py [file ...] [--nvrtc libnvrtc.so] [--cublaslt libcublasLt.so] [--only compile|emulate|look]
 
 First, NVRTC compiles every file of src/devices/cuda/kernels, behind the prelude, for all architectures
 and elements; an error or a warning fails, and registers and spills are printed. NVRTC is that of the
@@ -44,6 +44,29 @@ KERNELS = HERE.parent / "src/devices/cuda/kernels"
 ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
 PRINTED = [80, 90]
 ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
+# The most bytes that kernels may spill, by element: others may none. Attention without tensor cores has as few
+# registers as lets two blocks run at once.
+SPILLS = {
+    ("attention", 32): 200,
+    ("attention_backward_keys", 32): 80,
+    ("attention_backward_queries", 32): 488,
+    ("attention", 15): 200,
+    ("attention_backward_keys", 15): 80,
+    ("attention_backward_queries", 15): 444,
+    ("attention_backward_queries_32", 16): 24,
+    ("attention_backward_queries_32", 15): 24,
+}
+# A kernel that spills: 64 numbers, in 32 registers.
+SPILLING = """
+extern "C" __global__ void __launch_bounds__(1024, 2) spilling(float* y) {
+    float x[64];
+#pragma unroll
+    for (int i = 0; i < 64; ++i) x[i] = y[i * 1024 + threadIdx.x];
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 64; ++i) y[i * 1024 + threadIdx.x] = x[i] * x[63 - i];
+}
+"""
 # Half of the distance to the next number, relative.
 ROUNDING = {32: 0.0, 16: 2.0**-8, 15: 2.0**-11}
 GUARD = 64  # elements around each buffer
@@ -131,7 +154,15 @@ def compile_all(nvrtc, files):
             well = False
         for kernel, used in resources(log).items():
             table[file, kernel, element, architecture] = used
+    _, log = nvrtc.compile("spilling", SPILLING, 32, 90)
+    if not resources(log)["spilling"]["spilled"]:
+        print("a kernel that is made to spill was not found to")
+        well = False
     print_table(table)
+    for (file, kernel, element, architecture), used in table.items():
+        if used["spilled"] > SPILLS.get((kernel, element), 0):
+            print(f"{file}.{kernel}, {ELEMENTS[element]}, sm_{architecture}: {used['spilled']} bytes spilled")
+            well = False
     version = "{}.{}".format(*nvrtc.version())
     print(f"compiled {len(targets)} times by NVRTC {version}" + ("" if well else ": FAILED"))
     return well
@@ -189,9 +220,9 @@ def print_table(table):
 # ---- Emulating. ----
 
 
-def build(file, element, folder):
-    """The emulated library of a file of kernels."""
-    own = (KERNELS / f"{file}.cu").read_text()
+def build(file, element, folder, has_hazards=False, own=None):
+    """The emulated library of a file of kernels, or of a text; with hazards, its accesses are looked at."""
+    own = own or (KERNELS / f"{file}.cu").read_text()
     text = (KERNELS / "prelude.cu").read_text() + own
     options = ["-std=c++20", f"-DELEMENT={element}"]
     # Kernels may depend on the element.
@@ -201,8 +232,18 @@ def build(file, element, folder):
     source, library = folder / f"{file}_{element}.cpp", folder / f"{file}_{element}.so"
     source.write_text((KERNELS / "emulator.h").read_text() + text + table)
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
-    command = ["c++", *options, *strict, "-O2", "-shared", "-fPIC", source, "-o", library]
-    if subprocess.run(command).returncode != 0:
+    common = ["c++", *options, *strict, "-O2", "-fPIC"]
+    commands = [[*common, "-shared", source, "-o", library]]
+    if has_hazards:
+        # The compiler's calls go to hazards.cpp, which is compiled without them.
+        parts = [source.with_suffix(".o"), source.with_suffix(".hazards.o")]
+        calls = ["-DHAZARDS", "-fsanitize=thread", "--param=tsan-distinguish-volatile=1"]
+        commands = [
+            [*common, *calls, "-c", source, "-o", parts[0]],
+            [*common, "-c", KERNELS / "hazards.cpp", "-o", parts[1]],
+            ["c++", "-shared", *parts, "-o", library],
+        ]
+    if any(subprocess.run(command).returncode != 0 for command in commands):
         sys.exit(f"{file}.cu, {ELEMENTS[element]}: the emulated library was not built")
     return ctypes.CDLL(library)
 
@@ -308,11 +349,13 @@ class Device:
 
     Attention, Dropout, Frequencies = Attention, Dropout, Frequencies
 
-    def __init__(self, file, library, element, is_other_way, worst):
+    has_hazards = False
+
+    def __init__(self, file, library, element, is_other_way, worst, text=None):
         self.library, self.element, self.shift, self.worst = library, element, int(is_other_way), worst
         self.buffers, self.outputs = [], []
         library.emulate_backwards(int(is_other_way))
-        text = (KERNELS / f"{file}.cu").read_text()
+        text = text or (KERNELS / f"{file}.cu").read_text()
         self.launches = {name: (shape, parameters) for shape, name, parameters in LAUNCH.findall(text)}
 
     # Buffers. `changes`: a kernel may write to it.
@@ -371,6 +414,11 @@ class Device:
         line = shape_of(shape, known)
         grid, block, shared = grid or line[0], block or line[1], line[2] if shared is None else shared
         pointers = [ctypes.cast(ctypes.pointer(argument), ctypes.c_void_p) for argument in passed]
+        if self.has_hazards:
+            begins = [buffer.bits.ctypes.data for buffer in self.buffers]
+            sizes = [buffer.bits.nbytes for buffer in self.buffers]
+            kind = ctypes.c_size_t * len(begins)
+            self.library.hazards_buffers(kind(*begins), kind(*sizes), len(begins))
         failure = self.library.emulate(
             kernel.encode(),
             (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
@@ -379,6 +427,9 @@ class Device:
             (ctypes.c_void_p * len(pointers))(*pointers),
         )
         assert failure == 0, f"{kernel}: failure {failure} of emulator.h"
+        if self.has_hazards:
+            found = self.library.hazards_found().decode()
+            assert not found, found
         for buffer in self.buffers:
             buffer.check()
         self.kernel = kernel
@@ -446,6 +497,100 @@ def emulate_all(files):
         print("no check of", ", ".join(sorted(unchecked)))
         well = False
     print("emulated" + ("" if well else ": FAILED"))
+    return well
+
+
+# Kernels with a hazard each, and what is to be said of it.
+PLANTED = {
+    "two_writes": ("two writes at once", "y[0] = threadIdx.x;"),
+    "two_blocks": ("two writes at once", "if (threadIdx.x == 0) { y[0] = blockIdx.x; }"),
+    "no_barrier": (
+        "at once with a",
+        "__shared__ float x[64]; x[threadIdx.x] = 1; y[threadIdx.x + 64 * blockIdx.x] = x[63 - threadIdx.x];",
+    ),
+    "shuffle_for_barrier": (
+        "at once with a",
+        "__shared__ float x[64]; x[threadIdx.x] = 1; __shfl_xor_sync(FULL_MASK, 1, 1);"
+        "y[threadIdx.x + 64 * blockIdx.x] = x[threadIdx.x ^ 1];",
+    ),
+    "outside": ("write outside of all buffers", "y[threadIdx.x + 64 * blockIdx.x + 1] = 1;"),
+    "unwritten": (
+        "shared memory that nobody has written",
+        "DYNAMIC_SHARED(float, x); y[threadIdx.x + 64 * blockIdx.x] = x[threadIdx.x];",
+    ),
+    "with_barriers": (
+        "",
+        "__shared__ float x[64]; x[threadIdx.x] = 1; __syncwarp(); float sum = x[threadIdx.x ^ 1];"
+        "__syncthreads(); sum += x[63 - threadIdx.x]; y[threadIdx.x + 64 * blockIdx.x] = sum;",
+    ),
+    "one_bank": (
+        "",
+        "DYNAMIC_SHARED(float, x); x[32 * threadIdx.x] = 1; y[threadIdx.x + 64 * blockIdx.x] = x[32 * threadIdx.x];",
+    ),
+}
+
+
+def finds_planted(folder):
+    """Whether the hazards of kernels that are made to have some are found, and nothing else."""
+    text = "".join(
+        f'// launch: grid (2), block (64), shared 8192 bytes\nextern "C" __global__ void {name}(float* y) {{ {body} }}\n'
+        for name, (_, body) in PLANTED.items()
+    )
+    library, well = build("planted", 32, folder, True, text), True
+    library.hazards_found.restype = library.hazards_costs.restype = ctypes.c_char_p
+    for name, (expected, _) in PLANTED.items():
+        device = Device("planted", library, 32, False, {}, text)
+        device.has_hazards, found = True, ""
+        try:
+            device.launch(name, device.floats_out(128))
+        except AssertionError as error:
+            found = str(error)
+        if (expected not in found) if expected else found:
+            print(f"planted {name}: expected {expected!r}, found {found!r}")
+            well = False
+    costs = {line.split()[0]: line.split()[1:3] for line in library.hazards_costs().decode().splitlines()}
+    paid, least = map(int, costs["one_bank"])
+    if paid != 32 * least:
+        print(f"planted one_bank: {paid} wavefronts, not 32 times {least}")
+        well = False
+    return well
+
+
+# Cases of a check whose accesses are looked at: it takes its time.
+LOOKED_AT = 6
+
+
+def look_all(files):
+    """Looks at the accesses of all kernels in some cases, and prints what they cost. Whether nothing was found."""
+    own = [check for check in checks() if check[0] in files]
+    costs = {}
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        targets = list(itertools.product(dict.fromkeys(check[0] for check in own), ELEMENTS))
+        built = pool.map(lambda target: build(*target, pathlib.Path(folder), True), targets)
+        libraries = dict(zip(targets, built))
+        well = finds_planted(pathlib.Path(folder))
+        for library in libraries.values():
+            library.hazards_found.restype = library.hazards_costs.restype = ctypes.c_char_p
+        for (file, function, cases), element in itertools.product(own, ELEMENTS):
+            library = libraries[file, element]
+            for case in cases[:: -(-len(cases) // LOOKED_AT)]:
+                device = Device(file, library, element, False, {})
+                device.has_hazards = True
+                try:
+                    function(device, np.random.default_rng(1), **case)
+                except AssertionError as error:
+                    print(f"{function.__name__} {case}, {ELEMENTS[element]}: {error}")
+                    well = False
+            for line in library.hazards_costs().decode().splitlines():
+                kernel, *counts = line.split()
+                before = costs.get((kernel, element), [0] * 4)
+                costs[kernel, element] = [a + int(b) for a, b in zip(before, counts)]
+    print("wavefronts of shared memory, and sectors of global memory, for each that is needed")
+    ratio = lambda paid, least: f"{paid / least:.2f}" if least else "-"
+    for kernel in dict.fromkeys(kernel for kernel, _ in costs):
+        of = [costs.get((kernel, element), [0] * 4) for element in ELEMENTS]
+        print(f"{kernel:40}" + "".join(f"{ratio(*one[:2]):>12}{ratio(*one[2:]):>8}" for one in of))
+    print("no hazards" if well else "hazards: FAILED")
     return well
 
 
@@ -1030,18 +1175,19 @@ def main():
     arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
     arguments.add_argument("--nvrtc", help="the library")
     arguments.add_argument("--cublaslt", help="the library")
-    arguments.add_argument("--only", choices=["compile", "emulate"])
+    arguments.add_argument("--only", choices=["compile", "emulate", "look"])
     arguments = arguments.parse_args()
     every = sorted(path.stem for path in KERNELS.glob("*.cu") if path.stem != "prelude")
     files = arguments.files or every
     well = True
-    if arguments.only != "emulate":
+    if arguments.only in (None, "compile"):
         for path in [arguments.nvrtc] if arguments.nvrtc else Nvrtc.find():
             well &= has_all(path, "nvrtc", "compile.rs", "libraries.rs")
             well &= compile_all(Nvrtc(path), files)
     if arguments.cublaslt:
         well &= has_all(arguments.cublaslt, "cublasLt", "product.rs", "libraries.rs")
-    well &= arguments.only == "compile" or emulate_all(files)
+    well &= arguments.only not in (None, "emulate") or emulate_all(files)
+    well &= arguments.only not in (None, "look") or look_all(files)
     sys.exit(0 if well else 1)
 
 

@@ -537,7 +537,9 @@ inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
 // turned, [column][row] and the one below.
 inline Matrices load(const T* row_at, bool is_turned) {
     const T* rows[WARP];
+    hazards_read(row_at, 16);
     warp_exchange(row_at, rows);
+    const emulator::Own own;
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
     Matrices matrices;
     for (int i = 0; i < 4; ++i) {
@@ -559,12 +561,19 @@ struct Copy {
 inline thread_local std::vector<Copy> copies[1024];
 
 inline void begin_copy(void* to, const void* from, int bytes, bool is_real) {
+    if (is_real) {
+        hazards_read(from, bytes);
+    }
+    hazards_in_flight(to, bytes);
+    const emulator::Own own;
     std::memset(to, 0xFF, bytes);
     copies[threadIdx.x].push_back({to, is_real ? from : nullptr, bytes});
 }
 
 inline void await_copies() {
+    const emulator::Own own;
     for (const Copy& copy : copies[threadIdx.x]) {
+        hazards_landed(copy.to, copy.bytes);
         if (copy.from != nullptr) {
             std::memcpy(copy.to, copy.from, copy.bytes);
         } else {
@@ -919,7 +928,8 @@ __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const flo
             const long long at = of.statistic(min(query, queries.to - 1));
             copy<4>(to.lse + i, lse + at, query < queries.to);
             copy<4>(to.delta + i, delta + at, query < queries.to);
-            to.seen[i] = query < queries.to ? of.seen(query) : Span{};
+            const Span seen = query < queries.to ? of.seen(query) : Span{};
+            to.seen[i] = seen;
         }
         of.draw(to.kept, queries.from, keys.from, QUERIES, KEYS);
     };

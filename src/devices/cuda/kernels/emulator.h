@@ -7,6 +7,9 @@
 // (thread_local, so that threads of the host may emulate side by side), dynamic shared memory is filled with
 // NaN before each block.
 //
+// With HAZARDS, hazards.cpp looks at each access for what no result may show: races, and accesses outside of
+// buffers.
+//
 // `emulate` returns 0, or one of Failure. `emulate_backwards` turns the order of blocks, warps and lanes
 // around: a kernel that lacks a barrier will likely give other results.
 
@@ -45,7 +48,44 @@ struct Dim3 {
 
 inline thread_local Dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+// See hazards.cpp, which is linked where HAZARDS is defined.
+#ifdef HAZARDS
+extern "C" {
+bool hazards_pause();
+void hazards_go_on(bool is_on);
+void hazards_launch(const char* kernel, unsigned threads);
+void hazards_built_in(const void* at, std::size_t bytes);
+void hazards_block(unsigned block, const void* shared, std::size_t bytes);
+void hazards_thread(unsigned thread, const void* stack, std::size_t bytes);
+void hazards_barrier();
+void hazards_warp_barrier();
+void hazards_in_flight(const void* to, std::size_t bytes);
+void hazards_landed(const void* to, std::size_t bytes);
+void hazards_read(const void* at, std::size_t bytes);
+void hazards_write(void* at, std::size_t bytes);
+}
+#else
+inline bool hazards_pause() { return false; }
+inline void hazards_go_on(bool) {}
+inline void hazards_launch(const char*, unsigned) {}
+inline void hazards_built_in(const void*, std::size_t) {}
+inline void hazards_block(unsigned, const void*, std::size_t) {}
+inline void hazards_thread(unsigned, const void*, std::size_t) {}
+inline void hazards_barrier() {}
+inline void hazards_warp_barrier() {}
+inline void hazards_in_flight(const void*, std::size_t) {}
+inline void hazards_landed(const void*, std::size_t) {}
+inline void hazards_read(const void*, std::size_t) {}
+inline void hazards_write(void*, std::size_t) {}
+#endif
+
 namespace emulator {
+
+// The emulator's own accesses, which no kernel makes.
+struct Own {
+    const bool was_on = hazards_pause();
+    ~Own() { hazards_go_on(was_on); }
+};
 
 enum Failure : int {
     UNKNOWN_KERNEL = 1,
@@ -97,11 +137,15 @@ inline Machine& machine() {
     return *one;
 }
 
-inline unsigned char* dynamic_shared() { return machine().shared; }
+inline unsigned char* dynamic_shared() {
+    const Own own;
+    return machine().shared;
+}
 
 // ---- Fibers. ----
 
 inline void wait(State state, int barrier) {
+    const Own own;
     Machine& m = machine();
     m.current->state = state;
     m.current->barrier = barrier;
@@ -112,6 +156,7 @@ inline void wait(State state, int barrier) {
 
 inline void fiber_main() {
     for (;;) {
+        hazards_go_on(false);
         Machine& m = machine();
         m.run(m.kernel, m.arguments);
         wait(State::Done, 0);
@@ -125,13 +170,16 @@ inline void resume(Machine& m, unsigned index) {
     m.index = index;
     threadIdx = {index % blockDim.x, index / blockDim.x % blockDim.y, index / (blockDim.x * blockDim.y)};
     if (_setjmp(m.scheduler) != 0) {
+        hazards_go_on(false);
         return;
     }
+    hazards_thread(index, fiber.stack.get(), STACK_BYTES);
     if (fiber.is_begun) {
         _longjmp(fiber.place, 1);
     }
     fiber.is_begun = true;
     fiber.stack.reset(new char[STACK_BYTES]); // unlike make_unique, touches no page
+    hazards_thread(index, fiber.stack.get(), STACK_BYTES);
     static thread_local ucontext_t context, unused;
     getcontext(&context);
     context.uc_stack.ss_sp = fiber.stack.get();
@@ -181,12 +229,14 @@ inline void run_block(Machine& m, unsigned shared_bytes) {
         m.fibers[i]->exchanges = 0;
     }
     std::memset(m.shared, 0xFF, shared_bytes + GUARD_BYTES);
+    hazards_block(blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z), m.shared, shared_bytes);
     const auto is_done = [](const std::unique_ptr<Fiber>& fiber) { return fiber->state == State::Done; };
     const unsigned warps = (m.threads + LANES - 1) / LANES;
     do {
         for (unsigned i = 0; i < warps; ++i) {
             run_warp(m, m.is_backwards ? warps - 1 - i : i);
         }
+        hazards_barrier();
         if (m.failure != 0 || std::all_of(m.fibers.begin(), m.fibers.begin() + m.threads, is_done)) {
             break;
         }
@@ -204,6 +254,7 @@ inline void run_block(Machine& m, unsigned shared_bytes) {
 // ---- Warps. ----
 
 inline void need_warp(unsigned mask) {
+    const Own own;
     Machine& m = machine();
     if (mask != 0xFFFFFFFF || m.index / LANES * LANES + LANES > m.threads) {
         m.failure = BAD_WARP;
@@ -213,11 +264,19 @@ inline void need_warp(unsigned mask) {
 
 // ---- Kernels by name. ----
 
+// Its arguments are copies of this thread's, as a kernel's are.
+template <class... A>
+[[gnu::noinline]] void begin(void (*kernel)(A...), A... arguments) {
+    hazards_go_on(true);
+    kernel(arguments...);
+    hazards_go_on(false);
+}
+
 template <class... A>
 void unpack(void* kernel, void** arguments) {
     auto* const typed = reinterpret_cast<void (*)(A...)>(kernel);
     [&]<std::size_t... I>(std::index_sequence<I...>) {
-        typed(*static_cast<std::remove_reference_t<A>*>(arguments[I])...);
+        begin(typed, *static_cast<std::remove_reference_t<A>*>(arguments[I])...);
     }(std::index_sequence_for<A...>());
 }
 
@@ -280,12 +339,14 @@ inline void __syncthreads(int line = __builtin_LINE()) {
 inline void __syncwarp(unsigned mask = 0xFFFFFFFF, int line = __builtin_LINE()) {
     emulator::need_warp(mask);
     emulator::wait(emulator::State::AtWarpBarrier, line);
+    hazards_warp_barrier();
 }
 
 // Each lane gives a value and gets those of all: what shuffles and products of a warp are made of.
 template <class V>
 void warp_exchange(const V& mine, V (&all)[emulator::LANES], int line = __builtin_LINE()) {
     static_assert(sizeof(V) <= emulator::EXCHANGED_BYTES && std::is_trivially_copyable_v<V>);
+    const emulator::Own own;
     emulator::Machine& m = emulator::machine();
     emulator::need_warp(0xFFFFFFFF);
     const unsigned warp = m.index / emulator::LANES, lane = m.index % emulator::LANES;
@@ -306,7 +367,10 @@ V shuffle(unsigned mask, V value, unsigned from, int line) {
     return from < LANES ? all[from] : value;
 }
 
-inline unsigned lane() { return machine().index % LANES; }
+inline unsigned lane() {
+    const Own own;
+    return machine().index % LANES;
+}
 
 } // namespace emulator
 
@@ -416,6 +480,10 @@ EXPORTED int emulate(const char* kernel, const unsigned grid[3], const unsigned 
     m.run = known->run;
     m.kernel = known->kernel;
     m.arguments = arguments;
+    hazards_launch(kernel, m.threads);
+    for (const Dim3* one : {&threadIdx, &blockIdx, &blockDim, &gridDim}) {
+        hazards_built_in(one, sizeof *one);
+    }
     const std::size_t warps = (threads + LANES - 1) / LANES;
     m.exchanged.resize(2 * warps * LANES * EXCHANGED_BYTES);
     while (m.fibers.size() < threads) {

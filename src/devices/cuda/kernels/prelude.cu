@@ -84,6 +84,25 @@ struct alignas(4 * sizeof(E)) Packed {
     E of[4];
 };
 
+// Memory that is read or written by one instruction.
+template <class V>
+__device__ inline V read_once(const V* from) {
+#ifdef EMULATOR
+    hazards_read(from, sizeof(V));
+    const emulator::Own own;
+#endif
+    return *from;
+}
+
+template <class V>
+__device__ inline void write_once(V* to, const V& value) {
+#ifdef EMULATOR
+    hazards_write(to, sizeof(V));
+    const emulator::Own own;
+#endif
+    *to = value;
+}
+
 template <class E>
 __device__ inline bool is_packed(const E* at, int count) {
     return count >= 4 && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E>) == 0;
@@ -94,7 +113,7 @@ template <bool PACKED, class E>
 __device__ inline Four read_as(const E* from, int count) {
     Four values = {};
     if constexpr (PACKED) {
-        const Packed<E> four = *reinterpret_cast<const Packed<E>*>(from);
+        const Packed<E> four = read_once(reinterpret_cast<const Packed<E>*>(from));
         for (int i = 0; i < 4; ++i) {
             values.of[i] = get(four.of[i]);
         }
@@ -128,7 +147,7 @@ __device__ inline void write(E* to, const Four& values, int count) {
         for (int i = 0; i < 4; ++i) {
             set(four.of[i], values.of[i]);
         }
-        *reinterpret_cast<Packed<E>*>(to) = four;
+        write_once(reinterpret_cast<Packed<E>*>(to), four);
     } else {
         for (int i = 0; i < 4; ++i) {
             if (i < count) {
