@@ -38,6 +38,8 @@ import time
 
 import numpy as np
 
+import kernels_sass as sass
+
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parent / "src/devices/cuda/kernels"
 # By the major version of the compiler.
@@ -100,7 +102,7 @@ class Nvrtc:
         return major.value, minor.value
 
     def compile(self, name, text, element, architecture):
-        """Whether it went well, and the log."""
+        """Whether it went well, the log, and the code."""
         program, nvrtc = ctypes.c_void_p(), self.library
         nvrtc.nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{name}.cu".encode(), 0, None, None)
         options = [
@@ -115,8 +117,11 @@ class Nvrtc:
         nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
+        nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        code = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetCUBIN(program, code)
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-        return failed == 0, log.value.decode()
+        return failed == 0, log.value.decode(), code.raw
 
 
 def resources(log):
@@ -134,8 +139,8 @@ def resources(log):
     return found
 
 
-def compile_all(nvrtc, files):
-    """Compiles all, and prints a table. Whether all went well."""
+def compile_all(nvrtc, files, write):
+    """Compiles all, and prints a table. Whether all went well, and the code of attention is as committed."""
     targets = [
         (file, element, architecture)
         for file, element, architecture in itertools.product(files, ELEMENTS, ARCHITECTURES[nvrtc.version()[0]])
@@ -146,15 +151,22 @@ def compile_all(nvrtc, files):
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda t: nvrtc.compile(t[0], texts[t[0]], t[1], t[2]), targets))
 
-    well, table = True, {}
-    for (file, element, architecture), (compiled, log) in zip(targets, results):
+    well, table, machine_code = True, {}, {}
+    for (file, element, architecture), (compiled, log, code) in zip(targets, results):
         noise = [line for line in log.splitlines() if not re.match(r"ptxas( info|  )|\0?$", line)]
         if noise or not compiled:
             print(f"{file}.cu, {ELEMENTS[element]}, sm_{architecture}:", *noise, sep="\n    ")
             well = False
         for kernel, used in resources(log).items():
             table[file, kernel, element, architecture] = used
-    _, log = nvrtc.compile("spilling", SPILLING, 32, 90)
+        if file == "attention" and architecture in PRINTED and nvrtc.version()[0] == 13 and sass.nvdisasm():
+            launches = {name: shape for shape, name, _ in LAUNCH.findall(texts[file])}
+            rows = sass.table(code, architecture, resources(log), launches)
+            name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {kernel}"
+            machine_code |= {name_of(kernel): row for kernel, row in rows.items()}
+    if machine_code:
+        well &= sass.check(machine_code, write)
+    _, log, _ = nvrtc.compile("spilling", SPILLING, 32, 90)
     if not resources(log)["spilling"]["spilled"]:
         print("a kernel that is made to spill was not found to")
         well = False
@@ -1175,6 +1187,7 @@ def main():
     arguments.add_argument("files", nargs="*", help="names of files of kernels; none: all")
     arguments.add_argument("--nvrtc", help="the library")
     arguments.add_argument("--cublaslt", help="the library")
+    arguments.add_argument("--write", action="store_true", help="write kernels_sass.json anew")
     arguments.add_argument("--only", choices=["compile", "emulate", "look"])
     arguments = arguments.parse_args()
     every = sorted(path.stem for path in KERNELS.glob("*.cu") if path.stem != "prelude")
@@ -1183,7 +1196,7 @@ def main():
     if arguments.only in (None, "compile"):
         for path in [arguments.nvrtc] if arguments.nvrtc else Nvrtc.find():
             well &= has_all(path, "nvrtc", "compile.rs", "libraries.rs")
-            well &= compile_all(Nvrtc(path), files)
+            well &= compile_all(Nvrtc(path), files, arguments.write)
     if arguments.cublaslt:
         well &= has_all(arguments.cublaslt, "cublasLt", "product.rs", "libraries.rs")
     well &= arguments.only not in (None, "emulate") or emulate_all(files)
