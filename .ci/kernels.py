@@ -713,6 +713,12 @@ def check_clear(device, random, n):
     device.same(floats, np.zeros(n))
 
 
+def check_bring(device, random, n):
+    x, y = device.integers(random.integers(0, 2**32, n), np.uint32), device.integers(np.zeros(n), np.uint32, changes=True)
+    device.launch("bring", y, x, n)
+    device.same(y, x.bits)
+
+
 def check_note(device, random, n, at, value, of_step):
     """A mark is noted if a number is not finite, unless one of its step is there."""
     step, values = 7, noise(random, n)
@@ -1139,6 +1145,7 @@ def checks():
     own = [
         ("elementwise", check_clear, n),
         ("elementwise", check_casts, n),
+        ("elementwise", check_bring, n),
         ("elementwise", check_note, each([dict(n=5, at=None), dict(n=1030, at=1029), dict(n=9, at=0)],
                                          value=[math.inf, math.nan], of_step=[0, 6, 7])),
         ("elementwise", check_bias, rows),

@@ -220,15 +220,16 @@ impl Worker {
                 &mut region[..]
             }
         };
-        if first {
-            gradient.fill(0.0);
-        }
         let (tile, channels) = (self.model.tiles[block.0 as usize], self.model.shape.hidden);
         let scale = self.model.shape.embedding_scale;
         // Of several processes, this one's part of the table.
         let from = self.host.eps.parts().map_or(0, |parts| parts.own(block).start);
         let floats = (tile.rows * channels).saturating_sub(from).min(gradient.len());
-        let table = host_math::Table { rows: &mut gradient[..floats], from, first: tile.first };
+        let (rows, rest) = gradient.split_at_mut(floats);
+        if first {
+            rest.fill(0.0);
+        }
+        let table = host_math::Table { rows, from, first: tile.first, is_new: first };
         let others = self.host.exchanged.rows.read().expect("nothing panics inside");
         let (dx, tokens): (Vec<(&[f32], usize)>, &[u32]) = match &state.dealt {
             None => (dx.collect(), &state.batch.tokens),

@@ -80,6 +80,8 @@ pub(super) struct Table<'t> {
     pub(super) from: usize,
     /// The tile's first row of the vocabulary.
     pub(super) first: usize,
+    /// Whether what the rows hold is to be replaced.
+    pub(super) is_new: bool,
 }
 
 /// A token's gradient, as it is stashed.
@@ -120,12 +122,15 @@ pub(super) fn scatter<G: Gradient>(
     gradients: &[G],
     scale: f32,
 ) {
-    let Table { rows, from, first } = table;
+    let Table { rows, from, first, is_new } = table;
     let channels = gradients.first().map_or(1, |gradient| gradient.channels());
     let run = (rows.len() / channels).div_ceil(RUNS).max(1) * channels;
     rows.par_chunks_mut(run).enumerate().for_each(|(index, run_of_rows)| {
         let start = from + index * run;
         let end = start + run_of_rows.len();
+        if is_new {
+            run_of_rows.fill(0.0);
+        }
         level.run(
             #[inline(always)]
             || {
@@ -188,14 +193,14 @@ mod tests {
         let (c, tokens) = (2, [4_u32, 0, 4, 2]);
         let table: Vec<f32> = (0..10).map(|at| at as f32 + 0.25).collect();
         let dy: Vec<f32> = (0..8).map(|at| 0.5 - at as f32).collect();
-        let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![0.0; 5 * c]);
+        let (mut y, mut dtable) = (vec![f32::NAN; tokens.len() * c], vec![f32::NAN; 5 * c]);
         for (first, to) in [(0, 3), (3, 5)] {
             gather_rows(&mut y, &tokens, &table[first * c..to * c], first, c, 1.0);
             let rows: Vec<&[f32]> = dy.chunks_exact(c).collect();
             // In two parts, of which the first ends within a row.
             let (one, other) = dtable[first * c..to * c].split_at_mut(3);
             for (rows_of_part, from) in [(one, 0), (other, 3)] {
-                let table = Table { rows: rows_of_part, from, first };
+                let table = Table { rows: rows_of_part, from, first, is_new: true };
                 scatter(Level::best(), table, &tokens, &rows, 1.0);
             }
         }

@@ -9,48 +9,48 @@ use crate::kernels::{BatchMetadata, BatchView, Rows};
 /// from the chunk's range.
 #[derive(Clone, Copy)]
 pub(super) struct DeviceMetadata {
-    /// All of it, in floats.
-    pub(super) floats: usize,
     at: Address,
     sequences: usize,
     rows: usize,
 }
 
-/// Floats that the metadata of so many rows takes.
-fn floats(sequences: usize, rows: usize) -> usize {
-    2 * sequences + 1 + 2 * rows + rows.div_ceil(FLOAT)
+/// Words that the metadata of so many rows takes: sequences, cached positions, kinds, and behind
+/// them documents, where there are some.
+fn words(sequences: usize, rows: usize, has_documents: bool) -> usize {
+    let documents = if has_documents { 2 * rows } else { 0 };
+    2 * sequences + 1 + rows.div_ceil(FLOAT) + documents
 }
 
 impl DeviceMetadata {
     /// Floats that the metadata of a micro-batch takes at most.
     pub(super) fn len(rows: Rows) -> usize {
-        floats(rows.sequences, rows.count())
+        words(rows.sequences, rows.count(), true)
     }
 
-    /// Writes it to memory of the host from where it will be copied to `at`.
-    pub(super) fn write(
-        batch: &BatchMetadata<'_>,
-        host: &mut [f32],
-        at: Address,
-    ) -> DeviceMetadata {
+    /// That of a micro-batch, at an address.
+    pub(super) fn of(batch: &BatchMetadata<'_>, at: Address) -> DeviceMetadata {
+        DeviceMetadata { at, sequences: batch.sequences(), rows: batch.rows() }
+    }
+
+    /// Writes it to memory of the host, which is all that it takes.
+    pub(super) fn write(batch: &BatchMetadata<'_>, to: &mut Vec<u32>) {
         let BatchMetadata { starts, cached, documents, kinds, .. } = *batch;
         let (sequences, rows) = (batch.sequences(), batch.rows());
-        let floats = floats(sequences, rows);
-        let words: &mut [u32] = bytemuck::cast_slice_mut(&mut host[..floats]);
-        let (to_starts, rest) = words.split_at_mut(sequences + 1);
+        to.clear();
+        to.resize(words(sequences, rows, !documents.is_empty()), 0);
+        let (to_starts, rest) = to.split_at_mut(sequences + 1);
         let (to_cached, rest) = rest.split_at_mut(sequences);
-        let (to_documents, to_kinds) = rest.split_at_mut(2 * rows);
+        let (to_kinds, to_documents) = rest.split_at_mut(rows.div_ceil(FLOAT));
         for (to, start) in to_starts.iter_mut().zip(starts) {
             *to = (start - starts[0]) as u32;
         }
         for (to, cached) in to_cached.iter_mut().zip(cached) {
             *to = *cached as u32;
         }
+        bytemuck::cast_slice_mut(to_kinds)[..kinds.len()].copy_from_slice(kinds);
         for (to, document) in to_documents.chunks_exact_mut(2).zip(documents) {
             to.copy_from_slice(&[document.from, document.to]);
         }
-        bytemuck::cast_slice_mut(to_kinds)[..kinds.len()].copy_from_slice(kinds);
-        DeviceMetadata { floats, at, sequences, rows }
     }
 
     /// The address of a word.
@@ -88,13 +88,13 @@ impl DeviceMetadata {
             return NULL;
         }
         let first = batch.metadata().sequence(batch.first_sequence()).start;
-        self.word(2 * self.sequences + 1 + 2 * first)
+        self.word(words(self.sequences, self.rows, false) + 2 * first)
     }
 
     /// Kinds of tokens of the rows.
     pub(super) fn kinds(&self, batch: &BatchView<'_>) -> Address {
         self.check(batch);
-        let begin = self.word(2 * self.sequences + 1 + 2 * self.rows);
+        let begin = self.word(2 * self.sequences + 1);
         begin + batch.row_range().start as Address
     }
 }

@@ -213,6 +213,9 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Pins memory of the host, so that the device can copy it directly.
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError>;
 
+    /// Where the device finds pinned memory of the host, if it can read it.
+    fn mapped(&self, at: *const u8) -> Option<Address>;
+
     /// Undoes [`pin`](Driver::pin).
     fn unpin(&self, at: *mut u8);
 

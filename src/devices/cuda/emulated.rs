@@ -311,6 +311,12 @@ impl Driver for Emulated {
         Ok(())
     }
 
+    fn mapped(&self, at: *const u8) -> Option<Address> {
+        let pinned = self.pinned.lock().expect("nothing panics inside");
+        let is_there = pinned.iter().any(|[begin, end]| (*begin..*end).contains(&at.addr()));
+        is_there.then_some(at as Address)
+    }
+
     fn unpin(&self, at: *mut u8) {
         let mut pinned = self.pinned.lock().expect("nothing panics inside");
         let index = pinned.iter().position(|[begin, _]| *begin == at.addr());

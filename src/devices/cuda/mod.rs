@@ -50,7 +50,7 @@ pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
-use self::launches::{FLOAT, NEIGHBOURS, Queue, long};
+use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
 use self::pinned::{Pinned, parts};
 use self::ways::Ways;
 use super::{Check, Device, GpuRates, KernelGroup, PeerView};
@@ -86,7 +86,8 @@ pub(super) struct Cuda {
     ways: Ways,
     /// Metadata on its way to the device, from [`IN_FLIGHT`] places of the host in turn.
     staging: Arena,
-    computed: Mutex<usize>,
+    /// The metadata that the device has, or will have when it is next needed.
+    current: Mutex<Current>,
     /// The event at the end of each operation that was issued to the device and is not done.
     issued: Arc<Mutex<HashMap<u64, Arc<Event>>>>,
     /// The event at the begin of the operation that is being issued to each stream.
@@ -94,6 +95,14 @@ pub(super) struct Cuda {
     clock: Arc<Mutex<Clock>>,
     /// Host memory that copies use.
     pinned: Pinned,
+}
+
+/// See [`Cuda::bring`].
+#[derive(Default)]
+struct Current {
+    words: Vec<u32>,
+    /// How often the device was brought others.
+    changes: usize,
 }
 
 /// The most that the clocks of host and device drift apart, as a share of the time that passed.
@@ -156,7 +165,7 @@ impl Cuda {
             workspace: behind.next_multiple_of(ALIGNED as Address),
             ways: Ways::default(),
             staging,
-            computed: Mutex::default(),
+            current: Mutex::default(),
             issued: Arc::default(),
             begun: Mutex::default(),
             clock,
@@ -308,19 +317,7 @@ impl Device for Cuda {
         batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError> {
-        let place = {
-            let mut computed = self.computed.lock().expect("nothing panics inside");
-            *computed += 1;
-            *computed % IN_FLIGHT
-        };
-        let place = View::floats(place * self.metadata.len(), self.metadata.len());
-        // SAFETY: fewer operations are in flight than there are places, so no copy still reads this
-        // one.
-        let host = unsafe { self.staging.write(place) };
-        let metadata = DeviceMetadata::write(batch, host, self.address(self.metadata));
-        let from = host.as_ptr().cast();
-        let bytes = metadata.floats * FLOAT;
-        self.copy_in(Stream::Compute, self.address(self.metadata), from, bytes)?;
+        let metadata = self.bring(batch)?;
         let kernels = CudaKernels::on(self.memory, metadata, self.queue());
         let used = run(&kernels);
         kernels.end()?;
@@ -393,6 +390,34 @@ impl Device for Cuda {
 }
 
 impl Cuda {
+    /// Brings a micro-batch's metadata to the device, if it has other. A kernel reads it from pinned
+    /// memory: a copy would wait for the blocks on their way.
+    fn bring(&self, batch: &BatchMetadata<'_>) -> Result<DeviceMetadata, BoxedError> {
+        let to = self.address(self.metadata);
+        let mut current = self.current.lock().expect("nothing panics inside");
+        let mut words = Vec::new();
+        DeviceMetadata::write(batch, &mut words);
+        if words != current.words {
+            let place = current.changes % IN_FLIGHT * self.metadata.len();
+            // SAFETY: fewer operations are in flight than there are places, so none still reads
+            // this one.
+            let host = unsafe { self.staging.write(View::floats(place, words.len())) };
+            bytemuck::cast_slice_mut(host).copy_from_slice(&words);
+            let from = host.as_ptr().cast::<u8>();
+            match self.driver.mapped(from) {
+                Some(from) => {
+                    let count = int(words.len());
+                    let queue = self.queue();
+                    queue.each("bring", words.len(), 1, &[&to, &from, &count]);
+                    queue.end()?;
+                }
+                None => self.copy_in(Stream::Compute, to, from, size_of_val(host))?,
+            }
+            (current.words, current.changes) = (words, current.changes + 1);
+        }
+        Ok(DeviceMetadata::of(batch, to))
+    }
+
     /// Copies to the device, memory of the host that may be pinned in parts.
     fn copy_in(
         &self,

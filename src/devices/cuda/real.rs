@@ -226,7 +226,17 @@ impl Driver for Real {
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError> {
         self.enter()?;
         // SAFETY: see above.
-        checked(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 1).result() }) // PORTABLE
+        checked(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 3).result() }) // PORTABLE | DEVICEMAP
+    }
+
+    fn mapped(&self, at: *const u8) -> Option<Address> {
+        self.enter().ok()?;
+        let mut address = 0;
+        // SAFETY: see above; memory that is not pinned is refused.
+        let found = unsafe {
+            sys::cuMemHostGetDevicePointer_v2(&mut address, at.cast_mut().cast(), 0).result()
+        };
+        found.ok().map(|()| address)
     }
 
     fn unpin(&self, at: *mut u8) {

@@ -34,6 +34,15 @@ extern "C" __global__ void to_floats(float* y, const T* x, long long n) { cast_a
 // launch: grid (ceil(n / 1024)), block (256)
 extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast_all(y, x, n); }
 
+// y = x, of words that may lie in memory of the host.
+// launch: grid (ceil(n / 256)), block (256)
+extern "C" __global__ void bring(unsigned* y, const unsigned* x, int n) {
+    const int at = blockIdx.x * blockDim.x + threadIdx.x;
+    if (at < n) {
+        y[at] = x[at];
+    }
+}
+
 // Notes a mark, whose upper half is a step's number, unless all numbers are finite, or a mark of the same
 // step is noted. Threads that write at once write the same.
 // launch: grid (ceil(n / 1024)), block (256)

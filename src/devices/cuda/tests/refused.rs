@@ -4,10 +4,13 @@ use super::{KINDS, checks, close, config, run, run_on};
 use crate::Trainer;
 use crate::config::{DeviceKind, ScheduleKind};
 use crate::data::Batches;
-use crate::devices::KernelGroup;
+use crate::devices::cuda::batch_metadata::DeviceMetadata;
 use crate::devices::cuda::driver::{Alignment, ProductKey};
 use crate::devices::cuda::emulated::{self, Limits};
-use crate::tensor::Dtype;
+use crate::devices::cuda::{Cuda, overhead};
+use crate::devices::{Device, KernelGroup};
+use crate::kernels::{BatchMetadata, Document, Rows};
+use crate::tensor::{Dtype, View};
 
 /// Rows or columns that are one, or odd and of 16 bits.
 fn is_unusual(key: &ProductKey) -> bool {
@@ -117,6 +120,40 @@ fn memory_that_is_not_pinned_is_told() {
     assert!(told[0].contains("could not be pinned (out of memory that"), "{told:?}");
     let (same, none, _) = of(Some(0));
     assert_eq!((same, none), (digest, 0));
+}
+
+/// Metadata is brought when it changes, from pinned memory or other, and documents when there are
+/// some.
+#[test]
+fn metadata_is_brought_when_it_changes() {
+    if !emulated::instead() {
+        return;
+    }
+    let document = [Document { from: 0, to: 3 }; 5];
+    let plain = BatchMetadata {
+        starts: &[2, 5, 7],
+        kinds: &[1, 0, 0, 1, 1],
+        documents: &[],
+        cached: &[],
+        dropout_key: None,
+    };
+    let with_documents = BatchMetadata { documents: &document, ..plain };
+    for pinned in [None, Some(0)] {
+        emulated::limit(Limits { pinned, ..Limits::default() });
+        let driver = emulated::asked_for(&[], Dtype::F32).expect("it was asked for");
+        let overhead = View::floats(0, overhead(Rows { sequences: 2, positions: 3 }));
+        let device = Cuda::new(driver, overhead.len(), overhead).expect("it is emulated");
+        for (changes, batch) in [(1, plain), (1, plain), (2, with_documents), (3, plain)] {
+            device.compute(&batch, &|_| 0).expect("nothing fails");
+            assert_eq!(device.current.lock().expect("nobody panicked").changes, changes);
+            let mut words = Vec::new();
+            DeviceMetadata::write(&batch, &mut words);
+            let there = device.read_back(device.metadata.part(0..words.len()));
+            let there = there.expect("nothing fails");
+            assert_eq!(bytemuck::cast_slice::<f32, u32>(&there), words);
+            assert_eq!(words.len(), 5 + 2 + 2 * batch.documents.len());
+        }
+    }
 }
 
 #[test]
