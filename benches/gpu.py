@@ -321,6 +321,9 @@ def check_kernels(dtype):
     told = [event for event in told if event.get("event") == "check"]
     for event in told:
         off, tolerance = event["off"], event["tolerance"]
+        if event.get("error"):
+            row(f"kernel {event['kernel']} in {event['dtype']}", "failed", said=event["error"], met=False)
+            continue
         # JSON has no infinity, which is what a kernel is off by that writes what is not its own.
         row(f"kernel {event['kernel']} in {event['dtype']}", "infinite" if off is None else off, "largest difference",
             cases=event["cases"], seed=event["seed"], target=f"<= {tolerance:g}", met=off is not None and off <= tolerance)
