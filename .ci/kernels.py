@@ -655,10 +655,12 @@ def check_casts(device, random, n):
 
 
 def check_bias(device, random, rows, channels):
-    y, bias = device.floats(noise(random, rows, channels), changes=True), device.elements(noise(random, channels))
-    expected = y.wide + bias.wide
-    device.launch("add_bias", y, bias, rows, channels)
-    device.expect(y, expected, 1e-6)
+    bias = device.elements(noise(random, channels))
+    for kernel, make in [("add_bias", device.elements), ("add_bias_to_floats", device.floats)]:
+        y = make(noise(random, rows, channels), changes=True)
+        expected = y.wide + bias.wide
+        device.launch(kernel, y, bias, rows, channels, channels)
+        device.expect(y, expected, 1e-6)
 
 
 def check_columns(device, random, rows, width, columns, first):
@@ -713,22 +715,22 @@ def check_clear(device, random, n):
     device.same(floats, np.zeros(n))
 
 
-def check_bring(device, random, n):
+def check_copy_words(device, random, n):
     x, y = device.integers(random.integers(0, 2**32, n), np.uint32), device.integers(np.zeros(n), np.uint32, changes=True)
-    device.launch("bring", y, x, n)
+    device.launch("copy_words", y, x, n)
     device.same(y, x.bits)
 
 
-def check_note(device, random, n, at, value, of_step):
-    """A mark is noted if a number is not finite, unless one of its step is there."""
+def check_mark(device, random, n, at, value, of_step):
+    """A mark is written if a number is not finite, unless one of its step is there."""
     step, values = 7, noise(random, n)
     if at is not None:
         values[at] = value
     before = of_step << 32 | 5
-    noted = device.integers(np.array([before]), np.int64, changes=True)
-    device.launch("note_unless_finite", noted, device.elements(values), n, step << 32 | 3)
-    is_noted = at is not None and of_step != step
-    device.same(noted, np.array([step << 32 | 3 if is_noted else before]))
+    marked = device.integers(np.array([before]), np.int64, changes=True)
+    device.launch("mark_non_finite", marked, device.elements(values), n, step << 32 | 3)
+    is_marked = at is not None and of_step != step
+    device.same(marked, np.array([step << 32 | 3 if is_marked else before]))
 
 
 def check_product(device, random, rows, inner, columns, transposed, to, accumulate, has_bias):
@@ -744,13 +746,6 @@ def check_product(device, random, rows, inner, columns, transposed, to, accumula
     flags = *map(int, transposed), int(accumulate)
     device.launch(to, c, a, b, bias, rows, inner, columns, *strides, *flags)
     device.expect(c, expected, 1e-5)
-
-
-def check_bias_to_elements(device, random, rows, channels):
-    y, bias = device.elements(noise(random, rows, channels), changes=True), device.elements(noise(random, channels))
-    expected = y.wide + bias.wide
-    device.launch("add_bias_to_elements", y, bias, rows, channels, channels)
-    device.expect(y, expected, 1e-6)
 
 
 def make_starts(device, random, sequences, positions):
@@ -1145,8 +1140,8 @@ def checks():
     own = [
         ("elementwise", check_clear, n),
         ("elementwise", check_casts, n),
-        ("elementwise", check_bring, n),
-        ("elementwise", check_note, each([dict(n=5, at=None), dict(n=1030, at=1029), dict(n=9, at=0)],
+        ("elementwise", check_copy_words, n),
+        ("elementwise", check_mark, each([dict(n=5, at=None), dict(n=1030, at=1029), dict(n=9, at=0)],
                                          value=[math.inf, math.nan], of_step=[0, 6, 7])),
         ("elementwise", check_bias, rows),
         ("elementwise", check_drop, each(drops, probabilities)),
@@ -1160,7 +1155,6 @@ def checks():
             [dict(rows=r, inner=k, columns=c) for r, k, c in ((1, 1, 1), (17, 5, 33), (40, 70, 16), (1, 90, 2))],
             transposed=[(False, False), (True, False), (False, True)], to=["product", "product_to_floats"],
             accumulate=[False, True], has_bias=[False, True])),
-        ("product", check_bias_to_elements, rows),
         ("quantised", check_nf4, [*n, dict(n=34001)]),
         ("quantised", check_bf16, n),
         ("quantised", check_int8, rows),

@@ -57,12 +57,12 @@ pub(crate) trait Device: Send + Sync + 'static {
     fn read_back(&self, view: View) -> Result<Vec<f32>, BoxedError>;
 
     /// Whether all numbers of a view, which the running operation has written, are finite. A
-    /// device that issues its work answers true, and notes the first mark of a step, whose number
-    /// is the mark's upper half, for which that is wrong.
+    /// device that issues its work answers true, and keeps the mark of the first view of a step
+    /// that is not. The upper half of a mark is the step.
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError>;
 
-    /// The mark that it noted last; waits for the device.
-    fn noted(&self) -> Result<Option<i64>, BoxedError> {
+    /// The mark that it keeps; waits for the device.
+    fn first_non_finite(&self) -> Result<Option<i64>, BoxedError> {
         Ok(None)
     }
 

@@ -10,16 +10,16 @@ use super::{
 };
 use crate::tensor::{Scratch, View};
 
-/// Other kernels, and who hears of each view of numbers that an operation has written: the
-/// operation's name, and the view.
+/// Other kernels, and a function that is called for each view of numbers that an operation has
+/// written, with the operation's name.
 pub(crate) struct Inspected<'k> {
     pub(crate) kernels: &'k dyn Kernels,
-    pub(crate) hears: &'k dyn Fn(&'static str, View),
+    pub(crate) on_write: &'k dyn Fn(&'static str, View),
 }
 
 impl Inspected<'_> {
     fn wrote<const N: usize>(&self, operation: &'static str, views: [Option<View>; N]) {
-        views.into_iter().flatten().for_each(|view| (self.hears)(operation, view));
+        views.into_iter().flatten().for_each(|view| (self.on_write)(operation, view));
     }
 }
 
@@ -81,6 +81,6 @@ impl Kernels for Inspected<'_> {
 
     fn custom(&self, op: &Custom<'_>) {
         self.kernels.custom(op);
-        op.writes.iter().for_each(|view| (self.hears)(op.kernel.name, *view));
+        op.writes.iter().for_each(|view| (self.on_write)(op.kernel.name, *view));
     }
 }

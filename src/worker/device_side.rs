@@ -104,9 +104,9 @@ impl DeviceSide {
         self.device.is_finite(view, mark)
     }
 
-    /// See [`Device::noted`].
-    pub(super) fn noted(&self) -> Result<Option<i64>, BoxedError> {
-        self.device.noted()
+    /// See [`Device::first_non_finite`].
+    pub(super) fn first_non_finite(&self) -> Result<Option<i64>, BoxedError> {
+        self.device.first_non_finite()
     }
 
     /// A weight slot that holds a published block of so many floats.

@@ -34,7 +34,7 @@ struct Written {
 }
 
 impl Written {
-    /// As a mark that a device notes: the step is the upper half, never 0.
+    /// As a mark that a device keeps: the step is the upper half, never 0.
     fn mark(self) -> i64 {
         let visit = (self.device_visit * LOOKED_AT.len() + self.what) as i64;
         ((self.step as i64 + 1) << 32) | visit
@@ -57,7 +57,8 @@ impl Written {
 impl Worker {
     /// Refuses hidden states and their gradients that are not finite, as soon as a layer has
     /// written them: the error names the first layer of which that is so, and its first
-    /// operation. A device that issues its work notes the layer, and the loss or a gradient tells.
+    /// operation. A device that issues its work keeps a mark of the layer, which the error of the
+    /// loss or of a gradient names.
     pub(super) fn check_finite(
         &self,
         (step, device, device_visit): (&Step, &DeviceSide, usize),
@@ -89,22 +90,22 @@ impl Worker {
         args: &VisitArgs<'_>,
     ) -> Result<String, BoxedError> {
         let found = OnceLock::new();
-        let hears = |operation: &'static str, view: View| {
+        let on_write = |operation: &'static str, view: View| {
             if found.get().is_none() && matches!(device.is_finite(view, 0), Ok(false)) {
                 _ = found.set(format!("; its first such operation is {operation}, of {view}"));
             }
         };
         device.compute(batch, &|kernels| {
-            let inspected = Inspected { kernels, hears: &hears };
+            let inspected = Inspected { kernels, on_write: &on_write };
             models::run(&self.model, visit, &inspected, args)
         })?;
         Ok(found.into_inner().unwrap_or_default())
     }
 
-    /// Words for an error message: the first layer of a step that a device has noted.
-    fn first_noted(&self, step: &Step) -> String {
-        let noted = self.devices.iter().filter_map(|device| device.noted().ok()?);
-        let of_step = noted.filter_map(|mark| Written::of_step(step.number, mark));
+    /// Words for an error message: the first layer of a step that a device has marked.
+    fn first_marked(&self, step: &Step) -> String {
+        let marks = self.devices.iter().filter_map(|device| device.first_non_finite().ok()?);
+        let of_step = marks.filter_map(|mark| Written::of_step(step.number, mark));
         let first = of_step.min_by_key(|written| (written.device_visit, written.what));
         first.map(|written| format!("; {}", written.words(step))).unwrap_or_default()
     }
@@ -129,7 +130,7 @@ impl Worker {
         let on = self.computed_on(step, |visit| {
             visit.phase.adds_gradients() && visit.blocks().contains(&block)
         });
-        let first = self.first_noted(step);
+        let first = self.first_marked(step);
         Err(not_finite(format!("the gradient of {block} is not finite{on}{first}")))
     }
 
@@ -145,7 +146,7 @@ impl Worker {
         let on = self.computed_on(step, |visit| {
             visit.micro_batches.contains(&m) && visit.writes.iter().any(|id| reads.contains(id))
         });
-        not_finite(format!("the loss is {loss}{on}{}", self.first_noted(step)))
+        not_finite(format!("the loss is {loss}{on}{}", self.first_marked(step)))
     }
 
     /// Words for an error message: which devices ran some visits. Empty if there is one device.

@@ -132,8 +132,8 @@ impl On<'_> {
         self.product(Table::of(y), factors, [count, c, v], None, false);
         if let Some(bias) = bias {
             let (y, bias) = (self.at(y), self.at(bias));
-            let arguments: [&dyn Argument; 4] = [&y, &bias, &int(count), &int(v)];
-            self.queue.columns("add_bias", [count, 1], v, &arguments);
+            let arguments: [&dyn Argument; 5] = [&y, &bias, &int(count), &int(v), &int(v)];
+            self.queue.columns("add_bias_to_floats", [count, 1], v, &arguments);
         }
     }
 

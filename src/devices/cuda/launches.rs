@@ -294,7 +294,7 @@ impl<'a> Queue<'a> {
         if is_done && of_library.bias.is_none() {
             let arguments: [&dyn Argument; 5] =
                 [&c, &bias, &int(rows), &int(columns), &int(stride)];
-            self.columns("add_bias_to_elements", [rows, 1], columns, &arguments);
+            self.columns("add_bias", [rows, 1], columns, &arguments);
         }
         Ok(is_done)
     }

@@ -70,14 +70,14 @@ const ALIGNED: usize = 256;
 const PRODUCT_WORKSPACE: usize = (ALIGNED + WORKSPACE) / FLOAT;
 
 /// Floats of a mark, with what keeps the rest aligned.
-const NOTED: usize = 16;
+const MARK: usize = 16;
 
 /// See the [module](self).
 pub(super) struct Cuda {
     driver: Arc<dyn Driver>,
     memory: Address,
-    /// Where it notes a mark. See [`Device::is_finite`].
-    noted: View,
+    /// Where it writes a mark. See [`Device::is_finite`].
+    marked: View,
     /// Where the metadata of a micro-batch is in the device's memory.
     metadata: View,
     /// The workspace of matrix products.
@@ -97,11 +97,11 @@ pub(super) struct Cuda {
     pinned: Pinned,
 }
 
-/// See [`Cuda::bring`].
+/// See [`Cuda::send_metadata`].
 #[derive(Default)]
 struct Current {
     words: Vec<u32>,
-    /// How often the device was brought others.
+    /// How often the device was sent others.
     changes: usize,
 }
 
@@ -144,8 +144,8 @@ impl Cuda {
     /// With memory for so many floats, of which `overhead` is the device's own.
     fn new(driver: Arc<dyn Driver>, floats: usize, overhead: View) -> Result<Cuda, BoxedError> {
         let memory = driver.allocate(floats * FLOAT)?;
-        let noted = overhead.part(0..NOTED);
-        let metadata = overhead.part(NOTED..overhead.len() - PRODUCT_WORKSPACE);
+        let marked = overhead.part(0..MARK);
+        let metadata = overhead.part(MARK..overhead.len() - PRODUCT_WORKSPACE);
         let behind = memory + ((metadata.at + metadata.len()) * FLOAT) as Address;
         let all = View::floats(0, IN_FLIGHT * metadata.len());
         let mut staging = Arena::new(all.len())?;
@@ -160,7 +160,7 @@ impl Cuda {
         Ok(Cuda {
             driver,
             memory,
-            noted,
+            marked,
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
             ways: Ways::default(),
@@ -214,7 +214,7 @@ pub(super) fn kernels_to_plan() -> Box<dyn Kernels> {
 /// Device memory outside the plan's slots, in floats: a mark, the metadata of a micro-batch, and
 /// the workspace of matrix products.
 pub(super) fn overhead(rows: Rows) -> usize {
-    NOTED + DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
+    MARK + DeviceMetadata::len(rows).next_multiple_of(16) + PRODUCT_WORKSPACE
 }
 
 /// Host memory in floats, for metadata that is being copied to the device.
@@ -299,15 +299,15 @@ impl Device for Cuda {
 
     fn is_finite(&self, view: View, mark: i64) -> Result<bool, BoxedError> {
         let queue = self.queue();
-        let (noted, count) = (self.address(self.noted), long(view.len()));
+        let (marked, count) = (self.address(self.marked), long(view.len()));
         let x = Place { at: self.address(view), dtype: view.dtype };
-        queue.each("note_unless_finite", view.len(), NEIGHBOURS, &[&noted, &x, &count, &mark]);
+        queue.each("mark_non_finite", view.len(), NEIGHBOURS, &[&marked, &x, &count, &mark]);
         queue.end()?;
         Ok(true)
     }
 
-    fn noted(&self) -> Result<Option<i64>, BoxedError> {
-        let mark = self.read_back(self.noted)?;
+    fn first_non_finite(&self) -> Result<Option<i64>, BoxedError> {
+        let mark = self.read_back(self.marked)?;
         let mark: i64 = bytemuck::cast_slice(&mark)[0];
         Ok((mark != 0).then_some(mark))
     }
@@ -317,7 +317,7 @@ impl Device for Cuda {
         batch: &BatchMetadata<'_>,
         run: &(dyn Fn(&dyn Kernels) -> usize + Sync),
     ) -> Result<usize, BoxedError> {
-        let metadata = self.bring(batch)?;
+        let metadata = self.send_metadata(batch)?;
         let kernels = CudaKernels::on(self.memory, metadata, self.queue());
         let used = run(&kernels);
         kernels.end()?;
@@ -390,9 +390,9 @@ impl Device for Cuda {
 }
 
 impl Cuda {
-    /// Brings a micro-batch's metadata to the device, if it has other. A kernel reads it from pinned
+    /// Sends a micro-batch's metadata to the device, unless it has the same already. A kernel reads it from pinned
     /// memory: a copy would wait for the blocks on their way.
-    fn bring(&self, batch: &BatchMetadata<'_>) -> Result<DeviceMetadata, BoxedError> {
+    fn send_metadata(&self, batch: &BatchMetadata<'_>) -> Result<DeviceMetadata, BoxedError> {
         let to = self.address(self.metadata);
         let mut current = self.current.lock().expect("nothing panics inside");
         let mut words = Vec::new();
@@ -408,7 +408,7 @@ impl Cuda {
                 Some(from) => {
                     let count = int(words.len());
                     let queue = self.queue();
-                    queue.each("bring", words.len(), 1, &[&to, &from, &count]);
+                    queue.each("copy_words", words.len(), 1, &[&to, &from, &count]);
                     queue.end()?;
                 }
                 None => self.copy_in(Stream::Compute, to, from, size_of_val(host))?,

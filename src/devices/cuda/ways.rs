@@ -41,8 +41,8 @@ pub(super) struct Ways(Mutex<HashMap<ProductKey, Known>>);
 #[derive(Clone, Copy)]
 struct Known {
     way: Way,
-    /// Whether the user knows.
-    is_told: bool,
+    /// Whether the user was warned, or need not be.
+    is_reported: bool,
 }
 
 impl Ways {
@@ -51,7 +51,7 @@ impl Ways {
     }
 
     pub(super) fn learn(&self, key: ProductKey, way: Way) {
-        let known = Known { way, is_told: way == Way::Library };
+        let known = Known { way, is_reported: way == Way::Library };
         self.0.lock().expect("nothing panics inside").entry(key).or_insert(known);
     }
 
@@ -59,8 +59,8 @@ impl Ways {
     pub(super) fn take_warnings(&self) -> Vec<String> {
         let mut all = self.0.lock().expect("nothing panics inside");
         let mut warnings = Vec::new();
-        for (key, known) in all.iter_mut().filter(|(_, known)| !known.is_told) {
-            known.is_told = true;
+        for (key, known) in all.iter_mut().filter(|(_, known)| !known.is_reported) {
+            known.is_reported = true;
             warnings.push(format!("a product of {key}: {}", known.way.words()));
         }
         warnings.sort();

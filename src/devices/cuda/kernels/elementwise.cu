@@ -36,17 +36,17 @@ extern "C" __global__ void from_floats(T* y, const float* x, long long n) { cast
 
 // y = x, of words that may lie in memory of the host.
 // launch: grid (ceil(n / 256)), block (256)
-extern "C" __global__ void bring(unsigned* y, const unsigned* x, int n) {
+extern "C" __global__ void copy_words(unsigned* y, const unsigned* x, int n) {
     const int at = blockIdx.x * blockDim.x + threadIdx.x;
     if (at < n) {
         y[at] = x[at];
     }
 }
 
-// Notes a mark, whose upper half is a step's number, unless all numbers are finite, or a mark of the same
-// step is noted. Threads that write at once write the same.
+// Writes a mark, whose upper half is a step's number, unless all numbers are finite, or a mark of the same
+// step is there. Threads that write at once write the same.
 // launch: grid (ceil(n / 1024)), block (256)
-extern "C" __global__ void note_unless_finite(long long* noted, const T* x, long long n, long long mark) {
+extern "C" __global__ void mark_non_finite(long long* marked, const T* x, long long n, long long mark) {
     const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
     if (at >= n) {
         return;
@@ -57,25 +57,35 @@ extern "C" __global__ void note_unless_finite(long long* noted, const T* x, long
     for (int i = 0; i < 4; ++i) {
         finite &= fabsf(values.of[i]) <= MOST;
     }
-    if (!finite && *noted >> 32 != mark >> 32) {
-        *noted = mark;
+    if (!finite && *marked >> 32 != mark >> 32) {
+        *marked = mark;
     }
 }
 
-// y += bias. y: (rows, columns); bias: (columns).
-// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
-extern "C" __global__ void add_bias(float* y, const T* bias, int rows, int columns) {
+template <class E>
+__device__ inline void add_bias_all(E* y, const T* bias, int columns, int stride) {
     const int column = my_column(), count = columns - column;
     if (count <= 0) {
         return;
     }
-    y += static_cast<long long>(blockIdx.x) * columns + column;
+    y += static_cast<long long>(blockIdx.x) * stride + column;
     Four value = read(y, count);
     const Four more = read(bias + column, count);
     for (int i = 0; i < 4; ++i) {
         value.of[i] += more.of[i];
     }
     write(y, value, count);
+}
+
+// y += bias. y: (rows, columns), rows `stride` apart; bias: (columns).
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void add_bias(T* y, const T* bias, int rows, int columns, int stride) {
+    add_bias_all(y, bias, columns, stride);
+}
+
+// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+extern "C" __global__ void add_bias_to_floats(float* y, const T* bias, int rows, int columns, int stride) {
+    add_bias_all(y, bias, columns, stride);
 }
 
 // y = a + dropout(x), without `a` if that is null; y may be either. (rows, channels).

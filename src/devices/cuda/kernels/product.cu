@@ -60,19 +60,3 @@ extern "C" __global__ void product_to_floats(float* c, const T* a, const T* b, c
     product_tile(c, a, b, bias, rows, inner, columns, stride, a_stride, b_stride, a_transposed, b_transposed,
                  accumulate);
 }
-
-// y += bias. y: (rows, columns), rows `stride` apart; bias: (columns).
-// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
-extern "C" __global__ void add_bias_to_elements(T* y, const T* bias, int rows, int columns, int stride) {
-    const int column = my_column(), count = columns - column;
-    if (count <= 0) {
-        return;
-    }
-    y += static_cast<long long>(blockIdx.x) * stride + column;
-    Four value = read(y, count);
-    const Four more = read(bias + column, count);
-    for (int i = 0; i < 4; ++i) {
-        value.of[i] += more.of[i];
-    }
-    write(y, value, count);
-}
