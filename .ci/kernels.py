@@ -166,6 +166,8 @@ def compile_all(nvrtc, files, write):
             machine_code |= {name_of(kernel): row for kernel, row in rows.items()}
     if machine_code:
         well &= sass.check(machine_code, write)
+    elif not sass.nvdisasm():
+        print("without nvidia-cuda-nvdisasm the machine code is not looked at")
     _, log, _ = nvrtc.compile("spilling", SPILLING, 32, 90)
     if not resources(log)["spilling"]["spilled"]:
         print("a kernel that is made to spill was not found to")

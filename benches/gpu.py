@@ -151,6 +151,13 @@ def called(arguments, seconds, **more):
     return process.returncode, objects(out), errors.strip()[-1500:]
 
 
+def show_warnings(says):
+    """What makes a run slower than it could be."""
+    for line in dict.fromkeys(says.splitlines()):
+        if line.startswith("warning: "):
+            print(line, flush=True)
+
+
 def plan(settings, *more):
     status, told, says = called(command("plan", settings, *more), PATIENCE)
     if status != 0 or not told:
@@ -181,6 +188,7 @@ def ours(settings, steps, what="bench", watch=None):
             watcher.join()
         errors.seek(0)
         told = errors.read().strip()
+        show_warnings(told)
     all_steps = [event for event in events if event["event"] == "step"]
     summary = next((event for event in events if event["event"] == "summary"), {})
     if (status and len(all_steps) < 2) or not all_steps:

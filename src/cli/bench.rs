@@ -104,6 +104,9 @@ async fn all_steps(
     let mut batches = Batches::start(config, train, 0)?;
     for _ in 0..steps {
         show(&trainer.step(batches.next().await?).await?);
+        for warning in trainer.take_warnings() {
+            super::say(format_args!("warning: {warning}"));
+        }
         if output::has_ended() {
             break;
         }

@@ -238,7 +238,7 @@ pub(crate) fn agreed_step(
 }
 
 /// The step that [`agreed_step`] gives, from the newest of each rank. There is none if no rank has
-/// done a step and some have no state yet: such a run begins again.
+/// done a step and some have no state yet: then there is nothing to go on from.
 fn agreed(steps: &[Option<u64>]) -> Result<Option<u64>, Error> {
     let (least, most) = (steps.iter().min().copied().flatten(), steps.iter().max().copied());
     match (least, most.flatten()) {

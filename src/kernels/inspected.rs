@@ -48,7 +48,6 @@ impl Kernels for Inspected<'_> {
         head_norm(HeadNorm<'_>): y, statistics;
         head_norm_backward(HeadNormBackward<'_>, scratch): dx, dgamma.query, dgamma.key;
         attention(Attention<'_>): y, lse;
-        attention_backward(AttentionBackward<'_>, scratch): dqkv;
         write_kv(WriteKv<'_>): kv;
         read_kv(ReadKv<'_>): ;
         cached_attention(CachedAttention<'_>): y;
@@ -71,6 +70,13 @@ impl Kernels for Inspected<'_> {
         score(Score, scratch): ;
         logits(Logits, scratch): y;
         score_backward(ScoreBackward<'_>, scratch): dh, dw, dbias;
+    }
+
+    fn attention_backward(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
+        self.kernels.attention_backward(op, scratch);
+        // Of a chunk, `dqkv` is not whole yet.
+        let written = op.chunk_kv.map_or(op.dqkv, |chunk| chunk.dkv);
+        self.wrote("attention_backward", [Some(written)]);
     }
 
     fn unpack_positive(&self, op: &UnpackPositive) -> bool {

@@ -131,8 +131,8 @@ impl Trainer {
         &self.new_tensors
     }
 
-    /// What makes the devices slower than they could be, as sentences: host memory that could not be
-    /// pinned, products that a GPU's library has no algorithm for. Each is told once.
+    /// What makes the devices slower than they could be, as sentences: host memory that could not
+    /// be pinned, products that a GPU's library has no algorithm for. Each is returned once.
     pub fn take_warnings(&mut self) -> Vec<String> {
         self.engine.worker().take_warnings()
     }

@@ -179,6 +179,7 @@ impl Worker {
     pub(crate) fn take_warnings(&self) -> Vec<String> {
         let mut warnings: Vec<String> =
             self.devices.iter().flat_map(DeviceSide::take_warnings).collect();
+        warnings.sort();
         warnings.dedup();
         warnings
     }

@@ -53,6 +53,7 @@ mod precision;
 #[cfg(feature = "cli")]
 mod program;
 mod pytorch;
+mod rank_files;
 mod ranks;
 #[cfg(feature = "tokenizers")]
 mod readme;

@@ -197,8 +197,8 @@ impl fmt::Display for ProductKey {
 pub(super) enum Alignment {
     /// On [`ProductKey::alignments`].
     OfRows,
-    /// On nothing.
-    None,
+    /// On that of an element.
+    OfElements,
 }
 
 /// A driver and one of its devices. A caller that passes host memory keeps it until the work is

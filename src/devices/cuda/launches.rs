@@ -280,7 +280,7 @@ impl<'a> Queue<'a> {
         let (of_library, relies_on) = match way {
             Way::Library => (product, Alignment::OfRows),
             Way::ThenBias => (&plain, Alignment::OfRows),
-            Way::Unaligned => (&plain, Alignment::None),
+            Way::Unaligned => (&plain, Alignment::OfElements),
             Way::Own => {
                 self.own_product(product);
                 return Ok(true);

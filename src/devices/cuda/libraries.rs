@@ -8,7 +8,7 @@ use crate::devices::Library as Found;
 use cudarc::{cublaslt, driver, nvrtc};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 
-/// The oldest driver, by the CUDA that it is of: 525 and newer.
+/// The oldest CUDA of the driver (525) and of its libraries.
 const OLDEST: (u32, u32) = (12, 0);
 
 const INSTALL: [(&str, &str); 3] = [
@@ -115,9 +115,9 @@ pub(super) fn load_all(folder: Option<&Path>) -> Result<[Found; 3], String> {
         };
         let (major, minor) = version;
         let driver = found[0].version.expect("it is the first that is looked at");
-        if driver < OLDEST {
+        if *version < OLDEST {
             return Err(format!(
-                "the driver is of CUDA {major}.{minor}, and has to be of at least {}.{}: {install}",
+                "{name} is of CUDA {major}.{minor}, and has to be of at least {}.{}: {install}",
                 OLDEST.0, OLDEST.1
             ));
         }

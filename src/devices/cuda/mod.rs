@@ -60,7 +60,7 @@ use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
 use crate::models::{Model, Part};
 use crate::tensor::{Arena, Packing, View};
 
-/// Micro-batches whose metadata is being copied at once, at most.
+/// Micro-batches whose metadata is on its way to the device at once, at most.
 const IN_FLIGHT: usize = 8;
 
 /// Bytes that the workspace of matrix products is aligned to.
@@ -390,8 +390,8 @@ impl Device for Cuda {
 }
 
 impl Cuda {
-    /// Sends a micro-batch's metadata to the device, unless it has the same already. A kernel reads it from pinned
-    /// memory: a copy would wait for the blocks on their way.
+    /// Sends a micro-batch's metadata to the device, unless it has the same already. A kernel reads
+    /// it from pinned memory: a copy would wait for the blocks on their way.
     fn send_metadata(&self, batch: &BatchMetadata<'_>) -> Result<DeviceMetadata, BoxedError> {
         let to = self.address(self.metadata);
         let mut current = self.current.lock().expect("nothing panics inside");
@@ -404,7 +404,13 @@ impl Cuda {
             let host = unsafe { self.staging.write(View::floats(place, words.len())) };
             bytemuck::cast_slice_mut(host).copy_from_slice(&words);
             let from = host.as_ptr().cast::<u8>();
-            match self.driver.mapped(from) {
+            // A place may lie in two pinned parts.
+            let last = size_of_val(host) - 1;
+            let mapped = self.driver.mapped(from);
+            let mapped = mapped.filter(|at| {
+                self.driver.mapped(from.wrapping_add(last)) == Some(at + last as Address)
+            });
+            match mapped {
                 Some(from) => {
                     let count = int(words.len());
                     let queue = self.queue();

@@ -1,5 +1,6 @@
 //! Memory of the host that is pinned, so that the GPU copies it directly.
 
+use std::hint::black_box;
 use std::ops::Range;
 use std::sync::Mutex;
 use std::thread;
@@ -74,7 +75,8 @@ impl Pinned {
         let all = ByteSize::from(state.refused + state.bytes);
         Some(format!(
             "{refused} of {all} of host memory could not be pinned ({error}): copies of it are \
-             slower, and may not overlap with kernels. Let the process lock more memory (`ulimit -l`)"
+             slower, and may not overlap with kernels. The host may have too little free memory, \
+             or its container a limit"
         ))
     }
 
@@ -93,9 +95,7 @@ fn touch(words: &mut [u32]) {
         for share in words.chunks_mut(share) {
             scope.spawn(move || {
                 for page in share.chunks_mut(PAGE) {
-                    let word = &raw mut page[0];
-                    // SAFETY: it is a word of this thread's share.
-                    unsafe { word.write_volatile(word.read_volatile()) };
+                    page[0] = black_box(page[0]);
                 }
             });
         }

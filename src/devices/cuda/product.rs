@@ -140,7 +140,10 @@ impl Products {
         let (of, relies_on) = key;
         let alignments = match relies_on {
             Alignment::OfRows => of.alignments(),
-            Alignment::None => [1; 3],
+            Alignment::OfElements => {
+                let [factors, product] = of.dtypes.map(|dtype| dtype.size() as u32);
+                [factors, factors, product]
+            }
         };
         let algorithm = unless_refused(self.choose(description, layouts, alignments))?;
         chosen.insert(key, algorithm);
@@ -189,9 +192,7 @@ fn unless_refused<R>(result: Result<R, result::CublasError>) -> Result<Option<R>
     match result {
         Ok(result) => Ok(Some(result)),
         Err(result::CublasError(
-            Status::CUBLAS_STATUS_NOT_SUPPORTED
-            | Status::CUBLAS_STATUS_INVALID_VALUE
-            | Status::CUBLAS_STATUS_ARCH_MISMATCH,
+            Status::CUBLAS_STATUS_NOT_SUPPORTED | Status::CUBLAS_STATUS_INVALID_VALUE,
         )) => Ok(None),
         Err(error) => Err(error.into()),
     }

@@ -225,8 +225,11 @@ impl Driver for Real {
 
     fn pin(&self, at: *mut u8, bytes: usize) -> Result<(), BoxedError> {
         self.enter()?;
+        let portable_and_mapped = 1 | 2;
         // SAFETY: see above.
-        checked(unsafe { sys::cuMemHostRegister_v2(at.cast(), bytes, 3).result() }) // PORTABLE | DEVICEMAP
+        checked(unsafe {
+            sys::cuMemHostRegister_v2(at.cast(), bytes, portable_and_mapped).result()
+        })
     }
 
     fn mapped(&self, at: *const u8) -> Option<Address> {

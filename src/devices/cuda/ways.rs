@@ -13,7 +13,8 @@ pub(super) enum Way {
     Library,
     /// By the library; the bias is added behind it.
     ThenBias,
-    /// The same, and the library may not rely on how rows are aligned.
+    /// The same, by an algorithm that does not rely on how rows are aligned: where the library has
+    /// refused the one that it had chosen.
     Unaligned,
     /// By a kernel of our own.
     Own,
@@ -27,7 +28,9 @@ impl Way {
         match self {
             Way::Library => "cuBLASLt computes it",
             Way::ThenBias => "cuBLASLt has no algorithm with a bias, which is added behind it",
-            Way::Unaligned => "cuBLASLt has an algorithm for unaligned rows alone",
+            Way::Unaligned => {
+                "cuBLASLt refuses its algorithm for aligned rows, and another computes it"
+            }
             Way::Own => "cuBLASLt has no algorithm: a kernel that is slower computes it",
         }
     }
@@ -36,7 +39,11 @@ impl Way {
 /// The way of each product that was computed. It follows from the product and the library, so all
 /// runs on a machine take the same.
 #[derive(Default)]
-pub(super) struct Ways(Mutex<HashMap<ProductKey, Known>>);
+pub(super) struct Ways {
+    all: Mutex<HashMap<ProductKey, Known>>,
+    /// A check's: all products are computed in this one.
+    only: Mutex<Option<Way>>,
+}
 
 #[derive(Clone, Copy)]
 struct Known {
@@ -46,18 +53,25 @@ struct Known {
 }
 
 impl Ways {
+    /// Has all products computed in a way, to check it; none: in the fastest.
+    pub(super) fn set_only(&self, way: Option<Way>) {
+        *self.only.lock().expect("nothing panics inside") = way;
+    }
+
     pub(super) fn known(&self, key: &ProductKey) -> Option<Way> {
-        self.0.lock().expect("nothing panics inside").get(key).map(|known| known.way)
+        let only = *self.only.lock().expect("nothing panics inside");
+        let known = || self.all.lock().expect("nothing panics inside").get(key).copied();
+        only.or_else(|| known().map(|known| known.way))
     }
 
     pub(super) fn learn(&self, key: ProductKey, way: Way) {
         let known = Known { way, is_reported: way == Way::Library };
-        self.0.lock().expect("nothing panics inside").entry(key).or_insert(known);
+        self.all.lock().expect("nothing panics inside").entry(key).or_insert(known);
     }
 
     /// Words for each product whose way is not the fastest, once.
     pub(super) fn take_warnings(&self) -> Vec<String> {
-        let mut all = self.0.lock().expect("nothing panics inside");
+        let mut all = self.all.lock().expect("nothing panics inside");
         let mut warnings = Vec::new();
         for (key, known) in all.iter_mut().filter(|(_, known)| !known.is_reported) {
             known.is_reported = true;

@@ -1,16 +1,16 @@
 //! The cases: every kernel, at odd sizes.
 
+mod attention;
 mod products;
 mod quantised;
 
 use super::FLOATS;
 use crate::kernels::{
     Activate, ActivateBackward, Activation, AddPositions, AddPositionsBackward, AddTokenTypes,
-    AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, AttentionShape, BatchView,
-    CachedAttention, Cast, ChunkKv, ClassLoss, ClassLossBackward, Clear, CrossEntropy, Gate,
-    GateBackward, HeadNorm, HeadNormBackward, Kernels, Logits, Norm, NormBackward, PooledRows,
-    PooledRowsBackward, Pooling, QueryKey, ReadKv, Residual, Rotary, RotaryScaling, Rotate,
-    STATISTICS, Samples, Score, ScoreBackward, Smoothing, WriteKv,
+    AddTokenTypesBackward, ApplyDropout, AttentionShape, BatchView, Cast, ClassLoss,
+    ClassLossBackward, Clear, CrossEntropy, Gate, GateBackward, Kernels, Logits, Norm,
+    NormBackward, PooledRows, PooledRowsBackward, Pooling, Residual, STATISTICS, Samples, Score,
+    ScoreBackward, Smoothing,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -277,139 +277,6 @@ impl<'c> Cases<'c> {
                 move |k, _| k.add_positions_backward(&op)
             });
         }
-    }
-
-    pub(super) fn of_heads(&mut self) {
-        let sizes = [[1, 1, 8], [4, 2, 6], [2, 1, 66], [1, 1, 256], [2, 1, 64], [2, 1, 128]];
-        for heads in sizes {
-            let shape = self.attention(heads);
-            self.of_rotations(shape);
-            self.of_head_norms(shape);
-            self.of_kv_copies(shape);
-            if self.has_cached() {
-                self.of_cached_attention(shape);
-                continue;
-            }
-            for (causal, window) in [(true, None), (false, None), (true, Some(3))] {
-                self.of_attention(AttentionShape { causal, window, ..shape });
-            }
-        }
-    }
-
-    /// Heads of the usual sizes, over several tiles of positions.
-    pub(super) fn of_wide_heads(&mut self) {
-        for heads in [[2, 1, 64], [8, 2, 128]] {
-            let shape = self.attention(heads);
-            for (causal, window) in [(true, None), (false, None), (true, Some(100))] {
-                self.of_attention(AttentionShape { causal, window, ..shape });
-            }
-        }
-    }
-
-    fn of_rotations(&mut self, shape: AttentionShape<'c>) {
-        let all = [shape.rows(), shape.qkv_width()];
-        let rotary = Rotary { theta: 100.0, scaling: RotaryScaling::Linear(2.0) };
-        for inverse in [false, true] {
-            self.case("rotate", |p| {
-                let qkv = p.input(all);
-                move |k, _| k.rotate(&Rotate { qkv, rotary: &rotary, shape, inverse })
-            });
-        }
-    }
-
-    fn of_head_norms(&mut self, shape: AttentionShape<'c>) {
-        let (all, d) = ([shape.rows(), shape.qkv_width()], shape.head_size);
-        let heads = [shape.rows(), shape.heads + shape.kv_heads];
-        self.case("head_norm", |p| {
-            let (y, statistics, x) = (p.output(all), p.floats_output(heads), p.input(all));
-            let gamma = QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) };
-            let (gamma_offset, epsilon) = (1.0, 1e-5);
-            let op = HeadNorm { y, statistics, x, gamma, gamma_offset, epsilon, shape };
-            move |k, _| k.head_norm(&op)
-        });
-        self.case("head_norm_backward", |p| {
-            let op = HeadNormBackward {
-                dx: p.input(all),
-                dgamma: QueryKey { query: p.floats_output([1, d]), key: p.floats_output([1, d]) },
-                x: p.input(all),
-                statistics: p.floats(heads, 1.5),
-                gamma: QueryKey { query: p.about([1, d], 1.0), key: p.about([1, d], 1.0) },
-                gamma_offset: 1.0,
-                shape,
-                accumulate: false,
-            };
-            move |k, scratch| k.head_norm_backward(&op, scratch)
-        });
-    }
-
-    fn of_kv_copies(&mut self, shape: AttentionShape<'c>) {
-        let r = shape.rows();
-        self.case("write_kv", |p| {
-            let (kv, qkv) = (p.output([r, shape.kv_width()]), p.input([r, shape.qkv_width()]));
-            move |k, _| k.write_kv(&WriteKv { kv, qkv, shape })
-        });
-        self.case("read_kv", |p| {
-            let qkv = p.input([r, shape.qkv_width()]);
-            let kv = p.floats([r, shape.kv_width()], 0.0);
-            move |k, _| k.read_kv(&ReadKv { qkv, kv, shape })
-        });
-    }
-
-    fn of_cached_attention(&mut self, shape: AttentionShape<'c>) {
-        let (rows, sequences) = (shape.rows(), self.batch.sequences());
-        let cached = self.batch.metadata().cached;
-        let room = cached.iter().max().copied().unwrap_or(0) + 1;
-        self.case("cached_attention", |p| {
-            let y = p.output([rows, shape.width()]);
-            let qkv = p.input([rows, shape.qkv_width()]);
-            let cache = p.input([sequences * room, shape.kv_width()]);
-            move |k, _| k.cached_attention(&CachedAttention { y, qkv, cache, shape })
-        });
-    }
-
-    fn of_attention(&mut self, shape: AttentionShape<'c>) {
-        let r = shape.rows();
-        let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
-        self.case("attention", |p| {
-            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
-            let qkv = p.input(inputs);
-            move |k, _| k.attention(&Attention { y, lse, qkv, kv: None, shape })
-        });
-        self.case("attention_backward", |p| {
-            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
-            let (dqkv, dy, qkv) = (p.output(inputs), p.input(outputs), p.input(inputs));
-            let op = AttentionBackward { dqkv, chunk_kv: None, dy, y, lse, qkv, shape };
-            move |k, scratch| {
-                k.attention(&Attention { y, lse, qkv, kv: None, shape });
-                k.attention_backward(&op, scratch);
-            }
-        });
-    }
-
-    /// A chunk behind other positions of its sequence.
-    pub(super) fn of_chunks(&mut self) {
-        for heads in [[4, 2, 6], [2, 1, 64], [2, 1, 128]] {
-            let shape = self.attention(heads);
-            [false, true].into_iter().for_each(|accumulate| self.of_chunk(shape, accumulate));
-        }
-    }
-
-    fn of_chunk(&mut self, shape: AttentionShape<'c>, accumulate: bool) {
-        let r = shape.rows();
-        let (outputs, inputs) = ([r, shape.width()], [r, shape.qkv_width()]);
-        let all = [self.batch.same_positions_before() + r, shape.kv_width()];
-        self.case("attention_backward of a chunk", |p| {
-            let (y, lse) = (p.output(outputs), p.floats_output([r, shape.heads]));
-            let (dqkv, dy, qkv) = (p.input(inputs), p.input(outputs), p.input(inputs));
-            let kv = p.input(all);
-            let dkv = p.gradient(all, accumulate);
-            let chunk_kv = Some(ChunkKv { kv, dkv, accumulate });
-            let op = AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, shape };
-            move |k, scratch| {
-                k.attention(&Attention { y, lse, qkv, kv: Some(kv), shape });
-                k.attention_backward(&op, scratch);
-            }
-        });
     }
 
     /// Losses of tokens, and of what has classes.

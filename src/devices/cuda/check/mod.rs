@@ -2,8 +2,8 @@
 //! call on each, and then all of both memories, so that wrong writes are seen, too. The CPU's
 //! kernels are compared with f64 by their tests.
 //!
-//! A kernel that the driver refuses ends nothing: the next is checked. Some errors leave the process
-//! without its GPU, which then does not answer; so each group has a process of its own.
+//! A kernel that the driver refuses ends nothing: the next is checked. Some errors leave the
+//! process without its GPU, which then does not answer; so each group has a process of its own.
 
 mod cases;
 
@@ -15,6 +15,7 @@ use l2l_actors::BoxedError;
 use self::cases::{Case, Cases, Side};
 use super::Cuda;
 use super::driver::Driver;
+use super::ways::Way;
 use crate::devices::cpu::CpuKernels;
 use crate::devices::{Check, Device, KernelGroup};
 use crate::kernels::{BatchMetadata, Document, DropoutKey, Rows, STATISTICS, SequenceChunk};
@@ -157,23 +158,81 @@ pub(super) fn run(
     let mut cases = batches.cases(dtype, group);
     cases.sort_by_key(|case| case.name);
     for cases in cases.chunk_by(|one, next| one.name == next.name) {
-        let mut check = Check { kernel: cases[0].name, cases: 0, off: 0.0, most, error: None };
-        for case in cases {
-            match compare(&device, dtype, case, seed + check.cases as u64) {
-                Ok(off) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
-                Err(error) => {
-                    check.error = Some(error.to_string());
-                    break;
+        for (way, kernel) in ways_of(cases[0].name) {
+            device.ways.set_only(way);
+            let mut check = Check { kernel, cases: 0, off: 0.0, most, error: None };
+            for case in cases {
+                match compare(&device, dtype, case, seed + check.cases as u64) {
+                    Ok(off) => (check.cases, check.off) = (check.cases + 1, check.off.max(off)),
+                    Err(error) => {
+                        check.error = Some(error.to_string());
+                        break;
+                    }
+                }
+            }
+            report(&device, check, each)?;
+        }
+    }
+    if group == KernelGroup::Rows {
+        report(&device, of_marks(&device, dtype, most), each)?;
+    }
+    Ok(())
+}
+
+/// The ways in which a kernel's products are checked, with the kernel's name in each.
+fn ways_of(kernel: &'static str) -> Vec<(Option<Way>, &'static str)> {
+    match kernel {
+        "linear" => vec![
+            (None, kernel),
+            (Some(Way::ThenBias), "linear, bias apart"),
+            (Some(Way::Own), "linear, own product"),
+        ],
+        "linear_backward" => {
+            vec![(None, kernel), (Some(Way::Own), "linear_backward, own product")]
+        }
+        _ => vec![(None, kernel)],
+    }
+}
+
+/// Whether the device finds a number that is not finite, and keeps the first mark of it.
+fn of_marks(device: &Cuda, dtype: Dtype, most: f64) -> Check {
+    let floats = View::floats(0, 1030);
+    let view = floats.hold(1, floats.len(), dtype);
+    // Of the same step the first stays.
+    let [first, second, next] = [1 << 32 | 4, 1 << 32 | 5, 2 << 32 | 3];
+    let finds = || -> Result<bool, BoxedError> {
+        let mut memory = Arena::new(floats.len())?;
+        let mut is_right = true;
+        for (at, value) in [(1029, f32::NAN), (4, f32::INFINITY)] {
+            let mut values = vec![1.0; view.len()];
+            for value in [1.0, value] {
+                values[at] = value;
+                put(&mut memory, view, &values);
+                device.upload(floats, memory.values(floats))?;
+                device.driver.finish();
+                let before = device.first_non_finite()?;
+                for (mark, kept) in [(first, first), (second, first), (next, next)] {
+                    device.is_finite(view, mark)?;
+                    let kept = if value.is_finite() { before } else { Some(kept) };
+                    is_right &= device.first_non_finite()? == kept;
                 }
             }
         }
-        each(&check);
-        if let Some(error) = check.error {
-            let answers = device.read_back(View::floats(0, 1));
-            answers
-                .map_err(|_| format!("the GPU does not answer since {}: {error}", check.kernel))?;
-        }
-    }
+        Ok(is_right)
+    };
+    let (off, error) = match finds() {
+        Ok(is_right) => (if is_right { 0.0 } else { f64::INFINITY }, None),
+        Err(error) => (0.0, Some(error.to_string())),
+    };
+    Check { kernel: "mark_non_finite", cases: 2, off, most, error }
+}
+
+/// Reports a check. Fails if the device does not answer after an error.
+fn report(device: &Cuda, check: Check, each: &mut dyn FnMut(&Check)) -> Result<(), BoxedError> {
+    each(&check);
+    let Some(error) = check.error else { return Ok(()) };
+    let answers = device.read_back(View::floats(0, 1));
+    answers.map_err(|_| format!("the GPU does not answer since {}: {error}", check.kernel))?;
     Ok(())
 }
 
