@@ -23,7 +23,7 @@ use crate::config::{BestMetric, ModelConfig, TrainConfig};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::folder::{parent, sync};
-use crate::hf::{self, Load, RECORD, Sealed, TensorFiles};
+use crate::hf::{self, Before, Load, RECORD, Sealed, TensorFiles};
 use crate::models::{Base, Model, families};
 use crate::optimizers::ScaleState;
 
@@ -164,7 +164,8 @@ pub(crate) struct Draft {
 impl Draft {
     /// Reserves the space for all blocks, each of which is of the step that `progress` says. The
     /// folder above is there: one that was taken away is not made again. `before` is a checkpoint
-    /// that this process wrote: files of frozen tensors are links to its files.
+    /// that this process wrote: files of frozen tensors, and of blocks that were not updated since,
+    /// are links to its files.
     ///
     /// # Errors
     /// A file cannot be made, or the disk is full.
@@ -179,16 +180,26 @@ impl Draft {
         recover(directory).map_err(failed)?;
         let partial = with_suffix(directory, PARTIAL);
         fs::create_dir(&partial).map_err(failed)?;
-        let files = match run.config.train.lora {
-            Some(_) => TensorFiles::of_adapters(&partial, run.model, eps)?,
-            None => {
-                let before = before.filter(|before| *before != directory);
-                TensorFiles::of_checkpoint(&partial, run.model, eps, before)?
+        let before = before.filter(|before| *before != directory);
+        let before = before.and_then(|before| Some((before, record_in(before)?)));
+        let updates = eps.updates();
+        let files = match (run.config.train.lora.is_some(), &before) {
+            (true, _) => TensorFiles::of_adapters(&partial, run.model, eps)?,
+            (false, before) => {
+                let is_updated = |id: BlockId| {
+                    let of = |updates: &[u64]| updates.get(id.0 as usize).copied();
+                    before.as_ref().is_none_or(|(_, before)| of(&before.updates) != of(&updates))
+                };
+                let before = before.as_ref();
+                let before =
+                    before.map(|(directory, _)| Before { directory, is_updated: &is_updated });
+                let most = run.config.checkpoint.shard_size.bytes();
+                TensorFiles::of_checkpoint(&partial, run.model, eps, most, before)?
             }
         };
         let files = files.with_states(partial.join(hf::STATES), run.model, eps)?;
-        let record = record_of(run, progress, eps.updates());
-        let linked_digests = before.map(digests_of).unwrap_or_default();
+        let record = record_of(run, progress, updates);
+        let linked_digests = before.map(|(_, record)| record.files).unwrap_or_default();
         Ok(Draft { directory: directory.into(), files, record, linked_digests })
     }
 
@@ -232,10 +243,10 @@ impl Draft {
     }
 }
 
-/// The digests of a checkpoint's files; none if its record cannot be read.
-fn digests_of(directory: &Path) -> BTreeMap<String, String> {
-    let text = fs::read_to_string(directory.join(RECORD)).unwrap_or_default();
-    serde_json::from_str(&text).map_or_else(|_| BTreeMap::new(), |record: RunRecord| record.files)
+/// A checkpoint's record, if it can be read.
+fn record_in(directory: &Path) -> Option<RunRecord> {
+    let text = fs::read_to_string(directory.join(RECORD)).ok()?;
+    serde_json::from_str(&text).ok()
 }
 
 /// Removes what was written of a checkpoint that failed: its space may be needed.

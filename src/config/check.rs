@@ -98,8 +98,12 @@ impl Config {
         must(patience != Some(0), "validation.patience", "at least 1")?;
         must(self.checkpoint.every_steps != Some(0), "checkpoint.every_steps", "at least 1")?;
         must(self.checkpoint.keep >= 1, "checkpoint.keep", "at least 1")?;
-        let shard = self.export.shard_size.bytes();
-        must(shard.is_none_or(|bytes| bytes > 0), "export.shard_size", "above 0")?;
+        for (key, size) in [
+            ("export.shard_size", self.export.shard_size),
+            ("checkpoint.shard_size", self.checkpoint.shard_size),
+        ] {
+            must(size.bytes().is_none_or(|bytes| bytes > 0), key, "above 0")?;
+        }
         let is_name = |name: &String| {
             let is_part = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
             !name.is_empty() && name.bytes().all(is_part)

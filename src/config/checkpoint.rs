@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::ByteSize;
+
 /// `[checkpoint]`
 #[derive(Clone, Debug, Deserialize, Serialize, PartialEq)]
 #[cfg_attr(feature = "cli", derive(schemars::JsonSchema))]
@@ -18,6 +20,10 @@ pub struct CheckpointConfig {
     /// What a checkpoint does to the run that cannot be written, for instance to a full disk. Those
     /// before it are untouched.
     pub on_error: OnError,
+    /// The most bytes of a file of weights. A file of layers that no step has updated since the
+    /// checkpoint before is a link to that one's; in smaller files there are more such layers.
+    /// `auto`: 5 GB, as transformers has it.
+    pub shard_size: ByteSize,
 }
 
 /// What follows a checkpoint that could not be written.
@@ -34,6 +40,12 @@ pub enum OnError {
 
 impl Default for CheckpointConfig {
     fn default() -> CheckpointConfig {
-        CheckpointConfig { directory: None, every_steps: None, keep: 2, on_error: OnError::Stop }
+        CheckpointConfig {
+            directory: None,
+            every_steps: None,
+            keep: 2,
+            on_error: OnError::Stop,
+            shard_size: ByteSize::default(),
+        }
     }
 }

@@ -46,7 +46,7 @@ pub use export::{ExportOptions, export};
 pub use no_tokenizer::{Template, Tokenizer};
 pub(crate) use sealed::{RECORD, STATES, Sealed, check_seal, check_seals, file_digests, seal};
 pub use shape::{largest_shape_of, shape_of};
-pub(crate) use tensor_files::{TensorFiles, save};
+pub(crate) use tensor_files::{Before, TensorFiles, save};
 pub use text::{Encoded, Message, RenderedChat};
 #[cfg(feature = "tokenizers")]
 pub use tokenizer::Tokenizer;

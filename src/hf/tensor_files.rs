@@ -3,8 +3,9 @@
 //! All sizes are known before the first number: headers are written and the space is reserved
 //! first, so a full disk is found then. A file has its name when it is complete and on the disk.
 //!
-//! In a checkpoint, tensors that are frozen have files of their own. They are links to those of the
-//! checkpoint before, where the file system has links.
+//! In a checkpoint, tensors that are frozen have files of their own. These files, and those of
+//! layers that were not updated since the checkpoint before, are links to that one's, where the file
+//! system has links.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -18,7 +19,9 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::adapters::WEIGHTS;
 use super::sealed::file_digest;
-use super::weights::{FileTensors, adapter_tensors, file_tensors, state_tensors, trained_names};
+use super::weights::{
+    FileTensor, FileTensors, adapter_tensors, file_tensors, state_tensors, trained_names,
+};
 use crate::eps::{BlockPart, Eps, reserve};
 use crate::error::Error;
 use crate::models::Model;
@@ -39,6 +42,14 @@ pub(crate) struct TensorFiles {
 pub(crate) struct LinkedFile {
     path: PathBuf,
     tensors: FileTensors,
+}
+
+/// A checkpoint that this process wrote.
+#[derive(Clone, Copy)]
+pub(crate) struct Before<'b> {
+    pub(crate) directory: &'b Path,
+    /// Whether a block was updated since.
+    pub(crate) is_updated: &'b dyn Fn(BlockId) -> bool,
 }
 
 /// A file without its name.
@@ -68,8 +79,8 @@ impl TensorFiles {
         TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), None)
     }
 
-    /// The same for a checkpoint. `before` is one that this process wrote with the same frozen
-    /// tensors.
+    /// The same for a checkpoint, in files of at most so many bytes. `before` is one with the same
+    /// frozen tensors.
     ///
     /// # Errors
     /// As [`of_model`](TensorFiles::of_model).
@@ -77,23 +88,32 @@ impl TensorFiles {
         directory: &Path,
         model: &Model,
         eps: &Eps,
-        before: Option<&Path>,
+        most: Option<u64>,
+        before: Option<Before<'_>>,
     ) -> Result<TensorFiles, Error> {
+        let most = most.map_or(SHARD_BYTES, |bytes| bytes.try_into().unwrap_or(usize::MAX));
         let names = trained_names(model);
         let all = file_tensors(model, eps, BlockPart::Parameters).into_iter();
         let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
-        let mut all = shards(frozen, SHARD_BYTES);
-        let frozen_files = all.len();
-        all.extend(shards(trained, SHARD_BYTES));
-        TensorFiles::in_shards(directory, all, before.map(|before| (before, frozen_files)))
+        let mut all = shards(frozen, most);
+        all.extend(shards(trained, most));
+        let Some(Before { directory: from, is_updated }) = before else {
+            return TensorFiles::in_shards(directory, all, None);
+        };
+        let is_same = |(name, tensor): (&String, &FileTensor)| {
+            let is_frozen = !names.contains(&name[..]);
+            is_frozen || !tensor.pieces.iter().any(|(block, _)| is_updated(*block))
+        };
+        let is_link = |shard: &FileTensors| shard.iter().all(is_same);
+        TensorFiles::in_shards(directory, all, Some((from, &is_link)))
     }
 
-    /// One file for each shard. With `links`, the first so many files are links to those of another
-    /// directory, where that has the same.
+    /// One file for each shard. With `links`, those for which that is true are links to those of
+    /// another directory, where that has the same.
     fn in_shards(
         directory: &Path,
         mut shards: Vec<FileTensors>,
-        links: Option<(&Path, usize)>,
+        links: Option<(&Path, &dyn Fn(&FileTensors) -> bool)>,
     ) -> Result<TensorFiles, Error> {
         let (count, mut all) = (shards.len(), TensorFiles::default());
         if count == 1 {
@@ -106,7 +126,7 @@ impl TensorFiles {
             map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
             total_bytes += bytes_of(&shard);
             match links {
-                Some((from, files)) if index < files => {
+                Some((from, is_link)) if is_link(&shard) => {
                     all.link_or_add(&from.join(&file), directory.join(&file), shard)?;
                 }
                 _ => all.add(directory.join(file), shard)?,

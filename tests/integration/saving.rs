@@ -8,8 +8,9 @@ use std::os::unix::fs::DirEntryExt;
 use std::path::{Path, PathBuf};
 
 use async_trait::async_trait;
-use l2l::config::{CompressionKind, Dtype, EpsTier, MasterDtype, OnError, OptimizerKind};
+use l2l::config::{ByteSize, CompressionKind, Dtype, EpsTier, MasterDtype, OnError, OptimizerKind};
 use l2l::data::Batches;
+use l2l::models::LayerSelection;
 use l2l::{Callbacks, Config, Error, RunMessage, StepReport, Trainer};
 use tempfile::TempDir;
 
@@ -195,6 +196,43 @@ async fn checkpoints_share_the_files_of_frozen_tensors() {
     assert!(resume(2).await.is_err(), "its file was changed");
     let mut resumed = resume(STEPS).await.expect("a checkpoint of ours");
     assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
+}
+
+/// A layer that no step has updated since the checkpoint before is not written again; the others
+/// are.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn checkpoints_share_the_files_of_layers_that_were_skipped() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let place = |step: u64| folder.path().join(step.to_string());
+    let mut config = config();
+    config.checkpoint.shard_size = ByteSize::from(1); // a file for each tensor
+    let (mut trainer, mut batches) = Trainer::open(config.clone()).await.expect("a case of ours");
+    let mut digests = Vec::new();
+    for step in 1..=3 {
+        let layers = if step == 2 { vec![0, 2] } else { vec![0, 1, 2] };
+        let batch = batches.next().await.expect("random data");
+        trainer.step_with(batch, &LayerSelection::of(layers)).await.expect("nothing fails here");
+        trainer.checkpoint(&place(step)).await.expect("room on a disk");
+        digests.push(trainer.digest().await.expect("it is in memory"));
+    }
+    let files = [1, 2, 3].map(|step| weight_files(&place(step)));
+    let index = fs::read(place(1).join("model.safetensors.index.json")).expect("it was written");
+    let index: serde_json::Value = serde_json::from_slice(&index).expect("it is JSON");
+    for (name, file) in index["weight_map"].as_object().expect("names") {
+        let inode = |files: &[(PathBuf, u64)]| {
+            let is_it =
+                |(path, _): &&(PathBuf, u64)| path.ends_with(file.as_str().expect("a name"));
+            files.iter().find(is_it).expect("it was written").1
+        };
+        let [first, second, third] = [0, 1, 2].map(|at| inode(&files[at]));
+        assert_eq!(first == second, name.contains("h.1."), "{name}");
+        assert_ne!(second, third, "{name}");
+    }
+    for (step, digest) in (1..).zip(digests) {
+        let resumed = Trainer::builder(config.clone()).resume(&place(step)).open().await;
+        let (mut resumed, _) = resumed.expect("a checkpoint of ours");
+        assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
+    }
 }
 
 /// Puts a file where the directory of the second checkpoint is to be made.
