@@ -4,8 +4,8 @@
 //! first, so a full disk is found then. A file has its name when it is complete and on the disk.
 //!
 //! In a checkpoint, tensors that are frozen have files of their own. These files, and those of
-//! layers that were not updated since the checkpoint before, are links to that one's, where the file
-//! system has links.
+//! layers that were not updated since the checkpoint before, are links to that one's, where the
+//! file system has links.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -76,7 +76,7 @@ impl TensorFiles {
         eps: &Eps,
     ) -> Result<TensorFiles, Error> {
         let all = file_tensors(model, eps, BlockPart::Parameters);
-        TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), None)
+        TensorFiles::in_shards(directory, shards(all, SHARD_BYTES), |_| None)
     }
 
     /// The same for a checkpoint, in files of at most so many bytes. `before` is one with the same
@@ -97,23 +97,22 @@ impl TensorFiles {
         let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
         let mut all = shards(frozen, most);
         all.extend(shards(trained, most));
-        let Some(Before { directory: from, is_updated }) = before else {
-            return TensorFiles::in_shards(directory, all, None);
-        };
-        let is_same = |(name, tensor): (&String, &FileTensor)| {
-            let is_frozen = !names.contains(&name[..]);
-            is_frozen || !tensor.pieces.iter().any(|(block, _)| is_updated(*block))
-        };
-        let is_link = |shard: &FileTensors| shard.iter().all(is_same);
-        TensorFiles::in_shards(directory, all, Some((from, &is_link)))
+        TensorFiles::in_shards(directory, all, |shard| {
+            let Before { directory, is_updated } = before?;
+            let is_same = |(name, tensor): (&String, &FileTensor)| {
+                let is_frozen = !names.contains(&name[..]);
+                is_frozen || !tensor.pieces.iter().any(|(block, _)| is_updated(*block))
+            };
+            shard.iter().all(is_same).then_some(directory)
+        })
     }
 
-    /// One file for each shard. With `links`, those for which that is true are links to those of
-    /// another directory, where that has the same.
-    fn in_shards(
+    /// One file for each shard: a link to that of the directory that `link_from` gives, if it gives
+    /// one and that has the same.
+    fn in_shards<'p>(
         directory: &Path,
         mut shards: Vec<FileTensors>,
-        links: Option<(&Path, &dyn Fn(&FileTensors) -> bool)>,
+        link_from: impl Fn(&FileTensors) -> Option<&'p Path>,
     ) -> Result<TensorFiles, Error> {
         let (count, mut all) = (shards.len(), TensorFiles::default());
         if count == 1 {
@@ -125,11 +124,9 @@ impl TensorFiles {
             let file = format!("model-{:05}-of-{count:05}.safetensors", index + 1);
             map.extend(shard.keys().map(|name| (name.clone(), file.clone().into())));
             total_bytes += bytes_of(&shard);
-            match links {
-                Some((from, is_link)) if is_link(&shard) => {
-                    all.link_or_add(&from.join(&file), directory.join(&file), shard)?;
-                }
-                _ => all.add(directory.join(file), shard)?,
+            match link_from(&shard) {
+                Some(from) => all.link_or_add(&from.join(&file), directory.join(&file), shard)?,
+                None => all.add(directory.join(file), shard)?,
             }
         }
         let index =
@@ -361,7 +358,7 @@ mod tests {
         from.randomise(&model, 3).expect("memory has no disk");
         let folder = tempfile::tempdir().expect("a place for files");
         let all = file_tensors(&model, &from, BlockPart::Parameters);
-        let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), None);
+        let files = TensorFiles::in_shards(folder.path(), shards(all, 4000), |_| None);
         write_all(files.expect("a directory of ours"), &model, &from).expect("room on a disk");
         let files: Vec<_> = fs::read_dir(folder.path()).expect("it is ours").collect();
         assert!(files.len() > 3, "an index and several files: {files:?}");
