@@ -229,7 +229,7 @@ async fn checkpoints_share_the_files_of_layers_that_were_skipped() {
         assert_ne!(second, third, "{name}");
     }
     for (step, digest) in (1..).zip(digests) {
-        let resumed = Trainer::builder(config.clone()).resume(&place(step)).open().await;
+        let resumed = Trainer::builder(config.clone()).resume(place(step)).open().await;
         let (mut resumed, _) = resumed.expect("a checkpoint of ours");
         assert_eq!(resumed.digest().await.expect("it is in memory"), digest);
     }
