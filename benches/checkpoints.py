@@ -50,11 +50,13 @@ parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.R
 parser.add_argument("--l2l", default="target/release/l2l")
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--batch", type=int, default=64)
+parser.add_argument("--only", choices=SETTINGS, nargs="+", default=list(SETTINGS))
 args = parser.parse_args()
 
 print("| run | checkpoint | step, behind none | step, behind one | difference in percent | still, of a checkpoint |")
 print("|---|---|---|---|---|---|")
-for name, keys in SETTINGS.items():
+for name in args.only:
+    keys = SETTINGS[name]
     with tempfile.TemporaryDirectory(dir=".") as folder:
         seconds, size, still = run(keys, args.steps, folder)
     # The last checkpoint is waited for, because nothing is left to do beside it.
