@@ -269,7 +269,7 @@ impl<'a> Queue<'a> {
                     return Ok(());
                 }
             }
-            Err("the library refuses what it has computed before".into())
+            Err(format!("cuBLASLt has no algorithm for {key}").into())
         };
         self.go(find, "product");
     }
