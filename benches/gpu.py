@@ -11,6 +11,7 @@ as it comes, run after run, and a table is printed at the end. Parts, all of the
     check           kernels against the CPU's; goldens; relay against resident; the CPU's losses and norms
     product         a large matrix product: in bursts, and for ten seconds without a pause
     copies          one weight slot and two; relay against resident; time without copies / time
+    kernels         how long each kernel takes in four of the 8B's layers
     memory          the driver's own count of device memory, against the plan
     llama8b         layers of Llama-3-8B's shape, as many as --host-gib hold, 64k tokens a step
     llama8b_clip    the same with clip_norm, 128k tokens a step
@@ -194,7 +195,8 @@ def ours(settings, steps, what="bench", watch=None):
     if (status and len(all_steps) < 2) or not all_steps:
         raise Failed(f"status {status}: {told[-1500:]} (l2l {' '.join(arguments[1:])})")
     counted = all_steps[1:] or all_steps
-    return {"all": all_steps, "counted": counted, "summary": summary, "wall": time.monotonic() - begin, "status": status,
+    kernels = [event for event in events if event["event"] == "kernel"]
+    return {"all": all_steps, "counted": counted, "summary": summary, "kernels": kernels, "wall": time.monotonic() - begin, "status": status,
             "rates": [step["tokens"] / step["seconds"] for step in counted],
             "waits": [step["exposed_wait_seconds"] / step["seconds"] for step in counted]}
 
@@ -488,6 +490,18 @@ def eight():
 def llama8b():
     model, tokens, micro = eight()
     as_deep_as_fits("8B's layers", shaped(model, tokens, micro), model, share=0.55, wait=0.03)
+
+
+def kernels():
+    """Where the device's time goes, by kernel, in a few of the 8B's layers. Timing makes the steps slower."""
+    model, tokens, micro = eight()
+    settings = shaped(model, tokens, micro, layers=2 if ARGS.quick else 4)
+    run = ours(settings, 3, "bench --kernels")
+    if ARGS.kind != "cuda":
+        return row("time by kernel", len(run["kernels"]), "kernels of the CPU, by rate", says="a GPU's are told by time")
+    for event in run["kernels"]:
+        row(f"8B's layers: {event['kernel']}", 100 * event["share"], "% of all kernels", seconds=event["seconds"],
+            launches=event["launches"])
 
 
 def llama8b_clip():
@@ -941,7 +955,7 @@ def peer_streams(torch, device, job):
 
 # All parts.
 
-PARTS = {"check": check, "product": product, "copies": copies, "memory": memory, "llama8b": llama8b, "llama8b_clip": llama8b_clip, "llama3b": llama3b,
+PARTS = {"check": check, "product": product, "copies": copies, "kernels": kernels, "memory": memory, "llama8b": llama8b, "llama8b_clip": llama8b_clip, "llama3b": llama3b,
          "bert": bert, "largest": largest, "peer_resident": peer_resident, "peer_streaming": peer_streaming, "race": race}
 GROUPS = {"peers": ["peer_resident", "peer_streaming", "race"]}
 

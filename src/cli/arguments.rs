@@ -100,7 +100,8 @@ pub(super) struct BenchArguments {
     /// The losses then mean nothing.
     #[arg(long)]
     pub(super) without_copies: bool,
-    /// Also measure the CPU's kernels beside its matrix product and its memory.
+    /// Also measure the device's kernels: the CPU's beside its matrix product and its memory, or how
+    /// long each of a GPU's takes in the steps, which are slower then.
     #[arg(long)]
     pub(super) kernels: bool,
 }

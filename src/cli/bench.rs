@@ -1,7 +1,8 @@
 //! `l2l bench`: a few steps of a config, and how fast they were beside what the machine can do.
 
+use l2l::config::DeviceKind;
 use l2l::data::{Batches, Dataset};
-use l2l::devices::{KernelRate, Rate};
+use l2l::devices::{KernelRate, KernelTime, Rate};
 use l2l::telemetry::EventLog;
 use l2l::{Config, Error, StepReport, Summary, Trainer, devices, machine, optimizers, shape_of};
 use serde_json::{Value, json};
@@ -33,10 +34,14 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
             screen.step(report);
             reports.push(*report);
         };
-        let (summary, digest) =
-            runtime()?.block_on(all_steps(&config, train, steps, copies, show))?;
+        let is_gpu = config.device.kind == DeviceKind::Cuda;
+        let how = How { steps, copies, times_kernels: kernels && is_gpu };
+        let ended = runtime()?.block_on(all_steps(&config, train, how, show))?;
+        let (summary, digest) = (ended.summary, ended.digest);
         let more = rates(&reports, product);
-        if kernels {
+        if kernels && is_gpu {
+            show_times(&ended.times, &mut log, &screen);
+        } else if kernels {
             show_kernels(&config, &mut log, &screen)?;
         }
         let link = config.device.link.as_deref();
@@ -76,6 +81,27 @@ fn show_kernels(config: &Config, log: &mut EventLog, screen: &Screen) -> Result<
     Ok(())
 }
 
+/// How long each kernel of the GPUs took, and its share of all.
+fn show_times(times: &[KernelTime], log: &mut EventLog, screen: &Screen) {
+    let all: f64 = times.iter().map(|time| time.seconds).sum();
+    for KernelTime { kernel, launches, seconds } in times {
+        let share = seconds / all;
+        report_event(
+            log,
+            screen,
+            &json!({
+                "event": "kernel",
+                "kernel": kernel,
+                "of": "device",
+                "launches": launches,
+                "seconds": seconds,
+                "share": share,
+            }),
+        );
+        screen.kernel_time(kernel, *launches, *seconds, share);
+    }
+}
+
 /// How fast the steps were. The first makes schedules and touches memory for the first time: it is
 /// not counted, unless it is the only one.
 fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
@@ -90,27 +116,52 @@ fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
     ]
 }
 
-/// Training steps alone, without validation and checkpoints, and with copies if they are wanted.
+/// What the steps of a bench do.
+#[derive(Clone, Copy)]
+struct How {
+    steps: u64,
+    /// Whether there are copies between host and device.
+    copies: bool,
+    /// Whether each kernel of the GPUs is timed.
+    times_kernels: bool,
+}
+
+/// How they ended.
+struct Steps {
+    summary: Summary,
+    digest: String,
+    /// Of all steps but the first, if there are more.
+    times: Vec<KernelTime>,
+}
+
+/// Training steps alone, without validation and checkpoints.
 async fn all_steps(
     config: &Config,
     train: Dataset,
-    steps: u64,
-    copies: bool,
+    How { steps, copies, times_kernels }: How,
     mut show: impl FnMut(&StepReport),
-) -> Result<(Summary, String), Error> {
+) -> Result<Steps, Error> {
     let builder = Trainer::builder(config.clone()).steps(steps).trial();
     let builder = if copies { builder } else { builder.without_copies() };
     let mut trainer = builder.start().await?;
+    if times_kernels {
+        trainer.time_kernels();
+    }
     let mut batches = Batches::start(config, train, 0)?;
-    for _ in 0..steps {
+    let mut times = Vec::new();
+    for step in 0..steps {
         show(&trainer.step(batches.next().await?).await?);
         for warning in trainer.take_warnings() {
             super::say(format_args!("warning: {warning}"));
+        }
+        let of_step = trainer.take_kernel_times().await?;
+        if step > 0 || steps == 1 {
+            times.extend(of_step);
         }
         if output::has_ended() {
             break;
         }
     }
     let digest = trainer.digest().await?;
-    Ok((trainer.stop().await?, digest))
+    Ok(Steps { summary: trainer.stop().await?, digest, times: KernelTime::sums(times) })
 }

@@ -150,6 +150,16 @@ impl Screen {
         }
     }
 
+    /// One line of how long a GPU's kernel took, and its share of all kernels.
+    pub(super) fn kernel_time(&self, kernel: &str, launches: u64, seconds: f64, share: f64) {
+        if self.format != Format::Json {
+            let percent = 100.0 * share;
+            print(format_args!(
+                "{kernel:<34} {seconds:>9.4} s, {percent:>5.1} %, {launches} launches"
+            ));
+        }
+    }
+
     /// The summary of a run, for people, with values that a command adds.
     pub(super) fn summary(
         &mut self,

@@ -17,7 +17,7 @@ use l2l_actors::{BoxedError, Operation};
 use rayon::ThreadPool;
 
 pub use cpu::{KernelRate, Rate, kernel_rates, product_flops_per_second};
-pub use probe::{Check, Gpu, GpuRates, KernelGroup, Library};
+pub use probe::{Check, Gpu, GpuRates, KernelGroup, KernelTime, Library};
 
 use crate::config::{Config, DeviceKind};
 use crate::error::Error;
@@ -64,6 +64,14 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// The mark that it keeps; waits for the device.
     fn first_non_finite(&self) -> Result<Option<i64>, BoxedError> {
         Ok(None)
+    }
+
+    /// Times each kernel from now on, which makes the device slower. A CPU has nothing to time so.
+    fn time_kernels(&self) {}
+
+    /// How long each kernel took since the last call; waits for the device.
+    fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
+        Ok(Vec::new())
     }
 
     /// Calls `run` with kernels for a micro-batch, and returns what `run` returns.

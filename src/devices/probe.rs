@@ -1,5 +1,6 @@
 //! What is found out about GPUs before a run: libraries, GPUs, kernels, rates.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// A library that a CUDA device needs, and what was found of it.
@@ -82,6 +83,32 @@ impl Check {
             None if off > most => Some(format!("{kernel} is off by {off:e}, of at most {most:e}")),
             None => None,
         }
+    }
+}
+
+/// How long the launches of a GPU's kernel took together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct KernelTime {
+    /// Its name; `product` for the matrix library's, and `copy` for copies on the device.
+    pub kernel: &'static str,
+    /// How many there were.
+    pub launches: u64,
+    /// Seconds on the device.
+    pub seconds: f64,
+}
+
+impl KernelTime {
+    /// Sums of times, by kernel; the longest first.
+    pub fn sums(times: impl IntoIterator<Item = KernelTime>) -> Vec<KernelTime> {
+        let mut all: BTreeMap<&'static str, KernelTime> = BTreeMap::new();
+        for KernelTime { kernel, launches, seconds } in times {
+            let none = KernelTime { kernel, launches: 0, seconds: 0.0 };
+            let sum = all.entry(kernel).or_insert(none);
+            (sum.launches, sum.seconds) = (sum.launches + launches, sum.seconds + seconds);
+        }
+        let mut all: Vec<KernelTime> = all.into_values().collect();
+        all.sort_by(|one, other| other.seconds.total_cmp(&one.seconds));
+        all
     }
 }
 

@@ -26,6 +26,7 @@ use crate::blocking::unblock;
 use crate::checkpoint::{Identity, Progress};
 use crate::config::Config;
 use crate::data::{Batch, Batches};
+use crate::devices::KernelTime;
 use crate::engine::{Engine, Outcome, StepReport, Summary};
 use crate::eps::{Eps, lost};
 use crate::error::Error;
@@ -135,6 +136,21 @@ impl Trainer {
     /// be pinned, products that a GPU's library has no algorithm for. Each is returned once.
     pub fn take_warnings(&mut self) -> Vec<String> {
         self.engine.worker().take_warnings()
+    }
+
+    /// Times each kernel of the GPUs from now on, which makes steps slower. The CPU device has none
+    /// to time: see [`kernel_rates`](crate::devices::kernel_rates).
+    pub fn time_kernels(&mut self) {
+        self.engine.worker().time_kernels();
+    }
+
+    /// How long each kernel of the GPUs took since the last call.
+    ///
+    /// # Errors
+    /// A GPU failed.
+    pub async fn take_kernel_times(&mut self) -> Result<Vec<KernelTime>, Error> {
+        let times = self.engine.between_steps(Worker::take_kernel_times).await;
+        times.map_err(|error| Error::Device(error.to_string()))
     }
 
     /// How far the run is, and its best validation. A step that was cancelled is counted by the

@@ -12,7 +12,7 @@ use l2l_actors::{BoxedError, Operation};
 use super::counts::LinkUsed;
 use super::{Used, take_as_long};
 use crate::config::Config;
-use crate::devices::Device;
+use crate::devices::{Device, KernelTime};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::plan::{Holder, Place, Plan};
@@ -82,6 +82,16 @@ impl DeviceSide {
     /// See [`Device::finish`].
     pub(super) fn finish(&self) {
         self.device.finish();
+    }
+
+    /// See [`Device::time_kernels`].
+    pub(super) fn time_kernels(&self) {
+        self.device.time_kernels();
+    }
+
+    /// See [`Device::take_kernel_times`].
+    pub(super) fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
+        self.device.take_kernel_times()
     }
 
     /// See [`Device::pinned_bytes`].

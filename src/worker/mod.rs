@@ -41,7 +41,7 @@ use self::host_side::HostSide;
 use self::memory::Memory;
 use self::step::{Results, StepState, Steps};
 use crate::config::{Config, DeviceKind};
-use crate::devices;
+use crate::devices::{self, KernelTime};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::models::{Model, Save};
@@ -168,6 +168,18 @@ impl Worker {
     /// What was used until now.
     pub(crate) fn used(&self) -> &Arc<Used> {
         &self.used
+    }
+
+    /// See [`Device::time_kernels`](devices::Device::time_kernels).
+    pub(crate) fn time_kernels(&self) {
+        self.devices.iter().for_each(DeviceSide::time_kernels);
+    }
+
+    /// See [`Device::take_kernel_times`](devices::Device::take_kernel_times). Of all devices.
+    pub(crate) fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
+        let times = self.devices.iter().map(DeviceSide::take_kernel_times);
+        let times: Vec<Vec<KernelTime>> = times.collect::<Result<_, _>>()?;
+        Ok(KernelTime::sums(times.into_iter().flatten()))
     }
 
     /// Bytes of the host that are pinned for copies.

@@ -2,10 +2,12 @@
 //! those that `kernels/*.cu` declare; every launch is compared with the text.
 
 use std::cell::RefCell;
+use std::sync::Arc;
 
 use l2l_actors::BoxedError;
 
 use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use super::times::Times;
 use super::ways::{Way, Ways};
 use crate::kernels::{Activation, AttentionShape, Dropout, Rotary};
 use crate::tensor::Dtype;
@@ -175,17 +177,23 @@ const TILE: usize = 16;
 
 /// Launches on the compute stream. After the first error, nothing more is launched.
 pub(super) struct Queue<'a> {
-    driver: &'a dyn Driver,
+    driver: &'a Arc<dyn Driver>,
     /// The workspace of matrix products.
     workspace: Address,
     /// How products are computed.
     ways: &'a Ways,
+    times: &'a Times,
     failed: RefCell<Option<BoxedError>>,
 }
 
 impl<'a> Queue<'a> {
-    pub(super) fn new(driver: &'a dyn Driver, workspace: Address, ways: &'a Ways) -> Queue<'a> {
-        Queue { driver, workspace, ways, failed: RefCell::default() }
+    pub(super) fn new(
+        driver: &'a Arc<dyn Driver>,
+        workspace: Address,
+        ways: &'a Ways,
+        times: &'a Times,
+    ) -> Queue<'a> {
+        Queue { driver, workspace, ways, times, failed: RefCell::default() }
     }
 
     /// See [`Target::has_tensor_cores`](super::texts::Target::has_tensor_cores).
@@ -219,7 +227,8 @@ impl<'a> Queue<'a> {
         let shared = u32::try_from(shared).expect("a block has little");
         let launch = Launch { kernel, grid, block, shared, arguments };
         if !grid.contains(&0) {
-            self.go(|| self.driver.launch(Stream::Compute, &launch), kernel);
+            let go = || self.driver.launch(Stream::Compute, &launch);
+            self.go(|| self.times.of(self.driver, kernel, go), kernel);
         }
     }
 
@@ -287,7 +296,11 @@ impl<'a> Queue<'a> {
             }
         };
         let (on, workspace) = (Stream::Compute, self.workspace);
-        let is_done = self.driver.product(on, of_library, relies_on, workspace)?;
+        let mut is_done = false;
+        self.times.of(self.driver, "product", || {
+            is_done = self.driver.product(on, of_library, relies_on, workspace)?;
+            Ok(())
+        })?;
         let Product { rows, columns, c, stride, bias: Some(bias), .. } = *product else {
             return Ok(is_done);
         };
@@ -318,7 +331,8 @@ impl<'a> Queue<'a> {
     pub(super) fn copy(&self, to: Place, from: Place, len: usize) {
         assert_eq!(to.dtype, from.dtype, "a copy casts nothing");
         let bytes = len * to.dtype.size();
-        self.go(|| self.driver.copy(Stream::Compute, to.at, from.at, bytes), "copy");
+        let go = || self.driver.copy(Stream::Compute, to.at, from.at, bytes);
+        self.go(|| self.times.of(self.driver, "copy", go), "copy");
     }
 
     /// out (+)= the sum of `count` parts, `stride` apart.

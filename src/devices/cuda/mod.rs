@@ -34,6 +34,7 @@ mod rotary;
 #[cfg(test)]
 pub(super) mod tests;
 mod texts;
+mod times;
 mod ways;
 
 use std::collections::HashMap;
@@ -52,8 +53,9 @@ use self::batch_metadata::DeviceMetadata;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
 use self::pinned::{Pinned, parts};
+use self::times::Times;
 use self::ways::Ways;
-use super::{Check, Device, GpuRates, KernelGroup, PeerView};
+use super::{Check, Device, GpuRates, KernelGroup, KernelTime, PeerView};
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
@@ -84,6 +86,7 @@ pub(super) struct Cuda {
     workspace: Address,
     /// How products are computed.
     ways: Ways,
+    times: Times,
     /// Metadata on its way to the device, from [`IN_FLIGHT`] places of the host in turn.
     staging: Arena,
     /// The metadata that the device has, or will have when it is next needed.
@@ -164,6 +167,7 @@ impl Cuda {
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
             ways: Ways::default(),
+            times: Times::default(),
             staging,
             current: Mutex::default(),
             issued: Arc::default(),
@@ -175,7 +179,7 @@ impl Cuda {
 
     /// Launches on the compute stream.
     fn queue(&self) -> Queue<'_> {
-        Queue::new(&*self.driver, self.workspace, &self.ways)
+        Queue::new(&self.driver, self.workspace, &self.ways, &self.times)
     }
 
     fn address(&self, view: View) -> Address {
@@ -310,6 +314,14 @@ impl Device for Cuda {
         let mark = self.read_back(self.marked)?;
         let mark: i64 = bytemuck::cast_slice(&mark)[0];
         Ok((mark != 0).then_some(mark))
+    }
+
+    fn time_kernels(&self) {
+        self.times.begin();
+    }
+
+    fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
+        self.times.take(&*self.driver)
     }
 
     fn compute(

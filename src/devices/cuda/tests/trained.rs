@@ -3,6 +3,7 @@
 use super::{KINDS, close, config, run, run_on};
 use crate::Trainer;
 use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};
+use crate::data::Batches;
 use crate::devices::cuda::emulated;
 use crate::models::{Base, Tensor};
 use crate::optimizers::{Update, UpdateRule};
@@ -98,6 +99,31 @@ fn the_first_layer_that_is_not_finite_is_named() {
         let on_device = error(DeviceKind::Cuda, dtype, devices);
         assert!(on_device.contains(named), "{on_device} and not {named}");
     }
+}
+
+/// Each kernel's launches are timed, once.
+#[test]
+fn kernels_are_timed() {
+    if !emulated::instead() {
+        return;
+    }
+    let config = config(DeviceKind::Cuda);
+    emulated::runtime().block_on(async {
+        let mut batches = Batches::open(&config).expect("data of ours");
+        let mut trainer = Trainer::start(config).await.expect("a case of ours");
+        trainer.step(batches.next().await.expect("a batch")).await.expect("nothing fails");
+        assert!(trainer.take_kernel_times().await.expect("nothing fails").is_empty());
+        trainer.time_kernels();
+        trainer.step(batches.next().await.expect("a batch")).await.expect("nothing fails");
+        let times = trainer.take_kernel_times().await.expect("nothing fails");
+        // Two layers, three micro-batches: each forward twice, as the backward pass recomputes.
+        let of = |name| times.iter().find(|time| time.kernel == name).expect("it was launched");
+        assert_eq!(of("attention").launches, 12);
+        assert_eq!(of("attention_backward_keys").launches, 6);
+        assert!(of("product").launches > 12 && of("product").seconds > 0.0);
+        assert!(trainer.take_kernel_times().await.expect("nothing fails").is_empty());
+        trainer.stop().await.expect("a clean end");
+    });
 }
 
 /// A rule that knows nothing of split masters: they are unpacked for it.

@@ -1,0 +1,62 @@
+//! How long each kernel takes, where that is asked for: an event before and behind each launch.
+
+use std::sync::{Arc, Mutex};
+
+use l2l_actors::BoxedError;
+
+use super::driver::{Driver, Event, Stream};
+use crate::devices::KernelTime;
+
+/// See the [module](self).
+#[derive(Default)]
+pub(super) struct Times {
+    /// None: nobody asks.
+    launches: Mutex<Option<Vec<Launched>>>,
+}
+
+/// A launch that was timed.
+struct Launched {
+    kernel: &'static str,
+    begin: Arc<Event>,
+    end: Arc<Event>,
+}
+
+impl Times {
+    /// Times what is launched from now on.
+    pub(super) fn begin(&self) {
+        self.launches.lock().expect("nothing panics inside").get_or_insert_default();
+    }
+
+    /// Launches on the compute stream, with the time that it takes if somebody asks.
+    pub(super) fn of(
+        &self,
+        driver: &Arc<dyn Driver>,
+        kernel: &'static str,
+        launch: impl FnOnce() -> Result<(), BoxedError>,
+    ) -> Result<(), BoxedError> {
+        let is_asked = self.launches.lock().expect("nothing panics inside").is_some();
+        if !is_asked {
+            return launch();
+        }
+        let begin = Event::record(driver, Stream::Compute)?;
+        launch()?;
+        let end = Event::record(driver, Stream::Compute)?;
+        let launched = Launched { kernel, begin, end };
+        let mut all = self.launches.lock().expect("nothing panics inside");
+        all.get_or_insert_default().push(launched);
+        Ok(())
+    }
+
+    /// The times of all launches since the last call, by kernel. Waits for them.
+    pub(super) fn take(&self, driver: &dyn Driver) -> Result<Vec<KernelTime>, BoxedError> {
+        let mut all = self.launches.lock().expect("nothing panics inside");
+        let all = all.as_mut().map(std::mem::take).unwrap_or_default();
+        let seconds = |Launched { kernel, begin, end }: Launched| {
+            driver.synchronize(end.id)?;
+            let seconds = driver.seconds(begin.id, end.id)?;
+            Ok(KernelTime { kernel, launches: 1, seconds })
+        };
+        let times: Result<Vec<KernelTime>, BoxedError> = all.into_iter().map(seconds).collect();
+        times.map(KernelTime::sums)
+    }
+}
