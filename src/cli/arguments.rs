@@ -100,8 +100,8 @@ pub(super) struct BenchArguments {
     /// The losses then mean nothing.
     #[arg(long)]
     pub(super) without_copies: bool,
-    /// Also measure the device's kernels: the CPU's beside its matrix product and its memory, or how
-    /// long each of a GPU's takes in the steps, which are slower then.
+    /// Also measure the device's kernels: the CPU's beside its matrix product and its memory; of
+    /// a GPU, how long each takes in the steps, which are slower then.
     #[arg(long)]
     pub(super) kernels: bool,
 }
