@@ -75,9 +75,22 @@ fn what_is_missing_is_said() {
     assert!(nowhere.contains("device.cuda_libraries /nowhere: "), "{nowhere}");
     let products = "unsigned long cublasLtGetVersion(void) { return 130000; }";
     assert!(library(folder, "libcublasLt.so", products));
+    assert!(library(folder, "libcuda.so", &driver(11080, 100)));
+    let error = said(folder, &set);
+    assert!(
+        error.contains("libcuda.so is of CUDA 11.8, and has to be of at least 12.0"),
+        "{error}"
+    );
     assert!(library(folder, "libcuda.so", &driver(12040, 100)));
     let error = said(folder, &set);
-    assert!(error.contains("the driver is of CUDA 12.4, of at least 13.0"), "{error}");
+    assert!(error.contains("the driver is of CUDA 12.4 and libnvrtc.so of 13.0"), "{error}");
+    let older = "unsigned long cublasLtGetVersion(void) { return 111103; }";
+    assert!(
+        library(folder, "libcublasLt.so", older)
+            && library(folder, "libcuda.so", &driver(13000, 100))
+    );
+    let error = said(folder, &set);
+    assert!(error.contains("libcublasLt.so is of CUDA 11.11, and has to be of at"), "{error}");
     let newer = "unsigned long cublasLtGetVersion(void) { return 140000; }";
     assert!(
         library(folder, "libcublasLt.so", newer)
