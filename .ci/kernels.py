@@ -146,8 +146,8 @@ def compile_all(nvrtc, files, write):
         for file, element, architecture in itertools.product(files, ELEMENTS, ARCHITECTURES[nvrtc.version()[0]])
         if has_element(element, architecture)
     ]
-    prelude = (KERNELS / "prelude.cu").read_text()
-    texts = {file: prelude + (KERNELS / f"{file}.cu").read_text() for file in files}
+    prelude = (KERNELS / "prelude.cu").read_text("utf-8")
+    texts = {file: prelude + (KERNELS / f"{file}.cu").read_text("utf-8") for file in files}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda t: nvrtc.compile(t[0], texts[t[0]], t[1], t[2]), targets))
 
@@ -207,7 +207,7 @@ def has_all(path, prefix, *sources):
     """Whether a library has all functions that these files of the device call."""
     library, missing = ctypes.CDLL(path), []
     for source in sources:
-        text = (KERNELS.parent / source).read_text()
+        text = (KERNELS.parent / source).read_text("utf-8")
         called = re.findall(rf"sys::({prefix}[A-Z]\w*)\(", text)
         called += [name for one in re.findall(r"result::([a-z_]+)\(", text) for name in CALLS[one]]
         missing += [name for name in called if name.startswith(prefix) and not hasattr(library, name)]
@@ -236,15 +236,15 @@ def print_table(table):
 
 def build(file, element, folder, has_hazards=False, own=None):
     """The emulated library of a file of kernels, or of a text; with hazards, its accesses are looked at."""
-    own = own or (KERNELS / f"{file}.cu").read_text()
-    text = (KERNELS / "prelude.cu").read_text() + own
+    own = own or (KERNELS / f"{file}.cu").read_text("utf-8")
+    text = (KERNELS / "prelude.cu").read_text("utf-8") + own
     options = ["-std=c++20", f"-DELEMENT={element}"]
     # Kernels may depend on the element.
     seen = ["c++", "-E", "-P", "-x", "c++", "-DEMULATOR", *options, "-"]
-    seen = subprocess.run(seen, input=text, capture_output=True, text=True, check=True).stdout
+    seen = subprocess.run(seen, input=text, capture_output=True, encoding="utf-8", check=True).stdout
     table = "".join(f"EMULATED({name})\n" for name, _ in KERNEL.findall(seen))
     source, library = folder / f"{file}_{element}.cpp", folder / f"{file}_{element}.so"
-    source.write_text((KERNELS / "emulator.h").read_text() + text + table)
+    source.write_text((KERNELS / "emulator.h").read_text("utf-8") + text + table, "utf-8")
     strict = ["-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
     common = ["c++", *options, *strict, "-O2", "-fPIC"]
     commands = [[*common, "-shared", source, "-o", library]]
@@ -369,7 +369,7 @@ class Device:
         self.library, self.element, self.shift, self.worst = library, element, int(is_other_way), worst
         self.buffers, self.outputs = [], []
         library.emulate_backwards(int(is_other_way))
-        text = text or (KERNELS / f"{file}.cu").read_text()
+        text = text or (KERNELS / f"{file}.cu").read_text("utf-8")
         self.launches = {name: (shape, parameters) for shape, name, parameters in LAUNCH.findall(text)}
 
     # Buffers. `changes`: a kernel may write to it.
@@ -506,7 +506,7 @@ def emulate_all(files):
     for kernel in dict.fromkeys(kernel for kernel, _ in worst):
         of = [f"{worst.get((kernel, element), math.nan):12.1e}" for element in ELEMENTS]
         print(f"{kernel:40}" + "".join(of))
-    every = {name for file in files for name, _ in KERNEL.findall((KERNELS / f"{file}.cu").read_text())}
+    every = {name for file in files for name, _ in KERNEL.findall((KERNELS / f"{file}.cu").read_text("utf-8"))}
     if unchecked := every - {kernel for kernel, _ in worst}:
         print("no check of", ", ".join(sorted(unchecked)))
         well = False
@@ -679,7 +679,7 @@ def check_columns(device, random, rows, width, columns, first):
 
 def table(name):
     """Values of codes, from bitsandbytes."""
-    golden = json.loads((HERE.parent / "tests/goldens/quantised/golden.json").read_text())
+    golden = json.loads((HERE.parent / "tests/goldens/quantised/golden.json").read_text("utf-8"))
     return np.frombuffer(bytes.fromhex(golden[name]), np.float32)
 
 

@@ -36,7 +36,7 @@ def instructions(cubin):
         file.write(cubin)
         file.flush()
         command = [nvdisasm(), "--print-code", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     parts = re.split(r"^\s*\.text\.(\w+):\s*$", text, flags=re.MULTILINE)
     return {name: INSTRUCTION.findall(code) for name, code in zip(parts[1::2], parts[2::2])}
 
@@ -71,7 +71,7 @@ def check(found, write):
         rows = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(found.items()))
         GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
         return True
-    expected, well = json.loads(GOLDEN.read_text()), True
+    expected, well = json.loads(GOLDEN.read_text("utf-8")), True
     for key in sorted(set(found) | set(expected)):
         if found.get(key) != expected.get(key):
             print(f"{key}: {found.get(key)}, committed: {expected.get(key)} (--write commits)")
