@@ -182,23 +182,18 @@ impl Draft {
         fs::create_dir(&partial).map_err(failed)?;
         let before = before.filter(|before| *before != directory);
         let before = before.and_then(|before| Some((before, record_in(before)?)));
-        let updates = eps.updates();
-        let files = match (run.config.train.lora.is_some(), &before) {
-            (true, _) => TensorFiles::of_adapters(&partial, run.model, eps)?,
-            (false, before) => {
-                let is_updated = |id: BlockId| {
-                    let of = |updates: &[u64]| updates.get(id.0 as usize).copied();
-                    before.as_ref().is_none_or(|(_, before)| of(&before.updates) != of(&updates))
-                };
+        let files = match run.config.train.lora {
+            Some(_) => TensorFiles::of_adapters(&partial, run.model, eps)?,
+            None => {
                 let before = before.as_ref();
-                let before =
-                    before.map(|(directory, _)| Before { directory, is_updated: &is_updated });
+                let before = before
+                    .map(|(directory, record)| Before { directory, updates: &record.updates });
                 let most = run.config.checkpoint.shard_size.bytes();
                 TensorFiles::of_checkpoint(&partial, run.model, eps, most, before)?
             }
         };
         let files = files.with_states(partial.join(hf::STATES), run.model, eps)?;
-        let record = record_of(run, progress, updates);
+        let record = record_of(run, progress, eps.updates());
         let linked_digests = before.map(|(_, record)| record.files).unwrap_or_default();
         Ok(Draft { directory: directory.into(), files, record, linked_digests })
     }

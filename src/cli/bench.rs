@@ -36,11 +36,11 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
         };
         let is_gpu = config.device.kind == DeviceKind::Cuda;
         let how = How { steps, copies, times_kernels: kernels && is_gpu };
-        let ended = runtime()?.block_on(all_steps(&config, train, how, show))?;
-        let (summary, digest) = (ended.summary, ended.digest);
+        let Steps { summary, digest, times } =
+            runtime()?.block_on(all_steps(&config, train, how, show))?;
         let more = rates(&reports, product);
         if kernels && is_gpu {
-            show_times(&ended.times, &mut log, &screen);
+            show_times(&times, &mut log, &screen);
         } else if kernels {
             show_kernels(&config, &mut log, &screen)?;
         }

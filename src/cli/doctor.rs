@@ -12,8 +12,8 @@ use super::{Common, DoctorArguments, print};
 
 /// Compares every kernel of the GPU with the CPU's: a process for each group.
 pub(super) fn check(arguments: &DoctorArguments) -> Result<(), Error> {
-    let seed = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let seed = arguments.seed.unwrap_or_else(|| seed().as_nanos() as u64);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let seed = arguments.seed.unwrap_or(now.as_nanos() as u64);
     if let Some(group) = arguments.group {
         return check_group(&arguments.common, group, seed);
     }

@@ -20,9 +20,9 @@ pub struct CheckpointConfig {
     /// What a checkpoint does to the run that cannot be written, for instance to a full disk. Those
     /// before it are untouched.
     pub on_error: OnError,
-    /// The most bytes of a file of weights. A file of layers that no step has updated since the
-    /// checkpoint before is a link to that one's; in smaller files there are more such layers.
-    /// `auto`: 5 GB, as transformers has it.
+    /// The most bytes of a file of weights; `auto`: 5 GB, as transformers has it. If no step has
+    /// updated the layers of a file since the checkpoint before, the file is a hard link to that
+    /// checkpoint's. Smaller files are links more often.
     pub shard_size: ByteSize,
 }
 

@@ -248,8 +248,8 @@ pub fn gpus() -> Result<Vec<Gpu>, Error> {
 }
 
 /// Runs a group's kernels of the GPU that a config names against the CPU's, at odd sizes, on values
-/// of this seed. `each` is told of a kernel as soon as its cases have run. A kernel that fails ends
-/// nothing, as long as the GPU answers.
+/// of this seed. `each` is called for a kernel as soon as its cases have run. A kernel that fails
+/// ends nothing, as long as the GPU answers.
 ///
 /// # Errors
 /// There is no such GPU, or it no longer answers.

@@ -48,8 +48,8 @@ pub(crate) struct LinkedFile {
 #[derive(Clone, Copy)]
 pub(crate) struct Before<'b> {
     pub(crate) directory: &'b Path,
-    /// Whether a block was updated since.
-    pub(crate) is_updated: &'b dyn Fn(BlockId) -> bool,
+    /// The number of updates that each block had had.
+    pub(crate) updates: &'b [u64],
 }
 
 /// A file without its name.
@@ -97,8 +97,13 @@ impl TensorFiles {
         let (trained, frozen) = all.partition(|(name, _)| names.contains(&name[..]));
         let mut all = shards(frozen, most);
         all.extend(shards(trained, most));
+        let updates = eps.updates();
         TensorFiles::in_shards(directory, all, |shard| {
-            let Before { directory, is_updated } = before?;
+            let Before { directory, updates: before } = before?;
+            let is_updated = |block: BlockId| {
+                let block = block.0 as usize;
+                updates.get(block) != before.get(block)
+            };
             let is_same = |(name, tensor): (&String, &FileTensor)| {
                 let is_frozen = !names.contains(&name[..]);
                 is_frozen || !tensor.pieces.iter().any(|(block, _)| is_updated(*block))

@@ -92,7 +92,9 @@ impl Worker {
         let found = OnceLock::new();
         let on_write = |operation: &'static str, view: View| {
             if found.get().is_none() && matches!(device.is_finite(view, 0), Ok(false)) {
-                _ = found.set(format!("; its first such operation is {operation}, of {view}"));
+                let View { rows, columns, .. } = view;
+                let of = format!("{operation}, of ({rows}, {columns})");
+                _ = found.set(format!("; its first such operation is {of}"));
             }
         };
         device.compute(batch, &|kernels| {

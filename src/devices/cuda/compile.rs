@@ -47,7 +47,7 @@ pub(super) fn cubin(
         let install = match is_older {
             true => {
                 "install CUDA 12's libraries, which know it (`pip install \
-                     nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12`), and remove these"
+                     nvidia-cuda-nvrtc-cu12 nvidia-cublas-cu12`), instead of these"
             }
             false => "install a newer one",
         };

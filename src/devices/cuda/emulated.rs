@@ -28,6 +28,12 @@ use crate::tensor::Dtype;
 /// The architecture that it has, unless it is [limited](Limits).
 const ARCHITECTURE: u32 = 90;
 
+/// Bytes that the driver's memory is aligned to.
+const ALIGNED: usize = 256;
+
+/// Bytes of a page of the host.
+const PAGE: usize = 4096;
+
 type Emulate =
     unsafe extern "C" fn(*const c_char, *const u32, *const u32, u32, *mut *mut c_void) -> i32;
 
@@ -124,12 +130,6 @@ pub(super) fn asked_for(custom: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn
 pub(super) fn fail_after(calls: i64) {
     LEFT.with_borrow(|left| left.store(calls, Relaxed));
 }
-
-/// Bytes that the driver's memory is aligned to.
-const ALIGNED: usize = 256;
-
-/// Bytes of a page of the host.
-const PAGE: usize = 4096;
 
 /// Calls that were made since [`fail_after`] of that many.
 pub(super) fn calls(of: i64) -> i64 {

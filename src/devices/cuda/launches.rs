@@ -270,17 +270,20 @@ impl<'a> Queue<'a> {
     /// c (+)= a b + bias, in the fastest way that there is.
     pub(super) fn product(&self, product: &Product) {
         let key = product.key();
-        let find = || {
-            let known = self.ways.known(&key);
-            for way in known.map_or(Way::ALL.to_vec(), |way| vec![way]) {
+        let refused = || Err(format!("cuBLASLt has no algorithm for {key}").into());
+        let compute = || {
+            if let Some(known) = self.ways.known(&key) {
+                return if self.product_in(known, product)? { Ok(()) } else { refused() };
+            }
+            for way in Way::ALL {
                 if self.product_in(way, product)? {
                     self.ways.learn(key, way);
                     return Ok(());
                 }
             }
-            Err(format!("cuBLASLt has no algorithm for {key}").into())
+            refused()
         };
-        self.go(find, "product");
+        self.go(compute, "product");
     }
 
     /// Computes a product in a way. False: the library cannot, and nothing was done.
@@ -312,6 +315,7 @@ impl<'a> Queue<'a> {
         Ok(is_done)
     }
 
+    /// c (+)= a b + bias, by a kernel of our own.
     fn own_product(&self, product: &Product) {
         let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
         let kernel = match (c.dtype, a.at.dtype) {

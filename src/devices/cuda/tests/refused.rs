@@ -51,9 +51,9 @@ fn products_that_the_library_refuses_are_computed() {
     }
 }
 
-/// Each is told once, with its sizes.
+/// Each is reported once, with its sizes.
 #[test]
-fn slower_products_are_told() {
+fn slower_products_are_reported() {
     if !emulated::instead() {
         return;
     }
@@ -71,7 +71,7 @@ fn slower_products_are_told() {
     });
 }
 
-/// A launch that is refused is told, and the other kernels are checked; a device that no longer
+/// A launch that is refused is reported, and the other kernels are checked; a device that no longer
 /// answers ends the check.
 #[test]
 fn a_check_goes_on_as_long_as_the_device_answers() {
@@ -92,9 +92,9 @@ fn a_check_goes_on_as_long_as_the_device_answers() {
     assert!(says.starts_with("the GPU does not answer since "), "{says}");
 }
 
-/// Memory that cannot be pinned costs no bit, and is told. What is pinned is pinned in parts.
+/// Memory that cannot be pinned changes no bit, and is reported. What is pinned is pinned in parts.
 #[test]
-fn memory_that_is_not_pinned_is_told() {
+fn memory_that_is_not_pinned_is_reported() {
     if !emulated::instead() {
         return;
     }
