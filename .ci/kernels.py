@@ -47,7 +47,7 @@ ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
 PRINTED = [80, 90]
 ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
 # The most bytes that kernels may spill, by element: others may none. Attention without tensor cores has as few
-# registers as lets two blocks run at once.
+# registers as lets two blocks run at once; on tensor cores, sums take nearly all that there are.
 SPILLS = {
     ("attention", 32): 200,
     ("attention_backward_keys", 32): 80,
@@ -55,8 +55,12 @@ SPILLS = {
     ("attention", 15): 200,
     ("attention_backward_keys", 15): 80,
     ("attention_backward_queries", 15): 444,
-    ("attention_backward_queries_32", 16): 24,
-    ("attention_backward_queries_32", 15): 24,
+    ("attention_128", 16): 48,
+    ("attention_128", 15): 48,
+    ("attention_backward_keys_64", 16): 208,
+    ("attention_backward_keys_64", 15): 208,
+    ("attention_backward_keys_128", 16): 144,
+    ("attention_backward_keys_128", 15): 144,
 }
 # A kernel that spills: 64 numbers, in 32 registers.
 SPILLING = """
@@ -161,7 +165,8 @@ def compile_all(nvrtc, files, write):
             table[file, kernel, element, architecture] = used
         if file == "attention" and architecture in PRINTED and nvrtc.version()[0] == 13 and sass.nvdisasm():
             launches = {name: shape for shape, name, _ in LAUNCH.findall(texts[file])}
-            rows = sass.table(code, architecture, resources(log), launches)
+            _, _, of_loops = nvrtc.compile(file, sass.steady(texts[file]), element, architecture)
+            rows = sass.table(code, of_loops, architecture, resources(log), launches)
             name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {kernel}"
             machine_code |= {name_of(kernel): row for kernel, row in rows.items()}
     if machine_code:

@@ -260,6 +260,7 @@ def checks():
         return dict(sequences=b, positions=t, heads=h, kv_heads=k, head_size=d, **more)
 
     documents = (70, 3, 64, 1)
+    # Accesses are looked at in every fourth: each padded head size is among them.
     cases = [
         case(1, 1, 1, 1, 1, stretch=1),
         case(1, 1, 2, 1, 256, causal=False, probability=0.5),
@@ -271,19 +272,20 @@ def checks():
         case(2, 130, 2, 2, 64, window=1, stretch=64),
         case(2, 130, 3, 1, 64, probability=0.1, stretch=64, spread=4.0),
         case(1, 130, 2, 1, 72, causal=False, probability=0.2),
-        case(2, 130, 2, 1, 256, window=65, probability=0.2, stretch=64),
+        case(2, 200, 1, 1, 5, causal=False, window=65, shorter=30),
         case(2, 150, 1, 1, 48, window=20, every=(70, 30), stretch=64),
         case(1, 200, 4, 2, 128, window=65, every=documents, stretch=128, spread=3.0),
         case(1, 200, 1, 1, 128, causal=False, probability=0.2, every=documents),
         case(2, 200, 1, 1, 64, causal=False, every=documents, shorter=77),
         case(2, 200, 3, 1, 16, causal=False, window=3, probability=0.1, shorter=77),
-        case(2, 200, 1, 1, 5, causal=False, window=65, shorter=30),
+        case(2, 130, 2, 1, 256, window=65, probability=0.2, stretch=64),
         case(2, 300, 1, 1, 64, shorter=200, stretch=64),  # whole tiles less
         case(1, 67, 1, 1, 130, causal=False, spread=3.0),
     ]
     scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]
     return [
-        ("attention", check_attention, [one | dict(plain=plain) for one in cases for plain in (True, False)]),
+        ("attention", check_attention, [one | dict(plain=True) for one in cases]),
+        ("attention", check_attention, [one | dict(plain=False) for one in cases]),
         (
             "cross_entropy",
             check_scores,

@@ -1,6 +1,10 @@
 """The machine code of attention's kernels, disassembled: products on tensor cores (HMMA), matrices read from shared
-memory (LDSM), copies of 16 bytes to it (LDGSTS); and how many blocks an SM runs at once. `table` counts; `check`
-compares with kernels_sass.json, which `kernels.py --write` writes anew.
+memory (LDSM), copies of 16 bytes to it (LDGSTS); how many blocks an SM runs at once; and how many cycles of an SM one
+round of a kernel's main loop takes at least, for each of its pipes, by a warp. `table` counts; `check` compares with
+kernels_sass.json, which `kernels.py --write` writes anew.
+
+The cycles are an estimate without a GPU: instructions of the loop, each at the rate of its pipe. Pipes work side by
+side, so the busiest says how long a round takes at least. Latencies, and pipes that wait for each other, come on top.
 """
 
 import importlib.metadata
@@ -21,6 +25,28 @@ COUNTED = {
 }
 
 
+# What holds in the middle of a long sequence, where nothing is dropped: the loop has no other code then.
+STEADY = {
+    "size.dropout.threshold": "0u",
+    "{ return keys.from < last.to && first.from < keys.to; }": "{ return true; }",
+    "{ return last.from <= keys.from && keys.to <= first.to; }": "{ return true; }",
+    "queries.count() < QUERIES || ": "",
+    "const bool is_aligned = ": "const bool is_aligned = true || ",
+}
+# Cycles of an SM for an instruction of a warp, from the rates in the CUDA C++ Programming Guide ("Arithmetic
+# Instructions") and 128 bytes of shared memory a cycle. A product on tensor cores is at the data sheet's rate; without
+# wgmma, a GPU of sm_90 reaches about 0.63 of it (Luo et al. 2024, arXiv 2402.13499).
+PIPES = {
+    "tensor": {80: [(r"HMMA\b", 2)], 90: [(r"HMMA\b", 1 / 0.63)]},
+    "shared": [(r"LDSM\b.*\.4", 4), (r"LDGSTS\b.*\.128", 4), (r"(LDS|STS)\b.*\.128", 4), (r"(LDS|STS)\b.*\.64", 2),
+               (r"LDGSTS\b|LDS\b|STS\b", 1)],
+    "special": [(r"MUFU\b", 2)],
+    "float": {80: [(r"(FADD|FMUL|FFMA|IMAD)\b", 0.5)], 90: [(r"(FADD|FMUL|FFMA)\b", 0.25), (r"IMAD\b", 0.5)]},
+    "integer": [(r"(FMNMX|FSETP|FSEL|F2FP|ISETP|IADD3|LEA|LOP3|SEL|SHF|PRMT|MOV|VIADD|IMNMX|VIMNMX)\b", 0.5)],
+    "issue": [(r"", 0.25)],
+}
+
+
 def nvdisasm():
     """The disassembler of the Python package, or none."""
     try:
@@ -30,15 +56,42 @@ def nvdisasm():
     return next(f.locate() for f in files if f.name == "nvdisasm")
 
 
-def instructions(cubin):
-    """The instructions of each kernel."""
+def disassemble(cubin):
+    """The text of each kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [nvdisasm(), "--print-code", file.name]
         text = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     parts = re.split(r"^\s*\.text\.(\w+):\s*$", text, flags=re.MULTILINE)
-    return {name: INSTRUCTION.findall(code) for name, code in zip(parts[1::2], parts[2::2])}
+    return {name: code for name, code in zip(parts[1::2], parts[2::2])}
+
+
+def main_loop(code):
+    """The instructions of the loop that has the most products, and of such the shortest."""
+    labels, lines = {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif one := INSTRUCTION.search(line):
+            lines.append((one[1], re.search(r"`\(\.(L_x_\d+)\)", line)))
+    loops = [
+        [name for name, _ in lines[labels[to[1]] : at + 1]]
+        for at, (name, to) in enumerate(lines)
+        if name == "BRA" and to and labels[to[1]] <= at
+    ]
+    products = lambda loop: sum(name.startswith("HMMA") for name in loop)
+    return max(loops, key=lambda loop: (products(loop), -len(loop)), default=[])
+
+
+def cycles(loop, architecture):
+    """Of each pipe."""
+    found = {}
+    for pipe, rates in PIPES.items():
+        rates = rates[architecture] if isinstance(rates, dict) else rates
+        of = lambda name: next((rate for how, rate in rates if re.match(how, name)), 0)
+        found[pipe] = round(sum(map(of, loop)))
+    return found
 
 
 def blocks(architecture, threads, registers, shared):
@@ -49,20 +102,42 @@ def blocks(architecture, threads, registers, shared):
     return min(by_registers, all_shared // (shared + own), all_threads // threads)
 
 
-def table(cubin, architecture, used, launches):
+def steady(text):
+    """A text of which only what holds in the middle of a long sequence is compiled."""
+    for of, to in STEADY.items():
+        assert of in text, f"attention.cu has no {of}"
+        text = text.replace(of, to)
+    return text
+
+
+def table(cubin, steady_cubin, architecture, used, launches):
     """What is counted of each kernel whose block has a size of its own."""
-    rows = {}
-    for name, code in instructions(cubin).items():
+    rows, loops = {}, disassemble(steady_cubin)
+    for name, code in disassemble(cubin).items():
         shape = launches.get(name, "")
         threads = re.search(r"block \((\d+)\)", shape)
         if name not in used or threads is None:
             continue
         shared = re.search(r"shared (\d+) bytes", shape)
         shared = used[name]["shared"] + int(shared[1] if shared else 0)
-        row = {what: sum(bool(re.match(how, one)) for one in code) for what, how in COUNTED.items()}
+        found = INSTRUCTION.findall(code)
+        row = {what: sum(bool(re.match(how, one)) for one in found) for what, how in COUNTED.items()}
         row["blocks of an SM"] = blocks(architecture, int(threads[1]), used[name]["registers"], shared)
+        if row["HMMA"]:
+            row["cycles"] = cycles(main_loop(loops[name]), architecture)
         rows[name] = row
     return rows
+
+
+def print_cycles(found):
+    """Beside the bound: the products alone, at the data sheet's rate."""
+    print("cycles of an SM for a round of a warp's main loop, by pipe, and the busiest beside the products' bound")
+    for key, row in sorted(found.items()):
+        if of := row.get("cycles"):
+            bound = of["tensor"] * (0.63 if key.startswith("sm_90") else 1)
+            busiest = max(of, key=of.get)
+            pipes = "".join(f"{pipe:>9} {count:<4}" for pipe, count in of.items())
+            print(f"{key:48}{pipes}  {busiest} {of[busiest] / bound:.2f}")
 
 
 def check(found, write):
@@ -71,6 +146,7 @@ def check(found, write):
         rows = (f"{json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(found.items()))
         GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
         return True
+    print_cycles(found)
     expected, well = json.loads(GOLDEN.read_text("utf-8")), True
     for key in sorted(set(found) | set(expected)):
         if found.get(key) != expected.get(key):

@@ -37,23 +37,23 @@ const CORES: [(usize, Passes); 4] = [
     (
         32,
         [
-            tiles("attention_32", 128, 256, 22_528),
-            tiles("attention_backward_keys_32", 64, 128, 22_528),
-            tiles("attention_backward_queries_32", 64, 128, 32_768),
+            tiles("attention_32", 128, 128, 22_528),
+            tiles("attention_backward_keys_32", 128, 128, 33_792),
+            tiles("attention_backward_queries_32", 128, 128, 32_768),
         ],
     ),
     (
         64,
         [
-            tiles("attention_64", 128, 256, 38_912),
-            tiles("attention_backward_keys_64", 64, 128, 38_912),
-            tiles("attention_backward_queries_64", 64, 128, 57_344),
+            tiles("attention_64", 128, 128, 38_912),
+            tiles("attention_backward_keys_64", 128, 128, 58_368),
+            tiles("attention_backward_queries_64", 128, 128, 57_344),
         ],
     ),
     (
         128,
         [
-            tiles("attention_128", 128, 256, 71_680),
+            tiles("attention_128", 128, 128, 53_248),
             tiles("attention_backward_keys_128", 64, 128, 71_680),
             tiles("attention_backward_queries_128", 64, 128, 70_656),
         ],
@@ -114,7 +114,8 @@ impl On<'_> {
         self.tiles(to_queries, shape, queries, shape.heads, &arguments);
     }
 
-    /// Blocks for each tile of so many positions of each of so many heads.
+    /// Blocks for each tile of so many positions of each of so many heads. Heads come first: the blocks that
+    /// walk the most begin before all others, of whatever head.
     fn tiles(
         &self,
         tiles: Tiles,
@@ -124,7 +125,7 @@ impl On<'_> {
         arguments: &[&dyn Argument],
     ) {
         let Tiles { kernel, positions: of_tile, blocks, threads, shared } = tiles;
-        let grid = [positions.div_ceil(of_tile), blocks * heads, shape.batch.sequences()];
+        let grid = [blocks * heads, positions.div_ceil(of_tile), shape.batch.sequences()];
         self.queue.launch(kernel, grid, [threads, 1, 1], shared, arguments);
     }
 }

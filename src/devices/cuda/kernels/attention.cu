@@ -291,16 +291,16 @@ __device__ inline void plain_give(E* to, const Square (&sum)[PIECES], int i, flo
 }
 
 // y and the log-sum-exp of the scores. `kv`: keys and values, if they are not beside the queries.
-// launch: grid (ceil(longest / 64), heads, sequences), block (256), shared 35840 bytes
+// launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     attention(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
               Attention size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
-    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, SIDE);
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, SIDE);
     if (queries.count() <= 0) {
         return; // behind the end of a shorter sequence
     }
@@ -367,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
 
 // dk and dv, from all heads of queries that they serve, in order. They go beside their queries' gradients,
 // or, with keys and values apart, to (or are added to) `dkv`.
-// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (256), shared 35840 bytes
+// launch: grid (kv_heads, ceil((past + longest) / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                             const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -375,9 +375,9 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     const int group = size.heads / size.kv_heads;
-    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) * group};
+    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
-    const Span keys = head.tile(0, blockIdx.x, SIDE);
+    const Span keys = head.tile(0, blockIdx.y, SIDE);
     if (keys.count() <= 0) {
         return;
     }
@@ -429,15 +429,15 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
 }
 
 // dq.
-// launch: grid (ceil(longest / 64), heads, sequences), block (256), shared 35840 bytes
+// launch: grid (heads, ceil(longest / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     attention_backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                const T* kv, const int* starts, const unsigned* documents, Attention size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
-    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, SIDE);
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, SIDE);
     if (queries.count() <= 0) {
         return; // behind the end of a shorter sequence
     }
@@ -668,63 +668,131 @@ constexpr float LOG2_E = 1.44269504f;
 // Rows in shared memory are eight elements longer than a head: eight of them meet no bank twice.
 __device__ constexpr int pitch(int head) { return head + 8; }
 
-// Begins to copy rows, with zeros behind the last of them and behind their channels.
+// Begins to copy rows, with zeros behind the last of them and behind their channels. A thread copies the same
+// channels of every so many rows.
 template <int HEAD, int ROWS, int THREADS>
 __device__ inline void copy_rows(T* to, const Rows& rows) {
+    constexpr int OF_ROW = HEAD / 8, STEP = THREADS / OF_ROW;
+    static_assert(THREADS % OF_ROW == 0 && ROWS % STEP == 0, "threads copy whole rows");
     const bool is_aligned = reinterpret_cast<unsigned long long>(rows.at) % 16 == 0 && rows.channels % 8 == 0;
-    for (int index = threadIdx.x; index < ROWS * HEAD / 8; index += THREADS) {
-        const int row = index / (HEAD / 8), channel = index % (HEAD / 8) * 8;
-        const int real = row < rows.count ? rows.channels - channel : 0;
-        T* const place = to + row * pitch(HEAD) + channel;
-        const T* const from = real > 0 ? rows.at + row * rows.stride + channel : rows.at;
-        if (is_aligned) {
-            copy<16>(place, from, real > 0);
-        } else {
-            for (int i = 0; i < 8; ++i) {
-                place[i] = i < real ? from[i] : put(0.0f);
+    const int first = threadIdx.x / OF_ROW, channel = threadIdx.x % OF_ROW * 8;
+    const int count = rows.channels > channel ? rows.count - first : 0;
+    const T* const from = rows.at + first * rows.stride + channel;
+    to += first * pitch(HEAD) + channel;
+    if (is_aligned) {
+#pragma unroll
+        for (int row = 0; row < ROWS; row += STEP) {
+            copy<16>(to + row * pitch(HEAD), from + row * rows.stride, row < count);
+        }
+        return;
+    }
+    for (int row = 0; row < ROWS; row += STEP) {
+        for (int i = 0; i < 8; ++i) {
+            const bool is_real = row < count && channel + i < rows.channels;
+            to[row * pitch(HEAD) + i] = is_real ? from[row * rows.stride + i] : put(0.0f);
+        }
+    }
+}
+
+// Sixteen rows of a left side. Where registers have room (HELD), a lane reads what it multiplies once, else
+// each time.
+template <int HEAD, bool HELD>
+struct Strip {
+    const T* at;
+
+    __device__ void take(const T* rows) {
+        const int lane = threadIdx.x % WARP;
+        at = rows + lane % 16 * pitch(HEAD) + lane / 16 * 8;
+    }
+
+    __device__ Left part(int channel) const {
+        const Matrices x = load(at + channel, false);
+        return {{x.of[0], x.of[1], x.of[2], x.of[3]}};
+    }
+};
+
+template <int HEAD>
+struct Strip<HEAD, true> {
+    Left parts[HEAD / 16];
+
+    __device__ void take(const T* rows) {
+        Strip<HEAD, false> shared;
+        shared.take(rows);
+#pragma unroll
+        for (int channel = 0; channel < HEAD; channel += 16) {
+            parts[channel / 16] = shared.part(channel);
+        }
+    }
+
+    __device__ Left part(int channel) const { return parts[channel / 16]; }
+};
+
+// A warp's strips of rows that lie in shared memory.
+template <int HEAD, bool HELD, int STRIPS>
+__device__ inline void take(Strip<HEAD, HELD> (&strips)[STRIPS], const T* rows) {
+    rows += threadIdx.x / WARP * 16 * STRIPS * pitch(HEAD);
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; ++strip) {
+        strips[strip].take(rows + 16 * strip * pitch(HEAD));
+    }
+}
+
+// Of a warp's strips and so many columns.
+template <int STRIPS, int COLUMNS>
+using Sums = Sum[STRIPS][COLUMNS / 8];
+
+// Products of strips of a and each of COLUMNS rows of b, over all channels.
+template <int HEAD, int COLUMNS, bool HELD, int STRIPS>
+__device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<HEAD, HELD> (&a)[STRIPS], const T* b) {
+    const int lane = threadIdx.x % WARP;
+    b += (lane % 8 + lane / 16 * 8) * pitch(HEAD) + lane / 8 % 2 * 8;
+    for (auto& of_strip : sums) {
+        for (Sum& sum : of_strip) {
+            sum = {};
+        }
+    }
+#pragma unroll
+    for (int channel = 0; channel < HEAD; channel += 16) {
+        Left left[STRIPS];
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; ++strip) {
+            left[strip] = a[strip].part(channel);
+        }
+#pragma unroll
+        for (int column = 0; column < COLUMNS; column += 16) {
+            const Matrices right = load(b + column * pitch(HEAD) + channel, false);
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; ++strip) {
+                multiply(sums[strip][column / 8], left[strip], right.of[0], right.of[1]);
+                multiply(sums[strip][column / 8 + 1], left[strip], right.of[2], right.of[3]);
             }
         }
     }
 }
 
-// Products of 16 rows of a and each of COLUMNS rows of b, over all channels.
-template <int HEAD, int COLUMNS>
-__device__ inline void products(Sum (&sums)[COLUMNS / 8], const T* a, const T* b) {
-    const int lane = threadIdx.x % WARP;
-    a += lane % 16 * pitch(HEAD) + lane / 16 * 8;
-    b += (lane % 8 + lane / 16 * 8) * pitch(HEAD) + lane / 8 % 2 * 8;
-    for (Sum& sum : sums) {
-        sum = {};
-    }
-#pragma unroll
-    for (int channel = 0; channel < HEAD; channel += 16) {
-        const Matrices of_a = load(a + channel, false);
-        const Left left = {{of_a.of[0], of_a.of[1], of_a.of[2], of_a.of[3]}};
-#pragma unroll
-        for (int column = 0; column < COLUMNS; column += 16) {
-            const Matrices right = load(b + column * pitch(HEAD) + channel, false);
-            multiply(sums[column / 8], left, right.of[0], right.of[1]);
-            multiply(sums[column / 8 + 1], left, right.of[2], right.of[3]);
-        }
-    }
-}
-
-// sums += p x: p has 16 rows and a column for each of MIXED rows of x, of which it takes COLUMNS channels.
-template <int HEAD, int MIXED, int COLUMNS>
-__device__ inline void mix(Sum (&sums)[COLUMNS / 8], const Sum (&p)[MIXED / 8], const T* x) {
+// sums += p x: p has a column for each of MIXED rows of x, of which it takes COLUMNS channels.
+template <int HEAD, int MIXED, int COLUMNS, int STRIPS>
+__device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED>& p, const T* x) {
     const int lane = threadIdx.x % WARP;
     x += lane % 16 * pitch(HEAD) + lane / 16 * 8;
 #pragma unroll
     for (int row = 0; row < MIXED; row += 16) {
-        // Two sums side by side lie in a warp as one left side does.
-        const Sum &first = p[row / 8], &second = p[row / 8 + 1];
-        const Left left = {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
+        Left left[STRIPS];
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; ++strip) {
+            // Two sums side by side lie in a warp as one left side does.
+            const Sum &first = p[strip][row / 8], &second = p[strip][row / 8 + 1];
+            left[strip] = {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
                             pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};
+        }
 #pragma unroll
         for (int column = 0; column < COLUMNS; column += 16) {
             const Matrices right = load(x + row * pitch(HEAD) + column, true);
-            multiply(sums[column / 8], left, right.of[0], right.of[1]);
-            multiply(sums[column / 8 + 1], left, right.of[2], right.of[3]);
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; ++strip) {
+                multiply(sums[strip][column / 8], left[strip], right.of[0], right.of[1]);
+                multiply(sums[strip][column / 8 + 1], left[strip], right.of[2], right.of[3]);
+            }
         }
     }
 }
@@ -752,10 +820,11 @@ __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float b
     }
 }
 
-// Sixteen of a tile's positions: those of this warp.
+// Of a tile's positions, those of this warp.
+template <int STRIPS>
 __device__ inline Span of_warp(Span tile) {
-    const int from = tile.from + static_cast<int>(threadIdx.x) / WARP * 16;
-    return {min(from, tile.to), min(from + 16, tile.to)};
+    const int from = tile.from + static_cast<int>(threadIdx.x) / WARP * 16 * STRIPS;
+    return {min(from, tile.to), min(from + 16 * STRIPS, tile.to)};
 }
 
 __device__ inline float quad_max(float x) {
@@ -768,83 +837,101 @@ __device__ inline float quad_sum(float x) {
     return x + __shfl_xor_sync(FULL_MASK, x, 2);
 }
 
-template <int HEAD, int KEYS, int WARPS>
+template <int HEAD, int KEYS, int QUERIES>
 struct alignas(16) ForwardShared {
-    T queries[16 * WARPS * pitch(HEAD)];
+    T queries[QUERIES * pitch(HEAD)];
     T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
-    unsigned char kept[16 * WARPS * KEYS / 4];
+    unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <int HEAD, int KEYS, int WARPS>
+// Of what a lane's two queries of a strip have seen so far: the largest score, and the sum of all powers.
+struct Softmax {
+    float most[2] = {-infinity(), -infinity()}, total[2] = {};
+};
+
+// A warp has 16 STRIPS queries; HELD: in registers.
+template <int HEAD, int KEYS, int WARPS, int STRIPS, bool HELD>
 __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
                                const unsigned* documents, const Attention& size) {
-    constexpr int THREADS = WARP * WARPS;
-    using Shared = ForwardShared<HEAD, KEYS, WARPS>;
+    constexpr int THREADS = WARP * WARPS, QUERIES = 16 * STRIPS * WARPS;
+    using Shared = ForwardShared<HEAD, KEYS, QUERIES>;
     Shared& shared = shared_memory<Shared>();
-    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
-    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, 16 * WARPS);
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
     if (queries.count() <= 0) {
         return; // behind the end of a shorter sequence
     }
-    const Span mine = of_warp(queries);
+    const Span mine = of_warp<STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E; // powers of two are faster than those of e
-    Span seen[2];
-    float most[2] = {-infinity(), -infinity()}, total[2] = {};
-    for (int half = 0; half < 2; ++half) {
-        seen[half] = head.seen(min(mine.from + row + 8 * half, queries.to - 1));
-    }
-    Sum mixed[HEAD / 8] = {};
+    Softmax softmax[STRIPS];
+    Sums<STRIPS, HEAD> mixed = {};
     const auto tile = [&](int from) { return Span{from, min(from + KEYS, sight.last.to)}; };
     const int first = sight.first.from / KEYS * KEYS;
-    copy_rows<HEAD, 16 * WARPS, THREADS>(shared.queries, head.queries(qkv, queries));
+    copy_rows<HEAD, QUERIES, THREADS>(shared.queries, head.queries(qkv, queries));
     if (first < sight.last.to) {
         copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tile(first)));
     }
+    Strip<HEAD, HELD> q[STRIPS];
+    if (HELD) {
+        await_copies();
+        __syncthreads();
+    }
+    take(q, shared.queries);
     for (int from = first; from < sight.last.to; from += KEYS) {
         const bool is_seen = sight_of_mine.touches({from, from + KEYS});
         // While scores are computed, values come; while values are mixed, the next keys.
         await_copies();
         __syncthreads();
         copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, tile(from)));
-        head.draw(shared.kept, queries.from, from, 16 * WARPS, KEYS);
-        Sum p[KEYS / 8];
+        head.draw(shared.kept, queries.from, from, QUERIES, KEYS);
+        Sums<STRIPS, KEYS> p;
         if (is_seen) {
-            products<HEAD, KEYS>(p, shared.queries + 16 * warp * pitch(HEAD), shared.keys);
-            if (!sight_of_mine.covers({from, from + KEYS})) {
+            products<HEAD, KEYS>(p, q, shared.keys);
+            const bool is_covered = sight_of_mine.covers({from, from + KEYS});
 #pragma unroll
-                for (int i = 0; i < KEYS / 2; ++i) {
-                    if (!seen[i % 4 / 2].has(from + i / 4 * 8 + column + i % 2)) {
-                        p[i / 4].of[i % 4] = -infinity();
+            for (int strip = 0; strip < STRIPS; ++strip) {
+                Softmax& of = softmax[strip];
+                if (!is_covered) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int query = mine.from + 16 * strip + row + 8 * half;
+                        const Span seen = head.seen(min(query, queries.to - 1));
+#pragma unroll
+                        for (int i = 0; i < KEYS / 4; ++i) {
+                            if (!seen.has(from + i / 2 * 8 + column + i % 2)) {
+                                p[strip][i / 2].of[2 * half + i % 2] = -infinity();
+                            }
+                        }
                     }
                 }
-            }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float largest = most[half];
+                for (int half = 0; half < 2; ++half) {
+                    float largest = of.most[half];
 #pragma unroll
-                for (const Sum& sum : p) {
-                    largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
-                }
-                largest = quad_max(largest);
-                // A query may see nothing of the first tiles.
-                const float base = largest == -infinity() ? 0.0f : largest * scale;
-                const float shrink = power_of_two(most[half] * scale - base);
-                most[half] = largest;
-                total[half] *= shrink;
+                    for (const Sum& sum : p[strip]) {
+                        largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
+                    }
+                    largest = quad_max(largest);
+                    // A query may see nothing of the first tiles.
+                    const float base = largest == -infinity() ? 0.0f : largest * scale;
+                    const float shrink = power_of_two(of.most[half] * scale - base);
+                    of.most[half] = largest;
+                    of.total[half] *= shrink;
 #pragma unroll
-                for (Sum& sum : mixed) {
-                    sum.of[2 * half] *= shrink;
-                    sum.of[2 * half + 1] *= shrink;
-                }
+                    for (Sum& sum : mixed[strip]) {
+                        sum.of[2 * half] *= shrink;
+                        sum.of[2 * half + 1] *= shrink;
+                    }
 #pragma unroll
-                for (Sum& sum : p) {
-                    for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                        sum.of[i] = power_of_two(sum.of[i] * scale - base);
-                        total[half] += sum.of[i];
+                    for (Sum& sum : p[strip]) {
+                        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                            sum.of[i] = power_of_two(sum.of[i] * scale - base);
+                            of.total[half] += sum.of[i];
+                        }
                     }
                 }
             }
@@ -857,9 +944,11 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
         if (is_seen) {
             if (size.dropout.threshold != 0) {
 #pragma unroll
-                for (int i = 0; i < KEYS / 2; ++i) {
-                    const int query = 16 * warp + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
-                    p[i / 4].of[i % 4] *= head.factor(shared.kept, query, key, KEYS);
+                for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
+                    const int strip = i / (KEYS / 2), of = i % (KEYS / 2);
+                    const int query = mine.from - queries.from + 16 * strip + row + of % 4 / 2 * 8;
+                    const int key = of / 4 * 8 + column + of % 2;
+                    p[strip][of / 4].of[of % 4] *= head.factor(shared.kept, query, key, KEYS);
                 }
             }
             mix<HEAD, KEYS, HEAD>(mixed, p, shared.values);
@@ -867,47 +956,49 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     }
     await_copies(); // where nothing is seen
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = mine.from + row + 8 * half;
-        const float sum = quad_sum(total[half]);
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int strip = i / 2, half = i % 2, query = mine.from + row + 8 * i;
+        const float sum = quad_sum(softmax[strip].total[half]);
         if (query >= mine.to) {
             continue;
         }
-        give(y + head.at(query), mixed, half, 1.0f / sum, 0, size.head_size, false);
+        give(y + head.at(query), mixed[strip], half, 1.0f / sum, 0, size.head_size, false);
         if (column == 0) {
-            lse[head.statistic(query)] = most[half] * size.scale + logf(sum);
+            lse[head.statistic(query)] = softmax[strip].most[half] * size.scale + logf(sum);
         }
     }
 }
 
 // What the pass of keys reads of a tile of queries.
-template <int HEAD, int QUERIES, int WARPS>
+template <int HEAD, int QUERIES, int KEYS>
 struct alignas(16) QueriesStage {
     T queries[QUERIES * pitch(HEAD)], dy[QUERIES * pitch(HEAD)];
     float lse[QUERIES], delta[QUERIES];
     Span seen[QUERIES];
-    unsigned char kept[QUERIES * WARPS * 4];
+    unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <int HEAD, int QUERIES, int WARPS, int STAGES>
+template <int HEAD, int QUERIES, int KEYS, int STAGES>
 struct alignas(16) BackwardKeysShared {
-    T keys[16 * WARPS * pitch(HEAD)], values[16 * WARPS * pitch(HEAD)];
-    QueriesStage<HEAD, QUERIES, WARPS> stages[STAGES];
+    T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
+    QueriesStage<HEAD, QUERIES, KEYS> stages[STAGES];
 };
 
-// A block writes COLUMNS channels of the head: where registers do not hold all, more blocks do.
-template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS>
-__device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                     const T* qkv, const T* kv, const int* starts,
-                                     const unsigned* documents, const Attention& size, bool accumulate) {
-    constexpr int KEYS = 16 * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
-    using Shared = BackwardKeysShared<HEAD, QUERIES, WARPS, STAGES>;
+// A warp has 16 STRIPS keys; HELD: in registers, and their values. A block writes COLUMNS channels of the head:
+// where registers do not hold all, more blocks do. DROPS: there is dropout, whose code takes registers.
+template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS, bool HELD, bool DROPS>
+__device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                 const T* qkv, const T* kv, const int* starts,
+                                 const unsigned* documents, const Attention& size, bool accumulate) {
+    constexpr int KEYS = 16 * STRIPS * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
+    using Shared = BackwardKeysShared<HEAD, QUERIES, KEYS, STAGES>;
     Shared& shared = shared_memory<Shared>();
-    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const int group = size.heads / size.kv_heads, part = blockIdx.y % PARTS * COLUMNS;
-    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y) / PARTS * group};
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int group = size.heads / size.kv_heads, part = blockIdx.x % PARTS * COLUMNS;
+    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) / PARTS * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
-    const Span keys = head.tile(0, blockIdx.x, KEYS), mine = of_warp(keys);
+    // The first keys are seen by the most queries.
+    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = of_warp<STRIPS>(keys);
     if (keys.count() <= 0) {
         return;
     }
@@ -931,16 +1022,25 @@ __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const flo
             const Span seen = query < queries.to ? of.seen(query) : Span{};
             to.seen[i] = seen;
         }
-        of.draw(to.kept, queries.from, keys.from, QUERIES, KEYS);
+        if (DROPS) {
+            of.draw(to.kept, queries.from, keys.from, QUERIES, KEYS);
+        }
     };
 
     const float scale = size.scale * LOG2_E;
-    Sum dk[COLUMNS / 8] = {}, dv[COLUMNS / 8] = {};
+    Sums<STRIPS, COLUMNS> dk = {}, dv = {};
     copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, keys));
     copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, keys));
     if (all > 0) {
         stage(0);
     }
+    Strip<HEAD, HELD> k[STRIPS], v[STRIPS];
+    if (HELD) {
+        await_copies();
+        __syncthreads();
+    }
+    take(k, shared.keys);
+    take(v, shared.values);
     for (int index = 0; index < all; ++index) {
         await_copies();
         __syncthreads(); // this tile is there, and nobody reads the one before
@@ -952,34 +1052,40 @@ __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const flo
         const Sight sight = {of.seen[0], of.seen[queries.count() - 1]};
         if (mine.count() > 0 && sight.touches(mine)) {
             // Turned: rows are keys, columns are queries.
-            Sum p[QUERIES / 8], ds[QUERIES / 8];
-            products<HEAD, QUERIES>(p, shared.keys + 16 * warp * pitch(HEAD), of.queries);
-            products<HEAD, QUERIES>(ds, shared.values + 16 * warp * pitch(HEAD), of.dy);
+            Sums<STRIPS, QUERIES> p, ds;
+            products<HEAD, QUERIES>(p, k, of.queries);
+            products<HEAD, QUERIES>(ds, v, of.dy);
+            // The element that a lane holds `at` a place of its strip.
+            const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
+            const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * 8; };
             if (queries.count() < QUERIES || !sight.covers(mine)) {
 #pragma unroll
-                for (int i = 0; i < QUERIES / 2; ++i) {
-                    if (!of.seen[i / 4 * 8 + column + i % 2].has(mine.from + row + i % 4 / 2 * 8)) {
-                        p[i / 4].of[i % 4] = -infinity();
+                for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                    const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2);
+                    if (!of.seen[query_of(at)].has(key_of(strip, at))) {
+                        p[strip][at / 4].of[at % 4] = -infinity();
                     }
                 }
             }
 #pragma unroll
-            for (int i = 0; i < QUERIES / 2; ++i) {
-                float& x = p[i / 4].of[i % 4];
-                x = power_of_two(x * scale - of.lse[i / 4 * 8 + column + i % 2] * LOG2_E);
+            for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2);
+                float& x = p[strip][at / 4].of[at % 4];
+                x = power_of_two(x * scale - of.lse[query_of(at)] * LOG2_E);
             }
-            if (size.dropout.threshold == 0) {
+            if (!DROPS) {
 #pragma unroll
-                for (int i = 0; i < QUERIES / 2; ++i) {
-                    float& d = ds[i / 4].of[i % 4];
-                    d = p[i / 4].of[i % 4] * (d - of.delta[i / 4 * 8 + column + i % 2]);
+                for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                    const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2);
+                    float& d = ds[strip][at / 4].of[at % 4];
+                    d = p[strip][at / 4].of[at % 4] * (d - of.delta[query_of(at)]);
                 }
             } else {
 #pragma unroll
-                for (int i = 0; i < QUERIES / 2; ++i) {
-                    const int query = i / 4 * 8 + column + i % 2, key = 16 * warp + row + i % 4 / 2 * 8;
-                    const float factor = head.factor(of.kept, query, key, KEYS);
-                    float &x = p[i / 4].of[i % 4], &d = ds[i / 4].of[i % 4];
+                for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                    const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2), query = query_of(at);
+                    const float factor = head.factor(of.kept, query, key_of(strip, at) - keys.from, KEYS);
+                    float &x = p[strip][at / 4].of[at % 4], &d = ds[strip][at / 4].of[at % 4];
                     d = x * (d * factor - of.delta[query]);
                     x *= factor;
                 }
@@ -994,58 +1100,73 @@ __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const flo
     }
     await_copies(); // where nobody sees them
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int key = mine.from + row + 8 * half;
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int strip = i / 2, half = i % 2, key = mine.from + row + 8 * i;
         if (key >= mine.to) {
             continue;
         }
         const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
         if (kv != nullptr) {
-            give(dkv + to_k, dk, half, size.scale, part, size.head_size, accumulate);
-            give(dkv + to_v, dv, half, 1.0f, part, size.head_size, accumulate);
+            give(dkv + to_k, dk[strip], half, size.scale, part, size.head_size, accumulate);
+            give(dkv + to_v, dv[strip], half, 1.0f, part, size.head_size, accumulate);
         } else {
-            give(dqkv + to_k, dk, half, size.scale, part, size.head_size, false);
-            give(dqkv + to_v, dv, half, 1.0f, part, size.head_size, false);
+            give(dqkv + to_k, dk[strip], half, size.scale, part, size.head_size, false);
+            give(dqkv + to_v, dv[strip], half, 1.0f, part, size.head_size, false);
         }
     }
 }
 
+template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS, bool HELD>
+__device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                     const T* qkv, const T* kv, const int* starts,
+                                     const unsigned* documents, const Attention& size, bool accumulate) {
+    if (size.dropout.threshold == 0) {
+        keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
+            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate);
+    } else {
+        keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
+            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate);
+    }
+}
+
 // What the pass of queries reads of a tile of keys.
-template <int HEAD, int KEYS, int WARPS>
+template <int HEAD, int KEYS, int QUERIES>
 struct alignas(16) KeysStage {
     T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
-    unsigned char kept[16 * WARPS * KEYS / 4];
+    unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <int HEAD, int KEYS, int WARPS, int STAGES>
+template <int HEAD, int KEYS, int QUERIES, int STAGES>
 struct alignas(16) BackwardQueriesShared {
-    T queries[16 * WARPS * pitch(HEAD)], dy[16 * WARPS * pitch(HEAD)];
-    KeysStage<HEAD, KEYS, WARPS> stages[STAGES];
+    T queries[QUERIES * pitch(HEAD)], dy[QUERIES * pitch(HEAD)];
+    KeysStage<HEAD, KEYS, QUERIES> stages[STAGES];
 };
 
-template <int HEAD, int KEYS, int WARPS, int STAGES>
+// A warp has 16 STRIPS queries; HELD: in registers, and dy.
+template <int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
 __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
                                         const T* qkv, const T* kv, const int* starts,
                                         const unsigned* documents, const Attention& size) {
-    constexpr int QUERIES = 16 * WARPS, THREADS = WARP * WARPS;
-    using Shared = BackwardQueriesShared<HEAD, KEYS, WARPS, STAGES>;
+    constexpr int QUERIES = 16 * STRIPS * WARPS, THREADS = WARP * WARPS;
+    using Shared = BackwardQueriesShared<HEAD, KEYS, QUERIES, STAGES>;
     Shared& shared = shared_memory<Shared>();
-    const int warp = threadIdx.x / WARP, row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.y)};
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
     const T* const keys_at = kv != nullptr ? kv : qkv;
-    const Span queries = head.tile(size.past, gridDim.x - 1 - blockIdx.x, QUERIES), mine = of_warp(queries);
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
     if (queries.count() <= 0) {
         return;
     }
+    const Span mine = of_warp<STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E;
-    Span seen[2];
-    float of_lse[2], of_delta[2];
-    for (int half = 0; half < 2; ++half) {
-        const int query = min(mine.from + row + 8 * half, queries.to - 1);
-        seen[half] = head.seen(query);
-        of_lse[half] = lse[head.statistic(query)] * LOG2_E;
-        of_delta[half] = delta[head.statistic(query)];
+    // Of a lane's rows.
+    float of_lse[2 * STRIPS], of_delta[2 * STRIPS];
+#pragma unroll
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int query = min(mine.from + row + 8 * i, queries.to - 1);
+        of_lse[i] = lse[head.statistic(query)] * LOG2_E;
+        of_delta[i] = delta[head.statistic(query)];
     }
 
     // Begins to copy a tile of keys.
@@ -1057,13 +1178,20 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
         head.draw(to.kept, queries.from, from, QUERIES, KEYS);
     };
 
-    Sum dq[HEAD / 8] = {};
+    Sums<STRIPS, HEAD> dq = {};
     const int first = sight.first.from / KEYS * KEYS;
     copy_rows<HEAD, QUERIES, THREADS>(shared.queries, head.queries(qkv, queries));
     copy_rows<HEAD, QUERIES, THREADS>(shared.dy, head.columns(dy, queries));
     if (first < sight.last.to) {
         stage(first);
     }
+    Strip<HEAD, HELD> q[STRIPS], d_out[STRIPS];
+    if (HELD) {
+        await_copies();
+        __syncthreads();
+    }
+    take(q, shared.queries);
+    take(d_out, shared.dy);
     for (int from = first; from < sight.last.to; from += KEYS) {
         await_copies();
         __syncthreads(); // this tile is there, and nobody reads the one before
@@ -1072,29 +1200,37 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
         }
         const auto& of = shared.stages[from / KEYS % STAGES];
         if (sight_of_mine.touches({from, from + KEYS})) {
-            Sum p[KEYS / 8], ds[KEYS / 8];
-            products<HEAD, KEYS>(p, shared.queries + 16 * warp * pitch(HEAD), of.keys);
-            products<HEAD, KEYS>(ds, shared.dy + 16 * warp * pitch(HEAD), of.values);
+            Sums<STRIPS, KEYS> p, ds;
+            products<HEAD, KEYS>(p, q, of.keys);
+            products<HEAD, KEYS>(ds, d_out, of.values);
+            // Of a lane's rows, and the column, the element `at` a place of its strip.
+            const auto row_of = [&](int strip, int at) { return 2 * strip + at % 4 / 2; };
+            const auto key_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             if (!sight_of_mine.covers({from, from + KEYS})) {
 #pragma unroll
-                for (int i = 0; i < KEYS / 2; ++i) {
-                    if (!seen[i % 4 / 2].has(from + i / 4 * 8 + column + i % 2)) {
-                        p[i / 4].of[i % 4] = -infinity();
+                for (int of_row = 0; of_row < 2 * STRIPS; ++of_row) {
+                    const Span seen = head.seen(min(mine.from + row + 8 * of_row, queries.to - 1));
+#pragma unroll
+                    for (int i = 0; i < KEYS / 4; ++i) {
+                        if (!seen.has(from + i / 2 * 8 + column + i % 2)) {
+                            p[of_row / 2][i / 2].of[of_row % 2 * 2 + i % 2] = -infinity();
+                        }
                     }
                 }
             }
             if (size.dropout.threshold != 0) {
 #pragma unroll
-                for (int i = 0; i < KEYS / 2; ++i) {
-                    const int query = 16 * warp + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
-                    ds[i / 4].of[i % 4] *= head.factor(of.kept, query, key, KEYS);
+                for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
+                    const int strip = i / (KEYS / 2), at = i % (KEYS / 2);
+                    const int query = mine.from - queries.from + row + 8 * row_of(strip, at);
+                    ds[strip][at / 4].of[at % 4] *= head.factor(of.kept, query, key_of(at), KEYS);
                 }
             }
 #pragma unroll
-            for (int i = 0; i < KEYS / 2; ++i) {
-                const int half = i % 4 / 2;
-                float& d = ds[i / 4].of[i % 4];
-                d = power_of_two(p[i / 4].of[i % 4] * scale - of_lse[half]) * (d - of_delta[half]);
+            for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
+                const int strip = i / (KEYS / 2), at = i % (KEYS / 2), of_row = row_of(strip, at);
+                float& d = ds[strip][at / 4].of[at % 4];
+                d = power_of_two(p[strip][at / 4].of[at % 4] * scale - of_lse[of_row]) * (d - of_delta[of_row]);
             }
             mix<HEAD, KEYS, HEAD>(dq, ds, of.keys);
         }
@@ -1105,10 +1241,10 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     }
     await_copies(); // where nothing is seen
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = mine.from + row + 8 * half;
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int query = mine.from + row + 8 * i;
         if (query < mine.to) {
-            give(dqkv + head.at_query(query), dq, half, size.scale, 0, size.head_size, false);
+            give(dqkv + head.at_query(query), dq[i / 2], i % 2, size.scale, 0, size.head_size, false);
         }
     }
 }
@@ -1117,112 +1253,112 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 32
 
-// launch: grid (ceil(longest / 128), heads, sequences), block (256), shared 22528 bytes
-extern "C" __global__ void __launch_bounds__(256)
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 22528 bytes
+extern "C" __global__ void __launch_bounds__(128)
     attention_32(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                  Attention size) {
-    forward<32, 64, 8>(y, lse, qkv, kv, starts, documents, size);
+    forward<32, 64, 4, 2, true>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (128), shared 22528 bytes
+// launch: grid (kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 33792 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate) {
-    backward_keys<32, 32, 4, 2, 32>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                     accumulate != 0);
 }
 
-// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 32768 bytes
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 32768 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<32, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<32, 32, 4, 2, 2, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 64
 
-// launch: grid (ceil(longest / 128), heads, sequences), block (256), shared 38912 bytes
-extern "C" __global__ void __launch_bounds__(256)
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 38912 bytes
+extern "C" __global__ void __launch_bounds__(128)
     attention_64(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                  Attention size) {
-    forward<64, 64, 8>(y, lse, qkv, kv, starts, documents, size);
+    forward<64, 64, 4, 2, false>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (128), shared 38912 bytes
+// launch: grid (kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 58368 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate) {
-    backward_keys<64, 32, 4, 2, 64>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                     accumulate != 0);
 }
 
-// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 57344 bytes
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 57344 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_64(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<64, 64, 4, 2>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 128
 
-// launch: grid (ceil(longest / 128), heads, sequences), block (256), shared 71680 bytes
-extern "C" __global__ void __launch_bounds__(256)
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 53248 bytes
+extern "C" __global__ void __launch_bounds__(128)
     attention_128(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                   Attention size) {
-    forward<128, 64, 8>(y, lse, qkv, kv, starts, documents, size);
+    forward<128, 32, 4, 2, false>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + longest) / 64), kv_heads, sequences), block (128), shared 71680 bytes
+// launch: grid (kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 71680 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate) {
-    backward_keys<128, 32, 4, 2, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                       accumulate != 0);
 }
 
-// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 70656 bytes
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 70656 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<128, 32, 4, 2>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<128, 32, 4, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
 
 #if !defined PADDED_HEAD || PADDED_HEAD == 256
 
-// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 68096 bytes
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 68096 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_256(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                   Attention size) {
-    forward<256, 32, 4>(y, lse, qkv, kv, starts, documents, size);
+    forward<256, 32, 4, 1, false>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (ceil((past + longest) / 64), 2 kv_heads, sequences), block (128), shared 84992 bytes
+// launch: grid (2 kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 84992 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate) {
-    backward_keys<256, 16, 4, 1, 128>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                       accumulate != 0);
 }
 
-// launch: grid (ceil(longest / 64), heads, sequences), block (128), shared 84736 bytes
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 84736 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_256(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<256, 16, 4, 1>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
