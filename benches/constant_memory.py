@@ -1,7 +1,7 @@
 """Shows that device memory is constant: BERT-Large's shape at any depth and batch.
 
 It also shows what the resident schedule takes, the L2L paper's comparison at equal ceilings, a
-deep model under 64 MiB, and sequences of 2,048 and 8,192 tokens.
+deep model under 64 MiB, and sequences of 2,048 and 8,192 tokens in chunks of 2,048.
 
     cargo build --release
     python3 benches/constant_memory.py table [--train]   # BERT-Large, micro-batches of 4 x 128
@@ -192,6 +192,7 @@ def long():
             "data.sequence_length": positions,
             "step.batch": 4,
             "step.micro_batch": micro_batch,
+            "step.chunk_positions": 2048,
             "schedule.recompute": "true",
             "step.steps": 1,
         }

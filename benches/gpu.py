@@ -349,7 +349,7 @@ def golden_settings(name, golden):
     if golden["clip_norm"] is not None:
         settings["optimizer.clip_norm"] = golden["clip_norm"]
     if name == "long":
-        settings["data.sequence_length"] = 4200
+        settings |= {"data.sequence_length": 4200, "step.chunk_positions": 2048}
     return settings
 
 

@@ -318,7 +318,7 @@ pub fn check_loss(loss: &dyn Loss) -> Result<(), Mismatch> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::{CHUNK_POSITIONS, CrossEntropy, Kernels};
+    use crate::kernels::{CrossEntropy, Kernels};
     use crate::models::families::{self, gpt2};
     use crate::models::{Dropouts, Model, Part, Shape, TransformerBlock};
 
@@ -374,16 +374,17 @@ mod tests {
             let config = serde_json::json!({
                 "model_type": kind, "num_hidden_layers": 1, "hidden_size": 6,
                 "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4,
-                "intermediate_size": 5, "vocab_size": 10, "max_position_embeddings": 5000,
-                "sliding_window": 2500, "attention_dropout": 0.1,
+                "intermediate_size": 5, "vocab_size": 10, "max_position_embeddings": 400,
+                "sliding_window": 150, "attention_dropout": 0.1,
             });
             families::read(&config).expect("a config of ours")
         };
-        let plain = Shape { dropout: small().dropout, ..gpt2([1, 6, 2, 10, 9, 5000]) };
+        let plain = Shape { dropout: small().dropout, ..gpt2([1, 6, 2, 10, 9, 400]) };
         for (shape, sequences, chunks) in
             [(plain, 1, 1), (decoder("mistral"), 1, 2), (decoder("llama"), 2, 1)]
         {
-            let rows = Rows { sequences, positions: chunks * CHUNK_POSITIONS + 70 };
+            let shape = Shape { chunk_positions: 128, ..shape };
+            let rows = Rows { sequences, positions: chunks * 128 + 70 };
             for part in &Model::new(shape).parts {
                 if let Part::Stack(layer) = part {
                     let checked = check_gradients(&**layer, shape.hidden, rows);

@@ -58,7 +58,7 @@ const FREE: [&str; 30] = [
 
 /// Keys that a run may change when it is asked to resume with changes, and the data: weights and
 /// states of the optimizer are as good as before.
-const CHANGEABLE: [&str; 48] = [
+const CHANGEABLE: [&str; 49] = [
     "compression.block_size",
     "compression.density",
     "data",
@@ -101,6 +101,7 @@ const CHANGEABLE: [&str; 48] = [
     "stash.block_size",
     "stash.dtype",
     "step.batch",
+    "step.chunk_positions",
     "step.micro_batch",
     "step.non_finite",
     "step.seed",
@@ -108,6 +109,9 @@ const CHANGEABLE: [&str; 48] = [
     "train.label_smoothing",
     "train.neftune_alpha",
 ];
+
+/// `step.chunk_positions` of runs from before that key.
+const CHUNK_BEFORE: u64 = 2048;
 
 /// The keys that must keep their values, with the values.
 fn fixed(config: &Value) -> Vec<(String, &Value)> {
@@ -191,15 +195,22 @@ fn falls(config: &Config) -> bool {
 /// The keys that are not as they were, and for each what it was and is.
 fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<(String, String)> {
     let now = as_value(run.config);
-    let default = as_value(&Config::default());
+    let mut default = as_value(&Config::default());
+    default["step"]["chunk_positions"] = CHUNK_BEFORE.into();
     let (then, now, default) = (fixed(&record.config), fixed(&now), fixed(&default));
     // A key that did not exist yet had its default.
     let value = |key: &String| {
         then.iter().chain(&default).find(|(then, _)| then == key).map(|(_, value)| *value)
     };
     let pairs = now.iter().map(|(key, now)| (key, value(key).unwrap_or(&Value::Null), *now));
+    // Chunks of another size are the same where no sequence is cut.
+    let longest = run.config.sequence_length(&run.model.shape).unwrap_or(usize::MAX) as u64;
+    let is_whole = |most: &Value| most.as_u64().is_some_and(|most| longest <= most);
+    let is_same = |key: &str, then: &Value, now: &Value| {
+        then == now || key == "step.chunk_positions" && is_whole(then) && is_whole(now)
+    };
     let mut differ: Vec<(String, String)> = pairs
-        .filter(|(_, then, now)| then != now)
+        .filter(|(key, then, now)| !is_same(key, then, now))
         .map(|(key, then, now)| (key.clone(), format!("{key} was {then}, is {now}")))
         .collect();
     if falls(run.config) && record.steps != run.steps {
@@ -216,4 +227,38 @@ fn differences(record: &RunRecord, run: &Identity<'_>) -> Vec<(String, String)> 
         differ.push(("data".into(), format!("the data was {}, is {}", record.data, run.data)));
     }
     differ
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::{Progress, record_of};
+    use crate::models::families::gpt2;
+
+    #[test]
+    fn runs_from_before_the_key_had_chunks_of_their_own_size() {
+        let model = Model::new(gpt2([1, 16, 2, 24, 50, 4096]));
+        let mut config = Config::default();
+        for (length, chunk_positions, says) in [
+            (2048, 8192, ""),
+            (4096, 2048, ""),
+            (4096, 8192, "step.chunk_positions was 2048, is 8192"),
+        ] {
+            config.data.sequence_length = Some(length);
+            config.step.chunk_positions = chunk_positions;
+            let (source_config, steps, data) = (&Value::Null, 1, "");
+            let run = Identity {
+                config: &config,
+                model: &model,
+                source_config,
+                steps,
+                data,
+                changes: true,
+            };
+            let mut record = record_of(run, &Progress::default(), Vec::new());
+            let step = record.config["step"].as_object_mut().expect("a section");
+            step.remove("chunk_positions").expect("a key");
+            assert_eq!(changes(&record, &run).expect("what may change").concat(), says);
+        }
+    }
 }

@@ -8,6 +8,7 @@ use super::{
     NewLayers, ScheduleConfig, ScheduleKind, StepConfig, Transfer, ValidationConfig,
 };
 use crate::error::Error;
+use crate::models::Shape;
 
 /// Refuses a key that is not what it must be.
 pub(super) fn must(holds: bool, key: &str, be: &str) -> Result<(), Error> {
@@ -295,10 +296,12 @@ impl Config {
 
 impl StepConfig {
     fn check(&self) -> Result<(), Error> {
-        let Self { batch, micro_batch, steps, epochs, .. } = *self;
+        let Self { batch, micro_batch, chunk_positions, steps, epochs, .. } = *self;
         must(batch >= 1, "step.batch", "at least 1")?;
         must(batch <= 1 << 20, "step.batch", "at most 1048576")?;
         must(micro_batch >= 1, "step.micro_batch", "at least 1")?;
+        let is_whole = chunk_positions > 0 && chunk_positions.is_multiple_of(Shape::CHUNK_TILE);
+        must(is_whole, "step.chunk_positions", "a multiple of 128, at least 128")?;
         must(steps != Some(0), "step.steps", "at least 1")?;
         must(steps.is_none_or(|steps| steps <= 1 << 40), "step.steps", "at most 1099511627776")?;
         must(epochs.is_none_or(is_positive), "step.epochs", "above 0")?;

@@ -9,6 +9,7 @@ use super::{
     ByteSize, CheckpointConfig, CompressionConfig, DataConfig, DepthConfig, LossScaleConfig,
     NonFinite, OptimizerConfig, ParallelConfig, ScheduleConfig, StashConfig, TrainConfig,
 };
+use crate::models::Shape;
 use crate::tensor::Dtype;
 
 /// A whole config file.
@@ -164,6 +165,11 @@ pub struct StepConfig {
     /// Sequences that the device computes at once; the last micro-batch of a step may have fewer.
     /// It decides how much memory activations take on the device.
     pub micro_batch: usize,
+    /// Positions of one sequence that a layer computes at once, at most: a decoder computes a
+    /// longer sequence in chunks of as many. A multiple of 128. Workspace on the device grows with
+    /// it, up to the longest sequence; and the gradient of each weight is added to once for each
+    /// chunk.
+    pub chunk_positions: usize,
     /// Number of steps of the run; 100 when neither this nor `epochs` is set.
     pub steps: Option<u64>,
     /// Length of the run in passes over the training data, instead of `steps`; 0.5 is half a pass.
@@ -182,6 +188,7 @@ impl Default for StepConfig {
         StepConfig {
             batch: 32,
             micro_batch: 4,
+            chunk_positions: Shape::CHUNK_POSITIONS,
             steps: None,
             epochs: None,
             seed: 0,

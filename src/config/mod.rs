@@ -225,6 +225,8 @@ mod tests {
             ("[step]\nbach = 3", "unknown field `bach`"),
             ("[step]\nbatch = 0", "step.batch must be at least 1"),
             ("[step]\nbatch = -1", "batch"),
+            ("[step]\nchunk_positions = 0", "step.chunk_positions must be a multiple of 128"),
+            ("[step]\nchunk_positions = 200", "step.chunk_positions must be a multiple of 128"),
             ("[optimizer]\nlearning_rate = nan", "optimizer.learning_rate"),
             ("[optimizer]\nclip_norm = 0.0", "optimizer.clip_norm must be above 0"),
             ("[optimizer]\nkind = \"adagrad\"", "unknown variant `adagrad`"),

@@ -113,6 +113,7 @@ fn resolve(config: &Config) -> Result<Shape, Error> {
     }
     let kv_heads = model.kv_heads.or(model.heads.filter(|_| shape.kv_heads == heads_before));
     shape.kv_heads = kv_heads.unwrap_or(shape.kv_heads);
+    shape.chunk_positions = config.step.chunk_positions;
     if let Some(p) = model.dropout {
         shape.dropout =
             Dropouts { embedding: p, attention: p, projection: p, feed_forward: p, classifier: p };

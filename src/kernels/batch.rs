@@ -62,10 +62,6 @@ pub struct BatchMetadata<'a> {
     pub dropout_key: Option<DropoutKey>,
 }
 
-/// Positions of one sequence that are walked at once, at most, where no position sees a later one.
-/// So workspace does not grow with longer sequences. Whole tiles of attention.
-pub const CHUNK_POSITIONS: usize = 2048;
-
 /// Some positions of one sequence of a micro-batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SequenceChunk {
@@ -134,16 +130,17 @@ impl<'a> BatchView<'a> {
         BatchView { metadata: self.metadata, chunk: Some(chunk) }
     }
 
-    /// All rows at once; or, where sequences may be cut and one is longer than [`CHUNK_POSITIONS`],
-    /// chunk by chunk and sequence by sequence.
-    pub fn chunks(&self, may_be_cut: bool) -> Vec<BatchView<'a>> {
-        if !may_be_cut || self.longest() <= CHUNK_POSITIONS {
-            return vec![*self];
-        }
+    /// All rows at once; or, where a sequence is longer than `most` positions, chunks of as many,
+    /// sequence by sequence. `None`: sequences may not be cut.
+    ///
+    /// # Panics
+    /// `most` is 0.
+    pub fn chunks(&self, most: Option<usize>) -> Vec<BatchView<'a>> {
+        let Some(most) = most.filter(|&most| self.longest() > most) else { return vec![*self] };
         let of_sequence = |sequence: usize| {
             let positions = self.metadata.sequence(sequence).len();
-            (0..positions).step_by(CHUNK_POSITIONS).map(move |from| {
-                let to = positions.min(from + CHUNK_POSITIONS);
+            (0..positions).step_by(most).map(move |from| {
+                let to = positions.min(from + most);
                 self.chunk_of(SequenceChunk { sequence, from, to })
             })
         };
@@ -325,15 +322,15 @@ mod tests {
 
     #[test]
     fn long_sequences_are_cut_and_short_ones_are_not() {
-        let first = CHUNK_POSITIONS;
-        let starts = [0, 2, first + 5];
+        const MOST: usize = 128;
+        let starts = [0, 2, MOST + 5];
         let metadata = BatchMetadata { starts: &starts, documents: &[], ..metadata() };
-        assert_eq!(metadata.view().chunks(false).len(), 1);
-        let chunks = metadata.view().chunks(true);
+        assert_eq!(metadata.view().chunks(None).len(), 1);
+        let chunks = metadata.view().chunks(Some(MOST));
         let ranges: Vec<_> = chunks.iter().map(BatchView::row_range).collect();
-        assert_eq!(ranges, [0..2, 2..2 + first, 2 + first..first + 5]);
-        let short = BatchMetadata { starts: &[0, first, 2 * first], ..metadata };
-        assert_eq!(short.view().chunks(true).len(), 1);
+        assert_eq!(ranges, [0..2, 2..2 + MOST, 2 + MOST..MOST + 5]);
+        let short = BatchMetadata { starts: &[0, MOST, 2 * MOST], ..metadata };
+        assert_eq!(short.view().chunks(Some(MOST)).len(), 1);
     }
 
     #[test]

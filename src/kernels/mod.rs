@@ -35,7 +35,7 @@ mod tests;
 
 pub use activation::{Activate, ActivateBackward, Activation, Gate, GateBackward};
 pub use attention::{Attention, AttentionBackward, AttentionShape, ChunkKv, HEAD_LIMIT};
-pub use batch::{BatchMetadata, BatchView, CHUNK_POSITIONS, Document, Rows, SequenceChunk};
+pub use batch::{BatchMetadata, BatchView, Document, Rows, SequenceChunk};
 pub use classes::{ClassLoss, ClassLossBackward, PooledRows, PooledRowsBackward, Pooling, Samples};
 pub use columns::{AddColumns, TakeColumns};
 pub use copy::{Cast, Clear};

@@ -319,7 +319,7 @@ impl Layer for Final {
         let Forward { ref batch, weights, x, y, scratch, .. } = *pass;
         let at = self.norm_at();
         let (gamma, beta) = (weights[at], weights.get(at + 1).copied());
-        for chunk in batch.chunks(true) {
+        for chunk in batch.chunks(Some(self.shape.chunk_positions)) {
             let scratch = &scratch.nested();
             let [x, y] = [x, y].map(|view| chunk.rows_of(view));
             let low_rank = self.low_rank(k, chunk, scratch);
@@ -331,7 +331,7 @@ impl Layer for Final {
 
     fn backward(&self, k: &dyn Kernels, pass: &Backward<'_>) {
         let Backward { ref batch, mut accumulate, x, dy, dx, scratch, .. } = *pass;
-        for chunk in batch.chunks(true) {
+        for chunk in batch.chunks(Some(self.shape.chunk_positions)) {
             let scratch = &scratch.nested();
             let [x, mut dy] = [x, dy].map(|view| chunk.rows_of(view));
             let dx = dx.map(|dx| chunk.rows_of(dx)).unwrap_or_else(|| scratch.take_like(x));

@@ -116,6 +116,9 @@ pub struct Shape {
     pub gated: bool,
     /// True when weights of products are (outputs, inputs), as in PyTorch's linear layers.
     pub transposed: bool,
+    /// Positions of one sequence that a layer computes at once, at most, where no position sees a
+    /// later one. All layers of a model have the same.
+    pub chunk_positions: usize,
     /// Probabilities of dropout.
     pub dropout: Dropouts,
     /// What embeddings are multiplied by.
@@ -129,6 +132,12 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// `chunk_positions`, where a config does not say another number.
+    pub const CHUNK_POSITIONS: usize = 8192;
+
+    /// Positions of the largest tile of attention on any device: chunks are of whole tiles.
+    pub const CHUNK_TILE: usize = 128;
+
     /// The modules of a layer whose outputs are added to the hidden states: of attention and of the
     /// feed-forward layer.
     pub(crate) fn residual_outputs(&self, layer: usize) -> [String; 2] {

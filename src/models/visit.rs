@@ -3,8 +3,8 @@
 use l2l_actors::schedule::{Phase, Role, Visit};
 
 use crate::kernels::{
-    BatchMetadata, BatchView, CHUNK_POSITIONS, Cast, Dequantise, DropoutKey, Kernels, Logits, Rows,
-    STATISTICS, Score, ScoreBackward, Smoothing,
+    BatchMetadata, BatchView, Cast, Dequantise, DropoutKey, Kernels, Logits, Rows, STATISTICS,
+    Score, ScoreBackward, Smoothing,
 };
 use crate::models::{
     Backward, BlockTensors, Classes, ClassesBackward, ClassesForward, Forward, KvCache, Layer,
@@ -359,7 +359,7 @@ pub(crate) fn workspace(
     phases: &[Phase],
 ) -> usize {
     let measure = Measure { kernels, dtype, model, save };
-    let needs = [positions, positions.min(CHUNK_POSITIONS)]
+    let needs = [positions, positions.min(model.shape.chunk_positions)]
         .map(|positions| measure.workspace(Rows { sequences, positions }, phases));
     needs[0].max(needs[1])
 }

@@ -7,7 +7,7 @@ use crate::config::{ByteSize, Config, DeviceKind};
 use crate::devices;
 use crate::error::{Misfit, Resource};
 use crate::machine;
-use crate::models::Model;
+use crate::models::{Model, Shape};
 use crate::optimizers::UpdateRule;
 use crate::plan::{Plan, Term};
 
@@ -44,6 +44,10 @@ impl Plan {
             ByteSize::from(ceiling),
             largest(&self.device),
         );
+        // A decoder's workspace is smaller where it has smaller chunks.
+        let has_smaller = model.shape.causal
+            && self.positions.min(model.shape.chunk_positions) > Shape::CHUNK_TILE;
+        let cuts = has_smaller && largest(&self.device).name == "workspace";
         if self.trains {
             let least = Plan::least(&self.config, model, rule);
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
@@ -54,13 +58,15 @@ impl Plan {
                     least.device_bytes()
                 ),
                 (None, Some(least)) => {
-                    format!(": {} bytes is the least that works", least.device_bytes())
+                    let by = if cuts { " with this step.chunk_positions" } else { "" };
+                    format!(": {} bytes is the least that works{by}", least.device_bytes())
                 }
                 (None, None) => String::new(),
             };
         }
         let text = format!(
-            "{what}; or give it {needed} bytes, or make step.micro_batch or channels smaller"
+            "{what}; or give it {needed} bytes, or make step.micro_batch{} or channels smaller",
+            if cuts { ", step.chunk_positions" } else { "" }
         );
         let largest_term = Some(largest(&self.device).name);
         let resource = Resource::DeviceMemory;

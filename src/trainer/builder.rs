@@ -105,10 +105,10 @@ impl Builder {
     }
 
     /// Allows the run to resume one with other values of some keys: of the learning rate and the
-    /// other settings of the optimizer but its rule, of `step.batch`, `step.micro_batch`, the
-    /// number of steps, the data. Weights, states of the optimizer and the number of steps done are
-    /// kept; the next batch is that of the next step, by the new settings. See
-    /// [`Trainer::changes`](Trainer::changes).
+    /// other settings of the optimizer but its rule, of `step.batch`, `step.micro_batch`,
+    /// `step.chunk_positions`, the number of steps, the data. Weights, states of the optimizer and
+    /// the number of steps done are kept; the next batch is that of the next step, by the new
+    /// settings. See [`Trainer::changes`](Trainer::changes).
     pub fn with_changes(mut self) -> Builder {
         self.changes = true;
         self

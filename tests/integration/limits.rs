@@ -111,6 +111,24 @@ fn a_refusal_says_what_would_fit() {
         let output = crate::program::output(&arguments("train", &config, &settings));
         assert_eq!(output.status.code(), code, "{}", String::from_utf8_lossy(&output.stderr));
     }
+    // What is too large is one sequence: smaller chunks of it are what helps.
+    let long = |chunk: u32| {
+        let all = [
+            ("device.memory", "48MiB"),
+            ("model.positions", "1024"),
+            ("data.sequence_length", "1024"),
+            ("step.batch", "1"),
+            ("step.micro_batch", "1"),
+            ("step.steps", "1"),
+        ];
+        let all = all.map(|(key, value)| (key, value.to_string()));
+        [&all[..], &[("step.chunk_positions", chunk.to_string())]].concat()
+    };
+    let said = refused(&long(8192));
+    assert!(said.contains("make step.micro_batch, step.chunk_positions or channels"), "{said}");
+    good(&arguments("train", &config, &long(128)));
+    let short = [("device.memory", "1MiB".into()), ("data.sequence_length", "128".into())];
+    assert!(!refused(&short).contains("chunk_positions"));
     let said = refused(&[("device.memory", "1MiB".into())]);
     let least = said.split(" bytes is the least that works").next().expect("text");
     let least: u64 = least.rsplit(' ').next().and_then(|l| l.parse().ok()).expect(&said);

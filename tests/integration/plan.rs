@@ -128,6 +128,24 @@ fn transfers_hide_where_the_plan_says() {
     assert_eq!(hiding.tokens, None, "it never hides");
 }
 
+/// Workspace grows with a sequence up to the size of chunks, and no further.
+#[test]
+fn workspace_is_that_of_a_chunk() {
+    let workspace = |positions: usize, chunk_positions: usize| {
+        let mut config = Config::default();
+        config.data.train = "random".into();
+        (config.model.hidden, config.model.positions) = (Some(64), Some(1024));
+        config.data.sequence_length = Some(positions);
+        config.step.chunk_positions = chunk_positions;
+        let model = Model::new(shape_of(&config).expect("a shape of ours"));
+        let plan = Plan::new(&config, &model, &config.update_rule()).expect("a plan of ours");
+        plan.device.iter().find(|term| term.name == "workspace").expect("it has one").bytes
+    };
+    assert_eq!(workspace(1024, 128), workspace(128, 8192));
+    assert!(workspace(1024, 8192) > 4 * workspace(1024, 128));
+    assert_eq!(workspace(1024, 1024), workspace(1024, 8192));
+}
+
 /// Plain descent: a rule without states.
 struct Descent;
 

@@ -175,6 +175,7 @@ async fn smoothed_labels_are_pytorchs() {
 async fn long_sequences_are_pytorchs() {
     let (mut config, golden) = case("long");
     config.data.sequence_length = Some(4200);
+    config.step.chunk_positions = 2048;
     check(config.clone(), &golden).await;
     config.schedule.recompute = Recompute::ATTENTION;
     config.step.micro_batch = 1;

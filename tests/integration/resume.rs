@@ -196,6 +196,31 @@ async fn checkpoints_of_other_runs_and_broken_ones_are_refused() {
     assert!(refusal(config, &place).await.contains("not what was written"));
 }
 
+/// The size of chunks decides bits where sequences are longer, and only there.
+#[tokio::test]
+async fn a_run_with_chunks_keeps_their_size() {
+    let folder = tempfile::tempdir().expect("a place for files");
+    let mut config = config(false);
+    (config.model.positions, config.step.chunk_positions) = (Some(300), 128);
+    let larger = |config: &Config| {
+        let mut config = config.clone();
+        config.step.chunk_positions = 256;
+        config
+    };
+    config.data.sequence_length = Some(128);
+    let place = folder.path().join("whole");
+    checkpoint(&config, &place).await;
+    let resumed = Trainer::builder(larger(&config)).resume(&place).start().await;
+    drop(resumed.expect("no sequence is cut"));
+    config.data.sequence_length = Some(300);
+    let place = folder.path().join("cut");
+    checkpoint(&config, &place).await;
+    let error = refusal(larger(&config), &place).await;
+    assert!(error.contains("step.chunk_positions was 128, is 256"), "{error}");
+    let resumed = Trainer::builder(larger(&config)).resume(&place).with_changes().start().await;
+    assert_eq!(resumed.expect("a change that may be").changes().len(), 1);
+}
+
 /// A run can resume from the best checkpoint when it is the newest one, and removing old
 /// checkpoints does not remove it.
 #[test]

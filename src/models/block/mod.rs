@@ -14,8 +14,7 @@ use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
 use super::low_rank::LowRank;
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
-    Activation, AttentionShape, BatchView, CHUNK_POSITIONS, ChunkKv, Dropout, Kernels, Rotary,
-    SequenceChunk,
+    Activation, AttentionShape, BatchView, ChunkKv, Dropout, Kernels, Rotary, SequenceChunk,
 };
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -91,7 +90,8 @@ impl TransformerBlock {
     /// All rows at once, or chunk by chunk where no position sees a later one.
     fn chunks<'a>(&self, batch: &BatchView<'a>) -> Vec<BatchView<'a>> {
         let has_cached = batch.metadata().cached.iter().any(|cached| *cached > 0);
-        batch.chunks(self.shape.causal && !has_cached)
+        let may_be_cut = self.shape.causal && !has_cached;
+        batch.chunks(may_be_cut.then_some(self.shape.chunk_positions))
     }
 
     fn has_window(&self) -> bool {
@@ -236,7 +236,7 @@ impl Layer for TransformerBlock {
     }
 
     fn chunk_state_len(&self, positions: usize, trains: bool, dtype: Dtype) -> usize {
-        let is_cut = self.shape.causal && positions > CHUNK_POSITIONS;
+        let is_cut = self.shape.causal && positions > self.shape.chunk_positions;
         let numbers = positions * self.kv_width();
         let gradients = if trains { numbers } else { 0 };
         let [values, gradients] =

@@ -68,6 +68,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names) -> Result<Shape, S
         activation: activation(keys, "hidden_act", "gelu")?,
         gated: false,
         transposed: true,
+        chunk_positions: Shape::CHUNK_POSITIONS,
         dropout: Dropouts {
             embedding: residual,
             attention: number(keys, "attention_probs_dropout_prob", 0.1)?,

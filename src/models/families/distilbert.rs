@@ -68,6 +68,7 @@ fn read(keys: &Keys) -> Result<Shape, String> {
         activation: activation(keys, "activation", "gelu")?,
         gated: false,
         transposed: true,
+        chunk_positions: Shape::CHUNK_POSITIONS,
         dropout: Dropouts {
             embedding: residual,
             attention: number(keys, "attention_dropout", 0.1)?,

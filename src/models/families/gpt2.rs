@@ -57,6 +57,7 @@ pub fn gpt2([layers, hidden, heads, intermediate, vocabulary, positions]: [usize
         activation: Activation::GeluTanh,
         gated: false,
         transposed: false,
+        chunk_positions: Shape::CHUNK_POSITIONS,
         dropout: Dropouts::default(),
         tied: true,
         embedding_scale: 1.0,

@@ -62,6 +62,7 @@ pub(super) fn read_shared(keys: &Keys, names: &'static Names, theta: f32) -> Res
         activation: activation(keys, "hidden_act", "silu")?,
         gated: true,
         transposed: true,
+        chunk_positions: Shape::CHUNK_POSITIONS,
         dropout: Dropouts {
             attention: number(keys, "attention_dropout", 0.0)?,
             classifier: number(keys, "classifier_dropout", 0.1)?,
