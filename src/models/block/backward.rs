@@ -4,8 +4,8 @@ use super::chunk::{ATTENTION, ChunkPass, FEED_FORWARD};
 use super::saved::Branch;
 use super::tensors::{Affine, Gradients, Product};
 use crate::kernels::{
-    ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, GateBackward, HeadNormBackward,
-    LinearBackward, NormBackward, QueryKey, ReadKv, Residual, Rotate,
+    ActivateBackward, ApplyDropout, AttentionBackward, ChunkKv, Dropout, GateBackward,
+    HeadNormBackward, LinearBackward, NormBackward, QueryKey, ReadKv, Residual, Rotate,
 };
 use crate::models::ends::or_scratch;
 use crate::models::layer::Save;
@@ -136,6 +136,16 @@ impl ChunkPass<'_> {
         self.k.norm_backward(&op, scratch);
     }
 
+    /// Back over the dropout of a branch's output: to `dx`; where nothing is dropped, it is `dy`
+    /// itself.
+    fn dropout_backward(&self, dx: View, dy: View, dropout: Option<Dropout<'_>>) -> View {
+        if dropout.is_none() {
+            return dy;
+        }
+        self.k.dropout(&ApplyDropout { y: dx, x: dy, dropout });
+        dx
+    }
+
     /// Back over the norm of a branch's output, where there is one: from `dy` to the gradient of
     /// that output.
     fn branch_norm_backward(
@@ -197,9 +207,8 @@ impl ChunkPass<'_> {
         let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
         let Shape { gated, activation, .. } = block.shape;
         let Buffers { activated, dup, dbranch, .. } = buffers;
-        let dropout = block.feed_forward_dropout(batch);
-        k.dropout(&ApplyDropout { y: dbranch, x: dsum, dropout });
-        let doutput = self.branch_norm_backward(g, dbranch, FEED_FORWARD, scratch);
+        let dropped = self.dropout_backward(dbranch, dsum, block.feed_forward_dropout(batch));
+        let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
         let (dx, dy, x) = (dactivated, doutput, activated);
         let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down };
@@ -247,9 +256,9 @@ impl ChunkPass<'_> {
         scratch: &Scratch<'_>,
     ) -> View {
         let ChunkPass { block, k, w, ref saved, ref batch, .. } = *self;
-        let (dbranch, x) = (buffers.dbranch, buffers.dattention_sum);
-        k.dropout(&ApplyDropout { y: dbranch, x, dropout: block.attention_dropout(batch) });
-        let dprojected = self.branch_norm_backward(g, dbranch, ATTENTION, scratch);
+        let dropout = block.attention_dropout(batch);
+        let dropped = self.dropout_backward(buffers.dbranch, buffers.dattention_sum, dropout);
+        let dprojected = self.branch_norm_backward(g, dropped, ATTENTION, scratch);
         let y = saved.attention_output;
         let doutput = scratch.take_like(y);
         let (dx, dy, x) = (doutput, dprojected, y);
