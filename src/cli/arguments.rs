@@ -104,6 +104,11 @@ pub(super) struct BenchArguments {
     /// a GPU, how long each takes in the steps, which are slower then.
     #[arg(long)]
     pub(super) kernels: bool,
+    /// Also time the algorithms that a GPU's library has for each matrix product of the steps, and
+    /// store the fastest in `device.kernel_cache`. Later runs on this GPU take them, and have other
+    /// bits; a run without such a table takes the library's first.
+    #[arg(long)]
+    pub(super) products: bool,
 }
 
 #[derive(Args, Default)]

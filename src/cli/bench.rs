@@ -2,19 +2,20 @@
 
 use l2l::config::DeviceKind;
 use l2l::data::{Batches, Dataset};
-use l2l::devices::{KernelRate, KernelTime, Rate};
+use l2l::devices::{KernelRate, KernelTime, ProductTable, ProductTime, Rate};
 use l2l::telemetry::EventLog;
 use l2l::{Config, Error, StepReport, Summary, Trainer, devices, machine, optimizers, shape_of};
 use serde_json::{Value, json};
 
 use super::progress::Screen;
 use super::train::runtime;
-use super::{Common, Ended, output};
+use super::{BenchArguments, Ended, output};
 
 /// Steps when nobody names any; the first is not counted.
 const STEPS: u64 = 6;
 
-pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ended, Error> {
+pub(super) fn bench(arguments: &BenchArguments) -> Result<Ended, Error> {
+    let BenchArguments { ref common, without_copies, kernels, products } = *arguments;
     let (mut config, layers) = common.read()?;
     // The built-in config names steps for training, and not for a bench.
     if !["step.steps", "step.epochs"].into_iter().any(|key| layers.is_given(key)) {
@@ -22,6 +23,9 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
     }
     (config.checkpoint, config.validation) = Default::default();
     let run = || {
+        if products {
+            check_products(&config)?;
+        }
         let product = devices::device_flops_per_second(&config)?;
         let (train, _) = Dataset::open(&config, &shape_of(&config)?)?;
         let steps = config.steps(train.len())?;
@@ -35,8 +39,9 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
             reports.push(*report);
         };
         let is_gpu = config.device.kind == DeviceKind::Cuda;
-        let how = How { steps, copies, times_kernels: kernels && is_gpu };
-        let Steps { summary, digest, times } =
+        let (copies, times_kernels) = (!without_copies, kernels && is_gpu);
+        let how = How { steps, copies, times_kernels, times_products: products };
+        let Steps { summary, digest, times, tables } =
             runtime()?.block_on(all_steps(&config, train, how, show))?;
         let more = rates(&reports, product);
         if kernels && is_gpu {
@@ -44,6 +49,7 @@ pub(super) fn bench(common: &Common, copies: bool, kernels: bool) -> Result<Ende
         } else if kernels {
             show_kernels(&config, &mut log, &screen)?;
         }
+        tables.iter().for_each(|table| show_products(table, &mut log, &screen));
         let link = config.device.link.as_deref();
         let mut event = summary.event(&digest, link);
         more.iter().for_each(|(name, value)| event[name] = json!(value));
@@ -102,6 +108,41 @@ fn show_times(times: &[KernelTime], log: &mut EventLog, screen: &Screen) {
     }
 }
 
+/// Only a GPU's library has several algorithms, and the choice needs a place.
+fn check_products(config: &Config) -> Result<(), Error> {
+    let refused =
+        |key: &str, problem: &str| Err(Error::Config { key: key.into(), problem: problem.into() });
+    if config.device.kind != DeviceKind::Cuda {
+        return refused("device.kind", "is cpu: `--products` times algorithms of a GPU's library");
+    }
+    if config.device.kernel_cache.is_none() {
+        let problem = "is not set: `--products` stores there which algorithms are the fastest";
+        return refused("device.kernel_cache", problem);
+    }
+    Ok(())
+}
+
+/// How long the algorithms of each product took on a GPU, and where the choice is.
+fn show_products(table: &ProductTable, log: &mut EventLog, screen: &Screen) {
+    for time in &table.products {
+        let ProductTime { product, algorithms, first, best } = time;
+        report_event(
+            log,
+            screen,
+            &json!({
+                "event": "product",
+                "product": product,
+                "algorithms": algorithms,
+                "first_seconds": first,
+                "best_seconds": best,
+            }),
+        );
+        screen.product_time(time);
+    }
+    report_event(log, screen, &json!({ "event": "products", "path": table.path }));
+    screen.product_table(table);
+}
+
 /// How fast the steps were. The first makes schedules and touches memory for the first time: it is
 /// not counted, unless it is the only one.
 fn rates(reports: &[StepReport], product: f64) -> [(&'static str, f64); 4] {
@@ -124,6 +165,8 @@ struct How {
     copies: bool,
     /// Whether each kernel of the GPUs is timed.
     times_kernels: bool,
+    /// Whether the algorithms of each product are.
+    times_products: bool,
 }
 
 /// How they ended.
@@ -132,13 +175,15 @@ struct Steps {
     digest: String,
     /// Of all steps but the first, if there are more.
     times: Vec<KernelTime>,
+    /// The algorithms that were chosen, by GPU.
+    tables: Vec<ProductTable>,
 }
 
 /// Training steps alone, without validation and checkpoints.
 async fn all_steps(
     config: &Config,
     train: Dataset,
-    How { steps, copies, times_kernels }: How,
+    How { steps, copies, times_kernels, times_products }: How,
     mut show: impl FnMut(&StepReport),
 ) -> Result<Steps, Error> {
     let builder = Trainer::builder(config.clone()).steps(steps).trial();
@@ -146,6 +191,9 @@ async fn all_steps(
     let mut trainer = builder.start().await?;
     if times_kernels {
         trainer.time_kernels();
+    }
+    if times_products {
+        trainer.time_products();
     }
     let mut batches = Batches::start(config, train, 0)?;
     let mut times = Vec::new();
@@ -162,6 +210,8 @@ async fn all_steps(
             break;
         }
     }
+    let tables = trainer.store_products().await?;
     let digest = trainer.digest().await?;
-    Ok(Steps { summary: trainer.stop().await?, digest, times: KernelTime::sums(times) })
+    let summary = trainer.stop().await?;
+    Ok(Steps { summary, digest, times: KernelTime::sums(times), tables })
 }

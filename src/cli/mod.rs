@@ -65,9 +65,7 @@ pub(crate) fn run() -> Result<Ended, Error> {
             tune::tune(&arguments)?;
         }
         Command::Dashboards { to, runbooks } => dashboards::write(&to, runbooks.as_deref())?,
-        Command::Bench(BenchArguments { common, without_copies, kernels }) => {
-            return bench::bench(&common, !without_copies, kernels);
-        }
+        Command::Bench(arguments) => return bench::bench(&arguments),
         Command::Export(arguments) => export::export(&arguments)?,
         Command::Doctor(arguments) if arguments.check => doctor::check(&arguments)?,
         Command::Doctor(DoctorArguments { common, mpi: true, .. }) => fabric::check(&common)?,

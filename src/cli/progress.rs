@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 use l2l::config::{ByteSize, Format};
+use l2l::devices::{ProductTable, ProductTime};
 use l2l::inference::Evaluation;
 use l2l::telemetry::Point;
 use l2l::{StepReport, Summary};
@@ -156,6 +157,30 @@ impl Screen {
             let percent = 100.0 * share;
             print(format_args!(
                 "{kernel:<34} {seconds:>9.4} s, {percent:>5.1} %, {launches} launches"
+            ));
+        }
+    }
+
+    /// One line of how long the algorithms of a GPU's product took.
+    pub(super) fn product_time(&self, time: &ProductTime) {
+        if self.format != Format::Json {
+            let ProductTime { product, algorithms, first, best } = time;
+            let [of_first, of_best] = [first, best].map(|seconds| 1e6 * seconds);
+            let share = best / first;
+            print(format_args!(
+                "{product}: first {of_first:.1} µs, best {of_best:.1} µs ({share:.2}) of \
+                 {algorithms}"
+            ));
+        }
+    }
+
+    /// Where the choice of a GPU's products is, for people.
+    pub(super) fn product_table(&self, table: &ProductTable) {
+        if self.format != Format::Json {
+            print(format_args!(
+                "The fastest are stored in {}. Runs on this GPU take them from now on; a run that \
+                 is resumed has other bits than without them.",
+                table.path.display()
             ));
         }
     }

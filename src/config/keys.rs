@@ -215,8 +215,9 @@ pub struct DeviceConfig {
     /// Folder with CUDA's libraries if they are not on the loader's path, for instance the one of
     /// the Python wheels `nvidia-cuda-nvrtc` and `nvidia-cublas`. Its subfolders are searched, too.
     pub cuda_libraries: Option<PathBuf>,
-    /// Folder that keeps compiled GPU kernels between runs. The command line sets it to a folder in
-    /// the user's cache; the library keeps none when it is absent.
+    /// Folder that keeps compiled GPU kernels between runs, and what `l2l bench --products` has
+    /// chosen. The command line sets it to a folder in the user's cache; the library keeps none
+    /// when it is absent.
     pub kernel_cache: Option<PathBuf>,
     /// Ceiling of device memory, in bytes or with a unit (`12GiB`). A run that needs more is
     /// refused before it starts. `auto`: no ceiling but the memory of the machine.

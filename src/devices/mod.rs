@@ -17,7 +17,9 @@ use l2l_actors::{BoxedError, Operation};
 use rayon::ThreadPool;
 
 pub use cpu::{KernelRate, Rate, kernel_rates, product_flops_per_second};
-pub use probe::{Check, Gpu, GpuRates, KernelGroup, KernelTime, Library};
+pub use probe::{
+    Check, Gpu, GpuRates, KernelGroup, KernelTime, Library, ProductTable, ProductTime,
+};
 
 use crate::config::{Config, DeviceKind};
 use crate::error::Error;
@@ -72,6 +74,15 @@ pub(crate) trait Device: Send + Sync + 'static {
     /// How long each kernel took since the last call; waits for the device.
     fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
         Ok(Vec::new())
+    }
+
+    /// Times the algorithms of each product that comes from now on. A CPU has one for each.
+    fn time_products(&self) {}
+
+    /// Stores which algorithm was the fastest for each product that was timed, for later runs;
+    /// waits for the device. None: nothing was asked for.
+    fn store_products(&self) -> Result<Option<ProductTable>, BoxedError> {
+        Ok(None)
     }
 
     /// Calls `run` with kernels for a micro-batch, and returns what `run` returns.

@@ -112,6 +112,28 @@ impl KernelTime {
     }
 }
 
+/// How long the algorithms of a GPU's product took.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProductTime {
+    /// Its sizes and dtypes.
+    pub product: String,
+    /// How many algorithms were timed.
+    pub algorithms: usize,
+    /// Seconds of the library's first.
+    pub first: f64,
+    /// Seconds of the one that was chosen: the first, unless another is at least 2 % faster.
+    pub best: f64,
+}
+
+/// The algorithms that were chosen for a GPU's products.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ProductTable {
+    /// The file that later runs on this GPU read.
+    pub path: PathBuf,
+    /// The products that were timed, the longest first.
+    pub products: Vec<ProductTime>,
+}
+
 /// How fast a GPU is, as measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GpuRates {

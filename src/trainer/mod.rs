@@ -26,7 +26,7 @@ use crate::blocking::unblock;
 use crate::checkpoint::{Identity, Progress};
 use crate::config::Config;
 use crate::data::{Batch, Batches};
-use crate::devices::KernelTime;
+use crate::devices::{KernelTime, ProductTable};
 use crate::engine::{Engine, Outcome, StepReport, Summary};
 use crate::eps::{Eps, lost};
 use crate::error::Error;
@@ -133,7 +133,8 @@ impl Trainer {
     }
 
     /// What makes the devices slower than they could be, as sentences: host memory that could not
-    /// be pinned, products that a GPU's library has no algorithm for. Each is returned once.
+    /// be pinned, products that a GPU's library has no algorithm for, a choice of algorithms that
+    /// cannot be used. Each is returned once.
     pub fn take_warnings(&mut self) -> Vec<String> {
         self.engine.worker().take_warnings()
     }
@@ -151,6 +152,23 @@ impl Trainer {
     pub async fn take_kernel_times(&mut self) -> Result<Vec<KernelTime>, Error> {
         let times = self.engine.between_steps(Worker::take_kernel_times).await;
         times.map_err(|error| Error::Device(error.to_string()))
+    }
+
+    /// Times the algorithms that a GPU's library has for each product, when it first comes from now
+    /// on. They are not used by this trainer, whose products take the library's first algorithms.
+    pub fn time_products(&mut self) {
+        self.engine.worker().time_products();
+    }
+
+    /// Chooses the fastest algorithm of each product that was timed, and stores the choice in
+    /// `device.kernel_cache`. Later runs on the same GPU, with the same library, take them. The
+    /// result has a table for each GPU.
+    ///
+    /// # Errors
+    /// A GPU failed, or the file cannot be written.
+    pub async fn store_products(&mut self) -> Result<Vec<ProductTable>, Error> {
+        let tables = self.engine.between_steps(Worker::store_products).await;
+        tables.map_err(|error| Error::Device(error.to_string()))
     }
 
     /// How far the run is, and its best validation. A step that was cancelled is counted by the

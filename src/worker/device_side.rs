@@ -12,7 +12,7 @@ use l2l_actors::{BoxedError, Operation};
 use super::counts::LinkUsed;
 use super::{Used, take_as_long};
 use crate::config::Config;
-use crate::devices::{Device, KernelTime};
+use crate::devices::{Device, KernelTime, ProductTable};
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, Kernels};
 use crate::plan::{Holder, Place, Plan};
@@ -92,6 +92,16 @@ impl DeviceSide {
     /// See [`Device::take_kernel_times`].
     pub(super) fn take_kernel_times(&self) -> Result<Vec<KernelTime>, BoxedError> {
         self.device.take_kernel_times()
+    }
+
+    /// See [`Device::time_products`].
+    pub(super) fn time_products(&self) {
+        self.device.time_products();
+    }
+
+    /// See [`Device::store_products`].
+    pub(super) fn store_products(&self) -> Result<Option<ProductTable>, BoxedError> {
+        self.device.store_products()
     }
 
     /// See [`Device::pinned_bytes`].

@@ -41,7 +41,7 @@ use self::host_side::HostSide;
 use self::memory::Memory;
 use self::step::{Results, StepState, Steps};
 use crate::config::{Config, DeviceKind};
-use crate::devices::{self, KernelTime};
+use crate::devices::{self, KernelTime, ProductTable};
 use crate::eps::Eps;
 use crate::error::Error;
 use crate::models::{Model, Save};
@@ -180,6 +180,16 @@ impl Worker {
         let times = self.devices.iter().map(DeviceSide::take_kernel_times);
         let times: Vec<Vec<KernelTime>> = times.collect::<Result<_, _>>()?;
         Ok(KernelTime::sums(times.into_iter().flatten()))
+    }
+
+    /// See [`Device::time_products`](devices::Device::time_products).
+    pub(crate) fn time_products(&self) {
+        self.devices.iter().for_each(DeviceSide::time_products);
+    }
+
+    /// See [`Device::store_products`](devices::Device::store_products). Of each device.
+    pub(crate) fn store_products(&self) -> Result<Vec<ProductTable>, BoxedError> {
+        self.devices.iter().filter_map(|device| device.store_products().transpose()).collect()
     }
 
     /// Bytes of the host that are pinned for copies.

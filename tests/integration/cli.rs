@@ -246,6 +246,10 @@ fn plan_bench_doctor_and_the_rest() {
     }
     assert!(summary["exposed_wait_fraction"].as_f64().is_some_and(|share| share < 1.0));
     assert!(!folder.path().join("checkpoints").exists(), "a bench leaves nothing");
+    let refused = output(&["bench", &config, "--products"]);
+    assert_eq!(refused.status.code(), Some(2));
+    let refused = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(refused.contains("device.kind") && refused.contains("--products"), "{refused}");
     // Labels are copied without rounding: rounded bits would be other classes.
     for model in ["tied", "bert-classes"] {
         let path = format!("model.path=tests/goldens/{model}");

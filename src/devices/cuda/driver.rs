@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use l2l_actors::BoxedError;
 use l2l_actors::work::Lane;
+use serde::{Deserialize, Serialize};
 
 use super::texts::Target;
 use crate::devices::PeerView;
@@ -161,7 +162,8 @@ impl Product {
 }
 
 /// A product but for its addresses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub(super) struct ProductKey {
     /// Of the factors, and of the product.
     pub(super) dtypes: [Dtype; 2],
@@ -193,12 +195,27 @@ impl fmt::Display for ProductKey {
 }
 
 /// What a library of products may rely on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub(super) enum Alignment {
     /// On [`ProductKey::alignments`].
     OfRows,
     /// On that of an element.
     OfElements,
+}
+
+/// The words of an algorithm of a library of products. Only the same version of the library, on the
+/// same GPU, knows what they mean.
+pub(super) type Algorithm = [u64; 8];
+
+/// A GPU, and the version of its library of products: what algorithms are for.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ProductLibrary {
+    /// The GPU's name.
+    pub(super) gpu: String,
+    pub(super) architecture: u32,
+    pub(super) cublaslt: u64,
 }
 
 /// A driver and one of its devices. A caller that passes host memory keeps it until the work is
@@ -255,15 +272,27 @@ pub(super) trait Driver: Send + Sync + 'static {
     /// Runs a kernel.
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError>;
 
-    /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it. False: the library has
-    /// no algorithm for that, and nothing was done.
+    /// Multiplies, with [`WORKSPACE`] bytes of the device's memory for it, by this algorithm; none:
+    /// by the library's first. False: the library has no algorithm for that, or refuses this one,
+    /// and nothing was done.
     fn product(
         &self,
         on: Stream,
         product: &Product,
         alignment: Alignment,
+        algorithm: Option<Algorithm>,
         workspace: Address,
     ) -> Result<bool, BoxedError>;
+
+    /// Some algorithms for a product, the library's first at the front; none: it has none.
+    fn algorithms(
+        &self,
+        product: &Product,
+        alignment: Alignment,
+    ) -> Result<Vec<Algorithm>, BoxedError>;
+
+    /// What algorithms are for.
+    fn product_library(&self) -> ProductLibrary;
 
     /// Records an event, which is reached when all work queued on the stream until now is done.
     fn record(&self, on: Stream) -> Result<u64, BoxedError>;

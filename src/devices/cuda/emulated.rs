@@ -2,6 +2,7 @@
 //! this machine. It proves, where there is no GPU, what is launched on what and in which order.
 
 mod limits;
+mod product;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -12,14 +13,15 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::time::Instant;
 
-use half::{bf16, f16};
 use l2l_actors::BoxedError;
 use libloading::Library;
 use tokio::runtime::Runtime;
 
 pub(super) use limits::{Limits, limit};
 
-use super::driver::{Address, Alignment, Driver, Launch, Matrix, Place, Product, STREAMS, Stream};
+use super::driver::{
+    Address, Algorithm, Alignment, Driver, Launch, Product, ProductLibrary, STREAMS, Stream,
+};
 use super::texts::{self, Declared, PRELUDE, Target};
 use crate::devices::PeerView;
 use crate::kernels::CustomKernel;
@@ -147,7 +149,7 @@ struct Flag {
 
 impl Flag {
     fn reach(&self) {
-        *self.at.lock().expect("nothing panics inside") = Some(Instant::now());
+        *self.at.lock().expect("nothing panics inside") = Some(product::now());
         self.reached.notify_all();
     }
 
@@ -241,36 +243,6 @@ impl Drop for Emulated {
     /// The memory goes next.
     fn drop(&mut self) {
         self.finish();
-    }
-}
-
-/// What is there.
-///
-/// # Safety
-/// A number is, and nobody writes it.
-unsafe fn number(place: Place) -> f32 {
-    // SAFETY: by the caller.
-    unsafe {
-        match place.dtype {
-            Dtype::F32 => *(place.at as *const f32),
-            Dtype::Bf16 => (*(place.at as *const bf16)).to_f32(),
-            Dtype::F16 => (*(place.at as *const f16)).to_f32(),
-        }
-    }
-}
-
-/// Writes it.
-///
-/// # Safety
-/// Nobody else has the place.
-unsafe fn put(place: Place, value: f32) {
-    // SAFETY: by the caller.
-    unsafe {
-        match place.dtype {
-            Dtype::F32 => *(place.at as *mut f32) = value,
-            Dtype::Bf16 => *(place.at as *mut bf16) = bf16::from_f32(value),
-            Dtype::F16 => *(place.at as *mut f16) = f16::from_f32(value),
-        }
     }
 }
 
@@ -410,37 +382,30 @@ impl Driver for Emulated {
         on: Stream,
         product: &Product,
         relies_on: Alignment,
+        algorithm: Option<Algorithm>,
         _: Address,
     ) -> Result<bool, BoxedError> {
-        let Product { rows, inner, columns, a, b, c, stride, bias, accumulate } = *product;
-        if self.limits.refuse.is_some_and(|refuses| refuses(&product.key(), relies_on)) {
+        let (product, limits) = (*product, self.limits);
+        if limits.refuses(&product.key(), relies_on, algorithm) {
             return Ok(false);
         }
-        // An algorithm that was chosen for aligned rows fails on others.
-        let alignments = product.key().alignments();
-        for (place, alignment) in [a.at, b.at, c].into_iter().zip(alignments) {
-            assert!(place.at.is_multiple_of(alignment.into()), "{product:?} is not aligned");
-        }
-        let multiply = move || {
-            let at = |matrix: Matrix, row: usize, column: usize| {
-                let (row, column) = if matrix.transposed { (column, row) } else { (row, column) };
-                // SAFETY: whoever multiplies says where matrices are.
-                f64::from(unsafe { number(matrix.at.behind(row * matrix.stride + column)) })
-            };
-            for row in 0..rows {
-                for column in 0..columns {
-                    let sum: f64 = (0..inner).map(|k| at(a, row, k) * at(b, k, column)).sum();
-                    // SAFETY: as above.
-                    unsafe {
-                        let c = c.behind(row * stride + column);
-                        let bias = bias.map_or(0.0, |bias| number(bias.behind(column)));
-                        let before = if accumulate { number(c) } else { 0.0 };
-                        put(c, (f64::from(before) + sum + f64::from(bias)) as f32);
-                    }
-                }
-            }
-        };
-        self.queue(on, multiply).map(|()| true)
+        product::check(&product);
+        // SAFETY: whoever multiplies says where matrices are.
+        self.queue(on, move || unsafe { product::multiply(&product, algorithm, &limits) })?;
+        Ok(true)
+    }
+
+    fn algorithms(
+        &self,
+        product: &Product,
+        relies_on: Alignment,
+    ) -> Result<Vec<Algorithm>, BoxedError> {
+        Ok(self.limits.algorithms(&product.key(), relies_on))
+    }
+
+    fn product_library(&self) -> ProductLibrary {
+        let architecture = self.target.architecture;
+        ProductLibrary { gpu: "emulated".into(), architecture, cublaslt: 1 }
     }
 
     fn record(&self, on: Stream) -> Result<u64, BoxedError> {

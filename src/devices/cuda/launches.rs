@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use l2l_actors::BoxedError;
 
+use super::chosen::Chosen;
 use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream};
 use super::times::Times;
 use super::ways::{Way, Ways};
@@ -182,6 +183,7 @@ pub(super) struct Queue<'a> {
     workspace: Address,
     /// How products are computed.
     ways: &'a Ways,
+    chosen: &'a Chosen,
     times: &'a Times,
     failed: RefCell<Option<BoxedError>>,
 }
@@ -191,9 +193,10 @@ impl<'a> Queue<'a> {
         driver: &'a Arc<dyn Driver>,
         workspace: Address,
         ways: &'a Ways,
+        chosen: &'a Chosen,
         times: &'a Times,
     ) -> Queue<'a> {
-        Queue { driver, workspace, ways, times, failed: RefCell::default() }
+        Queue { driver, workspace, ways, chosen, times, failed: RefCell::default() }
     }
 
     /// See [`Target::has_tensor_cores`](super::texts::Target::has_tensor_cores).
@@ -298,10 +301,11 @@ impl<'a> Queue<'a> {
                 return Ok(true);
             }
         };
-        let (on, workspace) = (Stream::Compute, self.workspace);
+        let (chosen, workspace) = (self.chosen, self.workspace);
+        chosen.time(self.driver, of_library, relies_on, workspace)?;
         let mut is_done = false;
         self.times.of(self.driver, "product", || {
-            is_done = self.driver.product(on, of_library, relies_on, workspace)?;
+            is_done = chosen.run(&**self.driver, of_library, relies_on, workspace)?;
             Ok(())
         })?;
         let Product { rows, columns, c, stride, bias: Some(bias), .. } = *product else {

@@ -7,6 +7,7 @@ mod activation;
 mod attention;
 mod batch_metadata;
 mod check;
+mod chosen;
 mod classes;
 mod columns;
 mod compile;
@@ -50,12 +51,13 @@ pub(super) use libraries::libraries;
 pub(super) use real::gpus;
 
 use self::batch_metadata::DeviceMetadata;
+use self::chosen::Chosen;
 use self::driver::{Address, Driver, Event, Place, STREAMS, Stream, WORKSPACE};
 use self::launches::{FLOAT, NEIGHBOURS, Queue, int, long};
 use self::pinned::{Pinned, parts};
 use self::times::Times;
 use self::ways::Ways;
-use super::{Check, Device, GpuRates, KernelGroup, KernelTime, PeerView};
+use super::{Check, Device, GpuRates, KernelGroup, KernelTime, PeerView, ProductTable};
 use crate::config::Config;
 use crate::error::Error;
 use crate::kernels::{BatchMetadata, CustomKernel, Kernels, Rows};
@@ -86,6 +88,8 @@ pub(super) struct Cuda {
     workspace: Address,
     /// How products are computed.
     ways: Ways,
+    /// The algorithms that products take.
+    chosen: Chosen,
     times: Times,
     /// Metadata on its way to the device, from [`IN_FLIGHT`] places of the host in turn.
     staging: Arena,
@@ -167,6 +171,7 @@ impl Cuda {
             metadata,
             workspace: behind.next_multiple_of(ALIGNED as Address),
             ways: Ways::default(),
+            chosen: Chosen::default(),
             times: Times::default(),
             staging,
             current: Mutex::default(),
@@ -179,7 +184,7 @@ impl Cuda {
 
     /// Launches on the compute stream.
     fn queue(&self) -> Queue<'_> {
-        Queue::new(&self.driver, self.workspace, &self.ways, &self.times)
+        Queue::new(&self.driver, self.workspace, &self.ways, &self.chosen, &self.times)
     }
 
     fn address(&self, view: View) -> Address {
@@ -239,9 +244,12 @@ pub(super) fn open(
         _ => Vec::new(),
     });
     let driver = driver(config, ordinal, &custom.collect::<Vec<_>>())?;
+    let chosen = Chosen::read(config.device.kernel_cache.as_deref(), driver.product_library());
     let made = Cuda::new(driver, floats, overhead);
     let refused = |error: BoxedError| Error::NoDevice(error.to_string());
-    Ok(Box::new(made.map_err(refused)?))
+    let mut made = made.map_err(refused)?;
+    made.chosen = chosen;
+    Ok(Box::new(made))
 }
 
 fn driver(
@@ -324,6 +332,14 @@ impl Device for Cuda {
         self.times.take(&*self.driver)
     }
 
+    fn time_products(&self) {
+        self.chosen.begin();
+    }
+
+    fn store_products(&self) -> Result<Option<ProductTable>, BoxedError> {
+        self.chosen.store(&*self.driver)
+    }
+
     fn compute(
         &self,
         batch: &BatchMetadata<'_>,
@@ -349,7 +365,8 @@ impl Device for Cuda {
     }
 
     fn take_warnings(&self) -> Vec<String> {
-        self.pinned.take_warning().into_iter().chain(self.ways.take_warnings()).collect()
+        let of_products = self.ways.take_warnings().into_iter().chain(self.chosen.take_warnings());
+        self.pinned.take_warning().into_iter().chain(of_products).collect()
     }
 
     fn finish(&self) {

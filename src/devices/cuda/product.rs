@@ -1,9 +1,9 @@
 //! Products by cuBLASLt. Which algorithm a size takes follows from the library's own rule for it,
-//! never from timing.
+//! unless the caller names one; never from timing.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::mem::size_of_val;
+use std::mem::{MaybeUninit, size_of_val};
 use std::sync::Mutex;
 
 use bytemuck::bytes_of;
@@ -11,8 +11,11 @@ use cudarc::cublaslt::{result, sys};
 use cudarc::driver::sys::CUstream;
 use l2l_actors::BoxedError;
 
-use super::driver::{Address, Alignment, Matrix, Product, ProductKey, WORKSPACE};
+use super::driver::{Address, Algorithm, Alignment, Matrix, Product, ProductKey, WORKSPACE};
 use crate::tensor::Dtype;
+
+/// The most algorithms that the library is asked for.
+const ALGORITHMS: usize = 8;
 
 /// The library, and what it has chosen.
 pub(super) struct Products {
@@ -73,28 +76,32 @@ impl Products {
         Ok(Products { handle: result::create_handle()?, chosen: Mutex::default() })
     }
 
-    /// Multiplies; false: there is no algorithm. The library stores matrices by columns, so it is
-    /// asked for bᵀ aᵀ.
+    /// The library's version, as it counts.
+    pub(super) fn version() -> u64 {
+        // SAFETY: the library is there.
+        unsafe { sys::cublasLtGetVersion() as u64 }
+    }
+
+    /// Multiplies, by this algorithm or by the library's first; false: there is no algorithm, or it
+    /// is refused. The library stores matrices by columns, so it is asked for bᵀ aᵀ.
     pub(super) fn run(
         &self,
         product: &Product,
         relies_on: Alignment,
+        named: Option<Algorithm>,
         workspace: Address,
         stream: CUstream,
     ) -> Result<bool, BoxedError> {
-        let Product { rows, inner, columns, a, b, c, stride, accumulate, .. } = *product;
-        assert_eq!(a.at.dtype, b.at.dtype, "factors have one dtype");
-        let description = describe(product)?;
-        let layout = |matrix: Matrix, rows: usize, columns: usize| {
-            let (columns, rows) = if matrix.transposed { (rows, columns) } else { (columns, rows) };
-            Layout::new(matrix.at.dtype, [columns, rows], matrix.stride)
-        };
-        let (layout_a, layout_b) = (layout(a, rows, inner)?, layout(b, inner, columns)?);
-        let layout_c = Layout::new(c.dtype, [columns, rows], stride)?;
-        let layouts = [layout_b.0, layout_a.0, layout_c.0];
+        let Product { a, b, c, accumulate, .. } = *product;
+        let described = Described::new(product)?;
+        let Described { description, layouts: [layout_b, layout_a, layout_c] } = &described;
         let key = (product.key(), relies_on);
-        let Some(algorithm) = self.algorithm(key, &description, layouts)? else {
-            return Ok(false);
+        let algorithm = match named {
+            Some(data) => sys::cublasLtMatmulAlgo_t { data },
+            None => match self.first(key, &described)? {
+                Some(first) => first,
+                None => return Ok(false),
+            },
         };
         let (one, beta) = (1.0_f32, if accumulate { 1.0_f32 } else { 0.0 });
         // SAFETY: all descriptions live until the call returns, and the matrices are where they
@@ -120,45 +127,68 @@ impl Products {
             )
         };
         let is_done = unless_refused(done)?.is_some();
-        if !is_done {
+        if !is_done && named.is_none() {
             self.chosen.lock().expect("nothing panics inside").insert(key, None);
         }
         Ok(is_done)
     }
 
-    /// The algorithm of a size, if there is one: chosen once, and then known.
-    fn algorithm(
+    /// The first algorithm, and others that the library names for a product. All are of the first's
+    /// preference, so they add partial sums in one order, too.
+    pub(super) fn algorithms(
+        &self,
+        product: &Product,
+        relies_on: Alignment,
+    ) -> Result<Vec<Algorithm>, BoxedError> {
+        let described = Described::new(product)?;
+        let key = (product.key(), relies_on);
+        let Some(first) = self.first(key, &described)? else { return Ok(Vec::new()) };
+        let found = unless_refused(self.named(key, &described, ALGORITHMS))?.unwrap_or_default();
+        let fits = |one: &sys::cublasLtMatmulHeuristicResult_t| {
+            one.state.result().is_ok() && one.workspaceSize <= WORKSPACE
+        };
+        let others = found.iter().filter(|one| fits(one)).map(|one| one.algo.data);
+        let others = others.filter(|other| *other != first.data);
+        Ok([first.data].into_iter().chain(others).take(ALGORITHMS).collect())
+    }
+
+    /// The first algorithm of a size, if there is one: chosen once, and then known. It is the same
+    /// for the same library and device.
+    fn first(
         &self,
         key: (ProductKey, Alignment),
-        description: &Description,
-        layouts: [sys::cublasLtMatrixLayout_t; 3],
+        described: &Described,
     ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, BoxedError> {
         let mut chosen = self.chosen.lock().expect("nothing panics inside");
         if let Some(algorithm) = chosen.get(&key) {
             return Ok(*algorithm);
         }
-        let (of, relies_on) = key;
-        let alignments = match relies_on {
+        let none = result::CublasError(sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED);
+        let first = self.named(key, described, 1).and_then(|found| {
+            let first = found.first().ok_or(none)?;
+            first.state.result().map(|()| first.algo)
+        });
+        let algorithm = unless_refused(first)?;
+        chosen.insert(key, algorithm);
+        Ok(algorithm)
+    }
+
+    /// At most so many that the library names for a size, beginning with the one that it takes for
+    /// the fastest. It is told how rows are aligned, wherever a matrix begins: by shape, so that
+    /// bits do not depend on slots.
+    fn named(
+        &self,
+        (of, relies_on): (ProductKey, Alignment),
+        Described { description, layouts: [a, b, c] }: &Described,
+        most: usize,
+    ) -> Result<Vec<sys::cublasLtMatmulHeuristicResult_t>, result::CublasError> {
+        let [of_a, of_b, of_c] = match relies_on {
             Alignment::OfRows => of.alignments(),
             Alignment::OfElements => {
                 let [factors, product] = of.dtypes.map(|dtype| dtype.size() as u32);
                 [factors, factors, product]
             }
         };
-        let algorithm = unless_refused(self.choose(description, layouts, alignments))?;
-        chosen.insert(key, algorithm);
-        Ok(algorithm)
-    }
-
-    /// The first that the library names for a size: the same for the same library and device. It is
-    /// told how rows are aligned, wherever a matrix begins: by shape, so that bits do not depend on
-    /// slots.
-    fn choose(
-        &self,
-        description: &Description,
-        [a, b, c]: [sys::cublasLtMatrixLayout_t; 3],
-        [of_a, of_b, of_c]: [u32; 3],
-    ) -> Result<sys::cublasLtMatmulAlgo_t, result::CublasError> {
         let preference = Preference(result::create_matmul_pref()?);
         use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
         let bytes = WORKSPACE as u64;
@@ -178,11 +208,48 @@ impl Products {
             // SAFETY: the preference is there, and the value is of this attribute.
             unsafe { result::set_matmul_pref_attribute(preference.0, what, at, value.len())? };
         }
-        // SAFETY: all descriptions are there.
-        let found = unsafe {
-            result::get_matmul_algo_heuristic(self.handle, description.0, a, b, c, c, preference.0)?
+        let mut found = vec![MaybeUninit::uninit(); most];
+        let mut count = 0;
+        // SAFETY: all descriptions are there, and there is a place for each that is asked for.
+        unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                description.0,
+                a.0,
+                b.0,
+                c.0,
+                c.0,
+                preference.0,
+                most as i32,
+                found.as_mut_ptr().cast(),
+                &mut count,
+            )
+            .result()?;
+        }
+        found.truncate(count as usize);
+        // SAFETY: the library has written so many.
+        Ok(found.into_iter().map(|one| unsafe { one.assume_init() }).collect())
+    }
+}
+
+/// A product as the library knows it, which takes our b for its first factor.
+struct Described {
+    description: Description,
+    /// Of our b, a and c.
+    layouts: [Layout; 3],
+}
+
+impl Described {
+    fn new(product: &Product) -> Result<Described, BoxedError> {
+        let Product { rows, inner, columns, a, b, c, stride, .. } = *product;
+        assert_eq!(a.at.dtype, b.at.dtype, "factors have one dtype");
+        let layout = |matrix: Matrix, rows: usize, columns: usize| {
+            let (columns, rows) = if matrix.transposed { (rows, columns) } else { (columns, rows) };
+            Layout::new(matrix.at.dtype, [columns, rows], matrix.stride)
         };
-        Ok(found.algo)
+        let (of_b, of_a) = (layout(b, inner, columns)?, layout(a, rows, inner)?);
+        let of_c = Layout::new(c.dtype, [columns, rows], stride)?;
+        Ok(Described { description: describe(product)?, layouts: [of_b, of_a, of_c] })
     }
 }
 

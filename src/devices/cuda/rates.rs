@@ -120,7 +120,7 @@ fn product_rate(
     };
     let seconds = median(|| {
         let begin = Event::record(driver, Stream::Compute)?;
-        if !driver.product(Stream::Compute, &product, Alignment::OfRows, workspace)? {
+        if !driver.product(Stream::Compute, &product, Alignment::OfRows, None, workspace)? {
             return Err("cuBLASLt has no algorithm for a square product".into());
         }
         let end = Event::record(driver, Stream::Compute)?;

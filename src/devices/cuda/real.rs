@@ -9,7 +9,9 @@ use cudarc::driver::{result, sys};
 use l2l_actors::BoxedError;
 
 use super::compile;
-use super::driver::{Address, Alignment, Driver, Kind, Launch, Product, STREAMS, Stream};
+use super::driver::{
+    Address, Algorithm, Alignment, Driver, Kind, Launch, Product, ProductLibrary, STREAMS, Stream,
+};
 use super::libraries;
 use super::product::Products;
 use super::texts::{self, Target};
@@ -33,6 +35,7 @@ type Elapsed = unsafe extern "C" fn(*mut f32, sys::CUevent, sys::CUevent) -> sys
 /// A device of the driver's, in the process's own context of it.
 pub(super) struct Real {
     device: sys::CUdevice,
+    name: String,
     target: Target,
     context: sys::CUcontext,
     streams: [sys::CUstream; STREAMS],
@@ -128,6 +131,7 @@ impl Real {
         let context = unsafe { result::primary_ctx::retain(device)? };
         let mut real = Real {
             device,
+            name: gpu.name.clone(),
             target: Target { dtype, architecture: gpu.architecture },
             context,
             streams: [std::ptr::null_mut(); STREAMS],
@@ -182,6 +186,10 @@ impl Real {
             }
         }
         Ok(())
+    }
+
+    fn products(&self) -> &Products {
+        self.products.as_ref().expect("it is made with the device")
     }
 
     fn stream(&self, on: Stream) -> sys::CUstream {
@@ -333,11 +341,25 @@ impl Driver for Real {
         on: Stream,
         product: &Product,
         alignment: Alignment,
+        algorithm: Option<Algorithm>,
         workspace: Address,
     ) -> Result<bool, BoxedError> {
         self.enter()?;
-        let products = self.products.as_ref().expect("it is made with the device");
-        products.run(product, alignment, workspace, self.stream(on))
+        self.products().run(product, alignment, algorithm, workspace, self.stream(on))
+    }
+
+    fn algorithms(
+        &self,
+        product: &Product,
+        alignment: Alignment,
+    ) -> Result<Vec<Algorithm>, BoxedError> {
+        self.enter()?;
+        self.products().algorithms(product, alignment)
+    }
+
+    fn product_library(&self) -> ProductLibrary {
+        let (gpu, cublaslt) = (self.name.clone(), Products::version());
+        ProductLibrary { gpu, architecture: self.target.architecture, cublaslt }
     }
 
     fn record(&self, on: Stream) -> Result<u64, BoxedError> {

@@ -2,6 +2,7 @@
 //! CPU, relay against resident, and a driver that fails anywhere. What kernels compute alone,
 //! `.ci/kernels.py` checks.
 
+mod chosen;
 mod refused;
 mod trained;
 

@@ -1,0 +1,273 @@
+//! Algorithms of products that were timed once, and are kept in a file that later runs on the same
+//! GPU read when they start. A run never chooses by timing: without a file, each product takes the
+//! first algorithm of the library's own rule.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use l2l_actors::BoxedError;
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::driver::{
+    Address, Algorithm, Alignment, Driver, Event, Product, ProductKey, ProductLibrary, Stream,
+    WORKSPACE,
+};
+use crate::devices::{ProductTable, ProductTime};
+
+/// Timed launches of an algorithm, after one that does not count.
+const RUNS: usize = 5;
+
+/// An algorithm replaces the first if it takes at most this share of the first's time.
+const FASTER: f64 = 0.98;
+
+/// What an algorithm is chosen for.
+type Key = (ProductKey, Alignment);
+
+/// See the [module](self).
+#[derive(Default)]
+pub(super) struct Chosen {
+    library: ProductLibrary,
+    /// The file; none: there is no folder for it.
+    path: Option<PathBuf>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    algorithms: HashMap<Key, Algorithm>,
+    warnings: Vec<String>,
+    /// None: nobody asks for times.
+    timed: Option<HashMap<Key, Vec<Candidate>>>,
+}
+
+/// An algorithm of a product, and the events before and behind each launch of it.
+struct Candidate {
+    algorithm: Algorithm,
+    launches: Vec<[Arc<Event>; 2]>,
+}
+
+/// The file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    library: ProductLibrary,
+    products: Vec<Row>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Row {
+    product: ProductKey,
+    alignment: Alignment,
+    algorithm: Algorithm,
+    /// Of the library's first algorithm.
+    first_microseconds: f64,
+    /// Of this one.
+    best_microseconds: f64,
+}
+
+impl Row {
+    fn key(&self) -> Key {
+        (self.product, self.alignment)
+    }
+}
+
+/// The rows of a file; none where there is no file.
+fn read(path: &Path, library: &ProductLibrary) -> Result<Vec<Row>, BoxedError> {
+    let text = match fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        text => text?,
+    };
+    let table: Table = serde_json::from_slice(&text)?;
+    match table.library == *library {
+        true => Ok(table.products),
+        false => Err("it is of another GPU or of another cuBLASLt".into()),
+    }
+}
+
+/// Writes a file, a row a line. It has its name only when it is whole.
+fn write(path: &Path, library: &ProductLibrary, rows: &[Row]) -> Result<(), BoxedError> {
+    let (library, folder) = (serde_json::to_string(library)?, path.parent());
+    let rows: Result<Vec<String>, _> = rows.iter().map(serde_json::to_string).collect();
+    let rows = rows?.join(",\n");
+    let text = format!("{{\n\"library\": {library},\n\"products\": [\n{rows}\n]\n}}\n");
+    let own = path.with_extension(format!("{}.tmp", std::process::id()));
+    fs::create_dir_all(folder.expect("it is in a folder"))?;
+    fs::write(&own, text)?;
+    Ok(fs::rename(own, path)?)
+}
+
+impl Chosen {
+    /// What a folder has for a GPU and its library.
+    pub(super) fn read(folder: Option<&Path>, library: ProductLibrary) -> Chosen {
+        // Algorithms are for a workspace of this size.
+        let ProductLibrary { gpu, architecture, cublaslt } = &library;
+        let identity = format!("{gpu} {architecture} {cublaslt} {WORKSPACE}");
+        let file = format!("products-{:016x}.json", xxh3_64(identity.as_bytes()));
+        let path = folder.map(|folder| folder.join(file));
+        let mut state = State::default();
+        if let Some(path) = &path {
+            match read(path, &library) {
+                Ok(rows) => {
+                    state.algorithms = rows.iter().map(|row| (row.key(), row.algorithm)).collect();
+                }
+                Err(error) => state.warnings.push(format!(
+                    "the choice of products in {} is ignored ({error}): delete the file, or let \
+                     `l2l bench --products` write it again",
+                    path.display()
+                )),
+            }
+        }
+        Chosen { library, path, state: Mutex::new(state) }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("nothing panics inside")
+    }
+
+    /// Words for what was ignored, once.
+    pub(super) fn take_warnings(&self) -> Vec<String> {
+        std::mem::take(&mut self.state().warnings)
+    }
+
+    /// Computes a product by the algorithm that the file has for it, or by the library's first.
+    /// False: the library cannot, and nothing was done.
+    pub(super) fn run(
+        &self,
+        driver: &dyn Driver,
+        product: &Product,
+        relies_on: Alignment,
+        workspace: Address,
+    ) -> Result<bool, BoxedError> {
+        let key = (product.key(), relies_on);
+        let algorithm = self.state().algorithms.get(&key).copied();
+        let run =
+            |algorithm| driver.product(Stream::Compute, product, relies_on, algorithm, workspace);
+        if algorithm.is_some() {
+            if run(algorithm)? {
+                return Ok(true);
+            }
+            let mut state = self.state();
+            state.algorithms.remove(&key);
+            state.warnings.push(format!(
+                "cuBLASLt refuses the algorithm that was chosen for a product of {}, and its \
+                 first computes it: let `l2l bench --products` choose again",
+                key.0
+            ));
+        }
+        run(None)
+    }
+
+    /// Times each product from now on, when it first comes. Until this device ends, the library's
+    /// first algorithms compute.
+    pub(super) fn begin(&self) {
+        let mut state = self.state();
+        state.algorithms.clear();
+        state.timed.get_or_insert_default();
+    }
+
+    /// Runs the algorithms of a product in turn, if somebody asks for times and it comes for the
+    /// first time. They write to the product's own place, so the product is computed behind this,
+    /// and one that adds to its place is not timed: the same product without it chooses for both.
+    pub(super) fn time(
+        &self,
+        driver: &Arc<dyn Driver>,
+        product: &Product,
+        relies_on: Alignment,
+        workspace: Address,
+    ) -> Result<(), BoxedError> {
+        let key = (product.key(), relies_on);
+        match &self.state().timed {
+            Some(timed) if !product.accumulate && !timed.contains_key(&key) => {}
+            _ => return Ok(()),
+        }
+        let on = Stream::Compute;
+        let mut candidates: Vec<Candidate> = Vec::new();
+        for algorithm in driver.algorithms(product, relies_on)? {
+            // One that is refused takes no part.
+            if driver.product(on, product, relies_on, Some(algorithm), workspace)? {
+                candidates.push(Candidate { algorithm, launches: Vec::new() });
+            }
+        }
+        for _ in 0..RUNS {
+            let mut before = Event::record(driver, on)?;
+            for Candidate { algorithm, launches } in &mut candidates {
+                driver.product(on, product, relies_on, Some(*algorithm), workspace)?;
+                let behind = Event::record(driver, on)?;
+                launches.push([std::mem::replace(&mut before, behind.clone()), behind]);
+            }
+        }
+        if let Some(timed) = &mut self.state().timed {
+            timed.insert(key, candidates);
+        }
+        Ok(())
+    }
+
+    /// Chooses for the products that were timed, and writes the choice to the file, beside what is
+    /// there of other products. Waits for the device. None: nobody asked for times.
+    pub(super) fn store(&self, driver: &dyn Driver) -> Result<Option<ProductTable>, BoxedError> {
+        let Some(timed) = self.state().timed.take() else { return Ok(None) };
+        let path = self.path.clone().ok_or("device.kernel_cache names no folder")?;
+        let (mut products, mut rows) = (Vec::new(), Vec::new());
+        for ((product, alignment), candidates) in timed {
+            let algorithms = candidates.len();
+            let Some((algorithm, [first, best])) = choose(driver, &candidates)? else { continue };
+            products.push(ProductTime { product: words(&product), algorithms, first, best });
+            let [first_microseconds, best_microseconds] = [first, best].map(|time| time * 1e6);
+            let row = Row { product, alignment, algorithm, first_microseconds, best_microseconds };
+            rows.push(row);
+        }
+        products.sort_by(|one, other| other.first.total_cmp(&one.first));
+        // What cannot be read was warned of, and is written anew.
+        let mut before = read(&path, &self.library).unwrap_or_default();
+        before.retain(|row| rows.iter().all(|new| new.key() != row.key()));
+        rows.extend(before);
+        rows.sort_by_key(|Row { product: of, .. }| {
+            (of.sizes, of.strides, of.transposed, of.has_bias)
+        });
+        let unwritten = |error| format!("{}: {error}", path.display());
+        write(&path, &self.library, &rows).map_err(unwritten)?;
+        Ok(Some(ProductTable { path, products }))
+    }
+}
+
+/// The fastest algorithm, and the seconds of the first and of it: the medians of their launches.
+fn choose(
+    driver: &dyn Driver,
+    candidates: &[Candidate],
+) -> Result<Option<(Algorithm, [f64; 2])>, BoxedError> {
+    let mut chosen: Option<(Algorithm, [f64; 2])> = None;
+    for Candidate { algorithm, launches } in candidates {
+        let seconds = launches.iter().map(|[before, behind]| {
+            driver.synchronize(behind.id)?;
+            driver.seconds(before.id, behind.id)
+        });
+        let mut seconds: Vec<f64> = seconds.collect::<Result<_, BoxedError>>()?;
+        seconds.sort_by(f64::total_cmp);
+        let median = seconds[seconds.len() / 2];
+        chosen = match chosen {
+            None => Some((*algorithm, [median; 2])),
+            Some((_, [first, best])) if median < best && median <= FASTER * first => {
+                Some((*algorithm, [first, median]))
+            }
+            earlier => earlier,
+        };
+    }
+    Ok(chosen)
+}
+
+/// A product in words.
+fn words(key: &ProductKey) -> String {
+    let transposed = match key.transposed {
+        [false, false] => "",
+        [true, false] => ", the first transposed",
+        [false, true] => ", the second transposed",
+        [true, true] => ", both transposed",
+    };
+    let bias = if key.has_bias { ", with a bias" } else { "" };
+    format!("{key}{transposed}{bias}")
+}
