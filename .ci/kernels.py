@@ -519,6 +519,9 @@ def emulate_all(files):
     return well
 
 
+# Each thread begins to copy a number to shared memory, by cp.async.
+COPY_AGAIN = "copy<4>(&x[threadIdx.x], &given[threadIdx.x], true);"
+COPY = "__shared__ float x[64];" + COPY_AGAIN
 # Kernels with a hazard each, and what is to be said of it.
 PLANTED = {
     "two_writes": ("two writes at once", "y[0] = threadIdx.x;"),
@@ -546,13 +549,33 @@ PLANTED = {
         "",
         "DYNAMIC_SHARED(float, x); x[32 * threadIdx.x] = 1; y[threadIdx.x + 64 * blockIdx.x] = x[32 * threadIdx.x];",
     ),
+    "read_in_flight": (
+        "read of what is in flight",
+        COPY + "y[threadIdx.x + 64 * blockIdx.x] = x[threadIdx.x]; await_copies();",
+    ),
+    "wait_for_barrier": (
+        "read at once with a write",
+        COPY + "await_copies(); if (threadIdx.x > 0) { y[threadIdx.x + 64 * blockIdx.x] = x[threadIdx.x - 1]; }",
+    ),
+    "barrier_for_wait": (
+        "read of what is in flight",
+        COPY + "__syncthreads(); y[threadIdx.x + 64 * blockIdx.x] = x[63 - threadIdx.x]; await_copies();",
+    ),
+    "write_in_flight": ("write to what is in flight", COPY + "x[threadIdx.x] = 1; await_copies();"),
+    "copy_in_flight": ("write to what is in flight", COPY + COPY_AGAIN + "await_copies();"),
+    "never_awaited": ("failure 6", COPY),
+    "copied": (
+        "",
+        COPY + "await_copies(); __syncthreads(); y[threadIdx.x + 64 * blockIdx.x] = x[63 - threadIdx.x];",
+    ),
 }
 
 
 def finds_planted(folder):
     """Whether the hazards of kernels that are made to have some are found, and nothing else."""
     text = "".join(
-        f'// launch: grid (2), block (64), shared 8192 bytes\nextern "C" __global__ void {name}(float* y) {{ {body} }}\n'
+        "// launch: grid (2), block (64), shared 8192 bytes\n"
+        f'extern "C" __global__ void {name}(float* y, const float* given) {{ {body} }}\n'
         for name, (_, body) in PLANTED.items()
     )
     library, well = build("planted", 32, folder, True, text), True
@@ -561,7 +584,7 @@ def finds_planted(folder):
         device = Device("planted", library, 32, False, {}, text)
         device.has_hazards, found = True, ""
         try:
-            device.launch(name, device.floats_out(128))
+            device.launch(name, device.floats_out(128), device.floats(np.ones(128)))
         except AssertionError as error:
             found = str(error)
         if (expected not in found) if expected else found:

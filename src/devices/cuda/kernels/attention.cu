@@ -551,43 +551,6 @@ inline Matrices load(const T* row_at, bool is_turned) {
     return matrices;
 }
 
-// Copies that a thread began: they take place when it awaits them, and until then nothing is there.
-struct Copy {
-    void* to;
-    const void* from;
-    int bytes;
-};
-
-inline thread_local std::vector<Copy> copies[1024];
-
-inline void begin_copy(void* to, const void* from, int bytes, bool is_real) {
-    if (is_real) {
-        hazards_read(from, bytes);
-    }
-    hazards_in_flight(to, bytes);
-    const emulator::Own own;
-    std::memset(to, 0xFF, bytes);
-    copies[threadIdx.x].push_back({to, is_real ? from : nullptr, bytes});
-}
-
-inline void await_copies() {
-    const emulator::Own own;
-    for (const Copy& copy : copies[threadIdx.x]) {
-        hazards_landed(copy.to, copy.bytes);
-        if (copy.from != nullptr) {
-            std::memcpy(copy.to, copy.from, copy.bytes);
-        } else {
-            std::memset(copy.to, 0, copy.bytes);
-        }
-    }
-    copies[threadIdx.x].clear();
-}
-
-template <int BYTES>
-inline void copy(void* to, const void* from, bool is_real) {
-    begin_copy(to, from, BYTES, is_real);
-}
-
 #else
 
 // Two elements in a register, the first in the lower half.

@@ -96,6 +96,8 @@ enum Failure : int {
     BAD_WARP = 4,
     // Dynamic shared memory was written behind its end.
     OUT_OF_SHARED = 5,
+    // A thread ended before it awaited what it copied.
+    COPIES_LEFT = 6,
 };
 
 constexpr unsigned LANES = 32;
@@ -106,11 +108,19 @@ constexpr std::size_t EXCHANGED_BYTES = 256; // the most a lane gives
 
 enum class State { Ready, AtBlockBarrier, AtWarpBarrier, Done };
 
+// What a thread copies by cp.async.
+struct Copy {
+    void* to;
+    const void* from; // null: zeros
+    int bytes;
+};
+
 struct Fiber {
     std::jmp_buf place;
     State state;
     int barrier;        // the line in the text of the barrier it waits at
     unsigned exchanges; // how many it took part in
+    std::vector<Copy> copies; // begun and not awaited
     bool is_begun = false;
     std::unique_ptr<char[]> stack;
 };
@@ -159,6 +169,9 @@ inline void fiber_main() {
         hazards_go_on(false);
         Machine& m = machine();
         m.run(m.kernel, m.arguments);
+        if (!m.current->copies.empty()) {
+            m.failure = COPIES_LEFT;
+        }
         wait(State::Done, 0);
     }
 }
@@ -446,6 +459,38 @@ inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned l
 template <class V>
 V __ldg(const V* at) {
     return *at;
+}
+
+// ---- Copies to shared memory by cp.async, which attention.cu has in PTX. ----
+
+// They take place when their thread awaits them; until then nothing is there.
+inline void begin_copy(void* to, const void* from, int bytes, bool is_real) {
+    if (is_real) {
+        hazards_read(from, bytes);
+    }
+    hazards_in_flight(to, bytes);
+    const emulator::Own own;
+    std::memset(to, 0xFF, bytes);
+    emulator::machine().current->copies.push_back({to, is_real ? from : nullptr, bytes});
+}
+
+inline void await_copies() {
+    const emulator::Own own;
+    std::vector<emulator::Copy>& copies = emulator::machine().current->copies;
+    for (const emulator::Copy& copy : copies) {
+        hazards_landed(copy.to, copy.bytes);
+        if (copy.from != nullptr) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+        } else {
+            std::memset(copy.to, 0, copy.bytes);
+        }
+    }
+    copies.clear();
+}
+
+template <int BYTES>
+inline void copy(void* to, const void* from, bool is_real) {
+    begin_copy(to, from, BYTES, is_real);
 }
 
 // ---- The door. Arguments as cuLaunchKernel takes them: where each one lies. ----
