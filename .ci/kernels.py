@@ -328,9 +328,10 @@ class Frequencies(ctypes.Structure):
 
 
 class Buffer:
-    """Memory of a kernel, with guards around it. `shift`: elements it is off from an aligned place."""
+    """Memory of a kernel, with guards around it. `shift`: elements it is off from an aligned place. `is_output`:
+    nobody has written it yet."""
 
-    def __init__(self, values, shift, element, changes):
+    def __init__(self, values, shift, element, changes, is_output):
         self.element, self.changes = element, changes
         whole = values.size + 2 * GUARD + 64
         self.all = np.full(whole * values.itemsize, 0xA5, np.uint8).view(values.dtype)
@@ -339,6 +340,8 @@ class Buffer:
         self.bits = self.all[self.at].reshape(values.shape)
         self.bits[...] = values
         self.before = self.all.copy()
+        # Bytes of an output that kernels have written, as hazards.cpp notes them.
+        self.is_written = np.zeros(self.bits.nbytes, bool) if is_output else None
 
     @property
     def wide(self):
@@ -379,8 +382,8 @@ class Device:
 
     # Buffers. `changes`: a kernel may write to it.
 
-    def _buffer(self, values, element=32, changes=False):
-        self.buffers.append(Buffer(values, self.shift, element, changes))
+    def _buffer(self, values, element=32, changes=False, is_output=False):
+        self.buffers.append(Buffer(values, self.shift, element, changes, is_output))
         return self.buffers[-1]
 
     def elements(self, values, changes=False):
@@ -398,10 +401,10 @@ class Device:
         """Elements to be written, NaN before."""
         kind = {32: np.float32, 16: np.uint16, 15: np.float16}[self.element]
         poison = np.full(math.prod(shape) * np.dtype(kind).itemsize, 0xFF, np.uint8)
-        return self._buffer(poison.view(kind).reshape(shape), self.element, True)
+        return self._buffer(poison.view(kind).reshape(shape), self.element, True, True)
 
     def floats_out(self, *shape):
-        return self._buffer(np.full(shape, np.nan, np.float32), changes=True)
+        return self._buffer(np.full(shape, np.nan, np.float32), changes=True, is_output=True)
 
     # Kernels.
 
@@ -436,8 +439,10 @@ class Device:
         if self.has_hazards:
             begins = [buffer.bits.ctypes.data for buffer in self.buffers]
             sizes = [buffer.bits.nbytes for buffer in self.buffers]
-            kind = ctypes.c_size_t * len(begins)
-            self.library.hazards_buffers(kind(*begins), kind(*sizes), len(begins))
+            notes = [buffer.is_written for buffer in self.buffers]
+            notes = [None if note is None else note.ctypes.data for note in notes]
+            sizes_of, pointers_of = ctypes.c_size_t * len(begins), ctypes.c_void_p * len(begins)
+            self.library.hazards_buffers(sizes_of(*begins), sizes_of(*sizes), pointers_of(*notes), len(begins))
         failure = self.library.emulate(
             kernel.encode(),
             (ctypes.c_uint * 3)(*grid, *[1] * (3 - len(grid))),
@@ -540,6 +545,11 @@ PLANTED = {
         "shared memory that nobody has written",
         "DYNAMIC_SHARED(float, x); y[threadIdx.x + 64 * blockIdx.x] = x[threadIdx.x];",
     ),
+    "output_unwritten": ("global memory that nobody has written", "y[threadIdx.x + 64 * blockIdx.x] += 1;"),
+    "output_written": (
+        "",
+        "float* const own = y + threadIdx.x + 64 * blockIdx.x; *own = 1; __syncthreads(); *own += 1;",
+    ),
     "with_barriers": (
         "",
         "__shared__ float x[64]; x[threadIdx.x] = 1; __syncwarp(); float sum = x[threadIdx.x ^ 1];"
@@ -590,6 +600,11 @@ def finds_planted(folder):
         if (expected not in found) if expected else found:
             print(f"planted {name}: expected {expected!r}, found {found!r}")
             well = False
+    # What a launch has written, the next ones may read.
+    device = Device("planted", library, 32, False, {}, text)
+    device.has_hazards, y, given = True, device.floats_out(128), device.floats(np.ones(128))
+    for name in ("output_written", "output_unwritten"):
+        device.launch(name, y, given)
     costs = {line.split()[0]: line.split()[1:3] for line in library.hazards_costs().decode().splitlines()}
     paid, least = map(int, costs["one_bank"])
     if paid != 32 * least:
@@ -768,8 +783,8 @@ def check_product(device, random, rows, inner, columns, transposed, to, accumula
     a = device.elements(noise(random, *shape(rows, inner, transposed[0])))
     b = device.elements(noise(random, *shape(inner, columns, transposed[1])))
     bias = device.elements(noise(random, columns)) if has_bias else None
-    start = noise(random, rows, columns) if accumulate else np.full((rows, columns), np.nan)
-    c = device.elements(start, changes=True) if to == "product" else device.floats(start, changes=True)
+    make, make_out = (device.elements, device.out) if to == "product" else (device.floats, device.floats_out)
+    c = make(noise(random, rows, columns), changes=True) if accumulate else make_out(rows, columns)
     expected = (a.wide.T if transposed[0] else a.wide) @ (b.wide.T if transposed[1] else b.wide)
     expected = expected + (c.wide if accumulate else 0) + (bias.wide if has_bias else 0)
     strides = columns, a.wide.shape[1], b.wide.shape[1]

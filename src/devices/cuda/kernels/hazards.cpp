@@ -37,6 +37,12 @@ struct Range {
     bool has(Address at, std::size_t bytes) const { return begin <= at && at + bytes <= end; }
 };
 
+// Global memory that a test made. Of outputs, whether each byte was written; null: all were.
+struct Buffer {
+    Range range;
+    bool* is_written;
+};
+
 // Who has accessed a byte, and when.
 struct Access {
     unsigned block = 0, thread = 0, block_epoch = 0, warp_epoch = 0;
@@ -80,7 +86,8 @@ struct State {
     Access now;
     Range stack, shared;
     std::vector<unsigned> warp_epochs;
-    std::vector<Range> buffers, built_in;
+    std::vector<Buffer> buffers;
+    std::vector<Range> built_in;
     std::unordered_map<Address, std::unique_ptr<std::array<Byte, LINE>>> global, of_block;
     std::map<std::pair<unsigned, std::pair<const void*, unsigned>>, Request> requests;
     std::map<std::pair<unsigned, const void*>, unsigned> times;
@@ -164,7 +171,9 @@ void visit(Address at, std::size_t bytes, bool is_write, const void* instruction
     const Range& locals = library().second;
     const bool is_dynamic = state.shared.has(at, bytes), is_static = locals.has(at, bytes);
     const bool is_shared = is_dynamic || is_static;
-    if (!is_shared && !any_has(state.buffers, at, bytes)) {
+    const auto buffer = std::find_if(state.buffers.begin(), state.buffers.end(),
+                                     [&](const Buffer& one) { return one.range.has(at, bytes); });
+    if (!is_shared && buffer == state.buffers.end()) {
         if (!any_has(library().first, at, bytes)) {
             report(is_write ? "write outside of all buffers" : "read outside of all buffers", at, {});
         }
@@ -176,6 +185,7 @@ void visit(Address at, std::size_t bytes, bool is_write, const void* instruction
     now.is_in_flight = in_flight;
     now.warp_epoch = state.warp_epochs[now.thread];
     auto& lines = is_shared ? state.of_block : state.global;
+    bool* const is_written = is_shared ? nullptr : buffer->is_written;
     for (Address byte = at; byte < at + bytes; ++byte) {
         auto& line = lines[byte / LINE];
         if (!line) {
@@ -192,11 +202,16 @@ void visit(Address at, std::size_t bytes, bool is_write, const void* instruction
                 }
             }
             of.write = now;
+            if (is_written != nullptr) {
+                is_written[byte - buffer->range.begin] = true;
+            }
         } else {
             if (!of.write.is_before(now)) {
                 report(of.write.is_in_flight ? "read of what is in flight" : "read at once with a write", byte, of.write);
             } else if (is_dynamic && !of.write.is) {
                 report("read of shared memory that nobody has written", byte, {});
+            } else if (is_written != nullptr && !is_written[byte - buffer->range.begin]) {
+                report("read of global memory that nobody has written", byte, {});
             }
             Access(&reads)[3] = of.reads;
             if (reads[0].is && !reads[0].is_of(now)) {
@@ -341,11 +356,13 @@ void hazards_write(void* at, std::size_t bytes) {
 
 // ---- What a test tells and asks. ----
 
-// The buffers of the next launches: where they begin, and their bytes.
-EXPORTED void hazards_buffers(const std::size_t* begins, const std::size_t* bytes, unsigned count) {
+// The buffers of the next launches: where they begin, their bytes, and which of these were written, which the
+// test keeps from launch to launch.
+EXPORTED void hazards_buffers(const std::size_t* begins, const std::size_t* bytes, bool* const* are_written,
+                              unsigned count) {
     state.buffers.clear();
     for (unsigned i = 0; i < count; ++i) {
-        state.buffers.push_back({begins[i], begins[i] + bytes[i]});
+        state.buffers.push_back({{begins[i], begins[i] + bytes[i]}, are_written[i]});
     }
 }
 
