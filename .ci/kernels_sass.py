@@ -25,14 +25,24 @@ COUNTED = {
 }
 
 
-# What holds in the middle of a long sequence, where nothing is dropped: the loop has no other code then.
+# What holds in the middle of a long sequence, where nothing is dropped: there is no other code then.
 STEADY = {
-    "size.dropout.threshold": "0u",
-    "{ return keys.from < last.to && first.from < keys.to; }": "{ return true; }",
-    "{ return last.from <= keys.from && keys.to <= first.to; }": "{ return true; }",
-    "queries.count() < QUERIES || ": "",
-    "const bool is_aligned = ": "const bool is_aligned = true || ",
+    "attention": {
+        "size.dropout.threshold": "0u",
+        "{ return keys.from < last.to && first.from < keys.to; }": "{ return true; }",
+        "{ return last.from <= keys.from && keys.to <= first.to; }": "{ return true; }",
+        "queries.count() < QUERIES || ": "",
+        "const bool is_aligned = ": "const bool is_aligned = true || ",
+    },
+    # Of long rows, with SiLU.
+    "elementwise": {
+        "return count >= 4 && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E>) == 0;": "return true;",
+        "switch (form)": "switch (SILU)",
+        "d.threshold != 0": "false",
+    },
 }
+# Bytes of global memory for each cycle of an SM: 2,039 GB/s, 108 SMs and 1.41 GHz; 3,350 GB/s, 132 and 1.755 GHz.
+BANDWIDTH = {80: 13.4, 90: 14.5}
 # Cycles of an SM for an instruction of a warp, from the rates in the CUDA C++ Programming Guide ("Arithmetic
 # Instructions") and 128 bytes of shared memory a cycle. A product on tensor cores is at the data sheet's rate; without
 # wgmma, a GPU of sm_90 reaches about 0.63 of it (Luo et al. 2024, arXiv 2402.13499).
@@ -78,7 +88,7 @@ def main_loop(code):
     loops = [
         [name for name, _ in lines[labels[to[1]] : at + 1]]
         for at, (name, to) in enumerate(lines)
-        if name == "BRA" and to and labels[to[1]] <= at
+        if name == "BRA" and to and labels[to[1]] < at
     ]
     products = lambda loop: sum(name.startswith("HMMA") for name in loop)
     return max(loops, key=lambda loop: (products(loop), -len(loop)), default=[])
@@ -102,10 +112,10 @@ def blocks(architecture, threads, registers, shared):
     return min(by_registers, all_shared // (shared + own), all_threads // threads)
 
 
-def steady(text):
+def steady(file, text):
     """A text of which only what holds in the middle of a long sequence is compiled."""
-    for of, to in STEADY.items():
-        assert of in text, f"attention.cu has no {of}"
+    for of, to in STEADY[file].items():
+        assert of in text, f"{file}.cu has no {of}"
         text = text.replace(of, to)
     return text
 
@@ -129,6 +139,26 @@ def table(cubin, steady_cubin, architecture, used, launches):
     return rows
 
 
+def streams(steady_cubin, architecture):
+    """Of each kernel without loops: cycles of an SM that a warp's instructions and its bytes take."""
+    rows = {}
+    for name, code in disassemble(steady_cubin).items():
+        found = INSTRUCTION.findall(code[: code.rfind("EXIT") + 4])
+        width = lambda one: next((bits // 8 for bits in (128, 64) if f".{bits}" in one), 2 if ".U16" in one else 4)
+        moved = 32 * sum(width(one) for one in found if re.match(r"(LDG|STG)\b", one))
+        if not main_loop(code):
+            rows[name] = {"issue": len(found) // 4, "memory": round(moved / BANDWIDTH[architecture])}
+    return rows
+
+
+def print_streams(found):
+    """Where instructions take longer than memory, a kernel is slower than its bound."""
+    print("cycles of an SM for a warp: its instructions, and its bytes at the data sheet's rate")
+    for key, row in sorted(found.items()):
+        if "memory" in row:
+            print(f"{key:48}{row['issue']:>6}{row['memory']:>6}")
+
+
 def print_cycles(found):
     """Beside the bound: the products alone, at the data sheet's rate."""
     print("cycles of an SM for a round of a warp's main loop, by pipe, and the busiest beside the products' bound")
@@ -147,6 +177,7 @@ def check(found, write):
         GOLDEN.write_text("{\n" + ",\n".join(rows) + "\n}\n")
         return True
     print_cycles(found)
+    print_streams(found)
     expected, well = json.loads(GOLDEN.read_text("utf-8")), True
     for key in sorted(set(found) | set(expected)):
         if found.get(key) != expected.get(key):

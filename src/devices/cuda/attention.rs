@@ -114,8 +114,8 @@ impl On<'_> {
         self.tiles(to_queries, shape, queries, shape.heads, &arguments);
     }
 
-    /// Blocks for each tile of so many positions of each of so many heads. Heads come first: the blocks that
-    /// walk the most begin before all others, of whatever head.
+    /// Blocks for each tile of so many positions of each of so many heads. Heads come first: the
+    /// blocks that walk the most begin before all others, of whatever head.
     fn tiles(
         &self,
         tiles: Tiles,

@@ -3,6 +3,7 @@
 
 mod limits;
 mod product;
+mod queues;
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -10,14 +11,15 @@ use std::ffi::{CString, c_char, c_void};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Condvar, Mutex, mpsc};
-use std::time::Instant;
+use std::sync::{Arc, Mutex, mpsc};
 
 use l2l_actors::BoxedError;
 use libloading::Library;
 use tokio::runtime::Runtime;
 
 pub(super) use limits::{Limits, limit};
+pub(super) use queues::{Direction, count_copies};
+use queues::{Engines, Flag, Task};
 
 use super::driver::{
     Address, Algorithm, Alignment, Driver, Launch, Product, ProductLibrary, STREAMS, Stream,
@@ -112,9 +114,10 @@ pub(crate) fn instead() -> bool {
 /// A tokio runtime whose threads ask for GPUs as this one does.
 pub(super) fn runtime() -> Runtime {
     let (asked_for, left) = (ASKED_FOR.get(), LEFT.with_borrow(Arc::clone));
-    let limits = limits::current();
+    let (limits, copies) = (limits::current(), queues::copies());
     let as_this_one = move || {
         limit(limits);
+        queues::count_copies_to(copies.clone());
         ASKED_FOR.set(asked_for);
         LEFT.set(left.clone());
     };
@@ -138,34 +141,13 @@ pub(super) fn calls(of: i64) -> i64 {
     of - LEFT.with_borrow(|left| left.load(Relaxed))
 }
 
-type Task = Box<dyn FnOnce() + Send>;
-
-/// Reached at some time.
-#[derive(Default)]
-struct Flag {
-    at: Mutex<Option<Instant>>,
-    reached: Condvar,
-}
-
-impl Flag {
-    fn reach(&self) {
-        *self.at.lock().expect("nothing panics inside") = Some(product::now());
-        self.reached.notify_all();
-    }
-
-    fn wait(&self) -> Instant {
-        let at = self.at.lock().expect("nothing panics inside");
-        let at = self.reached.wait_while(at, |at| at.is_none()).expect("nothing panics inside");
-        at.expect("it was reached")
-    }
-}
-
 /// See the [module](self).
 struct Emulated {
     target: Target,
     kernels: Kernels,
     memory: Mutex<Vec<Box<[u64]>>>,
     streams: [mpsc::Sender<Task>; STREAMS],
+    engines: Arc<Engines>,
     events: Mutex<HashMap<u64, Arc<Flag>>>,
     next: AtomicU64,
     /// What went wrong on a stream, as a device has it: all that comes after fails.
@@ -180,11 +162,6 @@ struct Emulated {
 impl Emulated {
     /// `None` where there is no compiler.
     fn new(custom: &[CustomKernel], dtype: Dtype) -> Option<Emulated> {
-        let streams = [(); STREAMS].map(|()| {
-            let (queue, tasks) = mpsc::channel::<Task>();
-            std::thread::spawn(move || tasks.iter().for_each(|task| task()));
-            queue
-        });
         let limits = limits::current();
         let architecture = limits.architecture.unwrap_or(ARCHITECTURE);
         let target = Target { dtype, architecture };
@@ -192,7 +169,8 @@ impl Emulated {
             target,
             kernels: kernels(custom, target)?,
             memory: Mutex::default(),
-            streams,
+            streams: [(); STREAMS].map(|()| queues::start()),
+            engines: Arc::new(Engines::new()),
             events: Mutex::default(),
             next: AtomicU64::new(1),
             broken: Arc::default(),
@@ -232,6 +210,23 @@ impl Emulated {
             true => Err("a copy crosses the end of pinned memory".into()),
             false => Ok(()),
         }
+    }
+
+    /// Copies, by an engine if it is between the host and the device.
+    fn copy_by(
+        &self,
+        engine: Option<Direction>,
+        on: Stream,
+        [to, from]: [Address; 2],
+        bytes: usize,
+    ) -> Result<(), BoxedError> {
+        // SAFETY: whoever copies keeps both until it is done.
+        let copy = move || unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
+        let engines = self.engines.clone();
+        self.queue(on, move || match engine {
+            Some(direction) => engines.copy(on, direction, copy),
+            None => copy(),
+        })
     }
 
     fn flag(&self, event: u64) -> Arc<Flag> {
@@ -303,7 +298,7 @@ impl Driver for Emulated {
         bytes: usize,
     ) -> Result<(), BoxedError> {
         self.check_host(from.addr(), bytes)?;
-        self.copy(on, to, from as Address, bytes)
+        self.copy_by(Some(Direction::ToDevice), on, [to, from as Address], bytes)
     }
 
     fn copy_out(
@@ -314,7 +309,7 @@ impl Driver for Emulated {
         bytes: usize,
     ) -> Result<(), BoxedError> {
         self.check_host(to.addr(), bytes)?;
-        self.copy(on, to as Address, from, bytes)
+        self.copy_by(Some(Direction::ToHost), on, [to as Address, from], bytes)
     }
 
     fn context(&self) -> usize {
@@ -335,10 +330,7 @@ impl Driver for Emulated {
     }
 
     fn copy(&self, on: Stream, to: Address, from: Address, bytes: usize) -> Result<(), BoxedError> {
-        // SAFETY: whoever copies keeps both until it is done.
-        self.queue(on, move || unsafe {
-            std::ptr::copy(from as *const u8, to as *mut u8, bytes);
-        })
+        self.copy_by(None, on, [to, from], bytes)
     }
 
     fn launch(&self, on: Stream, launch: &Launch<'_>) -> Result<(), BoxedError> {

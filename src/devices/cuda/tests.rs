@@ -3,6 +3,7 @@
 //! `.ci/kernels.py` checks.
 
 mod chosen;
+mod copies;
 mod refused;
 mod trained;
 

@@ -439,6 +439,7 @@ constexpr std::common_type_t<A, B> min(A a, B b) {
 }
 
 #define rsqrtf(x) (1.0f / std::sqrt(x)) // no function: the newest C libraries have one
+inline float __fdividef(float x, float y) { return x / y; }
 // Never contracted with a sum or a product beside it.
 inline float __fmul_rn(float a, float b) {
     volatile float product = a * b;

@@ -68,11 +68,17 @@ extern "C" __global__ void add_rows(float* y, const float* x, const int* places,
 extern "C" __global__ void add_columns(T* y, const T* x, int rows, int width, int columns, int first,
                                        float scale) {
     const long long row = blockIdx.x;
-    const int from = my_column();
-    for (int column = from; column < min(from + 4, columns); ++column) {
-        T& to = y[row * width + first + column];
-        to = put(get(to) + scale * get(x[row * columns + column]));
+    const int column = my_column(), some = columns - column;
+    if (some <= 0) {
+        return;
     }
+    y += row * width + first + column;
+    Four sum = read(y, some);
+    const Four more = read(x + row * columns + column, some);
+    for (int i = 0; i < 4; ++i) {
+        sum.of[i] += scale * more.of[i];
+    }
+    write(y, sum, some);
 }
 
 // y = scale x[:, first..first + columns]. y: (rows, columns); x: (rows, width).
@@ -80,8 +86,13 @@ extern "C" __global__ void add_columns(T* y, const T* x, int rows, int width, in
 extern "C" __global__ void take_columns(T* y, const T* x, int rows, int width, int columns, int first,
                                         float scale) {
     const long long row = blockIdx.x;
-    const int from = my_column();
-    for (int column = from; column < min(from + 4, columns); ++column) {
-        y[row * columns + column] = put(scale * get(x[row * width + first + column]));
+    const int column = my_column(), some = columns - column;
+    if (some <= 0) {
+        return;
     }
+    Four values = read(x + row * width + first + column, some);
+    for (int i = 0; i < 4; ++i) {
+        values.of[i] *= scale;
+    }
+    write(y + row * columns + column, values, some);
 }
