@@ -149,26 +149,28 @@ __device__ inline Point at_point(float x) {
     }
 }
 
+template <int FORM, class Use>
+__device__ inline void at_points_of(const Four& x, const Use& use) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        use(i, at_point<FORM>(x.of[i]));
+    }
+}
+
 // Calls `use(i, point)` for four neighbours. The form is asked for once, not for each of them.
 template <class Use>
 __device__ inline void at_points(const Four& x, int form, const Use& use) {
-    const auto all = [&](auto at) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            use(i, at(x.of[i]));
-        }
-    };
     switch (form) {
     case GELU_ERF:
-        return all([](float x) { return at_point<GELU_ERF>(x); });
+        return at_points_of<GELU_ERF>(x, use);
     case GELU_TANH:
-        return all([](float x) { return at_point<GELU_TANH>(x); });
+        return at_points_of<GELU_TANH>(x, use);
     case SILU:
-        return all([](float x) { return at_point<SILU>(x); });
+        return at_points_of<SILU>(x, use);
     case RELU:
-        return all([](float x) { return at_point<RELU>(x); });
+        return at_points_of<RELU>(x, use);
     default:
-        return all([](float x) { return at_point<TANH>(x); });
+        return at_points_of<TANH>(x, use);
     }
 }
 
