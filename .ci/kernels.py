@@ -177,10 +177,10 @@ def compile_all(nvrtc, files, write):
                 rows = sass.table(code, steady, architecture, resources(log), launches)
             else:
                 rows = sass.streams(steady, architecture)
-            name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {kernel}"
+            name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {file}.{kernel}"
             machine_code |= {name_of(kernel): row for kernel, row in rows.items()}
     if machine_code:
-        well &= sass.check(machine_code, write)
+        well &= sass.check(machine_code, files, write)
     elif not sass.nvdisasm():
         print("without nvidia-cuda-nvdisasm the machine code is not looked at")
     _, log, _ = nvrtc.compile("spilling", SPILLING, 32, 90)
@@ -423,6 +423,7 @@ class Device:
         declared = [parameter.strip() for parameter in parameters.split(",")]
         assert len(declared) == len(arguments), f"{kernel} takes {len(declared)} arguments"
         known, passed = {"ceil": math.ceil, "min": min, "max": max}, []
+        known["wide"] = {32: 4, 16: 8, 15: 8}[self.element]
         known["threads"] = lambda channels: min(256, 32 * math.ceil(channels / 128))
         for parameter, argument in zip(declared, arguments):
             name = parameter.split()[-1]

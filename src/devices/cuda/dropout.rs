@@ -2,7 +2,7 @@
 
 use super::driver::{Argument, Place};
 use super::kernels::On;
-use super::launches::{NULL, dropout_words, int};
+use super::launches::{NULL, dropout_words, int, wide};
 use crate::kernels::{ApplyDropout, Dropout, MaskRows, Residual};
 use crate::tensor::View;
 
@@ -28,8 +28,9 @@ impl On<'_> {
             None => (NULL, 1),
         };
         let [b, r, c] = [sequences, rows, channels].map(int);
+        let wide = wide(y.dtype);
         let (y, x, words) = (self.at(y), self.at(x), dropout_words(dropout));
         let arguments: [&dyn Argument; 8] = [&y, &x, &a, &starts, &b, &r, &c, &words];
-        self.queue.columns("drop", [rows, 1], channels, &arguments);
+        self.queue.wide_columns("drop", [rows, 1], channels, wide, &arguments);
     }
 }

@@ -154,9 +154,14 @@ pub(super) fn activation_number(activation: Activation) -> i32 {
 /// Channels or columns that one thread computes.
 pub(super) const NEIGHBOURS: usize = 4;
 
+/// The same, of elements of 16 bytes.
+pub(super) fn wide(dtype: Dtype) -> usize {
+    16 / dtype.size()
+}
+
 /// Threads of a block that walks a row of so many channels, as the text expects.
-pub(super) fn threads(channels: usize) -> u32 {
-    (32 * channels.div_ceil(32 * NEIGHBOURS)).min(256) as u32
+fn threads(channels: usize, neighbours: usize) -> u32 {
+    (32 * channels.div_ceil(32 * neighbours)).min(256) as u32
 }
 
 /// Rows of one partial sum: from shapes alone, whatever the device is.
@@ -247,15 +252,17 @@ impl<'a> Queue<'a> {
         self.launch(kernel, [blocks, 1, 1], [256, 1, 1], 0, arguments);
     }
 
-    /// Launches a kernel with a block for each row, which walks the whole row.
+    /// Launches a kernel with a block for each row, which walks the whole row, so many neighbours a
+    /// thread.
     pub(super) fn rows(
         &self,
         kernel: &'static str,
         rows: usize,
         channels: usize,
+        neighbours: usize,
         arguments: &[&dyn Argument],
     ) {
-        self.launch(kernel, [rows, 1, 1], [threads(channels), 1, 1], 0, arguments);
+        self.launch(kernel, [rows, 1, 1], [threads(channels, neighbours), 1, 1], 0, arguments);
     }
 
     /// Launches a kernel with blocks for each row, or run of rows, that share its channels.
@@ -266,8 +273,20 @@ impl<'a> Queue<'a> {
         channels: usize,
         arguments: &[&dyn Argument],
     ) {
-        let grid = [rows, channels.div_ceil(256 * NEIGHBOURS), layers];
-        self.launch(kernel, grid, [threads(channels), 1, 1], 0, arguments);
+        self.wide_columns(kernel, [rows, layers], channels, NEIGHBOURS, arguments);
+    }
+
+    /// The same, with so many neighbours for each thread.
+    pub(super) fn wide_columns(
+        &self,
+        kernel: &'static str,
+        [rows, layers]: [usize; 2],
+        channels: usize,
+        neighbours: usize,
+        arguments: &[&dyn Argument],
+    ) {
+        let grid = [rows, channels.div_ceil(256 * neighbours), layers];
+        self.launch(kernel, grid, [threads(channels, neighbours), 1, 1], 0, arguments);
     }
 
     /// c (+)= a b + bias, in the fastest way that there is.

@@ -2,7 +2,7 @@
 
 use super::driver::Argument;
 use super::kernels::On;
-use super::launches::{PART, int, parts_of};
+use super::launches::{PART, int, parts_of, wide};
 use crate::kernels::{Norm, NormBackward};
 use crate::tensor::{Scratch, View};
 
@@ -14,13 +14,13 @@ pub(super) fn backward_scratch(op: &NormBackward, scratch: &Scratch<'_>) -> View
 impl On<'_> {
     pub(super) fn norm(&self, op: &Norm) {
         let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
-        let (rows, channels) = (x.rows, x.columns);
+        let (rows, channels, wide) = (x.rows, x.columns, wide(x.dtype));
         let (y, s, x) = (self.at(y), self.at(statistics), self.at(x));
         let (gamma, beta) = (self.at(gamma), self.at_if(beta));
         let (r, c, rms) = (int(rows), int(channels), i32::from(rms));
         let arguments: [&dyn Argument; 10] =
             [&y, &s, &x, &gamma, &beta, &r, &c, &epsilon, &rms, &gamma_offset];
-        self.queue.rows("norm_forward", rows, channels, &arguments);
+        self.queue.rows("norm_forward", rows, channels, wide, &arguments);
     }
 
     pub(super) fn norm_backward(&self, op: &NormBackward, parts: View) {
@@ -39,6 +39,6 @@ impl On<'_> {
         let offset = op.gamma_offset;
         let arguments: [&dyn Argument; 10] =
             [&dx, &residual, &dy, &x, &s, &gamma, &r, &channels, &rms, &offset];
-        self.queue.rows("norm_backward", rows, c, &arguments);
+        self.queue.rows("norm_backward", rows, c, wide(op.x.dtype), &arguments);
     }
 }

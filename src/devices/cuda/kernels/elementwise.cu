@@ -89,25 +89,29 @@ extern "C" __global__ void add_bias_to_floats(float* y, const T* bias, int rows,
 }
 
 // y = a + dropout(x), without `a` if that is null; y may be either. (rows, channels).
-// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+// launch: grid (rows, ceil(channels / (256 wide))), block (threads(4 channels / wide))
 extern "C" __global__ void drop(T* y, const T* x, const T* a, const int* starts, int sequences,
                                 int rows, int channels, Dropout d) {
-    const int row = blockIdx.x, column = my_column(), count = channels - column;
+    const int row = blockIdx.x, column = my_column<WIDE>(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long at = static_cast<long long>(row) * channels + column;
-    Four value = read(x + at, count);
+    Some<WIDE> value = read<WIDE>(x + at, count);
     if (d.threshold != 0) {
         const Sequence sequence = sequence_of(starts, sequences, rows, row);
-        const Four factors = dropout_factors(d, sequence.index, row - sequence.first, column);
-        for (int i = 0; i < 4; ++i) {
-            value.of[i] *= factors.of[i];
+        const int position = row - sequence.first;
+#pragma unroll
+        for (int first = 0; first < WIDE; first += 4) {
+            const Four factors = dropout_factors(d, sequence.index, position, column + first);
+            for (int i = 0; i < 4; ++i) {
+                value.of[first + i] *= factors.of[i];
+            }
         }
     }
     if (a != nullptr) {
-        const Four other = read(a + at, count);
-        for (int i = 0; i < 4; ++i) {
+        const Some<WIDE> other = read<WIDE>(a + at, count);
+        for (int i = 0; i < WIDE; ++i) {
             value.of[i] += other.of[i];
         }
     }
@@ -149,17 +153,17 @@ __device__ inline Point at_point(float x) {
     }
 }
 
-template <int FORM, class Use>
-__device__ inline void at_points_of(const Four& x, const Use& use) {
+template <int FORM, int N, class Use>
+__device__ inline void at_points_of(const Some<N>& x, const Use& use) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < N; ++i) {
         use(i, at_point<FORM>(x.of[i]));
     }
 }
 
-// Calls `use(i, point)` for four neighbours. The form is asked for once, not for each of them.
-template <class Use>
-__device__ inline void at_points(const Four& x, int form, const Use& use) {
+// Calls `use(i, point)` for neighbours. The form is asked for once, not for each of them.
+template <int N, class Use>
+__device__ inline void at_points(const Some<N>& x, int form, const Use& use) {
     switch (form) {
     case GELU_ERF:
         return at_points_of<GELU_ERF>(x, use);
@@ -175,58 +179,58 @@ __device__ inline void at_points(const Four& x, int form, const Use& use) {
 }
 
 // y = f(x).
-// launch: grid (ceil(n / 1024)), block (256)
+// launch: grid (ceil(n / (256 wide))), block (256)
 extern "C" __global__ void activate(T* y, const T* x, long long n, int form) {
-    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
-    const int count = static_cast<int>(min(n - at, 4LL));
+    const long long at = WIDE * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int count = static_cast<int>(min(n - at, static_cast<long long>(WIDE)));
     if (count <= 0) {
         return;
     }
-    Four value = read(x + at, count);
+    Some<WIDE> value = read<WIDE>(x + at, count);
     at_points(value, form, [&](int i, Point point) { value.of[i] = point.value; });
     write(y + at, value, count);
 }
 
 // dx = dx f'(x): before, dx holds dy.
-// launch: grid (ceil(n / 1024)), block (256)
+// launch: grid (ceil(n / (256 wide))), block (256)
 extern "C" __global__ void activate_backward(T* dx, const T* x, long long n, int form) {
-    const long long at = 4 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
-    const int count = static_cast<int>(min(n - at, 4LL));
+    const long long at = WIDE * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+    const int count = static_cast<int>(min(n - at, static_cast<long long>(WIDE)));
     if (count <= 0) {
         return;
     }
-    const Four value = read(x + at, count);
-    Four d = read(dx + at, count);
+    const Some<WIDE> value = read<WIDE>(x + at, count);
+    Some<WIDE> d = read<WIDE>(dx + at, count);
     at_points(value, form, [&](int i, Point point) { d.of[i] *= point.slope; });
     write(dx + at, d, count);
 }
 
 // y = f(gate) up. y: (rows, channels); x: (rows, 2 channels), gate and up side by side.
-// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+// launch: grid (rows, ceil(channels / (256 wide))), block (threads(4 channels / wide))
 extern "C" __global__ void gate(T* y, const T* x, int rows, int channels, int form) {
-    const int column = my_column(), count = channels - column;
+    const int column = my_column<WIDE>(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long row = blockIdx.x;
-    Four value = read(x + 2 * row * channels + column, count);
-    const Four up = read(x + (2 * row + 1) * channels + column, count);
+    Some<WIDE> value = read<WIDE>(x + 2 * row * channels + column, count);
+    const Some<WIDE> up = read<WIDE>(x + (2 * row + 1) * channels + column, count);
     at_points(value, form, [&](int i, Point point) { value.of[i] = point.value * up.of[i]; });
     write(y + row * channels + column, value, count);
 }
 
 // dx from dy. dx, x: (rows, 2 channels); dy: (rows, channels).
-// launch: grid (rows, ceil(channels / 1024)), block (threads(channels))
+// launch: grid (rows, ceil(channels / (256 wide))), block (threads(4 channels / wide))
 extern "C" __global__ void gate_backward(T* dx, const T* dy, const T* x, int rows, int channels, int form) {
-    const int column = my_column(), count = channels - column;
+    const int column = my_column<WIDE>(), count = channels - column;
     if (count <= 0) {
         return;
     }
     const long long row = blockIdx.x;
     const long long of_gate = 2 * row * channels + column, of_up = of_gate + channels;
-    const Four value = read(x + of_gate, count), up = read(x + of_up, count);
-    const Four d = read(dy + row * channels + column, count);
-    Four dgate, dup;
+    const Some<WIDE> value = read<WIDE>(x + of_gate, count), up = read<WIDE>(x + of_up, count);
+    const Some<WIDE> d = read<WIDE>(dy + row * channels + column, count);
+    Some<WIDE> dgate, dup;
     at_points(value, form, [&](int i, Point point) {
         dgate.of[i] = point.slope * up.of[i] * d.of[i];
         dup.of[i] = point.value * d.of[i];

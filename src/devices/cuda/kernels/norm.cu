@@ -4,11 +4,11 @@
 
 // y = (offset + gamma) (x - mean) rstd + beta, which may be null. statistics: (rows, 2), mean and rstd. (CUDA has a
 // function named norm.)
-// launch: grid (rows), block (threads(channels))
+// launch: grid (rows), block (threads(4 channels / wide))
 extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, const T* gamma, const T* beta,
                                         int rows, int channels, float epsilon, int rms, float offset) {
     const long long row = blockIdx.x;
-    const int first = 4 * threadIdx.x, step = 4 * blockDim.x;
+    const int first = WIDE * threadIdx.x, step = WIDE * blockDim.x;
     y += row * channels;
     x += row * channels;
 
@@ -16,15 +16,17 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
     if (!rms) {
         float sum = 0.0f;
         for (int column = first; column < channels; column += step) {
-            const Four value = read(x + column, channels - column);
-            sum += (value.of[0] + value.of[1]) + (value.of[2] + value.of[3]);
+            const Some<WIDE> value = read<WIDE>(x + column, channels - column);
+            for (int i = 0; i < WIDE; ++i) {
+                sum += value.of[i];
+            }
         }
         mean = block_sum(sum) / channels;
     }
     float squares = 0.0f;
     for (int column = first; column < channels; column += step) {
-        const Four value = read(x + column, channels - column);
-        for (int i = 0; i < 4; ++i) {
+        const Some<WIDE> value = read<WIDE>(x + column, channels - column);
+        for (int i = 0; i < WIDE; ++i) {
             const float off = column + i < channels ? value.of[i] - mean : 0.0f;
             squares += off * off;
         }
@@ -33,10 +35,10 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
 
     for (int column = first; column < channels; column += step) {
         const int count = channels - column;
-        const Four scale = read(gamma + column, count);
-        const Four shift = beta != nullptr ? read(beta + column, count) : Four{};
-        Four value = read(x + column, count);
-        for (int i = 0; i < 4; ++i) {
+        const Some<WIDE> scale = read<WIDE>(gamma + column, count);
+        const Some<WIDE> shift = beta != nullptr ? read<WIDE>(beta + column, count) : Some<WIDE>{};
+        Some<WIDE> value = read<WIDE>(x + column, count);
+        for (int i = 0; i < WIDE; ++i) {
             value.of[i] = (value.of[i] - mean) * rstd * (offset + scale.of[i]) + shift.of[i];
         }
         write(y + column, value, count);
@@ -49,12 +51,12 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
 
 // dx = residual (0, if null) + rstd (g - mean(g) - n mean(g n)), with g = dy (offset + gamma) and n = (x - mean)
 // rstd; by root mean square the first mean is 0. dx may be residual or dy.
-// launch: grid (rows), block (threads(channels))
+// launch: grid (rows), block (threads(4 channels / wide))
 extern "C" __global__ void norm_backward(T* dx, const T* residual, const T* dy, const T* x,
                                          const float* statistics, const T* gamma, int rows, int channels,
                                          int rms, float offset) {
     const long long row = blockIdx.x;
-    const int first = 4 * threadIdx.x, step = 4 * blockDim.x;
+    const int first = WIDE * threadIdx.x, step = WIDE * blockDim.x;
     const float mean = statistics[2 * row], rstd = statistics[2 * row + 1];
     dx += row * channels;
     dy += row * channels;
@@ -63,9 +65,9 @@ extern "C" __global__ void norm_backward(T* dx, const T* residual, const T* dy, 
     float g_sum = 0.0f, gn_sum = 0.0f;
     for (int column = first; column < channels; column += step) {
         const int count = channels - column;
-        const Four d = read(dy + column, count), scale = read(gamma + column, count);
-        const Four value = read(x + column, count);
-        for (int i = 0; i < 4; ++i) {
+        const Some<WIDE> d = read<WIDE>(dy + column, count), scale = read<WIDE>(gamma + column, count);
+        const Some<WIDE> value = read<WIDE>(x + column, count);
+        for (int i = 0; i < WIDE; ++i) {
             const float g = d.of[i] * (offset + scale.of[i]);
             g_sum += g;
             gn_sum += g * ((value.of[i] - mean) * rstd);
@@ -76,10 +78,10 @@ extern "C" __global__ void norm_backward(T* dx, const T* residual, const T* dy, 
 
     for (int column = first; column < channels; column += step) {
         const int count = channels - column;
-        const Four d = read(dy + column, count), scale = read(gamma + column, count);
-        const Four value = read(x + column, count);
-        Four result = residual != nullptr ? read(residual + row * channels + column, count) : Four{};
-        for (int i = 0; i < 4; ++i) {
+        const Some<WIDE> d = read<WIDE>(dy + column, count), scale = read<WIDE>(gamma + column, count);
+        const Some<WIDE> value = read<WIDE>(x + column, count);
+        Some<WIDE> result = residual != nullptr ? read<WIDE>(residual + row * channels + column, count) : Some<WIDE>{};
+        for (int i = 0; i < WIDE; ++i) {
             const float g = d.of[i] * (offset + scale.of[i]), n = (value.of[i] - mean) * rstd;
             result.of[i] += rstd * (g - g_mean - n * gn_mean);
         }

@@ -6,7 +6,7 @@
 // where emulator.h comes before this text, for a CPU.
 //
 // Above each kernel, `launch` says what grid and block it wants. Most take four neighbouring channels a
-// thread: there, threads(channels) = min(256, 32 ceil(channels / 128)).
+// thread: there, threads(channels) = min(256, 32 ceil(channels / 128)). Some take `wide`, those of 16 bytes.
 
 #ifndef ELEMENT
 #define ELEMENT 32
@@ -73,15 +73,21 @@ __device__ inline T put(float x) {
     return to;
 }
 
-// ---- Four neighbours at a time: one access where they lie aligned, else one by one. ----
+// ---- Four neighbours at a time, or more: one access where they lie aligned, else one by one. ----
 
-struct Four {
-    float of[4];
+template <int N>
+struct Some {
+    float of[N];
 };
 
-template <class E>
-struct alignas(4 * sizeof(E)) Packed {
-    E of[4];
+using Four = Some<4>;
+
+// Elements of 16 bytes, the most that one access moves.
+constexpr int WIDE = 16 / sizeof(T);
+
+template <class E, int N = 4>
+struct alignas(N * sizeof(E)) Packed {
+    E of[N];
 };
 
 // Memory that is read or written by one instruction.
@@ -103,22 +109,22 @@ __device__ inline void write_once(V* to, const V& value) {
     *to = value;
 }
 
-template <class E>
+template <int N = 4, class E>
 __device__ inline bool is_packed(const E* at, int count) {
-    return count >= 4 && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E>) == 0;
+    return count >= N && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E, N>) == 0;
 }
 
-// The first `count` of four neighbours, and 0 for others. PACKED: all four, in one access.
-template <bool PACKED, class E>
-__device__ inline Four read_as(const E* from, int count) {
-    Four values = {};
+// The first `count` of N neighbours, and 0 for others. PACKED: all of them, in one access.
+template <bool PACKED, int N = 4, class E>
+__device__ inline Some<N> read_as(const E* from, int count) {
+    Some<N> values = {};
     if constexpr (PACKED) {
-        const Packed<E> four = read_once(reinterpret_cast<const Packed<E>*>(from));
-        for (int i = 0; i < 4; ++i) {
-            values.of[i] = get(four.of[i]);
+        const Packed<E, N> all = read_once(reinterpret_cast<const Packed<E, N>*>(from));
+        for (int i = 0; i < N; ++i) {
+            values.of[i] = get(all.of[i]);
         }
     } else {
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < N; ++i) {
             if (i < count) {
                 values.of[i] = get(from[i]);
             }
@@ -127,9 +133,9 @@ __device__ inline Four read_as(const E* from, int count) {
     return values;
 }
 
-template <class E>
-__device__ inline Four read(const E* from, int count) {
-    return is_packed(from, count) ? read_as<true>(from, count) : read_as<false>(from, count);
+template <int N = 4, class E>
+__device__ inline Some<N> read(const E* from, int count) {
+    return is_packed<N>(from, count) ? read_as<true, N>(from, count) : read_as<false, N>(from, count);
 }
 
 // Whether these four are packed in each row of `channels`: long loops over rows ask once, so that their loads
@@ -140,16 +146,16 @@ __device__ inline bool are_packed(const E* at, int count, int channels) {
 }
 
 // The other way: the first `count` of them are written.
-template <class E>
-__device__ inline void write(E* to, const Four& values, int count) {
-    if (is_packed(to, count)) {
-        Packed<E> four;
-        for (int i = 0; i < 4; ++i) {
-            set(four.of[i], values.of[i]);
+template <int N, class E>
+__device__ inline void write(E* to, const Some<N>& values, int count) {
+    if (is_packed<N>(to, count)) {
+        Packed<E, N> all;
+        for (int i = 0; i < N; ++i) {
+            set(all.of[i], values.of[i]);
         }
-        write_once(reinterpret_cast<Packed<E>*>(to), four);
+        write_once(reinterpret_cast<Packed<E, N>*>(to), all);
     } else {
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < N; ++i) {
             if (i < count) {
                 set(to[i], values.of[i]);
             }
@@ -158,8 +164,11 @@ __device__ inline void write(E* to, const Four& values, int count) {
 }
 
 // The first of this thread's four columns, where the grid is (..., ceil(channels / 1024)) blocks of
-// threads(channels).
-__device__ inline int my_column() { return 4 * (blockIdx.y * blockDim.x + threadIdx.x); }
+// threads(channels); or of as many as it has.
+template <int N = 4>
+__device__ inline int my_column() {
+    return N * (blockIdx.y * blockDim.x + threadIdx.x);
+}
 
 // ---- Sums and maxima over threads. ----
 
