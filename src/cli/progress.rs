@@ -178,8 +178,8 @@ impl Screen {
     pub(super) fn product_table(&self, table: &ProductTable) {
         if self.format != Format::Json {
             print(format_args!(
-                "The fastest are stored in {}. Runs on this GPU take them from now on; a run that \
-                 is resumed has other bits than without them.",
+                "The fastest are stored in {}. Runs on this GPU take them from now on. A run that \
+                 you resume gets other bits than it would without this file.",
                 table.path.display()
             ));
         }

@@ -166,9 +166,9 @@ pub struct StepConfig {
     /// It decides how much memory activations take on the device.
     pub micro_batch: usize,
     /// Positions of one sequence that a layer computes at once, at most: a decoder computes a
-    /// longer sequence in chunks of as many. A multiple of 128. Workspace on the device grows with
-    /// it, up to the longest sequence; and the gradient of each weight is added to once for each
-    /// chunk.
+    /// longer sequence in chunks of as many. A multiple of 128. Workspace on the device is for
+    /// `micro_batch` sequences of so many positions, or of the longest sequence if that is
+    /// shorter. The gradient of each weight is added to once for each chunk.
     pub chunk_positions: usize,
     /// Number of steps of the run; 100 when neither this nor `epochs` is set.
     pub steps: Option<u64>,

@@ -28,7 +28,7 @@ impl Plan {
     /// Everything that does not fit: into the ceiling, or into this machine; each with what is
     /// largest in it and what would do.
     pub fn misfits(&self, model: &Model, rule: &dyn UpdateRule) -> Vec<Misfit> {
-        let all = [self.device_misfit(model, rule), self.host_misfit(), self.disk_misfit()];
+        let all = [self.device_misfit(model, rule), self.host_misfit(model), self.disk_misfit()];
         all.into_iter().flatten().chain(files_misfit()).collect()
     }
 
@@ -44,10 +44,7 @@ impl Plan {
             ByteSize::from(ceiling),
             largest(&self.device),
         );
-        // A decoder's workspace is smaller where it has smaller chunks.
-        let has_smaller = model.shape.causal
-            && self.positions.min(model.shape.chunk_positions) > Shape::CHUNK_TILE;
-        let cuts = has_smaller && largest(&self.device).name == "workspace";
+        let cuts = self.has_smaller_chunks(model);
         if self.trains {
             let least = Plan::least(&self.config, model, rule);
             what += &match (self.largest_micro_batch(model, rule, ceiling), least) {
@@ -82,7 +79,15 @@ impl Plan {
         device.gpus().into_iter().filter_map(memory).min()
     }
 
-    fn host_misfit(&self) -> Option<Misfit> {
+    /// Whether most of the device's memory is a decoder's workspace, which smaller chunks make
+    /// smaller.
+    fn has_smaller_chunks(&self, model: &Model) -> bool {
+        let chunk = self.positions.min(model.shape.chunk_positions);
+        let is_cut = model.shape.causal && chunk > Shape::CHUNK_TILE;
+        is_cut && largest(&self.device).name == "workspace"
+    }
+
+    fn host_misfit(&self, model: &Model) -> Option<Misfit> {
         // The CPU device's memory is the host's.
         let is_shared = self.config.device.kind == DeviceKind::Cpu;
         let devices = u64::from(self.devices);
@@ -108,6 +113,9 @@ impl Plan {
             "stash" => {
                 "a smaller step.batch, data.sequence_length or device.dtype = \"bf16\" make \
                  it smaller"
+            }
+            _ if is_shared && self.has_smaller_chunks(model) => {
+                "a smaller model, step.micro_batch or step.chunk_positions would do"
             }
             _ => "a smaller model, step.batch or step.micro_batch would do",
         };

@@ -188,9 +188,11 @@ impl Chosen {
         let on = Stream::Compute;
         let mut candidates: Vec<Candidate> = Vec::new();
         for algorithm in driver.algorithms(product, relies_on)? {
-            // One that is refused takes no part.
+            // One that is refused takes no part; without the first, there is nothing to compare.
             if driver.product(on, product, relies_on, Some(algorithm), workspace)? {
                 candidates.push(Candidate { algorithm, launches: Vec::new() });
+            } else if candidates.is_empty() {
+                break;
             }
         }
         for _ in 0..RUNS {
@@ -226,8 +228,9 @@ impl Chosen {
         let mut before = read(&path, &self.library).unwrap_or_default();
         before.retain(|row| rows.iter().all(|new| new.key() != row.key()));
         rows.extend(before);
-        rows.sort_by_key(|Row { product: of, .. }| {
-            (of.sizes, of.strides, of.transposed, of.has_bias)
+        rows.sort_by_key(|Row { product: of, alignment, .. }| {
+            let dtypes = of.dtypes.map(|dtype| dtype as u8);
+            (of.sizes, of.strides, of.transposed, of.has_bias, dtypes, *alignment as u8)
         });
         let unwritten = |error| format!("{}: {error}", path.display());
         write(&path, &self.library, &rows).map_err(unwritten)?;

@@ -208,7 +208,7 @@ pub(super) enum Alignment {
 /// same GPU, knows what they mean.
 pub(super) type Algorithm = [u64; 8];
 
-/// A GPU, and the version of its library of products: what algorithms are for.
+/// A GPU, and the version of its library of products: a stored algorithm is valid for these alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ProductLibrary {

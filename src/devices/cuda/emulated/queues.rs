@@ -4,12 +4,15 @@
 use std::cell::RefCell;
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::product;
 use crate::devices::cuda::driver::{STREAMS, Stream};
 
 pub(super) type Task = Box<dyn FnOnce() + Send>;
+
+/// Longer than any copy of a test takes to come.
+const HANGS: Duration = Duration::from_secs(120);
 
 /// A new queue.
 pub(super) fn start() -> mpsc::Sender<Task> {
@@ -70,11 +73,14 @@ impl Copies {
         self.known.lock().expect("nothing panics inside").counts[on as usize][to as usize]
     }
 
-    /// Waits until there are so many.
+    /// Waits until there are so many; panics where they do not come.
     pub(in crate::devices::cuda) fn wait_for(&self, count: usize, on: Stream, to: Direction) {
         let known = self.known.lock().expect("nothing panics inside");
         let are_less = |known: &mut Known| known.counts[on as usize][to as usize] < count;
-        drop(self.changed.wait_while(known, are_less).expect("nothing panics inside"));
+        let waited = self.changed.wait_timeout_while(known, HANGS, are_less);
+        let (known, ended) = waited.expect("nothing panics inside");
+        drop(known);
+        assert!(!ended.timed_out(), "a copy never came to its engine");
     }
 
     /// Has the engine of a direction stand still; none: no longer.

@@ -125,12 +125,13 @@ constexpr float ROOT_2_OVER_PI = 0.79788456f;
 constexpr float ONE_OVER_ROOT_2_PI = 0.39894228f;
 constexpr float CUBIC = 0.044715f;
 
-// f and its derivative at a place. What is not used is not computed.
+// f and its derivative at a place. The compiler drops the half that a kernel does not use.
 struct Point {
     float value, slope;
 };
 
-// 1 / (1 + exp(-x)). The division may be off by one unit in the last place, and takes a quarter of the time.
+// 1 / (1 + exp(-x)). This division is off by two units in the last place at most, and faster than the exact one;
+// below -87.3 it gives 0 for less than 1.2e-38.
 __device__ inline float sigmoid(float x) { return __fdividef(1.0f, 1.0f + expf(-x)); }
 
 template <int FORM>

@@ -6,7 +6,8 @@
 // where emulator.h comes before this text, for a CPU.
 //
 // Above each kernel, `launch` says what grid and block it wants. Most take four neighbouring channels a
-// thread: there, threads(channels) = min(256, 32 ceil(channels / 128)). Some take `wide`, those of 16 bytes.
+// thread: there, threads(channels) = min(256, 32 ceil(channels / 128)). Some take `wide`: as many as fill 16
+// bytes.
 
 #ifndef ELEMENT
 #define ELEMENT 32

@@ -8,8 +8,8 @@ use crate::devices::cuda::driver::{Launch, Stream};
 use crate::devices::cuda::emulated::{self, Direction, Limits};
 use crate::tensor::Dtype;
 
-/// What is copied to the device waits for what is on its way there, though it is on another stream.
-/// Neither a kernel that reads pinned memory nor a copy to the host does.
+/// Of the emulated driver: what is copied to the device waits for what is on its way there, though
+/// it is on another stream. Neither a kernel that reads pinned memory nor a copy to the host does.
 #[test]
 fn copies_wait_for_those_of_other_streams() -> Result<(), BoxedError> {
     if !emulated::instead() {
