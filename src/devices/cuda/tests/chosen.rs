@@ -14,8 +14,8 @@ use crate::devices::cuda::driver::ProductKey;
 use crate::devices::cuda::emulated::{self, Limits};
 use crate::tensor::Dtype;
 
-/// The first takes 300 s and the second too little less. A third is fast with a bias, a fourth where
-/// the first factor is transposed, as in gradients of weights.
+/// The first takes 300 s and the second too little less. A third is fast with a bias, a fourth
+/// where the first factor is transposed, as in gradients of weights.
 fn takes(key: &ProductKey, index: u64) -> Option<f64> {
     match index {
         0 => Some(300.0),
