@@ -84,7 +84,7 @@ struct Some {
 using Four = Some<4>;
 
 // Elements of 16 bytes, the most that one access moves.
-constexpr int WIDE = 16 / sizeof(T);
+[[maybe_unused]] constexpr int WIDE = 16 / sizeof(T);
 
 template <class E, int N = 4>
 struct alignas(N * sizeof(E)) Packed {
