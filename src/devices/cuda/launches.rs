@@ -154,7 +154,7 @@ pub(super) fn activation_number(activation: Activation) -> i32 {
 /// Channels or columns that one thread computes.
 pub(super) const NEIGHBOURS: usize = 4;
 
-/// The same, of elements of 16 bytes.
+/// The same where a thread moves 16 bytes at a time.
 pub(super) fn wide(dtype: Dtype) -> usize {
     16 / dtype.size()
 }

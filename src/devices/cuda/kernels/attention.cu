@@ -657,8 +657,8 @@ __device__ inline void copy_rows(T* to, const Rows& rows) {
     }
 }
 
-// Sixteen rows of a left side. Where registers have room (HELD), a lane reads what it multiplies once, else
-// each time.
+// Sixteen rows of a left side. HELD: registers have room for them, so a lane reads them from shared memory
+// once; else it reads them for each product.
 template <int HEAD, bool HELD>
 struct Strip {
     const T* at;
@@ -700,7 +700,7 @@ __device__ inline void take(Strip<HEAD, HELD> (&strips)[STRIPS], const T* rows) 
     }
 }
 
-// Of a warp's strips and so many columns.
+// The sums of a warp's strips, with so many columns.
 template <int STRIPS, int COLUMNS>
 using Sums = Sum[STRIPS][COLUMNS / 8];
 
@@ -1018,7 +1018,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
             Sums<STRIPS, QUERIES> p, ds;
             products<HEAD, QUERIES>(p, k, of.queries);
             products<HEAD, QUERIES>(ds, v, of.dy);
-            // The element that a lane holds `at` a place of its strip.
+            // Query and key of a lane's element with this index in its strip.
             const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * 8; };
             if (queries.count() < QUERIES || !sight.covers(mine)) {
@@ -1166,7 +1166,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
             Sums<STRIPS, KEYS> p, ds;
             products<HEAD, KEYS>(p, q, of.keys);
             products<HEAD, KEYS>(ds, d_out, of.values);
-            // Of a lane's rows, and the column, the element `at` a place of its strip.
+            // Row and key of a lane's element with this index in its strip.
             const auto row_of = [&](int strip, int at) { return 2 * strip + at % 4 / 2; };
             const auto key_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             if (!sight_of_mine.covers({from, from + KEYS})) {
@@ -1229,7 +1229,7 @@ extern "C" __global__ void __launch_bounds__(128)
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate) {
     backward_keys<32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                    accumulate != 0);
+                                             accumulate != 0);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 32768 bytes
@@ -1257,7 +1257,7 @@ extern "C" __global__ void __launch_bounds__(128)
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate) {
     backward_keys<64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                    accumulate != 0);
+                                              accumulate != 0);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 57344 bytes
@@ -1285,7 +1285,7 @@ extern "C" __global__ void __launch_bounds__(128)
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate) {
     backward_keys<128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                      accumulate != 0);
+                                               accumulate != 0);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 70656 bytes
@@ -1313,7 +1313,7 @@ extern "C" __global__ void __launch_bounds__(128)
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate) {
     backward_keys<256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                      accumulate != 0);
+                                                accumulate != 0);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 84736 bytes
