@@ -1,13 +1,13 @@
 //! What is trained, and by which rule, on emulated GPUs.
 
 use super::{KINDS, close, config, run, run_on};
-use crate::Trainer;
 use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};
 use crate::data::Batches;
 use crate::devices::cuda::emulated;
 use crate::models::{Base, Tensor};
 use crate::optimizers::{Update, UpdateRule};
 use crate::tensor::Dtype;
+use crate::{Config, Trainer};
 
 /// Adapters, or some tensors: relay and resident end with the same bits, close to the CPU's.
 #[test]
@@ -43,6 +43,35 @@ fn parts_of_a_model_are_trained() {
             assert_eq!((&steps, end.digest), (&resident, resident_end.digest));
             close(&steps, &cpu, dtype, "the CPU");
         }
+    }
+}
+
+/// Sequences that are computed in chunks: relay and resident end with the same bits, whatever is
+/// saved, close to the CPU's and to those of whole sequences.
+#[test]
+fn long_sequences_are_computed_in_chunks() {
+    if !emulated::instead() {
+        return;
+    }
+    for dtype in KINDS {
+        let of = |kind, chunk, way: &dyn Fn(&mut Config)| {
+            let mut config = config(kind);
+            config.device.dtype = dtype;
+            (config.model.positions, config.data.sequence_length) = (Some(200), Some(200));
+            (config.step.batch, config.step.micro_batch) = (1, 1);
+            config.step.chunk_positions = chunk;
+            way(&mut config);
+            let (steps, end) = run(config, 2).expect("a case of ours");
+            (steps, end.digest)
+        };
+        let relay = of(DeviceKind::Cuda, 128, &|_| ());
+        let resident: &dyn Fn(&mut Config) = &|of| of.schedule.kind = ScheduleKind::Resident;
+        assert_eq!(of(DeviceKind::Cuda, 128, resident), relay);
+        assert_eq!(of(DeviceKind::Cuda, 128, &|of| of.schedule.recompute = false.into()), relay);
+        let whole = of(DeviceKind::Cuda, 384, &|_| ());
+        assert_ne!(whole.1, relay.1, "gradients are summed in another order");
+        close(&relay.0, &whole.0, dtype, "whole sequences");
+        close(&relay.0, &of(DeviceKind::Cpu, 128, &|_| ()).0, dtype, "the CPU");
     }
 }
 
