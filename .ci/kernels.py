@@ -176,7 +176,7 @@ def compile_all(nvrtc, files, write):
             if file == "attention":
                 rows = sass.table(code, steady, architecture, resources(log), launches)
             else:
-                rows = sass.streams(steady, architecture)
+                rows = sass.streams(steady, architecture, 4 if element == 32 else 2)
             name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {file}.{kernel}"
             machine_code |= {name_of(kernel): row for kernel, row in rows.items()}
     if machine_code:

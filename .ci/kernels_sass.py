@@ -24,6 +24,11 @@ COUNTED = {
     "LDGSTS of 16 bytes": r"LDGSTS\b.*\.128",
 }
 
+# Rows lie aligned.
+PACKED = {
+    "return count >= N && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E, N>) == 0;": "return true;",
+    "return is_packed(at, count) && channels % 4 == 0;": "return true;",
+}
 
 # What holds in the middle of a long sequence, where nothing is dropped: there is no other code then.
 STEADY = {
@@ -35,11 +40,32 @@ STEADY = {
         "const bool is_aligned = ": "const bool is_aligned = true || ",
     },
     # Of long rows, with SiLU.
-    "elementwise": {
-        "return count >= N && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E, N>) == 0;": "return true;",
-        "switch (form)": "switch (SILU)",
-        "d.threshold != 0": "false",
-    },
+    "elementwise": {**PACKED, "switch (form)": "switch (SILU)", "d.threshold != 0": "false"},
+    "norm": PACKED,
+    "head_norm": PACKED,
+    "rotary": PACKED,
+    "rows": PACKED,
+    "embedding": {**PACKED, "starts == nullptr": "true"},
+    "quantised": PACKED,
+    "cross_entropy": {**PACKED, "bias != nullptr": "false", "each != 0.0f": "false"},
+}
+# Loops over elements; each is compiled as it is written, a round at a time.
+LOOP = re.compile(r"(?:#pragma unroll \d+[^\n]*\n)?( *for \((?:int|long long) (?:column|row|index|part)\b)")
+# Bytes that a lane has to move in a round of a kernel's loops: each number once, however often it is read again, and
+# without what all rows share. `size`: of an element.
+MOVED = {
+    "norm_forward": lambda size: 2 * 16,  # x, y
+    "norm_backward": lambda size: 4 * 16,  # dy, x, residual, dx
+    "norm_parts": lambda size: 2 * 4 * size,  # dy, x
+    "head_norm": lambda size: 2 * 4 * size,  # x, y
+    "head_norm_backward": lambda size: 3 * 4 * size,  # dy, x, dx
+    "head_norm_parts": lambda size: 2 * 4 * size,  # dy, x
+    "rotate": lambda size: 2 * 2 * 4 * size,  # two halves, read and written
+    "score_rows": lambda size: 16,  # logits
+    "score_gradient": lambda size: 16 + 4 * size,  # logits, d
+    "column_parts": lambda size: 4 * size,  # x
+    "fold": lambda size: 4,  # a part
+    "dequantise_nf4": lambda size: 4 + 8 * size,  # codes, y
 }
 # Bytes of global memory for each cycle of an SM: 2,039 GB/s, 108 SMs and 1.41 GHz; 3,350 GB/s, 132 and 1.755 GHz.
 BANDWIDTH = {80: 13.4, 90: 14.5}
@@ -77,21 +103,25 @@ def disassemble(cubin):
     return {name: code for name, code in zip(parts[1::2], parts[2::2])}
 
 
-def main_loop(code):
-    """The instructions of the loop that has the most products, and of such the shortest."""
+def loops_of(code):
+    """The instructions of each loop, with the index of its first."""
     labels, lines = {}, []
     for line in code.splitlines():
         if label := re.match(r"\.(L_x_\d+):", line):
             labels[label[1]] = len(lines)
         elif one := INSTRUCTION.search(line):
             lines.append((one[1], re.search(r"`\(\.(L_x_\d+)\)", line)))
-    loops = [
-        [name for name, _ in lines[labels[to[1]] : at + 1]]
+    return [
+        (labels[to[1]], [name for name, _ in lines[labels[to[1]] : at + 1]])
         for at, (name, to) in enumerate(lines)
         if name == "BRA" and to and labels[to[1]] < at
     ]
+
+
+def main_loop(code):
+    """The instructions of the loop that has the most products, and of such the shortest."""
     products = lambda loop: sum(name.startswith("HMMA") for name in loop)
-    return max(loops, key=lambda loop: (products(loop), -len(loop)), default=[])
+    return max((loop for _, loop in loops_of(code)), key=lambda loop: (products(loop), -len(loop)), default=[])
 
 
 def cycles(loop, architecture):
@@ -117,7 +147,7 @@ def steady(file, text):
     for of, to in STEADY[file].items():
         assert of in text, f"{file}.cu has no {of}"
         text = text.replace(of, to)
-    return text
+    return text if file == "attention" else LOOP.sub(r"#pragma unroll 1\n\1", text)
 
 
 def table(cubin, steady_cubin, architecture, used, launches):
@@ -139,14 +169,23 @@ def table(cubin, steady_cubin, architecture, used, launches):
     return rows
 
 
-def streams(steady_cubin, architecture):
-    """Of each kernel without loops: cycles of an SM that a warp's instructions and its bytes take."""
+def streams(steady_cubin, architecture, size):
+    """Of each kernel that moves numbers: cycles of an SM that instructions and bytes of a warp take, in a round of its
+    loops over elements, where it has any. `size`: bytes of an element."""
     rows = {}
     for name, code in disassemble(steady_cubin).items():
         found = INSTRUCTION.findall(code[: code.rfind("EXIT") + 4])
-        width = lambda one: next((bits // 8 for bits in (128, 64) if f".{bits}" in one), 2 if ".U16" in one else 4)
-        moved = 32 * sum(width(one) for one in found if re.match(r"(LDG|STG)\b", one))
-        if not main_loop(code):
+        is_access = lambda one: re.match(r"(LDG|STG)\b", one)
+        if name in MOVED:
+            # Loops that move four numbers and more, without those around them.
+            loops = [(at, loop) for at, loop in loops_of(code) if any(is_access(one) for one in loop)]
+            ends = [range(at, at + len(loop)) for at, loop in loops]
+            inner = [loop for (at, loop), own in zip(loops, ends) if not any(e.start in own and e != own for e in ends)]
+            found, moved = sum(inner, []) or found, 32 * MOVED[name](size)
+        else:
+            width = lambda one: next((bits // 8 for bits in (128, 64) if f".{bits}" in one), 2 if ".U16" in one else 4)
+            moved = 32 * sum(width(one) for one in found if is_access(one))
+        if name in MOVED or not main_loop(code):
             rows[name] = {"issue": len(found) // 4, "memory": round(moved / BANDWIDTH[architecture])}
     return rows
 
