@@ -885,6 +885,29 @@ def check_column_parts(device, random, rows, channels, chunk):
         device.expect(parts, chunks_of(x.wide[:, :channels], chunk), 1e-6)
 
 
+def norm_of(x, rms, epsilon):
+    """Normed rows, their means and the reciprocals of their deviations."""
+    mean = 0 * x[:, :1] if rms else x.mean(1, keepdims=True)
+    rstd = 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + epsilon)
+    return (x - mean) * rstd, mean, rstd
+
+
+def check_residual_norm(device, random, sequences, positions, channels, probability, rms, in_place=False):
+    rows, epsilon, dropout = sequences * positions, 1e-5, Dropout.of(probability)
+    x, a = (device.elements(noise(random, rows, channels), changes=in_place) for _ in range(2))
+    gamma, beta = (device.elements(noise(random, channels)) for _ in range(2))
+    y, sums = (x, a) if in_place else (device.out(rows, channels), device.out(rows, channels))
+    row, statistics = np.arange(rows)[:, None], device.floats_out(rows, 2)
+    expected = a.wide + x.wide * dropout.factors(row // positions, row % positions, np.arange(channels)[None])
+    affine, of_rows = [gamma, None if rms else beta], [make_starts(device, random, sequences, positions), sequences]
+    tensors, sizes = [y, statistics, sums, x, a, *affine], [*of_rows, rows, channels]
+    device.launch("residual_norm", *tensors, *sizes, epsilon, rms, float(rms), dropout)
+    device.expect(sums, expected, 1e-6)
+    n, mean, rstd = norm_of(sums.wide, rms, epsilon)
+    device.expect(y, n * (rms + gamma.wide) + (0 if rms else beta.wide), 4e-6)
+    device.expect(statistics, np.concatenate([mean, rstd], 1), 4e-6)
+
+
 def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_place=False):
     epsilon, has_beta, has_residual = 1e-5, without != "beta", without != "residual"
     x = device.elements(noise(random, rows, channels) + 0.5)
@@ -892,11 +915,7 @@ def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_p
     y, statistics = device.out(rows, channels), device.floats_out(rows, 2)
     offset = float(rms)  # as in Gemma, where scales are stored as their differences from 1
 
-    def normed(x):
-        mean = 0 * x[:, :1] if rms else x.mean(1, keepdims=True)
-        rstd = 1 / np.sqrt(((x - mean) ** 2).mean(1, keepdims=True) + epsilon)
-        return (x - mean) * rstd, mean, rstd
-
+    normed = lambda x: norm_of(x, rms, epsilon)
     n, mean, rstd = normed(x.wide)
     affine, sizes = [gamma, beta if has_beta else None], [rows, channels]
     device.launch("norm_forward", y, statistics, x, *affine, *sizes, epsilon, rms, offset)
@@ -1215,6 +1234,7 @@ def checks():
         ("quantised", check_int8, rows),
         ("norm", check_norm, each(rows, rms=[0, 1])),
         ("norm", check_norm, each(rows[2:6], norms, rms=[0])),
+        ("norm", check_residual_norm, each(drops, probability=[0, 0.3], rms=[0, 1], in_place=[False, True])),
         ("head_norm", check_head_norm, each(heads, head_rows)),
         ("rotary", check_rotate, each(places, heads[:4])),
         ("embedding", check_positions, each(places, channels=[1, 6, 1028])),

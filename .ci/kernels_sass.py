@@ -40,8 +40,8 @@ STEADY = {
         "const bool is_aligned = ": "const bool is_aligned = true || ",
     },
     # Of long rows, with SiLU.
-    "elementwise": {**PACKED, "switch (form)": "switch (SILU)", "d.threshold != 0": "false"},
-    "norm": PACKED,
+    "elementwise": {**PACKED, "switch (form)": "switch (SILU)", "dropout.threshold == 0": "true"},
+    "norm": {**PACKED, "dropout.threshold == 0": "true"},
     "head_norm": PACKED,
     "rotary": PACKED,
     "rows": PACKED,
@@ -55,6 +55,7 @@ LOOP = re.compile(r"(?:#pragma unroll \d+[^\n]*\n)?( *for \((?:int|long long) (?
 # without what all rows share. `size`: of an element.
 MOVED = {
     "norm_forward": lambda size: 2 * 16,  # x, y
+    "residual_norm": lambda size: 4 * 16,  # x, a, sum, y
     "norm_backward": lambda size: 4 * 16,  # dy, x, residual, dx
     "norm_parts": lambda size: 2 * 4 * size,  # dy, x
     "head_norm": lambda size: 2 * 4 * size,  # x, y

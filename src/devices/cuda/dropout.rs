@@ -1,6 +1,6 @@
 //! Dropout, and sums on the residual stream.
 
-use super::driver::{Argument, Place};
+use super::driver::{Address, Argument, Place};
 use super::kernels::On;
 use super::launches::{NULL, dropout_words, int, wide};
 use crate::kernels::{ApplyDropout, Dropout, MaskRows, Residual};
@@ -19,14 +19,19 @@ impl On<'_> {
         }
     }
 
-    /// y = a + dropout(x), without `a` where that is null.
-    fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout<'_>>) {
-        let (rows, channels) = (y.rows, y.columns);
-        let (starts, sequences) = match dropout.map(|dropout| dropout.rows) {
+    /// Where the sequences of a mask's rows begin, and how many there are.
+    pub(super) fn sequences(&self, dropout: Option<Dropout<'_>>, rows: usize) -> (Address, usize) {
+        match dropout.map(|dropout| dropout.rows) {
             Some(MaskRows::Positions(batch)) => (self.metadata.starts(&batch), batch.sequences()),
             Some(MaskRows::Sequences) => (NULL, rows),
             None => (NULL, 1),
-        };
+        }
+    }
+
+    /// y = a + dropout(x), without `a` where that is null.
+    fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout<'_>>) {
+        let (rows, channels) = (y.rows, y.columns);
+        let (starts, sequences) = self.sequences(dropout, rows);
         let [b, r, c] = [sequences, rows, channels].map(int);
         let wide = wide(y.dtype);
         let (y, x, words) = (self.at(y), self.at(x), dropout_words(dropout));

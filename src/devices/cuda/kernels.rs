@@ -162,6 +162,13 @@ impl Kernels for CudaKernels<'_> {
         self.run(|on| on.residual(op));
     }
 
+    fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
+        sum.check();
+        norm.check();
+        assert_eq!(norm.x, sum.y, "the norm is that of the sum");
+        self.run(|on| on.residual_norm(sum, norm));
+    }
+
     fn cast(&self, op: &Cast) {
         op.check();
         self.run(|on| on.cast(op));

@@ -2,8 +2,8 @@
 
 use super::driver::Argument;
 use super::kernels::On;
-use super::launches::{PART, int, parts_of, wide};
-use crate::kernels::{Norm, NormBackward};
+use super::launches::{PART, dropout_words, int, parts_of, wide};
+use crate::kernels::{Norm, NormBackward, Residual};
 use crate::tensor::{Scratch, View};
 
 /// Partial sums of dγ and dβ.
@@ -12,6 +12,22 @@ pub(super) fn backward_scratch(op: &NormBackward, scratch: &Scratch<'_>) -> View
 }
 
 impl On<'_> {
+    pub(super) fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
+        let Residual { a, x, dropout, .. } = *sum;
+        let Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon, rms } = *norm;
+        let (rows, channels, wide) = (sum.rows, sum.columns, wide(sum.dtype));
+        let (starts, sequences) = self.sequences(dropout, rows);
+        let (y, s, sum, x, a) =
+            (self.at(y), self.at(statistics), self.at(sum), self.at(x), self.at(a));
+        let (gamma, beta) = (self.at(gamma), self.at_if(beta));
+        let ([b, r, c], rms) = ([sequences, rows, channels].map(int), i32::from(rms));
+        let words = dropout_words(dropout);
+        let tensors: [&dyn Argument; 8] = [&y, &s, &sum, &x, &a, &gamma, &beta, &starts];
+        let numbers: [&dyn Argument; 7] = [&b, &r, &c, &epsilon, &rms, &gamma_offset, &words];
+        let arguments = [&tensors[..], &numbers[..]].concat();
+        self.queue.rows("residual_norm", rows, channels, wide, &arguments);
+    }
+
     pub(super) fn norm(&self, op: &Norm) {
         let Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms } = *op;
         let (rows, channels, wide) = (x.rows, x.columns, wide(x.dtype));

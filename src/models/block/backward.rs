@@ -173,7 +173,7 @@ impl ChunkPass<'_> {
         buffers: Buffers,
         scratch: &Scratch<'_>,
     ) -> View {
-        let ChunkPass { block, k, w, ref saved, hidden, ref batch, .. } = *self;
+        let ChunkPass { block, w, ref saved, hidden, ref batch, .. } = *self;
         let Some(sum) = saved.feed_forward_sum else {
             if block.shape.branch_norm && g.save.is_none() {
                 self.branch(buffers.dbranch, buffers.activated, &w.down, FEED_FORWARD);
@@ -184,8 +184,8 @@ impl ChunkPass<'_> {
             let output = buffers.dbranch;
             self.linear(output, buffers.activated, &w.down);
             let dropout = block.feed_forward_dropout(batch);
-            k.residual(&Residual { y: sum, a: hidden, x: output, dropout });
-            self.norm(output, saved.norm2, sum, w.norm2);
+            let sum = Residual { y: sum, a: hidden, x: output, dropout };
+            self.norm_sum(output, saved.norm2, &sum, w.norm2);
         }
         let dsum = scratch.take_like(buffers.dbranch);
         let (d, w, statistics) = (g.d.norm2, w.norm2, saved.norm2);

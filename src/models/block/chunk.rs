@@ -58,10 +58,19 @@ impl ChunkPass<'_> {
     }
 
     pub(super) fn norm(&self, y: View, statistics: View, x: View, w: Affine<View>) {
+        self.k.norm(&self.norm_of(y, statistics, x, w));
+    }
+
+    fn norm_of(&self, y: View, statistics: View, x: View, w: Affine<View>) -> Norm {
         let Affine { weight: gamma, bias: beta } = w;
         let Shape { norm_epsilon: epsilon, rms_norm: rms, norm_offset, .. } = self.block.shape;
         let gamma_offset = norm_offset;
-        self.k.norm(&Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms });
+        Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms }
+    }
+
+    /// The norm of a sum on the residual stream, to `y`.
+    pub(super) fn norm_sum(&self, y: View, statistics: View, sum: &Residual<'_>, w: Affine<View>) {
+        self.k.residual_norm(sum, &self.norm_of(y, statistics, sum.y, w));
     }
 
     /// A branch's output, normed where the family does: from a product of `x` to `y`.
@@ -92,18 +101,18 @@ impl ChunkPass<'_> {
             return;
         };
         self.linear(y, activated, &w.down);
-        k.residual(&Residual { y: sum, a: hidden, x: y, dropout });
-        self.norm(y, saved.norm2, sum, w.norm2);
+        let sum = Residual { y: sum, a: hidden, x: y, dropout };
+        self.norm_sum(y, saved.norm2, &sum, w.norm2);
     }
 
     /// All activations that the backward needs, and what the feed-forward reads.
     pub(super) fn recompute_all(&self) {
         self.recompute_attention();
-        let ChunkPass { block, k, w, x, ref saved, hidden, ref batch, .. } = *self;
+        let ChunkPass { block, w, x: a, ref saved, hidden, ref batch, .. } = *self;
         self.branch(hidden, saved.attention_output, &w.projection, ATTENTION);
         let (y, dropout) = (saved.attention_sum, block.attention_dropout(batch));
-        k.residual(&Residual { y, a: x, x: hidden, dropout });
-        self.recompute_feed_forward_input();
+        let (statistics, norm) = self.feed_forward_norm();
+        self.norm_sum(hidden, statistics, &Residual { y, a, x: hidden, dropout }, norm);
         self.linear(saved.up, hidden, &w.up);
     }
 
@@ -157,10 +166,14 @@ impl ChunkPass<'_> {
 
     /// What the feed-forward reads: the norm behind attention's sum, or before the feed-forward.
     pub(super) fn recompute_feed_forward_input(&self) {
-        let ChunkPass { block, w, ref saved, hidden, .. } = *self;
-        let (norm, statistics) =
-            if block.shape.post_norm { (w.norm1, saved.norm1) } else { (w.norm2, saved.norm2) };
-        self.norm(hidden, statistics, saved.attention_sum, norm);
+        let (statistics, norm) = self.feed_forward_norm();
+        self.norm(self.hidden, statistics, self.saved.attention_sum, norm);
+    }
+
+    /// The norm of what the feed-forward reads.
+    fn feed_forward_norm(&self) -> (View, Affine<View>) {
+        let ChunkPass { block, w, ref saved, .. } = *self;
+        if block.shape.post_norm { (saved.norm1, w.norm1) } else { (saved.norm2, w.norm2) }
     }
 
     /// The feed-forward before its ReLU, from the positive numbers that were saved. All others

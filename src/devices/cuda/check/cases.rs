@@ -158,6 +158,7 @@ impl<'c> Cases<'c> {
     fn of_norms(&mut self) {
         let r = self.batch.rows();
         for (c, rms, accumulate) in [(5, false, false), (1030, true, true), (132, false, true)] {
+            let dropout = accumulate.then(|| self.batch.dropout(0.3, 2, 1)).flatten();
             self.case("norm", |p| {
                 let (y, statistics) = (p.output([r, c]), p.floats_output([r, 2]));
                 let (x, gamma, beta) = (p.input([r, c]), p.about([1, c], 1.0), p.input([1, c]));
@@ -165,6 +166,18 @@ impl<'c> Cases<'c> {
                 let (gamma_offset, epsilon) = (if rms { 1.0 } else { 0.0 }, 1e-5);
                 let op = Norm { y, statistics, x, gamma, gamma_offset, beta, epsilon, rms };
                 move |k, _| k.norm(&op)
+            });
+            self.case("residual_norm", |p| {
+                // The sum is rounded before its norm: few channels that are nearly equal are steep.
+                let c = c.max(37);
+                let [y, sum] = [(); 2].map(|()| p.output([r, c]));
+                let [a, x, beta] = [[r, c], [r, c], [1, c]].map(|shape| p.input(shape));
+                let (statistics, gamma) = (p.floats_output([r, 2]), p.about([1, c], 1.0));
+                let (beta, gamma_offset) = ((!rms).then_some(beta), if rms { 1.0 } else { 0.0 });
+                let norm =
+                    Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon: 1e-5, rms };
+                let sum = Residual { y: sum, a, x, dropout };
+                move |k, _| k.residual_norm(&sum, &norm)
             });
             self.case("norm_backward", |p| {
                 let dx = p.output([r, c]);

@@ -98,17 +98,7 @@ extern "C" __global__ void drop(T* y, const T* x, const T* a, const int* starts,
     }
     const long long at = static_cast<long long>(row) * channels + column;
     Some<WIDE> value = read<WIDE>(x + at, count);
-    if (d.threshold != 0) {
-        const Sequence sequence = sequence_of(starts, sequences, rows, row);
-        const int position = row - sequence.first;
-#pragma unroll
-        for (int first = 0; first < WIDE; first += 4) {
-            const Four factors = dropout_factors(d, sequence.index, position, column + first);
-            for (int i = 0; i < 4; ++i) {
-                value.of[first + i] *= factors.of[i];
-            }
-        }
-    }
+    apply_mask(value, d, starts, sequences, rows, row, column);
     if (a != nullptr) {
         const Some<WIDE> other = read<WIDE>(a + at, count);
         for (int i = 0; i < WIDE; ++i) {

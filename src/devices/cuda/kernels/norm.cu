@@ -2,27 +2,19 @@
 // (Zhang and Sennrich 2019), which is the same with a mean of 0. Rows are read again rather than kept: they
 // are in the nearest cache.
 
-// y = (offset + gamma) (x - mean) rstd + beta, which may be null. statistics: (rows, 2), mean and rstd. (CUDA has a
-// function named norm.)
-// launch: grid (rows), block (threads(4 channels / wide))
-extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, const T* gamma, const T* beta,
-                                        int rows, int channels, float epsilon, int rms, float offset) {
-    const long long row = blockIdx.x;
-    const int first = WIDE * threadIdx.x, step = WIDE * blockDim.x;
-    y += row * channels;
-    x += row * channels;
+// What the norms of a tensor's rows are made of.
+struct Norm {
+    const T *gamma, *beta; // beta may be null
+    int channels;
+    float epsilon;
+    int rms;
+    float offset;
+};
 
-    float mean = 0.0f;
-    if (!rms) {
-        float sum = 0.0f;
-        for (int column = first; column < channels; column += step) {
-            const Some<WIDE> value = read<WIDE>(x + column, channels - column);
-            for (int i = 0; i < WIDE; ++i) {
-                sum += value.of[i];
-            }
-        }
-        mean = block_sum(sum) / channels;
-    }
+// y = (offset + gamma) (x - mean) rstd + beta, of a block's row. statistics: mean and rstd.
+__device__ inline void norm_row(T* y, float* statistics, const T* x, float mean, const Norm& norm) {
+    const auto [gamma, beta, channels, epsilon, rms, offset] = norm;
+    const int first = WIDE * threadIdx.x, step = WIDE * blockDim.x;
     float squares = 0.0f;
     for (int column = first; column < channels; column += step) {
         const Some<WIDE> value = read<WIDE>(x + column, channels - column);
@@ -44,9 +36,52 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
         write(y + column, value, count);
     }
     if (threadIdx.x == 0) {
-        statistics[2 * row] = mean;
-        statistics[2 * row + 1] = rstd;
+        statistics[0] = mean;
+        statistics[1] = rstd;
     }
+}
+
+// y = norm(x). statistics: (rows, 2), mean and rstd. (CUDA has a function named norm.)
+// launch: grid (rows), block (threads(4 channels / wide))
+extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, const T* gamma, const T* beta,
+                                        int rows, int channels, float epsilon, int rms, float offset) {
+    const long long row = blockIdx.x;
+    const int first = WIDE * threadIdx.x, step = WIDE * blockDim.x;
+    x += row * channels;
+    float mean = 0.0f;
+    if (!rms) {
+        float sum = 0.0f;
+        for (int column = first; column < channels; column += step) {
+            const Some<WIDE> value = read<WIDE>(x + column, channels - column);
+            for (int i = 0; i < WIDE; ++i) {
+                sum += value.of[i];
+            }
+        }
+        mean = block_sum(sum) / channels;
+    }
+    norm_row(y + row * channels, statistics + 2 * row, x, mean, {gamma, beta, channels, epsilon, rms, offset});
+}
+
+// sum = a + dropout(x), y = norm(sum): with the bits of `drop` and `norm_forward`. y may be x, and sum a.
+// launch: grid (rows), block (threads(4 channels / wide))
+extern "C" __global__ void residual_norm(T* y, float* statistics, T* sum, const T* x, const T* a, const T* gamma,
+                                         const T* beta, const int* starts, int sequences, int rows, int channels,
+                                         float epsilon, int rms, float offset, Dropout dropout) {
+    const long long row = blockIdx.x, at = row * channels;
+    float total = 0.0f;
+    for (int column = WIDE * threadIdx.x; column < channels; column += WIDE * blockDim.x) {
+        const int count = channels - column;
+        Some<WIDE> value = read<WIDE>(x + at + column, count);
+        apply_mask(value, dropout, starts, sequences, rows, blockIdx.x, column);
+        const Some<WIDE> other = read<WIDE>(a + at + column, count);
+        for (int i = 0; i < WIDE; ++i) {
+            value.of[i] += other.of[i];
+            total += get(put(value.of[i])); // 0 behind the last column
+        }
+        write(sum + at + column, value, count);
+    }
+    const float mean = rms ? 0.0f : block_sum(total) / channels;
+    norm_row(y + at, statistics + 2 * row, sum + at, mean, {gamma, beta, channels, epsilon, rms, offset});
 }
 
 // dx = residual (0, if null) + rstd (g - mean(g) - n mean(g n)), with g = dy (offset + gamma) and n = (x - mean)

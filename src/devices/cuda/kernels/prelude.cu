@@ -284,6 +284,24 @@ __device__ inline Sequence sequence_of(const int* starts, int sequences, int row
     return sequence_at(starts, sequences, rows, from);
 }
 
+// Neighbours from `column` on of a row, dropped or scaled.
+template <int N>
+__device__ inline void apply_mask(Some<N>& values, const Dropout& dropout, const int* starts, int sequences,
+                                  int rows, int row, int column) {
+    if (dropout.threshold == 0) {
+        return;
+    }
+    const Sequence sequence = sequence_of(starts, sequences, rows, row);
+    const int position = row - sequence.first;
+#pragma unroll
+    for (int first = 0; first < N; first += 4) {
+        const Four factors = dropout_factors(dropout, sequence.index, position, column + first);
+        for (int i = 0; i < 4; ++i) {
+            values.of[first + i] *= factors.of[i];
+        }
+    }
+}
+
 // Which position of its document a row is, `past` behind the first row of its sequence.
 // documents: (rows, 2), from and to, or null.
 __device__ inline int position_of(const unsigned* documents, int past, const Sequence& sequence, int row) {
