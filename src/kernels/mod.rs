@@ -114,8 +114,8 @@ pub trait Kernels {
     /// See [`Residual`].
     fn residual(&self, op: &Residual<'_>);
 
-    /// A sum and its norm: `norm.x` is `sum.y`, and `norm.y` may be `sum.x`. A device may do both in
-    /// one pass.
+    /// A sum and its norm: `norm.x` is `sum.y`, and `norm.y` may be `sum.x`. A device may do both
+    /// in one pass.
     fn residual_norm(&self, sum: &Residual<'_>, norm: &Norm) {
         self.residual(sum);
         self.norm(norm);

@@ -2,6 +2,7 @@
 //! channel depths and another place of the stash.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 
@@ -291,7 +292,7 @@ impl Callbacks for Meddler {
     async fn step(&mut self, _: &mut Trainer, it: &StepReport) -> Result<ControlFlow<()>, Error> {
         if it.step == 2 {
             match self.happens {
-                Happens::Removed => fs::remove_dir_all(&self.directory).expect("it is there"),
+                Happens::Removed => remove(&self.directory),
                 Happens::Renamed => fs::rename(&self.directory, &self.moved).expect("it is there"),
                 Happens::Replaced => {
                     fs::rename(&self.directory, &self.moved).expect("it is there");
@@ -301,6 +302,16 @@ impl Callbacks for Meddler {
             }
         }
         Ok(ControlFlow::Continue(()))
+    }
+}
+
+/// Removes a directory that files may still be written to.
+fn remove(directory: &Path) {
+    loop {
+        match fs::remove_dir_all(directory) {
+            Err(error) if error.kind() == ErrorKind::DirectoryNotEmpty => {}
+            other => return other.expect("it is there"),
+        }
     }
 }
 
