@@ -59,8 +59,10 @@ SPILLS = {
     ("attention_128", 15): 48,
     ("attention_backward_keys_64", 16): 208,
     ("attention_backward_keys_64", 15): 208,
-    ("attention_backward_keys_128", 16): 144,
-    ("attention_backward_keys_128", 15): 144,
+    ("attention_backward_keys_128", 16): 208,
+    ("attention_backward_keys_128", 15): 208,
+    ("attention_backward_keys_256", 16): 32,
+    ("attention_backward_keys_256", 15): 32,
 }
 # A kernel that spills: 64 numbers, in 32 registers.
 SPILLING = """
@@ -1153,8 +1155,11 @@ def check_remember(device, random, rows, packed, width):
     with np.errstate(over="ignore"):
         convert = {32: np.float32, 16: to_bfloat, 15: np.float16}[device.element]
         expected = np.concatenate([qkv.bits[:, : packed - width], convert(kv.bits)], 1)
-    device.launch("recall", back, kv, rows, packed, width)
+    device.launch("recall", back, kv, rows, packed, width, 1)
     device.same(back, expected)
+    shares, back = device.floats(noise(random, 3, rows, width)), device.elements(qkv.wide, changes=True)
+    device.launch("recall", back, shares, rows, packed, width, 3)
+    device.expect(back, np.concatenate([qkv.wide[:, : packed - width], shares.wide.sum(0)], 1), 1e-6)
 
 
 def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, head_size, window, spare):

@@ -74,6 +74,11 @@ class Case:
             seen = seen & (documents[:, :, :1] <= key) & (key < documents[:, :, 1:])
         return np.broadcast_to(seen, (self.sequences, self.positions, self.positions))
 
+    def shares(self):
+        """Into how many shares the heads of a group are split, beside 1."""
+        group = self.heads // self.kv_heads
+        return [shares for shares in range(2, group + 1) if group % shares == 0]
+
     def dropout(self, device, sequence=0, position=0):
         return device.Dropout.of(self.probability, first_sequence=4 + sequence, first_position=position)
 
@@ -117,6 +122,12 @@ def expect(device, buffer, expected, tolerance=None):
     norm = np.linalg.norm(expected)
     off = np.linalg.norm(buffer.wide - expected) / max(norm, 1e-2 * math.sqrt(expected.size))
     assert off <= OFF_TOTAL[device.element], f"{device.kernel}: {off:.1e} off"
+
+
+def expect_sum(device, parts, expected):
+    """Gradients whose sum over shares is expected."""
+    device.outputs.append(parts)
+    expect(device, device.floats(parts.bits.sum(0)), expected, OFF_EACH[device.element])
 
 
 def rows(*heads):
@@ -163,10 +174,14 @@ def check_attention(device, random, plain, **sizes):
     of_each = [products[start:end].T.ravel() for start, end in itertools.pairwise(case.starts())]
     device.expect(delta, np.concatenate(of_each), 1e-6)
     inputs = [dy, lse, delta, qkv, None, *of_keys, size]
-    device.launch(backward_keys, dqkv, None, *inputs, 0)
+    device.launch(backward_keys, dqkv, None, *inputs, 0, 1)
     assert np.isnan(dqkv.wide[:, :width]).all(), "gradients of queries are not for this pass"
     dkv = device.elements(dqkv.wide[:, width:])
     expect(device, dkv, case.rows_of(rows(dk, dv)))
+    for shares in case.shares():
+        parts = device.floats_out(shares, r, size.packed - width)
+        device.launch(backward_keys, None, parts, *inputs, 0, shares)
+        expect_sum(device, parts, case.rows_of(rows(dk, dv)))
     device.launch(backward_queries, dqkv, *inputs)
     expect(device, device.elements(dqkv.wide[:, :width]), case.rows_of(rows(dq)))
     device.same(device.elements(dqkv.wide[:, width:]), dkv.bits)
@@ -201,7 +216,11 @@ def check_stretches(device, case, plain, inputs, outputs, expected_dq, expected_
             device.launch("attention_delta", delta, y, few_dy, None, size)
             dkv = device.floats(so_far[:end], changes=True)
             inputs = [few_dy, lse, delta, few, kv, *of_keys, size]
-            device.launch(backward_keys, None, dkv, *inputs, int(end < length))
+            device.launch(backward_keys, None, dkv, *inputs, int(end < length), 1)
+            for shares in case.shares():
+                parts = device.floats_out(shares, end, so_far.shape[1])
+                device.launch(backward_keys, None, parts, *inputs, 0, shares)
+                expect_sum(device, parts, dkv.wide - (so_far[:end] if end < length else 0))
             so_far[:end] = dkv.bits
             device.launch(backward_queries, dq, *inputs)
             assert np.isnan(dq.wide[:, width:]).all(), "keys and values are apart"
@@ -281,6 +300,7 @@ def checks():
         case(2, 130, 2, 1, 256, window=65, probability=0.2, stretch=64),
         case(2, 300, 1, 1, 64, shorter=200, stretch=64),  # whole tiles less
         case(1, 67, 1, 1, 130, causal=False, spread=3.0),
+        case(2, 67, 4, 1, 24, probability=0.1, stretch=64),
     ]
     scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]
     return [

@@ -49,7 +49,7 @@ impl AttentionShape<'_> {
     }
 
     /// Rows of the keys and values of a chunk's sequence up to its last position: before + R.
-    pub(super) fn kv_rows(&self) -> usize {
+    pub(crate) fn kv_rows(&self) -> usize {
         self.batch.same_positions_before() + self.rows()
     }
 }

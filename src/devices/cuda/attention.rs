@@ -2,9 +2,9 @@
 
 use super::driver::Argument;
 use super::kernels::On;
-use super::launches::attention_words;
-use crate::kernels::{Attention, AttentionBackward, AttentionShape};
-use crate::tensor::View;
+use super::launches::{attention_words, int};
+use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv};
+use crate::tensor::{Scratch, View};
 
 /// A kernel with a block for each tile of a head, as the text expects.
 #[derive(Clone, Copy)]
@@ -69,6 +69,31 @@ const CORES: [(usize, Passes); 4] = [
     ),
 ];
 
+/// Keys of all heads with which the pass to keys keeps a large GPU busy: with half of them, some of
+/// its processors have no block.
+const ENOUGH_KEYS: usize = 16_896;
+
+/// Among how many blocks the pass to keys shares the heads of queries that a head of keys serves.
+/// With few keys, more blocks have fewer heads each, and their gradients are summed afterwards.
+fn shares_of(shape: &AttentionShape<'_>) -> usize {
+    let (keys, group) = (shape.kv_rows() * shape.kv_heads, shape.heads / shape.kv_heads);
+    if keys >= ENOUGH_KEYS / 2 {
+        return 1;
+    }
+    let is_enough = |shares: &usize| group.is_multiple_of(*shares) && shares * keys >= ENOUGH_KEYS;
+    (1..=group).find(is_enough).unwrap_or(group)
+}
+
+/// Workspace of the backward: Σ y dy of each query and head, and room for the gradients of the
+/// shares. The room grows with the rows, so that a smaller micro-batch has enough.
+pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>) -> [View; 2] {
+    let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
+    let group = shape.heads / shape.kv_heads;
+    let of_shares = if group > 1 { group * keys } else { 0 };
+    let delta = scratch.take_floats(shape.rows(), shape.heads);
+    [delta, scratch.take_floats(of_shares, 2 * shape.head_size)]
+}
+
 impl On<'_> {
     fn passes(&self, head_size: usize) -> Passes {
         let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
@@ -89,28 +114,40 @@ impl On<'_> {
         self.tiles(forward, shape, shape.batch.longest(), shape.heads, &arguments);
     }
 
-    /// `delta` is scratch: Σ y dy of each query and head.
-    pub(super) fn attention_backward(&self, op: &AttentionBackward<'_>, delta: View) {
+    pub(super) fn attention_backward(&self, op: &AttentionBackward<'_>, [delta, parts]: [View; 2]) {
         let AttentionBackward { dqkv, chunk_kv, dy, y, lse, qkv, ref shape } = *op;
         let [_, to_keys, to_queries] = self.passes(shape.head_size);
         let sizes = attention_words(shape);
-        let (dqkv, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
+        let (dqkv_at, dy, y, lse) = (self.at(dqkv), self.at(dy), self.at(y), self.at(lse));
         let (heads, delta, qkv) = (delta.len(), self.at(delta), self.at(qkv));
         let starts = self.metadata.starts(&shape.batch);
         let arguments: [&dyn Argument; 5] = [&delta, &y, &dy, &starts, &sizes];
         let grid = [heads.div_ceil(8), 1, 1];
         self.queue.launch("attention_delta", grid, [256, 1, 1], 0, &arguments);
         let kv = self.at_if(chunk_kv.map(|one| one.kv));
-        let dkv = self.at_if(chunk_kv.map(|one| one.dkv));
-        let accumulate = i32::from(chunk_kv.is_some_and(|one| one.accumulate));
+        let shares = shares_of(shape);
+        let dkv = if shares > 1 { Some(parts) } else { chunk_kv.map(|one| one.dkv) };
+        let (dkv, has_sum) = (self.at_if(dkv), chunk_kv.is_some_and(|one| one.accumulate));
+        let accumulate = i32::from(has_sum && shares == 1);
         let documents = self.metadata.documents(&shape.batch);
         let queries = shape.batch.longest();
         let keys = shape.batch.same_positions_before() + queries;
-        let arguments: [&dyn Argument; 11] =
-            [&dqkv, &dkv, &dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes, &accumulate];
-        self.tiles(to_keys, shape, keys, shape.kv_heads, &arguments);
+        let inputs: [&dyn Argument; 8] =
+            [&dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
+        let (outputs, of_shares): ([&dyn Argument; 2], [&dyn Argument; 2]) =
+            ([&dqkv_at, &dkv], [&accumulate, &int(shares)]);
+        let arguments = [&outputs[..], &inputs[..], &of_shares[..]].concat();
+        self.tiles(to_keys, shape, keys, shape.kv_heads * shares, &arguments);
+        match chunk_kv {
+            _ if shares == 1 => {}
+            Some(ChunkKv { dkv, .. }) => {
+                let length = dkv.len();
+                self.queue.fold(self.at(dkv), self.at(parts), [shares, length, length], has_sum);
+            }
+            None => self.recall(dqkv, parts, shape, shares),
+        }
         let arguments: [&dyn Argument; 9] =
-            [&dqkv, &dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
+            [&dqkv_at, &dy, &lse, &delta, &qkv, &kv, &starts, &documents, &sizes];
         self.tiles(to_queries, shape, queries, shape.heads, &arguments);
     }
 

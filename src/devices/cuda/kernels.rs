@@ -3,7 +3,7 @@
 use super::batch_metadata::DeviceMetadata;
 use super::driver::{Address, Place};
 use super::launches::Queue;
-use super::{cross_entropy, embedding, head_norm, linear, norm};
+use super::{attention, cross_entropy, embedding, head_norm, linear, norm};
 use crate::kernels::{
     Activate, ActivateBackward, AddColumns, AddPositions, AddPositionsBackward, AddTokenTypes,
     AddTokenTypesBackward, ApplyDropout, Attention, AttentionBackward, CachedAttention, Cast,
@@ -133,8 +133,8 @@ impl Kernels for CudaKernels<'_> {
 
     fn attention_backward(&self, op: &AttentionBackward<'_>, scratch: &Scratch<'_>) {
         op.check();
-        let delta = scratch.nested().take_floats(op.shape.rows(), op.shape.heads);
-        self.run(|on| on.attention_backward(op, delta));
+        let workspace = attention::backward_scratch(&op.shape, &scratch.nested());
+        self.run(|on| on.attention_backward(op, workspace));
     }
 
     fn write_kv(&self, op: &WriteKv<'_>) {

@@ -8,11 +8,24 @@ use crate::tensor::View;
 
 impl On<'_> {
     pub(super) fn write_kv(&self, &WriteKv { kv, qkv, ref shape }: &WriteKv<'_>) {
-        self.copy_kv("remember", kv, qkv, shape);
+        let (rows, width) = (kv.rows, shape.kv_width());
+        let (to, from, r) = (self.at(kv), self.at(qkv), long(rows));
+        let arguments: [&dyn Argument; 5] = [&to, &from, &r, &int(shape.qkv_width()), &int(width)];
+        self.queue.columns("remember", [rows, 1], width, &arguments);
     }
 
     pub(super) fn read_kv(&self, &ReadKv { qkv, kv, ref shape }: &ReadKv<'_>) {
-        self.copy_kv("recall", qkv, kv, shape);
+        self.recall(qkv, kv, shape, 1);
+    }
+
+    /// The sums of so many gradients of keys and values, each (R, 2 K D), to where they are beside
+    /// their queries'.
+    pub(super) fn recall(&self, to: View, from: View, shape: &AttentionShape<'_>, shares: usize) {
+        let (rows, width) = (to.rows, shape.kv_width());
+        let (packed, to, from) = (int(shape.qkv_width()), self.at(to), self.at(from));
+        let (r, w, shares) = (long(rows), int(width), int(shares));
+        let arguments: [&dyn Argument; 6] = [&to, &from, &r, &packed, &w, &shares];
+        self.queue.columns("recall", [rows, 1], width, &arguments);
     }
 
     pub(super) fn cached_attention(&self, op: &CachedAttention<'_>) {
@@ -24,12 +37,5 @@ impl On<'_> {
         let starts = self.metadata.starts(&shape.batch);
         let arguments: [&dyn Argument; 7] = [&y, &qkv, &kv, &starts, &cached, &capacity, &sizes];
         self.queue.launch("attention_to_past", grid, [256, 1, 1], 0, &arguments);
-    }
-
-    fn copy_kv(&self, kernel: &'static str, to: View, from: View, shape: &AttentionShape<'_>) {
-        let (rows, width) = (to.rows, shape.kv_width());
-        let (to, from, r) = (self.at(to), self.at(from), long(rows));
-        let arguments: [&dyn Argument; 5] = [&to, &from, &r, &int(shape.qkv_width()), &int(width)];
-        self.queue.columns(kernel, [rows, 1], width, &arguments);
     }
 }

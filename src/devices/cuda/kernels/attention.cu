@@ -79,6 +79,11 @@ struct Head {
         return (place * key_stride() + before + which * size.kv_heads + shared) * size.head_size;
     }
 
+    // Elements of all keys and values, which are apart.
+    __device__ long long all_keys() const {
+        return static_cast<long long>(size.past + size.rows) * key_stride() * size.head_size;
+    }
+
     // Index of a query among numbers that are laid out sequence by sequence, head by head.
     __device__ long long statistic(int position) const {
         const Sequence of = rows();
@@ -182,6 +187,17 @@ extern "C" __global__ void __launch_bounds__(256)
 #if ELEMENT != 32 && (defined EMULATOR || __CUDA_ARCH__ >= 800)
 #define HAS_TENSOR_CORES
 #endif
+
+// blockIdx.x, read anew: what is computed from it behind a loop takes no register through the loop.
+__device__ inline int block_again() {
+#ifdef EMULATOR
+    return blockIdx.x;
+#else
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+#endif
+}
 
 template <class Shared>
 __device__ inline Shared& shared_memory() {
@@ -365,16 +381,16 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     }
 }
 
-// dk and dv, from all heads of queries that they serve, in order. They go beside their queries' gradients,
-// or, with keys and values apart, to (or are added to) `dkv`.
-// launch: grid (kv_heads, ceil((past + longest) / 64), sequences), block (256), shared 35840 bytes
+// dk and dv, from the heads of queries that they serve, in order. They go beside their queries' gradients, or to (or
+// are added to) `dkv`. `shares`: so many blocks have a share of the heads each, and of `dkv`, one behind the other.
+// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                             const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                            Attention size, int accumulate) {
+                            Attention size, int accumulate, int shares) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const int group = size.heads / size.kv_heads;
+    const int group = size.heads / size.kv_heads / shares;
     Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span keys = head.tile(0, blockIdx.y, SIDE);
@@ -411,6 +427,10 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
         }
     }
     head.head -= group;
+    if (dkv != nullptr) {
+        head.is_apart = true;
+        dkv += block_again() % shares * head.all_keys();
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int key = keys.from + row + i;
@@ -418,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
             continue;
         }
         const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
-        if (kv != nullptr) {
+        if (dkv != nullptr) {
             plain_give(dkv + to_k, dk, i, size.scale, size.head_size, accumulate != 0);
             plain_give(dkv + to_v, dv, i, 1.0f, size.head_size, accumulate != 0);
         } else {
@@ -952,12 +972,13 @@ struct alignas(16) BackwardKeysShared {
 template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS, bool HELD, bool DROPS>
 __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                  const T* qkv, const T* kv, const int* starts,
-                                 const unsigned* documents, const Attention& size, bool accumulate) {
+                                 const unsigned* documents, const Attention& size, bool accumulate,
+                                 int shares) {
     constexpr int KEYS = 16 * STRIPS * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
     using Shared = BackwardKeysShared<HEAD, QUERIES, KEYS, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const int group = size.heads / size.kv_heads, part = blockIdx.x % PARTS * COLUMNS;
+    const int group = size.heads / size.kv_heads / shares, part = blockIdx.x % PARTS * COLUMNS;
     Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) / PARTS * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The first keys are seen by the most queries.
@@ -1062,6 +1083,10 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
         }
     }
     await_copies(); // where nobody sees them
+    if (dkv != nullptr) {
+        head.is_apart = true;
+        dkv += block_again() / PARTS % shares * head.all_keys();
+    }
 #pragma unroll
     for (int i = 0; i < 2 * STRIPS; ++i) {
         const int strip = i / 2, half = i % 2, key = mine.from + row + 8 * i;
@@ -1069,7 +1094,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
             continue;
         }
         const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
-        if (kv != nullptr) {
+        if (dkv != nullptr) {
             give(dkv + to_k, dk[strip], half, size.scale, part, size.head_size, accumulate);
             give(dkv + to_v, dv[strip], half, 1.0f, part, size.head_size, accumulate);
         } else {
@@ -1082,13 +1107,14 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
 template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS, bool HELD>
 __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                      const T* qkv, const T* kv, const int* starts,
-                                     const unsigned* documents, const Attention& size, bool accumulate) {
+                                     const unsigned* documents, const Attention& size, bool accumulate,
+                                     int shares) {
     if (size.dropout.threshold == 0) {
         keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
-            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate);
+            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
     } else {
         keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
-            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate);
+            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
     }
 }
 
@@ -1223,13 +1249,13 @@ extern "C" __global__ void __launch_bounds__(128)
     forward<32, 64, 4, 2, true>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 33792 bytes
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 33792 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                               Attention size, int accumulate) {
+                               Attention size, int accumulate, int shares) {
     backward_keys<32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                             accumulate != 0);
+                                             accumulate != 0, shares);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 32768 bytes
@@ -1251,13 +1277,13 @@ extern "C" __global__ void __launch_bounds__(128)
     forward<64, 64, 4, 2, false>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 58368 bytes
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 58368 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                               Attention size, int accumulate) {
+                               Attention size, int accumulate, int shares) {
     backward_keys<64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                              accumulate != 0);
+                                              accumulate != 0, shares);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 57344 bytes
@@ -1279,13 +1305,13 @@ extern "C" __global__ void __launch_bounds__(128)
     forward<128, 32, 4, 2, false>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 71680 bytes
+// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 71680 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                Attention size, int accumulate) {
+                                Attention size, int accumulate, int shares) {
     backward_keys<128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                               accumulate != 0);
+                                               accumulate != 0, shares);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 70656 bytes
@@ -1307,13 +1333,13 @@ extern "C" __global__ void __launch_bounds__(128)
     forward<256, 32, 4, 1, false>(y, lse, qkv, kv, starts, documents, size);
 }
 
-// launch: grid (2 kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 84992 bytes
+// launch: grid (2 shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 84992 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                Attention size, int accumulate) {
+                                Attention size, int accumulate, int shares) {
     backward_keys<256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
-                                                accumulate != 0);
+                                                accumulate != 0, shares);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 84736 bytes

@@ -13,14 +13,23 @@ extern "C" __global__ void remember(T* y, const T* qkv, long long rows, int pack
     }
 }
 
-// The other way: the gradients of keys and values go beside those of their queries.
+// The other way: the gradients of keys and values go beside those of their queries, the sums of `shares` of them.
+// kv: (shares, rows, width).
 // launch: grid (rows, ceil(width / 1024)), block (threads(width))
-extern "C" __global__ void recall(T* qkv, const float* kv, long long rows, int packed, int width) {
+extern "C" __global__ void recall(T* qkv, const float* kv, long long rows, int packed, int width, int shares) {
     const int column = my_column(), count = width - column;
-    if (count > 0) {
-        const long long row = blockIdx.x;
-        write(qkv + (row + 1) * packed - width + column, read(kv + row * width + column, count), count);
+    if (count <= 0) {
+        return;
     }
+    const long long row = blockIdx.x;
+    Four sum = {};
+    for (int share = 0; share < shares; ++share) {
+        const Four value = read(kv + (share * rows + row) * width + column, count);
+        for (int i = 0; i < 4; ++i) {
+            sum.of[i] += value.of[i];
+        }
+    }
+    write(qkv + (row + 1) * packed - width + column, sum, count);
 }
 
 // Where keys and values of one sequence are: remembered, or beside their queries.
