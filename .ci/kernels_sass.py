@@ -24,7 +24,7 @@ COUNTED = {
     "LDGSTS of 16 bytes": r"LDGSTS\b.*\.128",
 }
 
-# Rows lie aligned.
+# All rows are aligned.
 PACKED = {
     "return count >= N && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E, N>) == 0;": "return true;",
     "return is_packed(at, count) && channels % 4 == 0;": "return true;",
@@ -49,7 +49,7 @@ STEADY = {
     "quantised": PACKED,
     "cross_entropy": {**PACKED, "bias != nullptr": "false", "each != 0.0f": "false"},
 }
-# Loops over elements; each is compiled as it is written, a round at a time.
+# Loops over elements; they are compiled without unrolling.
 LOOP = re.compile(r"(?:#pragma unroll \d+[^\n]*\n)?( *for \((?:int|long long) (?:column|row|index|part)\b)")
 # Bytes that a lane has to move in a round of a kernel's loops: each number once, however often it is read again, and
 # without what all rows share. `size`: of an element.
@@ -178,7 +178,7 @@ def streams(steady_cubin, architecture, size):
         found = INSTRUCTION.findall(code[: code.rfind("EXIT") + 4])
         is_access = lambda one: re.match(r"(LDG|STG)\b", one)
         if name in MOVED:
-            # Loops that move four numbers and more, without those around them.
+            # Innermost loops among those that read or write global memory.
             loops = [(at, loop) for at, loop in loops_of(code) if any(is_access(one) for one in loop)]
             ends = [range(at, at + len(loop)) for at, loop in loops]
             inner = [loop for (at, loop), own in zip(loops, ends) if not any(e.start in own and e != own for e in ends)]

@@ -69,12 +69,12 @@ const CORES: [(usize, Passes); 4] = [
     ),
 ];
 
-/// Keys of all heads with which the pass to keys keeps a large GPU busy: with half of them, some of
-/// its processors have no block.
+/// With this many keys, counted over all key heads, the gradient of keys has enough blocks for a
+/// large GPU. With half of them, some multiprocessors have no block.
 const ENOUGH_KEYS: usize = 16_896;
 
-/// Among how many blocks the pass to keys shares the heads of queries that a head of keys serves.
-/// With few keys, more blocks have fewer heads each, and their gradients are summed afterwards.
+/// Into how many shares the query heads of a key head are split: each share is a block of its own.
+/// With few keys there are several, and their gradients are summed afterwards.
 fn shares_of(shape: &AttentionShape<'_>) -> usize {
     let (keys, group) = (shape.kv_rows() * shape.kv_heads, shape.heads / shape.kv_heads);
     if keys >= ENOUGH_KEYS / 2 {
@@ -84,8 +84,8 @@ fn shares_of(shape: &AttentionShape<'_>) -> usize {
     (1..=group).find(is_enough).unwrap_or(group)
 }
 
-/// Workspace of the backward: Σ y dy of each query and head, and room for the gradients of the
-/// shares. The room grows with the rows, so that a smaller micro-batch has enough.
+/// Workspace of the backward: Σ y dy of each query and head, and the gradients of the shares. Its
+/// size never falls as rows are added, so what is planned is enough for a smaller micro-batch.
 pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>) -> [View; 2] {
     let keys = (shape.kv_rows() * shape.kv_heads).min(ENOUGH_KEYS / 2);
     let group = shape.heads / shape.kv_heads;

@@ -20,7 +20,11 @@ impl On<'_> {
     }
 
     /// Where the sequences of a mask's rows begin, and how many there are.
-    pub(super) fn sequences(&self, dropout: Option<Dropout<'_>>, rows: usize) -> (Address, usize) {
+    pub(super) fn mask_sequences(
+        &self,
+        dropout: Option<Dropout<'_>>,
+        rows: usize,
+    ) -> (Address, usize) {
         match dropout.map(|dropout| dropout.rows) {
             Some(MaskRows::Positions(batch)) => (self.metadata.starts(&batch), batch.sequences()),
             Some(MaskRows::Sequences) => (NULL, rows),
@@ -31,7 +35,7 @@ impl On<'_> {
     /// y = a + dropout(x), without `a` where that is null.
     fn add_dropout(&self, y: View, a: Place, x: View, dropout: Option<Dropout<'_>>) {
         let (rows, channels) = (y.rows, y.columns);
-        let (starts, sequences) = self.sequences(dropout, rows);
+        let (starts, sequences) = self.mask_sequences(dropout, rows);
         let [b, r, c] = [sequences, rows, channels].map(int);
         let wide = wide(y.dtype);
         let (y, x, words) = (self.at(y), self.at(x), dropout_words(dropout));

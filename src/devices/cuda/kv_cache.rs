@@ -18,8 +18,8 @@ impl On<'_> {
         self.recall(qkv, kv, shape, 1);
     }
 
-    /// The sums of so many gradients of keys and values, each (R, 2 K D), to where they are beside
-    /// their queries'.
+    /// Sums the gradients of keys and values over `shares`, and writes them beside those of the
+    /// queries. `from`: (shares R, 2 K D).
     pub(super) fn recall(&self, to: View, from: View, shape: &AttentionShape<'_>, shares: usize) {
         let (rows, width) = (to.rows, shape.kv_width());
         let (packed, to, from) = (int(shape.qkv_width()), self.at(to), self.at(from));

@@ -16,7 +16,7 @@ impl On<'_> {
         let Residual { a, x, dropout, .. } = *sum;
         let Norm { y, statistics, x: sum, gamma, gamma_offset, beta, epsilon, rms } = *norm;
         let (rows, channels, wide) = (sum.rows, sum.columns, wide(sum.dtype));
-        let (starts, sequences) = self.sequences(dropout, rows);
+        let (starts, sequences) = self.mask_sequences(dropout, rows);
         let (y, s, sum, x, a) =
             (self.at(y), self.at(statistics), self.at(sum), self.at(x), self.at(a));
         let (gamma, beta) = (self.at(gamma), self.at_if(beta));

@@ -79,7 +79,7 @@ struct Head {
         return (place * key_stride() + before + which * size.kv_heads + shared) * size.head_size;
     }
 
-    // Elements of all keys and values, which are apart.
+    // How many elements all keys and values have, where they are apart.
     __device__ long long all_keys() const {
         return static_cast<long long>(size.past + size.rows) * key_stride() * size.head_size;
     }
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(256)
 #define HAS_TENSOR_CORES
 #endif
 
-// blockIdx.x, read anew: what is computed from it behind a loop takes no register through the loop.
+// blockIdx.x, read again: a number that is computed from it after a loop needs no register during the loop.
 __device__ inline int block_again() {
 #ifdef EMULATOR
     return blockIdx.x;
@@ -381,8 +381,9 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
     }
 }
 
-// dk and dv, from the heads of queries that they serve, in order. They go beside their queries' gradients, or to (or
-// are added to) `dkv`. `shares`: so many blocks have a share of the heads each, and of `dkv`, one behind the other.
+// dk and dv, from the query heads that they serve, in order. They are written beside their queries' gradients or,
+// where it is not null, to `dkv` (or added to it). `shares`: that many blocks split these query heads; `dkv` then
+// has the gradients of each share, one share after the other.
 // launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (256), shared 35840 bytes
 extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     attention_backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,

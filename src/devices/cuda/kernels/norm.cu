@@ -62,7 +62,7 @@ extern "C" __global__ void norm_forward(T* y, float* statistics, const T* x, con
     norm_row(y + row * channels, statistics + 2 * row, x, mean, {gamma, beta, channels, epsilon, rms, offset});
 }
 
-// sum = a + dropout(x), y = norm(sum): with the bits of `drop` and `norm_forward`. y may be x, and sum a.
+// sum = a + dropout(x), y = norm(sum): the operations of `drop` and `norm_forward`. y may be x; sum may be a.
 // launch: grid (rows), block (threads(4 channels / wide))
 extern "C" __global__ void residual_norm(T* y, float* statistics, T* sum, const T* x, const T* a, const T* gamma,
                                          const T* beta, const int* starts, int sequences, int rows, int channels,

@@ -13,7 +13,7 @@ extern "C" __global__ void remember(T* y, const T* qkv, long long rows, int pack
     }
 }
 
-// The other way: the gradients of keys and values go beside those of their queries, the sums of `shares` of them.
+// The other way: the gradients of keys and values, summed over `shares`, are written beside those of their queries.
 // kv: (shares, rows, width).
 // launch: grid (rows, ceil(width / 1024)), block (threads(width))
 extern "C" __global__ void recall(T* qkv, const float* kv, long long rows, int packed, int width, int shares) {
