@@ -46,8 +46,9 @@ KERNELS = HERE.parent / "src/devices/cuda/kernels"
 ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
 PRINTED = [80, 90]
 ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
-# The most bytes that kernels may spill, by element: others may none. Attention without tensor cores has as few
-# registers as lets two blocks run at once; on tensor cores, sums take nearly all that there are.
+# The most bytes that kernels may spill, by element, or by element on one architecture: others may none. Attention
+# without tensor cores has as few registers as lets two blocks run at once; on tensor cores, sums take nearly all
+# that there are.
 SPILLS = {
     ("attention", 32): 200,
     ("attention_backward_keys", 32): 80,
@@ -63,6 +64,11 @@ SPILLS = {
     ("attention_backward_keys_128", 15): 208,
     ("attention_backward_keys_256", 16): 32,
     ("attention_backward_keys_256", 15): 32,
+    # There, what is copied to shared memory goes through registers.
+    ("attention_backward_keys_64", 15, 75): 368,
+    ("attention_256", 15, 75): 40,
+    ("attention_backward_keys_128", 15, 75): 224,
+    ("attention_backward_queries_256_64k", 15, 75): 24,
 }
 # A kernel that spills: 64 numbers, in 32 registers.
 SPILLING = """
@@ -191,7 +197,8 @@ def compile_all(nvrtc, files, write):
         well = False
     print_table(table)
     for (file, kernel, element, architecture), used in table.items():
-        if used["spilled"] > SPILLS.get((kernel, element), 0):
+        most = SPILLS.get((kernel, element, architecture), SPILLS.get((kernel, element), 0))
+        if used["spilled"] > most:
             print(f"{file}.{kernel}, {ELEMENTS[element]}, sm_{architecture}: {used['spilled']} bytes spilled")
             well = False
     version = "{}.{}".format(*nvrtc.version())

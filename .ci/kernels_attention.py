@@ -136,19 +136,21 @@ def rows(*heads):
     return joined.reshape(*joined.shape[:2], -1)
 
 
-def names(device, case, plain):
-    """The three passes: the plain ones, or those of the smallest padded head size."""
-    padded = "" if plain else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
-    return [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
+def names(device, case, way):
+    """The three passes: the plain ones, or those of the smallest padded head size; of these, on sm_75 others."""
+    padded = "" if way == "plain" else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
+    passes = [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
+    in_64k = lambda name: f"{name}_64k" if way == "sm_75" and f"{name}_64k" in device.launches else name
+    return [in_64k(name) for name in passes]
 
 
-def check_attention(device, random, plain, **sizes):
+def check_attention(device, random, way, **sizes):
     """All at once, and in stretches from the end, with keys and values apart."""
-    if device.element == (16 if plain else 32):
+    if device.element not in {"plain": (32, 15), "cores": (16, 15), "sm_75": (15,)}[way]:
         return  # there are tensor cores wherever there is bfloat16, and none for floats
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size
-    forward, backward_keys, backward_queries = names(device, case, plain)
+    forward, backward_keys, backward_queries = names(device, case, way)
     r = int(case.starts()[-1])
     size = case.size(device, b, r)
     spread = np.full(size.packed, case.spread)
@@ -187,13 +189,13 @@ def check_attention(device, random, plain, **sizes):
     device.same(device.elements(dqkv.wide[:, width:]), dkv.bits)
     if case.stretch:
         inputs = [padded_qkv, padded_dy, documents]
-        check_stretches(device, case, plain, inputs, [y, lse], rows(dq), rows(dk, dv))
+        check_stretches(device, case, way, inputs, [y, lse], rows(dq), rows(dk, dv))
 
 
-def check_stretches(device, case, plain, inputs, outputs, expected_dq, expected_dkv):
+def check_stretches(device, case, way, inputs, outputs, expected_dq, expected_dkv):
     """A stretch at a time: forward, the same bits as all at once."""
     (qkv, dy, documents), width = inputs, case.heads * case.head_size
-    forward, backward_keys, backward_queries = names(device, case, plain)
+    forward, backward_keys, backward_queries = names(device, case, way)
     for sequence, length in enumerate(case.lengths()):
         first = case.starts()[sequence]
         all_lse = outputs[1].bits[first * case.heads :][: length * case.heads].reshape(case.heads, length)
@@ -304,8 +306,9 @@ def checks():
     ]
     scores = [(1, 1, 1), (3, 7, 7), (6, 11, 3), (40, 20, 8), (5, 1030, 1030), (4, 5003, 2048)]
     return [
-        ("attention", check_attention, [one | dict(plain=True) for one in cases]),
-        ("attention", check_attention, [one | dict(plain=False) for one in cases]),
+        ("attention", check_attention, [one | dict(way="plain") for one in cases]),
+        ("attention", check_attention, [one | dict(way="cores") for one in cases]),
+        ("attention", check_attention, [one | dict(way="sm_75") for one in cases if one["head_size"] > 64]),
         (
             "cross_entropy",
             check_scores,

@@ -3,6 +3,7 @@
 use super::driver::Argument;
 use super::kernels::On;
 use super::launches::{attention_words, int};
+use super::texts::AMPERE;
 use crate::kernels::{Attention, AttentionBackward, AttentionShape, ChunkKv};
 use crate::tensor::{Scratch, View};
 
@@ -22,6 +23,11 @@ const fn tiles(kernel: &'static str, positions: usize, threads: u32, shared: usi
     Tiles { kernel, positions, blocks: 1, threads, shared }
 }
 
+/// Each block has half of a head's channels.
+const fn halves(tiles: Tiles) -> Tiles {
+    Tiles { blocks: 2, ..tiles }
+}
+
 /// Forward, backward to keys and values, backward to queries.
 type Passes = [Tiles; 3];
 
@@ -32,7 +38,7 @@ const PLAIN: Passes = [
     tiles("attention_backward_queries", 64, 256, 35_840),
 ];
 
-/// In 16 bits on tensor cores, for heads of at most so many channels.
+/// In 16 bits on tensor cores, for heads of at most 32, 64, 128 and 256 channels.
 const CORES: [(usize, Passes); 4] = [
     (
         32,
@@ -62,9 +68,30 @@ const CORES: [(usize, Passes); 4] = [
         256,
         [
             tiles("attention_256", 64, 128, 68_096),
-            // Half of a head's channels each.
-            Tiles { blocks: 2, ..tiles("attention_backward_keys_256", 64, 128, 84_992) },
+            halves(tiles("attention_backward_keys_256", 64, 128, 84_992)),
             tiles("attention_backward_queries_256", 64, 128, 84_736),
+        ],
+    ),
+];
+
+/// The same on sm_75, with at most 64 KiB of shared memory a block.
+const CORES_IN_64K: [(usize, Passes); 4] = [
+    CORES[0],
+    CORES[1],
+    (
+        128,
+        [
+            CORES[2].1[0],
+            tiles("attention_backward_keys_128_64k", 64, 128, 53_248),
+            tiles("attention_backward_queries_128_64k", 64, 128, 52_736),
+        ],
+    ),
+    (
+        256,
+        [
+            tiles("attention_256_64k", 64, 128, 50_944),
+            halves(tiles("attention_backward_keys_256_64k", 32, 64, 51_072)),
+            tiles("attention_backward_queries_256_64k", 32, 64, 50_816),
         ],
     ),
 ];
@@ -96,11 +123,14 @@ pub(super) fn backward_scratch(shape: &AttentionShape<'_>, scratch: &Scratch<'_>
 
 impl On<'_> {
     fn passes(&self, head_size: usize) -> Passes {
-        let fits = |(most, _): &&(usize, Passes)| head_size <= *most;
-        match self.queue.has_tensor_cores() {
-            false => PLAIN,
-            true => CORES.iter().find(fits).expect("sizes are checked").1,
-        }
+        let target = self.queue.target();
+        let by_size = match target.has_tensor_cores() {
+            false => return PLAIN,
+            true if target.architecture < AMPERE => CORES_IN_64K,
+            true => CORES,
+        };
+        let fits = |(most, _): &(usize, Passes)| head_size <= *most;
+        by_size.into_iter().find(fits).expect("sizes are checked").1
     }
 
     pub(super) fn attention(&self, op: &Attention<'_>) {

@@ -338,7 +338,7 @@ impl Driver for Emulated {
         let known = self.kernels.get(kernel);
         let (library, declared) = known.unwrap_or_else(|| panic!("no kernel is {kernel}"));
         launch.check(&declared.parameters)?;
-        if self.limits.fails == Some(kernel) {
+        if self.limits.fails == Some(kernel) || shared > limits::shared(self.target.architecture) {
             return Err("too many resources requested for launch".into());
         }
         let mut held: Vec<Vec<u64>> = arguments

@@ -8,6 +8,7 @@ use l2l_actors::BoxedError;
 
 use super::chosen::Chosen;
 use super::driver::{Address, Alignment, Argument, Driver, Kind, Launch, Place, Product, Stream};
+use super::texts::Target;
 use super::times::Times;
 use super::ways::{Way, Ways};
 use crate::kernels::{Activation, AttentionShape, Dropout, Rotary};
@@ -204,9 +205,9 @@ impl<'a> Queue<'a> {
         Queue { driver, workspace, ways, chosen, times, failed: RefCell::default() }
     }
 
-    /// See [`Target::has_tensor_cores`](super::texts::Target::has_tensor_cores).
-    pub(super) fn has_tensor_cores(&self) -> bool {
-        self.driver.target().has_tensor_cores()
+    /// What kernels are compiled for.
+    pub(super) fn target(&self) -> Target {
+        self.driver.target()
     }
 
     /// The first error.

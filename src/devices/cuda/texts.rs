@@ -43,27 +43,42 @@ pub(super) struct Target {
     pub(super) architecture: u32,
 }
 
+/// From this architecture on, tensor cores multiply bf16 too, and a block may have more than 64 KiB
+/// of shared memory.
+pub(super) const AMPERE: u32 = 80;
+
+/// From this one on, they have the instructions that attention takes.
+const TURING: u32 = 75;
+
 impl Target {
-    /// Whether attention runs on tensor cores. Older ones have no instructions of its sizes: there
-    /// it runs as in f32.
+    /// Whether attention runs on tensor cores. Elsewhere it runs as in f32.
     pub(super) fn has_tensor_cores(self) -> bool {
-        self.dtype != Dtype::F32 && self.architecture >= 80
+        match self.dtype {
+            Dtype::F32 => false,
+            Dtype::Bf16 => self.architecture >= AMPERE,
+            Dtype::F16 => self.architecture >= TURING,
+        }
     }
 }
 
-/// Where the part without tensor cores begins, and the part with them, which ends the text.
-const PARTS: [&str; 2] =
-    ["#if defined EMULATOR || !defined HAS_TENSOR_CORES", "#ifdef HAS_TENSOR_CORES"];
+/// Where the part without tensor cores begins, the part with them, and its kernels for sm_75, which
+/// end the text.
+const PARTS: [&str; 3] = [
+    "#if defined EMULATOR || !defined HAS_TENSOR_CORES",
+    "#ifdef HAS_TENSOR_CORES",
+    "#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)",
+];
 
 /// The kernels of a text for a target, in its order.
 ///
 /// # Errors
 /// It is not written as the built-in texts are.
 pub(super) fn declared(text: &str, target: Target) -> Result<Vec<Declared>, BoxedError> {
-    let [plain, cores] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
+    let [plain, cores, in_64k] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
+    let end = if target.architecture < AMPERE { text.len() } else { in_64k };
     let parts = match target.has_tensor_cores() {
         false => [&text[..cores], ""],
-        true => [&text[..plain], &text[cores.max(plain)..]],
+        true => [&text[..plain], &text[cores.max(plain)..end]],
     };
     let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =

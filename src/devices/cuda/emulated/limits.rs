@@ -49,6 +49,16 @@ impl Limits {
     }
 }
 
+/// The most bytes of shared memory that a block of an architecture gets (CUDA C++ Programming Guide,
+/// "Technical Specifications per Compute Capability"); of newer ones, what each of them has.
+pub(super) fn shared(architecture: u32) -> u32 {
+    match architecture {
+        ..75 => 96 << 10,
+        75..80 => 64 << 10,
+        80.. => 99 << 10,
+    }
+}
+
 const NONE: Limits =
     Limits { refuse: None, takes: None, fails: None, free: None, pinned: None, architecture: None };
 

@@ -3,9 +3,9 @@
 // A block owns a tile of queries of one head (forward, dq) or a tile of keys (dk, dv) and walks the other
 // side in order, so every sum has one owner and one order. dq has a pass of its own.
 //
-// Each of the three passes comes in two ways. From sm_80 on, elements of 16 bits are multiplied by tensor
-// cores: the kernels' names end in the head size that they pad to, of 32, 64, 128 and 256 the smallest that
-// holds a head. Elsewhere, one plain way takes heads of all sizes, up to 256.
+// Each of the three passes comes in two ways. From sm_80 on, and in half on sm_75, elements are multiplied by
+// tensor cores: the kernels' names end in the head size that they pad to, of 32, 64, 128 and 256 the smallest
+// that holds a head. Elsewhere, one plain way takes heads of all sizes, up to 256.
 
 // ---- Which queries see which keys, and where all of them are. ----
 
@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // True where tensor cores multiply elements. The emulator knows both ways.
-#if ELEMENT != 32 && (defined EMULATOR || __CUDA_ARCH__ >= 800)
+#if ELEMENT != 32 && (defined EMULATOR || __CUDA_ARCH__ >= 800 || (ELEMENT == 15 && __CUDA_ARCH__ == 750))
 #define HAS_TENSOR_CORES
 #endif
 
@@ -579,8 +579,10 @@ __device__ inline unsigned pack(float low, float high) {
     unsigned packed;
 #if ELEMENT == 16
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#else
+#elif __CUDA_ARCH__ >= 800
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+#else
+    packed = static_cast<unsigned>(put(high).bits) << 16 | put(low).bits;
 #endif
     return packed;
 }
@@ -590,6 +592,8 @@ __device__ inline float power_of_two(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+#if __CUDA_ARCH__ >= 800
 
 // sum += a b.
 __device__ inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
@@ -602,6 +606,21 @@ __device__ inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned 
         : "+f"(sum.of[0]), "+f"(sum.of[1]), "+f"(sum.of[2]), "+f"(sum.of[3])
         : "r"(a.of[0]), "r"(a.of[1]), "r"(a.of[2]), "r"(a.of[3]), "r"(b_0), "r"(b_1));
 }
+
+#else
+
+// sum += a b, eight columns of a at a time (PTX ISA, mma.m16n8k8).
+__device__ inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
+            " {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(sum.of[0]), "+f"(sum.of[1]), "+f"(sum.of[2]), "+f"(sum.of[3])
+            : "r"(a.of[2 * half]), "r"(a.of[2 * half + 1]), "r"(half == 0 ? b_0 : b_1));
+    }
+}
+
+#endif
 
 __device__ inline unsigned shared_address(const void* at) {
     return static_cast<unsigned>(__cvta_generic_to_shared(at));
@@ -625,6 +644,8 @@ __device__ inline Matrices load(const T* row_at, bool is_turned) {
     return x;
 }
 
+#if __CUDA_ARCH__ >= 800
+
 // Begins to copy 4 or 16 bytes to shared memory; zeros, where they are not real.
 template <int BYTES>
 __device__ inline void copy(void* to, const void* from, bool is_real) {
@@ -644,6 +665,19 @@ __device__ inline void copy(void* to, const void* from, bool is_real) {
 }
 
 __device__ inline void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+#else
+
+// Copies at once.
+template <int BYTES>
+__device__ inline void copy(void* to, const void* from, bool is_real) {
+    using Words = Packed<unsigned, BYTES / 4>;
+    *static_cast<Words*>(to) = is_real ? *static_cast<const Words*>(from) : Words{};
+}
+
+__device__ inline void await_copies() {}
+
+#endif
 
 #endif
 
@@ -1239,9 +1273,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     }
 }
 
-// ---- The kernels, by the head size that they pad to; where PADDED_HEAD is defined, those of it alone. ----
-
-#if !defined PADDED_HEAD || PADDED_HEAD == 32
+// ---- The kernels, by the head size that they pad to. ----
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 22528 bytes
 extern "C" __global__ void __launch_bounds__(128)
@@ -1267,10 +1299,6 @@ extern "C" __global__ void __launch_bounds__(128)
     backward_queries<32, 32, 4, 2, 2, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
-#endif
-
-#if !defined PADDED_HEAD || PADDED_HEAD == 64
-
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 38912 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_64(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -1294,10 +1322,6 @@ extern "C" __global__ void __launch_bounds__(128)
                                   Attention size) {
     backward_queries<64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
-
-#endif
-
-#if !defined PADDED_HEAD || PADDED_HEAD == 128
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 53248 bytes
 extern "C" __global__ void __launch_bounds__(128)
@@ -1323,10 +1347,6 @@ extern "C" __global__ void __launch_bounds__(128)
     backward_queries<128, 32, 4, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
-#endif
-
-#if !defined PADDED_HEAD || PADDED_HEAD == 256
-
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 68096 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_256(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
@@ -1349,6 +1369,51 @@ extern "C" __global__ void __launch_bounds__(128)
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
     backward_queries<256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// ---- For sm_75, whose blocks have at most 64 KiB of shared memory: instead of those above that take more. ----
+
+#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 53248 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_128_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                    const T* qkv, const T* kv, const int* starts,
+                                    const unsigned* documents, Attention size, int accumulate, int shares) {
+    backward_keys<128, 32, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                               accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 52736 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_128_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                       const T* qkv, const T* kv, const int* starts,
+                                       const unsigned* documents, Attention size) {
+    backward_queries<128, 32, 4, 1, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 50944 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_256_64k(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                      const unsigned* documents, Attention size) {
+    forward<256, 16, 4, 1, false>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (2 shares kv_heads, ceil((past + longest) / 32), sequences), block (64), shared 51072 bytes
+extern "C" __global__ void __launch_bounds__(64)
+    attention_backward_keys_256_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                    const T* qkv, const T* kv, const int* starts,
+                                    const unsigned* documents, Attention size, int accumulate, int shares) {
+    backward_keys<256, 16, 2, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                                accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 32), sequences), block (64), shared 50816 bytes
+extern "C" __global__ void __launch_bounds__(64)
+    attention_backward_queries_256_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                       const T* qkv, const T* kv, const int* starts,
+                                       const unsigned* documents, Attention size) {
+    backward_queries<256, 16, 2, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif

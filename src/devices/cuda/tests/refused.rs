@@ -177,8 +177,8 @@ fn a_device_with_too_little_memory_is_refused() {
     assert!(says.contains("bytes of the device's memory, of which 1000 are free"), "{says}");
 }
 
-/// A GPU without the instructions of attention's tensor cores (V100, T4) runs f16, with attention
-/// as in f32.
+/// Older GPUs run f16: a V100 with attention as in f32, a T4 on tensor cores, with little shared
+/// memory a block.
 #[test]
 fn older_gpus_run_f16() {
     if !emulated::instead() {
