@@ -49,8 +49,8 @@ impl Limits {
     }
 }
 
-/// The most bytes of shared memory that a block of an architecture gets; of newer ones, what each of
-/// them has (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+/// The most bytes of shared memory that a block of an architecture gets; of newer ones, what each
+/// has (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
 pub(super) fn shared(architecture: u32) -> u32 {
     match architecture {
         ..75 => 96 << 10,
