@@ -531,6 +531,8 @@ def emulate_all(files):
                     well = False
             if time.time() - start > 10:
                 print(f"{function.__name__}, {ELEMENTS[element]}: {time.time() - start:.0f} s")
+        if "attention" in files:
+            well &= is_as_cute(pathlib.Path(folder))
     print("largest error, beyond rounding to elements")
     for kernel in dict.fromkeys(kernel for kernel, _ in worst):
         of = [f"{worst.get((kernel, element), math.nan):12.1e}" for element in ELEMENTS]
@@ -541,6 +543,110 @@ def emulate_all(files):
         well = False
     print("emulated" + ("" if well else ": FAILED"))
     return well
+
+
+# Behind attention.cu: where it has pieces of eight channels, its descriptors, and a product of a warpgroup.
+CUTE = """
+template <int ROWS, int HEAD>
+void describe_tile(int* places, long long* over_channels, long long* over_rows) {
+    const auto& tile = shared_memory<Swizzled<HEAD, ROWS>>();
+    for (int i = 0; i < ROWS * HEAD / 8; ++i) {
+        places[i] = tile.place(i / (HEAD / 8), i % (HEAD / 8) * 8);
+    }
+    for (int i = 0; i < ROWS / 64 * (HEAD / 16); ++i) {
+        over_channels[i] = tile.descriptor(i / (HEAD / 16) * 64, i % (HEAD / 16) * 16).bits;
+    }
+    for (int i = 0; i < ROWS / 16 * (HEAD / 64); ++i) {
+        over_rows[i] = tile.descriptor(i / (HEAD / 64) * 16, i % (HEAD / 64) * 64).bits;
+    }
+}
+
+// launch: grid (1), block (1), shared 16384 bytes
+extern "C" __global__ void tile_64_128(int* places, long long* over_channels, long long* over_rows) {
+    describe_tile<64, 128>(places, over_channels, over_rows);
+}
+
+// launch: grid (1), block (1), shared 16384 bytes
+extern "C" __global__ void tile_128_64(int* places, long long* over_channels, long long* over_rows) {
+    describe_tile<128, 64>(places, over_channels, over_rows);
+}
+
+// `fault`: somebody writes to the tile while it is multiplied (1), or nobody awaits the product (2).
+// launch: grid (1), block (128), shared 16384 bytes
+extern "C" __global__ void warpgroup_product(float* y, const T* left, const T* right, int is_turned, int fault) {
+    auto& tile = shared_memory<Swizzled<128, 64>>();
+    for (int i = threadIdx.x; i < 64 * 128; i += 128) {
+        tile.of[i] = right[i];
+    }
+    show_to_products();
+    __syncthreads();
+    Left a;
+    for (int i = 0; i < 4; ++i) {
+        const T* const two = left + 8 * threadIdx.x + 2 * i;
+        a.of[i] = static_cast<unsigned>(two[1].bits) << 16 | two[0].bits;
+    }
+    Sum sums[8] = {};
+    // Past the first: the second 64 channels' second sixteen, and the second sixteen rows of these channels.
+    if (is_turned) {
+        multiply<true>(sums, a, tile.descriptor(16, 64), false);
+    } else {
+        multiply<false>(sums, a, tile.descriptor(0, 80), false);
+    }
+    end_products();
+    if (fault == 1) {
+        __syncthreads();
+        set(tile.of[64 * threadIdx.x], 7.0f);
+        __syncthreads();
+    }
+    if (fault != 2) {
+        await_products<0>();
+    }
+    for (int i = 0; i < 32; ++i) {
+        y[32 * threadIdx.x + i] = sums[i / 4].of[i % 4];
+    }
+}
+"""
+
+
+def is_as_cute(folder):
+    """Whether attention's tiles for wgmma, and the emulated product, are as CuTe says (kernels_cute.json)."""
+    text, golden = (KERNELS / "attention.cu").read_text("utf-8") + CUTE, json.loads((HERE / "kernels_cute.json").read_text("utf-8"))
+    device = Device("cute", build("cute", 16, folder, own=text), 16, False, {}, text)
+    # The leading byte offset is not used: all products are of 64 rows or 64 channels.
+    used = lambda bits: np.array(bits, np.int64) & ~(0x3FFF << 16)
+    well = True
+    for tile in golden["tiles"]:
+        names = ["places", "over_channels", "over_rows"]
+        kinds = [np.int32, np.int64, np.int64]
+        found = [device.integers(np.zeros(len(tile[name])), kind, True) for name, kind in zip(names, kinds)]
+        device.launch(f"tile_{tile['rows']}_{tile['head']}", *found)
+        well &= (found[0].bits == tile["places"]).all()
+        well &= all((used(one.bits) == used(tile[name])).all() for name, one in zip(names[1:], found[1:]))
+    random = np.random.default_rng(0)
+    # Rows of the left side and of the sums, and their columns, of each element of each thread.
+    where = lambda name: (np.array(golden[name]).reshape(32, -1) + 16 * np.arange(4)[:, None, None]).reshape(128, -1)
+    of_left, of_sums = where("left"), where("sums")
+    left, right = random.uniform(-1, 1, (64, 16)), random.uniform(-1, 1, (64, 128))
+    left = device.elements(left[of_left % 64, of_left // 64])
+    a = np.zeros((64, 16))
+    a[of_left % 64, of_left // 64] = left.wide
+    scattered = np.zeros(64 * 128)
+    places = np.array(golden["tiles"][0]["places"]).reshape(64, 16)
+    scattered[places[:, np.arange(128) // 8] + np.arange(128) % 8] = right
+    scattered = device.elements(scattered)
+    b = scattered.wide[places[:, np.arange(128) // 8] + np.arange(128) % 8]
+    for is_turned, expected in [(0, a @ b[:, 80:96].T), (1, a @ b[16:32, 64:])]:
+        y = device.floats_out(128, 32)
+        device.launch("warpgroup_product", y, left, scattered, is_turned, 0)
+        well &= np.abs(y.wide - expected[of_sums % 64, of_sums // 64]).max() < 1e-5
+    for fault, failure in [(1, "failure 8"), (2, "failure 7")]:
+        try:
+            device.launch("warpgroup_product", device.floats_out(128, 32), left, scattered, 0, fault)
+            well = False
+        except AssertionError as error:
+            well &= failure in str(error)
+    print("products of warpgroups are " + ("as CuTe says" if well else "not as CuTe says: FAILED"))
+    return bool(well)
 
 
 # Each thread begins to copy a number to shared memory, by cp.async.
@@ -593,6 +699,20 @@ PLANTED = {
     "write_in_flight": ("write to what is in flight", COPY + "x[threadIdx.x] = 1; await_copies();"),
     "copy_in_flight": ("write to what is in flight", COPY + COPY_AGAIN + "await_copies();"),
     "never_awaited": ("failure 6", COPY),
+    "unfenced": (
+        "asynchronous read of what no fence has shown",
+        COPY + "await_copies(); __syncthreads(); hazards_async_read(x, 16); y[threadIdx.x + 64 * blockIdx.x] = 1;",
+    ),
+    "fenced_for_another": (
+        "asynchronous read of what no fence has shown",
+        COPY + "await_copies(); if (threadIdx.x == 0) { hazards_fence(); } __syncthreads();"
+        "hazards_async_read(x, 16); y[threadIdx.x + 64 * blockIdx.x] = 1;",
+    ),
+    "fenced": (
+        "",
+        COPY + "await_copies(); hazards_fence(); __syncthreads(); hazards_async_read(x, 16);"
+        "y[threadIdx.x + 64 * blockIdx.x] = 1;",
+    ),
     "copied": (
         "",
         COPY + "await_copies(); __syncthreads(); y[threadIdx.x + 64 * blockIdx.x] = x[63 - threadIdx.x];",

@@ -137,16 +137,17 @@ def rows(*heads):
 
 
 def names(device, case, way):
-    """The three passes: the plain ones, or those of the smallest padded head size; of these, on sm_75 others."""
+    """The three passes: the plain ones, or those of the smallest padded head size; of these, sm_75 and wgmma have
+    others."""
     padded = "" if way == "plain" else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
     passes = [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
-    in_64k = lambda name: f"{name}_64k" if way == "sm_75" and f"{name}_64k" in device.launches else name
-    return [in_64k(name) for name in passes]
+    suffix = {"sm_75": "_64k", "wgmma": "_wgmma"}.get(way, "")
+    return [f"{name}{suffix}" if f"{name}{suffix}" in device.launches else name for name in passes]
 
 
 def check_attention(device, random, way, **sizes):
     """All at once, and in stretches from the end, with keys and values apart."""
-    if device.element not in {"plain": (32, 15), "cores": (16, 15), "sm_75": (15,)}[way]:
+    if device.element not in {"plain": (32, 15), "cores": (16, 15), "wgmma": (16, 15), "sm_75": (15,)}[way]:
         return  # there are tensor cores wherever there is bfloat16, and none for floats
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size
@@ -309,6 +310,7 @@ def checks():
         ("attention", check_attention, [one | dict(way="plain") for one in cases]),
         ("attention", check_attention, [one | dict(way="cores") for one in cases]),
         ("attention", check_attention, [one | dict(way="sm_75") for one in cases if one["head_size"] > 64]),
+        ("attention", check_attention, [one | dict(way="wgmma") for one in cases if 32 < one["head_size"] <= 128]),
         (
             "cross_entropy",
             check_scores,

@@ -188,6 +188,11 @@ extern "C" __global__ void __launch_bounds__(256)
 #define HAS_TENSOR_CORES
 #endif
 
+// True where warpgroups multiply by wgmma, which sm_90a alone has.
+#if ELEMENT != 32 && (defined EMULATOR || defined __CUDA_ARCH_FEAT_SM90_ALL)
+#define HAS_WGMMA
+#endif
+
 // blockIdx.x, read again: a number that is computed from it after a loop needs no register during the loop.
 __device__ inline int block_again() {
 #ifdef EMULATOR
@@ -527,6 +532,10 @@ inline unsigned pack(float low, float high) {
 
 inline float power_of_two(float x) { return exp2f(x); }
 
+inline unsigned shared_address(const void* at) {
+    return static_cast<unsigned>(static_cast<const unsigned char*>(at) - emulator::dynamic_shared());
+}
+
 // sum += a b. Each lane shows its elements, numbered as in the PTX ISA.
 inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
     struct Lane {
@@ -681,46 +690,254 @@ __device__ inline void await_copies() {}
 
 #endif
 
+#ifdef HAS_WGMMA
+
+// ---- Products of a warpgroup: 64 rows, of which each warp has 16 as it has a Left and Sums. ----
+
+constexpr int WARPGROUP = 4 * WARP;
+
+// Of a matrix in shared memory whose rows have 128 bytes, swizzled, eight of them side by side (PTX ISA, "Matrix
+// Descriptor Format"; CUTLASS, `GmmaDescriptor`).
+struct Descriptor {
+    unsigned long long bits;
+};
+
+// The matrix begins where `at` lies before it is swizzled.
+__device__ inline Descriptor describe(const T* at) {
+    constexpr unsigned long long SWIZZLED_128 = 1ULL << 62, EIGHT_ROWS = 1024 >> 4, UNUSED = 1;
+    const unsigned long long address = (shared_address(at) & 0x3FFFF) >> 4;
+    return {SWIZZLED_128 | EIGHT_ROWS << 32 | UNUSED << 16 | address};
+}
+
+#ifdef EMULATOR
+
+// An element of a described matrix, which has rows of 64 elements.
+inline const T& described(Descriptor of, int row, int place) {
+    const unsigned begin = (of.bits & 0x3FFF) << 4, eight_rows = (of.bits >> 32 & 0x3FFF) << 4;
+    const unsigned at = begin + row / 8 * eight_rows + row % 8 * 128 + place * sizeof(T);
+    return *reinterpret_cast<const T*>(emulator::dynamic_shared() + (at ^ (at >> 7 & 7) << 4));
+}
+
+// Of `rows` × `pieces` pieces of 16 bytes of a described matrix, those that a lane reads.
+inline void read_described(std::vector<const void*>& read, Descriptor of, int first_row, int rows, int pieces) {
+    const int count = rows * pieces / WARP;
+    for (int i = threadIdx.x % WARP * count; i < static_cast<int>(threadIdx.x % WARP + 1) * count; ++i) {
+        read.push_back(&described(of, first_row + i / pieces, i % pieces * 8));
+    }
+}
+
+// Begins sums (+)= a b, for the 16 rows of a warp. `left`: an element of them. `read`: what was read of a.
+template <class A>
+void begin_product(const emulator::Own& own, Sum (&sums)[8], const A& left, Descriptor b, bool is_turned, bool add,
+                   std::vector<const void*> read) {
+    // Sixteen rows with 64 columns, or, turned, 64 rows of which it takes sixteen elements.
+    read_described(read, b, 0, is_turned ? 16 : 64, is_turned ? 8 : 2);
+    Sum products[8] = {};
+    for (int i = 0; i < 32; ++i) {
+        const int row = threadIdx.x % WARP / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k) {
+            const float right = get(is_turned ? described(b, k, column) : described(b, column, k));
+            products[i / 4].of[i % 4] += left(row, k) * right;
+        }
+    }
+    emulator::begin_product(own, read, [=, &sums] {
+        for (int i = 0; i < 32; ++i) {
+            float& sum = sums[i / 4].of[i % 4];
+            sum = (add ? sum : 0) + products[i / 4].of[i % 4];
+        }
+    });
+}
+
+template <bool TURNED>
+void multiply(Sum (&sums)[8], const Left& a, Descriptor b, bool add) {
+    Left lanes[WARP];
+    warp_exchange(a, lanes);
+    const emulator::Own own;
+    const auto left = [&](int row, int k) {
+        const unsigned bits = lanes[row % 8 * 4 + k % 8 / 2].of[k / 8 * 2 + row / 8];
+        return get(T{static_cast<unsigned short>(bits >> 16 * (k % 2))});
+    };
+    begin_product(own, sums, left, b, TURNED, add, {});
+}
+
+template <bool TURNED>
+void multiply(Sum (&sums)[8], Descriptor a, Descriptor b, bool add) {
+    const emulator::Own own;
+    const int first = threadIdx.x % WARPGROUP / WARP * 16;
+    std::vector<const void*> read;
+    read_described(read, a, first, 16, 2);
+    begin_product(own, sums, [&](int row, int k) { return get(described(a, first + row, k)); }, b, TURNED, add, read);
+}
+
+inline void begin_products() {}
+inline void end_products() { emulator::end_products(); }
+
+// Waits for all but the `LEFT` that were begun last.
+template <int LEFT>
+void await_products() {
+    emulator::await_products(LEFT);
+}
+
+inline void show_to_products() { hazards_fence(); }
+
+template <class S>
+void hold(S&) {}
+
+#else
+
+// sums (+)= a b, begun. TURNED: b's rows are those of the product, else its columns.
+#define SUM(i) "+f"(sums[i].of[0]), "+f"(sums[i].of[1]), "+f"(sums[i].of[2]), "+f"(sums[i].of[3])
+#if ELEMENT == 16
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+#else
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+#endif
+#define ALL_SUMS                                                          \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+
+template <bool TURNED>
+__device__ inline void multiply(Sum (&sums)[8], const Left& a, Descriptor b, bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n" WGMMA ALL_SUMS
+                 "{%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
+                 : SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7)
+                 : "r"(a.of[0]), "r"(a.of[1]), "r"(a.of[2]), "r"(a.of[3]), "l"(b.bits), "r"(int(add)),
+                   "n"(int(TURNED)));
+}
+
+template <bool TURNED>
+__device__ inline void multiply(Sum (&sums)[8], Descriptor a, Descriptor b, bool add) {
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n" WGMMA ALL_SUMS
+                 "%32, %33, add, 1, 1, 0, %35;\n}"
+                 : SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7)
+                 : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(TURNED)));
+}
+
+// Registers that were written before are read by the products that begin now.
+__device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Waits for all but the `LEFT` that were begun last.
+template <int LEFT>
+__device__ inline void await_products() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// What this thread has written to shared memory is seen by products that begin behind the next barrier.
+__device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The compiler moves no access of sums across this.
+template <int STRIPS, int N>
+__device__ inline void hold(Sum (&sums)[STRIPS][N]) {
+    for (Sum& sum : sums[0]) {
+        for (float& one : sum.of) {
+            asm volatile("" : "+f"(one)::"memory");
+        }
+    }
+}
+
+#endif
+
+#endif
+
 constexpr float LOG2_E = 1.44269504f;
 
-// Rows in shared memory are eight elements longer than a head: eight of them meet no bank twice.
-__device__ constexpr int pitch(int head) { return head + 8; }
+// Rows of channels in shared memory, for mma. They are eight elements longer than a head: eight of them meet no
+// bank twice.
+template <int HEAD_SIZE, int COUNT>
+struct alignas(16) Padded {
+    static constexpr int HEAD = HEAD_SIZE, ROWS = COUNT, PITCH = HEAD + 8;
+    static constexpr int THREADS = WARP; // that multiply together
+
+    T of[ROWS * PITCH];
+
+    __device__ static constexpr int place(int row, int channel) { return row * PITCH + channel; }
+};
+
+#ifdef HAS_WGMMA
+
+// Rows of channels in shared memory, for wgmma: 64 channels of all rows, then the next 64. In eight rows of 64
+// channels, pieces of 16 bytes change places, so that a column of pieces meets no bank twice (PTX ISA,
+// "Swizzling Modes", 128 bytes).
+template <int HEAD_SIZE, int COUNT>
+struct alignas(1024) Swizzled {
+    static constexpr int HEAD = HEAD_SIZE, ROWS = COUNT, PITCH = 64;
+    static constexpr int THREADS = WARPGROUP;
+
+    T of[ROWS * HEAD];
+
+    // Of an address: rows that lie a multiple of eight apart are PITCH apart each.
+    __device__ static constexpr int place(int row, int channel) {
+        return (channel / 64 * ROWS + row) * PITCH + (channel / 8 % 8 ^ row % 8) * 8 + channel % 8;
+    }
+
+    // Of the matrix that begins with this row, a multiple of eight, and channel: for a product over channels, a
+    // multiple of 16; for one over rows, a multiple of 64.
+    __device__ Descriptor descriptor(int row, int channel) const {
+        return describe(of + (channel / 64 * ROWS + row) * PITCH + channel % 64);
+    }
+};
+
+#endif
+
+// Waits for this thread's copies. Behind the next barrier, all may multiply what was copied.
+template <class Tile>
+__device__ inline void await_tiles() {
+    await_copies();
+#ifdef HAS_WGMMA
+    if constexpr (Tile::THREADS == WARPGROUP) {
+        show_to_products();
+    }
+#endif
+}
+
+// Waits for all products that were begun: then their sums may be read.
+template <class Tile, class... S>
+__device__ inline void await_sums(S&... sums) {
+#ifdef HAS_WGMMA
+    if constexpr (Tile::THREADS == WARPGROUP) {
+        await_products<0>();
+        (hold(sums), ...);
+    }
+#endif
+}
 
 // Begins to copy rows, with zeros behind the last of them and behind their channels. A thread copies the same
 // channels of every so many rows.
-template <int HEAD, int ROWS, int THREADS>
-__device__ inline void copy_rows(T* to, const Rows& rows) {
-    constexpr int OF_ROW = HEAD / 8, STEP = THREADS / OF_ROW;
+template <int THREADS, class Tile>
+__device__ inline void copy_rows(Tile& tile, const Rows& rows) {
+    constexpr int ROWS = Tile::ROWS, OF_ROW = Tile::HEAD / 8, STEP = THREADS / OF_ROW, PITCH = Tile::PITCH;
     static_assert(THREADS % OF_ROW == 0 && ROWS % STEP == 0, "threads copy whole rows");
+    static_assert(Tile::THREADS == WARP || STEP % 8 == 0, "places of a thread's rows are alike");
     const bool is_aligned = reinterpret_cast<unsigned long long>(rows.at) % 16 == 0 && rows.channels % 8 == 0;
     const int first = threadIdx.x / OF_ROW, channel = threadIdx.x % OF_ROW * 8;
     const int count = rows.channels > channel ? rows.count - first : 0;
     const T* const from = rows.at + first * rows.stride + channel;
-    to += first * pitch(HEAD) + channel;
+    T* const to = tile.of + Tile::place(first, channel);
     if (is_aligned) {
 #pragma unroll
         for (int row = 0; row < ROWS; row += STEP) {
-            copy<16>(to + row * pitch(HEAD), from + row * rows.stride, row < count);
+            copy<16>(to + row * PITCH, from + row * rows.stride, row < count);
         }
         return;
     }
     for (int row = 0; row < ROWS; row += STEP) {
         for (int i = 0; i < 8; ++i) {
             const bool is_real = row < count && channel + i < rows.channels;
-            to[row * pitch(HEAD) + i] = is_real ? from[row * rows.stride + i] : put(0.0f);
+            to[row * PITCH + i] = is_real ? from[row * rows.stride + i] : put(0.0f);
         }
     }
 }
 
-// Sixteen rows of a left side. HELD: registers have room for them, so a lane reads them from shared memory
-// once; else it reads them for each product.
-template <int HEAD, bool HELD>
+// Sixteen rows of a left side, of a warp. HELD: registers have room for them, so a lane reads them from shared
+// memory once; else it reads them for each product.
+template <class Tile, bool HELD>
 struct Strip {
     const T* at;
 
-    __device__ void take(const T* rows) {
+    __device__ void take(const Tile& tile, int first) {
         const int lane = threadIdx.x % WARP;
-        at = rows + lane % 16 * pitch(HEAD) + lane / 16 * 8;
+        at = tile.of + Tile::place(first + lane % 16, lane / 16 * 8);
     }
 
     __device__ Left part(int channel) const {
@@ -729,15 +946,15 @@ struct Strip {
     }
 };
 
-template <int HEAD>
-struct Strip<HEAD, true> {
-    Left parts[HEAD / 16];
+template <class Tile>
+struct Strip<Tile, true> {
+    Left parts[Tile::HEAD / 16];
 
-    __device__ void take(const T* rows) {
-        Strip<HEAD, false> shared;
-        shared.take(rows);
+    __device__ void take(const Tile& tile, int first) {
+        Strip<Tile, false> shared;
+        shared.take(tile, first);
 #pragma unroll
-        for (int channel = 0; channel < HEAD; channel += 16) {
+        for (int channel = 0; channel < Tile::HEAD; channel += 16) {
             parts[channel / 16] = shared.part(channel);
         }
     }
@@ -745,13 +962,46 @@ struct Strip<HEAD, true> {
     __device__ Left part(int channel) const { return parts[channel / 16]; }
 };
 
-// A warp's strips of rows that lie in shared memory.
-template <int HEAD, bool HELD, int STRIPS>
-__device__ inline void take(Strip<HEAD, HELD> (&strips)[STRIPS], const T* rows) {
-    rows += threadIdx.x / WARP * 16 * STRIPS * pitch(HEAD);
+#ifdef HAS_WGMMA
+
+// For wgmma: 64 rows of a warpgroup, which stay in shared memory.
+template <int HEAD, int ROWS>
+struct Strip<Swizzled<HEAD, ROWS>, false> {
+    const Swizzled<HEAD, ROWS>* tile;
+
+    __device__ void take(const Swizzled<HEAD, ROWS>& of, int) { tile = &of; }
+
+    __device__ Descriptor part(int channel) const {
+        return tile->descriptor(threadIdx.x / WARPGROUP * 64, channel);
+    }
+};
+
+// They are read once, by warps.
+template <int HEAD, int ROWS>
+struct Strip<Swizzled<HEAD, ROWS>, true> {
+    Left parts[HEAD / 16];
+
+    __device__ void take(const Swizzled<HEAD, ROWS>& tile, int first) {
+        const int lane = threadIdx.x % WARP;
+#pragma unroll
+        for (int channel = 0; channel < HEAD; channel += 16) {
+            const Matrices x = load(tile.of + tile.place(first + lane % 16, channel + lane / 16 * 8), false);
+            parts[channel / 16] = {{x.of[0], x.of[1], x.of[2], x.of[3]}};
+        }
+    }
+
+    __device__ const Left& part(int channel) const { return parts[channel / 16]; }
+};
+
+#endif
+
+// A warp's strips of a tile.
+template <class Tile, bool HELD, int STRIPS>
+__device__ inline void take(Strip<Tile, HELD> (&strips)[STRIPS], const Tile& tile) {
+    const int first = threadIdx.x / WARP * 16 * STRIPS;
 #pragma unroll
     for (int strip = 0; strip < STRIPS; ++strip) {
-        strips[strip].take(rows + 16 * strip * pitch(HEAD));
+        strips[strip].take(tile, first + 16 * strip);
     }
 }
 
@@ -759,11 +1009,19 @@ __device__ inline void take(Strip<HEAD, HELD> (&strips)[STRIPS], const T* rows) 
 template <int STRIPS, int COLUMNS>
 using Sums = Sum[STRIPS][COLUMNS / 8];
 
-// Products of strips of a and each of COLUMNS rows of b, over all channels.
-template <int HEAD, int COLUMNS, bool HELD, int STRIPS>
-__device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<HEAD, HELD> (&a)[STRIPS], const T* b) {
+// Two sums side by side lie in a warp as one left side does.
+__device__ inline Left left_of(const Sum& first, const Sum& second) {
+    return {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
+             pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};
+}
+
+// Products of strips of a and each row of b, over all channels.
+template <int HEAD, int COLUMNS, class A, bool HELD, int STRIPS>
+__device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<A, HELD> (&a)[STRIPS],
+                                const Padded<HEAD, COLUMNS>& tile) {
+    constexpr int PITCH = Padded<HEAD, COLUMNS>::PITCH;
     const int lane = threadIdx.x % WARP;
-    b += (lane % 8 + lane / 16 * 8) * pitch(HEAD) + lane / 8 % 2 * 8;
+    const T* const b = tile.of + tile.place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
     for (auto& of_strip : sums) {
         for (Sum& sum : of_strip) {
             sum = {};
@@ -778,7 +1036,7 @@ __device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<HEAD, H
         }
 #pragma unroll
         for (int column = 0; column < COLUMNS; column += 16) {
-            const Matrices right = load(b + column * pitch(HEAD) + channel, false);
+            const Matrices right = load(b + column * PITCH + channel, false);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
                 multiply(sums[strip][column / 8], left[strip], right.of[0], right.of[1]);
@@ -788,24 +1046,23 @@ __device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<HEAD, H
     }
 }
 
-// sums += p x: p has a column for each of MIXED rows of x, of which it takes COLUMNS channels.
-template <int HEAD, int MIXED, int COLUMNS, int STRIPS>
-__device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED>& p, const T* x) {
+// sums += p x: p has a column for each row of x, of which it takes COLUMNS channels from `part` on.
+template <int COLUMNS, int HEAD, int MIXED, int STRIPS>
+__device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED>& p,
+                           const Padded<HEAD, MIXED>& tile, int part = 0) {
+    constexpr int PITCH = Padded<HEAD, MIXED>::PITCH;
     const int lane = threadIdx.x % WARP;
-    x += lane % 16 * pitch(HEAD) + lane / 16 * 8;
+    const T* const x = tile.of + tile.place(lane % 16, lane / 16 * 8) + part;
 #pragma unroll
     for (int row = 0; row < MIXED; row += 16) {
         Left left[STRIPS];
 #pragma unroll
         for (int strip = 0; strip < STRIPS; ++strip) {
-            // Two sums side by side lie in a warp as one left side does.
-            const Sum &first = p[strip][row / 8], &second = p[strip][row / 8 + 1];
-            left[strip] = {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
-                            pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};
+            left[strip] = left_of(p[strip][row / 8], p[strip][row / 8 + 1]);
         }
 #pragma unroll
         for (int column = 0; column < COLUMNS; column += 16) {
-            const Matrices right = load(x + row * pitch(HEAD) + column, true);
+            const Matrices right = load(x + row * PITCH + column, true);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
                 multiply(sums[strip][column / 8], left[strip], right.of[0], right.of[1]);
@@ -814,6 +1071,56 @@ __device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED
         }
     }
 }
+
+#ifdef HAS_WGMMA
+
+// The same products, begun.
+template <int HEAD, class A, bool HELD>
+__device__ inline void products(Sums<1, 64>& sums, const Strip<A, HELD> (&a)[1], const Swizzled<HEAD, 64>& b) {
+    hold(sums);
+    begin_products();
+#pragma unroll
+    for (int channel = 0; channel < HEAD; channel += 16) {
+        multiply<false>(sums[0], a[0].part(channel), b.descriptor(0, channel), channel > 0);
+    }
+    end_products();
+}
+
+// Sums side by side, as left sides.
+template <int N>
+__device__ inline void pack_sums(Left (&left)[N], const Sum (&sums)[2 * N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        left[i] = left_of(sums[2 * i], sums[2 * i + 1]);
+    }
+}
+
+// sums += p x, begun.
+template <int HEAD, int MIXED>
+__device__ inline void mix(Sums<1, HEAD>& sums, const Left (&p)[MIXED / 16], const Swizzled<HEAD, MIXED>& x) {
+    hold(sums);
+    begin_products();
+#pragma unroll
+    for (int row = 0; row < MIXED; row += 16) {
+#pragma unroll
+        for (int channel = 0; channel < HEAD; channel += 64) {
+            Sum(&part)[8] = reinterpret_cast<Sum(&)[8]>(sums[0][channel / 8]);
+            multiply<true>(part, p[row / 16], x.descriptor(row, channel), true);
+        }
+    }
+    end_products();
+}
+
+template <int COLUMNS, int HEAD, int MIXED>
+__device__ inline void mix(Sums<1, COLUMNS>& sums, const Sums<1, MIXED>& p, const Swizzled<HEAD, MIXED>& x,
+                           int = 0) {
+    static_assert(COLUMNS == HEAD, "all channels");
+    Left left[MIXED / 16];
+    pack_sums(left, p[0]);
+    mix(sums, left, x);
+}
+
+#endif
 
 // Writes (or adds) half of a lane's sums, one row, to channels first..channels of a head.
 template <class E, int COLUMNS>
@@ -838,11 +1145,11 @@ __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float b
     }
 }
 
-// Of a tile's positions, those of this warp.
-template <int STRIPS>
-__device__ inline Span of_warp(Span tile) {
-    const int from = tile.from + static_cast<int>(threadIdx.x) / WARP * 16 * STRIPS;
-    return {min(from, tile.to), min(from + 16 * STRIPS, tile.to)};
+// Of a tile's positions, those of this warp, or of so many threads, each with so many positions.
+template <int POSITIONS, int THREADS = WARP>
+__device__ inline Span part_of(Span tile) {
+    const int from = tile.from + static_cast<int>(threadIdx.x) / THREADS * POSITIONS;
+    return {min(from, tile.to), min(from + POSITIONS, tile.to)};
 }
 
 __device__ inline float quad_max(float x) {
@@ -856,15 +1163,66 @@ __device__ inline float quad_sum(float x) {
 }
 
 template <int HEAD, int KEYS, int QUERIES>
-struct alignas(16) ForwardShared {
-    T queries[QUERIES * pitch(HEAD)];
-    T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
+struct ForwardShared {
+    Padded<HEAD, QUERIES> queries;
+    Padded<HEAD, KEYS> keys, values;
     unsigned char kept[QUERIES * KEYS / 4];
 };
+
+// Hides scores of keys that are not seen, of a lane's two queries and of keys from `from` on.
+template <int N>
+__device__ inline void hide(Sum (&p)[N], const Head& head, int query, int last_query, int from) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Span seen = head.seen(min(query + 8 * half, last_query));
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) {
+            if (!seen.has(from + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2)) {
+                p[i / 2].of[2 * half + i % 2] = -infinity();
+            }
+        }
+    }
+}
+
+template <int N>
+__device__ inline void shrink_sums(Sum (&sums)[N], const float (&by)[2]) {
+#pragma unroll
+    for (Sum& sum : sums) {
+        for (int i = 0; i < 4; ++i) {
+            sum.of[i] *= by[i / 2];
+        }
+    }
+}
 
 // Of what a lane's two queries of a strip have seen so far: the largest score, and the sum of all powers.
 struct Softmax {
     float most[2] = {-infinity(), -infinity()}, total[2] = {};
+
+    // Scores become powers. What was mixed before is to shrink, where a larger score comes.
+    template <int N>
+    __device__ void add(Sum (&p)[N], float (&shrink)[2], float scale) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = most[half];
+#pragma unroll
+            for (const Sum& sum : p) {
+                largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
+            }
+            largest = quad_max(largest);
+            // A query may see nothing of the first tiles.
+            const float base = largest == -infinity() ? 0.0f : largest * scale;
+            shrink[half] = power_of_two(most[half] * scale - base);
+            most[half] = largest;
+            total[half] *= shrink[half];
+#pragma unroll
+            for (Sum& sum : p) {
+                for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                    sum.of[i] = power_of_two(sum.of[i] * scale - base);
+                    total[half] += sum.of[i];
+                }
+            }
+        }
+    }
 };
 
 // A warp has 16 STRIPS queries; HELD: in registers.
@@ -882,18 +1240,18 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     if (queries.count() <= 0) {
         return; // behind the end of a shorter sequence
     }
-    const Span mine = of_warp<STRIPS>(queries);
+    const Span mine = part_of<16 * STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
     const float scale = size.scale * LOG2_E; // powers of two are faster than those of e
     Softmax softmax[STRIPS];
     Sums<STRIPS, HEAD> mixed = {};
     const auto tile = [&](int from) { return Span{from, min(from + KEYS, sight.last.to)}; };
     const int first = sight.first.from / KEYS * KEYS;
-    copy_rows<HEAD, QUERIES, THREADS>(shared.queries, head.queries(qkv, queries));
+    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
     if (first < sight.last.to) {
-        copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tile(first)));
+        copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, tile(first)));
     }
-    Strip<HEAD, HELD> q[STRIPS];
+    Strip<Padded<HEAD, QUERIES>, HELD> q[STRIPS];
     if (HELD) {
         await_copies();
         __syncthreads();
@@ -904,60 +1262,26 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
         // While scores are computed, values come; while values are mixed, the next keys.
         await_copies();
         __syncthreads();
-        copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, tile(from)));
+        copy_rows<THREADS>(shared.values, head.keys(keys_at, 1, tile(from)));
         head.draw(shared.kept, queries.from, from, QUERIES, KEYS);
         Sums<STRIPS, KEYS> p;
         if (is_seen) {
-            products<HEAD, KEYS>(p, q, shared.keys);
+            products(p, q, shared.keys);
             const bool is_covered = sight_of_mine.covers({from, from + KEYS});
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
-                Softmax& of = softmax[strip];
                 if (!is_covered) {
-#pragma unroll
-                    for (int half = 0; half < 2; ++half) {
-                        const int query = mine.from + 16 * strip + row + 8 * half;
-                        const Span seen = head.seen(min(query, queries.to - 1));
-#pragma unroll
-                        for (int i = 0; i < KEYS / 4; ++i) {
-                            if (!seen.has(from + i / 2 * 8 + column + i % 2)) {
-                                p[strip][i / 2].of[2 * half + i % 2] = -infinity();
-                            }
-                        }
-                    }
+                    hide(p[strip], head, mine.from + 16 * strip + row, queries.to - 1, from);
                 }
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    float largest = of.most[half];
-#pragma unroll
-                    for (const Sum& sum : p[strip]) {
-                        largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
-                    }
-                    largest = quad_max(largest);
-                    // A query may see nothing of the first tiles.
-                    const float base = largest == -infinity() ? 0.0f : largest * scale;
-                    const float shrink = power_of_two(of.most[half] * scale - base);
-                    of.most[half] = largest;
-                    of.total[half] *= shrink;
-#pragma unroll
-                    for (Sum& sum : mixed[strip]) {
-                        sum.of[2 * half] *= shrink;
-                        sum.of[2 * half + 1] *= shrink;
-                    }
-#pragma unroll
-                    for (Sum& sum : p[strip]) {
-                        for (int i = 2 * half; i < 2 * half + 2; ++i) {
-                            sum.of[i] = power_of_two(sum.of[i] * scale - base);
-                            of.total[half] += sum.of[i];
-                        }
-                    }
-                }
+                float shrink[2];
+                softmax[strip].add(p[strip], shrink, scale);
+                shrink_sums(mixed[strip], shrink);
             }
         }
         await_copies();
         __syncthreads();
         if (from + KEYS < sight.last.to) {
-            copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, tile(from + KEYS)));
+            copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, tile(from + KEYS)));
         }
         if (is_seen) {
             if (size.dropout.threshold != 0) {
@@ -969,7 +1293,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
                     p[strip][of / 4].of[of % 4] *= head.factor(shared.kept, query, key, KEYS);
                 }
             }
-            mix<HEAD, KEYS, HEAD>(mixed, p, shared.values);
+            mix<HEAD>(mixed, p, shared.values);
         }
     }
     await_copies(); // where nothing is seen
@@ -987,37 +1311,159 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     }
 }
 
+#ifdef HAS_WGMMA
+
+template <int HEAD, int KEYS, int QUERIES>
+struct AheadShared {
+    Swizzled<HEAD, QUERIES> queries;
+    Swizzled<HEAD, KEYS> keys[2], values[2];
+    unsigned char kept[2][QUERIES * KEYS / 4];
+};
+
+// By wgmma: while a tile's scores become powers, tensor cores compute those of the next tile.
+template <int HEAD, int KEYS>
+__device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                                     const unsigned* documents, const Attention& size) {
+    constexpr int THREADS = 2 * WARPGROUP, QUERIES = 128;
+    using Shared = AheadShared<HEAD, KEYS, QUERIES>;
+    using Keys = Swizzled<HEAD, KEYS>;
+    Shared& shared = shared_memory<Shared>();
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    // The longest rows come first.
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
+    if (queries.count() <= 0) {
+        return; // behind the end of a shorter sequence
+    }
+    const Span mine = part_of<16>(queries);
+    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const float scale = size.scale * LOG2_E;
+    const int first = sight.first.from / KEYS * KEYS;
+    const int tiles = max(0, (sight.last.to - first + KEYS - 1) / KEYS);
+    const auto tile = [&](int index) {
+        const int from = first + index * KEYS;
+        return Span{from, min(from + KEYS, sight.last.to)};
+    };
+    const auto begin_keys = [&](int index) {
+        if (index < tiles) {
+            copy_rows<THREADS>(shared.keys[index % 2], head.keys(keys_at, 0, tile(index)));
+            head.draw(shared.kept[index % 2], queries.from, tile(index).from, QUERIES, KEYS);
+        }
+    };
+    const auto begin_values = [&](int index) {
+        if (index < tiles) {
+            copy_rows<THREADS>(shared.values[index % 2], head.keys(keys_at, 1, tile(index)));
+        }
+    };
+
+    Softmax softmax;
+    Sums<1, HEAD> mixed = {};
+    Sums<1, KEYS> p;
+    float shrink[2];
+    // The scores of a tile become powers.
+    const auto add = [&](int index) {
+        const int from = first + index * KEYS;
+        if (!sight_of_mine.covers({from, from + KEYS})) {
+            hide(p[0], head, mine.from + row, queries.to - 1, from);
+        }
+        softmax.add(p[0], shrink, scale);
+        if (size.dropout.threshold != 0) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; ++i) {
+                const int query = mine.from - queries.from + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
+                p[0][i / 4].of[i % 4] *= head.factor(shared.kept[index % 2], query, key, KEYS);
+            }
+        }
+    };
+    Strip<Swizzled<HEAD, QUERIES>, true> q[1];
+    Left powers[KEYS / 16];
+    const auto turn = [&] {
+        await_tiles<Keys>();
+        __syncthreads(); // what was copied is there, and nobody reads what was there before
+    };
+    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
+    begin_keys(0);
+    turn();
+    begin_keys(1);
+    begin_values(0);
+    take(q, shared.queries);
+    if (tiles > 0) {
+        products(p, q, shared.keys[0]);
+        await_sums<Keys>(p);
+        add(0);
+        pack_sums(powers, p[0]);
+    }
+    for (int index = 0; index + 1 < tiles; ++index) {
+        turn();
+        begin_keys(index + 2);
+        begin_values(index + 1);
+        products(p, q, shared.keys[(index + 1) % 2]);
+        mix(mixed, powers, shared.values[index % 2]);
+        await_products<1>();
+        hold(p);
+        add(index + 1); // while values are mixed
+        await_products<0>();
+        hold(mixed);
+        shrink_sums(mixed[0], shrink);
+        pack_sums(powers, p[0]);
+    }
+    turn();
+    if (tiles > 0) {
+        mix(mixed, powers, shared.values[(tiles - 1) % 2]);
+        await_sums<Keys>(mixed);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int query = mine.from + row + 8 * half;
+        const float sum = quad_sum(softmax.total[half]);
+        if (query >= mine.to) {
+            continue;
+        }
+        give(y + head.at(query), mixed[0], half, 1.0f / sum, 0, size.head_size, false);
+        if (column == 0) {
+            lse[head.statistic(query)] = softmax.most[half] * size.scale + logf(sum);
+        }
+    }
+}
+
+#endif
+
 // What the pass of keys reads of a tile of queries.
-template <int HEAD, int QUERIES, int KEYS>
-struct alignas(16) QueriesStage {
-    T queries[QUERIES * pitch(HEAD)], dy[QUERIES * pitch(HEAD)];
+template <template <int, int> class Tile, int HEAD, int QUERIES, int KEYS>
+struct QueriesStage {
+    Tile<HEAD, QUERIES> queries, dy;
     float lse[QUERIES], delta[QUERIES];
     Span seen[QUERIES];
     unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <int HEAD, int QUERIES, int KEYS, int STAGES>
-struct alignas(16) BackwardKeysShared {
-    T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
-    QueriesStage<HEAD, QUERIES, KEYS> stages[STAGES];
+template <template <int, int> class Tile, int HEAD, int QUERIES, int KEYS, int STAGES>
+struct BackwardKeysShared {
+    Tile<HEAD, KEYS> keys, values;
+    QueriesStage<Tile, HEAD, QUERIES, KEYS> stages[STAGES];
 };
 
 // A warp has 16 STRIPS keys; HELD: in registers, and their values. A block writes COLUMNS channels of the head:
 // where registers do not hold all, more blocks do. DROPS: there is dropout, whose code takes registers.
-template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS, bool HELD, bool DROPS>
+template <template <int, int> class Tile, int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
+          bool HELD, bool DROPS>
 __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                  const T* qkv, const T* kv, const int* starts,
                                  const unsigned* documents, const Attention& size, bool accumulate,
                                  int shares) {
     constexpr int KEYS = 16 * STRIPS * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
-    using Shared = BackwardKeysShared<HEAD, QUERIES, KEYS, STAGES>;
+    constexpr int TOGETHER = Tile<HEAD, KEYS>::THREADS / WARP * 16 * STRIPS;
+    using Keys = Tile<HEAD, KEYS>;
+    using Shared = BackwardKeysShared<Tile, HEAD, QUERIES, KEYS, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
     const int group = size.heads / size.kv_heads / shares, part = blockIdx.x % PARTS * COLUMNS;
     Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) / PARTS * group};
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The first keys are seen by the most queries.
-    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = of_warp<STRIPS>(keys);
+    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = part_of<16 * STRIPS>(keys);
+    const Span ours = part_of<TOGETHER, Keys::THREADS>(keys);
     if (keys.count() <= 0) {
         return;
     }
@@ -1031,8 +1477,8 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
         of.head += index / tiles;
         const Span queries = of.tile(first, index % tiles, QUERIES);
         auto& to = shared.stages[index % STAGES];
-        copy_rows<HEAD, QUERIES, THREADS>(to.queries, of.queries(qkv, queries));
-        copy_rows<HEAD, QUERIES, THREADS>(to.dy, of.columns(dy, queries));
+        copy_rows<THREADS>(to.queries, of.queries(qkv, queries));
+        copy_rows<THREADS>(to.dy, of.columns(dy, queries));
         for (int i = threadIdx.x; i < QUERIES; i += THREADS) {
             const int query = queries.from + i;
             const long long at = of.statistic(min(query, queries.to - 1));
@@ -1048,20 +1494,20 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
 
     const float scale = size.scale * LOG2_E;
     Sums<STRIPS, COLUMNS> dk = {}, dv = {};
-    copy_rows<HEAD, KEYS, THREADS>(shared.keys, head.keys(keys_at, 0, keys));
-    copy_rows<HEAD, KEYS, THREADS>(shared.values, head.keys(keys_at, 1, keys));
+    copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, keys));
+    copy_rows<THREADS>(shared.values, head.keys(keys_at, 1, keys));
     if (all > 0) {
         stage(0);
     }
-    Strip<HEAD, HELD> k[STRIPS], v[STRIPS];
+    Strip<Keys, HELD> k[STRIPS], v[STRIPS];
     if (HELD) {
-        await_copies();
+        await_tiles<Keys>();
         __syncthreads();
     }
     take(k, shared.keys);
     take(v, shared.values);
     for (int index = 0; index < all; ++index) {
-        await_copies();
+        await_tiles<Keys>();
         __syncthreads(); // this tile is there, and nobody reads the one before
         if (STAGES > 1 && index + 1 < all) {
             stage(index + 1);
@@ -1069,11 +1515,12 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
         const auto& of = shared.stages[index % STAGES];
         const Span queries = head.tile(first, index % tiles, QUERIES);
         const Sight sight = {of.seen[0], of.seen[queries.count() - 1]};
-        if (mine.count() > 0 && sight.touches(mine)) {
+        if (ours.count() > 0 && sight.touches(ours)) {
             // Turned: rows are keys, columns are queries.
             Sums<STRIPS, QUERIES> p, ds;
-            products<HEAD, QUERIES>(p, k, of.queries);
-            products<HEAD, QUERIES>(ds, v, of.dy);
+            products(p, k, of.queries);
+            products(ds, v, of.dy);
+            await_sums<Keys>(p, ds);
             // Query and key of a lane's element with this index in its strip.
             const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
             const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * 8; };
@@ -1109,8 +1556,9 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
                     x *= factor;
                 }
             }
-            mix<HEAD, QUERIES, COLUMNS>(dv, p, of.dy + part);
-            mix<HEAD, QUERIES, COLUMNS>(dk, ds, of.queries + part);
+            mix<COLUMNS>(dv, p, of.dy, part);
+            mix<COLUMNS>(dk, ds, of.queries, part);
+            await_sums<Keys>(dv, dk);
         }
         if (STAGES == 1 && index + 1 < all) {
             __syncthreads();
@@ -1139,40 +1587,43 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     }
 }
 
-template <int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS, bool HELD>
+template <template <int, int> class Tile, int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
+          bool HELD>
 __device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                      const T* qkv, const T* kv, const int* starts,
                                      const unsigned* documents, const Attention& size, bool accumulate,
                                      int shares) {
     if (size.dropout.threshold == 0) {
-        keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
+        keys_pass<Tile, HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
             dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
     } else {
-        keys_pass<HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
+        keys_pass<Tile, HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
             dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
     }
 }
 
 // What the pass of queries reads of a tile of keys.
-template <int HEAD, int KEYS, int QUERIES>
-struct alignas(16) KeysStage {
-    T keys[KEYS * pitch(HEAD)], values[KEYS * pitch(HEAD)];
+template <template <int, int> class Tile, int HEAD, int KEYS, int QUERIES>
+struct KeysStage {
+    Tile<HEAD, KEYS> keys, values;
     unsigned char kept[QUERIES * KEYS / 4];
 };
 
-template <int HEAD, int KEYS, int QUERIES, int STAGES>
-struct alignas(16) BackwardQueriesShared {
-    T queries[QUERIES * pitch(HEAD)], dy[QUERIES * pitch(HEAD)];
-    KeysStage<HEAD, KEYS, QUERIES> stages[STAGES];
+template <template <int, int> class Tile, int HEAD, int KEYS, int QUERIES, int STAGES>
+struct BackwardQueriesShared {
+    Tile<HEAD, QUERIES> queries, dy;
+    KeysStage<Tile, HEAD, KEYS, QUERIES> stages[STAGES];
 };
 
 // A warp has 16 STRIPS queries; HELD: in registers, and dy.
-template <int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
+template <template <int, int> class Tile, int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
 __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
                                         const T* qkv, const T* kv, const int* starts,
                                         const unsigned* documents, const Attention& size) {
     constexpr int QUERIES = 16 * STRIPS * WARPS, THREADS = WARP * WARPS;
-    using Shared = BackwardQueriesShared<HEAD, KEYS, QUERIES, STAGES>;
+    using Queries = Tile<HEAD, QUERIES>;
+    constexpr int TOGETHER = Queries::THREADS / WARP * 16 * STRIPS;
+    using Shared = BackwardQueriesShared<Tile, HEAD, KEYS, QUERIES, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
     const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
@@ -1181,8 +1632,9 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     if (queries.count() <= 0) {
         return;
     }
-    const Span mine = of_warp<STRIPS>(queries);
+    const Span mine = part_of<16 * STRIPS>(queries);
     const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const Sight sight_of_ours = head.sight(part_of<TOGETHER, Queries::THREADS>(queries));
     const float scale = size.scale * LOG2_E;
     // Of a lane's rows.
     float of_lse[2 * STRIPS], of_delta[2 * STRIPS];
@@ -1197,36 +1649,37 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     const auto stage = [&](int from) {
         const Span keys = {from, min(from + KEYS, sight.last.to)};
         auto& to = shared.stages[from / KEYS % STAGES];
-        copy_rows<HEAD, KEYS, THREADS>(to.keys, head.keys(keys_at, 0, keys));
-        copy_rows<HEAD, KEYS, THREADS>(to.values, head.keys(keys_at, 1, keys));
+        copy_rows<THREADS>(to.keys, head.keys(keys_at, 0, keys));
+        copy_rows<THREADS>(to.values, head.keys(keys_at, 1, keys));
         head.draw(to.kept, queries.from, from, QUERIES, KEYS);
     };
 
     Sums<STRIPS, HEAD> dq = {};
     const int first = sight.first.from / KEYS * KEYS;
-    copy_rows<HEAD, QUERIES, THREADS>(shared.queries, head.queries(qkv, queries));
-    copy_rows<HEAD, QUERIES, THREADS>(shared.dy, head.columns(dy, queries));
+    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
+    copy_rows<THREADS>(shared.dy, head.columns(dy, queries));
     if (first < sight.last.to) {
         stage(first);
     }
-    Strip<HEAD, HELD> q[STRIPS], d_out[STRIPS];
+    Strip<Queries, HELD> q[STRIPS], d_out[STRIPS];
     if (HELD) {
-        await_copies();
+        await_tiles<Queries>();
         __syncthreads();
     }
     take(q, shared.queries);
     take(d_out, shared.dy);
     for (int from = first; from < sight.last.to; from += KEYS) {
-        await_copies();
+        await_tiles<Queries>();
         __syncthreads(); // this tile is there, and nobody reads the one before
         if (STAGES > 1 && from + KEYS < sight.last.to) {
             stage(from + KEYS);
         }
         const auto& of = shared.stages[from / KEYS % STAGES];
-        if (sight_of_mine.touches({from, from + KEYS})) {
+        if (sight_of_ours.touches({from, from + KEYS})) {
             Sums<STRIPS, KEYS> p, ds;
-            products<HEAD, KEYS>(p, q, of.keys);
-            products<HEAD, KEYS>(ds, d_out, of.values);
+            products(p, q, of.keys);
+            products(ds, d_out, of.values);
+            await_sums<Queries>(p, ds);
             // Row and key of a lane's element with this index in its strip.
             const auto row_of = [&](int strip, int at) { return 2 * strip + at % 4 / 2; };
             const auto key_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
@@ -1256,7 +1709,8 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
                 float& d = ds[strip][at / 4].of[at % 4];
                 d = power_of_two(p[strip][at / 4].of[at % 4] * scale - of_lse[of_row]) * (d - of_delta[of_row]);
             }
-            mix<HEAD, KEYS, HEAD>(dq, ds, of.keys);
+            mix<HEAD>(dq, ds, of.keys);
+            await_sums<Queries>(dq);
         }
         if (STAGES == 1 && from + KEYS < sight.last.to) {
             __syncthreads();
@@ -1287,7 +1741,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate, int shares) {
-    backward_keys<32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                              accumulate != 0, shares);
 }
 
@@ -1296,7 +1750,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<32, 32, 4, 2, 2, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 32, 32, 4, 2, 2, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 38912 bytes
@@ -1311,7 +1765,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate, int shares) {
-    backward_keys<64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                               accumulate != 0, shares);
 }
 
@@ -1320,7 +1774,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_64(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 53248 bytes
@@ -1335,7 +1789,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate, int shares) {
-    backward_keys<128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                accumulate != 0, shares);
 }
 
@@ -1344,7 +1798,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<128, 32, 4, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 128, 32, 4, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 68096 bytes
@@ -1359,7 +1813,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate, int shares) {
-    backward_keys<256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                 accumulate != 0, shares);
 }
 
@@ -1368,7 +1822,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_256(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // ---- For sm_75, whose blocks have at most 64 KiB of shared memory: instead of those above that take more. ----
@@ -1380,7 +1834,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                     const T* qkv, const T* kv, const int* starts,
                                     const unsigned* documents, Attention size, int accumulate, int shares) {
-    backward_keys<128, 32, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 128, 32, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                accumulate != 0, shares);
 }
 
@@ -1389,7 +1843,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
                                        const T* qkv, const T* kv, const int* starts,
                                        const unsigned* documents, Attention size) {
-    backward_queries<128, 32, 4, 1, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 128, 32, 4, 1, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 50944 bytes
@@ -1404,7 +1858,7 @@ extern "C" __global__ void __launch_bounds__(64)
     attention_backward_keys_256_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                     const T* qkv, const T* kv, const int* starts,
                                     const unsigned* documents, Attention size, int accumulate, int shares) {
-    backward_keys<256, 16, 2, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 256, 16, 2, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                 accumulate != 0, shares);
 }
 
@@ -1413,7 +1867,61 @@ extern "C" __global__ void __launch_bounds__(64)
     attention_backward_queries_256_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
                                        const T* qkv, const T* kv, const int* starts,
                                        const unsigned* documents, Attention size) {
-    backward_queries<256, 16, 2, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 256, 16, 2, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+#endif
+
+// ---- By wgmma. ----
+
+#ifdef HAS_WGMMA
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 53248 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_64_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                  const unsigned* documents, Attention size) {
+    forward_ahead<64, 64>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 71680 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_keys_64_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                Attention size, int accumulate, int shares) {
+    backward_keys<Swizzled, 64, 64, 8, 2, 64, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
+                                                         documents, size, accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 69632 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_queries_64_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                   const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<Swizzled, 64, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 102400 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_128_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                  const unsigned* documents, Attention size) {
+    forward_ahead<128, 64>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 137216 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_keys_128_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                Attention size, int accumulate, int shares) {
+    backward_keys<Swizzled, 128, 64, 8, 2, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
+                                                         documents, size, accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 135168 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_queries_128_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                   const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<Swizzled, 128, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 #endif
