@@ -43,8 +43,8 @@ import kernels_sass as sass
 HERE = pathlib.Path(__file__).resolve().parent
 KERNELS = HERE.parent / "src/devices/cuda/kernels"
 # By the major version of the compiler.
-ARCHITECTURES = {12: [70, 75, 90], 13: [75, 80, 86, 89, 90, 100, 120]}
-PRINTED = [80, 90]
+ARCHITECTURES = {12: [70, 75, 90, "90a"], 13: [75, 80, 86, 89, 90, "90a", 100, 120]}
+PRINTED = [80, 90, "90a"]
 ELEMENTS = {32: "float", 16: "bfloat16", 15: "half"}
 # The most bytes that kernels may spill, by element, or by element on one architecture: others may none. Attention
 # without tensor cores has as few registers as lets two blocks run at once; on tensor cores, sums take nearly all
@@ -64,10 +64,17 @@ SPILLS = {
     ("attention_backward_keys_128", 15): 208,
     ("attention_backward_keys_256", 16): 32,
     ("attention_backward_keys_256", 15): 32,
+    ("attention_backward_keys_128_wgmma", 16): 112,
+    ("attention_backward_keys_128_wgmma", 15): 112,
+    ("attention_backward_queries", 32, 70): 584,
+    ("attention_backward_queries", 15, 70): 584,
     # There, what is copied to shared memory goes through registers.
-    ("attention_backward_keys_64", 15, 75): 368,
     ("attention_256", 15, 75): 40,
+    ("attention_backward_keys_64", 15, 75): 368,
     ("attention_backward_keys_128", 15, 75): 224,
+    ("attention_backward_keys_256", 15, 75): 148,
+    ("attention_backward_keys_128_64k", 15, 75): 268,
+    ("attention_backward_keys_256_64k", 15, 75): 132,
     ("attention_backward_queries_256_64k", 15, 75): 24,
 }
 # A kernel that spills: 64 numbers, in 32 registers.
@@ -88,15 +95,18 @@ KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+
 LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
 
 
-def has_element(element, architecture):
-    """bfloat16 came with sm_80."""
-    return element != 16 or architecture >= 80
+def number(architecture):
+    """90 of 90a, which is 90 with instructions of its own."""
+    return int(str(architecture).rstrip("a"))
 
 
 def is_compiled(file, element, architecture):
-    """Attention takes long to compile. In half, it is that of bfloat16 with another instruction."""
+    """bfloat16 came with sm_80. Attention takes long to compile: in half, it is that of bfloat16 with another
+    instruction. The own instructions of an architecture are attention's, in 16 bits."""
+    if architecture == "90a":
+        return file == "attention" and element != 32
     is_same = file == "attention" and element == 15 and architecture >= 80 and architecture != 90
-    return has_element(element, architecture) and not is_same
+    return (element != 16 or architecture >= 80) and not is_same
 
 
 # ---- Compiling for GPUs. ----
@@ -172,17 +182,22 @@ def compile_all(nvrtc, files, write):
     well, table, machine_code = True, {}, {}
     for (file, element, architecture), (compiled, log, code) in zip(targets, results):
         noise = [line for line in log.splitlines() if not re.match(r"ptxas( info|  )|\0?$", line)]
+        if nvrtc.version()[0] == 13:
+            noise += re.findall(r".*wgmma.* are serialized.*", log)
         if noise or not compiled:
             print(f"{file}.cu, {ELEMENTS[element]}, sm_{architecture}:", *noise, sep="\n    ")
             well = False
-        for kernel, used in resources(log).items():
-            table[file, kernel, element, architecture] = used
+        used = resources(log)
+        if architecture == "90a":
+            used = {kernel: of for kernel, of in used.items() if kernel.endswith("_wgmma")}
+        for kernel, of in used.items():
+            table[file, kernel, element, architecture] = of
         is_looked_at = file in sass.STEADY and architecture in PRINTED and element != 15
         if is_looked_at and nvrtc.version()[0] == 13 and sass.nvdisasm():
             launches = {name: shape for shape, name, _ in LAUNCH.findall(texts[file])}
             _, _, steady = nvrtc.compile(file, sass.steady(file, texts[file]), element, architecture)
             if file == "attention":
-                rows = sass.table(code, steady, architecture, resources(log), launches)
+                rows = sass.table(code, steady, number(architecture), used, launches)
             else:
                 rows = sass.streams(steady, architecture, 4 if element == 32 else 2)
             name_of = lambda kernel: f"sm_{architecture} {ELEMENTS[element]} {file}.{kernel}"
@@ -554,10 +569,10 @@ void describe_tile(int* places, long long* over_channels, long long* over_rows) 
         places[i] = tile.place(i / (HEAD / 8), i % (HEAD / 8) * 8);
     }
     for (int i = 0; i < ROWS / 64 * (HEAD / 16); ++i) {
-        over_channels[i] = tile.descriptor(i / (HEAD / 16) * 64, i % (HEAD / 16) * 16).bits;
+        over_channels[i] = tile.descriptor(i / (HEAD / 16) * 64, i % (HEAD / 16) * 16).bits();
     }
     for (int i = 0; i < ROWS / 16 * (HEAD / 64); ++i) {
-        over_rows[i] = tile.descriptor(i / (HEAD / 64) * 16, i % (HEAD / 64) * 64).bits;
+        over_rows[i] = tile.descriptor(i / (HEAD / 64) * 16, i % (HEAD / 64) * 64).bits();
     }
 }
 
@@ -1035,6 +1050,10 @@ def check_residual_norm(device, random, sequences, positions, channels, probabil
     n, mean, rstd = norm_of(sums.wide, rms, epsilon)
     device.expect(y, n * (rms + gamma.wide) + (0 if rms else beta.wide), 4e-6)
     device.expect(statistics, np.concatenate([mean, rstd], 1), 4e-6)
+    again = [device.out(rows, channels), device.floats_out(rows, 2)]
+    device.launch("norm_forward", *again, sums, *affine, rows, channels, epsilon, rms, float(rms))
+    device.same(again[0], y.bits)
+    device.same(again[1], statistics.bits)
 
 
 def check_norm(device, random, rows, channels, rms, chunk=64, without=None, in_place=False):

@@ -1,5 +1,5 @@
-"""The machine code of attention's kernels, disassembled: products on tensor cores (HMMA), matrices read from shared
-memory (LDSM), copies of 16 bytes to it (LDGSTS); how many blocks an SM runs at once; and how many cycles of an SM one
+"""The machine code of attention's kernels, disassembled: products on tensor cores (HMMA; HGMMA by wgmma), matrices
+read from shared memory (LDSM), copies of 16 bytes to it (LDGSTS); how many blocks an SM runs at once; and how many cycles of an SM one
 round of a kernel's main loop takes at least, for each of its pipes, by a warp. `table` counts; `check` compares with
 kernels_sass.json, which `kernels.py --write` writes anew.
 
@@ -20,6 +20,7 @@ SM = {80: (65536, 164 << 10, 2048, 1 << 10), 90: (65536, 228 << 10, 2048, 1 << 1
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)")
 COUNTED = {
     "HMMA": r"HMMA\b",
+    "HGMMA": r"HGMMA\b",
     "LDSM": r"LDSM\b",
     "LDGSTS of 16 bytes": r"LDGSTS\b.*\.128",
 }
@@ -72,10 +73,11 @@ MOVED = {
 BANDWIDTH = {80: 13.4, 90: 14.5}
 # Cycles of an SM for an instruction of a warp, from the rates in the CUDA C++ Programming Guide ("Arithmetic
 # Instructions") and 128 bytes of shared memory a cycle. A product on tensor cores is at the data sheet's rate; without
-# wgmma, a GPU of sm_90 reaches about 0.63 of it (Luo et al. 2024, arXiv 2402.13499).
+# wgmma, a GPU of sm_90 reaches about 0.63 of it (Luo et al. 2024, arXiv 2402.13499). Four warps share an HGMMA, which
+# reads one or both of its matrices from shared memory.
 PIPES = {
-    "tensor": {80: [(r"HMMA\b", 2)], 90: [(r"HMMA\b", 1 / 0.63)]},
-    "shared": [(r"LDSM\b.*\.4", 4), (r"LDGSTS\b.*\.128", 4), (r"(LDS|STS)\b.*\.128", 4), (r"(LDS|STS)\b.*\.64", 2),
+    "tensor": {80: [(r"HMMA\b", 2)], 90: [(r"HMMA\b", 1 / 0.63), (r"HGMMA\b.*64x64x16", 8)]},
+    "shared": [(r"HGMMA\b.*\.BOTH", 8), (r"HGMMA\b", 4), (r"LDSM\b.*\.4", 4), (r"LDGSTS\b.*\.128", 4), (r"(LDS|STS)\b.*\.128", 4), (r"(LDS|STS)\b.*\.64", 2),
                (r"LDGSTS\b|LDS\b|STS\b", 1)],
     "special": [(r"MUFU\b", 2)],
     "float": {80: [(r"(FADD|FMUL|FFMA|IMAD)\b", 0.5)], 90: [(r"(FADD|FMUL|FFMA)\b", 0.25), (r"IMAD\b", 0.5)]},
@@ -100,6 +102,8 @@ def disassemble(cubin):
         file.flush()
         command = [nvdisasm(), "--print-code", file.name]
         text = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
+    # Both of the matrices of such a product are in shared memory.
+    text = re.sub(r"(HGMMA[\w.]*)( R\d+, gdesc)", r"\1.BOTH\2", text)
     parts = re.split(r"^\s*\.text\.(\w+):\s*$", text, flags=re.MULTILINE)
     return {name: code for name, code in zip(parts[1::2], parts[2::2])}
 
@@ -121,7 +125,7 @@ def loops_of(code):
 
 def main_loop(code):
     """The instructions of the loop that has the most products, and of such the shortest."""
-    products = lambda loop: sum(name.startswith("HMMA") for name in loop)
+    products = lambda loop: sum(name.startswith(("HMMA", "HGMMA")) for name in loop)
     return max((loop for _, loop in loops_of(code)), key=lambda loop: (products(loop), -len(loop)), default=[])
 
 
@@ -164,7 +168,7 @@ def table(cubin, steady_cubin, architecture, used, launches):
         found = INSTRUCTION.findall(code)
         row = {what: sum(bool(re.match(how, one)) for one in found) for what, how in COUNTED.items()}
         row["blocks of an SM"] = blocks(architecture, int(threads[1]), used[name]["registers"], shared)
-        if row["HMMA"]:
+        if row["HMMA"] or row["HGMMA"]:
             row["cycles"] = cycles(main_loop(loops[name]), architecture)
         rows[name] = row
     return rows
@@ -204,7 +208,7 @@ def print_cycles(found):
     print("cycles of an SM for a round of a warp's main loop, by pipe, and the busiest beside the products' bound")
     for key, row in sorted(found.items()):
         if of := row.get("cycles"):
-            bound = of["tensor"] * (0.63 if key.startswith("sm_90") else 1)
+            bound = of["tensor"] * (0.63 if key.startswith("sm_90 ") else 1)
             busiest = max(of, key=of.get)
             pipes = "".join(f"{pipe:>9} {count:<4}" for pipe, count in of.items())
             print(f"{key:48}{pipes}  {busiest} {of[busiest] / bound:.2f}")

@@ -21,10 +21,11 @@ pub(super) fn cubin(
     nvrtc: (u32, u32),
     cache: Option<&Path>,
 ) -> Result<Vec<u8>, BoxedError> {
-    let Target { dtype, architecture } = target;
+    let Target { dtype, architecture, wgmma } = target;
+    let own = if wgmma { "a" } else { "" }; // the architecture's own instructions
     let all = [PRELUDE, text].join("\n");
     let options = [
-        format!("--gpu-architecture=sm_{architecture}"),
+        format!("--gpu-architecture=sm_{architecture}{own}"),
         "--std=c++17".into(),
         "--fmad=true".into(),
         element(dtype).into(),

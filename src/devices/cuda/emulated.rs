@@ -25,6 +25,7 @@ use super::driver::{
     Address, Algorithm, Alignment, Driver, Launch, Product, ProductLibrary, STREAMS, Stream,
 };
 use super::texts::{self, Declared, PRELUDE, Target};
+use crate::config::DeviceConfig;
 use crate::devices::PeerView;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
@@ -108,7 +109,8 @@ thread_local! {
 /// Emulates GPUs that this thread asks for from now on. False: there is no compiler.
 pub(crate) fn instead() -> bool {
     ASKED_FOR.set(true);
-    kernels(&[], Target { dtype: Dtype::F32, architecture: ARCHITECTURE }).is_some()
+    let target = Target { dtype: Dtype::F32, architecture: ARCHITECTURE, wgmma: false };
+    kernels(&[], target).is_some()
 }
 
 /// A tokio runtime whose threads ask for GPUs as this one does.
@@ -126,9 +128,21 @@ pub(super) fn runtime() -> Runtime {
 }
 
 /// A new one, where it was asked for.
-pub(super) fn asked_for(custom: &[CustomKernel], dtype: Dtype) -> Option<Arc<dyn Driver>> {
-    let made = ASKED_FOR.get().then(|| Emulated::new(custom, dtype))??;
-    Some(Arc::new(made))
+pub(super) fn asked_for(
+    custom: &[CustomKernel],
+    config: &DeviceConfig,
+) -> Option<Result<Arc<dyn Driver>, BoxedError>> {
+    let made = ASKED_FOR.get().then(|| Emulated::new(custom, config))?;
+    match made {
+        Ok(made) => made.map(|made| Ok(Arc::new(made) as Arc<dyn Driver>)),
+        Err(error) => Some(Err(error)),
+    }
+}
+
+/// One of the built-in kernels alone.
+pub(super) fn of(dtype: Dtype) -> Arc<dyn Driver> {
+    let config = DeviceConfig { dtype, ..DeviceConfig::default() };
+    asked_for(&[], &config).expect("it was asked for").expect("its architecture has the dtype")
 }
 
 /// Has the call behind so many others fail, and all after it, of drivers that this thread makes.
@@ -161,13 +175,13 @@ struct Emulated {
 
 impl Emulated {
     /// `None` where there is no compiler.
-    fn new(custom: &[CustomKernel], dtype: Dtype) -> Option<Emulated> {
+    fn new(custom: &[CustomKernel], config: &DeviceConfig) -> Result<Option<Emulated>, BoxedError> {
         let limits = limits::current();
         let architecture = limits.architecture.unwrap_or(ARCHITECTURE);
-        let target = Target { dtype, architecture };
-        Some(Emulated {
+        let target = Target::new(config, architecture, "emulated")?;
+        Ok(kernels(custom, target).map(|kernels| Emulated {
             target,
-            kernels: kernels(custom, target)?,
+            kernels,
             memory: Mutex::default(),
             streams: [(); STREAMS].map(|()| queues::start()),
             engines: Arc::new(Engines::new()),
@@ -177,7 +191,7 @@ impl Emulated {
             left: LEFT.with_borrow(Arc::clone),
             limits,
             pinned: Mutex::default(),
-        })
+        }))
     }
 
     fn call(&self) -> Result<(), BoxedError> {

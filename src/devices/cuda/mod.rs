@@ -257,12 +257,12 @@ fn driver(
     ordinal: usize,
     custom: &[CustomKernel],
 ) -> Result<Arc<dyn Driver>, Error> {
+    let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     #[cfg(test)]
-    if let Some(emulated) = emulated::asked_for(custom, config.device.dtype) {
-        return Ok(emulated);
+    if let Some(emulated) = emulated::asked_for(custom, &config.device) {
+        return emulated.map_err(refused);
     }
     let real = real::Real::open(&config.device, ordinal, custom);
-    let refused = |error: BoxedError| Error::NoDevice(error.to_string());
     Ok(Arc::new(real.map_err(refused)?))
 }
 

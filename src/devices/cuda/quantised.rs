@@ -87,7 +87,7 @@ mod tests {
                     let y = View::floats(x.len(), dtype.floats(rows * columns));
                     let end = (y.at + y.len()).next_multiple_of(16);
                     let own = overhead(Rows { sequences: 1, positions: 1 });
-                    let driver = emulated::asked_for(&[], dtype).expect("it was asked for");
+                    let driver = emulated::of(dtype);
                     let device = Cuda::new(driver, end + own, View::floats(end, own));
                     let device = device.expect("it is emulated");
                     device.upload(x, &from).expect("it is emulated");

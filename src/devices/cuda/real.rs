@@ -18,13 +18,6 @@ use super::texts::{self, Target};
 use crate::config::DeviceConfig;
 use crate::devices::{Gpu, Library, PeerView};
 use crate::kernels::CustomKernel;
-use crate::tensor::Dtype;
-
-/// The oldest architecture that kernels are written for.
-const OLDEST: u32 = 70;
-
-/// The same for bf16.
-const OLDEST_OF_BF16: u32 = 80;
 
 /// Bytes of shared memory that a block may have without asking.
 const SHARED: u32 = 48 << 10;
@@ -99,7 +92,7 @@ impl Real {
         ordinal: usize,
         custom: &[CustomKernel],
     ) -> Result<Real, BoxedError> {
-        let DeviceConfig { dtype, ref cuda_libraries, ref kernel_cache, .. } = *config;
+        let DeviceConfig { cuda_libraries, kernel_cache, .. } = config;
         let (folder, cache) = (cuda_libraries.as_deref(), kernel_cache.as_deref());
         let [_, nvrtc, _] = libraries::load_all(folder)?;
         let gpus = gpus()?;
@@ -111,28 +104,14 @@ impl Real {
             )
             .into());
         };
-        if gpu.architecture < OLDEST {
-            return Err(format!(
-                "{} is of architecture {}, and kernels are for {OLDEST} and newer",
-                gpu.name, gpu.architecture
-            )
-            .into());
-        }
-        if dtype == Dtype::Bf16 && gpu.architecture < OLDEST_OF_BF16 {
-            return Err(format!(
-                "{} is of architecture {}, and bf16 needs {OLDEST_OF_BF16} or newer: set \
-                 device.dtype = \"f16\" or \"f32\"",
-                gpu.name, gpu.architecture
-            )
-            .into());
-        }
+        let target = Target::new(config, gpu.architecture, &gpu.name)?;
         let device = result::device::get(ordinal as i32)?;
         // SAFETY: the device is there; its context is let go of in `drop`.
         let context = unsafe { result::primary_ctx::retain(device)? };
         let mut real = Real {
             device,
             name: gpu.name.clone(),
-            target: Target { dtype, architecture: gpu.architecture },
+            target,
             context,
             streams: [std::ptr::null_mut(); STREAMS],
             modules: Vec::new(),

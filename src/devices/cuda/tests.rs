@@ -114,8 +114,12 @@ fn golden(name: &str) -> (Config, Vec<[f64; 2]>) {
 fn checks(dtype: Dtype, group: KernelGroup) -> Result<Vec<Check>, crate::Error> {
     let mut config = config(DeviceKind::Cuda);
     config.device.dtype = dtype;
+    checks_of(&config, group)
+}
+
+fn checks_of(config: &Config, group: KernelGroup) -> Result<Vec<Check>, crate::Error> {
     let mut checks = Vec::new();
-    super::check(&config, group, 7, &mut |check| checks.push(check.clone()))?;
+    super::check(config, group, 7, &mut |check| checks.push(check.clone()))?;
     Ok(checks)
 }
 
@@ -280,7 +284,7 @@ fn rates_are_measured() {
     if !emulated::instead() {
         return;
     }
-    let driver = emulated::asked_for(&[], Dtype::F32).expect("it was asked for");
+    let driver = emulated::of(Dtype::F32);
     let rates = super::rates::measure(&driver, Dtype::F32, 1000, 8).expect("it is emulated");
     assert!(rates.product > 0.0 && rates.pageable.iter().all(|rate| *rate > 0.0));
 }

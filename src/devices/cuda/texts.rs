@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use l2l_actors::BoxedError;
 
 use super::driver::Kind;
+use crate::config::DeviceConfig;
 use crate::kernels::CustomKernel;
 use crate::tensor::Dtype;
 
@@ -41,7 +42,12 @@ pub(super) struct Target {
     pub(super) dtype: Dtype,
     /// 90 of 9.0.
     pub(super) architecture: u32,
+    /// Whether attention is computed by `wgmma`.
+    pub(super) wgmma: bool,
 }
+
+/// The oldest architecture that kernels are written for.
+const OLDEST: u32 = 70;
 
 /// From this architecture on, tensor cores multiply bf16 too, and a block may have more than 64 KiB
 /// of shared memory.
@@ -50,7 +56,33 @@ pub(super) const AMPERE: u32 = 80;
 /// From this one on, they have the instructions that attention takes.
 const TURING: u32 = 75;
 
+/// The one whose own instruction `wgmma` is.
+const HOPPER: u32 = 90;
+
 impl Target {
+    /// Of a config, for a GPU.
+    ///
+    /// # Errors
+    /// The GPU is too old, or of another architecture than the config asks for.
+    pub(super) fn new(
+        config: &DeviceConfig,
+        architecture: u32,
+        gpu: &str,
+    ) -> Result<Target, BoxedError> {
+        let &DeviceConfig { dtype, wgmma, .. } = config;
+        let needs = match dtype {
+            _ if architecture < OLDEST => format!("kernels are for {OLDEST} and newer"),
+            Dtype::Bf16 if architecture < AMPERE => {
+                format!("bf16 needs {AMPERE} or newer: set device.dtype = \"f16\" or \"f32\"")
+            }
+            _ if wgmma && architecture != HOPPER => {
+                format!("device.wgmma is for {HOPPER} alone: set it to false")
+            }
+            _ => return Ok(Target { dtype, architecture, wgmma }),
+        };
+        Err(format!("{gpu} is of architecture {architecture}, and {needs}").into())
+    }
+
     /// Whether attention runs on tensor cores. Elsewhere it runs as in f32.
     pub(super) fn has_tensor_cores(self) -> bool {
         match self.dtype {
@@ -61,12 +93,13 @@ impl Target {
     }
 }
 
-/// Where the part without tensor cores begins, the part with them, and its kernels for sm_75, which
-/// end the text.
-const PARTS: [&str; 3] = [
+/// Where the part without tensor cores begins, the part with them, its kernels for sm_75, and those
+/// by `wgmma`, which end the text.
+const PARTS: [&str; 4] = [
     "#if defined EMULATOR || !defined HAS_TENSOR_CORES",
     "#ifdef HAS_TENSOR_CORES",
     "#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)",
+    "// ---- By wgmma. ----",
 ];
 
 /// The kernels of a text for a target, in its order.
@@ -74,11 +107,12 @@ const PARTS: [&str; 3] = [
 /// # Errors
 /// It is not written as the built-in texts are.
 pub(super) fn declared(text: &str, target: Target) -> Result<Vec<Declared>, BoxedError> {
-    let [plain, cores, in_64k] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
-    let end = if target.architecture < AMPERE { text.len() } else { in_64k };
+    let [plain, cores, in_64k, wgmma] = PARTS.map(|part| text.find(part).unwrap_or(text.len()));
+    let end = if target.architecture < AMPERE { wgmma } else { in_64k };
     let parts = match target.has_tensor_cores() {
-        false => [&text[..cores], ""],
-        true => [&text[..plain], &text[cores.max(plain)..end]],
+        false => [&text[..cores], "", ""],
+        true if target.wgmma => [&text[..plain], &text[cores..end], &text[wgmma..]],
+        true => [&text[..plain], &text[cores..end], ""],
     };
     let lines = parts.into_iter().flat_map(str::lines);
     let bare: Vec<&str> =

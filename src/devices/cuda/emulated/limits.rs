@@ -49,13 +49,14 @@ impl Limits {
     }
 }
 
-/// The most bytes of shared memory that a block of an architecture gets; of newer ones, what each
-/// has (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability").
+/// The most bytes of shared memory that a block of an architecture gets (CUDA C++ Programming
+/// Guide, "Technical Specifications per Compute Capability").
 pub(super) fn shared(architecture: u32) -> u32 {
     match architecture {
         ..75 => 96 << 10,
         75..80 => 64 << 10,
-        80.. => 99 << 10,
+        90 => 227 << 10,
+        80.. => 99 << 10, // of some it may be more
     }
 }
 

@@ -37,13 +37,17 @@ struct Rows {
 // One head of one sequence. Positions are those of the sequence: its queries begin behind `past`.
 struct Head {
     const Attention& size;
-    const int* starts;
     const unsigned* documents;
     bool is_apart; // whether keys and values are not beside their queries
-    int sequence, head;
+    int sequence, head, kv_head;
+    Sequence own; // Keys and values that are apart are those of one sequence, from its first position on.
 
-    // Its rows. Keys and values that are apart are those of one sequence, from its first position on.
-    __device__ Sequence rows() const { return sequence_at(starts, size.sequences, size.rows, sequence); }
+    __device__ Head(const Attention& size, const int* starts, const unsigned* documents, bool is_apart, int head)
+        : size(size), documents(documents), is_apart(is_apart), sequence(blockIdx.z), head(head),
+          kv_head(head / (size.heads / size.kv_heads)),
+          own(sequence_at(starts, size.sequences, size.rows, blockIdx.z)) {}
+
+    __device__ const Sequence& rows() const { return own; }
 
     // The position behind the last.
     __device__ int end() const { return size.past + rows().count; }
@@ -74,9 +78,8 @@ struct Head {
     // Where this head's key (0) or value (1) of a position begins.
     __device__ long long at_key(int position, int which) const {
         const int before = is_apart ? 0 : size.heads;
-        const int shared = head / (size.heads / size.kv_heads);
         const long long place = rows().first + position;
-        return (place * key_stride() + before + which * size.kv_heads + shared) * size.head_size;
+        return (place * key_stride() + before + which * size.kv_heads + kv_head) * size.head_size;
     }
 
     // How many elements all keys and values have, where they are apart.
@@ -318,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
               Attention size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, SIDE);
@@ -397,7 +400,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS)
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
     const int group = size.heads / size.kv_heads / shares;
-    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) * group};
+    Head head(size, starts, documents, kv != nullptr, blockIdx.x * group);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span keys = head.tile(0, blockIdx.y, SIDE);
     if (keys.count() <= 0) {
@@ -461,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(PLAIN_THREADS, 2)
                                const T* kv, const int* starts, const unsigned* documents, Attention size) {
     PlainShared& shared = shared_memory<PlainShared>();
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, SIDE);
     if (queries.count() <= 0) {
@@ -699,21 +702,19 @@ constexpr int WARPGROUP = 4 * WARP;
 // Of a matrix in shared memory whose rows have 128 bytes, swizzled, eight of them side by side (PTX ISA, "Matrix
 // Descriptor Format"; CUTLASS, `GmmaDescriptor`).
 struct Descriptor {
-    unsigned long long bits;
-};
+    unsigned address; // in 16 bytes, before it is swizzled
 
-// The matrix begins where `at` lies before it is swizzled.
-__device__ inline Descriptor describe(const T* at) {
-    constexpr unsigned long long SWIZZLED_128 = 1ULL << 62, EIGHT_ROWS = 1024 >> 4, UNUSED = 1;
-    const unsigned long long address = (shared_address(at) & 0x3FFFF) >> 4;
-    return {SWIZZLED_128 | EIGHT_ROWS << 32 | UNUSED << 16 | address};
-}
+    __device__ unsigned long long bits() const {
+        constexpr unsigned long long SWIZZLED_128 = 1ULL << 62, EIGHT_ROWS = 1024 >> 4, UNUSED = 1;
+        return SWIZZLED_128 | EIGHT_ROWS << 32 | UNUSED << 16 | address;
+    }
+};
 
 #ifdef EMULATOR
 
 // An element of a described matrix, which has rows of 64 elements.
 inline const T& described(Descriptor of, int row, int place) {
-    const unsigned begin = (of.bits & 0x3FFF) << 4, eight_rows = (of.bits >> 32 & 0x3FFF) << 4;
+    const unsigned begin = (of.bits() & 0x3FFF) << 4, eight_rows = (of.bits() >> 32 & 0x3FFF) << 4;
     const unsigned at = begin + row / 8 * eight_rows + row % 8 * 128 + place * sizeof(T);
     return *reinterpret_cast<const T*>(emulator::dynamic_shared() + (at ^ (at >> 7 & 7) << 4));
 }
@@ -801,7 +802,7 @@ __device__ inline void multiply(Sum (&sums)[8], const Left& a, Descriptor b, boo
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n" WGMMA ALL_SUMS
                  "{%32, %33, %34, %35}, %36, add, 1, 1, %38;\n}"
                  : SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7)
-                 : "r"(a.of[0]), "r"(a.of[1]), "r"(a.of[2]), "r"(a.of[3]), "l"(b.bits), "r"(int(add)),
+                 : "r"(a.of[0]), "r"(a.of[1]), "r"(a.of[2]), "r"(a.of[3]), "l"(b.bits()), "r"(int(add)),
                    "n"(int(TURNED)));
 }
 
@@ -810,7 +811,7 @@ __device__ inline void multiply(Sum (&sums)[8], Descriptor a, Descriptor b, bool
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n" WGMMA ALL_SUMS
                  "%32, %33, add, 1, 1, 0, %35;\n}"
                  : SUM(0), SUM(1), SUM(2), SUM(3), SUM(4), SUM(5), SUM(6), SUM(7)
-                 : "l"(a.bits), "l"(b.bits), "r"(int(add)), "n"(int(TURNED)));
+                 : "l"(a.bits()), "l"(b.bits()), "r"(int(add)), "n"(int(TURNED)));
 }
 
 // Registers that were written before are read by the products that begin now.
@@ -874,7 +875,8 @@ struct alignas(1024) Swizzled {
     // Of the matrix that begins with this row, a multiple of eight, and channel: for a product over channels, a
     // multiple of 16; for one over rows, a multiple of 64.
     __device__ Descriptor descriptor(int row, int channel) const {
-        return describe(of + (channel / 64 * ROWS + row) * PITCH + channel % 64);
+        const int behind = ((channel / 64 * ROWS + row) * PITCH + channel % 64) * sizeof(T);
+        return {(shared_address(of) >> 4) + behind / 16};
     }
 };
 
@@ -1233,7 +1235,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     using Shared = ForwardShared<HEAD, KEYS, QUERIES>;
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
@@ -1329,7 +1331,7 @@ __device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv
     using Keys = Swizzled<HEAD, KEYS>;
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
@@ -1459,7 +1461,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
     const int group = size.heads / size.kv_heads / shares, part = blockIdx.x % PARTS * COLUMNS;
-    Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x) / PARTS * group};
+    Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS * group);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The first keys are seen by the most queries.
     const Span keys = head.tile(0, blockIdx.y, KEYS), mine = part_of<16 * STRIPS>(keys);
@@ -1626,7 +1628,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     using Shared = BackwardQueriesShared<Tile, HEAD, KEYS, QUERIES, STAGES>;
     Shared& shared = shared_memory<Shared>();
     const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    const Head head = {size, starts, documents, kv != nullptr, int(blockIdx.z), int(blockIdx.x)};
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
     if (queries.count() <= 0) {

@@ -17,7 +17,7 @@ fn copies_wait_for_those_of_other_streams() -> Result<(), BoxedError> {
     }
     const LARGE: usize = 1 << 16;
     let copies = emulated::count_copies();
-    let driver = emulated::asked_for(&[], Dtype::F32).expect("it was asked for");
+    let driver = emulated::of(Dtype::F32);
     let (large, small, mut pinned) = (vec![1_u32; LARGE / 4], [2_u32], [3_u32]);
     let mut back = [[0_u32]; 3];
     let (to, of_kernel) = (driver.allocate(LARGE)?, driver.allocate(8)?);

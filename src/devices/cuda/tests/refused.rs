@@ -1,6 +1,6 @@
 //! What a driver or its libraries refuse: products, launches, memory.
 
-use super::{KINDS, checks, close, config, run, run_on};
+use super::{KINDS, checks, checks_of, close, config, run, run_on};
 use crate::Trainer;
 use crate::config::{DeviceKind, ScheduleKind};
 use crate::data::Batches;
@@ -146,7 +146,7 @@ fn metadata_is_sent_when_it_changes() {
     ];
     for pinned in [None, Some(0)] {
         emulated::limit(Limits { pinned, ..Limits::default() });
-        let driver = emulated::asked_for(&[], Dtype::F32).expect("it was asked for");
+        let driver = emulated::of(Dtype::F32);
         let most = overhead(Rows { sequences: 2, positions: 6 });
         let device = Cuda::new(driver, 2 * most, View::floats(0, most)).expect("it is emulated");
         let bytes = device.metadata.len() * 4;
@@ -177,6 +177,21 @@ fn a_device_with_too_little_memory_is_refused() {
     assert!(says.contains("bytes of the device's memory, of which 1000 are free"), "{says}");
 }
 
+fn attention_is_the_cpus(dtype: Dtype, wgmma: bool) {
+    let mut config = config(DeviceKind::Cuda);
+    (config.device.dtype, config.device.wgmma) = (dtype, wgmma);
+    let all = checks_of(&config, KernelGroup::Attention).expect("it is emulated");
+    assert!(all.iter().all(|check| check.problem().is_none()), "{all:?}");
+}
+
+#[test]
+fn attention_by_wgmma_is_the_cpus() {
+    if !emulated::instead() {
+        return;
+    }
+    attention_is_the_cpus(Dtype::Bf16, true);
+}
+
 /// Older GPUs run f16: a V100 with attention as in f32, a T4 on tensor cores, with little shared
 /// memory a block.
 #[test]
@@ -186,8 +201,7 @@ fn older_gpus_run_f16() {
     }
     for architecture in [70, 75] {
         emulated::limit(Limits { architecture: Some(architecture), ..Limits::default() });
-        let all = checks(Dtype::F16, KernelGroup::Attention).expect("it is emulated");
-        assert!(all.iter().all(|check| check.problem().is_none()), "{all:?}");
+        attention_is_the_cpus(Dtype::F16, false);
     }
     let of = |kind, schedule| {
         let mut config = config(kind);
@@ -201,26 +215,52 @@ fn older_gpus_run_f16() {
     close(&relay, &cpu, Dtype::F16, "the CPU");
 }
 
-/// Heads of the usual size, over more positions than a tile has.
+/// `wgmma` is for one architecture.
 #[test]
-fn heads_of_128_are_like_the_cpus() {
+fn wgmma_is_refused_elsewhere() {
     if !emulated::instead() {
         return;
     }
-    let of = |kind, dtype, schedule| {
+    for architecture in [80, 100] {
+        emulated::limit(Limits { architecture: Some(architecture), ..Limits::default() });
+        let mut config = config(DeviceKind::Cuda);
+        (config.device.dtype, config.device.wgmma) = (Dtype::Bf16, true);
+        let says = run(config, 1).err().expect("it is refused").to_string();
+        let expected = format!("architecture {architecture}, and device.wgmma is for 90 alone");
+        assert!(says.contains(&expected), "{says}");
+    }
+}
+
+/// Heads of the usual sizes, over more positions than a tile has.
+#[test]
+fn heads_of_64_and_128_are_like_the_cpus() {
+    if !emulated::instead() {
+        return;
+    }
+    let of = |kind, dtype, schedule, heads, wgmma| {
         let mut config = config(kind);
         (config.device.dtype, config.schedule.kind) = (dtype, schedule);
-        (config.model.hidden, config.model.heads) = (Some(128), Some(1));
+        (config.model.hidden, config.model.heads) = (Some(128), Some(heads));
+        config.device.wgmma = wgmma;
         (config.model.positions, config.data.sequence_length) = (Some(140), Some(140));
         (config.model.layers, config.step.batch) = (Some(1), 2);
         run_on(Trainer::builder(config.clone()), &config, 2).expect("a case of ours")
     };
-    let (cpu, _) = of(DeviceKind::Cpu, Dtype::F32, ScheduleKind::Relay);
-    for dtype in [Dtype::F32, Dtype::Bf16, Dtype::F16] {
-        let (relay, end) = of(DeviceKind::Cuda, dtype, ScheduleKind::Relay);
-        let (resident, resident_end) = of(DeviceKind::Cuda, dtype, ScheduleKind::Resident);
+    let cases = [
+        (Dtype::F32, 1, false),
+        (Dtype::Bf16, 1, false),
+        (Dtype::F16, 1, false),
+        (Dtype::Bf16, 1, true),
+        (Dtype::F16, 2, true),
+    ];
+    let cpu =
+        [1, 2].map(|heads| of(DeviceKind::Cpu, Dtype::F32, ScheduleKind::Relay, heads, false).0);
+    for (dtype, heads, wgmma) in cases {
+        let on_gpu = |schedule| of(DeviceKind::Cuda, dtype, schedule, heads, wgmma);
+        let (relay, end) = on_gpu(ScheduleKind::Relay);
+        let (resident, resident_end) = on_gpu(ScheduleKind::Resident);
         assert_eq!((&relay, end.digest), (&resident, resident_end.digest));
-        close(&relay, &cpu, dtype, "the CPU");
+        close(&relay, &cpu[heads as usize - 1], dtype, "the CPU");
     }
 }
 

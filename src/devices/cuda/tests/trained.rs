@@ -1,6 +1,6 @@
 //! What is trained, and by which rule, on emulated GPUs.
 
-use super::{KINDS, close, config, run, run_on};
+use super::{KINDS, close, config, golden, run, run_on};
 use crate::config::{DeviceKind, LoraConfig, OptimizerKind, ScheduleKind, StashPlace, TrainConfig};
 use crate::data::Batches;
 use crate::devices::cuda::emulated;
@@ -43,6 +43,29 @@ fn parts_of_a_model_are_trained() {
             assert_eq!((&steps, end.digest), (&resident, resident_end.digest));
             close(&steps, &cpu, dtype, "the CPU");
         }
+    }
+}
+
+/// Query heads that share keys: relay and resident schedules, and two GPUs, have the same bits.
+#[test]
+fn shared_keys_are_trained_on_two_gpus() {
+    if !emulated::instead() {
+        return;
+    }
+    for dtype in KINDS {
+        let of = |ordinals: Option<Vec<usize>>, schedule| {
+            let (mut config, _) = golden("llama");
+            (config.device.dtype, config.device.ordinals) = (dtype, ordinals);
+            (config.step.batch, config.step.micro_batch) = (4, 1);
+            (config.parallel.groups, config.schedule.kind) = (2, schedule);
+            let (steps, end) = run(config, 2).expect("a case of ours");
+            (steps, end.digest)
+        };
+        let one = of(None, ScheduleKind::Relay);
+        for schedule in [ScheduleKind::Relay, ScheduleKind::Resident, ScheduleKind::ZeroBubble] {
+            assert_eq!(of(Some(vec![0, 1]), schedule), one, "{dtype}");
+        }
+        assert_eq!(of(None, ScheduleKind::Resident), one, "{dtype}");
     }
 }
 
