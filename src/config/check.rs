@@ -148,7 +148,7 @@ impl Config {
         refuse(
             self.device.wgmma && !(on_cuda && self.device.dtype != Dtype::F32),
             "device.wgmma",
-            "is for device.kind = \"cuda\" with device.dtype = \"bf16\" or \"f16\": set it to false",
+            "is for device.kind = \"cuda\" with device.dtype \"bf16\" or \"f16\": set it to false",
         )
     }
 
