@@ -95,6 +95,15 @@ KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+
 LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
 
 
+# Files that are compiled as one, in this order.
+TOGETHER = {"attention": ["heads", "plain", "mma", "wgmma", "tiles", "passes", "cores"]}
+
+
+def text_of(file):
+    parts = [f"{file}/{part}" for part in TOGETHER[file]] if file in TOGETHER else [file]
+    return "".join((KERNELS / f"{part}.cu").read_text("utf-8") for part in parts)
+
+
 def number(architecture):
     """90 of 90a, which is 90 with instructions of its own."""
     return int(str(architecture).rstrip("a"))
@@ -174,8 +183,7 @@ def compile_all(nvrtc, files, write):
         for file, element, architecture in itertools.product(files, ELEMENTS, ARCHITECTURES[nvrtc.version()[0]])
         if is_compiled(file, element, architecture)
     ]
-    prelude = (KERNELS / "prelude.cu").read_text("utf-8")
-    texts = {file: prelude + (KERNELS / f"{file}.cu").read_text("utf-8") for file in files}
+    texts = {file: text_of("prelude") + text_of(file) for file in files}
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(lambda t: nvrtc.compile(t[0], texts[t[0]], t[1], t[2]), targets))
 
@@ -196,6 +204,8 @@ def compile_all(nvrtc, files, write):
         if is_looked_at and nvrtc.version()[0] == 13 and sass.nvdisasm():
             launches = {name: shape for shape, name, _ in LAUNCH.findall(texts[file])}
             _, _, steady = nvrtc.compile(file, sass.steady(file, texts[file]), element, architecture)
+            if architecture == "90a":
+                well &= sass.are_untouched(code)
             if file == "attention":
                 rows = sass.table(code, steady, number(architecture), used, launches)
             else:
@@ -274,8 +284,7 @@ def print_table(table):
 
 def build(file, element, folder, has_hazards=False, own=None):
     """The emulated library of a file of kernels, or of a text; with hazards, its accesses are looked at."""
-    own = own or (KERNELS / f"{file}.cu").read_text("utf-8")
-    text = (KERNELS / "prelude.cu").read_text("utf-8") + own
+    text = text_of("prelude") + (own or text_of(file))
     options = ["-std=c++20", f"-DELEMENT={element}"]
     # Kernels may depend on the element.
     seen = ["c++", "-E", "-P", "-x", "c++", "-DEMULATOR", *options, "-"]
@@ -410,7 +419,7 @@ class Device:
         self.library, self.element, self.shift, self.worst = library, element, int(is_other_way), worst
         self.buffers, self.outputs = [], []
         library.emulate_backwards(int(is_other_way))
-        text = text or (KERNELS / f"{file}.cu").read_text("utf-8")
+        text = text or text_of(file)
         self.launches = {name: (shape, parameters) for shape, name, parameters in LAUNCH.findall(text)}
 
     # Buffers. `changes`: a kernel may write to it.
@@ -552,7 +561,7 @@ def emulate_all(files):
     for kernel in dict.fromkeys(kernel for kernel, _ in worst):
         of = [f"{worst.get((kernel, element), math.nan):12.1e}" for element in ELEMENTS]
         print(f"{kernel:40}" + "".join(of))
-    every = {name for file in files for name, _ in KERNEL.findall((KERNELS / f"{file}.cu").read_text("utf-8"))}
+    every = {name for file in files for name, _ in KERNEL.findall(text_of(file))}
     if unchecked := every - {kernel for kernel, _ in worst}:
         print("no check of", ", ".join(sorted(unchecked)))
         well = False
@@ -560,7 +569,7 @@ def emulate_all(files):
     return well
 
 
-# Behind attention.cu: where it has pieces of eight channels, its descriptors, and a product of a warpgroup.
+# Behind attention's text: where it has pieces of eight channels, its descriptors, and a product of a warpgroup.
 CUTE = """
 template <int ROWS, int HEAD>
 void describe_tile(int* places, long long* over_channels, long long* over_rows) {
@@ -625,7 +634,7 @@ extern "C" __global__ void warpgroup_product(float* y, const T* left, const T* r
 
 def is_as_cute(folder):
     """Whether attention's tiles for wgmma, and the emulated product, are as CuTe says (kernels_cute.json)."""
-    text, golden = (KERNELS / "attention.cu").read_text("utf-8") + CUTE, json.loads((HERE / "kernels_cute.json").read_text("utf-8"))
+    text, golden = text_of("attention") + CUTE, json.loads((HERE / "kernels_cute.json").read_text("utf-8"))
     device = Device("cute", build("cute", 16, folder, own=text), 16, False, {}, text)
     # The leading byte offset is not used: all products are of 64 rows or 64 channels.
     used = lambda bits: np.array(bits, np.int64) & ~(0x3FFF << 16)
@@ -1417,7 +1426,7 @@ def main():
     arguments.add_argument("--write", action="store_true", help="write kernels_sass.json anew")
     arguments.add_argument("--only", choices=["compile", "emulate", "look"])
     arguments = arguments.parse_args()
-    every = sorted(path.stem for path in KERNELS.glob("*.cu") if path.stem != "prelude")
+    every = sorted({path.stem for path in KERNELS.glob("*.cu")} - {"prelude"} | set(TOGETHER))
     files = arguments.files or every
     well = True
     if arguments.only in (None, "compile"):

@@ -1,4 +1,4 @@
-"""Checks of attention.cu and cross_entropy.cu: see kernels.py.
+"""Checks of attention and cross_entropy.cu: see kernels.py.
 
 The oracles are dense, in float64, and written from the definitions: a matrix says which query sees which key,
 gradients follow the closed formulas.
@@ -147,7 +147,7 @@ def names(device, case, way):
 
 def check_attention(device, random, way, **sizes):
     """All at once, and in stretches from the end, with keys and values apart."""
-    if device.element not in {"plain": (32, 15), "cores": (16, 15), "wgmma": (16, 15), "sm_75": (15,)}[way]:
+    if device.element not in {"plain": (32, 15), "cores": (16, 15), "wgmma": (16,), "sm_75": (15,)}[way]:
         return  # there are tensor cores wherever there is bfloat16, and none for floats
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size

@@ -1,5 +1,5 @@
 // Makes kernels_cute.json: what CUTLASS's CuTe says of matrices that wgmma multiplies. kernels.py compares the
-// emulated product, and the tiles and descriptors of attention.cu, with it.
+// emulated product, and the tiles and descriptors of kernels/attention, with it.
 //
 //     c++ -std=c++17 -I cutlass/include -I cuda/include kernels_cute.cpp -o cute
 //     ./cute | grep -v cast_smem_ptr > kernels_cute.json

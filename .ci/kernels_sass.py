@@ -123,6 +123,78 @@ def loops_of(code):
     ]
 
 
+REGISTER = re.compile(r"(?<![UA-Z])R(\d+)")
+# They write no register; of the last two, predicates come first.
+WRITE_NOTHING = re.compile(r"ST|RED|BAR|BRA|EXIT|BSSY|BSYNC|LDGSTS|DEPBAR|LDGDEPBAR|WARP|MEMBAR|FENCE|NOP|R2UR|R2P|U[A-Z]|\wSETP|PLOP3")
+
+
+def written(name, operands):
+    """The registers that an instruction writes."""
+    first = re.match(r"\s*(?:P\w+,\s*)*R(\d+)", operands)
+    if WRITE_NOTHING.match(name) or first is None:
+        return set()
+    is_four, is_two = ".128" in name or re.match(r"LDSM\b.*\.4", name), ".64" in name or "WIDE" in name
+    return set(range(int(first[1]), int(first[1]) + (4 if is_four else 2 if is_two else 1)))
+
+
+def touched_in_flight(code):
+    """Instructions that touch registers of products (HGMMA 64 × 64) which nobody has awaited: of sums all do that
+    read or write, of left sides those that write. Follows all ways through a kernel, each with the groups of products
+    that are in flight; the last of them is still open."""
+    labels, lines = {}, []
+    for line in code.splitlines():
+        if label := re.match(r"\.(L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif one := re.search(r"/\*[0-9a-f]{4,}\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)(.*?);", line):
+            lines.append(one.groups())
+    found, known, ways = set(), set(), [(0, ((),))]
+    while ways:
+        way = at, groups = ways.pop()
+        if way in known or at >= len(lines):
+            continue
+        known.add(way)
+        predicate, name, operands = lines[at]
+        registers = {int(one) for one in REGISTER.findall(operands)}
+        products = [product for group in groups for product in group]
+        of_kind = lambda kind: {first + i for of, first, count in products if of == kind for i in range(count)}
+        sums, lefts = of_kind("sum"), of_kind("left")
+        if name.startswith("HGMMA"):
+            first, left = re.match(r"\s*R(\d+), (?:R(\d+))?", operands).groups()
+            new = {("sum", int(first), 32)} | ({("left", int(left), 4)} if left else set())
+            groups = (*groups[:-1], tuple(sorted({*groups[-1], *new})))
+            if left and sums & set(range(int(left), int(left) + 4)):
+                found.add(f"{name}{operands}")
+            if "gsb0" in operands:
+                groups = (*groups, ())
+        elif name.startswith("WARPGROUP.DEPBAR"):
+            closed, left = groups[:-1], int(re.search(r"gsb0, 0x(\d+)", operands)[1])
+            groups = (*closed[len(closed) - min(left, len(closed)) :], groups[-1])
+        elif registers & sums or written(name, operands) & lefts or (name in ("EXIT", "BAR.SYNC") and any(groups)):
+            found.add(f"{name}{operands}")
+        to = re.search(r"`\(\.(L_x_\d+)\)", operands)
+        if to and name.startswith(("BRA", "WARPSYNC")):
+            ways.append((labels[to[1]], groups))
+        is_left_for_good = name == "EXIT" or (name.startswith("BRA") and not re.search(r"P\d|DIV", operands))
+        if predicate or not is_left_for_good:
+            ways.append((at + 1, groups))
+    return found
+
+
+def are_untouched(cubin):
+    """Whether all kernels leave registers of products in flight alone; one that awaits too little is found out."""
+    well = True
+    for kernel, code in disassemble(cubin).items():
+        if "HGMMA" not in code:
+            continue
+        for one in sorted(touched_in_flight(code)):
+            print(f"{kernel}: while products are in flight: {one}")
+            well = False
+        if not touched_in_flight(code.replace("gsb0, 0x0", "gsb0, 0x1")):
+            print(f"{kernel}: nobody finds out that it awaits too little")
+            well = False
+    return well
+
+
 def main_loop(code):
     """The instructions of the loop that has the most products, and of such the shortest."""
     products = lambda loop: sum(name.startswith(("HMMA", "HGMMA")) for name in loop)

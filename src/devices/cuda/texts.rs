@@ -12,9 +12,20 @@ use crate::tensor::Dtype;
 /// The text in front of each other text.
 pub(super) const PRELUDE: &str = include_str!("kernels/prelude.cu");
 
-/// Name and text of each file of kernels.
+/// Name and text of each file of kernels, or of files that are compiled as one.
 pub(super) const TEXTS: [(&str, &str); 12] = [
-    ("attention", include_str!("kernels/attention.cu")),
+    (
+        "attention",
+        concat!(
+            include_str!("kernels/attention/heads.cu"),
+            include_str!("kernels/attention/plain.cu"),
+            include_str!("kernels/attention/mma.cu"),
+            include_str!("kernels/attention/wgmma.cu"),
+            include_str!("kernels/attention/tiles.cu"),
+            include_str!("kernels/attention/passes.cu"),
+            include_str!("kernels/attention/cores.cu"),
+        ),
+    ),
     ("classes", include_str!("kernels/classes.cu")),
     ("cross_entropy", include_str!("kernels/cross_entropy.cu")),
     ("elementwise", include_str!("kernels/elementwise.cu")),

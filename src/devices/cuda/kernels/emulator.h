@@ -495,7 +495,7 @@ V __ldg(const V* at) {
     return *at;
 }
 
-// ---- Copies to shared memory by cp.async, which attention.cu has in PTX. ----
+// ---- Copies to shared memory by cp.async, which attention/mma.cu has in PTX. ----
 
 // They take place when their thread awaits them; until then nothing is there.
 inline void begin_copy(void* to, const void* from, int bytes, bool is_real) {
@@ -527,7 +527,7 @@ inline void copy(void* to, const void* from, bool is_real) {
     begin_copy(to, from, BYTES, is_real);
 }
 
-// ---- Products of a warpgroup by wgmma, which attention.cu has in PTX. ----
+// ---- Products of a warpgroup by wgmma, which attention/wgmma.cu has in PTX. ----
 
 namespace emulator {
 

@@ -1,0 +1,204 @@
+// The kernels on tensor cores.
+
+#ifdef HAS_TENSOR_CORES
+
+// ---- The kernels, by the head size that they pad to. ----
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 22528 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_32(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                 Attention size) {
+    forward<32, 64, 4, 2, true>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 33792 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                               const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                               Attention size, int accumulate, int shares) {
+    backward_keys<Padded, 32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                             accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 32768 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                  const T* kv, const int* starts, const unsigned* documents,
+                                  Attention size) {
+    backward_queries<Padded, 32, 32, 4, 2, 2, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 38912 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_64(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                 Attention size) {
+    forward<64, 64, 4, 2, false>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 58368 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_64(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                               const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                               Attention size, int accumulate, int shares) {
+    backward_keys<Padded, 64, 32, 4, 2, 64, 2, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                              accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 57344 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_64(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                  const T* kv, const int* starts, const unsigned* documents,
+                                  Attention size) {
+    backward_queries<Padded, 64, 32, 4, 2, 2, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 53248 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_128(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                  Attention size) {
+    forward<128, 32, 4, 2, false>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 71680 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                Attention size, int accumulate, int shares) {
+    backward_keys<Padded, 128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                               accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 70656 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                   const T* kv, const int* starts, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<Padded, 128, 32, 4, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 68096 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_256(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                  Attention size) {
+    forward<256, 32, 4, 1, false>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (2 shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 84992 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_256(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                Attention size, int accumulate, int shares) {
+    backward_keys<Padded, 256, 16, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                                accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 84736 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_256(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
+                                   const T* kv, const int* starts, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<Padded, 256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// ---- For sm_75, whose blocks have at most 64 KiB of shared memory: instead of those above that take more. ----
+
+#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 64), sequences), block (128), shared 53248 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_keys_128_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                    const T* qkv, const T* kv, const int* starts,
+                                    const unsigned* documents, Attention size, int accumulate, int shares) {
+    backward_keys<Padded, 128, 32, 4, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                               accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 52736 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_backward_queries_128_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                       const T* qkv, const T* kv, const int* starts,
+                                       const unsigned* documents, Attention size) {
+    backward_queries<Padded, 128, 32, 4, 1, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 50944 bytes
+extern "C" __global__ void __launch_bounds__(128)
+    attention_256_64k(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                      const unsigned* documents, Attention size) {
+    forward<256, 16, 4, 1, false>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (2 shares kv_heads, ceil((past + longest) / 32), sequences), block (64), shared 51072 bytes
+extern "C" __global__ void __launch_bounds__(64)
+    attention_backward_keys_256_64k(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                    const T* qkv, const T* kv, const int* starts,
+                                    const unsigned* documents, Attention size, int accumulate, int shares) {
+    backward_keys<Padded, 256, 16, 2, 1, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+                                                accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 32), sequences), block (64), shared 50816 bytes
+extern "C" __global__ void __launch_bounds__(64)
+    attention_backward_queries_256_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                       const T* qkv, const T* kv, const int* starts,
+                                       const unsigned* documents, Attention size) {
+    backward_queries<Padded, 256, 16, 2, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+#endif
+
+// ---- By wgmma. ----
+
+#ifdef HAS_WGMMA
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 53248 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_64_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                  const unsigned* documents, Attention size) {
+    forward_ahead<64, 64>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 71680 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_keys_64_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                Attention size, int accumulate, int shares) {
+    backward_keys<Swizzled, 64, 64, 8, 2, 64, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
+                                                         documents, size, accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 69632 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_queries_64_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                   const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<Swizzled, 64, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 102400 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_128_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                  const unsigned* documents, Attention size) {
+    forward_ahead<128, 64>(y, lse, qkv, kv, starts, documents, size);
+}
+
+// launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 137216 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_keys_128_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                Attention size, int accumulate, int shares) {
+    backward_keys<Swizzled, 128, 64, 8, 2, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
+                                                         documents, size, accumulate != 0, shares);
+}
+
+// launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 135168 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    attention_backward_queries_128_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                   const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                   Attention size) {
+    backward_queries<Swizzled, 128, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+}
+
+#endif
+
+#endif

@@ -1,0 +1,214 @@
+// Scaled dot-product attention in tiles (Dao et al. 2022): no tokens × tokens memory.
+//
+// A block owns a tile of queries of one head (forward, dq) or a tile of keys (dk, dv) and walks the other
+// side in order, so every sum has one owner and one order. dq has a pass of its own.
+//
+// Each of the three passes comes in two ways. From sm_80 on, and in half on sm_75, elements are multiplied by
+// tensor cores: the kernels' names end in the head size that they pad to, of 32, 64, 128 and 256 the smallest
+// that holds a head. Elsewhere, one plain way takes heads of all sizes, up to 256.
+
+// ---- Which queries see which keys, and where all of them are. ----
+
+// Positions from..to of a sequence.
+struct Span {
+    int from, to;
+
+    __device__ int count() const { return to - from; }
+    __device__ bool has(int position) const { return from <= position && position < to; }
+};
+
+// What the first and the last of some queries see. Both ends of what is seen grow with the query.
+struct Sight {
+    Span first, last;
+
+    // Whether any of the queries may see any of the keys.
+    __device__ bool touches(Span keys) const { return keys.from < last.to && first.from < keys.to; }
+    // Whether all of them see all.
+    __device__ bool covers(Span keys) const { return last.from <= keys.from && keys.to <= first.to; }
+};
+
+// Some rows of channels, `stride` elements apart.
+struct Rows {
+    const T* at;
+    long long stride;
+    int count, channels;
+};
+
+// One head of one sequence. Positions are those of the sequence: its queries begin behind `past`.
+struct Head {
+    const Attention& size;
+    const unsigned* documents;
+    bool is_apart; // whether keys and values are not beside their queries
+    int sequence, head, kv_head;
+    Sequence own; // Keys and values that are apart are those of one sequence, from its first position on.
+
+    __device__ Head(const Attention& size, const int* starts, const unsigned* documents, bool is_apart, int head)
+        : size(size), documents(documents), is_apart(is_apart), sequence(blockIdx.z), head(head),
+          kv_head(head / (size.heads / size.kv_heads)),
+          own(sequence_at(starts, size.sequences, size.rows, blockIdx.z)) {}
+
+    __device__ const Sequence& rows() const { return own; }
+
+    // The position behind the last.
+    __device__ int end() const { return size.past + rows().count; }
+
+    // The `index`-th tile of so many positions from `first` on.
+    __device__ Span tile(int first, int index, int positions) const {
+        const int from = first + index * positions;
+        return {from, min(from + positions, end())};
+    }
+
+    __device__ long long row(int position) const {
+        return static_cast<long long>(rows().first) + position - size.past;
+    }
+
+    // Where this head's columns of a query begin in a (R, H D) tensor.
+    __device__ long long at(int position) const {
+        return (row(position) * size.heads + head) * size.head_size;
+    }
+
+    // Where this head's query of a position begins.
+    __device__ long long at_query(int position) const {
+        return (row(position) * (size.heads + 2 * size.kv_heads) + head) * size.head_size;
+    }
+
+    // Heads from one position's keys to the next one's.
+    __device__ int key_stride() const { return (is_apart ? 0 : size.heads) + 2 * size.kv_heads; }
+
+    // Where this head's key (0) or value (1) of a position begins.
+    __device__ long long at_key(int position, int which) const {
+        const int before = is_apart ? 0 : size.heads;
+        const long long place = rows().first + position;
+        return (place * key_stride() + before + which * size.kv_heads + kv_head) * size.head_size;
+    }
+
+    // How many elements all keys and values have, where they are apart.
+    __device__ long long all_keys() const {
+        return static_cast<long long>(size.past + size.rows) * key_stride() * size.head_size;
+    }
+
+    // Index of a query among numbers that are laid out sequence by sequence, head by head.
+    __device__ long long statistic(int position) const {
+        const Sequence of = rows();
+        return static_cast<long long>(of.first) * size.heads + head * of.count + position - size.past;
+    }
+
+    __device__ Rows queries(const T* qkv, Span span) const {
+        const long long stride = static_cast<long long>(size.heads + 2 * size.kv_heads) * size.head_size;
+        return {qkv + at_query(span.from), stride, span.count(), size.head_size};
+    }
+
+    // Keys (0) or values (1).
+    __device__ Rows keys(const T* kv, int which, Span span) const {
+        const long long stride = static_cast<long long>(key_stride()) * size.head_size;
+        return {kv + at_key(span.from, which), stride, span.count(), size.head_size};
+    }
+
+    // This head's columns of a (R, H D) tensor.
+    __device__ Rows columns(const T* x, Span span) const {
+        const long long stride = static_cast<long long>(size.heads) * size.head_size;
+        return {x + at(span.from), stride, span.count(), size.head_size};
+    }
+
+    __device__ Span document(int position) const {
+        if (documents == nullptr) {
+            return {0, end()};
+        }
+        const long long place = rows().first + position;
+        return {static_cast<int>(documents[2 * place]), static_cast<int>(documents[2 * place + 1])};
+    }
+
+    // Keys that a query sees.
+    __device__ Span seen(int query) const {
+        Span span = document(query);
+        span.to = min(span.to, size.causal ? query + 1 : end());
+        span.from = size.window > 0 ? max(span.from, query + 1 - size.window) : span.from;
+        return span;
+    }
+
+    __device__ Sight sight(Span queries) const {
+        return queries.from < queries.to ? Sight{seen(queries.from), seen(queries.to - 1)} : Sight{};
+    }
+
+    // Queries that may see some of the keys.
+    __device__ Span seeing(Span keys) const {
+        const Span first = document(keys.from), last = document(keys.to - 1);
+        Span span = {size.causal ? keys.from : first.from, last.to};
+        if (size.window > 0 && size.window < span.to - keys.to) {
+            span.to = keys.to - 1 + size.window;
+        }
+        return {max(span.from, size.past), min(span.to, end())};
+    }
+
+    // Draws dropout of a tile: `kept` has a byte for each query and four keys, a bit for each key.
+    __device__ void draw(unsigned char* kept, int first_query, int first_key, int queries, int keys) const {
+        if (size.dropout.threshold == 0) {
+            return;
+        }
+        for (int index = threadIdx.x; index < queries * (keys / 4); index += blockDim.x) {
+            const unsigned query = first_query - size.past + index / (keys / 4);
+            const unsigned row = static_cast<unsigned>(head) << 20 | query;
+            const int key = first_key + index % (keys / 4) * 4;
+            const Four factors = dropout_factors(size.dropout, sequence, row, key);
+            unsigned bits = 0;
+            for (int i = 0; i < 4; ++i) {
+                bits |= static_cast<unsigned>(factors.of[i] != 0.0f) << i;
+            }
+            kept[index] = static_cast<unsigned char>(bits);
+        }
+    }
+
+    // The factor of one pair of a tile that has so many keys.
+    __device__ float factor(const unsigned char* kept, int query, int key, int keys) const {
+        return kept[query * (keys / 4) + key / 4] >> key % 4 & 1 ? size.dropout.scale : 0.0f;
+    }
+};
+
+// Σ y dy of each query and head, laid out as log-sum-exps are. One warp each.
+// launch: grid (ceil(rows heads / 8)), block (256)
+extern "C" __global__ void __launch_bounds__(256)
+    attention_delta(float* delta, const T* y, const T* dy, const int* starts, Attention size) {
+    const int lane = threadIdx.x % WARP;
+    const long long task = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP;
+    const long long row = task / size.heads, head = task % size.heads;
+    if (row >= size.rows) {
+        return;
+    }
+    float sum = 0.0f;
+    for (int channel = lane; channel < size.head_size; channel += WARP) {
+        const long long at = task * size.head_size + channel;
+        sum += get(y[at]) * get(dy[at]);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) {
+        const Sequence of = sequence_of(starts, size.sequences, size.rows, row);
+        delta[static_cast<long long>(of.first) * size.heads + head * of.count + row - of.first] = sum;
+    }
+}
+
+// True where tensor cores multiply elements. The emulator knows both ways.
+#if ELEMENT != 32 && (defined EMULATOR || __CUDA_ARCH__ >= 800 || (ELEMENT == 15 && __CUDA_ARCH__ == 750))
+#define HAS_TENSOR_CORES
+#endif
+
+// True where warpgroups multiply by wgmma, which sm_90a alone has.
+#if ELEMENT != 32 && (defined EMULATOR || defined __CUDA_ARCH_FEAT_SM90_ALL)
+#define HAS_WGMMA
+#endif
+
+// blockIdx.x, read again: a number that is computed from it after a loop needs no register during the loop.
+__device__ inline int block_again() {
+#ifdef EMULATOR
+    return blockIdx.x;
+#else
+    int block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+    return block;
+#endif
+}
+
+template <class Shared>
+__device__ inline Shared& shared_memory() {
+    DYNAMIC_SHARED(Shared, shared);
+    return *shared;
+}

@@ -1,0 +1,610 @@
+// Attention on tensor cores: forward, and backward to keys and to queries.
+
+#ifdef HAS_TENSOR_CORES
+
+// Writes (or adds) half of a lane's sums, one row, to channels first..channels of a head.
+template <class E, int COLUMNS>
+__device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float by, int first, int channels,
+                            bool add) {
+    const bool is_paired =
+        sizeof(E) == 2 && channels % 2 == 0 && reinterpret_cast<unsigned long long>(to) % 4 == 0;
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column) {
+        const int channel = first + column * 8 + threadIdx.x % 4 * 2;
+        const float low = sums[column].of[2 * half] * by, high = sums[column].of[2 * half + 1] * by;
+        if (is_paired && channel < channels) {
+            *reinterpret_cast<unsigned*>(to + channel) = pack(low, high);
+        } else {
+            if (channel < channels) {
+                set(to[channel], low + (add ? get(to[channel]) : 0.0f));
+            }
+            if (channel + 1 < channels) {
+                set(to[channel + 1], high + (add ? get(to[channel + 1]) : 0.0f));
+            }
+        }
+    }
+}
+
+// Of a tile's positions, those of this warp, or of so many threads, each with so many positions.
+template <int POSITIONS, int THREADS = WARP>
+__device__ inline Span part_of(Span tile) {
+    const int from = tile.from + static_cast<int>(threadIdx.x) / THREADS * POSITIONS;
+    return {min(from, tile.to), min(from + POSITIONS, tile.to)};
+}
+
+__device__ inline float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_MASK, x, 1);
+    return x + __shfl_xor_sync(FULL_MASK, x, 2);
+}
+
+template <int HEAD, int KEYS, int QUERIES>
+struct ForwardShared {
+    Padded<HEAD, QUERIES> queries;
+    Padded<HEAD, KEYS> keys, values;
+    unsigned char kept[QUERIES * KEYS / 4];
+};
+
+// Hides scores of keys that are not seen, of a lane's two queries and of keys from `from` on.
+template <int N>
+__device__ inline void hide(Sum (&p)[N], const Head& head, int query, int last_query, int from) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Span seen = head.seen(min(query + 8 * half, last_query));
+#pragma unroll
+        for (int i = 0; i < 2 * N; ++i) {
+            if (!seen.has(from + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2)) {
+                p[i / 2].of[2 * half + i % 2] = -infinity();
+            }
+        }
+    }
+}
+
+template <int N>
+__device__ inline void shrink_sums(Sum (&sums)[N], const float (&by)[2]) {
+#pragma unroll
+    for (Sum& sum : sums) {
+        for (int i = 0; i < 4; ++i) {
+            sum.of[i] *= by[i / 2];
+        }
+    }
+}
+
+// Of what a lane's two queries of a strip have seen so far: the largest score, and the sum of all powers.
+struct Softmax {
+    float most[2] = {-infinity(), -infinity()}, total[2] = {};
+
+    // Scores become powers. What was mixed before is to shrink, where a larger score comes.
+    template <int N>
+    __device__ void add(Sum (&p)[N], float (&shrink)[2], float scale) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float largest = most[half];
+#pragma unroll
+            for (const Sum& sum : p) {
+                largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
+            }
+            largest = quad_max(largest);
+            // A query may see nothing of the first tiles.
+            const float base = largest == -infinity() ? 0.0f : largest * scale;
+            shrink[half] = power_of_two(most[half] * scale - base);
+            most[half] = largest;
+            total[half] *= shrink[half];
+#pragma unroll
+            for (Sum& sum : p) {
+                for (int i = 2 * half; i < 2 * half + 2; ++i) {
+                    sum.of[i] = power_of_two(sum.of[i] * scale - base);
+                    total[half] += sum.of[i];
+                }
+            }
+        }
+    }
+};
+
+// A warp has 16 STRIPS queries; HELD: in registers.
+template <int HEAD, int KEYS, int WARPS, int STRIPS, bool HELD>
+__device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                               const unsigned* documents, const Attention& size) {
+    constexpr int THREADS = WARP * WARPS, QUERIES = 16 * STRIPS * WARPS;
+    using Shared = ForwardShared<HEAD, KEYS, QUERIES>;
+    Shared& shared = shared_memory<Shared>();
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    // The longest rows come first.
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
+    if (queries.count() <= 0) {
+        return; // behind the end of a shorter sequence
+    }
+    const Span mine = part_of<16 * STRIPS>(queries);
+    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const float scale = size.scale * LOG2_E; // powers of two are faster than those of e
+    Softmax softmax[STRIPS];
+    Sums<STRIPS, HEAD> mixed = {};
+    const auto tile = [&](int from) { return Span{from, min(from + KEYS, sight.last.to)}; };
+    const int first = sight.first.from / KEYS * KEYS;
+    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
+    if (first < sight.last.to) {
+        copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, tile(first)));
+    }
+    Strip<Padded<HEAD, QUERIES>, HELD> q[STRIPS];
+    if (HELD) {
+        await_copies();
+        __syncthreads();
+    }
+    take(q, shared.queries);
+    for (int from = first; from < sight.last.to; from += KEYS) {
+        const bool is_seen = sight_of_mine.touches({from, from + KEYS});
+        // While scores are computed, values come; while values are mixed, the next keys.
+        await_copies();
+        __syncthreads();
+        copy_rows<THREADS>(shared.values, head.keys(keys_at, 1, tile(from)));
+        head.draw(shared.kept, queries.from, from, QUERIES, KEYS);
+        Sums<STRIPS, KEYS> p;
+        if (is_seen) {
+            products(p, q, shared.keys);
+            const bool is_covered = sight_of_mine.covers({from, from + KEYS});
+#pragma unroll
+            for (int strip = 0; strip < STRIPS; ++strip) {
+                if (!is_covered) {
+                    hide(p[strip], head, mine.from + 16 * strip + row, queries.to - 1, from);
+                }
+                float shrink[2];
+                softmax[strip].add(p[strip], shrink, scale);
+                shrink_sums(mixed[strip], shrink);
+            }
+        }
+        await_copies();
+        __syncthreads();
+        if (from + KEYS < sight.last.to) {
+            copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, tile(from + KEYS)));
+        }
+        if (is_seen) {
+            if (size.dropout.threshold != 0) {
+#pragma unroll
+                for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
+                    const int strip = i / (KEYS / 2), of = i % (KEYS / 2);
+                    const int query = mine.from - queries.from + 16 * strip + row + of % 4 / 2 * 8;
+                    const int key = of / 4 * 8 + column + of % 2;
+                    p[strip][of / 4].of[of % 4] *= head.factor(shared.kept, query, key, KEYS);
+                }
+            }
+            mix<HEAD>(mixed, p, shared.values);
+        }
+    }
+    await_copies(); // where nothing is seen
+#pragma unroll
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int strip = i / 2, half = i % 2, query = mine.from + row + 8 * i;
+        const float sum = quad_sum(softmax[strip].total[half]);
+        if (query >= mine.to) {
+            continue;
+        }
+        give(y + head.at(query), mixed[strip], half, 1.0f / sum, 0, size.head_size, false);
+        if (column == 0) {
+            lse[head.statistic(query)] = softmax[strip].most[half] * size.scale + logf(sum);
+        }
+    }
+}
+
+#ifdef HAS_WGMMA
+
+template <int HEAD, int KEYS, int QUERIES>
+struct AheadShared {
+    Swizzled<HEAD, QUERIES> queries;
+    Swizzled<HEAD, KEYS> keys[2], values[2];
+    unsigned char kept[2][QUERIES * KEYS / 4];
+};
+
+// By wgmma: while a tile's scores become powers, tensor cores compute those of the next tile.
+template <int HEAD, int KEYS>
+__device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
+                                     const unsigned* documents, const Attention& size) {
+    constexpr int THREADS = 2 * WARPGROUP, QUERIES = 128;
+    using Shared = AheadShared<HEAD, KEYS, QUERIES>;
+    using Keys = Swizzled<HEAD, KEYS>;
+    Shared& shared = shared_memory<Shared>();
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    // The longest rows come first.
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
+    if (queries.count() <= 0) {
+        return; // behind the end of a shorter sequence
+    }
+    const Span mine = part_of<16>(queries);
+    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const float scale = size.scale * LOG2_E;
+    const int first = sight.first.from / KEYS * KEYS;
+    const int tiles = max(0, (sight.last.to - first + KEYS - 1) / KEYS);
+    const auto tile = [&](int index) {
+        const int from = first + index * KEYS;
+        return Span{from, min(from + KEYS, sight.last.to)};
+    };
+    const auto begin_keys = [&](int index) {
+        if (index < tiles) {
+            copy_rows<THREADS>(shared.keys[index % 2], head.keys(keys_at, 0, tile(index)));
+            head.draw(shared.kept[index % 2], queries.from, tile(index).from, QUERIES, KEYS);
+        }
+    };
+    const auto begin_values = [&](int index) {
+        if (index < tiles) {
+            copy_rows<THREADS>(shared.values[index % 2], head.keys(keys_at, 1, tile(index)));
+        }
+    };
+
+    Softmax softmax;
+    Sums<1, HEAD> mixed = {};
+    Sums<1, KEYS> p;
+    float shrink[2];
+    // The scores of a tile become powers.
+    const auto add = [&](int index) {
+        const int from = first + index * KEYS;
+        if (!sight_of_mine.covers({from, from + KEYS})) {
+            hide(p[0], head, mine.from + row, queries.to - 1, from);
+        }
+        softmax.add(p[0], shrink, scale);
+        if (size.dropout.threshold != 0) {
+#pragma unroll
+            for (int i = 0; i < KEYS / 2; ++i) {
+                const int query = mine.from - queries.from + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
+                p[0][i / 4].of[i % 4] *= head.factor(shared.kept[index % 2], query, key, KEYS);
+            }
+        }
+    };
+    Strip<Swizzled<HEAD, QUERIES>, true> q[1];
+    Left powers[KEYS / 16];
+    const auto turn = [&] {
+        await_tiles<Keys>();
+        __syncthreads(); // what was copied is there, and nobody reads what was there before
+    };
+    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
+    begin_keys(0);
+    turn();
+    begin_keys(1);
+    begin_values(0);
+    take(q, shared.queries);
+    if (tiles > 0) {
+        products(p, q, shared.keys[0]);
+        await_sums<Keys>(p);
+        add(0);
+        pack_sums(powers, p[0]);
+    }
+    for (int index = 0; index + 1 < tiles; ++index) {
+        turn();
+        begin_keys(index + 2);
+        begin_values(index + 1);
+        products(p, q, shared.keys[(index + 1) % 2]);
+        mix(mixed, powers, shared.values[index % 2]);
+        await_products<1>();
+        hold(p);
+        add(index + 1); // while values are mixed
+        await_products<0>();
+        hold(mixed);
+        shrink_sums(mixed[0], shrink);
+        pack_sums(powers, p[0]);
+    }
+    turn();
+    if (tiles > 0) {
+        mix(mixed, powers, shared.values[(tiles - 1) % 2]);
+        await_sums<Keys>(mixed);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int query = mine.from + row + 8 * half;
+        const float sum = quad_sum(softmax.total[half]);
+        if (query >= mine.to) {
+            continue;
+        }
+        give(y + head.at(query), mixed[0], half, 1.0f / sum, 0, size.head_size, false);
+        if (column == 0) {
+            lse[head.statistic(query)] = softmax.most[half] * size.scale + logf(sum);
+        }
+    }
+}
+
+#endif
+
+// What the pass of keys reads of a tile of queries.
+template <template <int, int> class Tile, int HEAD, int QUERIES, int KEYS>
+struct QueriesStage {
+    Tile<HEAD, QUERIES> queries, dy;
+    float lse[QUERIES], delta[QUERIES];
+    Span seen[QUERIES];
+    unsigned char kept[QUERIES * KEYS / 4];
+};
+
+template <template <int, int> class Tile, int HEAD, int QUERIES, int KEYS, int STAGES>
+struct BackwardKeysShared {
+    Tile<HEAD, KEYS> keys, values;
+    QueriesStage<Tile, HEAD, QUERIES, KEYS> stages[STAGES];
+};
+
+// A warp has 16 STRIPS keys; HELD: in registers, and their values. A block writes COLUMNS channels of the head:
+// where registers do not hold all, more blocks do. DROPS: there is dropout, whose code takes registers.
+template <template <int, int> class Tile, int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
+          bool HELD, bool DROPS>
+__device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                 const T* qkv, const T* kv, const int* starts,
+                                 const unsigned* documents, const Attention& size, bool accumulate,
+                                 int shares) {
+    constexpr int KEYS = 16 * STRIPS * WARPS, THREADS = WARP * WARPS, PARTS = HEAD / COLUMNS;
+    constexpr int TOGETHER = Tile<HEAD, KEYS>::THREADS / WARP * 16 * STRIPS;
+    using Keys = Tile<HEAD, KEYS>;
+    using Shared = BackwardKeysShared<Tile, HEAD, QUERIES, KEYS, STAGES>;
+    Shared& shared = shared_memory<Shared>();
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int group = size.heads / size.kv_heads / shares, part = blockIdx.x % PARTS * COLUMNS;
+    Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS * group);
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    // The first keys are seen by the most queries.
+    const Span keys = head.tile(0, blockIdx.y, KEYS), mine = part_of<16 * STRIPS>(keys);
+    const Span ours = part_of<TOGETHER, Keys::THREADS>(keys);
+    if (keys.count() <= 0) {
+        return;
+    }
+    const Span seeing = head.seeing(keys);
+    const int first = seeing.from - (seeing.from - size.past) % QUERIES;
+    const int tiles = max(0, (seeing.to - first + QUERIES - 1) / QUERIES), all = group * tiles;
+
+    // Begins to copy the `index`-th tile of queries, of all heads of the group in order.
+    const auto stage = [&](int index) {
+        Head of = head;
+        of.head += index / tiles;
+        const Span queries = of.tile(first, index % tiles, QUERIES);
+        auto& to = shared.stages[index % STAGES];
+        copy_rows<THREADS>(to.queries, of.queries(qkv, queries));
+        copy_rows<THREADS>(to.dy, of.columns(dy, queries));
+        for (int i = threadIdx.x; i < QUERIES; i += THREADS) {
+            const int query = queries.from + i;
+            const long long at = of.statistic(min(query, queries.to - 1));
+            copy<4>(to.lse + i, lse + at, query < queries.to);
+            copy<4>(to.delta + i, delta + at, query < queries.to);
+            const Span seen = query < queries.to ? of.seen(query) : Span{};
+            to.seen[i] = seen;
+        }
+        if (DROPS) {
+            of.draw(to.kept, queries.from, keys.from, QUERIES, KEYS);
+        }
+    };
+
+    const float scale = size.scale * LOG2_E;
+    Sums<STRIPS, COLUMNS> dk = {}, dv = {};
+    copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, keys));
+    copy_rows<THREADS>(shared.values, head.keys(keys_at, 1, keys));
+    if (all > 0) {
+        stage(0);
+    }
+    Strip<Keys, HELD> k[STRIPS], v[STRIPS];
+    if (HELD) {
+        await_tiles<Keys>();
+        __syncthreads();
+    }
+    take(k, shared.keys);
+    take(v, shared.values);
+    for (int index = 0; index < all; ++index) {
+        await_tiles<Keys>();
+        __syncthreads(); // this tile is there, and nobody reads the one before
+        if (STAGES > 1 && index + 1 < all) {
+            stage(index + 1);
+        }
+        const auto& of = shared.stages[index % STAGES];
+        const Span queries = head.tile(first, index % tiles, QUERIES);
+        const Sight sight = {of.seen[0], of.seen[queries.count() - 1]};
+        if (ours.count() > 0 && sight.touches(ours)) {
+            // Turned: rows are keys, columns are queries.
+            Sums<STRIPS, QUERIES> p, ds;
+            products(p, k, of.queries);
+            products(ds, v, of.dy);
+            await_sums<Keys>(p, ds);
+            // Query and key of a lane's element with this index in its strip.
+            const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
+            const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * 8; };
+            if (queries.count() < QUERIES || !sight.covers(mine)) {
+#pragma unroll
+                for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                    const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2);
+                    if (!of.seen[query_of(at)].has(key_of(strip, at))) {
+                        p[strip][at / 4].of[at % 4] = -infinity();
+                    }
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2);
+                float& x = p[strip][at / 4].of[at % 4];
+                x = power_of_two(x * scale - of.lse[query_of(at)] * LOG2_E);
+            }
+            if (!DROPS) {
+#pragma unroll
+                for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                    const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2);
+                    float& d = ds[strip][at / 4].of[at % 4];
+                    d = p[strip][at / 4].of[at % 4] * (d - of.delta[query_of(at)]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
+                    const int strip = i / (QUERIES / 2), at = i % (QUERIES / 2), query = query_of(at);
+                    const float factor = head.factor(of.kept, query, key_of(strip, at) - keys.from, KEYS);
+                    float &x = p[strip][at / 4].of[at % 4], &d = ds[strip][at / 4].of[at % 4];
+                    d = x * (d * factor - of.delta[query]);
+                    x *= factor;
+                }
+            }
+            mix<COLUMNS>(dv, p, of.dy, part);
+            mix<COLUMNS>(dk, ds, of.queries, part);
+            await_sums<Keys>(dv, dk);
+        }
+        if (STAGES == 1 && index + 1 < all) {
+            __syncthreads();
+            stage(index + 1);
+        }
+    }
+    await_copies(); // where nobody sees them
+    if (dkv != nullptr) {
+        head.is_apart = true;
+        dkv += block_again() / PARTS % shares * head.all_keys();
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int strip = i / 2, half = i % 2, key = mine.from + row + 8 * i;
+        if (key >= mine.to) {
+            continue;
+        }
+        const long long to_k = head.at_key(key, 0), to_v = head.at_key(key, 1);
+        if (dkv != nullptr) {
+            give(dkv + to_k, dk[strip], half, size.scale, part, size.head_size, accumulate);
+            give(dkv + to_v, dv[strip], half, 1.0f, part, size.head_size, accumulate);
+        } else {
+            give(dqkv + to_k, dk[strip], half, size.scale, part, size.head_size, false);
+            give(dqkv + to_v, dv[strip], half, 1.0f, part, size.head_size, false);
+        }
+    }
+}
+
+template <template <int, int> class Tile, int HEAD, int QUERIES, int WARPS, int STAGES, int COLUMNS, int STRIPS,
+          bool HELD>
+__device__ inline void backward_keys(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
+                                     const T* qkv, const T* kv, const int* starts,
+                                     const unsigned* documents, const Attention& size, bool accumulate,
+                                     int shares) {
+    if (size.dropout.threshold == 0) {
+        keys_pass<Tile, HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, false>(
+            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
+    } else {
+        keys_pass<Tile, HEAD, QUERIES, WARPS, STAGES, COLUMNS, STRIPS, HELD, true>(
+            dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size, accumulate, shares);
+    }
+}
+
+// What the pass of queries reads of a tile of keys.
+template <template <int, int> class Tile, int HEAD, int KEYS, int QUERIES>
+struct KeysStage {
+    Tile<HEAD, KEYS> keys, values;
+    unsigned char kept[QUERIES * KEYS / 4];
+};
+
+template <template <int, int> class Tile, int HEAD, int KEYS, int QUERIES, int STAGES>
+struct BackwardQueriesShared {
+    Tile<HEAD, QUERIES> queries, dy;
+    KeysStage<Tile, HEAD, KEYS, QUERIES> stages[STAGES];
+};
+
+// A warp has 16 STRIPS queries; HELD: in registers, and dy.
+template <template <int, int> class Tile, int HEAD, int KEYS, int WARPS, int STAGES, int STRIPS, bool HELD>
+__device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, const float* delta,
+                                        const T* qkv, const T* kv, const int* starts,
+                                        const unsigned* documents, const Attention& size) {
+    constexpr int QUERIES = 16 * STRIPS * WARPS, THREADS = WARP * WARPS;
+    using Queries = Tile<HEAD, QUERIES>;
+    constexpr int TOGETHER = Queries::THREADS / WARP * 16 * STRIPS;
+    using Shared = BackwardQueriesShared<Tile, HEAD, KEYS, QUERIES, STAGES>;
+    Shared& shared = shared_memory<Shared>();
+    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
+    const T* const keys_at = kv != nullptr ? kv : qkv;
+    const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
+    if (queries.count() <= 0) {
+        return;
+    }
+    const Span mine = part_of<16 * STRIPS>(queries);
+    const Sight sight = head.sight(queries), sight_of_mine = head.sight(mine);
+    const Sight sight_of_ours = head.sight(part_of<TOGETHER, Queries::THREADS>(queries));
+    const float scale = size.scale * LOG2_E;
+    // Of a lane's rows.
+    float of_lse[2 * STRIPS], of_delta[2 * STRIPS];
+#pragma unroll
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int query = min(mine.from + row + 8 * i, queries.to - 1);
+        of_lse[i] = lse[head.statistic(query)] * LOG2_E;
+        of_delta[i] = delta[head.statistic(query)];
+    }
+
+    // Begins to copy a tile of keys.
+    const auto stage = [&](int from) {
+        const Span keys = {from, min(from + KEYS, sight.last.to)};
+        auto& to = shared.stages[from / KEYS % STAGES];
+        copy_rows<THREADS>(to.keys, head.keys(keys_at, 0, keys));
+        copy_rows<THREADS>(to.values, head.keys(keys_at, 1, keys));
+        head.draw(to.kept, queries.from, from, QUERIES, KEYS);
+    };
+
+    Sums<STRIPS, HEAD> dq = {};
+    const int first = sight.first.from / KEYS * KEYS;
+    copy_rows<THREADS>(shared.queries, head.queries(qkv, queries));
+    copy_rows<THREADS>(shared.dy, head.columns(dy, queries));
+    if (first < sight.last.to) {
+        stage(first);
+    }
+    Strip<Queries, HELD> q[STRIPS], d_out[STRIPS];
+    if (HELD) {
+        await_tiles<Queries>();
+        __syncthreads();
+    }
+    take(q, shared.queries);
+    take(d_out, shared.dy);
+    for (int from = first; from < sight.last.to; from += KEYS) {
+        await_tiles<Queries>();
+        __syncthreads(); // this tile is there, and nobody reads the one before
+        if (STAGES > 1 && from + KEYS < sight.last.to) {
+            stage(from + KEYS);
+        }
+        const auto& of = shared.stages[from / KEYS % STAGES];
+        if (sight_of_ours.touches({from, from + KEYS})) {
+            Sums<STRIPS, KEYS> p, ds;
+            products(p, q, of.keys);
+            products(ds, d_out, of.values);
+            await_sums<Queries>(p, ds);
+            // Row and key of a lane's element with this index in its strip.
+            const auto row_of = [&](int strip, int at) { return 2 * strip + at % 4 / 2; };
+            const auto key_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
+            if (!sight_of_mine.covers({from, from + KEYS})) {
+#pragma unroll
+                for (int of_row = 0; of_row < 2 * STRIPS; ++of_row) {
+                    const Span seen = head.seen(min(mine.from + row + 8 * of_row, queries.to - 1));
+#pragma unroll
+                    for (int i = 0; i < KEYS / 4; ++i) {
+                        if (!seen.has(from + i / 2 * 8 + column + i % 2)) {
+                            p[of_row / 2][i / 2].of[of_row % 2 * 2 + i % 2] = -infinity();
+                        }
+                    }
+                }
+            }
+            if (size.dropout.threshold != 0) {
+#pragma unroll
+                for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
+                    const int strip = i / (KEYS / 2), at = i % (KEYS / 2);
+                    const int query = mine.from - queries.from + row + 8 * row_of(strip, at);
+                    ds[strip][at / 4].of[at % 4] *= head.factor(of.kept, query, key_of(at), KEYS);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
+                const int strip = i / (KEYS / 2), at = i % (KEYS / 2), of_row = row_of(strip, at);
+                float& d = ds[strip][at / 4].of[at % 4];
+                d = power_of_two(p[strip][at / 4].of[at % 4] * scale - of_lse[of_row]) * (d - of_delta[of_row]);
+            }
+            mix<HEAD>(dq, ds, of.keys);
+            await_sums<Queries>(dq);
+        }
+        if (STAGES == 1 && from + KEYS < sight.last.to) {
+            __syncthreads();
+            stage(from + KEYS);
+        }
+    }
+    await_copies(); // where nothing is seen
+#pragma unroll
+    for (int i = 0; i < 2 * STRIPS; ++i) {
+        const int query = mine.from + row + 8 * i;
+        if (query < mine.to) {
+            give(dqkv + head.at_query(query), dq[i / 2], i % 2, size.scale, 0, size.head_size, false);
+        }
+    }
+}
+
+#endif
