@@ -260,7 +260,7 @@ fn heads_of_64_and_128_are_like_the_cpus() {
         let (relay, end) = on_gpu(ScheduleKind::Relay);
         let (resident, resident_end) = on_gpu(ScheduleKind::Resident);
         assert_eq!((&relay, end.digest), (&resident, resident_end.digest));
-        close(&relay, &cpu[heads as usize - 1], dtype, "the CPU");
+        close(&relay, &cpu[heads - 1], dtype, "the CPU");
     }
 }
 

@@ -105,6 +105,37 @@ struct Softmax {
     }
 };
 
+// Dropout of powers of a lane's two queries, counted in the tile that `kept` is of.
+template <int N>
+__device__ inline void drop(Sum (&p)[N], const Head& head, const unsigned char* kept, int query) {
+    const Attention& size = head.size;
+    if (size.dropout.threshold != 0) {
+#pragma unroll
+        for (int i = 0; i < 4 * N; ++i) {
+            const int key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
+            p[i / 4].of[i % 4] *= head.factor(kept, query + i % 4 / 2 * 8, key, 8 * N);
+        }
+    }
+}
+
+// Writes what a lane's two queries are mixed of, where they come before `end`, and their log-sum-exps.
+template <int N>
+__device__ inline void give_mixed(T* y, float* lse, const Head& head, const Sum (&mixed)[N], const Softmax& softmax,
+                                  int first_query, int end) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int query = first_query + 8 * half;
+        const float sum = quad_sum(softmax.total[half]);
+        if (query >= end) {
+            continue;
+        }
+        give(y + head.at(query), mixed, half, 1.0f / sum, 0, head.size.head_size, false);
+        if (threadIdx.x % 4 == 0) {
+            lse[head.statistic(query)] = softmax.most[half] * head.size.scale + logf(sum);
+        }
+    }
+}
+
 // A warp has 16 STRIPS queries; HELD: in registers.
 template <int HEAD, int KEYS, int WARPS, int STRIPS, bool HELD>
 __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
@@ -112,7 +143,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     constexpr int THREADS = WARP * WARPS, QUERIES = 16 * STRIPS * WARPS;
     using Shared = ForwardShared<HEAD, KEYS, QUERIES>;
     Shared& shared = shared_memory<Shared>();
-    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int row = threadIdx.x % WARP / 4;
     const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
@@ -164,35 +195,23 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
             copy_rows<THREADS>(shared.keys, head.keys(keys_at, 0, tile(from + KEYS)));
         }
         if (is_seen) {
-            if (size.dropout.threshold != 0) {
 #pragma unroll
-                for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
-                    const int strip = i / (KEYS / 2), of = i % (KEYS / 2);
-                    const int query = mine.from - queries.from + 16 * strip + row + of % 4 / 2 * 8;
-                    const int key = of / 4 * 8 + column + of % 2;
-                    p[strip][of / 4].of[of % 4] *= head.factor(shared.kept, query, key, KEYS);
-                }
+            for (int strip = 0; strip < STRIPS; ++strip) {
+                drop(p[strip], head, shared.kept, mine.from - queries.from + 16 * strip + row);
             }
             mix<HEAD>(mixed, p, shared.values);
         }
     }
     await_copies(); // where nothing is seen
 #pragma unroll
-    for (int i = 0; i < 2 * STRIPS; ++i) {
-        const int strip = i / 2, half = i % 2, query = mine.from + row + 8 * i;
-        const float sum = quad_sum(softmax[strip].total[half]);
-        if (query >= mine.to) {
-            continue;
-        }
-        give(y + head.at(query), mixed[strip], half, 1.0f / sum, 0, size.head_size, false);
-        if (column == 0) {
-            lse[head.statistic(query)] = softmax[strip].most[half] * size.scale + logf(sum);
-        }
+    for (int strip = 0; strip < STRIPS; ++strip) {
+        give_mixed(y, lse, head, mixed[strip], softmax[strip], mine.from + 16 * strip + row, mine.to);
     }
 }
 
 #ifdef HAS_WGMMA
 
+// Keys and values of two tiles, and what dropout keeps of them.
 template <int HEAD, int KEYS, int QUERIES>
 struct AheadShared {
     Swizzled<HEAD, QUERIES> queries;
@@ -200,7 +219,7 @@ struct AheadShared {
     unsigned char kept[2][QUERIES * KEYS / 4];
 };
 
-// By wgmma: while a tile's scores become powers, tensor cores compute those of the next tile.
+// By wgmma. While tensor cores mix the values of one tile, the scores of the next become powers.
 template <int HEAD, int KEYS>
 __device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
                                      const unsigned* documents, const Attention& size) {
@@ -208,7 +227,7 @@ __device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv
     using Shared = AheadShared<HEAD, KEYS, QUERIES>;
     using Keys = Swizzled<HEAD, KEYS>;
     Shared& shared = shared_memory<Shared>();
-    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int row = threadIdx.x % WARP / 4;
     const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
@@ -248,13 +267,7 @@ __device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv
             hide(p[0], head, mine.from + row, queries.to - 1, from);
         }
         softmax.add(p[0], shrink, scale);
-        if (size.dropout.threshold != 0) {
-#pragma unroll
-            for (int i = 0; i < KEYS / 2; ++i) {
-                const int query = mine.from - queries.from + row + i % 4 / 2 * 8, key = i / 4 * 8 + column + i % 2;
-                p[0][i / 4].of[i % 4] *= head.factor(shared.kept[index % 2], query, key, KEYS);
-            }
-        }
+        drop(p[0], head, shared.kept[index % 2], mine.from - queries.from + row);
     };
     Strip<Swizzled<HEAD, QUERIES>, true> q[1];
     Left powers[KEYS / 16];
@@ -293,18 +306,7 @@ __device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv
         mix(mixed, powers, shared.values[(tiles - 1) % 2]);
         await_sums<Keys>(mixed);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int query = mine.from + row + 8 * half;
-        const float sum = quad_sum(softmax.total[half]);
-        if (query >= mine.to) {
-            continue;
-        }
-        give(y + head.at(query), mixed[0], half, 1.0f / sum, 0, size.head_size, false);
-        if (column == 0) {
-            lse[head.statistic(query)] = softmax.most[half] * size.scale + logf(sum);
-        }
-    }
+    give_mixed(y, lse, head, mixed[0], softmax, mine.from + row, mine.to);
 }
 
 #endif
