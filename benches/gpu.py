@@ -509,8 +509,9 @@ def kernels():
 
 def wgmma():
     """Attention by wgmma beside mma: whether it computes right, and how long the 8B's steps take."""
-    if ARGS.kind != "cuda" or ARGS.dtype == "f32":
-        return row("attention by wgmma", "not run: it is for GPUs, in 16 bits")
+    gpus = machine().get("gpus") or []
+    if ARGS.kind != "cuda" or ARGS.dtype == "f32" or (gpus and gpus[0]["architecture"] != 90):
+        return row("attention by wgmma", "not run: it is for GPUs of compute capability 9.0, in 16 bits")
     by_wgmma = {"device.wgmma": "true"}
     if not check_kernels(ARGS.dtype, "by wgmma", "--group", "attention", **by_wgmma):
         return
