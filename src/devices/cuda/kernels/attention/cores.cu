@@ -1,8 +1,6 @@
-// The kernels on tensor cores.
+// The kernels on tensor cores, by the head size that they pad to.
 
 #ifdef HAS_TENSOR_CORES
-
-// ---- The kernels, by the head size that they pad to. ----
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 22528 bytes
 extern "C" __global__ void __launch_bounds__(128)
@@ -154,15 +152,15 @@ extern "C" __global__ void __launch_bounds__(64)
 // launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 53248 bytes
 extern "C" __global__ void __launch_bounds__(256)
     attention_64_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
-                  const unsigned* documents, Attention size) {
+                       const unsigned* documents, Attention size) {
     forward_ahead<64, 64>(y, lse, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 71680 bytes
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_keys_64_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                Attention size, int accumulate, int shares) {
+                                     const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                     Attention size, int accumulate, int shares) {
     backward_keys<Swizzled, 64, 64, 8, 2, 64, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
                                                          documents, size, accumulate != 0, shares);
 }
@@ -170,23 +168,23 @@ extern "C" __global__ void __launch_bounds__(256)
 // launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 69632 bytes
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_queries_64_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
-                                   const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                   Attention size) {
+                                        const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                        Attention size) {
     backward_queries<Swizzled, 64, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 102400 bytes
 extern "C" __global__ void __launch_bounds__(256)
     attention_128_wgmma(T* y, float* lse, const T* qkv, const T* kv, const int* starts,
-                  const unsigned* documents, Attention size) {
+                        const unsigned* documents, Attention size) {
     forward_ahead<128, 64>(y, lse, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (256), shared 137216 bytes
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_keys_128_wgmma(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
-                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                Attention size, int accumulate, int shares) {
+                                      const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                      Attention size, int accumulate, int shares) {
     backward_keys<Swizzled, 128, 64, 8, 2, 128, 1, false>(dqkv, dkv, dy, lse, delta, qkv, kv, starts,
                                                          documents, size, accumulate != 0, shares);
 }
@@ -194,8 +192,8 @@ extern "C" __global__ void __launch_bounds__(256)
 // launch: grid (heads, ceil(longest / 128), sequences), block (256), shared 135168 bytes
 extern "C" __global__ void __launch_bounds__(256)
     attention_backward_queries_128_wgmma(T* dqkv, const T* dy, const float* lse, const float* delta,
-                                   const T* qkv, const T* kv, const int* starts, const unsigned* documents,
-                                   Attention size) {
+                                         const T* qkv, const T* kv, const int* starts, const unsigned* documents,
+                                         Attention size) {
     backward_queries<Swizzled, 128, 64, 8, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 

@@ -4,8 +4,11 @@
 // side in order, so every sum has one owner and one order. dq has a pass of its own.
 //
 // Each of the three passes comes in two ways. From sm_80 on, and in half on sm_75, elements are multiplied by
-// tensor cores: the kernels' names end in the head size that they pad to, of 32, 64, 128 and 256 the smallest
-// that holds a head. Elsewhere, one plain way takes heads of all sizes, up to 256.
+// tensor cores: the kernels' names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that
+// holds a head. On sm_90a there are kernels that multiply by wgmma, too. Elsewhere, one plain way takes heads of
+// all sizes, up to 256.
+//
+// The files of this folder are compiled as one: heads, plain, mma, wgmma, tiles, passes, cores.
 
 // ---- Which queries see which keys, and where all of them are. ----
 
@@ -40,17 +43,15 @@ struct Head {
     const unsigned* documents;
     bool is_apart; // whether keys and values are not beside their queries
     int sequence, head, kv_head;
-    Sequence own; // Keys and values that are apart are those of one sequence, from its first position on.
+    Sequence rows; // Keys and values that are apart are those of one sequence, from its first position on.
 
     __device__ Head(const Attention& size, const int* starts, const unsigned* documents, bool is_apart, int head)
         : size(size), documents(documents), is_apart(is_apart), sequence(blockIdx.z), head(head),
           kv_head(head / (size.heads / size.kv_heads)),
-          own(sequence_at(starts, size.sequences, size.rows, blockIdx.z)) {}
-
-    __device__ const Sequence& rows() const { return own; }
+          rows(sequence_at(starts, size.sequences, size.rows, blockIdx.z)) {}
 
     // The position behind the last.
-    __device__ int end() const { return size.past + rows().count; }
+    __device__ int end() const { return size.past + rows.count; }
 
     // The `index`-th tile of so many positions from `first` on.
     __device__ Span tile(int first, int index, int positions) const {
@@ -59,7 +60,7 @@ struct Head {
     }
 
     __device__ long long row(int position) const {
-        return static_cast<long long>(rows().first) + position - size.past;
+        return static_cast<long long>(rows.first) + position - size.past;
     }
 
     // Where this head's columns of a query begin in a (R, H D) tensor.
@@ -78,7 +79,7 @@ struct Head {
     // Where this head's key (0) or value (1) of a position begins.
     __device__ long long at_key(int position, int which) const {
         const int before = is_apart ? 0 : size.heads;
-        const long long place = rows().first + position;
+        const long long place = rows.first + position;
         return (place * key_stride() + before + which * size.kv_heads + kv_head) * size.head_size;
     }
 
@@ -89,8 +90,7 @@ struct Head {
 
     // Index of a query among numbers that are laid out sequence by sequence, head by head.
     __device__ long long statistic(int position) const {
-        const Sequence of = rows();
-        return static_cast<long long>(of.first) * size.heads + head * of.count + position - size.past;
+        return static_cast<long long>(rows.first) * size.heads + head * rows.count + position - size.past;
     }
 
     __device__ Rows queries(const T* qkv, Span span) const {
@@ -114,7 +114,7 @@ struct Head {
         if (documents == nullptr) {
             return {0, end()};
         }
-        const long long place = rows().first + position;
+        const long long place = rows.first + position;
         return {static_cast<int>(documents[2 * place]), static_cast<int>(documents[2 * place + 1])};
     }
 

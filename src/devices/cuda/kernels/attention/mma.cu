@@ -2,8 +2,6 @@
 
 #ifdef HAS_TENSOR_CORES
 
-// ---- On tensor cores. ----
-
 // What a lane holds of matrices that a warp multiplies (PTX ISA, mma.m16n8k16). With row = lane / 4 and
 // column = lane % 4 * 2, two neighbours a register:
 //   Left (16 × 16):  [row][column], [row + 8][column], [row][column + 8], [row + 8][column + 8]

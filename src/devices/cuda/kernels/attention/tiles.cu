@@ -1,4 +1,4 @@
-// Tiles in shared memory, and what is multiplied of them: the same for a warp and for a warpgroup.
+// Tiles in shared memory, and products of them, by a warp or by a warpgroup.
 
 #ifdef HAS_TENSOR_CORES
 
@@ -28,7 +28,7 @@ struct alignas(1024) Swizzled {
 
     T of[ROWS * HEAD];
 
-    // Of an address: rows that lie a multiple of eight apart are PITCH apart each.
+    // Rows that are a multiple of eight apart have their places PITCH apart each.
     __device__ static constexpr int place(int row, int channel) {
         return (channel / 64 * ROWS + row) * PITCH + (channel / 8 % 8 ^ row % 8) * 8 + channel % 8;
     }
@@ -92,6 +92,12 @@ __device__ inline void copy_rows(Tile& tile, const Rows& rows) {
     }
 }
 
+// Lane i gives where row i % 16 of channels i / 16 * 8 and the next begins.
+__device__ inline Left left_at(const T* row_at) {
+    const Matrices x = load(row_at, false);
+    return {{x.of[0], x.of[1], x.of[2], x.of[3]}};
+}
+
 // Sixteen rows of a left side, of a warp. HELD: registers have room for them, so a lane reads them from shared
 // memory once; else it reads them for each product.
 template <class Tile, bool HELD>
@@ -103,10 +109,7 @@ struct Strip {
         at = tile.of + Tile::place(first + lane % 16, lane / 16 * 8);
     }
 
-    __device__ Left part(int channel) const {
-        const Matrices x = load(at + channel, false);
-        return {{x.of[0], x.of[1], x.of[2], x.of[3]}};
-    }
+    __device__ Left part(int channel) const { return left_at(at + channel); }
 };
 
 template <class Tile>
@@ -114,11 +117,10 @@ struct Strip<Tile, true> {
     Left parts[Tile::HEAD / 16];
 
     __device__ void take(const Tile& tile, int first) {
-        Strip<Tile, false> shared;
-        shared.take(tile, first);
+        const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int channel = 0; channel < Tile::HEAD; channel += 16) {
-            parts[channel / 16] = shared.part(channel);
+            parts[channel / 16] = left_at(tile.of + Tile::place(first + lane % 16, channel + lane / 16 * 8));
         }
     }
 
@@ -127,7 +129,7 @@ struct Strip<Tile, true> {
 
 #ifdef HAS_WGMMA
 
-// For wgmma: 64 rows of a warpgroup, which stay in shared memory.
+// For wgmma, 64 rows of a warpgroup, which stay in shared memory.
 template <int HEAD, int ROWS>
 struct Strip<Swizzled<HEAD, ROWS>, false> {
     const Swizzled<HEAD, ROWS>* tile;
@@ -137,23 +139,6 @@ struct Strip<Swizzled<HEAD, ROWS>, false> {
     __device__ Descriptor part(int channel) const {
         return tile->descriptor(threadIdx.x / WARPGROUP * 64, channel);
     }
-};
-
-// They are read once, by warps.
-template <int HEAD, int ROWS>
-struct Strip<Swizzled<HEAD, ROWS>, true> {
-    Left parts[HEAD / 16];
-
-    __device__ void take(const Swizzled<HEAD, ROWS>& tile, int first) {
-        const int lane = threadIdx.x % WARP;
-#pragma unroll
-        for (int channel = 0; channel < HEAD; channel += 16) {
-            const Matrices x = load(tile.of + tile.place(first + lane % 16, channel + lane / 16 * 8), false);
-            parts[channel / 16] = {{x.of[0], x.of[1], x.of[2], x.of[3]}};
-        }
-    }
-
-    __device__ const Left& part(int channel) const { return parts[channel / 16]; }
 };
 
 #endif
@@ -277,8 +262,8 @@ __device__ inline void mix(Sums<1, HEAD>& sums, const Left (&p)[MIXED / 16], con
 
 template <int COLUMNS, int HEAD, int MIXED>
 __device__ inline void mix(Sums<1, COLUMNS>& sums, const Sums<1, MIXED>& p, const Swizzled<HEAD, MIXED>& x,
-                           int = 0) {
-    static_assert(COLUMNS == HEAD, "all channels");
+                           [[maybe_unused]] int part = 0) {
+    static_assert(COLUMNS == HEAD, "a block takes all channels");
     Left left[MIXED / 16];
     pack_sums(left, p[0]);
     mix(sums, left, x);

@@ -1,12 +1,10 @@
-// Products of a warpgroup on tensor cores.
+// Products of a warpgroup on tensor cores. They have 64 rows: each warp has 16 of them, as a Left and as Sums.
 
 #ifdef HAS_WGMMA
 
-// ---- Products of a warpgroup: 64 rows, of which each warp has 16 as it has a Left and Sums. ----
-
 constexpr int WARPGROUP = 4 * WARP;
 
-// Of a matrix in shared memory whose rows have 128 bytes, swizzled, eight of them side by side (PTX ISA, "Matrix
+// Describes a matrix in shared memory whose rows have 128 bytes, swizzled, and lie side by side (PTX ISA, "Matrix
 // Descriptor Format"; CUTLASS, `GmmaDescriptor`).
 struct Descriptor {
     unsigned address; // in 16 bytes, before it is swizzled
