@@ -64,14 +64,14 @@ const OLDEST: u32 = 70;
 /// of shared memory.
 pub(super) const AMPERE: u32 = 80;
 
-/// From this one on, they have the instructions that attention takes.
+/// From this one on, tensor cores have the instructions that attention uses.
 const TURING: u32 = 75;
 
-/// The one whose own instruction `wgmma` is.
+/// The only one that has the instruction `wgmma`.
 const HOPPER: u32 = 90;
 
 impl Target {
-    /// Of a config, for a GPU.
+    /// What a config asks for, on a GPU of an architecture.
     ///
     /// # Errors
     /// The GPU is too old, or of another architecture than the config asks for.

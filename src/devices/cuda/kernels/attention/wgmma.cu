@@ -91,7 +91,6 @@ void hold(Registers&) {}
 
 #else
 
-// sums (+)= a b, begun. TURNED: b's rows are those of the product, else its columns.
 #define SUM(i) "+f"(sums[i].of[0]), "+f"(sums[i].of[1]), "+f"(sums[i].of[2]), "+f"(sums[i].of[3])
 #if ELEMENT == 16
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
@@ -102,6 +101,7 @@ void hold(Registers&) {}
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
 
+// Begins sums (+)= a b. TURNED: b's rows lie one after another, as the product sums them; else its columns do.
 template <bool TURNED>
 __device__ inline void multiply(Sum (&sums)[8], const Left& a, Descriptor b, bool add) {
     asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n" WGMMA ALL_SUMS
@@ -129,7 +129,7 @@ __device__ inline void await_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// What this thread has written to shared memory is seen by products that begin behind the next barrier.
+// Products that begin behind the next barrier see what this thread has written to shared memory.
 __device__ inline void show_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // The compiler moves no access of these registers across this.
