@@ -53,9 +53,6 @@ SPILLS = {
     ("attention", 32): 200,
     ("attention_backward_keys", 32): 80,
     ("attention_backward_queries", 32): 488,
-    ("attention", 15): 200,
-    ("attention_backward_keys", 15): 80,
-    ("attention_backward_queries", 15): 444,
     ("attention_128", 16): 48,
     ("attention_128", 15): 48,
     ("attention_backward_keys_64", 16): 208,
@@ -67,13 +64,14 @@ SPILLS = {
     ("attention_backward_keys_128_wgmma", 16): 140,
     ("attention_backward_keys_128_wgmma", 15): 140,
     ("attention_backward_queries", 32, 70): 624,
-    ("attention_backward_queries", 15, 70): 628,
     ("attention_backward_keys", 32, 70): 116,
-    ("attention_backward_keys", 15, 70): 116,
-    # There, what is copied to shared memory goes through registers.
+    # On sm_70 and sm_75, what is copied to shared memory goes through registers.
+    ("attention_64", 15, 70): 352,
+    ("attention_128", 15, 70): 64,
+    ("attention_backward_keys_128_64k", 15, 70): 64,
     ("attention_256", 15, 75): 40,
     ("attention_backward_keys_64", 15, 75): 368,
-    ("attention_backward_keys_128", 15, 75): 256,
+    ("attention_backward_keys_128", 15, 75): 400,
     ("attention_backward_keys_256", 15, 75): 148,
     ("attention_backward_keys_128_64k", 15, 75): 268,
     ("attention_backward_keys_256_64k", 15, 75): 152,
@@ -98,10 +96,16 @@ LAUNCH = re.compile(r"// launch: (.*)\n(?://.*\n)*[^;{]*?" + KERNEL.pattern)
 
 
 # Files that are compiled as one, in this order.
-TOGETHER = {"attention": ["heads", "plain", "mma", "wgmma", "tiles", "passes", "cores"]}
+TOGETHER = {"attention": ["heads", "plain", "warp", "mma", "quad_pairs", "wgmma", "tiles", "passes", "cores"]}
+
+
+# Behind the name of a file: its kernels as they are on sm_70, which the emulator runs, too.
+SM_70 = "_sm_70"
 
 
 def text_of(file):
+    if file.endswith(SM_70):
+        return "#define SM_70\n" + text_of(file.removesuffix(SM_70))
     parts = [f"{file}/{part}" for part in TOGETHER[file]] if file in TOGETHER else [file]
     return "".join((KERNELS / f"{part}.cu").read_text("utf-8") for part in parts)
 
@@ -118,6 +122,23 @@ def is_compiled(file, element, architecture):
         return file == "attention" and element != 32
     is_same = file == "attention" and element == 15 and architecture >= 80 and architecture != 90
     return (element != 16 or architecture >= 80) and not is_same
+
+
+def is_emulated(file, element):
+    return element == 15 or not file.endswith(SM_70)
+
+
+def libraries_of(own, folder, has_hazards=False):
+    """The emulated libraries of some checks, by file and element; and the checks with each element."""
+    pairs = [(check, element) for check, element in itertools.product(own, ELEMENTS) if is_emulated(check[0], element)]
+    targets = list(dict.fromkeys((check[0], element) for check, element in pairs))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = pool.map(lambda target: build(*target, pathlib.Path(folder), has_hazards), targets)
+        return dict(zip(targets, built)), pairs
+
+
+def checks_of(files):
+    return [check for check in checks() if check[0].removesuffix(SM_70) in files]
 
 
 # ---- Compiling for GPUs. ----
@@ -540,14 +561,10 @@ def shape_of(line, known):
 
 def emulate_all(files):
     """Builds and checks all. Whether all went well."""
-    own = [check for check in checks() if check[0] in files]
     well, worst = True, {}
-    pool = concurrent.futures.ThreadPoolExecutor(os.cpu_count())
-    with tempfile.TemporaryDirectory() as folder, pool:
-        targets = list(itertools.product(dict.fromkeys(check[0] for check in own), ELEMENTS))
-        built = pool.map(lambda target: build(*target, pathlib.Path(folder)), targets)
-        libraries = dict(zip(targets, built))
-        for (file, function, cases), element in itertools.product(own, ELEMENTS):
+    with tempfile.TemporaryDirectory() as folder:
+        libraries, pairs = libraries_of(checks_of(files), folder)
+        for (file, function, cases), element in pairs:
             start = time.time()
             for case in cases:
                 try:
@@ -633,9 +650,51 @@ extern "C" __global__ void warpgroup_product(float* y, const T* left, const T* r
 }
 """
 
+# Behind attention's text of sm_70: a product of a warp.
+QUAD_PAIRS = """
+// launch: grid (1), block (32)
+extern "C" __global__ void warp_product(float* y, const T* left, const T* right, int is_turned) {
+    Left a;
+    Right b;
+    for (int i = 0; i < 8; ++i) {
+        const int at = 16 * threadIdx.x + 2 * i;
+        a.of[i] = static_cast<unsigned>(left[at + 1].bits) << 16 | left[at].bits;
+        b.of[i] = static_cast<unsigned>(right[at + 1].bits) << 16 | right[at].bits;
+    }
+    Sum sums[2] = {};
+    if (is_turned) {
+        multiply<true>(sums[0], sums[1], a, b);
+    } else {
+        multiply<false>(sums[0], sums[1], a, b);
+    }
+    for (int i = 0; i < 8; ++i) {
+        y[8 * threadIdx.x + i] = sums[i / 4].of[i % 4];
+    }
+}
+"""
+
+
+def are_quad_pairs_as_cute(folder, golden):
+    """Whether the emulated product of sm_70 is as CuTe says: four products, each of four steps."""
+    text = text_of("attention" + SM_70) + QUAD_PAIRS
+    device = Device("cute", build("cute" + SM_70, 15, folder, own=text), 15, False, {}, text)
+    random, well = np.random.default_rng(0), True
+    for is_turned, of in enumerate([golden["quad_pair"], golden["quad_pair_turned"]]):
+        left, right = (device.elements(random.uniform(-1, 1, (32, 4, 4))) for _ in range(2))
+        y = device.floats_out(32, 8)
+        device.launch("warp_product", y, left, right, is_turned)
+        for pair in range(4):
+            lanes, expected = np.array(of["lanes"]) + 4 * pair, np.zeros((8, 8))
+            for step in range(4):
+                a, b = np.zeros(32), np.zeros(32)
+                a[of["left"]], b[of["right"]] = left.wide[lanes, step].ravel(), right.wide[lanes, step].ravel()
+                expected += a.reshape(4, 8).T @ b.reshape(4, 8)  # by columns, as CuTe counts
+            well &= np.abs(y.wide[lanes].ravel() - expected.T.ravel()[of["sums"]]).max() < 1e-5
+    return well
+
 
 def is_as_cute(folder):
-    """Whether attention's tiles for wgmma, and the emulated product, are as CuTe says (kernels_cute.json)."""
+    """Whether attention's tiles for wgmma, and the emulated products, are as CuTe says (kernels_cute.json)."""
     text, golden = text_of("attention") + CUTE, json.loads((HERE / "kernels_cute.json").read_text("utf-8"))
     device = Device("cute", build("cute", 16, folder, own=text), 16, False, {}, text)
     # The leading byte offset is not used: all products are of 64 rows or 64 channels.
@@ -671,7 +730,8 @@ def is_as_cute(folder):
             well = False
         except AssertionError as error:
             well &= failure in str(error)
-    print("products of warpgroups are " + ("as CuTe says" if well else "not as CuTe says: FAILED"))
+    well &= are_quad_pairs_as_cute(folder, golden)
+    print("products of warpgroups and quad pairs are " + ("as CuTe says" if well else "not as CuTe says: FAILED"))
     return bool(well)
 
 
@@ -784,16 +844,13 @@ LOOKED_AT = 6
 
 def look_all(files):
     """Looks at the accesses of all kernels in some cases, and prints what they cost. Whether nothing was found."""
-    own = [check for check in checks() if check[0] in files]
     costs = {}
-    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        targets = list(itertools.product(dict.fromkeys(check[0] for check in own), ELEMENTS))
-        built = pool.map(lambda target: build(*target, pathlib.Path(folder), True), targets)
-        libraries = dict(zip(targets, built))
+    with tempfile.TemporaryDirectory() as folder:
+        libraries, pairs = libraries_of(checks_of(files), folder, True)
         well = finds_planted(pathlib.Path(folder))
         for library in libraries.values():
             library.hazards_found.restype = library.hazards_costs.restype = ctypes.c_char_p
-        for (file, function, cases), element in itertools.product(own, ELEMENTS):
+        for (file, function, cases), element in pairs:
             library = libraries[file, element]
             for case in cases[:: -(-len(cases) // LOOKED_AT)]:
                 device = Device(file, library, element, False, {})

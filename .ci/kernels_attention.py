@@ -137,18 +137,18 @@ def rows(*heads):
 
 
 def names(device, case, way):
-    """The three passes: the plain ones, or those of the smallest padded head size; of these, sm_75 and wgmma have
-    others."""
+    """The three passes: the plain ones, or those of the smallest padded head size; of these, there are others
+    for 64 KiB of shared memory, and by wgmma."""
     padded = "" if way == "plain" else f"_{min(size for size in (32, 64, 128, 256) if size >= case.head_size)}"
     passes = [f"{name}{padded}" for name in ("attention", "attention_backward_keys", "attention_backward_queries")]
-    suffix = {"sm_75": "_64k", "wgmma": "_wgmma"}.get(way, "")
+    suffix = {"64k": "_64k", "wgmma": "_wgmma"}.get(way, "")
     return [f"{name}{suffix}" if f"{name}{suffix}" in device.launches else name for name in passes]
 
 
 def check_attention(device, random, way, **sizes):
     """All at once, and in stretches from the end, with keys and values apart."""
-    if device.element not in {"plain": (32, 15), "cores": (16, 15), "wgmma": (16,), "sm_75": (15,)}[way]:
-        return  # there are tensor cores wherever there is bfloat16, and none for floats
+    if device.element not in {"plain": (32,), "cores": (16, 15), "wgmma": (16,), "64k": (15,)}[way]:
+        return  # there are tensor cores for elements of 16 bits, and none for floats
     case = Case(**sizes)
     b, t, width = case.sequences, case.positions, case.heads * case.head_size
     forward, backward_keys, backward_queries = names(device, case, way)
@@ -309,7 +309,8 @@ def checks():
     return [
         ("attention", check_attention, [one | dict(way="plain") for one in cases]),
         ("attention", check_attention, [one | dict(way="cores") for one in cases]),
-        ("attention", check_attention, [one | dict(way="sm_75") for one in cases if one["head_size"] > 64]),
+        ("attention", check_attention, [one | dict(way="64k") for one in cases if one["head_size"] > 64]),
+        ("attention_sm_70", check_attention, [one | dict(way="64k") for one in cases]),
         ("attention", check_attention, [one | dict(way="wgmma") for one in cases if 32 < one["head_size"] <= 128]),
         (
             "cross_entropy",

@@ -1,5 +1,5 @@
-// Makes kernels_cute.json: what CUTLASS's CuTe says of matrices that wgmma multiplies. kernels.py compares the
-// emulated product, and the tiles and descriptors of kernels/attention, with it.
+// Makes kernels_cute.json: what CUTLASS's CuTe says of matrices that wgmma multiplies, and quad pairs. kernels.py
+// compares the emulated products, and the tiles and descriptors of kernels/attention, with it.
 //
 //     c++ -std=c++17 -I cutlass/include -I cuda/include kernels_cute.cpp -o cute
 //     ./cute | grep -v cast_smem_ptr > kernels_cute.json
@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include <cute/atom/mma_traits_sm70.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
@@ -78,6 +79,22 @@ void fragment(const char* name, Layout layout) {
     list(name, 32 * values, [&](int i) { return layout(i / values, i % values); });
 }
 
+// Row + 8 column, in matrices of 8 × 4, 4 × 8 (its transpose) and 8 × 8, of each element of each lane of a quad pair.
+template <class Traits>
+void quad_pair(const char* name) {
+    std::printf("\"%s\": {\"lanes\": [", name);
+    for (int i = 0; i < 8; ++i) {
+        std::printf("%s%d", i == 0 ? "" : ", ", int(typename Traits::ThrID{}(i)));
+    }
+    std::printf("],\n");
+    list("left", 8 * 4, [&](int i) { return typename Traits::ALayout{}(i / 4, i % 4); });
+    std::printf(",\n");
+    list("right", 8 * 4, [&](int i) { return typename Traits::BLayout{}(i / 4, i % 4); });
+    std::printf(",\n");
+    list("sums", 8 * 8, [&](int i) { return typename Traits::CLayout{}(i / 8, i % 8); });
+    std::printf("}");
+}
+
 int main() {
     std::printf("{\"tiles\": [\n");
     tile<64, 128>();
@@ -87,5 +104,9 @@ int main() {
     fragment("left", SM90::GMMA::ALayout_64x16{});
     std::printf(",\n");
     fragment("sums", SM90::GMMA::CLayout_64x64{});
+    std::printf(",\n");
+    quad_pair<MMA_Traits<SM70_8x8x4_F32F16F16F32_TN>>("quad_pair");
+    std::printf(",\n");
+    quad_pair<MMA_Traits<SM70_8x8x4_F32F16F16F32_TT>>("quad_pair_turned");
     std::printf("}\n");
 }

@@ -74,7 +74,7 @@ const CORES: [(usize, Passes); 4] = [
     ),
 ];
 
-/// The same on sm_75, with at most 64 KiB of shared memory a block.
+/// The same on sm_70 and sm_75, with at most 64 KiB of shared memory a block.
 const CORES_IN_64K: [(usize, Passes); 4] = [
     CORES[0],
     CORES[1],

@@ -33,6 +33,9 @@ use crate::tensor::Dtype;
 /// The architecture that it has, unless it is [limited](Limits).
 const ARCHITECTURE: u32 = 90;
 
+/// From this architecture on, the tensor cores of a warp multiply without quad pairs.
+const TURING: u32 = 75;
+
 /// Bytes that the driver's memory is aligned to.
 const ALIGNED: usize = 256;
 
@@ -76,7 +79,10 @@ fn build(name: &str, text: &str, target: Target) -> PathBuf {
     let declared = texts::declared(text, target).expect("kernels that are declared");
     let table = declared.into_iter().map(|one| format!("EMULATED({})\n", one.name));
     let emulator = include_str!("kernels/emulator.h");
-    let all = [emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
+    // Attention has other instructions on sm_70.
+    let is_sm_70 = target.architecture < TURING && text.contains("defined SM_70");
+    let define = if is_sm_70 { "#define SM_70" } else { "" };
+    let all = [define, emulator, PRELUDE, text, &table.collect::<String>()].join("\n");
     let digest = xxhash_rust::xxh3::xxh3_64(all.as_bytes());
     let here = std::env::current_exe().expect("a test runs from a file");
     let folder = here.parent().expect("in a folder").to_path_buf();

@@ -19,7 +19,9 @@ pub(super) const TEXTS: [(&str, &str); 12] = [
         concat!(
             include_str!("kernels/attention/heads.cu"),
             include_str!("kernels/attention/plain.cu"),
+            include_str!("kernels/attention/warp.cu"),
             include_str!("kernels/attention/mma.cu"),
+            include_str!("kernels/attention/quad_pairs.cu"),
             include_str!("kernels/attention/wgmma.cu"),
             include_str!("kernels/attention/tiles.cu"),
             include_str!("kernels/attention/passes.cu"),
@@ -64,9 +66,6 @@ const OLDEST: u32 = 70;
 /// of shared memory.
 pub(super) const AMPERE: u32 = 80;
 
-/// From this one on, tensor cores have the instructions that attention uses.
-const TURING: u32 = 75;
-
 /// The only one that has the instruction `wgmma`.
 const HOPPER: u32 = 90;
 
@@ -94,21 +93,17 @@ impl Target {
         Err(format!("{gpu} is of architecture {architecture}, and {needs}").into())
     }
 
-    /// Whether attention runs on tensor cores. Elsewhere it runs as in f32.
+    /// Whether attention runs on tensor cores.
     pub(super) fn has_tensor_cores(self) -> bool {
-        match self.dtype {
-            Dtype::F32 => false,
-            Dtype::Bf16 => self.architecture >= AMPERE,
-            Dtype::F16 => self.architecture >= TURING,
-        }
+        self.dtype != Dtype::F32
     }
 }
 
-/// Where the part without tensor cores begins, the part with them, its kernels for sm_75, and those
-/// by `wgmma`, which end the text.
+/// Where the part without tensor cores begins, the part with them, its kernels for sm_70 and sm_75,
+/// and those by `wgmma`, which end the text.
 const PARTS: [&str; 4] = [
-    "#if defined EMULATOR || !defined HAS_TENSOR_CORES",
-    "#ifdef HAS_TENSOR_CORES",
+    "#if ELEMENT == 32\n",
+    "#if ELEMENT != 32\n",
     "#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)",
     "// ---- By wgmma. ----",
 ];

@@ -1,12 +1,12 @@
 // The kernels on tensor cores, by the head size that they pad to.
 
-#ifdef HAS_TENSOR_CORES
+#if ELEMENT != 32
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 22528 bytes
 extern "C" __global__ void __launch_bounds__(128)
     attention_32(T* y, float* lse, const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                  Attention size) {
-    forward<32, 64, 4, 2, true>(y, lse, qkv, kv, starts, documents, size);
+    forward<32, 64, 4, 2, HOLDS>(y, lse, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (shares kv_heads, ceil((past + longest) / 128), sequences), block (128), shared 33792 bytes
@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_32(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 32, 32, 4, 2, 32, 2, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 32, 32, 4, 2, 32, 2, HOLDS>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                              accumulate != 0, shares);
 }
 
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_32(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                   const T* kv, const int* starts, const unsigned* documents,
                                   Attention size) {
-    backward_queries<Padded, 32, 32, 4, 2, 2, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 32, 32, 4, 2, 2, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 128), sequences), block (128), shared 38912 bytes
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_keys_128(T* dqkv, float* dkv, const T* dy, const float* lse, const float* delta,
                                 const T* qkv, const T* kv, const int* starts, const unsigned* documents,
                                 Attention size, int accumulate, int shares) {
-    backward_keys<Padded, 128, 32, 4, 2, 128, 1, true>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
+    backward_keys<Padded, 128, 32, 4, 2, 128, 1, HOLDS>(dqkv, dkv, dy, lse, delta, qkv, kv, starts, documents, size,
                                                accumulate != 0, shares);
 }
 
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128(T* dqkv, const T* dy, const float* lse, const float* delta, const T* qkv,
                                    const T* kv, const int* starts, const unsigned* documents,
                                    Attention size) {
-    backward_queries<Padded, 128, 32, 4, 2, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 128, 32, 4, 2, 1, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 68096 bytes
@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(128)
     backward_queries<Padded, 256, 16, 4, 1, 1, false>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
-// ---- For sm_75, whose blocks have at most 64 KiB of shared memory: instead of those above that take more. ----
+// ---- For sm_75, whose blocks have at most 64 KiB of shared memory, and sm_70: instead of those above that take
+// more. ----
 
 #if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)
 
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(128)
     attention_backward_queries_128_64k(T* dqkv, const T* dy, const float* lse, const float* delta,
                                        const T* qkv, const T* kv, const int* starts,
                                        const unsigned* documents, Attention size) {
-    backward_queries<Padded, 128, 32, 4, 1, 1, true>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
+    backward_queries<Padded, 128, 32, 4, 1, 1, HOLDS>(dqkv, dy, lse, delta, qkv, kv, starts, documents, size);
 }
 
 // launch: grid (heads, ceil(longest / 64), sequences), block (128), shared 50944 bytes

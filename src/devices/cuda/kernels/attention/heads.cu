@@ -3,12 +3,12 @@
 // A block owns a tile of queries of one head (forward, dq) or a tile of keys (dk, dv) and walks the other
 // side in order, so every sum has one owner and one order. dq has a pass of its own.
 //
-// Each of the three passes comes in two ways. From sm_80 on, and in half on sm_75, elements are multiplied by
-// tensor cores: the kernels' names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that
-// holds a head. On sm_90a there are kernels that multiply by wgmma, too. Elsewhere, one plain way takes heads of
-// all sizes, up to 256.
+// Each of the three passes comes in two ways. Elements of 16 bits are multiplied by tensor cores: the kernels'
+// names have the head size that they pad to, of 32, 64, 128 and 256 the smallest that holds a head. On sm_90a
+// there are kernels that multiply by wgmma, too. Floats are multiplied without tensor cores, in one plain way for
+// heads of all sizes, up to 256.
 //
-// The files of this folder are compiled as one: heads, plain, mma, wgmma, tiles, passes, cores.
+// The files of this folder are compiled as one: heads, plain, warp, mma, quad_pairs, wgmma, tiles, passes, cores.
 
 // ---- Which queries see which keys, and where all of them are. ----
 
@@ -186,13 +186,13 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// True where tensor cores multiply elements. The emulator knows both ways.
-#if ELEMENT != 32 && (defined EMULATOR || __CUDA_ARCH__ >= 800 || (ELEMENT == 15 && __CUDA_ARCH__ == 750))
-#define HAS_TENSOR_CORES
+// True on sm_70, where quad pairs multiply. The emulator is that of sm_70 where SM_70 is defined.
+#if ELEMENT == 15 && (defined SM_70 || (!defined EMULATOR && __CUDA_ARCH__ < 750))
+#define HAS_QUAD_PAIRS
 #endif
 
 // True where warpgroups multiply by wgmma, which sm_90a alone has.
-#if ELEMENT != 32 && (defined EMULATOR || defined __CUDA_ARCH_FEAT_SM90_ALL)
+#if ELEMENT != 32 && !defined HAS_QUAD_PAIRS && (defined EMULATOR || defined __CUDA_ARCH_FEAT_SM90_ALL)
 #define HAS_WGMMA
 #endif
 

@@ -1,102 +1,70 @@
-// Products of a warp on tensor cores, and copies to shared memory.
+// Products of a warp, from sm_75 on.
 
-#ifdef HAS_TENSOR_CORES
+#if ELEMENT != 32 && !defined HAS_QUAD_PAIRS
 
 // What a lane holds of matrices that a warp multiplies (PTX ISA, mma.m16n8k16). With row = lane / 4 and
 // column = lane % 4 * 2, two neighbours a register:
 //   Left (16 × 16):  [row][column], [row + 8][column], [row][column + 8], [row + 8][column + 8]
-//   right (16 × 8):  [column][row] and the one below, [column + 8][row] and the one below
+//   Right (16 × 16): [column][row] and the one below, [column + 8][row] and the one below; then of row + 8
 //   Sum (16 × 8):    [row][column], [row][column + 1], [row + 8][column], [row + 8][column + 1]
 struct Left {
     unsigned of[4];
 };
 
-struct Sum {
-    float of[4];
-};
-
-// Four matrices of 8 × 8.
-struct Matrices {
+struct Right {
     unsigned of[4];
 };
 
+// Of a sum: a lane's first row and column, and rows from there to its second.
+__device__ inline int lane_row() { return threadIdx.x % WARP / 4; }
+__device__ inline int lane_column() { return threadIdx.x % 4 * 2; }
+constexpr int NEXT_ROW = 8;
+
+// Bits of the number of a lane in which those with the same rows differ.
+constexpr int OF_ROW[2] = {1, 2};
+
+// Whether registers have room for strips of a left side, where a kernel has room for those that are four registers.
+constexpr bool HOLDS = true;
+
 #ifdef EMULATOR
 
-inline unsigned pack(float low, float high) {
-    return static_cast<unsigned>(put(high).bits) << 16 | put(low).bits;
-}
-
-inline float power_of_two(float x) { return exp2f(x); }
-
-inline unsigned shared_address(const void* at) {
-    return static_cast<unsigned>(static_cast<const unsigned char*>(at) - emulator::dynamic_shared());
-}
-
-// sum += a b. Each lane shows its elements, numbered as in the PTX ISA.
-inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned b_1) {
+// first, second += a b. Each lane shows its elements, numbered as in the PTX ISA.
+template <bool TURNED>
+void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
     struct Lane {
-        float a[8], b[4];
+        Left a;
+        Right b;
     };
-    const auto element = [](unsigned bits, int which) {
-        return get(T{static_cast<unsigned short>(bits >> 16 * which)});
-    };
-    Lane mine, lanes[WARP];
+    Lane lanes[WARP];
+    warp_exchange(Lane{a, b}, lanes);
     for (int i = 0; i < 8; ++i) {
-        mine.a[i] = element(a.of[i / 2], i % 2);
-    }
-    for (int i = 0; i < 4; ++i) {
-        mine.b[i] = element(i < 2 ? b_0 : b_1, i % 2);
-    }
-    warp_exchange(mine, lanes);
-    const int lane = threadIdx.x % WARP;
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        const int row = lane_row() + i % 4 / 2 * 8, column = lane_column() + i % 2;
+        float& sum = (i < 4 ? first : second).of[i % 4];
         for (int k = 0; k < 16; ++k) {
-            const float left = lanes[row % 8 * 4 + k % 8 / 2].a[k / 8 * 4 + row / 8 * 2 + k % 2];
-            const float right = lanes[column * 4 + k % 8 / 2].b[k / 8 * 2 + k % 2];
-            sum.of[i] += left * right;
+            const float left = unpack(lanes[row % 8 * 4 + k % 8 / 2].a.of, k / 8 * 4 + row / 8 * 2 + k % 2);
+            sum += left * unpack(lanes[column * 4 + k % 8 / 2].b.of, i / 4 * 4 + k / 8 * 2 + k % 2);
         }
     }
 }
 
-// Lane i gives where row i % 8 of matrix i / 8 begins, and gets [row][column] and its neighbour of each;
-// turned, [column][row] and the one below.
-inline Matrices load(const T* row_at, bool is_turned) {
+// Loads four matrices of 8 × 8. Lane i gives where row i % 8 of matrix i / 8 begins, and gets [row][column] and its
+// neighbour of each; turned, [column][row] and the one below.
+template <bool TURNED>
+void load(unsigned (&matrices)[4], const T* row_at) {
     const T* rows[WARP];
     hazards_read(row_at, 16);
     warp_exchange(row_at, rows);
     const emulator::Own own;
-    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
-    Matrices matrices;
+    const int row = lane_row(), column = lane_column();
     for (int i = 0; i < 4; ++i) {
         const T* const* const of = rows + 8 * i;
-        const T low = is_turned ? of[column][row] : of[row][column];
-        const T high = is_turned ? of[column + 1][row] : of[row][column + 1];
-        matrices.of[i] = static_cast<unsigned>(high.bits) << 16 | low.bits;
+        const T low = TURNED ? of[column][row] : of[row][column];
+        const T high = TURNED ? of[column + 1][row] : of[row][column + 1];
+        matrices[i] = static_cast<unsigned>(high.bits) << 16 | low.bits;
     }
-    return matrices;
 }
 
 #else
-
-// Two elements in a register, the first in the lower half.
-__device__ inline unsigned pack(float low, float high) {
-    unsigned packed;
-#if ELEMENT == 16
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#elif __CUDA_ARCH__ >= 800
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-#else
-    packed = static_cast<unsigned>(put(high).bits) << 16 | put(low).bits;
-#endif
-    return packed;
-}
-
-__device__ inline float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 #if __CUDA_ARCH__ >= 800
 
@@ -127,63 +95,76 @@ __device__ inline void multiply(Sum& sum, const Left& a, unsigned b_0, unsigned 
 
 #endif
 
-__device__ inline unsigned shared_address(const void* at) {
-    return static_cast<unsigned>(__cvta_generic_to_shared(at));
+// first, second += a b, for the first eight columns of b and the others.
+template <bool TURNED>
+__device__ inline void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
+    multiply(first, a, b.of[0], b.of[1]);
+    multiply(second, a, b.of[2], b.of[3]);
 }
 
-// Lane i gives where row i % 8 of matrix i / 8 begins, and gets [row][column] and its neighbour of each;
-// turned, [column][row] and the one below.
-__device__ inline Matrices load(const T* row_at, bool is_turned) {
-    Matrices x;
-    if (is_turned) {
+// Loads four matrices of 8 × 8. Lane i gives where row i % 8 of matrix i / 8 begins, and gets [row][column] and its
+// neighbour of each; turned, [column][row] and the one below.
+template <bool TURNED>
+__device__ inline void load(unsigned (&matrices)[4], const T* row_at) {
+    if constexpr (TURNED) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.of[0]), "=r"(x.of[1]), "=r"(x.of[2]), "=r"(x.of[3])
+                     : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                      : "r"(shared_address(row_at))
                      : "memory");
     } else {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(x.of[0]), "=r"(x.of[1]), "=r"(x.of[2]), "=r"(x.of[3])
+                     : "=r"(matrices[0]), "=r"(matrices[1]), "=r"(matrices[2]), "=r"(matrices[3])
                      : "r"(shared_address(row_at))
                      : "memory");
     }
-    return x;
 }
-
-#if __CUDA_ARCH__ >= 800
-
-// Begins to copy 4 or 16 bytes to shared memory; zeros, where they are not real.
-template <int BYTES>
-__device__ inline void copy(void* to, const void* from, bool is_real) {
-    const unsigned address = shared_address(to);
-    const int real = is_real ? BYTES : 0;
-    if constexpr (BYTES == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                     :
-                     : "r"(address), "l"(from), "r"(real)
-                     : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-                     :
-                     : "r"(address), "l"(from), "r"(real)
-                     : "memory");
-    }
-}
-
-__device__ inline void await_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-#else
-
-// Copies at once.
-template <int BYTES>
-__device__ inline void copy(void* to, const void* from, bool is_real) {
-    using Words = Packed<unsigned, BYTES / 4>;
-    *static_cast<Words*>(to) = is_real ? *static_cast<const Words*>(from) : Words{};
-}
-
-__device__ inline void await_copies() {}
 
 #endif
 
-#endif
+// Where a lane reads of a tile: for sixteen rows, from a first row and channel on, as a left side; for sixteen rows
+// as the columns of a right side; for sixteen rows as a right side, turned.
+template <class Tile>
+__device__ inline const T* left_in(const Tile& tile, int first, int channel) {
+    const int lane = threadIdx.x % WARP;
+    return tile.of + Tile::place(first + lane % 16, channel + lane / 16 * 8);
+}
+
+template <class Tile>
+__device__ inline const T* right_in(const Tile& tile) {
+    const int lane = threadIdx.x % WARP;
+    return tile.of + Tile::place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+}
+
+template <class Tile>
+__device__ inline const T* turned_in(const Tile& tile) {
+    const int lane = threadIdx.x % WARP;
+    return tile.of + Tile::place(lane % 16, lane / 16 * 8);
+}
+
+// What it reads there.
+__device__ inline Left left_at(const T* at) {
+    Left left;
+    load<false>(left.of, at);
+    return left;
+}
+
+__device__ inline Right right_at(const T* at) {
+    Right right;
+    load<false>(right.of, at);
+    return right;
+}
+
+template <int PITCH>
+__device__ inline Right turned_at(const T* at) {
+    Right right;
+    load<true>(right.of, at);
+    return right;
+}
+
+// Two sums side by side lie in a warp as one left side does.
+__device__ inline Left left_of(const Sum& first, const Sum& second) {
+    return {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
+             pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};
+}
 
 #endif

@@ -1,6 +1,6 @@
 // Attention on tensor cores: forward, and backward to keys and to queries.
 
-#ifdef HAS_TENSOR_CORES
+#if ELEMENT != 32
 
 // Writes (or adds) half of a lane's sums, one row, to channels first..channels of a head.
 template <class E, int COLUMNS>
@@ -10,7 +10,7 @@ __device__ inline void give(E* to, const Sum (&sums)[COLUMNS], int half, float b
         sizeof(E) == 2 && channels % 2 == 0 && reinterpret_cast<unsigned long long>(to) % 4 == 0;
 #pragma unroll
     for (int column = 0; column < COLUMNS; ++column) {
-        const int channel = first + column * 8 + threadIdx.x % 4 * 2;
+        const int channel = first + column * 8 + lane_column();
         const float low = sums[column].of[2 * half] * by, high = sums[column].of[2 * half + 1] * by;
         if (is_paired && channel < channels) {
             *reinterpret_cast<unsigned*>(to + channel) = pack(low, high);
@@ -32,14 +32,18 @@ __device__ inline Span part_of(Span tile) {
     return {min(from, tile.to), min(from + POSITIONS, tile.to)};
 }
 
-__device__ inline float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 1));
-    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, 2));
+// From a lane's first row to another, of strips of 16 below each other, in each of which it has two.
+__device__ constexpr int to_row(int index) { return index / 2 * 16 + index % 2 * NEXT_ROW; }
+
+// Of all lanes with the same rows.
+__device__ inline float row_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_MASK, x, OF_ROW[0]));
+    return fmaxf(x, __shfl_xor_sync(FULL_MASK, x, OF_ROW[1]));
 }
 
-__device__ inline float quad_sum(float x) {
-    x += __shfl_xor_sync(FULL_MASK, x, 1);
-    return x + __shfl_xor_sync(FULL_MASK, x, 2);
+__device__ inline float row_sum(float x) {
+    x += __shfl_xor_sync(FULL_MASK, x, OF_ROW[0]);
+    return x + __shfl_xor_sync(FULL_MASK, x, OF_ROW[1]);
 }
 
 template <int HEAD, int KEYS, int QUERIES>
@@ -54,10 +58,10 @@ template <int N>
 __device__ inline void hide(Sum (&p)[N], const Head& head, int query, int last_query, int from) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const Span seen = head.seen(min(query + 8 * half, last_query));
+        const Span seen = head.seen(min(query + NEXT_ROW * half, last_query));
 #pragma unroll
         for (int i = 0; i < 2 * N; ++i) {
-            if (!seen.has(from + i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2)) {
+            if (!seen.has(from + i / 2 * 8 + lane_column() + i % 2)) {
                 p[i / 2].of[2 * half + i % 2] = -infinity();
             }
         }
@@ -88,7 +92,7 @@ struct Softmax {
             for (const Sum& sum : p) {
                 largest = fmaxf(largest, fmaxf(sum.of[2 * half], sum.of[2 * half + 1]));
             }
-            largest = quad_max(largest);
+            largest = row_max(largest);
             // A query may see nothing of the first tiles.
             const float base = largest == -infinity() ? 0.0f : largest * scale;
             shrink[half] = power_of_two(most[half] * scale - base);
@@ -112,8 +116,8 @@ __device__ inline void drop(Sum (&p)[N], const Head& head, const unsigned char* 
     if (size.dropout.threshold != 0) {
 #pragma unroll
         for (int i = 0; i < 4 * N; ++i) {
-            const int key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
-            p[i / 4].of[i % 4] *= head.factor(kept, query + i % 4 / 2 * 8, key, 8 * N);
+            const int key = i / 4 * 8 + lane_column() + i % 2;
+            p[i / 4].of[i % 4] *= head.factor(kept, query + i % 4 / 2 * NEXT_ROW, key, 8 * N);
         }
     }
 }
@@ -124,13 +128,13 @@ __device__ inline void give_mixed(T* y, float* lse, const Head& head, const Sum 
                                   int first_query, int end) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int query = first_query + 8 * half;
-        const float sum = quad_sum(softmax.total[half]);
+        const int query = first_query + NEXT_ROW * half;
+        const float sum = row_sum(softmax.total[half]);
         if (query >= end) {
             continue;
         }
         give(y + head.at(query), mixed, half, 1.0f / sum, 0, head.size.head_size, false);
-        if (threadIdx.x % 4 == 0) {
+        if (lane_column() == 0) {
             lse[head.statistic(query)] = softmax.most[half] * head.size.scale + logf(sum);
         }
     }
@@ -143,7 +147,7 @@ __device__ inline void forward(T* y, float* lse, const T* qkv, const T* kv, cons
     constexpr int THREADS = WARP * WARPS, QUERIES = 16 * STRIPS * WARPS;
     using Shared = ForwardShared<HEAD, KEYS, QUERIES>;
     Shared& shared = shared_memory<Shared>();
-    const int row = threadIdx.x % WARP / 4;
+    const int row = lane_row();
     const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
@@ -227,7 +231,7 @@ __device__ inline void forward_ahead(T* y, float* lse, const T* qkv, const T* kv
     using Shared = AheadShared<HEAD, KEYS, QUERIES>;
     using Keys = Swizzled<HEAD, KEYS>;
     Shared& shared = shared_memory<Shared>();
-    const int row = threadIdx.x % WARP / 4;
+    const int row = lane_row();
     const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     // The longest rows come first.
@@ -339,7 +343,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     using Keys = Tile<HEAD, KEYS>;
     using Shared = BackwardKeysShared<Tile, HEAD, QUERIES, KEYS, STAGES>;
     Shared& shared = shared_memory<Shared>();
-    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int row = lane_row(), column = lane_column();
     const int group = size.heads / size.kv_heads / shares, part = blockIdx.x % PARTS * COLUMNS;
     Head head(size, starts, documents, kv != nullptr, blockIdx.x / PARTS * group);
     const T* const keys_at = kv != nullptr ? kv : qkv;
@@ -405,7 +409,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
             await_sums<Keys>(p, ds);
             // Query and key of a lane's element with this index in its strip.
             const auto query_of = [&](int at) { return at / 4 * 8 + column + at % 2; };
-            const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * 8; };
+            const auto key_of = [&](int strip, int at) { return mine.from + 16 * strip + row + at % 4 / 2 * NEXT_ROW; };
             if (queries.count() < QUERIES || !sight.covers(mine)) {
 #pragma unroll
                 for (int i = 0; i < STRIPS * QUERIES / 2; ++i) {
@@ -454,7 +458,7 @@ __device__ inline void keys_pass(T* dqkv, float* dkv, const T* dy, const float* 
     }
 #pragma unroll
     for (int i = 0; i < 2 * STRIPS; ++i) {
-        const int strip = i / 2, half = i % 2, key = mine.from + row + 8 * i;
+        const int strip = i / 2, half = i % 2, key = mine.from + row + to_row(i);
         if (key >= mine.to) {
             continue;
         }
@@ -507,7 +511,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     constexpr int TOGETHER = Queries::THREADS / WARP * 16 * STRIPS;
     using Shared = BackwardQueriesShared<Tile, HEAD, KEYS, QUERIES, STAGES>;
     Shared& shared = shared_memory<Shared>();
-    const int row = threadIdx.x % WARP / 4, column = threadIdx.x % 4 * 2;
+    const int row = lane_row(), column = lane_column();
     const Head head(size, starts, documents, kv != nullptr, blockIdx.x);
     const T* const keys_at = kv != nullptr ? kv : qkv;
     const Span queries = head.tile(size.past, gridDim.y - 1 - blockIdx.y, QUERIES);
@@ -522,7 +526,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     float of_lse[2 * STRIPS], of_delta[2 * STRIPS];
 #pragma unroll
     for (int i = 0; i < 2 * STRIPS; ++i) {
-        const int query = min(mine.from + row + 8 * i, queries.to - 1);
+        const int query = min(mine.from + row + to_row(i), queries.to - 1);
         of_lse[i] = lse[head.statistic(query)] * LOG2_E;
         of_delta[i] = delta[head.statistic(query)];
     }
@@ -568,7 +572,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
             if (!sight_of_mine.covers({from, from + KEYS})) {
 #pragma unroll
                 for (int of_row = 0; of_row < 2 * STRIPS; ++of_row) {
-                    const Span seen = head.seen(min(mine.from + row + 8 * of_row, queries.to - 1));
+                    const Span seen = head.seen(min(mine.from + row + to_row(of_row), queries.to - 1));
 #pragma unroll
                     for (int i = 0; i < KEYS / 4; ++i) {
                         if (!seen.has(from + i / 2 * 8 + column + i % 2)) {
@@ -581,7 +585,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
 #pragma unroll
                 for (int i = 0; i < STRIPS * KEYS / 2; ++i) {
                     const int strip = i / (KEYS / 2), at = i % (KEYS / 2);
-                    const int query = mine.from - queries.from + row + 8 * row_of(strip, at);
+                    const int query = mine.from - queries.from + row + to_row(row_of(strip, at));
                     ds[strip][at / 4].of[at % 4] *= head.factor(of.kept, query, key_of(at), KEYS);
                 }
             }
@@ -602,7 +606,7 @@ __device__ inline void backward_queries(T* dqkv, const T* dy, const float* lse, 
     await_copies(); // where nothing is seen
 #pragma unroll
     for (int i = 0; i < 2 * STRIPS; ++i) {
-        const int query = mine.from + row + 8 * i;
+        const int query = mine.from + row + to_row(i);
         if (query < mine.to) {
             give(dqkv + head.at_query(query), dq[i / 2], i % 2, size.scale, 0, size.head_size, false);
         }

@@ -1,6 +1,6 @@
 // Attention without tensor cores.
 
-#if defined EMULATOR || !defined HAS_TENSOR_CORES
+#if ELEMENT == 32
 
 // ---- The plain way: a block of 16 × 16 threads, each with 4 × 4 of a tile of 64 × 64. ----
 

@@ -1,6 +1,6 @@
 // Tiles in shared memory, and products of them, by a warp or by a warpgroup.
 
-#ifdef HAS_TENSOR_CORES
+#if ELEMENT != 32
 
 constexpr float LOG2_E = 1.44269504f;
 
@@ -92,12 +92,6 @@ __device__ inline void copy_rows(Tile& tile, const Rows& rows) {
     }
 }
 
-// Lane i gives where row i % 16 of channels i / 16 * 8 and the next begins.
-__device__ inline Left left_at(const T* row_at) {
-    const Matrices x = load(row_at, false);
-    return {{x.of[0], x.of[1], x.of[2], x.of[3]}};
-}
-
 // Sixteen rows of a left side, of a warp. HELD: registers have room for them, so a lane reads them from shared
 // memory once; else it reads them for each product.
 template <class Tile, bool HELD>
@@ -105,8 +99,7 @@ struct Strip {
     const T* at;
 
     __device__ void take(const Tile& tile, int first) {
-        const int lane = threadIdx.x % WARP;
-        at = tile.of + Tile::place(first + lane % 16, lane / 16 * 8);
+        at = left_in(tile, first, 0);
     }
 
     __device__ Left part(int channel) const { return left_at(at + channel); }
@@ -117,10 +110,9 @@ struct Strip<Tile, true> {
     Left parts[Tile::HEAD / 16];
 
     __device__ void take(const Tile& tile, int first) {
-        const int lane = threadIdx.x % WARP;
 #pragma unroll
         for (int channel = 0; channel < Tile::HEAD; channel += 16) {
-            parts[channel / 16] = left_at(tile.of + Tile::place(first + lane % 16, channel + lane / 16 * 8));
+            parts[channel / 16] = left_at(left_in(tile, first, channel));
         }
     }
 
@@ -157,19 +149,12 @@ __device__ inline void take(Strip<Tile, HELD> (&strips)[STRIPS], const Tile& til
 template <int STRIPS, int COLUMNS>
 using Sums = Sum[STRIPS][COLUMNS / 8];
 
-// Two sums side by side lie in a warp as one left side does.
-__device__ inline Left left_of(const Sum& first, const Sum& second) {
-    return {{pack(first.of[0], first.of[1]), pack(first.of[2], first.of[3]),
-             pack(second.of[0], second.of[1]), pack(second.of[2], second.of[3])}};
-}
-
 // Products of strips of a and each row of b, over all channels.
 template <int HEAD, int COLUMNS, class A, bool HELD, int STRIPS>
 __device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<A, HELD> (&a)[STRIPS],
                                 const Padded<HEAD, COLUMNS>& tile) {
     constexpr int PITCH = Padded<HEAD, COLUMNS>::PITCH;
-    const int lane = threadIdx.x % WARP;
-    const T* const b = tile.of + tile.place(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8);
+    const T* const b = right_in(tile);
     for (auto& of_strip : sums) {
         for (Sum& sum : of_strip) {
             sum = {};
@@ -184,11 +169,10 @@ __device__ inline void products(Sums<STRIPS, COLUMNS>& sums, const Strip<A, HELD
         }
 #pragma unroll
         for (int column = 0; column < COLUMNS; column += 16) {
-            const Matrices right = load(b + column * PITCH + channel, false);
+            const Right right = right_at(b + column * PITCH + channel);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
-                multiply(sums[strip][column / 8], left[strip], right.of[0], right.of[1]);
-                multiply(sums[strip][column / 8 + 1], left[strip], right.of[2], right.of[3]);
+                multiply<false>(sums[strip][column / 8], sums[strip][column / 8 + 1], left[strip], right);
             }
         }
     }
@@ -199,8 +183,7 @@ template <int COLUMNS, int HEAD, int MIXED, int STRIPS>
 __device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED>& p,
                            const Padded<HEAD, MIXED>& tile, int part = 0) {
     constexpr int PITCH = Padded<HEAD, MIXED>::PITCH;
-    const int lane = threadIdx.x % WARP;
-    const T* const x = tile.of + tile.place(lane % 16, lane / 16 * 8) + part;
+    const T* const x = turned_in(tile) + part;
 #pragma unroll
     for (int row = 0; row < MIXED; row += 16) {
         Left left[STRIPS];
@@ -210,11 +193,10 @@ __device__ inline void mix(Sums<STRIPS, COLUMNS>& sums, const Sums<STRIPS, MIXED
         }
 #pragma unroll
         for (int column = 0; column < COLUMNS; column += 16) {
-            const Matrices right = load(x + row * PITCH + column, true);
+            const Right right = turned_at<PITCH>(x + row * PITCH + column);
 #pragma unroll
             for (int strip = 0; strip < STRIPS; ++strip) {
-                multiply(sums[strip][column / 8], left[strip], right.of[0], right.of[1]);
-                multiply(sums[strip][column / 8 + 1], left[strip], right.of[2], right.of[3]);
+                multiply<true>(sums[strip][column / 8], sums[strip][column / 8 + 1], left[strip], right);
             }
         }
     }

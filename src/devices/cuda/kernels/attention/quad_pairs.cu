@@ -1,0 +1,158 @@
+// Products of a warp on sm_70: mma.m8n8k4, by quad pairs.
+
+#ifdef HAS_QUAD_PAIRS
+
+// A quad pair is four lanes and the four lanes 16 behind them. It multiplies 8 × 4 by 4 × 8 elements (PTX ISA,
+// mma.m8n8k4), so a warp multiplies four such pairs of matrices at once. Bit 3 of a lane says which eight rows of 16
+// its quad pair has, bit 2 which columns: of every eight, the first four or the others. So sums lie in a warp nearly as
+// they do from sm_75 on. Two quad pairs read each side. With four neighbours in two registers, a lane holds of
+//   Left (16 × 16):  its row, left_row()
+//   Right (16 × 16): its column; turned, of each four rows one, with four of its columns
+//   Sum (16 × 8):    [row][column], [row][column + 1], [row + 2][column], [row + 2][column + 1]
+struct Left {
+    unsigned of[8];
+};
+
+struct Right {
+    unsigned of[8];
+};
+
+// Of a sum: a lane's first row and column, and rows from there to its second.
+__device__ inline int lane_row() {
+    const int lane = threadIdx.x % WARP;
+    return lane / 8 % 2 * 8 + lane / 16 * 4 + lane % 2;
+}
+__device__ inline int lane_column() { return threadIdx.x & 6; }
+constexpr int NEXT_ROW = 2;
+
+// Bits of the number of a lane in which those with the same rows differ.
+constexpr int OF_ROW[2] = {2, 4};
+
+// Registers have no room for strips of a left side: each is twice as many as elsewhere.
+constexpr bool HOLDS = false;
+
+#ifdef EMULATOR
+
+// first, second += a b. Each lane shows its elements, numbered as in the PTX ISA.
+template <bool TURNED>
+void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
+    struct Lane {
+        Left a;
+        Right b;
+    };
+    Lane lanes[WARP];
+    warp_exchange(Lane{a, b}, lanes);
+    const int lane = threadIdx.x % WARP;
+    const auto of_pair = [&](int index) -> const Lane& { return lanes[index / 4 * 16 + lane % 16 / 4 * 4 + index % 4]; };
+    for (int i = 0; i < 8; ++i) {
+        const int row = lane / 16 * 4 + (i & 2) + lane % 2, column = (i & 4) + (lane & 2) + i % 2;
+        float& sum = (i < 4 ? first : second).of[i % 4];
+        for (int k = 0; k < 16; ++k) {
+            const int lane_of_b = TURNED ? column / 4 * 4 + k % 4 : column;
+            const int of_lane = TURNED ? k / 4 * 4 + column % 4 : k;
+            sum += unpack(of_pair(row).a.of, k) * unpack(of_pair(lane_of_b).b.of, of_lane);
+        }
+    }
+}
+
+#else
+
+// first, second += a b, four columns of a at a time.
+template <bool TURNED>
+__device__ inline void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
+#define MULTIPLY(b_layout)                                                                            \
+    asm volatile("mma.sync.aligned.m8n8k4.row." b_layout ".f32.f16.f16.f32"                           \
+                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9}, {%10, %11}, {%0, %1, %2, %3, %4, %5, %6, %7};" \
+                 : "+f"(first.of[0]), "+f"(first.of[1]), "+f"(first.of[2]), "+f"(first.of[3]),        \
+                   "+f"(second.of[0]), "+f"(second.of[1]), "+f"(second.of[2]), "+f"(second.of[3])     \
+                 : "r"(a.of[2 * step]), "r"(a.of[2 * step + 1]), "r"(b.of[2 * step]), "r"(b.of[2 * step + 1]))
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        if constexpr (TURNED) {
+            MULTIPLY("row");
+        } else {
+            MULTIPLY("col");
+        }
+    }
+#undef MULTIPLY
+}
+
+#endif
+
+// Where a lane reads of a tile: for sixteen rows, from a first row and channel on, as a left side; for sixteen rows
+// as the columns of a right side; for sixteen rows as a right side, turned. Eight rows meet no bank twice.
+template <class Tile>
+__device__ inline const T* left_in(const Tile& tile, int first, int channel) {
+    const int lane = threadIdx.x % WARP;
+    return tile.of + Tile::place(first + lane / 8 % 2 * 8 + lane / 16 * 4 + lane % 4, channel);
+}
+
+template <class Tile>
+__device__ inline const T* right_in(const Tile& tile) {
+    const int lane = threadIdx.x % WARP;
+    return tile.of + Tile::place(lane / 16 * 8 + lane % 8, 0);
+}
+
+template <class Tile>
+__device__ inline const T* turned_in(const Tile& tile) {
+    const int lane = threadIdx.x % WARP;
+    return tile.of + Tile::place(lane % 4, lane / 16 * 8 + (lane & 4));
+}
+
+// What it reads there: sixteen neighbours, or, turned, four neighbours of every fourth row.
+template <int COUNT>
+__device__ inline void read_words(unsigned* to, const T* at) {
+    const auto words = read_once(reinterpret_cast<const Packed<unsigned, COUNT>*>(at));
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+        to[i] = words.of[i];
+    }
+}
+
+__device__ inline Left left_at(const T* at) {
+    Left left;
+    read_words<4>(left.of, at);
+    read_words<4>(left.of + 4, at + 8);
+    return left;
+}
+
+__device__ inline Right right_at(const T* at) {
+    Right right;
+    read_words<4>(right.of, at);
+    read_words<4>(right.of + 4, at + 8);
+    return right;
+}
+
+template <int PITCH>
+__device__ inline Right turned_at(const T* at) {
+    Right right;
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        read_words<2>(right.of + 2 * step, at + 4 * step * PITCH);
+    }
+    return right;
+}
+
+// Two sums side by side, as a left side. Of two lanes whose numbers differ in bit 1, one gives the other its numbers
+// of one row and gets those of the other row; then two whose numbers differ in bit 2 show each other what they have of
+// their row.
+__device__ inline Left left_of(const Sum& first, const Sum& second) {
+    const bool is_next = threadIdx.x & 2, is_behind = threadIdx.x & 4;
+    Left left;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const Sum& sum = half == 0 ? first : second;
+        const unsigned row = pack(sum.of[0], sum.of[1]), next_row = pack(sum.of[2], sum.of[3]);
+        const unsigned own = is_next ? next_row : row;
+        const unsigned given = __shfl_xor_sync(FULL_MASK, is_next ? row : next_row, 2);
+        const unsigned low = is_next ? given : own, high = is_next ? own : given;
+        const unsigned other_low = __shfl_xor_sync(FULL_MASK, low, 4), other_high = __shfl_xor_sync(FULL_MASK, high, 4);
+        left.of[4 * half] = is_behind ? other_low : low;
+        left.of[4 * half + 1] = is_behind ? other_high : high;
+        left.of[4 * half + 2] = is_behind ? low : other_low;
+        left.of[4 * half + 3] = is_behind ? high : other_high;
+    }
+    return left;
+}
+
+#endif
