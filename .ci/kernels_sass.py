@@ -28,7 +28,7 @@ COUNTED = {
 # All rows are aligned.
 PACKED = {
     "return count >= N && reinterpret_cast<unsigned long long>(at) % sizeof(Packed<E, N>) == 0;": "return true;",
-    "return is_packed(at, count) && channels % 4 == 0;": "return true;",
+    "return is_packed<N>(at, count) && channels % N == 0;": "return true;",
 }
 
 # What holds in the middle of a long sequence, where nothing is dropped: there is no other code then.
@@ -63,6 +63,7 @@ MOVED = {
     "head_norm_backward": lambda size: 3 * 4 * size,  # dy, x, dx
     "head_norm_parts": lambda size: 2 * 4 * size,  # dy, x
     "rotate": lambda size: 2 * 2 * 4 * size,  # two halves, read and written
+    "activate_backward_parts": lambda size: 4 * 3 * 16,  # of four rows: x, dx twice
     "score_rows": lambda size: 16,  # logits
     "score_gradient": lambda size: 16 + 4 * size,  # logits, d
     "column_parts": lambda size: 4 * size,  # x

@@ -78,6 +78,18 @@ pub trait Kernels {
     /// See [`ActivateBackward`].
     fn activate_backward(&self, op: &ActivateBackward);
 
+    /// Back over an activation function and the product before it: `linear.dy` is `activate.dx`. A
+    /// device may sum `linear.dbias` while it goes back over the function.
+    fn activate_linear_backward(
+        &self,
+        activate: &ActivateBackward,
+        linear: &LinearBackward,
+        scratch: &Scratch<'_>,
+    ) {
+        self.activate_backward(activate);
+        self.linear_backward(linear, scratch);
+    }
+
     /// See [`Gate`].
     fn gate(&self, op: &Gate);
 

@@ -380,7 +380,7 @@ impl Final {
         k.norm_backward(&op, scratch);
         if let Some(sum) = sum {
             let activation = self.activation();
-            k.activate_backward(&ActivateBackward { dx: dinput, x: sum, activation });
+            let activate = ActivateBackward { dx: dinput, x: sum, activation };
             let op = LinearBackward {
                 dx,
                 dw: d[0],
@@ -391,7 +391,7 @@ impl Final {
                 transposed: self.shape.transposed,
                 accumulate,
             };
-            k.linear_backward(&op, scratch);
+            k.activate_linear_backward(&activate, &op, scratch);
             if let Some(low_rank) = low_rank {
                 let c = self.shape.hidden;
                 let w = Adapters::only(weights, ADAPTER_AT, c);

@@ -1,9 +1,10 @@
-//! Activation functions, alone and as gates.
+//! Activation functions: alone, with the gradient of a bias before them, and as gates.
 
 use super::driver::Argument;
 use super::kernels::On;
-use super::launches::{activation_number, int, long, wide};
-use crate::kernels::{Activate, ActivateBackward, Gate, GateBackward};
+use super::launches::{PART, activation_number, int, long, parts_of, wide};
+use crate::kernels::{Activate, ActivateBackward, Gate, GateBackward, LinearBackward};
+use crate::tensor::View;
 
 impl On<'_> {
     pub(super) fn activate(&self, &Activate { y, x, activation }: &Activate) {
@@ -17,6 +18,37 @@ impl On<'_> {
         let (count, number) = (long(x.len()), activation_number(activation));
         let arguments: [&dyn Argument; 4] = [&self.at(dx), &self.at(x), &count, &number];
         self.queue.each("activate_backward", x.len(), wide(x.dtype), &arguments);
+    }
+
+    /// With a bias, one kernel goes back over the function and sums the bias' gradient.
+    pub(super) fn activate_linear_backward(
+        &self,
+        activate: &ActivateBackward,
+        linear: &LinearBackward,
+        parts: View,
+    ) {
+        match linear.dbias {
+            Some(dbias) => self.activate_bias_backward(activate, dbias, parts, linear.accumulate),
+            None => self.activate_backward(activate),
+        }
+        self.linear_backward(&LinearBackward { dbias: None, ..*linear }, parts);
+    }
+
+    fn activate_bias_backward(
+        &self,
+        &ActivateBackward { dx, x, activation }: &ActivateBackward,
+        dbias: View,
+        parts: View,
+        accumulate: bool,
+    ) {
+        let (rows, columns, number) = (dx.rows, dx.columns, activation_number(activation));
+        let ([r, c, part], count, to) =
+            ([rows, columns, PART].map(int), parts_of(rows), self.at(parts));
+        let arguments: [&dyn Argument; 7] =
+            [&self.at(dx), &to, &self.at(x), &r, &c, &part, &number];
+        let wide = wide(dx.dtype);
+        self.queue.wide_columns("activate_backward_parts", [count, 1], columns, wide, &arguments);
+        self.queue.fold(self.at(dbias), to, [count, columns, columns], accumulate);
     }
 
     pub(super) fn gate(&self, &Gate { y, x, activation }: &Gate) {

@@ -100,6 +100,19 @@ impl Kernels for CudaKernels<'_> {
         self.run(|on| on.activate_backward(op));
     }
 
+    fn activate_linear_backward(
+        &self,
+        activate: &ActivateBackward,
+        linear: &LinearBackward,
+        scratch: &Scratch<'_>,
+    ) {
+        activate.check();
+        linear.check();
+        assert_eq!(linear.dy, activate.dx, "the product is the one before the function");
+        let parts = linear::backward_scratch(linear, &scratch.nested());
+        self.run(|on| on.activate_linear_backward(activate, linear, parts));
+    }
+
     fn gate(&self, op: &Gate) {
         op.check();
         self.run(|on| on.gate(op));

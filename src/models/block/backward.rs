@@ -61,6 +61,8 @@ struct ProductBackward<'a> {
     dy: View,
     x: View,
     w: &'a Product<View>,
+    /// The activation function behind the product, where `dy` is still the gradient behind that.
+    activate: Option<ActivateBackward>,
 }
 
 impl ChunkPass<'_> {
@@ -97,7 +99,7 @@ impl ChunkPass<'_> {
         op: &ProductBackward<'_>,
         scratch: &Scratch<'_>,
     ) {
-        let ProductBackward { dx, d, dy, x, w } = *op;
+        let ProductBackward { dx, d, dy, x, w, activate } = *op;
         let op = LinearBackward {
             dx,
             dw: d.affine.weight,
@@ -108,7 +110,10 @@ impl ChunkPass<'_> {
             transposed: self.block.shape.transposed,
             accumulate: g.accumulate,
         };
-        self.k.linear_backward(&op, scratch);
+        match activate {
+            Some(activate) => self.k.activate_linear_backward(&activate, &op, scratch),
+            None => self.k.linear_backward(&op, scratch),
+        }
         if let Some(low_rank) = &self.low_rank {
             let adapters = (&w.adapters[..], &d.adapters[..]);
             low_rank.backward([dx, dy, x], adapters, g.accumulate, scratch);
@@ -211,15 +216,15 @@ impl ChunkPass<'_> {
         let doutput = self.branch_norm_backward(g, dropped, FEED_FORWARD, scratch);
         let dactivated = if gated { scratch.take_like(activated) } else { dup };
         let (dx, dy, x) = (dactivated, doutput, activated);
-        let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down };
+        let op = ProductBackward { dx, d: &g.d.down, dy, x, w: &w.down, activate: None };
         self.product_backward(g, &op, scratch);
+        let x = saved.up;
         if gated {
-            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x: saved.up, activation });
-        } else {
-            k.activate_backward(&ActivateBackward { dx: dup, x: saved.up, activation });
+            k.gate_backward(&GateBackward { dx: dup, dy: dactivated, x, activation });
         }
+        let activate = (!gated).then_some(ActivateBackward { dx: dup, x, activation });
         let (dx, dy, x) = (dbranch, dup, hidden);
-        let op = ProductBackward { dx, d: &g.d.up, dy, x, w: &w.up };
+        let op = ProductBackward { dx, d: &g.d.up, dy, x, w: &w.up, activate };
         self.product_backward(g, &op, scratch);
     }
 
@@ -263,7 +268,8 @@ impl ChunkPass<'_> {
         let doutput = scratch.take_like(y);
         let (dx, dy, x) = (doutput, dprojected, y);
         let (d, w) = (&g.d.projection, &w.projection);
-        self.product_backward(g, &ProductBackward { dx, d, dy, x, w }, scratch);
+        let op = ProductBackward { dx, d, dy, x, w, activate: None };
+        self.product_backward(g, &op, scratch);
         let (dqkv, shape) = (scratch.take_like(saved.qkv), block.attention(batch));
         let qkv = if g.save == Some(Save::All) {
             self.qkv_for_attention()
@@ -315,7 +321,8 @@ impl ChunkPass<'_> {
     ) {
         let ChunkPass { block, k, w, x, ref saved, hidden, .. } = *self;
         let Buffers { dbranch, dattention_sum, .. } = buffers;
-        let product = ProductBackward { dx: dbranch, d: &g.d.qkv, dy: dqkv, x, w: &w.qkv };
+        let (dx, dy, activate) = (dbranch, dqkv, None);
+        let product = ProductBackward { dx, d: &g.d.qkv, dy, x, w: &w.qkv, activate };
         if block.shape.post_norm {
             self.product_backward(g, &product, scratch);
             let (y, a) = (g.dx, dattention_sum);

@@ -196,6 +196,54 @@ extern "C" __global__ void activate_backward(T* dx, const T* x, long long n, int
     write(dx + at, d, count);
 }
 
+// The same, of neighbours in some rows, and their sums as they are stored. The loads of several rows do not wait for
+// each other.
+template <bool PACKED>
+__device__ inline Some<WIDE> activate_rows(T* dx, const T* x, int rows, int columns, int count, int form) {
+    constexpr int TOGETHER = 4;
+    Some<WIDE> sum = {};
+    for (int row = 0; row < rows; row += TOGETHER) {
+        const auto at = [&](int i) { return static_cast<long long>(row + i) * columns; };
+        Some<WIDE> value[TOGETHER], d[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            if (row + i < rows) {
+                value[i] = read_as<PACKED, WIDE>(x + at(i), count);
+                d[i] = read_as<PACKED, WIDE>(dx + at(i), count);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; ++i) {
+            if (row + i < rows) {
+                at_points(value[i], form, [&](int j, Point point) {
+                    d[i].of[j] *= point.slope;
+                    sum.of[j] += get(put(d[i].of[j]));
+                });
+                write(dx + at(i), d[i], count);
+            }
+        }
+    }
+    return sum;
+}
+
+// The same of a matrix, and partial sums of the columns of dx, `chunk` rows each: of the gradient of a bias that was
+// added before f. dx, x: (rows, columns); parts: (ceil(rows / chunk), columns).
+// launch: grid (ceil(rows / chunk), ceil(columns / (256 wide))), block (threads(4 columns / wide))
+extern "C" __global__ void activate_backward_parts(T* dx, float* parts, const T* x, int rows, int columns, int chunk,
+                                                   int form) {
+    const int column = my_column<WIDE>(), count = columns - column;
+    if (count <= 0) {
+        return;
+    }
+    const int first = blockIdx.x * chunk, last = min(first + chunk, rows);
+    dx += static_cast<long long>(first) * columns + column;
+    x += static_cast<long long>(first) * columns + column;
+    const bool packed = are_packed<WIDE>(dx, count, columns) && are_packed<WIDE>(x, count, columns);
+    const Some<WIDE> sum = packed ? activate_rows<true>(dx, x, last - first, columns, count, form)
+                                  : activate_rows<false>(dx, x, last - first, columns, count, form);
+    write(parts + static_cast<long long>(blockIdx.x) * columns + column, sum, count);
+}
+
 // y = f(gate) up. y: (rows, channels); x: (rows, 2 channels), gate and up side by side.
 // launch: grid (rows, ceil(channels / (256 wide))), block (threads(4 channels / wide))
 extern "C" __global__ void gate(T* y, const T* x, int rows, int channels, int form) {

@@ -139,11 +139,11 @@ __device__ inline Some<N> read(const E* from, int count) {
     return is_packed<N>(from, count) ? read_as<true, N>(from, count) : read_as<false, N>(from, count);
 }
 
-// Whether these four are packed in each row of `channels`: long loops over rows ask once, so that their loads
-// need not wait for each other.
-template <class E>
+// Whether these neighbours are packed in each row of `channels`: long loops over rows ask once, so that their
+// loads need not wait for each other.
+template <int N = 4, class E>
 __device__ inline bool are_packed(const E* at, int count, int channels) {
-    return is_packed(at, count) && channels % 4 == 0;
+    return is_packed<N>(at, count) && channels % N == 0;
 }
 
 // The other way: the first `count` of them are written.

@@ -1,13 +1,38 @@
 //! Products, with weights that are trained or frozen, and columns of their outputs.
 
 use super::Cases;
-use crate::kernels::{AddColumns, Linear, LinearBackward, TakeColumns};
+use crate::kernels::{
+    ActivateBackward, Activation, AddColumns, Linear, LinearBackward, TakeColumns,
+};
 
 impl Cases<'_> {
     pub(in super::super) fn of_products(&mut self) {
         self.of_product([7, 5], false);
         self.of_product([36, 20], true);
         self.of_frozen_products();
+        [None, Some(false), Some(true)].into_iter().for_each(|bias| self.of_activated(bias));
+    }
+
+    /// A product and the activation function behind it. `bias`: whether its gradient is added to;
+    /// `None`: there is none.
+    fn of_activated(&mut self, bias: Option<bool>) {
+        let (r, activation) = (self.batch.rows(), Activation::GeluTanh);
+        self.case("activate_linear_backward", |p| {
+            let dy = p.input([r, 20]);
+            let activate = ActivateBackward { dx: dy, x: p.input([r, 20]), activation };
+            let accumulate = bias.unwrap_or(false);
+            let op = LinearBackward {
+                dx: p.output([r, 12]),
+                dw: Some(p.gradient([12, 20], accumulate)),
+                dbias: bias.map(|accumulate| p.gradient([1, 20], accumulate)),
+                dy,
+                x: p.input([r, 12]),
+                w: p.input([12, 20]),
+                transposed: false,
+                accumulate,
+            };
+            move |k, scratch| k.activate_linear_backward(&activate, &op, scratch)
+        });
     }
 
     /// Products of many tiles.
