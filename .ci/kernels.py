@@ -14,9 +14,9 @@ and threads that run in the other order; both must give the same bits. Outputs a
 before; inputs and what lies around all buffers must not change.
 
 Checks are a list of (file, function, cases). `function(device, random, **case)` makes buffers, launches
-kernels and expects outputs, all by the device: see `Device` and the checks below. If there is a
-kernels_attention.py beside this file, its checks(), which returns such a list, come along. A function with
-an attribute `aligned` gets aligned buffers alone; `random` is a numpy Generator, the same each time.
+kernels and expects outputs, all by the device: see `Device`, the checks below and those of
+kernels_attention.py. `random` is a numpy Generator, the same each time. Each case is one task of a pool of
+processes.
 """
 
 import argparse
@@ -24,10 +24,10 @@ import concurrent.futures
 import ctypes
 import faulthandler
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import re
@@ -36,8 +36,11 @@ import sys
 import tempfile
 import time
 
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as many processes compute as there are cores
+
 import numpy as np
 
+import kernels_attention
 import kernels_sass as sass
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -122,23 +125,6 @@ def is_compiled(file, element, architecture):
         return file == "attention" and element != 32
     is_same = file == "attention" and element == 15 and architecture >= 80 and architecture != 90
     return (element != 16 or architecture >= 80) and not is_same
-
-
-def is_emulated(file, element):
-    return element == 15 or not file.endswith(SM_70)
-
-
-def libraries_of(own, folder, has_hazards=False):
-    """The emulated libraries of some checks, by file and element; and the checks with each element."""
-    pairs = [(check, element) for check, element in itertools.product(own, ELEMENTS) if is_emulated(check[0], element)]
-    targets = list(dict.fromkeys((check[0], element) for check, element in pairs))
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = pool.map(lambda target: build(*target, pathlib.Path(folder), has_hazards), targets)
-        return dict(zip(targets, built)), pairs
-
-
-def checks_of(files):
-    return [check for check in checks() if check[0].removesuffix(SM_70) in files]
 
 
 # ---- Compiling for GPUs. ----
@@ -306,7 +292,7 @@ def print_table(table):
 
 
 def build(file, element, folder, has_hazards=False, own=None):
-    """The emulated library of a file of kernels, or of a text; with hazards, its accesses are looked at."""
+    """The path of the emulated library of a file of kernels, or of a text; with hazards, its accesses are looked at."""
     text = text_of("prelude") + (own or text_of(file))
     options = ["-std=c++20", f"-DELEMENT={element}"]
     # Kernels may depend on the element.
@@ -329,7 +315,14 @@ def build(file, element, folder, has_hazards=False, own=None):
         ]
     if any(subprocess.run(command).returncode != 0 for command in commands):
         sys.exit(f"{file}.cu, {ELEMENTS[element]}: the emulated library was not built")
-    return ctypes.CDLL(library)
+    return library
+
+
+def load(path):
+    library = ctypes.CDLL(path)
+    if hasattr(library, "hazards_found"):
+        library.hazards_found.restype = library.hazards_costs.restype = ctypes.c_char_p
+    return library
 
 
 class Dropout(ctypes.Structure):
@@ -439,9 +432,9 @@ class Device:
     has_hazards = False
 
     def __init__(self, file, library, element, is_other_way, worst, text=None):
-        self.library, self.element, self.shift, self.worst = library, element, int(is_other_way), worst
+        self.library, self.element, self.shift, self.worst = load(library), element, int(is_other_way), worst
         self.buffers, self.outputs = [], []
-        library.emulate_backwards(int(is_other_way))
+        self.library.emulate_backwards(int(is_other_way))
         text = text or text_of(file)
         self.launches = {name: (shape, parameters) for shape, name, parameters in LAUNCH.findall(text)}
 
@@ -559,23 +552,46 @@ def shape_of(line, known):
     return value(parts[1]), value(parts[2]), value(parts[3] or "0")[0]
 
 
+def is_emulated(file, element):
+    return element == 15 or not file.endswith(SM_70)
+
+
+def run_all(run, files, folder, each=0):
+    """The result of `run(file, function, library, element, case)` of each check, element and case, behind its names
+    and the case. `each`: at most about so many cases of a check, of libraries that look at accesses."""
+    own = [check for check in checks() if check[0].removesuffix(SM_70) in files]
+    pairs = [(check, element) for check, element in itertools.product(own, ELEMENTS) if is_emulated(check[0], element)]
+    targets = list(dict.fromkeys((check[0], element) for check, element in pairs))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        libraries = dict(zip(targets, pool.map(lambda target: build(*target, folder, each > 0), targets)))
+    tasks = [
+        (file, function, libraries[file, element], element, case)
+        for (file, function, cases), element in pairs
+        for case in cases[:: -(-len(cases) // each) if each else 1]
+    ]
+    processes = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(os.cpu_count(), processes) as pool:
+        for task, result in zip(tasks, pool.map(run, *zip(*tasks))):
+            file, function, _, element, case = task
+            yield f"{file}, {function.__name__}, {ELEMENTS[element]}", case, result
+
+
 def emulate_all(files):
     """Builds and checks all. Whether all went well."""
-    well, worst = True, {}
+    well, worst, times = True, {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        libraries, pairs = libraries_of(checks_of(files), folder)
-        for (file, function, cases), element in pairs:
-            start = time.time()
-            for case in cases:
-                try:
-                    run(function, file, libraries[file, element], element, case, worst)
-                except AssertionError as error:
-                    print(f"{function.__name__} {case}, {ELEMENTS[element]}: {error}")
-                    well = False
-            if time.time() - start > 10:
-                print(f"{function.__name__}, {ELEMENTS[element]}: {time.time() - start:.0f} s")
+        folder = pathlib.Path(folder)
+        for name, case, (found, of_case, seconds) in run_all(emulate, files, folder):
+            if found:
+                print(f"{name}, {case}: {found}")
+                well = False
+            worst |= {kernel: max(off, worst.get(kernel, 0)) for kernel, off in of_case.items()}
+            times[name] = times.get(name, 0) + seconds
         if "attention" in files:
-            well &= is_as_cute(pathlib.Path(folder))
+            well &= is_as_cute(folder)
+    for name, seconds in times.items():
+        if seconds > 10:
+            print(f"{name}: {seconds:.0f} s")
     print("largest error, beyond rounding to elements")
     for kernel in dict.fromkeys(kernel for kernel, _ in worst):
         of = [f"{worst.get((kernel, element), math.nan):12.1e}" for element in ELEMENTS]
@@ -814,7 +830,6 @@ def finds_planted(folder):
         for name, (_, body) in PLANTED.items()
     )
     library, well = build("planted", 32, folder, True, text), True
-    library.hazards_found.restype = library.hazards_costs.restype = ctypes.c_char_p
     for name, (expected, _) in PLANTED.items():
         device = Device("planted", library, 32, False, {}, text)
         device.has_hazards, found = True, ""
@@ -830,7 +845,7 @@ def finds_planted(folder):
     device.has_hazards, y, given = True, device.floats_out(128), device.floats(np.ones(128))
     for name in ("output_written", "output_unwritten"):
         device.launch(name, y, given)
-    costs = {line.split()[0]: line.split()[1:3] for line in library.hazards_costs().decode().splitlines()}
+    costs = {line.split()[0]: line.split()[1:3] for line in device.library.hazards_costs().decode().splitlines()}
     paid, least = map(int, costs["one_bank"])
     if paid != 32 * least:
         print(f"planted one_bank: {paid} wavefronts, not 32 times {least}")
@@ -846,24 +861,14 @@ def look_all(files):
     """Looks at the accesses of all kernels in some cases, and prints what they cost. Whether nothing was found."""
     costs = {}
     with tempfile.TemporaryDirectory() as folder:
-        libraries, pairs = libraries_of(checks_of(files), folder, True)
-        well = finds_planted(pathlib.Path(folder))
-        for library in libraries.values():
-            library.hazards_found.restype = library.hazards_costs.restype = ctypes.c_char_p
-        for (file, function, cases), element in pairs:
-            library = libraries[file, element]
-            for case in cases[:: -(-len(cases) // LOOKED_AT)]:
-                device = Device(file, library, element, False, {})
-                device.has_hazards = True
-                try:
-                    function(device, np.random.default_rng(1), **case)
-                except AssertionError as error:
-                    print(f"{function.__name__} {case}, {ELEMENTS[element]}: {error}")
-                    well = False
-            for line in library.hazards_costs().decode().splitlines():
-                kernel, *counts = line.split()
-                before = costs.get((kernel, element), [0] * 4)
-                costs[kernel, element] = [a + int(b) for a, b in zip(before, counts)]
+        folder = pathlib.Path(folder)
+        well = finds_planted(folder)
+        for name, case, (found, of_case) in run_all(look, files, folder, LOOKED_AT):
+            if found:
+                print(f"{name}, {case}: {found}")
+                well = False
+            for kernel, counts in of_case.items():
+                costs[kernel] = [a + b for a, b in zip(costs.get(kernel, [0] * 4), counts)]
     print("wavefronts of shared memory, and sectors of global memory, for each that is needed")
     ratio = lambda paid, least: f"{paid / least:.2f}" if least else "-"
     for kernel in dict.fromkeys(kernel for kernel, _ in costs):
@@ -873,16 +878,30 @@ def look_all(files):
     return well
 
 
-def run(function, file, library, element, case, worst):
-    """One case, both ways."""
-    outputs = []
-    for is_other_way in (False, True):
-        is_shifted = is_other_way and not getattr(function, "aligned", False)
-        device = Device(file, library, element, is_other_way, worst)
-        device.shift = int(is_shifted)
+def look(file, function, library, element, case):
+    """What is wrong with the accesses of a case, if anything, and what they cost."""
+    device, found = Device(file, library, element, False, {}), None
+    device.has_hazards = True
+    try:
         function(device, np.random.default_rng(1), **case)
-        outputs.append([output.bits.tobytes() for output in device.outputs])
-    assert outputs[0] == outputs[1], "other bits with the other alignment and order of threads"
+    except AssertionError as error:
+        found = str(error)
+    lines = (line.split() for line in device.library.hazards_costs().decode().splitlines())
+    return found, {(kernel, element): [int(count) for count in counts] for kernel, *counts in lines}
+
+
+def emulate(file, function, library, element, case):
+    """What is wrong with a case, if anything, both ways; the largest errors, and how long it took."""
+    outputs, worst, start, found = [], {}, time.time(), None
+    try:
+        for is_other_way in (False, True):
+            device = Device(file, library, element, is_other_way, worst)
+            function(device, np.random.default_rng(1), **case)
+            outputs.append([output.bits.tobytes() for output in device.outputs])
+        assert outputs[0] == outputs[1], "other bits with the other alignment and order of threads"
+    except AssertionError as error:
+        found = str(error)
+    return found, worst, time.time() - start
 
 
 # ---- Checks. ----
@@ -1067,6 +1086,18 @@ def check_activate(device, random, n, form):
     device.expect(y, CURVES[form](x.wide), 2e-6)
     device.launch("activate_backward", dx, x, n, form)
     device.expect(dx, expected, 2e-6)
+
+
+def check_activate_parts(device, random, rows, channels, form, chunk):
+    """The bits of the two kernels that it does the work of."""
+    x, dy = device.elements(3 * noise(random, rows, channels)), noise(random, rows, channels)
+    (dx, both), parts = (device.elements(dy, changes=True) for _ in range(2)), device.floats_out(-(-rows // chunk), channels)
+    device.launch("activate_backward", dx, x, rows * channels, form)
+    device.launch("column_parts", parts, dx, rows, channels, channels, chunk)
+    again = device.floats_out(*parts.bits.shape)
+    device.launch("activate_backward_parts", both, again, x, rows, channels, chunk, form)
+    device.same(both, dx.bits)
+    device.same(again, parts.bits)
 
 
 def check_gate(device, random, rows, channels, form):
@@ -1399,7 +1430,7 @@ def check_attention_to_past(device, random, pasts, positions, heads, kv_heads, h
 
 
 def checks():
-    """Of all kernels but those of kernels_attention.py, which come along if they are there."""
+    """Of all kernels."""
     n = [dict(n=n) for n in (1, 3, 4, 5, 1023, 1024, 1025, 5003)]
     drops = [(1, 1, 1), (2, 3, 4), (3, 2, 7), (2, 2, 1027)]
     drops = [dict(sequences=b, positions=t, channels=c) for b, t, c in drops]
@@ -1441,6 +1472,7 @@ def checks():
         ("elementwise", check_drop, each(drops, probability=[0.5], has_a=[True], in_place=[True])),
         ("elementwise", check_identity, [{}]),
         ("elementwise", check_activate, each(n[-3:], form=range(5))),
+        ("elementwise", check_activate_parts, each(rows, form=range(5), chunk=[1, 64])),
         ("elementwise", check_gate, each(rows, form=range(5))),
         ("elementwise", check_fold, each(folds, gap=[0, 3], accumulate=[0, 1])),
         ("elementwise", check_column_parts, each(rows, chunk=[1, 3, 64])),
@@ -1467,13 +1499,7 @@ def checks():
         ("past", check_remember, remembered),
         ("past", check_attention_to_past, each(pasts, heads[1:], window=[0, 1, 40])),
     ]
-    beside = HERE / "kernels_attention.py"
-    if beside.exists():
-        spec = importlib.util.spec_from_file_location("kernels_attention", beside)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        own += module.checks()
-    return own
+    return own + kernels_attention.checks()
 
 
 def main():

@@ -31,18 +31,14 @@ constexpr bool HOLDS = true;
 // first, second += a b. Each lane shows its elements, numbered as in the PTX ISA.
 template <bool TURNED>
 void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
-    struct Lane {
-        Left a;
-        Right b;
-    };
-    Lane lanes[WARP];
-    warp_exchange(Lane{a, b}, lanes);
+    Shown<Left, Right> lanes[WARP];
+    warp_exchange(show(a, b), lanes);
     for (int i = 0; i < 8; ++i) {
         const int row = lane_row() + i % 4 / 2 * 8, column = lane_column() + i % 2;
         float& sum = (i < 4 ? first : second).of[i % 4];
         for (int k = 0; k < 16; ++k) {
-            const float left = unpack(lanes[row % 8 * 4 + k % 8 / 2].a.of, k / 8 * 4 + row / 8 * 2 + k % 2);
-            sum += left * unpack(lanes[column * 4 + k % 8 / 2].b.of, i / 4 * 4 + k / 8 * 2 + k % 2);
+            const float left = lanes[row % 8 * 4 + k % 8 / 2].a[k / 8 * 4 + row / 8 * 2 + k % 2];
+            sum += left * lanes[column * 4 + k % 8 / 2].b[i / 4 * 4 + k / 8 * 2 + k % 2];
         }
     }
 }

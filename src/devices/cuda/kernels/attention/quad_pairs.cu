@@ -36,21 +36,19 @@ constexpr bool HOLDS = false;
 // first, second += a b. Each lane shows its elements, numbered as in the PTX ISA.
 template <bool TURNED>
 void multiply(Sum& first, Sum& second, const Left& a, const Right& b) {
-    struct Lane {
-        Left a;
-        Right b;
-    };
-    Lane lanes[WARP];
-    warp_exchange(Lane{a, b}, lanes);
+    Shown<Left, Right> lanes[WARP];
+    warp_exchange(show(a, b), lanes);
     const int lane = threadIdx.x % WARP;
-    const auto of_pair = [&](int index) -> const Lane& { return lanes[index / 4 * 16 + lane % 16 / 4 * 4 + index % 4]; };
+    const auto of_pair = [&](int index) -> const Shown<Left, Right>& {
+        return lanes[index / 4 * 16 + lane % 16 / 4 * 4 + index % 4];
+    };
     for (int i = 0; i < 8; ++i) {
         const int row = lane / 16 * 4 + (i & 2) + lane % 2, column = (i & 4) + (lane & 2) + i % 2;
         float& sum = (i < 4 ? first : second).of[i % 4];
         for (int k = 0; k < 16; ++k) {
             const int lane_of_b = TURNED ? column / 4 * 4 + k % 4 : column;
             const int of_lane = TURNED ? k / 4 * 4 + column % 4 : k;
-            sum += unpack(of_pair(row).a.of, k) * unpack(of_pair(lane_of_b).b.of, of_lane);
+            sum += of_pair(row).a[k] * of_pair(lane_of_b).b[of_lane];
         }
     }
 }

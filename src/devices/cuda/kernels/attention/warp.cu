@@ -13,9 +13,25 @@ inline unsigned pack(float low, float high) {
     return static_cast<unsigned>(put(high).bits) << 16 | put(low).bits;
 }
 
-// One of the elements of packed registers.
-inline float unpack(const unsigned* registers, int index) {
-    return get(T{static_cast<unsigned short>(registers[index / 2] >> 16 * (index % 2))});
+// The elements that a lane shows the others for a product.
+template <class Left, class Right>
+struct Shown {
+    float a[2 * std::size(Left{}.of)], b[2 * std::size(Right{}.of)];
+};
+
+template <class Left, class Right>
+Shown<Left, Right> show(const Left& a, const Right& b) {
+    const auto element = [](const unsigned* registers, int index) {
+        return get(T{static_cast<unsigned short>(registers[index / 2] >> 16 * (index % 2))});
+    };
+    Shown<Left, Right> shown;
+    for (int i = 0; i < static_cast<int>(std::size(shown.a)); ++i) {
+        shown.a[i] = element(a.of, i);
+    }
+    for (int i = 0; i < static_cast<int>(std::size(shown.b)); ++i) {
+        shown.b[i] = element(b.of, i);
+    }
+    return shown;
 }
 
 inline float power_of_two(float x) { return exp2f(x); }
