@@ -2,11 +2,11 @@
 
 use super::driver::Argument;
 use super::kernels::On;
-use super::launches::{int, long};
+use super::launches::{int, long, wide};
 use crate::kernels::Dequantise;
 use crate::tensor::Quantisation;
 
-/// Elements that a thread of `dequantise_nf4` and `dequantise_bf16` computes.
+/// Elements that a thread of `dequantise_nf4` computes.
 const OF_THREAD: usize = 8;
 
 impl On<'_> {
@@ -23,10 +23,17 @@ impl On<'_> {
             Quantisation::Int8 => {
                 let [rows, columns] = [y.rows, y.columns].map(int);
                 let arguments: [&dyn Argument; 5] = [&to, &codes, &scales, &rows, &columns];
-                self.queue.columns("dequantise_int8", [y.rows, 1], y.columns, &arguments);
+                let wide = wide(y.dtype);
+                self.queue.wide_columns(
+                    "dequantise_int8",
+                    [y.rows, 1],
+                    y.columns,
+                    wide,
+                    &arguments,
+                );
             }
             Quantisation::Bf16 => {
-                self.queue.each("dequantise_bf16", y.len(), OF_THREAD, &[&to, &codes, &n]);
+                self.queue.each("dequantise_bf16", y.len(), wide(y.dtype), &[&to, &codes, &n]);
             }
         }
     }

@@ -63,47 +63,45 @@ extern "C" __global__ void dequantise_nf4(T* y, const unsigned char* codes, cons
     const long long block = at / 64;
     const float scale = __fadd_rn(__fmul_rn(dynamic_value(scales[block]), groups[block / 256]), *offset);
     const unsigned word = word_at(codes + at / 2, (count + 1) / 2);
-    for (int half = 0; half < 2; ++half) {
-        Four values;
-        for (int i = 0; i < 4; ++i) {
-            const unsigned byte = word >> (16 * half + 8 * (i / 2));
+    for (int first = 0; first < 8; first += WIDE) {
+        Some<WIDE> values;
+        for (int i = 0; i < WIDE; ++i) {
+            const unsigned byte = word >> (8 * ((first + i) / 2));
             values.of[i] = __fmul_rn(NF4[(i % 2 == 0 ? byte >> 4 : byte) & 15], scale);
         }
-        write(y + at + 4 * half, values, count - 4 * half);
+        write(y + at + first, values, count - first);
     }
 }
 
-// y = brain floats, n of them: the upper halves of floats. A thread has eight.
-// launch: grid (ceil(n / 2048)), block (256)
-extern "C" __global__ void dequantise_bf16(T* y, const unsigned char* halves, long long n) {
-    const long long at = 8 * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
+// A brain float, whatever elements are: the upper half of a float.
+struct Upper {
+    unsigned short bits;
+};
+
+__device__ inline float get(Upper x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
+// y = brain floats, n of them.
+// launch: grid (ceil(n / (256 wide))), block (256)
+extern "C" __global__ void dequantise_bf16(T* y, const Upper* x, long long n) {
+    const long long at = WIDE * (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x);
     if (at >= n) {
         return;
     }
-    const int count = static_cast<int>(min(n - at, 8LL));
-    for (int part = 0; part < 4; part += 2) {
-        const int first = 2 * part, left = count - first;
-        Four values;
-        for (int pair = 0; pair < 2; ++pair) {
-            const unsigned word = word_at(halves + 2 * (at + first + 2 * pair), 2 * (left - 2 * pair));
-            values.of[2 * pair] = __uint_as_float(word << 16);
-            values.of[2 * pair + 1] = __uint_as_float(word & 0xffff0000u);
-        }
-        write(y + at + first, values, left);
-    }
+    const int count = static_cast<int>(min(n - at, static_cast<long long>(WIDE)));
+    write(y + at, read<WIDE>(x + at, count), count);
 }
 
 // y = codes times the scale of their row. y, codes: (rows, columns); scales: (rows).
-// launch: grid (rows, ceil(columns / 1024)), block (threads(columns))
+// launch: grid (rows, ceil(columns / (256 wide))), block (threads(4 columns / wide))
 extern "C" __global__ void dequantise_int8(T* y, const signed char* codes, const float* scales, int rows,
                                            int columns) {
-    const int column = my_column(), count = columns - column;
+    const int column = my_column<WIDE>(), count = columns - column;
     if (count <= 0) {
         return;
     }
     const long long row = blockIdx.x, at = row * columns + column;
-    Four values = read(codes + at, count);
-    for (int i = 0; i < 4; ++i) {
+    Some<WIDE> values = read<WIDE>(codes + at, count);
+    for (int i = 0; i < WIDE; ++i) {
         values.of[i] = __fmul_rn(values.of[i], scales[row]);
     }
     write(y + at, values, count);
