@@ -3,7 +3,7 @@
 //! first algorithm of the library's own rule.
 
 use std::collections::HashMap;
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -89,14 +89,23 @@ fn read(path: &Path, library: &ProductLibrary) -> Result<Vec<Row>, BoxedError> {
     }
 }
 
+/// Waits until no other process is between reading the file and writing it, where files have locks.
+fn lock(path: &Path) -> io::Result<File> {
+    fs::create_dir_all(path.parent().expect("it is in a folder"))?;
+    let file = File::create(path.with_extension("lock"))?;
+    match file.lock() {
+        Err(error) if error.kind() != io::ErrorKind::Unsupported => Err(error),
+        _ => Ok(file),
+    }
+}
+
 /// Writes a file, a row a line. It has its name only when it is whole.
 fn write(path: &Path, library: &ProductLibrary, rows: &[Row]) -> Result<(), BoxedError> {
-    let (library, folder) = (serde_json::to_string(library)?, path.parent());
+    let library = serde_json::to_string(library)?;
     let rows: Result<Vec<String>, _> = rows.iter().map(serde_json::to_string).collect();
     let rows = rows?.join(",\n");
     let text = format!("{{\n\"library\": {library},\n\"products\": [\n{rows}\n]\n}}\n");
     let own = path.with_extension(format!("{}.tmp", std::process::id()));
-    fs::create_dir_all(folder.expect("it is in a folder"))?;
     fs::write(&own, text)?;
     Ok(fs::rename(own, path)?)
 }
@@ -224,6 +233,8 @@ impl Chosen {
             rows.push(row);
         }
         products.sort_by(|one, other| other.first.total_cmp(&one.first));
+        let unwritten = |error: BoxedError| format!("{}: {error}", path.display());
+        let _lock = lock(&path).map_err(|error| unwritten(error.into()))?;
         // What cannot be read was warned of, and is written anew.
         let mut before = read(&path, &self.library).unwrap_or_default();
         before.retain(|row| rows.iter().all(|new| new.key() != row.key()));
@@ -232,7 +243,6 @@ impl Chosen {
             let dtypes = of.dtypes.map(|dtype| dtype as u8);
             (of.sizes, of.strides, of.transposed, of.has_bias, dtypes, *alignment as u8)
         });
-        let unwritten = |error| format!("{}: {error}", path.display());
         write(&path, &self.library, &rows).map_err(unwritten)?;
         Ok(Some(ProductTable { path, products }))
     }

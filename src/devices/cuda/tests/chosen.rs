@@ -75,8 +75,11 @@ fn run(config: Config, times: bool) -> End {
 
 /// The file of a folder, and what is in it.
 fn file(folder: &Path) -> (std::path::PathBuf, Value) {
-    let mut files = fs::read_dir(folder).expect("it is there");
-    let path = files.next().expect("a file").expect("it is readable").path();
+    let files = fs::read_dir(folder).expect("it is there");
+    let paths = files.map(|file| file.expect("it is readable").path());
+    // Beside it is the lock of those who write it.
+    let mut files = paths.filter(|path| path.extension().is_none_or(|of| of != "lock"));
+    let path = files.next().expect("a file");
     assert!(files.next().is_none(), "one file, and nothing half");
     let text = fs::read_to_string(&path).expect("it is text");
     (path, serde_json::from_str(&text).expect("it is JSON"))
