@@ -23,9 +23,9 @@ as it comes, run after run, and a table is printed at the end. Parts, all of the
     race            BERT-Large under 16 GiB each, the best micro-batch each
     peers           the last three
 
---dtype (bf16; f32 with --kind cpu) is the device's and the peer's; targets of speed are those of bf16 and
-judged with it alone. check looks at f32, too, whatever it is. --kind cpu --quick tries all of the logic but
-bf16's at toy sizes where there is no GPU: its figures mean nothing.
+--dtype (bf16; f32 with --kind cpu) is the device's and the peer's: f16 on a V100 or a T4, which have no bf16.
+Targets of speed are those of bf16 and judged with it alone. check looks at f32, too, whatever it is. --kind cpu
+--quick tries all of the logic at toy sizes where there is no GPU: its figures mean nothing.
 Rows are printed as they come. A peer that fails costs none of our own rows. Where the host turns out to have
 less memory than it says, a run is tried again with fewer layers.
 --set KEY=VALUE goes to the program, say device.cuda_libraries. Medians of steps (the first not counted) or
@@ -53,10 +53,10 @@ HERE = pathlib.Path(__file__).resolve()
 GOLDENS = HERE.parent.parent / "tests/goldens"
 BEGIN = time.monotonic()
 GIB = 1 << 30
-# The most that losses and norms may be off; norms are relative, in bf16 losses above 1 are, too.
-LOSS_OFF, NORM_OFF = {"f32": 2e-5, "bf16": 5e-2}, {"f32": 1e-4, "bf16": 5e-2}
-# Steps of a golden: roundings of bf16 grow from step to step.
-GOLDEN_STEPS = {"f32": None, "bf16": 2}
+# The most that losses and norms may be off; norms are relative, in 16 bits losses above 1 are, too.
+LOSS_OFF, NORM_OFF = {"f32": 2e-5, "bf16": 5e-2, "f16": 1e-2}, {"f32": 1e-4, "bf16": 5e-2, "f16": 1e-2}
+# Steps of a golden: roundings to 16 bits grow from step to step.
+GOLDEN_STEPS = {"f32": None, "bf16": 2, "f16": 2}
 CEILING = 16 * GIB
 # Seconds that a plan or a look at the machine may take.
 PATIENCE = 120
@@ -310,14 +310,16 @@ def in_time(model, settings, seconds, runs=1):
 def check():
     for dtype in dtypes():
         check_kernels(dtype)
-    names = sorted(path.parent.name for path in GOLDENS.glob("*/golden.json"))
+    # Those of a training: others hold codes or rows.
+    paths = sorted(GOLDENS.glob("*/golden.json"))
+    names = [path.parent.name for path in paths if "batch" in json.loads(path.read_text())]
     if not names:
         row("goldens", "missing: no tests/goldens beside benches", met=False)
     for name in names:
         check_golden(name, "f32")
     check_devices()
-    for name in names if "bf16" in dtypes() else []:
-        check_golden(name, "bf16")
+    for name in names if ARGS.dtype != "f32" else []:
+        check_golden(name, ARGS.dtype)
 
 
 def dtypes():
@@ -366,11 +368,13 @@ def check_golden(name, dtype):
     """Relay and resident against a golden's float64."""
     golden = json.loads((GOLDENS / name / "golden.json").read_text())
     settings = {**on_device(dtype=dtype), **golden_settings(name, golden)}
+    if dtype == "f16":
+        settings["loss_scale.initial"] = 256  # no gradient of theirs becomes infinite, so no step is skipped
     figure = f"golden {name} in {dtype}"
     config = json.loads((GOLDENS / name / "config.json").read_text())
     width = next(config[key] for key in ("hidden_size", "n_embd", "dim") if key in config)
-    if dtype == "bf16" and width % 2:
-        return row(figure, f"not run: bf16 takes even widths, and this one is {width}")
+    if dtype != "f32" and width % 2:
+        return row(figure, f"not run: {dtype} takes even widths, and this one is {width}")
     losses, norms = (golden["float64"][of][:GOLDEN_STEPS[dtype]] for of in ("losses", "norms"))
     digests = {}
     ways = [("relay", {}), ("resident", {**resident(), "schedule.recompute": "false"})]
@@ -391,7 +395,8 @@ def judge_steps(figure, dtype, steps, losses, norms):
     most_loss, most_norm = LOSS_OFF[dtype], NORM_OFF[dtype]
     scale = lambda loss: 1 if dtype == "f32" else max(1, abs(loss))
     loss = max(abs(step["loss"] - one) / scale(one) for step, one in zip(steps, losses))
-    norm = max(abs(step["grad_norm"] / one - 1) for step, one in zip(steps, norms))
+    # A step that is skipped has no norm.
+    norm = max(math.inf if step["grad_norm"] is None else abs(step["grad_norm"] / one - 1) for step, one in zip(steps, norms))
     row(figure, loss, "losses off", target=f"< {most_loss:g}, norms < {most_norm:g}",
         met=len(steps) == len(losses) and loss < most_loss and norm < most_norm, norms_off=norm)
 
@@ -662,7 +667,7 @@ def memory():
             counted_bytes=held, planned_bytes=planned, terms=found["device_bytes"]["terms"], how=how)
     terms, one = found["device_bytes"]["terms"], found["largest_layer"]["parameters"]
     row("weights and gradients on the device", (terms["weights"] + terms["gradients"]) / one,
-        "bytes a parameter of the largest layer", target="12 (bf16), 16 (f32)", largest=found["largest_layer"])
+        "bytes a parameter of the largest layer", target="12 (bf16, f16), 16 (f32)", largest=found["largest_layer"])
 
 
 # The peer: each job is a process of its own, so that it begins with an empty device.
@@ -797,7 +802,7 @@ def peer_product(torch, device, job):
 
 
 def dtype_of(torch):
-    return {"f32": torch.float32, "bf16": torch.bfloat16}[ARGS.dtype]
+    return {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[ARGS.dtype]
 
 
 def part_shapes(model):
@@ -873,6 +878,8 @@ def peer_steps(torch, device, job):
     model, batch, micro = job["model"], job["batch"], job["micro"]
     parts = [[begin_with(torch, torch.empty(shape, device=device)).requires_grad_() for shape in part] for part in part_shapes(model)]
     optimizer = torch.optim.AdamW([one for part in parts for one in part], lr=3e-4, weight_decay=0.01, fused=True)
+    # In f16, losses are scaled.
+    scaler = torch.amp.GradScaler(device.type, enabled=ARGS.dtype == "f16")
     block, seconds, losses = block_of(torch, model), [], []
     for _ in range(job["steps"]):
         ids = torch.randint(0, model["vocabulary"], (batch, model["length"]))
@@ -884,9 +891,10 @@ def peer_steps(torch, device, job):
                 for part in parts[1:-1]:
                     x = checkpoint(block, x, *part, use_reentrant=False) if job["recompute"] else block(x, *part)
                 loss = loss_of(torch, model, parts[-1], parts[0][0], x, some, batch)
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.detach()
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         seconds.append(settle(torch, device) - begin)
         losses.append(float(total))
@@ -990,7 +998,7 @@ def read_arguments():
     parser.add_argument("--out", default=".")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--kind", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--dtype", choices=["f32", "bf16"])
+    parser.add_argument("--dtype", choices=["f32", "bf16", "f16"])
     parser.add_argument("--host-gib", type=float)
     parser.add_argument("--steps", type=int, help="steps of a run at most, the first not counted (6)")
     parser.add_argument("--limit", type=int, default=560, help="seconds of a part at most")
@@ -999,8 +1007,6 @@ def read_arguments():
     parser.add_argument("--job", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.dtype = given.dtype or ("bf16" if given.kind == "cuda" else "f32")
-    if given.kind == "cpu" and given.dtype != "f32":
-        parser.error("--kind cpu computes in f32")
     given.host_gib = given.host_gib or (0.03 if given.quick else 120)
     given.steps = max(2, given.steps or (3 if given.quick else 6))
     return given
