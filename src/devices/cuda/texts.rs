@@ -102,8 +102,8 @@ impl Target {
 /// Where the part without tensor cores begins, the part with them, its kernels for sm_70 and sm_75,
 /// and those by `wgmma`, which end the text.
 const PARTS: [&str; 4] = [
-    "#if ELEMENT == 32\n",
-    "#if ELEMENT != 32\n",
+    "// Attention without tensor cores.",
+    "// What products of a warp share on all architectures",
     "#if ELEMENT == 15 && (defined EMULATOR || __CUDA_ARCH__ < 800)",
     "// ---- By wgmma. ----",
 ];
