@@ -217,7 +217,7 @@ __device__ inline Some<WIDE> activate_rows(T* dx, const T* x, int rows, int colu
             if (row + i < rows) {
                 at_points(value[i], form, [&](int j, Point point) {
                     d[i].of[j] *= point.slope;
-                    sum.of[j] += get(put(d[i].of[j]));
+                    sum.of[j] = __fadd_rn(sum.of[j], get(put(d[i].of[j])));
                 });
                 write(dx + at(i), d[i], count);
             }
