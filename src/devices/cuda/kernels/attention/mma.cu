@@ -20,10 +20,10 @@ __device__ inline int lane_row() { return threadIdx.x % WARP / 4; }
 __device__ inline int lane_column() { return threadIdx.x % 4 * 2; }
 constexpr int NEXT_ROW = 8;
 
-// Bits of the number of a lane in which those with the same rows differ.
+// Bits of a lane's number. Lanes with the same rows differ in these alone.
 constexpr int OF_ROW[2] = {1, 2};
 
-// Whether registers have room for strips of a left side, where a kernel has room for those that are four registers.
+// Whether kernels hold strips of a left side in registers.
 constexpr bool HOLDS = true;
 
 #ifdef EMULATOR

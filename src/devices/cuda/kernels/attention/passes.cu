@@ -32,7 +32,7 @@ __device__ inline Span part_of(Span tile) {
     return {min(from, tile.to), min(from + POSITIONS, tile.to)};
 }
 
-// From a lane's first row to another, of strips of 16 below each other, in each of which it has two.
+// How far the `index`-th row of a lane is behind its first: it has two in each strip of 16 rows.
 __device__ constexpr int to_row(int index) { return index / 2 * 16 + index % 2 * NEXT_ROW; }
 
 // Of all lanes with the same rows.

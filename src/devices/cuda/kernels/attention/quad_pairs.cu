@@ -2,13 +2,13 @@
 
 #ifdef HAS_QUAD_PAIRS
 
-// A quad pair is four lanes and the four lanes 16 behind them. It multiplies 8 × 4 by 4 × 8 elements (PTX ISA,
-// mma.m8n8k4), so a warp multiplies four such pairs of matrices at once. Bit 3 of a lane says which eight rows of 16
-// its quad pair has, bit 2 which columns: of every eight, the first four or the others. So sums lie in a warp nearly as
-// they do from sm_75 on. Two quad pairs read each side. With four neighbours in two registers, a lane holds of
-//   Left (16 × 16):  its row, left_row()
-//   Right (16 × 16): its column; turned, of each four rows one, with four of its columns
-//   Sum (16 × 8):    [row][column], [row][column + 1], [row + 2][column], [row + 2][column + 1]
+// A quad pair is four lanes and the four lanes whose numbers are 16 higher. It multiplies a matrix of 8 × 4 by one of
+// 4 × 8 (PTX ISA, mma.m8n8k4). A warp has four quad pairs. Here they compute a sum of 16 × 16 together: bit 3 of a
+// lane's number says which eight rows its quad pair has, bit 2 which columns, of every eight the first four or the last
+// four. So sums lie in a warp as from sm_75 on, with the lanes in another order. A lane holds
+//   of Left (16 × 16):  all columns of one row, two a register
+//   of Right (16 × 16): all rows of one column; turned, four columns of every fourth row
+//   of Sum (16 × 8):    [row][column], [row][column + 1], [row + 2][column], [row + 2][column + 1]
 struct Left {
     unsigned of[8];
 };
@@ -25,10 +25,10 @@ __device__ inline int lane_row() {
 __device__ inline int lane_column() { return threadIdx.x & 6; }
 constexpr int NEXT_ROW = 2;
 
-// Bits of the number of a lane in which those with the same rows differ.
+// Bits of a lane's number. Lanes with the same rows differ in these alone.
 constexpr int OF_ROW[2] = {2, 4};
 
-// Registers have no room for strips of a left side: each is twice as many as elsewhere.
+// Whether kernels hold strips of a left side in registers: here these are twice as many as elsewhere.
 constexpr bool HOLDS = false;
 
 #ifdef EMULATOR
