@@ -557,8 +557,8 @@ def is_emulated(file, element):
 
 
 def run_all(run, files, folder, each=0):
-    """The result of `run(file, function, library, element, case)` of each check, element and case, behind its names
-    and the case. `each`: at most about so many cases of a check, of libraries that look at accesses."""
+    """Runs `run(file, function, library, element, case)` for each check, element and case. Yields a name, the case and
+    the result. With `each`, libraries look at accesses, and a check runs about so many of its cases."""
     own = [check for check in checks() if check[0].removesuffix(SM_70) in files]
     pairs = [(check, element) for check, element in itertools.product(own, ELEMENTS) if is_emulated(check[0], element)]
     targets = list(dict.fromkeys((check[0], element) for check, element in pairs))

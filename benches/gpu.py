@@ -310,7 +310,7 @@ def in_time(model, settings, seconds, runs=1):
 def check():
     for dtype in dtypes():
         check_kernels(dtype)
-    # Those of a training: others hold codes or rows.
+    # Goldens of trainings: others hold, for example, codes of quantised weights.
     paths = sorted(GOLDENS.glob("*/golden.json"))
     names = [path.parent.name for path in paths if "batch" in json.loads(path.read_text())]
     if not names:
@@ -369,7 +369,7 @@ def check_golden(name, dtype):
     golden = json.loads((GOLDENS / name / "golden.json").read_text())
     settings = {**on_device(dtype=dtype), **golden_settings(name, golden)}
     if dtype == "f16":
-        settings["loss_scale.initial"] = 256  # no gradient of theirs becomes infinite, so no step is skipped
+        settings["loss_scale.initial"] = 256  # with the default, some gradients are infinite at first, and steps are skipped
     figure = f"golden {name} in {dtype}"
     config = json.loads((GOLDENS / name / "config.json").read_text())
     width = next(config[key] for key in ("hidden_size", "n_embd", "dim") if key in config)

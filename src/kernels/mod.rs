@@ -78,8 +78,8 @@ pub trait Kernels {
     /// See [`ActivateBackward`].
     fn activate_backward(&self, op: &ActivateBackward);
 
-    /// Back over an activation function and the product before it: `linear.dy` is `activate.dx`. A
-    /// device may sum `linear.dbias` while it goes back over the function.
+    /// The backward of an activation function, then of the product before it: `linear.dy` is
+    /// `activate.dx`. A device may sum `linear.dbias` in the same pass as the function's backward.
     fn activate_linear_backward(
         &self,
         activate: &ActivateBackward,

@@ -89,7 +89,8 @@ fn read(path: &Path, library: &ProductLibrary) -> Result<Vec<Row>, BoxedError> {
     }
 }
 
-/// Waits until no other process is between reading the file and writing it, where files have locks.
+/// Takes the lock of the processes that read the file and write it anew, and waits while another
+/// has it. On a file system without locks, nobody waits.
 fn lock(path: &Path) -> io::Result<File> {
     fs::create_dir_all(path.parent().expect("it is in a folder"))?;
     let file = File::create(path.with_extension("lock"))?;

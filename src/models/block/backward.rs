@@ -61,7 +61,8 @@ struct ProductBackward<'a> {
     dy: View,
     x: View,
     w: &'a Product<View>,
-    /// The activation function behind the product, where `dy` is still the gradient behind that.
+    /// The activation function behind the product, if its backward is still to come: then `dy`
+    /// holds the gradient of its output, and becomes that of its input.
     activate: Option<ActivateBackward>,
 }
 
