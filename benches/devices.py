@@ -30,7 +30,6 @@ WAYS = {
     "gpipe": "schedule.kind=gpipe",
     "1f1b": "schedule.kind=1f1b",
     "interleaved": "schedule.kind=interleaved",
-    "zero bubble": "schedule.kind=zero-bubble",
     "whole blocks, slow link": f"parallel.deal=sequences parallel.groups=4 {SLOW}",
     "blocks in shards, slow link": f"parallel.deal=sequences parallel.groups=4 parallel.transfer=sharded {SLOW}",
 }

@@ -12,8 +12,8 @@ use async_trait::async_trait;
 use l2l_actors::fence::Done;
 use l2l_actors::ports::{Lanes, Ports};
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, LayerKind, Pools, RingLayer, RingModel, Role, Schedule,
-    Selection, relay,
+    Block, BlockId, Boundary, Capacities, Input, Pools, RingLayer, RingModel, RingStep, Role,
+    Schedule, Selection, VisitKind, relay,
 };
 use l2l_actors::threads::{LaneWork, ThreadLanes};
 use l2l_actors::{BoxedError, Operation, Relay, RingConfig, Step};
@@ -24,9 +24,21 @@ const ROUNDS: usize = 15;
 const STEPS: usize = 5;
 
 fn schedule() -> Schedule {
-    let boundary = |role| Boundary::plain(role, 1, 1);
-    let layer = |kind, id| RingLayer { kind, blocks: vec![BlockId(id)], saves: false };
-    let stack = (1..=LAYERS).map(|id| layer(LayerKind::Stack, id));
+    let boundary = |role| Boundary::of_sequences(role, 1, 4);
+    let layer = |kind, id, reads: &[Role], writes: &[Role]| {
+        let gradient = |role: Role| role.has_gradient().then(|| boundary(Role::HiddenGradient));
+        let input = |&role: &Role| Input { boundary: boundary(role), gradient: gradient(role) };
+        let reads = reads.iter().map(input).collect();
+        let writes = writes.iter().copied().map(boundary).collect();
+        RingLayer {
+            steps: vec![RingStep { kind, needs: vec![BlockId(id)], reads, writes, saves: None }],
+        }
+    };
+    let hidden = Role::Hidden;
+    let statistics = Role::Statistics;
+    let stack = (1..LAYERS).map(|id| layer(VisitKind::Layer, id, &[hidden], &[hidden]));
+    let gather = layer(VisitKind::Gather, 0, &[], &[hidden, statistics]);
+    let last = layer(VisitKind::Layer, LAYERS, &[hidden, statistics], &[statistics]);
     let block = Block {
         weight_bytes: 1,
         gradient_bytes: 1,
@@ -41,11 +53,8 @@ fn schedule() -> Schedule {
     };
     let model = RingModel {
         blocks: vec![block; LAYERS as usize + 1],
-        layers: [layer(LayerKind::Embedding, 0)].into_iter().chain(stack).collect(),
-        hidden: boundary(Role::Hidden),
-        saved_activations: boundary(Role::SavedActivations),
-        statistics: boundary(Role::Statistics),
-        head_gradient: boundary(Role::HeadGradient),
+        layers: [gather].into_iter().chain(stack).chain([last]).collect(),
+        positions: 1,
     };
     let selection = Selection::all(&model, vec![1; MICRO_BATCHES as usize]);
     relay(&model, &selection).expect("a model with an embedding and a stack")

@@ -111,27 +111,15 @@ impl Context {
         self.wait(ActorState::Starved, WaitsFor::Message(inbox.name()), layer, inbox.recv()).await
     }
 
-    /// Takes `count` slots at once.
-    pub(crate) async fn acquire(
-        &mut self,
-        pool: &mut Pool,
-        count: u32,
-        content: Content,
-        layer: Option<LayerId>,
-    ) -> Result<Vec<Held>, BoxedError> {
-        let what = WaitsFor::Slots(count, pool.name(), content);
-        self.wait(ActorState::Blocked, what, layer, pool.acquire(count, content)).await
-    }
-
     /// Takes one slot, whichever is free.
-    pub(crate) async fn acquire_one(
+    pub(crate) async fn acquire(
         &mut self,
         pool: &mut Pool,
         content: Content,
         layer: Option<LayerId>,
     ) -> Result<Held, BoxedError> {
-        let mut held = self.acquire(pool, 1, content, layer).await?;
-        Ok(held.pop().expect("one slot was asked for"))
+        let what = WaitsFor::Slot(pool.name(), content);
+        self.wait(ActorState::Blocked, what, layer, pool.acquire(content)).await
     }
 
     /// Takes this very slot.
@@ -142,7 +130,7 @@ impl Context {
         content: Content,
         layer: Option<LayerId>,
     ) -> Result<Held, BoxedError> {
-        let what = WaitsFor::Slots(1, pool.name(), content);
+        let what = WaitsFor::Slot(pool.name(), content);
         self.wait(ActorState::Blocked, what, layer, pool.acquire_slot(slot, content)).await
     }
 

@@ -89,7 +89,7 @@ impl Executor {
         let mut end = None;
         for m in visit.micro_batches.clone() {
             let inputs = self.inputs(weights.device_visit, visit, m).await?;
-            let outputs = self.outputs(step, visit, m).await?;
+            let outputs = self.outputs(visit, m).await?;
             let work = Work::Compute {
                 device_visit: weights.device_visit,
                 phase: visit.phase,
@@ -100,7 +100,7 @@ impl Executor {
             };
             let mut order = Order::at(step, visit, work);
             order.waits = inputs.arrived;
-            order.holds = inputs.boundaries.into_iter().flatten().collect();
+            order.holds = inputs.boundaries;
             if m == first {
                 order.waits.extend(weights.arrived.iter().cloned());
                 // The first operation of the step replaced what the accumulators held.
@@ -131,7 +131,7 @@ impl Executor {
     ) -> Result<(), BoxedError> {
         for &(block, _) in resolved.accumulates.iter().filter(|(_, first)| *first) {
             let (content, pool) = (Content::Gradient(block, step.number), &mut self.gradient_slots);
-            let held = self.context.acquire_one(pool, content, Some(visit.layer)).await?;
+            let held = self.context.acquire(pool, content, Some(visit.layer)).await?;
             self.open.insert(block, held);
         }
         Ok(())
@@ -169,16 +169,14 @@ impl Executor {
 
     async fn outputs(
         &mut self,
-        step: &Step,
         visit: &Visit,
         micro_batch: MicroBatch,
-    ) -> Result<Vec<Vec<Held>>, BoxedError> {
+    ) -> Result<Vec<Held>, BoxedError> {
         let mut outputs = Vec::with_capacity(visit.writes.len());
         for &boundary in &visit.writes {
             let content = Content::Boundary(boundary, micro_batch);
-            let count = step.plan.schedule.boundary(boundary).slots;
             let pool = &mut self.output_slots;
-            outputs.push(self.context.acquire(pool, count, content, Some(visit.layer)).await?);
+            outputs.push(self.context.acquire(pool, content, Some(visit.layer)).await?);
         }
         Ok(outputs)
     }
@@ -187,7 +185,7 @@ impl Executor {
         &self,
         device_visit: usize,
         micro_batch: MicroBatch,
-        boundaries: Vec<Vec<Held>>,
+        boundaries: Vec<Held>,
         computed: &Fence,
     ) {
         if !boundaries.is_empty() {
@@ -208,10 +206,8 @@ impl Executor {
 }
 
 /// Boundaries of a micro-batch and their slots, as an operation names them.
-fn placed(ids: &[BoundaryId], held: &[Vec<Held>], m: MicroBatch) -> Vec<Placed> {
-    let slots = |boundary, held: &[Held]| {
-        held.iter().map(|held| held.slot(Content::Boundary(boundary, m))).collect()
-    };
+fn placed(ids: &[BoundaryId], held: &[Held], m: MicroBatch) -> Vec<Placed> {
+    let slot = |boundary, held: &Held| held.slot(Content::Boundary(boundary, m));
     let each = ids.iter().zip(held);
-    each.map(|(&boundary, held)| Placed { boundary, slots: slots(boundary, held) }).collect()
+    each.map(|(&boundary, held)| Placed { boundary, slot: slot(boundary, held) }).collect()
 }

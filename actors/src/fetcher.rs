@@ -70,7 +70,7 @@ impl Fetcher {
         let (version, layer) = (step.number, Some(visit.layer));
         self.context.published(block, version, layer).await?;
         let content = Content::Block(block, version);
-        let held = self.context.acquire_one(&mut self.read_slots, content, layer).await?;
+        let held = self.context.acquire(&mut self.read_slots, content, layer).await?;
         let slot = held.slot(content);
         let schedule = &step.plan.schedule;
         let mut arrived = None;
@@ -109,13 +109,13 @@ impl Fetcher {
         let (staged, completed) = match share {
             Share::MicroBatch(m) => {
                 // What the first micro-batch waited for is there for the others, too.
-                for &block in visit.blocks().iter().filter(|_| m == first) {
+                for &block in visit.blocks.iter().filter(|_| m == first) {
                     self.context.published(block, step.number, Some(visit.layer)).await?;
                 }
                 (None, m..m + 1)
             }
             Share::Block(block) => {
-                let is_last = visit.blocks().last() == Some(&block);
+                let is_last = visit.blocks.last() == Some(&block);
                 let staged = self.gathers_from(step, visit, block).await?;
                 (staged, if is_last { all } else { first..first })
             }

@@ -78,8 +78,8 @@ pub struct Inputs {
     pub device_visit: usize,
     /// Which micro-batch.
     pub micro_batch: MicroBatch,
-    /// Slots of each boundary the visit reads, in its order.
-    pub boundaries: Vec<Vec<Held>>,
+    /// The slot of each boundary the visit reads, in its order.
+    pub boundaries: Vec<Held>,
     /// Their uploads.
     pub arrived: Vec<Fence>,
 }
@@ -91,8 +91,8 @@ pub struct Outputs {
     pub device_visit: usize,
     /// Which micro-batch.
     pub micro_batch: MicroBatch,
-    /// Slots of each boundary the visit writes, in its order.
-    pub boundaries: Vec<Vec<Held>>,
+    /// The slot of each boundary the visit writes, in its order.
+    pub boundaries: Vec<Held>,
     /// The operation that writes them.
     pub computed: Fence,
 }

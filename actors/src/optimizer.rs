@@ -148,7 +148,7 @@ impl Optimizer {
     ) -> Result<Fence, BoxedError> {
         let (version, layer) = (step.number, layer_of(step, block));
         let content = Content::Block(block, version);
-        let state = self.context.acquire_one(&mut self.state_slots, content, layer).await?;
+        let state = self.context.acquire(&mut self.state_slots, content, layer).await?;
         let slot = state.slot(content);
         let stored = Stored::State { with_gradient: complete.landing.is_none() };
         let work = Work::Stage { block, version, stored, slot };

@@ -91,29 +91,22 @@ impl Pool {
         Gauge { shared: self.shared.clone() }
     }
 
-    /// Takes `count` slots at once, the lowest free ones.
-    pub async fn acquire(&mut self, count: u32, content: Content) -> Vec<Held> {
-        self.take(content, |slots| {
-            let free =
-                (0..slots.holders.len() as u32).filter(|&s| slots.holders[s as usize].is_none());
-            let taken: Vec<u32> = free.take(count as usize).collect();
-            (taken.len() == count as usize).then_some(taken)
-        })
-        .await
+    /// Takes the lowest free slot.
+    pub async fn acquire(&mut self, content: Content) -> Held {
+        self.take(content, |slots| slots.holders.iter().position(Option::is_none)).await
     }
 
     /// Takes this very slot.
     pub async fn acquire_slot(&mut self, slot: u32, content: Content) -> Held {
-        let held =
-            self.take(content, |slots| slots.holders[slot as usize].is_none().then(|| vec![slot]));
-        held.await.pop().expect("one slot was asked for")
+        let slot = slot as usize;
+        self.take(content, |slots| slots.holders[slot].is_none().then_some(slot)).await
     }
 
     async fn take(
         &mut self,
         content: Content,
-        pick: impl Fn(&Slots) -> Option<Vec<u32>>,
-    ) -> Vec<Held> {
+        pick: impl Fn(&Slots) -> Option<usize>,
+    ) -> Held {
         loop {
             if let Some(taken) = self.try_take(content, &pick) {
                 return taken;
@@ -122,20 +115,13 @@ impl Pool {
         }
     }
 
-    fn try_take(
-        &self,
-        content: Content,
-        pick: impl Fn(&Slots) -> Option<Vec<u32>>,
-    ) -> Option<Vec<Held>> {
+    fn try_take(&self, content: Content, pick: impl Fn(&Slots) -> Option<usize>) -> Option<Held> {
         let mut slots = self.shared.lock();
-        let taken = pick(&slots)?;
-        slots.in_use += taken.len() as u32;
+        let slot = pick(&slots)?;
+        slots.in_use += 1;
         slots.peak = slots.peak.max(slots.in_use);
-        let held = taken.into_iter().map(|slot| {
-            slots.holders[slot as usize] = Some(content);
-            Held(Arc::new(Lease { shared: self.shared.clone(), slot, content }))
-        });
-        Some(held.collect())
+        slots.holders[slot] = Some(content);
+        Some(Held(Arc::new(Lease { shared: self.shared.clone(), slot: slot as u32, content })))
     }
 }
 

@@ -68,7 +68,7 @@ impl Prefetcher {
     async fn fetch(&mut self, step: &Arc<Step>, device_visit: usize) -> Result<(), BoxedError> {
         let visit = step.plan.visit(device_visit);
         let (content, layer) = (Content::Visit(device_visit), Some(visit.layer));
-        let credit = self.context.acquire_one(&mut self.visit_credits, content, layer).await?;
+        let credit = self.context.acquire(&mut self.visit_credits, content, layer).await?;
         let (mut blocks, mut arrived) = (Vec::new(), Vec::new());
         for residence in &step.plan.device_visits[device_visit].residences {
             if residence.fetch {
@@ -137,10 +137,9 @@ impl Prefetcher {
         for &boundary in &visit.reads {
             self.context.stashed(&[boundary], micro_batch, layer).await?;
             let content = Content::Boundary(boundary, micro_batch);
-            let count = step.plan.schedule.boundary(boundary).slots;
-            let held = self.context.acquire(&mut self.input_slots, count, content, layer).await?;
-            let slots = held.iter().map(|held| held.slot(content)).collect();
-            let work = Work::UploadBoundary { micro_batch, inputs: Placed { boundary, slots } };
+            let held = self.context.acquire(&mut self.input_slots, content, layer).await?;
+            let slot = held.slot(content);
+            let work = Work::UploadBoundary { micro_batch, inputs: Placed { boundary, slot } };
             arrived.push(self.context.queue(Order::at(step, visit, work)));
             boundaries.push(held);
         }

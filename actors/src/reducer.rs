@@ -106,7 +106,7 @@ impl Reducer {
         // behind this gradient.
         self.context.arrived(Lane::Compute, &closed.computed, layer).await?;
         let content = Content::Gradient(block, step.number);
-        let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
+        let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let (gradients, reduced) = (closed.gradient.slot(content), landing.slot(content));
         let work = Work::DownloadGradient { block, group, gradients, reduced };
         let mut order = Order { device: Some(device), ..Order::gradient(step, layer, work) };
@@ -136,7 +136,7 @@ impl Reducer {
         let parts = holds.iter().map(|part| part.slot(content)).collect();
         let mut keep = None;
         if keeps {
-            let part = self.context.acquire_one(&mut self.part_slots, content, layer).await?;
+            let part = self.context.acquire(&mut self.part_slots, content, layer).await?;
             keep = Some(part.slot(content));
             holds.push(part.clone());
             self.kept.entry(block).or_default().push(part);
@@ -248,7 +248,7 @@ impl Reducer {
         let visit = &schedule.visits[index];
         let rows = Order::at(step, visit, Work::Rows { visit: index });
         let rows = schedule.ranks.dealt.then(|| self.context.queue(rows));
-        for &block in visit.blocks().iter().filter(|&&id| !schedule.block(id).frozen) {
+        for &block in visit.blocks.iter().filter(|&&id| !schedule.block(id).frozen) {
             // Its region may still feed the update of the step before.
             self.context.published(block, step.number, Some(visit.layer)).await?;
             let joined =
@@ -280,7 +280,7 @@ impl Reducer {
     ) -> Result<(), BoxedError> {
         let visit = &step.plan.schedule.visits[index];
         let (content, layer) = (Content::Gradient(block, step.number), Some(visit.layer));
-        let landing = self.context.acquire_one(&mut self.landing, content, layer).await?;
+        let landing = self.context.acquire(&mut self.landing, content, layer).await?;
         let (version, slot) = (step.number, landing.slot(content));
         let gradient = GradientAt::Landing(slot);
         let mut order =
@@ -317,5 +317,5 @@ impl Reducer {
 /// The first layer that meets a block, to name it in reports.
 pub(crate) fn layer_of(step: &Step, block: BlockId) -> Option<LayerId> {
     let visits = &step.plan.schedule.visits;
-    visits.iter().find(|visit| visit.blocks().contains(&block)).map(|visit| visit.layer)
+    visits.iter().find(|visit| visit.blocks.contains(&block)).map(|visit| visit.layer)
 }

@@ -23,7 +23,7 @@ use crate::work::{Lane, Queue, Row};
 pub(crate) enum WaitsFor {
     Start,
     Message(&'static str),
-    Slots(u32, &'static str, Content),
+    Slot(&'static str, Content),
     Fact(Content),
     Operation(Lane),
     Nothing,
@@ -34,7 +34,7 @@ impl fmt::Display for WaitsFor {
         match self {
             WaitsFor::Start => write!(f, "start"),
             WaitsFor::Message(mailbox) => write!(f, "receiving from {mailbox}"),
-            WaitsFor::Slots(count, pool, content) => write!(f, "{count} of {pool} for {content}"),
+            WaitsFor::Slot(pool, content) => write!(f, "a slot of {pool} for {content}"),
             WaitsFor::Fact(content) => write!(f, "{content} to be there"),
             WaitsFor::Operation(lane) => write!(f, "an operation on {}", lane.name()),
             WaitsFor::Nothing => write!(f, "nothing: it has ended"),

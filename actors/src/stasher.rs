@@ -42,11 +42,11 @@ impl Stasher {
         let micro_batch = outputs.micro_batch;
         for (&boundary, held) in visit.writes.iter().zip(outputs.boundaries) {
             let content = Content::Boundary(boundary, micro_batch);
-            let slots = held.iter().map(|held| held.slot(content)).collect();
-            let work = Work::DownloadBoundary { micro_batch, outputs: Placed { boundary, slots } };
+            let slot = held.slot(content);
+            let work = Work::DownloadBoundary { micro_batch, outputs: Placed { boundary, slot } };
             let mut order = Order::at(step, visit, work);
             order.waits = vec![outputs.computed.clone()];
-            order.holds = held;
+            order.holds = vec![held];
             order.raises = vec![Fact::Stashed(boundary, micro_batch)];
             self.context.queue(order);
         }

@@ -228,14 +228,11 @@ impl Config {
         let ScheduleConfig { kind, chunks, ref path, .. } = self.schedule;
         must(chunks != Some(0), "schedule.chunks", "at least 1")?;
         must(chunks.is_none_or(|chunks| chunks <= 1 << 16), "schedule.chunks", "at most 65536")?;
-        let takes_chunks = matches!(
-            kind,
-            ScheduleKind::Gpipe | ScheduleKind::Interleaved | ScheduleKind::ZeroBubble
-        );
+        let takes_chunks = matches!(kind, ScheduleKind::Gpipe | ScheduleKind::Interleaved);
         refuse(
             chunks.is_some() && !takes_chunks,
             "schedule.chunks",
-            "is for schedule.kind = \"gpipe\", \"interleaved\" or \"zero-bubble\": leave it out",
+            "is for schedule.kind = \"gpipe\" or \"interleaved\": leave it out",
         )?;
         let on_file = kind == ScheduleKind::File;
         refuse(

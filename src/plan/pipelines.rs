@@ -67,9 +67,6 @@ pub(super) fn schedule_of(
         (ScheduleKind::Interleaved, _) => {
             Pipeline::interleaved(devices, chunks, count).map_err(refused)?
         }
-        (ScheduleKind::ZeroBubble, _) => {
-            Pipeline::zero_bubble(devices, chunks, count).map_err(refused)?
-        }
         _ => Pipeline::gpipe(devices, chunks, count),
     };
     let made = if trains { made } else { made.forward_only(count) };

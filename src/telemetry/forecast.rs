@@ -42,7 +42,7 @@ pub struct Rates {
 }
 
 /// All phases.
-const PHASES: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::Inputs, Phase::Weights];
+const PHASES: [Phase; 2] = [Phase::Forward, Phase::Backward];
 
 /// Bytes a second of a disk that nobody measured.
 const DISK: f64 = 1e9;
@@ -157,14 +157,7 @@ impl Rates {
             }
         }
         for ((layer, phase), (took, count)) in met {
-            let (measured, told) =
-                (took / count, rates.compute.insert((layer, phase), took / count));
-            // The parts of a backward pass are as its whole is.
-            let parts = [Phase::Inputs, Phase::Weights].into_iter();
-            for part in parts.filter(|_| phase == Phase::Backward) {
-                let of_part = rates.compute.get_mut(&(layer, part)).zip(told);
-                of_part.into_iter().for_each(|(of_part, told)| *of_part *= measured / told);
-            }
+            rates.compute.insert((layer, phase), took / count);
         }
         if hosts.1 > 0.0 {
             rates.host = hosts.0 / hosts.1;
@@ -204,7 +197,7 @@ impl Rates {
             (_, &Work::Gather { visit, share: Share::Block(_), .. }) => {
                 let visit = &plan.schedule.visits[visit];
                 let all: u32 = plan.schedule.micro_batches.iter().sum();
-                self.host * f64::from(all) / visit.blocks().len() as f64
+                self.host * f64::from(all) / visit.blocks.len() as f64
             }
             (_, &Work::Gather { share: Share::MicroBatch(micro_batch), .. })
             | (_, &Work::Loss { micro_batch, .. }) => self.host * sequences(micro_batch),

@@ -65,7 +65,7 @@ impl Hiding {
             let backward = visit.phase.is_backward();
             let at = usize::from(backward);
             compute[at] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
-            let of_blocks = visit.blocks().iter().map(|&id| schedule.block(id));
+            let of_blocks = visit.blocks.iter().map(|&id| schedule.block(id));
             let sum = |of: fn(&Block) -> u64| of_blocks.clone().map(of).sum::<u64>() as f64;
             let (weights, master) =
                 (sum(|block| block.weight_bytes), sum(|block| block.master_bytes));

@@ -86,7 +86,7 @@ fn seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Er
 fn name(phase: Phase) -> &'static str {
     match phase {
         Phase::Forward => "forward",
-        Phase::Backward | Phase::Inputs | Phase::Weights => "backward",
+        Phase::Backward => "backward",
     }
 }
 

@@ -109,7 +109,7 @@ impl Worker {
     ) {
         let state = self.steps.of(step.number);
         let (blocks, micro_batches) = match &share {
-            Share::MicroBatch(m) => (visit.blocks(), *m..*m + 1),
+            Share::MicroBatch(m) => (visit.blocks, *m..*m + 1),
             Share::Block(block) => (std::slice::from_ref(block), visit.micro_batches.clone()),
         };
         for m in micro_batches {
@@ -125,7 +125,7 @@ impl Worker {
                     }
                 }
             }
-            if blocks.first() == visit.blocks().first() {
+            if blocks.first() == visit.blocks.first() {
                 self.begin_statistics(step, &state, host, visit, m);
             }
         }
@@ -142,7 +142,7 @@ impl Worker {
         (block, stored): (BlockId, &[f32]),
     ) {
         let schedule = &step.plan.schedule;
-        let tile = visit.blocks().iter().position(|&id| id == block);
+        let tile = visit.blocks.iter().position(|&id| id == block);
         let tile = self.model.tiles[tile.expect("a share is of the visit's blocks")];
         let tokens = &state.batch.tokens[state.range(m, schedule).rows];
         let id = schedule.with_role(&visit.writes, Role::Hidden).expect("a gather writes it");

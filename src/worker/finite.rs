@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
-use l2l_actors::schedule::{BlockId, MicroBatch, Version, Visit};
+use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
 use l2l_actors::{BoxedError, Step};
 
 use super::Worker;
@@ -130,7 +130,7 @@ impl Worker {
             return Ok(sum);
         }
         let on = self.computed_on(step, |visit| {
-            visit.phase.adds_gradients() && visit.blocks().contains(&block)
+            visit.phase == Phase::Backward && visit.blocks.contains(&block)
         });
         let first = self.first_marked(step);
         Err(not_finite(format!("the gradient of {block} is not finite{on}{first}")))

@@ -176,7 +176,6 @@ async fn dropped_layers_are_the_same_in_a_pipeline() {
         (ScheduleKind::Relay, 4),
         (ScheduleKind::Gpipe, 5),
         (ScheduleKind::OneForwardOneBackward, 3),
-        (ScheduleKind::ZeroBubble, 4),
     ] {
         assert_eq!(digest(kind, devices).await, expected, "{kind:?} {devices}");
     }

@@ -250,7 +250,6 @@ pub(crate) fn ways() -> impl Strategy<Value = Ways> {
         ScheduleKind::Gpipe,
         ScheduleKind::OneForwardOneBackward,
         ScheduleKind::Interleaved,
-        ScheduleKind::ZeroBubble,
     ]);
     let deals = prop::sample::select(vec![Deal::Layers, Deal::Sequences]);
     let kinds = (kinds, deals, any::<bool>());
@@ -314,10 +313,6 @@ impl Ways {
             if self.chunks.is_none() {
                 self.kind = ScheduleKind::OneForwardOneBackward;
             }
-        }
-        let rounds = (turns / self.devices).max(1);
-        if self.kind == ScheduleKind::ZeroBubble && !turns.is_multiple_of(rounds) {
-            self.kind = ScheduleKind::Gpipe;
         }
         self
     }
@@ -386,7 +381,7 @@ fn wide_layers_have_room_in_every_pipeline() {
     };
     let expected = of(&baseline());
     for recompute in [true.into(), false.into(), Recompute::ATTENTION] {
-        for kind in [ScheduleKind::Gpipe, ScheduleKind::Interleaved, ScheduleKind::ZeroBubble] {
+        for kind in [ScheduleKind::Gpipe, ScheduleKind::Interleaved] {
             let ways = Ways { kind, devices: 2, recompute, place: StashPlace::Host, ..baseline() };
             assert_eq!(of(&ways), expected, "{kind:?} {recompute:?}");
         }

@@ -6,7 +6,8 @@
 use std::fmt;
 
 /// What a boundary holds. A visit of a device reads at most one boundary of each role, and writes
-/// at most one.
+/// at most one. Each layer declares the boundaries of its steps; see
+/// [`RingStep`](super::RingStep).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     /// The residual stream: what one layer hands to the next.
@@ -26,9 +27,34 @@ pub enum Role {
     CachedKv,
     /// Keys and values of this step's positions, for the KV cache.
     NewKv,
+    /// A tensor that only some layers know: the layer that writes it and those that read it agree
+    /// on a number.
+    Own(u8),
+    /// The gradient of that tensor.
+    OwnGradient(u8),
 }
 
 impl Role {
+    /// True for a gradient of activations.
+    pub fn is_gradient(self) -> bool {
+        matches!(self, Role::HiddenGradient | Role::HeadGradient | Role::OwnGradient(_))
+    }
+
+    /// True for activations that the backward pass of their writer needs the gradient of.
+    pub fn has_gradient(self) -> bool {
+        matches!(self, Role::Hidden | Role::Own(_))
+    }
+
+    /// True for a boundary that the host brings: the gather writes it for the layer that reads it.
+    pub fn comes_from_host(self) -> bool {
+        self == Role::CachedKv
+    }
+
+    /// True for a boundary that no layer reads: it is there when the loss is.
+    pub fn goes_to_host(self) -> bool {
+        matches!(self, Role::Logits | Role::NewKv)
+    }
+
     /// True for keys and values. Their place on the host is the KV cache, which outlives the step;
     /// every other boundary has its place in the stash.
     pub fn is_kv(self) -> bool {
@@ -39,6 +65,8 @@ impl Role {
 impl fmt::Display for Role {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Role::Own(number) => return write!(f, "own tensor {number}"),
+            Role::OwnGradient(number) => return write!(f, "gradient of own tensor {number}"),
             Role::Hidden => "hidden state",
             Role::HiddenGradient => "hidden gradient",
             Role::SavedActivations => "saved activations",
@@ -65,31 +93,74 @@ pub enum Encoding {
     },
 }
 
-/// What a micro-batch carries from one visit to another, through the stash.
+/// What a micro-batch carries from one visit to another, through the stash. Its size follows from
+/// the micro-batch: a number of bytes for each token and one for each sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Boundary {
     /// What it holds.
     pub role: Role,
     /// How the stash holds it.
     pub encoding: Encoding,
-    /// Slots of the input or output pool that one micro-batch of it fills, at least 1.
-    pub slots: u32,
-    /// Bytes of one sequence of it in a slot.
-    pub bytes_per_sequence: u64,
-    /// Bytes of one sequence of it in the stash, and on the way there.
-    pub stashed_per_sequence: u64,
+    /// Bytes of one number of it, in its slots.
+    pub element_bytes: u8,
+    /// Bytes for each token, in a slot.
+    pub token_bytes: u64,
+    /// Bytes for each sequence beside those of its tokens, in a slot and in the stash.
+    pub sequence_bytes: u64,
+    /// Bytes for each token in the stash, and on the way there.
+    pub stashed_token_bytes: u64,
 }
 
 impl Boundary {
-    /// A boundary that the stash holds as the device does.
-    pub fn plain(role: Role, slots: u32, bytes_per_sequence: u64) -> Boundary {
-        let stashed_per_sequence = bytes_per_sequence;
+    /// A boundary with `width` numbers of `element_bytes` for each token, which the stash holds as
+    /// the device does.
+    pub fn of_tokens(role: Role, width: usize, element_bytes: usize) -> Boundary {
+        let token_bytes = (width * element_bytes) as u64;
         Boundary {
             role,
             encoding: Encoding::Plain,
-            slots,
-            bytes_per_sequence,
-            stashed_per_sequence,
+            element_bytes: element_bytes as u8,
+            token_bytes,
+            sequence_bytes: 0,
+            stashed_token_bytes: token_bytes,
         }
+    }
+
+    /// A boundary with `width` numbers of `element_bytes` for each sequence, however long.
+    pub fn of_sequences(role: Role, width: usize, element_bytes: usize) -> Boundary {
+        let sequence_bytes = (width * element_bytes) as u64;
+        Boundary { sequence_bytes, ..Boundary::of_tokens(role, 0, element_bytes) }
+    }
+
+    /// Numbers for each token.
+    pub fn width(&self) -> usize {
+        self.token_bytes as usize / usize::from(self.element_bytes)
+    }
+
+    /// Bytes in a slot of sequences that have `tokens` in all: whole floats.
+    pub fn bytes(&self, sequences: u64, tokens: u64) -> u64 {
+        self.sized(self.token_bytes, sequences, tokens)
+    }
+
+    /// Bytes in the stash of sequences that have `tokens` in all: whole floats.
+    pub fn stashed_bytes(&self, sequences: u64, tokens: u64) -> u64 {
+        self.sized(self.stashed_token_bytes, sequences, tokens)
+    }
+
+    fn sized(&self, token_bytes: u64, sequences: u64, tokens: u64) -> u64 {
+        let of_tokens = token_bytes.saturating_mul(tokens);
+        let bytes = of_tokens.saturating_add(self.sequence_bytes.saturating_mul(sequences));
+        bytes.checked_next_multiple_of(4).unwrap_or(u64::MAX)
+    }
+}
+
+impl fmt::Display for Boundary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Boundary { token_bytes, sequence_bytes, element_bytes, .. } = self;
+        write!(f, "{token_bytes} bytes a token")?;
+        if *sequence_bytes > 0 {
+            write!(f, " and {sequence_bytes} a sequence")?;
+        }
+        write!(f, " in numbers of {element_bytes} bytes")
     }
 }

@@ -3,7 +3,7 @@
 
 use super::residency::{Residence, residency};
 use super::spans::gradient_spans;
-use super::{BlockId, Pools, Schedule, Visit};
+use super::{BlockId, Phase, Pools, Schedule, Visit};
 
 /// A visit of a device, resolved.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,7 +32,7 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
         schedule.visits.iter().enumerate().filter(|(_, visit)| visit.on_device()).collect();
     let mut residences = vec![Vec::new(); visits.len()];
     for own in by_device(schedule, pools) {
-        let blocks: Vec<&[BlockId]> = own.iter().map(|&at| visits[at].1.blocks()).collect();
+        let blocks: Vec<&[BlockId]> = own.iter().map(|&at| &visits[at].1.blocks[..]).collect();
         for (&at, mut placed) in own.iter().zip(residency(&blocks, pools.weights)) {
             placed.iter_mut().for_each(|residence| {
                 residence.after = residence.after.map(|before| own[before]);
@@ -43,10 +43,10 @@ pub(super) fn device_visits(schedule: &Schedule, pools: &Pools) -> Vec<DeviceVis
     let spans = gradient_spans(schedule);
     let mut resolved = Vec::with_capacity(visits.len());
     for (now, ((index, visit), residences)) in visits.into_iter().zip(residences).enumerate() {
-        let adds = visit.phase.adds_gradients();
+        let adds = visit.phase == Phase::Backward;
         let group = schedule.group_of(visit.micro_batches.start);
         let span = |id: BlockId| spans.get(&(id, group)).filter(|_| adds);
-        let trained = || visit.blocks().iter().filter_map(|&id| Some((id, *span(id)?)));
+        let trained = || visit.blocks.iter().filter_map(|&id| Some((id, *span(id)?)));
         resolved.push(DeviceVisit {
             visit: index,
             residences,

@@ -99,12 +99,12 @@ fn takes(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Take> {
             takes.push(Take { visit: index, share: None, blocks });
         } else if visit.kind == VisitKind::Gather {
             let take = |share: Share, blocks| Take { visit: index, share: Some(share), blocks };
-            if schedule.fetched(visit.blocks()) == 0 {
+            if schedule.fetched(&visit.blocks) == 0 {
                 // By micro-batch, so that the first one can go on early.
                 let shares = visit.micro_batches.clone().map(Share::MicroBatch);
                 takes.extend(shares.map(|share| take(share, Vec::new())));
             } else {
-                let shares = visit.blocks().iter();
+                let shares = visit.blocks.iter();
                 takes.extend(shares.map(|&id| take(Share::Block(id), staged(vec![id]))));
             }
         }

@@ -1,23 +1,25 @@
 //! The two schedules: relay (layer-major) and resident (micro-batch-major).
 //!
-//! Both lay out the same legs, one per layer and phase, and differ in nothing but the loop order:
-//! that is why their results can be compared bit for bit. The relay runs all micro-batches
-//! through a leg before the next (Pudipeddi et al. 2020, algorithm 3); the resident schedule runs
+//! Both lay out the same legs, one for each declared step and phase, and differ in nothing but the
+//! loop order: that is why their results can be compared bit for bit. The relay runs all
+//! micro-batches through a leg before the next (Pudipeddi et al. 2020, algorithm 3); the resident schedule runs
 //! one micro-batch through all legs before the next, as ordinary gradient accumulation does.
 //!
-//! A frozen step is one where nothing below it needs a gradient: backward legs stop at the lowest
-//! layer with something to train, and a step with everything frozen is an evaluation.
+//! The generator walks the steps that layers declare, connects what one writes with what others
+//! read, and reverses each connection for the backward pass. It stops at the lowest step with a
+//! block to train: a step of the ring with everything frozen is an evaluation.
 //!
 //! The last tile of the head has one visit in a step that trains: its forward completes the
 //! statistics that its backward needs, so one visit does both and computes logits once. The loss
 //! follows it.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::model::{LayerKind, RingLayer, RingModel, Selection};
+use super::model::{Input, RingModel, RingStep, Selection};
 use super::{
-    BlockId, Boundary, BoundaryId, LayerId, MicroBatch, Needs, Phase, Place, Ranks, Refusal, Role,
-    Schedule, Visit, VisitKind,
+    Block, Boundary, BoundaryId, LayerId, MicroBatch, Phase, Place, Ranks, Refusal, Role, Schedule,
+    Visit, VisitKind,
 };
 
 /// Layer-major: all micro-batches through a layer, group by group, then the next layer.
@@ -55,221 +57,304 @@ pub fn resident(model: &RingModel, selection: &Selection) -> Result<Schedule, Re
     Ok(schedule)
 }
 
-/// One visit per layer and phase, each over all micro-batches, and the loss's.
+/// One visit for each declared step and phase, each over all micro-batches, and the loss's.
 pub(super) struct Legs {
     pub(super) forward: Vec<Visit>,
     pub(super) backward: Vec<Visit>,
 }
 
 pub(super) fn legs(model: &RingModel, selection: &Selection) -> Result<(Schedule, Legs), Refusal> {
-    let mut layout = Layout::new(model, selection)?;
-    let (forward, statistics) = layout.forward();
-    let backward = layout.backward(statistics);
-    Ok((layout.schedule, Legs { forward, backward }))
+    let mut wiring = Wiring::new(model, selection)?;
+    let forward = wiring.forward()?;
+    let backward = wiring.backward()?;
+    Ok((wiring.schedule, Legs { forward, backward }))
 }
 
-type Chained<'m> = (LayerId, &'m RingLayer);
+/// A declared step of a selected layer.
+#[derive(Clone, Copy)]
+struct Chained<'m> {
+    layer: LayerId,
+    /// Which step of the layer.
+    index: u8,
+    step: &'m RingStep,
+}
 
-/// Hands out boundaries and visits while the legs are laid.
-struct Layout<'m> {
-    model: &'m RingModel,
+/// What the forward visit of a step read, wrote and saved.
+#[derive(Default)]
+struct Met {
+    reads: Vec<BoundaryId>,
+    writes: Vec<BoundaryId>,
+    saved: Option<BoundaryId>,
+}
+
+/// Connects steps by boundaries while the legs are laid.
+struct Wiring<'m> {
     schedule: Schedule,
-    embedding: Option<Chained<'m>>,
-    /// The layers that a device visits.
+    /// The steps of all selected layers, in forward order.
     chain: Vec<Chained<'m>>,
-    /// Where the chain's tiles begin.
-    first_tile: usize,
     /// Where in the chain the backward pass ends; none: nothing trains.
     lowest: Option<usize>,
-    /// Whether the backward pass reaches the embedding.
-    scatters: bool,
-    /// False: layers save activations.
-    recompute: bool,
-    /// Input and saved activations of each layer of the chain, for its backward.
-    met: Vec<(Option<BoundaryId>, Option<BoundaryId>)>,
+    /// For each step of the chain.
+    met: Vec<Met>,
+    /// The boundary of each role that was written last.
+    latest: BTreeMap<Role, BoundaryId>,
+    /// For each boundary, the step of the chain that writes it.
+    writers: Vec<usize>,
 }
 
-impl<'m> Layout<'m> {
-    fn new(model: &'m RingModel, selection: &Selection) -> Result<Layout<'m>, Refusal> {
-        let mut named = model.layers.iter().flat_map(|layer| &layer.blocks);
-        if let Some(id) = named.find(|id| id.0 as usize >= model.blocks.len()) {
-            return Err(Refusal::of(format!("{id} of a layer is not in the model")));
-        }
-        let (embedding, chain, first_tile) = chain_of(model, selection)?;
-        let mut blocks = model.blocks.clone();
-        for id in &selection.frozen {
-            let block = blocks.get_mut(id.0 as usize);
-            let unknown = || Refusal::of(format!("frozen {id} is not in the model"));
-            block.ok_or_else(unknown)?.frozen = true;
-        }
-        let trains =
-            |(_, layer): &Chained<'_>| layer.blocks.iter().any(|id| !blocks[id.0 as usize].frozen);
-        let scatters = embedding.as_ref().is_some_and(trains);
-        let lowest = if scatters { Some(0) } else { chain.iter().position(trains) };
-        let (boundaries, visits) = (Vec::new(), Vec::new());
+impl<'m> Wiring<'m> {
+    fn new(model: &'m RingModel, selection: &Selection) -> Result<Wiring<'m>, Refusal> {
+        let chain = chain_of(model, selection)?;
+        let blocks = blocks_of(model, selection)?;
+        let trains = |chained: &Chained<'_>| {
+            chained.step.needs.iter().any(|id| !blocks[id.0 as usize].frozen)
+        };
+        let lowest = chain.iter().position(trains);
         let micro_batches = selection.micro_batches.clone();
         let groups = groups(micro_batches.len() as MicroBatch, selection.groups);
         let schedule = Schedule {
             blocks,
-            boundaries,
+            boundaries: Vec::new(),
+            positions: model.positions,
             micro_batches,
             groups,
             shards: 1,
             ranks: Ranks::ONE,
-            visits,
+            visits: Vec::new(),
         };
-        let (recompute, met) = (selection.recompute, Vec::new());
-        Ok(Layout {
-            model,
-            schedule,
-            embedding,
-            chain,
-            first_tile,
-            lowest,
-            scatters,
-            recompute,
-            met,
-        })
+        let met = chain.iter().map(|_| Met::default()).collect();
+        let latest = BTreeMap::new();
+        Ok(Wiring { schedule, chain, lowest, met, latest, writers: Vec::new() })
     }
 
-    fn boundary(&mut self, boundary: Boundary) -> Option<BoundaryId> {
+    /// A new boundary, which the step `at` writes.
+    fn open(&mut self, at: usize, boundary: Boundary) -> BoundaryId {
         self.schedule.boundaries.push(boundary);
-        Some(BoundaryId(self.schedule.boundaries.len() as u32 - 1))
+        self.writers.push(at);
+        BoundaryId(self.schedule.boundaries.len() as u32 - 1)
     }
 
-    /// A visit of all micro-batches, of what is there of these boundaries.
+    fn write(&mut self, at: usize) -> Vec<BoundaryId> {
+        let writes = self.chain[at].step.writes.iter();
+        writes
+            .map(|&boundary| {
+                let id = self.open(at, boundary);
+                self.latest.insert(boundary.role, id);
+                id
+            })
+            .collect()
+    }
+
+    /// What the step reads, connected to what was written.
+    fn read(&mut self, at: usize) -> Result<Vec<BoundaryId>, Refusal> {
+        let Chained { layer, step, .. } = self.chain[at];
+        step.reads
+            .iter()
+            .map(|&Input { boundary, .. }| {
+                let role = boundary.role;
+                if role.comes_from_host() {
+                    return self.bring(layer, boundary);
+                }
+                let missing = || {
+                    let reason = format!("{layer} reads {role}, which no step before it writes");
+                    Refusal::of(reason)
+                };
+                let &id = self.latest.get(&role).ok_or_else(missing)?;
+                let written = self.schedule.boundary(id);
+                if *written != boundary {
+                    let writer = self.chain[self.writers[id.0 as usize]].layer;
+                    let reason = format!(
+                        "{layer} reads {role} as {boundary}, and {writer} writes it as {written}"
+                    );
+                    return Err(Refusal::of(reason));
+                }
+                Ok(id)
+            })
+            .collect()
+    }
+
+    /// A boundary that the host brings: the gather writes it.
+    fn bring(&mut self, layer: LayerId, boundary: Boundary) -> Result<BoundaryId, Refusal> {
+        if self.chain[0].step.kind != VisitKind::Gather {
+            let reason = format!("{layer} reads {}, and no gather brings it", boundary.role);
+            return Err(Refusal::of(reason));
+        }
+        let id = self.open(0, boundary);
+        self.met[0].writes.push(id);
+        Ok(id)
+    }
+
+    /// A visit of all micro-batches to a step.
     fn visit(
         &self,
-        kind: VisitKind,
-        (layer, phase): (LayerId, Phase),
-        blocks: &[BlockId],
-        reads: &[Option<BoundaryId>],
-        writes: &[Option<BoundaryId>],
+        at: usize,
+        phase: Phase,
+        reads: Vec<BoundaryId>,
+        writes: Vec<BoundaryId>,
     ) -> Visit {
+        let Chained { layer, index, step } = self.chain[at];
+        let kind = match (step.kind, phase) {
+            (VisitKind::Gather, Phase::Backward) => VisitKind::Scatter,
+            (kind, _) => kind,
+        };
         Visit {
             kind,
             layer,
+            step: index,
             phase,
             place: if kind.on_device() { Place::Device(0) } else { Place::Host },
             micro_batches: 0..self.schedule.micro_batches.len() as MicroBatch,
-            needs: Needs::Known(blocks.to_vec()),
-            reads: reads.iter().flatten().copied().collect(),
-            writes: writes.iter().flatten().copied().collect(),
+            blocks: step.needs.clone(),
+            reads,
+            writes,
         }
     }
 
-    /// What a device does at this place of the chain.
-    fn kind(&self, at: usize) -> VisitKind {
-        if at >= self.first_tile { VisitKind::Tile } else { VisitKind::Layer }
-    }
-
-    /// True where the chain computes what the loss is taken from: at its tiles, else at its end.
-    fn ends_in_loss(&self, at: usize) -> bool {
-        at >= self.first_tile || at == self.chain.len() - 1
+    /// The visit that takes the loss from complete statistics. It also waits for what goes to the
+    /// host.
+    fn loss(&self) -> Result<Visit, Refusal> {
+        let statistics = self.latest.get(&Role::Statistics).copied();
+        let missing = || Refusal::of("no layer writes statistics, from which the loss is taken");
+        let mut reads = vec![statistics.ok_or_else(missing)?];
+        let boundaries = self.schedule.boundaries.iter().zip(0..);
+        let for_host = boundaries.filter(|(boundary, _)| boundary.role.goes_to_host());
+        reads.extend(for_host.map(|(_, id)| BoundaryId(id)));
+        let last = self.visit(self.chain.len() - 1, Phase::Forward, reads, Vec::new());
+        Ok(Visit { kind: VisitKind::Loss, place: Place::Host, blocks: Vec::new(), ..last })
     }
 
     /// True for the last tile of a step that trains: its backward visit is its forward as well.
     fn is_visited_once(&self, at: usize) -> bool {
-        self.lowest.is_some() && at >= self.first_tile && at == self.chain.len() - 1
+        let is_last = at == self.chain.len() - 1;
+        self.lowest.is_some() && is_last && self.chain[at].step.kind == VisitKind::Tile
     }
 
-    /// The visit that takes the loss of complete statistics.
-    fn loss(&self, statistics: Option<BoundaryId>) -> Visit {
-        let (last, _) = self.chain[self.chain.len() - 1];
-        self.visit(VisitKind::Loss, (last, Phase::Forward), &[], &[statistics], &[])
+    /// True where the backward pass needs the gradient of a boundary: its writer has a visit there.
+    fn needs_gradient(&self, id: BoundaryId) -> bool {
+        self.lowest.is_some_and(|lowest| self.writers[id.0 as usize] >= lowest)
     }
 
-    /// All forward visits, and the statistics that they end with.
-    fn forward(&mut self) -> (Vec<Visit>, Option<BoundaryId>) {
-        let mut visits = Vec::new();
-        let (mut x, mut statistics) = (None, None);
-        if let Some((id, layer)) = self.embedding {
-            x = self.boundary(self.model.hidden);
-            statistics = self.boundary(self.model.statistics);
-            let (at, writes) = ((id, Phase::Forward), [x, statistics]);
-            visits.push(self.visit(VisitKind::Gather, at, &layer.blocks, &[], &writes));
+    fn forward(&mut self) -> Result<Vec<Visit>, Refusal> {
+        for at in 0..self.chain.len() {
+            self.met[at].reads = self.read(at)?;
+            if !self.is_visited_once(at) {
+                self.met[at].writes = self.write(at);
+                if self.lowest.is_some_and(|lowest| at >= lowest) {
+                    let saves = self.chain[at].step.saves;
+                    self.met[at].saved = saves.map(|boundary| self.open(at, boundary));
+                }
+            }
         }
-        for (at, (id, layer)) in self.chain.clone().into_iter().enumerate() {
-            let is_trained = self.lowest.is_some_and(|lowest| at >= lowest);
-            let saved = if is_trained && !self.recompute && layer.saves {
-                self.boundary(self.model.saved_activations)
-            } else {
-                None
-            };
-            self.met.push((x, saved));
+        let mut visits = Vec::new();
+        for (at, met) in self.met.iter().enumerate() {
             if self.is_visited_once(at) {
-                return (visits, statistics);
+                return Ok(visits);
             }
-            let (kind, at_layer) = (self.kind(at), (id, Phase::Forward));
-            if self.ends_in_loss(at) {
-                let out = self.boundary(self.model.statistics);
-                let (reads, writes) = ([x, statistics], [out, saved]);
-                visits.push(self.visit(kind, at_layer, &layer.blocks, &reads, &writes));
-                statistics = out;
-            } else {
-                let out = self.boundary(self.model.hidden);
-                visits.push(self.visit(kind, at_layer, &layer.blocks, &[x], &[out, saved]));
-                x = out;
-            }
+            let writes = met.writes.iter().chain(&met.saved).copied().collect();
+            visits.push(self.visit(at, Phase::Forward, met.reads.clone(), writes));
         }
-        visits.push(self.loss(statistics));
-        (visits, statistics)
+        visits.push(self.loss()?);
+        Ok(visits)
     }
 
-    /// All backward visits: the gradient that comes down into each layer, and the one it hands on.
-    fn backward(&mut self, mut statistics: Option<BoundaryId>) -> Vec<Visit> {
+    fn backward(&mut self) -> Result<Vec<Visit>, Refusal> {
+        let Some(lowest) = self.lowest else { return Ok(Vec::new()) };
         let mut visits = Vec::new();
-        let Some(lowest) = self.lowest else { return visits };
-        let mut dx = None;
-        for (at, (id, layer)) in self.chain.clone().into_iter().enumerate().skip(lowest).rev() {
-            let down = if at > lowest || self.scatters {
-                let is_tile = at >= self.first_tile;
-                let of_hidden = Boundary { role: Role::HiddenGradient, ..self.model.hidden };
-                self.boundary(if is_tile { self.model.head_gradient } else { of_hidden })
-            } else {
-                None
-            };
-            let (x, saved) = self.met[at];
-            let known = statistics.filter(|_| self.ends_in_loss(at));
-            let once = self.is_visited_once(at);
-            let completed = if once { self.boundary(self.model.statistics) } else { None };
-            let (kind, at_layer) = (self.kind(at), (id, Phase::Backward));
-            let (reads, writes) = ([x, saved, known, dx], [completed, down]);
-            visits.push(self.visit(kind, at_layer, &layer.blocks, &reads, &writes));
-            if once {
-                statistics = completed;
-                visits.push(self.loss(statistics));
+        let mut gradients = BTreeMap::new(); // boundary -> the sum of its gradient so far
+        for at in (lowest..self.chain.len()).rev() {
+            let is_once = self.is_visited_once(at);
+            let reads = self.reads_of_backward(at, &mut gradients)?;
+            let mut writes = if is_once { self.write(at) } else { Vec::new() };
+            let inputs = self.chain[at].step.reads.iter().zip(self.met[at].reads.clone());
+            for (Input { gradient, .. }, id) in inputs {
+                if let Some(gradient) = gradient.filter(|_| self.needs_gradient(id)) {
+                    let sum = self.open(at, gradient);
+                    gradients.insert(id, sum);
+                    writes.push(sum);
+                }
             }
-            dx = down;
+            visits.push(self.visit(at, Phase::Backward, reads, writes));
+            if is_once {
+                visits.push(self.loss()?);
+            }
         }
-        if let Some((id, layer)) = self.embedding.filter(|_| self.scatters) {
-            let at = (id, Phase::Backward);
-            visits.push(self.visit(VisitKind::Scatter, at, &layer.blocks, &[dx], &[]));
+        Ok(visits)
+    }
+
+    /// What the backward visit of a step reads: what its forward visit read, what that saved, the
+    /// roles without a gradient as the forward pass left them, the gradients of what it wrote, and
+    /// those of what it read as far as steps above it have added to them.
+    fn reads_of_backward(
+        &self,
+        at: usize,
+        gradients: &mut BTreeMap<BoundaryId, BoundaryId>,
+    ) -> Result<Vec<BoundaryId>, Refusal> {
+        let Chained { layer, step, .. } = self.chain[at];
+        let met = &self.met[at];
+        let inputs = || step.reads.iter().zip(&met.reads);
+        let (with, without): (Vec<_>, Vec<_>) =
+            inputs().partition(|(input, _)| input.gradient.is_some());
+        let mut reads = Vec::new();
+        if step.kind != VisitKind::Gather {
+            reads.extend(with.iter().map(|&(_, &id)| id));
+            reads.extend(met.saved);
+            reads.extend(without.iter().map(|&(input, &id)| match self.is_visited_once(at) {
+                true => id,
+                false => self.latest[&input.boundary.role],
+            }));
         }
-        visits
+        let outputs = met.writes.iter().zip(&step.writes);
+        let of_writes: Vec<_> = outputs.filter_map(|(id, _)| gradients.remove(id)).collect();
+        let mut with_gradient = step.writes.iter().filter(|written| written.role.has_gradient());
+        if of_writes.is_empty()
+            && let Some(Boundary { role, .. }) = with_gradient.next()
+        {
+            let reason = format!(
+                "{layer} is trained through {role}, and no layer above it declares the gradient \
+                 of that"
+            );
+            return Err(Refusal::of(reason));
+        }
+        reads.extend(of_writes);
+        reads.extend(with.iter().filter_map(|(_, id)| gradients.get(id)));
+        Ok(reads)
     }
 }
 
-/// Splits the selected layers into embedding and device chain; says where its tiles begin.
+/// The steps of the selected layers, in forward order.
 fn chain_of<'m>(
     model: &'m RingModel,
     selection: &Selection,
-) -> Result<(Option<Chained<'m>>, Vec<Chained<'m>>, usize), Refusal> {
+) -> Result<Vec<Chained<'m>>, Refusal> {
     let mut chain = Vec::with_capacity(selection.layers.len());
-    for &id in &selection.layers {
-        let layer = model.layers.get(id.0 as usize);
-        chain.push((id, layer.ok_or_else(|| Refusal::of(format!("{id} is not in the model")))?));
+    for &layer in &selection.layers {
+        let unknown = || Refusal::of(format!("{layer} is not in the model"));
+        let steps = &model.layers.get(layer.0 as usize).ok_or_else(unknown)?.steps;
+        chain.extend((0..).zip(steps).map(|(index, step)| Chained { layer, index, step }));
     }
-    let starts = chain.first().is_some_and(|(_, layer)| layer.kind == LayerKind::Embedding);
-    let embedding = starts.then(|| chain.remove(0));
-    let first_tile = chain.iter().take_while(|(_, layer)| layer.kind == LayerKind::Stack).count();
-    let is_tile = |(_, layer): &Chained<'_>| layer.kind == LayerKind::Tile;
-    if !chain[first_tile..].iter().all(is_tile) || first_tile == 0 {
-        return Err(Refusal::of(
-            "layers must be an embedding (or none), then at least one stack layer, then tiles",
-        ));
+    let is_gather = |chained: &Chained<'_>| chained.step.kind == VisitKind::Gather;
+    if let Some(gather) = chain.iter().skip(1).find(|chained| is_gather(chained)) {
+        let layer = gather.layer;
+        return Err(Refusal::of(format!("{layer} gathers, and stands behind another step")));
     }
-    Ok((embedding, chain, first_tile))
+    if chain.iter().all(is_gather) {
+        return Err(Refusal::of("no layer of the selection is visited by a device"));
+    }
+    let mut needs = chain.iter().flat_map(|chained| &chained.step.needs);
+    match needs.find(|id| id.0 as usize >= model.blocks.len()) {
+        Some(id) => Err(Refusal::of(format!("{id} of a layer is not in the model"))),
+        None => Ok(chain),
+    }
+}
+
+/// The blocks of a model, of which this step freezes some.
+fn blocks_of(model: &RingModel, selection: &Selection) -> Result<Vec<Block>, Refusal> {
+    let mut blocks = model.blocks.clone();
+    for id in &selection.frozen {
+        let unknown = || Refusal::of(format!("frozen {id} is not in the model"));
+        blocks.get_mut(id.0 as usize).ok_or_else(unknown)?.frozen = true;
+    }
+    Ok(blocks)
 }
 
 /// So many groups of micro-batches, as equal as can be; none is empty.

@@ -12,8 +12,7 @@
 //! are, so activations pass between devices through the stash. Each block says whether it is
 //! [staged](Block::staged); actors take it from the plan.
 //!
-//! Room left on purpose. *Experts*: what a visit [`Needs`] is an open enum; blocks that a router
-//! chooses become a second variant.
+//! What a layer needs and leaves stands in its [`RingStep`]s alone.
 
 mod boundary;
 mod deal;
@@ -45,7 +44,7 @@ pub use device_visits::DeviceVisit;
 pub use fetches::{Fetch, Share};
 pub use generate::{relay, resident};
 pub use ids::{BlockId, BoundaryId, GroupId, LayerId, MicroBatch, Version};
-pub use model::{LayerKind, RingLayer, RingModel, Selection};
+pub use model::{Input, RingLayer, RingModel, RingStep, Selection};
 pub use pieces::Piece;
 pub use pipeline::{Action, Pipeline};
 pub use plan::{DeviceWalk, StepPlan};
@@ -56,7 +55,7 @@ pub use shards::Shard;
 pub use spans::{Join, group_spans, sums_of_spans};
 pub use stages::pipeline;
 pub use traffic::Traffic;
-pub use visit::{DeviceId, Needs, Phase, Place, Visit, VisitKind};
+pub use visit::{DeviceId, Phase, Place, Visit, VisitKind};
 
 /// Parameters that move and update together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -95,6 +94,8 @@ pub struct Schedule {
     pub blocks: Vec<Block>,
     /// Every boundary of this step.
     pub boundaries: Vec<Boundary>,
+    /// Tokens of the longest sequence: slots and stash have room for as many.
+    pub positions: u32,
     /// Sequences in each micro-batch; the last may be smaller.
     pub micro_batches: Vec<u32>,
     /// The groups of micro-batches, in order, none empty. Each group has gradients of its own,
@@ -141,22 +142,11 @@ impl Schedule {
         boundaries.iter().copied().find(|&id| self.boundary(id).role == role)
     }
 
-    /// Bytes of one micro-batch of a boundary in its slots.
-    pub fn boundary_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
-        let sequences = u64::from(self.micro_batches[micro_batch as usize]);
-        self.boundary(id).bytes_per_sequence.saturating_mul(sequences)
-    }
-
-    /// Bytes of one micro-batch of a boundary in the stash.
+    /// Bytes in the stash of one micro-batch of a boundary, whose sequences are all the longest.
     pub fn stashed_bytes(&self, id: BoundaryId, micro_batch: MicroBatch) -> u64 {
         let sequences = u64::from(self.micro_batches[micro_batch as usize]);
-        self.boundary(id).stashed_per_sequence.saturating_mul(sequences)
-    }
-
-    /// Slots that one micro-batch of all these boundaries fills; of unknown ones, none.
-    pub fn slots(&self, boundaries: &[BoundaryId]) -> u32 {
-        let slots = |id: &BoundaryId| self.boundaries.get(id.0 as usize).map_or(0, |b| b.slots);
-        boundaries.iter().map(slots).fold(0, u32::saturating_add)
+        let tokens = sequences.saturating_mul(u64::from(self.positions));
+        self.boundary(id).stashed_bytes(sequences, tokens)
     }
 
     /// The group of a micro-batch. Panics on an unknown one: a plan holds none.

@@ -1,44 +1,72 @@
 //! What the generators make schedules from: a model without tensors, and what one step visits.
+//!
+//! A layer declares its steps: what each needs, reads and writes. Generators, rules, plan and lanes
+//! follow from that alone.
 
-use super::{Block, BlockId, Boundary, LayerId};
+use super::{Block, BlockId, Boundary, LayerId, VisitKind};
 
-/// What a layer is to the relay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum LayerKind {
-    /// Host visits: gather in forward, scatter in backward. At most one, the first.
-    Embedding,
-    /// Device visits from hidden state to hidden state: stem, transformer block, final norm.
-    Stack,
-    /// Device visits of one tile of the head. After the stack, all reading its last output.
-    Tile,
-}
-
-/// One layer of a model, as the generators see it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct RingLayer {
-    /// What it is.
-    pub kind: LayerKind,
-    /// Blocks it needs; a tied tile and the embedding name the same one.
-    pub blocks: Vec<BlockId>,
-    /// True for a stack layer that has activations to save, when nothing is recomputed.
-    pub saves: bool,
-}
-
-/// A model without tensors: layers, blocks and the sizes of what passes between layers.
+/// A model without tensors: its layers and blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RingModel {
     /// All blocks.
     pub blocks: Vec<Block>,
     /// All layers, in forward order.
     pub layers: Vec<RingLayer>,
-    /// Between stack layers: the residual stream. Its gradient is of the same size.
-    pub hidden: Boundary,
-    /// What a stack layer saves when it does not recompute.
-    pub saved_activations: Boundary,
-    /// What the head's tiles pass on.
-    pub statistics: Boundary,
-    /// The gradient that tiles add up for the stack's last output.
-    pub head_gradient: Boundary,
+    /// Tokens of the longest sequence: slots have room for as many.
+    pub positions: u32,
+}
+
+/// One layer of a model, as the generators see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RingLayer {
+    /// Its visits in the forward pass, in order. The backward pass has them in reverse.
+    pub steps: Vec<RingStep>,
+}
+
+impl RingLayer {
+    /// The blocks that its steps need, each once, in the order of the forward pass.
+    pub fn blocks(&self) -> Vec<BlockId> {
+        let mut blocks = Vec::new();
+        for &id in self.steps.iter().flat_map(|step| &step.needs) {
+            if !blocks.contains(&id) {
+                blocks.push(id);
+            }
+        }
+        blocks
+    }
+
+    /// True for a layer that a device visits.
+    pub fn on_device(&self) -> bool {
+        self.steps.iter().any(|step| step.kind.on_device())
+    }
+}
+
+/// One visit of a layer in the forward pass, as the layer declares it. Its backward visit follows
+/// from it: it reads what the forward visit read and saved, and the gradients of what that wrote;
+/// it writes the gradients of what that read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RingStep {
+    /// What the forward visit does. The backward visit of a gather is a scatter.
+    pub kind: VisitKind,
+    /// Blocks it needs. A block that several layers need is trained by one of them at most.
+    pub needs: Vec<BlockId>,
+    /// What it reads: of each role, what the step before it wrote that wrote this role last.
+    pub reads: Vec<Input>,
+    /// What it writes.
+    pub writes: Vec<Boundary>,
+    /// Activations that its backward visit reads in place of recomputing them.
+    pub saves: Option<Boundary>,
+}
+
+/// What a step reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Input {
+    /// The boundary, as the step expects it: of the same sizes as what is written.
+    pub boundary: Boundary,
+    /// The gradient of it that the backward visit writes. Where several steps read one boundary,
+    /// each adds to the gradient that the reader above it wrote. `None`: it has no gradient, and
+    /// the backward visit reads what the forward pass left of this role in the end.
+    pub gradient: Option<Boundary>,
 }
 
 /// What one step visits.
@@ -50,16 +78,14 @@ pub struct Selection {
     pub micro_batches: Vec<u32>,
     /// Blocks that compute no gradient this step.
     pub frozen: Vec<BlockId>,
-    /// False: stack layers save activations in the stash instead of recomputing them.
-    pub recompute: bool,
     /// Groups of micro-batches, at most one for each: see [`Schedule::groups`](super::Schedule).
     pub groups: u32,
 }
 
 impl Selection {
-    /// All layers, nothing frozen, recomputing, in one group.
+    /// All layers, nothing frozen, in one group.
     pub fn all(model: &RingModel, micro_batches: Vec<u32>) -> Selection {
         let layers = (0..model.layers.len() as u32).map(LayerId).collect();
-        Selection { layers, micro_batches, frozen: Vec::new(), recompute: true, groups: 1 }
+        Selection { layers, micro_batches, frozen: Vec::new(), groups: 1 }
     }
 }

@@ -74,7 +74,7 @@ fn earliest_places(
             (own, 0)
         } else {
             let visit = &schedule.visits[device_visits[visits[meanwhile]].visit];
-            let slots = schedule.slots(&visit.reads).max(1);
+            let slots = visit.reads.len().max(1) as u32;
             let inputs = (pools.ahead / slots).max(1).min(visit.micro_batches.len() as u32);
             (meanwhile, inputs)
         };

@@ -2,13 +2,9 @@
 //!
 //! A [`Pipeline`] is plain data, one list of actions for each device;
 //! [`pipeline`](super::pipeline()) makes a schedule of it. Generators: GPipe (Huang et al. 2018),
-//! 1F1B (Narayanan et al. 2019, PipeDream-Flush), interleaved 1F1B (Narayanan et al. 2021) and zero
-//! bubble (Qi et al. 2023), each in the order of `torch.distributed.pipelining`;
-//! [`Pipeline::parse`] reads, and `Display` writes, the tables that it keeps in CSV files.
-//!
-//! Zero bubble runs a backward pass in two parts, of which other stages wait for the first. A
-//! layer's second part walks its gradients through the layer again, so it takes as long as the
-//! whole. Heads run both parts at once, as the first.
+//! 1F1B (Narayanan et al. 2019, PipeDream-Flush) and interleaved 1F1B (Narayanan et al. 2021), each
+//! in the order of `torch.distributed.pipelining`; [`Pipeline::parse`] reads, and `Display` writes,
+//! the tables that it keeps in CSV files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -50,19 +46,8 @@ impl Action {
         let Action { stage, phase, micro_batch } = self;
         match phase {
             Phase::Forward => stage.checked_sub(1).map(|stage| Action { stage, ..self }),
-            Phase::Weights => Some(Action::backward(stage, micro_batch)),
-            Phase::Backward | Phase::Inputs if stage + 1 == stages => {
-                Some(Action::forward(stage, micro_batch))
-            }
-            Phase::Backward | Phase::Inputs => Some(Action::backward(stage + 1, micro_batch)),
-        }
-    }
-
-    /// The action as what others wait for: of a backward pass in parts, the first is enough.
-    fn awaited(self) -> Action {
-        match self.phase {
-            Phase::Inputs => Action::backward(self.stage, self.micro_batch),
-            _ => self,
+            Phase::Backward if stage + 1 == stages => Some(Action::forward(stage, micro_batch)),
+            Phase::Backward => Some(Action::backward(stage + 1, micro_batch)),
         }
     }
 }
@@ -86,7 +71,7 @@ impl Pipeline {
     /// their way as there are devices behind it.
     pub fn one_forward_one_backward(devices: u32, micro_batches: MicroBatch) -> Pipeline {
         let rounds = Rounds { devices, chunks: 1, micro_batches, round: micro_batches.max(1) };
-        rounds.by_turns(1, |device, at| vec![rounds.backward(device, at)])
+        rounds.by_turns(1)
     }
 
     /// 1F1B with several stages on each device, `chunks` of them: stage `s` is on device `s` modulo
@@ -100,30 +85,7 @@ impl Pipeline {
         micro_batches: MicroBatch,
     ) -> Result<Pipeline, Refusal> {
         let rounds = Rounds::new(devices, chunks, micro_batches)?;
-        Ok(rounds.by_turns(2, |device, at| vec![rounds.backward(device, at)]))
-    }
-
-    /// The same with backward passes in two parts (ZB1P): device `d` computes the gradients of
-    /// weights `d` passes behind those of inputs, and the last ones at the end.
-    ///
-    /// # Errors
-    /// As [`interleaved`](Pipeline::interleaved).
-    pub fn zero_bubble(
-        devices: u32,
-        chunks: u32,
-        micro_batches: MicroBatch,
-    ) -> Result<Pipeline, Refusal> {
-        let rounds = Rounds::new(devices, chunks, micro_batches)?;
-        let part = |device: u32, at: u32, phase| Action { phase, ..rounds.backward(device, at) };
-        let mut pipeline = rounds.by_turns(1, |device, at| {
-            let behind = at.checked_sub(device).map(|at| part(device, at, Phase::Weights));
-            [part(device, at, Phase::Inputs)].into_iter().chain(behind).collect()
-        });
-        for (device, actions) in (0..).zip(&mut pipeline.devices) {
-            let left = rounds.all().saturating_sub(device)..rounds.all();
-            actions.extend(left.map(|at| part(device, at, Phase::Weights)));
-        }
-        Ok(pipeline)
+        Ok(rounds.by_turns(2))
     }
 
     /// The same stages on the same devices, without backward passes, for so many micro-batches.
@@ -158,9 +120,8 @@ impl Pipeline {
     }
 
     /// Reads a table as `torch.distributed.pipelining` writes it: a row for each device, in it
-    /// actions such as `2F0` (stage, what, micro-batch) with `F` forward, `B` backward, and `I` and
-    /// `W` for the two parts of a backward pass. Empty places and communication (`SEND_F`,
-    /// `UNSHARD`, …) are passed over.
+    /// actions such as `2F0` (stage, phase, micro-batch) with `F` forward and `B` backward. Empty
+    /// places and communication (`SEND_F`, `UNSHARD`, …) are passed over.
     ///
     /// # Errors
     /// The row and place of what is no action.
@@ -171,7 +132,7 @@ impl Pipeline {
             for (place, entry) in (1..).zip(line.split(',')) {
                 let entry = entry.trim().trim_matches('"');
                 let action = parse_action(entry).ok_or_else(|| {
-                    let example = "an action is a stage, F, B, I or W, and a micro-batch: 2F0";
+                    let example = "an action is a stage, F or B, and a micro-batch, as in 2F0; a backward pass is not split in I and W";
                     Refusal::of(format!("row {row}, place {place}: {entry:?} ({example})"))
                 })?;
                 actions.extend(action);
@@ -220,34 +181,24 @@ impl Pipeline {
         }
         let mut next = BTreeMap::new(); // (stage, phase) -> micro-batch
         for action in self.devices.iter().flatten() {
-            let parts = match action.phase {
-                Phase::Backward => &[Phase::Inputs, Phase::Weights][..],
-                ref one => std::slice::from_ref(one),
-            };
-            for &part in parts {
-                let expected = next.entry((action.stage, part)).or_insert(0);
-                if action.micro_batch != *expected || *expected == micro_batches {
-                    let rule = "each stage takes its micro-batches in order, in which gradients \
-                                are summed";
-                    return Err(Refusal::of(format!(
-                        "{action} comes where micro-batch {expected} would, of {micro_batches}: \
-                         {rule}"
-                    )));
-                }
-                *expected += 1;
+            let expected = next.entry((action.stage, action.phase)).or_insert(0);
+            if action.micro_batch != *expected || *expected == micro_batches {
+                let rule =
+                    "each stage takes its micro-batches in order, in which gradients are summed";
+                return Err(Refusal::of(format!(
+                    "{action} comes where micro-batch {expected} would, of {micro_batches}: {rule}"
+                )));
             }
+            *expected += 1;
         }
-        let phases = [Phase::Forward, Phase::Inputs, Phase::Weights];
+        let phases = [Phase::Forward, Phase::Backward];
         let phases = if trains { &phases[..] } else { &phases[..1] };
         for stage in 0..self.stages() {
             for &phase in phases {
                 let has = next.get(&(stage, phase)).copied().unwrap_or(0);
                 if has < micro_batches {
                     let missing = Action { stage, phase, micro_batch: has };
-                    let whole = Action::backward(stage, has);
-                    let or = phase.is_backward().then(|| format!(" (or {whole})"));
-                    let or = or.unwrap_or_default();
-                    return Err(Refusal::of(format!("{missing}{or} is missing")));
+                    return Err(Refusal::of(format!("{missing} is missing")));
                 }
             }
         }
@@ -274,7 +225,7 @@ impl Pipeline {
             if order.len() == before {
                 break;
             }
-            done.extend(order[before..].iter().map(|&(_, action)| action.awaited()));
+            done.extend(order[before..].iter().map(|&(_, action)| action));
         }
         let mut waiting = Vec::new();
         for (device, (actions, &at)) in self.devices.iter().zip(&at).enumerate() {
@@ -324,8 +275,8 @@ impl Rounds {
 
     /// The list of each device. First come the forward passes that run before the first backward
     /// pass can: a round for each further chunk, and `hops` passes for each later device. Then a
-    /// forward pass and `backward` of a device and a pass's number take turns.
-    fn by_turns(&self, hops: u32, backward: impl Fn(u32, u32) -> Vec<Action>) -> Pipeline {
+    /// forward pass and a backward pass take turns.
+    fn by_turns(&self, hops: u32) -> Pipeline {
         let of_device = |device: u32| -> Vec<Action> {
             let behind = hops * (self.devices - 1 - device);
             let ahead = ((self.chunks - 1) * self.round + behind).min(self.all());
@@ -333,7 +284,7 @@ impl Rounds {
             for at in 0..self.all() {
                 let next = Some(at + ahead).filter(|&next| next < self.all());
                 actions.extend(next.map(|next| self.forward(device, next)));
-                actions.extend(backward(device, at));
+                actions.push(self.backward(device, at));
             }
             actions
         };
@@ -369,8 +320,6 @@ fn parse_action(entry: &str) -> Option<Option<Action>> {
     let phase = match what {
         "F" => Phase::Forward,
         "B" => Phase::Backward,
-        "I" => Phase::Inputs,
-        "W" => Phase::Weights,
         "SEND_F" | "SEND_B" | "RECV_F" | "RECV_B" | "UNSHARD" | "RESHARD" | "REDUCE_GRAD"
         | "WAIT_REDUCE_GRAD" | "WAIT_SEND_F" | "WAIT_SEND_B" => return Some(None),
         _ => return None,
@@ -383,8 +332,6 @@ impl fmt::Display for Action {
         let phase = match self.phase {
             Phase::Forward => 'F',
             Phase::Backward => 'B',
-            Phase::Inputs => 'I',
-            Phase::Weights => 'W',
         };
         write!(f, "{}{phase}{}", self.stage, self.micro_batch)
     }

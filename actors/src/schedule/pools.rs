@@ -60,13 +60,13 @@ impl Pools {
     /// What this schedule needs at these depths; depths too low to run it at all are raised.
     pub fn of(schedule: &Schedule, depths: &Capacities) -> Pools {
         let visits = || schedule.device_visits();
-        let blocks = visits().map(|visit| visit.blocks().len() as u32).max().unwrap_or(0);
-        let reads = visits().map(|visit| schedule.slots(&visit.reads)).max().unwrap_or(0);
-        let writes = visits().map(|visit| schedule.slots(&visit.writes)).max().unwrap_or(0);
+        let blocks = visits().map(|visit| visit.blocks.len() as u32).max().unwrap_or(0);
+        let reads = visits().map(|visit| visit.reads.len() as u32).max().unwrap_or(0);
+        let writes = visits().map(|visit| visit.writes.len() as u32).max().unwrap_or(0);
         let all = schedule.blocks.len() as u32; // more slots than blocks are never used
         let weights = depths.weights.clamp(blocks, all.max(blocks));
         let brought = visits().map(|visit| {
-            schedule.slots(&visit.reads).saturating_mul(visit.micro_batches.len() as u32)
+            (visit.reads.len() as u32).saturating_mul(visit.micro_batches.len() as u32)
         });
         let ahead = depths.stash.min(brought.fold(0, u32::saturating_add)).max(1);
         let on_file = schedule.blocks.iter().any(|block| block.staged);
@@ -127,9 +127,9 @@ impl Pools {
         }
         for (index, visit) in schedule.visits.iter().enumerate().filter(|(_, v)| v.on_device()) {
             let needs = [
-                ("weights", visit.blocks().len() as u32, self.weights),
-                ("inputs", schedule.slots(&visit.reads), self.inputs),
-                ("outputs", schedule.slots(&visit.writes), self.outputs),
+                ("weights", visit.blocks.len() as u32, self.weights),
+                ("inputs", visit.reads.len() as u32, self.inputs),
+                ("outputs", visit.writes.len() as u32, self.outputs),
             ];
             for (pool, need, has) in needs {
                 if need > has {
@@ -171,6 +171,6 @@ impl Pools {
 
 /// The most blocks that one visit of the device takes from staging slots.
 fn fetched_in_a_visit(schedule: &Schedule) -> u32 {
-    let fetched = schedule.device_visits().map(|visit| schedule.fetched(visit.blocks()) as u32);
+    let fetched = schedule.device_visits().map(|visit| schedule.fetched(&visit.blocks) as u32);
     fetched.max().unwrap_or(0)
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::device_visits::DeviceVisit;
 use super::spans::{Join, join};
-use super::{BlockId, DeviceId, GroupId, Schedule, Visit, VisitKind};
+use super::{BlockId, DeviceId, GroupId, Schedule, VisitKind};
 
 /// One entry of the Reducer's list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,7 @@ pub enum Reduction {
 
 pub(super) fn reductions(schedule: &Schedule, device_visits: &[DeviceVisit]) -> Vec<Reduction> {
     let scatters = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Scatter);
-    let scattered: Vec<BlockId> = scatters.flat_map(Visit::blocks).copied().collect();
+    let scattered: Vec<BlockId> = scatters.flat_map(|visit| &visit.blocks).copied().collect();
     let mut counts = BTreeMap::new(); // block -> gradients that close, of all groups
     for &block in device_visits.iter().flat_map(|visit| &visit.closes) {
         *counts.entry(block).or_insert(0) += 1;
@@ -77,7 +77,7 @@ pub(super) fn updates(
         match *reduction {
             Reduction::Gradient { block, .. } => updated[block.0 as usize] = true,
             Reduction::Scatter { visit } => {
-                for &id in schedule.visits[visit].blocks() {
+                for &id in &schedule.visits[visit].blocks {
                     updated[id.0 as usize] |= !schedule.block(id).frozen;
                 }
             }
@@ -87,7 +87,7 @@ pub(super) fn updates(
     let all = || (0..schedule.blocks.len() as u32).map(BlockId);
     let carried = all().filter(|id| !updated[id.0 as usize]).collect();
     let mut in_order = Vec::new();
-    for id in schedule.visits.iter().flat_map(Visit::blocks) {
+    for id in schedule.visits.iter().flat_map(|visit| &visit.blocks) {
         if std::mem::take(&mut updated[id.0 as usize]) {
             in_order.push(*id);
         }

@@ -162,7 +162,7 @@ impl<'p> Replay<'p> {
             Share::MicroBatch(m) => self.land(&gather.writes, m),
             Share::Block(block) => {
                 self.reads -= u32::from(schedule.is_fetched(block));
-                if gather.blocks().last() == Some(&block) {
+                if gather.blocks.last() == Some(&block) {
                     gather.micro_batches.clone().for_each(|m| self.land(&gather.writes, m));
                 }
             }
@@ -223,10 +223,10 @@ impl<'p> Replay<'p> {
     }
 
     fn bring(&mut self, device: usize, device_visit: usize, m: MicroBatch) -> Result<(), Refusal> {
-        let Walks { schedule, pools, .. } = self.walks;
+        let pools = self.walks.pools;
         let (resolved, visit) = self.device_visit(device_visit);
         let waits = |pool| Err(self.waits(resolved.visit, "an input", pool));
-        let slots = schedule.slots(&visit.reads);
+        let slots = visit.reads.len() as u32;
         if !self.all_landed(visit, m) {
             return waits("what an earlier visit writes");
         }
@@ -240,7 +240,7 @@ impl<'p> Replay<'p> {
     }
 
     fn execute(&mut self, device: usize) -> Progress {
-        let Walks { schedule, pools, devices, .. } = self.walks;
+        let Walks { pools, devices, .. } = self.walks;
         let of = &self.devices[device];
         let Some(&device_visit) = devices[device].visits.get(of.visit) else { return Ok(false) };
         let (resolved, visit) = self.device_visit(device_visit);
@@ -264,7 +264,7 @@ impl<'p> Replay<'p> {
         of.gradient_slots += opens;
         if !visit.reads.is_empty() {
             of.inputs_used += 1;
-            of.input_slots -= schedule.slots(&visit.reads);
+            of.input_slots -= visit.reads.len() as u32;
         }
         of.operation += 1;
         if of.operation == visit.micro_batches.len() {

@@ -16,9 +16,6 @@ pub(super) fn check(schedule: &Schedule) -> Result<(), Refusal> {
     if !schedule.visits.iter().any(Visit::on_device) {
         return Err(Refusal::of("no visit of a device"));
     }
-    if schedule.boundaries.iter().any(|boundary| boundary.slots == 0) {
-        return Err(Refusal::of("a boundary must fill at least one slot"));
-    }
     for (index, visit) in schedule.visits.iter().enumerate() {
         names(schedule, visit).map_err(|reason| Refusal::at(schedule, index, reason))?;
     }
@@ -59,8 +56,8 @@ fn names(schedule: &Schedule, visit: &Visit) -> Result<(), String> {
             "micro-batches {start}..{end} of groups {groups:?}: a visit is of one"
         ));
     }
-    let blocks: BTreeSet<_> = visit.blocks().iter().collect();
-    if blocks.len() < visit.blocks().len() {
+    let blocks: BTreeSet<_> = visit.blocks.iter().collect();
+    if blocks.len() < visit.blocks.len() {
         return Err("names a block twice".into());
     }
     if let Some(id) = blocks.iter().find(|id| id.0 as usize >= schedule.blocks.len()) {
@@ -89,7 +86,7 @@ fn shape(visit: &Visit) -> Result<(), String> {
         VisitKind::Layer | VisitKind::Tile => true,
         VisitKind::Gather => visit.phase == Phase::Forward && writes && !reads,
         VisitKind::Loss => {
-            visit.phase == Phase::Forward && reads && !writes && visit.blocks().is_empty()
+            visit.phase == Phase::Forward && reads && !writes && visit.blocks.is_empty()
         }
         VisitKind::Scatter => visit.phase == Phase::Backward && reads && !writes,
     };
@@ -148,23 +145,16 @@ fn boundaries(schedule: &Schedule) -> Result<(), Refusal> {
 }
 
 /// A layer meets its micro-batches in order and once a phase: the order gradients are summed in.
-/// A backward pass may come in two parts, of which each has that order.
 fn micro_batch_order(schedule: &Schedule) -> Result<(), Refusal> {
     let mut next = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        let parts = match visit.phase {
-            Phase::Backward => &[Phase::Inputs, Phase::Weights][..],
-            ref one => std::slice::from_ref(one),
-        };
-        for &part in parts {
-            let expected = next.entry((visit.layer, part, visit.kind)).or_insert(0);
-            if visit.micro_batches.start != *expected {
-                let start = visit.micro_batches.start;
-                let reason = format!("micro-batch order: starts at {start}, expected {expected}");
-                return Err(Refusal::at(schedule, index, reason));
-            }
-            *expected = visit.micro_batches.end;
+        let expected = next.entry((visit.layer, visit.step, visit.phase, visit.kind)).or_insert(0);
+        if visit.micro_batches.start != *expected {
+            let start = visit.micro_batches.start;
+            let reason = format!("micro-batch order: starts at {start}, expected {expected}");
+            return Err(Refusal::at(schedule, index, reason));
         }
+        *expected = visit.micro_batches.end;
     }
     Ok(())
 }
@@ -177,7 +167,7 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
     let mut first_of: BTreeMap<BlockId, &Visit> = BTreeMap::new();
     let mut places: BTreeMap<(BlockId, GroupId), Place> = BTreeMap::new();
     for (index, visit) in schedule.visits.iter().enumerate() {
-        for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
+        for &id in visit.blocks.iter().filter(|&&id| schedule.trains(id)) {
             if scattered.contains(&id) {
                 let reason = format!("meets {id} after its gradient was scattered");
                 return Err(Refusal::at(schedule, index, reason));
@@ -190,11 +180,15 @@ fn gradients(schedule: &Schedule) -> Result<(), Refusal> {
                     }
                     scattered.insert(id);
                 }
-                (_, phase) if phase.adds_gradients() => {
+                (_, Phase::Backward) => {
                     let first = *first_of.entry(id).or_insert(visit);
-                    if first.layer != visit.layer {
+                    if (first.layer, first.step) != (visit.layer, visit.step) {
                         let order = "the order of their sum would depend on the schedule";
-                        let reason = format!("trains {id}, as {} does: {order}", first.layer);
+                        let other = match first.layer == visit.layer {
+                            true => "another step of the layer".to_string(),
+                            false => first.layer.to_string(),
+                        };
+                        let reason = format!("trains {id}, as {other} does: {order}");
                         return Err(Refusal::at(schedule, index, reason));
                     }
                     let group = schedule.group_of(visit.micro_batches.start);
@@ -219,8 +213,8 @@ fn no_forward_after(
 ) -> Result<(), Refusal> {
     for (index, visit) in schedule.visits.iter().enumerate() {
         let ended = |id: &&BlockId| last_backward.get(id).is_some_and(|&last| index > last);
-        if let Some(id) = visit.blocks().iter().find(ended)
-            && !visit.phase.adds_gradients()
+        if let Some(id) = visit.blocks.iter().find(ended)
+            && visit.phase == Phase::Forward
         {
             let reason = format!("meets {id} after its gradient ended");
             return Err(Refusal::at(schedule, index, reason));
@@ -240,13 +234,13 @@ fn gathers(schedule: &Schedule) -> Result<(), Refusal> {
                 first_read.entry((id, m)).or_insert(index);
             }
         }
-        if visit.phase.adds_gradients() {
-            ends.extend(visit.blocks().iter().map(|&id| (id, index)));
+        if visit.phase == Phase::Backward {
+            ends.extend(visit.blocks.iter().map(|&id| (id, index)));
         }
     }
     let is_gather = |visit: &&Visit| visit.kind == VisitKind::Gather;
     for gather in schedule.visits.iter().filter(is_gather) {
-        for &block in gather.blocks().iter().filter(|&&id| schedule.trains(id)) {
+        for &block in gather.blocks.iter().filter(|&&id| schedule.trains(id)) {
             let Some(&end) = ends.get(&block) else { continue };
             for m in gather.micro_batches.clone() {
                 for &id in &gather.writes {

@@ -3,16 +3,16 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{BlockId, GroupId, Schedule, Visit};
+use super::{BlockId, GroupId, Phase, Schedule, Visit};
 
 /// First and last backward visit of every trained block by each group, as indices among the
 /// devices' visits.
 pub(super) fn gradient_spans(schedule: &Schedule) -> BTreeMap<(BlockId, GroupId), (usize, usize)> {
     let mut spans = BTreeMap::new();
     for (index, visit) in schedule.device_visits().enumerate() {
-        if visit.phase.adds_gradients() {
+        if visit.phase == Phase::Backward {
             let group = schedule.group_of(visit.micro_batches.start);
-            for &id in visit.blocks().iter().filter(|&&id| schedule.trains(id)) {
+            for &id in visit.blocks.iter().filter(|&&id| schedule.trains(id)) {
                 spans.entry((id, group)).or_insert((index, index)).1 = index;
             }
         }
@@ -101,7 +101,7 @@ pub(super) fn kept_gradients(schedule: &Schedule) -> u32 {
     for (index, visit) in schedule.device_visits().enumerate() {
         let group = schedule.group_of(visit.micro_batches.start);
         let ends = |id: &&BlockId| spans.get(&(**id, group)).is_some_and(|span| span.1 == index);
-        closed.extend(visit.blocks().iter().filter(ends));
+        closed.extend(visit.blocks.iter().filter(ends));
     }
     let mut counts = BTreeMap::new(); // block -> contributions, all of them
     closed.iter().for_each(|&block| *counts.entry(block).or_insert(0) += 1);

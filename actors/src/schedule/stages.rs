@@ -4,12 +4,9 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::generate::{Legs, legs};
-use super::model::{LayerKind, RingModel, Selection};
+use super::model::{RingModel, Selection};
 use super::pipeline::{Action, Pipeline};
-use super::{
-    BlockId, BoundaryId, LayerId, MicroBatch, Phase, Place, Refusal, Role, Schedule, Visit,
-    VisitKind,
-};
+use super::{LayerId, MicroBatch, Phase, Place, Refusal, Schedule, Visit, VisitKind};
 
 /// The schedule of a pipeline. The model's layers are cut into stages of about as many parameters
 /// each, a tile of the head being a layer.
@@ -45,9 +42,6 @@ pub fn pipeline(
 struct Stage {
     forward: Vec<Visit>,
     backward: Vec<Visit>,
-    /// The parts of `backward`.
-    inputs: Vec<Visit>,
-    weights: Vec<Visit>,
 }
 
 impl Stage {
@@ -55,25 +49,6 @@ impl Stage {
         match phase {
             Phase::Forward => &self.forward,
             Phase::Backward => &self.backward,
-            Phase::Inputs => &self.inputs,
-            Phase::Weights => &self.weights,
-        }
-    }
-
-    /// Adds a visit of the backward pass, and its parts. What computes a loss has one part.
-    fn add_backward(&mut self, schedule: &Schedule, visit: &Visit) {
-        self.backward.push(visit.clone());
-        let meets_loss = |id: &BoundaryId| schedule.boundary(*id).role == Role::Statistics;
-        let has_parts = visit.kind == VisitKind::Layer
-            && !visit.reads.iter().chain(&visit.writes).any(meets_loss);
-        if !has_parts {
-            return self.inputs.push(visit.clone());
-        }
-        if !visit.writes.is_empty() {
-            self.inputs.push(Visit { phase: Phase::Inputs, ..visit.clone() });
-        }
-        if visit.blocks().iter().any(|&id| schedule.trains(id)) {
-            self.weights.push(Visit { phase: Phase::Weights, writes: Vec::new(), ..visit.clone() });
         }
     }
 }
@@ -98,7 +73,7 @@ fn stages(
     }
     if layers.is_sorted() {
         let of_devices = (0..).zip(&model.layers);
-        let of_devices = of_devices.filter(|(_, layer)| layer.kind != LayerKind::Embedding);
+        let of_devices = of_devices.filter(|(_, layer)| layer.on_device());
         layers = of_devices.map(|(id, _)| LayerId(id)).collect();
     }
     if count > layers.len() {
@@ -106,8 +81,10 @@ fn stages(
         let reason = format!("{count} stages need as many layers; {has} are visited by devices");
         return Err(Refusal::of(reason));
     }
-    let bytes = |id: &BlockId| schedule.block(*id).weight_bytes;
-    let size = |layer: &LayerId| model.layers[layer.0 as usize].blocks.iter().map(bytes).sum();
+    let size = |layer: &LayerId| {
+        let blocks = model.layers[layer.0 as usize].blocks();
+        blocks.into_iter().map(|id| schedule.block(id).weight_bytes).sum()
+    };
     let sizes: Vec<u64> = layers.iter().map(size).collect();
     let mut stage_of = BTreeMap::new();
     for (stage, Range { start, end }) in cuts(&sizes, count).into_iter().enumerate() {
@@ -119,7 +96,7 @@ fn stages(
         stages[stage_of[&visit.layer]].forward.push(visit.clone());
     }
     for visit in legs.backward.iter().filter(has_stage) {
-        stages[stage_of[&visit.layer]].add_backward(schedule, visit);
+        stages[stage_of[&visit.layer]].backward.push(visit.clone());
     }
     Ok(stages)
 }

@@ -3,7 +3,7 @@
 use super::device_visits::DeviceVisit;
 use super::fetches::reads_for;
 use super::reductions::Reduction;
-use super::{BlockId, BoundaryId, Schedule, Visit, VisitKind};
+use super::{BlockId, BoundaryId, Schedule, VisitKind};
 
 /// Bytes that each edge moves in a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -84,7 +84,7 @@ impl Traffic {
     ) {
         let staged = |id: BlockId| Some(schedule.block(id)).filter(|block| block.staged);
         let gathers = schedule.visits.iter().filter(|visit| visit.kind == VisitKind::Gather);
-        let gathered = gathers.flat_map(Visit::blocks).copied();
+        let gathered = gathers.flat_map(|visit| &visit.blocks).copied();
         let readers = device_visits.iter().filter(|visit| reads_for(schedule, visit));
         let fetched = readers.flat_map(DeviceVisit::fetched).map(|residence| residence.block);
         for block in gathered.chain(fetched).filter_map(staged) {

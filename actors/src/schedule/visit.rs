@@ -48,22 +48,6 @@ pub enum Phase {
     Forward,
     /// Gradients.
     Backward,
-    /// The part of a backward pass that other layers wait for: the gradient of the input.
-    Inputs,
-    /// The rest of it: gradients of the blocks.
-    Weights,
-}
-
-impl Phase {
-    /// True for a backward pass and each of its parts.
-    pub fn is_backward(self) -> bool {
-        self != Phase::Forward
-    }
-
-    /// True for a visit that adds to the gradients of its blocks.
-    pub fn adds_gradients(self) -> bool {
-        matches!(self, Phase::Backward | Phase::Weights)
-    }
 }
 
 impl fmt::Display for Phase {
@@ -71,18 +55,8 @@ impl fmt::Display for Phase {
         f.write_str(match self {
             Phase::Forward => "forward",
             Phase::Backward => "backward",
-            Phase::Inputs => "backward of inputs",
-            Phase::Weights => "backward of weights",
         })
     }
-}
-
-/// The blocks of a visit.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Needs {
-    /// Known when the schedule is made.
-    Known(Vec<BlockId>),
 }
 
 /// One stay of a device, or of the host lane, at one layer.
@@ -92,14 +66,16 @@ pub struct Visit {
     pub kind: VisitKind,
     /// The layer visited.
     pub layer: LayerId,
+    /// Which of the steps that the layer declares.
+    pub step: u8,
     /// Forward or backward.
     pub phase: Phase,
     /// Where.
     pub place: Place,
     /// Which micro-batches, in this order.
     pub micro_batches: Range<MicroBatch>,
-    /// Which blocks.
-    pub needs: Needs,
+    /// The blocks that the layer declares for this step.
+    pub blocks: Vec<BlockId>,
     /// Boundaries that each micro-batch brings.
     pub reads: Vec<BoundaryId>,
     /// Boundaries that each micro-batch leaves behind.
@@ -107,12 +83,6 @@ pub struct Visit {
 }
 
 impl Visit {
-    /// The blocks that this visit is known to need.
-    pub fn blocks(&self) -> &[BlockId] {
-        let Needs::Known(blocks) = &self.needs;
-        blocks
-    }
-
     /// The same visit, of other micro-batches.
     pub fn of_micro_batches(&self, micro_batches: Range<MicroBatch>) -> Visit {
         Visit { micro_batches, ..self.clone() }

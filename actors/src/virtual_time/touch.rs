@@ -200,11 +200,9 @@ impl Touch {
         cell: impl Fn(u32) -> Cell,
         writes: bool,
     ) {
-        for Placed { boundary, slots } in placed {
-            let label = Label::Boundary(*boundary, m, now);
-            for &slot in slots {
-                if writes { self.write(cell(slot), label) } else { self.read(cell(slot), label) }
-            }
+        for &Placed { boundary, slot } in placed {
+            let label = Label::Boundary(boundary, m, now);
+            if writes { self.write(cell(slot), label) } else { self.read(cell(slot), label) }
         }
     }
 
@@ -212,7 +210,7 @@ impl Touch {
         let visit = &plan.schedule.visits[visit];
         let (one, all);
         let (blocks, micro_batches) = match share {
-            Share::MicroBatch(m) => (visit.blocks(), m..m + 1),
+            Share::MicroBatch(m) => (&visit.blocks[..], m..m + 1),
             Share::Block(block) => {
                 (one, all) = ([block], visit.micro_batches.clone());
                 (&one[..], all)

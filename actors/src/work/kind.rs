@@ -77,7 +77,7 @@ impl From<Phase> for WorkKind {
     fn from(phase: Phase) -> WorkKind {
         match phase {
             Phase::Forward => WorkKind::Forward,
-            Phase::Backward | Phase::Inputs | Phase::Weights => WorkKind::Backward,
+            Phase::Backward => WorkKind::Backward,
         }
     }
 }

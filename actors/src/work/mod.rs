@@ -16,13 +16,13 @@ use crate::schedule::{
     BlockId, BoundaryId, GroupId, MicroBatch, Phase, Schedule, Shard, Share, Version,
 };
 
-/// A boundary of a micro-batch and the slots it fills.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// A boundary of a micro-batch and its slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Placed {
     /// The boundary.
     pub boundary: BoundaryId,
-    /// Slots of the input or the output pool, in order.
-    pub slots: Vec<u32>,
+    /// A slot of the input or the output pool.
+    pub slot: u32,
 }
 
 /// A block of a compute operation: where its weights are, and its gradient if it trains.
@@ -96,7 +96,7 @@ pub enum Work {
         shard: Shard,
         from: Vec<(Shard, u32)>,
     },
-    /// Upload: copies a boundary from the stash into input slots.
+    /// Upload: copies a boundary from the stash into an input slot.
     UploadBoundary { micro_batch: MicroBatch, inputs: Placed },
     /// Compute: one micro-batch of a device visit. `blocks` are the visit's, in its order.
     Compute {
@@ -107,7 +107,7 @@ pub enum Work {
         inputs: Vec<Placed>,
         outputs: Vec<Placed>,
     },
-    /// Download: copies a boundary from output slots into the stash.
+    /// Download: copies a boundary from an output slot into the stash.
     DownloadBoundary { micro_batch: MicroBatch, outputs: Placed },
     /// Download: copies a group's gradient into a landing block.
     DownloadGradient { block: BlockId, group: GroupId, gradients: u32, reduced: u32 },

@@ -8,14 +8,36 @@ use std::time::Duration;
 
 use l2l_actors::RingConfig;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, Capacities, LayerId, LayerKind, Pools, RingLayer, RingModel, Role,
-    Schedule, Selection, deal_groups, relay,
+    Block, BlockId, Boundary, Capacities, Input, LayerId, Pools, RingLayer, RingModel, RingStep,
+    Role, Schedule, Selection, VisitKind, deal_groups, relay,
 };
 
+/// A boundary of 100 bytes for each sequence.
+pub fn boundary(role: Role) -> Boundary {
+    Boundary::of_sequences(role, 25, 4)
+}
+
+/// A layer of one step.
+pub fn layer(kind: VisitKind, needs: Vec<BlockId>, reads: &[Input], writes: &[Role]) -> RingLayer {
+    let writes = writes.iter().copied().map(boundary).collect();
+    let step = RingStep { kind, needs, reads: reads.to_vec(), writes, saves: None };
+    RingLayer { steps: vec![step] }
+}
+
+/// An input whose gradient has this role.
+pub fn input(role: Role, gradient: Role) -> Input {
+    Input { boundary: boundary(role), gradient: Some(boundary(gradient)) }
+}
+
+/// The statistics, which have no gradient.
+pub fn statistics() -> Input {
+    Input { boundary: boundary(Role::Statistics), gradient: None }
+}
+
 /// A model of `layers` stack layers and `tiles` head tiles behind an embedding; the head's tiles
-/// are the embedding's rows when tied.
+/// are the embedding's rows when tied. Without tiles the last layer of the stack writes the
+/// statistics that the loss is taken from. Nothing is saved.
 pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
-    let boundary = |role, slots| Boundary::plain(role, slots, 100 * u64::from(slots));
     let block = |index: u32| {
         let bytes = 1000 + u64::from(index);
         Block {
@@ -34,26 +56,32 @@ pub fn model(layers: u32, tiles: u32, tied: bool) -> RingModel {
     let vocabulary = tiles.max(1);
     let rows: Vec<BlockId> = (0..vocabulary).map(BlockId).collect();
     let head = if tied { 0 } else { vocabulary + layers };
-    let mut all = vec![RingLayer { kind: LayerKind::Embedding, blocks: rows, saves: false }];
-    all.extend((0..layers).map(|layer| RingLayer {
-        kind: LayerKind::Stack,
-        blocks: vec![BlockId(vocabulary + layer)],
-        saves: true,
+    let hidden = input(Role::Hidden, Role::HiddenGradient);
+    let of_head = [input(Role::Hidden, Role::HeadGradient), statistics()];
+    let mut all = vec![layer(VisitKind::Gather, rows, &[], &[Role::Hidden, Role::Statistics])];
+    all.extend((0..layers).map(|number| {
+        let needs = vec![BlockId(vocabulary + number)];
+        if tiles == 0 && number + 1 == layers {
+            layer(VisitKind::Layer, needs, &[hidden, statistics()], &[Role::Statistics])
+        } else {
+            layer(VisitKind::Layer, needs, &[hidden], &[Role::Hidden])
+        }
     }));
-    all.extend((0..tiles).map(|tile| RingLayer {
-        kind: LayerKind::Tile,
-        blocks: vec![BlockId(head + tile)],
-        saves: false,
+    all.extend((0..tiles).map(|tile| {
+        layer(VisitKind::Tile, vec![BlockId(head + tile)], &of_head, &[Role::Statistics])
     }));
     let blocks = vocabulary + layers + if tied { 0 } else { tiles };
-    RingModel {
-        blocks: (0..blocks).map(block).collect(),
-        layers: all,
-        hidden: boundary(Role::Hidden, 1),
-        saved_activations: boundary(Role::SavedActivations, 3),
-        statistics: boundary(Role::Statistics, 1),
-        head_gradient: boundary(Role::HeadGradient, 2),
+    RingModel { blocks: (0..blocks).map(block).collect(), layers: all, positions: 1 }
+}
+
+/// The same model, whose stack layers save activations where `saves` of their number.
+pub fn saving(mut model: RingModel, saves: impl Fn(usize) -> bool) -> RingModel {
+    for (number, layer) in model.layers.iter_mut().enumerate() {
+        for step in layer.steps.iter_mut().filter(|step| step.kind == VisitKind::Layer) {
+            step.saves = saves(number).then(|| boundary(Role::SavedActivations));
+        }
     }
+    model
 }
 
 /// All of a model, in micro-batches of 2 sequences, the last of 1.
@@ -66,11 +94,12 @@ pub fn everything(model: &RingModel, micro_batches: u32) -> Selection {
 /// Stack layers `ids` of the model, with its embedding and all tiles.
 pub fn some(model: &RingModel, micro_batches: u32, ids: &[u32]) -> Selection {
     let mut selection = everything(model, micro_batches);
-    let is = |id: &LayerId, kind| model.layers[id.0 as usize].kind == kind;
+    let is_tile =
+        |id: &LayerId| model.layers[id.0 as usize].steps[0].kind == VisitKind::Tile;
     let ends: Vec<LayerId> = selection.layers.clone();
     selection.layers = vec![LayerId(0)];
     selection.layers.extend(ids.iter().map(|&id| LayerId(id + 1)));
-    selection.layers.extend(ends.into_iter().filter(|id| is(id, LayerKind::Tile)));
+    selection.layers.extend(ends.into_iter().filter(is_tile));
     selection
 }
 

@@ -13,7 +13,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
 )
 
 
@@ -22,7 +21,7 @@ def table(kind, devices, chunks, micro_batches, orders):
     for device in range(devices):
         forward, row = {}, []
         for action in orders[device]:
-            if action is None or action.computation_type.value not in "FBIW":
+            if action is None or action.computation_type.value not in "FB":
                 continue
             stage, what, micro_batch = action[0], action.computation_type.value, action[2]
             if what == "F":
@@ -50,10 +49,6 @@ for devices in (1, 2, 3, 4, 8):
                 microbatches_per_round=micro_batches // rounds,
                 _n_microbatches=micro_batches,
             )
-            for kind, schedule in (
-                ("interleaved", ScheduleInterleaved1F1B),
-                ("zero-bubble", ScheduleInterleavedZeroBubble),
-            ):
-                operations = schedule._calculate_single_rank_operations
-                orders = {device: operations(ranks, device) for device in range(devices)}
-                table(kind, devices, chunks, micro_batches, orders)
+            operations = ScheduleInterleaved1F1B._calculate_single_rank_operations
+            orders = {device: operations(ranks, device) for device in range(devices)}
+            table("interleaved", devices, chunks, micro_batches, orders)

@@ -85,8 +85,8 @@ impl Case {
     fn schedule_of_one(&self) -> Schedule {
         let model = model(self.layers, self.tiles, self.tied && self.tiles > 0);
         let model = if self.on_file { on_file(model) } else { model };
+        let model = if self.recompute { model } else { saving(model, |_| true) };
         let mut selection = everything(&model, self.micro_batches);
-        selection.recompute = self.recompute;
         selection.groups = self.groups;
         let blocks = model.blocks.len() as u32;
         selection.frozen = self.frozen.iter().map(|&id| BlockId(id % blocks)).collect();
@@ -120,7 +120,6 @@ impl Case {
             1 => Some(Pipeline::gpipe(devices, 1, count)),
             2 => Some(Pipeline::one_forward_one_backward(devices, count)),
             3 => Pipeline::interleaved(devices, 2, count).ok(),
-            4 => Pipeline::zero_bubble(devices, 1, count).ok(),
             _ => None,
         }
     }

@@ -33,14 +33,14 @@ fn activations(shared: bool) -> Result<(), Vec<String>> {
     let (to_executor, mut brought): (Outbox<Held>, Inbox<Held>) = mailbox("inputs", 2);
     world.spawn("prefetcher".into(), async move {
         for m in 0..MICRO_BATCHES {
-            let held = inputs.lock().await.acquire(1, boundary(m)).await;
-            held.into_iter().for_each(|held| to_executor.send(held));
+            let held = inputs.lock().await.acquire(boundary(m)).await;
+            to_executor.send(held);
         }
     });
     world.spawn("executor".into(), async move {
         for m in 0..MICRO_BATCHES {
             let _input = brought.recv().await;
-            let _output = outputs.lock().await.acquire(1, boundary(m)).await;
+            let _output = outputs.lock().await.acquire(boundary(m)).await;
         }
     });
     world.run()
@@ -77,8 +77,8 @@ fn reads(by_device: bool) -> Result<(), Vec<String>> {
         let (slots, outboxes) = (slots.clone(), outboxes.clone());
         world.spawn(format!("taker of {blocks:?}"), async move {
             for block in blocks {
-                let held = slots.lock().await.acquire(1, content(block)).await;
-                held.into_iter().for_each(|held| outboxes[block % 2].send(held));
+                let held = slots.lock().await.acquire(content(block)).await;
+                outboxes[block % 2].send(held);
             }
         });
     }
@@ -112,7 +112,7 @@ fn landing(held: bool, blocks: u32, landing_blocks: u32) -> Result<(), Vec<Strin
     world.spawn("reducer".into(), async move {
         let mut pool = Pool::new("reduced", landing_blocks);
         for block in 0..blocks {
-            let slot = pool.acquire(1, Content::Gradient(BlockId(block), 0)).await;
+            let slot = pool.acquire(Content::Gradient(BlockId(block), 0)).await;
             to_optimizer.send(held.then_some(slot));
         }
     });

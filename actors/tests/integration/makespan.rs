@@ -100,8 +100,7 @@ impl Reference<'_> {
             Of::Boundary(id, m) => {
                 let landed = self.run(Lane::Download, ordered.max(ready), stash);
                 self.landed.insert((id.0, m), landed);
-                let slots = self.plan.schedule.boundary(id).slots;
-                self.pools.get_mut("outputs").expect("a pool").give(slots as usize, landed);
+                self.pools.get_mut("outputs").expect("a pool").give(1, landed);
             }
             Of::Gradient(_) => {
                 let landed = self.run(Lane::Download, ordered.max(ready), download);
@@ -163,7 +162,7 @@ impl Reference<'_> {
                     }
                     Piece::Inputs { device_visit, micro_batch } => {
                         let reads = &plan.visit(device_visit).reads;
-                        let slots = schedule.slots(reads) as usize;
+                        let slots = reads.len();
                         let there =
                             reads.iter().all(|id| self.landed.contains_key(&(id.0, micro_batch)));
                         if !there || self.pools["inputs"].0.len() < slots {
@@ -171,10 +170,9 @@ impl Reference<'_> {
                         }
                         let mut arrived = 0;
                         for id in reads {
-                            let count = schedule.boundary(*id).slots as usize;
                             prefetcher = prefetcher.max(self.landed[&(id.0, micro_batch)]);
                             let pool = self.pools.get_mut("inputs").expect("a pool");
-                            prefetcher = pool.take(count, prefetcher);
+                            prefetcher = pool.take(1, prefetcher);
                             arrived = self.run(Lane::Upload, prefetcher, stash);
                         }
                         self.inputs.insert((device_visit, micro_batch), (prefetcher, arrived));
@@ -191,7 +189,7 @@ impl Reference<'_> {
                     true => Some((0, 0)),
                     false => self.inputs.get(&(visit, m)).copied(),
                 };
-                let writes = schedule.slots(&own.writes) as usize;
+                let writes = own.writes.len();
                 let opens = resolved.accumulates.iter().filter(|(_, first)| *first).count();
                 let opening = if operation == 0 { opens } else { 0 };
                 let Some((input_sent, input_arrived)) = input else { break };
@@ -209,13 +207,12 @@ impl Reference<'_> {
                     }
                 }
                 executor = executor.max(input_sent);
-                for id in &own.writes {
-                    let count = schedule.boundary(*id).slots as usize;
-                    executor = self.pools.get_mut("outputs").expect("a pool").take(count, executor);
+                for _ in &own.writes {
+                    executor = self.pools.get_mut("outputs").expect("a pool").take(1, executor);
                 }
                 let ready = executor.max(input_arrived).max(arrived);
                 let end = self.run(Lane::Compute, ready, compute);
-                let reads = schedule.slots(&own.reads) as usize;
+                let reads = own.reads.len();
                 self.pools.get_mut("inputs").expect("a pool").give(reads, end);
                 for &id in &own.writes {
                     let download = Download { ordered: executor, ready: end, joins: false };
@@ -253,7 +250,7 @@ impl Reference<'_> {
                         reducer = all.into_iter().fold(reducer, u64::max);
                         let (operations, scatters) = match next {
                             Reduction::Loss { .. } => (own.micro_batches.len(), false),
-                            _ => (own.blocks().len(), true),
+                            _ => (own.blocks.len(), true),
                         };
                         for _ in 0..operations {
                             let end = self.run(Lane::Host, reducer, host);

@@ -92,7 +92,7 @@ async fn a_slot_is_asked_for_by_what_it_was_filled_with() {
 async fn a_slot_is_free_when_its_last_holder_lets_go() {
     let mut pool = Pool::new("weights", 2);
     let gauge = pool.gauge();
-    let held = pool.acquire(2, Content::Visit(0)).await;
+    let held = [pool.acquire(Content::Visit(0)).await, pool.acquire(Content::Visit(0)).await];
     let shared = held[1].clone();
     drop(held);
     let holders = gauge.read().holders;

@@ -3,8 +3,8 @@
 
 use crate::common::*;
 use l2l_actors::schedule::{
-    Block, BlockId, Boundary, BoundaryId, Capacities, LayerId, LayerKind, Needs, Phase, Place,
-    Pools, Refusal, RingLayer, Role, Schedule, StepPlan, Visit, VisitKind, relay, resident,
+    Block, BlockId, Boundary, BoundaryId, Capacities, LayerId, Phase, Place, Pools,
+    Refusal, Role, Schedule, StepPlan, Visit, VisitKind, relay, resident,
 };
 
 /// Embedding, two layers, two tied tiles. Visits: 0 gather, 1 and 2 stack, 3 tile, 4 last tile and
@@ -36,7 +36,6 @@ fn a_step_needs_something_to_do() {
     refused(None, "micro-batches", |s| s.micro_batches.clear());
     refused(None, "at least one sequence", |s| s.micro_batches[1] = 0);
     refused(None, "no visit of a device", |s| s.visits.clear());
-    refused(None, "at least one slot", |s| s.boundaries[0].slots = 0);
 }
 
 #[test]
@@ -45,10 +44,10 @@ fn names_must_be_known_and_met_once() {
     refused(Some(2), "micro-batches 1..1 of 3", |s| s.visits[2].micro_batches = 1..1);
     let twice = vec![BlockId(2), BlockId(2)];
     refused(Some(1), "names a block twice", move |s| {
-        s.visits[1].needs = Needs::Known(twice.clone());
+        s.visits[1].blocks = twice.clone();
     });
     refused(Some(1), "block 99 is unknown: the schedule has 4", |s| {
-        s.visits[1].needs = Needs::Known(vec![BlockId(99)]);
+        s.visits[1].blocks = vec![BlockId(99)];
     });
     refused(Some(1), "names a boundary twice", |s| {
         let again = s.visits[1].reads[0];
@@ -77,7 +76,7 @@ fn groups_follow_each_other_and_visits_are_of_one() {
 #[test]
 fn a_visit_is_what_its_kind_says() {
     refused(Some(0), "a gather writes only", |s| s.visits[0].kind = VisitKind::Scatter);
-    refused(Some(5), "has no block", |s| s.visits[5].needs = Needs::Known(vec![BlockId(0)]));
+    refused(Some(5), "has no block", |s| s.visits[5].blocks = vec![BlockId(0)]);
     refused(Some(9), "a scatter reads only", |s| s.visits[9].phase = Phase::Forward);
 }
 
@@ -154,7 +153,7 @@ fn a_gradient_is_added_up_on_one_device() {
 fn a_trained_block_belongs_to_one_layer() {
     refused(Some(8), "trains block 2, as layer 1 does", |s| {
         for visit in [1, 2, 7, 8] {
-            s.visits[visit].needs = Needs::Known(vec![BlockId(2)]);
+            s.visits[visit].blocks = vec![BlockId(2)];
         }
         for (visit, layer) in [(1, 1), (2, 2), (7, 1), (8, 2)] {
             s.visits[visit].layer = LayerId(layer);
@@ -169,7 +168,7 @@ fn a_gather_is_used_before_its_block_may_be_updated() {
         s.boundaries.push(Boundary { role: Role::CachedKv, ..s.boundaries[0] });
         let late = BoundaryId(s.boundaries.len() as u32 - 1);
         let gather = Visit { layer: LayerId(77), writes: vec![late], ..s.visits[0].clone() };
-        s.visits.insert(1, Visit { needs: Needs::Known(vec![BlockId(3)]), ..gather });
+        s.visits.insert(1, Visit { blocks: vec![BlockId(3)], ..gather });
         s.visits[9].reads.push(late);
     });
 }
@@ -181,7 +180,6 @@ fn absurd_numbers_are_refused_or_cut() {
     let pools = Pools::of(&sound(), &all);
     assert!(pools.weights <= 4 && pools.gradients <= 4 && pools.reduced <= 4);
     assert!(StepPlan::new(sound(), pools).is_ok());
-    refused(Some(1), "slots of pool", |s| s.boundaries.iter_mut().for_each(|b| b.slots = u32::MAX));
     let mut heavy = sound();
     heavy.blocks.iter_mut().for_each(|block| block.weight_bytes = u64::MAX);
     let plan = StepPlan::new(heavy, pools).expect("bytes are only counted");
@@ -269,7 +267,7 @@ fn residency_fetches_the_least() {
                 .visits
                 .iter()
                 .filter(|v| v.on_device())
-                .map(|visit| visit.blocks()[0])
+                .map(|visit| visit.blocks[0])
                 .collect();
             assert_eq!(uploads(&plan).len(), fewest(&met, &[], slots as usize));
         }
@@ -283,9 +281,8 @@ fn shared_and_frozen_blocks_are_fetched_once_and_not_updated() {
     let first = model.blocks[0];
     let frozen = Block { weight_bytes: 10, gradient_bytes: 20, download_bytes: 20, ..first };
     model.blocks.push(Block { frozen: true, ..frozen });
-    for layer in model.layers.iter_mut().filter(|layer| layer.kind == LayerKind::Stack) {
-        let RingLayer { blocks, .. } = layer;
-        blocks.push(BlockId(3));
+    for layer in &mut model.layers[1..] {
+        layer.steps[0].needs.push(BlockId(3));
     }
     let schedule = relay(&model, &everything(&model, 2)).expect("a model of ours");
     let pools = Pools::of(&schedule, &depths(3, 1, 1, 1));

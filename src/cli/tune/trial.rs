@@ -47,7 +47,6 @@ impl Layout {
                 of(ScheduleKind::Gpipe, Deal::Layers),
                 of(ScheduleKind::OneForwardOneBackward, Deal::Layers),
                 of(ScheduleKind::Interleaved, Deal::Layers),
-                of(ScheduleKind::ZeroBubble, Deal::Layers),
             ];
             all.extend(others.into_iter().filter(|&layout| layout != own));
         }

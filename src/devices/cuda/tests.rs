@@ -350,12 +350,11 @@ fn two_gpus_are_one() {
         return;
     }
     let folder = tempfile::tempdir().expect("a place for files");
-    let ways: [&dyn Fn(&mut Config); 8] = [
+    let ways: [&dyn Fn(&mut Config); 7] = [
         &|_| (),
         &|config| config.schedule.kind = ScheduleKind::Resident,
         &|config| config.schedule.recompute = false.into(),
         &|config| config.schedule.kind = ScheduleKind::OneForwardOneBackward,
-        &|config| config.schedule.kind = ScheduleKind::ZeroBubble,
         &|config| config.parallel.deal = Deal::Sequences,
         &|config| {
             let sharded = Transfer::Sharded;

@@ -62,7 +62,7 @@ fn shared_keys_are_trained_on_two_gpus() {
             (steps, end.digest)
         };
         let one = of(None, ScheduleKind::Relay);
-        for schedule in [ScheduleKind::Relay, ScheduleKind::Resident, ScheduleKind::ZeroBubble] {
+        for schedule in [ScheduleKind::Relay, ScheduleKind::Resident, ScheduleKind::Gpipe] {
             assert_eq!(of(Some(vec![0, 1]), schedule), one, "{dtype}");
         }
         assert_eq!(of(None, ScheduleKind::Resident), one, "{dtype}");
