@@ -33,7 +33,8 @@ MEASURED = {"seconds", "exposed_wait_seconds", "host_rss_bytes", "device_peak_by
 # Fields with prose, or with numbers of this machine (its free memory).
 MEASURED |= {"why_not", "fits", "largest_micro_batch"}
 
-CAUSAL = ["tied", "untied", "clipped", "llama", "mistral", "opt", "qwen2", "qwen3"]
+CAUSAL = ["tied", "untied", "clipped", "llama", "mistral", "opt", "qwen2", "qwen3", "phi3",
+          "gemma3_text"]
 ENCODERS = ["bert", "roberta", "distilbert"]
 CLASSIFIERS = ["bert-classes", "bert-value", "roberta-classes", "distilbert-classes"]
 FAMILIES = CAUSAL + ENCODERS + CLASSIFIERS
@@ -94,6 +95,24 @@ def golden(name, **more):
             "optimizer.learning_rate": 1e-2, **more}
 
 
+LORA = {"train.lora.rank": 4, "train.lora.alpha": 8}
+OPTIMIZERS = ["adamw", "adam", "sgd", "lamb", "lion", "adafactor", "muon", "adamw-8bit",
+              "adamw-bf16"]
+# Settings of several devices, for steps of four micro-batches.
+PLACES = {
+    "layers-2": {"device.count": 2}, "layers-3": {"device.count": 3},
+    "sequences-2": {"device.count": 2, "parallel.deal": "sequences", "parallel.groups": 2},
+    "groups-2": {"parallel.groups": 2},
+    "sequences-3": {"device.count": 3, "parallel.deal": "sequences", "parallel.groups": 4},
+    "sharded-2": {"device.count": 2, "parallel.deal": "sequences", "parallel.groups": 2,
+                  "parallel.transfer": "sharded"},
+    "gpipe-2": {"device.count": 2, "schedule.kind": "gpipe"},
+    "1f1b-2": {"device.count": 2, "schedule.kind": "1f1b"},
+    "1f1b-3": {"device.count": 3, "schedule.kind": "1f1b"},
+    "interleaved-2": {"device.count": 2, "schedule.kind": "interleaved"},
+}
+
+
 class Cases:
     """Cases by name: commands, each a list of arguments, and what is hashed after them."""
 
@@ -137,6 +156,52 @@ def training(cases):
         of_preset = {**WIDE, "model.preset": preset, "model.vocabulary": 3000, **settings}
         cases.train(f"preset-{preset}/relay", of_preset)
         cases.train(f"preset-{preset}/dropout", {**of_preset, **WAYS["dropout-saved"]})
+
+
+def parallel(cases):
+    """Several devices, of each family."""
+    four = {"step.batch": 4, "step.micro_batch": 1}
+    for family in FAMILIES:
+        for place, settings in PLACES.items():
+            cases.train(f"parallel/{family}/{place}", golden(family, **{**four, **settings}))
+    for place, settings in PLACES.items():
+        for way in ("saved", "file", "clipped", "stash-bf16", "dropout"):
+            more = {**four, **settings, **WAYS[way]}
+            cases.train(f"parallel/tied/{place}/{way}", golden("tied", **more))
+        lora = {**four, **settings, **LORA, "train.base": "nf4"}
+        cases.train(f"parallel/llama/{place}/qlora", golden("llama", **lora))
+
+
+def methods(cases):
+    """Adapters, quantised bases, optimizers, 16 bits, compression, frozen tensors."""
+    for family in FAMILIES:
+        for base in ("as-is", "bf16", "int8", "nf4"):
+            for way in ("relay", "resident", "saved", "file-clipped"):
+                settings = {**LORA, "train.base": base, **WAYS[way]}
+                cases.train(f"lora/{family}/{base}/{way}", golden(family, **settings))
+        for only in ("norm", "bias", "layers.0"):
+            cases.train(f"frozen/{family}/{only}", golden(family, **{"train.only": [only]}))
+    for kind in OPTIMIZERS:
+        for family in ("tied", "bert", "qwen3"):
+            for way in ("relay", "resident", "file", "clipped"):
+                settings = {"optimizer.kind": kind, **WAYS[way]}
+                cases.train(f"optimizers/{kind}/{family}/{way}", golden(family, **settings))
+    for dtype in ("bf16", "f16"):
+        for family in ("tied", "llama", "bert", "bert-classes"):
+            for way in ("relay", "resident", "saved", "stash-on-device", "file"):
+                settings = {"device.dtype": dtype, **WAYS[way]}
+                cases.train(f"{dtype}/{family}/{way}", golden(family, **settings))
+    for kind in ("int8", "top-k", "powersgd"):
+        for groups in (1, 2):
+            settings = {"compression.kind": kind, "parallel.groups": groups, "step.batch": 4,
+                        "step.micro_batch": 1}
+            cases.train(f"compression/{kind}/{groups}", golden("tied", **settings))
+    for encoding in ("bf16", "int8"):
+        stash = {"stash.dtype": encoding, "stash.block_size": 4}
+        for family in ("tied", "llama", "bert"):
+            cases.train(f"stash/{encoding}/{family}", golden(family, **stash))
+    few = {"model.max_layers": 4}
+    cases.train("max-layers", {**SMALL, **few})
 
 
 def long_sequences(cases):
@@ -420,7 +485,7 @@ def run(program, data, case):
 def make_table(program, pattern, jobs):
     program = pathlib.Path(program).resolve()
     cases = Cases()
-    for add in (training, long_sequences, text, runs, generation, plans, interface):
+    for add in (training, parallel, methods, long_sequences, text, runs, generation, plans, interface):
         add(cases)
     chosen = {name: case for name, case in cases.all.items() if re.search(pattern, name)}
     with tempfile.TemporaryDirectory() as data, concurrent.futures.ThreadPoolExecutor(jobs) as pool:

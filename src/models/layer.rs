@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use super::ports::{LayerStep, Ports, StepContext};
 use crate::kernels::{BatchView, CustomKernel, Kernels};
 use crate::tensor::{Dtype, Scratch, View};
 
@@ -84,12 +85,17 @@ impl Tensor {
 pub struct Forward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// The layer's tensors, in its order. Joined tensors are one view.
+    /// Which of the layer's [steps](Layer::steps) this is.
+    pub step: usize,
+    /// The tensors of the step's blocks, in the layer's order. Joined tensors are one view.
     pub weights: &'a [View],
-    /// Input, to be read only: the backward may read it again. (R, C).
+    /// The first input that the step declares, to be read only: the backward may read it again.
+    /// (R, C).
     pub x: View,
-    /// Output. (R, C).
+    /// The first output that the step declares. (R, C).
     pub y: View,
+    /// All that the step reads and writes, by role.
+    pub ports: Ports<'a>,
     /// Where to save activations, in floats, and which; `None`: all are recomputed.
     pub saved: Option<(Save, View)>,
     /// The KV cache, when tokens come a few at a time.
@@ -114,20 +120,25 @@ pub struct KvCache {
 pub struct Backward<'a> {
     /// The micro-batch.
     pub batch: BatchView<'a>,
-    /// The layer's tensors, in its order. Joined tensors are one view.
+    /// Which of the layer's [steps](Layer::steps) this is.
+    pub step: usize,
+    /// The tensors of the step's blocks, in the layer's order. Joined tensors are one view.
     pub weights: &'a [View],
     /// For each of them its gradient, in floats; `None` where it is frozen.
     pub gradients: &'a [Option<View>],
     /// True when the gradients hold contributions of this step already.
     pub accumulate: bool,
-    /// The forward's input. (R, C).
+    /// The forward's first input. (R, C).
     pub x: View,
     /// The activations that were saved; `None`: all are recomputed.
     pub saved: Option<(Save, View)>,
-    /// The gradient of the output. (R, C).
+    /// The gradient of the first output. (R, C).
     pub dy: View,
-    /// Where the gradient of `x` goes, if anybody needs it.
+    /// Where the gradient of `x` goes, if a layer below needs it.
     pub dx: Option<View>,
+    /// All that the step's backward reads and writes, by role: inputs of the forward, gradients of
+    /// its outputs, and gradients of its inputs.
+    pub ports: Ports<'a>,
     /// As in [`Forward`].
     pub chunk_state: View,
     /// Workspace.
@@ -142,8 +153,25 @@ pub struct Backward<'a> {
 /// ([`kv_width`](Layer::kv_width)), or the model cannot generate text with one; a layer with
 /// dropout says its index.
 pub trait Layer: Send + Sync {
-    /// The tensors of its block.
+    /// Its tensors.
     fn tensors(&self) -> Vec<Tensor>;
+
+    /// How its tensors are cut into blocks: the number of tensors of each, in their order. A block
+    /// moves and is updated as a whole; joined tensors are of one block.
+    fn blocks(&self) -> Vec<usize> {
+        vec![self.tensors().len()]
+    }
+
+    /// Its visits in the forward pass, in order: what each needs, reads, writes and saves. By
+    /// default one, from hidden states to hidden states, with all blocks.
+    fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
+        let StepContext { positions, dtype, save, .. } = *context;
+        let mut step = LayerStep::on_hidden(context, (0..self.blocks().len()).collect());
+        let saved_len = save.map_or(0, |save| self.saved_len(positions, save, dtype));
+        step.saves = context.saved(saved_len);
+        context.add_kv(&mut step, self.kv_width());
+        vec![step]
+    }
 
     /// Elements of weights that every token is multiplied by, for counting FLOPs.
     fn products(&self) -> usize {
@@ -238,4 +266,11 @@ pub fn tensor_views(tensors: &[Tensor], block: View) -> Vec<View> {
 /// Elements of a block with these tensors.
 pub fn block_len(tensors: &[Tensor]) -> usize {
     tensor_ranges(tensors).last().map_or(0, |range| range.end.next_multiple_of(16))
+}
+
+/// The tensors of each of a layer's blocks.
+pub(crate) fn tensors_of_blocks(layer: &dyn Layer) -> Vec<Vec<Tensor>> {
+    let mut tensors = layer.tensors().into_iter();
+    let blocks = layer.blocks().into_iter();
+    blocks.map(|count| tensors.by_ref().take(count).collect()).collect()
 }

@@ -1,0 +1,180 @@
+//! What a layer declares of its visits: the blocks that each step needs, what it reads and what it
+//! writes. Schedule, plan, memory and lanes follow from the declaration, so a layer of another
+//! shape changes none of them.
+
+use l2l_actors::schedule::{Boundary, Input, Role};
+
+use super::layer::Save;
+use crate::kernels::STATISTICS;
+use crate::tensor::{Dtype, View};
+
+/// One visit of a layer in the forward pass. The backward pass visits the layer's steps in reverse.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayerStep {
+    /// The blocks it needs, as indices among the [blocks](super::Layer::blocks) of the layer. A
+    /// block that is trained is needed by one step.
+    pub blocks: Vec<usize>,
+    /// What it reads. The first is `x` of [`Forward`](super::Forward).
+    pub reads: Vec<Input>,
+    /// What it writes. The first is `y` of [`Forward`](super::Forward).
+    pub writes: Vec<Boundary>,
+    /// Activations that its forward leaves to its backward; `None`: they are recomputed.
+    pub saves: Option<Boundary>,
+}
+
+impl LayerStep {
+    /// A step from hidden states to hidden states, which needs these blocks and saves nothing.
+    pub fn on_hidden(context: &StepContext, blocks: Vec<usize>) -> LayerStep {
+        let (reads, writes) = (vec![context.hidden_input()], vec![context.hidden()]);
+        LayerStep { blocks, reads, writes, saves: None }
+    }
+}
+
+/// What layers are told of a step of the ring when they declare theirs.
+#[derive(Clone, Copy, Debug)]
+pub struct StepContext {
+    /// Tokens of the longest sequence.
+    pub positions: usize,
+    /// The dtype of weights and activations.
+    pub dtype: Dtype,
+    /// Which activations wait for the backward pass; `None`: all are recomputed.
+    pub save: Option<Save>,
+    /// C, the width of hidden states.
+    pub channels: usize,
+    /// Whether heads leave their logits for the host.
+    pub(crate) scores: bool,
+    /// With a KV cache: how many positions a sequence has there, or more.
+    pub(crate) cached: Option<usize>,
+    hidden: Boundary,
+}
+
+impl StepContext {
+    /// Of a step that trains on sequences of up to `positions` tokens.
+    pub(crate) fn new(
+        channels: usize,
+        positions: usize,
+        dtype: Dtype,
+        save: Option<Save>,
+    ) -> StepContext {
+        let hidden = Boundary::of_tokens(Role::Hidden, channels, dtype.size());
+        let (scores, cached) = (false, None);
+        StepContext { positions, dtype, save, channels, scores, cached, hidden }
+    }
+
+    /// The same step, whose stash holds hidden states and their gradients in this encoding.
+    pub(crate) fn with_stashed(self, hidden: Boundary) -> StepContext {
+        StepContext { hidden, ..self }
+    }
+
+    /// Hidden states, (R, C), of the device's dtype.
+    pub fn hidden(&self) -> Boundary {
+        self.hidden
+    }
+
+    /// Hidden states as a layer of the stack reads them. Its backward writes their gradient.
+    pub fn hidden_input(&self) -> Input {
+        let gradient = Boundary { role: Role::HiddenGradient, ..self.hidden };
+        Input { boundary: self.hidden, gradient: Some(gradient) }
+    }
+
+    /// A tensor of the layers' own, (R, `width`), of the device's dtype.
+    pub fn own(&self, number: u8, width: usize) -> Boundary {
+        Boundary::of_tokens(Role::Own(number), width, self.dtype.size())
+    }
+
+    /// That tensor as a layer reads it. Its backward writes the tensor's gradient.
+    pub fn own_input(&self, number: u8, width: usize) -> Input {
+        let boundary = self.own(number, width);
+        let gradient = Boundary { role: Role::OwnGradient(number), ..boundary };
+        Input { boundary, gradient: Some(gradient) }
+    }
+
+    /// Saved activations of `floats` for each sequence of up to [`positions`](Self::positions)
+    /// tokens; none for 0.
+    pub fn saved(&self, floats: usize) -> Option<Boundary> {
+        let boundary = Boundary::of_sequences(Role::SavedActivations, floats, Dtype::F32.size());
+        (floats > 0).then_some(boundary)
+    }
+
+    /// The statistics of each position that the head's tiles pass on. (R, 4), floats.
+    pub(crate) fn statistics(&self) -> Boundary {
+        Boundary::of_tokens(Role::Statistics, STATISTICS, Dtype::F32.size())
+    }
+
+    /// The hidden states as a head reads them, whose gradient is of this dtype.
+    pub(crate) fn head_input(&self, gradient: Dtype) -> Input {
+        let gradient = Boundary::of_tokens(Role::HeadGradient, self.channels, gradient.size());
+        Input { boundary: self.hidden, gradient: Some(gradient) }
+    }
+
+    /// Adds keys and values of `width` numbers for each position, if this step has a KV cache.
+    pub(crate) fn add_kv(&self, step: &mut LayerStep, width: usize) {
+        let Some(cached) = self.cached.filter(|_| width > 0) else { return };
+        let size = self.dtype.size();
+        step.writes.push(Boundary::of_tokens(Role::NewKv, width, size));
+        if cached > 0 {
+            let boundary = Boundary::of_sequences(Role::CachedKv, cached * width, size);
+            step.reads.push(Input { boundary, gradient: None });
+        }
+    }
+}
+
+/// A boundary of a visit, and where a micro-batch of it lies: in floats, whatever it holds.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Port {
+    pub(crate) boundary: Boundary,
+    pub(crate) view: View,
+}
+
+/// The boundaries of a visit for one micro-batch, by their role.
+#[derive(Clone, Copy, Debug)]
+pub struct Ports<'a> {
+    pub(crate) reads: &'a [Port],
+    pub(crate) writes: &'a [Port],
+    /// R, the micro-batch's tokens.
+    pub(crate) rows: usize,
+    /// B.
+    pub(crate) sequences: usize,
+    pub(crate) dtype: Dtype,
+}
+
+impl Ports<'_> {
+    /// Without any.
+    pub(crate) const NONE: Ports<'static> =
+        Ports { reads: &[], writes: &[], rows: 0, sequences: 0, dtype: Dtype::F32 };
+
+    /// What the visit reads of this role: (R, its width), or (B, its width).
+    pub fn read(&self, role: Role) -> Option<View> {
+        self.find(self.reads, |of| of == role)
+    }
+
+    /// What the visit writes of this role: (R, its width), or (B, its width).
+    pub fn written(&self, role: Role) -> Option<View> {
+        self.find(self.writes, |of| of == role)
+    }
+
+    /// The first that is read of such a role.
+    pub(crate) fn first_read(&self, is_one: impl Fn(Role) -> bool) -> Option<View> {
+        self.find(self.reads, is_one)
+    }
+
+    /// The first that is written of such a role.
+    pub(crate) fn first_written(&self, is_one: impl Fn(Role) -> bool) -> Option<View> {
+        self.find(self.writes, is_one)
+    }
+
+    fn find(&self, ports: &[Port], is_one: impl Fn(Role) -> bool) -> Option<View> {
+        ports.iter().find(|port| is_one(port.boundary.role)).map(|port| self.view(port))
+    }
+
+    fn view(&self, &Port { boundary, view }: &Port) -> View {
+        let Boundary { token_bytes, sequence_bytes, element_bytes, .. } = boundary;
+        let is_float = usize::from(element_bytes) == Dtype::F32.size();
+        let dtype = if is_float { Dtype::F32 } else { self.dtype };
+        match (token_bytes, sequence_bytes) {
+            (_, 0) => view.hold(self.rows, boundary.width(), dtype),
+            (0, bytes) => view.hold(self.sequences, bytes as usize / dtype.size(), dtype),
+            _ => view,
+        }
+    }
+}
