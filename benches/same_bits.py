@@ -29,7 +29,8 @@ import time
 GOLDENS = pathlib.Path(__file__).resolve().parent.parent / "tests/goldens"
 
 # Fields of the JSON events that are measured, not computed.
-MEASURED = {"seconds", "exposed_wait_seconds", "host_rss_bytes", "device_peak_bytes"}
+MEASURED = {"seconds", "exposed_wait_seconds", "host_rss_bytes", "device_peak_bytes",
+            "slowest_device"}
 # Fields with prose, or with numbers of this machine (its free memory).
 MEASURED |= {"why_not", "fits", "largest_micro_batch"}
 

@@ -64,7 +64,8 @@ pub(crate) fn layout(schedule: &Schedule) -> StashLayout {
     let mut floats = 0;
     for (now, visit) in schedule.visits.iter().enumerate() {
         for part in parts(&units, visit, &visit.writes) {
-            let stashed = schedule.boundary(part.0).stashed_per_sequence as usize;
+            let positions = u64::from(schedule.positions);
+            let stashed = schedule.boundary(part.0).stashed_bytes(1, positions) as usize;
             let per_sequence = stashed / size_of::<f32>();
             let place = &mut places[index(part)];
             if place.is_some() || schedule.boundary(part.0).role.is_kv() {

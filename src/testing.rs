@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::devices::cpu::CpuKernels;
 use crate::kernels::{BatchMetadata, BatchView, DropoutKey, Loss, Rows};
 use crate::models::{
-    Backward, Forward, Init, Layer, Save, Tensor, block_len, tensor_ranges, tensor_views,
+    Backward, Forward, Init, Layer, Ports, Save, Tensor, block_len, tensor_ranges, tensor_views,
 };
 use crate::random;
 use crate::simd::Level;
@@ -115,9 +115,18 @@ impl<'l> Bench<'l> {
         let kernels = CpuKernels::new(memory, Level::best());
         let scratch = &Scratch::new(self.workspace, Dtype::F32);
         let (batch, saved) = (self.batch(), self.saved(keeps));
-        let (x, y, chunk_state) = (self.x, self.y, self.chunk_state);
-        let weights = &tensor_views(&self.layer.tensors(), self.weights);
-        let pass = Forward { batch, weights, x, y, saved, kv_cache: None, chunk_state, scratch };
+        let pass = Forward {
+            batch,
+            step: 0,
+            weights: &tensor_views(&self.layer.tensors(), self.weights),
+            x: self.x,
+            y: self.y,
+            ports: Ports::NONE,
+            saved,
+            kv_cache: None,
+            chunk_state: self.chunk_state,
+            scratch,
+        };
         self.layer.forward(&kernels, &pass);
         scratch.peak()
     }
@@ -130,6 +139,8 @@ impl<'l> Bench<'l> {
         let gradients: Vec<Option<View>> = gradients.collect();
         let pass = Backward {
             batch: self.batch(),
+            step: 0,
+            ports: Ports::NONE,
             weights: &tensor_views(&tensors, self.weights),
             gradients: &gradients,
             accumulate,

@@ -2,6 +2,8 @@
 //! its first position, behind a transform (Devlin et al. 2019), a decoder of its last position. Of
 //! tokens: scores of each position.
 
+use l2l_actors::schedule::{Boundary, Role};
+
 use super::adapters::Adapters;
 use super::layer::{Init, Kind, Tensor};
 use super::low_rank::LowRank;
@@ -87,6 +89,15 @@ impl Classes {
         match self.shape.head {
             Head::Classes { labels, .. } | Head::TokenClasses { labels } => labels,
             Head::Tokens | Head::Masked => unreachable!("a head of tokens is made of tiles"),
+        }
+    }
+
+    /// The scores of each sample, for the host.
+    pub(super) fn logits(&self) -> Boundary {
+        let labels = self.labels();
+        match self.samples() {
+            Samples::Tokens => Boundary::of_tokens(Role::Logits, labels, size_of::<f32>()),
+            Samples::Sequences => Boundary::of_sequences(Role::Logits, labels, size_of::<f32>()),
         }
     }
 

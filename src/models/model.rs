@@ -3,7 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use l2l_actors::schedule::{
-    Block as BlockSize, BlockId, Boundary, LayerId, LayerKind, Phase, RingLayer, Role,
+    Block as BlockSize, BlockId, Boundary, Input, LayerId, Phase, RingLayer, RingModel, RingStep,
+    Role, VisitKind,
 };
 
 use super::adapters::Adapters;
@@ -11,11 +12,12 @@ use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::classes::Classes;
 use super::ends::{Final, Stem};
-use super::layer::{Init, Kind, Layer, Save, Tensor, block_len};
+use super::layer::{Init, Kind, Layer, Save, Tensor, block_len, tensors_of_blocks};
+use super::ports::{LayerStep, StepContext};
 use super::selection::LayerSelection;
 use super::shape::Shape;
 use crate::error::Error;
-use crate::kernels::{CrossEntropy, Loss, STATISTICS};
+use crate::kernels::{CrossEntropy, Loss};
 use crate::tensor::Dtype;
 
 /// Rows of the vocabulary that make one block: of the embedding, of the head, or of both.
@@ -77,6 +79,9 @@ struct Products {
     channels: f64,
 }
 
+/// Bytes of a number of the head's statistics and logits.
+const FLOAT: usize = size_of::<f32>();
+
 /// The least bytes of a vocabulary tile.
 const TILE_BYTES: usize = 4 << 20;
 
@@ -121,7 +126,7 @@ impl Model {
     /// width. Each layer with dropout must have an index of its own, for its masks; not 0,
     /// which is that of a head of classes.
     pub fn of(shape: Shape, stack: Vec<Box<dyn Layer>>) -> Model {
-        let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
+        let largest = largest_block(&stack);
         Model::with_tiles(shape, stack, None, largest)
     }
 
@@ -156,14 +161,11 @@ impl Model {
             tiles.iter().map(|tile| embedding(tile).into()).collect();
         let mut parts = vec![Part::Embedding];
         let mut part_blocks = vec![(0..tiles.len() as u32).map(BlockId).collect::<Vec<_>>()];
-        let mut push = |part: Part, tensors: Vec<Tensor>| {
-            parts.push(part);
-            part_blocks.push(vec![BlockId(blocks.len() as u32)]);
-            blocks.push(tensors.into());
-        };
         for layer in stack {
-            let tensors = layer.tensors();
-            push(Part::Stack(layer), tensors);
+            let first = blocks.len() as u32;
+            blocks.extend(tensors_of_blocks(&*layer).into_iter().map(BlockTensors::from));
+            part_blocks.push((first..blocks.len() as u32).map(BlockId).collect());
+            parts.push(Part::Stack(layer));
         }
         if !shape.scores_vocabulary() {
             let classes = Classes { shape, adapters };
@@ -193,28 +195,18 @@ impl Model {
         if is_computed { self.blocks[id.0 as usize].trained() } else { &[] }
     }
 
-    /// The model as the ring schedules it: blocks, layers and bytes of each sequence, for sequences
-    /// of `positions` tokens and this choice of saved activations. Blocks have no optimizer state:
-    /// see `plan`.
-    pub fn for_ring(
-        &self,
-        positions: usize,
-        save: Save,
-        dtype: Dtype,
-    ) -> l2l_actors::schedule::RingModel {
-        let boundary = |role: Role, floats: usize| {
-            Boundary::plain(role, 1, (floats * size_of::<f32>()) as u64)
-        };
-        let hidden = positions * self.shape.hidden;
-        let saved_len = |part: &Part| match part {
-            Part::Stack(layer) => layer.saved_len(positions, save, dtype),
-            _ => 0,
-        };
-        let saved = self.parts.iter().map(saved_len).max().unwrap_or(0);
+    /// What its layers are told of a step that trains on sequences of up to `positions` tokens.
+    pub fn context(&self, positions: usize, dtype: Dtype, save: Option<Save>) -> StepContext {
+        StepContext::new(self.shape.hidden, positions, dtype, save)
+    }
+
+    /// The model as the ring schedules it: its blocks, and the steps that its layers declare.
+    /// Blocks have no optimizer state: see `plan`.
+    pub fn for_ring(&self, context: &StepContext) -> RingModel {
         let block = |tensors: &BlockTensors| {
             let gradient_bytes = (tensors.trained_len() * size_of::<f32>()) as u64;
             BlockSize {
-                weight_bytes: (tensors.published_len(dtype) * size_of::<f32>()) as u64,
+                weight_bytes: (tensors.published_len(context.dtype) * size_of::<f32>()) as u64,
                 gradient_bytes,
                 download_bytes: gradient_bytes,
                 dealt_bytes: gradient_bytes,
@@ -226,23 +218,43 @@ impl Model {
                 frozen: tensors.trained().is_empty() && !tensors.is_empty(),
             }
         };
-        let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| RingLayer {
-            kind: match part {
-                Part::Embedding => LayerKind::Embedding,
-                Part::Stack(_) => LayerKind::Stack,
-                Part::Head(_) | Part::Classes(_) => LayerKind::Tile,
-            },
-            blocks: blocks.clone(),
-            saves: saved_len(part) > 0,
+        let layers = self.parts.iter().zip(&self.part_blocks).map(|(part, blocks)| {
+            let kind = match part {
+                Part::Embedding => VisitKind::Gather,
+                Part::Stack(_) => VisitKind::Layer,
+                Part::Head(_) | Part::Classes(_) => VisitKind::Tile,
+            };
+            let step = |LayerStep { blocks: needs, reads, writes, saves }| {
+                let needs = needs.into_iter().map(|index| blocks[index]).collect();
+                RingStep { kind, needs, reads, writes, saves }
+            };
+            RingLayer { steps: self.steps(part, blocks, context).into_iter().map(step).collect() }
         });
-        l2l_actors::schedule::RingModel {
+        RingModel {
             blocks: self.blocks.iter().map(block).collect(),
             layers: layers.collect(),
-            hidden: boundary(Role::Hidden, dtype.floats(hidden)),
-            saved_activations: boundary(Role::SavedActivations, saved),
-            statistics: boundary(Role::Statistics, positions * STATISTICS),
-            head_gradient: boundary(Role::HeadGradient, self.head_gradient(dtype).floats(hidden)),
+            positions: context.positions as u32,
         }
+    }
+
+    /// The steps of a layer.
+    fn steps(&self, part: &Part, blocks: &[BlockId], context: &StepContext) -> Vec<LayerStep> {
+        let blocks = (0..blocks.len()).collect();
+        let statistics = context.statistics();
+        let logits = match part {
+            Part::Stack(layer) => return layer.steps(context),
+            Part::Embedding => {
+                let writes = vec![context.hidden(), statistics];
+                return vec![LayerStep { blocks, reads: Vec::new(), writes, saves: None }];
+            }
+            Part::Head(tile) => Boundary::of_sequences(Role::Logits, tile.rows, FLOAT),
+            Part::Classes(classes) => classes.logits(),
+        };
+        let known = Input { boundary: statistics, gradient: None };
+        let reads = vec![context.head_input(self.head_gradient(context.dtype)), known];
+        let logits = context.scores.then_some(logits);
+        let writes = [statistics].into_iter().chain(logits).collect();
+        vec![LayerStep { blocks, reads, writes, saves: None }]
     }
 
     /// The dtype of the head's gradient: tiles sum theirs in floats.
@@ -279,6 +291,11 @@ impl Model {
         layers.ring_layers(self).into_iter().map(of_layer).sum()
     }
 
+    /// The blocks of a layer.
+    pub(crate) fn layer_blocks(&self, layer: usize) -> impl Iterator<Item = &BlockTensors> {
+        self.part_blocks[layer].iter().map(|id| &self.blocks[id.0 as usize])
+    }
+
     /// Whether any of these blocks has a tensor that is trained.
     fn trains(&self, blocks: &[BlockId]) -> bool {
         blocks.iter().any(|block| !self.blocks[block.0 as usize].trained().is_empty())
@@ -286,12 +303,12 @@ impl Model {
 
     /// What every token is multiplied by at a layer.
     fn products(&self, layer: usize) -> Products {
-        let block = &self.blocks[self.part_blocks[layer][0].0 as usize];
-        let weights_of = |tensors: &[Tensor]| -> f64 {
-            let weights = tensors.iter().filter(|tensor| tensor.kind.is_weight());
+        let weights_of = |tensors: fn(&BlockTensors) -> &[Tensor]| -> f64 {
+            let all = self.layer_blocks(layer).flat_map(tensors);
+            let weights = all.filter(|tensor| tensor.kind.is_weight());
             weights.map(Tensor::len).sum::<usize>() as f64
         };
-        let [trained, frozen] = [block.trained(), block.frozen()].map(weights_of);
+        let [trained, frozen] = [BlockTensors::trained, BlockTensors::frozen].map(weights_of);
         match &self.parts[layer] {
             Part::Embedding => Products::default(),
             Part::Stack(layer) => {
@@ -332,9 +349,7 @@ impl Model {
         };
         match phase {
             Phase::Forward => forward,
-            // Both parts walk the gradients through the layer; the second computes it again.
-            Phase::Inputs => (1.0 + again) * forward,
-            Phase::Backward | Phase::Weights => (1.0 + again) * forward + of_gradients,
+            Phase::Backward => (1.0 + again) * forward + of_gradients,
         }
     }
 
@@ -380,4 +395,10 @@ impl Model {
     pub fn parameters(&self) -> usize {
         self.blocks.iter().flat_map(BlockTensors::iter).map(Tensor::len).sum()
     }
+}
+
+/// Elements of the largest block of these layers.
+pub(super) fn largest_block(stack: &[Box<dyn Layer>]) -> usize {
+    let blocks = stack.iter().flat_map(|layer| tensors_of_blocks(&**layer));
+    blocks.map(|tensors| block_len(&tensors)).max().unwrap_or(0)
 }

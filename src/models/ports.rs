@@ -45,7 +45,8 @@ pub struct StepContext {
     pub(crate) scores: bool,
     /// With a KV cache: how many positions a sequence has there, or more.
     pub(crate) cached: Option<usize>,
-    hidden: Boundary,
+    /// Hidden states, in the stash's encoding.
+    pub(crate) hidden: Boundary,
 }
 
 impl StepContext {
@@ -59,11 +60,6 @@ impl StepContext {
         let hidden = Boundary::of_tokens(Role::Hidden, channels, dtype.size());
         let (scores, cached) = (false, None);
         StepContext { positions, dtype, save, channels, scores, cached, hidden }
-    }
-
-    /// The same step, whose stash holds hidden states and their gradients in this encoding.
-    pub(crate) fn with_stashed(self, hidden: Boundary) -> StepContext {
-        StepContext { hidden, ..self }
     }
 
     /// Hidden states, (R, C), of the device's dtype.

@@ -22,8 +22,9 @@ impl Model {
         let mut model = Model::for_training(shape, training)?;
         let room = max_layers.saturating_sub(shape.layers);
         let last = model.optional_layers().last().map_or(0, |layer| layer.0 as usize);
-        let first_empty = model.part_blocks[last].iter().map(|block| block.0 + 1).max();
-        let first_empty = first_empty.unwrap_or(0);
+        let of_last = &model.part_blocks[last];
+        let first_empty = of_last.iter().map(|block| block.0 + 1).max().unwrap_or(0);
+        let room = room * of_last.len();
         for BlockId(block) in model.part_blocks.iter_mut().flatten() {
             *block += if *block >= first_empty { room as u32 } else { 0 };
         }
@@ -32,10 +33,10 @@ impl Model {
         Ok(model)
     }
 
-    /// The block of a layer that a step can leave out, counted as in
+    /// The blocks of a layer that a step can leave out, counted as in
     /// [`LayerSelection`](super::LayerSelection).
-    pub(crate) fn block_of_layer(&self, layer: usize) -> BlockId {
-        self.part_blocks[self.optional_layers()[layer].0 as usize][0]
+    pub(crate) fn blocks_of_layer(&self, layer: usize) -> &[BlockId] {
+        &self.part_blocks[self.optional_layers()[layer].0 as usize]
     }
 }
 

@@ -1,12 +1,14 @@
 //! Which tensors of a model are trained: those that patterns name, or adapters beside frozen ones.
 
+use l2l_actors::schedule::BlockId;
+
 use super::adapters::{self, Adapters};
 use super::block::TransformerBlock;
 use super::block_tensors::BlockTensors;
 use super::frozen::{Base, Format};
-use super::layer::{Kind, Tensor, block_len};
+use super::layer::{Kind, Tensor};
 use super::masters::MasterFormat;
-use super::model::{Model, Part};
+use super::model::{Model, Part, largest_block};
 use super::shape::{Head, Shape};
 use crate::error::Error;
 use crate::kernels::packed_row;
@@ -140,16 +142,15 @@ impl Model {
             plain.check_adapters(lora)?;
         }
         let stack = Model::stack_of(shape, &adapters);
-        let largest = stack.iter().map(|layer| block_len(&layer.tensors())).max().unwrap_or(0);
-        let model = of_tiles(largest)?;
+        let model = of_tiles(largest_block(&stack))?;
         if training.base == Base::AsIs {
             return Ok(model);
         }
         // Tiles of the vocabulary take as many bytes as the layers do now.
         let layers = model.parts.iter().zip(&model.part_blocks);
         let layers = layers.filter(|(part, _)| matches!(part, Part::Stack(_)));
-        let floats = layers
-            .map(|(_, blocks)| model.blocks[blocks[0].0 as usize].published_len(training.dtype));
+        let blocks = layers.flat_map(|(_, blocks)| blocks);
+        let floats = blocks.map(|id| model.blocks[id.0 as usize].published_len(training.dtype));
         of_tiles(floats.max().unwrap_or(0) * Dtype::F32.size() / training.dtype.size())
     }
 
@@ -178,7 +179,7 @@ impl Model {
         self.check_patterns("train.frozen", frozen)?;
         let classes = self.parts.iter().zip(&self.part_blocks);
         let classes = classes.filter(|(part, _)| matches!(part, Part::Classes(_)));
-        let classes: Vec<usize> = classes.map(|(_, blocks)| blocks[0].0 as usize).collect();
+        let classes: Vec<usize> = classes.flat_map(|(_, blocks)| blocks).map(|id| id.0 as usize).collect();
         let adapted: Vec<String> = self.adapted_modules().map(String::from).collect();
         let adapts = |tensor: &Tensor| {
             let module = tensor.name.rsplit_once('.').map_or("", |(module, _)| module);
@@ -219,7 +220,9 @@ impl Model {
         let mut is_packed = false;
         for (part, blocks) in self.parts.iter_mut().zip(&self.part_blocks) {
             if let Part::Stack(layer) = part {
-                is_packed |= layer.pack_relu(density, self.blocks[blocks[0].0 as usize].trained());
+                let of_block = |id: &BlockId| self.blocks[id.0 as usize].trained();
+                let trained: Vec<Tensor> = blocks.iter().flat_map(of_block).cloned().collect();
+                is_packed |= layer.pack_relu(density, &trained);
             }
         }
         let Some(density) = density else { return Ok(()) };

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use l2l_actors::schedule::{self, BlockId, Capacities, Phase, Pipeline, Pools, Schedule};
+use l2l_actors::schedule::{self, BlockId, Capacities, Pipeline, Pools, Schedule};
 
 use super::checks::check_sizes;
 use super::regions::{Holder, Place, Regions};
@@ -11,12 +11,12 @@ use super::{
     KvCache, LinkBytes, Plan, RankShare, StepShape, StepSpec, pipelines, schedule_of, share,
 };
 use crate::compression::{Compression, Sizes};
-use crate::config::{ChannelsConfig, Config, DeviceKind, EpsTier, ScheduleKind, StashPlace};
+use crate::config::{ChannelsConfig, Config, DeviceKind, EpsTier, StashPlace};
 use crate::devices::{self, KernelMemory};
 use crate::eps::{cut, part_floats, parts_of};
 use crate::error::Error;
 use crate::kernels::Rows;
-use crate::models::{self, BlockTensors, Model, Part, Tensor};
+use crate::models::{self, BlockTensors, Measured, Model, Part, Tensor};
 use crate::optimizers::{StateLayout, UpdateRule, unpacked_len};
 use crate::stash;
 
@@ -177,17 +177,15 @@ impl Sizing<'_> {
         self.config.eps.tier == EpsTier::File
     }
 
-    /// The phases of visits. A frozen layer's backward has no gradients of weights, as `Inputs`.
-    fn phases(&self) -> &'static [Phase] {
-        const ALL: [Phase; 4] = [Phase::Forward, Phase::Backward, Phase::Inputs, Phase::Weights];
-        let has_parts =
-            matches!(self.config.schedule.kind, ScheduleKind::ZeroBubble | ScheduleKind::File);
+    /// What the workspace of its kernels is measured for.
+    fn measured(&self) -> Measured<'_> {
         let freezes = self.model.blocks.iter().any(|block| !block.frozen().is_empty());
-        match (self.trains(), has_parts, freezes || self.config.depth.freezes) {
-            (false, ..) => &ALL[..1],
-            (true, true, _) => &ALL,
-            (true, false, true) => &ALL[..3],
-            (true, false, false) => &ALL[..2],
+        Measured {
+            model: self.model,
+            dtype: self.config.device.dtype,
+            save: self.config.schedule.recompute.keep(),
+            trains: self.trains(),
+            freezes: freezes || self.config.depth.freezes,
         }
     }
 
@@ -208,9 +206,10 @@ impl Sizing<'_> {
             let schedule = schedule_of(self.config, self.model, spec)?;
             schedules.stash = schedules.stash.max(stash::layout(&schedule).floats);
             let largest = schedule.micro_batches.iter().copied().max().unwrap_or(1) as usize;
-            let bytes = |boundary: &schedule::Boundary| boundary.bytes_per_sequence as usize;
+            let tokens = largest * schedule.positions as usize;
+            let bytes = |boundary: &schedule::Boundary| boundary.bytes(largest as u64, tokens as u64);
             let bytes = schedule.boundaries.iter().map(bytes).max().unwrap_or(0);
-            let floats = (bytes / FLOAT * largest).next_multiple_of(16);
+            let floats = (bytes as usize / FLOAT).next_multiple_of(16);
             schedules.boundary = schedules.boundary.max(floats);
             schedules.all.push(schedule);
         }
@@ -336,16 +335,15 @@ impl Sizing<'_> {
         rows: Rows,
     ) {
         let (model, config, trains) = (self.model, self.config, self.trains());
-        let (dtype, save) = (config.device.dtype, config.schedule.recompute.keep());
-        let Rows { sequences, positions } = rows;
+        let dtype = config.device.dtype;
         let chunk_state = model.parts.iter().map(|part| match part {
-            Part::Stack(layer) => layer.chunk_state_len(positions, trains, dtype),
+            Part::Stack(layer) => layer.chunk_state_len(rows.positions, trains, dtype),
             _ => 0,
         });
         let chunk_state = chunk_state.max().unwrap_or(0).next_multiple_of(16);
         let KernelMemory { workspace, overhead, widened } =
             devices::kernel_memory(config, rows, |kernels| {
-                models::workspace(kernels, dtype, model, sequences, positions, save, self.phases())
+                models::workspace(kernels, self.measured(), rows)
             });
         // The walk has no KV cache: a layer's cached positions, and the new ones.
         let is_cached = self.cache.is_some() && widened > 0;

@@ -1,21 +1,16 @@
-//! The schedule of a step: what it is for, and what it carries beside activations.
-//!
-//! Two things pass through the same slots as activations, as boundaries of roles of their own.
-//! *Logits* leave the head for the host. Keys and values of earlier positions come to a layer from
-//! the *KV cache*, and new ones leave for it; its place on the host outlives the step.
+//! The schedule of a step: its purpose, and what the config makes of the model's layers.
 
 use l2l_actors::schedule::{
-    self, BlockId, Boundary, BoundaryId, Encoding, Pipeline, Ranks, RingModel, Role, Schedule,
-    Selection, VisitKind,
+    self, BlockId, Boundary, Encoding, Pipeline, Ranks, RingModel, Schedule, Selection,
 };
 
 use super::{DealtStep, RankShare, pipelines};
 use crate::config::{Config, Deal, EpsTier, GradientDtype, ScheduleKind, StashDtype, Transfer};
 use crate::eps::cut;
 use crate::error::Error;
-use crate::models::{Head, LayerSelection, Model, Part, Save};
+use crate::models::{LayerSelection, Model, StepContext};
 use crate::optimizers::StateLayout;
-use crate::tensor::{Dtype, Packing, packed_bf16};
+use crate::tensor::{Packing, packed_bf16};
 
 /// What a step of the ring is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +39,14 @@ impl Purpose {
     /// Whether logits, or scores, leave the device.
     pub(crate) fn scores(self) -> bool {
         matches!(self, Purpose::Score | Purpose::Generate { .. })
+    }
+
+    /// With a KV cache: positions that the longest sequence has there, or more.
+    fn cached(self) -> Option<usize> {
+        match self {
+            Purpose::Generate { cached } => Some(cached),
+            _ => None,
+        }
     }
 }
 
@@ -81,9 +84,9 @@ pub(crate) fn schedule_of(
     step: StepSpec<'_>,
 ) -> Result<Schedule, Error> {
     let StepSpec { shape, layers, states, share, file } = step;
-    let StepShape { sequences, positions, purpose } = shape;
+    let StepShape { sequences, purpose, .. } = shape;
     let states = Some(states).filter(|_| purpose.trains());
-    let ring = ring_model(config, model, positions, states, share);
+    let ring = ring_model(config, model, shape, states, share);
     let is_dealt = share.deals(purpose);
     let (sequences, groups) = if is_dealt {
         let DealtStep { sequences, groups } = share.deal(config, sequences)?;
@@ -94,7 +97,6 @@ pub(crate) fn schedule_of(
     };
     let sizes = micro_batches(sequences, config.step.micro_batch);
     let mut selection = Selection::all(&ring, sizes);
-    selection.recompute = config.schedule.recompute.keep().is_none();
     selection.groups = groups;
     if let Some(layers) = layers {
         layers.check(model)?;
@@ -121,12 +123,6 @@ pub(crate) fn schedule_of(
         }
     };
     schedule.ranks = Ranks { count: share.ranks, dealt: is_dealt };
-    if purpose.scores() {
-        add_logits(&mut schedule, model, positions);
-    }
-    if let Purpose::Generate { cached } = purpose {
-        add_kv_cache(&mut schedule, model, config.device.dtype, [positions, cached]);
-    }
     Ok(schedule)
 }
 
@@ -134,36 +130,26 @@ pub(crate) fn schedule_of(
 fn ring_model(
     config: &Config,
     model: &Model,
-    positions: usize,
+    shape: StepShape,
     states: Option<&StateLayout>,
     share: RankShare,
 ) -> RingModel {
-    let save = config.schedule.recompute.keep().unwrap_or(Save::All);
-    let mut ring = model.for_ring(positions, save, config.device.dtype);
-    let encoding = match config.stash.dtype {
-        StashDtype::F32 => Encoding::Plain,
-        StashDtype::Bf16 => Encoding::Bf16,
-        StashDtype::Int8 => Encoding::Int8 { block: config.stash.block_size },
-    };
-    let packing = Packing { dtype: config.device.dtype, encoding, columns: model.shape.hidden };
-    let packed = (packing.floats(positions) * size_of::<f32>()) as u64;
-    if packed < ring.hidden.bytes_per_sequence {
-        ring.hidden.encoding = encoding;
-        ring.hidden.stashed_per_sequence = packed;
-    }
+    let mut ring = model.for_ring(&context(config, model, shape));
     let staged = config.eps.tier == EpsTier::File;
     for (index, (block, tensors)) in ring.blocks.iter_mut().zip(&model.blocks).enumerate() {
         block.staged = staged;
         if config.device.gradient_dtype == GradientDtype::Bf16 {
             let packed = packed_bf16(tensors.trained_len()) * size_of::<f32>();
-            (block.download_bytes, block.encoded) = (packed as u64, true);
+            block.download_bytes = packed as u64;
+            block.encoded = true;
         }
         if let (Some(kind), Some(_)) = (config.compression(), states) {
             let RankShare { rank, ranks } = share;
             let sent = kind.sent_bytes(tensors, &cut(tensors, ranks), rank, ranks);
             // As if each of the ranks sent as much.
             let others = u64::from(ranks - 1).max(1);
-            (block.dealt_bytes, block.encoded) = (sent / others * u64::from(ranks), true);
+            block.dealt_bytes = sent / others * u64::from(ranks);
+            block.encoded = true;
         }
         let floats = states.map_or(0, |states| states.of(index).lens().iter().sum::<usize>());
         block.state_bytes = (floats * size_of::<f32>()) as u64;
@@ -177,64 +163,22 @@ fn ring_model(
     ring
 }
 
-fn boundary(schedule: &mut Schedule, role: Role, floats: usize) -> BoundaryId {
-    let bytes_per_sequence = (floats * size_of::<f32>()) as u64;
-    schedule.boundaries.push(Boundary::plain(role, 1, bytes_per_sequence));
-    BoundaryId(schedule.boundaries.len() as u32 - 1)
-}
-
-/// Makes the loss read a boundary, so that the step waits until it is on the host.
-fn read_by_loss(schedule: &mut Schedule, id: BoundaryId) {
-    let losses = schedule.visits.iter_mut().filter(|visit| visit.kind == VisitKind::Loss);
-    losses.for_each(|visit| visit.reads.push(id));
-}
-
-/// Every head writes logits. The loss reads them in the order of the vocabulary.
-fn add_logits(schedule: &mut Schedule, model: &Model, positions: usize) {
-    for (layer, part) in model.parts.iter().enumerate() {
-        let floats = match part {
-            Part::Head(tile) => tile.rows,
-            Part::Classes(_) => match model.shape.head {
-                Head::Classes { labels, .. } => labels,
-                Head::TokenClasses { labels } => positions * labels,
-                Head::Tokens | Head::Masked => unreachable!("they have tiles"),
-            },
-            Part::Embedding | Part::Stack(_) => continue,
-        };
-        let id = boundary(schedule, Role::Logits, floats);
-        let visits = schedule.visits.iter_mut();
-        let heads = visits.filter(|visit| visit.on_device() && visit.layer.0 as usize == layer);
-        heads.for_each(|visit| visit.writes.push(id));
-        read_by_loss(schedule, id);
+/// What the model's layers are told of the step. Hidden states and their gradients are packed for
+/// the stash where that makes them smaller.
+fn context(config: &Config, model: &Model, shape: StepShape) -> StepContext {
+    let StepShape { positions, purpose, .. } = shape;
+    let (dtype, save) = (config.device.dtype, config.schedule.recompute.keep());
+    let context = model.context(positions, dtype, save.filter(|_| purpose.trains()));
+    let encoding = match config.stash.dtype {
+        StashDtype::F32 => Encoding::Plain,
+        StashDtype::Bf16 => Encoding::Bf16,
+        StashDtype::Int8 => Encoding::Int8 { block: config.stash.block_size },
+    };
+    let mut hidden = context.hidden;
+    let packing = Packing { dtype, encoding, columns: hidden.width() };
+    let stashed_token_bytes = packing.row_bytes() as u64;
+    if stashed_token_bytes < hidden.token_bytes {
+        hidden = Boundary { encoding, stashed_token_bytes, ..hidden };
     }
-}
-
-/// Every layer with a KV cache reads the keys and values of `cached` positions, and writes those
-/// of this step's `positions`. The cached ones are on the host before the step, so a gather writes
-/// them for the schedule.
-fn add_kv_cache(
-    schedule: &mut Schedule,
-    model: &Model,
-    dtype: Dtype,
-    [positions, cached]: [usize; 2],
-) {
-    for (layer, part) in model.parts.iter().enumerate() {
-        let Part::Stack(stack) = part else { continue };
-        let width = stack.kv_width();
-        if width == 0 {
-            continue;
-        }
-        let new = boundary(schedule, Role::NewKv, dtype.floats(positions * width));
-        let floats = dtype.floats(cached * width);
-        let cached = (cached > 0).then(|| boundary(schedule, Role::CachedKv, floats));
-        for visit in &mut schedule.visits {
-            if visit.on_device() && visit.layer.0 as usize == layer {
-                visit.writes.push(new);
-                visit.reads.extend(cached);
-            } else if visit.kind == VisitKind::Gather {
-                visit.writes.extend(cached);
-            }
-        }
-        read_by_loss(schedule, new);
-    }
+    StepContext { scores: purpose.scores(), cached: purpose.cached(), hidden, ..context }
 }

@@ -7,7 +7,7 @@
 //! layer's spare time serve the next. The slowest lane decides. A [`Forecast`](super::Forecast)
 //! shows what the begin and the end of a step leave exposed.
 
-use l2l_actors::schedule::{Block, BoundaryId};
+use l2l_actors::schedule::{Block, BoundaryId, Phase};
 use serde::Serialize;
 
 use super::forecast::Rates;
@@ -62,7 +62,7 @@ impl Hiding {
         // What this process has of a block, of which it receives the rest.
         let own = 1.0 / f64::from(plan.share().ranks);
         for visit in schedule.visits.iter().filter(|visit| visit.on_device()) {
-            let backward = visit.phase.is_backward();
+            let backward = visit.phase == Phase::Backward;
             let at = usize::from(backward);
             compute[at] += rates.compute_of(visit.layer.0, backward).unwrap_or(0.0);
             let of_blocks = visit.blocks.iter().map(|&id| schedule.block(id));
@@ -74,7 +74,7 @@ impl Hiding {
             let (landed, dealt) =
                 (sum(|block| block.download_bytes), sum(|block| block.dealt_bytes));
             let through = |boundaries: &[BoundaryId]| -> f64 {
-                let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_per_sequence as f64;
+                let bytes = |&id: &BoundaryId| schedule.boundary(id).stashed_bytes(1, schedule.positions.into()) as f64;
                 boundaries.iter().map(bytes).sum()
             };
             // Deferred updates run under the next forward.

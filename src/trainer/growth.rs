@@ -1,5 +1,7 @@
 //! Layers that are added while a model is trained.
 
+use l2l_actors::schedule::BlockId;
+
 use std::sync::Arc;
 
 use super::Trainer;
@@ -133,9 +135,20 @@ impl Trainer {
     }
 }
 
-/// Fills the block of a new layer.
+/// Fills the blocks of a new layer.
 fn copy(eps: &Eps, model: &Model, layer: usize, new: NewLayer) -> Result<(), Error> {
-    let (to, from) = (model.block_of_layer(layer), model.block_of_layer(new.copy_of));
+    let blocks = model.blocks_of_layer(layer).iter().zip(model.blocks_of_layer(new.copy_of));
+    blocks.into_iter().try_for_each(|(&to, &from)| copy_block(eps, model, layer, new, to, from))
+}
+
+fn copy_block(
+    eps: &Eps,
+    model: &Model,
+    layer: usize,
+    new: NewLayer,
+    to: BlockId,
+    from: BlockId,
+) -> Result<(), Error> {
     let tensors = &model.blocks[to.0 as usize];
     let len = tensors.len();
     let mut masters = eps.read_with(from, BlockPart::Parameters, |all| all[..len].to_vec())?;

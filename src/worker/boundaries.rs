@@ -2,14 +2,13 @@
 //! stash have room for the longest sequences. Only the rows of the micro-batch's tokens move.
 
 use l2l_actors::Step;
-use l2l_actors::schedule::{Boundary, BoundaryId, Encoding, LayerId, MicroBatch, Role};
+use l2l_actors::schedule::{Boundary, BoundaryId, LayerId, MicroBatch};
 use l2l_actors::work::Placed;
 
 use super::Worker;
 use super::device_side::DeviceSide;
-use super::step::StepState;
-use crate::kernels::STATISTICS;
-use crate::models::{Head, Part};
+use super::step::{MicroBatchRange, StepState};
+use crate::models::Part;
 use crate::tensor::{Dtype, Packing, View};
 
 /// A micro-batch of a boundary at a visit.
@@ -28,45 +27,27 @@ impl<'a> Filled<'a> {
     pub(super) fn what(self) -> &'a Boundary {
         self.step.plan.schedule.boundary(self.boundary)
     }
+
+    /// The sequences and the tokens of the micro-batch.
+    fn counts(self) -> [u64; 2] {
+        let MicroBatchRange { sequences, rows } =
+            self.state.range(self.micro_batch, &self.step.plan.schedule);
+        [sequences.len() as u64, rows.len() as u64]
+    }
 }
 
 impl Worker {
     /// Floats that a micro-batch fills in a slot.
     pub(super) fn in_slot(&self, filled: Filled<'_>) -> usize {
-        let Filled { step, state, layer, boundary, micro_batch: m } = filled;
-        let (schedule, dtype) = (&step.plan.schedule, self.plan.dtype);
-        let rows = state.range(m, schedule).rows.len();
-        let hidden = rows * self.model.shape.hidden;
-        match filled.what().role {
-            Role::Hidden | Role::HiddenGradient => dtype.floats(hidden),
-            Role::HeadGradient => self.model.head_gradient(dtype).floats(hidden),
-            Role::Statistics => rows * STATISTICS,
-            Role::SavedActivations => {
-                let Part::Stack(layer) = &self.model.parts[layer.0 as usize] else {
-                    unreachable!("only layers of the stack save activations")
-                };
-                let of_each = state.lengths(m, schedule);
-                of_each.map(|length| layer.saved_len(length, self.save, dtype)).sum()
-            }
-            Role::NewKv => dtype.floats(rows * self.kv_width(layer)),
-            Role::Logits if let Head::TokenClasses { labels } = self.model.shape.head => {
-                rows * labels
-            }
-            // Logits of one position a sequence, or as many cached positions for each sequence.
-            Role::Logits | Role::CachedKv => {
-                schedule.boundary_bytes(boundary, m) as usize / Dtype::F32.size()
-            }
-        }
+        let [sequences, tokens] = filled.counts();
+        filled.what().bytes(sequences, tokens) as usize / Dtype::F32.size()
     }
 
     /// The first float and the number of floats that a micro-batch fills in the stash.
     pub(super) fn in_stash(&self, filled: Filled<'_>) -> (usize, usize) {
-        let Filled { step, state, micro_batch, .. } = filled;
-        let rows = || state.range(micro_batch, &step.plan.schedule).rows.len();
-        let floats = match filled.what().encoding {
-            Encoding::Plain => self.in_slot(filled),
-            Encoding::Bf16 | Encoding::Int8 { .. } => self.packing(filled.what()).floats(rows()),
-        };
+        let [sequences, tokens] = filled.counts();
+        let bytes = filled.what().stashed_bytes(sequences, tokens) as usize;
+        let floats = bytes / Dtype::F32.size();
         let (at, room) = filled.state.stash.place(filled.boundary, filled.micro_batch);
         assert!(floats <= room, "{floats} floats in a place of {room}");
         (at, floats)
@@ -74,8 +55,8 @@ impl Worker {
 
     /// How the stash packs a boundary of hidden states or their gradients. Others are plain.
     pub(super) fn packing(&self, boundary: &Boundary) -> Packing {
-        let (dtype, columns) = (self.plan.dtype, self.model.shape.hidden);
-        Packing { dtype, encoding: boundary.encoding, columns }
+        let Boundary { encoding, .. } = *boundary;
+        Packing { dtype: self.plan.dtype, encoding, columns: boundary.width() }
     }
 
     /// Where kernels find what the visit reads: in an input slot, or in the stash.

@@ -158,12 +158,12 @@ impl DeviceSide {
 
     /// The input slot of a boundary, in floats whatever it holds.
     pub(super) fn input(&self, placed: &Placed, floats: usize) -> View {
-        boundary(&self.inputs, placed, floats)
+        self.inputs.slot(placed.slot, floats)
     }
 
     /// The output slot of a boundary, in floats whatever it holds.
     pub(super) fn output(&self, placed: &Placed, floats: usize) -> View {
-        boundary(&self.outputs, placed, floats)
+        self.outputs.slot(placed.slot, floats)
     }
 
     /// Copies floats to the device.
@@ -294,8 +294,3 @@ impl DeviceSide {
     }
 }
 
-/// Every boundary fills one slot.
-fn boundary(slots: &Slots, placed: &Placed, floats: usize) -> View {
-    let [slot] = placed.slots[..] else { unreachable!("a boundary fills one slot") };
-    slots.slot(slot, floats)
-}

@@ -109,7 +109,7 @@ impl Worker {
     ) {
         let state = self.steps.of(step.number);
         let (blocks, micro_batches) = match &share {
-            Share::MicroBatch(m) => (visit.blocks, *m..*m + 1),
+            Share::MicroBatch(m) => (&visit.blocks[..], *m..*m + 1),
             Share::Block(block) => (std::slice::from_ref(block), visit.micro_batches.clone()),
         };
         for m in micro_batches {

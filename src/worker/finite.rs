@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::OnceLock;
 
-use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Version, Visit};
+use l2l_actors::schedule::{BlockId, MicroBatch, Phase, Role, Version, Visit};
 use l2l_actors::{BoxedError, Step};
 
 use super::Worker;
@@ -13,7 +13,7 @@ use crate::config::NonFinite;
 use crate::error::NotFinite;
 use crate::kernels::{BatchMetadata, Inspected};
 use crate::models::{self, VisitArgs};
-use crate::tensor::{Dtype, View};
+use crate::tensor::View;
 
 /// An operation's error: a number is NaN or infinite.
 fn not_finite(what: String) -> BoxedError {
@@ -65,12 +65,10 @@ impl Worker {
         batch: &BatchMetadata<'_>,
         args: &VisitArgs<'_>,
     ) -> Result<(), BoxedError> {
-        let all = [args.writes.hidden, args.writes.hidden_gradient];
+        let all = [args.written(Role::Hidden), args.written(Role::HiddenGradient)];
         for (what, view) in all.into_iter().enumerate() {
             let Some(view) = view else { continue };
             let written = Written { step: step.number, device_visit, what };
-            let numbers = view.len() * Dtype::F32.size() / self.plan.dtype.size();
-            let view = view.hold(1, numbers, self.plan.dtype);
             if !device.is_finite(view, written.mark())? {
                 let operation =
                     self.first_operation(device, step.plan.visit(device_visit), batch, args)?;

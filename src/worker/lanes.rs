@@ -14,7 +14,7 @@ use super::step::StepState;
 use super::{CacheSlot, Worker};
 use crate::config::{GradientDtype, NonFinite};
 use crate::kernels::Kernels;
-use crate::models::{self, Part, VisitArgs};
+use crate::models::{self, BlockViews, Part, Port, VisitArgs};
 use crate::plan::Purpose;
 use crate::tensor::{Dtype, Packing, View, packed_bf16, widen};
 
@@ -170,29 +170,32 @@ impl Worker {
         else {
             unreachable!("a compute operation computes")
         };
-        let [BlockUse { block, weights, gradient }] = blocks[..] else {
-            unreachable!("every layer of this crate's models has one block")
-        };
         let (step, m, device) = (operation.step(), *micro_batch, self.device(operation));
         let state = self.steps.of(step.number);
         let (visit, schedule) = (step.plan.visit(*device_visit), &step.plan.schedule);
-        let (len, trained) = (self.published_len(block), self.trained_len(block));
+        let block = |&BlockUse { block, weights, gradient }: &BlockUse| BlockViews {
+            weights: device.weights(weights, self.published_len(block)),
+            gradient: gradient
+                .map(|accumulator| device.gradient(accumulator.slot, self.trained_len(block))),
+        };
         let input = |placed| {
             let filled = filled(operation, &state, placed, m);
-            (filled.what().role, self.input(device, filled, placed))
+            Port { boundary: *filled.what(), view: self.input(device, filled, placed) }
         };
         let output = |placed| {
             let filled = filled(operation, &state, placed, m);
-            (filled.what().role, self.output(device, filled, placed))
+            Port { boundary: *filled.what(), view: self.output(device, filled, placed) }
         };
+        let accumulators = blocks.iter().filter_map(|of| of.gradient);
+        let accumulate = accumulators.clone().any(|accumulator| !accumulator.first);
+        assert!(!accumulate || accumulators.into_iter().all(|accumulator| !accumulator.first));
         let batch = state.metadata(m, schedule, self.seed);
         let args = VisitArgs {
             batch: batch.view(),
             labelled: state.labelled(m, schedule),
             dtype: self.plan.dtype,
-            weights: device.weights(weights, len),
-            gradient: gradient.map(|accumulator| device.gradient(accumulator.slot, trained)),
-            accumulate: gradient.is_some_and(|accumulator| !accumulator.first),
+            blocks: blocks.iter().map(block).collect(),
+            accumulate,
             reads: inputs.iter().map(input).collect(),
             writes: outputs.iter().map(output).collect(),
             scale: state.scale,
@@ -226,7 +229,8 @@ impl Worker {
         if self.model.parts.iter().position(Part::is_head) != Some(layer) {
             return Ok(());
         }
-        let x = args.reads.hidden.expect("a head reads a hidden state");
+        let hidden = args.reads.iter().find(|port| port.boundary.role == Role::Hidden);
+        let x = hidden.expect("a head reads a hidden state").view;
         let read = device.read_back(x)?;
         let mut hidden = self.results.hidden.lock().expect("nothing panics inside");
         let hidden = hidden.entry(m).or_default();

@@ -266,7 +266,7 @@ async fn error_of(fault: Fault, faulty: usize) -> String {
     small.config.device.count = Some(2);
     small.config.model.layers = Some(4);
     let (model, schedule) = (small.model(), small.schedule());
-    let gradient_floats = model.blocks[model.block_of_layer(0).0 as usize].len();
+    let gradient_floats = model.blocks[model.blocks_of_layer(0)[0].0 as usize].len();
     let plan = Plan::new(&small.config, &model, &small.config.update_rule());
     let mut worker = small.worker(&plan.expect("a plan of ours").pools);
     let side = worker.devices.remove(faulty).with(|device| {

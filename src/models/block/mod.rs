@@ -12,6 +12,7 @@ use self::tensors::{Gradients, Weights};
 use super::adapters::Adapters;
 use super::layer::{Backward, Forward, KvCache, Layer, Save, Tensor};
 use super::low_rank::LowRank;
+use super::ports::{LayerStep, StepContext};
 use super::shape::{Dropouts, Shape};
 use crate::kernels::{
     Activation, AttentionShape, BatchView, ChunkKv, Dropout, Kernels, Rotary, SequenceChunk,
@@ -231,8 +232,16 @@ impl Layer for TransformerBlock {
         [attention, projection, feed_forward].iter().any(|p| *p > 0.0).then_some(self.index)
     }
 
+    fn steps(&self, context: &StepContext) -> Vec<LayerStep> {
+        let mut step = LayerStep::on_hidden(context, vec![0]);
+        step.saves = context.save.map(|save| self.saved_activations(save, context.dtype));
+        context.add_kv(&mut step, self.kv_width());
+        vec![step]
+    }
+
     fn saved_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
-        self.activations_len(positions, save, dtype)
+        let bytes = self.saved_activations(save, dtype).bytes(1, positions as u64);
+        bytes as usize / size_of::<f32>()
     }
 
     fn chunk_state_len(&self, positions: usize, trains: bool, dtype: Dtype) -> usize {
@@ -265,7 +274,7 @@ impl Layer for TransformerBlock {
     }
 
     fn forward(&self, k: &dyn Kernels, pass: &Forward<'_>) {
-        let Forward { ref batch, weights, x, y, saved, kv_cache, chunk_state, scratch } = *pass;
+        let Forward { ref batch, weights, x, y, saved, kv_cache, chunk_state, scratch, .. } = *pass;
         let w = self.weights(weights);
         for chunk in self.chunks(batch) {
             let scratch = &scratch.nested();

@@ -1,5 +1,7 @@
 //! The activations that a block's forward leaves for its backward, saved or in workspace.
 
+use l2l_actors::schedule::{Boundary, Role};
+
 use super::TransformerBlock;
 use crate::kernels::{BatchView, packed_row};
 use crate::models::layer::Save;
@@ -111,8 +113,8 @@ impl TransformerBlock {
         }
     }
 
-    /// Floats that the saved activations of one sequence take.
-    pub(super) fn activations_len(&self, positions: usize, save: Save, dtype: Dtype) -> usize {
+    /// The saved activations, as a boundary.
+    pub(super) fn saved_activations(&self, save: Save, dtype: Dtype) -> Boundary {
         let shape = &self.shape;
         let heads = if shape.qk_norm { shape.heads + shape.kv_heads } else { 0 };
         let feed_forward_sum = if shape.post_norm { shape.hidden } else { 0 };
@@ -127,9 +129,12 @@ impl TransformerBlock {
             None => [shape.up(), 0],
             Some(room) => [0, packed_row(shape.intermediate, room, dtype)],
         };
-        let numbers = positions * (attention + up + sums);
+        let numbers = attention + up + sums;
+        let floats = 4 + statistics + of_branches + packed;
+        let token_bytes = (numbers * dtype.size() + floats * size_of::<f32>()) as u64;
         // Each of at most thirteen views is aligned for itself; a sequence pays for all of it.
         let views = if shape.branch_norm { 13 } else { 9 };
-        dtype.floats(numbers) + positions * (4 + statistics + of_branches + packed) + views * 16
+        let aligned = Boundary::of_sequences(Role::SavedActivations, views * 16, size_of::<f32>());
+        Boundary { token_bytes, stashed_token_bytes: token_bytes, ..aligned }
     }
 }
